@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes large language models smaller and writes checkpoints that serve.
+"""Compression of large language models into checkpoints that can be served.
 
-Everything public is reached from here by name and imported when it is first asked for, so that
-``import llmcompressor`` costs nothing and changes nothing: no torch, no environment variable, no
-logging set-up::
+All public names are available here and imported on first access, so that ``import llmcompressor``
+is instant and changes nothing: no torch, no environment variable, no logging setup::
 
     from llmcompressor import oneshot
 
@@ -60,7 +59,7 @@ __all__ = [
 
 __version__ = "0.1.0"
 
-# Bound after the module of that name, which else would take the text's place when it is imported.
+# Bound after the module of that name, which would otherwise replace the text when it is imported.
 from llmcompressor.version import version
 
 _HOMES = {
@@ -84,7 +83,7 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    if name == "logger":  # the module, which answers for the logger in it
+    if name == "logger":  # the module, which forwards to the logger in it
         return importlib.import_module("llmcompressor.logger")
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keep Python's search for unreachable cycles away from what is never unreachable.
+"""Garbage collector settings for imports and model building.
 
-torch and transformers bring half a million objects which live as long as the process. The search
-goes over all of them again and again while they are imported, whenever it comes to its oldest
-generation later, and several times when the interpreter ends.
+torch and transformers bring half a million objects that live as long as the process. The collector
+scans all of them repeatedly while they are imported, in each later full collection, and several
+times when the interpreter exits.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ _NEVER = 10**6
 
 @contextmanager
 def without_collecting() -> Iterator[None]:
-    """Do not look for unreachable cycles inside.
+    """Disable the garbage collector inside.
 
-    While a model of ten thousands of modules is built, the search goes over all of them again and
-    again and finds next to nothing.
+    While a model of tens of thousands of modules is built, the collector scans all of them
+    repeatedly and frees next to nothing.
     """
     was_enabled = gc.isenabled()
     gc.disable()
@@ -39,15 +39,15 @@ def without_collecting() -> Iterator[None]:
 
 @contextmanager
 def quick_imports() -> Iterator[None]:
-    """Import torch and what stands on it inside, and never search there again (``gc.freeze``).
+    """Import torch and its dependents inside, and exempt them from collection (``gc.freeze``).
 
-    Each object is looked at once, while it is new: what is unreachable by then is 8 MiB. Where
-    torch is there already, objects of the caller's may be too: a model that he lets go of later
-    must be found then. Imports are quicker in that case as well, but nothing is exempted.
+    Each object is scanned once, while it is new: garbage of about 8 MiB is kept. If torch is
+    imported already, the caller's objects may exist too, and have to stay collectable. Imports are
+    faster in that case as well, but nothing is frozen.
     """
     first = "torch" not in sys.modules
     if first:
-        gc.collect()  # or what is unreachable by now would be kept for good
+        gc.collect()  # otherwise present garbage would be frozen
     before = gc.get_threshold()
     gc.set_threshold(_YOUNG, _NEVER, _NEVER)
     try:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much memory of an accelerator is free, and that which torch keeps for nobody."""
+"""Free memory of an accelerator, and release of torch's cached memory."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ __all__ = ["free_device_memory", "give_back_device_memory"]
 
 
 def free_device_memory(device: torch.device | int) -> int:
-    """Bytes that this process may still take on an accelerator.
+    """Return the bytes that this process can still allocate on an accelerator.
 
-    What the device has left, and what torch's allocator holds there and has given to no tensor:
-    to the device that is taken, and it grows to the highest peak that there ever was.
+    That is the device's free memory plus the memory cached by torch's allocator and used by no
+    tensor. The device counts the cache as used, and it grows to the highest peak so far.
 
     Args:
-        device: which, as a device or by its index.
+        device: the device, or its index.
     """
     index = device if isinstance(device, int) else device.index
     if index is None:
@@ -28,10 +28,10 @@ def free_device_memory(device: torch.device | int) -> int:
 
 
 def give_back_device_memory() -> None:
-    """Return to the accelerators what torch holds there for nobody.
+    """Return torch's cached memory to the accelerators.
 
-    It lies in pieces of sizes that were asked for before, which what comes next may not fit into.
+    Its pieces have the sizes of earlier allocations, and later ones may not fit into them.
     """
     if torch.accelerator.is_available():
-        gc.collect()  # a model that was let go of may still hold itself in a cycle
+        gc.collect()  # an unused model may still be kept by a reference cycle
         torch.accelerator.empty_cache()

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every error this package raises on purpose.
+"""All errors that this package raises on purpose.
 
 ::
 
     CompressorError
-    ├── InputError (ValueError)        what the user gave cannot be used
+    ├── InputError (ValueError)        an input of the user cannot be used
     │   ├── ArgumentError              an argument of an entrypoint
     │   ├── RecipeError                the recipe: grammar, modifiers, fields
     │   ├── TargetError                targets and ignores against the model
@@ -45,11 +45,11 @@ class CompressorError(Exception):
 
 
 class InputError(CompressorError, ValueError):
-    """What the user gave cannot be used.
+    """An input of the user cannot be used.
 
     Args:
-        problem: the thing and the reason, one sentence.
-        remedy: what to do about it, one sentence.
+        problem: the thing and the reason, in one sentence.
+        remedy: the remedy, in one sentence.
     """
 
     def __init__(self, problem: str, remedy: str = "") -> None:
@@ -87,7 +87,7 @@ class LifecycleError(CompressorError, RuntimeError):
 
 
 class ProcessError(CompressorError, RuntimeError):
-    """Another process of the same run has failed, or cannot be reached."""
+    """Another process of the same run has failed or cannot be reached."""
 
 
 class NonFiniteError(CompressorError, ArithmeticError):
@@ -95,7 +95,7 @@ class NonFiniteError(CompressorError, ArithmeticError):
 
 
 def did_you_mean(name: str, options: Iterable[str], *, limit: int = 3) -> str:
-    """A sentence that suggests the nearest of ``options``, or lists them if none is near.
+    """Return a sentence that suggests the nearest ``options``, or lists all if none is near.
 
     >>> did_you_mean("W4A61", ["W4A16", "W8A8", "FP8"])
     'Did you mean W4A16?'

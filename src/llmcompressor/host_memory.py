@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much main memory is free, for a machine and for a container with less than all of it."""
+"""Free main memory, on a machine and in a container with a memory limit."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _OWN_GROUPS = Path("/proc/self/cgroup")
 
 
 class _Names(NamedTuple):
-    """What a control group's files are called."""
+    """The file names of a control group."""
 
     limit: str
     usage: str
@@ -28,21 +28,21 @@ _OLD = _Names("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_
 
 
 def free_host_memory(groups: Path = _GROUPS, own: Path = _OWN_GROUPS) -> int:
-    """Bytes that this process may still take before the kernel ends it, or begins to swap.
+    """Return the bytes that this process can still allocate before the kernel kills it or swaps.
 
-    What is free of the machine, or of a control group's limit if that is less: in a container the
-    machine has memory that the container may not use. Cached files that nobody reads count as free.
+    That is the machine's free memory, or what is left of a control group's limit if that is less,
+    as in a container. Cached files that are not in use count as free.
 
     Args:
-        groups: where control groups are mounted.
-        own: the groups of this process, as the kernel tells them.
+        groups: the mount point of control groups.
+        own: the kernel's list of this process's groups.
     """
     free = int(psutil.virtual_memory().available)
     return max(0, min([free, *_left(groups, own)]))
 
 
 def _left(groups: Path, own: Path) -> Iterator[int]:
-    """Bytes that each group which this process is in has left."""
+    """Yield the bytes left in each control group of this process."""
     try:
         lines = own.read_text().splitlines()
     except OSError:  # no Linux
@@ -56,7 +56,7 @@ def _left(groups: Path, own: Path) -> Iterator[int]:
 
 
 def _left_of(mount: Path, path: str, names: _Names) -> Iterator[int]:
-    """The same of a group and all above it; a container sees its own one as the root."""
+    """Yield the bytes left in a group and all groups above it; a container's own is the root."""
     within = PurePosixPath(path.lstrip("/"))
     for place in (mount / within, *(mount / parent for parent in within.parents)):
         try:

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One logger for the package, set up once and only when asked.
+"""The package's logger, configured once and only on request.
 
-Importing the package changes nothing: loguru's default sink stays as it is until an entrypoint
-or the user calls :func:`configure_logger`.
+Importing the package changes nothing: loguru's default sink is kept until an entrypoint or the user
+calls :func:`configure_logger`.
 
-The module answers for its logger: ``from llmcompressor import logger; logger.info("...")`` works,
+The module forwards to its logger: ``from llmcompressor import logger; logger.info("...")`` works,
 as does ``from llmcompressor.logger import logger``.
 """
 
@@ -47,16 +47,16 @@ _METRIC_SEVERITY = 38  # between WARNING and ERROR
 
 @dataclass
 class LoggerConfig:
-    """What is logged, and where.
+    """The configuration of the log.
 
     Attributes:
         disabled: log nothing at all.
-        console_log_level: least level on standard error; ``None`` for no console.
-        log_file: also write the log to this file, one JSON object a line.
-        log_file_level: least level in the file, by default ``"INFO"``; without a file, that of
+        console_log_level: minimum level on standard error; ``None`` for no console.
+        log_file: also write the log to this file, one JSON object per line.
+        log_file_level: minimum level in the file, by default ``"INFO"``; without a file, that of
             ``llmcompressor.log``.
-        metrics_disabled: leave out what is logged at the level ``"METRIC"``.
-        rank: which of several processes this is, written before each line of the console.
+        metrics_disabled: drop records of the level ``"METRIC"``.
+        rank: the rank of this process, written before each line of the console.
     """
 
     disabled: bool = False
@@ -70,16 +70,16 @@ class LoggerConfig:
 def configure_logger(
     logger_config: LoggerConfig | None = None, *, config: LoggerConfig | None = None
 ) -> None:
-    """Send this package's log to the console and, if asked, to a file.
+    """Write this package's log to the console and, if requested, to a file.
 
     The environment variables ``LLM_COMPRESSOR_LOG_LEVEL``, ``LLM_COMPRESSOR_LOG_FILE``,
-    ``LLM_COMPRESSOR_LOG_FILE_LEVEL`` and ``LLM_COMPRESSOR_LOG_DISABLED`` override the fields of
-    the configuration. The file of the environment is that of a run: lines of text, by default
-    from ``"DEBUG"`` on.
+    ``LLM_COMPRESSOR_LOG_FILE_LEVEL`` and ``LLM_COMPRESSOR_LOG_DISABLED`` override the fields of the
+    configuration. The file of the environment variable holds lines of text, by default from
+    ``"DEBUG"`` on.
 
     Args:
-        logger_config: what is logged, and where.
-        config: another name of it.
+        logger_config: the configuration of the log.
+        config: an alias of ``logger_config``.
     """
     given = logger_config or config or LoggerConfig()
     disabled = os.environ.get("LLM_COMPRESSOR_LOG_DISABLED", "").lower()
@@ -124,17 +124,17 @@ def configure_logger(
 def configure_distributed_logger(
     logger_config: LoggerConfig | None = None, *, config: LoggerConfig | None = None
 ) -> None:
-    """:func:`configure_logger` with the rank of this process of ``torch.distributed``."""
-    import torch.distributed  # noqa: PLC0415  # who logs need not load torch
+    """Call :func:`configure_logger` with this process's rank in ``torch.distributed``."""
+    import torch.distributed  # noqa: PLC0415  # logging does not need torch
 
     given = logger_config or config or LoggerConfig()
     configure_logger(replace(given, rank=torch.distributed.get_rank()))
 
 
 class _Filter:
-    """What of the log goes to one place.
+    """Filter of one sink's records.
 
-    compressed-tensors marks what it says of each of many modules, to be shown once.
+    compressed-tensors marks repeated records about many modules, to be shown once.
     """
 
     def __init__(self, *, metrics: bool = True) -> None:
@@ -153,7 +153,7 @@ class _Filter:
 
 
 def _know_metrics() -> None:
-    """Have loguru know the level that metrics are logged at."""
+    """Register the level of metrics with loguru."""
     try:
         logger.level(_METRIC)
     except ValueError:
@@ -162,11 +162,11 @@ def _know_metrics() -> None:
 
 @contextmanager
 def logged_to(file: str | Path | None) -> Iterator[None]:
-    """Also write everything that is logged to a file while the body runs.
+    """Also write the log to a file while the body runs.
 
     Args:
-        file: which; the environment variable ``LLM_COMPRESSOR_LOG_FILE`` overrides it. What is
-            not below ``LLM_COMPRESSOR_LOG_FILE_LEVEL`` is written, by default ``"DEBUG"``.
+        file: the file; the environment variable ``LLM_COMPRESSOR_LOG_FILE`` overrides it. Records
+            from the level ``LLM_COMPRESSOR_LOG_FILE_LEVEL`` on are written, by default ``"DEBUG"``.
     """
     place = os.environ.get(_FILE_VARIABLE) or file
     if place is None or str(place) in _FILES:
@@ -182,12 +182,12 @@ def logged_to(file: str | Path | None) -> Iterator[None]:
 
 @contextmanager
 def quiet(*, wanted: bool = True) -> Iterator[None]:
-    """Log nothing while the body runs: another process says the same.
+    """Suppress the log while the body runs, because another process logs the same.
 
-    Where lines are told with the rank of their process, all processes go on logging.
+    Where lines show the rank of their process, all processes go on logging.
 
     Args:
-        wanted: whether to.
+        wanted: suppress the log; False does nothing.
     """
     if not wanted or _RANKS or not _is_heard():
         yield
@@ -202,16 +202,16 @@ def quiet(*, wanted: bool = True) -> Iterator[None]:
 
 
 def is_quiet() -> bool:
-    """Whether :func:`quiet` is in force, for what is shown by other means."""
+    """Return True inside :func:`quiet`, for output that is not logged."""
     return bool(_quiet)
 
 
 class _HeardError(Exception):
-    """A record was begun."""
+    """A log record was created, so some sink would receive it."""
 
 
 def _is_heard() -> bool:
-    """Whether anybody is logged to: loguru does not say, but begins no record otherwise."""
+    """Return True if any sink receives the log; loguru creates no record otherwise."""
 
     def stop(record: object) -> None:
         raise _HeardError

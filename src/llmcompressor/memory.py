@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Memory that was freed and that the allocator would keep."""
+"""Return of freed heap memory and mapped pages to the operating system."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ _kept_anyway = -math.inf
 
 
 def give_back_freed(*, at_least: int = TOLERATED) -> None:
-    """Return freed memory to the operating system, where the C library can be asked to.
+    """Return freed memory to the operating system, if the C library is glibc.
 
-    Activations that live long and temporaries that do not lie side by side in the heap. glibc
-    only shrinks it from its end, so that without this a run holds on to far more than it uses.
+    Long-lived activations and short-lived temporaries lie side by side in the heap, and glibc only
+    shrinks it from its end. Without this call a run would hold far more memory than it uses.
 
     Args:
-        at_least: bytes freed since the last time, below which it is not worth the time; 0 in any
-            case.
+        at_least: do nothing if fewer bytes were freed since the last call; 0 to return memory
+            always.
     """
     global _kept_anyway  # noqa: PLW0603 - the heap belongs to the process too
     library = _library()
@@ -57,12 +57,13 @@ class _Heap(ctypes.Structure):
 
 
 def _unused(library: ctypes.CDLL) -> float:
-    """Bytes of private memory that the C library has not given to anyone.
+    """Return the bytes of private memory that the C library has not handed out.
 
-    What is freed and held, and what others asked the system for: stacks, Python's small objects.
+    That is freed memory held by the heap, and memory allocated by others: stacks, Python's small
+    objects.
     """
     look = getattr(library, "mallinfo2", None)
-    if look is None:  # glibc before 2.33: no telling, so it is returned each time
+    if look is None:  # glibc before 2.33: unknown, so memory is returned each time
         return math.nan
     look.restype = _Heap
     heap = look()
@@ -71,14 +72,14 @@ def _unused(library: ctypes.CDLL) -> float:
 
 
 def let_go_of_pages(address: int, nbytes: int) -> None:
-    """Have the pages of a mapped file no longer count as this process's memory.
+    """Release the pages of a mapped file, so that they no longer count as this process's memory.
 
-    What was written stays in the file, and the page cache writes it to the disk when it wants the
-    memory; what is read again comes back. Pages at the ends that are shared with others are left.
+    Written data stays in the file, and the page cache writes it to disk when it needs the memory.
+    Data that is read again is loaded again. Pages at the ends that are shared with others are kept.
 
     Args:
-        address: of the first byte of the mapping.
-        nbytes: how many follow it.
+        address: the address of the first byte.
+        nbytes: the number of bytes.
     """
     library = _library()
     if library is None or not hasattr(mmap, "MADV_DONTNEED"):
@@ -91,7 +92,7 @@ def let_go_of_pages(address: int, nbytes: int) -> None:
 
 @functools.cache
 def _library() -> ctypes.CDLL | None:
-    """The C library, if it is glibc."""
+    """Return the C library if it is glibc."""
     if not sys.platform.startswith("linux"):
         return None
     try:

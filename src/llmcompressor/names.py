@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Modules by name: all of them quickly, and which names no target tells apart.
+"""Module names: fast traversal, name aliases, and equivalence of names under targets.
 
-A model of experts has some ten thousand modules of a few forms. What is asked of each module is
-asked of each form instead, where the answer cannot differ.
+An MoE model has some ten thousand modules whose names differ only by numbers. Work per module is
+done once per form of name where the result cannot differ.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ _USUAL = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
 
 
 def names_of(name: str) -> tuple[str, ...]:
-    """The names that a target may mean a module by, its own first.
+    """Return the names by which a target may refer to a module, its own first.
 
-    An expert's Linears have the names that they have in the file. Where these are ``w1``, ``w3``
-    and ``w2``, recipes may as well say what they are elsewhere, and what they are below in the
-    file: ``block_sparse_moe``, which transformers called it as well before its fifth release.
-    So it did towers, and what joins them to the text, without ``model`` before them, and the text
-    of such a model ``language_model.model``, its head ``language_model.lm_head``.
+    An expert's Linears have their names in the file. Where these are ``w1``, ``w3`` and ``w2``,
+    recipes may also use the common projection names, and ``block_sparse_moe``, as before
+    transformers 5. Likewise for vision towers and projectors without the prefix ``model``, and for
+    the text part of such a model, ``language_model.model``, with its head
+    ``language_model.lm_head``.
 
     >>> names_of("layers.0.mlp.experts.3.w1")[1:]
     ('layers.0.block_sparse_moe.experts.3.w1', 'layers.0.mlp.experts.3.gate_proj')
@@ -68,7 +68,7 @@ def names_of(name: str) -> tuple[str, ...]:
     names = _names_in_mixture(name)
     if not name.startswith(_TEXT):
         return names
-    # without these, a pattern for all of the text would mean its head alone
+    # without these, a pattern for all of the text would match its head alone
     return *names, *(_EARLIER_TEXT + one.removeprefix(_TEXT) for one in names)
 
 
@@ -83,15 +83,15 @@ def _names_in_mixture(name: str) -> tuple[str, ...]:
 
 
 def is_of_tower(name: str) -> bool:
-    """Whether a module lies in a tower beside the text, or joins it to that."""
+    """Return True if a module lies in a vision or audio tower, or projects from it to the text."""
     return name.startswith(_TOWERS)
 
 
 def means(target: str, name: str) -> bool:
-    """Whether a target is one of a module's names, or a pattern for one.
+    """Return True if a target is one of a module's names, or a pattern that matches one.
 
-    What a pattern says that a name is not (``(?!`` and ``(?<!``) holds for all of the names: who
-    leaves out ``vision_tower`` means the tower, whatever it is called now.
+    A pattern's exclusions (``(?!`` and ``(?<!``) apply to all of the names: a pattern that excludes
+    ``vision_tower`` excludes the tower under its new name too.
 
     >>> means("re:(?!vision_tower).*proj", "model.vision_tower.proj")
     False
@@ -111,17 +111,17 @@ def means(target: str, name: str) -> bool:
 
 @lru_cache(maxsize=4096)
 def _parts(pattern: str) -> tuple[re.Pattern[str], re.Pattern[str]]:
-    """A pattern, and the same without what it says that a name is not."""
+    """Compile a pattern, and the same pattern without its exclusions."""
     whole = re.compile(pattern)
     rest = _without_exclusions(pattern)
     try:
         return whole, whole if rest == pattern else re.compile(rest)
-    except re.error:  # it may have named a group there, for one
+    except re.error:  # an exclusion may define a group, for instance
         return whole, whole
 
 
 def _without_exclusions(pattern: str) -> str:
-    r"""A pattern without ``(?!…)`` and ``(?<!…)``.
+    r"""Return a pattern without ``(?!…)`` and ``(?<!…)``.
 
     >>> _without_exclusions(r"^(?!a|.*(b|\)))x(?<!y)[(?!]")
     '^x[(?!]'
@@ -140,11 +140,11 @@ def _without_exclusions(pattern: str) -> str:
 
 
 def named_modules(model: Module, *, remove_duplicate: bool = True) -> Iterator[tuple[str, Module]]:
-    """The same as ``model.named_modules()``, which hands each through as many calls as it is deep.
+    """Return the same as ``model.named_modules()``, without its nested generators.
 
     Args:
-        model: where to look.
-        remove_duplicate: a module that has several names comes once.
+        model: the model.
+        remove_duplicate: yield a module that has several names once.
 
     >>> from torch.nn import Identity, Sequential
     >>> [name for name, _ in named_modules(Sequential(Sequential(Identity()), Identity()))]
@@ -169,7 +169,7 @@ def named_modules(model: Module, *, remove_duplicate: bool = True) -> Iterator[t
 
 
 def own_parameters(module: Module) -> list[Parameter]:
-    """The same as ``module.parameters(recurse=False)``, which goes through three generators.
+    """Return the same as ``module.parameters(recurse=False)``, without its nested generators.
 
     >>> [one.ndim for one in own_parameters(__import__("torch").nn.Linear(2, 3))]
     [2, 1]
@@ -179,10 +179,10 @@ def own_parameters(module: Module) -> list[Parameter]:
 
 
 def tells_digits(pattern: str) -> bool:
-    r"""Whether a regular expression may tell one digit from another.
+    r"""Return True if a regular expression may distinguish one digit from another.
 
-    Where it has no digit, no range that could begin or end between digits, and compares nothing
-    with what was found before, every digit of a name may stand for every other.
+    It cannot if it has no digit, no range that could begin or end between digits, and no
+    backreference. Every digit of a name may then be replaced by every other.
 
     >>> tells_digits(r".*layers\.\d+\.mlp"), tells_digits(".*layers.[0-9]+.mlp")
     (False, False)
@@ -194,7 +194,7 @@ def tells_digits(pattern: str) -> bool:
 
 
 class Forms:
-    """Which names the targets of a list do not tell apart.
+    """Groups names that the targets of a list cannot distinguish.
 
     Args:
         targets: names, ``re:`` patterns or class names.
@@ -207,20 +207,20 @@ class Forms:
         self._telling = [found for found in map(_compiled, patterns) if found is not None]
 
     def of(self, name: str) -> Hashable:
-        """A key: of two names that share it, every target matches both or neither."""
+        """Return a key; names with equal keys match exactly the same targets."""
         names = names_of(name)
         if not self._exact.isdisjoint(names):
             return name
-        # of an expert's Linears the last tells them apart by letters
+        # w1, w2 and w3 of an expert differ by letters only in the last name
         return tuple([one.translate(_ZEROS) for one in names]), tuple(
             [pattern.match(one) is not None for one in names for pattern in self._telling]
         )
 
 
 class Possible:
-    """Of a list of targets the few that can mean a module: recipes may name ten thousands.
+    """Finds the few targets of a long list that may match a module.
 
-    A plain target means modules of its name or class, and a pattern may mean any.
+    A plain target matches modules of its name or class, and a pattern may match any.
 
     Args:
         targets: names, ``re:`` patterns or class names.
@@ -234,7 +234,7 @@ class Possible:
         self._classes: dict[type[Module], frozenset[str]] = {}
 
     def of(self, name: str, module: Module) -> list[str]:
-        """In the order of the list, each once.
+        """Return the targets that may match a module, in the order of the list, each once.
 
         >>> from torch.nn import Identity
         >>> Possible(["b", "re:c", "Linear", "Identity", "a"]).of("a", Identity())
@@ -253,7 +253,7 @@ def _class_names(kind: type[Module]) -> frozenset[str]:
 
 
 def _compiled(pattern: str) -> re.Pattern[str] | None:
-    """An expression that tells digits apart; what cannot be read is refused where it is used."""
+    """Compile a pattern that distinguishes digits; invalid ones are refused where they are used."""
     if not tells_digits(pattern):
         return None
     try:

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Processes that make one model together: what they tell each other, and who writes.
+"""Coordination of the processes of one distributed run.
 
-Each has the whole model and does all of the work, so that all end with the same weights. They meet
-a few times in a run, in rounds: at the beginning, for their data, and when the output is there.
+Each process has the whole model and does all of the work, so that all end with the same weights.
+They synchronize a few times in a run: at the start, for their data, and when the output is
+complete.
 
-A round goes through the store that ``torch.distributed`` keeps of a process group. Unlike its
-collectives it waits as long as the others need, and a process that has failed tells the others of
-it at once and waits for nobody. Only data that is large goes from process to process.
+A synchronization uses the store of the ``torch.distributed`` process group. Unlike collectives it
+waits as long as the others need, and a failed process notifies the others at once and waits for
+nobody. Only large data is sent by collectives.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ _here = threading.local()
 
 
 def world() -> tuple[int, int]:
-    """The rank of this process, and how many processes there are."""
+    """Return the rank of this process and the number of processes."""
     from torch import distributed  # noqa: PLC0415  # importing the package loads no torch
 
     if distributed.is_available() and distributed.is_initialized():
@@ -48,11 +49,11 @@ def world() -> tuple[int, int]:
 
 
 class Processes:
-    """The processes of one run; one alone if nothing is said.
+    """The processes of one run; a single one by default.
 
     Attributes:
-        rank: of this one.
-        count: how many there are.
+        rank: the rank of this process.
+        count: the number of processes.
     """
 
     def __init__(self, rank: int = 0, count: int = 1, run: str = "") -> None:
@@ -63,7 +64,7 @@ class Processes:
 
     @classmethod
     def of_a_run(cls) -> Processes:
-        """Those of the process group; a run within a run is its process's own."""
+        """Return the processes of the process group; a nested run has only its own process."""
         rank, count = world()
         if count == 1 or getattr(_here, "at_work", None):
             return cls()
@@ -71,12 +72,12 @@ class Processes:
 
     @property
     def is_first(self) -> bool:
-        """Whether this is the process that writes and logs."""
+        """True for the process that writes and logs."""
         return self.rank == 0
 
     @contextmanager
     def telling(self) -> Iterator[None]:
-        """A step of the run: if it fails, the others are told of it when they next meet."""
+        """Notify the other processes if the body fails; they raise when they next synchronize."""
         if self.count == 1:
             yield
             return
@@ -84,23 +85,23 @@ class Processes:
         try:
             yield
         except ProcessError:
-            raise  # they know
+            raise  # the others know already
         except BaseException as error:
-            with suppress(RuntimeError):  # the store has ended before
+            with suppress(RuntimeError):  # the store is closed already
                 _store().set(self._failed, _told(self.rank, error))
             raise
         finally:
             _here.at_work -= 1
 
     def agree(self, on: str, value: Any = None) -> list[Any]:
-        """A round: what each process gives, in the order of their ranks.
+        """Gather a small value of each process, in the order of their ranks.
 
         Args:
-            on: what it is; all processes have to ask for the same in the same order.
-            value: of this process; it is small.
+            on: the subject; all processes must call with the same subjects in the same order.
+            value: this process's value.
 
         Raises:
-            ProcessError: another process has failed, has ended, or asks for something else.
+            ProcessError: another process has failed, has ended, or has another subject.
         """
         if self.count == 1:
             return [value]
@@ -120,15 +121,15 @@ class Processes:
         return [value for _, value in found]
 
     def pooled(self, batches: Sequence[Any], digest: str) -> tuple[Sequence[Any], int]:
-        """The batches of all processes in the order of their ranks, in main memory.
+        """Return the batches of all processes in the order of their ranks, in main memory.
 
         Args:
-            batches: of this process.
-            digest: of their values.
+            batches: the batches of this process.
+            digest: the hash of their values.
 
         Returns:
-            The batches, those that several processes have alike once, and from how many
-            processes they are; this process's own ones if they are alike in all.
+            The batches, with equal ones of several processes once, and the number of different
+            sets; this process's own batches if all are equal.
         """
         digests = self.agree("calibration data", digest)
         first = [digests.index(each) for each in dict.fromkeys(digests)]
@@ -138,7 +139,7 @@ class Processes:
 
         packed = io.BytesIO()
         torch.save(list(batches) if self.rank in first else [], packed)
-        self.agree("sending calibration data")  # whatever could fail has not
+        self.agree("sending calibration data")  # nothing can fail from here on
         parts = _gathered(packed.getvalue(), self.count)
         pool: list[Any] = []
         for rank in first:
@@ -153,15 +154,15 @@ class Processes:
 
 @contextmanager
 def written_once(place: Path) -> Iterator[bool]:
-    """Whether this process writes what all processes have alike: the first that comes does.
+    """Yield True in the one process that is to write; the others wait until it has written.
 
-    The others wait until it is there. A place that only some of them write to is no different.
+    The first process to arrive writes. A place may also be written by some of the processes only.
 
     Args:
-        place: where to.
+        place: the path to write.
 
     Raises:
-        ProcessError: the process that writes has failed.
+        ProcessError: the writing process has failed.
     """
     rank, count = world()
     if count == 1:
@@ -187,12 +188,12 @@ def written_once(place: Path) -> Iterator[bool]:
 
 
 def passed_by(place: Path) -> None:
-    """Leave it to the other processes to write ``place`` this time."""
+    """Skip one write of ``place``, leaving it to the other processes."""
     _saves[place] += 1
 
 
 def _gathered(packed: bytes, count: int) -> list[Any]:
-    """What each process gives; through main memory, whichever devices the group is for."""
+    """Gather bytes of all processes through main memory, whatever the group's backend."""
     from torch import distributed  # noqa: PLC0415  # see above
 
     is_own = distributed.get_backend() != "gloo" and distributed.is_gloo_available()
@@ -218,7 +219,7 @@ def _told(rank: int, error: BaseException) -> str:
 
 @contextmanager
 def _reached() -> Iterator[None]:
-    """The store lives in one of the processes."""
+    """Convert errors of the store, which lives in one of the processes."""
     try:
         yield
     except ProcessError:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How far a long job is, on a terminal as a bar and elsewhere as a line of log now and then.
+"""Progress of a long job: a bar on a terminal, otherwise an occasional log line.
 
 ::
 
@@ -40,14 +40,14 @@ _shown: ContextVar[Progress | None] = ContextVar("llmcompressor_progress", defau
 
 
 class Advance(Protocol):
-    """What the body of :func:`progress` calls: count ``by`` steps, and show ``note``."""
+    """The callable that :func:`progress` yields."""
 
     def __call__(self, by: int = 1, note: str | None = None) -> None:
         """Count ``by`` steps as done; ``note`` replaces the note, none keeps it."""
 
 
 class _LogLines:
-    """Progress where nobody watches a bar: at most one line of log every ten seconds."""
+    """Progress without a terminal: at most one log line every ten seconds."""
 
     def __init__(self, total: int, description: str, clock: Callable[[], float]) -> None:
         self._total = total
@@ -79,7 +79,7 @@ class _LogLines:
 
 
 def _minutes(seconds: float) -> str:
-    """Seconds as minutes and seconds.
+    """Format seconds as minutes and seconds.
 
     >>> _minutes(83.4)
     '1:23'
@@ -88,7 +88,7 @@ def _minutes(seconds: float) -> str:
 
 
 def _display() -> Progress:
-    """A display on standard error: what, bar, count, time gone, time left, the module at work."""
+    """Create a display on standard error: description, bar, count, times and note."""
     return Progress(
         TextColumn("{task.description}"),
         BarColumn(bar_width=24),
@@ -110,21 +110,21 @@ def progress(
     terminal: bool | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> Iterator[Advance]:
-    """Show how far a job of ``total`` steps is while the body runs.
+    """Show the progress of a job of ``total`` steps while the body runs.
 
     Args:
-        total: how many steps there are.
-        description: what the job is, a word or two.
-        terminal: a bar (true) or lines of log (false); by default a bar where standard error is
-            a terminal.
-        clock: seconds, for the lines of log.
+        total: the number of steps.
+        description: the job, in a word or two.
+        terminal: show a bar (true) or log lines (false); by default a bar if standard error is a
+            terminal.
+        clock: a clock in seconds, for the log lines.
 
     Yields:
-        ``advance(by=1, note=None)``: counts ``by`` steps as done and shows ``note``, which is
-        usually the name of the module at work.
+        ``advance(by=1, note=None)``, which counts ``by`` steps as done and shows ``note``, usually
+        the name of the current module.
     """
     if is_quiet():
-        yield _LogLines(total, description, clock)  # to nobody
+        yield _LogLines(total, description, clock)  # logs nothing
         return
     display = _shown.get()
     if display is None:
@@ -148,7 +148,7 @@ def progress(
 
 
 class _Line:
-    """One line of a display."""
+    """A line of the progress display."""
 
     def __init__(self, display: Progress, total: int, description: str) -> None:
         self._display = display
@@ -160,17 +160,17 @@ class _Line:
         self._display.advance(self._id, by)
 
     def remove(self) -> None:
-        """Take the line off the display."""
+        """Remove the line from the display."""
         self._display.remove_task(self._id)
 
 
 @contextmanager
 def other_bars_hidden() -> Iterator[None]:
-    """Inside, the bars of other libraries (all made with tqdm) are not shown.
+    """Hide the progress bars of other libraries (all made with tqdm) inside.
 
-    They would cut through ours, and count steps that mean nothing to who runs the command.
+    They would interrupt our own bar, and count steps that mean nothing to the user.
     """
-    own = vars(tqdm)["__init__"]  # somebody may have put a partial method there
+    own = vars(tqdm)["__init__"]  # it may be a partial method of someone else
     original = tqdm.__init__
 
     def hidden(self: tqdm, *args: object, **kwargs: object) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tables from a name to ``"module:attribute"``, imported only when the name is asked for."""
+"""Registries from a name to ``"module:attribute"``, imported on first use."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ V = TypeVar("V")
 
 
 def fold(name: str) -> str:
-    """A name as looked up: case, ``-``, ``_`` and spaces do not matter.
+    """Normalize a name for lookup: case, ``-``, ``_`` and spaces do not matter.
 
     >>> fold("Open-Platypus") == fold("open_platypus")
     True
@@ -34,7 +34,7 @@ def resolve(path: str) -> Any:
 def lazy_page(
     page: dict[str, Any], homes: Mapping[str, str], absent: Mapping[str, str] | None = None
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """``__getattr__`` and ``__dir__`` of a module that only points to names which live elsewhere.
+    """Return ``__getattr__`` and ``__dir__`` of a module that re-exports names lazily.
 
     >>> find, names = lazy_page({"__name__": "page"}, {"dumps": "json:dumps"})
     >>> find("dumps")([1]), names()
@@ -42,9 +42,9 @@ def lazy_page(
 
     Args:
         page: its ``globals()``.
-        homes: name → ``"module:attribute"``, or ``".module"`` for one of the page's own package
-            that has it by that name; imported when the name is asked for.
-        absent: name → why there is no such thing here, and what to do; said when it is imported.
+        homes: name → ``"module:attribute"``, or ``".module"`` for a module of the same package with
+            that attribute; imported on first access.
+        absent: name → the reason why it does not exist here, and the remedy, for the ImportError.
     """
 
     def find(name: str) -> Any:
@@ -59,7 +59,7 @@ def lazy_page(
 
 
 class Table(Mapping[str, str]):
-    """A registry as data: name → ``"module:attribute"``; a miss lists the nearest names.
+    """A registry as data: name → ``"module:attribute"``; a miss suggests the nearest names.
 
     >>> table = Table("codec", {"json": "json:dumps"})
     >>> table.load("JSON")([1])
@@ -75,15 +75,15 @@ class Table(Mapping[str, str]):
         self._added: dict[str, Any] = {}
 
     def add(self, name: str, value: Any) -> None:
-        """Register an object of a third party under ``name``."""
+        """Register a third-party object under ``name``."""
         self._added[fold(name)] = value
 
     def is_added(self, name: str) -> bool:
-        """Whether the object called ``name`` is one of a third party."""
+        """Return True if a third-party object is registered under ``name``."""
         return fold(name) in self._added
 
     def load(self, name: str) -> Any:
-        """The object called ``name``, imported now if it was not yet."""
+        """Return the object registered under ``name``, importing it if necessary."""
         key = fold(name)
         if key in self._added:
             return self._added[key]
@@ -96,7 +96,7 @@ class Table(Mapping[str, str]):
         )
 
     def names(self) -> list[str]:
-        """All that :meth:`load` knows, what was added included."""
+        """Return all names that :meth:`load` accepts, including added ones."""
         return [*self._entries, *self._added]
 
     def __getitem__(self, name: str) -> str:
@@ -110,12 +110,12 @@ class Table(Mapping[str, str]):
 
 
 class Additions(MutableMapping[str, V]):
-    """What users add under a name, beside what is known of names and can be read as well.
+    """A mapping of built-in values by name, which users may extend or override.
 
-    To read what is known changes nothing; to add it under its own name adds nothing.
+    Reading a built-in value changes nothing; setting a built-in value to itself adds nothing.
 
     Args:
-        known: by name; made when it is read, so that nobody changes it for others.
+        known: functions that make the built-in values, so that no caller changes them for others.
 
     >>> table = Additions({"a": lambda: [1]})
     >>> table["b"] = [*table["a"], 2]
@@ -128,7 +128,7 @@ class Additions(MutableMapping[str, V]):
         self._added: dict[str, V] = {}
 
     def added(self, name: str) -> V | None:
-        """What a user has added under ``name``."""
+        """Return the value that a user set for ``name``, or ``None``."""
         return self._added.get(name)
 
     def __getitem__(self, name: str) -> V:

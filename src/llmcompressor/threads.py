@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many threads torch computes with on the CPU.
+"""Threads of torch on the CPU.
 
-Torch splits each operation over its threads and waits, at its end, for the slowest of them. On a
-machine of one's own that is right for large operations. With another process busy on one core,
-every such wait lasts until that core's next time slice, and what takes a second takes ten. So
-work made of many small operations runs on one thread (:func:`one_thread`), and what can be cut into
-pieces gives each piece to one (:func:`each_on_one_thread`).
+Torch splits each operation over its threads and waits for the slowest of them at its end. On an
+otherwise idle machine that is right for large operations. With another process busy on one core,
+every such wait lasts until that core's next time slice, and a second of work takes ten. So work
+made of many small operations runs on one thread (:func:`one_thread`), and work that can be cut into
+pieces gives each piece to one thread (:func:`each_on_one_thread`).
 
-The number of threads decides how some products are summed, of bfloat16 too where the number of
-tokens is odd, so it is never changed within a run: it is part of what a run is.
+The number of threads decides the order of summation in some products, for bfloat16 too if the
+number of tokens is odd. So it is part of a run's identity and never changed within a run.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ _allowed = 1
 
 @contextlib.contextmanager
 def one_thread(device: torch.device) -> Iterator[None]:
-    """Run the body on one thread where ``device`` is the CPU; the number is restored after.
+    """Run the body on one thread if ``device`` is the CPU, and restore the number afterwards.
 
-    Pieces that the body hands to :func:`each_on_one_thread` go to as many threads as before.
+    Pieces that the body passes to :func:`each_on_one_thread` still use as many threads as before.
     """
-    global _allowed  # noqa: PLW0603 - torch's number, which it stands in for, is of the process too
+    global _allowed  # noqa: PLW0603 - like torch's own number, it is global to the process
     threads, outer = torch.get_num_threads(), _allowed
     if device.type != "cpu" or threads == 1:
         yield
@@ -67,16 +67,16 @@ def one_thread(device: torch.device) -> Iterator[None]:
 
 @contextlib.contextmanager
 def short_waits() -> Iterator[None]:
-    """Have torch's idle threads sleep soon, for as long as the body runs.
+    """Make torch's idle threads sleep soon while the body runs.
 
-    After each operation they wait for the next without sleeping, for milliseconds: time that pieces
-    on threads of their own, and other processes, do not get. libgomp cuts that short where more
-    threads stand ready than there are processors, so another team of them is made, which does
-    nothing. With two processors both busy an operation's start costs 0.05 ms more; GPTQ takes a
-    fifth less processor time, and with another process beside it an eighth less time. A run without
-    data, whose checkpoint is read and written by other threads meanwhile, takes a quarter less.
+    After each operation they busy-wait for the next for milliseconds, time that pieces on threads
+    of their own, and other processes, do not get. libgomp shortens that wait where more threads
+    exist than processors, so a second, idle team of threads is created. With two processors both
+    busy an operation's start costs 0.05 ms more; GPTQ takes a fifth less processor time, and with
+    another process running an eighth less time. A run without data, whose checkpoint is read and
+    written by other threads, takes a quarter less.
     """
-    global _standing_by  # noqa: PLW0603 - the teams are those of the process
+    global _standing_by  # noqa: PLW0603 - thread teams are global to the process
     if torch.get_num_threads() == 1 or _standing_by:
         yield
         return
@@ -84,9 +84,9 @@ def short_waits() -> Iterator[None]:
 
     def stand_by() -> None:
         try:
-            torch.ones(_LARGE).exp_()  # large enough for all threads: this one has them from now on
+            torch.ones(_LARGE).exp_()  # large enough to create this thread's own team
         finally:
-            ready.set()  # also without them: what waits for it would wait for ever
+            ready.set()  # even on failure, or the waiting thread would hang
         over.wait()
 
     idle = threading.Thread(target=stand_by, name="stand-by", daemon=True)
@@ -106,14 +106,14 @@ _standing_by = False
 
 
 def each_on_one_thread(work: Callable[[T], None], items: Sequence[T]) -> None:
-    """Do ``work`` for every item, several at a time, each of them on a single thread.
+    """Call ``work`` for every item, several at a time, each on a single thread.
 
-    What an item gives does not depend on how many threads there are. The calling thread takes part:
-    handing all to others and waiting costs small matrices as much as their products.
+    An item's result does not depend on the number of threads. The calling thread takes part, since
+    waiting for others costs as much as the product of small matrices.
 
     Args:
-        work: must not depend on the order of the items.
-        items: what to do; large ones first.
+        work: the function to call; it must not depend on the order of the items.
+        items: the items, large ones first.
     """
     before = torch.get_num_threads()
     threads = 1 if getattr(_here, "is_piece", False) else max(before, _allowed)
@@ -129,7 +129,7 @@ def each_on_one_thread(work: Callable[[T], None], items: Sequence[T]) -> None:
         _here.is_piece = True
         try:
             for item in _taken(left):
-                torch.set_num_threads(1)  # each time: part of it counts for the whole process
+                torch.set_num_threads(1)  # each time: part of this setting is global to the process
                 work(item)
         except BaseException:
             left.clear()
@@ -141,7 +141,7 @@ def each_on_one_thread(work: Callable[[T], None], items: Sequence[T]) -> None:
     try:
         take_turns()
     finally:
-        # also after an error: nothing is to be at work on what is given up
+        # also after an error: no thread may go on with cancelled work
         wait([helper for helper in helpers if not helper.cancel()])
         torch.set_num_threads(before)
     for helper in helpers:
@@ -151,7 +151,7 @@ def each_on_one_thread(work: Callable[[T], None], items: Sequence[T]) -> None:
 
 @contextlib.contextmanager
 def in_turn() -> Iterator[None]:
-    """In the body, the calling thread does all pieces itself, one after the other."""
+    """Make the calling thread process all pieces itself, one after the other, in the body."""
     outer = getattr(_here, "is_piece", False)
     _here.is_piece = True
     try:
@@ -161,7 +161,7 @@ def in_turn() -> Iterator[None]:
 
 
 def _taken(left: deque[T]) -> Iterator[T]:
-    """Each item to one of the threads that ask."""
+    """Yield items, each to one of the threads that iterate."""
     while True:
         try:
             item = left.popleft()
@@ -173,15 +173,16 @@ def _taken(left: deque[T]) -> Iterator[T]:
 def each_span(
     work: Callable[[slice], None], length: int, device: torch.device, *, width: int = SPAN
 ) -> None:
-    """Do ``work`` for spans of a dimension whose elements do not see each other.
+    """Call ``work`` for spans of a dimension whose elements are independent.
 
-    On the CPU by parts that depend on ``length`` alone, each on one thread; elsewhere at once.
+    On the CPU the spans depend on ``length`` alone, each on one thread; elsewhere there is one
+    span.
 
     Args:
-        work: told which elements.
-        length: of the dimension.
-        device: what the work runs on.
-        width: of a part.
+        work: the function to call with a span.
+        length: the size of the dimension.
+        device: the device of the work.
+        width: the width of a span.
     """
     if device.type != "cpu":
         work(slice(None))
@@ -190,7 +191,7 @@ def each_span(
 
 
 def wide_span(length: int) -> int:
-    """The width of a part for work of many short steps; there are two parts where possible.
+    """Return the span width for work of many short steps; two spans where possible.
 
     >>> wide_span(4096), wide_span(512), wide_span(100)
     (512, 256, 256)
@@ -198,7 +199,7 @@ def wide_span(length: int) -> int:
     return _WIDE if length > _WIDE else SPAN
 
 
-@functools.cache  # threads that are there already: starting them takes as long as a small matrix
+@functools.cache  # kept alive: starting threads takes as long as a small product
 def _pool(threads: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(threads - 1, "one")
 

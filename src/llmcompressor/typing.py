@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names of types, for annotations in scripts."""
+"""Type aliases for annotations in scripts."""
 
 from __future__ import annotations
 

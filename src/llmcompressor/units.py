@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sizes in words."""
+"""Formatting of sizes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ __all__ = ["in_bytes"]
 
 
 def in_bytes(size: int) -> str:
-    """Bytes in a unit that suits them.
+    """Format a number of bytes with a suitable unit.
 
     >>> in_bytes(7_348_736), in_bytes(1_319_560_307_784), in_bytes(0)
     ('7.35 MB', '1.32 TB', '0 B')

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The version, as text and as numbers."""
+"""The version, as text and as a tuple."""
 
 from __future__ import annotations
 

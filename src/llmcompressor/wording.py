@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lists in words."""
+"""Formatting of lists in messages."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ __all__ = ["listed"]
 
 
 def listed(names: Iterable[str], most: int = 6, separator: str = ", ") -> str:
-    """Some names for a message: all of a few, the first and the number of many.
+    """Join names for a message; of a long list the first ones and the number of the rest.
 
     >>> listed("abcdefgh")
     'a, b, c, d, e, f and 2 more'

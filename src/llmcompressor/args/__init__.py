@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The arguments of the entrypoints as dataclasses, and the one function that fills them.
+"""The arguments of the entrypoints as dataclasses, and the function that fills them.
 
 Importing this package loads neither torch nor transformers: :class:`TrainingArguments`, which
-extends transformers' class of that name, is imported when it is first asked for (PEP 562).
+extends transformers' class of that name, is imported on first access (PEP 562).
 """
 
 from __future__ import annotations

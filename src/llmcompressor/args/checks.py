@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bounds that stand on a field: what a value may be, checked whenever the field is set.
+"""Validation of argument fields, applied whenever a field is set.
 
 A check takes the field's name and value, raises :class:`~llmcompressor.errors.ArgumentError`,
 and returns the value to store (its canonical spelling, where there are several).
 
-transformers' ``HfArgumentParser`` hands all metadata of a field to argparse, which knows ``help``
-and not ``check``: so the help is the one entry there is, and knows the rest (:class:`About`). Of a
-union with ``str`` it takes one of the first two members for the type of what is typed: so one that
-holds more than texts begins with ``Text | str``, of which it may take either.
+transformers' ``HfArgumentParser`` passes all metadata of a field to argparse, which accepts
+``help`` but not ``check``. So ``help`` is the only entry, and carries the rest (:class:`About`).
+For a union with ``str`` the parser uses one of the first two members as the argument's type, so a
+union of strings and other types begins with ``Text | str``.
 """
 
 from __future__ import annotations
@@ -60,11 +60,11 @@ _A_SIZE = "a whole number of bytes, or a size such as '8GiB'"
 
 
 class About(str):
-    """The help of a field, which knows more of it.
+    """The help text of a field, with its check.
 
     Attributes:
-        check: what a value may be.
-        off: what giving ``--no-field`` does, for a field that is true by default.
+        check: the check of the field's values.
+        off: the help of ``--no-field``, for a field that is true by default.
     """
 
     __slots__ = ("check", "off")
@@ -74,12 +74,12 @@ class About(str):
 
 
 def about(help_text: str, check: Check, *, off: str | None = None) -> dict[str, Any]:
-    """The metadata of a field: its help (the command line shows it), which knows its check.
+    """Return the metadata of a field: its help for the command line, which carries its check.
 
     Args:
-        help_text: what the field is.
-        check: what it may be.
-        off: what giving ``--no-field`` does, for a field that is true by default.
+        help_text: the description of the field.
+        check: the check of its values.
+        off: the help of ``--no-field``, for a field that is true by default.
     """
     found = About(help_text)
     found.check, found.off = check, off
@@ -87,7 +87,7 @@ def about(help_text: str, check: Check, *, off: str | None = None) -> dict[str, 
 
 
 class Checked:
-    """Base of dataclasses whose fields are checked when they are made and whenever one is set."""
+    """Base of dataclasses whose fields are checked on creation and on every assignment."""
 
     def __setattr__(self, name: str, value: Any) -> None:
         known: Mapping[str, dataclasses.Field[Any]] = getattr(self, "__dataclass_fields__", {})
@@ -100,7 +100,7 @@ class Checked:
 
 
 def reject(name: str, value: Any, expected: str) -> ArgumentError:
-    """The error for a value of the wrong kind or out of bounds."""
+    """Return the error for a value of the wrong kind or out of bounds."""
     shown = repr(value)
     if len(shown) > 80:
         shown = f"a {type(value).__name__}"
@@ -108,24 +108,24 @@ def reject(name: str, value: Any, expected: str) -> ArgumentError:
 
 
 def anything(name: str, value: Any) -> Any:
-    """No check: whoever uses the value knows what it may be."""
+    """Accept any value; it is checked where it is used."""
     return value
 
 
 def optional(check: Check) -> Check:
-    """``None``, or what ``check`` accepts."""
+    """Return a check that accepts ``None`` besides the values of ``check``."""
     return lambda name, value: None if value is None else check(name, value)
 
 
 def boolean(name: str, value: Any) -> bool:
-    """``True`` or ``False``, nothing that merely counts as one."""
+    """Check for ``True`` or ``False``, not for truthiness."""
     if not isinstance(value, bool):
         raise reject(name, value, "True or False")
     return value
 
 
 def integer(least: int, most: float = inf) -> Check:
-    """A whole number of at least ``least``, and at most ``most``."""
+    """Return a check for an integer from ``least`` to ``most``."""
 
     def check(name: str, value: Any) -> int:
         expected = f"a whole number of at least {least}"
@@ -144,7 +144,7 @@ def integer(least: int, most: float = inf) -> Check:
 
 
 def number(least: float, most: float) -> Check:
-    """A number from ``least`` to ``most``."""
+    """Return a check for a number from ``least`` to ``most``."""
 
     def check(name: str, value: Any) -> float:
         is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
@@ -156,21 +156,21 @@ def number(least: float, most: float) -> Check:
 
 
 def string(name: str, value: Any) -> str:
-    """A string that is not empty."""
+    """Check for a string that is not empty."""
     if not isinstance(value, str) or not value.strip():
         raise reject(name, value, "a string that is not empty")
     return value
 
 
 def path(name: str, value: Any) -> str:
-    """A path, given as a string or a path object; stored as a string."""
+    """Check for a path, given as a string or a path object; stored as a string."""
     if not isinstance(value, (str, os.PathLike)) or not os.fspath(value):
         raise reject(name, value, "a path")
     return str(os.fspath(value))
 
 
 def strings(name: str, value: Any) -> list[str]:
-    """One string or several; stored as a list of its own."""
+    """Check for one string or several; stored as a new list."""
     several = [value] if isinstance(value, str) else value
     if not isinstance(several, (list, tuple)) or not all(isinstance(s, str) for s in several):
         raise reject(name, value, "a list of strings")
@@ -178,16 +178,16 @@ def strings(name: str, value: Any) -> list[str]:
 
 
 def mapping(name: str, value: Any) -> Mapping[str, Any]:
-    """A dict whose keys are strings; stored as a dict of its own."""
+    """Check for a dict with string keys; stored as a new dict."""
     if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
         raise reject(name, value, "a dict with string keys")
     return dict(value)
 
 
 def one_of(options: Mapping[str, str]) -> Check:
-    """One of the names in ``options``, stored as the name it maps to.
+    """Return a check for one of the names in ``options``, stored as the name it maps to.
 
-    Upper case, ``-`` and spaces are read as in ``options``' lower case and ``_``.
+    Upper case, ``-`` and spaces are normalized to lower case and ``_``, as in ``options``.
     """
 
     def check(name: str, value: Any) -> str:
@@ -202,7 +202,7 @@ def one_of(options: Mapping[str, str]) -> Check:
 
 
 def size(name: str, value: Any) -> int:
-    """A number of bytes, or a number with a unit such as GiB; stored as bytes.
+    """Check for a number of bytes, or a number with a unit such as GiB; stored as bytes.
 
     >>> size("budget", "8GiB"), size("budget", "1e9"), size("budget", 2.0e9)
     (8589934592, 1000000000, 2000000000)

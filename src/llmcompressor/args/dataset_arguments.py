@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which calibration or training data, how it is prepared, and how the model is run over it."""
+"""Arguments for calibration and training data, and for running the model over them."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ TRACING_IGNORE = (
 
 
 def _dataset(name: str, value: Any) -> Any:
-    """A name, a path or data; an empty string or a bare number is neither."""
+    """Check for a name, a path or data; not an empty string or a bare number."""
     if isinstance(value, (str, os.PathLike)):
         return path(name, value)
     if isinstance(value, (bool, int, float)):
@@ -72,7 +72,7 @@ def _dataset(name: str, value: Any) -> Any:
 
 
 def _splits(name: str, value: Any) -> str | list[str] | dict[str, str]:
-    """One split, several, or one by role; stored as a list or dict of its own."""
+    """Check for one split, several, or one by role; stored as a new list or dict."""
     if isinstance(value, str):
         return string(name, value)
     if isinstance(value, Mapping):
@@ -86,7 +86,7 @@ def _splits(name: str, value: Any) -> str | list[str] | dict[str, str]:
 
 
 def _collator(name: str, value: Any) -> str | Callable[..., Any]:
-    """The name of a collator, or a function from samples to a batch."""
+    """Check for the name of a collator, or a function from samples to a batch."""
     if callable(value):
         collator: Callable[..., Any] = value
         return collator
@@ -94,7 +94,7 @@ def _collator(name: str, value: Any) -> str | Callable[..., Any]:
 
 
 def _function(name: str, value: Any) -> str | Callable[..., Any]:
-    """A function, or where one is: ``"path/file.py:function"``."""
+    """Check for a function, or the place of one: ``"path/file.py:function"``."""
     if callable(value):
         function: Callable[..., Any] = value
         return function
@@ -105,7 +105,7 @@ def _function(name: str, value: Any) -> str | Callable[..., Any]:
 
 @dataclass
 class DatasetArguments(Checked):
-    """Which data calibrates (or trains) the model, and how the model is run over it."""
+    """The calibration or training data, and the settings for running the model over it."""
 
     dataset: Named = field(
         default=None,

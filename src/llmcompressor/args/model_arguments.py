@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which model, in which precision, and how it is saved."""
+"""Arguments for loading and saving the model."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ __all__ = ["ModelArguments"]
 
 if TYPE_CHECKING:
     _Token: TypeAlias = str | bool | None
-else:  # with None in it, HfArgumentParser would make no type of it
+else:  # HfArgumentParser finds no type in a union with None
     _Token: TypeAlias = Text | str | bool
 
 _PRECISIONS = {
@@ -43,12 +43,12 @@ _PRECISIONS = {
 
 
 def precision_name(name: str, value: Any) -> str:
-    """A precision's name, or a torch dtype; stored as "auto" or the dtype's own name."""
+    """Check for a precision's name or a torch dtype; stored as "auto" or the dtype's name."""
     return str(one_of(_PRECISIONS)(name, str(value).removeprefix("torch.")))
 
 
 def _model(name: str, value: Any) -> Any:
-    """A path or hub name, or a model that is already loaded."""
+    """Check for a path, a hub name, or a loaded model."""
     if isinstance(value, (str, os.PathLike)):
         return path(name, value)
     if value is None or isinstance(value, (bool, int, float, list, tuple, dict)):
@@ -57,12 +57,12 @@ def _model(name: str, value: Any) -> Any:
 
 
 def _device(name: str, value: Any) -> str:
-    """A device's name, or a torch device; stored as its name."""
+    """Check for a device or its name; stored as its name."""
     return string(name, str(value))
 
 
 def _token(name: str, value: Any) -> bool | str:
-    """A token, or whether to use the stored one; as a text, too."""
+    """Check for a token, or a boolean to use the stored one, also as a string."""
     if isinstance(value, str):
         value = {"true": True, "false": False}.get(value.strip().lower(), value)
     return value if isinstance(value, bool) else string(name, value)
@@ -70,10 +70,10 @@ def _token(name: str, value: Any) -> bool | str:
 
 @dataclass
 class ModelArguments(Checked):
-    """Which model is compressed, in which precision it is loaded, and how it is saved.
+    """The model to compress, its precision, and the settings for saving it.
 
-    ``tokenizer`` is only another spelling of ``processor``: what is given there is moved to
-    ``processor``, and giving both is an error.
+    ``tokenizer`` is an alias of ``processor``: its value is moved to ``processor``, and giving both
+    is an error.
     """
 
     model: Named = field(

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The optimizer and the learning rates of a training, tried out before the model is loaded.
+"""Trial creation of a training's optimizer and schedule, before the model is loaded.
 
-transformers makes both when the training begins. A package that is not installed, or an argument
-that one of them does not take, would be found out then.
+transformers creates both when the training begins, and would report a missing package or an
+unsupported argument only then.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ _STEPS = 1000
 
 
 def try_optimizer(args: transformers.TrainingArguments) -> None:
-    """Refuse an optimizer or a schedule of learning rates that could not be made.
+    """Refuse an optimizer or a learning rate schedule that cannot be created.
 
     Raises:
-        ArgumentError: says why.
+        ArgumentError: one of them cannot be created.
     """
     if args.fsdp and args.parallel_mode != ParallelMode.DISTRIBUTED:
         raise ArgumentError(
@@ -63,7 +63,7 @@ def _make_optimizer(args: transformers.TrainingArguments, parameter: torch.nn.Pa
         if _name(args.optim).startswith(_WANT_THE_MODEL):
             return
         raise
-    if make.__module__.startswith(("torch.", "transformers.")):  # others may want an accelerator
+    if make.__module__.startswith(("torch.", "transformers.")):  # others may need an accelerator
         make([parameter], **options)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keyword arguments of an entrypoint → its argument dataclasses, nothing lost on the way."""
+"""Parsing of an entrypoint's keyword arguments into argument dataclasses."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ __all__ = ["OLD_NAMES", "parse_args", "parse_arguments", "those_of_training"]
 
 
 class _OldName(NamedTuple):
-    """What became of an argument: its new name, or ``None`` and why it has no effect.
+    """A renamed or removed argument: its new name, or ``None`` and the reason.
 
-    ``usual`` is the value that asks for what is done anyway, so that nothing is said of it.
+    ``usual`` is the value that matches the present behaviour, for which no warning is given.
     """
 
     new: str | None
@@ -55,15 +55,15 @@ installed transformers decides the name of is in ``renamed.RENAMED``.
 def parse_arguments(
     kwargs: Mapping[str, Any], *classes: type, also_known: Iterable[str] = ()
 ) -> tuple[Any, ...]:
-    """Fill one instance of each class from the keyword arguments of an entrypoint.
+    """Fill an instance of each class from the keyword arguments of an entrypoint.
 
     An argument goes to every class that has a field of its name (``seed`` is one of
     :class:`DatasetArguments` and one of :class:`TrainingArguments`).
 
     Args:
         kwargs: the arguments by name; not changed.
-        classes: dataclasses; their fields together are all that may be given.
-        also_known: names that the caller takes itself, for the suggestions in an error.
+        classes: dataclasses, whose fields together are all known arguments.
+        also_known: names that the caller handles itself, for the suggestions in an error.
 
     Returns:
         The instances, in the order of ``classes``.
@@ -89,9 +89,9 @@ def parse_arguments(
 def parse_args(
     **kwargs: Any,
 ) -> tuple[ModelArguments, DatasetArguments, RecipeArguments, Any]:
-    """The arguments of a script by what they are about, and ``output_dir`` as it was given.
+    """Return the arguments of a script by dataclass, and ``output_dir`` unchanged.
 
-    ``recipe_args`` come back as a dict; the values of ``"key=value"`` strings as texts.
+    ``recipe_args`` are returned as a dict; the values of ``"key=value"`` strings as strings.
 
     Raises:
         ArgumentError: as :func:`parse_arguments`.
@@ -106,9 +106,9 @@ def parse_args(
 
 
 def those_of_training(names: Iterable[str], *classes: type) -> list[str]:
-    """The names of arguments that say how a model is trained, and are none of ``classes``.
+    """Return the names of training arguments that are no fields of ``classes``.
 
-    ``run_stages`` is not among them: it says that a model is to be trained too.
+    ``run_stages`` is not among them: it requests that a model is trained too.
     """
     own = set().union(*map(_field_names, classes)) | {"log_dir", "output_dir", "run_stages"}
     rest = [name for name in names if name not in own]
@@ -128,7 +128,7 @@ def _field_names(cls: type) -> set[str]:
 
 
 def _with_new_names(kwargs: Mapping[str, Any], known: set[str]) -> dict[str, Any]:
-    """The arguments with old names replaced; one given under both names is an error."""
+    """Return the arguments with old names replaced; giving both names is an error."""
     old_names = {**OLD_NAMES, **_renamed(known)}
     given = {name: value for name, value in kwargs.items() if name not in old_names}
     for name in kwargs.keys() & old_names.keys():
@@ -153,7 +153,7 @@ def _with_new_names(kwargs: Mapping[str, Any], known: set[str]) -> dict[str, Any
 
 
 def _renamed(known: set[str]) -> dict[str, _OldName]:
-    """Names other than those that the fields have; a newer one is no mistake, and not told."""
+    """Return the aliases of present fields; a newer name than the field's is used silently."""
     pairs = [(name, name_among(known, name)) for pair in RENAMED.items() for name in pair]
     return {
         name: _OldName(current, is_told=name in RENAMED)
@@ -179,6 +179,6 @@ def _check_required(cls: type, given: Mapping[str, Any]) -> None:
 
 
 def _warn(message: str) -> None:
-    from llmcompressor.logger import logger  # noqa: PLC0415  # --help is not to wait for loguru
+    from llmcompressor.logger import logger  # noqa: PLC0415  # --help must not wait for loguru
 
     logger.warning(message)

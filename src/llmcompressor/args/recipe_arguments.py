@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which recipe, with which arguments, and which of its stages."""
+"""Arguments for the recipe, its values and its stages."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ __all__ = ["RecipeArguments"]
 
 
 def _recipe(name: str, value: Any) -> Any:
-    """A path, recipe text, a recipe, a modifier or several; the recipe reader knows the rest."""
+    """Check for a path, recipe text, a recipe or modifiers; the recipe parser checks the rest."""
     if isinstance(value, (bool, int, float)):
         raise reject(name, value, "a path, recipe text, a Recipe, or one or several modifiers")
     return os.fspath(value) if isinstance(value, os.PathLike) else value
 
 
 def _recipe_args(name: str, value: Any) -> dict[str, Any] | list[str]:
-    """A dict, or ``"key=value"`` strings; stored as a dict or list of its own."""
+    """Check for a dict or ``"key=value"`` strings; stored as a new dict or list."""
     if isinstance(value, Mapping):
         return dict(value)
     several = [value] if isinstance(value, str) else value
@@ -34,13 +34,13 @@ def _recipe_args(name: str, value: Any) -> dict[str, Any] | list[str]:
 
 @dataclass
 class RecipeArguments(Checked):
-    """Which recipe is applied, with which arguments, and which of its stages."""
+    """The recipe to apply, its arguments, and its stage."""
 
     recipe: Named = field(
         default=None,
         metadata=about("The recipe: a path, its text, a Recipe, or modifiers.", optional(_recipe)),
     )
-    # HfArgumentParser takes what stands before None
+    # HfArgumentParser uses the member before None
     recipe_args: list[str] | None | str | dict[str, Any] = field(  # noqa: RUF036
         default=None,
         metadata=about(

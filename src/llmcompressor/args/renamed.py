@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Arguments that transformers has renamed within the releases that this package works with."""
+"""Arguments that transformers has renamed within the supported releases."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ RENAMED: Mapping[str, str] = {
 
 
 def name_among(known: Container[str], name: str) -> str:
-    """What an argument is called where only some of its names are known.
+    """Return the name of an argument that is among ``known``, whichever release is installed.
 
     Args:
         known: the names of a class's fields or of a function's parameters.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a run uses the machine, and what happens when it is repeated."""
+"""Arguments for a run's use of the machine and for repeated runs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _DEVICE = re.compile(r"(?:cuda:|xpu:)?(\d+)")
 
 
 def _max_memory(name: str, value: Any) -> dict[str | int, int]:
-    """A size for the host, or sizes by device: numbers for accelerators, "cpu" for the host."""
+    """Check for a size for the host, or sizes by device: accelerator numbers, "cpu" for it."""
     if isinstance(value, str) and "=" in value:
         pairs = _pairs(name, value)
     elif isinstance(value, Mapping):
@@ -41,7 +41,7 @@ def _max_memory(name: str, value: Any) -> dict[str | int, int]:
 
 
 def _device(name: str, value: Any, given: Any) -> str | int:
-    """The number of an accelerator, or "cpu"."""
+    """Return the number of an accelerator, or "cpu"."""
     if str(given) in _HOST:
         return "cpu"
     found = _DEVICE.fullmatch(str(given))
@@ -55,7 +55,7 @@ def _shown(device: str | int) -> str:
 
 
 def _pairs(name: str, value: str) -> list[tuple[str, str]]:
-    """``"0=40GiB,cpu=100GiB"``, as a command line has it, as pairs."""
+    """Parse ``"0=40GiB,cpu=100GiB"``, as given on a command line, into pairs."""
     parts = [part.partition("=") for part in value.split(",")]
     if not all(equals for _, equals, _ in parts):
         raise reject(name, value, 'sizes by device, such as "0=40GiB,cpu=100GiB"')
@@ -64,7 +64,7 @@ def _pairs(name: str, value: str) -> list[tuple[str, str]]:
 
 @dataclass
 class RunArguments(Checked):
-    """How a run uses the machine, and what happens when it is repeated."""
+    """The limits of a run on the machine, and the settings for repeated runs."""
 
     max_memory: Named = field(
         default=None,

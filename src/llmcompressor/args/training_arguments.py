@@ -23,7 +23,7 @@ __all__ = ["TrainingArguments"]
 
 
 def _positive(name: str, value: Any) -> Any:
-    """A number above zero, given as a number or a text."""
+    """Check for a number above zero, given as a number or a string."""
     found = _number(name, value)
     if not 0 < float(found) < inf:
         raise reject(name, value, "a number above 0")
@@ -31,7 +31,7 @@ def _positive(name: str, value: Any) -> Any:
 
 
 def _number(name: str, value: Any) -> Any:
-    """A number of at least zero; ``"1e-4"``, as YAML has it, is one too."""
+    """Check for a number of at least zero, also as a string such as YAML's ``"1e-4"``."""
     if isinstance(value, str):
         try:
             value = float(value)
@@ -42,14 +42,14 @@ def _number(name: str, value: Any) -> Any:
 
 
 def _finite(name: str, value: Any) -> Any:
-    """The same, but not infinite."""
+    """Check for a finite number of at least zero."""
     if float(found := _number(name, value)) == inf:
         raise reject(name, value, "a finite number")
     return found
 
 
 def _max_steps(name: str, value: Any) -> Any:
-    """-1 for as many steps as the epochs have, or how many."""
+    """Check for a number of steps, or -1 for the steps of all epochs."""
     return value if value == -1 and not isinstance(value, bool) else integer(1)(name, value)
 
 
@@ -77,9 +77,9 @@ _FOUND_OTHERWISE = ("azure_ml", "flyte", "kubeflow")
 
 
 def _check_kind(name: str, value: Any, default: Any, hint: Any) -> None:
-    """Refuse a text for a number, and what is neither true nor false where one of them is needed.
+    """Refuse a string for a number, and a non-boolean value for a boolean field.
 
-    transformers takes any text for true, ``"false"`` too.
+    transformers takes any string for true, ``"false"`` too.
     """
     is_switch = isinstance(default, bool) or {*get_args(hint)} == {bool, NoneType}
     if is_switch and not (isinstance(value, bool) or value is None):
@@ -90,10 +90,10 @@ def _check_kind(name: str, value: Any, default: Any, hint: Any) -> None:
 
 
 def _check_reports(names: Any) -> None:
-    """Refuse what the trainer would find out about when the model is loaded.
+    """Refuse unknown or missing trackers, which the trainer would report after loading.
 
     Raises:
-        ArgumentError: it is not known, or not installed.
+        ArgumentError: a tracker is unknown or not installed.
     """
     if not names:
         return
@@ -117,9 +117,9 @@ def _check_reports(names: Any) -> None:
 
 @dataclass
 class TrainingArguments(transformers.TrainingArguments):
-    """Everything transformers' trainer takes, and how stages of a recipe are run.
+    """All arguments of transformers' trainer, and the settings for running a recipe's stages.
 
-    What is set later is not checked: the trainer writes to it.
+    Later assignments are not checked, as the trainer writes to the fields.
     """
 
     output_dir: str | None = field(
@@ -154,9 +154,9 @@ class TrainingArguments(transformers.TrainingArguments):
 
     @property
     def device(self) -> torch.device:
-        """Where this process computes.
+        """The device of this process.
 
-        With several processes on CPUs transformers says ``cpu:0``, and torch cannot load the
+        With several processes on CPUs transformers returns ``cpu:0``, and torch cannot load the
         optimizer of a checkpoint onto a device of that name.
         """
         found: torch.device = super().device
@@ -164,5 +164,5 @@ class TrainingArguments(transformers.TrainingArguments):
 
     @property
     def place_model_on_device(self) -> bool:
-        """Never: where the model lives is decided when it is loaded."""
+        """Always False: the model's device is decided when it is loaded."""
         return False

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reading models from files and writing compressed checkpoints."""
+"""Load models from checkpoints and write compressed checkpoints."""

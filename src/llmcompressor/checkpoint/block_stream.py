@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One pass over the weights: each block is read, handed to a pipeline, written, and forgotten."""
+"""Block streaming: load one block at a time, hand it to a pipeline, write it, free it."""
 
 from __future__ import annotations
 
@@ -45,26 +45,26 @@ Visit = Callable[[Module, Module | None], None]
 
 
 class BlockStream:
-    """Brings blocks into the model and their compressed forms into the output.
+    """Stream blocks from the source checkpoint into the model and from there into the output.
 
-    A recipe may need several passes over the model. All but the last leave their blocks in a
-    scratch folder, dense, and the next one takes them from there.
+    A recipe may need several passes over the model. All but the last store their blocks in a
+    scratch folder, dense, and the next pass reads them from there.
 
     Args:
-        blueprint: the model, of which everything but the blocks is loaded.
+        blueprint: the model; everything but its blocks is loaded.
         weights: the blocks.
-        prediction: what the output will hold.
-        layout: where.
+        prediction: the tensors and modules that the output will hold.
+        layout: the place of each tensor in the output.
         workspace: the folder and journal of the run.
-        report: what was recorded of some modules, given their names.
-        stages: how many passes there are.
-        scratch: bytes that all but the last of them leave in files.
-        compressed: weights are stored as codes.
+        report: return what the modifiers recorded for the named modules.
+        stages: number of passes.
+        scratch: bytes that all passes but the last store in scratch files.
+        compressed: store weights as packed codes.
 
     Attributes:
-        names: module of a block → its name, in order.
-        stage: the present pass.
-        one_by_one: each modifier sees the model as those before it leave it.
+        names: block → its name, in order.
+        stage: the index of the current pass.
+        one_by_one: each modifier sees the model as the modifiers before it leave it.
     """
 
     def __init__(
@@ -118,25 +118,25 @@ class BlockStream:
 
     @property
     def finished(self) -> set[str]:
-        """Blocks that an earlier run has finished in the present pass."""
+        """The blocks that an earlier run finished in the current pass."""
         return {block for stage, block in self._intact if stage == self.stage and block != REST}
 
     @property
     def rest_is_finished(self) -> bool:
-        """Whether an earlier run has written everything."""
+        """True if an earlier run wrote the whole output."""
         return (self._last, REST) in self._intact
 
     @property
     def rounds(self) -> bool:
-        """Whether weights are rounded when they are written, and need not be before."""
+        """True if weights are rounded on writing, so that nothing has to round them before."""
         return self._compressed and self.stage == self._last
 
     def decide(self, name: str, value: Any) -> Any:
-        """A choice that depends on the machine's state: the one made when the run began."""
+        """Return the recorded value of a machine-dependent choice, or record ``value``."""
         return self._workspace.journal.decide(f"{self.stage}.{name}", value)
 
     def enter(self, block: str) -> None:
-        """Load a block as the pass before left it; the next one is read meanwhile."""
+        """Load a block as the previous pass left it, and start to read the next one."""
         if self.stage > 0:
             self._put_scratch(self.stage - 1, block)
             return
@@ -146,7 +146,7 @@ class BlockStream:
         self._read_ahead()
 
     def restore(self, block: str, modules: Collection[Module]) -> None:
-        """Put modules of a block in place as an earlier run has left them in the present pass."""
+        """Restore modules of a block to the state in which an earlier run left them."""
         if self.stage < self._last:
             self._put_scratch(self.stage, block, modules)
             return
@@ -156,7 +156,7 @@ class BlockStream:
     def remember(
         self, name: str, tensors: Mapping[str, Tensor], figures: Mapping[str, Any]
     ) -> None:
-        """Keep how far the present pass is with something, in the place of what was kept of it."""
+        """Save a progress checkpoint of the current pass, replacing that of the same name."""
         journal, stage = self._workspace.journal, self.stage
         last = journal.progress.get((stage, name))
         number = 0 if last is None else last.number + 1
@@ -166,7 +166,7 @@ class BlockStream:
             self._scratch.remove(stage, f"{name}-{last.number}")
 
     def recall(self, name: str) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
-        """What an earlier run, or this one, has kept last in the present pass, if it is intact."""
+        """Return the last intact progress checkpoint of that name in this pass, or ``None``."""
         entry = self._workspace.journal.progress.get((self.stage, name))
         if entry is None:
             return None
@@ -177,7 +177,7 @@ class BlockStream:
         return self._scratch.read(self.stage, file), dict(entry.figures)
 
     def forget(self) -> None:
-        """Take nothing of the present pass, nor of those behind it, for finished."""
+        """Mark the current pass and all later ones as not finished."""
         gone = {one for one in self._intact if one[0] >= self.stage}
         if gone:
             logger.warning("What all blocks depend on is lost: they are done again.")
@@ -186,11 +186,11 @@ class BlockStream:
 
     @contextmanager
     def visits(self) -> Iterator[Visit]:
-        """Bring blocks in one at a time, as the pass before left them; nothing is written.
+        """Load blocks one at a time, as the previous pass left them, without writing anything.
 
         Yields:
-            What brings in a block and begins to read another one. The one before goes then, and
-            the last one at the end.
+            A function that loads a block and starts to read another. It frees the block before,
+            and the last block is freed at the end.
         """
         inside: list[Module] = []
 
@@ -218,7 +218,7 @@ class BlockStream:
 
     @contextmanager
     def visiting(self) -> Iterator[None]:
-        """Have forwards find every block loaded, one at a time, as the pass before left it."""
+        """Load each block when a forward pass reaches it, one at a time, without writing."""
         following = dict(pairwise([*self.names, None]))
         with self.visits() as visit:
             handles = [
@@ -234,9 +234,9 @@ class BlockStream:
                     handle.remove()
 
     def leave(self, block: str) -> None:
-        """Write a block, unless that was done by an earlier run, and let go of it."""
+        """Write a block, unless an earlier run did so, and free its tensors."""
         if (self.stage, block) not in self._done:
-            with one_thread(_CPU):  # what is large is done in pieces, the small is many
+            with one_thread(_CPU):  # large tensors are split into pieces; small ones are many
                 self._keep(block)
         self._weights.release(block)
         self._left += 1
@@ -248,7 +248,7 @@ class BlockStream:
     # ------------------------------------------------------------------ the end
 
     def complete(self) -> None:
-        """Write what no pipeline came by, and what lies in no block."""
+        """Write the blocks that no pipeline visited, and everything outside the blocks."""
         assert self.stage == self._last
         for block in self._weights.blocks:
             if (self.stage, block) not in self._done:
@@ -259,15 +259,15 @@ class BlockStream:
         self._writer.flush()
 
     def restore_rest(self, folder: Path) -> None:
-        """Put in place what lies in no block, as an earlier run has written it.
+        """Restore everything outside the blocks from the checkpoint of an earlier run.
 
         Args:
-            folder: where the checkpoint is now.
+            folder: the checkpoint's present folder.
         """
         self._restorer.restore(REST, folder)
 
     def reports(self) -> dict[str, dict[str, Any]]:
-        """What was recorded of all blocks, whichever run it was: modifier → module → record."""
+        """Return the reports of all blocks, from whichever run: modifier → module → record."""
         found: dict[str, dict[str, Any]] = {}
         for entry in self._workspace.journal.entries.values():
             for modifier, records in entry.report.items():
@@ -275,10 +275,10 @@ class BlockStream:
         return found
 
     def remember_run(self, fingerprint: Mapping[str, Any]) -> None:
-        """Have the output remember the run; everything else is written.
+        """Store the identity of the finished run in the output; everything else is written already.
 
         Args:
-            fingerprint: of the run.
+            fingerprint: everything that decides the bytes of the output.
         """
         journal = self._workspace.journal
         stored = {
@@ -295,22 +295,22 @@ class BlockStream:
         ).write(self._workspace.files)
 
     def close(self) -> None:
-        """Stop the threads."""
+        """Stop the reader and writer threads."""
         self._writer.close()
         self._weights.close()
 
     def hand_over(self, folder: Path) -> None:
-        """Have the model read its blocks from the written checkpoint when they are needed.
+        """Make the model load its blocks lazily from the written checkpoint.
 
         Args:
-            folder: where the checkpoint is now.
+            folder: the checkpoint's present folder.
         """
         self._restorer.hand_over(folder, self.names)
 
     # ------------------------------------------------------------------ helpers
 
     def _read_ahead(self) -> None:
-        """Begin to read the next block, unless two are there already."""
+        """Start to read the next block, unless two are loaded or being read already."""
         following = self._weights.after(self._inside[-1]) if len(self._inside) == 1 else None
         if following is not None:
             self._weights.read_ahead(following)
@@ -325,7 +325,7 @@ class BlockStream:
         self._commit(block, dict(self._report(self._modules_of(block))), digest)
 
     def _modules_of(self, block: str) -> list[str]:
-        """The names of a block and its parts, or of what lies in no block."""
+        """Return the names of a block and its submodules, or of the modules outside all blocks."""
         if block == REST:
             return [name for name, _ in self._model.named_modules() if self._is_rest(name)]
         return [name for name, _ in self._model.get_submodule(block).named_modules(prefix=block)]
@@ -337,7 +337,7 @@ class BlockStream:
         entries = self._entries.get(block, [])
         stored = stored_block(self._model, tensors, entries, self._prediction.plain_keys)
         for entry in entries:
-            if entry.is_raw:  # what is read back is rounded
+            if entry.is_raw:  # its weight is rounded when it is read back
                 entry.module.quantization_status = QuantizationStatus.DECOMPRESSED
         extras = {name: tensors[name] for name in self._prediction.extras if name in tensors}
         report = dict(self._report(self._modules_of(block)))
@@ -354,7 +354,7 @@ class BlockStream:
     def _put_scratch(
         self, stage: int, block: str, modules: Collection[Module] | None = None
     ) -> None:
-        # the parameters that a modifier adds are not there before it has marked the module
+        # a modifier's own parameters exist only once it has initialized the module
         state = {
             name
             for name in self._tensors_of(block)
@@ -366,7 +366,7 @@ class BlockStream:
         self._weights.settle(block)
 
     def _passed_on(self, block: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Those that the next pass does not find in the model anyway."""
+        """Return the tensors that the next pass needs: all but the rotation matrices."""
         stay = tuple(
             f"{name}."
             for name, module in self._model.get_submodule(block).named_modules(prefix=block)
@@ -397,7 +397,7 @@ class BlockStream:
         return found
 
     def _block_of(self, name: str) -> str:
-        """The block that a module or tensor lies in."""
+        """Return the name of the block that contains a module or tensor, or :data:`REST`."""
         end = name.find(".")
         while end > 0:
             if name[:end] in self._block_names:
@@ -406,7 +406,7 @@ class BlockStream:
         return REST
 
     def _find_intact(self) -> set[tuple[int, str]]:
-        """What the journal has and what is on disk as it was written."""
+        """Return the (pass, block) pairs whose data on disk matches the journal."""
         entries = self._workspace.journal.entries
         groups = {block: self._restorer.names_of(block) for s, block in entries if s == self._last}
         written = self._writer.digests_of(groups)
@@ -415,13 +415,13 @@ class BlockStream:
             kept = self._scratch.digest(stage, block) if stage < self._last else written[block]
             if kept == entry.digest:
                 intact.add((stage, block))
-            if stage == 0 and entry.source:  # blocks of two sources would make no model
+            if stage == 0 and entry.source:  # all blocks must come from one source
                 self._weights.confirm(block, entry.source, entry.files)
         if len([block for stage, block in intact if stage == self._last]) <= len(self.names):
-            last = (self._last, REST)  # what is done again may change what comes last
+            last = (self._last, REST)  # a redone block may change the rest
             damaged = set(entries) - intact
             intact.discard(last)
-        else:  # nobody asks for what lay between the passes any more
+        else:  # the scratch blocks are not needed any more
             damaged = set()
             intact.update(entries)
         if damaged:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The weights of a model that was built without them, block by block.
+"""Block-wise loading of weights into a model that was built on the meta device.
 
-A block's tensors are read from the checkpoint when a forward is about to enter it, and let go of
-when all batches have left it. The next block is read on a thread meanwhile.
+A block's tensors are read from the checkpoint just before a forward pass enters it and freed when
+all batches have left it. A thread reads the next block meanwhile.
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ REST = ""
 
 
 class BlockWeights:
-    """Loads and lets go of the blocks of one model.
+    """Load and free the weights of a model block by block.
 
     Args:
         blueprint: the model, without weights.
         blocks: names of the modules that are loaded one by one, in order.
-        device: where weights go.
+        device: the device to load weights to.
 
     Attributes:
-        device: where weights go.
-        reads_ahead: whether :meth:`read_ahead` does anything.
+        device: the device that weights are loaded to.
+        reads_ahead: enables :meth:`read_ahead`.
         digests: block → hash of its tensors as they were read.
-        files: block → file that it was read from → what that looked like before.
+        files: block → file that it was read from → the file's stamp before reading.
     """
 
     def __init__(
@@ -82,12 +82,12 @@ class BlockWeights:
 
     @property
     def fingerprint(self) -> dict[str, str]:
-        """What was read so far: block, or tensor that lies in none → hash."""
+        """The hashes of what was read so far: block, or name of a tensor outside blocks → hash."""
         blocks = {block: digest for block, digest in self.digests.items() if block != REST}
         return {**self._rest, **blocks}
 
     def read_digest(self) -> str:
-        """One hash for the tensors of all blocks; those that nobody has read yet are read.
+        """Return one hash over the tensors of all blocks, reading the blocks not read yet.
 
         Raises:
             CheckpointError: a file cannot be read.
@@ -100,12 +100,12 @@ class BlockWeights:
         return hashes.together
 
     def load_rest(self) -> None:
-        """Load what lies in no block, and find out which embeddings are tied."""
+        """Load everything outside the blocks, and resolve which embeddings are tied."""
         self.load(REST)
         settle_ties(self._model, partial(same_values, self._model))
 
     def check(self) -> None:
-        """Read every weight once, before work is put into any of them.
+        """Read every weight once, so that a damaged checkpoint fails before any work is done.
 
         Raises:
             CheckpointError: a file cannot be read.
@@ -136,7 +136,7 @@ class BlockWeights:
         """
         future = self._ahead.pop(block, None)
         read = future.result() if future is not None else self._read(block)
-        if block not in self.digests:  # nothing else tells that its weights are those of the rest
+        if block not in self.digests:  # no earlier hash to compare with
             self._expect_untouched(read.files)
         self._expect(block, read.hashes.together)
         self.files[block] = read.files
@@ -148,36 +148,36 @@ class BlockWeights:
         self._check(block)
 
     def confirm(self, block: str, digest: str, files: Mapping[str, str]) -> None:
-        """Compare a block with what an earlier run has read of it.
+        """Check that a block is unchanged since an earlier run read it.
 
-        It is read where somebody may have changed its files since, and nobody has read it yet.
+        It is read only where its files may have changed since and this run has not read it yet.
 
         Args:
             block: its name.
-            digest: the hash of its tensors then.
-            files: what its files looked like then.
+            digest: the hash of its tensors in the earlier run.
+            files: the stamps of its files in the earlier run.
 
         Raises:
-            CheckpointError: the hash is another one now, or a file cannot be read.
+            CheckpointError: the hash differs, or a file cannot be read.
         """
         if block not in self.digests and files != self._reader.stamps(self._names[block]):
             self.digests[block] = self._read(block).hashes.together
         self._expect(block, digest)
 
     def read_ahead(self, block: str) -> None:
-        """Begin to read a block on a thread; :meth:`load` will find it read."""
+        """Start to read a block on a thread, for :meth:`load` to pick up."""
         if self.reads_ahead and block not in self._ahead:
             self._ahead[block] = self._pool.submit(self._read, block)
 
     def after(self, block: str) -> str | None:
-        """The block that follows."""
+        """Return the name of the next block, or ``None`` for the last one."""
         position = self._blocks.index(block) + 1
         return self._blocks[position] if position < len(self._blocks) else None
 
     def release(self, block: str) -> None:
-        """Let go of a block's tensors; those that it shares with others stay.
+        """Free a block's tensors, except those shared with other parts of the model.
 
-        So do the matrices of rotations in the forward, which one block has for all.
+        Online rotation matrices stay too: one block holds them for all.
         """
         module = self._model.get_submodule(block)
         outside = self._shared_outside(module)
@@ -189,7 +189,7 @@ class BlockWeights:
                     inner._parameters[name] = meta_parameter(parameter)
 
     def close(self) -> None:
-        """Stop reading."""
+        """Stop the reading thread and close the files."""
         self._pool.shutdown(wait=True, cancel_futures=True)
         self._ahead.clear()
         self._reader.close()
@@ -198,11 +198,11 @@ class BlockWeights:
 
     def _read(self, block: str) -> _Read:
         names, hashes = self._names[block], _Hashes()
-        files = self._reader.stamps(names)  # before the data: what is written meanwhile shows
+        files = self._reader.stamps(names)  # before the data, so that a write meanwhile is noticed
         return _Read({name: hashes.read(self._reader, name) for name in names}, hashes, files)
 
     def _expect_untouched(self, files: Mapping[str, str]) -> None:
-        """Expect files to look as they did when this run read from them first."""
+        """Check that files have not changed since this run first read from them."""
         for file, stamp in files.items():
             if self._stamps.setdefault(file, stamp) != stamp:
                 raise CheckpointError(
@@ -221,11 +221,11 @@ class BlockWeights:
 
     @torch.no_grad()
     def put(self, tensors: Mapping[str, Tensor], names: Mapping[str, LoadedName]) -> None:
-        """Put tensors of a checkpoint into the model.
+        """Assign checkpoint tensors to the model's parameters and buffers.
 
         Args:
             tensors: name in the checkpoint → tensor.
-            names: what each of them becomes.
+            names: the tensor of the model that each becomes.
         """
         merged = {name: tensor for name, tensor in tensors.items() if names[name].merged}
         for name, tensor in tensors.items():
@@ -235,7 +235,7 @@ class BlockWeights:
             self._convert(merged)
 
     def _put(self, target: str, tensor: Tensor) -> None:
-        """Put one tensor in the place of a parameter or buffer, in that one's dtype."""
+        """Assign one tensor to a parameter or buffer, converted to its dtype."""
         path, _, own = target.rpartition(".")
         module = self._model.get_submodule(path)
         present = module._parameters.get(own)
@@ -248,7 +248,7 @@ class BlockWeights:
         module._parameters[own] = Parameter(value, requires_grad=value.is_floating_point())
 
     def _convert(self, tensors: Mapping[str, Tensor]) -> None:
-        """Let transformers merge, split or permute tensors on their way into the model."""
+        """Merge, split or permute tensors with transformers' weight conversion, and load them."""
         model: Any = self._model
         conversions = getattr(model, "_weight_conversions", None)
         mapping: Any = get_model_conversion_mapping(model)
@@ -266,7 +266,7 @@ class BlockWeights:
             raise CheckpointError(f"The tensors of {name} cannot be merged: {error}")
 
     def settle(self, block: str) -> None:
-        """What was one tensor before ``block`` was loaded is one tensor again."""
+        """Re-tie the parameters that were tied before ``block`` was loaded."""
         for owners in self._blueprint.shared:
             loaded = [
                 module._parameters[name] for module, name in owners if not _is_empty(module, name)
@@ -276,7 +276,7 @@ class BlockWeights:
                     module._parameters[name] = loaded[0]
 
     def _borrow(self, block: str) -> None:
-        """Read what the file holds under the name of another block: a later one, or a twin."""
+        """Fill tied parameters whose tensor the file stores under another block's name."""
         inside = {self._model.get_submodule(name) for name in self._own_modules(block)}
         paths: dict[Module, str] = {}
         for owners in self._blueprint.stored_once:
@@ -297,7 +297,7 @@ class BlockWeights:
         lender: tuple[Module, str],
         places: Sequence[tuple[Module, str]],
     ) -> None:
-        """Put into places what belongs into another, which keeps what it has."""
+        """Load a stored tensor into other places than its own; its own place keeps its value."""
         module, own = lender
         kept = module._parameters[own]
         self.put({name: self._reader.read(name) for name in stored}, self._blueprint.names)
@@ -310,7 +310,7 @@ class BlockWeights:
             )
 
     def _shared_outside(self, module: Module) -> set[int]:
-        """Parameters of a block that other parts of the model use too."""
+        """Return the ids of a module's parameters that other parts of the model share."""
         inside = set(module.modules())
         return {
             id(owner._parameters[name])
@@ -341,7 +341,7 @@ class BlockWeights:
             )
 
     def _own_modules(self, block: str) -> list[str]:
-        """Names of the modules of a block; for the rest those that lie in no block."""
+        """Return the names of a block's modules, or for the rest of those outside all blocks."""
         if block:
             inner = self._model.get_submodule(block).named_modules(prefix=block)
             return [name for name, _ in inner]
@@ -354,13 +354,13 @@ class BlockWeights:
 
 
 class _Hashes:
-    """Hashes of tensors as they are read."""
+    """Collects the hashes of tensors while they are read."""
 
     def __init__(self) -> None:
         self.by_name: dict[str, str] = {}
 
     def read(self, reader: TensorReader, name: str) -> Tensor:
-        """Read a tensor, and keep its hash."""
+        """Read a tensor and record its hash."""
         digest = xxhash.xxh3_128()
         tensor = reader.read(name, digest)
         self.by_name[name] = digest.hexdigest()
@@ -368,14 +368,14 @@ class _Hashes:
 
     @property
     def together(self) -> str:
-        """One hash for all of them."""
+        """Hash over all tensors read."""
         lines = [f"{name} {digest}" for name, digest in self.by_name.items()]
         return xxhash.xxh3_128_hexdigest("\n".join(lines).encode())
 
 
 @dataclass(frozen=True)
 class _Read:
-    """A block that was read, and is not in the model yet."""
+    """A block that has been read but is not in the model yet."""
 
     tensors: dict[str, Tensor]
     hashes: _Hashes

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write blocks into their places in the output, on a thread, each journalled when durable."""
+"""Background writer: stores blocks at their planned offsets and journals each once durable."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ class _Job:
 
 
 class BlockWriter:
-    """Writes the tensors of blocks to the places that a layout gives them.
+    """Write the tensors of blocks to their planned places in the output files.
 
     Args:
-        folder: where the files are.
-        layout: what they hold.
-        scratch: bytes of blocks between passes that the disk has to have room for.
-        beside: bytes of the other files of the folder, likewise.
+        folder: the folder of the files.
+        layout: the place of each tensor.
+        scratch: bytes of scratch blocks that the disk must have room for.
+        beside: bytes of the folder's other files, which the disk must have room for too.
 
-    Creating it takes the disk space of the whole output, so that a full disk is found at once.
+    Creating it allocates the disk space of the whole output, so that a full disk fails at once.
 
     Raises:
         OutputError: there is not enough space.
@@ -59,7 +59,7 @@ class BlockWriter:
         self._thread.start()
 
     def write(self, tensors: Mapping[str, Tensor], commit: Callable[[str], None]) -> None:
-        """Hand tensors over, once those before are durable: others are made meanwhile.
+        """Queue tensors to be written, after waiting for the block before to be durable.
 
         Args:
             tensors: stored name → tensor, on any device.
@@ -72,7 +72,7 @@ class BlockWriter:
         }
         for name, tensor in on_host.items():
             self._check_expected(name, tensor)
-        self.flush()  # what waits would only take memory
+        self.flush()  # a longer queue would only take memory
         self._jobs.put(_Job(on_host, commit))
 
     def flush(self) -> None:
@@ -81,17 +81,17 @@ class BlockWriter:
         self._raise_failure()
 
     def digest_of(self, names: Iterable[str]) -> str:
-        """Hash of what stands in the places of some tensors now."""
+        """Return the hash of the bytes now stored in the places of some tensors."""
         return digest_of(self._files, self._layout, names)
 
     def digests_of(self, groups: Mapping[str, Iterable[str]]) -> dict[str, str]:
-        """:meth:`digest_of` of several groups of tensors, on all cores."""
+        """Return the hash of :meth:`digest_of` for several groups of tensors, on all cores."""
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             found = {key: pool.submit(self.digest_of, names) for key, names in groups.items()}
             return {key: future.result() for key, future in found.items()}
 
     def close(self) -> None:
-        """Stop the thread, without waiting for what has failed, and close the files."""
+        """Stop the thread, even after a failed write, and close the files."""
         self._jobs.put(None)
         self._thread.join()
         for descriptor in self._files.values():
@@ -132,9 +132,9 @@ class BlockWriter:
     # ------------------------------------------------------------------ files
 
     def _as_planned(self, name: str, tensor: Tensor) -> Tensor:
-        """``tensor`` in the float dtype that was planned, where no value is changed by that.
+        """Return ``tensor`` in the planned float dtype if the cast is lossless, else unchanged.
 
-        Some routers turn their own weights into float32 when they are called.
+        Some routers convert their own weights to float32 when they are called.
         """
         place = self._layout.places.get(name)
         if place is None or not tensor.is_floating_point() or tensor.element_size() == 1:
@@ -156,7 +156,7 @@ class BlockWriter:
             )
 
     def _create(self, name: str) -> int:
-        """The file with its header and all its space; data that it holds already is kept."""
+        """Open a file, allocate its full size and write its header; existing data is kept."""
         file = next(one for one in self._layout.files if one.name == name)
         descriptor = os.open(self._folder / name, os.O_RDWR | os.O_CREAT, 0o666)
         if os.fstat(descriptor).st_size != file.size:
@@ -168,7 +168,7 @@ class BlockWriter:
 
 
 def digest_of(files: Mapping[str, int], layout: OutputLayout, names: Iterable[str]) -> str:
-    """Hash of what stands in the places of some tensors.
+    """Return the hash of the bytes stored in the places of some tensors.
 
     Args:
         files: name of a file → its descriptor.

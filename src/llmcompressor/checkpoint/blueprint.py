@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model built without its weights, and which tensors of its checkpoint belong to which block.
+"""Meta-device model: a model built without weights, and a map of its checkpoint's tensors.
 
 transformers' own ``from_pretrained`` builds the model, so that everything it does (renaming and
-merging tensors, computing rotary tables, tying weights, custom code) is done; but each tensor of
-the checkpoint is given to it as a stand-in that has a shape, a dtype and no data. What the
-checkpoint lacks, or holds in another shape, is found without reading a weight.
+merging tensors, computing rotary tables, tying weights, custom code) is done. Each tensor of the
+checkpoint is passed to it as a placeholder with a shape, a dtype and no data, so that missing
+tensors and shape mismatches are found without reading a weight.
 """
 
 from __future__ import annotations
@@ -56,14 +56,14 @@ class Blueprint:
     """A model whose weights are on the meta device.
 
     Attributes:
-        model: in evaluation mode; what is computed and not stored (rotary tables) is real.
+        model: in evaluation mode; buffers that are computed, such as rotary tables, are real.
         source: its checkpoint.
-        names: tensor of the checkpoint → the model's tensor that it becomes; without those that
-            the model class does not own.
-        dtype: what the model was asked to be loaded in.
-        shared: parameters that are one tensor: the places of each.
-        stored_once: those that the checkpoint may hold one tensor for: as ``shared``, before
-            anything was given a tensor of its own.
+        names: tensor of the checkpoint → the model's tensor that it becomes; tensors that the
+            model class does not own are left out.
+        dtype: the dtype that the model is loaded in.
+        shared: the places of each tied parameter.
+        stored_once: the places of each parameter that the checkpoint may store once: the initial
+            ``shared``, before anything was untied.
     """
 
     model: PreTrainedModel
@@ -77,7 +77,7 @@ class Blueprint:
         self.stored_once = self.shared
 
     def forget_ties(self) -> None:
-        """Where a module has got a parameter of its own, nothing is to make it one again."""
+        """Update ``shared`` after parameters were untied, so that they are not tied again."""
         groups = []
         for places in self.shared:
             by_tensor: dict[int, list[tuple[Module, str]]] = {}
@@ -87,7 +87,7 @@ class Blueprint:
         self.shared = groups
 
     def tensors_of(self, block: str | None, blocks: Sequence[str]) -> list[str]:
-        """The checkpoint's tensors of one block; those of none of ``blocks`` for ``None``."""
+        """Return the checkpoint's tensors of a block; for ``None`` those outside all ``blocks``."""
         if block is not None:
             return [name for name, own in self.names.items() if own.target.startswith(f"{block}.")]
         inside = tuple(f"{name}." for name in blocks)
@@ -105,11 +105,11 @@ def build_blueprint(
     precision: str | torch.dtype = "auto",
     trust_remote_code: bool = False,
 ) -> Blueprint:
-    """Build a model from its configuration and the headers of its files alone.
+    """Build a model on the meta device from its configuration and the headers of its files.
 
     Args:
         source: the checkpoint, with safetensors files.
-        config_name: where to take the configuration from, if not from the checkpoint.
+        config_name: the source of the configuration, if not the checkpoint.
         precision: see :func:`~llmcompressor.checkpoint.load.parse_precision`.
         trust_remote_code: run modelling code that comes with the checkpoint.
 
@@ -146,19 +146,19 @@ def build_blueprint(
 
 
 def _from_pretrained(loader: Any) -> Any:
-    """How to build a model: that of a class that also reads a file of speakers wants a folder."""
+    """Return the ``from_pretrained`` to use; a class that reads a speaker file needs the base's."""
     if hasattr(loader, _SPEAKERS):
         return partial(PreTrainedModel.from_pretrained.__func__, loader)  # type: ignore[attr-defined]  # of a class method
     return loader.from_pretrained
 
 
 class _Draft(NamedTuple):
-    """What is known of the loading before it.
+    """The name map of a checkpoint, computed before loading.
 
     Attributes:
         names: as in :class:`Blueprint`.
-        own: names of the model's tensors; empty where nothing was found out.
-        stacks: names of tensors that are stacked.
+        own: names of the model's tensors; empty where no model was built.
+        stacks: names of the tensors that each stack is made of.
     """
 
     names: Mapping[str, LoadedName]
@@ -167,9 +167,9 @@ class _Draft(NamedTuple):
 
 
 def _draft(loader: Any, config: PretrainedConfig, names: Iterable[str]) -> _Draft:
-    """See which tensors are stacked while they are loaded, on a model that is built for it.
+    """Find the tensors that are stacked while loading, on a model built on the meta device.
 
-    Building it takes long where it holds modules and not stacks; then there is nothing to see.
+    Models whose experts are modules are slow to build and stack nothing, so they are skipped.
     """
     kinds = {config.model_type, text_config(config).model_type, loader.__name__}
     if not any(stacks_tensors(kind) for kind in kinds):
@@ -182,13 +182,13 @@ def _draft(loader: Any, config: PretrainedConfig, names: Iterable[str]) -> _Draf
 
 
 def meta_parameter(tensor: Tensor) -> Parameter:
-    """A parameter of the same shape and dtype, without data."""
+    """Return a meta parameter of the same shape and dtype."""
     empty = torch.empty_like(tensor.detach().as_subclass(Tensor), device="meta")
     return Parameter(empty, requires_grad=tensor.requires_grad)
 
 
 def _plain_meta(model: Module) -> list[list[tuple[Module, str]]]:
-    """Put plain meta parameters in place of the stand-ins'; returns the places of shared ones."""
+    """Replace placeholders by plain meta parameters; return the places of shared ones."""
     places: dict[int, list[tuple[Module, str]]] = {}
     kept: dict[int, Parameter] = {}
     for module in model.modules():
@@ -210,7 +210,7 @@ def _plain_meta(model: Module) -> list[list[tuple[Module, str]]]:
 def _dtype(
     asked: torch.dtype | str, config: PretrainedConfig, headers: Mapping[str, TensorHeader]
 ) -> torch.dtype:
-    """As transformers decides: what was asked, the configuration's, that of the first weights."""
+    """Return the dtype as transformers does: requested, configured, or of the first weights."""
     if isinstance(asked, torch.dtype):
         return asked
     stated = getattr(config, "dtype", None)
@@ -221,7 +221,7 @@ def _dtype(
 
 
 def _class(config: PretrainedConfig, place: str, *, trust_remote_code: bool) -> Any:
-    """The class to build; one that comes with the checkpoint is loaded from its folder."""
+    """Return the model class; remote code is loaded from the checkpoint's folder."""
     remote = getattr(config, "auto_map", None) or {}
     if trust_remote_code:
         for name in AUTO_CLASSES:
@@ -252,7 +252,7 @@ def _read_generation_config(model: PreTrainedModel, folder: Path) -> None:
 
 @contextmanager
 def quiet_loading() -> Iterator[None]:
-    """No progress bar for loading nothing."""
+    """Disable transformers' progress bar."""
     bars: Any = hf_logging
     shown = bars.is_progress_bar_enabled()
     bars.disable_progress_bar()

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Memory for what is read, which is used again for what is read next.
+"""A pool of read buffers, reused from block to block.
 
-What is read comes and goes, one block like another. In the heap each would leave holes, which are
-returned to the system page by page, and asked for again, and cleared, page by page. Here large
-tensors have memory of their own, in huge pages where the system has them, and when the last tensor
-in it is gone the next of the same size takes its place.
+Blocks of equal size come and go. In the heap each would leave holes, which are returned to the
+system, requested again and cleared page by page. Here large tensors get mappings of their own, in
+huge pages where the system has them. When the last tensor in a mapping is freed, the next read of
+the same size reuses it.
 """
 
 from __future__ import annotations
@@ -25,19 +25,18 @@ _APART = 2**21
 
 
 class Buffers:
-    """Memory of the sizes that come again; it may be used by several threads.
+    """A thread-safe pool of buffers by size.
 
-    What lies idle is what the next block is read to: when a size is asked for of which there is
-    none, all that is idle is returned to the system.
+    When a size is requested that has no idle buffer, all idle buffers are returned to the system.
     """
 
     def __init__(self) -> None:
         self._idle: dict[int, list[mmap.mmap]] = {}
-        self._lock = threading.RLock()  # memory may be freed by a collection that begins inside
+        self._lock = threading.RLock()  # garbage collection inside may recycle a buffer
         self._is_open = True
 
     def take(self, nbytes: int) -> Tensor:
-        """Memory that nobody else uses.
+        """Return a buffer that nothing else uses.
 
         Returns:
             uint8 ``[nbytes]`` on the CPU, of any content.
@@ -46,21 +45,21 @@ class Buffers:
             return torch.empty(nbytes, dtype=torch.uint8)
         own = self._used_before(nbytes) or _of_its_own(nbytes)
         if own is None:
-            return torch.empty(nbytes, dtype=torch.uint8)  # which says so if there is none at all
+            return torch.empty(nbytes, dtype=torch.uint8)  # which raises if memory is exhausted
         array = np.frombuffer(own, dtype=np.uint8)
-        # the tensor's storage keeps the array for as long as anything looks at it
+        # the tensor's storage keeps the array alive as long as any view of it
         weakref.finalize(array, self._take_back, nbytes, own).atexit = False
         return torch.from_numpy(array)
 
     def close(self) -> None:
-        """Return what is idle to the system, and from now on what becomes so."""
+        """Return idle buffers to the system, and free others as soon as they become idle."""
         with self._lock:
             self._is_open = False
             self._idle.clear()
 
     @property
     def idle_bytes(self) -> int:
-        """What lies here and is used by nobody."""
+        """Bytes of the idle buffers."""
         with self._lock:
             return sum(size * len(every) for size, every in self._idle.items())
 

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The codes of a weight, found in pieces that stay in the processor's caches, on all cores.
+"""Quantized codes of a weight, computed in cache-sized pieces on all cores.
 
-Rounding a matrix takes half a dozen elementwise operations. One after another over the whole
-matrix, each of them reads and writes main memory; piece by piece only the first reads and the last
-writes it. A piece is worked on by one thread: torch's own division of each operation makes all
-threads wait for each other after every one of them, which is slow when a core is busy elsewhere.
+Rounding a matrix takes half a dozen elementwise operations. Over the whole matrix each of them
+reads and writes main memory; piece by piece only the first reads and the last writes it. Each piece
+is processed by one thread: torch's own parallelism synchronizes all threads after every operation,
+which is slow when a core is busy elsewhere.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ def codes_of(
     partition: Partition,
     convert: Callable[[Tensor], Tensor],
 ) -> Tensor:
-    """The codes of a matrix in the form in which they are stored.
+    """Return the codes of a matrix in their stored form.
 
     Args:
         matrix_RC: ``[R, C]``, floating dtype.
         scale: effective scale, of the partition's shape.
         zero: zero point of that shape, or ``None``.
-        quotients: what is rounded of a weight, its scale and its zero point, elementwise, such as
-            :meth:`Grid.limit`.
+        quotients: from weight, scale and zero point to the value that is rounded, elementwise,
+            such as :meth:`Grid.limit`.
         partition: which elements share a scale.
-        convert: from quotients of some rows, within the ends of the grid, to what is stored of
-            them; rows stay rows.
+        convert: from the quotients of some rows, clamped to the grid, to their stored form;
+            rows stay rows.
 
     Returns:
-        All that ``convert`` gives, below each other.
+        The results of ``convert``, concatenated along the rows.
     """
     R, C = matrix_RC.shape
     if matrix_RC.device.type != "cpu" or R * C <= _ELEMENTS:
@@ -68,7 +68,7 @@ def codes_of(
 
 
 def _spans(R: int, C: int, partition: Partition) -> Iterator[tuple[int, int]]:
-    """First and last row of each piece; no cell is cut."""
+    """Yield the first and last row of each piece; no group is split."""
     height = partition.rows if 0 < partition.rows < R else 1
     rows = max(_ELEMENTS // (C * height), 1) * height
     for first in range(0, R, rows):
@@ -76,7 +76,7 @@ def _spans(R: int, C: int, partition: Partition) -> Iterator[tuple[int, int]]:
 
 
 def _scales(scale: Tensor, span: tuple[int, int], R: int, partition: Partition) -> Tensor:
-    """The scales of some rows."""
+    """Return the scales of the rows in ``span``."""
     if partition.rows == 0 or scale.ndim < 2 or scale.shape[0] == 1 < R:
         return scale
     first, last = span

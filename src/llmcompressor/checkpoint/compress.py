@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tensors of a quantized module in their final form, packed by compressed-tensors.
+"""Compression of a quantized module's tensors to their stored form, by compressed-tensors.
 
-Nothing here changes the model: each module's tensors are taken, compressed and handed on.
+Nothing here changes the model.
 """
 
 from __future__ import annotations
@@ -82,15 +82,15 @@ _NO_READER = {"sparse-bitmask", "sparse-24-bitmask", "marlin-24", "mixed-precisi
 
 @dataclass(frozen=True)
 class QuantizedModule:
-    """One module and how it is written.
+    """A quantized module and the form in which it is written.
 
     Attributes:
         name: its name in the module tree.
         module: the module.
         scheme: a copy of its scheme with ``format`` filled in.
-        is_attention: its queries, keys or values are quantized, it has no weight of its own.
-        has_group: it needs a config group (attention of which only the cache is quantized
-            needs none: ``kv_cache_scheme`` says it).
+        is_attention: attention with quantized queries, keys or values, and no own weight.
+        has_group: it needs a config group. Attention with only a quantized cache needs none, as
+            ``kv_cache_scheme`` describes it.
     """
 
     name: str
@@ -101,24 +101,24 @@ class QuantizedModule:
 
     @property
     def is_raw(self) -> bool:
-        """Whether the weight is still to be rounded."""
+        """True if the weight has not been rounded yet."""
         status = getattr(self.module, "quantization_status", None)
         return status is QuantizationStatus.FROZEN
 
     def holds(self, own: str) -> bool:
-        """Whether one of the module's own tensors is written with what quantization adds to it.
+        """Return True if a tensor of the module is written with its quantization parameters.
 
-        Attention has others beside its scales (sinks): they are what they are in a model that is
-        not quantized, and a checkpoint may have another name for them.
+        Attention has other tensors too (sinks). They are written as in an unquantized model, where
+        a checkpoint may have another name for them.
         """
         return not self.is_attention or _is_qparam(own)
 
 
 def parse_format(name: str | None) -> CompressionFormat | None:
-    """The compression format called ``name``.
+    """Return the compression format named ``name``.
 
     Raises:
-        ArgumentError: there is no such format, or no reader takes it any more.
+        ArgumentError: there is no such format, or no loader supports it any more.
     """
     if name is None:
         return None
@@ -134,10 +134,10 @@ def parse_format(name: str | None) -> CompressionFormat | None:
 def quantized_modules(
     model: Module, *, forced_format: CompressionFormat | None = None
 ) -> list[QuantizedModule]:
-    """All quantized modules of ``model``, in module order; shared modules once per name.
+    """Return all quantized modules of ``model`` in module order, shared ones once per name.
 
     Raises:
-        ArgumentError: the forced format cannot hold what one of them is quantized to.
+        ArgumentError: the forced format cannot store the scheme of one of them.
     """
     found = []
     for name, module in model.named_modules(remove_duplicate=False):
@@ -158,7 +158,7 @@ def quantized_modules(
 
 
 def _warn_of_forced(entries: Sequence[QuantizedModule], forced: CompressionFormat) -> None:
-    """Say once which modules are written otherwise than they would be."""
+    """Warn once of the modules whose forced format differs from their own."""
     if forced is CompressionFormat.dense:
         return
     changed = {}
@@ -182,17 +182,17 @@ def quantized_module(
     has_group: bool = True,
     forced_format: CompressionFormat | None = None,
 ) -> QuantizedModule | None:
-    """How one module is written; ``None`` with a warning if no format holds its kind.
+    """Return how a module is written; ``None`` with a warning if no format supports its kind.
 
     Args:
         name: its name in the module tree.
         module: the module.
-        scheme: how it is quantized.
-        has_group: of attention, whether a scheme of the recipe targets it.
-        forced_format: one format for all modules instead of the one that is chosen.
+        scheme: its quantization scheme.
+        has_group: for attention: a scheme of the recipe targets it.
+        forced_format: one format for all modules, instead of the default for each scheme.
 
     Raises:
-        ArgumentError: the forced format cannot hold such weights.
+        ArgumentError: the forced format cannot store such weights.
     """
     if isinstance(module, Linear | Embedding):
         chosen = _format(scheme, forced_format, name)
@@ -223,9 +223,9 @@ def _format(
 def _check_groups(
     name: str, module: Module, scheme: QuantizationScheme, chosen: CompressionFormat
 ) -> None:
-    """Refuse a format that holds whole groups only where the columns end within one.
+    """Refuse a forced format that supports whole groups only if the last group is incomplete.
 
-    Of the format that is not asked for this was checked when the modifier was initialized.
+    For the default format the modifier checked this when it was initialized.
     """
     weights = scheme.weights
     if weights is None or weights.strategy != QuantizationStrategy.GROUP.value:
@@ -246,7 +246,7 @@ def _check_groups(
 
 
 def compress(entry: QuantizedModule, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A module's own tensors, compressed.
+    """Return a module's tensors in compressed form.
 
     Args:
         entry: the module and its scheme.
@@ -254,11 +254,11 @@ def compress(entry: QuantizedModule, tensors: Mapping[str, Tensor]) -> dict[str,
             on the meta device the result has shapes and dtypes only.
 
     Returns:
-        Own name → tensor as the format defines them, with no parameter that a reader of this
+        Own name → tensor as the format defines them, without parameters that a loader of this
         scheme does not expect.
 
     Raises:
-        LifecycleError: a scale that the scheme needs is not there.
+        LifecycleError: a scale that the scheme needs is missing.
         NonFiniteError: a scale is NaN, infinite or negative.
     """
     expected = _expected_parameters(entry)
@@ -272,9 +272,9 @@ def compress(entry: QuantizedModule, tensors: Mapping[str, Tensor]) -> dict[str,
 
 
 def _widen_scale(own: dict[str, Tensor], weights: QuantizationArgs) -> None:
-    """Store the scale in the dtype that the scheme names, if that holds all of the weight's.
+    """Store the scale in the scheme's scale dtype if every value of the weight's dtype fits in it.
 
-    The value stays one of the weight's dtype, in which readers keep scales.
+    The value itself stays representable in the weight's dtype, in which loaders keep scales.
     """
     scale, named = own["weight_scale"], scale_dtype_of(weights)
     if named is not None and torch.promote_types(scale.dtype, named) == named:
@@ -282,10 +282,10 @@ def _widen_scale(own: dict[str, Tensor], weights: QuantizationArgs) -> None:
 
 
 def _pack(entry: QuantizedModule, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The stored tensors of a module.
+    """Return the stored tensors of a module.
 
-    compressed-tensors says what is stored, given a weight without data; the codes are found here
-    where it is known how, since compressed-tensors takes several times as long for them.
+    compressed-tensors defines what is stored, given a weight on the meta device. The codes are
+    computed here where possible, as compressed-tensors takes several times as long.
     """
     scheme, on_meta = entry.scheme, own["weight"].is_meta
     compressor: Any = BaseCompressor.get_value_from_registry(scheme.format)
@@ -303,7 +303,7 @@ def _pack(entry: QuantizedModule, own: Mapping[str, Tensor]) -> dict[str, Tensor
 
 
 def _structure(own: Mapping[str, Tensor], scheme: QuantizationScheme) -> dict[str, Tensor]:
-    """What is stored of a module; the codes of its weight are without data."""
+    """Return the stored tensors of a module; the codes of its weight have no data."""
     forms = tuple((name, tuple(tensor.shape), tensor.dtype) for name, tensor in own.items())
     structure = _structure_of(scheme.model_dump_json(), forms)
     packed = {
@@ -320,7 +320,7 @@ def _structure(own: Mapping[str, Tensor], scheme: QuantizationScheme) -> dict[st
 def _structure_of(
     scheme_json: str, forms: tuple[tuple[str, tuple[int, ...], torch.dtype], ...]
 ) -> dict[str, Tensor]:
-    """What is stored of a module whose tensors have certain names, shapes and dtypes."""
+    """Return the stored tensors, on the meta device, for names, shapes and dtypes."""
     scheme = QuantizationScheme.model_validate_json(scheme_json)
     compressor: Any = BaseCompressor.get_value_from_registry(scheme.format)
     own = {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape, dtype in forms}
@@ -337,14 +337,14 @@ def _packed_zero(zero: Tensor, bits: int) -> Tensor:
 
 
 def _codes(entry: QuantizedModule, own: Mapping[str, Tensor]) -> Tensor | None:
-    """The weight's codes as they are stored; ``None`` if only compressed-tensors can pack them.
+    """Return the weight's codes as stored; ``None`` if only compressed-tensors can pack them.
 
-    A weight that lies on its grid was rounded to the model's dtype. Divided by its scale in that
-    dtype again, half a unit is lost twice: in bfloat16 some 8-bit codes come out one off.
-    In float32 the quotient is within half a code of the code it came from, or that code is looked
-    for (:mod:`llmcompressor.numerics.recoding`). A weight that was not rounded yet is divided in
-    its own dtype, as it would be by a reader; where that code would not be found again from the
-    rounded weight, it is rounded first, so that a model in memory gives the same file.
+    A weight that lies on its grid was rounded to the model's dtype. Dividing it by its scale in
+    that dtype loses half a unit twice: in bfloat16 some 8-bit codes come out one off. In float32
+    the quotient is within half a code of the original code, or that code is searched for
+    (:mod:`llmcompressor.numerics.recoding`). A weight that was not rounded yet is divided in its
+    own dtype, as a loader would do. Where that code could not be recovered from the rounded weight,
+    the weight is rounded first, so that a model in memory gives the same file.
     """
     weights, weight = entry.scheme.weights, own["weight"]
     convert = _converter(entry.scheme, weight.shape[-1])
@@ -369,16 +369,16 @@ def _codes(entry: QuantizedModule, own: Mapping[str, Tensor]) -> Tensor | None:
 
 
 def _is_rounded_first(grid: Grid, dtype: torch.dtype) -> bool:
-    """Whether several codes may stand for one value, so that which is found takes a convention.
+    """Return True if several codes may stand for one value, so that the choice is a convention.
 
-    A model in memory has nothing but the values, so it is the one that they give.
+    A model in memory has only the values, so the code that the values give is chosen.
     """
     is_shifted_float = grid.kind == "float" and not grid.symmetric
     return grid.is_fine or is_shifted_float or needs_recoding(grid, dtype)
 
 
 def _rounded_quotients(grid: Grid, x: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
-    """Codes of values that are not rounded yet: those of the rounded values."""
+    """Return the codes of unrounded values, computed from the rounded values."""
     rounded = grid.fake_quantize(x, scale, zero)
     if needs_recoding(grid, x.dtype):
         return recoded(rounded, scale, zero, grid)
@@ -394,7 +394,7 @@ def _wide(tensor: Tensor) -> Tensor:
 
 
 def _converter(scheme: QuantizationScheme, columns: int) -> Callable[[Tensor], Tensor] | None:
-    """From quotients within the ends of the grid to what the format stores."""
+    """Return the function from clamped quotients to the format's stored form."""
     weights = scheme.weights
     grid = grid_of(weights)
     if scheme.format in _FP4_FORMATS:
@@ -416,7 +416,7 @@ def _converter(scheme: QuantizationScheme, columns: int) -> Callable[[Tensor], T
 def _packed_by_compressor(
     compressor: Any, own: Mapping[str, Tensor], entry: QuantizedModule
 ) -> dict[str, Tensor]:
-    """Let compressed-tensors pack a weight, given it and its scales in float32."""
+    """Pack a weight with compressed-tensors, from a float32 weight and float32 scales."""
     weights, weight = entry.scheme.weights, own["weight"]
     wide = _with_wide_scales(own)
     scale = effective_scale(own["weight_scale"], own.get("weight_global_scale"))
@@ -441,7 +441,7 @@ def _with_wide_scales(own: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _keep_dtypes(packed: dict[str, Tensor], own: Mapping[str, Tensor]) -> None:
-    """What was only widened for the arithmetic is stored as it was."""
+    """Restore the dtype of tensors that were only widened for the arithmetic."""
     for name, tensor in own.items():
         if name in packed and packed[name].dtype is torch.float32:
             packed[name] = tensor

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What goes into the weight files: the tensors of quantized modules, and all others."""
+"""Partition of a state dict into the tensors of quantized modules and all others."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ __all__ = ["Contents", "apart", "divide"]
 
 @dataclass(frozen=True)
 class Contents:
-    """What goes into the weight files.
+    """The partitioned contents of the weight files.
 
     Attributes:
-        plain: stored name → tensor, of what is not quantized.
-        plain_keys: names in the model of what became ``plain``.
-        compressed: module → how it is written, and its own tensors.
+        plain: stored name → tensor that is not quantized.
+        plain_keys: the model's names of the tensors in ``plain``.
+        compressed: module name → its entry and its own tensors.
         state: the model's state dict.
-        tied: whether input and output embeddings are one tensor; ``None`` if there is no pair.
+        tied: input and output embeddings are one tensor; ``None`` if there is no pair.
     """
 
     plain: dict[str, Tensor]
@@ -42,7 +42,7 @@ class Contents:
 def divide(
     model: PreTrainedModel, quantized: Sequence[QuantizedModule], state: Mapping[str, Tensor]
 ) -> Contents:
-    """Divide the state dict into the tensors of quantized modules and all others.
+    """Partition the state dict into the tensors of quantized modules and all others.
 
     Args:
         model: the model.
@@ -60,10 +60,10 @@ def divide(
 
 
 def _with_transforms_once(model: PreTrainedModel, plain: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Each matrix that rotations at run time share under its first name alone, as they declare.
+    """Keep each matrix that online rotations share under its first name only.
 
-    transformers leaves the others out too, after it has tried the name of each as a pattern for
-    every other, which takes minutes for a few thousand.
+    transformers drops the other names too, but it tries each of them as a pattern for every other,
+    which takes minutes for a few thousand.
     """
     others = {
         f"{name}.{own}"
@@ -78,7 +78,7 @@ def _with_transforms_once(model: PreTrainedModel, plain: Mapping[str, Tensor]) -
 def apart(
     quantized: Sequence[QuantizedModule], tensors: Mapping[str, Tensor]
 ) -> tuple[dict[str, dict[str, Tensor]], dict[str, Tensor]]:
-    """The tensors of quantized modules, and all others.
+    """Split tensors into those of quantized modules and all others.
 
     Returns:
         Quantized module → own name → tensor; and name in the model → tensor.
@@ -96,10 +96,10 @@ def apart(
 
 
 def _tie(model: PreTrainedModel, plain: dict[str, Tensor], quantized: set[str]) -> bool | None:
-    """Whether one tensor serves as input and output embeddings.
+    """Return True if one tensor serves as input and output embeddings.
 
-    Two that are equal become one where the configuration ties them, and stay two where it does
-    not: somebody asked for that.
+    Equal tensors are merged if the configuration ties them. Otherwise they stay two, as the user
+    requested.
 
     Returns:
         ``None`` if the model has no such pair, or shares it in a way of its own.
@@ -124,10 +124,10 @@ def _tie(model: PreTrainedModel, plain: dict[str, Tensor], quantized: set[str]) 
 
 
 def _made_one(plain: dict[str, Tensor], first: str, second: str) -> bool:
-    """Make one of two tensors that are equal; whether they are.
+    """Make ``second`` the same tensor as ``first`` if they are equal; return True if they are.
 
-    They are those of the state: a model's own may be spread over processes, and this one is alone
-    here.
+    The state's tensors are compared: the model's own may be sharded over processes, and only this
+    process is here.
     """
     if not {first, second} <= set(plain):
         return False
@@ -139,6 +139,6 @@ def _made_one(plain: dict[str, Tensor], first: str, second: str) -> bool:
 
 
 def _is_shared_elsewhere(model: PreTrainedModel, parameter: Tensor, own: str) -> bool:
-    """Whether a parameter has another name than its own."""
+    """Return True if a parameter has another name besides ``own``."""
     every = model.named_parameters(remove_duplicate=False)
     return any(one is parameter and name != own for name, one in every)

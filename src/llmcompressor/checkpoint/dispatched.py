@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Take back a model of which accelerate keeps weights away: in main memory, or on the disk.
+"""Removal of accelerate's dispatch hooks from a model offloaded to memory or disk.
 
-Its hooks bring a weight in for one forward and take it away again, so that between forwards it is
-on the meta device and nothing can be read from it or written into it. A run needs the weights
-themselves.
+The hooks load a weight for one forward pass and unload it again. Between forward passes the weight
+is on the meta device and can be neither read nor written, and a run needs the weights themselves.
 """
 
 from __future__ import annotations
@@ -25,19 +24,19 @@ __all__ = ["is_dispatched", "is_offloaded", "take_back"]
 
 
 def is_dispatched(model: Module) -> bool:
-    """Whether accelerate's hooks move inputs to where weights are, or the weights themselves."""
+    """Return True if accelerate's hooks move the model's inputs or its weights."""
     return any(True for one in model.modules() for _ in _aligning(one))
 
 
 def is_offloaded(model: Module) -> bool:
-    """Whether accelerate's hooks move weights; where they move inputs alone, all are at hand."""
+    """Return True if accelerate's hooks offload weights, and do not merely move inputs."""
     return any(hook.offload for one in model.modules() for hook in _aligning(one))
 
 
 def take_back(model: Module) -> None:
-    """Bring all weights into memory, and remove accelerate's hooks.
+    """Load all offloaded weights into memory and remove accelerate's hooks.
 
-    Weights that an accelerator holds stay there; those from elsewhere come into main memory.
+    Weights on an accelerator stay there; offloaded ones are loaded into main memory.
 
     Raises:
         ArgumentError: main memory has no room for those on the disk.
@@ -51,10 +50,10 @@ def take_back(model: Module) -> None:
             set_module_tensor_to_device(module, name, "cpu", value=kept)
         hook.offload = False  # else its removal would put the weights back where they were
     remove_hook_from_module(model, recurse=True)
-    vars(model).pop("hf_device_map", None)  # what transformers and its trainer believe of it
+    vars(model).pop("hf_device_map", None)  # transformers and its trainer rely on it
     tie = getattr(model, "tie_weights", None)
     if away and callable(tie):
-        tie()  # each of the modules that share a weight got its own
+        tie()  # modules that shared a weight each have a copy now
 
 
 def _aligning(module: Module) -> Iterator[AlignDevicesHook]:
@@ -68,7 +67,7 @@ def _aligning(module: Module) -> Iterator[AlignDevicesHook]:
 
 
 def _held(module: Module, hook: AlignDevicesHook) -> list[tuple[str, Tensor]]:
-    """The tensors that the hook brings into the module."""
+    """Return the tensors that the hook loads into the module."""
     return list(
         named_module_tensors(
             module,
@@ -96,7 +95,7 @@ def _check_room(away: list[tuple[Module, AlignDevicesHook]]) -> None:
 
 
 def _waits_in_memory(held: Any, name: str) -> bool:
-    """Whether a weight that a hook brings in is a tensor already."""
+    """Return True if an offloaded weight is held in memory and not on the disk."""
     while isinstance(held, PrefixedDataset):
         held, name = held.dataset, f"{held.prefix}{name}"
     return not isinstance(held, OffloadedWeightsLoader) or name in held.state_dict

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A checkpoint that is quantized in part: what is, stays, and its configuration is kept.
+"""Further quantization of a partly quantized checkpoint, whose configuration is kept.
 
-The schemes of two runs stand in one ``quantization_config``. Each module must find its own scheme
-in it and no other, so a target that would also reach a module of the other run (``Linear`` does)
-gives way to the names of the modules that it meant.
+The schemes of two runs are merged into one ``quantization_config``. Each module must match its own
+scheme and no other, so a target that would also match a module of the other run (``Linear`` does)
+is replaced by the names of its modules.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ _NOT_KEPT = ("transform_config", "sparsity_config")
 
 
 def existing_quantization(model: str, config: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """The ``quantization_config`` of a checkpoint that is quantized in part; ``None`` without.
+    """Return the ``quantization_config`` of a partly quantized checkpoint; ``None`` without one.
 
     Args:
-        model: where it is.
+        model: the checkpoint's folder.
         config: its ``config.json``.
 
     Raises:
-        CheckpointError: another method has quantized it, or something in it cannot be kept.
+        CheckpointError: it was quantized by another method, or part of it cannot be kept.
     """
     method = quantization_method(config)
     if method is None:
@@ -68,19 +68,19 @@ def merge_quantization(
     old: Mapping[str, Any],
     compressed: Mapping[str, Module],
 ) -> dict[str, Any]:
-    """One configuration for the modules of two.
+    """Merge two quantization configurations into one.
 
     Args:
-        new: what this run writes.
+        new: the configuration that this run writes.
         modules: its modules, by name.
-        old: what the source has.
-        compressed: modules that were quantized before, by name; stand-ins of their classes do.
+        old: the source's configuration.
+        compressed: modules that were quantized before, by name; placeholders of their classes do.
 
     Returns:
         The groups of both, those of the source first, unless experts need another order.
 
     Raises:
-        CheckpointError: the source does not say how one of its modules is quantized.
+        CheckpointError: the source has no scheme for one of its quantized modules.
     """
     before = _Groups(old, compressed)
     after = _Groups(new, modules)
@@ -121,9 +121,9 @@ def _found_for_experts(
 
 
 class _Targets:
-    """Targets or ignore entries, as compressed-tensors reads them.
+    """Targets or ignore entries, with the semantics of compressed-tensors.
 
-    Written configurations may list every module, so that names are looked up, not gone through.
+    Written configurations may list every module, so names are looked up in a set.
     """
 
     def __init__(self, entries: Iterable[str]) -> None:
@@ -131,14 +131,14 @@ class _Targets:
         self._patterns = sorted(entry for entry in self._plain if entry.startswith(_REGEX))
 
     def first(self, name: str, module: Module) -> str | None:
-        """The entry that counts for a module: a name before a pattern before a class."""
+        """Return the entry that matches a module: a name before a pattern before a class."""
         if name in self._plain:
             return name
         found = match_targets(name, module, self._patterns)
         return found[0] if found else self._class(module)
 
     def reaches(self, modules: Mapping[str, Module]) -> set[str]:
-        """The entries that mean any of some modules."""
+        """Return the entries that match any of ``modules``."""
         found = self._plain & set(modules)
         found |= {str(self._class(one)) for one in modules.values()} & self._plain
         for entry in self._patterns:
@@ -152,7 +152,7 @@ class _Targets:
 
 
 class _Groups:
-    """The groups of one configuration and their members."""
+    """The config groups of one configuration and their modules."""
 
     def __init__(self, config: Mapping[str, Any], modules: Mapping[str, Module]) -> None:
         overall = config.get("format")
@@ -180,11 +180,11 @@ class _Groups:
             self._members[by_target[found]][name] = module
 
     def with_experts(self) -> set[str]:
-        """The groups with experts of a mixture."""
+        """Return the names of the groups that contain MoE experts."""
         return {name for name, members in self._members.items() if any(map(is_expert, members))}
 
     def apart_from(self, others: Mapping[str, Module]) -> dict[str, dict[str, Any]]:
-        """The groups with targets that reach none of other modules; without empty ones."""
+        """Return the non-empty groups, with targets that match none of ``others``."""
         apart = {}
         for name, group in self._groups.items():
             too_wide = _Targets(group["targets"]).reaches(others)

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The group of a written configuration that transformers takes for experts.
+"""The config group that transformers applies to stacked experts.
 
-Where a checkpoint holds experts one by one and the model holds their stack, transformers has no
-module whose name it could match. It takes one group for the experts of all layers: the first with a
-pattern that has the word ``experts`` in it, else the first with a target that is no pattern, else
-the first one. Every other server matches names.
+Where a checkpoint stores experts one by one and the model holds a stack, transformers has no module
+to match by name. It applies one group to the experts of all layers: the first with a pattern that
+contains ``experts``, else the first with a target that is no pattern, else the first one. All other
+servers match names.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def _names_experts(targets: Targets) -> bool:
 
 
 def _taken(groups: Sequence[Targets]) -> int | None:
-    """Which of the groups transformers takes for experts; ``None`` if there are none."""
+    """Return the index of the group that transformers applies to experts, or ``None``."""
     by_class = [any(not target.startswith("re:") for target in targets) for targets in groups]
     for which in ([_names_experts(targets) for targets in groups], by_class):
         if any(which):
@@ -46,16 +46,16 @@ def _taken(groups: Sequence[Targets]) -> int | None:
 def found_for_experts(
     groups: Sequence[Targets], of_experts: Collection[int]
 ) -> list[tuple[int, list[str]]]:
-    """The order and the targets of groups with which transformers takes the right one for experts.
+    """Order and extend groups so that transformers applies the right one to experts.
 
-    The group of the experts gets a target more, which matches nothing. It comes first where one
-    before it has a pattern with that word (of shared experts, say): each module matches the targets
-    of one group alone, so their order has no other meaning.
+    The group of the experts gets one more target, which matches nothing. It is moved to the front
+    where a group before it has a pattern with that word (for shared experts, say). Each module
+    matches the targets of one group only, so the order has no other effect.
 
     Args:
-        groups: the targets of each, in order.
-        of_experts: indices of those with experts among their modules. Of two or more,
-            transformers cannot take both, and nothing is changed.
+        groups: the targets of each group, in order.
+        of_experts: indices of the groups with experts. With two or more nothing is changed, as
+            transformers can apply only one.
 
     Returns:
         Index and targets of each group, in order.
@@ -80,23 +80,23 @@ def dense_experts(
     schemes: Sequence[QuantizationScheme],
     quantized: Collection[str],
 ) -> dict[str, QuantizationScheme]:
-    """A group that matches nothing, so that transformers finds experts which are not quantized.
+    """Return a group that matches nothing, to make transformers load experts as not quantized.
 
-    Of the group that it takes for experts it looks for packed tensors only, and leaves dense
-    experts random with no more than a warning; for 8-bit floats alone it takes dense weights too.
-    So such a group comes first, also where the names of groups are sorted. Some releases take the
-    same group for whatever they make of other tensors than the checkpoint holds (one convolution of
-    three), and fail to load that.
+    For the group that it applies to experts, transformers looks for packed tensors only, and leaves
+    dense experts random with no more than a warning; only for 8-bit floats it accepts dense weights
+    too. So this group must come first, also when group names are sorted. Some releases apply the
+    same group to any module whose tensors are merged while loading (one convolution of three), and
+    fail to load it.
 
     Args:
-        classes: those that read the checkpoint.
+        classes: the model classes that load the checkpoint.
         schemes: the groups.
-        quantized: the names of quantized modules, by all of these classes.
+        quantized: the names of quantized modules in all of these classes.
     """
     has_experts = any(merges_experts(one) and expert_stacks(one, quantized) for one in classes)
     if not (has_experts or any(merges_weights(one, quantized) for one in classes)):
         return {}
-    if any(is_expert(name) for name in quantized):  # those have to be found, the others cannot be
+    if any(is_expert(name) for name in quantized):  # quantized experts need the group
         return {}
     taken = _taken([scheme.targets for scheme in schemes])
     weights = schemes[taken].weights if taken is not None else None
@@ -115,7 +115,7 @@ def dense_experts(
 
 
 def expert_stacks(model: PreTrainedModel, quantized: Collection[str]) -> list[str]:
-    """Modules with stacks of matrices of their own, and no quantized module within."""
+    """Return the modules with stacked matrices of their own and no quantized module inside."""
     return [
         name
         for name, module in named_modules(model)

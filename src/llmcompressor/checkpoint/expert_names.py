@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the checkpoints of a family call the matrices of an expert, from transformers' own tables.
+"""Names of expert matrices in the checkpoints of a family, from transformers' own tables.
 
-Where transformers makes a stack of tensors that a checkpoint holds expert by expert, its table has
-their patterns: ``.experts.*.w1.weight`` and ``.experts.*.w3.weight`` become
-``.experts.gate_up_proj``. Where there is no table, checkpoints hold stacks; servers then take the
-names ``gate_proj``, ``up_proj`` and ``down_proj``.
+Where transformers stacks tensors that a checkpoint stores per expert, its table has their patterns:
+``.experts.*.w1.weight`` and ``.experts.*.w3.weight`` become ``.experts.gate_up_proj``. Without a
+table, checkpoints store stacks; servers then accept the names ``gate_proj``, ``up_proj`` and
+``down_proj``.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _PER_EXPERT = re.compile(r"\*\\?\.(\w+)\\?\.weight\$?$")
 
 
 def stacking_converters(model: PreTrainedModel) -> list[WeightConverter]:
-    """The entries of a model's table that make stacks of tensors, one per expert."""
+    """Return the model's weight converters that stack tensors of single experts."""
     found: list[Any] = get_model_conversion_mapping(model, add_legacy=False)
     return [
         entry
@@ -35,11 +35,11 @@ def stacking_converters(model: PreTrainedModel) -> list[WeightConverter]:
 
 
 def part_names(mixture: Mixture, converters: list[WeightConverter]) -> dict[str, str]:
-    """What the Linears of one mixture are called, by what they do.
+    """Return the checkpoint names of the Linears of an MoE, by role.
 
     Args:
-        mixture: one that can be taken apart.
-        converters: as of :func:`stacking_converters`.
+        mixture: an MoE that can be unfused.
+        converters: the result of :func:`stacking_converters`.
     """
     assert mixture.form is not None
     names = {part.role: part.role for part in mixture.form.parts}
@@ -53,7 +53,7 @@ def part_names(mixture: Mixture, converters: list[WeightConverter]) -> dict[str,
 
 
 def is_read_singly(mixture: Mixture, converters: list[WeightConverter]) -> bool:
-    """Whether transformers reads the quantized experts of a mixture one by one."""
+    """Return True if transformers loads the quantized experts of an MoE one by one."""
     assert mixture.form is not None
     if type(mixture.module).__name__ in MODULES_TO_PATCH_FOR_QUANTIZATION:
         return True
@@ -62,9 +62,9 @@ def is_read_singly(mixture: Mixture, converters: list[WeightConverter]) -> bool:
 
 
 def is_made_otherwise(mixture: Mixture, model: PreTrainedModel) -> bool:
-    """Whether a stack is made of tensors of single experts, but they are not its experts in order.
+    """Return True if a stack is built from single experts, but not in the order of its experts.
 
-    Then the number of an expert in the checkpoint is not the one that it has in the model.
+    An expert's number in the checkpoint then differs from its number in the model.
     """
     assert mixture.form is not None
     stacks = {f"{mixture.name}.{part.stack}" for part in mixture.form.parts}
@@ -82,7 +82,7 @@ def _only_stacks(converter: WeightConverter) -> bool:
 
 
 def _sources(converter: Any, target: str) -> list[str]:
-    """The last names of what a converter makes the tensor ``target`` of; empty if it does not."""
+    """Return the names that a converter builds ``target`` from; empty for another target."""
     if not _reaches(converter, target):
         return []
     patterns = [
@@ -95,10 +95,10 @@ def _sources(converter: Any, target: str) -> list[str]:
 
 
 def _reaches(converter: Any, target: str) -> bool:
-    """Whether a converter is for the part of the model that a tensor is in.
+    """Return True if a converter's scope includes a tensor.
 
-    The parts of a composite model (its language model, its tower of images) have tables of their
-    own, and both may have experts.
+    The parts of a composite model (language model, vision tower) have tables of their own, and both
+    may have experts.
     """
     scope, base = converter.scope_prefix, converter.base_model_prefix
     return not scope or target.startswith((f"{scope}.", f"{base}.{scope}."))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Experts that a checkpoint holds as one 3-D tensor, seen as the matrices that they are made of.
+"""Fused 3-D expert tensors of a checkpoint, viewed as one matrix per expert and projection.
 
 A stack is a pair of tensors below one module::
 
@@ -7,11 +7,11 @@ A stack is a pair of tensors below one module::
     P.down_proj     [experts, hidden, intermediate]
 
 It becomes ``P.N.gate_proj.weight``, ``P.N.up_proj.weight`` ``[intermediate, hidden]`` and
-``P.N.down_proj.weight`` ``[hidden, intermediate]``. Each of them is a piece of a file, so that a
-header which says where it begins is all that has to be made: no tensor is read as a whole.
+``P.N.down_proj.weight`` ``[hidden, intermediate]``. Each of them is a contiguous
+piece of the file, so only a header with its offset has to be made: no tensor is read as a whole.
 
-Whether a stack has this layout is seen from the two shapes alone: the transposed one, ``[experts,
-hidden, 2 * intermediate]``, would need ``intermediate = 0`` to look the same.
+The two shapes alone identify this layout: the transposed one, ``[experts, hidden, 2 *
+intermediate]``, would need ``intermediate = 0`` to look the same.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ _DIMENSIONS = 3
 
 @dataclass(frozen=True)
 class ExpertStack:
-    """The experts of one mixture.
+    """The fused experts of one MoE.
 
     Attributes:
         name: the module that holds them.
-        gate_up: the tensor of gates and ups, ``None`` if there is none.
-        down: the tensor of downs, likewise.
-        experts: how many there are.
-        problem: why they cannot be taken apart; empty if they can.
+        gate_up: the gate and up projections, ``None`` if there are none.
+        down: the down projections, ``None`` if there are none.
+        experts: number of experts.
+        problem: the reason why they cannot be unfused; empty if they can.
     """
 
     name: str
@@ -49,18 +49,18 @@ class ExpertStack:
 
     @property
     def modules(self) -> list[str]:
-        """Names of the Linears that it would become."""
+        """Names of the Linears that the stack is unfused into."""
         parts = ("gate_proj", "up_proj", "down_proj")
         return [f"{self.name}.{number}.{part}" for number in range(self.experts) for part in parts]
 
     @property
     def whole(self) -> list[str]:
-        """Names by which the undivided stack may be meant."""
+        """Names by which a recipe may refer to the fused stack."""
         return [self.name, f"{self.name}.{_GATE_UP}", f"{self.name}.{_DOWN}"]
 
 
 def find_stacks(headers: Mapping[str, TensorHeader]) -> list[ExpertStack]:
-    """The stacks of experts in a checkpoint.
+    """Return the fused expert stacks of a checkpoint.
 
     Args:
         headers: its tensors.
@@ -76,14 +76,14 @@ def find_stacks(headers: Mapping[str, TensorHeader]) -> list[ExpertStack]:
 def split_stacks(
     headers: Mapping[str, TensorHeader], stacks: Collection[ExpertStack]
 ) -> dict[str, TensorHeader]:
-    """The tensors of a checkpoint, with the matrices of stacks in place of the stacks.
+    """Return a checkpoint's tensors with expert stacks replaced by their matrices.
 
     Args:
         headers: its tensors.
-        stacks: which to take apart.
+        stacks: the stacks to unfuse.
 
     Raises:
-        CheckpointError: one of them has another layout, or a name is taken already.
+        CheckpointError: a stack has another layout, or a name is taken already.
     """
     by_tensor = {name: one for one in stacks for name in (one.gate_up, one.down) if name}
     view: dict[str, TensorHeader] = {}
@@ -129,7 +129,7 @@ def _problem(holder: str, tensors: Mapping[str, str], headers: Mapping[str, Tens
 def _pieces(
     stack: ExpertStack, name: str, header: TensorHeader
 ) -> Iterator[tuple[str, TensorHeader]]:
-    """The matrices of one 3-D tensor, in the order in which they lie in the file."""
+    """Yield the matrices of one 3-D tensor, in file order."""
     if stack.problem:
         raise CheckpointError(
             f"The experts of {stack.name} cannot be taken apart: {stack.problem}.",

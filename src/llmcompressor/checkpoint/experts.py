@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Take mixtures of experts apart: in a model, and in what is known of its checkpoint.
+"""Unfusing of MoE experts into Linears, in a model and in the map of its checkpoint.
 
-A checkpoint holds the matrices of experts one by one, or in stacks. Either way each becomes the
-weight of a Linear: by its own name, or as a piece of the stack, which is read from its place in
-the file when it is wanted.
+A checkpoint stores the matrices of experts one by one or in stacks. Either way each becomes the
+weight of a Linear: by its own name, or as a piece of the stack, read from its place in the file
+when it is needed.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ _PER_EXPERT = re.compile(r"\.(\d+)\.(\w+\.(?:weight|bias))$")
 
 
 def open_experts(model: PreTrainedModel, mixtures: Sequence[Mixture]) -> dict[str, LinearExperts]:
-    """Put experts with Linears in the place of ``mixtures``.
+    """Replace ``mixtures`` by experts made of Linears.
 
     Returns:
-        Name → what stands there now.
+        Name → the new module.
     """
     converters = stacking_converters(model) if mixtures else []
     opened = {}
@@ -48,14 +48,14 @@ def open_experts(model: PreTrainedModel, mixtures: Sequence[Mixture]) -> dict[st
 
 
 def close_dense(model: PreTrainedModel) -> None:
-    """Put the experts of a model that are not quantized into stacks again."""
+    """Fuse the experts that are not quantized into stacks again."""
     for name, module in _dense(model):
         model.set_submodule(name, put_together(module))
 
 
 @contextmanager
 def dense_closed(model: PreTrainedModel) -> Iterator[None]:
-    """While the body runs, the model is as :func:`close_dense` will leave it, without the data."""
+    """Fuse dense experts as :func:`close_dense` does, without data, while the body runs."""
     dense = _dense(model)
     try:
         for name, module in dense:
@@ -78,15 +78,15 @@ def _dense(model: PreTrainedModel) -> list[tuple[str, LinearExperts]]:
 def open_blueprint(
     blueprint: Blueprint, mixtures: Sequence[Mixture], dense: Collection[str] = ()
 ) -> str:
-    """Take mixtures of a model without weights apart, and say where their weights are.
+    """Unfuse MoEs of a model on the meta device, and map their weights to file offsets.
 
     Args:
         blueprint: the model.
-        mixtures: those that can be taken apart.
-        dense: names of those that are not to be quantized.
+        mixtures: the MoEs that can be unfused.
+        dense: names of the MoEs that are not to be quantized.
 
     Returns:
-        Why that cannot be done; then nothing was changed. Empty if it was.
+        The reason why it is impossible, with nothing changed; empty on success.
     """
     if not mixtures:
         return ""
@@ -129,7 +129,7 @@ def _rename(model: PreTrainedModel, cut: dict[str, list[_Placed]]) -> None:
 
 
 class _Placed(NamedTuple):
-    """A tensor by the name that it is to have, what it becomes, and where it is."""
+    """A checkpoint tensor: its new name, the model's tensor it becomes, its place in a file."""
 
     name: str
     own: LoadedName | None
@@ -137,12 +137,12 @@ class _Placed(NamedTuple):
 
     @property
     def target(self) -> str:
-        """What it becomes in the model."""
+        """Name of the model's tensor that it becomes; empty without one."""
         return "" if self.own is None else self.own.target
 
 
 class _Finder:
-    """Finds what the tensors of a checkpoint become when mixtures are taken apart."""
+    """Maps checkpoint tensors to the Linears of unfused MoEs."""
 
     def __init__(
         self,
@@ -158,7 +158,7 @@ class _Finder:
     def pieces_of(
         self, name: str, own: LoadedName, header: TensorHeader
     ) -> list[_Placed] | str | None:
-        """The matrices in a tensor; a text if that is not known, ``None`` if it has none."""
+        """Return the matrices in a tensor, a message if they are unknown, or ``None``."""
         holder, _, stack = own.target.rpartition(".")
         mixture = self._mixtures.get(holder)
         if mixture is None or mixture.form is None or stack not in mixture.form.stacks:
@@ -182,7 +182,7 @@ class _Finder:
     def _cut_joined(
         self, mixture: Mixture, stack: str, name: str, header: TensorHeader, place: int, count: int
     ) -> list[_Placed] | str:
-        """The matrices in a stack that is one of ``count`` whose rows make those of another."""
+        """Return the matrices in one of ``count`` stacks that are concatenated by rows."""
         form, wanted = mixture.form, mixture.module._parameters[stack]
         assert form is not None
         assert wanted is not None
@@ -224,7 +224,7 @@ class _Finder:
 
 
 def _is_turned(header: TensorHeader, wanted: Tensor, form: StackForm, stack: str) -> bool | None:
-    """Whether the file holds matrices ``[in, out]``; ``None`` if it holds something else."""
+    """Return True if the file holds matrices ``[in, out]``; ``None`` if it holds something else."""
     if stack.endswith("_bias"):
         return False if tuple(header.shape) == tuple(wanted.shape) else None
     if tuple(header.shape) == tuple(wanted.shape):
@@ -235,7 +235,7 @@ def _is_turned(header: TensorHeader, wanted: Tensor, form: StackForm, stack: str
 
 
 def _piece(header: TensorHeader, expert: int, part: Part, *, turned: bool) -> TensorHeader:
-    """One Linear's part of a stack: a stretch of the file, or a selection of a matrix's rows."""
+    """Return the header of one Linear's part of a stack: a range of the file, or selected rows."""
     experts, *matrix = header.shape
     size = header.nbytes // experts if experts else 0
     rows = len(range(*part.rows.indices(matrix[-1] if turned else matrix[0])))
@@ -258,7 +258,7 @@ def _piece(header: TensorHeader, expert: int, part: Part, *, turned: bool) -> Te
 
 
 def _only_joined(model: PreTrainedModel) -> dict[str, tuple[int, int]]:
-    """Patterns of stacks whose matrices are put below each other; the place, and of how many."""
+    """Return the patterns of stacks that are concatenated by rows: pattern → (position, count)."""
     entries: list[Any] = get_model_conversion_mapping(model, add_legacy=False)
     return {
         pattern: (place, len(entry.source_patterns))
@@ -271,7 +271,7 @@ def _only_joined(model: PreTrainedModel) -> dict[str, tuple[int, int]]:
 
 
 def _only_turned(model: PreTrainedModel) -> set[str]:
-    """Patterns of tensors that are transposed while they are loaded, and nothing else."""
+    """Return the patterns of tensors that are only transposed while loading."""
     entries: list[Any] = get_model_conversion_mapping(model, add_legacy=False)
     return {
         pattern

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a source folder holds besides the model: draft heads, tokenizer, templates, code."""
+"""Files and tensors that a source folder holds besides the model: draft heads, tokenizer, code."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def extra_tensors(
     state: Mapping[str, Tensor],
     written: set[str],
 ) -> list[str]:
-    """Names of the source's tensors that the model class does not own, such as draft heads.
+    """Return the source's tensors that the model class does not own, such as draft heads.
 
     Args:
         model: the loaded model.
@@ -86,10 +86,10 @@ def extra_tensors(
         written: tensor names that are in the output already.
 
     Returns:
-        The names, in the source's order. Caches that readers compute themselves, and tensors of
-        experts and layers that were removed from the model, are not among them. Nor is what lies
-        in layers and modules that the model has, whose meaning a change of them may have taken
-        away; of that, and of adapters, a warning is logged.
+        The names, in the source's order. Caches that loaders compute themselves, and tensors of
+        experts and layers that were pruned from the model, are left out. So are tensors in layers
+        and modules that the model has, as a change of these may have made them meaningless. A
+        warning is logged for those, and for adapters.
     """
     candidates = [name for name in source if name not in written]
     owned = owned_by_model(model, candidates, state)
@@ -111,11 +111,11 @@ def extra_tensors(
         ):
             continue
         layer = _LAYER.match(name)
-        # one beyond the layers that are counted drafts tokens
+        # a layer beyond the configured count is a draft layer
         inside = layer is not None and layer.group(1) in layers and int(layer.group(2)) < count
         if not inside and name.rpartition(".")[0] not in written_modules:
             extras.append(name)
-        elif layer is None or layer.group() in written_layers:  # else the layer was cut off
+        elif layer is None or layer.group() in written_layers:  # else the layer was pruned
             left.append(name)
     _tell_of_left(model, left)
     _tell_of_adapters([*extras, *left])
@@ -123,7 +123,7 @@ def extra_tensors(
 
 
 def _tell_of_left(model: PreTrainedModel, names: Sequence[str]) -> None:
-    """Say which tensors lie in modules and layers of the model and are not written."""
+    """Warn of tensors in modules and layers of the model that are not written."""
     patterns = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
     told = [
         name
@@ -139,7 +139,7 @@ def _tell_of_left(model: PreTrainedModel, names: Sequence[str]) -> None:
 
 
 def _tell_of_adapters(names: Sequence[str]) -> None:
-    """Say that an adapter lies in the files of the model, which is another one without it."""
+    """Warn of an adapter in the model's files, without which the model is a different one."""
     found = [name for name in names if _ADAPTER.search(name)]
     if found:
         logger.warning(
@@ -150,15 +150,15 @@ def _tell_of_adapters(names: Sequence[str]) -> None:
 
 
 def layer_of(name: str) -> str | None:
-    """The layer that a tensor lies in, with a dot behind it; ``None`` where it lies in none."""
+    """Return the prefix of a tensor's layer, with its dot; ``None`` outside layers."""
     found = _LAYER.match(name)
     return None if found is None else found.group()
 
 
 def _layer_count(source: Mapping[str, TensorHeader]) -> int:
-    """How many layers the source's language model has by its configuration; 0 if it does not say.
+    """Return the configured number of layers of the source's language model; 0 if it is unknown.
 
-    Other parts have counts of their own, and a draft layer may lie below those.
+    Other parts have counts of their own, and a draft layer may have a number below those.
     """
     header = next(iter(source.values()), None)
     file = None if header is None else header.file.parent / "config.json"
@@ -171,16 +171,16 @@ def _layer_count(source: Mapping[str, TensorHeader]) -> int:
 
 
 def extra_ignore(extras: Sequence[str], written: set[str], quantized: Sequence[str]) -> list[str]:
-    """Patterns that keep the modules of ``extras`` unquantized in every reader.
+    """Return ignore patterns that keep the modules of ``extras`` unquantized in every loader.
 
     Args:
-        extras: tensor names that were carried over.
+        extras: names of tensors that were copied unchanged.
         written: all other tensor names of the output.
         quantized: names of quantized modules, in the module tree and in the checkpoint.
 
     Returns:
-        One pattern per outermost module that holds nothing but extras: it matches behind any
-        prefix unless that would reach a quantized module.
+        One pattern per outermost module that holds only extras. It matches after any prefix,
+        unless that would match a quantized module.
     """
     taken = {prefix for name in written for prefix in _prefixes(name)}
     roots: dict[str, None] = {}
@@ -194,19 +194,19 @@ def extra_ignore(extras: Sequence[str], written: set[str], quantized: Sequence[s
 def load_tensors(
     names: Sequence[str], source: Mapping[str, TensorHeader]
 ) -> Iterator[dict[str, Tensor]]:
-    """The named tensors, unchanged, one at a time."""
+    """Yield the named tensors one at a time, unchanged."""
     for name in names:
         with safe_open(str(source[name].file), framework="pt") as reader:
             yield {name: reader.get_tensor(name)}
 
 
 def copy_side_files(source: Path, target: Path, *, without: set[str] | None = None) -> None:
-    """Copy what belongs to a model besides weights and configuration, byte by byte.
+    """Copy the files of a model besides weights and configuration, byte by byte.
 
     Args:
         source: the folder of the original model.
         target: the folder to copy into.
-        without: names of files and folders, right in ``source``, that are not copied.
+        without: names of files and folders directly in ``source`` that are not copied.
     """
     for path in _chosen(source, without or set()):
         place = target / path.relative_to(source)
@@ -215,19 +215,19 @@ def copy_side_files(source: Path, target: Path, *, without: set[str] | None = No
 
 
 def side_files(source: Path) -> list[Path]:
-    """The files that :func:`copy_side_files` copies, those in folders included."""
+    """Return the files that :func:`copy_side_files` copies, including those in folders."""
     return _chosen(source, set())
 
 
 def module_folders(source: Path) -> list[str]:
-    """The folders in which sentence-transformers keeps what follows the model, such as its pooling.
+    """Return the folders of sentence-transformers' modules after the model, such as its pooling.
 
-    ``modules.json`` names them. The model itself has none of its own, and what lies elsewhere is
-    not part of the checkpoint.
+    ``modules.json`` names them. The model itself has no folder of its own, and folders outside the
+    checkpoint are left out.
     """
     try:
         held = json.loads((source / _MODULES).read_text(encoding="utf-8"))
-    except (OSError, ValueError):  # there is none, or none that its own reader could read
+    except (OSError, ValueError):  # missing, or unreadable to sentence-transformers too
         return []
     entries = held if isinstance(held, list) else []
     named = [
@@ -258,15 +258,15 @@ def _chosen(source: Path, without: set[str]) -> list[Path]:
 
 
 def _all_in(folder: Path, source: Path) -> Iterator[Path]:
-    """The files below a folder, unless a link leads out of the checkpoint to it."""
+    """Yield the files below a folder, unless a link leads out of the checkpoint to it."""
     if folder.is_dir() and folder.resolve().is_relative_to(source.resolve()):
         yield from (one for one in folder.rglob("*") if one.is_file() and _CACHE not in one.parts)
 
 
 def _code_in(folder: Path) -> Iterator[Path]:
-    """Python files below a folder, such as ``custom_generate/generate.py``, and what they need.
+    """Yield the Python files below a folder, such as ``custom_generate/generate.py``.
 
-    A folder that is hidden, a cache, a link or a model of its own holds none of this model's.
+    A folder that is hidden, a cache, a link or a model of its own has none of this model's code.
     """
     if folder.name.startswith(".") or folder.name == _CACHE or folder.is_symlink():
         return
@@ -294,7 +294,7 @@ def _belongs(name: str) -> bool:
 
 
 def _prefixes(name: str) -> list[str]:
-    """All modules above a tensor, outermost first.
+    """Return all modules above a tensor, outermost first.
 
     >>> _prefixes("mtp.fc.weight")
     ['mtp', 'mtp.fc']

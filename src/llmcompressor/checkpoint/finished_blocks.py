@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Blocks of the output, read back into the model that they were made of."""
+"""Restoring of blocks from a written checkpoint into the model that they were made of."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ __all__ = ["FinishedBlocks", "headers_of"]
 
 
 def headers_of(layout: OutputLayout, folder: Path) -> dict[str, TensorHeader]:
-    """The tensors of an output, as headers of its files would tell."""
+    """Return the headers of an output's tensors."""
     return {
         name: TensorHeader(
             place.stored.dtype,
@@ -48,14 +48,14 @@ def headers_of(layout: OutputLayout, folder: Path) -> dict[str, TensorHeader]:
 
 
 class FinishedBlocks:
-    """Puts blocks of a written checkpoint into the model, dense as they were in memory.
+    """Restores blocks of a written checkpoint into the model, dense as they were in memory.
 
     Args:
         model: its modules are marked as quantized.
         quantized: its quantized modules.
-        layout: what the checkpoint holds.
-        weights: knows which tensors a block has.
-        device: where weights go.
+        layout: the places of the checkpoint's tensors.
+        weights: the loader of the source's blocks.
+        device: the device to load weights to.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class FinishedBlocks:
         self._plain = loaded_names(model, self._plain_names(), model.state_dict())
 
     def names_of(self, block: str) -> list[str]:
-        """The stored tensors of a block; for :data:`REST` those of none."""
+        """Return the stored tensors of a block; for :data:`REST` those outside all blocks."""
         if block == REST:
             inside_any = {name for one in self._weights.blocks for name in self.names_of(one)}
             return [name for name in self._layout.places if name not in inside_any]
@@ -90,12 +90,12 @@ class FinishedBlocks:
         return names
 
     def restore(self, block: str, folder: Path, modules: Collection[Module] | None = None) -> None:
-        """Put a block in place.
+        """Load a block from the written checkpoint into the model.
 
         Args:
             block: its name.
-            folder: where the files are.
-            modules: only these of its modules; the whole block if ``None``.
+            folder: the folder of the files.
+            modules: the modules to restore; the whole block if ``None``.
         """
         reader = self.reader(folder)
         try:
@@ -104,10 +104,10 @@ class FinishedBlocks:
             reader.close()
 
     def hand_over(self, folder: Path, blocks: Mapping[Module, str]) -> None:
-        """Have blocks be read from the written checkpoint when they are needed.
+        """Make blocks load lazily from the written checkpoint.
 
         Args:
-            folder: where the checkpoint is now; it may be moved, replaced or removed later.
+            folder: the checkpoint's present folder; it may be moved, replaced or removed later.
             blocks: module of each → its name.
         """
         reader = self.reader(folder)
@@ -116,14 +116,14 @@ class FinishedBlocks:
             load_on_demand(module, partial(self.restore_from, reader, name))
 
     def reader(self, folder: Path) -> TensorReader:
-        """Reads the checkpoint in ``folder``."""
+        """Return a reader of the checkpoint in ``folder``."""
         return TensorReader(headers_of(self._layout, folder))
 
     @torch.no_grad()
     def restore_from(
         self, reader: TensorReader, block: str, modules: Collection[Module] | None = None
     ) -> None:
-        """As :meth:`restore`, by a reader whose files may be open already."""
+        """Restore a block as :meth:`restore` does, with an open reader."""
         packed: dict[str, dict[str, Tensor]] = {}
         plain = {}
         wanted = None if modules is None else {self._names[module] for module in modules}
@@ -145,7 +145,7 @@ class FinishedBlocks:
                 yield name
 
     def _module_of(self, stored: str) -> str | None:
-        """The quantized module that a stored tensor is written with."""
+        """Return the quantized module that a stored tensor belongs to, or ``None``."""
         place, _, own = stored.rpartition(".")
         module = self._by_place.get(place)
         return module if module is not None and self._entries[module].holds(own) else None
@@ -157,7 +157,7 @@ class FinishedBlocks:
         if not dense and scheme.format != CompressionFormat.dense.value:
             scale, own = tensors.get("weight_scale"), module._parameters.get("weight_scale")
             if scale is not None and own is not None and scale.dtype is torch.float32:
-                values["weight_scale"] = scale.to(own.dtype)  # as readers have it
+                values["weight_scale"] = scale.to(own.dtype)  # as loaders do
             values |= _decompressed(values, scheme, module._parameters["weight"])
         for name, present in list(module._parameters.items()):
             if present is not None and name in values:
@@ -168,15 +168,15 @@ class FinishedBlocks:
 def _decompressed(
     tensors: Mapping[str, Tensor], scheme: QuantizationScheme, weight: Tensor | None
 ) -> dict[str, Tensor]:
-    """A module's tensors with its weight in place of the codes.
+    """Return a module's tensors with its dense weight in place of the codes.
 
-    compressed-tensors reads whole groups only: where the columns end within one, the codes go on
-    to its end, and what they stand for there is cut off again.
+    compressed-tensors decompresses whole groups only. Where the last group is incomplete, the codes
+    are padded to its end and the padding is cut off again.
 
     Args:
         tensors: own name → tensor, as stored.
-        scheme: with the format.
-        weight: of the shape that the codes are to have.
+        scheme: the module's scheme, with its format.
+        weight: a weight of the dense shape.
     """
     compressor: Any = BaseCompressor.get_value_from_registry(scheme.format)
     assert weight is not None
@@ -198,7 +198,7 @@ def _decompressed(
 
 
 def _missing_columns(weights: QuantizationArgs, columns: int) -> int:
-    """How many columns the last group of a row is short of."""
+    """Number of columns that a row's last group lacks."""
     if weights.strategy not in (QuantizationStrategy.GROUP, QuantizationStrategy.TENSOR_GROUP):
         return 0
     return -columns % int(weights.group_size)

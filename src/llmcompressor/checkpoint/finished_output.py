@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An output that an earlier call has finished: its model is made, and nothing is written."""
+"""A stream for an output that an earlier call completed: its model is loaded, nothing written."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ __all__ = ["FinishedOutput"]
 
 
 class FinishedOutput:
-    """Stands where a stream stands while a run is at work, and has everything finished.
+    """A block stream in which every block is finished.
 
     Args:
-        blueprint: the model, of which everything but the blocks is loaded.
+        blueprint: the model; everything but its blocks is loaded.
         weights: the blocks.
-        prediction: what the output holds.
-        layout: where.
-        run: what the output remembers.
+        prediction: the tensors and modules of the output.
+        layout: the place of each tensor in the output.
+        run: the identity of the run that the output stores.
 
     Attributes:
-        names: module of a block → its name, in order.
-        stage: the present pass.
+        names: block → its name, in order.
+        stage: the index of the current pass.
         one_by_one: each modifier sees the model as those before it leave it.
     """
 
@@ -61,21 +61,21 @@ class FinishedOutput:
         self.one_by_one = True
 
     def is_of(self, folder: Path) -> bool:
-        """Whether the output is as it was written, of the original as it is now: all are read."""
+        """Return True if the output and the original are both unchanged; reads all weights."""
         if self._run.source != self._weights.read_digest():
             return False
         groups = {name: self._blocks.names_of(name) for name in [*self._weights.blocks, REST]}
         return self._run.is_whole(folder, self._layout, groups)
 
     def complete(self) -> None:
-        """Nothing is left to be written."""
+        """Do nothing, as everything is written."""
 
     def restore_rest(self, folder: Path) -> None:
-        """Put in place what lies in no block."""
+        """Load everything outside the blocks from the output."""
         self._blocks.restore(REST, folder)
 
     def hand_over(self, folder: Path) -> None:
-        """Have the model read its blocks from the output when they are needed."""
+        """Make the model load its blocks lazily from the output."""
         self._blocks.hand_over(folder, self.names)
 
     def close(self) -> None:
@@ -86,45 +86,45 @@ class FinishedOutput:
 
     @property
     def finished(self) -> Collection[str]:
-        """All blocks."""
+        """The names of all blocks."""
         return set(self.names.values())
 
     def decide(self, name: str, value: Any) -> Any:
-        """What was chosen, where the data decided it."""
+        """Return the recorded value of a choice that depended on the data."""
         return self._run.choices.get(f"{self.stage}.{name}", value)
 
     def enter(self, block: str) -> None:
-        """Nothing is to be loaded."""
+        """Refuse to load a block."""
         _refuse(block)
 
     def restore(self, block: str, modules: Collection[Module]) -> None:
-        """Nothing is to be put in place for passes."""
+        """Refuse to restore modules."""
         _refuse(block)
 
     def leave(self, block: str) -> None:
-        """Nothing is to be written."""
+        """Refuse to write a block."""
         _refuse(block)
 
     def visiting(self) -> AbstractContextManager[None]:
-        """No forward runs."""
+        """Refuse to run forward passes."""
         _refuse("")
 
     def visits(self) -> AbstractContextManager[Any]:
-        """No forward runs."""
+        """Refuse to visit blocks."""
         _refuse("")
 
     def remember(
         self, name: str, tensors: Mapping[str, Tensor], figures: Mapping[str, Any]
     ) -> None:
-        """Nothing is learned."""
+        """Refuse to save progress."""
         _refuse(name)
 
     def recall(self, name: str) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
-        """Nothing is learned."""
+        """Refuse to load progress."""
         _refuse(name)
 
     def forget(self) -> None:
-        """Nothing is done again."""
+        """Refuse to redo blocks."""
         _refuse("")
 
 

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an output that has its name remembers of the run that made it, until the call is over.
+"""Identity of a completed run, stored in its output until the call has returned.
 
-A run may be killed between the two. Then the same call finds that it has finished. It stands in a
-file of its own: hashes of what decided the output, of what it was made of and of what was stored,
-and choices that the data decided. Once the call is over the output is a directory in use like any
-other.
+A run may be killed after its output has got its name and before the call returns. The same call,
+repeated, then recognizes the output as finished. A file of its own holds hashes of what decided the
+output, of the tensors read and stored, and the choices that the data decided. Once the call
+returns, the output is a directory in use like any other.
 """
 
 from __future__ import annotations
@@ -37,21 +37,21 @@ RUN_FILE = ".llmcompressor.json"
 
 
 def hash_of(content: Any) -> str:
-    """A hash of JSON data; the order of keys does not count."""
+    """Return a hash of JSON data that does not depend on the order of keys."""
     return xxhash.xxh3_128_hexdigest(json.dumps(content, sort_keys=True).encode())
 
 
 @dataclass(frozen=True)
 class FinishedRun:
-    """A run whose output is complete.
+    """The identity of a run whose output is complete.
 
     Attributes:
-        origin: hash of what names and headers tell of the original.
+        origin: hash of the original's names and headers.
         fingerprint: hash of everything that decides the bytes of the output.
         source: hash of the tensors that were read.
         stored: hash of the tensors that were written.
-        files: file that the output holds beside its weights → hash of its content.
-        choices: what the data decided while the run was at work.
+        files: file of the output besides its weights → hash of its content.
+        choices: choices that the data decided during the run.
     """
 
     origin: str
@@ -62,12 +62,12 @@ class FinishedRun:
     choices: dict[str, Any] = field(default_factory=dict)
 
     def write(self, folder: Path) -> None:
-        """Leave it in an output that is complete but for its name."""
+        """Write the identity file into an output that is complete but for its name."""
         write_json(folder / RUN_FILE, asdict(self))
 
     @staticmethod
     def read(folder: Path) -> FinishedRun | None:
-        """What an output remembers; ``None`` if that is nothing, or damaged."""
+        """Return the identity stored in an output; ``None`` if it is missing or damaged."""
         with suppress(OSError, ValueError, TypeError):
             return FinishedRun(**json.loads((folder / RUN_FILE).read_text(encoding="utf-8")))
         return None
@@ -75,11 +75,11 @@ class FinishedRun:
     def is_whole(
         self, folder: Path, layout: OutputLayout, groups: Mapping[str, Iterable[str]]
     ) -> bool:
-        """Whether nothing of an output was lost or changed since; all of its weights are read.
+        """Return True if no file of an output was lost or changed since; reads all of its weights.
 
         Args:
-            folder: where it is.
-            layout: of its weight files.
+            folder: the output.
+            layout: the layout of its weight files.
             groups: block → names of its stored tensors.
         """
         with suppress(OSError):
@@ -89,12 +89,12 @@ class FinishedRun:
 
 
 def forget_run(folder: Path) -> None:
-    """The call that made an output, or found it finished, is over."""
+    """Remove the identity file, as the call that made the output has returned."""
     (folder / RUN_FILE).unlink(missing_ok=True)
 
 
 def file_hashes(folder: Path, layout: OutputLayout) -> dict[str, str]:
-    """File of an output, but for its weights and what it remembers → hash of its content."""
+    """Return the hash of each file of an output, except its weights and the identity file."""
     others = {RUN_FILE, *(file.name for file in layout.files)}
     files = (path for path in sorted(folder.rglob("*")) if path.is_file())
     names = [path.relative_to(folder).as_posix() for path in files]
@@ -108,7 +108,7 @@ def _file_hash(file: Path) -> str:
 def stored_digests(
     folder: Path, layout: OutputLayout, groups: Mapping[str, Iterable[str]]
 ) -> dict[str, str]:
-    """Block → hash of what stands in the places of its tensors; empty where a file is another.
+    """Return the hash of each block's stored bytes; empty if a weight file has another layout.
 
     Raises:
         OSError: a file cannot be read.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model of the hub as a folder on this machine."""
+"""Download of a model from the Hugging Face Hub."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ def fetch(
     cache_dir: str | None = None,
     token: str | bool | None = None,
 ) -> Path:
-    """Bring a model's files into the hub's cache, without its weights in other formats.
+    """Download a model's files into the hub's cache, without its weights in other formats.
 
     Args:
-        model: its id.
+        model: the model's id.
         revision: a branch, tag or commit.
-        cache_dir: where the cache is.
-        token: for models that are not public.
+        cache_dir: the cache's folder.
+        token: a token for models that are not public.
 
     Returns:
         The folder of the snapshot.
@@ -59,6 +59,6 @@ def fetch(
 
 
 def _speaks(folder: Path) -> bool:
-    """Whether a model is of a class that has its voices in a file of their own."""
+    """Return True if the model's class loads its voices from a separate file."""
     config = folder / CONFIG
     return config.is_file() and f'"{_SPEAKING}"' in config.read_text(encoding="utf-8")

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run has finished, on disk, so that a run that was killed can go on.
+"""Journal of a run's finished blocks on disk, from which a killed run resumes.
 
-One line per finished block is appended after the block's data is durable, and one each time that
-something which is learned before the blocks was kept. A line carries a checksum: one that was torn
-by a crash, or damaged later, counts as not written, and what it tells of is done again. The first
-line is the run's fingerprint: everything that decides the bytes of the output. A run goes on only
-where all of it agrees.
+One line per finished block is appended after the block's data is durable, and one for each saved
+progress checkpoint of what is learned before the blocks. Each line carries a checksum: a line torn
+by a crash or damaged later counts as not written, and its work is redone. The first line is the
+run's fingerprint: everything that decides the bytes of the output. A run resumes only if all of it
+agrees.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ _PROGRESS = "progress"
 
 @dataclass(frozen=True)
 class BlockEntry:
-    """A finished block.
+    """The journal entry of a finished block.
 
     Attributes:
-        block: its name; empty for what lies in no block.
+        block: its name; empty for everything outside the blocks.
         digest: hash of its tensors as they were written.
         source: hash of its tensors as they were read.
-        report: what the modifiers recorded of its modules, by modifier.
-        stage: which of several passes over the model wrote it; the last one writes the output.
-        files: file that its tensors were read from → what it looked like then.
+        report: the modifiers' records of its modules, by modifier.
+        stage: the pass that wrote it; the last pass writes the output.
+        files: file that its tensors were read from → the file's stamp then.
     """
 
     block: str
@@ -52,14 +52,14 @@ class BlockEntry:
 
 @dataclass(frozen=True)
 class ProgressEntry:
-    """How far a pass is with something that is no block.
+    """The journal entry of a progress checkpoint, for work that is not a block.
 
     Attributes:
-        stage: which of several passes over the model.
-        name: of what is in progress.
-        number: how often that was kept before.
+        stage: the pass over the model.
+        name: the name of the work in progress.
+        number: number of earlier checkpoints of that name.
         digest: hash of its tensors as they were written.
-        figures: what else is kept of it.
+        figures: further values to keep.
     """
 
     stage: int
@@ -73,7 +73,7 @@ class Journal:
     """The journal of one run.
 
     Args:
-        file: where it is; it need not exist.
+        file: the journal's path; the file need not exist.
     """
 
     def __init__(self, file: Path) -> None:
@@ -87,11 +87,11 @@ class Journal:
 
     @property
     def is_begun(self) -> bool:
-        """Whether there is anything that a later call could go on with."""
+        """True if the journal holds work from which a later call can resume."""
         return bool(self.entries or self.progress)
 
     def begin(self, fingerprint: Mapping[str, Any]) -> None:
-        """Write the first line; what was there is replaced."""
+        """Start a new journal with a fingerprint, in place of any earlier one."""
         self.entries.clear()
         self.choices.clear()
         self.progress.clear()
@@ -100,7 +100,7 @@ class Journal:
         self._replace([_line(_RUN, self.fingerprint)])
 
     def _replace(self, lines: Sequence[bytes]) -> None:
-        """Other lines in the place of all, at once."""
+        """Replace all lines atomically."""
         replacement = self._file.with_suffix(".new")
         with replacement.open("wb") as stream:
             stream.write(b"".join(lines))
@@ -109,21 +109,21 @@ class Journal:
         sync_folder(self._file.parent)
 
     def add(self, entry: BlockEntry) -> None:
-        """Append a finished block; its data must be durable."""
+        """Append a finished block, whose data must be durable."""
         self._append(_BLOCK, vars(entry))
         self.entries[entry.stage, entry.block] = entry
 
     def advance(self, entry: ProgressEntry) -> None:
-        """Append how far something is; its data must be durable."""
+        """Append a progress checkpoint, whose data must be durable."""
         self._append(_PROGRESS, vars(entry))
         self.progress[entry.stage, entry.name] = entry
 
     def decide(self, name: str, value: Any) -> Any:
-        """A choice that depends on the machine's state: the one made when the run began.
+        """Return the recorded value of a choice that depends on the machine, or record ``value``.
 
         Args:
-            name: what is chosen.
-            value: what would be chosen now.
+            name: the name of the choice.
+            value: the value to record if there is none yet.
         """
         if name not in self.choices:
             self._append(_CHOICE, {"name": name, "value": value})
@@ -131,7 +131,7 @@ class Journal:
         return self.choices[name]
 
     def mark_ready(self) -> None:
-        """Every file of the output is there; only its name is to be changed."""
+        """Record that the output is complete but for its name."""
         self._append(_READY, {})
         self.is_ready = True
 
@@ -155,7 +155,7 @@ class Journal:
             )
 
     def _take(self, kind: str, content: dict[str, Any]) -> bool:
-        """Take in a line; whether it is one."""
+        """Apply one line; return False if its kind is unknown."""
         if kind == _RUN:
             self.fingerprint = content
         elif kind == _BLOCK:
@@ -173,7 +173,7 @@ class Journal:
         return True
 
     def _mend(self) -> None:
-        """Write what could be read anew, so that lines can be appended."""
+        """Rewrite the journal from its intact lines, so that lines can be appended."""
         if self.fingerprint is None:
             return
         lines = [_line(_RUN, self.fingerprint)]
@@ -188,7 +188,7 @@ class Journal:
 
 
 def differences(present: Mapping[str, Any], recorded: Mapping[str, Any]) -> Iterator[str]:
-    """Which items of two fingerprints differ, and how, one line each."""
+    """Yield one line for each item in which two fingerprints differ."""
     now, then = dict(_flat(present)), dict(_flat(recorded))
     for name in {**then, **now}:
         if now.get(name) != then.get(name):
@@ -197,7 +197,7 @@ def differences(present: Mapping[str, Any], recorded: Mapping[str, Any]) -> Iter
 
 
 def sync_folder(folder: Path) -> None:
-    """Make the names in ``folder`` durable."""
+    """Sync a folder, so that its file names are durable."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         _make_durable(handle)
@@ -214,7 +214,7 @@ def _flat(items: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
 
 
 def _first_difference(then: Any, now: Any) -> tuple[Any, Any]:
-    """Of two texts the first lines that differ."""
+    """Return the first pair of lines that differ, for texts; otherwise the two values."""
     if not (isinstance(then, str) and isinstance(now, str)):
         return then, now
     for old, new in zip_longest(then.splitlines(), now.splitlines()):

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names and shapes of tensors in the checkpoint, where they differ from those in the module tree.
+"""Names and shapes of tensors in a checkpoint, where they differ from the module tree.
 
-transformers renames, fuses and splits tensors while loading, and does the reverse while saving.
-The tensors of a compressed module can be renamed but not fused or split (packed words and scales
-have no meaning across modules), so they, and the tensors that would be fused with them, keep the
+transformers renames, fuses and splits tensors while loading, and does the reverse while saving. The
+tensors of a compressed module can be renamed but not fused or split (packed words and scales have
+no meaning across modules). So they, and the tensors that would be fused with them, keep the
 partition of the module tree.
 """
 
@@ -59,12 +59,12 @@ _EXPERT = re.compile(r"((?:.*\.)?experts)\.(?:\d+|\*)(?:\.|$)")
 
 @dataclass(frozen=True)
 class _Transforms:
-    """What renames tensors; the names of all layers and experts are looked up once.
+    """A model's weight conversions; the names of all layers and experts are looked up once.
 
     Attributes:
-        renamings: change a name.
-        converters: merge or split tensors.
-        reverse: names in the module tree become those in the checkpoint.
+        renamings: the transforms that change a name.
+        converters: the transforms that merge or split tensors.
+        reverse: map from the module tree to the checkpoint.
     """
 
     renamings: list[WeightRenaming]
@@ -73,7 +73,7 @@ class _Transforms:
     _known: dict[tuple[str, bool], tuple[str, str | None]] = field(default_factory=dict)
 
     def name(self, key: str, *, convert: bool) -> tuple[str, str | None]:
-        """What a tensor is renamed to, and the pattern by which it is merged or split."""
+        """Return a tensor's new name, and the pattern by which it is merged or split."""
         if self._tells_numbers:
             return self._renamed(key, convert=convert)
         owner, dot, own = key.rpartition(".")
@@ -91,7 +91,7 @@ class _Transforms:
     def loaded(
         self, key: str, state: dict[str, Any], prefix: str, *, convert: bool = True
     ) -> tuple[str, str | None]:
-        """As :meth:`name`, with or without the prefix of the base model as ``state`` has it."""
+        """Map a name as :meth:`name` does, with the base model's prefix as ``state`` has it."""
         renamed, pattern = self.name(key, convert=convert)
         if f"{prefix}.{renamed}" in state or (
             renamed.startswith(prefix) and renamed[len(prefix) + 1 :] in state
@@ -107,7 +107,7 @@ class _Transforms:
 
     @functools.cached_property
     def _tells_numbers(self) -> bool:
-        """Whether the number of a layer or an expert may decide what it is renamed to."""
+        """True if a transform may depend on the number of a layer or an expert."""
         return any(
             tells_digits(_LETTERED.sub("", text))
             for one in (*self.renamings, *self.converters)
@@ -121,7 +121,7 @@ class _Transforms:
 
 @functools.lru_cache(maxsize=2**17)  # a module has several tensors, and each is asked for often
 def _form_of(key: str) -> tuple[str, dict[str, str]]:
-    """A name with other numbers, the same for all layers and experts, and what they stand for.
+    """Return a name with canonical layer and expert numbers, and the numbers that they replace.
 
     >>> _form_of("layers.47.experts.5.w1.weight")
     ('layers.11.experts.2.w1.weight', {'11': '47', '2': '5'})
@@ -129,7 +129,7 @@ def _form_of(key: str) -> tuple[str, dict[str, str]]:
     parts, numbers = key.split("."), dict[str, str]()
     for place, part in enumerate(parts):
         if part.isdigit():
-            # as long as its own: a pattern may take one digit alone
+            # of the same length: a pattern may match a single digit only
             if len(numbers) == len(_STAND_INS):
                 return key, {}
             stand_in = _STAND_INS[len(numbers)] * len(part)
@@ -139,12 +139,12 @@ def _form_of(key: str) -> tuple[str, dict[str, str]]:
 
 
 def _transforms(model: PreTrainedModel, *, reverse: bool) -> _Transforms:
-    """Fresh transforms, since some remember what they have matched."""
+    """Return fresh transforms, since some store what they have matched."""
     found: list[Any] | None = getattr(model, "_weight_conversions", None)
     if found is None:
         found = get_model_conversion_mapping(model, add_legacy=not reverse)
         if reverse:
-            # a model that was never loaded says nothing about prefixes in its checkpoint
+            # the prefix in the checkpoint of a model that was never loaded is unknown
             found = [entry for entry in found if not isinstance(entry, PrefixChange)]
     if reverse:
         found = [entry.reverse_transform() for entry in reversed(found)]
@@ -156,13 +156,13 @@ def _transforms(model: PreTrainedModel, *, reverse: bool) -> _Transforms:
 
 
 def forget_dequantizing(model: Any) -> None:
-    """Have a model that was dequantized as it was loaded written as what it is now.
+    """Make a model that was dequantized while loading be saved as it is now.
 
-    transformers keeps what it did to each tensor and does the reverse when the model is saved, so
-    what is not compressed would be quantized again as the files were, and nothing would say so.
+    transformers records what it did to each tensor and reverts it when the model is saved. What is
+    not compressed would be quantized again as the files were, without a warning.
 
     Args:
-        model: any; only one of transformers' that is not quantized any more is changed.
+        model: any model; only a dequantized transformers model is changed.
     """
     found = getattr(model, "_weight_conversions", None) or ()
     is_dequantized = getattr(model, "hf_quantizer", None) is None and any(map(_dequantizes, found))
@@ -185,24 +185,24 @@ def _patterns(transform: Any) -> tuple[list[str], list[str]]:
 
 
 def stacks_tensors(kind: str) -> bool:
-    """Whether transformers stacks tensors while it loads models of a type or class."""
+    """Return True if transformers stacks tensors while loading models of a type or class."""
     conversions_of: Any = get_checkpoint_conversion_mapping
     return any(map(_is_stacking, conversions_of(kind) or ()))
 
 
 def _is_stacking(transform: Any) -> bool:
-    """Whether the first that is made of tensors is their stack."""
+    """Return True if a transform's first operation stacks tensors."""
     return (
         isinstance(transform, WeightConverter) and type(transform.operations[0]) is MergeModulelist
     )
 
 
 def stacked_names(model: PreTrainedModel, names: Mapping[str, LoadedName]) -> list[list[str]]:
-    """The tensors of a checkpoint of which stacks are made, stack by stack.
+    """Return the checkpoint tensors that each stack is built from.
 
     Args:
         model: the model.
-        names: as of :func:`loaded_names`.
+        names: the result of :func:`loaded_names`.
     """
     patterns = {
         pattern
@@ -218,7 +218,7 @@ def stacked_names(model: PreTrainedModel, names: Mapping[str, LoadedName]) -> li
 
 
 def checkpoint_names(model: PreTrainedModel, module_names: Iterable[str]) -> dict[str, str]:
-    """Module name → the name under which a checkpoint holds the module's tensors."""
+    """Return the name of each module's tensors in a checkpoint."""
     transforms = _transforms(model, reverse=True)
     names = {}
     for name in module_names:
@@ -228,14 +228,14 @@ def checkpoint_names(model: PreTrainedModel, module_names: Iterable[str]) -> dic
 
 
 def stored_as(model: PreTrainedModel, modules: Iterable[str]) -> dict[str, list[str]]:
-    """Modules that a checkpoint knows by other names, and these.
+    """Return the modules that have other names in a checkpoint, and those names.
 
     Args:
         model: the model.
         modules: names of its modules. Experts count as one, whether they are modules or stacked.
 
     Returns:
-        Name → under which names a checkpoint holds the module's tensors, if these are others.
+        Module name → the names of its tensors' modules in a checkpoint, where they differ.
     """
     owned: dict[str, list[str]] = {}
     for key in model.state_dict():
@@ -251,7 +251,7 @@ def stored_as(model: PreTrainedModel, modules: Iterable[str]) -> dict[str, list[
 
 
 def _of_all_experts(name: str) -> str:
-    """A module, or what holds all experts if it is one of them.
+    """Return the module that holds all experts for an expert's module, else the module itself.
 
     >>> _of_all_experts("h.0.mlp.experts.*.up"), _of_all_experts("h.0.mlp.shared_experts.up")
     ('h.0.mlp.experts', 'h.0.mlp.shared_experts.up')
@@ -263,7 +263,7 @@ def _of_all_experts(name: str) -> str:
 def checkpoint_layout(
     model: PreTrainedModel, tensors: Mapping[str, Tensor], compressed: Iterable[str]
 ) -> dict[str, Tensor]:
-    """The tensors that are not compressed, as a checkpoint holds them.
+    """Return uncompressed tensors under the names and in the shapes of a checkpoint.
 
     Args:
         model: the model they come from.
@@ -294,9 +294,9 @@ def checkpoint_layout(
 
 
 def _is_within(model: PreTrainedModel, key: str) -> bool:
-    """Whether a tensor is one of a module inside of a Linear: the matrix of a rotation.
+    """Return True if a tensor belongs to a module inside a Linear, such as a rotation matrix.
 
-    It goes by the Linear's name, and has no part in what is made of the Linear's weight.
+    It is named after the Linear, but takes no part in the conversion of the Linear's weight.
     """
     owner = key.rpartition(".")[0].rpartition(".")[0]
     try:
@@ -308,9 +308,9 @@ def _is_within(model: PreTrainedModel, key: str) -> bool:
 def sources_of_plain(
     model: PreTrainedModel, tensors: Mapping[str, Tensor], compressed: Iterable[str]
 ) -> list[str]:
-    """Modules that only a checkpoint has: there, one tensor is what several modules have here.
+    """Return modules that exist only in a checkpoint, where one tensor fuses several modules.
 
-    One that is written apart, because a part of it is compressed, is none of them.
+    A module that is written unfused, because a part of it is compressed, is not among them.
 
     Args:
         model: the model.
@@ -318,7 +318,7 @@ def sources_of_plain(
         compressed: names of the compressed modules.
     """
     transforms = _transforms(model, reverse=True)
-    # nothing is calculated: the names that transformers' own operations give are wanted
+    # only the names that transformers' own operations give are needed, no values
     stand_ins = {
         name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
         for name, tensor in tensors.items()
@@ -337,7 +337,7 @@ def sources_of_plain(
 
 
 def split_names(model: PreTrainedModel) -> dict[str, list[str]]:
-    """Tensor of a checkpoint → the model's that it is split into, or merged with others to."""
+    """Return each fused checkpoint tensor and the model's tensors that it is converted to."""
     transforms = _transforms(model, reverse=True)
     found: dict[str, list[str]] = {}
     for name in model.state_dict():
@@ -348,7 +348,7 @@ def split_names(model: PreTrainedModel) -> dict[str, list[str]]:
 
 
 def merges_experts(model: PreTrainedModel) -> bool:
-    """Whether a checkpoint holds one ``….weight`` per expert, and the model their stack."""
+    """Return True if the checkpoint stores one ``….weight`` per expert and the model a stack."""
     return any(
         all("experts" in pattern for pattern in converter.source_patterns)
         and any(pattern.endswith(".weight") for pattern in converter.source_patterns)
@@ -357,11 +357,11 @@ def merges_experts(model: PreTrainedModel) -> bool:
 
 
 def merges_weights(model: PreTrainedModel, quantized: Collection[str]) -> bool:
-    """Whether transformers makes a tensor of other weights than those it is stored as.
+    """Return True if the model merges plain weights into tensors that are stored separately.
 
     Args:
         model: the model.
-        quantized: its quantized modules, which do not count, nor do experts.
+        quantized: its quantized modules, which are skipped, as experts are.
     """
     transforms = _transforms(model, reverse=True)
     patterns = {
@@ -384,7 +384,7 @@ def _is_plain_weight(pattern: str) -> bool:
 def owned_by_model(
     model: PreTrainedModel, keys: Iterable[str], state: Mapping[str, Tensor]
 ) -> set[str]:
-    """Those of a checkpoint's tensor names that ``model`` loads.
+    """Return the names of a checkpoint's tensors that ``model`` loads.
 
     Args:
         model: the model.
@@ -399,7 +399,7 @@ def owned_by_model(
         if isinstance(module, LinearExperts)
         for stack in module.form.stacks
     }
-    if opened:  # stacks of experts that are Linears now
+    if opened:  # expert stacks that were unfused into Linears
         transforms = _transforms(model, reverse=False)
         given: dict[str, Any] = dict.fromkeys([*state, *opened])
         prefix = model.base_model_prefix
@@ -411,7 +411,7 @@ def owned_by_model(
 
 
 class LoadedName(NamedTuple):
-    """What a tensor of a checkpoint becomes."""
+    """The tensor of the model that a checkpoint tensor is loaded into."""
 
     target: str
     """The model's tensor that it becomes, or becomes a part of."""
@@ -424,7 +424,7 @@ class LoadedName(NamedTuple):
 def loaded_names(
     model: PreTrainedModel, keys: Iterable[str], state: Mapping[str, Tensor]
 ) -> dict[str, LoadedName]:
-    """Tensor of a checkpoint → what it becomes; those that the model does not load are left out.
+    """Return the model's tensor for each checkpoint tensor that the model loads.
 
     Args:
         model: the model.
@@ -440,7 +440,7 @@ def loaded_names(
             names[key] = LoadedName(renamed, pattern is not None, pattern)
         elif key in state:
             names[key] = LoadedName(key, False)
-        elif pattern is not None:  # a stack would be made of it, which was taken apart
+        elif pattern is not None:  # part of a stack that was unfused
             alone, _ = transforms.loaded(key, own_names, prefix, convert=False)
             if alone in state:
                 names[key] = LoadedName(alone, False)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Load a model for compression: the class its checkpoint names, complete or not at all."""
+"""Loading of a model for compression: the class that its checkpoint names, with all weights."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ AUTO_CLASSES = (
 
 
 def parse_precision(precision: str | torch.dtype | None) -> torch.dtype | str:
-    """The dtype that ``precision`` names; ``"auto"`` (the checkpoint's own) for anything else.
+    """Return the dtype that ``precision`` names; ``"auto"`` (the checkpoint's own) otherwise.
 
     >>> parse_precision("torch.bfloat16"), parse_precision("full"), parse_precision("mixed")
     (torch.bfloat16, torch.float32, 'auto')
@@ -126,15 +126,15 @@ def load_model(
 
     Args:
         model: a folder, or the id of a model on the hub.
-        config_name: where to take the configuration from, if not from ``model``.
+        config_name: the source of the configuration, if not ``model``.
         precision: the dtype of the weights; see :func:`parse_precision`.
-        tie_word_embeddings: ``False`` gives the output head weights of its own.
+        tie_word_embeddings: ``False`` unties the output head from the embeddings.
         trust_remote_code: run modelling code that comes with the checkpoint.
         revision: the hub's revision, ``"main"`` if ``None``.
         cache_dir: the hub's cache.
         token: the hub's token.
-        unpacks: take one that is quantized in the format of compressed-tensors: its weights become
-            numbers again, and its modules keep their schemes.
+        unpacks: accept a model compressed by compressed-tensors: its weights are decompressed and
+            its modules keep their schemes.
 
     Returns:
         The model, on the device that transformers put it on.
@@ -174,15 +174,15 @@ def load_model(
 
 
 def config_of(place: str | os.PathLike[str], **hub: Any) -> PretrainedConfig:
-    """The configuration of a model, without a ``quantization_config`` that says nothing.
+    """Return a model's configuration, without an empty ``quantization_config``.
 
     Args:
         place: a folder, or the id of a model on the hub.
         hub: arguments of ``from_pretrained``.
 
     Raises:
-        CheckpointError: it names a dtype that torch does not know; of what else is wrong
-            transformers raises its own errors.
+        CheckpointError: it names a dtype that torch does not know. For other faults transformers
+            raises its own errors.
     """
     try:
         config: PretrainedConfig = AutoConfig.from_pretrained(str(place), **hub)
@@ -203,7 +203,7 @@ def config_of(place: str | os.PathLike[str], **hub: Any) -> PretrainedConfig:
 
 
 def packing_of(config: PretrainedConfig) -> Mapping[str, Any] | None:
-    """How a model is quantized in the format of compressed-tensors; ``None`` where it is not."""
+    """Return a model's compressed-tensors configuration; ``None`` where it has none."""
     written = config.to_dict()
     return settings_of(written) if is_compressed_tensors(quantization_method(written)) else None
 
@@ -216,18 +216,18 @@ def load_complete(
     settings: Mapping[str, Any] | None = None,
     **arguments: Any,
 ) -> PreTrainedModel:
-    """The model of the class that ``config`` names, with every one of its weights.
+    """Load the model of the class that ``config`` names, with all of its weights.
 
     Args:
         place: a folder, or the id of a model on the hub.
-        config: as :func:`config_of` gives it.
+        config: the result of :func:`config_of`.
         trust_remote_code: run modelling code that comes with the checkpoint.
-        settings: how it is packed, if it is to be unpacked.
+        settings: its quantization configuration, if it is to be decompressed.
         arguments: further ones of ``from_pretrained``.
 
     Raises:
-        CheckpointError: weights are missing or have another shape; of what else is wrong
-            transformers raises its own errors (:func:`loading_error`).
+        CheckpointError: weights are missing or have another shape. For other faults transformers
+            raises its own errors (:func:`loading_error`).
     """
     check_format(place, settings_of(config.to_dict()))
     loader = model_class(config, trust_remote_code=trust_remote_code)
@@ -247,7 +247,7 @@ def load_complete(
 
 
 def check_unadapted(model: Module) -> None:
-    """Refuse a model object with adapters of PEFT.
+    """Refuse a model object with PEFT adapters.
 
     Raises:
         ArgumentError: it has some.
@@ -261,10 +261,10 @@ def check_unadapted(model: Module) -> None:
 
 
 def check_declared(place: str | os.PathLike[str], **hub: Any) -> None:
-    """Refuse a model whose weights are quantized and whose ``config.json`` does not say so.
+    """Refuse a model with quantized weights whose ``config.json`` does not declare it.
 
     Args:
-        place: a folder, or an id whose files are in the hub's cache; others pass.
+        place: a folder, or an id whose files are in the hub's cache; anything else passes.
         hub: ``revision`` and ``cache_dir``.
 
     Raises:
@@ -276,10 +276,10 @@ def check_declared(place: str | os.PathLike[str], **hub: Any) -> None:
 
 
 def check_object_declared(model: Module) -> None:
-    """Refuse a model object that has for weights the codes of the folder it was loaded from.
+    """Refuse a model object whose weights are undeclared codes of its source folder.
 
     Raises:
-        CheckpointError: it has; one whose weights somebody has dequantized since passes.
+        CheckpointError: its weights are codes. A model that was dequantized since passes.
     """
     place = getattr(getattr(model, "config", None), "name_or_path", None)
     source = _undeclared(place) if isinstance(place, str) and place else None
@@ -295,21 +295,21 @@ def check_object_declared(model: Module) -> None:
 
 
 def _undeclared(place: str | os.PathLike[str], **hub: Any) -> SourceInfo | None:
-    """What a folder holds that does not say that it is quantized; ``None`` for others."""
+    """Return the source in a folder that declares no quantization; ``None`` for others."""
     folder = local_directory(place, **hub)
     try:
         source = None if folder is None else inspect_source(folder, allow_quantized=True)
-    except CheckpointError:  # whoever reads it says so; an object may have outlived it
+    except CheckpointError:  # reported when it is read; a model object may have outlived it
         return None
     return None if source is None or quantization_method(source.config) else source
 
 
 def _has_codes(model: Module, name: str, source: SourceInfo) -> bool:
-    """Whether a model has the values of a tensor of codes, as far as that can be seen."""
+    """Return True if a model holds the values of a tensor of codes, as far as can be seen."""
     header, state = source.tensors[name], model.state_dict()
     found = loaded_names(model, [name], state).get(name)  # type: ignore[arg-type]  # or one like it
     if found is None or found.merged:
-        return True  # packed: no class reads it, and what it has instead is random
+        return True  # packed: no class loads it, and the model's own tensor is random
     held = state[found.target]
     if held.is_meta or held.shape != header.shape or type(held) not in (Tensor, Parameter):
         return True
@@ -333,10 +333,10 @@ def check_unquantized(model: PreTrainedModel) -> None:
 
 
 def read_config(place: str | os.PathLike[str], *, trust_remote_code: bool) -> PretrainedConfig:
-    """The configuration of a model in a folder.
+    """Load the configuration of a model in a folder.
 
     Raises:
-        CheckpointError: it cannot be read, or says that the model is quantized.
+        CheckpointError: it cannot be read, or declares that the model is quantized.
     """
     try:
         config = config_of(place, trust_remote_code=trust_remote_code)
@@ -349,7 +349,7 @@ def read_config(place: str | os.PathLike[str], *, trust_remote_code: bool) -> Pr
 
 
 def model_class(config: PretrainedConfig, *, trust_remote_code: bool) -> Any:
-    """The class that ``config.architectures`` names, else the first auto class that fits."""
+    """Return the class that ``config.architectures`` names, else the first auto class that fits."""
     remote = getattr(config, "auto_map", None) or {}
     if trust_remote_code:
         for name in AUTO_CLASSES:
@@ -378,14 +378,14 @@ def model_class(config: PretrainedConfig, *, trust_remote_code: bool) -> Any:
 
 
 def check_complete(place: str, info: Mapping[str, Any]) -> None:
-    """Refuse a checkpoint that lacks tensors of its model, or has others of these names.
+    """Refuse a checkpoint with missing or misshapen tensors.
 
     Args:
         place: its name.
-        info: what ``from_pretrained`` says of the tensors.
+        info: the loading info of ``from_pretrained``.
 
     Raises:
-        CheckpointError: some would be random.
+        CheckpointError: some tensors would be random.
     """
     misshapen = sorted(info["mismatched_keys"])
     if misshapen:
@@ -412,7 +412,7 @@ def check_complete(place: str, info: Mapping[str, Any]) -> None:
 
 
 def loading_error(place: str, error: BaseException) -> CheckpointError:
-    """One clear error for whatever transformers or the hub raised while loading ``place``."""
+    """Convert an error of transformers or the hub while loading ``place`` into a clear one."""
     text = " ".join(str(error).split())
     if "trust_remote_code" in text:
         return CheckpointError(

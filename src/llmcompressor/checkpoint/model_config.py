@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ``config.json`` of a written checkpoint: the original, with what changed patched in."""
+"""The ``config.json`` of a written checkpoint: the original with the changes patched in."""
 
 from __future__ import annotations
 
@@ -44,15 +44,15 @@ def checkpoint_config(
     tied: bool | None,
     quantization: Mapping[str, Any] | None,
 ) -> dict[str, Any]:
-    """The configuration to write.
+    """Return the configuration to write.
 
     Args:
         model: the model; its configuration is only read.
         source: the folder of the original model. Its ``config.json`` is the base, so that keys
-            which transformers does not know, or leaves out because they are defaults, survive.
-            Where the model is a part of it, its settings are written in their place there.
-        tied: whether input and output embeddings are one tensor in the output; ``None`` if the
-            model has no pair of them.
+            which transformers does not know, or omits because they are defaults, survive.
+            A submodel's settings are written in their place in it.
+        tied: input and output embeddings are one tensor in the output; ``None`` if the model
+            has no such pair.
         quantization: the ``quantization_config``, or ``None``.
     """
     original = _read(source)
@@ -61,7 +61,7 @@ def checkpoint_config(
     own = levels[-1]
     if original:
         _patch_changes(own, model.config, copy.deepcopy(own))
-    if len(levels) == 1:  # a part is written into the whole, which stays of its own class
+    if len(levels) == 1:  # a submodel is written into the whole, which keeps its class
         _patch_class(config, model)
     _drop_quantization([*levels, own.get("text_config")])
     _patch_dtype(levels, str(model.dtype).removeprefix("torch."))
@@ -69,13 +69,13 @@ def checkpoint_config(
         _patch_tie(levels, model.config, tied=tied)
     if quantization is not None:
         for level in (levels[0], own):
-            # a class that reads its own part alone finds it nowhere else
+            # a class that loads the submodel alone looks nowhere else
             level["quantization_config"] = dict(quantization)
     return config
 
 
 def _drop_quantization(levels: Iterable[Any]) -> None:
-    """What is said of another quantization than the one that is written."""
+    """Remove the source's own quantization configuration."""
     for level in levels:
         if isinstance(level, dict):
             for key in _QUANTIZATION_KEYS:
@@ -83,12 +83,12 @@ def _drop_quantization(levels: Iterable[Any]) -> None:
 
 
 def json_text(content: Mapping[str, Any]) -> str:
-    """JSON the way all our files have it: indented, keys in their given order."""
+    """Serialize JSON as in all written files: indented, keys in their given order."""
     return json.dumps(content, indent=2, ensure_ascii=False) + "\n"
 
 
 def write_json(file: Path, content: Mapping[str, Any]) -> None:
-    """Write :func:`json_text`."""
+    """Write a file with :func:`json_text`."""
     file.write_text(json_text(content), encoding="utf-8")
 
 
@@ -106,10 +106,10 @@ def _read(source: Path | None) -> dict[str, Any] | None:
 def _patch_changes(
     config: dict[str, Any], current: PretrainedConfig, original: Mapping[str, Any]
 ) -> None:
-    """Bring over what was changed in memory (such as the number of experts).
+    """Copy settings that were changed in memory, such as the number of experts.
 
-    The model's configuration is compared with a fresh reading of the original file, not with
-    the file, because reading alone already normalizes values.
+    The model's configuration is compared with the original file loaded afresh, not with the file
+    itself, because loading alone already normalizes values.
     """
     plain = {key: value for key, value in original.items() if key not in _QUANTIZATION_KEYS}
     try:
@@ -143,13 +143,13 @@ def _patch_level(
 
 
 def _names_of(config: PretrainedConfig, key: str) -> list[str]:
-    """What an attribute is called, by its class and in files of other spellings."""
+    """Return the names of an attribute: the class's own, and its aliases in files."""
     aliases = config.attribute_map.items()
     return [key, *(alias for alias, real in aliases if real == key and alias != key)]
 
 
 def _with_floats(value: Any) -> Any:
-    """Numbers that JSON does not have, which transformers writes as ``{"__float__": "Infinity"}``.
+    """Decode non-finite numbers, which transformers writes as ``{"__float__": "Infinity"}``.
 
     >>> _with_floats({"limits": [0.0, {"__float__": "Infinity"}]})
     {'limits': [0.0, inf]}
@@ -164,7 +164,7 @@ def _with_floats(value: Any) -> Any:
 
 
 def _is_json(value: Any) -> bool:
-    """Whether a file can hold ``value``; what holds dtypes or configurations is left as it was."""
+    """Return True if JSON can hold ``value``; dtypes and configurations are left unchanged."""
     try:
         json.dumps(value)
     except TypeError:
@@ -173,27 +173,27 @@ def _is_json(value: Any) -> bool:
 
 
 def _text(value: Any) -> str:
-    """Equal for what a file would hold alike, as lists and tuples."""
+    """Return a text that is equal for values that JSON stores alike, as lists and tuples."""
     return json.dumps(value, default=repr)
 
 
 def _patch_class(config: dict[str, Any], model: PreTrainedModel) -> None:
-    """Name the model's class where it is another one of transformers' than the file names."""
+    """Write the model's class where the file names another class of transformers."""
     known = [name for name in config.get("architectures") or () if hasattr(transformers, name)]
-    # the nearest one: a wrapper's class may be made of it
+    # the nearest base: the class may be a wrapper
     every = (kind for kind in type(model).__mro__ if kind.__module__.startswith(_MODELS))
     own = next((kind.__name__ for kind in every), None)
     if known and own is not None and own not in known and hasattr(transformers, own):
         logger.info(f"config.json: architectures becomes {own} (was {', '.join(known)}).")
         config["architectures"] = [own]
-    if model.config.model_type:  # no class of this name is known otherwise
+    if model.config.model_type:  # otherwise the class is unknown
         config.setdefault("architectures", [type(model).__name__])
 
 
 def _patch_dtype(levels: Sequence[dict[str, Any]], dtype: str) -> None:
-    """Write the dtype where the file has one, at every level that says the same as the top.
+    """Write the dtype where the file has one, at every level with the top's value.
 
-    Those that lead to a part say what the part has, if they say anything.
+    The levels that lead to a submodel get the submodel's dtype, if they have any.
     """
     config = levels[0]
     keys = [key for key in _DTYPE_KEYS if key in config] or ["dtype"]
@@ -210,7 +210,7 @@ def _patch_dtype(levels: Sequence[dict[str, Any]], dtype: str) -> None:
 
 
 def _patch_tie(levels: Sequence[dict[str, Any]], current: PretrainedConfig, *, tied: bool) -> None:
-    """Say ``tie_word_embeddings`` where readers look: at the top and, if there is one, in text."""
+    """Write ``tie_word_embeddings`` where loaders look: at the top and in ``text_config``."""
     for level in levels:
         level["tie_word_embeddings"] = tied
     own = levels[-1]

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Take a model out of compressed-tensors' caches, which keep weights in main memory or on the disk.
+"""Removal of compressed-tensors' offload caches, which keep weights in memory or on disk.
 
-A module's tensors are brought in for each use of them. What is written into what was brought in is
-lost, unless it is the very tensor that waits. A run needs the weights themselves.
+A module's tensors are loaded for each use of them. Writes to a loaded copy are lost, unless it is
+the stored tensor itself. A run needs the weights themselves.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ __all__ = ["copy_without_weights", "is_cached", "take_out"]
 
 
 def is_cached(model: Module) -> bool:
-    """Whether compressed-tensors keeps tensors of the model."""
+    """Return True if compressed-tensors offloads any tensor of the model."""
     return any(True for _ in _caches(model))
 
 
 def take_out(model: Module) -> None:
-    """Bring all weights into memory, and remove the caches.
+    """Load all offloaded weights into memory and remove the caches.
 
-    Weights that an accelerator holds stay there; those from elsewhere come into main memory.
+    Weights on an accelerator stay there; others are loaded into main memory.
 
     Raises:
-        ArgumentError: main memory has no room for those that are not there.
+        ArgumentError: main memory has no room for the weights to load.
     """
     caches = list(_caches(model))
     _check_room(model)
@@ -55,13 +55,13 @@ def take_out(model: Module) -> None:
     remove_dispatch(model, onload_tensors=True)
     for module, name in away:
         one = getattr(module, name)
-        if id(one) not in copied:  # else it is a mapped file, or memory that processes share
+        if id(one) not in copied:  # it is a mapped file, or shared memory
             copied[id(one)] = one
             one.data = one.data.clone()
-    vars(model).pop("hf_device_map", None)  # what transformers and its trainer believe of it
+    vars(model).pop("hf_device_map", None)  # transformers and its trainer rely on it
     tie = getattr(model, "tie_weights", None)
     if away and callable(tie):
-        tie()  # each of the modules that share a weight got its own
+        tie()  # modules that shared a weight each have a copy now
     logger.info(
         "compressed-tensors kept the weights apart from the model: they are brought into memory, "
         "and the model is offloaded no longer."
@@ -69,7 +69,7 @@ def take_out(model: Module) -> None:
 
 
 def copy_without_weights(model: Module) -> Module:
-    """A copy of a model, cached or not, whose parameters have no data; caches it has none."""
+    """Return a copy of a model with parameters on the meta device and no offload caches."""
     memo: dict[int, Any] = {}
     for module in model.modules():
         waiting = [cache.offloaded_values for cache in _caches_of(module)]
@@ -86,7 +86,7 @@ def copy_without_weights(model: Module) -> Module:
 
 
 def _caches_of(module: Module) -> list[OffloadCache]:
-    """Those of parameters and of buffers, if it has any."""
+    """Return the offload caches of a module's parameters and buffers."""
     every: tuple[Any, ...] = (module._parameters, module._buffers)
     return [one for one in every if isinstance(one, OffloadCache)]
 
@@ -96,7 +96,7 @@ def _caches(model: Module) -> Iterator[OffloadCache]:
 
 
 def _taking_room(cache: OffloadCache) -> list[tuple[str, Tensor]]:
-    """What is on the disk, or in memory that other processes have too: it has to be copied."""
+    """Return the tensors to copy: those on the disk or in memory shared between processes."""
     return [
         (str(name), one)
         for name, one in cache.offloaded_values.items()

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parameters that are read when somebody looks at them.
+"""Lazy parameters: a block is loaded when one of its parameters is first accessed.
 
-After a run over a checkpoint the blocks are on disk and not in memory. The model that is returned
-is whole all the same: the parameters of a module are kept in a dict that loads their block the
-first time that one of them is asked for, by a forward, by ``parameters()``, by ``state_dict()`` or
-by name.
+After a run over a checkpoint the blocks are on disk and not in memory. The returned model is
+complete all the same: a module's parameters are kept in a dict that loads their block on first
+access, by a forward pass, by ``parameters()``, by ``state_dict()`` or by name.
 """
 
 from __future__ import annotations
@@ -19,11 +18,11 @@ __all__ = ["is_unread", "load_on_demand"]
 
 
 def load_on_demand(block: Module, load: Callable[[], None]) -> None:
-    """Have ``load`` called before the first look at a parameter of ``block``.
+    """Call ``load`` before the first access to a parameter of ``block``.
 
     Args:
         block: its parameters are on the meta device.
-        load: puts the block's parameters in place.
+        load: load the block's parameters.
     """
     modules = list(block.modules())
 
@@ -39,15 +38,15 @@ def load_on_demand(block: Module, load: Callable[[], None]) -> None:
 
 
 def is_unread(module: Module) -> bool:
-    """Whether a module's parameters are still to be loaded."""
+    """Return True if a module's parameters have not been loaded yet."""
     return isinstance(module._parameters, _Unread)
 
 
 class _Unread(dict[str, Any]):
-    """The parameters of one module; any look at a value loads them.
+    """The lazy parameters of one module; any access to a value loads them.
 
-    Whoever holds this dict when that happens (the module itself, in the middle of a look-up) is
-    given what the module has from then on.
+    A caller that holds this dict when that happens (the module itself, in the middle of a lookup)
+    reads the module's new parameters from then on.
     """
 
     def __init__(self, module: Module, read: Callable[[], None]) -> None:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether a quantized weight is still what its scales can hold, when it is written.
+"""Round-trip check that a quantized weight still matches its codes and scales when written.
 
-Codes are found from the weight in memory and the scales that it was rounded with. Where something
-has changed the weight since, the file would hold another one than the model, and nobody would know.
+Codes are computed from the weight in memory and the scales that it was rounded with. If the weight
+was changed since, the file would silently hold another weight than the model.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ _LEAST = 2.0**-12
 
 
 def is_on_grid(entry: QuantizedModule, own: Mapping[str, Tensor]) -> bool:
-    """Whether the weight of a module is one that its codes and scales give back.
+    """Return True if a module's weight equals its quantized and dequantized value.
 
     Args:
         entry: the module and its scheme.
         own: own name → tensor, as for :func:`.compress.compress`.
 
     Returns:
-        True as well where it is still to be rounded, or has no data.
+        True too for a weight that is not rounded yet or has no data.
     """
     weights, weight = entry.scheme.weights, own.get("weight")
     if entry.is_raw or entry.is_attention or weights is None or weight is None:
@@ -52,7 +52,7 @@ def is_on_grid(entry: QuantizedModule, own: Mapping[str, Tensor]) -> bool:
     if weights.strategy == "tensor":
         scale, zero = scale.reshape(1), None if zero is None else zero.reshape(1)
 
-    # of floats below its smallest normal number, a dtype tells no others apart
+    # the spacing of a dtype's subnormal numbers
     apart = smallest_of(weight.dtype)
 
     def far(x: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
@@ -63,7 +63,7 @@ def is_on_grid(entry: QuantizedModule, own: Mapping[str, Tensor]) -> bool:
 
 
 def warn_off_grid(names: Iterable[str]) -> None:
-    """Say which weights are not what they were rounded to, if any."""
+    """Warn of weights that changed after they were quantized."""
     names = list(names)
     if names:
         logger.warning(
@@ -74,11 +74,11 @@ def warn_off_grid(names: Iterable[str]) -> None:
 
 
 def warn_cast(dtype: torch.dtype, before: torch.dtype | None) -> None:
-    """Say that a model was cast after it was quantized, if it was.
+    """Warn if a model was cast after it was quantized.
 
     Args:
-        dtype: the model's.
-        before: what it had when it was quantized; ``None`` where it was not, or nobody knows.
+        dtype: the model's dtype.
+        before: its dtype when it was quantized; ``None`` if unknown or not quantized.
     """
     if before is not None and dtype is not before:
         names = [str(one).removeprefix("torch.") for one in (before, dtype)]

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What classes that read a checkpoint call its modules, where they are not the class in memory.
+"""Module names in the other classes that load a checkpoint.
 
-transformers looks for targets, and for what is ignored, among the names of the class that it
-builds. That may be the class of the language model alone (``AutoModelForCausalLM`` of Qwen 3.5), of
-the whole that a model is a part of, or the one of ``config.json`` where no class was asked for
-what the checkpoint holds. They are built without data, and asked for their names, and for heads
-that they tie to an embedding: where files alone are quantized, nothing else knows of these.
+transformers matches targets and ignore entries against the names of the class that it builds. That
+may be the language model alone (``AutoModelForCausalLM`` of Qwen 3.5), the whole that a model is a
+part of, or the class of ``config.json``. These classes are built on the meta device for their
+module names, and for the heads that they tie to an embedding, which are unknown where files alone
+are quantized.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _NOT_READ = {"quantization_config", "compression_config"}
 
 
 def readers(model: PreTrainedModel) -> tuple[PreTrainedModel, ...]:
-    """The classes that read a model's checkpoint and are not its own, without data."""
+    """Build the other classes that load a model's checkpoint, on the meta device."""
     built = (_built(kind, settings) for kind, settings in _classes(model))
     return tuple(one for one in built if one is not None)
 
@@ -41,13 +41,13 @@ def readers(model: PreTrainedModel) -> tuple[PreTrainedModel, ...]:
 def other_names(
     model: PreTrainedModel, classes: Iterable[PreTrainedModel]
 ) -> dict[str, tuple[str, ...]]:
-    """Name of a module in the checkpoint → names that other classes have for it.
+    """Return the names that other classes have for each module of the checkpoint.
 
-    Names that the model, or the checkpoint, has for any module are not among them.
+    Names that the model, or the checkpoint, has for any module are left out.
 
     Args:
-        model: what is written.
-        classes: its :func:`readers`.
+        model: the model that is written.
+        classes: the result of :func:`readers`.
     """
     own = [name for name, _ in named_modules(model, remove_duplicate=False)]
     known = {*checkpoint_names(model, own).values()}
@@ -67,16 +67,16 @@ def tied_names(
     classes: Iterable[PreTrainedModel],
     others: Mapping[str, Collection[str]],
 ) -> list[str]:
-    """Heads that a class ties to an embedding, and that the model has by none of their names.
+    """Return the heads that another class ties to an embedding and the model does not have.
 
     Args:
-        model: what is written.
-        classes: its :func:`readers`.
-        others: of :func:`other_names`.
+        model: the model that is written.
+        classes: the result of :func:`readers`.
+        others: the result of :func:`other_names`.
     """
     named = named_modules(model, remove_duplicate=False)
     own = [name for name, module in named if getattr(module, "weight", None) is not None]
-    stored = checkpoint_names(model, own).values()  # a bias may be all that there is of a head
+    stored = checkpoint_names(model, own).values()  # a head may have a bias only
     known = {*own, *stored, *(other for name in stored for other in others.get(name, ()))}
     return [name for built in classes for name in _tied_heads(built) if name not in known]
 
@@ -91,7 +91,7 @@ def _tied_heads(built: PreTrainedModel) -> Iterator[str]:
 
 
 def _names(built: PreTrainedModel, known: Collection[str]) -> Iterator[tuple[str, list[str]]]:
-    """Names in the checkpoint, each with those of the modules that get their weight from it."""
+    """Yield each checkpoint module with the names of the modules that load its weight."""
     state = built.state_dict()
     weights = loaded_names(built, [f"{name}.weight" for name in known], state)
     split = split_names(built)
@@ -104,7 +104,7 @@ def _names(built: PreTrainedModel, known: Collection[str]) -> Iterator[tuple[str
 
 
 def _classes(model: PreTrainedModel) -> Iterator[tuple[Any, Any]]:
-    """Classes that read the checkpoint, each with its configuration."""
+    """Yield the other classes that load the checkpoint, each with its configuration."""
     settings, named = _read(model)
     if settings is None:
         return
@@ -113,7 +113,7 @@ def _classes(model: PreTrainedModel) -> Iterator[tuple[Any, Any]]:
     text = mapping.get(type(settings), None)
     parts = getattr(settings, "sub_configs", None) or {}
     if getattr(text, "config_class", None) is not parts.get("text_config", ...):
-        text = None  # as transformers' auto classes have it, which give such a class the part
+        text = None  # as in transformers' auto classes, which pass only the part then
     for kind in kinds:
         if isinstance(kind, type) and issubclass(kind, PreTrainedModel) and kind is not text:
             yield from () if isinstance(model, kind) else [(kind, settings)]
@@ -122,19 +122,19 @@ def _classes(model: PreTrainedModel) -> Iterator[tuple[Any, Any]]:
 
 
 def _read(model: PreTrainedModel) -> tuple[Any, list[str]]:
-    """The configuration that the checkpoint will have, and the classes that it will name.
+    """Return the configuration and the class names that the written checkpoint will have.
 
-    That of the model, unless it is the file's of which the model is a part, or is made of.
+    It is the model's own, unless the model is a part of what the file describes, or is made of it.
     """
     place, content = model.config.name_or_path, None
     if place:
-        with contextlib.suppress(OSError, ValueError):  # whoever needs it says so
+        with contextlib.suppress(OSError, ValueError):  # reported where it is needed
             content = json.loads((Path(place) / "config.json").read_text(encoding="utf-8"))
     if not isinstance(content, Mapping):
         content = {}
     is_part = len(levels_of(dict(content), model.config)) > 1
     if model.config.model_type and not is_part:
-        return model.config, []  # it is written with a class of its own
+        return model.config, []  # it is written with its own class
     kind = content.get("model_type")
     if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
         return None, []

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where every tensor of the output will stand, known before any of them is computed.
+"""Layout of the output files, computed before any tensor.
 
 A safetensors file begins with a header that places all its tensors. As names, dtypes and shapes
-follow from the model and its schemes, the files are laid out first; blocks are then written to
-their places in any order, a run that was killed goes on where it was, and the size of the output
-is known to the byte.
+follow from the model and its schemes, the files are laid out first. Blocks are then written to
+their places in any order, a killed run resumes, and the size of the output is known to the byte.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ def _bytes(dtype: str, shape: tuple[int, ...]) -> int:
 
 
 class Stored(NamedTuple):
-    """A tensor as it is stored."""
+    """The name, dtype and shape of a stored tensor."""
 
     name: str
     dtype: str
@@ -63,12 +62,12 @@ class Stored(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of data."""
+        """Number of bytes of the tensor's data."""
         return _bytes(self.dtype, self.shape)
 
 
 class Place(NamedTuple):
-    """Where a tensor stands."""
+    """The place of a stored tensor in a file."""
 
     file: str
     offset: int
@@ -78,11 +77,11 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class OutputFile:
-    """One file of weights.
+    """A weight file of the output.
 
     Attributes:
         name: its name.
-        header: what it begins with, the length included.
+        header: the safetensors header, including its length.
         size: bytes of the whole file.
     """
 
@@ -93,11 +92,11 @@ class OutputFile:
 
 @dataclass(frozen=True)
 class OutputLayout:
-    """All files of weights.
+    """The layout of all weight files.
 
     Attributes:
         files: in order.
-        places: tensor → where it stands.
+        places: tensor → its place.
         total_size: bytes of all tensors.
     """
 
@@ -107,11 +106,11 @@ class OutputLayout:
 
     @property
     def file_size(self) -> int:
-        """Bytes of all files of weights."""
+        """Number of bytes of all weight files."""
         return sum(file.size for file in self.files)
 
     def index(self) -> str | None:
-        """The text of the index; ``None`` where one file needs none."""
+        """Return the text of the index file; ``None`` for a single weight file."""
         if len(self.files) == 1:
             return None
         index = {
@@ -127,10 +126,10 @@ class OutputLayout:
 
 
 def lay_out(tensors: Iterable[Stored], limit: int) -> OutputLayout:
-    """Divide tensors into files, in their order, and place them.
+    """Divide tensors into files in their order, and place them.
 
     Args:
-        tensors: in the order in which they should stand.
+        tensors: the tensors in the order to store them.
         limit: bytes of tensors per file; a single larger one gets a file of its own.
     """
     groups: list[list[Stored]] = [[]]
@@ -158,10 +157,10 @@ def lay_out(tensors: Iterable[Stored], limit: int) -> OutputLayout:
 
 
 def _header(group: Sequence[Stored]) -> tuple[bytes, dict[str, int], int]:
-    """The header of a file, as safetensors writes it.
+    """Build the header of a file as safetensors writes it.
 
     Returns:
-        It, where each tensor begins behind it, and the bytes of all of them.
+        The header, the offset of each tensor after it, and the bytes of all tensors.
     """
     ranks = {dtype: -place for place, dtype in enumerate(_ORDER)}
     ordered = sorted(group, key=lambda one: (ranks[one.dtype], one.name))

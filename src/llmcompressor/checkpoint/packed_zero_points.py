@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Packed zero points, given a place where compressed-tensors forgets it.
+"""Workaround for loading packed zero points, which compressed-tensors does not pack on meta.
 
-transformers makes the place of each tensor by compressing a model without data. There
-compressed-tensors packs the codes and leaves the zero points as they are, so what it packs itself
-does not fit; since transformers 5.23 that ends the load.
+transformers determines the shape of each tensor by compressing a model on the meta device. There
+compressed-tensors packs the codes but not the zero points, so its own files do not fit; since
+transformers 5.23 that fails the load.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _lock = threading.RLock()
 
 @contextmanager
 def packed_zero_points_fit() -> Iterator[None]:
-    """Inside, ``from_pretrained`` loads packed codes with zero points in every release."""
+    """Let ``from_pretrained`` load packed zero points, whatever the release, inside."""
     _lock.acquire()
     own = vars(PackedQuantizationCompressor)["compress"]
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models that are a part of what their folder holds, such as the text of a vision-language model.
+"""Submodels: models that are a part of their folder's model, such as its language model.
 
-Such a model is written into a copy of the whole: its tensors under the names that they have there,
-its settings where the whole's ``config.json`` has them, and all else as it was.
+Such a model is written into a copy of the whole: its tensors under their names there, its settings
+in their place in the whole's ``config.json``, and all else unchanged.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ __all__ = ["keep_prefix", "levels_of"]
 
 
 def levels_of(config: dict[str, Any], current: PretrainedConfig) -> list[dict[str, Any]]:
-    """Where a ``config.json`` describes a model: the levels from its top down to that.
+    """Return the levels of a ``config.json`` from its top down to that of ``current``.
 
-    It is the top alone for a model that is no part of a larger one. As transformers does when it
-    reads a part, it goes by the key that a class of configurations names, and by model types.
+    It is the top alone for a model that is no submodel. As in transformers, the submodel is found
+    by the ``base_config_key`` of its configuration class, and by model types.
     """
     kind = current.model_type
     if not kind or config.get("model_type") in (None, kind):
@@ -49,25 +49,25 @@ def _within(config: dict[str, Any], kind: str, key: str) -> list[dict[str, Any]]
 
 
 def keep_prefix(model: PreTrainedModel) -> None:
-    """Let a part remember what transformers took off its tensors' names when it was loaded.
+    """Record the prefix that transformers removed from a submodel's tensor names while loading.
 
-    Of a prefix that a class's own table takes off it does so itself, of the one that is common to
-    all of a class (``language_model`` of Llama 4's text) it does not.
+    transformers records a prefix from a class's own table itself, but not the base model prefix
+    (``language_model`` of Llama 4's text model).
     """
     place, prefix = model.config.name_or_path, model.base_model_prefix
     conversions: list[Any] | None = getattr(model, "_weight_conversions", None)
     if not place or not prefix or conversions is None:
-        return  # it was loaded from nowhere
+        return  # it was not loaded from a folder
     folder = local_directory(place, revision=getattr(model.config, "_commit_hash", None))
     if folder is None:
         return
     try:
         source = inspect_source(folder, allow_quantized=True)
     except CheckpointError:
-        return  # the model was complete when it was loaded; saving speaks of it
+        return  # the model was complete when it was loaded; saving reports it
     is_part = len(levels_of(dict(source.config), model.config)) > 1
     if is_part and _is_lost(prefix, _stored(model), source.tensors):
-        # the first that is done while loading, and the last while saving
+        # applied first while loading, and last while saving
         conversions[:0] = [PrefixChange(prefix_to_remove=prefix)]
 
 
@@ -78,6 +78,6 @@ def _stored(model: PreTrainedModel) -> Collection[str]:
 
 
 def _is_lost(prefix: str, names: Collection[str], source: Mapping[str, Any]) -> bool:
-    """Whether a folder has tensors of these names behind a prefix only."""
+    """Return True if a folder has most of these tensors only after a prefix."""
     behind = sum(f"{prefix}.{name}" in source for name in names)
     return behind > sum(name in source for name in names)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which tensors a checkpoint will hold, from the model's structure and its schemes alone."""
+"""Manifest of an output: the tensors to write, from the model's structure and schemes alone."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ __all__ = ["Prediction", "module_kinds", "predict", "stored_block"]
 
 @dataclass(frozen=True)
 class Prediction:
-    """What the weight files will hold.
+    """The tensors that the weight files will hold.
 
     Attributes:
-        quantized: the modules that will be quantized, and how each is written.
-        stored: all tensors, in the order in which they stand.
-        plain_keys: the model's tensors that are stored and not quantized.
+        quantized: the modules that will be quantized, with their schemes.
+        stored: all tensors, in the order to store them.
+        plain_keys: the model's tensors that are stored unquantized.
         extras: tensors of the source that the model class does not own.
-        ignore: patterns that keep those unquantized.
-        tied: whether input and output embeddings are one tensor; ``None`` if there is no pair.
-        kinds: stored path of a module → ``linear`` or ``embedding``, whichever its class is.
+        ignore: patterns that keep the extras unquantized.
+        tied: input and output embeddings are one tensor; ``None`` if there is no pair.
+        kinds: stored path of a module → its kind, ``linear`` or ``embedding``.
     """
 
     quantized: Sequence[QuantizedModule]
@@ -62,19 +62,19 @@ def predict(
     *,
     save_compressed: bool = True,
 ) -> Prediction:
-    """Find out what the checkpoint will hold; nothing is computed.
+    """Predict the tensors that the checkpoint will hold, without computing any.
 
     Args:
         model: the model; its weights may be on the meta device.
-        planned: what the modifiers say that its modules will be stored as
-            (:class:`~llmcompressor.modifiers.demands.PlannedModule`). What an earlier run has
-            quantized of the model is written as it is.
+        planned: the form in which the modifiers will store its modules
+            (:class:`~llmcompressor.modifiers.demands.PlannedModule`). Modules that an earlier
+            run quantized are written unchanged.
         headers: the tensors of the source.
-        save_compressed: weights are packed, not written dense.
+        save_compressed: pack the weights instead of writing them dense.
     """
     forced = parse_format(None if save_compressed else "dense")
     quantized, tensors = [], {}
-    shared: dict[tuple[int, str], QuantizationScheme] = {}  # modules of one scheme have one copy
+    shared: dict[tuple[int, str], QuantizationScheme] = {}  # modules of one scheme share one copy
     copies: dict[int, QuantizationScheme] = {}
     for plan in planned:
         is_weight = isinstance(plan.module, Linear | Embedding)
@@ -118,17 +118,17 @@ def stored_block(
     quantized: Sequence[QuantizedModule],
     plain_keys: frozenset[str],
 ) -> dict[str, Tensor]:
-    """The tensors of a part of the model as they are stored, compressed.
+    """Return the tensors of a part of the model in their stored, compressed form.
 
     Args:
         model: the model.
         block: name in the model → tensor.
         quantized: the quantized modules of this part.
-        plain_keys: as predicted.
+        plain_keys: those of the prediction.
 
     Returns:
-        Stored name → tensor. What is compressed lies in main memory, so that an accelerator
-        holds the codes of one module at a time; the others are where they were.
+        Stored name → tensor. Compressed tensors are in main memory, so that an accelerator holds
+        the codes of one module at a time; the others stay where they are.
     """
     own, rest = apart(quantized, block)
     plain = {key: tensor for key, tensor in rest.items() if key in plain_keys}
@@ -144,7 +144,7 @@ def stored_block(
 
 
 def module_kinds(model: PreTrainedModel) -> dict[str, str]:
-    """Stored path of each Linear and embedding → ``linear`` or ``embedding``: names may mislead."""
+    """Return the kind of each Linear and embedding, by stored path, as names may mislead."""
     kinds = {
         name: "embedding" if isinstance(module, Embedding) else "linear"
         for name, module in named_modules(model)
@@ -157,7 +157,7 @@ def module_kinds(model: PreTrainedModel) -> dict[str, str]:
 def _expected_state(
     model: PreTrainedModel, tensors: Mapping[str, Mapping[str, Tensor]]
 ) -> dict[str, Tensor]:
-    """The state dict that the model will have."""
+    """Return the state dict that the model will have after the run."""
     ignored = getattr(model, "_keys_to_ignore_on_save", None) or ()
     state = {
         name: value

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tokenizers and processors: load one for a model, write it beside the weights."""
+"""Loading of a model's tokenizer or processor, and writing it alongside the weights."""
 
 from __future__ import annotations
 
@@ -88,20 +88,20 @@ def load_processor(
     cache_dir: str | os.PathLike[str] | None = None,
     token: str | bool | None = None,
 ) -> LoadedProcessor:
-    """Load what turns text, images or sound into the model's inputs.
+    """Load the tokenizer or processor of a model.
 
     Args:
-        processor: a processor or tokenizer (returned as it is), where to load one from, or
-            ``None`` for the model's own.
-        model: where the model came from.
+        processor: a processor or tokenizer (returned unchanged), the folder or id to load one
+            from, or ``None`` for the model's own.
+        model: the folder or id that the model was loaded from.
         trust_remote_code: run code that comes with the processor.
         revision: the hub's revision.
         cache_dir: the hub's cache.
         token: the hub's token.
 
     Returns:
-        The processor; or ``None`` and the reason, if the model has none of its own. Whether that
-        matters is the caller's decision: pre-tokenized data needs none.
+        The processor; or ``None`` and the reason, if the model has none of its own. The caller
+        decides if that matters: pre-tokenized data needs none.
 
     Raises:
         CheckpointError: the processor that was asked for by name cannot be loaded.
@@ -132,17 +132,17 @@ def load_processor(
 
 
 def processor_directory(processor: Any) -> Path | None:
-    """The local folder that ``processor`` was loaded from, if it is known."""
+    """Return the local folder that ``processor`` was loaded from, if it is known."""
     tokenizer = getattr(processor, "tokenizer", processor)
     name = getattr(tokenizer, "name_or_path", None) or getattr(processor, "name_or_path", None)
     return local_directory(name) if isinstance(name, str) and name else None
 
 
 def replaced_files(processor: Any, source: Path | None) -> frozenset[str]:
-    """Names of the source's files that those of ``processor`` are written instead of.
+    """Return the names of the source's files that the files of ``processor`` replace.
 
-    A tokenizer alone leaves what the source has for pictures and sound, and a processor's template
-    if it has none itself.
+    A tokenizer alone keeps the source's files for images and sound, and a processor's template if
+    it has none itself.
     """
     if source is None or not isinstance(processor, PreTrainedTokenizerBase):
         return PROCESSOR_FILES
@@ -153,11 +153,11 @@ def replaced_files(processor: Any, source: Path | None) -> frozenset[str]:
 
 
 def is_as_stored(processor: Any, folder: Path) -> bool:
-    """Whether the files of ``folder`` are those of ``processor``, however it was used since.
+    """Return True if ``processor`` would be saved as ``folder`` holds it.
 
-    A token may have been added to it, or its chat template been replaced; a processor may have
-    been put together of parts. How it pads and cuts batches does not count. Where the class finds
-    nothing of its own in ``folder``, the files are not those.
+    A token may have been added, its chat template replaced, or a processor assembled from parts.
+    Padding and truncation settings are ignored. Where its class finds no files of its own in
+    ``folder``, the result is False.
     """
     try:
         stored = type(processor).from_pretrained(str(folder))
@@ -168,9 +168,9 @@ def is_as_stored(processor: Any, folder: Path) -> bool:
 
 
 def write_processor(processor: Any, folder: Path) -> None:
-    """Write a processor's files, without what it remembers of its last call.
+    """Write a processor's files, without the padding and truncation of its last call.
 
-    Readers would cut their prompts to the length of calibration samples.
+    Otherwise loaders would truncate prompts to the length of calibration samples.
     """
     processor.save_pretrained(folder)
     stored = folder / "tokenizer.json"
@@ -183,7 +183,7 @@ def write_processor(processor: Any, folder: Path) -> None:
 
 
 def _written(processor: Any) -> dict[str, Any]:
-    """Name → content of each file that ``processor`` writes, but for where it came from."""
+    """Return the content of each file that ``processor`` writes, without its origin."""
     with TemporaryDirectory(prefix="llmcompressor-") as place:
         processor.save_pretrained(place)
         files = (file for file in Path(place).rglob("*") if file.is_file())

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Upload the files of a written checkpoint to the hub."""
+"""Upload of a written checkpoint to the Hugging Face Hub."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ def push_files(
     create_pr: bool = False,
     tags: Sequence[str] | None = None,
 ) -> None:
-    """Upload files as they are, and a model card where they hold none.
+    """Upload files unchanged, with a model card if there is none among them.
 
     Args:
-        folder: where they are.
+        folder: the folder of the files.
         names: their paths below ``folder``.
-        repo_id: the repository; it is made if it is not there.
+        repo_id: the repository; it is created if it does not exist.
         commit_message: by default "Upload model".
         commit_description: more about the commit.
-        private: whether a repository that is made is private.
-        token: to log in with.
-        revision: the branch, made if it is not there.
-        create_pr: make a pull request.
+        private: make a created repository private.
+        token: the token to log in with.
+        revision: the branch; it is created if it does not exist.
+        create_pr: open a pull request.
         tags: tags of the model card.
     """
     api = HfApi(token=token)

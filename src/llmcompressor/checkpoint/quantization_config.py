@@ -1,17 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """The ``quantization_config`` of a written checkpoint.
 
-Readers differ in how they find a module's scheme. compressed-tensors (and so transformers)
+Loaders differ in how they match a module to its scheme. compressed-tensors (and so transformers)
 compares class names along the inheritance chain and looks at exact names, then patterns, then
 classes, each alphabetically. vLLM takes groups in their order in the file, compares class names as
 substrings of its own class names, and never looks at classes in ``ignore``. A configuration is
-written only in a form that both read alike: every quantized module matches the targets of its own
+written only in a form that both match alike: every quantized module matches the targets of its own
 group and of no other, every other module matches none or is ignored by its exact name. Where
 the recipe's own targets do not have this property, exact module names are written instead.
-Keys and values that a layer takes from elsewhere are named too: engines ask for their scheme.
+Key and value projections that a layer shares with another are named too, as engines look up their
+scheme.
 
-A module may have several names: that in memory, that in the checkpoint, and those of other classes
-that transformers reads it with. Wherever one is written all are.
+A module may have several names: in memory, in the checkpoint, and in other classes that
+transformers loads it with. Wherever one is written, all are.
 """
 
 from __future__ import annotations
@@ -54,15 +55,15 @@ _IN_LAYER = re.compile(r"(\.\d+\.)experts\.")
 
 @dataclass(frozen=True)
 class _Candidate:
-    """A module that some reader may quantize.
+    """A module that some loader may quantize.
 
     Attributes:
         name: name in the module tree.
         stored: name in the checkpoint.
-        others: names that other classes have for it which read the checkpoint.
-        served: a name as vLLM may have it: like ``stored``, possibly behind other prefixes.
+        others: its names in other classes that load the checkpoint.
+        served: its name in vLLM: like ``stored``, possibly after other prefixes.
         classes: class names that compressed-tensors compares.
-        served_class: the class of vLLM that stands for it; empty if only names reach it.
+        served_class: its class in vLLM; empty if it is matched by name only.
         group: index of its group, ``None`` if it is not quantized.
     """
 
@@ -76,7 +77,7 @@ class _Candidate:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """All that is written where it is meant by name."""
+        """All names to write where the module is targeted by name."""
         return tuple(dict.fromkeys((self.name, self.stored, *self.others)))
 
 
@@ -94,10 +95,10 @@ def build_quantization_config(
     status: QuantizationStatus,
     extra_ignore: Iterable[str] = (),
 ) -> dict[str, Any] | None:
-    """The configuration as plain JSON data.
+    """Return the configuration as plain JSON data.
 
-    It speaks of the model that its readers build: experts that were taken apart for the run and are
-    not quantized are stacks there.
+    It describes the model that loaders build: experts that were unfused for the run and are not
+    quantized are stacks there.
 
     Args:
         model: the model.
@@ -106,7 +107,7 @@ def build_quantization_config(
         extra_ignore: patterns of modules that only the checkpoint holds.
 
     Returns:
-        The configuration, or ``None`` if nothing is quantized, nor rotated at run time.
+        The configuration, or ``None`` if nothing is quantized and no rotation is online.
     """
     transform = getattr(model, "transform_config", None)
     if not quantized:
@@ -126,7 +127,7 @@ def _config(
     classes = readers(model)
     others = other_names(model, classes)
     candidates = _candidates(model, groups, others)
-    tied = tied_names(model, classes, others)  # Linears to a reader, and in no file
+    tied = tied_names(model, classes, others)  # Linears in a loader, stored in no file
     ignore = [*_ignore(model, candidates, quantized, others), *tied, *extra_ignore]
     _choose_targets(groups, candidates, ignore)
     _name_absent(groups, candidates, ignore)
@@ -155,7 +156,7 @@ def _config(
 def _as_json(config: QuantizationConfig, transform: Any) -> dict[str, Any]:
     found = config.model_dump(mode="json")
     if found.get("moe_sparsity_config", ...) is None:
-        del found["moe_sparsity_config"]  # what older readers do not know is not mentioned
+        del found["moe_sparsity_config"]  # older loaders do not know it
     if config.kv_cache_scheme is not None:
         found["kv_cache_scheme"] = _in_full(config.kv_cache_scheme)
     for name, scheme in config.config_groups.items():
@@ -173,22 +174,22 @@ def _as_json(config: QuantizationConfig, transform: Any) -> dict[str, Any]:
 
 
 def _in_full(args: QuantizationArgs) -> dict[str, Any]:
-    """Arguments with every key, in the order of the fields.
+    """Return all keys of the arguments, in the order of the fields.
 
-    compressed-tensors 0.20 leaves out what is ``None`` or was inferred, and what was inferred
-    depends on how an object came about: a resumed run would write other bytes than one at once.
+    compressed-tensors 0.20 omits ``None`` and inferred values, and what was inferred depends on how
+    an object was created: a resumed run would write other bytes than an uninterrupted one.
     """
     found = {name: getattr(args, name) for name in type(args).model_fields}
     found |= args.model_dump(mode="json")
-    zero = None if args.symmetric else str(args.zp_dtype)  # of no zero points it is left open
+    zero = None if args.symmetric else str(args.zp_dtype)  # undefined without zero points
     return {name: zero if name == "zp_dtype" else each for name, each in found.items()}
 
 
 def _transforms_alone(transform: Any) -> dict[str, Any] | None:
-    """The configuration of a model that is rotated at run time, and not quantized.
+    """Return the configuration of a model with online rotations and no quantization.
 
-    Readers fail on one without groups, or on a group without weights. So there is one, and every
-    module is ignored. What is multiplied into the weights needs no word.
+    Loaders fail on a configuration without groups, or on a group without weights. So there is one
+    group, and every module is ignored. Rotations that are fused into the weights need no entry.
     """
     schemes = transform.config_groups.values() if transform is not None else ()
     if not any(args.is_online() for scheme in schemes for args in scheme.apply):
@@ -208,7 +209,7 @@ def _transforms_alone(transform: Any) -> dict[str, Any] | None:
 
 
 def _group(entries: Iterable[QuantizedModule]) -> list[_Group]:
-    """Modules with equal arguments and format form one group; targets are united in order."""
+    """Group modules with equal arguments and format; their targets are merged in order."""
     groups: list[_Group] = []
     group_of: dict[int, _Group] = {}  # modules of one group may share their scheme
     for entry in entries:
@@ -229,7 +230,7 @@ def _group(entries: Iterable[QuantizedModule]) -> list[_Group]:
 
 
 def _of_experts(groups: Sequence[_Group]) -> set[int]:
-    """The groups with experts of a mixture."""
+    """Return the indices of the groups that contain MoE experts."""
     return {
         index
         for index, group in enumerate(groups)
@@ -272,7 +273,7 @@ def _candidates(
 
 
 def _served_name(stored: str) -> str:
-    """The name behind a prefix that multimodal models get in vLLM.
+    """Return the name that a module of a multimodal model has in vLLM.
 
     >>> _served_name("model.language_model.layers.3.mlp.up_proj")
     'language_model.model.layers.3.mlp.up_proj'
@@ -306,7 +307,7 @@ def _matches_name(target: str, name: str) -> bool:
 
 
 class _Targets:
-    """What the targets of a group mean to their readers; a group may name thousands of modules."""
+    """The targets of a group as loaders match them; a group may name thousands of modules."""
 
     def __init__(self, targets: Iterable[str]) -> None:
         every = list(targets)
@@ -316,17 +317,17 @@ class _Targets:
         self._served: dict[str, bool] = {}
 
     def written_for(self, item: _Candidate, name: str) -> bool:
-        """Whether transformers takes the module to be meant, by the name that a class gives it."""
+        """Return True if transformers matches the module by its name in one of the classes."""
         return self.means(name) or not self._exact.isdisjoint(item.classes)
 
     def served_for(self, item: _Candidate) -> bool:
-        """Whether vLLM does."""
+        """Return True if vLLM matches the module."""
         by_name = item.name in self._exact or item.stored in self._exact
         by_name &= _IN_LAYER.search(item.stored) is None
         return by_name or self._match(item.served) or self._is_served(item.served_class)
 
     def means(self, name: str) -> bool:
-        """Whether one of them is this name, or a pattern for it."""
+        """Return True if a target is this name or a pattern that matches it."""
         return name in self._exact or self._match(name)
 
     def _is_served(self, kind: str) -> bool:
@@ -342,10 +343,10 @@ class _Targets:
 def _choose_targets(
     groups: Sequence[_Group], candidates: Sequence[_Candidate], ignore: Sequence[str]
 ) -> None:
-    """Keep the recipe's targets if every reader understands them alike, else write names."""
+    """Keep the recipe's targets if every loader matches them alike, else write module names."""
     names = {item.name: item.names for item in candidates}
     for group in groups:
-        # a module that is meant by name may have other ones in the checkpoint and elsewhere
+        # a module targeted by name may have other names in the checkpoint and elsewhere
         others = (name for target in group.targets for name in names.get(target, ()))
         group.targets = list(dict.fromkeys([*group.targets, *others]))
         more = (*_head_targets(group, candidates), *_expert_targets(group))
@@ -361,7 +362,7 @@ def _choose_targets(
 
 
 def _head_targets(group: _Group, candidates: Sequence[_Candidate]) -> list[str]:
-    """Names of output heads: vLLM selects them by name only, perhaps behind a prefix."""
+    """Return the names of output heads: vLLM matches them by name only, perhaps with a prefix."""
     members = {entry.name for entry in group.members if isinstance(entry.module, Linear)}
     heads = [item for item in candidates if not item.served_class and item.name in members]
     return [
@@ -371,7 +372,7 @@ def _head_targets(group: _Group, candidates: Sequence[_Candidate]) -> list[str]:
 
 
 def _expert_targets(group: _Group) -> list[str]:
-    """Patterns for experts that the recipe means by the names that they have elsewhere."""
+    """Return patterns for experts that the recipe targets by their names in other classes."""
     names = [entry.name for entry in group.members if "experts." in entry.name]
     linears = [name for name in names if len({_own(one) for one in names_of(name)}) > 1]
     met = _Targets(group.targets)
@@ -386,7 +387,7 @@ def _own(name: str) -> str:
 
 
 def _held_targets(group: _Group) -> list[str]:
-    """Patterns for experts right in a layer, which full names do not reach in vLLM."""
+    """Return patterns for experts directly in a layer, which full names do not match in vLLM."""
     found: dict[str, None] = {}
     for name in (entry.name for entry in group.members):
         match = _IN_LAYER.search(name)
@@ -397,7 +398,7 @@ def _held_targets(group: _Group) -> list[str]:
 
 
 def _held(path: str) -> str:
-    r"""A pattern for what begins with a path, behind any prefix, and for experts in a module more.
+    r"""Return a pattern for a path after any prefix, with experts possibly in a module ``moe``.
 
     >>> print(_held("model.layers.3.experts."))
     re:(?:.*\.)?layers\.3\.(?:moe\.)?experts\.
@@ -430,7 +431,7 @@ def _is_unambiguous(
 
 
 def _absent(candidates: Sequence[_Candidate]) -> Iterator[tuple[_Candidate, _Candidate]]:
-    """What would be joined with a module and is not there, and that module."""
+    """Yield each projection that a layer lacks, with the module that it would be fused with."""
     absent = absent_partners([item.name for item in candidates])
     for item in candidates:
         for partner in absent.get(item.name, ()):
@@ -445,7 +446,7 @@ def _absent(candidates: Sequence[_Candidate]) -> Iterator[tuple[_Candidate, _Can
 def _name_absent(
     groups: Sequence[_Group], candidates: Sequence[_Candidate], ignore: list[str]
 ) -> None:
-    """Say of keys and values that a layer has not what is said of its queries."""
+    """Give key and value projections that a layer lacks the scheme of its queries."""
     left_out = _Targets(ignore)
     targets = [_Targets(group.targets) for group in groups]
     for partner, item in _absent(candidates):
@@ -461,15 +462,14 @@ def _ignore(
     quantized: Sequence[QuantizedModule],
     others: Mapping[str, tuple[str, ...]],
 ) -> list[str]:
-    """Exact names of unquantized modules whose class is that of a quantized one.
+    """Return the names of unquantized modules whose class is that of a quantized one.
 
-    Both the name in the module tree (which transformers compares) and the name in the checkpoint
-    (which vLLM compares) are listed where they differ, and those of other classes. So are names
-    that only the checkpoint has, where one tensor is what several modules have here. Routers
-    count as Linear.
+    The names in the module tree (which transformers compares), in the checkpoint (which vLLM
+    compares) and in other classes are listed where they differ. So are names that only the
+    checkpoint has, where one tensor fuses several modules. Routers count as Linear.
     """
     quantized_names = {entry.name for entry in quantized}
-    # attention whose cache alone is quantized has no group, so nothing must be kept out of it
+    # attention with only a quantized cache has no group, so nothing needs to be ignored for it
     classes = {type(entry.module).__name__ for entry in quantized if entry.has_group}
     types = set(map(get_vllm_module_type, classes))
     known = {item.name: item for item in candidates}
@@ -506,7 +506,7 @@ def _ignore(
 def _sources(
     model: PreTrainedModel, plain: Sequence[str], stacks: Sequence[str], quantized: set[str]
 ) -> list[str]:
-    """Names that only the checkpoint has, of what the weights of unquantized modules are made."""
+    """Return the checkpoint's own names for modules that fuse weights of unquantized modules."""
     tensors: dict[str, Tensor] = {}
     for name in plain:
         weight = getattr(model.get_submodule(name), "weight", None)
@@ -519,7 +519,7 @@ def _sources(
 
 
 def _fused_experts(model: PreTrainedModel, stacks: Sequence[str]) -> list[str]:
-    """Patterns of experts that are one 3-D parameter here, and Linear modules elsewhere."""
+    """Return patterns for experts that are one 3-D parameter here and Linears elsewhere."""
     stored = checkpoint_names(model, stacks)
     patterns = []
     for name in stacks:
@@ -529,7 +529,7 @@ def _fused_experts(model: PreTrainedModel, stacks: Sequence[str]) -> list[str]:
 
 
 def _attention_targets(model: PreTrainedModel, group: _Group) -> list[str]:
-    """One class name where it says it all: vLLM skips a group with one target ``…Attention``."""
+    """Return one class name if it suffices: vLLM skips a group with one target ``…Attention``."""
     names = [entry.name for entry in group.members]
     classes = {type(entry.module).__name__ for entry in group.members}
     same = [name for name, module in model.named_modules() if type(module).__name__ in classes]

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Read single tensors of safetensors files into memory of their own.
+"""Reader of single tensors from safetensors files, into memory of their own.
 
 The files are read, not mapped: mapped pages count as memory of the process for as long as the
-mapping lives, and a file that shrinks or fails under a mapping ends the process with a signal,
-where a read raises an error that names it.
+mapping lives. A file that shrinks or fails under a mapping ends the process with a signal, where a
+read raises an error with the file's name.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _CHUNK = 2**23
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Safetensors' name of a dtype.
+    """Return safetensors' name of a dtype.
 
     >>> dtype_name(torch.bfloat16)
     'BF16'
@@ -60,18 +60,18 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """The bytes of a contiguous tensor on the CPU, without a copy."""
-    # of a dimension of one element any stride is contiguous, and only a stride of one can be viewed
+    """Return a view of the bytes of a contiguous tensor on the CPU."""
+    # a dimension of one element may have any stride, but only a stride of one can be viewed
     flat = tensor.reshape(-1).as_strided((tensor.numel(),), (1,))
     raw: Any = flat.view(torch.uint8).numpy()  # numpy's stubs know no buffers
     return memoryview(raw)
 
 
 class TensorReader:
-    """Reads tensors of a checkpoint by name; it may be used by several threads.
+    """Thread-safe reader of a checkpoint's tensors by name.
 
     Args:
-        headers: name → where it is.
+        headers: name → the tensor's header.
     """
 
     def __init__(self, headers: Mapping[str, TensorHeader]) -> None:
@@ -80,10 +80,10 @@ class TensorReader:
         self._buffers = Buffers()
 
     def read(self, name: str, digest: xxhash.xxh3_128 | None = None) -> Tensor:
-        """A tensor on the CPU, in the dtype of the file.
+        """Read a tensor into CPU memory, in the dtype of the file.
 
         Args:
-            name: which.
+            name: the tensor's name.
             digest: updated with the bytes read.
 
         Raises:
@@ -108,7 +108,7 @@ class TensorReader:
         return tensor
 
     def stamps(self, names: Iterable[str]) -> dict[str, str]:
-        """File of some tensors → what changes when somebody writes to it or replaces it.
+        """Return a stamp for each file of some tensors, which changes if the file is modified.
 
         It is that of the open file, which is the one that is read.
 
@@ -125,7 +125,7 @@ class TensorReader:
         return found
 
     def open_all(self) -> None:
-        """Open every file now: it can be read from then on, whatever becomes of its name."""
+        """Open every file now, so that it can be read even if it is renamed or removed."""
         for header in self._headers.values():
             self._descriptor(header.file)
 
@@ -133,7 +133,7 @@ class TensorReader:
         self.close()
 
     def close(self) -> None:
-        """Close the files; what was read stays."""
+        """Close the files; tensors that were read stay valid."""
         self._buffers.close()
         for descriptor in self._files.values():
             os.close(descriptor)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``compression_report.json``: what a run did, and what those before it had done to its source."""
+"""``compression_report.json``: the report of a run, with those of earlier runs on its source."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ def write_report(
     source: Path | None,
     check: Callable[[Path], Mapping[str, Any]] | None,
 ) -> None:
-    """Write the report of a run; no file where there is nothing to tell.
+    """Write the report of a run; no file if it is empty.
 
     Args:
-        folder: where everything else has been written.
-        report: what the run has to tell.
-        source: the folder of the model that it began with, whose report is kept within this one.
-        check: reads what was written; its findings become part of the report.
+        folder: the output, otherwise complete.
+        report: the run's report.
+        source: the folder of the source model, whose report is nested in this one.
+        check: verify the output and return findings, which become part of the report.
     """
     content = dict(report or {})
     earlier = _report_of(source)
@@ -46,7 +46,7 @@ def write_report(
 
 
 def own_report(folder: Path) -> dict[str, Any] | None:
-    """What the run that wrote ``folder`` had to tell."""
+    """Return the report of the run that wrote ``folder``, without earlier ones."""
     found = _report_of(folder)
     return {key: value for key, value in found.items() if key != _EARLIER} or None
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write a compressed model as a checkpoint that transformers and vLLM read.
+"""Saving of a compressed model as a checkpoint that transformers and vLLM load.
 
-The model in memory stays as it is: modules are compressed one at a time on their way to the
-file. Nothing is asked of any hub unless ``push_to_hub`` is given.
+The model in memory stays unchanged: modules are compressed one at a time while they are written.
+The hub is not contacted unless ``push_to_hub`` is given.
 """
 
 from __future__ import annotations
@@ -114,20 +114,21 @@ Check = Callable[..., Mapping[str, Any]] | None
 
 @dataclass(frozen=True)
 class SaveOptions:
-    """How a model is written.
+    """Options for saving a model.
 
     Attributes:
         save_compressed: pack the weights; otherwise write them dense with their scales.
-        quantization_format: one format for all modules instead of the one that fits each.
-        max_shard_size: the most bytes of tensors in one file.
+        quantization_format: one format for all modules, instead of the default for each.
+        max_shard_size: the maximum size of one file's tensors.
         processor: the tokenizer or processor to write; the source's files if ``None``.
-        recipe: the text of ``recipe.yaml``, or a function that gives it when saving.
-        source: the original model's folder or hub id; where the model was loaded from if ``None``.
-        report: decisions and figures to keep beside the weights, as JSON data.
-        check: called with the folder when all else is written; what it returns is kept in the
+        recipe: the text of ``recipe.yaml``, or a function that returns it when saving.
+        source: the original model's folder or hub id; the folder the model was loaded from if
+            ``None``.
+        report: decisions and figures to store alongside the weights, as JSON data.
+        check: called with the folder when all else is written; its result is stored in the
             report as ``verification``.
-        dtype: what the model had when it was quantized, if that is known.
-        once: several processes have the same model, and one of them writes.
+        dtype: the model's dtype when it was quantized, if known.
+        once: several processes hold the same model, and only one of them writes.
     """
 
     save_compressed: bool = True
@@ -169,8 +170,8 @@ def save_checkpoint(
         recipe_yaml: see there (``recipe``).
         source: see there.
         overwrite: replace the checkpoint that ``output_dir`` holds.
-        was_free: ``output_dir`` was free when the work on ``model`` began. If it is not any more,
-            the checkpoint is written all the same, under a name beside it, which the error tells.
+        was_free: ``output_dir`` was free when the work on ``model`` began. If it no longer
+            is, the checkpoint is written under a name alongside it, which the error reports.
         report: see there.
         check: see there.
 
@@ -219,16 +220,17 @@ def modify_save_pretrained(
 ) -> None:
     """Make ``model.save_pretrained`` write compressed checkpoints.
 
-    Calling it again only replaces what is remembered. A copy of the model, deep or through pickle,
-    saves itself.
+    Calling it again only replaces the options. A copy of the model, deep or through pickle, saves
+    itself.
 
     Args:
         model: the model.
-        recipe: the text of ``recipe.yaml``, or a function that gives it when saving.
-        source: the original model's folder or hub id; where the model was loaded from if ``None``.
+        recipe: the text of ``recipe.yaml``, or a function that returns it when saving.
+        source: the original model's folder or hub id; the folder the model was loaded from if
+            ``None``.
         processor: written too if given; ``save_pretrained`` of a model writes none by itself.
-        report: as in :class:`SaveOptions`.
-        check: as there; called with ``kinds`` too, which says what the modules are.
+        report: see :class:`SaveOptions`.
+        check: see there; called with ``kinds`` too, the kinds of the modules.
         once: see there.
     """
     forget_dequantizing(model)
@@ -243,7 +245,7 @@ def modify_save_pretrained(
         once=once,
     )
     object.__setattr__(model, _OPTIONS, options)
-    # a bound method is pickled by its name, which the model's class has for another one
+    # a bound method is pickled by name, and the model's class has another method of that name
     object.__setattr__(model, "save_pretrained", partial(_save_pretrained, model))
     for name, part in named_modules(model):
         given = part.__dict__.get("save_pretrained")
@@ -253,17 +255,17 @@ def modify_save_pretrained(
 
 
 def options_of(model: Module) -> SaveOptions | None:
-    """How a model is written by its ``save_pretrained``, if that was made to write it compressed.
+    """Return the save options of a model set up by :func:`modify_save_pretrained`, else ``None``.
 
     Args:
-        model: it, or a part of one.
+        model: the model, or a submodel.
     """
     found: SaveOptions | None = vars(model).get(_OPTIONS)
     return found
 
 
 def _save_part(part: PreTrainedModel, name: str, *args: Any, **kwargs: Any) -> None:
-    """Save a model within the compressed one as transformers does, which knows of no scheme."""
+    """Save a submodel of a compressed model as transformers does, without its schemes."""
     if any(map(is_module_quantized, part.modules())):
         logger.warning(
             f"{name} is a part of a compressed model: by itself it is written with dense weights, "
@@ -291,27 +293,27 @@ def _save_pretrained(
 ) -> None:
     """Save this model compressed; see :func:`modify_save_pretrained`.
 
-    Files that the directory holds already (a tokenizer, say) stay; weights and configuration are
-    replaced once the new ones are complete. The sparsity arguments have no effect: the format
-    holds pruned weights densely.
+    Other files in the directory (a tokenizer, say) stay; weights and configuration are replaced
+    once the new ones are complete. The sparsity arguments have no effect: the format stores pruned
+    weights densely.
 
     Args:
         model: the model.
-        save_directory: where to write.
-        is_main_process: other processes write nothing. They call this too where transformers has
-            spread the model when it loaded it. Of processes that have compressed the same model
-            together one writes, and the others wait for it.
+        save_directory: the folder to write to.
+        is_main_process: other processes write nothing. They call this too if transformers sharded
+            the model when it loaded it. Of processes that compressed the same model together one
+            writes, and the others wait for it.
         state_dict: tensors to write instead of the model's own.
         push_to_hub: upload the files that were written to ``repo_id``.
-        max_shard_size: the most bytes of tensors in one file.
+        max_shard_size: the maximum size of one file's tensors.
         save_compressed: pack the weights; otherwise write them dense with their scales.
         quantization_format: one format for all modules.
         sparsity_config: accepted for old scripts.
         skip_sparsity_compression_stats: accepted for old scripts.
         disable_sparse_compression: accepted for old scripts.
         safe_serialization: accepted for old scripts; only safetensors is written.
-        hub_arguments: ``repo_id``, ``token``, … for ``push_to_hub``; and what transformers or
-            older releases take and this has no use for (``variant``, ``skip_compression_stats``).
+        hub_arguments: ``repo_id``, ``token``, … for ``push_to_hub``; and arguments of transformers
+            or older releases that have no effect here (``variant``, ``skip_compression_stats``).
     """
     for key in hub_arguments.keys() & {*_WITHOUT_EFFECT}:
         value = hub_arguments.pop(key)
@@ -355,7 +357,7 @@ def _save_pretrained(
 def _push(
     model: PreTrainedModel, directory: Path, names: Sequence[str], arguments: Mapping[str, Any]
 ) -> None:
-    """Upload what was written: ``push_to_hub`` of transformers would write it anew, otherwise."""
+    """Upload the written files; transformers' ``push_to_hub`` would write them again, dense."""
     from llmcompressor.checkpoint.push import push_files  # noqa: PLC0415  # few ask for it
 
     folder = directory.expanduser().resolve()
@@ -369,7 +371,7 @@ def _save_into(
     options: SaveOptions,
     state_dict: Mapping[str, Tensor] | None,
 ) -> list[str]:
-    """Write to a folder that may hold other files; returns the paths of those written."""
+    """Write to a folder that may hold other files; return the paths of the files written."""
     target = directory.expanduser().resolve()
     source = _source_directory(model, options)
     if target.is_file():
@@ -401,12 +403,12 @@ def write_checkpoint(
     options: SaveOptions,
     state_dict: Mapping[str, Tensor] | None = None,
 ) -> None:
-    """Write every file of a checkpoint into a folder that no one takes for an output yet.
+    """Write every file of a checkpoint into a folder that is not in place yet.
 
     Args:
         model: the model, as for :func:`save_checkpoint`.
-        folder: where to.
-        options: how.
+        folder: the folder to write to.
+        options: the save options.
         state_dict: tensors to write instead of the model's own.
     """
     state = _state(model, state_dict)
@@ -444,14 +446,14 @@ def write_beside_weights(
     prediction: Prediction,
     layout: OutputLayout,
 ) -> None:
-    """Write every file of a checkpoint but its weights.
+    """Write every file of a checkpoint except its weights.
 
     Args:
-        model: the model; no weight of it is looked at.
-        folder: where to.
-        options: how.
-        prediction: what the weight files hold.
-        layout: where in them.
+        model: the model; its weights are not read.
+        folder: the folder to write to.
+        options: the save options.
+        prediction: the tensors of the weight files.
+        layout: the places of the tensors.
     """
     index = layout.index()
     if index is not None:
@@ -464,7 +466,7 @@ def write_beside_weights(
 
 
 def _told(model: PreTrainedModel, options: SaveOptions) -> Mapping[str, Any] | None:
-    """What the run has to tell, and what the files call the modules that it tells of."""
+    """Return the run's report, with the stored names of the modules in it."""
     report = options.report or {}
     records = [each for each in report.get("modifiers", {}).values() if isinstance(each, Mapping)]
     modules = [str(module) for each in records for module in each]
@@ -475,12 +477,12 @@ def _told(model: PreTrainedModel, options: SaveOptions) -> Mapping[str, Any] | N
 def planned_config(
     model: PreTrainedModel, source: Path | None, prediction: Prediction, *, compressed: bool = True
 ) -> dict[str, Any]:
-    """The ``config.json`` of a checkpoint whose tensors are known and not written yet.
+    """Return the ``config.json`` of a checkpoint whose tensors are known and not written yet.
 
     Args:
-        model: the model; no weight of it is looked at.
+        model: the model; its weights are not read.
         source: the folder of the original.
-        prediction: what the weight files will hold.
+        prediction: the tensors of the weight files.
         compressed: weights are packed, not written dense.
     """
     quantization = _quantization(
@@ -498,7 +500,7 @@ def _quantization(
     *,
     compressed: bool,
 ) -> dict[str, Any] | None:
-    # readers take dense weights of this status as they are, without rounding them again
+    # loaders use dense weights with this status unchanged, without rounding them again
     status = QuantizationStatus.COMPRESSED if compressed else QuantizationStatus.DECOMPRESSED
     return build_quantization_config(model, quantized, status=status, extra_ignore=ignore)
 
@@ -526,7 +528,7 @@ def _state(model: PreTrainedModel, given: Mapping[str, Tensor] | None) -> dict[s
 
 
 def _in_order(model: PreTrainedModel, contents: Contents) -> Iterator[dict[str, Tensor]]:
-    """All tensors under their names in the checkpoint, layer by layer; compressed when reached."""
+    """Yield all tensors by checkpoint name, layer by layer; compressed only when reached."""
     stored = checkpoint_names(model, contents.compressed)
     pieces: dict[str, Callable[[], dict[str, Tensor]]] = {}
     off_grid: list[str] = []
@@ -554,7 +556,7 @@ def _carry_over(
     quantized: list[QuantizedModule],
     writer: ShardWriter,
 ) -> list[str]:
-    """Add the source's tensors that the model class does not own; returns what to ignore."""
+    """Write the source's tensors that the model class does not own; return ignore patterns."""
     written = writer.names
     headers = _source_headers(source, model, written)
     extras = extra_tensors(model, headers, contents.state, written)
@@ -571,7 +573,7 @@ def _carry_over(
 def _source_headers(
     source: Path | None, model: PreTrainedModel, written: Collection[str]
 ) -> Mapping[str, TensorHeader]:
-    """The source's tensors, but for those whose meaning the output does not say."""
+    """Return the source's tensors, except those whose meaning the output would lose."""
     if source is None:
         return {}
     try:
@@ -588,9 +590,10 @@ def _source_headers(
 def _without_codes(
     model: PreTrainedModel, tensors: Mapping[str, TensorHeader], written: Collection[str]
 ) -> Mapping[str, TensorHeader]:
-    """A quantized source's tensors without codes: of what the model has, it has the values.
+    """Return a quantized source's tensors that are not codes or scales.
 
-    A layer that the model does not have is left out whole where a part of it is codes.
+    The model itself holds their values. A layer that the model does not have is left out as a whole
+    if a part of it is codes.
     """
     codes = list(codes_in(tensors))
     modules = {name.rpartition(".")[0] for name in written}
@@ -637,7 +640,7 @@ def _write_side_files(
 
 
 def _generates_otherwise(model: PreTrainedModel, folder: Path) -> bool:
-    """Whether the model's settings for generation are not those of the file that was copied."""
+    """Return True if the model's generation settings differ from the copied file."""
     if not (folder / "generation_config.json").exists():
         return True
     copied = GenerationConfig.from_pretrained(str(folder)).to_diff_dict()

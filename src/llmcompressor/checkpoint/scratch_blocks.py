@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Blocks between two passes over a model, as the earlier one left them, one file each."""
+"""Scratch files for blocks between two passes over a model, one file per block."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ __all__ = ["ScratchBlocks"]
 
 
 class ScratchBlocks:
-    """Dense blocks with the parameters that modifiers have put on them.
+    """Stores dense blocks, with the parameters that modifiers have added to them.
 
     Args:
-        folder: where the files are; made when the first one is written.
+        folder: the folder of the files; created on the first write.
     """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
     def write(self, stage: int, block: str, tensors: Mapping[str, Tensor]) -> str:
-        """Keep a block; it is durable when this returns.
+        """Store a block durably and return its hash.
 
         Args:
-            stage: the pass that left it.
+            stage: the pass that produced it.
             block: its name.
             tensors: name in the model → tensor.
 
@@ -51,15 +51,15 @@ class ScratchBlocks:
         return self._read(file)[1]
 
     def read(self, stage: int, block: str) -> dict[str, Tensor]:
-        """The tensors of a block by their names in the model, on the CPU."""
+        """Return the tensors of a block by their names in the model, on the CPU."""
         return self._read(self._file(stage, block))[0]
 
     def remove(self, stage: int, block: str) -> None:
-        """Let go of a block; nothing happens where it is not there."""
+        """Delete a block's file, if it exists."""
         self._file(stage, block).unlink(missing_ok=True)
 
     def digest(self, stage: int, block: str) -> str | None:
-        """The hash of a block's data; ``None`` if it is not there or damaged."""
+        """Return the hash of a block's data; ``None`` if it is missing or damaged."""
         try:
             return self._read(self._file(stage, block))[1]
         except (OSError, CheckpointError):
@@ -81,7 +81,7 @@ class ScratchBlocks:
 
 
 def _apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Contiguous tensors on the CPU, none of which shares memory with another."""
+    """Return contiguous CPU tensors that share no memory."""
     seen: set[int] = set()
     apart = {}
     for name, tensor in tensors.items():

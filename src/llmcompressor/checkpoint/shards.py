@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write tensors as safetensors files of limited size, holding one file's worth at a time."""
+"""Writer of safetensors shards of limited size, holding one file's tensors at a time."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _POWER = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 
 
 def parse_size(size: int | str) -> int:
-    """A number of bytes.
+    """Parse a file size into bytes.
 
     >>> parse_size("20GB"), parse_size("1.5MiB"), parse_size(7)
     (20000000000, 1572864, 7)
@@ -39,7 +39,7 @@ def parse_size(size: int | str) -> int:
 
 
 def natural_key(name: str) -> list[tuple[int, int, str]]:
-    """Sorts ``layers.2`` before ``layers.10``."""
+    """Return a sort key that puts ``layers.2`` before ``layers.10``."""
     return [
         (0, int(part), "") if part.isdigit() else (1, 0, part) for part in re.split(r"(\d+)", name)
     ]
@@ -50,12 +50,12 @@ _RETURN_EVERY = 2**25
 
 
 class ShardWriter:
-    """Collects tensors and writes a file whenever the limit would be passed.
+    """Collect tensors and write a shard whenever the limit would be exceeded.
 
     The files get their final names (which contain their count) in :meth:`close`.
 
     Args:
-        folder: where the files go.
+        folder: the folder of the files.
         limit: bytes of tensors per file; a single larger tensor gets a file of its own.
     """
 
@@ -74,7 +74,7 @@ class ShardWriter:
         return {name for _, names in self._files for name in names} | set(self._open)
 
     def add(self, tensors: Mapping[str, Tensor]) -> None:
-        """Take tensors over; they are copied to the CPU if they are elsewhere."""
+        """Add tensors, copied to the CPU if they are elsewhere."""
         for name, tensor in tensors.items():
             size = tensor.numel() * tensor.element_size()
             if self._open and self._open_size + size > self._limit:
@@ -84,22 +84,22 @@ class ShardWriter:
             self.total_size += size
             self._unreturned += size
         if self._unreturned >= _RETURN_EVERY:
-            give_back_freed()  # what packing used lies between what is kept
+            give_back_freed()  # temporaries of packing fragment the heap
             self._unreturned = 0
 
     def flush(self) -> None:
-        """Write what was collected; the next tensor begins a new file."""
+        """Write the collected tensors; the next tensor starts a new file."""
         if not self._open:
             return
         file = self._folder / f"shard-{len(self._files):05d}.safetensors"
         save_file(self._open, str(file), metadata={"format": "pt"})
-        # safetensors creates files for the owner only; the folder shows what the umask grants
+        # safetensors creates files for the owner only; the folder's mode follows the umask
         file.chmod(self._folder.stat().st_mode & 0o666)
         self._files.append((file, list(self._open)))
         self._open, self._open_size = {}, 0
 
     def close(self) -> None:
-        """Write the rest, name the files and write the index if there are several."""
+        """Write the rest, name the files, and write the index if there are several."""
         self.flush()
         count = len(self._files)
         if count == 1:
@@ -116,7 +116,7 @@ class ShardWriter:
 
 
 def _storable(tensor: Tensor) -> Tensor:
-    """Contiguous, on the CPU, and with a storage of its own: safetensors refuses aliases."""
+    """Return a contiguous CPU tensor with its own storage, as safetensors refuses aliases."""
     tensor = tensor.detach().to("cpu").contiguous()
     if tensor.untyped_storage().nbytes() != tensor.numel() * tensor.element_size():
         tensor = torch.clone(tensor, memory_format=torch.contiguous_format)

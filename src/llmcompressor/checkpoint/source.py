@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Look at a model's files before anything is loaded.
+"""Inspection of a model's files before anything is loaded.
 
 Only file sizes, JSON and the headers of safetensors files are read, so a folder of any size is
 checked in milliseconds.
@@ -62,14 +62,14 @@ _ADAPTER = "adapter_config.json"
 
 @dataclass(frozen=True)
 class TensorHeader:
-    """What a safetensors header says about one tensor.
+    """The entry of a tensor in a safetensors header.
 
     Attributes:
         dtype: safetensors' name of the dtype, such as ``"BF16"``.
         shape: the tensor's shape.
         file: the file that holds it.
-        offset: where its data begins in the file.
-        nbytes: how much there is.
+        offset: the offset of its data in the file.
+        nbytes: the number of bytes of its data.
     """
 
     dtype: str
@@ -81,13 +81,13 @@ class TensorHeader:
 
 @dataclass(frozen=True)
 class PieceHeader(TensorHeader):
-    """A tensor that is a selection of rows of a matrix in a file, and does not lie in one piece.
+    """A tensor that is a non-contiguous selection of rows of a matrix in a file.
 
     ``offset`` is the matrix's; ``shape`` and ``nbytes`` are those of the piece.
 
     Attributes:
-        matrix: the shape that is stored.
-        turned: rows are selected of its transpose.
+        matrix: the stored shape.
+        turned: rows are selected from the transposed matrix.
         rows: first, end and step.
     """
 
@@ -98,7 +98,7 @@ class PieceHeader(TensorHeader):
 
 @dataclass(frozen=True)
 class SourceInfo:
-    """A local folder that holds a model.
+    """A local model folder.
 
     Attributes:
         directory: the folder.
@@ -114,7 +114,7 @@ class SourceInfo:
 
 
 def is_hub_id(model: str | os.PathLike[str]) -> bool:
-    """Whether ``model`` is the form of a hub id and no local path of that name exists.
+    """Return True if ``model`` has the form of a hub id and no local path of that name exists.
 
     >>> is_hub_id("some-owner/some-model"), is_hub_id("./some-model"), is_hub_id("/models/a/b")
     (True, False, False)
@@ -130,9 +130,9 @@ def local_directory(
     revision: str | None = None,
     cache_dir: str | os.PathLike[str] | None = None,
 ) -> Path | None:
-    """The folder that ``model`` names: itself, or its snapshot in the hub's cache.
+    """Return the folder that ``model`` names: itself, or its snapshot in the hub's cache.
 
-    Nothing is asked of the hub.
+    The hub is not contacted.
 
     Returns:
         The folder, or ``None`` if there is none on this machine.
@@ -148,12 +148,12 @@ def local_directory(
 
 
 def holds_adapter(directory: Path) -> bool:
-    """Whether a folder holds what PEFT has learned beside a model, and not the model."""
+    """Return True if a folder holds a PEFT adapter and no model."""
     return not (directory / CONFIG).is_file() and (directory / _ADAPTER).is_file()
 
 
 def adapter_error(directory: Path) -> CheckpointError:
-    """The error for a folder that holds an adapter."""
+    """Return the error for a folder that holds an adapter."""
     return CheckpointError(
         f"The folder {directory} holds an adapter (PEFT) and no model.",
         "Merge it into its base (AutoPeftModelForCausalLM.from_pretrained(...)"
@@ -162,9 +162,9 @@ def adapter_error(directory: Path) -> CheckpointError:
 
 
 def check_no_adapter(directory: Path) -> None:
-    """Refuse a folder in which an adapter lies beside the model: it would be left out.
+    """Refuse a folder that holds an adapter alongside the model, as it would be left out.
 
-    transformers puts it into the model that it loads.
+    transformers would load it into the model.
 
     Raises:
         CheckpointError: there is one.
@@ -186,14 +186,13 @@ def inspect_source(
     Args:
         model: the folder.
         allow_quantized: accept a model that is quantized already, by its config or its headers.
-        headers_only: accept weight files that end behind their headers.
+        headers_only: accept weight files that end after their headers.
 
     Returns:
-        What the folder holds.
+        The folder's configuration and tensors.
 
     Raises:
-        CheckpointError: the folder is not there, lacks something, is damaged, or holds a
-            quantized model.
+        CheckpointError: the folder is missing, incomplete or damaged, or holds a quantized model.
     """
     directory = Path(model).expanduser()
     if not directory.is_dir():
@@ -218,7 +217,7 @@ def inspect_source(
 
 
 def check_plain(source: SourceInfo) -> None:
-    """Refuse what is quantized already, by its config or its headers.
+    """Refuse a source that is quantized already, by its config or its headers.
 
     Raises:
         CheckpointError: it is.
@@ -228,7 +227,7 @@ def check_plain(source: SourceInfo) -> None:
 
 
 def check_config_plain(model: str, config: Mapping[str, Any]) -> None:
-    """Refuse a ``config.json`` that says the weights are quantized.
+    """Refuse a ``config.json`` that declares quantized weights.
 
     Raises:
         CheckpointError: it does.
@@ -240,16 +239,16 @@ def check_config_plain(model: str, config: Mapping[str, Any]) -> None:
 
 
 def settings_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """How ``config.json`` says that the model is quantized; empty where it does not."""
+    """Return the quantization configuration in ``config.json``; empty without one."""
     found = config.get("quantization_config") or config.get("compression_config")
     return found if isinstance(found, Mapping) else {}
 
 
 def quantization_method(config: Mapping[str, Any]) -> str | None:
-    """The name of the method by which ``config.json`` says the model is quantized, if any.
+    """Return the name of the quantization method in ``config.json``, or ``None``.
 
     Raises:
-        CheckpointError: what stands in the place of that is no JSON object.
+        CheckpointError: the quantization configuration is no JSON object.
     """
     text_config = config.get("text_config")
     inner = text_config if isinstance(text_config, Mapping) else {}
@@ -272,10 +271,10 @@ def quantization_method(config: Mapping[str, Any]) -> str | None:
 
 
 def says_nothing(settings: Any) -> bool:
-    """Whether a ``quantization_config`` leaves all weights what their files hold.
+    """Return True if a ``quantization_config`` describes no quantized or packed weights.
 
-    An empty one does, and so does that of a model which an earlier release has only pruned: it
-    says how many zeros there are among weights that are stored like others.
+    An empty one does not. Nor does that of a model that an earlier release only pruned: it reports
+    the number of zeros in weights that are stored densely.
     """
     if not settings or not isinstance(settings, Mapping):
         return not settings
@@ -289,11 +288,11 @@ def says_nothing(settings: Any) -> bool:
 
 
 def check_format(model: str, settings: Mapping[str, Any]) -> None:
-    """Refuse a ``quantization_config`` in a format that nothing reads any more.
+    """Refuse a ``quantization_config`` in a format that nothing loads any more.
 
     Args:
-        model: where it is.
-        settings: of compressed-tensors, or of any other method.
+        model: the model's folder or id.
+        settings: the configuration, of compressed-tensors or any other method.
 
     Raises:
         CheckpointError: it is.
@@ -311,12 +310,12 @@ def check_format(model: str, settings: Mapping[str, Any]) -> None:
 
 
 def is_compressed_tensors(method: str | None) -> bool:
-    """Whether this is the name of the format that this package writes."""
+    """Return True if a quantization method is compressed-tensors."""
     return method in ("compressed-tensors", "compressed_tensors")
 
 
 def quantized_error(model: str, method: str) -> CheckpointError:
-    """The error for a model that is quantized already."""
+    """Return the error for a model that is quantized already."""
     remedy = "Compress the original, unquantized model"
     if is_compressed_tensors(method):
         remedy += (
@@ -334,13 +333,13 @@ def quantized_error(model: str, method: str) -> CheckpointError:
 
 
 def read_header(file: Path, *, headers_only: bool = False) -> dict[str, TensorHeader]:
-    """The header of one safetensors file, checked against the file's size.
+    """Read the header of one safetensors file and check it against the file's size.
 
     A safetensors file is a little-endian 64-bit length ``n``, ``n`` bytes of JSON, and the data.
 
     Args:
         file: the file.
-        headers_only: accept a file that ends behind its header.
+        headers_only: accept a file that ends after its header.
 
     Raises:
         CheckpointError: the file is truncated, has bytes that belong to no tensor, or is no
@@ -381,9 +380,9 @@ def read_header(file: Path, *, headers_only: bool = False) -> dict[str, TensorHe
 
 
 def _check_covered(file: Path, places: Sequence[tuple[int, int]], available: int) -> None:
-    """Refuse data that no tensor, or that several, are made of: safetensors allows neither.
+    """Refuse data that belongs to no tensor or to several, as safetensors itself does.
 
-    Its own reader, which every other loader has, would refuse the file.
+    safetensors' own reader, which every other loader uses, would refuse the file.
     """
     position = 0
     for start, end in places:
@@ -424,7 +423,7 @@ def _not_a_directory(path: Path) -> CheckpointError:
     siblings = [sibling.name for sibling in parent.iterdir()] if parent.is_dir() else []
     folders = [name for name in siblings if (parent / name / CONFIG).is_file()]
     remedy = did_you_mean(path.name, folders) if folders else ""
-    near = remedy if remedy.startswith("Did you mean") else ""  # what else lies there is no help
+    near = remedy if remedy.startswith("Did you mean") else ""
     return CheckpointError(
         f"The model folder {path} does not exist.",
         near or "Give an existing folder or the id of a model on the hub.",
@@ -458,9 +457,10 @@ def _tensors(directory: Path, *, headers_only: bool) -> dict[str, TensorHeader]:
 
 
 def _beside_single(directory: Path, *, headers_only: bool) -> dict[str, TensorHeader]:
-    """What an index names beside the one file that readers of the model's class take.
+    """Return the tensors that an index names besides ``model.safetensors``.
 
-    Draft layers lie so. An index that does not name that file is of another set of files.
+    Draft layers are stored so. An index that does not name that file belongs to another set of
+    files.
     """
     if not (directory / INDEX).is_file():
         return {}
@@ -471,7 +471,7 @@ def _beside_single(directory: Path, *, headers_only: bool) -> dict[str, TensorHe
 
 
 def _no_weights(directory: Path) -> CheckpointError:
-    """The error for a folder without weights under the names that readers look for."""
+    """Return the error for a folder without weights under the names that loaders look for."""
     needs = f"It needs {SINGLE}, or {INDEX} with the files that it names."
     every = sorted(path.name for path in directory.iterdir() if path.is_file())
     there = [name for name in every if _WEIGHTS.fullmatch(name)]

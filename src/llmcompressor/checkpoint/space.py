@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether a disk has room for what a run will write to it, seen before the work."""
+"""Check of free disk space before a run."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _PER_TENSOR = 512
 
 
 def check_space(place: Path, *, output: int, scratch: int = 0) -> None:
-    """See that a disk has room.
+    """Check that a disk has room for the output.
 
     Args:
-        place: on that disk.
-        output: bytes that weight files lack yet.
-        scratch: bytes that blocks between two passes lack yet.
+        place: a path on that disk.
+        output: bytes still to be allocated for weight files.
+        scratch: bytes still to be allocated for blocks between two passes.
 
     Raises:
         OutputError: there is not enough.
@@ -40,11 +40,11 @@ def check_space(place: Path, *, output: int, scratch: int = 0) -> None:
 
 
 def beside_weights(source: Path | None, tensors: int) -> int:
-    """About how many bytes stand beside the weights: side files of the source, and what a run says.
+    """Estimate the bytes of all files besides the weights: side files, index and report.
 
     Args:
         source: the folder of the original.
-        tensors: how many are written; index, configuration and report have lines on each.
+        tensors: number of stored tensors; index, configuration and report have lines on each.
     """
     files = [] if source is None else side_files(source)
     return (
@@ -53,6 +53,6 @@ def beside_weights(source: Path | None, tensors: int) -> int:
 
 
 def lacking(folder: Path, size: int) -> int:
-    """How much of ``size`` bytes the files of a folder, if it is there, have not taken yet."""
+    """Return how many of ``size`` bytes the files of a folder have not allocated yet."""
     files = folder.iterdir() if folder.is_dir() else ()
     return max(0, size - sum(one.stat().st_blocks * 512 for one in files if one.is_file()))

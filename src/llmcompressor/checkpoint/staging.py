@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An output directory that appears under its name only when it is complete.
+"""Atomic output: a directory that appears under its name only when it is complete.
 
 Files are written into a sibling (``NAME.partial-…``, hence the same file system), flushed to the
 disk and renamed into place in one step. A run that fails, is interrupted or is killed leaves the
-target as it found it.
+target unchanged.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _counter = itertools.count()
 
 
 class OnExisting(Enum):
-    """What to do with a target that already holds files."""
+    """Policy for a target that already holds files."""
 
     REFUSE = "refuse"
     SPARE = "spare"
@@ -60,20 +60,20 @@ def check_output_dir(
     overwrite: bool = False,
     is_ours: bool = False,
 ) -> Path:
-    """Refuse an output directory that could not be written at the end; touches nothing.
+    """Refuse an output directory that could not be written at the end; changes nothing.
 
     Args:
-        output_dir: where the checkpoint shall appear.
-        source: the local directory the model was read from, if there is one.
-        overwrite: a checkpoint that is already there may be replaced.
-        is_ours: what is there was written by a run that is to go on.
+        output_dir: the checkpoint's directory.
+        source: the local directory the model was loaded from, if there is one.
+        overwrite: allow to replace an existing checkpoint.
+        is_ours: the existing files were written by a run that is to be resumed.
 
     Returns:
         The absolute path of the output directory.
 
     Raises:
-        OutputError: it has no name, is a file, is in use, overlaps the input, is where this process
-            stands, or cannot be created.
+        OutputError: it has no name, is a file, is in use, overlaps the input, contains the
+            current directory, or cannot be created.
     """
     check_named("output_dir", output_dir)
     target = _absolute(output_dir)
@@ -96,10 +96,10 @@ def staged(
     """Write a directory elsewhere and move it into place when the block ends without an error.
 
     Args:
-        output_dir: where the directory shall appear.
-        on_existing: refuse a target that holds files; leave it and name what was made beside it;
+        output_dir: the final directory.
+        on_existing: refuse a target that holds files; leave it and use a name alongside it;
             replace it at the end; or move the new files into it (a ``config.json`` disappears
-            first and is moved last, so a reader never sees the old configuration with new
+            first and is moved last, so a loader never sees the old configuration with new
             weights).
 
     Yields:
@@ -146,21 +146,21 @@ def staged(
 
 
 def work_folder(target: Path) -> Path:
-    """Where a run that can be resumed works on ``target``: ``NAME.partial`` beside it."""
+    """Return the work folder of a resumable run on ``target``: ``NAME.partial`` alongside it."""
     name = f"{target.name}.partial"
     return target / name if _must_stage_inside(target) else target.with_name(name)
 
 
 def put_in_place(folder: Path, target: Path, *, replace: bool) -> None:
-    """Give a finished folder its name.
+    """Move a finished folder to its final name.
 
     Args:
-        folder: it lies in the :func:`work_folder` of ``target``.
-        target: the name; a checkpoint that has it is replaced if ``replace`` is true.
-        replace: see there.
+        folder: a folder in the :func:`work_folder` of ``target``.
+        target: the final path.
+        replace: replace an existing checkpoint there.
 
     Raises:
-        OutputError: files have come there since the run began, and may not be replaced.
+        OutputError: files appeared there since the run began, and may not be replaced.
     """
     flush(folder)
     if target in folder.parents:
@@ -168,7 +168,7 @@ def put_in_place(folder: Path, target: Path, *, replace: bool) -> None:
         begun = work / MOVING
         if not replace and not begun.exists() and _is_in_use(target):
             raise _taken(target)
-        begun.touch()  # from here on some of what is there is its own
+        begun.touch()  # from here on the target holds files of its own
         _flush_one(work)
         for path in sorted(target.iterdir(), key=lambda path: path.name != "config.json"):
             if replace and path != work:
@@ -183,14 +183,14 @@ def put_in_place(folder: Path, target: Path, *, replace: bool) -> None:
 
 
 def remove_stale(target: Path) -> None:
-    """Delete what a killed run of this machine left beside ``target``."""
+    """Delete what a killed run of this machine left alongside ``target``."""
     _remove_stale(target.parent, target.name)
 
 
 def remove_at_once(folder: Path, name: str) -> None:
-    """Remove a small folder beside what is called ``name`` so that at no moment a part is there.
+    """Atomically remove a small folder that belongs to the target ``name``.
 
-    It gets a name first that the next run removes, should this one be killed on the way.
+    It is renamed first to a name that the next run removes, should this run be killed meanwhile.
     """
     aside = _aside(folder.with_name(name))
     folder.rename(aside)
@@ -215,7 +215,7 @@ def _check_apart(target: Path, source: Path) -> None:
 
 
 def _check_not_stood_in(target: Path) -> None:
-    """The folder is exchanged for another one: who stands in it would see none of its files."""
+    """Refuse the current directory: it would be replaced, and its users would not see it."""
     if target in _where_we_stand():
         raise OutputError(
             f"The output directory {target} is the current directory, or contains it, and would "
@@ -225,7 +225,7 @@ def _check_not_stood_in(target: Path) -> None:
 
 
 def _where_we_stand() -> tuple[Path, ...]:
-    """The current directory and all that contain it; nothing if it has been removed."""
+    """Return the current directory and its parents; empty if it was removed."""
     try:
         current = Path.cwd()
     except FileNotFoundError:
@@ -234,7 +234,7 @@ def _where_we_stand() -> tuple[Path, ...]:
 
 
 def _is_in_use(target: Path, *own: Path) -> bool:
-    """Whether ``target`` holds files, except those of the run that is at work on it."""
+    """Return True if ``target`` holds files, except those of the run that writes to it."""
     mine = {work_folder(target), *own}
     return target.is_dir() and any(path not in mine for path in target.iterdir())
 
@@ -257,7 +257,7 @@ def _check_replaceable(target: Path, *, overwrite: bool) -> None:
 
 
 def _check_names(target: Path) -> None:
-    # of a name that is too long Path.exists raises an error
+    # Path.exists raises an error for a name that is too long
     existing = next((path for path in target.parents if os.path.isdir(path)), target)  # the root
     check_name(target, existing, len(f".partial-{_owner()}-999"))
 
@@ -276,7 +276,7 @@ def _check_writable(target: Path) -> None:
 
 
 def _make_parents(parent: Path) -> list[Path]:
-    """Create missing parents, outermost first; returns the ones that were created."""
+    """Create missing parents and return them, outermost first."""
     missing = [path for path in (parent, *parent.parents) if not path.exists()]
     try:
         parent.mkdir(parents=True, exist_ok=True)
@@ -286,7 +286,7 @@ def _make_parents(parent: Path) -> list[Path]:
 
 
 def _must_stage_inside(target: Path) -> bool:
-    """A mount point, or a directory in a read-only parent, cannot be renamed over."""
+    """Return True for a target that cannot be renamed over: a mount, or a read-only parent."""
     if not os.path.isdir(target):  # Path.is_dir fails on a name that is too long
         return False
     return os.path.ismount(target) or not os.access(target.parent, os.W_OK)
@@ -302,21 +302,21 @@ def _aside(target: Path) -> Path:
 
 
 def _remove_stale(folder: Path, name: str) -> None:
-    """Delete what a killed run of this machine left behind."""
+    """Delete what a killed run of this machine left in ``folder``."""
     for path in _stale(folder, name):
         logger.info(f"Removing {path}, left by a run that was killed.")
         shutil.rmtree(path, ignore_errors=True)
 
 
 def _stale(folder: Path, name: str) -> list[Path]:
-    """What a killed run of this machine left behind, and nobody needs."""
+    """Return what a killed run of this machine left in ``folder`` and is no longer needed."""
     host = _owner().rpartition("-")[0]
     pattern = re.compile(rf"{re.escape(name)}\.(?:partial|old)-{host}-(\d+)-\d+")
     has_target = (folder / name).exists()
     found = []
     for path in folder.iterdir() if folder.is_dir() else ():
         match = pattern.fullmatch(path.name)
-        # what was moved aside is the only copy as long as nothing has the name
+        # a target that was moved aside is the only copy until there is a new one
         is_spare = has_target or ".partial-" in path.name
         if match and is_spare and not _is_alive(int(match.group(1))):
             found.append(path)
@@ -334,7 +334,7 @@ def _is_alive(pid: int) -> bool:
 
 
 def flush(folder: Path) -> None:
-    """Force every file and directory below ``folder`` to the disk."""
+    """Sync every file and directory below ``folder`` to the disk."""
     for path in [*folder.rglob("*"), folder]:
         _flush_one(path)
 
@@ -348,7 +348,7 @@ def _flush_one(path: Path) -> None:
 
 
 class _TakenError(OutputError):
-    """Something has come to the place of the output since the run began."""
+    """Files have appeared in the output's place since the run began."""
 
 
 def _taken(target: Path) -> _TakenError:
@@ -360,13 +360,13 @@ def _taken(target: Path) -> _TakenError:
 
 
 def _free_name(path: Path) -> Path:
-    """``path``, or the first with a number that nothing has."""
+    """Return ``path``, or the first free numbered variant of it."""
     numbered = (path.with_name(f"{path.name}-{number}") for number in itertools.count(1))
     return next(one for one in itertools.chain([path], numbered) if not one.exists())
 
 
 def _rename_over(staging: Path, target: Path, *, replace: bool) -> None:
-    """Put ``staging`` at ``target``; what was there goes only once the new one is in place."""
+    """Rename ``staging`` to ``target``; an old target is removed only after that."""
     aside = _aside(target)
     has_old = target.is_dir() and any(target.iterdir())
     if has_old and not replace:
@@ -399,7 +399,7 @@ def _move_into(staging: Path, target: Path, *, purge: bool) -> None:
 
 
 def _move(path: Path, place: Path) -> None:
-    """Give something its place; what else a folder there holds, which may be a user's, stays."""
+    """Move a file or merge a folder into its place, keeping other files there."""
     if not (path.is_dir() and place.is_dir()):
         path.replace(place)
         return

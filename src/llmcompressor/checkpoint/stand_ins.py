@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What transformers is given in place of the tensors of a checkpoint: shapes and dtypes, no data.
+"""Meta tensors: placeholders with shapes and dtypes, passed to transformers for loading.
 
-A large mixture holds some ten thousand matrices of experts, which transformers stacks: it copies
-a rule, starts a job and makes a tensor for each. Where a stack takes matrices of one form, one
-stand-in is given for all of them, under the first one's name, and its stack has all of them.
+A large MoE has some ten thousand matrices of experts, which transformers stacks: it copies a rule,
+starts a job and makes a tensor for each. Where a stack has matrices of one shape, one placeholder
+is passed for all of them under the first one's name, and its stack gets the full size.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ __all__ = ["stand_ins"]
 def stand_ins(
     headers: Mapping[str, TensorHeader], stacks: Iterable[Sequence[str]] = ()
 ) -> dict[str, Any]:
-    """Stand-ins for all tensors, as ``from_pretrained`` takes them for ``state_dict``.
+    """Return placeholders for all tensors, to pass to ``from_pretrained`` as ``state_dict``.
 
     Args:
         headers: tensor → its header.
-        stacks: names of tensors that are stacked, and of which nothing else is made before.
+        stacks: names of tensors that are stacked and not converted otherwise before.
     """
     counts: dict[str, int] = {}
     left_out: set[str] = set()
@@ -51,7 +51,7 @@ def _form(header: TensorHeader) -> tuple[str, tuple[int, ...]]:
 
 
 class _StandIn:
-    """What transformers takes for a tensor of a file: it is read by slicing."""
+    """A placeholder for a slice object of safetensors: transformers reads it by slicing."""
 
     def __init__(self, dtype: str, shape: Sequence[int], count: int) -> None:
         self.shape = torch.Size(shape)
@@ -66,7 +66,7 @@ class _Absent(Tensor):
     """A tensor on the meta device that stays there when it is moved.
 
     Attributes:
-        stands_for: how many tensors of one form it is.
+        stands_for: number of tensors of one shape and dtype that it represents.
     """
 
     stands_for: int
@@ -97,7 +97,7 @@ def _count(tensor: Tensor) -> int:
 
 
 def _stacked(tensors: Sequence[Tensor], dim: int) -> Tensor | None:
-    """One tensor for many, stacked; ``None`` if there are several, which torch stacks."""
+    """Stack one placeholder of many tensors; ``None`` for several tensors, which torch stacks."""
     if len(tensors) != 1 or _count(tensors[0]) == 1:
         return None
     shape = list(tensors[0].shape)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parameters that the configuration ties and the checkpoint holds twice: one if they are equal.
+"""Resolution of tied parameters that the checkpoint stores twice: tied only if equal.
 
-transformers decides so too, but it has to see the values, which a model that is built without its
-weights has not.
+transformers decides so too, but it needs the values, which a model built on the meta device does
+not have.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ __all__ = ["BelievedTie", "same_values", "settle_ties", "settle_ties_by_config"]
 
 @dataclass(frozen=True)
 class BelievedTie:
-    """Two tensors of the files that are taken for one unseen.
+    """Two stored tensors that are assumed to be tied without reading them.
 
     Attributes:
-        source: the parameter that stays.
-        target: the one that the configuration ties to it.
-        nbytes: of one of them, in the model's dtype.
+        source: the parameter that is kept.
+        target: the parameter that the configuration ties to it.
+        nbytes: the bytes of one of them, in the model's dtype.
     """
 
     source: str
@@ -36,11 +36,11 @@ class BelievedTie:
 
 
 def settle_ties(model: PreTrainedModel, equal: Callable[[str, str], bool | None]) -> None:
-    """Make one of two parameters that the configuration ties, if they are equal.
+    """Tie two parameters as configured if they are equal, and untie them otherwise.
 
     Args:
         model: the model.
-        equal: whether two parameters, by name, are equal; ``None`` where nothing is to be done.
+        equal: return if two parameters, by name, are equal; ``None`` to leave them as they are.
     """
     tied: dict[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
     for target, source in list(tied.items()):
@@ -60,15 +60,15 @@ def settle_ties(model: PreTrainedModel, equal: Callable[[str, str], bool | None]
 
 
 def settle_ties_by_config(blueprint: Blueprint) -> list[BelievedTie]:
-    """What :func:`settle_ties` does when the weights are loaded, by the configuration's word.
+    """Do the same as :func:`settle_ties`, by the configuration alone.
 
-    Nothing is read: of two tensors in files only the shapes are known to be equal.
+    Nothing is read: stored tensors are assumed to be equal if their shapes are.
 
     Args:
         blueprint: the model, without weights.
 
     Returns:
-        The pairs that are taken for one, though the files hold both.
+        The pairs that are assumed to be tied, though the files hold both.
     """
     headers = blueprint.source.tensors
     rest = blueprint.tensors_of(None, list(find_blocks(blueprint.model).values()))
@@ -77,7 +77,7 @@ def settle_ties_by_config(blueprint: Blueprint) -> list[BelievedTie]:
 
     def equal(source: str, target: str) -> bool | None:
         if source not in places or target not in places:
-            return None  # a block's are never both there
+            return None  # those of a block are never both stored
         if headers[places[source]].shape != headers[places[target]].shape:
             return False
         nbytes = blueprint.model.get_parameter(target).nbytes
@@ -89,6 +89,6 @@ def settle_ties_by_config(blueprint: Blueprint) -> list[BelievedTie]:
 
 
 def same_values(model: PreTrainedModel, source: str, target: str) -> bool | None:
-    """Whether two parameters are equal; ``None`` where one of them has no values here."""
+    """Return True if two parameters are equal; ``None`` where one of them is on the meta device."""
     first, second = model.get_parameter(source), model.get_parameter(target)
     return None if first.is_meta or second.is_meta else torch.equal(first, second)

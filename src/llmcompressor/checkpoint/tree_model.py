@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A tree of modules made from the names in a checkpoint, for models that no class is known of.
+"""A module tree made from the tensor names of a checkpoint, for models without a known class.
 
-Such a tree has no forward. It is enough for what works on weights alone: a module by name, its
-kind, and which modules lie in which block. What a name tells:
+Such a tree has no forward. It is enough for modifiers that work on weights alone: a module's name
+and kind, and the block that it lies in. They follow from the names:
 
-- ``X.weight`` with two dimensions is a Linear; one is not meant if X ends in ``norm``;
-- it is an Embedding where X is called so (``embed_tokens``, ``wte``, …); one is not meant where
-  X is called nearly so;
+- ``X.weight`` with two dimensions is a Linear; it is doubtful if X ends in ``norm``;
+- it is an Embedding if X has such a name (``embed_tokens``, ``wte``, …); it is doubtful if the
+  name is similar;
 - ``X.weight`` with three to five dimensions is a convolution, unless X is below ``experts``;
-- ``X.3.…`` is one of several blocks, of which the outermost are loaded one by one.
+- ``X.3.…`` is one of several blocks; the outermost ones are loaded one by one.
 
-Everything else is kept as it is, each tensor in its own dtype.
+Everything else is kept unchanged, each tensor in its own dtype.
 """
 
 from __future__ import annotations
@@ -56,50 +56,49 @@ _HEAD_NAME = "lm_head"
 
 
 class TreeConfig(PretrainedConfig):  # type: ignore[no-untyped-call]  # transformers has no types
-    """A configuration that says nothing: ``config.json`` is carried over as it is."""
+    """An empty configuration: ``config.json`` is copied unchanged."""
 
     model_type = ""
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-        """The same, whatever it is made from."""
+        """Return an empty configuration, whatever the arguments."""
         return cls()
 
     def get_text_config(self, decoder: Any = None, encoder: Any = None) -> Any:
-        """Another one where the original has one within: names get a prefix when served then."""
+        """Return another configuration if the original has a text part, as served names differ."""
         return PretrainedConfig() if getattr(self, "_is_wrapped", False) else self
 
 
 class Linear(nn.Linear):
-    """A Linear that spends no time on first values."""
+    """A Linear without weight initialization."""
 
     def reset_parameters(self) -> None:
-        """Leave the weight as it is: it has no data."""
+        """Do nothing, as the weight has no data."""
 
 
 class TreePart(Module):
-    """Holds modules and tensors of which nothing is known but their names."""
+    """A module of unknown class, which holds modules and tensors by name."""
 
 
 class TreeBlock(TreePart):
-    """One of several numbered parts."""
+    """A numbered part, one of several."""
 
 
 class TreeModel(PreTrainedModel):  # type: ignore[no-untyped-call]  # transformers has no types
-    """A model made of names; it cannot be run.
+    """A model built from tensor names; it has no forward.
 
     Args:
-        config: of no meaning.
-        dtype: what its configuration says, or most of its tensors have.
+        config: an empty configuration.
+        dtype: the dtype of the original's configuration, or of most of its tensors.
 
     Attributes:
-        doubtful: Linears that may be norms or embeddings: not to be quantized unless they
-            are named.
-        tied: heads that the configuration ties to an embedding: not to be quantized, because
-            readers do not look at what is stored for them.
-        compressed: modules that are quantized already, by name; stand-ins of the classes that
-            readers give them.
-        existing: what the original's configuration says of these.
+        doubtful: Linears that may be norms or embeddings: quantized only if they are named.
+        tied: heads that the configuration ties to an embedding: never quantized, because
+            loaders ignore the tensor stored for them.
+        compressed: modules that are quantized already, by name; placeholders of the classes that
+            loaders give them.
+        existing: the quantization configuration of these in the original.
     """
 
     config_class = TreeConfig
@@ -120,27 +119,27 @@ class TreeModel(PreTrainedModel):  # type: ignore[no-untyped-call]  # transforme
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype that the configuration keeps."""
+        """The dtype that the configuration declares."""
         return self._stated_dtype
 
     def get_input_embeddings(self) -> Any:
-        """The embedding of tokens, if it is another tensor than the output's."""
+        """Return the token embedding, if it is another tensor than the head's."""
         return None if self._inputs is None else self.get_submodule(self._inputs)
 
     def get_output_embeddings(self) -> Any:
-        """The head, if there is one."""
+        """Return the output head, if there is one."""
         return None if self._outputs is None else self.get_submodule(self._outputs)
 
     def merged(self, quantization: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
-        """The configuration to write: this run's, and the original's of what it has quantized.
+        """Merge this run's configuration with the original's for modules quantized before.
 
         Args:
-            quantization: this run's.
-            names: the modules that it quantizes.
+            quantization: this run's configuration.
+            names: the modules that this run quantizes.
         """
         quantization = dict(quantization)
         if self._outputs is None and _HEAD_NAME not in quantization["ignore"]:
-            # a tied head has no tensor here, and is a Linear to whoever reads the checkpoint
+            # a tied head has no tensor here, and is a Linear in loaders of the checkpoint
             quantization["ignore"] = [*quantization["ignore"], _HEAD_NAME]
         if self.existing is None:
             return quantization
@@ -153,19 +152,19 @@ def build_tree(
     headers: Mapping[str, TensorHeader],
     existing: Mapping[str, Any] | None = None,
 ) -> Blueprint:
-    """A model whose modules have the names of a checkpoint's tensors.
+    """Build a model whose modules have the names of a checkpoint's tensors.
 
     Args:
         source: the checkpoint.
         headers: its tensors, or a view of them with other names.
-        existing: the configuration of what is quantized already.
+        existing: the configuration of the modules that are quantized already.
 
     Returns:
-        The model, all of whose weights are on the meta device. Each tensor keeps its name.
+        The model, with all weights on the meta device. Each tensor keeps its name.
 
     Raises:
-        CheckpointError: there is a tensor that cannot be held, or that another method has
-            quantized.
+        CheckpointError: a tensor has an unsupported name or dtype, or was quantized by another
+            method.
     """
     _check(headers, quantized=existing is not None)
     config = TreeConfig()
@@ -198,15 +197,15 @@ def build_tree(
 def tied_pair(
     config: Mapping[str, Any], headers: Mapping[str, TensorHeader]
 ) -> tuple[str, str] | None:
-    """The head that a configuration ties to an embedding, and that embedding.
+    """Return the head that a configuration ties to an embedding, and that embedding.
 
     Args:
         config: the content of ``config.json``.
         headers: the tensors.
 
     Returns:
-        Their paths; that of the head is the usual one where no tensor is stored for it. ``None`` if
-        nothing is tied, or there is not one embedding that it may be tied to.
+        Their paths; the head's is the usual one if no tensor is stored for it. ``None`` if nothing
+        is tied, or the embedding is ambiguous or missing.
     """
     facts = _Facts.read(config)
     matrices = {
@@ -231,7 +230,7 @@ def tied_pair(
 
 
 def _usual_head(embedding: str) -> str:
-    """What a head is called, beside the part that holds an embedding.
+    """Return the usual name of a head, next to the part that contains an embedding.
 
     >>> _usual_head("model.embed_tokens"), _usual_head("language_model.model.embed_tokens")
     ('lm_head', 'language_model.lm_head')
@@ -243,12 +242,12 @@ def _usual_head(embedding: str) -> str:
 def untied(
     source: SourceInfo, headers: Mapping[str, TensorHeader], pair: tuple[str, str]
 ) -> tuple[SourceInfo, dict[str, TensorHeader]]:
-    """A checkpoint as it would be if a head had its own copy of an embedding.
+    """Return a checkpoint's description as if its head had its own copy of the embedding.
 
     Args:
         source: the checkpoint.
         headers: its tensors.
-        pair: of :func:`tied_pair`.
+        pair: the result of :func:`tied_pair`.
     """
     head, embedding = pair
     config = dict(source.config)
@@ -262,7 +261,7 @@ def untied(
 
 @dataclass(frozen=True)
 class _Facts:
-    """What a configuration says that matters here."""
+    """The settings of a configuration that a tree depends on."""
 
     dtype: torch.dtype | None
     is_tied: bool
@@ -300,7 +299,7 @@ def _check(headers: Mapping[str, TensorHeader], *, quantized: bool) -> None:
 
 
 def _is_compressed(path: str, tensors: Mapping[str, TensorHeader]) -> bool:
-    """Whether a module has codes, or what stands beside them."""
+    """Return True if a module has codes or quantization parameters."""
     whole = {f"{path}.{own}" if path else own: header for own, header in tensors.items()}
     return any(map(_BESIDE.match, tensors)) or next(codes_in(whole), None) is not None
 
@@ -317,7 +316,7 @@ def _most_common_dtype(headers: Iterable[TensorHeader]) -> torch.dtype:
 def _with_parents(
     modules: Mapping[str, Mapping[str, TensorHeader]],
 ) -> Iterable[tuple[str, Mapping[str, TensorHeader]]]:
-    """Every module with its own tensors, parents first."""
+    """Yield every module with its own tensors, parents first."""
     seen = {""}
     yield "", modules.get("", {})
     for path in modules:
@@ -330,7 +329,7 @@ def _with_parents(
 
 
 def _add(made: dict[str, Module], path: str, tensors: Mapping[str, TensorHeader]) -> None:
-    """Make one module and put it below its parent, which is made already."""
+    """Make one module and add it to its parent, which exists already."""
     module = made.get(path)
     if module is None:
         parent, _, own = path.rpartition(".")
@@ -342,7 +341,7 @@ def _add(made: dict[str, Module], path: str, tensors: Mapping[str, TensorHeader]
 
 
 def _made(path: str, tensors: Mapping[str, TensorHeader]) -> Module:
-    """A module of the kind that its name and the shape of its weight tell."""
+    """Return a module of the kind that its name and its weight's shape indicate."""
     last = path.rpartition(".")[2]
     header = None if _is_compressed(path, tensors) else tensors.get("weight")
     if header is not None and DTYPES[header.dtype].is_floating_point and 0 not in header.shape:
@@ -366,7 +365,7 @@ def _stand_in(name: str) -> Linear | Embedding:
 
 
 def _is_embedding(name: str) -> bool:
-    """Whether a module is called as embeddings are.
+    """Return True if a module has the name of an embedding.
 
     >>> [_is_embedding(name) for name in ("embed_tokens", "wte", "embed_out", "patch_embedding")]
     [True, True, False, False]
@@ -375,7 +374,7 @@ def _is_embedding(name: str) -> bool:
 
 
 def _is_like_embedding(name: str) -> bool:
-    """Whether a module may be an embedding, going by its name.
+    """Return True if a module may be an embedding by its name.
 
     >>> names = "patch_embedding", "embed_tokens_per_layer", "embedding_projection", "embed_out"
     >>> [_is_like_embedding(name) for name in names]
@@ -385,9 +384,9 @@ def _is_like_embedding(name: str) -> bool:
 
 
 def _unlike_linears(model: TreeModel) -> list[str]:
-    """Matrices of norms, and what is called nearly like an embedding.
+    """Return norm matrices, and modules with a name similar to an embedding's.
 
-    They are Linears here, because readers that go by shapes take them for such.
+    They are Linears here, because loaders that go by shapes treat them so.
     """
     return [
         name
@@ -398,7 +397,7 @@ def _unlike_linears(model: TreeModel) -> list[str]:
 
 
 def _find_embeddings(model: TreeModel, facts: _Facts) -> None:
-    """Which modules are the embeddings of a model's input and output, and which may be."""
+    """Find the input embedding and the output head, and mark doubtful candidates."""
     outside = [
         (name, module)
         for name, module in model.named_modules()

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights that are quantized though ``config.json`` does not say so, told from headers alone.
+"""Detection of quantized weights that ``config.json`` does not declare, from headers alone.
 
-Who reads codes as weights gets numbers without a meaning, and no error. Codes are
+Codes that are loaded as weights give meaningless numbers, and no error. Codes are
 
 - integers under a name that only packed weights have (``qweight``, …);
-- a matrix of values of one byte or less with its scales beside it;
-- such a matrix called ``weight``, unless its module is called as tables are, or as what drafts
-  tokens: an embedding may be kept in float8 without scales, and of a draft no class reads it.
+- a matrix of values of one byte or less, stored with its scales;
+- such a matrix named ``weight``, unless its module is named like a table or a draft head: an
+  embedding may be stored in float8 without scales, and no class loads a draft head.
 
-What else has one byte (masks and tables that a model keeps in buffers) is none, nor is a dense
-weight with scales beside it: it has its values.
+Other tensors of one byte (masks and tables in buffers) are not codes, nor is a dense weight that is
+stored with scales: it has its values.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _MATRIX = 2
 
 
 def codes_in(tensors: Mapping[str, TensorHeader]) -> Iterator[str]:
-    """The names of the tensors that hold codes.
+    """Return the names of the tensors that hold codes.
 
     Args:
         tensors: name → header.
@@ -47,7 +47,7 @@ def codes_in(tensors: Mapping[str, TensorHeader]) -> Iterator[str]:
 
 
 def with_scales(names: Iterable[str]) -> set[str]:
-    """Tensors of codes, and what their scales may be called.
+    """Return the names of code tensors and the possible names of their scales.
 
     >>> sorted(with_scales(["up.weight"]))[:3]
     ['up.SCB', 'up.scale', 'up.scales']
@@ -73,7 +73,7 @@ def _holds_codes(name: str, header: TensorHeader, tensors: Mapping[str, TensorHe
 
 
 def _is_table(path: str) -> bool:
-    """Whether a module is called as tables are that a token is looked up in.
+    """Return True if a module has the name of an embedding table.
 
     >>> [_is_table(path) for path in ("model.embed_tokens", "wte", "embed_proj", "up_proj")]
     [True, True, False, False]
@@ -82,7 +82,7 @@ def _is_table(path: str) -> bool:
 
 
 def _scales_of(own: str) -> tuple[str, ...]:
-    """What scales are called beside a tensor of this name."""
+    """Return the possible names of the scales of a tensor."""
     names = (f"{own}_scale", f"{own}_scale_inv", f"{own}_scales")
     if own == "weight":
         return (*names, "scale", "scales", "SCB")
@@ -90,13 +90,13 @@ def _scales_of(own: str) -> tuple[str, ...]:
 
 
 def check_dense(tensors: Mapping[str, TensorHeader]) -> None:
-    """Refuse tensors of which one holds codes.
+    """Refuse tensors if one of them holds codes.
 
     Args:
-        tensors: those of a checkpoint that does not say that it is quantized.
+        tensors: the tensors of a checkpoint that declares no quantization.
 
     Raises:
-        CheckpointError: there is such a tensor.
+        CheckpointError: a tensor holds codes.
     """
     name = next(codes_in(tensors), None)
     if name is not None:
@@ -104,7 +104,7 @@ def check_dense(tensors: Mapping[str, TensorHeader]) -> None:
 
 
 def undeclared_error(name: str, header: TensorHeader) -> CheckpointError:
-    """The error for a tensor of codes that ``config.json`` says nothing of."""
+    """Return the error for a tensor of codes that ``config.json`` does not declare."""
     return CheckpointError(
         f"The tensor {name} of {header.file} ({header.dtype}) is quantized already, though "
         f"config.json does not say so{_told_by(header.file.parent)}.",

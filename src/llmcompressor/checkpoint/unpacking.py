@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights of a model that is quantized in the format of compressed-tensors, as numbers again."""
+"""Decompression of models in the compressed-tensors format while they are loaded."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ _SCALE = "weight_scale"
 
 
 def load_unpacked(load: Callable[..., Any], settings: Mapping[str, Any], **arguments: Any) -> Any:
-    """Load a model whose weights are numbers, each by the scheme of its own module.
+    """Load a compressed model and decompress its weights, each by its own module's scheme.
 
     Args:
         load: a ``from_pretrained``.
-        settings: the ``quantization_config`` of what it loads.
-        arguments: for ``load``.
+        settings: the ``quantization_config`` of the model.
+        arguments: arguments for ``load``.
 
     Returns:
-        What ``load`` returns. The modules keep their schemes.
+        The result of ``load``. The modules keep their schemes.
     """
-    # Since transformers 5.21 one scheme is taken to unpack all. It also unpacks what cannot be
-    # loaded packed, as where a class's initialization names a weight.
+    # Since transformers 5.21 a single scheme is used to decompress all modules. That also handles
+    # models that cannot be loaded packed, as where a class's initialization accesses a weight.
     if is_simple := _has_one_group(settings):
         arguments["quantization_config"] = CompressedTensorsConfig(dequantize=True)
     with packed_zero_points_fit(), warnings.catch_warnings():
@@ -42,7 +42,7 @@ def load_unpacked(load: Callable[..., Any], settings: Mapping[str, Any], **argum
 
 
 def unpack(model: PreTrainedModel) -> None:
-    """Give a model that was loaded packed its weights; its modules keep their schemes."""
+    """Decompress the weights of a model that was loaded packed; its modules keep their schemes."""
     quantizer: Any = model.hf_quantizer
     if quantizer.quantization_config.is_quantization_compressed:  # else it was written dense
         quantizer.compressor.decompress_model(model)
@@ -50,11 +50,11 @@ def unpack(model: PreTrainedModel) -> None:
 
 
 def lost_codes(model: PreTrainedModel, names: Iterable[str]) -> list[str]:
-    """Those of a checkpoint's codes that are plain weights in the model, as of joined experts.
+    """Return the code tensors whose scheme the model lost, as those of fused experts.
 
     Args:
-        model: as :func:`load_unpacked` gives it.
-        names: tensors that hold codes.
+        model: the result of :func:`load_unpacked`.
+        names: names of tensors that hold codes.
     """
     scales = {name: f"{name.rpartition('.')[0]}.{_SCALE}" for name in names}
     found = loaded_names(model, scales.values(), model.state_dict())

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The folder in which a run works: ``NAME.partial`` beside the output ``NAME``.
+"""The working folder of a run: ``NAME.partial`` alongside the output ``NAME``.
 
 ::
 
     NAME.partial/
-        lock             held while a run is at work; it dies with its process
-        journal          what is finished
-        files/           the output, growing in place; renamed to NAME at the end
+        lock             held while a run is active; released when its process ends
+        journal          the finished blocks
+        files/           the output, written in place; renamed to NAME at the end
         scratch/         blocks between two passes over the model
 """
 
@@ -61,7 +61,7 @@ class Workspace:
     Attributes:
         target: the output directory.
         folder: the working folder.
-        journal: what is finished.
+        journal: the journal of finished blocks.
     """
 
     def __init__(self, target: Path, folder: Path, lock: IO[str]) -> None:
@@ -73,16 +73,16 @@ class Workspace:
 
     @property
     def files(self) -> Path:
-        """Where the output grows, or where it is if it has its name already."""
+        """The folder of the output's files: in the working folder, or the target once published."""
         return self.target if self.is_published else files_of(self.folder)
 
     @property
     def scratch(self) -> Path:
-        """Where blocks wait between two passes over the model."""
+        """The folder of blocks between two passes over the model."""
         return scratch_of(self.folder)
 
     def start_afresh(self, fingerprint: Mapping[str, Any]) -> None:
-        """Forget what was finished."""
+        """Discard all progress and start a new journal."""
         self.is_published = False
         for folder in (self.files, self.scratch):
             shutil.rmtree(folder, ignore_errors=True)
@@ -91,13 +91,13 @@ class Workspace:
         self.files.mkdir()
 
     def publish(self, *, replace: bool) -> None:
-        """Give the finished output its name, and remove the working folder."""
+        """Move the finished output to its final name and remove the working folder."""
         put_in_place(self.files, self.target, replace=replace)
         self.is_published = True
         self.remove()
 
     def remove(self) -> None:
-        """Remove the working folder, the journal last: it tells what the rest of one was.
+        """Remove the working folder, the journal last, as it identifies the rest.
 
         A lock without the journal would look like a run that has not begun.
         """
@@ -107,7 +107,7 @@ class Workspace:
         self._lock.close()
 
     def abandon(self) -> None:
-        """Throw the progress away: nobody can go on from it."""
+        """Discard the progress, as no call could resume from it."""
         if self.journal.is_begun:
             logger.warning(
                 f"{self.folder} is removed: the same call would fail again, and no other one could "
@@ -118,17 +118,17 @@ class Workspace:
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def close(self) -> None:
-        """Give the lock back."""
+        """Release the lock."""
         self._lock.close()
 
 
 def files_of(folder: Path) -> Path:
-    """Where the output grows in a working folder."""
+    """Return the folder of the output's files in a working folder."""
     return folder / _FILES
 
 
 def scratch_of(folder: Path) -> Path:
-    """Where blocks wait between two passes in a working folder."""
+    """Return the folder of scratch blocks in a working folder."""
     return folder / _SCRATCH
 
 
@@ -136,17 +136,17 @@ def scratch_of(folder: Path) -> Path:
 def opened(
     target: Path, fingerprint: Mapping[str, Any], *, resume: str = "auto"
 ) -> Iterator[Workspace]:
-    """The workspace of a run, whether it begins or goes on.
+    """Open the workspace of a run, new or resumed.
 
     Args:
         target: the output directory.
         fingerprint: everything that decides the bytes of the output.
-        resume: ``"auto"``: go on if there is something to go on with; ``"never"``: throw it
-            away; ``"must"``: refuse to begin.
+        resume: ``"auto"``: resume if there is progress; ``"never"``: discard it; ``"must"``: refuse
+            to start without progress.
 
     Raises:
-        OutputError: another run is at work on the same output, there is nothing to resume, or
-            what is there is of another run.
+        OutputError: another run is writing the same output, there is nothing to resume, or the
+            progress belongs to another run.
     """
     folder = work_folder(target)
     journal = folder / _JOURNAL
@@ -186,14 +186,14 @@ def opened(
 
 @contextmanager
 def reserved(target: Path, *, resume: str = "auto") -> Iterator[None]:
-    """Keep other runs away from an output directory, for a run that keeps no progress.
+    """Lock an output directory for a run that keeps no progress.
 
     Args:
         target: the output directory.
-        resume: as for :func:`opened`; ``"never"`` throws away what another run has finished.
+        resume: as for :func:`opened`; ``"never"`` discards the progress of another run.
 
     Raises:
-        OutputError: another run is at work on the same output, or has left its progress there.
+        OutputError: another run is writing the same output, or has left its progress there.
     """
     folder = work_folder(target)
     missing = [path for path in folder.parents if not path.exists()]
@@ -209,10 +209,10 @@ def reserved(target: Path, *, resume: str = "auto") -> Iterator[None]:
         try:
             yield
         finally:
-            (folder / _JOURNAL).unlink(missing_ok=True)  # without it the rest is nobody's progress
+            (folder / _JOURNAL).unlink(missing_ok=True)  # without it the rest is no progress
             _remove_all_but(folder, _LOCK)
             (folder / _LOCK).unlink(missing_ok=True)
-            with contextlib.suppress(OSError):  # another run has come meanwhile, or something stays
+            with contextlib.suppress(OSError):  # another run has started, or files are left
                 folder.rmdir()
             for path in missing:
                 if not any(path.iterdir()):
@@ -222,14 +222,14 @@ def reserved(target: Path, *, resume: str = "auto") -> Iterator[None]:
 
 
 def was_published(target: Path) -> bool:
-    """Whether a run was killed after its output got its name and before it had tidied up."""
+    """Return True if a run was killed after its output was renamed and before its cleanup."""
     folder = work_folder(target.expanduser().resolve())
     has_config = os.path.isfile(target / "config.json")
     return has_config and not (folder / _FILES).exists() and _is_ready(folder)
 
 
 def is_being_published(target: Path) -> bool:
-    """Whether files in ``target`` are a finished run's that was killed while it moved them there.
+    """Return True if a killed run was moving its finished files into ``target``.
 
     They are moved one by one where the folder itself cannot be renamed over the target.
     """
@@ -239,12 +239,12 @@ def is_being_published(target: Path) -> bool:
 
 
 def fingerprint_of_progress(target: Path) -> dict[str, Any] | None:
-    """The fingerprint of a run that was broken off, where a later call could go on with it."""
+    """Return the fingerprint of an interrupted run that can be resumed, or ``None``."""
     journal = work_folder(target.expanduser().resolve()) / _JOURNAL
     try:
         found = Journal(journal)
     except OutputError:
-        return None  # a damaged journal; the run itself says so
+        return None  # a damaged journal, which the run itself reports
     return found.fingerprint if found.is_begun or found.is_ready else None
 
 
@@ -260,11 +260,11 @@ def _is_ready(folder: Path) -> bool:
     try:
         return os.path.isfile(folder / _JOURNAL) and Journal(folder / _JOURNAL).is_ready
     except OutputError:
-        return False  # a damaged journal; the run itself says so
+        return False  # a damaged journal, which the run itself reports
 
 
 def _check_kinds(folder: Path) -> None:
-    """Refuse a working folder in which a file stands for a folder, or the other way round."""
+    """Refuse a working folder in which a file has the name of a folder, or the reverse."""
     folders = [folder, folder / _FILES, folder / _SCRATCH]
     for path in (*folders, folder / _JOURNAL, folder / _LOCK):
         if path.exists() and path.is_dir() != (path in folders):
@@ -303,7 +303,7 @@ def _compare(workspace: Workspace, fingerprint: Mapping[str, Any]) -> None:
 
 
 def _begun(folder: Path, target: Path) -> IO[str]:
-    """The lock of a working folder, which is made if it is not there."""
+    """Return the lock of a working folder, which is created if necessary."""
     with creating(target):
         _check_kinds(folder)
         folder.mkdir(parents=True, exist_ok=True)
@@ -311,7 +311,7 @@ def _begun(folder: Path, target: Path) -> IO[str]:
 
 
 def _locked(folder: Path, target: Path) -> IO[str]:
-    """Hold the lock of a working folder until the file is closed or the process ends."""
+    """Lock a working folder until the returned file is closed or the process ends."""
     lock = (folder / _LOCK).open("a+", encoding="utf-8")
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

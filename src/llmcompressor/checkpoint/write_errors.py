@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a disk or a file system refuses to write, as one clear error."""
+"""Translation of write errors of disks and file systems into clear errors."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ _OF_TORCH = re.compile(
 
 
 def check_named(argument: str, given: str | os.PathLike[str]) -> None:
-    """Refuse an empty name, which to ``Path`` is the folder one stands in, and what is no path.
+    """Refuse an empty argument, which ``Path`` takes for the current folder, and invalid paths.
 
     Raises:
-        OutputError: names the argument.
+        OutputError: the argument is no path.
     """
     if not os.fspath(given):
         raise OutputError(f"The argument {argument!r} is empty.", "Give the path of a folder.")
     try:
-        # RuntimeError: links in a circle, or the home of a user that there is not
+        # RuntimeError: a cycle of links, or the home of an unknown user
         os.stat(Path(given).expanduser().resolve())
     except (OSError, RuntimeError, ValueError) as error:
         if isinstance(error, OSError) and error.errno != errno.ELOOP:
-            return  # what is not there can be made, and what cannot is told of later
+            return  # a missing path can be created; other errors are reported later
         reason = (getattr(error, "strerror", None) or str(error)).rstrip(".")
         raise OutputError(
             f"The argument {argument!r} is {os.fspath(given)[:300]!r}, which is no path: {reason}.",
@@ -52,12 +52,12 @@ def check_named(argument: str, given: str | os.PathLike[str]) -> None:
 
 
 def write_error(error: BaseException, target: Path, remedy: str) -> OutputError | None:
-    """The clear error behind one that only writing can end in; ``None`` for any other.
+    """Return the clear error for an error of writing; ``None`` for any other.
 
     Args:
-        error: what was raised, perhaps while another error was handled.
+        error: the raised error, perhaps while another error was handled.
         target: the output directory.
-        remedy: what to do about a full disk.
+        remedy: the remedy for a full disk.
     """
     if isinstance(error, OutputError):
         return None
@@ -82,7 +82,7 @@ def write_error(error: BaseException, target: Path, remedy: str) -> OutputError 
 
 
 def _unsaid(error: BaseException, target: Path, remedy: str) -> OutputError | None:
-    """As :func:`write_error`, of what torch could not write."""
+    """Return the clear error for a failed write of torch, which does not name its cause."""
     if not isinstance(error, RuntimeError) or not _OF_TORCH.search(str(error)):
         return None
     return OutputError(
@@ -105,7 +105,7 @@ def _number(error: BaseException | None) -> int | None:
 
 @contextmanager
 def disk_errors(target: Path) -> Iterator[None]:
-    """Say it in one sentence when the disk is full, or takes no file of that size."""
+    """Convert errors of a full disk or a file size limit into a clear error."""
     try:
         yield
     except Exception as error:
@@ -122,9 +122,9 @@ def disk_errors(target: Path) -> Iterator[None]:
 
 @contextmanager
 def creating(target: Path) -> Iterator[None]:
-    """The creation of folders and files for ``target``: whatever fails is an ``OutputError``.
+    """Convert errors of creating folders and files for ``target`` into an ``OutputError``.
 
-    Folders above ``target`` that were not there before are removed again, as far as they are empty.
+    On an error, folders above ``target`` that did not exist before are removed if they are empty.
     """
     missing = [path for path in target.parents if not os.path.exists(path)]
     try:
@@ -143,14 +143,14 @@ def creating(target: Path) -> Iterator[None]:
 
 
 def check_file(file: Path, what: str) -> None:
-    """Refuse a file that could not be written at the end; nothing is left of the trial.
+    """Refuse a file that could not be written at the end; the trial leaves nothing behind.
 
     Args:
         file: its folder need not exist.
-        what: who names it, for the error.
+        what: the file's purpose, for the error.
 
     Raises:
-        OutputError: says why.
+        OutputError: the file cannot be written.
     """
     existing = next(path for path in (file, *file.absolute().parents) if os.path.exists(path))
     try:
@@ -170,12 +170,12 @@ def check_file(file: Path, what: str) -> None:
 
 
 def check_name(target: Path, existing: Path, longest: int) -> None:
-    """Refuse a name that the file system cannot hold.
+    """Refuse a name that is too long for the file system.
 
     Args:
         target: the output directory.
-        existing: the nearest folder above it (or itself) that is there.
-        longest: bytes that are put behind its name while it is written.
+        existing: the nearest existing folder above it (or itself).
+        longest: bytes that are appended to its name while it is written.
 
     Raises:
         OutputError: a part of the path is too long.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command ``llmcompressor``: reads arguments, calls an entrypoint, prints what came of it."""
+"""The command ``llmcompressor``: parses arguments, calls an entrypoint, prints the result."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ __all__ = ["main"]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command and leave the process with its exit code.
+    """Run the command and exit the process with its exit code.
 
-    0: done. 1: something unforeseen, or an error found by `plan` or `verify`. 2: what was given
-    cannot be used. 130: interrupted. 143: terminated.
+    0: success. 1: an unforeseen error, or an error found by `plan` or `verify`. 2: unusable input.
+    130: interrupted. 143: terminated.
     """
     from llmcompressor.cli.written_help import written_help  # noqa: PLC0415  # `cli` stays free
 
@@ -24,5 +24,5 @@ def main(arguments: Sequence[str] | None = None) -> None:
         raise SystemExit(0)
     from llmcompressor.cli.app import app  # noqa: PLC0415
 
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # a script is told; here nobody set it
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # scripts are warned instead
     app(args=None if arguments is None else list(arguments), prog_name="llmcompressor")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The commands. Each imports what it needs when it runs: ``--help`` loads no torch."""
+"""The command line application. Commands import lazily: ``--help`` loads no torch."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def _command(
 
 
 def _oneshot_signature() -> inspect.Signature:
-    """MODEL, the output, then an option for each field of the argument dataclasses."""
+    """Build the signature: MODEL, the output, and an option for each argument field."""
     keyword = inspect.Parameter.KEYWORD_ONLY
     return inspect.Signature(
         [

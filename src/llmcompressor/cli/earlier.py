@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Commands of other releases whose work is not needed here."""
+"""Commands of earlier releases that are no longer needed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["reindex", "trace"]
 
 
 def reindex(arguments: Sequence[str] | None = None) -> None:
-    """Give the next step the folder that it reads: a copy of the checkpoint."""
+    """Copy the checkpoint into the folder that the next step of a script reads."""
     parser = argparse.ArgumentParser(
         prog="llmcompressor.reindex_fused_weights",
         description="Not needed: model_free_ptq takes a checkpoint however its weights lie in "
@@ -37,7 +37,7 @@ def reindex(arguments: Sequence[str] | None = None) -> None:
 
 
 def trace(arguments: Sequence[str] | None = None) -> None:
-    """Say that nothing is traced."""
+    """Report that nothing is traced."""
     del arguments
     sys.stderr.write(
         "Error: nothing is traced here, since a run pauses the model's own forward. "
@@ -47,7 +47,7 @@ def trace(arguments: Sequence[str] | None = None) -> None:
 
 
 def _copy(model: str, target: Path) -> None:
-    """Copy a checkpoint; the folder has its name when it is complete."""
+    """Copy a checkpoint; the folder appears under its name when it is complete."""
     from llmcompressor.checkpoint.hub import fetch  # noqa: PLC0415  # loads torch
     from llmcompressor.checkpoint.source import is_hub_id  # noqa: PLC0415
     from llmcompressor.errors import CheckpointError, OutputError  # noqa: PLC0415
@@ -62,5 +62,5 @@ def _copy(model: str, target: Path) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}-") as place:
         made = Path(place) / "copy"
-        shutil.copytree(source, made)  # of the hub's cache the files that its links lead to
+        shutil.copytree(source, made)  # links of the hub's cache are resolved
         made.rename(target)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An error as one paragraph and an exit code; the traceback only for who asked for it."""
+"""Conversion of errors into one paragraph and an exit code, with a traceback on request."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ _SAME_SIGNAL = 5.0
 
 
 class _Terminated(KeyboardInterrupt):
-    """SIGTERM, raised where the main thread is: everything ends as it does with Ctrl-C."""
+    """SIGTERM, raised in the main thread so that the run ends as with Ctrl-C."""
 
 
 @contextmanager
 def reporting(*, debug: bool, resumable: bool = False) -> Iterator[None]:
-    """Turn what the body raises into a paragraph on standard error and an exit code.
+    """Convert errors of the body into a paragraph on standard error and an exit code.
 
     Args:
         debug: print the traceback as well.
-        resumable: the same command continues where it was interrupted.
+        resumable: the same command resumes an interrupted run.
     """
     try:
         with _sigterm_raised():
@@ -62,7 +62,7 @@ def reporting(*, debug: bool, resumable: bool = False) -> Iterator[None]:
 
 
 def _continuing(arguments: Sequence[str]) -> list[str]:
-    """The arguments without what would throw away the progress there is."""
+    """Return the arguments without those that would discard existing progress."""
     kept: list[str] = []
     for argument in arguments:
         if argument == "never" and kept[-1:] == ["--resume"]:
@@ -74,7 +74,7 @@ def _continuing(arguments: Sequence[str]) -> list[str]:
 
 @contextmanager
 def _sigterm_raised() -> Iterator[None]:
-    """Have SIGTERM raise an exception inside; other threads than the main one get no signals."""
+    """Raise an exception on SIGTERM inside; only the main thread gets signals."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The help of a command: plain text under headings, since drawing boxes takes its time."""
+"""Plain-text help of a command under headings, which is faster than drawing boxes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["GroupedCommand"]
 
 
 class GroupedCommand(TyperCommand):
-    """Lists its options under the headings (``rich_help_panel``) that they name."""
+    """A command that lists its options under their headings (``rich_help_panel``)."""
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         """Write arguments first, then each heading in the order of its first option."""

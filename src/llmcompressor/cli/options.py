@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fields of an argument dataclass as options of a command.
+"""Command line options from the fields of an argument dataclass.
 
-An option is named as its field, ``--num-calibration-samples`` for ``num_calibration_samples``,
-and has the field's help; ``--no-name`` has that of turning it off. What was not given is left out
-of the call, so that a default stands in one place only. By what a field can hold:
+An option is named after its field, ``--num-calibration-samples`` for ``num_calibration_samples``,
+and has the field's help; ``--no-name`` has the help of turning it off. Options that were not given
+are left out of the call, so that each default is defined once. By the type of the field:
 
 =====================  =========================================================================
 ``bool``               ``--name``, or ``--no-name`` where it is true by default
@@ -38,7 +38,7 @@ Convert = Callable[[Any], Any]
 
 @dataclasses.dataclass(frozen=True)
 class _Kind:
-    """How a field looks on the command line, and how its value is made of what was typed."""
+    """The command line type of a field, and the conversion of its value."""
 
     typed: Any
     convert: Convert
@@ -48,12 +48,12 @@ class _Kind:
 def parameters_of(
     arguments: type, *, panel: str, skip: Sequence[str] = (), required: Sequence[str] = ()
 ) -> list[inspect.Parameter]:
-    """A keyword parameter with a ``typer.Option`` for each field of a dataclass.
+    """Return a keyword parameter with a ``typer.Option`` for each field of a dataclass.
 
     Args:
         arguments: the dataclass.
         panel: heading of these options in the help.
-        skip: fields that are no options.
+        skip: fields without an option.
         required: fields that must be given.
     """
     hints = _hints(arguments)
@@ -82,10 +82,10 @@ def parameters_of(
 
 
 def call_arguments(given: Mapping[str, Any], *dataclass_types: type) -> dict[str, Any]:
-    """What was given on the command line as arguments of the entrypoint.
+    """Return the entrypoint's arguments from the given command line options.
 
     Raises:
-        typer.BadParameter: a value has not the form that its field needs.
+        typer.BadParameter: a value does not have the form that its field needs.
     """
     converters: dict[str, Convert] = {}
     for arguments in dataclass_types:
@@ -104,7 +104,7 @@ def call_arguments(given: Mapping[str, Any], *dataclass_types: type) -> dict[str
 
 
 def flags_of(arguments: type) -> dict[str, bool]:
-    """The fields of a dataclass whose options take no value, each with its default."""
+    """Return the fields of a dataclass whose options take no value, with their defaults."""
     hints = _hints(arguments)
     return {
         field.name: bool(field.default)
@@ -114,7 +114,7 @@ def flags_of(arguments: type) -> dict[str, bool]:
 
 
 def output_place(given: Mapping[str, Any]) -> str:
-    """Where the result stands: one stage of a recipe has a folder of its own in the output.
+    """Return the folder of the result; a stage of a recipe has a subfolder of its own.
 
     >>> output_place({"output_dir": "out", "stage": "quant"})
     'out/quant'
@@ -123,7 +123,7 @@ def output_place(given: Mapping[str, Any]) -> str:
     return str(Path(folder) / stage) if stage else folder
 
 
-@functools.cache  # two commands have the same options, and evaluating hints takes its time
+@functools.cache  # commands share options, and evaluating hints is slow
 def _hints(arguments: type) -> dict[str, Any]:
     return get_type_hints(arguments)
 
@@ -160,7 +160,7 @@ def _several(plain: set[Any], *, listed: bool) -> _Kind:
 
 
 def _spelling(name: str, typed: Any, default: Any) -> str:
-    """How the option is written; a flag only in the way that changes something."""
+    """Return the option's name; a flag has only the form that changes its default."""
     return _dashed(f"no-{name}" if typed is bool and default is True else name)
 
 
@@ -194,7 +194,7 @@ def _true_or_text(value: str) -> str | bool:
 
 
 def _split(values: Sequence[str]) -> list[str]:
-    """Values with commas taken apart.
+    """Split values at commas, except patterns.
 
     >>> _split(["a,b", "re:.*q_proj{1,2}"])
     ['a', 'b', 're:.*q_proj{1,2}']
@@ -210,7 +210,7 @@ def _one_or_many(values: Sequence[str]) -> str | list[str]:
 
 
 def pairs(values: Sequence[str]) -> dict[str, Any]:
-    """``key=value`` as a dict.
+    """Parse ``key=value`` items into a dict.
 
     >>> pairs(["name=a", "depth=2"])
     {'name': 'a', 'depth': 2}

@@ -56,7 +56,7 @@ _NOT_HERE = ("dry_run", "resume", "verify")
 
 
 def _signature() -> inspect.Signature:
-    """MODEL, what is asked of the plan, then the options of ``oneshot``."""
+    """Build the signature: MODEL, the plan's own options, then those of ``oneshot``."""
     keyword = inspect.Parameter.KEYWORD_ONLY
     model = Annotated[str, typer.Argument(metavar="MODEL", help="Folder or name of the model.")]
     output = Annotated[
@@ -93,12 +93,12 @@ def plan_command(*, debug: bool, as_json: bool, no_measure: bool, **given: Any) 
 
 
 def show_plan(call: Mapping[str, Any], *, as_json: bool = False, measure: bool = True) -> None:
-    """Print the plan of a call; the exit code says whether it would work."""
+    """Print the plan of a call; the exit code tells if it would work."""
     with quick_imports():
         from llmcompressor.entrypoints.plan import plan  # noqa: PLC0415  # loads torch
     from llmcompressor.logger import LoggerConfig, configure_logger  # noqa: PLC0415
 
-    configure_logger(LoggerConfig(console_log_level="ERROR"))  # the plan says it all
+    configure_logger(LoggerConfig(console_log_level="ERROR"))  # the plan reports everything
     found = plan(**call, measure=measure)
     if as_json:
         typer.echo(json.dumps(found.as_dict(), indent=2))

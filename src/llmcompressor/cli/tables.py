@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Results as tables for a person."""
+"""Rendering of results as tables."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _STYLES = {"error": "red", "warning": "yellow", "note": "dim"}
 
 
 def print_report(report: Report, console: Console | None = None) -> None:
-    """One evaluation: a line per figure."""
+    """Print an evaluation, one line per metric."""
     table = Table(show_header=False, box=None, pad_edge=False)
     table.add_row("Tokens", f"{report.tokens} in {report.windows} windows")
     table.add_row("Loss", f"{report.loss:.4f}")
@@ -36,7 +36,7 @@ def print_report(report: Report, console: Console | None = None) -> None:
 
 
 def print_demo(result: DemoResult, console: Console | None = None) -> None:
-    """The demo: a row per checkpoint, then what each goes on to write."""
+    """Print the demo's result: a row per checkpoint, then the completion of each."""
     console = console or Console()
     table = Table(title=f"{result.tokens} tokens of {result.text}")
     table.add_column("Checkpoint")
@@ -58,7 +58,7 @@ def print_demo(result: DemoResult, console: Console | None = None) -> None:
 
 
 def print_verification(report: VerificationReport, console: Console | None = None) -> None:
-    """The figures, then a row per finding; findings with equal words share one."""
+    """Print the figures, then a row per finding; findings with equal text share a row."""
     console = console or Console()
     console.print(*report.figures(), sep="\n", markup=False, highlight=False, soft_wrap=True)
     rows = report.rows()
@@ -91,7 +91,7 @@ def _cells(row: DemoRow) -> list[str]:
 
 
 def _mb(size: int) -> str:
-    """Bytes as megabytes.
+    """Format bytes as megabytes.
 
     >>> _mb(7_348_736)
     '7.3 MB'

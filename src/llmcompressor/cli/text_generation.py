@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The commands ``llmcompressor.transformers.text_generation.*`` of an earlier release.
 
-Each becomes the command of today: it is shown and run. Their options were the fields of the
-argument dataclasses as ``--name value``, truth values written out.
+Each is translated into the present command, which is shown and run. Their options were the fields
+of the argument dataclasses as ``--name value``, with booleans written out.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def run(arguments: Sequence[str] | None = None) -> None:
 
 
 def evaluate(arguments: Sequence[str] | None = None) -> None:
-    """Say what evaluates."""
+    """Report which command evaluates."""
     del arguments
     sys.stderr.write(
         "Error: this command is no longer there. `llmcompressor evaluate MODEL --text FILE` "
@@ -59,7 +59,7 @@ def _run(command: str, arguments: Sequence[str] | None) -> None:
 
 
 def translated(command: str, arguments: Sequence[str]) -> list[str]:
-    """The arguments of today's command.
+    """Return the arguments of the present command.
 
     >>> translated("oneshot", ["--model", "m", "--max_seq_length", "8", "--streaming", "True"])
     ['oneshot', 'm', '--max-seq-length', '8', '--streaming']
@@ -89,7 +89,7 @@ def translated(command: str, arguments: Sequence[str]) -> list[str]:
 
 
 def _values(arguments: Sequence[str]) -> dict[str, list[str]]:
-    """``--name value value``, ``--name=value`` and ``--name`` alone, by name."""
+    """Group ``--name value value``, ``--name=value`` and ``--name`` by name."""
     found: dict[str, list[str]] = {}
     current = found.setdefault("model", [])
     for one in arguments:
@@ -116,7 +116,7 @@ def _is_field(name: str) -> bool:
 
 
 def _flag(name: str, values: Iterable[str], *, usual: bool) -> list[str]:
-    """The option that turns something on or off; nothing where that is as it is anyway."""
+    """Return the option that switches a flag from its default; empty if it has the default."""
     wanted = all(value.lower() in _TRUE for value in values)
     if wanted == usual:
         return []

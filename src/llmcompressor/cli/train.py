@@ -41,7 +41,7 @@ OF_CALIBRATION = (
 
 
 def _own(output_help: str) -> tuple[list[inspect.Parameter], list[inspect.Parameter]]:
-    """The parameters before and after those of the dataclasses."""
+    """Return the parameters before and after those of the dataclasses."""
     keyword = inspect.Parameter.KEYWORD_ONLY
     model = Annotated[str, typer.Argument(metavar="MODEL", help="Folder or name of the model.")]
     output = Annotated[str, typer.Option("--output", "--output-dir", "-o", help=output_help)]
@@ -121,7 +121,7 @@ def run_command(*, debug: bool, **given: Any) -> None:
 
 
 def _with_roles(call: dict[str, Any]) -> dict[str, Any]:
-    """``--splits role=split``, repeated, as a dict; other splits as they are."""
+    """Parse repeated ``--splits role=split`` into a dict; other splits are unchanged."""
     given = call.get("splits")
     splits = [given] if isinstance(given, str) else given or []
     named = ["=" in one for one in splits]

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""transformers' training arguments as options: those that are used often, and a way to all.
+"""Options for transformers' training arguments: the common ones, and ``--set`` for all.
 
-The dataclass itself is not asked: importing it loads torch, and ``--help`` is not to wait for it.
-``--set NAME=VALUE`` gives any argument; the entrypoint knows which names there are.
+The dataclass itself is not inspected: importing it loads torch, and ``--help`` must not wait for
+it. ``--set NAME=VALUE`` sets any argument; the entrypoint checks the names.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ transformers. Names that it has changed are the newest: ``train`` takes them wit
 
 
 def training_parameters() -> list[inspect.Parameter]:
-    """A keyword parameter with a ``typer.Option`` for each of :data:`OPTIONS`, and ``--set``."""
+    """Return a ``typer.Option`` parameter for each of :data:`OPTIONS`, and ``--set``."""
     parameters = [
         inspect.Parameter(
             name,
@@ -111,14 +111,14 @@ def training_parameters() -> list[inspect.Parameter]:
 
 
 def training_arguments(given: dict[str, Any]) -> dict[str, Any]:
-    """Take the training arguments out of what was given on the command line.
+    """Remove the training arguments from the command line options and return them.
 
     Args:
-        given: changed: what is returned is no longer in it.
+        given: the options; returned ones are removed from it.
 
     Raises:
-        typer.BadParameter: ``--set`` has not the form ``name=value``, or names what another option
-            gave.
+        typer.BadParameter: ``--set`` does not have the form ``name=value``, or repeats another
+            option.
     """
     named = {name: given.pop(name) for name in OPTIONS if name in given}
     found = {name: value for name, value in named.items() if value is not None and value != []}

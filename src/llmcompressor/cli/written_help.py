@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The help of every command, written out beforehand.
+"""Prerendered help of every command.
 
-To compose it, typer and all options have to be there, which takes half a second. So it lies in
-``data/help.json``, for terminals of 80 columns (and what is no terminal) and of 100 and more; at
-other widths it is composed. ``python -m llmcompressor.cli.written_help`` writes the file anew, and
-a test compares it with what typer composes.
+Composing it needs typer and all options, which takes half a second. So it is stored in
+``data/help.json``, for terminals of 80 columns (and for output that is no terminal) and of 100 and
+more; at other widths it is composed. ``python -m llmcompressor.cli.written_help`` writes the file,
+and a test compares it with typer's output.
 """
 
 from __future__ import annotations
@@ -25,27 +25,27 @@ _ASKING = ("-h", "--help")
 
 
 def written_help(arguments: Sequence[str]) -> str | None:
-    """What ``llmcompressor --help`` or ``llmcompressor COMMAND --help`` prints.
+    """Return the output of ``llmcompressor --help`` or ``llmcompressor COMMAND --help``.
 
     Args:
-        arguments: of the command line.
+        arguments: the command line arguments.
 
     Returns:
-        The text; ``None`` where something else was asked, or it has to be composed.
+        The text; ``None`` for other arguments, or if it has to be composed.
     """
     if not arguments or arguments[-1] not in _ASKING or len(arguments) > 2:
         return None
     columns = min(shutil.get_terminal_size().columns, max(WIDTHS))
     if columns not in WIDTHS:
         return None
-    import json  # noqa: PLC0415  # as little as can be
+    import json  # noqa: PLC0415  # import as little as possible
 
     texts: dict[str, dict[str, str]] = json.loads(FILE.read_text(encoding="utf-8"))
     return texts[str(columns)].get(arguments[0] if len(arguments) == 2 else "")
 
 
 def composed(columns: int) -> dict[str, str]:
-    """Command → its help as typer composes it for a terminal; ``""`` for the whole."""
+    """Return the help of each command as typer renders it; ``""`` for the application."""
     from llmcompressor.cli.app import app  # noqa: PLC0415
 
     def asked(*command: str) -> str:

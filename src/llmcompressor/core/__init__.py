@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sessions, their lifecycle, the state they share and the events they send.
+"""Sessions, their lifecycle, the state that they share, and the events that they send.
 
 Names are imported when they are first used, so that reading an ``Event`` loads neither torch
 nor the recipe.

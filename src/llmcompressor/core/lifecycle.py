@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The lifecycle of a run: which calls may come when, and how far the run has come."""
+"""The lifecycle of a run: the valid order of calls, and the run's progress."""
 
 from __future__ import annotations
 
@@ -59,9 +59,9 @@ class CompressionLifecycle:
     _told_step: bool = field(default=False, init=False, repr=False)
     # Whether a calibration was begun and has not come to its end.
     _calibrates: bool = field(default=False, init=False, repr=False)
-    # What the caller has said of the hardware; the rest is looked up with every update.
+    # The caller's own settings of the hardware; the rest is detected with every update.
     _places: dict[str, Any] = field(default_factory=dict, init=False, repr=False)
-    # What the recipe was read from, for the next stage of the same recipe.
+    # The source of the recipe, for the next stage of the same recipe.
     _source: tuple[RecipeInput, RecipeArgs] | None = field(default=None, init=False, repr=False)
 
     def initialize(
@@ -80,7 +80,7 @@ class CompressionLifecycle:
                 another stage for the recipe that stayed.
             recipe_stage: the stage to take.
             recipe_args: values for the recipe's arguments.
-            **kwargs: fields of the state; what it does not know goes to the modifiers.
+            **kwargs: fields of the state; unknown ones are passed to the modifiers.
 
         Returns:
             What the modifiers returned, without ``None``.
@@ -106,7 +106,7 @@ class CompressionLifecycle:
     def event(
         self, event_type: EventType, global_step: int | None = None, **kwargs: Any
     ) -> list[Any]:
-        """Give an event to every modifier, in recipe order.
+        """Send an event to every modifier, in recipe order.
 
         Args:
             event_type: the kind of event.
@@ -121,7 +121,7 @@ class CompressionLifecycle:
         """
         self._validate(event_type, kwargs)
         if global_step is not None:
-            Event(global_step=global_step)  # refuses what is no number of steps
+            Event(global_step=global_step)  # raises for an invalid number of steps
         self._advance(event_type, global_step)
         self._note(event_type, kwargs)
         event = Event(
@@ -138,7 +138,7 @@ class CompressionLifecycle:
         return results
 
     def finalize(self, **kwargs: Any) -> list[Any]:
-        """Finalize every modifier, once. Where one fails, a further call goes on with that one.
+        """Finalize every modifier, once. If one fails, a further call resumes with that one.
 
         Args:
             **kwargs: goes to the modifiers.
@@ -165,9 +165,9 @@ class CompressionLifecycle:
         return results
 
     def reset(self) -> None:
-        """Finalize what is still active and return to the initial state.
+        """Finalize all active modifiers and return to the initial state.
 
-        An error in one modifier is logged and does not keep the others from being finalized.
+        An error in one modifier is logged, and the others are finalized all the same.
         """
         for modifier in self._active():
             try:
@@ -179,7 +179,7 @@ class CompressionLifecycle:
             setattr(self, each.name, fresh)
 
     def reset_stage(self) -> None:
-        """Get ready for another stage: all is as new but the state and the recipe."""
+        """Prepare for another stage: reset everything but the state and the recipe."""
         state, recipe, source = self.state, self.recipe, self._source
         self.reset()
         self.state, self.recipe, self._source = state, recipe, source
@@ -189,11 +189,11 @@ class CompressionLifecycle:
     # ---- checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        """What an interrupted run needs to go on, taken between two batches.
+        """The state that a resumed run needs, taken between two batches.
 
-        The progress, the recipe, and each modifier's class, fields, phases and own state; only
-        what ``torch.load(weights_only=True)`` reads. In a distributed run every process calls
-        this: modifiers may gather what is sharded. The result is the same on each.
+        It holds the progress, the recipe, and each modifier's class, fields, phases and own state,
+        in types that ``torch.load(weights_only=True)`` reads. In a distributed run every process
+        calls this, as modifiers may gather sharded state. The result is the same on each.
 
         Raises:
             InputError: the lifecycle was not initialized, or was finalized.
@@ -210,7 +210,7 @@ class CompressionLifecycle:
         }
 
     def check_resumable(self, saved: Mapping[str, Any]) -> None:
-        """Refuse a checkpoint of another recipe; changes nothing.
+        """Raise for a checkpoint of another recipe; nothing is changed.
 
         Raises:
             RecipeError: names the modifier, the field and both values.
@@ -218,9 +218,9 @@ class CompressionLifecycle:
         check_same_recipe(saved["modifiers"], self.recipe.modifiers)
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Go on where :meth:`state_dict` was taken; the model has the checkpoint's weights by now.
+        """Resume where :meth:`state_dict` was taken; the model has the checkpoint's weights by now.
 
-        The phases are as they were, and ``on_start`` is not called for them again.
+        The phases are restored, and ``on_start`` is not called again for them.
 
         Args:
             saved: what :meth:`state_dict` returned.
@@ -240,7 +240,7 @@ class CompressionLifecycle:
         self.check_resumable(saved)
         self.global_step, self.global_batch = saved["global_step"], saved["global_batch"]
         self._seen_batch, self._seen_event = saved["seen_batch"], True
-        self._told_step = True  # or a run with nothing left to do would seem to have stood still
+        self._told_step = True  # or a run with nothing left to do would be warned of lost steps
         self._last = EventType.BATCH_END
         for modifier, record in zip(self.recipe.modifiers, saved["modifiers"], strict=True):
             modifier.resume(self.state, record["phases"], record["state"])
@@ -268,7 +268,7 @@ class CompressionLifecycle:
         self._source = (recipe, arguments)
 
     def _initialize_modifiers(self, given: Mapping[str, Any]) -> list[Any]:
-        """Initialize each on the structure that those before it will leave."""
+        """Initialize each modifier on the structure that the ones before it will leave."""
         outline = Outline(self.state)
 
         def initialize(modifier: Any) -> Any:
@@ -300,7 +300,7 @@ class CompressionLifecycle:
             if modifier.initialized and not modifier.finalized:
                 yield modifier
 
-    # ---- what may come when
+    # ---- valid order
 
     def _validate(self, event_type: EventType, kwargs: dict[str, Any]) -> None:
         if not isinstance(event_type, EventType):
@@ -332,7 +332,7 @@ class CompressionLifecycle:
             )
 
     def _expect_none_rewritten(self) -> None:
-        """Refuse one calibration for a modifier and for one that changes what it collects."""
+        """Raise if one calibration serves a modifier and another that changes its statistics."""
         rewriting = None
         for modifier in self.recipe.modifiers:
             if rewriting is not None and modifier.collects:
@@ -367,10 +367,13 @@ class CompressionLifecycle:
     # ---- progress
 
     def _place_at_start(self) -> None:
-        """Where a resumed run begins; again with every update, until the first event."""
+        """Set the progress to the start of a resumed run.
+
+        Called again with every update, until the first event.
+        """
         state = self.state
         here = Event(steps_per_epoch=state.steps_per_epoch, batches_per_step=state.batches_per_step)
-        # Below zero is how a run that is not resumed is marked.
+        # A negative start marks a run that is not resumed.
         here.current_index = max(state.start or 0, 0)
         self.global_step, self.global_batch = here.global_step, here.global_batch
 
@@ -392,7 +395,7 @@ class CompressionLifecycle:
         self._told_step |= global_step is not None or event_type is EventType.OPTIM_POST_STEP
 
     def _tell_of_lost_steps(self) -> None:
-        """Say that a schedule stood still because nobody told of the optimizer's steps."""
+        """Warn of schedules that never advanced because no optimizer step was reported."""
         scheduled = [type(one).__name__ for one in self.recipe.modifiers if one.start is not None]
         if scheduled and self.global_batch and not self._told_step:
             logger.warning(
@@ -403,7 +406,7 @@ class CompressionLifecycle:
             )
 
     def _note(self, event_type: EventType, given: dict[str, Any]) -> None:
-        """Put the current batch and loss where the modifiers find them."""
+        """Store the current batch and loss in the state."""
         if event_type is EventType.BATCH_START or given.get("batch_data") is not None:
             self.state.batch_data = given.get("batch_data")
         if given.get("loss") is not None:
@@ -411,7 +414,7 @@ class CompressionLifecycle:
 
 
 def _check_counts(given: Mapping[str, Any]) -> None:
-    """Refuse numbers that no run has, before anything is changed."""
+    """Raise for invalid counts, before anything is changed."""
     counts = ("steps_per_epoch", "batches_per_step", "invocations_per_step")
     Event(**{name: given[name] for name in counts if given.get(name) is not None})
     start = given.get("start")
@@ -423,7 +426,7 @@ def _check_counts(given: Mapping[str, Any]) -> None:
 
 
 def _warn_of_lost_calibration(modifier: Modifier, *, began: bool) -> None:
-    """Say that a calibration was not begun, or not brought to its end."""
+    """Warn of a calibration that was not begun, or not completed."""
     name, kind = type(modifier).__name__, type(modifier)
     if modifier.start is not None:
         return
@@ -439,7 +442,7 @@ def _warn_of_lost_calibration(modifier: Modifier, *, began: bool) -> None:
 
 
 def _warn_of_lost_start(modifier: Modifier) -> None:
-    """Say that what ``on_start`` had set up is missing in the resumed run."""
+    """Warn that the setup of ``on_start`` is missing in the resumed run."""
     kind = type(modifier)
     sets_up = kind.on_start is not Modifier.on_start
     knows_how_to_resume = kind.load_state_dict is not Modifier.load_state_dict

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a training checkpoint holds of a run's modifiers, and whether a recipe fits to it."""
+"""Modifiers in training checkpoints: their records, and the check that a recipe matches them."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from llmcompressor.recipe.writing import modifier_fields
 __all__ = ["check_same_recipe", "recipe_record"]
 
 _PLAIN = frozenset({type(None), bool, int, float, str, torch.dtype})
-# What a field is shown as where one of two recipes has no value for it.
+# Shown for a field that one of two recipes has no value for.
 _UNSET = "not set"
 
 
 def _modifier_record(modifier: Modifier) -> dict[str, Any]:
-    """The class, the fields, the phases and the own state of a modifier, in plain types.
+    """The class, fields, phases and own state of a modifier, in plain types.
 
     Raises:
         LifecycleError: its ``state_dict`` holds what ``torch.load(weights_only=True)`` refuses.
@@ -36,7 +36,7 @@ def _modifier_record(modifier: Modifier) -> dict[str, Any]:
 
 
 def recipe_record(recipe: Recipe) -> dict[str, Any]:
-    """The recipe as text with the values of its arguments, and each modifier's record.
+    """The recipe as text, the values of its arguments, and each modifier's record.
 
     Raises:
         LifecycleError: as :func:`_modifier_record`.
@@ -49,7 +49,7 @@ def recipe_record(recipe: Recipe) -> dict[str, Any]:
 
 
 def check_same_recipe(records: Sequence[Mapping[str, Any]], modifiers: Iterable[Modifier]) -> None:
-    """Refuse to go on with other modifiers than those of a checkpoint.
+    """Raise if the modifiers of a run differ from those of a checkpoint.
 
     Args:
         records: the checkpoint's modifiers, in recipe order, as in :func:`recipe_record`.
@@ -89,7 +89,7 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def _plain(value: Any, owner: str, path: str = "") -> Any:
-    """``value`` with its tensors whole and on the CPU; refused where it is not plain.
+    """Gather the tensors in ``value`` and move them to the CPU; raise for types that are not plain.
 
     Types are compared exactly: numpy's floats are Python floats too, but are pickled as numpy's.
     """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A session: one run of a recipe on a model."""
+"""A session: a run of a recipe on a model."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ __all__ = ["CompressionSession"]
 
 
 class CompressionSession:
-    """Manages one run: owns its lifecycle, and through it its state."""
+    """Manages a run: owns its lifecycle, and through it its state."""
 
     def __init__(self) -> None:
         self._lifecycle = CompressionLifecycle()
         self._taken = threading.Lock()
 
     def take(self) -> bool:
-        """Have this session for one run; false if another run, of whatever thread, has it."""
+        """Acquire this session for one run; False if another run, of any thread, holds it."""
         return self._taken.acquire(blocking=False)
 
     def leave(self) -> None:
-        """The run that has taken this session is over."""
+        """Release the session at the end of its run."""
         self._taken.release()
 
     @property
     def lifecycle(self) -> CompressionLifecycle:
-        """What keeps the order and the progress of this run."""
+        """The lifecycle, which tracks the order and progress of this run."""
         return self._lifecycle
 
     @property
@@ -64,7 +64,7 @@ class CompressionSession:
         invocations_per_step: int | None = None,
         **kwargs: Any,
     ) -> ModifiedState:
-        """Begin the run; while it goes on, only update its state.
+        """Start the run; once started, only update its state.
 
         Args:
             recipe: a recipe in any form: modifiers, text, a path or a ``Recipe``.
@@ -83,10 +83,10 @@ class CompressionSession:
             steps_per_epoch: optimizer steps in an epoch.
             batches_per_step: batches that make up one optimizer step.
             loggers: a ``LoggerManager``, or loggers to make one of.
-            resumes: the run goes on from a checkpoint: no modifier starts before
-                ``session.lifecycle.load_state_dict`` has put it where it was.
-            invocations_per_step: calls of whatever steps the optimizer, for one step of it; told
-                with every event.
+            resumes: the run continues from a checkpoint: no modifier starts before
+                ``session.lifecycle.load_state_dict`` has restored it.
+            invocations_per_step: calls of whatever steps the optimizer, for one step of it; part
+                of every event.
             **kwargs: goes to the ``on_initialize`` of every modifier.
 
         Returns:
@@ -160,10 +160,10 @@ class CompressionSession:
         return self._modified(self._lifecycle.finalize(**kwargs))
 
     def log(self, event_type: EventType, loss: Any = None) -> None:
-        """Hand progress, loss and the modifiers' figures to the loggers, as often as they want.
+        """Log progress, loss and the modifiers' metrics, as often as the loggers are due.
 
         In a distributed run every process calls this and only the first one writes: modifiers may
-        have to gather what they tell.
+        have to gather their metrics.
 
         Args:
             event_type: what has just happened; its name is the tag.
@@ -194,9 +194,9 @@ class CompressionSession:
         loggers.log_written(here.global_step, epoch)
 
     def figures(self) -> dict[str, float]:
-        """What the active modifiers find worth logging now, by tag.
+        """Metrics of the active modifiers to log now, by tag.
 
-        A tag that comes twice gets the place of the later modifier in the recipe behind it.
+        A repeated tag gets the position of the later modifier in the recipe as a suffix.
         """
         found: dict[str, float] = {}
         for place, modifier in enumerate(self._lifecycle.recipe.modifiers, 1):
@@ -206,20 +206,20 @@ class CompressionSession:
         return found
 
     def reset(self) -> None:
-        """Finalize what is still active and return to the initial state."""
+        """Finalize all active modifiers and return to the initial state."""
         self._lifecycle.reset()
 
     def break_off(self) -> None:
-        """Reset after an error: what modifiers have begun is taken back, and not completed.
+        """Reset after an error: modifiers undo what they have begun, and do not complete it.
 
-        A training that is broken off leaves the weights as they are, the zeros of pruning with
-        them, and nothing of quantization: what was learned is not lost, and can be gone on with.
+        A training that is aborted leaves the weights as they are, with the zeros of pruning, and
+        nothing of quantization: what was learned is kept, and training can continue.
         """
         self.state.broken_off = True
         self.reset()
 
     def reset_stage(self) -> None:
-        """Get ready for another stage; the recipe and the model stay."""
+        """Prepare for another stage; the recipe and the model stay."""
         self._lifecycle.reset_stage()
 
     def get_serialized_recipe(self) -> str | None:
@@ -238,7 +238,7 @@ def _scalars(loss: Any) -> dict[str, float]:
         return {}
     named = loss if isinstance(loss, dict) else {"loss": loss}
     try:
-        # A loss that is still part of a graph has to be taken off it to become a number.
+        # A loss that is still part of a graph has to be detached to become a number.
         return {
             name: float(value.detach() if hasattr(value, "detach") else value)
             for name, value in named.items()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The active session, and the events of a training loop sent to it."""
+"""The active session, and callbacks that send it the events of a training loop."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ __all__ = [
 
 
 class _Stack(threading.local):
-    """The sessions that were opened in this thread, the innermost last."""
+    """The sessions opened in this thread, innermost last."""
 
     def __init__(self) -> None:
         self.sessions: tuple[CompressionSession, ...] = ()
@@ -46,9 +46,9 @@ _PATIENCE = 60.0
 
 @contextmanager
 def create_session() -> Iterator[CompressionSession]:
-    """A fresh session, active inside the ``with`` block in this thread.
+    """A new session, active inside the ``with`` block in this thread.
 
-    The session that was active before is so again afterwards.
+    The session that was active before is restored afterwards.
     """
     before = _stack.sessions
     session = CompressionSession()
@@ -60,15 +60,15 @@ def create_session() -> Iterator[CompressionSession]:
 
 
 def active_session() -> CompressionSession:
-    """The innermost session of this thread, else the one that the whole process shares."""
+    """The innermost session of this thread, else the shared session of the process."""
     return _stack.sessions[-1] if _stack.sessions else _default
 
 
 @contextmanager
 def session_of_run() -> Iterator[CompressionSession]:
-    """The session that was created around the ``with`` block, else one for the block alone.
+    """The session created around the ``with`` block, else a new one for the block.
 
-    One in which another run is at work is not disturbed either.
+    A session in which another run is active is not used either.
     """
     with free_session() if _stack.sessions else _own_session() as session:
         yield session
@@ -76,11 +76,11 @@ def session_of_run() -> Iterator[CompressionSession]:
 
 @contextmanager
 def free_session() -> Iterator[CompressionSession]:
-    """The active session, for a run that is alone; another one where a run is in it already.
+    """The active session, held for a run alone; a new one if a run holds it already.
 
-    Runs of other threads are waited for: threads may share the session of the process, and always
-    share torch's settings, which a run changes and puts back. A run within a run, begun by a
-    modifier, gets a session for itself.
+    Runs of other threads are waited for: threads may share the process's session, and always share
+    torch's settings, which a run changes and restores. A run within a run, started by a modifier,
+    gets a session of its own.
     """
     with _alone():
         session = active_session()
@@ -118,17 +118,17 @@ def _alone() -> Iterator[None]:
 
 
 def reset_session() -> None:
-    """Finalize what is still active in the active session and make it as new."""
+    """Finalize all active modifiers of the active session and reset it."""
     active_session().reset()
 
 
 def initialize(*args: Any, **kwargs: Any) -> ModifiedState:
-    """:meth:`.CompressionSession.initialize` of the active session."""
+    """Call :meth:`.CompressionSession.initialize` of the active session."""
     return active_session().initialize(*args, **kwargs)
 
 
 def finalize(**kwargs: Any) -> ModifiedState:
-    """:meth:`.CompressionSession.finalize` of the active session."""
+    """Call :meth:`.CompressionSession.finalize` of the active session."""
     return active_session().finalize(**kwargs)
 
 
@@ -146,7 +146,7 @@ class LifecycleCallbacks:
 
         Args:
             event_type: the kind of event.
-            **kwargs: what goes with it.
+            **kwargs: data of the event.
 
         Returns:
             The model, the optimizer and the loss to go on with.
@@ -158,46 +158,46 @@ class LifecycleCallbacks:
 
     @classmethod
     def batch_start(cls, batch_data: Any = None, **kwargs: Any) -> ModifiedState:
-        """A batch begins."""
+        """Report that a batch begins."""
         return cls.event(EventType.BATCH_START, batch_data=batch_data, **kwargs)
 
     @classmethod
     def loss_calculated(cls, loss: Any = None, **kwargs: Any) -> ModifiedState:
-        """The loss of the batch is known; go on with the one returned."""
+        """Report the loss of the batch; use the one returned."""
         return cls.event(EventType.LOSS_CALCULATED, loss=loss, **kwargs)
 
     @classmethod
     def optim_pre_step(cls, **kwargs: Any) -> ModifiedState:
-        """The optimizer is about to step."""
+        """Report that the optimizer is about to step."""
         return cls.event(EventType.OPTIM_PRE_STEP, **kwargs)
 
     @classmethod
     def optim_post_step(cls, **kwargs: Any) -> ModifiedState:
-        """The optimizer has stepped."""
+        """Report that the optimizer has stepped."""
         return cls.event(EventType.OPTIM_POST_STEP, **kwargs)
 
     @classmethod
     def batch_end(cls, **kwargs: Any) -> ModifiedState:
-        """The batch is done."""
+        """Report that the batch is done."""
         return cls.event(EventType.BATCH_END, **kwargs)
 
     @classmethod
     def calibration_epoch_start(cls, **kwargs: Any) -> ModifiedState:
-        """Calibration begins."""
+        """Report that calibration begins."""
         return cls.event(EventType.CALIBRATION_EPOCH_START, **kwargs)
 
     @classmethod
     def sequential_epoch_end(
         cls, modules: Iterable[Module] | None = None, **kwargs: Any
     ) -> ModifiedState:
-        """All calibration batches have run through ``modules``, the whole model if not given."""
+        """Report that all batches have run through ``modules``, by default the whole model."""
         if modules is None:
             modules = tuple(active_session().state.model.modules())
         return cls.event(EventType.SEQUENTIAL_EPOCH_END, modules=modules, **kwargs)
 
     @classmethod
     def calibration_epoch_end(cls, **kwargs: Any) -> ModifiedState:
-        """Calibration is done."""
+        """Report that calibration is done."""
         return cls.event(EventType.CALIBRATION_EPOCH_END, **kwargs)
 
     calibration_start = calibration_epoch_start

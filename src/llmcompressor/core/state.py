@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The shared workspace that every call of a modifier receives.
+"""The workspace of a run, which every call of a modifier receives.
 
-It is read wherever events are, so torch is imported only where something is asked of it.
+It is imported wherever events are, so torch is imported only where it is needed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = ["Data", "Hardware", "ModifiedState", "State"]
 
 @dataclass
 class Data:
-    """The data sets of a run, by what they are for."""
+    """The data sets of a run, by purpose."""
 
     train: Any = None
     val: Any = None
@@ -34,17 +34,17 @@ class Data:
 
 @dataclass
 class Hardware:
-    """Where the run takes place.
+    """The devices and processes of a run.
 
     Attributes:
-        device: where the model's first parameter lies.
+        device: the device of the model's first parameter.
         devices: every device that holds parameters of the model, in the model's order.
         rank: this process among all processes of the run.
         world_size: the number of processes.
         local_rank: this process among those on the same machine.
         local_world_size: the number of processes on this machine.
         distributed: whether a process group is up.
-        distributed_strategy: how the model is spread over the processes: ``"none"``,
+        distributed_strategy: how the model is sharded over the processes: ``"none"``,
             ``"ddp"``, ``"fsdp"``, ``"deepspeed"``, ``"zero3"`` (DeepSpeed in pieces), or
             ``"replicated"`` when each process holds its own model.
     """
@@ -60,7 +60,7 @@ class Hardware:
 
     @classmethod
     def detect(cls, model: Module | None = None) -> Hardware:
-        """Read every field from the running process and from where ``model`` lies."""
+        """Detect every field from the running process and from the model's devices."""
         from torch import distributed as dist  # noqa: PLC0415
 
         devices = _devices_of(model)
@@ -80,7 +80,7 @@ class Hardware:
 
 
 def _devices_of(model: Module | None) -> list[torch.device]:
-    """The devices of the model's parameters, first seen first; never empty."""
+    """The devices of the model's parameters, in order of appearance; never empty."""
     import torch  # noqa: PLC0415
 
     parameters = model.parameters() if isinstance(model, torch.nn.Module) else ()
@@ -99,7 +99,7 @@ def _strategy_of(model: Module | None) -> str:
         "FSDPModule": "fsdp",
         "DistributedDataParallel": "ddp",
     }
-    # By name of the class: importing the wrappers would load them into every run.
+    # By class name: importing the wrappers would load them into every run.
     for module in model.modules() if model is not None else ():
         for ancestor in type(module).__mro__:
             if ancestor.__name__ in wrappers:
@@ -109,7 +109,7 @@ def _strategy_of(model: Module | None) -> str:
 
 @dataclass
 class State:
-    """What a run works on, shared by the session, the pipelines and the modifiers.
+    """The workspace of a run, shared by the session, the pipelines and the modifiers.
 
     Attributes:
         model: the model being compressed.
@@ -120,43 +120,43 @@ class State:
         batch_data: the current batch, between ``BATCH_START`` and ``BATCH_END`` and while
             calibrating.
         data: the data sets.
-        hardware: where the run takes place.
+        hardware: the devices and processes of the run.
         loggers: the ``LoggerManager`` of the run, if any.
         model_log_cadence: epochs between two logs of the model's own figures.
         start: where a resumed run begins, counted as the schedules are.
-        resumes: the run goes on from a checkpoint that is not loaded yet: nothing starts before.
-        broken_off: an error has ended the run: what a modifier has begun is taken back when it is
-            finalized, and not completed.
+        resumes: the run continues from a checkpoint that is not loaded yet: nothing starts before.
+        broken_off: an error has ended the run: on finalizing, a modifier undoes what it has begun,
+            and does not complete it.
         steps_per_epoch: optimizer steps in an epoch.
         batches_per_step: batches that make up one optimizer step.
         invocations_per_step: calls of whatever steps the optimizer, for one step of it.
         token_mask: bool ``[batch, tokens]``, true where the current calibration batch has a
             token and not padding.
-        batch_sizes: how many samples each of the calibration batches had that are now run as one.
-        propagates: what comes later in the model is calibrated behind what was made of the
-            modules before it; else as it was.
-        reference_inputs: for the current calibration batch, what each module gets in the
+        batch_sizes: number of samples in each of the calibration batches that are now run as one.
+        propagates: error correction: modules are calibrated on the outputs of the compressed
+            modules before them; else on the original ones.
+        reference_inputs: for the current calibration batch, the input of each module in the
             original model.
-        fitted: modules whose weight was already fitted, in this calibration, to what the original
-            model does with its own inputs.
-        changing: modules whose weight a modifier changes once they were calibrated, before those
-            behind it quantize it.
+        fitted: modules whose weight was already fitted, in this calibration, to the original
+            model's outputs on its own inputs.
+        changing: modules whose weight a modifier changes once they are calibrated, before later
+            modifiers quantize it.
         quantizers: modules → the modifier of the recipe that quantizes them.
-        cached: attention modules whose keys and values a modifier quantizes → with which
-            arguments, and whether it quantizes their queries too.
-        turned: modules whose inputs or outputs a modifier is going to rotate in the forward → what
-            the modifier is called.
-        smoothed: norms whose gain a modifier is going to divide by scales of its own.
-        call_order: which modules a forward calls when, and which of them get the same tensor
+        cached: attention modules whose keys and values a modifier quantizes → its arguments, and
+            whether it quantizes their queries too.
+        turned: modules whose inputs or outputs a modifier will rotate in the forward → the name of
+            the modifier.
+        smoothed: norms whose gain a modifier will divide by scales of its own.
+        call_order: the order in which a forward calls modules, and which share an input tensor
             (``llmcompressor.modeling.call_order.CallOrder``).
-        activation_budget: bytes of activations that may wait in main memory; ``None`` for what
+        activation_budget: bytes of activations that may be kept in main memory; ``None``: as
             the free memory allows.
         use_loss_mask: only tokens count whose ``loss_mask`` in a batch is 1.
-        device_memory: the most bytes that a run may use of an accelerator; ``None`` for what is
+        device_memory: maximum bytes that a run may use of an accelerator; ``None``: what is
             free.
-        keeps_ties: the user has asked for embeddings that are tied to stay so.
-        progress: called by long work inside a modifier to say how far it is.
-        keeper: who has the weights of blocks that are loaded one by one
+        keeps_ties: the user has asked for tied embeddings to stay tied.
+        progress: called by long work inside a modifier to report its progress.
+        keeper: the source of the weights of blocks that are loaded one by one
             (``llmcompressor.pipelines.residency.Keeper``); ``None`` if the model is in memory.
     """
 
@@ -196,9 +196,9 @@ class State:
 
     @property
     def compression_ready(self) -> bool:
-        """Whether there are a model and, where one was promised, an optimizer.
+        """Return True if there is a model and, where one is expected, an optimizer.
 
-        Training data or attached optimizer events are the promise of an optimizer.
+        An optimizer is expected with training data or attached optimizer events.
         """
         promised = bool(self.optim_wrapped) or self.data.train is not None
         return self.model is not None and (self.optimizer is not None or not promised)
@@ -225,7 +225,7 @@ class State:
         resumes: bool | None = None,
         **kwargs: Any,
     ) -> dict[str, Any]:
-        """Replace each field for which something other than ``None`` is given.
+        """Replace each field for which a value other than ``None`` is given.
 
         Args:
             model: the model being compressed.
@@ -244,13 +244,13 @@ class State:
             invocations_per_step: calls of whatever steps the optimizer, for one step of it.
             model_log_cadence: epochs between two logs of the model's own figures.
             device: the device to report instead of the one found.
-            distributed_strategy: how the model will be spread over the processes, where it is
+            distributed_strategy: how the model will be sharded over the processes, where it is
                 not wrapped yet.
-            resumes: the run goes on from a checkpoint, which is loaded later.
+            resumes: the run continues from a checkpoint, which is loaded later.
             **kwargs: anything else.
 
         Returns:
-            The keyword arguments that the state has no use for.
+            The keyword arguments that are no fields of the state.
         """
         place = None if device is None else _as_device(device)
         given = {
@@ -303,7 +303,7 @@ def _copied(role: str, value: Any) -> Any:
 
 @dataclass
 class ModifiedState:
-    """What the caller of a session goes on with.
+    """The result of a session's call: the model, optimizer and loss to continue with.
 
     Attributes:
         model: the model, which a modifier may have replaced.

@@ -5,10 +5,10 @@
 
     arguments ─source─> rows ─sampling─> some rows ─prepare─> samples ─collate─> batches
 
-``source`` finds out what data is meant, ``sampling`` which rows of it, ``prepare`` makes text
-and then tokens of them and checks those.
+``source`` resolves the data that the arguments name, ``sampling`` selects rows of it, ``prepare``
+renders them as text, tokenizes and checks them.
 
-The names below are imported when they are first asked for (PEP 562).
+The names below are imported lazily (PEP 562).
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Batches that a DataLoader or a collator of the user's makes, before any model sees them."""
+"""Validation of batches from a user's DataLoader or collator."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ __all__ = ["BatchCheck", "CheckedCollator", "CheckedLoader"]
 
 @dataclass(frozen=True)
 class BatchCheck:
-    """Gives a batch by the names of the model's inputs, and refuses what no model could take.
+    """Converts a batch to a mapping by input name, and refuses one that no model could take.
 
     Attributes:
         vocab_size: rows of the model's embedding; ``None`` if it has none.
         positions: rows of the model's table of positions; ``None`` if it has none.
-        learns: labels count, which else no model is given.
+        learns: check labels too, for training.
     """
 
     vocab_size: int | None = None
@@ -34,15 +34,15 @@ class BatchCheck:
     learns: bool = False
 
     def __call__(self, batch: Any, what: str, maker: str) -> Mapping[str, Any]:
-        """The batch, checked.
+        """Check a batch and return it as a mapping.
 
         Args:
-            batch: as it was made.
-            what: which batch it is, for an error.
-            maker: what made it.
+            batch: the batch as it was made.
+            what: description of the batch, for errors.
+            maker: what made the batch, for errors.
 
         Raises:
-            DatasetError: it is no mapping, or its token ids are none of the model's.
+            DatasetError: it is no mapping, or its token ids do not fit the model.
         """
         named = _named(batch, maker)
         if not named:
@@ -79,7 +79,7 @@ class BatchCheck:
     def _check_labels(self, labels: Any, what: str) -> None:
         if not self.learns or self.vocab_size is None or not isinstance(labels, torch.Tensor):
             return
-        if labels.is_floating_point() or labels.ndim < 2:  # of a sample, and not of its tokens
+        if labels.is_floating_point() or labels.ndim < 2:  # per sample, not per token
             return
         wrong = labels[(labels != IGNORED_LABEL) & ((labels < 0) | (labels >= self.vocab_size))]
         if wrong.numel():
@@ -92,7 +92,7 @@ class BatchCheck:
     def _check_length(self, ids: torch.Tensor, mask: Any, what: str) -> None:
         if self.positions is None:
             return
-        # Some models count positions by the mask: padding beyond the table does them no harm.
+        # Some models count positions by the mask: padding beyond the table is harmless.
         longest = ids.shape[-1]
         if isinstance(mask, torch.Tensor) and mask.shape == ids.shape:
             longest = int(mask.sum(dim=-1).max())
@@ -105,25 +105,24 @@ class BatchCheck:
 
 
 class CheckedLoader(DataLoader[Any]):
-    """A user's DataLoader as it is, with each batch checked as it comes.
+    """Wraps a user's DataLoader and checks each of its batches.
 
     Args:
-        loader: the user's; it makes the batches, and is not changed.
-        check: what is refused.
-        samples: how many are taken of a loader that does not say how many it has, which may be
-            without end.
+        loader: the user's loader; it is not changed.
+        check: the check of each batch.
+        samples: maximum number of samples from a loader without a length, which may be endless.
     """
 
     def __init__(
         self, loader: DataLoader[Any], check: BatchCheck, samples: int | None = None
     ) -> None:
-        # The loader's own settings (batch_size, dataset, ...) are seen through this object.
+        # The loader's own settings (batch_size, dataset, ...) are attributes of this object too.
         self.__dict__.update(loader.__dict__)
         self._loader, self._batch_check = loader, check
         self._most = None if samples is None or _has_length(loader) else samples
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        """The user's batches."""
+        """Yield the user's batches."""
         has_ids, taken = False, 0
         for number, batch in enumerate(_told(self._loader)):
             what = f"batch {number} of the given DataLoader"
@@ -150,21 +149,21 @@ class CheckedLoader(DataLoader[Any]):
 
 @dataclass(frozen=True)
 class CheckedCollator:
-    """A user's function from samples to a batch, with what it makes checked.
+    """Wraps a user's collator and checks its batches.
 
-    One that makes tensors of what stands in a single sample, and adds no axis for it, gets the
-    sample once more with each value in a batch of one.
+    A collator that converts a single sample to tensors without adding a batch axis is called
+    again with each value as a batch of one.
 
     Attributes:
-        function: the user's; it can be pickled if that can, for the workers of a DataLoader.
-        check: what is refused.
+        function: the user's collator; this object can be pickled if the collator can.
+        check: the check of each batch.
     """
 
     function: Callable[[Any], Any]
     check: BatchCheck
 
     def __call__(self, samples: Any) -> Mapping[str, Any]:
-        """The user's batch."""
+        """Return the user's batch, checked."""
         try:
             batch = self.function(samples)
         except DatasetError:
@@ -176,19 +175,19 @@ class CheckedCollator:
                 f"Correct it; {_columns_of(samples)}.",
             ) from error
         if _lacks_samples(batch) and (as_batch := _as_batch(samples)) is not None:
-            with suppress(Exception):  # what it made first is refused below
+            with suppress(Exception):  # the first result is refused below
                 batch = self.function(as_batch)
         return self.check(batch, "a batch of the data_collator", "The data_collator")
 
 
 def _lacks_samples(batch: Any) -> bool:
-    """Whether token ids lie in a row that is no batch."""
+    """Return True if the token ids have no batch axis."""
     ids = batch.get("input_ids") if isinstance(batch, Mapping) else None
     return isinstance(ids, torch.Tensor) and ids.ndim == 1
 
 
 def _as_batch(samples: Any) -> list[dict[str, Any]] | None:
-    """One sample with its values as batches of one; ``None`` where there are several."""
+    """Turn each value of a single sample into a batch of one; ``None`` for several samples."""
     if not isinstance(samples, (list, tuple)) or len(samples) != 1:
         return None
     [sample] = samples
@@ -196,12 +195,12 @@ def _as_batch(samples: Any) -> list[dict[str, Any]] | None:
 
 
 def _batched(value: Any) -> Any:
-    """A batch of one; an array remains one."""
+    """Add a batch axis of one; arrays remain arrays."""
     return value[None] if isinstance(value, (torch.Tensor, np.ndarray)) else [value]
 
 
 def _columns_of(samples: Any) -> str:
-    """What a collator is given."""
+    """Describe the input of a collator, for an error."""
     first = samples[0] if isinstance(samples, (list, tuple)) and samples else None
     if not isinstance(first, Mapping):
         return "it is given a list of samples"
@@ -216,13 +215,13 @@ def _has_length(loader: DataLoader[Any]) -> bool:
 
 
 def _samples_of(batch: Mapping[str, Any]) -> int:
-    """Rows of a batch; one where nothing in it has any."""
+    """Number of samples of a batch; 1 if it holds no tensors."""
     tensors = (value for value in batch.values() if isinstance(value, torch.Tensor) and value.ndim)
     return next((len(value) for value in tensors), 1)
 
 
 def _told(loader: Iterable[Any]) -> Iterator[Any]:
-    """A loader's batches; what it fails on is told with the number of the batch."""
+    """Yield a loader's batches; its errors are raised with the number of the batch."""
     batches = iter(loader)
     number = 0
     while True:
@@ -240,7 +239,7 @@ def _told(loader: Iterable[Any]) -> Iterator[Any]:
 
 
 def _reason(error: Exception) -> str:
-    """What went wrong; of an error that came from a worker, without the worker's traceback."""
+    """Message of an error, without the traceback of a DataLoader worker."""
     text = str(error).strip()
     if text.startswith("Caught ") and "Traceback" in text:
         return text.splitlines()[-1].rstrip(".")
@@ -248,7 +247,7 @@ def _reason(error: Exception) -> str:
 
 
 def _check_beside(batch: Mapping[str, Any], ids: torch.Tensor, what: str) -> None:
-    """Refuse a mask, or positions, of other tokens than the batch has."""
+    """Refuse a mask, positions or token types whose shape differs from that of the token ids."""
     for name in ("attention_mask", "position_ids", "token_type_ids"):
         beside = batch.get(name)
         if beside is None:
@@ -274,7 +273,7 @@ def _check_beside(batch: Mapping[str, Any], ids: torch.Tensor, what: str) -> Non
 
 
 def _check_form(ids: Any, what: str) -> None:
-    """Refuse token ids that no embedding takes."""
+    """Refuse token ids that are not a filled integer tensor ``[samples, tokens]``."""
     if not isinstance(ids, torch.Tensor):
         raise DatasetError(
             f"{_capital(what)} has a {type(ids).__name__} for its input_ids.",
@@ -303,7 +302,7 @@ def _check_form(ids: Any, what: str) -> None:
 
 
 def _named(batch: Any, maker: str) -> Mapping[str, Any]:
-    """A batch by the names of the model's inputs; a matrix of whole numbers is token ids."""
+    """Return a batch as a mapping by input name; an integer matrix is taken as token ids."""
     if isinstance(batch, Mapping):
         return batch
     if isinstance(batch, torch.Tensor) and batch.ndim == 2 and not batch.is_floating_point():

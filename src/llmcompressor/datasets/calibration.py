@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The front of this package: arguments in, batches out."""
+"""Loading of calibration and training data: from arguments to batches."""
 
 from __future__ import annotations
 
@@ -44,37 +44,36 @@ def load_calibration(
     source: Source | None = None,
     processes: Processes | None = None,
 ) -> DataLoader[Any] | None:
-    """The calibration batches that the arguments describe.
+    """Load the calibration batches that the arguments describe.
 
-    A DataLoader of the user's is used as it is, its token ids checked as they come; one without a
-    length for ``num_calibration_samples`` samples, counted in whole batches. Rows with
-    ``input_ids`` are used as they are too, and need no processor; cut only where the model would
-    look for positions that it has not. The loader gives the same
-    batches each time it is iterated, and in every run with the same data and seed.
+    A user's DataLoader is used unchanged, with its batches checked; one without a length yields
+    ``num_calibration_samples`` samples, in whole batches. Rows with ``input_ids`` need no processor
+    and are used unchanged, except that they are cut to the model's table of positions. The loader
+    yields the same batches each time it is iterated, and in every run with the same data and seed.
 
     Args:
         args: the user's arguments.
         processor: the tokenizer or processor; not changed.
-        model_input_names: the inputs that the model's forward takes; columns that are no input
-            are left out. Empty if that is not known.
-        main_inputs: those of them that stand for a whole sample, besides what is usual.
+        model_input_names: the inputs that the model's forward takes; other columns are dropped.
+            Empty if unknown.
+        main_inputs: further names of inputs that represent a whole sample.
         vocab_size: rows of the model's embedding, to check token ids against.
-        model_max_length: tokens that the model takes at most.
-        in_table: the model looks positions up, and fails beyond that many.
-        placeholders: ids of tokens that stand for pictures, videos and sounds, besides those that
-            the processor knows; no batch may be cut so that one is lost.
-        source: what :func:`~llmcompressor.datasets.source.open_source` found, if it was
-            called already.
-        processes: those that calibrate with each other's samples: each takes all that are wanted,
-            or its part of the number where they have other data. ``None`` divides the samples
-            among the processes of the process group.
+        model_max_length: maximum number of tokens of the model.
+        in_table: the model has a table of positions, and fails beyond ``model_max_length``.
+        placeholders: ids of further placeholder tokens for images, videos and audio, besides
+            those of the processor; truncation must not drop any.
+        source: result of :func:`~llmcompressor.datasets.source.open_source`, if it was called
+            already.
+        processes: processes that share their samples: each loads all samples if all have the
+            same data, else its part of the number. ``None`` divides the samples among the
+            processes of the process group.
 
     Returns:
         Batches with ``input_ids`` and ``attention_mask`` (long ``[batch, tokens]``) and what
         else the processor made, or ``None`` if no data was given.
 
     Raises:
-        DatasetError: for data that cannot be used, before any of it is handed out.
+        DatasetError: the data cannot be used; raised before the first batch.
     """
     positions = model_max_length if in_table else None
     if is_loader(args.dataset):
@@ -115,11 +114,11 @@ def load_calibration(
         placeholders |= placeholder_ids(processor, tokenizer_of(processor))
         check_cuts(samples, args.batch_size, collator.max_length, placeholders)
     return DataLoader(
-        samples,  # type: ignore[arg-type]  # a list has all that a map-style data set needs
+        samples,  # type: ignore[arg-type]  # a list works as a map-style data set
         batch_size=args.batch_size,
         collate_fn=collator,
         num_workers=args.dataloader_num_workers,
-        # Iterating draws a number; from its own generator, so that the global one stays put.
+        # Iterating draws a random number: its own generator leaves the global one unchanged.
         generator=torch.Generator().manual_seed(args.seed),
     )
 
@@ -135,24 +134,24 @@ def load_training(
     in_table: bool = False,
     source: Source | None = None,
 ) -> list[Sample] | StreamedSamples:
-    """The training samples that the arguments describe, in the order of the data.
+    """Load the training samples that the arguments describe, in the order of the data.
 
     Each has ``labels``: its ``input_ids``, with -100 for the prompt and for padding. All rows
-    are prepared, or the first ``max_train_samples``; the trainer shuffles. Those of a stream,
-    whose end nobody knows, are prepared when they are asked for.
+    are prepared, or the first ``max_train_samples``; the trainer shuffles. Samples of a stream
+    are prepared lazily.
 
     Args:
         args: the user's arguments.
         processor: the tokenizer or processor; not changed.
         model_input_names: the inputs that the model's forward takes.
-        main_inputs: those of them that stand for a whole sample, besides what is usual.
+        main_inputs: further names of inputs that represent a whole sample.
         vocab_size: rows of the model's embedding, to check token ids against.
-        model_max_length: tokens that the model takes at most.
-        in_table: the model looks positions up, and fails beyond that many.
-        source: what ``open_source(args, "train")`` found, if it was called already.
+        model_max_length: maximum number of tokens of the model.
+        in_table: the model has a table of positions, and fails beyond ``model_max_length``.
+        source: result of ``open_source(args, "train")``, if it was called already.
 
     Raises:
-        DatasetError: for data that cannot be used, and if there is none.
+        DatasetError: the data cannot be used, or there is none.
     """
     source = source or open_source(args, "train", processor=processor)
     if source is None:
@@ -184,15 +183,14 @@ def make_collator(
     positions: int | None = None,
     learns: bool = False,
 ) -> Callable[[Any], Any]:
-    """The function from samples to a batch that ``data_collator`` names; a user's is checked.
+    """Make the collator that ``data_collator`` names; a user's function is wrapped in checks.
 
     Args:
         args: ``data_collator``, ``batch_size`` and ``max_seq_length`` are read.
-        processor: says what to pad with, and on which side.
-        vocab_size: rows of the model's embedding; a token to pad with that is not below it is not
-            used.
-        positions: rows of the model's table of positions, beyond which it fails.
-        learns: for training, where labels count.
+        processor: provides the padding token and side.
+        vocab_size: rows of the model's embedding; a padding token beyond it is not used.
+        positions: rows of the model's table of positions.
+        learns: for training, where labels are checked.
     """
     if callable(args.data_collator):
         return CheckedCollator(args.data_collator, BatchCheck(vocab_size, positions, learns))
@@ -207,7 +205,7 @@ def make_collator(
 
 
 def _warn_of_unread(args: DatasetArguments) -> None:
-    """Say which arguments have no effect on a loader, which makes its batches itself."""
+    """Warn about arguments that have no effect on a DataLoader."""
     plain = DatasetArguments()
     preparing = (
         "concatenate_data",
@@ -229,7 +227,7 @@ def _warn_of_unread(args: DatasetArguments) -> None:
 def template_of(
     args: DatasetArguments, source: Source, processor: Any, role: str
 ) -> Callable[[Row], Mapping[str, Any]] | None:
-    """How a registered data set makes text of its rows."""
+    """Return the template of a registered data set, from a row to text; ``None`` for other data."""
     if source.owner is None:
         return None
     split = split_for(role, args.splits)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Conversations as text, by the tokenizer's own template or, where it has none, ChatML."""
+"""Rendering of conversations with the tokenizer's chat template, or with ChatML."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ _NO_CONTENT = frozenset({"from", "message", "name", "role", "text"})
 
 
 def is_chat(value: Any) -> bool:
-    """Whether a value is turns with ``role`` and ``content``, or ``from`` and ``value``.
+    """Return True for a list of turns with ``role`` and ``content``, or ``from`` and ``value``.
 
-    A turn that calls tools may have no ``content``; one of the turns has some.
+    A turn that calls tools may have no ``content``, but at least one turn must have some.
 
     >>> is_chat([{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "tool_calls": []}])
     True
@@ -57,9 +57,9 @@ def is_chat(value: Any) -> bool:
 
 
 def fault_of_chat(value: Any) -> str | None:
-    """What keeps a value from being a conversation that can be rendered; ``None`` if nothing does.
+    """Return the reason why a value is not a valid conversation; ``None`` if it is one.
 
-    A turn may go without ``content`` if it has something else than text, such as calls of tools.
+    A turn needs no ``content`` if it has something else than text, such as tool calls.
 
     >>> fault_of_chat([{"content": "2 + 2?"}])
     "turn 0 has no 'role', only content"
@@ -80,12 +80,12 @@ def fault_of_chat(value: Any) -> str | None:
 
 
 def tools_of(given: Any) -> list[Any] | None:
-    """Definitions of tools as a row has them: a list, one alone, or either as JSON.
+    """Parse tool definitions: a list, a single one, or either as JSON.
 
-    A table gives each the keys of all others; those without a value are left out again.
+    Keys without a value, which tables add for the keys of other rows, are dropped.
 
     Returns:
-        The definitions; an empty list where there are none, ``None`` for what is something else.
+        The definitions; an empty list if there are none, ``None`` for an invalid value.
 
     >>> tools_of('[{"name": "add", "parameters": {"a": null}}]')
     [{'name': 'add', 'parameters': {}}]
@@ -112,13 +112,13 @@ def _without_none(value: Any) -> Any:
 
 
 def turns(conversation: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """A conversation of either form with ``role`` and ``content``.
+    """Normalize a conversation to turns with ``role`` and ``content``.
 
     >>> turns([{"from": "human", "value": "Hello"}, {"from": "gpt", "value": "Hi"}])
     [{'role': 'user', 'content': 'Hello'}, {'role': 'assistant', 'content': 'Hi'}]
 
     Raises:
-        DatasetError: it is none; names the turn.
+        DatasetError: it is not a valid conversation; names the turn.
     """
     fault = fault_of_chat(conversation)
     if fault is not None:
@@ -137,11 +137,11 @@ def turns(conversation: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 class NoTokenizerError(DatasetError):
-    """Rows have to be tokenized, and there is nothing to do it with."""
+    """Raised if rows have to be tokenized and there is no tokenizer."""
 
 
 class ChatRenderer:
-    """Renders conversations with one processor's template.
+    """Renders conversations with the chat template of a processor.
 
     Args:
         processor: a tokenizer, or a processor that has one; it is not changed.
@@ -154,11 +154,11 @@ class ChatRenderer:
     def __call__(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None = None
     ) -> str:
-        """One conversation as text, special tokens written out.
+        """Render a conversation as text with special tokens.
 
         Args:
             messages: its turns.
-            tools: definitions of what the assistant may call, for templates that write them out.
+            tools: tool definitions, for templates that render them.
         """
         owner, template = self._template()
         options: dict[str, Any] = {"tokenize": False, "add_generation_prompt": False}
@@ -170,16 +170,16 @@ class ChatRenderer:
         given = list(messages) if template is None else [_of_text(turn) for turn in messages]
         try:
             return _rendered(owner, given, options)
-        except Exception as error:  # a template is a program of its own
+        except Exception as error:  # a template can raise anything
             raise DatasetError(
                 f"The chat template refuses a conversation: {error}.",
                 "Render it in a preprocessing_func.",
             ) from error
 
     def with_empty_system_turn(self, messages: Sequence[Mapping[str, Any]]) -> str:
-        """One conversation as text, with an empty system turn where it has none.
+        """Render a conversation, with an empty system turn added if it has none.
 
-        Templates that know no system turn get the conversation as it is.
+        Templates without system turns get the original conversation.
         """
         if messages[0]["role"] == "system":
             return self(messages)
@@ -189,7 +189,7 @@ class ChatRenderer:
             return self(messages)
 
     def _template(self) -> tuple[Any, str | None]:
-        """Who renders, and the template to give it, if it has none of its own."""
+        """Return the object that renders, and a template to pass if it has none of its own."""
         if self._processor is None:
             raise NoTokenizerError(
                 "The data holds conversations, and there is no tokenizer to render them.",
@@ -212,10 +212,10 @@ class ChatRenderer:
 
 
 def _of_text(turn: Mapping[str, Any]) -> dict[str, Any]:
-    """A turn whose content is one text, for templates that know nothing else.
+    """Join the content of a turn to a single text, for templates that support nothing else.
 
     Raises:
-        DatasetError: it holds something that is no text.
+        DatasetError: it has content other than text.
     """
     content = turn.get("content")
     if content is None or isinstance(content, str):
@@ -233,16 +233,16 @@ def _of_text(turn: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _text_of(part: Any) -> str | None:
-    """The text of a part of a turn's content; ``None`` if it is something else."""
+    """Text of a part of a turn's content; ``None`` if it is not text."""
     if isinstance(part, Mapping) and part.get("type", "text") == "text":
         part = part.get("text")
     return part if isinstance(part, str) else None
 
 
 def _rendered(owner: Any, messages: list[Any], options: Mapping[str, Any]) -> str:
-    """The text, of one text to a turn where the template knows no lists of them.
+    """Render messages, with lists of texts joined if the template does not support lists.
 
-    Such a template fails on a list, or writes it out as Python does.
+    Such a template fails on a list, or renders its Python representation.
     """
     lists = [turn["content"] for turn in messages if _is_list_of_texts(turn.get("content"))]
     try:

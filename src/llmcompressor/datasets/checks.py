@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Token ids against the vocabulary, before any model sees them."""
+"""Check of token ids against the model's vocabulary."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ _TOKENS = ("input_ids", "decoder_input_ids", "labels")
 
 
 def check_token_ids(sample: Mapping[str, Any], vocab_size: int | None, where: str) -> None:
-    """Raise an error that names the first token id outside ``[0, vocab_size)``.
+    """Refuse token ids outside ``[0, vocab_size)``.
 
     Args:
-        sample: ``input_ids``, ``decoder_input_ids`` and ``labels`` are read, if they are there.
-            A label may also be one that the loss leaves out.
-        vocab_size: rows of the model's embedding; ``None`` if that is not known.
-        where: which sample this is.
+        sample: ``input_ids``, ``decoder_input_ids`` and ``labels`` are checked if present.
+            A label may also be the ignored one, -100.
+        vocab_size: rows of the model's embedding; ``None`` if unknown.
+        where: description of the sample, for the error.
 
     Raises:
-        DatasetError: for the first id that the model has no embedding for.
+        DatasetError: names the first id without an embedding.
     """
     if vocab_size is None:
         return

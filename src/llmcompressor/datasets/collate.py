@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Samples of several lengths → one batch: cut to the shortest, or filled up to the longest."""
+"""Data collators: truncation to the shortest sample, or padding to the longest."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ _WHOLE = (
 
 @dataclass(frozen=True)
 class TruncationCollator:
-    """Cuts every sequence to the shortest of the batch: no padding is added, and text is lost.
+    """Truncates every sequence to the shortest of the batch, without padding.
 
     Attributes:
-        max_length: and to this many tokens.
+        max_length: maximum number of tokens.
     """
 
     max_length: int | None = None
 
     def __call__(self, samples: Sequence[Sample]) -> dict[str, Any]:
-        """A batch; token tensors are long ``[batch, tokens]``."""
+        """Collate samples; token tensors are long ``[batch, tokens]``."""
         batch = _joined(samples)
         for name, rows in _cut(samples, self.max_length).items():
             batch[name] = _tensor(rows)
@@ -41,10 +41,12 @@ class TruncationCollator:
 
 
 class DataCollatorWithTruncation:
-    """The same for a script's own ``DataLoader``: what is no sequence is stacked, texts left out.
+    """Truncating collator for a script's own ``DataLoader``; other values are stacked.
+
+    Strings are dropped.
 
     Args:
-        max_seq_length: tokens at most.
+        max_seq_length: maximum number of tokens.
     """
 
     def __init__(self, max_seq_length: int | None = None) -> None:
@@ -53,8 +55,8 @@ class DataCollatorWithTruncation:
     def __call__(
         self, features: Sequence[Mapping[str, Any]], return_tensors: str = "pt"
     ) -> dict[str, Any]:
-        """A batch; the features stay as they are."""
-        from transformers import default_data_collator  # noqa: PLC0415  # calibration needs none
+        """Collate features, which are not changed."""
+        from transformers import default_data_collator  # noqa: PLC0415  # not needed by calibration
 
         rows = [
             {name: _listed(value) if name in SEQUENCES else value for name, value in one.items()}
@@ -71,10 +73,10 @@ class DataCollatorWithTruncation:
 
 @dataclass(frozen=True)
 class PaddingCollator:
-    """Fills every sequence up to the longest of the batch; padding is masked.
+    """Pads every sequence to the longest of the batch; padding is masked.
 
     Attributes:
-        pad_id: the token to fill with.
+        pad_id: the padding token.
         side: "left" or "right".
     """
 
@@ -82,7 +84,7 @@ class PaddingCollator:
     side: str = "right"
 
     def __call__(self, samples: Sequence[Sample]) -> dict[str, Any]:
-        """A batch; token tensors are long ``[batch, tokens]``."""
+        """Collate samples; token tensors are long ``[batch, tokens]``."""
         batch = _joined(samples)
         for name in _sequences(samples):
             length = max(len(sample[name]) for sample in samples)
@@ -98,25 +100,25 @@ class PaddingCollator:
 def check_cuts(
     samples: Sequence[Sample], batch_size: int, max_length: int | None, placeholders: frozenset[int]
 ) -> None:
-    """Refuse samples that a batch of :class:`TruncationCollator` would take placeholders from.
+    """Refuse samples that would lose placeholders in a :class:`TruncationCollator`.
 
-    The model gets all that they stand for, and fails on more pictures than its tokens name.
+    The model would still get all images, and fail on more images than placeholders.
 
     Args:
         samples: in the order of the batches.
         batch_size: samples in a batch.
         max_length: that of the collator.
-        placeholders: ids of tokens that stand for pictures, videos and sounds.
+        placeholders: ids of placeholder tokens for images, videos and audio.
 
     Raises:
-        DatasetError: names the sample, and how to keep its tokens.
+        DatasetError: a sample would lose placeholders.
     """
     if not placeholders:
         return
     for number, sample in enumerate(samples):
         tokens = sample.get("input_ids")
         if not isinstance(tokens, list) or SEQUENCES.issuperset(sample):
-            continue  # nothing stands behind its tokens
+            continue  # it has no other inputs
         first = number - number % batch_size
         batch = samples[first : first + batch_size]
         shortest = min(len(one["input_ids"]) for one in batch if "input_ids" in one)
@@ -136,7 +138,7 @@ def check_cuts(
 
 
 def _cut(samples: Sequence[Sample], max_length: int | None) -> dict[str, list[list[int]]]:
-    """The sequences of a batch, each cut to its shortest and to ``max_length``."""
+    """Truncate the sequences of a batch to the shortest one and to ``max_length``."""
     cut_rows = {}
     for name in _sequences(samples):
         shortest = min(len(sample[name]) for sample in samples)
@@ -154,7 +156,7 @@ def _tensor(rows: list[list[int]]) -> Tensor:
 
 
 def _sequences(samples: Sequence[Sample]) -> list[str]:
-    """The inputs of tokens that every sample has, in the first one's order."""
+    """Names of the token sequences that all samples have, in the first one's order."""
     return [
         name
         for name, value in samples[0].items()
@@ -165,7 +167,7 @@ def _sequences(samples: Sequence[Sample]) -> list[str]:
 
 
 def _joined(samples: Sequence[Sample]) -> dict[str, Any]:
-    """Everything that is not a sequence of tokens, joined along its leading axis."""
+    """Concatenate all inputs that are not token sequences along their leading axis."""
     names = dict.fromkeys(
         name
         for sample in samples

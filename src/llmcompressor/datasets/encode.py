@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows through the user's tokenizer or processor, which is left as it was found."""
+"""Tokenization of rows with the user's tokenizer or processor, whose state is restored."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ _UNNAMED = frozenset({"audio", "images", "sampling_rate", "text", "videos"})
 
 
 def tokenizer_of(processor: Any) -> Any:
-    """The tokenizer inside a processor; a tokenizer itself otherwise."""
+    """Return the tokenizer of a processor; a tokenizer is returned itself."""
     return getattr(processor, "tokenizer", None) or processor
 
 
 def pad_id_of(processor: Any, vocab_size: int | None) -> int:
-    """The token to pad with: the tokenizer's, or its end token, or 0. Padding is masked anyway."""
+    """Return the padding token: the tokenizer's, else its end token, else 0."""
     tokenizer = tokenizer_of(processor)
     for name in ("pad_token_id", "eos_token_id"):
         token = getattr(tokenizer, name, None)
@@ -59,7 +59,7 @@ def pad_id_of(processor: Any, vocab_size: int | None) -> int:
 
 
 def padding_side_of(processor: Any) -> str:
-    """The side that the tokenizer pads on."""
+    """Return the tokenizer's padding side, "left" or "right"."""
     return str(getattr(tokenizer_of(processor), "padding_side", None) or "right")
 
 
@@ -68,8 +68,8 @@ class Encoder:
 
     Args:
         processor: a tokenizer, a processor, or any function from ``text=`` to token ids.
-        max_length: tokens at most, or ``None``.
-        cut_media: also cut rows with images; cutting within an image is the processor's error.
+        max_length: maximum number of tokens, or ``None``.
+        cut_media: also truncate rows with images; truncation within an image is an error.
     """
 
     def __init__(self, processor: Any, *, max_length: int | None, cut_media: bool) -> None:
@@ -81,7 +81,7 @@ class Encoder:
 
     @property
     def columns(self) -> frozenset[str]:
-        """The columns that the processor can take."""
+        """Columns that the processor accepts."""
         data = self._names - _OPTIONS
         if not data and self._takes_any:
             return _UNNAMED
@@ -90,7 +90,7 @@ class Encoder:
         return data
 
     def __call__(self, rows: Sequence[Row]) -> list[Mapping[str, Any]]:
-        """The processor's outputs for each row; columns it cannot take are left out."""
+        """Tokenize rows and return the outputs of each, without columns that are not accepted."""
         kept = [self._usable(row) for row in rows]
         with _unchanged(tokenizer_of(self._processor)):
             if _is_tokenizer(self._processor) and all(row.keys() == {"text"} for row in kept):
@@ -98,7 +98,7 @@ class Encoder:
             return [self._one(row) for row in kept]
 
     def ids(self, text: str) -> list[int]:
-        """The token ids of one text, cut as the rows are."""
+        """Tokenize a text, truncated like the rows."""
         ids: list[int] = list(self([{"text": text}])[0]["input_ids"])
         return ids
 
@@ -106,7 +106,7 @@ class Encoder:
         columns = self.columns
         kept = {name: value for name, value in row.items() if name in columns and value is not None}
         if isinstance(kept.get("text"), str):
-            # Rendered chats begin with the token that the tokenizer is about to add once more.
+            # Rendered chats begin with the start token, which the tokenizer would add again.
             kept["text"] = kept["text"].removeprefix(self._bos)
         return kept
 
@@ -134,12 +134,12 @@ class Encoder:
 
 
 def _is_tokenizer(processor: Any) -> bool:
-    """Whether it takes a list of texts at once."""
+    """Return True for a tokenizer, which takes a list of texts."""
     return hasattr(processor, "convert_tokens_to_ids")
 
 
 def parameters_of(processor: Any) -> tuple[frozenset[str], bool]:
-    """The names of a processor's parameters, and whether it takes any others."""
+    """Return the names of a processor's parameters, and True if it takes ``**kwargs``."""
     if not callable(processor):
         raise DatasetError(
             f"A {type(processor).__name__} cannot tokenize text.",
@@ -152,7 +152,7 @@ def parameters_of(processor: Any) -> tuple[frozenset[str], bool]:
 
 
 def own_bos(tokenizer: Any) -> str:
-    """The text of the first token, if the tokenizer adds it by itself; otherwise empty."""
+    """Return the text of the start token if the tokenizer adds it by itself, else ""."""
     bos, bos_id = getattr(tokenizer, "bos_token", None), getattr(tokenizer, "bos_token_id", None)
     if not isinstance(bos, str) or bos_id is None or not _is_tokenizer(tokenizer):
         return ""
@@ -161,7 +161,7 @@ def own_bos(tokenizer: Any) -> str:
 
 @contextmanager
 def _unchanged(tokenizer: Any) -> Iterator[None]:
-    """Restore how a fast tokenizer cuts and pads: it remembers each call, and would save it."""
+    """Restore the truncation and padding of a fast tokenizer, which it keeps between calls."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         yield

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A path of the user's → rows by split."""
+"""Reading of local data files as rows by split."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ _PACKED = frozenset({".7z", ".bz2", ".gz", ".rar", ".tar", ".xz", ".zip", ".zst"
 
 
 def is_saved_dataset(path: Path) -> bool:
-    """Whether a folder was written by ``Dataset.save_to_disk``."""
+    """Return True if a folder was written by ``Dataset.save_to_disk``."""
     return any((path / name).is_file() for name in ("state.json", "dataset_dict.json"))
 
 
 class _Splits(Mapping[str, Rows]):
-    """Rows by split, read when a split is asked for; files' other names are known too."""
+    """Lazily read rows by split, with alternative split names."""
 
     def __init__(self, layout: Layout, kind: str, options: Mapping[str, Any]) -> None:
         self._layout, self._kind, self._options = layout, kind, options
@@ -52,19 +52,19 @@ def read_path(
 ) -> Mapping[str, Rows]:
     """Read a file, or the files of a folder, as rows by split.
 
-    A file is the split ``train``. A folder's files are the splits that the card of a data set
-    of the hub says, or else those of their names
-    (:func:`~llmcompressor.datasets.layout.layout_of`); they are read when a split is taken.
+    A file is the split ``train``. The splits of a folder's files are those of its data set card,
+    or else those of the file names (:func:`~llmcompressor.datasets.layout.layout_of`); they are
+    read lazily.
 
     Args:
         path: a file or folder.
-        kind: one of :data:`~llmcompressor.datasets.formats.KINDS`, or ``None`` for what the
-            suffix says.
+        kind: one of :data:`~llmcompressor.datasets.formats.KINDS`, or ``None`` to infer it from
+            the suffix.
         options: see :func:`~llmcompressor.datasets.formats.read_file`.
         config: of a folder with a card, the configuration; ``None`` for the default one.
 
     Raises:
-        DatasetError: if there is nothing there, or nothing that can be read.
+        DatasetError: the path does not exist, or holds no readable file.
     """
     if unknown := sorted(set(options) - _OPTIONS):
         logger.warning(f"Local files are read without the options {', '.join(unknown)}.")
@@ -113,7 +113,7 @@ def _read_folder(
 
 
 def _files(path: Path) -> list[Path]:
-    """The files of a folder, or of those below it if it has none that can be read itself."""
+    """Files of a folder, or of all its subfolders if it has no readable file itself."""
     own = sorted(file for file in path.iterdir() if file.is_file())
     if any(kind_of(file) for file in own):
         return own

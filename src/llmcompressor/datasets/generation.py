@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The base class of the data sets that are known by name."""
+"""Base class of named data sets."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ _Class = TypeVar("_Class", bound=type)
 
 
 class TextGenerationDataset:
-    """A data set on the hub that knows how its rows become what the processor takes.
+    """A data set on the hub with a template that turns its rows into inputs of the processor.
 
-    A subclass names the data set and says how one row becomes text::
+    A subclass names the data set and defines the template::
 
         @TextGenerationDataset.register("my_notes")
         class MyNotes(TextGenerationDataset):
@@ -61,12 +61,12 @@ class TextGenerationDataset:
         self.chat = ChatRenderer(processor)
 
     def resolve_split(self, split: str | None) -> str | None:
-        """The split as the hub calls it."""
+        """Return the hub's name of a split."""
         return split
 
     @property
     def rest(self) -> str | None:
-        """The cut that a stream still needs after loading."""
+        """Slice that has to be applied to a stream after loading."""
         return streamed_split(self.split)[1] if self.dataset_args.streaming else None
 
     def load_dataset(self) -> Any:
@@ -91,14 +91,14 @@ class TextGenerationDataset:
         )
 
     def dataset_template(self, row: Row) -> Mapping[str, Any]:
-        """One row as what the processor takes; the base class leaves it as it is."""
+        """Turn a row into inputs of the processor; the base class returns it unchanged."""
         return row
 
     def __call__(self, add_labels: bool = False) -> Any:
         """Load, template and tokenize all rows.
 
         Args:
-            add_labels: also give ``labels``, for training.
+            add_labels: add ``labels``, for training.
 
         Returns:
             A ``datasets.Dataset``, which a trainer takes.
@@ -119,7 +119,7 @@ class TextGenerationDataset:
     def register(
         cls, name: str, alias: str | Iterable[str] | None = None
     ) -> Callable[[_Class], _Class]:
-        """A class decorator: make a subclass known under ``name`` and each ``alias``."""
+        """Return a class decorator that registers a subclass as ``name`` and each ``alias``."""
         aliases = [alias] if isinstance(alias, str) else list(alias or [])
 
         def decorate(subclass: _Class) -> _Class:
@@ -139,10 +139,10 @@ class TextGenerationDataset:
         *,
         data_args: DatasetArguments | None = None,
     ) -> TextGenerationDataset:
-        """An instance of the data set called ``name`` ("json", "csv", "custom": a local one).
+        """Create the data set registered as ``name`` ("json", "csv", "custom": a local one).
 
         Args:
-            name: as it was registered.
+            name: its registered name.
             dataset_args: the user's arguments.
             split: the split to load.
             processor: the tokenizer or processor.
@@ -150,7 +150,7 @@ class TextGenerationDataset:
 
         Raises:
             ArgumentError: the arguments are given under both names, or not at all.
-            DatasetError: if there is none of that name.
+            DatasetError: there is no data set of that name.
         """
         if (dataset_args is None) == (data_args is None):
             raise ArgumentError(
@@ -174,5 +174,5 @@ class TextGenerationDataset:
 
     @classmethod
     def registered_names(cls) -> list[str]:
-        """The names that :meth:`load_from_registry` knows."""
+        """Names that :meth:`load_from_registry` accepts."""
         return table.names()

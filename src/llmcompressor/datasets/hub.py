@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All that touches the ``datasets`` library; imported only for data that needs it."""
+"""Adapters for the ``datasets`` library, imported only when needed."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ __all__ = [
 
 
 class HubRows:
-    """Rows of a ``datasets.Dataset``, decoded only when they are asked for."""
+    """Rows of a ``datasets.Dataset``, decoded lazily."""
 
     def __init__(self, dataset: Dataset) -> None:
-        # A transform and tensors are what the user wants; a data frame is no column of rows.
+        # Transforms and tensors are kept, as the user chose them; other formats break rows.
         kept = dataset.format["type"] in ("custom", "numpy", "torch")
         self._dataset = dataset if kept else dataset.with_format(None)
 
@@ -48,7 +48,7 @@ class HubRows:
 
 
 def dataset_of(samples: Sequence[Mapping[str, Any]]) -> Dataset:
-    """Samples as trainers take them; a column that only some have is ``None`` in the others."""
+    """Convert samples to a ``Dataset``; a column that a sample lacks is ``None``."""
     columns = dict.fromkeys(name for sample in samples for name in sample)
     return Dataset.from_dict({name: [one.get(name) for one in samples] for name in columns})
 
@@ -59,7 +59,7 @@ def rows_of_table(table: Any) -> HubRows:
 
 
 def rows_of_frame(frame: Any) -> HubRows:
-    """Rows of a pandas data frame; what it lacks (NaN) is ``None``."""
+    """Rows of a pandas data frame; missing values (NaN) become ``None``."""
     try:
         return HubRows(Dataset.from_pandas(frame, preserve_index=False))
     except Exception as error:  # values of several types in one column, and so on
@@ -81,7 +81,7 @@ class HubStream(Stream):
         return HubStream(skipped if stop is None else skipped.take(max(0, stop - start)))
 
     def shuffled(self, seed: int) -> HubStream:
-        """The rows in another order, as far as a buffer of them allows."""
+        """Return the stream shuffled within a buffer."""
         return HubStream(self._dataset.shuffle(seed=seed))
 
 
@@ -96,7 +96,7 @@ def load_hub(
     """Load a data set from the hub (or a loader of the library's, such as ``"json"``).
 
     Raises:
-        DatasetError: if it cannot be had, whatever the reason.
+        DatasetError: it cannot be loaded, for any reason.
     """
     try:
         with quiet():
@@ -116,21 +116,21 @@ def _cannot_load(path: str, config: str | None, error: Exception) -> DatasetErro
 
 
 def files_of(folder: str, config: str | None) -> tuple[str, dict[str, list[str]], dict[str, Any]]:
-    """What the library finds in a local copy of a data set of the hub; nothing is built.
+    """Resolve the files of a local copy of a hub data set without building it.
 
     Args:
-        folder: the copy.
+        folder: the local copy.
         config: the configuration, ``None`` for the default one.
 
     Returns:
-        The loader (``"parquet"``, ``"json"``, …), each split's files, and how they are to be
-        read: ``field`` or ``delimiter``.
+        The loader (``"parquet"``, ``"json"``, …), the files by split, and reading options:
+        ``field`` or ``delimiter``.
 
     Raises:
-        DatasetError: if it finds none, or no such configuration.
+        DatasetError: there are no files, or no such configuration.
     """
     try:
-        with quiet(), TemporaryDirectory() as cache:  # a lock is written, even to look
+        with quiet(), TemporaryDirectory() as cache:  # a lock file is written even for reading
             builder = datasets.load_dataset_builder(folder, config, cache_dir=cache)
     except Exception as error:
         raise _cannot_load(folder, config, error) from error
@@ -142,13 +142,13 @@ def files_of(folder: str, config: str | None) -> tuple[str, dict[str, list[str]]
 
 
 def rows_by_split(folder: str, config: str | None) -> dict[str, HubRows]:
-    """Rows of a local copy of a data set of the hub by split, as the library reads them."""
+    """Load a local copy of a hub data set with the library, as rows by split."""
     loaded = load_hub(folder, config=config, split=None, streaming=False, options={})
     return {str(name): HubRows(dataset) for name, dataset in loaded.items()}
 
 
 def load_saved(path: str) -> Any:
-    """Load what ``save_to_disk`` wrote."""
+    """Load a data set that ``save_to_disk`` wrote."""
     try:
         with quiet():
             return datasets.load_from_disk(path)
@@ -160,7 +160,7 @@ def load_saved(path: str) -> Any:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Without the library's progress bars; whether they were on is restored."""
+    """Disable the library's progress bars while the body runs."""
     shown = datasets.are_progress_bars_disabled() is False
     datasets.disable_progress_bars()
     try:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows → samples: preprocessed, tokenized, labelled, padded and checked."""
+"""Conversion of rows to samples: preprocessing, tokenization, labels, padding and checks."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ __all__ = ["SampleMaker"]
 
 
 class SampleMaker:
-    """Makes samples of rows and counts those that have no tokens, or more than the model takes."""
+    """Converts rows to samples, and counts those that are empty or too long for the model."""
 
     def __init__(self, preparation: Preparation) -> None:
         self._it = preparation
@@ -48,7 +48,7 @@ class SampleMaker:
         self._encoder: Encoder | None = None
         self._read = self._empty = self._long = self._longest = 0
         self._first_empty = ""
-        # A user's own collator is given rows that came tokenized just as they are.
+        # A user's own collator gets tokenized rows unchanged.
         self._as_given = (
             callable(args.data_collator)
             and not preparation.for_training
@@ -56,7 +56,7 @@ class SampleMaker:
         )
 
     def __call__(self, numbered: Sequence[tuple[int, Row]]) -> list[Sample]:
-        """The samples of some rows; rows without tokens give none."""
+        """Convert rows to samples; rows without tokens are dropped."""
         self._read += len(numbered)
         made: dict[int, Sample] = {}
         raw: dict[int, Row] = {}
@@ -79,7 +79,7 @@ class SampleMaker:
         return kept
 
     def report(self, samples: int, wanted: int | None, *, packed: bool) -> None:
-        """Say what was left out, and raise an error if nothing was left."""
+        """Warn about dropped and long samples, and raise if no sample is left."""
         name = self._it.name
         if not samples and packed and self._read > self._empty:
             raise DatasetError(
@@ -110,7 +110,7 @@ class SampleMaker:
         return f"the attention_mask of sample {index} is 0 everywhere"
 
     def _is_tokenized(self, row: Row, where: str) -> bool:
-        """Whether a row needs no processor any more."""
+        """Return True if a row is tokenized already."""
         inputs = self._it.main_inputs & row.keys()
         given = {name for name in inputs if row[name] is not None}
         if inputs and not given and row.get("text") is None:
@@ -138,14 +138,14 @@ class SampleMaker:
         return unbatched(sample) if callable(self._it.args.data_collator) else sample
 
     def _as_asked(self, sample: Sample) -> Sample:
-        """A sample to train on; cut here, since the collators of a training do not cut."""
+        """Truncate a training sample to ``max_seq_length``, which training collators do not do."""
         asked = self._it.args.max_seq_length
         if asked is None or self._it.args.concatenate_data:
             return sample
         return _cut_to(sample, asked)
 
     def _within_limit(self, sample: Sample) -> Sample:
-        """A sample that came tokenized; cut, if the model would look for positions it has not."""
+        """Truncate a tokenized sample to the model's table of positions, and count long samples."""
         limit = self._it.model_max_length
         if limit is None or self._it.args.concatenate_data:
             return sample
@@ -172,11 +172,11 @@ class SampleMaker:
 
     @property
     def _cuts(self) -> bool:
-        """Whether samples are cut to ``max_seq_length``: here, or when they are batched."""
+        """True if samples are truncated to ``max_seq_length``, here or by the collator."""
         return self._it.for_training or self._it.args.data_collator == "truncation"
 
     def _encoded(self, rows: Mapping[int, Row]) -> dict[int, Sample]:
-        """Rows of text, images or sound through the processor."""
+        """Run rows of text, images or audio through the processor."""
         if not rows:
             return {}
         encoder = self._own_encoder(self._where(next(iter(rows))))
@@ -249,7 +249,7 @@ class SampleMaker:
 
 
 def _cut_to(sample: Sample, length: int) -> Sample:
-    """The sample with at most so many tokens in each of its sequences."""
+    """Truncate each sequence of a sample to ``length`` tokens."""
     return {
         name: cut(sample, name, length) if name in SEQUENCES and isinstance(value, list) else value
         for name, value in sample.items()
@@ -257,7 +257,7 @@ def _cut_to(sample: Sample, length: int) -> Sample:
 
 
 def _is_blank(row: Row) -> bool:
-    """Whether a row has nothing but a text without a word in it."""
+    """Return True if a row has nothing but a blank text."""
     if "text" not in row:
         return False
     text = row["text"]
@@ -293,7 +293,7 @@ def _check_media(row: Row, processor: Any, known: frozenset[str], where: str) ->
 
 
 def _check_unicode(text: str, where: str) -> None:
-    """Refuse half of a pair of UTF-16, which Python lets into a text and no tokenizer takes."""
+    """Refuse lone surrogates, which Python strings allow but tokenizers do not."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:

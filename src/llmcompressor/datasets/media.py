@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pictures, videos and sounds that belong to a row of text.
+"""Images, videos and audio of multimodal rows.
 
-They stand in columns of their own, or within a conversation: a part of a turn has a ``type`` and,
-under one of a few keys, what it shows. A chat template renders a placeholder of it alone.
+They are in columns of their own, or within a conversation: a part of a turn has a ``type`` and
+holds the medium under one of a few keys. A chat template renders only a placeholder for it.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ _PLACEHOLDERS = {
 
 
 class _Unread(str):
-    """Where a picture of a turn is: a path, an address, or itself in base64."""
+    """Unread source of an image in a turn: a path, a URL, or base64 data."""
 
     __slots__ = ()
 
 
 def media_of(conversation: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
-    """What the turns of a conversation show, in their order, by the processor's arguments.
+    """Collect the media of a conversation in order, by the processor's argument names.
 
-    Nothing is read yet, since it may be a tokenizer that gets the row. ``None`` stands for what is
-    not shown in its turn.
+    Nothing is read yet, as the row may be for a tokenizer. ``None`` marks a part without a
+    medium.
     """
     found: dict[str, list[Any]] = {}
     for turn in conversation:
@@ -66,15 +66,14 @@ def _shown(part: Mapping[str, Any], kind: str) -> Any:
 
 
 def with_media(row: Mapping[str, Any], known: Iterable[str]) -> dict[str, Any]:
-    """``row`` as a processor takes it: media under its names, pictures of turns read.
+    """Rename media columns for a processor, and read the images of turns.
 
     Args:
-        row: a row, prepared.
-        known: the columns that the processor can take; what is in others is left as it is.
+        row: a prepared row.
+        known: the columns that the processor accepts; others are unchanged.
 
     Raises:
-        DatasetError: some parts of a conversation bring what they show and others do not, or a
-            picture cannot be read.
+        DatasetError: only some parts of a conversation have media, or an image cannot be read.
     """
     known = frozenset(known)
     made = _by_known_names(row, known)
@@ -95,9 +94,9 @@ def with_media(row: Mapping[str, Any], known: Iterable[str]) -> dict[str, Any]:
 
 
 def _sampled(row: dict[str, Any], known: frozenset[str]) -> dict[str, Any]:
-    """``row`` with its sounds as samples, and their rate where a processor looks for it.
+    """Split audio values into arrays and the column ``sampling_rate``.
 
-    A table of the datasets library has both in one value.
+    The datasets library has both in one value.
     """
     for column in known & {"audio", "audios"} & row.keys():
         value = row[column]
@@ -118,18 +117,18 @@ def _sampled(row: dict[str, Any], known: frozenset[str]) -> dict[str, Any]:
 
 
 def _is_sound(value: Any) -> bool:
-    """Whether it is what a column of sounds of the datasets library holds, decoded or not yet."""
+    """Return True for an audio value of the datasets library, decoded or not."""
     if isinstance(value, Mapping):
         return "array" in value and value.get("sampling_rate") is not None
     return hasattr(value, "get_all_samples")
 
 
 def _read(shown: str) -> Any:
-    from transformers.image_utils import load_image  # noqa: PLC0415  # few data hold pictures
+    from transformers.image_utils import load_image  # noqa: PLC0415  # rarely needed
 
     try:
         return load_image(str(shown))
-    except Exception as error:  # of a file, of what is in it, or of whatever network it is on
+    except Exception as error:  # of the file, its content or the network
         raise DatasetError(
             f"The picture {shown:.80} of a conversation cannot be read: {error!s:.200}.",
             "Check the path, or give the picture itself.",
@@ -137,7 +136,7 @@ def _read(shown: str) -> Any:
 
 
 def _by_known_names(row: Mapping[str, Any], known: frozenset[str]) -> dict[str, Any]:
-    """``row`` with its media under the names that a processor knows: ``image`` as ``images``."""
+    """Rename media columns to the processor's names, such as ``image`` to ``images``."""
     named = dict(row)
     for name, other in _OTHER_NAMES.items():
         if name not in known and other in known and named.get(other) is None and name in named:
@@ -146,27 +145,27 @@ def _by_known_names(row: Mapping[str, Any], known: frozenset[str]) -> dict[str, 
 
 
 def placeholder_ids(*owners: Any) -> frozenset[int]:
-    """The token ids that stand for pictures, videos and sounds.
+    """Ids of the placeholder tokens for images, videos and audio.
 
     Args:
-        owners: who may know them: a processor, a tokenizer.
+        owners: processors or tokenizers that may define them.
     """
     known = (getattr(owner, f"{name}_id", None) for owner in owners for name in _PLACEHOLDERS)
     return frozenset(number for number in known if isinstance(number, int))
 
 
 def check_placeholders(processor: Any, row: Mapping[str, Any], known: Iterable[str]) -> None:
-    """Refuse a text that stands for a picture, video or sound where none is given.
+    """Refuse a text with placeholders for images, videos or audio that are not given.
 
     The model would run on the bare placeholders.
 
     Args:
-        processor: knows their tokens.
-        row: what it is called with.
-        known: the columns that it can take.
+        processor: defines the placeholder tokens.
+        row: its inputs.
+        known: the columns that it accepts.
 
     Raises:
-        DatasetError: names the token.
+        DatasetError: names the placeholder token.
     """
     text, known = row.get("text"), frozenset(known)
     for attribute, columns in _PLACEHOLDERS.items():
@@ -174,7 +173,7 @@ def check_placeholders(processor: Any, row: Mapping[str, Any], known: Iterable[s
         if not isinstance(token, str) or not token or not isinstance(text, str):
             continue
         if known.isdisjoint(columns):
-            continue  # a tokenizer, say, for which the token is one of many
+            continue  # for instance a tokenizer, for which the token is an ordinary one
         if token in text and all(row.get(column) is None for column in columns):
             raise DatasetError(
                 f"the text has {token}, and there is nothing that it stands for.",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Collators of one sample that give a family of models the inputs that it has."""
+"""Single-sample collators with the inputs of multimodal model families."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ _TEXT = ("input_ids", "attention_mask")
 
 @dataclass(frozen=True)
 class NamedInputsCollator:
-    """Makes tensors of some columns of one sample, and leaves out the others.
+    """Converts some columns of a single sample to tensors, and drops the others.
 
     Attributes:
         names: the columns.
-        bare_pictures: pictures lie side by side, with no axis for the sample that they are of.
+        bare_pictures: remove the sample axis of images.
     """
 
     names: tuple[str, ...]
     bare_pictures: bool = False
 
     def __call__(self, samples: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
-        """The batch."""
+        """Collate a single sample."""
         if len(samples) != 1:
             raise DatasetError(
                 f"The data_collator takes one sample, and a batch has {len(samples)}.",

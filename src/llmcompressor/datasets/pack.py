@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Samples joined and cut into pieces of one length."""
+"""Packing of samples into sequences of fixed length."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ __all__ = ["Packer"]
 
 
 class Packer:
-    """Joins samples in the order in which they come and hands out pieces of ``length`` tokens.
+    """Concatenates samples in order and yields pieces of ``length`` tokens.
 
-    Padding is not joined. What remains at the end is less than a piece, and left out.
+    Padding is dropped, and so is an incomplete piece at the end.
     """
 
     def __init__(self, length: int | None) -> None:
@@ -27,7 +27,7 @@ class Packer:
         self._held: Sample = {}
 
     def __call__(self, samples: Iterable[Sample]) -> Iterator[Sample]:
-        """The pieces that are complete with these samples."""
+        """Add samples and yield the pieces that are complete."""
         for sample in samples:
             if not all(isinstance(value, list) for value in sample.values()):
                 raise DatasetError(
@@ -57,7 +57,7 @@ class Packer:
 
 
 def _without_padding(sample: Sample) -> Sample:
-    """The sample with its real tokens only: between texts, padding could fill pieces of its own."""
+    """Drop the padding of a sample, which could fill whole pieces between texts."""
     mask = sample.get("attention_mask")
     if mask is None or all(mask):
         return sample

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is to be made of raw rows, in one frozen object."""
+"""Settings for the conversion of raw rows to samples."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ _NO_LIMIT = 1 << 24
 
 @dataclass(frozen=True)
 class Preparation:
-    """What is made of a row.
+    """Settings for the conversion of rows to samples.
 
     Attributes:
         args: the user's arguments.
-        processor: the tokenizer or processor; ``None`` will do for tokenized data.
-        name: what the data is called in messages.
-        template: a registered data set's way from a row to text.
-        model_input_names: the inputs that the model takes; empty if that is not known.
-        main_inputs: names of inputs of which a row that has one needs no processor any more.
-        vocab_size: rows of the model's embedding; ``None`` if that is not known.
-        model_max_length: tokens that the model takes at most; ``None`` if that is not known.
+        processor: the tokenizer or processor; may be ``None`` for tokenized data.
+        name: name of the data in messages.
+        template: a registered data set's function from a row to text.
+        model_input_names: the inputs that the model takes; empty if unknown.
+        main_inputs: names of inputs; a row that has one of them needs no processor.
+        vocab_size: rows of the model's embedding; ``None`` if unknown.
+        model_max_length: maximum number of tokens of the model; ``None`` if unknown.
         for_training: add labels.
-        in_table: the model looks positions up, and has none beyond ``model_max_length``.
+        in_table: the model has a table of ``model_max_length`` positions, and fails beyond.
     """
 
     args: DatasetArguments
@@ -48,7 +48,7 @@ class Preparation:
 
     @property
     def model_limit(self) -> int | None:
-        """Tokens of a sample at most, as far as the model and the tokenizer say."""
+        """Maximum number of tokens of the model and the tokenizer; ``None`` if unlimited."""
         tokenizer_limit = getattr(tokenizer_of(self.processor), "model_max_length", None)
         limits = [
             limit
@@ -59,6 +59,6 @@ class Preparation:
 
     @property
     def max_length(self) -> int | None:
-        """Tokens of a sample at most: what the user, the model and the tokenizer allow."""
+        """Maximum number of tokens of a sample, by the user, the model and the tokenizer."""
         limits = (self.model_limit, self.args.max_seq_length)
         return min((limit for limit in limits if limit is not None), default=None)

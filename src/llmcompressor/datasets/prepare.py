@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Raw rows → samples: which are taken, what is made of each, and what is refused.
+"""Preparation of samples: selection of rows, conversion and checks.
 
-Rows are taken until there are enough samples, so that of a million rows only those that are
-needed are read and tokenized. Work is done here in one process, in the order of the sampling:
-the same rows and seed give the same samples, whatever the number of workers.
+Rows are taken until there are enough samples, so that of a million rows only the needed ones are
+read and tokenized. All work is done in one process, in sampling order: the same rows and seed give
+the same samples for any number of workers.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ def prepare_samples(
 
     Args:
         rows: the raw data.
-        preparation: what is made of each row.
-        wanted: samples to return, of all processes together; ``None`` for all there are.
-        shuffle: take rows in random order, none twice.
-        seed: decides that order.
-        distributed: where there are several processes, return only this one's part.
+        preparation: the settings.
+        wanted: samples to return, of all processes together; ``None`` for all.
+        shuffle: take rows in random order without repetition.
+        seed: seed of that order.
+        distributed: with several processes, return only this one's part.
 
     Returns:
-        The samples; fewer than ``wanted`` (with a warning) if there are not so many.
+        The samples; fewer than ``wanted`` (with a warning) if the data has not enough.
 
     Raises:
-        DatasetError: for a row that cannot be used, and if no sample is left.
+        DatasetError: a row cannot be used, or no sample is left.
     """
     args = preparation.args
     _warn_of_limit(preparation)
@@ -65,7 +65,7 @@ def prepare_samples(
     else:
         order = draw_order(len(rows), shuffle=shuffle, seed=seed)
         if size > 1 and same_everywhere(rows, size):
-            # How many rows fill a rank's pieces is not known before: each gets its share of all.
+            # The number of rows that fill a rank's pieces is unknown: each rank shares all rows.
             first = len(order) if packer or wanted is None else wanted
             order = share(order, first, rank, size)
         numbered = _numbered(rows, order.tolist(), own)
@@ -82,7 +82,7 @@ def _warn_of_limit(preparation: Preparation) -> None:
 
 
 def _numbered(rows: Rows, order: Sequence[int], wanted: int | None) -> Iterator[tuple[int, Row]]:
-    """The rows in an order, read in chunks and never more than wanted ahead."""
+    """Yield the rows in an order, read in chunks of at most ``wanted`` rows."""
     chunk = _CHUNK if wanted is None else max(1, min(_CHUNK, wanted))
     for start in range(0, len(order), chunk):
         indices = order[start : start + chunk]
@@ -90,10 +90,10 @@ def _numbered(rows: Rows, order: Sequence[int], wanted: int | None) -> Iterator[
 
 
 def guarded(stream: Stream, name: str) -> Iterator[Row]:
-    """The rows of a stream; what fails while reading it is an error of the data.
+    """Yield the rows of a stream, with exceptions turned into errors about the data.
 
     Raises:
-        DatasetError: says of which data.
+        DatasetError: the stream cannot be read.
     """
     rows = iter(stream)
     while True:

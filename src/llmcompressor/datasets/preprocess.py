@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows before they are tokenized: the user's function or a template, then one column ``text``."""
+"""Row preprocessing: the user's function or a template, then rendering to a column ``text``."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ _CHATS = ("messages", "conversations")
 
 
 def load_function(given: str | Callable[..., Any]) -> Callable[..., Any]:
-    """A function, or the one that ``"path/file.py:function"`` names.
+    """Load the function that ``"path/file.py:function"`` names; a callable is returned itself.
 
     Raises:
-        DatasetError: if the file, or the function in it, is not there or fails to load.
+        DatasetError: the file or the function in it does not exist or fails to load.
     """
     if callable(given):
         return given
@@ -53,16 +53,17 @@ def load_function(given: str | Callable[..., Any]) -> Callable[..., Any]:
 
 
 class RowPreparer:
-    """Brings a row into the form that the processor takes.
+    """Preprocesses rows for the processor.
 
     Args:
         function: the user's function from a row to columns that are added to it, or ``None``.
-        template: a registered data set's own, which replaces the row; used without a function.
-        text_column: the column that holds the text.  What ``function`` or ``template`` makes the
-            column ``text`` of goes before it.
+        template: a registered data set's template, which replaces the row; used without a
+            function.
+        text_column: the column with the text. A column ``text`` from ``function`` or
+            ``template`` takes precedence.
         remove_columns: columns to drop.
         chat: renders conversations.
-        main_inputs: names of inputs of which a row that has one came tokenized.
+        main_inputs: names of inputs; a row that has one of them is tokenized.
     """
 
     def __init__(
@@ -86,7 +87,7 @@ class RowPreparer:
         self._has_warned = self._has_warned_of_none = self._has_warned_of_tools = False
 
     def __call__(self, row: Row, where: str) -> Row:
-        """One row, prepared; the given one is not changed."""
+        """Return a preprocessed copy of a row."""
         given, row = row, self._preprocessed(row, where)
         if self._never_seen:
             self._never_seen -= given.keys() | row.keys()
@@ -112,7 +113,7 @@ class RowPreparer:
         return row
 
     def report(self) -> None:
-        """Say which columns that were to be dropped no row has."""
+        """Warn about ``remove_columns`` that no row has."""
         for name in sorted(self._never_seen):
             logger.warning(
                 f"remove_columns: no row has a column {name!r}. "
@@ -120,7 +121,7 @@ class RowPreparer:
             )
 
     def _rendered(self, conversation: Any, tools: Any, column: str, where: str) -> str:
-        """A conversation as text; an error says which it is."""
+        """Render a conversation as text; errors name the sample."""
         _check_chat(conversation, column, where)
         try:
             found = tools_of(tools)
@@ -135,7 +136,7 @@ class RowPreparer:
             raise type(error)(problem, error.remedy) from error
 
     def _name_text(self, row: Row, where: str, *, is_made: bool) -> None:
-        """Make the column that the user named ``text``; rows that came tokenized need none."""
+        """Rename the user's text column to ``text``; tokenized rows need none."""
         if is_made:
             if not self._has_warned:
                 logger.warning(
@@ -152,7 +153,7 @@ class RowPreparer:
             )
 
     def check_columns(self, row: Row, usable: Iterable[str], where: str) -> None:
-        """Raise an error that says which columns there are, if none of them is usable."""
+        """Refuse a row without usable columns; the error lists its columns."""
         if any(row.get(name) is not None for name in usable) or "text" in row:
             return
         refuse_broken_chat(row, where)
@@ -193,8 +194,8 @@ class RowPreparer:
             raise DatasetError(f"{where} cannot be preprocessed: {error!r}.", remedy) from error
 
     def _tell_of_none(self, given: Row, left: Row) -> None:
-        """Say that a function returned nothing, and changed nothing that it was given either."""
-        # tensors are not compared in one piece; a picture's address makes it another, and no matter
+        """Warn about a function that returned None without changing the row."""
+        # by repr, as tensors have no single truth value; an image's address may hide the warning
         if self._has_warned_of_none or repr(given) != repr(left):
             return
         self._has_warned_of_none = True
@@ -204,10 +205,10 @@ class RowPreparer:
 
 
 def refuse_broken_chat(row: Mapping[str, Any], where: str) -> None:
-    """Raise an error for a row without text whose conversation cannot be rendered.
+    """Refuse a row without text whose conversation is invalid.
 
     Raises:
-        DatasetError: names the turn.
+        DatasetError: names the invalid turn.
     """
     for name in _CHATS:
         if row.get(name) is not None:
@@ -226,7 +227,7 @@ def _check_chat(value: Any, column: str, where: str) -> None:
 
 
 def _is_silent(row: Row) -> bool:
-    """Whether a row has a conversation in which nobody says anything."""
+    """Return True if a row has only empty conversations."""
     chats = [row[name] for name in _CHATS if name in row]
     return bool(chats) and not any(chats)
 
@@ -236,7 +237,7 @@ def _columns(row: Row) -> str:
 
 
 def _is_text_made(row: Row, given: Row) -> bool:
-    """Whether the text of a prepared row is not the one that it came with."""
+    """Return True if preprocessing created or changed the text of a row."""
     if "text" not in row or "text" not in given:
         return "text" in row
     return isinstance(row["text"], str) and row["text"] != given["text"]

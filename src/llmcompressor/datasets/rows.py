@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Raw data as rows, whatever it came as: nothing is read before it is asked for.
+"""Lazy row access to raw data of any type.
 
-A row is a dict from column to value. :class:`Rows` knows how many it has and hands out any of
-them; :class:`Stream` only hands them out in order.
+A row is a dict from column to value. :class:`Rows` has a length and random access;
+:class:`Stream` only yields rows in order.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ Row: TypeAlias = dict[str, Any]
 
 @runtime_checkable
 class Rows(Protocol):
-    """Rows that can be had in any order."""
+    """Rows with a length and random access."""
 
     def __len__(self) -> int: ...
 
     def fetch(self, indices: Sequence[int]) -> list[Row]:
-        """The rows at ``indices``, in that order; each is a dict of the caller's own."""
+        """Return the rows at ``indices``, in that order, as new dicts."""
         ...
 
 
 def as_row(item: Any, index: int) -> Row:
-    """One item of the user's data as a row.
+    """Convert an item of the user's data to a row.
 
     >>> as_row("some text", 0), as_row([1, 2], 0)
     ({'text': 'some text'}, {'input_ids': [1, 2]})
@@ -53,7 +53,7 @@ def as_row(item: Any, index: int) -> Row:
 
 
 class Items:
-    """Rows of anything with a length and an index: a list, a torch data set."""
+    """Rows of a sequence with a length and an index, such as a list or a torch data set."""
 
     def __init__(self, items: Any) -> None:
         self._items = items
@@ -62,7 +62,7 @@ class Items:
         return len(self._items)
 
     def fetch(self, indices: Sequence[int]) -> list[Row]:
-        """The items at ``indices`` as rows."""
+        """Return the items at ``indices`` as rows."""
         return [as_row(self._item(index), index) for index in indices]
 
     def _item(self, index: int) -> Any:
@@ -83,7 +83,7 @@ def _said(value: Any) -> str:
 
 
 class Columns:
-    """Rows of a mapping from column to values, as a tokenizer makes it of several texts.
+    """Rows of a mapping from column to values, such as a tokenizer's output for several texts.
 
     >>> Columns({"text": ["a", "b"], "prompt": ["", "b"]}).fetch([1])
     [{'text': 'b', 'prompt': 'b'}]
@@ -110,14 +110,14 @@ class Columns:
         return self._count
 
     def fetch(self, indices: Sequence[int]) -> list[Row]:
-        """The values at ``indices`` of all columns."""
+        """Return the values of all columns at ``indices``."""
         return [
             {name: values[index] for name, values in self._columns.items()} for index in indices
         ]
 
 
 class Slice:
-    """Some consecutive rows of others."""
+    """A contiguous range of other rows."""
 
     def __init__(self, rows: Rows, start: int, stop: int) -> None:
         self._rows, self._range = rows, range(start, max(start, stop))
@@ -126,12 +126,12 @@ class Slice:
         return len(self._range)
 
     def fetch(self, indices: Sequence[int]) -> list[Row]:
-        """The rows at ``indices``, counted from the start of the slice."""
+        """Return the rows at ``indices``, counted from the start of the slice."""
         return self._rows.fetch([self._range[index] for index in indices])
 
 
 class Chain:
-    """Rows of several sources, one after another."""
+    """Concatenation of several sources of rows."""
 
     def __init__(self, parts: Sequence[Rows]) -> None:
         self._parts = list(parts)
@@ -141,7 +141,7 @@ class Chain:
         return self._ends[-1] if self._ends else 0
 
     def fetch(self, indices: Sequence[int]) -> list[Row]:
-        """The rows at ``indices``, counted through all parts."""
+        """Return the rows at ``indices``, counted through all parts."""
         wanted: dict[int, list[tuple[int, int]]] = {}
         for position, index in enumerate(indices):
             part = bisect.bisect_right(self._ends, index)
@@ -155,7 +155,7 @@ class Chain:
 
 
 class _Part:
-    """Some consecutive items; they come again each time that they are asked for."""
+    """A contiguous range of items that can be iterated repeatedly."""
 
     def __init__(self, items: Iterable[Any], start: int, stop: int | None) -> None:
         self._items, self._start, self._stop = items, start, stop
@@ -165,7 +165,7 @@ class _Part:
 
 
 class Stream:
-    """Rows that come one after another, how many nobody knows."""
+    """Rows of unknown number that are read in order."""
 
     def __init__(self, items: Iterable[Any]) -> None:
         self._items = items
@@ -179,6 +179,6 @@ class Stream:
         return Stream(_Part(self, start, stop))
 
     def shuffled(self, seed: int) -> Stream:
-        """The rows as they come: a plain iterator cannot be put in another order."""
+        """Return the stream itself, as a plain iterator cannot be shuffled."""
         del seed
         return self

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Samples: one form for what a tokenizer made, what a processor made, and what came tokenized.
+"""Samples: the common form of model inputs from tokenizers, processors and tokenized data.
 
 A sample is a dict from a model input's name to its value. Values of :data:`SEQUENCES` are plain
-lists with one integer per token; everything else (pixels, sound) is a tensor with a leading
-axis along which the samples of a batch are joined.
+lists with one integer per token; everything else (pixels, audio) is a tensor with a leading
+axis along which the samples of a batch are concatenated.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ _BY_PRODUCTS = frozenset(
 
 
 def token_list(value: Any) -> list[int] | None:
-    """A sequence of integers as a list, unwrapped from lists of one; ``None`` if it is not one.
+    """Convert a sequence of integers, also nested in lists of one, to a list; ``None`` otherwise.
 
     >>> token_list([[1, 2]]), token_list([[1], [2]]), token_list(3)
     ([1, 2], None, None)
@@ -112,18 +112,17 @@ def from_tokenized(
     keep_labels: bool,
     where: str,
 ) -> Sample:
-    """A row that came tokenized, without the columns that are no input of the model.
+    """Convert a tokenized row to a sample, without columns that are not model inputs.
 
     Args:
-        row: holds a main input of the model.
-        model_input_names: what the model takes; empty if that is not known, then every column
-            of numbers is kept.
+        row: has a main input of the model.
+        model_input_names: the inputs of the model; if empty, every numeric column is kept.
         use_loss_mask: keep ``loss_mask``.
-        keep_labels: for training; else only a model with a decoder of its own gets ``labels``.
-        where: which sample this is, for an error.
+        keep_labels: for training; otherwise only encoder-decoder models get ``labels``.
+        where: description of the sample, for errors.
 
     Raises:
-        DatasetError: for token ids that are no sequence of integers, or a mask of another length.
+        DatasetError: token ids are not a sequence of integers, or a mask has another length.
     """
     dropped = set() if use_loss_mask else {"loss_mask"}
     if not keep_labels and "decoder_input_ids" not in model_input_names:
@@ -154,7 +153,7 @@ def from_tokenized(
 
 
 def _fault(value: Any) -> str:
-    """What keeps a value from being a sequence of whole numbers."""
+    """Return the reason why a value is not a sequence of integers."""
     values = value.tolist() if hasattr(value, "tolist") else value
     if not isinstance(values, (list, tuple)):
         return f"they are a {type(values).__name__}"
@@ -173,7 +172,7 @@ def _is_input(name: str, model_input_names: Collection[str]) -> bool:
 
 
 def _is_nested(value: Any) -> bool:
-    """Whether token ids come as a batch of one: ``[[...]]``."""
+    """Return True if token ids are a batch of one: ``[[...]]``."""
     if hasattr(value, "ndim"):
         return bool(value.ndim == 2)
     return isinstance(value, (list, tuple)) and bool(value) and _is_sequence(value[0])
@@ -187,7 +186,7 @@ def _as_tensor(value: Any) -> torch.Tensor | None:
 
 
 def _mask(value: Any, name: str, where: str) -> list[int] | None:
-    """A mask of floating-point numbers as whole ones; ``None`` if it is no sequence of numbers."""
+    """Convert a floating-point mask to integers; ``None`` for anything else."""
     tensor = _as_tensor(value)
     if tensor is None or not tensor.is_floating_point():
         return None
@@ -209,7 +208,7 @@ def _with_mask(sample: Sample, where: str, *, decodes: bool) -> Sample:
     beside = ("mm_token_type_ids", "position_ids", "token_type_ids")
     by_token += [name for name in beside if isinstance(sample.get(name), list)]
     if not decodes and isinstance(sample.get("labels"), list):
-        by_token.append("labels")  # else they belong to the decoder's tokens
+        by_token.append("labels")  # otherwise they belong to the decoder's tokens
     for name in by_token:
         if name in sample and len(sample[name]) != len(ids):
             raise DatasetError(
@@ -223,16 +222,16 @@ def _with_mask(sample: Sample, where: str, *, decodes: bool) -> Sample:
 def from_processor(
     outputs: Mapping[str, Any], model_input_names: Collection[str], *, keep_labels: bool, where: str
 ) -> Sample:
-    """What a tokenizer or processor made of one row.
+    """Convert the outputs of a tokenizer or processor for a row to a sample.
 
     Args:
-        outputs: its outputs; token lists flat or as a batch of one, the rest as a batch of one.
-        model_input_names: what the model takes; empty if that is not known.
-        keep_labels: for training; else a transcript becomes the decoder's input.
-        where: which sample this is, for an error.
+        outputs: token lists flat or as a batch of one, other values as a batch of one.
+        model_input_names: the inputs of the model; empty if unknown.
+        keep_labels: for training; otherwise a transcript becomes the decoder's input.
+        where: description of the sample, for errors.
 
     Raises:
-        DatasetError: it made no mapping, no token ids of them, or no input of the model.
+        DatasetError: the outputs are no mapping, have no valid token ids, or no model input.
     """
     if not isinstance(outputs, Mapping):
         raise _unusable(where, f"a {type(outputs).__name__}", "a dict of the model's inputs")
@@ -244,7 +243,7 @@ def from_processor(
         sample[name] = tokens if tokens is not None else _batch_of_one(value)
         if name == "input_ids" and not _are_ids(sample[name]):
             raise _unusable(where, f"input_ids where {_fault(value)}", "a sequence of token ids")
-    # A forward that only hands its arguments on names none of them.
+    # A forward that only passes its arguments on names none of them.
     if MAIN_INPUTS.intersection(model_input_names) and not set(model_input_names) & sample.keys():
         made = ", ".join(sorted(map(str, sample))) or "nothing"
         raise _unusable(where, f"{made}, no input of the model", "a dict of the model's inputs")
@@ -256,7 +255,7 @@ def from_processor(
 
 
 def _are_ids(value: Any) -> bool:
-    """Whether a processor's token ids are whole numbers, in whatever shape."""
+    """Return True if a processor's token ids are integers, of any shape."""
     if isinstance(value, torch.Tensor):
         return not (value.is_floating_point() or value.is_complex())
     return isinstance(value, list) and all(hasattr(each, "__index__") for each in value)
@@ -270,7 +269,7 @@ def _unusable(where: str, made: str, wanted: str) -> DatasetError:
 
 
 def _batch_of_one(value: Any) -> Any:
-    """A tensor, also of a list of one array; what is no tensor stays as it is."""
+    """Convert a batch of one to a tensor if possible, also a list of one array."""
     if isinstance(value, (list, tuple)) and len(value) == 1:
         inner = _as_tensor(value[0])
         return value if inner is None else inner.unsqueeze(0)
@@ -279,7 +278,7 @@ def _batch_of_one(value: Any) -> Any:
 
 
 def unbatched(sample: Sample) -> Sample:
-    """The sample as a user's collator expects it: without leading axes of one."""
+    """Remove leading axes of one, as users' collators expect samples."""
     return {
         name: value[0] if name not in SEQUENCES and len(value) == 1 else value
         for name, value in sample.items()
@@ -287,7 +286,7 @@ def unbatched(sample: Sample) -> Sample:
 
 
 def num_tokens(sample: Mapping[str, Any]) -> int | None:
-    """How many real tokens there are; ``None`` for a sample that is not of tokens."""
+    """Number of real tokens of a sample; ``None`` for a sample without token ids."""
     if "input_ids" not in sample:
         return None
     ids, mask = token_list(sample["input_ids"]), token_list(sample.get("attention_mask"))
@@ -295,13 +294,13 @@ def num_tokens(sample: Mapping[str, Any]) -> int | None:
 
 
 def add_labels(sample: Sample, prompt: list[int] | None) -> Sample:
-    """The sample with labels: its token ids, except those of the prompt and of padding.
+    """Add labels to a sample: its token ids, with -100 for the prompt and for padding.
 
-    A ``loss_mask`` goes into the labels: where it is 0 there is none.
+    A ``loss_mask`` is merged into the labels: positions with 0 become -100.
 
     Args:
-        sample: holds ``input_ids`` and ``attention_mask``; labels that it has are kept.
-        prompt: the prompt's own token ids; as many as begin the sample are not learned.
+        sample: has ``input_ids`` and ``attention_mask``; existing labels are kept.
+        prompt: token ids of the prompt; the common prefix with the sample is not learned.
     """
     if "input_ids" not in sample:
         return sample
@@ -331,7 +330,7 @@ def _labels(sample: Sample, prompt: list[int] | None) -> list[int]:
 
 
 def pad(sample: Sample, name: str, length: int, *, pad_id: int, side: str) -> list[int]:
-    """One of a sample's sequences, filled up to ``length`` on the ``side`` "left" or "right"."""
+    """Return a sequence of a sample, padded to ``length`` on ``side`` "left" or "right"."""
     tokens: list[int] = sample[name]
     fill = pad_id if name in ("input_ids", "decoder_input_ids") else FILL.get(name, 0)
     missing = [fill] * (length - len(tokens))
@@ -339,10 +338,10 @@ def pad(sample: Sample, name: str, length: int, *, pad_id: int, side: str) -> li
 
 
 def cut(sample: Sample, name: str, length: int) -> list[int]:
-    """At most ``length`` of one of a sample's sequences: padding is cut off before text.
+    """Return a sequence of a sample, truncated to ``length``, dropping left padding before text.
 
-    They begin with the first real token. Where less than ``length`` follows it, padding before it
-    stays, so that samples of one length are of one length still.
+    The result begins with the first real token. If fewer than ``length`` tokens follow it, some
+    left padding is kept, so that samples of equal length stay equal.
     """
     tokens: list[int] = sample[name]
     mask = sample.get(_mask_of(sample, name))
@@ -353,6 +352,6 @@ def cut(sample: Sample, name: str, length: int) -> list[int]:
 
 
 def _mask_of(sample: Sample, name: str) -> str:
-    """The mask that belongs to a sequence; where there is a decoder, labels are its tokens."""
+    """Name of a sequence's mask; labels of encoder-decoder models use the decoder's."""
     of_decoder = name.startswith("decoder_") or (name == "labels" and "decoder_input_ids" in sample)
     return "decoder_attention_mask" if of_decoder else "attention_mask"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which rows, in which order, and which of them are this process's."""
+"""Sampling of rows: order, number, and partition among processes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ __all__ = [
 
 
 def partition(count: int, rank: int, size: int) -> tuple[int, int]:
-    """First and last (exclusive) of a rank's part of ``count`` things.
+    """Start and end (exclusive) of a rank's part of ``count`` items.
 
     >>> [partition(64, rank, 3) for rank in range(3)]
     [(0, 21), (21, 42), (42, 64)]
@@ -41,7 +41,7 @@ def partition(count: int, rank: int, size: int) -> tuple[int, int]:
 
 
 def get_rank_partition(split: str, num_samples: int) -> str:
-    """The split that this process should load, of ``num_samples`` shared among all.
+    """Return the slice of a split that this process should load, of ``num_samples`` in total.
 
     >>> get_rank_partition("train", 64)
     'train[0:64]'
@@ -62,15 +62,15 @@ def get_rank_partition(split: str, num_samples: int) -> str:
 
 
 class LengthAwareSampler(Sampler[int]):
-    """Rows of tokens by their numbers, the longest first, so that those of a batch are alike.
+    """Yields row indices from the longest to the shortest, so that batches have similar lengths.
 
-    For a script's own ``DataLoader``; a run of ours takes rows as ``draw_order`` has them.
+    It is for a script's own ``DataLoader``; runs use ``draw_order``.
 
     Args:
         data_source: a ``Dataset`` with ``input_ids`` or ``decoder_input_ids``; without them its
-            rows come in their own order.
-        num_samples: how many; the shortest are left out.
-        batch_size: of no effect on the order.
+            rows are taken in order.
+        num_samples: maximum number of samples; the shortest are dropped.
+        batch_size: has no effect on the order.
     """
 
     def __init__(
@@ -97,33 +97,33 @@ class LengthAwareSampler(Sampler[int]):
 
 
 def draw_order(size: int, *, shuffle: bool, seed: int) -> Tensor:
-    """All rows' numbers in the order in which they are to be taken, long ``[size]``."""
+    """Row indices in sampling order, long ``[size]``."""
     if not shuffle:
         return torch.arange(size)
     return torch.randperm(size, generator=torch.Generator().manual_seed(seed))
 
 
 def share(order: Tensor, wanted: int, rank: int, size: int) -> Tensor:
-    """The part of an order that is one rank's: its slice of the first ``wanted``.
+    """Return a rank's part of an order: its slice of the first ``wanted`` rows, then spares.
 
-    The rows after those follow, each for one rank only: they stand in for rows that turn out
-    to be empty.
+    The spares are this rank's share of the remaining rows. They replace rows that turn out to
+    be empty.
     """
     start, stop = partition(min(wanted, len(order)), rank, size)
     return torch.cat([order[:wanted][start:stop], order[wanted:][rank::size]])
 
 
 def same_everywhere(rows: Rows, size: int) -> bool:
-    """Whether all processes hold the same rows, judged by their number, first and last ones."""
+    """Return True if all processes have the same rows, by number and by first and last rows."""
     digests: list[str | None] = [None] * size
     torch.distributed.all_gather_object(digests, _digest(rows))
     return len(set(digests)) == 1
 
 
 def own_wanted(rows: Rows, wanted: int | None, processes: Processes) -> int | None:
-    """How many samples a process takes where each calibrates with those of all of them.
+    """Number of samples that a process loads when processes share their samples.
 
-    All that are wanted, if the others have the same rows; else its part of that number.
+    All wanted samples if all processes have the same rows, else this process's part.
     """
     digests = processes.agree("rows", _digest(rows) if processes.count > 1 else None)
     if wanted is None or len(set(digests)) == 1:
@@ -133,7 +133,7 @@ def own_wanted(rows: Rows, wanted: int | None, processes: Processes) -> int | No
 
 
 def own_part(samples: list[Sample], wanted: int | None, processes: Processes) -> list[Sample]:
-    """The same of samples of a stream, whose rows can be compared only when they are taken."""
+    """Like :func:`own_wanted`, for samples of a stream, which can be compared only once read."""
     count = len(samples)
     digest = _digest_of(count, samples) if processes.count > 1 else None
     if wanted is None or len(set(processes.agree("samples of a stream", digest))) == 1:
@@ -154,7 +154,7 @@ def _digest_of(count: int, some: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _shown(value: Any) -> str:
-    """A value as text that is the same in every process (an object's address is not)."""
+    """Represent a value as text that is the same in every process."""
     plain = value.tolist() if hasattr(value, "tolist") else value
     return (
         repr(plain) if isinstance(plain, (str, int, float, list, tuple)) else type(value).__name__

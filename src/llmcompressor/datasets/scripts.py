@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What scripts call that make calibration batches themselves, before a run or without one."""
+"""Functions for scripts that prepare calibration batches themselves."""
 
 from __future__ import annotations
 
@@ -34,17 +34,17 @@ _PREPARING = (
 def get_calibration_dataloader(
     dataset_args: DatasetArguments, processor: Any = None
 ) -> DataLoader[Any] | None:
-    """The batches that ``oneshot`` would calibrate with, as far as the model has no say.
+    """Return the calibration batches of ``oneshot``, without the limits of the model.
 
     Args:
-        dataset_args: the data, how it is prepared and how much of it is taken.
+        dataset_args: the data, its preparation and the number of samples.
         processor: the tokenizer or processor; tokenized data needs none.
 
     Returns:
-        A loader; the one that was given, if the data is one; ``None`` without data.
+        A loader; the given one if the data is a loader; ``None`` without data.
 
     Raises:
-        DatasetError: for data that cannot be used.
+        DatasetError: the data cannot be used.
     """
     if is_loader(dataset_args.dataset):
         given: DataLoader[Any] = dataset_args.dataset
@@ -53,17 +53,17 @@ def get_calibration_dataloader(
 
 
 def get_processed_dataset(dataset_args: DatasetArguments, processor: Any = None) -> Any:
-    """All of the data, tokenized.
+    """Tokenize all of the data.
 
     Args:
-        dataset_args: the data, and how it is prepared.
+        dataset_args: the data and its preparation.
         processor: the tokenizer or processor.
 
     Returns:
-        A ``datasets.Dataset``; the one that was given, if it is tokenized; ``None`` without data.
+        A ``datasets.Dataset``; the given one if it is tokenized; ``None`` without data.
 
     Raises:
-        DatasetError: for data that cannot be used, and for a ``DataLoader``.
+        DatasetError: the data cannot be used, or is a ``DataLoader``.
     """
     data = dataset_args.dataset
     if is_loader(data):
@@ -92,16 +92,16 @@ def get_processed_dataset(dataset_args: DatasetArguments, processor: Any = None)
 def format_calibration_data(
     args: DatasetArguments, tokenized_dataset: Any, processor: Any = None
 ) -> DataLoader[Any]:
-    """Batches of tokenized data: as many samples as wanted, in the order of the seed.
+    """Make batches of tokenized data.
 
     Args:
-        args: how many samples are taken, in which order, and how they become a batch; what says
-            where data is and how it is prepared is not read.
+        args: number of samples, order and collator; arguments about the location of data and
+            its preparation are ignored.
         tokenized_dataset: rows with ``input_ids``.
-        processor: says what to pad with.
+        processor: provides the padding token.
 
     Raises:
-        DatasetError: for data that cannot be used.
+        DatasetError: the data cannot be used.
     """
     plain = DatasetArguments()
     done = {name: getattr(plain, name) for name in _PREPARING}

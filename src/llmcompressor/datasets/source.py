@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the user means by ``dataset`` and ``dataset_path``: raw rows, nothing prepared yet."""
+"""Resolution of the arguments ``dataset`` and ``dataset_path`` to raw rows."""
 
 from __future__ import annotations
 
@@ -67,11 +67,11 @@ class Source:
     """Raw data that is ready to be read.
 
     Attributes:
-        name: what it is called in messages.
+        name: its name in messages.
         rows: its rows.
-        owner: the class of a registered data set, which knows how its rows become text; a
-            subclass of :class:`~llmcompressor.datasets.generation.TextGenerationDataset`. It is
-            given arguments of its own, which it may set.
+        owner: the class of a registered data set, whose template turns its rows into text; a
+            subclass of :class:`~llmcompressor.datasets.generation.TextGenerationDataset`. It
+            gets a copy of the arguments, which it may change.
     """
 
     name: str
@@ -80,28 +80,28 @@ class Source:
 
 
 def is_loader(data: Any) -> bool:
-    """Whether ``data`` is a torch DataLoader, which brings batches and not rows."""
+    """Return True if ``data`` is a torch DataLoader, which yields batches instead of rows."""
     return _is_a(data, "torch.utils.data", "DataLoader")
 
 
 def open_source(
     args: DatasetArguments, role: str = "calibration", *, processor: Any = None
 ) -> Source | None:
-    """Find the data that the arguments name, and pick its split.
+    """Open the data that the arguments name, and pick its split.
 
-    It needs no model: an entrypoint can call it first, so that a wrong path costs no time.
+    It needs no model, so that an entrypoint can call it first and a wrong path fails early.
 
     Args:
         args: ``dataset``, ``dataset_path``, ``dataset_config_name``, ``splits``, ``streaming``
             and ``raw_kwargs`` are read.
-        role: "calibration" or "train"; decides which of several splits is meant.
-        processor: handed to the class of a registered data set; ours do not need it to load.
+        role: "calibration" or "train"; selects one of several splits.
+        processor: passed to the class of a registered data set; built-in ones do not need it.
 
     Returns:
-        The rows, or ``None`` if no data was named, or a DataLoader was.
+        The rows, or ``None`` if no data or a DataLoader was given.
 
     Raises:
-        DatasetError: if the data is not there, cannot be read, has no such split or is empty.
+        DatasetError: the data does not exist, cannot be read, has no such split or is empty.
     """
     data, split = args.dataset, split_for(role, args.splits)
     if is_loader(data):
@@ -124,17 +124,17 @@ def open_source(
 
 
 def _tell_unread(args: DatasetArguments, names: Iterable[str]) -> None:
-    """Say which arguments, of those that say where data is, data at hand has no use for."""
+    """Warn about arguments for the location of data that have no effect on data objects."""
     for name in names:
         if getattr(args, name):
             logger.warning(f"{name} is not read: dataset is the data itself.")
 
 
 def check_name(args: DatasetArguments) -> None:
-    """Refuse a name or path under which there is no data; nothing is read.
+    """Refuse a name or path without data; nothing is read.
 
     Raises:
-        DatasetError: with what is near.
+        DatasetError: there is no such data; suggests similar names.
     """
     name = args.dataset
     if name is not None and not isinstance(name, str):
@@ -167,7 +167,7 @@ def _check_path(path: str) -> None:
 
 
 def _open_named(args: DatasetArguments, split: str | None, processor: Any) -> Source:
-    """Data by name or path; a registered name goes before a folder of that name."""
+    """Open data by name or path; a registered name takes precedence over a folder."""
     check_name(args)
     name = args.dataset
     owner = table.find(name) if name else None
@@ -184,7 +184,7 @@ def _open_named(args: DatasetArguments, split: str | None, processor: Any) -> So
 
 
 def _short(name: str | Path) -> str:
-    """A name, of which something that is none would fill pages."""
+    """Shorten a name for messages, as a text given by mistake may be long."""
     text = str(name)
     return text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]}…"
 
@@ -205,14 +205,14 @@ def _local(
     path: str | None = None,
     owner: Any = None,
 ) -> Rows | Stream:
-    """Rows under a path on this machine, or in a DVC repository.
+    """Open rows of a local path or a DVC repository.
 
     Args:
         args: the user's arguments.
-        kind: the kind of the files, ``None`` for what their suffix says.
+        kind: the kind of the files, ``None`` to infer it from their suffix.
         split: the split, ``None`` for the only one or ``train``.
         path: ``None`` for ``dataset_path``.
-        owner: the class of the registered data set that this is a copy of.
+        owner: the class of the registered data set of which this is a copy.
     """
     path = path or str(args.dataset_path)
     if path.startswith("dvc://"):
@@ -232,9 +232,9 @@ def _local(
 def _as_owner_calls_it(
     owner: Any, args: DatasetArguments, split: str | None, splits: Mapping[str, Any]
 ) -> str | None:
-    """The split by a registered data set's own name for it, where the copy has no other.
+    """Map a split to a registered data set's own name for it, if the copy has only that.
 
-    ``train`` of a copy of ``ultrachat_200k`` is ``train_sft``.
+    For example ``train`` of a copy of ``ultrachat_200k`` is ``train_sft``.
     """
     if owner is None or (split is None and ("train" in splits or len(splits) == 1)):
         return split
@@ -267,7 +267,7 @@ def _from_hub(args: DatasetArguments, name: str, split: str | None) -> Rows | St
 
 
 def streamed_split(split: str | None) -> tuple[str | None, str | None]:
-    """A split as a stream can be asked for it, and the cut that is left to make.
+    """Separate a split into its name, which a stream supports, and a slice to apply later.
 
     >>> streamed_split("train[:100]"), streamed_split("train")
     (('train', 'train[:100]'), ('train', None))
@@ -295,7 +295,7 @@ def _load_hub(
 
 
 def _rows_of_object(data: Any, split: str | None) -> Rows | Stream:
-    """Rows of data in memory; a mapping is splits by name, or columns."""
+    """Rows of a data object; a mapping holds splits or columns."""
     if isinstance(data, Mapping) and not _has_columns(data):
         splits = {str(name): rows_of(value, None) for name, value in data.items()}
         return pick_split(splits, split, "The given data")
@@ -306,8 +306,8 @@ def _rows_of_object(data: Any, split: str | None) -> Rows | Stream:
 
 
 def _tell_unknown(split: str | None, own: str) -> None:
-    """Say that data without splits, or that is one, is not looked through for another."""
-    # rows without a name may well be what is meant by that of a whole set
+    """Warn about a split name that has no effect on data without splits."""
+    # unnamed rows may be meant by the name of the whole set
     known = own.partition("[")[0] or _WHOLE
     if split and any(part.name != known for part in parse_split(split)):
         what = f"is the split {own!r}" if own else "has no splits"
@@ -316,13 +316,13 @@ def _tell_unknown(split: str | None, own: str) -> None:
 
 
 def _has_columns(data: Mapping[str, Any]) -> bool:
-    """Whether a mapping holds columns, and not the rows of a split that has such a name."""
+    """Return True if a mapping holds columns instead of splits."""
     found = [data[name] for name in _COLUMNS & data.keys()]
     return bool(found) and not any(hasattr(each, "column_names") for each in found)
 
 
 def _is_one_row(data: Mapping[str, Any]) -> bool:
-    """Whether it is a single text, or what a tokenizer makes of one."""
+    """Return True if a mapping is a single row: a text, a conversation or token ids."""
     ids = data.get("input_ids")
     first = None if ids is None else next(iter(ids), None)
     if any(is_chat(data.get(name)) for name in ("conversations", "messages")):
@@ -335,7 +335,7 @@ def _is_scalar(value: Any) -> bool:
 
 
 def rows_of(data: Any, split: str | None = None) -> Rows | Stream:
-    """Rows of one piece of data, cut by the slice in ``split``."""
+    """Adapt a data object to rows, and apply the slice in ``split``."""
     if isinstance(data, Rows | Stream):
         return cut(data, split)
     for package, name, adapter in _ADAPTERS:
@@ -359,7 +359,7 @@ def rows_of(data: Any, split: str | None = None) -> Rows | Stream:
 
 
 def _is_a(data: Any, package: str, name: str) -> bool:
-    """Like isinstance, but by name, so that the class's library need not be imported to ask."""
+    """Like isinstance, but by class name, without importing the class's library."""
     return any(
         cls.__name__ == name and (cls.__module__ + ".").startswith(package + ".")
         for cls in type(data).__mro__

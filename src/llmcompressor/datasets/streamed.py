@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training samples of a stream: made when they are asked for, since nobody knows how many come."""
+"""Training samples of a stream, prepared lazily."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ _CHUNK = 16
 
 
 class StreamedSamples(IterableDataset[Sample]):
-    """The samples of a stream, in its order, from the beginning each time that it is iterated.
+    """The samples of a stream in order; each iteration starts from the beginning.
 
-    Where several workers make batches, each makes the samples of every n-th row.
+    With several workers, each prepares every n-th row.
 
     Args:
         rows: the raw data.
-        preparation: what is made of each row.
+        preparation: the settings.
     """
 
     def __init__(self, rows: Stream, preparation: Preparation) -> None:
@@ -52,7 +52,7 @@ class StreamedSamples(IterableDataset[Sample]):
                 count += 1
                 self._given = max(self._given, count)
                 yield sample
-        if not count and worker is None:  # one of several workers may have no row to itself
+        if not count and worker is None:  # one of several workers may get no row
             self._refuse_end()
 
     def _refuse_end(self) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The data sets known by name: where each one's class is, imported when it is asked for."""
+"""Registry of named data sets, whose classes are imported lazily."""
 
 from __future__ import annotations
 
@@ -48,18 +48,18 @@ _registered: dict[str, str] = {}
 
 
 def register(name: str, cls: Any) -> None:
-    """Make a third party's class known under ``name``; it goes before ours of that name."""
+    """Register a third party's class as ``name``; it takes precedence over a built-in one."""
     DATASETS.add(name, cls)
     _registered[fold(name)] = name
 
 
 def names() -> list[str]:
-    """Every name that :func:`find` finds, other spellings left out."""
+    """All names that :func:`find` accepts, without aliases."""
     return sorted({*DATASETS, *_registered.values()})
 
 
 def find(name: str) -> Any | None:
-    """The class of a data set by any of its names, or ``None``."""
+    """Return the class of a data set by any of its names, or ``None``."""
     folded = fold(name)
     if folded not in _registered:
         folded = _ALSO.get(folded, folded)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The path under which scripts import what they make calibration batches with."""
+"""Import path for scripts that prepare calibration batches themselves."""
 
 from __future__ import annotations
 

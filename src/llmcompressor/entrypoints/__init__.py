@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What users call: parse, wire, run, save.
+"""Public entry points: ``oneshot``, ``train`` and ``model_free_ptq``.
 
-The names below are imported when they are first asked for. Two of them are called like the modules
-that they live in. Importing such a module makes it an attribute of its package, in place of the
-function; so this package takes no module by these names. ``from llmcompressor.entrypoints.oneshot
-import ...`` finds the module all the same.
+The names below are imported lazily. Two of them have the same name as their module. Importing such
+a module would replace the function as an attribute of the package, so this package refuses modules
+under these names. ``from llmcompressor.entrypoints.oneshot import ...`` still finds the module.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ __getattr__, __dir__ = lazy_page(globals(), _HOMES)
 
 
 class _Page(ModuleType):
-    """A package whose names mean the same whatever else is imported."""
+    """A package whose functions are not replaced by submodules of the same name."""
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name not in _HOMES or not isinstance(value, ModuleType):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The text of ``recipe.yaml``: what a run applied, after what made the model it began with."""
+"""Text of ``recipe.yaml``: the stages applied by a run, after those of the original model."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ __all__ = ["applied_recipe", "stages_before"]
 
 
 def stages_before(source: str | None) -> tuple[Stage, ...]:
-    """The stages of the ``recipe.yaml`` beside a model; none, said aloud, if it cannot be read."""
+    """Stages of the ``recipe.yaml`` in a model's folder; empty, with a warning, if unreadable."""
     file = None if source is None else Path(source) / RECIPE_FILE
     return () if file is None or not file.is_file() else earlier_stages(file)
 
 
 def applied_recipe(recipe: Recipe, before: Sequence[Stage]) -> str | None:
-    """The recipe to write beside a checkpoint; ``None`` where there is nothing to tell.
+    """Return the text of a checkpoint's ``recipe.yaml``; ``None`` if there are no stages.
 
     Args:
-        recipe: what the run applies.
-        before: what made the model that it begins with; these stages come first.
+        recipe: the recipe that the run applies.
+        before: stages that produced the original model; they come first.
     """
     own = recipe.stages if recipe.modifiers else ()
     if before:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Before a run, what readers would refuse of its output; after it, the files are read again."""
+"""Checks of a run's output: serving limits before the run, the written files after it."""
 
 from __future__ import annotations
 
@@ -55,18 +55,17 @@ _REMEDIES = {
 
 
 def check_written(folder: Path, kinds: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """Read a written checkpoint and say what came of it.
+    """Verify a written checkpoint and return a summary for the run's report.
 
-    What a server would refuse may be what the recipe asks for: it was said before
-    (:func:`check_servable`), and stands in the report.  Files that are not what they say they are
-    must not be taken for a result.
+    What a server would refuse may be intended by the recipe: it was reported before
+    (:func:`check_servable`) and is part of the summary. Damaged or inconsistent files raise.
 
     Args:
-        folder: where its files are.
-        kinds: what its modules are (:func:`~llmcompressor.checkpoint.prediction.module_kinds`).
+        folder: the folder of the checkpoint.
+        kinds: kinds of its modules (:func:`~llmcompressor.checkpoint.prediction.module_kinds`).
 
     Returns:
-        What the run's report keeps of it.
+        The verification report as a dict, without entries specific to this run.
 
     Raises:
         CheckpointError: a file, a tensor or a value is wrong.
@@ -82,13 +81,13 @@ def check_written(folder: Path, kinds: Mapping[str, str] | None = None) -> dict[
 
 
 def check_saved(folder: Path, kinds: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """As :func:`check_written`, of what a script saves; it is told of and goes on.
+    """Like :func:`check_written`, but log errors instead of raising, for ``save_pretrained``.
 
-    A model that was compressed in memory is lost with the script that holds it.
+    An exception could end the script and lose the model that was compressed in memory.
     """
     try:
         report = verify_files(folder, kinds=kinds)
-    except Exception as error:  # of whatever kind: what was written is not to be lost for it
+    except Exception as error:  # of any kind: it must not discard the written files
         logger.error(f"What save_pretrained has written could not be checked: {error!r:.500}")
         return {}
     if broken := _broken(report):
@@ -108,7 +107,7 @@ def _broken(report: VerificationReport) -> list[Finding]:
 
 
 def _told(report: VerificationReport) -> dict[str, Any]:
-    """Say how many tensors were read and what was found; returns what is kept of it."""
+    """Log a summary of the verification, and return the part kept in the run's report."""
     counts = ", ".join(f"{count} {name}s" for name, count in report.counts.items())
     logger.info(
         f"Verified {report.tensors} tensors of {report.bytes / 1e6:.1f} MB in "
@@ -121,26 +120,26 @@ def _told(report: VerificationReport) -> dict[str, Any]:
 
 
 def serves_nobody(modifiers: Iterable[Modifier]) -> bool:
-    """Whether the recipe says by itself that it asks for what no reader takes."""
+    """Return True if a modifier declares that its output is not meant to be served."""
     return any(one.means_unservable for one in modifiers)
 
 
 def check_servable(
     config: Mapping[str, Any], prediction: Prediction, *, is_meant: bool = False
 ) -> None:
-    """Say before the work what servers would refuse, or run wrong, of its output.
+    """Warn before a run about output that servers would refuse or run incorrectly.
 
-    What transformers alone cannot read is among it. Such a checkpoint is sound, but it is what most
-    people read theirs with first, and the reason is in none of the errors that they would get.
+    Limits of transformers are reported too. Such a checkpoint is valid, but most users load theirs
+    with transformers first, whose errors do not tell the reason.
 
     Args:
         config: the ``config.json`` that will be written.
-        prediction: the tensors that will be, and the modules they belong to.
-        is_meant: the user has said that readers do not matter.
+        prediction: the tensors that will be written, and their modules.
+        is_meant: the output need not be servable.
 
     Raises:
-        RecipeError: every server of which rules are known would refuse it, or run it wrong, and
-            that is not meant.
+        RecipeError: every server with known rules would refuse the output or run it incorrectly,
+            and ``is_meant`` is False.
     """
     ask = partial(
         check_serving,
@@ -173,9 +172,9 @@ def check_servable(
 
 
 def _tell_how_transformers_differs(findings: Iterable[Finding]) -> None:
-    """Say where transformers, which loads it, computes otherwise than the run or needs help.
+    """Report differences of transformers' forward for a checkpoint that it can load.
 
-    Where people measure what was written with it, their figures are not those of the recipe.
+    Quality that is measured with transformers then differs from that of the recipe.
     """
     own = (one for one in findings if one.server == "transformers")
     for each in merged(own, by_rule=True):
@@ -187,7 +186,7 @@ def _tell_how_transformers_differs(findings: Iterable[Finding]) -> None:
 
 
 def _refuse_unservable(ask: Callable[..., list[Finding]]) -> None:
-    """Refuse what none of the servers takes."""
+    """Raise if no server can serve the output."""
     firsts = []
     for server in SERVERS:
         errors = _errors(ask(deployment=Deployment(server)))
@@ -215,21 +214,21 @@ def check_writable_model(
     packed: bool,
     is_meant: bool,
 ) -> None:
-    """See before the work that a model in memory can be written and served.
+    """Check before a run that a model in memory can be written and served.
 
     Args:
-        model: the model; only of transformers' classes is it known what will be written.
-        modifiers: what will be done, initialized.
+        model: the model; only models of transformers are checked.
+        modifiers: of the recipe, initialized.
         state: of the session.
-        source: the folder of the original.
-        output_dir: where it will be written.
+        source: the folder of the original model.
+        output_dir: the output folder.
         packed: weights are packed, not written dense.
         is_meant: as for :func:`check_servable`.
 
     Raises:
-        ArgumentError: weights are parametrized, and the model's class does not do that.
-        OutputError: there is not enough room.
-        RecipeError: no server would serve it.
+        ArgumentError: weights are parametrized, but not by the model's class.
+        OutputError: there is not enough disk space.
+        RecipeError: no server would serve the output.
     """
     if not isinstance(model, PreTrainedModel):
         return
@@ -245,7 +244,7 @@ def check_writable_model(
 def warn_of_saving(
     model: Module, modifiers: Sequence[Modifier], state: State, source: str | None
 ) -> None:
-    """Say before the work what readers would refuse of a model that its script may save.
+    """Warn before a run about problems that ``save_pretrained`` of its model would have.
 
     Args:
         model: as for :func:`check_writable_model`, like all others.
@@ -260,7 +259,7 @@ def warn_of_saving(
         _check_unparametrized(model)
         prediction, config = _predicted(model, modifiers, state, folder, packed=True)
         check_servable(config, prediction, is_meant=True)
-    except Exception as error:  # of whatever kind: it may be for use in memory alone
+    except Exception as error:  # of any kind: the model may be meant for use in memory only
         said = " ".join(f"{error}".split()) or repr(error)
         logger.warning(f"Its save_pretrained would fail, or write what no one reads. {said:.500}")
 
@@ -273,7 +272,7 @@ def _predicted(
     *,
     packed: bool,
 ) -> tuple[Prediction, dict[str, Any]]:
-    """What will be written: the tensors and the configuration."""
+    """Predict the tensors and the configuration that will be written."""
     with outlined(modifiers, state), dense_closed(model), ExitStack() as written:
         for modifier in modifiers:
             written.enter_context(modifier.as_written(state))
@@ -284,7 +283,7 @@ def _predicted(
 
 
 def _check_unparametrized(model: PreTrainedModel) -> None:
-    """Refuse weights that would be written under names that the model's class does not have."""
+    """Refuse parametrized weights, whose names the model's class does not have."""
     found = [name for name, one in model.named_modules() if is_parametrized(one)]
     kind = type(model).__name__
     bare = bare_model({**model.config.to_dict(), "architectures": [kind]}) if found else None

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A checkpoint in another layout, converted into a folder of its own before it is quantized.
+"""Checkpoint conversion by compressed-tensors, before model-free quantization.
 
-What converts is compressed-tensors, file by file, with any object of its converter interface.
+Files are converted one by one into a temporary folder, with any object of the converter interface.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ _NEEDED = ("process", "validate")
 
 
 def check_converter(converter: Any) -> list[Any]:
-    """The converters in what was given, in their order.
+    """Return the argument ``converter`` as a list of converters.
 
     Raises:
-        ArgumentError: it is none.
+        ArgumentError: an item is not a converter.
     """
     if converter is None:
         return []
@@ -47,17 +47,17 @@ def check_converter(converter: Any) -> list[Any]:
 def converted(
     model: str, converters: Sequence[Any], beside: Path, *, device: str | None, workers: int
 ) -> Iterator[str]:
-    """While the body runs, the converted checkpoint lies beside the output.
+    """Convert a checkpoint into a folder next to the output, which is removed afterwards.
 
     Args:
         model: the checkpoint: a folder, or an id on the hub.
-        converters: as of :func:`check_converter`; without any it is used as it is.
-        beside: the output.
-        device: where to compute.
-        workers: how many files to convert at a time.
+        converters: result of :func:`check_converter`; if empty, ``model`` itself is used.
+        beside: the output folder.
+        device: the device to compute on.
+        workers: number of files to convert at a time.
 
     Raises:
-        CheckpointError: a converter refuses it.
+        CheckpointError: a converter refuses the checkpoint.
     """
     if not converters:
         yield model
@@ -69,7 +69,7 @@ def converted(
 
     target = Path(f"{os.fspath(beside)}.converted")
     names = ", ".join(type(one).__name__ for one in converters)
-    shutil.rmtree(target, ignore_errors=True)  # of a run that was killed
+    shutil.rmtree(target, ignore_errors=True)  # left by a run that was killed
     try:
         logger.info(f"Converted by {names} into {target}, which is removed in the end.")
         try:

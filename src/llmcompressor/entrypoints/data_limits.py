@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a model takes, for those who prepare data for it."""
+"""Input limits of a model (names, vocabulary, positions) for preparing its data."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ _PLACEHOLDERS = tuple(
 
 
 def vocabulary(model: Module) -> int | None:
-    """Rows of the input embedding: token ids must be below."""
+    """Vocabulary size: number of rows of the input embedding, ``None`` without a weight."""
     weight = getattr(embeddings(model)[0], "weight", None)
     return None if weight is None else shape_of(weight)[0]
 
 
 def placeholders(model: Module) -> frozenset[int]:
-    """Ids of tokens that stand for pictures, videos and sounds, as the configuration says."""
+    """Ids of the placeholder tokens for images, videos and audio in the configuration."""
     config = getattr(model, "config", None)
     found = (getattr(config, name, None) for name in _PLACEHOLDERS)
     return frozenset(number for number in found if isinstance(number, int))
 
 
 def data_limits(model: Module) -> dict[str, Any]:
-    """Arguments of ``load_calibration`` and ``load_training`` that the model decides.
+    """Arguments of ``load_calibration`` and ``load_training`` that depend on the model.
 
-    Its weights may be on ``meta``.
+    Its weights may be on the meta device.
     """
     positions = positions_of(model)
     return {

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What tells one data set from another, without preparing it.
+"""Fingerprints of data sets, computed without preparing them.
 
 ==================================  ===============================================================
 a name of a data set, or on the hub the name
@@ -7,11 +7,11 @@ a path                              size and hash of each file: of all its bytes
                                     of 256 windows of 64 KiB that lie evenly over it
 a ``datasets.Dataset``              the fingerprint that the library keeps of it
 a list, a mapping, a data frame     a hash of its values, down to tensors and images
-anything else                       its class, and how many items it has if it says so
+anything else                       its class, and its length if it has one
 ==================================  ===============================================================
 
-The last are generators, streams, loaders and classes of one's own: reading them could use them
-up, or give other values each time.
+The last kind are generators, streams, loaders and custom classes: reading them could exhaust them,
+or yield other values each time.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ __all__ = ["data_print", "kind_print", "path_print", "values_print"]
 
 
 def data_print(data: Any) -> Any:
-    """What tells data from other data, in a form that JSON has.
+    """Return the fingerprint of a data set as a JSON value.
 
     Args:
-        data: whatever ``dataset`` or ``dataset_path`` may be.
+        data: any value of the argument ``dataset`` or ``dataset_path``.
     """
     if data is None:
         return None
@@ -56,7 +56,7 @@ def data_print(data: Any) -> Any:
 
 
 def path_print(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """``path`` as it was given and, while something is there, ``files`` with size and hash."""
+    """Fingerprint of a path: ``path`` as given and, if it exists, ``files`` with size and hash."""
     given, place = os.fspath(path), Path(path).expanduser()
     if place.is_file():
         return {"path": given, "files": file_print(place, DATA)}
@@ -70,7 +70,7 @@ def path_print(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def values_print(values: Any) -> str:
-    """How many values there are, and a hash of all of them."""
+    """Fingerprint of values: their type, number and a hash of all of them."""
     digest = xxhash.xxh3_128()
     _update(digest, values)
     size = f" of {len(values)}" if hasattr(values, "__len__") else ""
@@ -78,13 +78,13 @@ def values_print(values: Any) -> str:
 
 
 def kind_print(value: Any) -> str:
-    """The class of something, its length, and the fingerprint that ``datasets`` keeps of it."""
+    """Fingerprint of an object without reading it: class, length, and that of ``datasets``."""
     size = f" of {len(value)}" if hasattr(value, "__len__") else ""
     return f"{type(value).__name__}{size} {getattr(value, '_fingerprint', '')}".strip()
 
 
 def _is_value(data: Any) -> bool:
-    """Whether it is there with all its values, so that reading it changes nothing."""
+    """Return True if all values are in memory, so that reading them has no side effect."""
     return isinstance(data, str | list | tuple | Tensor | np.ndarray) or _is_frame(data)
 
 
@@ -94,7 +94,7 @@ def _is_frame(data: Any) -> bool:
 
 
 def _update(digest: xxhash.xxh3_128, value: Any) -> None:
-    """Add a value to a hash; what it consists of cannot be confused with what follows."""
+    """Add a value to a hash, with type and length so that adjacent values stay distinct."""
     if isinstance(value, Tensor):
         digest.update(f"tensor {value.dtype} {tuple(value.shape)};".encode())
         digest.update(bytes_of(value.detach().cpu().contiguous()))
@@ -127,7 +127,7 @@ def _update_with_items(digest: xxhash.xxh3_128, items: Any) -> None:
     digest.update(f"list {len(items)};".encode())
     if len(items) and type(items[0]) is int:
         try:
-            digest.update(array("q", items).tobytes())  # token ids: much the most of a data set
+            digest.update(array("q", items).tobytes())  # token ids: most of a data set
         except (TypeError, OverflowError):
             pass
         else:

@@ -51,14 +51,14 @@ _COMPLETION_TOKENS = 12
 
 @dataclass(frozen=True)
 class DemoRow:
-    """One compressed checkpoint.
+    """Results for a compressed checkpoint.
 
     Attributes:
-        name: which recipe.
-        size_bytes: all files of the checkpoint.
-        report: quality beside the original.
-        seconds: time of ``oneshot``, loading and saving included.
-        peak_bytes: most memory that the process held meanwhile.
+        name: the recipe.
+        size_bytes: total size of the checkpoint's files.
+        report: quality compared with the original.
+        seconds: time of ``oneshot``, including loading and saving.
+        peak_bytes: peak memory of the process meanwhile.
     """
 
     name: str
@@ -70,17 +70,17 @@ class DemoRow:
 
 @dataclass(frozen=True)
 class DemoResult:
-    """What the demo found.
+    """Results of the demo.
 
     Attributes:
-        text: what the models were evaluated on, in words.
-        tokens: how many tokens were predicted.
-        original_bytes: all files of the original.
+        text: description of the evaluation text.
+        tokens: number of predicted tokens.
+        original_bytes: total size of the original's files.
         original_perplexity: of the original on the same text.
         rows: the compressed checkpoints.
-        prompt: what each was asked to go on from.
-        completions: name → what it wrote, read by transformers in a process of its own.
-        folder: where the checkpoints are, if they were kept.
+        prompt: the prompt for the completions.
+        completions: completion by name of checkpoint, loaded by transformers in a new process.
+        folder: the folder of the checkpoints, if they were kept.
     """
 
     text: str
@@ -103,13 +103,13 @@ def demo(
     """Compress the embedded model by each of :data:`RECIPES` and measure what was written.
 
     Calibration text and evaluation text are disjoint modules of the running Python's standard
-    library. Nothing is asked of a network.
+    library. No network is used.
 
     Args:
         output_dir: keep the checkpoints in this folder; by default they are removed.
-        num_calibration_samples: passages of 256 tokens to calibrate on.
-        num_windows: windows of 256 tokens to evaluate on.
-        seed: which passages and windows.
+        num_calibration_samples: number of passages of 256 tokens to calibrate on.
+        num_windows: number of windows of 256 tokens to evaluate on.
+        seed: selects the passages and windows.
 
     Returns:
         Sizes, quality, times and memory.
@@ -156,7 +156,7 @@ def _output_folder(output_dir: str | Path | None, stack: ExitStack) -> Path:
 def _compress(
     original: Path, modifier: str, target: Path, passages: list[str], seed: int
 ) -> tuple[float, int]:
-    """Run ``oneshot``; how long it took and the most memory it held."""
+    """Run ``oneshot``, and return its time in seconds and its peak memory."""
     start = time.perf_counter()
     with PeakMemory() as peak:
         oneshot(
@@ -186,13 +186,13 @@ def _measure(
 
 
 def _read_alone(checkpoints: Mapping[str, Path]) -> dict[str, str]:
-    """What each checkpoint writes when only transformers reads it."""
+    """Generate with each checkpoint, loaded by transformers in a process without this package."""
     request = {
         "prompt": _PROMPT,
         "tokens": _COMPLETION_TOKENS,
         "checkpoints": {name: str(path) for name, path in checkpoints.items()},
     }
-    # -I: the process sees installed packages only, and none of this one's environment.
+    # -I: the process sees installed packages only, and no environment variables of this one.
     process = subprocess.run(
         [sys.executable, "-I", str(reader.__file__)],
         input=json.dumps(request),
@@ -209,7 +209,7 @@ def _read_alone(checkpoints: Mapping[str, Path]) -> dict[str, str]:
 
 
 def _slug(name: str) -> str:
-    """A folder's name.
+    """Folder name for a recipe's name.
 
     >>> _slug("W4A16 GPTQ")
     'w4a16-gptq'

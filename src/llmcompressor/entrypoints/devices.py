@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A device that a user names, against those that this machine has."""
+"""Check of a device argument against the devices of this machine."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ __all__ = ["named_device"]
 
 
 def named_device(asked: Any, what: str = "The argument 'device'") -> torch.device:
-    """The device of that name.
+    """Parse a device argument and check that the device exists.
 
     Args:
         asked: a name such as ``"cuda:0"``, or a device.
-        what: who names it, for the error.
+        what: name of the argument, for the error.
 
     Raises:
-        ArgumentError: torch knows none of that name, or this machine has none; says which it has.
+        ArgumentError: the name is invalid or the device is missing; lists the devices that exist.
 
     >>> named_device("cpu")
     device(type='cpu')
@@ -38,7 +38,7 @@ def named_device(asked: Any, what: str = "The argument 'device'") -> torch.devic
 
 
 def _counts() -> dict[str, int]:
-    """Devices that there are, by their type."""
+    """Number of available devices by type."""
     counts = {"cpu": 1}
     accelerator = torch.accelerator.current_accelerator()
     if accelerator is not None and torch.accelerator.is_available():

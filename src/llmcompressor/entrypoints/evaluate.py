@@ -59,39 +59,39 @@ def evaluate(
     precision: str | torch.dtype = "auto",
     trust_remote_code_model: bool = False,
 ) -> Report:
-    """Measure a causal language model on a text, beside the original if it is given.
+    """Measure the perplexity of a causal language model, and compare it with the original.
 
     The documents are joined and cut into windows of ``max_seq_length`` tokens that do not
-    overlap. Checkpoints are loaded by transformers as any user would load them; those with packed
-    zero points too, which some releases refuse by themselves (``verify``, L9).
+    overlap. Checkpoints are loaded by transformers; those with packed zero points too, which some
+    releases refuse by themselves (``verify``, L9).
 
     Args:
         checkpoint: folder, name or model; one with adapters (PEFT) too.
         reference: the original model; with it the report has its loss, the mean KL divergence
-            from it and how often both prefer the same token.
-        tokenizer: a tokenizer or where one is; that of ``checkpoint``, else that of
-            ``reference``, by default.
+            from it and the share of tokens on which both agree.
+        tokenizer: a tokenizer, or the folder or name of one; by default that of
+            ``checkpoint``, else that of ``reference``.
         dataset: a text file (one document), a file of rows, the name of a dataset, a dataset, a
             list of strings or rows with ``input_ids``; by default modules of the running Python's
             standard library (those that the embedded model was not trained on).
         dataset_config_name: configuration of a named dataset.
         split: split of a dataset; the only one, or ``train``, by default.
         text_column: the column with the text.
-        max_seq_length: tokens of a window; 256, or what the models take if that is less, by
-            default.
-        num_samples: how many windows, drawn at random; all by default.
+        max_seq_length: tokens of a window; by default 256, or the limit of the models if that
+            is less.
+        num_samples: number of windows, drawn at random; all by default.
         batch_size: windows per forward.
-        seed: which windows.
-        precision: dtype that checkpoints are loaded and computed in; by default the one that
-            their configuration names. A model that is given as an object keeps its own.
+        seed: selects the windows.
+        precision: dtype to load and compute in; by default the one that the configuration
+            names. A model object keeps its own.
         trust_remote_code_model: run code that comes with the checkpoint.
 
     Returns:
         The report.
 
     Raises:
-        CheckpointError: a checkpoint is not there, cannot be loaded, lacks weights, or is of a
-            kind that no text can be measured with.
+        CheckpointError: a checkpoint does not exist, cannot be loaded, lacks weights, or is no
+            causal language model.
         DatasetError: the text is missing, empty, or does not fit the model.
         ArgumentError: the two models have different vocabularies, or a number is out of range.
     """
@@ -116,10 +116,10 @@ def evaluate(
 
 
 def _check_numbers(**given: Any) -> None:
-    """Refuse what is no whole number before a model is loaded.
+    """Check the integer arguments before a model is loaded.
 
     Raises:
-        ArgumentError: names the argument.
+        ArgumentError: an argument is not an integer or too small.
     """
     for name, value in given.items():
         least = _LEAST_WINDOW if name == "max_seq_length" else 1
@@ -132,7 +132,7 @@ def _load(
     if isinstance(source, PreTrainedModel) or (isinstance(source, Module) and adapters_of(source)):
         check_kind(getattr(source, "config", None), f"the {type(source).__name__}")
         check_object_declared(source)
-        return cast("PreTrainedModel", source)  # one with adapters runs as its base does
+        return cast("PreTrainedModel", source)  # a model with adapters runs like its base
     if not isinstance(source, str | Path):
         raise ArgumentError(
             f"What is to be measured is a {type(source).__name__}.",
@@ -151,22 +151,22 @@ def _load(
     except LOADING_FAILURES as error:
         if isinstance(error, CompressorError):
             raise
-        raise loading_error(str(path), error) from error  # no rule says more
+        raise loading_error(str(path), error) from error  # no verification rule explains it
     return dispatch_for_generation(model)
 
 
 @contextmanager
 def _explained(*sources: Any, dtype: torch.dtype | str) -> Iterator[None]:
-    """Have what transformers cannot run named by the rule that a checkpoint breaks.
+    """Explain failures of transformers by the verification rule that a checkpoint violates.
 
-    Without such a rule a dtype that is not the checkpoint's own is the likeliest reason.
+    If there is none, a dtype other than the checkpoint's own is the likeliest reason.
 
     Raises:
         CheckpointError: the checkpoint, the reason and the remedy.
     """
     try:
         yield
-    except (CompressorError, torch.OutOfMemoryError):  # these say what is wrong themselves
+    except (CompressorError, torch.OutOfMemoryError):  # these explain themselves
         raise
     except (AttributeError, RuntimeError, TypeError, ValueError) as error:
         for source in sources:
@@ -186,7 +186,7 @@ def _explained(*sources: Any, dtype: torch.dtype | str) -> Iterator[None]:
 
 
 def _findings(source: Any) -> list[Finding]:
-    """The rules of transformers that a folder breaks, the worst first."""
+    """Rules of transformers that a checkpoint folder violates, the most severe first."""
     if not isinstance(source, str | Path) or not Path(source).expanduser().is_dir():
         return []
     try:
@@ -204,7 +204,7 @@ def _tokenizer(
     reference: str | Path | PreTrainedModel | None,
     trust_remote_code: bool,
 ) -> Any:
-    """The tokenizer given, or the first that is found; ``None`` if there is none."""
+    """Return the given tokenizer, or load the first one found; ``None`` if there is none."""
     if given is not None and not isinstance(given, str | Path):
         if not callable(given):
             raise ArgumentError(
@@ -228,7 +228,7 @@ def _tokenizer(
 
 
 def _window(asked: int | None, models: Sequence[PreTrainedModel]) -> int:
-    """Tokens of a window: as asked, which no table of positions may be too short for."""
+    """Return the window length in tokens, checked against the positions of the models."""
     for positions in map(positions_of, models):
         limit = positions.limit
         if asked is None or limit is None or asked <= limit:

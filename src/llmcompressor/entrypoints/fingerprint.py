@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Everything that decides the bytes of a run's output, so that only the same run is continued."""
+"""Fingerprint of a run: everything that determines its output, so that only the same resumes."""
 
 from __future__ import annotations
 
@@ -46,16 +46,16 @@ def fingerprint_of(
     device: torch.device,
     output: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """What a run's journal begins with.
+    """Return the fingerprint of a run, the first entry of its journal.
 
     Args:
         source: the original checkpoint.
         recipe: as YAML.
         batches: calibration batches.
-        dataset_args: how they are run.
+        dataset_args: calibration arguments.
         dtype: of the model.
-        device: where it computes.
-        output: what decides how the output is written.
+        device: the device to compute on.
+        output: options that determine how the output is written.
     """
     prints: dict[str, Any] = {
         "source": source_print(source),
@@ -70,14 +70,14 @@ def fingerprint_of(
         prints["calibration"] = {name: getattr(dataset_args, name) for name in _CALIBRATION}
         prints["data"] = _data(batches)
         prints["seed"] = dataset_args.seed
-        if device.type == "cpu":  # it decides how products are summed
+        if device.type == "cpu":  # it determines the summation order of products
             prints["threads"] = torch.get_num_threads()
             prints["widened"] = is_slow(dtype)
-    return json.loads(json.dumps(prints))  # type: ignore[no-any-return]  # as it is read back
+    return json.loads(json.dumps(prints))  # type: ignore[no-any-return]  # as when read back
 
 
 def source_print(source: SourceInfo) -> dict[str, str]:
-    """File of a checkpoint → its size and a hash of its header; of its data nothing is read.
+    """Fingerprint of a checkpoint by file: size and a hash of the header, without the data.
 
     Args:
         source: the checkpoint; its ``config.json`` is hashed as a whole.
@@ -97,7 +97,7 @@ def source_print(source: SourceInfo) -> dict[str, str]:
 
 
 def _data(batches: Iterable[Mapping[str, Any]]) -> str:
-    """A hash of the values of all batches."""
+    """Number of batches and a hash of their values."""
     digest = xxhash.xxh3_128()
     count = 0
     for batch in batches:

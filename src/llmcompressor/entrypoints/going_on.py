@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A recipe for what an earlier run has left plain: what that has quantized keeps its codes."""
+"""Compression of partly quantized models: quantized modules keep their codes."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ _OF_STATES = {"L11"}
 
 
 def is_gone_on_with(source: SourceInfo) -> bool:
-    """Whether a model in the format of compressed-tensors can be taken.
+    """Return True if a checkpoint is quantized by compressed-tensors and can be compressed further.
 
     Returns:
-        ``False`` for all that is in another format or plain.
+        ``False`` for other formats and for unquantized checkpoints.
 
     Raises:
-        CheckpointError: something in it cannot be kept, or would not be read as it was written.
+        CheckpointError: a part of it cannot be kept, or would not be loaded as it was written.
     """
     if not is_compressed_tensors(quantization_method(source.config)):
         return False
@@ -50,12 +50,12 @@ def is_gone_on_with(source: SourceInfo) -> bool:
 
 
 def go_on_with(model: PreTrainedModel) -> None:
-    """Take a model of which a part may be quantized; one that was loaded packed is unpacked.
+    """Prepare a model that may be partly quantized; packed weights are unpacked.
 
-    compressed-tensors may keep weights that it has unpacked apart from the model.
+    compressed-tensors may keep unpacked weights outside of the model.
 
     Raises:
-        CheckpointError: another method has quantized it, or its weights are not those of its
+        CheckpointError: it is quantized by another method, or its weights differ from those of its
             folder.
     """
     quantizer: Any = getattr(model, "hf_quantizer", None)
@@ -67,7 +67,7 @@ def go_on_with(model: PreTrainedModel) -> None:
     source = _source_of(model)
     if source is not None and names:
         is_gone_on_with(source)
-    elif source is not None:  # it begins with plain weights
+    elif source is not None:  # all its weights are unquantized
         _check_read(source, but=_READ_HERE | _OF_STATES)
     if is_packed:
         unpack(model)
@@ -86,12 +86,12 @@ def go_on_with(model: PreTrainedModel) -> None:
 
 
 def _source_of(model: PreTrainedModel) -> SourceInfo | None:
-    """What the model was loaded from in this format, where that is still there."""
+    """Return the compressed-tensors checkpoint from which a model was loaded, if it exists."""
     place = getattr(getattr(model, "config", None), "name_or_path", None)
     folder = local_directory(place) if isinstance(place, str) and place else None
     try:
         source = None if folder is None else inspect_source(folder, allow_quantized=True)
-    except CheckpointError:  # an object may have outlived it
+    except CheckpointError:  # the folder may have changed since the model was loaded
         return None
     is_compressed = source and is_compressed_tensors(quantization_method(source.config))
     return source if is_compressed else None

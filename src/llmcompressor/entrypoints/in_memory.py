@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run with the whole model in memory: for model objects, and for what has to see all of it."""
+"""In-memory runs: the whole model is loaded, for model objects or modifiers that need it."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def run_in_memory(job: Job, source: Source | None) -> Module:
     """Load a model, compress all of it, and write it.
 
     Args:
-        job: what to do.
+        job: the arguments of the run.
         source: the raw calibration data.
 
     Returns:
@@ -88,7 +88,7 @@ def run_in_memory(job: Job, source: Source | None) -> Module:
 def _run(job: Job, source: Source | None) -> Module:
     model = load_whole_model(job, device=job.model_args.device, goes_on=True)
     mixtures = meant_mixtures(model, job.recipe.modifiers)
-    open_experts(model, mixtures)  # type: ignore[arg-type]  # others have no mixtures
+    open_experts(model, mixtures)  # type: ignore[arg-type]  # others have no MoE modules
     processor = job.load_processor()
     loader = job.load_data(model, processor, source)
     batches = job.pooled(loader)
@@ -100,10 +100,10 @@ def _run(job: Job, source: Source | None) -> Module:
         model = _compress(job, model, batches, session)
     records = report_of(session.lifecycle.recipe.modifiers)
     report = compression_report({**records, EXPERTS: experts_report(model)}, model)
-    close_dense(model)  # type: ignore[arg-type]  # others have no mixtures
+    close_dense(model)  # type: ignore[arg-type]  # others have no MoE modules
     if hasattr(model, "save_pretrained"):
         modify_save_pretrained(
-            model,  # type: ignore[arg-type]  # it has what a PreTrainedModel has
+            model,  # type: ignore[arg-type]  # it has the methods of a PreTrainedModel
             recipe=job.applied_recipe(session.lifecycle.recipe),
             source=job.source,
             report=report,
@@ -118,16 +118,16 @@ def _run(job: Job, source: Source | None) -> Module:
 
 
 def load_whole_model(task: Task, *, device: str | None, goes_on: bool = False) -> Module:
-    """The model of a run, all of it in memory.
+    """Load the model of a run into memory.
 
     Args:
-        task: says which; a model object is taken as it is.
-        device: where it is to compute; ``None`` for an accelerator that it fits on.
-        goes_on: take what an earlier run has quantized in part.
+        task: the arguments of the run; a model object is used as it is.
+        device: the device to compute on; ``None`` for an accelerator if the model fits.
+        goes_on: accept a model that an earlier run has partly quantized.
 
     Raises:
-        ArgumentError: the object is no model, or has no weights.
-        CheckpointError: the model is not there, is damaged, incomplete or quantized already.
+        ArgumentError: the object is not a model, or has no weights.
+        CheckpointError: the model is missing, damaged, incomplete or quantized already.
     """
     args = task.model_args
     if not isinstance(args.model, str | Path):
@@ -172,7 +172,7 @@ def _given_model(task: Task, given: Any, *, goes_on: bool) -> Module:
     if is_cached(model):
         take_out(model)
     if was_offloaded or (device is not None and is_dispatched(model)):
-        take_back(model)  # hooks would go on sending inputs to where weights were
+        take_back(model)  # hooks would send inputs to the former devices of the weights
     _check_values(model)
     wanted, own = parse_precision(task.model_args.precision), getattr(model, "dtype", None)
     if isinstance(wanted, torch.dtype) and wanted != own:
@@ -184,7 +184,7 @@ def _given_model(task: Task, given: Any, *, goes_on: bool) -> Module:
         untie_embeddings(model)
     if device is not None:
         model.to(device)
-    elif was_offloaded:  # it may lie on several devices, and nothing moves its inputs now
+    elif was_offloaded:  # it may be on several devices, and its inputs are not moved any more
         _placed(model.to("cpu"), None)
     align(model)
     if isinstance(model, PreTrainedModel):
@@ -193,7 +193,7 @@ def _given_model(task: Task, given: Any, *, goes_on: bool) -> Module:
 
 
 def _compress(job: Job, model: Module, batches: Any, session: CompressionSession) -> Module:
-    """Run the recipe; returns the model, which a modifier may have replaced."""
+    """Apply the recipe and return the model, which a modifier may have replaced."""
     check_finite(model)
     going_on = session.initialize(
         model=model,
@@ -227,7 +227,7 @@ def _compress(job: Job, model: Module, batches: Any, session: CompressionSession
 
 
 def _run_pipelines(job: Job, model: Module, batches: Any, session: CompressionSession) -> None:
-    """One pipeline for all modifiers, or one for each stretch that has to see the one before."""
+    """Run one pipeline for all modifiers, or one pass for each group that needs the one before."""
     name = job.pipeline()
     passes = with_surveys(stretches_of(session.lifecycle.recipe.modifiers))
     if name == "independent" or len(passes) == 1:
@@ -257,7 +257,7 @@ def _save(
 
 
 def _check_values(model: Module) -> None:
-    """Refuse a model without weights."""
+    """Refuse a model with weights on the meta device."""
     for name, module in model.named_modules():
         own = module._parameters.values()
         if any(parameter is not None and parameter.is_meta for parameter in own):
@@ -268,7 +268,7 @@ def _check_values(model: Module) -> None:
 
 
 def check_finite(model: Module) -> None:
-    """Refuse a broken model also where no modifier would look at the broken weight."""
+    """Refuse a model with NaN or infinity in any weight, targeted by a modifier or not."""
     bad = first_nonfinite(model)
     if bad is not None:
         raise NonFiniteError(
@@ -279,9 +279,9 @@ def check_finite(model: Module) -> None:
 
 
 def _placed(model: Module, device: str | None) -> Module:
-    """``model`` where it is to compute: as asked, else on an accelerator that it fits on."""
+    """Move a model to the given device, else to an accelerator if it fits."""
     if in_pieces(model):
-        return model  # DeepSpeed has put them there
+        return model  # DeepSpeed has placed them
     if device is not None:
         return model.to(device)
     if not torch.cuda.is_available():

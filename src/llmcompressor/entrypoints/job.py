@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The arguments of ``oneshot``, read and checked before any work, and the steps of every run."""
+"""Arguments of ``oneshot``, parsed and checked before any work, and the steps of every run."""
 
 from __future__ import annotations
 
@@ -57,11 +57,11 @@ _WITHOUT_DATA = "QuantizationModifier needs none with a scheme such as FP8_DYNAM
 
 
 class Job(Task):
-    """The arguments of a run, read and checked, and the steps that every way to run it takes.
+    """Arguments of a ``oneshot`` run, parsed and checked, and the steps common to all runs.
 
     Attributes:
-        processes: those that each do this job.
-        told_fingerprint: of the output that the first of them has made.
+        processes: the processes that execute this run.
+        told_fingerprint: fingerprint of the output that the first process has written.
     """
 
     processes = Processes()
@@ -92,7 +92,7 @@ class Job(Task):
         return recipe
 
     def _may_be_finished(self, target: Path) -> bool:
-        """As far as the recipe tells; the rest is known when model and data are."""
+        """Compare the recipe only; the rest is compared once model and data are known."""
         if self.run_args.resume == "never" or self.model_args.overwrite:
             return False
         if FinishedRun.read(target) is None:
@@ -113,9 +113,10 @@ class Job(Task):
             )
 
     def _give_data(self) -> None:
-        """A pipeline that is asked for runs: modifiers of others may watch with hooks of theirs.
+        """Give data to third-party modifiers if the user names a pipeline that runs data.
 
-        The project's own say what they need; for them alone it would run the model for nothing.
+        They may watch it with hooks of their own. Modifiers of this package declare their needs, so
+        that the pipeline need not run for them alone.
         """
         if not self.has_data or self.dataset_args.pipeline in (None, "independent", "datafree"):
             return
@@ -123,7 +124,7 @@ class Job(Task):
             each.be_given_data()
 
     def _foreign(self) -> list[Modifier]:
-        """The modifiers that are not the project's own."""
+        """Modifiers of third parties."""
         return [
             each
             for each in self.recipe.modifiers
@@ -185,19 +186,19 @@ class Job(Task):
 
     @property
     def needing_data(self) -> list[Modifier]:
-        """The modifiers that calibration data has to run for."""
+        """Modifiers that need calibration data."""
         return [each for each in self.recipe.modifiers if each.requires_calibration_data]
 
     @property
     def _reads_data(self) -> bool:
-        """Whether a modifier needs the data, or a pipeline of the user's gets it."""
+        """True if a modifier or a custom pipeline needs the data."""
         own = self.has_data and PIPELINES.is_added(self.dataset_args.pipeline or "")
         return own or bool(self.needing_data)
 
     def open_data(self) -> Source | None:
-        """The raw data, before the model: a wrong path is not to cost the time of loading it.
+        """Open the raw data before the model is loaded, so that a wrong path fails early.
 
-        A registered data set is opened later, because its class may want the processor.
+        A registered data set is opened later, because its class may need the processor.
         """
         name = self.dataset_args.dataset
         if not self._reads_data or (isinstance(name, str) and table.find(name) is not None):
@@ -213,7 +214,7 @@ class Job(Task):
         )
 
     def load_data(self, model: Module, processor: Any, source: Source | None) -> Any:
-        """The calibration batches, if anything reads them."""
+        """Load the calibration batches; ``None`` if the run needs no data."""
         if not self._reads_data:
             return None
         with self.told_why():
@@ -227,7 +228,7 @@ class Job(Task):
             )
 
     def pooled(self, loader: Any) -> list[Any] | None:
-        """The batches of a loader, and those that other processes were given."""
+        """Collect the batches of a loader and those of the other processes."""
         if loader is None:
             return None
         own, count = list(loader), self.processes.count
@@ -242,7 +243,7 @@ class Job(Task):
         return list(batches)
 
     def share_memory(self) -> None:
-        """Give all processes the same room for activations: it decides where forwards pause."""
+        """Give all processes the same activation budget, as it determines where forwards pause."""
         if self.processes.count == 1 or self.dataset_args.activation_budget is not None:
             return
         mine = (platform.node(), activation_budget(None))
@@ -252,12 +253,12 @@ class Job(Task):
         self.dataset_args = replace(self.dataset_args, activation_budget=max(1, least))
 
     def check_batches(self, batches: Sequence[Mapping[str, Any]]) -> None:
-        """Refuse, before the first pass, calibration data that a modifier could not work with."""
+        """Refuse calibration data that a modifier cannot work with, before the first pass."""
         for each in self.recipe.modifiers:
             each.check_data(batches, use_loss_mask=self.dataset_args.use_loss_mask)
 
     def pipeline(self) -> str:
-        """The pipeline to run: the user's, with a word where it cannot do what is needed."""
+        """Name of the pipeline to run: the user's, or ``datafree`` if no modifier needs data."""
         asked = self.dataset_args.pipeline or "independent"
         if PIPELINES.is_added(asked):
             return asked
@@ -276,9 +277,9 @@ _ON_THE_CPU = ("use_cpu", "no_cuda")
 
 
 def _without_those_of_training(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments less those that a script gives to every run, and training alone goes by.
+    """Drop arguments that affect training only, which scripts may pass to every run.
 
-    Of these one asks for a device, too.
+    Those that ask for the CPU are translated to ``device``.
     """
     theirs = those_of_training(
         given, ModelArguments, DatasetArguments, RecipeArguments, RunArguments
@@ -300,7 +301,7 @@ def _samples_of(batches: Iterable[Mapping[str, Any]]) -> int:
 
 
 def _is_tokenized(data: Any) -> bool:
-    """Whether rows have token ids already: nothing has to be prepared then."""
+    """Return True if the rows have token ids already."""
     names = getattr(data, "column_names", None)
     if isinstance(names, list):
         return "input_ids" in names

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much of the machine a run may use."""
+"""Memory limits of a run, by device."""
 
 from __future__ import annotations
 
@@ -28,24 +28,24 @@ _BLOCKS_AT_ONCE = 2
 
 
 class Limits:
-    """Memory by device.
+    """Memory limits by device.
 
     Args:
-        given: device → bytes, ``"cpu"`` for the host; what is not given is what is free.
+        given: device → bytes, ``"cpu"`` for the host; other devices are limited by free memory.
     """
 
     def __init__(self, given: Mapping[str | int, int] | None) -> None:
         self._given = dict(given or {})
 
     def choose_device(self, weights: BlockWeights, asked: str | None) -> torch.device:
-        """Where a model is to compute: as asked, else on an accelerator if its blocks fit.
+        """Choose the device to compute on: as given, else an accelerator if the blocks fit.
 
         Args:
             weights: the blocks.
             asked: a device's name.
 
         Raises:
-            ArgumentError: there is no such device, or the limit leaves no room for one block.
+            ArgumentError: the device does not exist, or its limit is too small for one block.
         """
         if asked is not None:
             device = named_device(asked)
@@ -68,11 +68,11 @@ class Limits:
 
     @property
     def host(self) -> int | None:
-        """The limit of the host; ``None`` where none was given."""
+        """Limit of main memory; ``None`` if not given."""
         return self._given.get("cpu")
 
     def of(self, device: torch.device) -> int | None:
-        """The limit of an accelerator; ``None`` where none was given, and for the host."""
+        """Limit of an accelerator; ``None`` if not given, and for the host."""
         return None if device.type == "cpu" else self._given.get(device.index or 0)
 
     def _check_room(self, device: torch.device, weights: BlockWeights) -> None:
@@ -88,14 +88,14 @@ class Limits:
             )
 
     def bound(self, dataset_args: DatasetArguments, weights: BlockWeights) -> DatasetArguments:
-        """Arguments with a budget for activations that keeps the host within its limit.
+        """Return arguments with an activation budget that keeps the host within its limit.
 
         Args:
-            dataset_args: the user's; a budget that is given there is kept.
-            weights: the blocks; everything but them is loaded.
+            dataset_args: the user's arguments; a budget given there is kept.
+            weights: the blocks; everything else is loaded.
 
         Raises:
-            ArgumentError: the limit leaves no room for one block.
+            ArgumentError: the limit is too small for one block.
         """
         give_back_freed(at_least=0)
         used = psutil.Process().memory_info().rss
@@ -106,14 +106,14 @@ class Limits:
         return replace(dataset_args, activation_budget=activations)
 
     def room(self, used: int, block: int) -> tuple[int | None, bool]:
-        """Bytes for activations, ``None`` without a limit, and whether blocks are read ahead.
+        """Return the bytes for activations (``None``: no limit), and whether to prefetch blocks.
 
         Args:
-            used: bytes of the host that are in use before any block is loaded.
-            block: bytes of the largest one.
+            used: bytes of main memory in use before any block is loaded.
+            block: bytes of the largest block.
 
         Raises:
-            ArgumentError: the limit leaves no room for one block.
+            ArgumentError: the limit is too small for one block.
         """
         limit = self.host
         if limit is None:

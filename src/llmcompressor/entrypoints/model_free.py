@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``model_free_ptq``: quantize a checkpoint whose model class nobody has to know."""
+"""``model_free_ptq``: quantize a checkpoint without its model class."""
 
 from __future__ import annotations
 
@@ -71,39 +71,39 @@ def model_free_ptq(
     verify: bool = True,
     overwrite: bool = False,
 ) -> Path:
-    """Round the weights of a checkpoint to nearest, from its files alone.
+    """Quantize the weights of a checkpoint by round-to-nearest, from its files alone.
 
     No model class is needed and no code of the checkpoint is run: ``config.json`` is carried
-    over, and what a tensor is is read from its name and shape. So it works for architectures
-    that nothing installed here knows, and it cannot do what needs a forward: calibrate. If
-    transformers has the class, its names of modules are written beside the file's.
+    over, and modules are inferred from the names and shapes of tensors. So it works for unknown
+    architectures, but cannot calibrate. If transformers has the class, its names of modules are
+    written in addition to those of the files.
 
     Args:
         model_stub: the checkpoint: a folder with safetensors, or an id on the hub.
-        save_directory: where to write; it appears when it is complete.
-        scheme: a preset's name, or one scheme. Without targets of its own it applies to
+        save_directory: the output folder; it appears when it is complete.
+        scheme: a preset's name, or a scheme. Without targets of its own it applies to
             ``Linear``: every two-dimensional ``X.weight`` where X does not end in ``norm`` and is
-            not called like an embedding.
-        ignore: modules that stay as they are: names, ``re:`` patterns, class names.
-        max_workers: how many files are converted at a time. Otherwise it has no effect: reading,
+            not named like an embedding.
+        ignore: modules that stay unquantized: names, ``re:`` patterns, class names.
+        max_workers: number of files to convert at a time. Otherwise it has no effect: reading,
             computing and writing overlap in any case.
-        device: where to compute; an accelerator if there is one, else the CPU.
-        converter: makes the checkpoint one that can be quantized, first: an object of the
-            converter interface of compressed-tensors, such as ``FP8BlockDequantizer``, or several
-            in a list. The converted checkpoint needs room beside the output while this runs.
-        config: instead of ``scheme``, several: a ``QuantizationConfig``, the same as a mapping,
-            or a mapping from names of groups to schemes.
-        resume: ``"auto"`` continues a run that was broken off, ``"never"`` throws its progress
-            away, ``"must"`` refuses to begin without one.
-        max_memory: the most memory to use, such as ``"40GiB"`` for the host, or by device.
+        device: the device to compute on; by default an accelerator if there is one, else the CPU.
+        converter: converts the checkpoint before it is quantized: an object of the converter
+            interface of compressed-tensors, such as ``FP8BlockDequantizer``, or several in a list.
+            The converted checkpoint needs temporary disk space next to the output.
+        config: several schemes instead of ``scheme``: a ``QuantizationConfig``, the same as a
+            mapping, or a mapping from names of groups to schemes.
+        resume: ``"auto"`` continues an interrupted run, ``"never"`` discards its progress,
+            ``"must"`` refuses to begin without one.
+        max_memory: limit of memory, such as ``"40GiB"`` for the host, or by device.
         verify: read the written files again and check them.
-        overwrite: replace the checkpoint that ``save_directory`` holds.
+        overwrite: replace an existing checkpoint in ``save_directory``.
 
     Returns:
         The folder.
 
     Raises:
-        InputError: one of many things that the user can mend; nothing has been written then.
+        InputError: an invalid argument or checkpoint; nothing has been written then.
         NonFiniteError: a weight holds NaN or infinity.
 
     Example::
@@ -141,7 +141,7 @@ def _quantize(
     job: Job, source: SourceInfo, fields: dict[str, Any], resolved: ResolvedSchemes
 ) -> None:
     blueprint = _blueprint(source, resolved)
-    # Again by the modifier, whose advice is a field of recipes; here nobody can set it.
+    # The modifier checks again, but its remedy is a field of recipes, which users cannot set here.
     check_targets(blueprint.model, resolved.targets)
     fields["ignore"] = _ignored(blueprint, resolved)
     refuse_transposed(source, blueprint.model, fields["ignore"], resolved.targets)
@@ -161,7 +161,7 @@ def _check_workers(max_workers: Any) -> None:
 
 
 def _device(given: Any) -> str | None:
-    """One device; of several the first, since blocks come one after another."""
+    """Return the device, the first of several, as blocks are processed one after another."""
     several = [given] if isinstance(given, str | torch.device) else given
     if several is None:
         return None
@@ -176,7 +176,7 @@ def _device(given: Any) -> str | None:
 
 
 def _fields(scheme: Any, config: Any, ignore: str | Iterable[str]) -> dict[str, Any]:
-    """The fields of the modifier."""
+    """Fields of the QuantizationModifier for the arguments."""
     if (scheme is None) == (config is None):
         given = "Neither of them was" if scheme is None else "Both were"
         raise ArgumentError(
@@ -195,7 +195,7 @@ def _fields(scheme: Any, config: Any, ignore: str | Iterable[str]) -> dict[str, 
 
 
 def _groups(config: Any) -> tuple[dict[str, Any], list[str]]:
-    """The groups and the ignore list of a configuration."""
+    """Return the groups and the ignore list of a configuration."""
     if isinstance(config, QuantizationConfig):
         config = config.model_dump()
     if not isinstance(config, Mapping):
@@ -217,7 +217,7 @@ def _groups(config: Any) -> tuple[dict[str, Any], list[str]]:
 
 
 def _targeted(group: Any) -> Any:
-    """A group that applies to Linears if it does not say to what."""
+    """Return the group, with targets ``Linear`` if it has none."""
     if isinstance(group, QuantizationScheme) and not group.targets:
         return group.model_copy(update={"targets": _LINEAR})
     if isinstance(group, Mapping) and not group.get("targets"):
@@ -258,7 +258,7 @@ def _inspect(model: str) -> SourceInfo:
 
 
 def _blueprint(source: SourceInfo, resolved: ResolvedSchemes) -> Blueprint:
-    """The tree of the checkpoint's modules; stacks of experts that are meant are taken apart."""
+    """Build the tree of the checkpoint's modules, with targeted stacks of experts unfused."""
     stacks = find_stacks(source.tensors)
     meant = [one for one in stacks if _is_meant(one, resolved)]
     if meant:
@@ -288,7 +288,7 @@ def _blueprint(source: SourceInfo, resolved: ResolvedSchemes) -> Blueprint:
 
 
 def _tell_of_stacks(headers: Mapping[str, TensorHeader], resolved: ResolvedSchemes) -> None:
-    """Say which stacks of matrices would be quantized if it were known how they lie."""
+    """Warn about targeted stacks of matrices whose layout is unknown."""
     stand_in = Linear(1, 1, device="meta")
     left = [
         name
@@ -306,7 +306,7 @@ def _tell_of_stacks(headers: Mapping[str, TensorHeader], resolved: ResolvedSchem
 
 
 def _means_one_of(pair: tuple[str, str], resolved: ResolvedSchemes) -> bool:
-    """Whether a tied head is named, or the embedding that it is tied to is reached."""
+    """Return True if a tied head is targeted by name, or its embedding is targeted."""
     head, embedding = pair
     is_named = any(matches_name(head, target) for target in resolved.targets)
     stand_ins = {head: Linear(1, 1, device="meta"), embedding: Embedding(1, 1, device="meta")}
@@ -318,7 +318,7 @@ def _means_one_of(pair: tuple[str, str], resolved: ResolvedSchemes) -> bool:
 
 
 def _is_meant(stack: ExpertStack, resolved: ResolvedSchemes) -> bool:
-    """Whether any expert of a stack would be quantized if it were a module."""
+    """Return True if an expert of a stack would be targeted as a module."""
     if any(matches_name(name, entry) for name in stack.whole for entry in resolved.ignore):
         return False
     stand_in = Linear(1, 1, device="meta")
@@ -334,20 +334,20 @@ def _matches_any(name: str, module: Module, targets: Iterable[str]) -> bool:
 
 
 def _ignored(blueprint: Blueprint, resolved: ResolvedSchemes) -> list[str]:
-    """The ignore list, with what may be an embedding and was not asked for by name.
+    """Return the ignore list, extended by possible embeddings that are not targeted by name.
 
     Raises:
-        TargetError: a plain name that is nearly that of a module.
+        TargetError: a plain name matches no module, but nearly does.
     """
     model = blueprint.model
     assert isinstance(model, TreeModel)
     pair = tied_pair(blueprint.source.config, blueprint.source.tensors)
     head = pair and pair[0].rpartition(".")[2]
     idle = unmatched(model, resolved.ignore)
-    tied = {entry for entry in idle if entry.rpartition(".")[2] == head}  # no file need hold it
+    tied = {entry for entry in idle if entry.rpartition(".")[2] == head}  # it may be in no file
     for entry in idle:
         is_plain = not (entry in tied or entry.startswith("re:") or looks_like_pattern(entry))
-        if is_plain and (hint := near_matches(model, entry)):  # the others are warned of
+        if is_plain and (hint := near_matches(model, entry)):  # others get a warning
             raise TargetError(
                 f"The ignore entry {entry!r} matches no module of the checkpoint.", hint
             )

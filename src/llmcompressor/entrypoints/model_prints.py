@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What tells one model from another, cheaply: of folders and of loaded models.
+"""Fingerprints of model folders and loaded models, from sampled weights.
 
-Of each tensor up to 256 KiB every byte is hashed, of a larger one 16 windows of 4 KiB that lie
-evenly over it, the first and the last bytes among them. Other weights, further trained ones and
-merged ones are told apart so; a change of a few values of a large matrix may lie between windows.
+Tensors of up to 256 KiB are hashed completely, larger ones in 16 windows of 4 KiB spread evenly,
+including the first and the last bytes. That detects other, fine-tuned and merged weights; a change
+of a few values of a large matrix may lie between the windows.
 """
 
 from __future__ import annotations
@@ -43,37 +43,35 @@ _changed: WeakKeyDictionary[Module, dict[str, list[dict[str, str]]]] = WeakKeyDi
 
 
 def model_print(model: Module) -> dict[str, str]:
-    """What tells a loaded model from others.
+    """Return the fingerprint of a loaded model.
 
-    A model that is spread over processes is put together tensor by tensor: all of them have to
-    call it then.
+    A model that is sharded over processes is gathered tensor by tensor, so all of them have to
+    call this function.
 
     Args:
-        model: weights that are nowhere (on the meta device) count by name, shape and dtype only.
+        model: weights on the meta device count by name, shape and dtype only.
 
     Returns:
-        ``class``; ``config``, a hash of it, if there is one; ``tensors``, how many there are and
-        a hash of their names, shapes and dtypes; ``weights``, a hash of their values, sampled as
-        the head of this module says.
+        ``class``; ``config``, a hash of it, if there is one; ``tensors``, their number and a hash
+        of their names, shapes and dtypes; ``weights``, a hash of their sampled values.
     """
     return _print(_unwrapped(model), whole)
 
 
 def folder_print(folder: Path) -> dict[str, Any]:
-    """What tells a model's folder from others; all headers and a sample of each tensor are read.
+    """Return the fingerprint of a model's folder from all headers and a sample of each tensor.
 
     Args:
-        folder: one that holds no model that can be read is told by the sizes and samples of its
-            files.
+        folder: if it holds no readable model, sizes and samples of its files are used.
 
     Returns:
         ``files``, the size and a hash of the header of each and a hash of ``config.json``;
-        ``weights``, a hash of values, sampled as the head of this module says; ``processor``, a
-        hash of the tokenizer's or processor's files, if there are any.
+        ``weights``, a hash of sampled values; ``processor``, a hash of the tokenizer's or
+        processor's files, if there are any.
     """
     try:
         source = inspect_source(folder, allow_quantized=True)
-    except CheckpointError:  # whoever is to read it says so
+    except CheckpointError:  # the loader reports it
         return {"files": {each.name: file_print(each, WEIGHTS) for each in _files(folder)}}
     found: dict[str, Any] = {"files": source_print(source), "weights": _stored_weights(source)}
     processor = xxhash.xxh3_128()
@@ -85,18 +83,18 @@ def folder_print(folder: Path) -> dict[str, Any]:
 
 
 def note_change(model: Any, begun: Mapping[str, str] | None) -> None:
-    """Note that a run has changed a model object, or may have, however it ended.
+    """Record that a run may have changed a model object, whether it succeeded or failed.
 
     Args:
-        model: the object; a name is none, and is passed over.
-        begun: its print when the run began; ``None`` if it did not come so far.
+        model: the object; the name of a model is ignored.
+        begun: its fingerprint at the start of the run; ``None`` if none was computed.
     """
     model = _unwrapped(model)
     if begun is None or not isinstance(model, Module):
         return
     try:
         left = _key(model)
-    except RuntimeError:  # of a broken accelerator; the error that the run ended with is told
+    except RuntimeError:  # of a broken accelerator; the run's own error is raised
         return
     known = _changed.setdefault(model, {}).setdefault(left, [])
     if begun not in known:
@@ -104,14 +102,14 @@ def note_change(model: Any, begun: Mapping[str, str] | None) -> None:
 
 
 def was_left_by(model: Any, begun: Any) -> bool:
-    """Whether a run that began with a model of this print has left the object as it is now.
+    """Return True if the object is in the state in which a run from that fingerprint left it.
 
     Args:
         model: the object.
-        begun: what :func:`model_print` gave of it then.
+        begun: its :func:`model_print` at the start of the run.
 
     Returns:
-        ``False``, too, if somebody else has changed it since.
+        ``False`` also if it was changed since by other code.
     """
     model = _unwrapped(model)
     if not isinstance(model, Module) or model not in _changed:
@@ -120,12 +118,12 @@ def was_left_by(model: Any, begun: Any) -> bool:
 
 
 def _unwrapped(model: Any) -> Any:
-    """Without torch.compile's wrapper, which names all parameters anew."""
+    """Return the model without torch.compile's wrapper, which renames all parameters."""
     return getattr(model, "_orig_mod", model)
 
 
 def _key(model: Module) -> str:
-    """By this process's part of each tensor: when a run ends, the other processes may be gone."""
+    """Key of a model's state from the local shards, as other processes may have ended."""
     return json.dumps(_print(model, local))
 
 
@@ -149,7 +147,7 @@ def _print(model: Module, values_of: Callable[[Tensor], Tensor]) -> dict[str, st
 
 
 def _tensors(model: Module) -> Iterator[tuple[str, Tensor]]:
-    """Parameters, and the buffers that are saved."""
+    """Yield the parameters and the persistent buffers with their names."""
     yield from model.named_parameters()
     for prefix, module in model.named_modules():
         for name, buffer in module.named_buffers(recurse=False):

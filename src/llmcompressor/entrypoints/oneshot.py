@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``oneshot``: read a model, apply a recipe with calibration data, write what serves."""
+"""``oneshot``: apply a recipe to a model with calibration data, and write a servable checkpoint."""
 
 from __future__ import annotations
 
@@ -47,14 +47,14 @@ def oneshot(
     log_dir: str | Path | None = None,
     **arguments: Any,
 ) -> Any:
-    """Compress a model once, after training, with calibration data where the recipe needs it.
+    """Compress a trained model in one run, with calibration data if the recipe needs it.
 
     Args:
         model: a folder, the id of a model on the hub, or a loaded transformers model.
         recipe: modifiers, a recipe file or its text, in any form that ``Recipe`` reads.
         dataset: calibration data: a registered name, a file or folder, a ``Dataset``, a
             ``DataLoader``, or a list of strings.
-        output_dir: where to write the compressed checkpoint; nothing is written without it.
+        output_dir: folder for the compressed checkpoint; nothing is written without it.
         log_dir: write a log file into this folder; the environment variable
             ``LLM_COMPRESSOR_LOG_FILE`` names a file instead.
         **arguments: every other argument of :class:`~llmcompressor.args.ModelArguments`,
@@ -64,17 +64,17 @@ def oneshot(
 
     Returns:
         The compressed model, ready to run; its ``save_pretrained`` writes compressed
-        checkpoints. Where it was read from a checkpoint and written to another one, its blocks
-        are read from there when they are first looked at. With ``dry_run=True`` the
-        :class:`~llmcompressor.planning.result.Plan`; what would be refused is in its ``problems``.
+        checkpoints. After a run from checkpoint to checkpoint, its blocks are loaded lazily from
+        the output. With ``dry_run=True`` the :class:`~llmcompressor.planning.result.Plan`; errors
+        that the run would raise are in its ``problems``.
 
     Raises:
-        InputError: one of many things that the user can mend; the message says which and how.
-            It comes before any calibration, and nothing has been written.
+        InputError: an invalid argument, recipe, model or data set; the message has the remedy. It
+            is raised before any calibration, and nothing has been written.
         NonFiniteError: NaN or infinity in weights or activations, with the module's name.
 
-    A run with an output directory that was broken off, in whatever way, is continued by the same
-    call: what is finished stands in ``NAME.partial`` beside the output ``NAME``.
+    An interrupted run with an output directory is resumed by the same call: its progress is in
+    ``NAME.partial`` next to the output ``NAME``.
 
     Example::
 
@@ -86,18 +86,18 @@ def oneshot(
         )
     """
     given = {"model": model, "recipe": recipe, "dataset": dataset, **arguments}
-    if _is_dry(given):  # a plan makes the checks itself, and goes on where a run ends
+    if _is_dry(given):  # a plan notes failed checks as problems, which end a run
         return _planned({"output_dir": output_dir, "log_dir": log_dir, **given})
     return Oneshot(output_dir=output_dir, log_dir=log_dir, **given)()
 
 
 class Oneshot(Job):
-    """One run of :func:`oneshot`.
+    """A single run of :func:`oneshot`, as an object.
 
-    A script that made its data itself may look at :attr:`processor`, and set it, before the run.
+    Scripts that prepare data themselves may read and set :attr:`processor` before the run.
 
     Attributes:
-        model: what the run returned; ``None`` before.
+        model: the model that the run returned; ``None`` before.
     """
 
     @with_arguments_of(*_CLASSES)
@@ -117,7 +117,7 @@ class Oneshot(Job):
         _quieten_tokenizers()
 
     def __call__(self) -> Any:
-        """Load, calibrate, compress, and save; or only make the plan of it."""
+        """Load, calibrate, compress and save the model, or return the plan of a dry run."""
         if self.run_args.dry_run:
             return _planned(self._given)
         model = self.model_args.model
@@ -140,7 +140,7 @@ class Oneshot(Job):
 
     @contextmanager
     def _with_others(self) -> Iterator[None]:
-        """Begin when all processes do, and end when the work of all is done."""
+        """Synchronize the start and the end of the run with all other processes."""
         processes = self.processes
         if processes.count == 1:
             yield
@@ -162,10 +162,10 @@ class Oneshot(Job):
 
 
 def _check_steps(cls: type) -> None:
-    """Refuse a subclass with a step of its own that no run takes.
+    """Refuse a subclass that overrides a step which no run calls.
 
     Raises:
-        InputError: says what to do.
+        InputError: the class has a method ``apply_recipe_modifiers``.
     """
     if hasattr(cls, "apply_recipe_modifiers"):
         raise InputError(
@@ -176,7 +176,7 @@ def _check_steps(cls: type) -> None:
 
 
 def _quieten_tokenizers() -> None:
-    """Have tokenizers start no threads, which processes that are forked later cannot use."""
+    """Disable parallelism of tokenizers, whose threads break in processes that are forked later."""
     if _TOKENIZERS not in os.environ:
         os.environ[_TOKENIZERS] = "false"
         logger.warning(
@@ -186,8 +186,8 @@ def _quieten_tokenizers() -> None:
 
 
 def _planned(given: Mapping[str, Any]) -> Any:
-    """What :func:`~llmcompressor.entrypoints.plan.plan` makes of the arguments of a run."""
-    from llmcompressor.entrypoints.plan import (  # noqa: PLC0415  # what no run needs
+    """Return the plan of a run with these arguments."""
+    from llmcompressor.entrypoints.plan import (  # noqa: PLC0415  # not needed by runs
         plan_from_arguments,
     )
 
@@ -202,10 +202,10 @@ def _is_dry(arguments: Mapping[str, Any]) -> bool:
 
 @contextmanager
 def _left_inference_mode(model: Any) -> Iterator[None]:
-    """Leave torch's inference mode, in which no thread may write to what another one made.
+    """Leave torch's inference mode, which forbids threads to write to each other's tensors.
 
     Raises:
-        ArgumentError: a model was made in it, whose weights cannot be written to outside.
+        ArgumentError: the model was created in it, so that its weights cannot be changed.
     """
     if not torch.is_inference_mode_enabled():
         yield
@@ -221,7 +221,7 @@ def _left_inference_mode(model: Any) -> Iterator[None]:
 
 @contextmanager
 def _left_autocast() -> Iterator[None]:
-    """Leave torch's autocast: nothing is to be solved in another dtype than it asks for."""
+    """Leave torch's autocast, so that solvers compute in the dtype that they choose."""
     devices = [device for device in _AUTOCAST_DEVICES if torch.is_autocast_enabled(device)]
     if devices:
         logger.warning(
@@ -235,7 +235,7 @@ def _left_autocast() -> Iterator[None]:
 
 
 def _log_file(log_dir: str | Path | None) -> Path | None:
-    """The file in ``log_dir`` that a run which begins now is logged to."""
+    """Log file in ``log_dir`` for a run that begins now."""
     if log_dir is None:
         return None
     return Path(log_dir) / f"oneshot_{datetime.now():%Y-%m-%d_%H-%M-%S}.log"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``plan``: what a run would match, write, need and take, before a weight is read."""
+"""``plan``: predict the matches, output, memory and time of a run before a weight is read."""
 
 from __future__ import annotations
 
@@ -50,29 +50,28 @@ def plan(
     measure: bool = True,
     **arguments: Any,
 ) -> Plan:
-    """Say what ``oneshot`` would do with the same arguments, need and write.
+    """Predict what ``oneshot`` would do, need and write with the same arguments.
 
-    Nothing but configurations and the headers of weight files is read, so that it takes seconds
-    for a model of any size; and nothing is written, but for a small file that shows how fast the
-    disk is.
+    Only configurations and the headers of weight files are read, so that it takes seconds for a
+    model of any size. Nothing is written except a small file to measure the speed of the disk.
 
     Args:
-        model: as for ``oneshot``; of a folder the weight files may end behind their headers.
+        model: as for ``oneshot``; the weight files of a folder may end after their headers.
         recipe: as for ``oneshot``.
         dataset: as for ``oneshot``. It is tokenized, to count its tokens.
         output_dir: as for ``oneshot``.
-        serve: the server whose rules count; all of them if not given.
+        serve: the server whose rules are checked; all by default.
         tp: the size of tensor parallelism to serve with, or several.
-        gpu: the device to serve on, as ``"sm90"`` or ``"h100"``.
+        gpu: the device to serve on, such as ``"sm90"`` or ``"h100"``.
         measure: measure this machine for about a second, to estimate the time.
         **arguments: as for ``oneshot``.
 
     Returns:
-        The plan. What the run would refuse about the recipe, the data and the output is in its
-        ``problems``; ``ok`` says whether there is none and the output could be served.
+        The plan. Errors of the run about the recipe, the data and the output are in its
+        ``problems``; ``ok`` is True if there are none and the output could be served.
 
     Raises:
-        ArgumentError: an argument is unknown or of no use.
+        ArgumentError: an argument is unknown or invalid.
         CheckpointError: the model cannot be read, or is quantized already.
 
     Example::
@@ -86,7 +85,7 @@ def plan(
 
 
 def plan_from_arguments(arguments: Mapping[str, Any]) -> Plan:
-    """The plan of a call of ``oneshot``.
+    """Return the plan of a call of ``oneshot``.
 
     Args:
         arguments: the arguments of the call, by name.
@@ -142,14 +141,14 @@ def _plan(arguments: Mapping[str, Any], deployment: Deployment | None, *, measur
 
 
 def _subject(job: _Draft) -> Subject:
-    """The model, with its experts taken apart if the recipe is about them."""
+    """Open the model, with experts unfused if the recipe targets them."""
     with job.noting(RECIPE, TargetError):
         return open_subject(job.model_args, job.recipe.modifiers)
     return open_subject(job.model_args)
 
 
 class _Draft(Job):
-    """The checks of a run, where what fails is noted, and the next check is made."""
+    """The checks of a run, with failures recorded as problems instead of raised."""
 
     def __init__(self, **arguments: Any) -> None:
         self.problems: list[Problem] = []
@@ -158,7 +157,7 @@ class _Draft(Job):
 
     @contextmanager
     def noting(self, where: str, kind: type[InputError] = InputError) -> Iterator[None]:
-        """Note the error that ends the body."""
+        """Record an error in the body as a problem."""
         try:
             yield
         except kind as error:
@@ -193,7 +192,7 @@ class _Draft(Job):
 
 
 class _Data:
-    """Counts the calibration data.
+    """Counts the tokens of the calibration data.
 
     Attributes:
         samples: the first batch with each set of inputs.
@@ -205,7 +204,7 @@ class _Data:
         self.samples: list[Mapping[str, Any]] = []
 
     def __call__(self) -> tuple[Tokens | None, int]:
-        """The tokens, and the number of batches that run one after another."""
+        """Return the number of tokens, and of batches that are run."""
         job = self._job
         if not job.needing_data:
             return None, 0
@@ -250,7 +249,7 @@ class _Data:
 
 @contextmanager
 def _warnings_of_data(notes: list[str]) -> Iterator[None]:
-    """Note what the data's preparation warns of: the run would say it in its log."""
+    """Collect warnings of data preparation, which a run would log."""
     sink = logger.add(
         lambda message: notes.append(message.record["message"]),
         level="WARNING",
@@ -263,7 +262,7 @@ def _warnings_of_data(notes: list[str]) -> Iterator[None]:
 
 
 def _unused(modifier: Modifier) -> Modifier:
-    """One like ``modifier``, which stays as it is: a modifier serves once."""
+    """Return a fresh copy of ``modifier``, because each can be used only once."""
     fields = {name: getattr(modifier, name) for name in modifier.model_fields_set}
     return type(modifier)(**fields)
 
@@ -273,14 +272,14 @@ def _yaml(recipe: Recipe) -> str:
 
 
 def _is_streamed(job: Job, subject: Subject) -> bool:
-    """Whether blocks are loaded one by one, given somewhere to write them."""
+    """Return True if blocks would be streamed one by one, given an output folder."""
     is_place = isinstance(job.model_args.model, str | os.PathLike)
     by_block = all(modifier.works_by_block for modifier in job.recipe.modifiers)
     return is_place and by_block and job.pipeline() in BY_BLOCK and not subject.whole
 
 
 def _device(job: Job, subject: Subject) -> torch.device:
-    """Where the model would compute."""
+    """Return the device on which the model would compute."""
     asked = job.model_args.device
     if asked is None and not torch.cuda.is_available():
         return torch.device("cpu")

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many tokens a model takes: by its configuration, and by its table of positions.
+"""Maximum sequence length of a model, from its configuration and its position embeddings.
 
-Rotary models run beyond what their configuration says, and their outputs get worse. A model with
-a row for each position (OPT, GPT-2, BERT) has nothing to look up there, and fails.
+Models with rotary embeddings run beyond the configured length with worse outputs. Models with
+learned position embeddings (OPT, GPT-2, BERT) fail beyond their number of rows.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ _MOST_UNUSED = 8
 
 @dataclass(frozen=True)
 class Positions:
-    """Tokens that a model takes.
+    """Maximum number of positions of a model.
 
     Attributes:
-        limit: at most; ``None`` if that is not known.
-        in_table: positions are looked up, so that there is nothing beyond the limit.
+        limit: maximum sequence length; ``None`` if unknown.
+        in_table: the model has a table of positions, so that it fails beyond the limit.
     """
 
     limit: int | None = None
@@ -33,7 +33,7 @@ class Positions:
 
 
 def positions_of(model: Any) -> Positions:
-    """What is known of a model's positions; its weights may be on ``meta``.
+    """Return the position limit of a model, whose weights may be on the meta device.
 
     >>> from types import SimpleNamespace
     >>> rotary = nn.Linear(2, 2)
@@ -49,14 +49,14 @@ def positions_of(model: Any) -> Positions:
 
 
 def _tables(model: nn.Module) -> Iterator[int]:
-    """Positions that each table in the model has a row for."""
+    """Yield the number of usable rows of each position table in the model."""
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding) and _is_of_positions(name):
-            # Where there is a padding position, counting starts behind it (RoBERTa).
+            # With a padding position, positions are counted from the row after it (RoBERTa).
             unused = 0 if module.padding_idx is None else module.padding_idx + 1
             yield module.num_embeddings - unused
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        if tensor.ndim == 2 and _is_of_positions(name):  # GPT-J keeps sines and cosines in one
+        if tensor.ndim == 2 and _is_of_positions(name):  # GPT-J keeps sines and cosines in a buffer
             yield tensor.shape[0]
 
 

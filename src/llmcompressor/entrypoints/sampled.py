@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What of much data is hashed, to tell it from other data: all of a little, parts of the rest."""
+"""Sampled hashing of large data: small data is hashed completely, larger data in windows."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ __all__ = ["DATA", "WEIGHTS", "Sampling", "file_print", "update_with_file", "upd
 
 @dataclass(frozen=True)
 class Sampling:
-    """Which bytes are hashed: all up to a size, else windows that lie evenly over the whole.
+    """Selection of bytes to hash: all up to a size, else evenly spread windows.
 
-    What changes between two windows only is not seen.
+    A change between two windows is not detected.
 
     Attributes:
-        all_up_to: bytes of which every one is hashed.
-        windows: how many there are of more than that, the first and the last bytes among them.
-        window: bytes of each.
+        all_up_to: size in bytes up to which all bytes are hashed.
+        windows: number of windows for larger data, including the first and the last bytes.
+        window: bytes of each window.
     """
 
     all_up_to: int
@@ -33,7 +33,7 @@ class Sampling:
     window: int
 
     def parts(self, nbytes: int) -> Iterator[tuple[int, int]]:
-        """First byte and number of bytes of each part that is hashed.
+        """Yield the first byte and the number of bytes of each hashed part.
 
         >>> list(Sampling(8, 3, 2).parts(8)), list(Sampling(8, 3, 2).parts(100))
         ([(0, 8)], [(0, 2), (49, 2), (98, 2)])
@@ -53,12 +53,12 @@ DATA = Sampling(all_up_to=2**26, windows=256, window=2**16)
 
 
 def update_with_tensor(digest: xxhash.xxh3_128, tensor: Tensor, sampling: Sampling) -> None:
-    """Add the values of a tensor to a hash; what is on an accelerator is fetched in parts.
+    """Add the sampled values of a tensor to a hash; only the sampled parts are moved to the CPU.
 
     Args:
-        digest: of what came before.
-        tensor: any shape and dtype, on any device that holds values.
-        sampling: which of its bytes.
+        digest: hash to update.
+        tensor: any shape and dtype, on any device but meta.
+        sampling: selects the bytes.
     """
     flat = tensor.detach().contiguous().reshape(-1)
     if not flat.numel():
@@ -71,14 +71,14 @@ def update_with_tensor(digest: xxhash.xxh3_128, tensor: Tensor, sampling: Sampli
 def update_with_file(
     digest: xxhash.xxh3_128, file: Path, sampling: Sampling, start: int = 0, nbytes: int = -1
 ) -> None:
-    """Add the bytes of a file, or of one stretch of it, to a hash.
+    """Add the sampled bytes of a file, or of a range in it, to a hash.
 
     Args:
-        digest: of what came before.
-        file: which.
-        sampling: which of the bytes.
-        start: where the stretch begins.
-        nbytes: how long it is; negative for all that follows.
+        digest: hash to update.
+        file: the file.
+        sampling: selects the bytes.
+        start: first byte of the range.
+        nbytes: length of the range; negative for the rest of the file.
     """
     length = file.stat().st_size - start if nbytes < 0 else nbytes
     with file.open("rb", buffering=0) as stream:
@@ -88,7 +88,7 @@ def update_with_file(
 
 
 def file_print(file: Path, sampling: Sampling) -> str:
-    """A file's size and a hash of its bytes."""
+    """Return a file's size and a hash of its sampled bytes."""
     digest = xxhash.xxh3_128()
     update_with_file(digest, file, sampling)
     return f"{file.stat().st_size} bytes, {digest.hexdigest()}"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``modify_save_pretrained`` for scripts, which tell it no more than the model."""
+"""``modify_save_pretrained`` for scripts, with defaults from earlier runs."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ def modify_save_pretrained(
     processor: Any | None = None,
     report: Mapping[str, Any] | None = None,
 ) -> None:
-    """Make ``model.save_pretrained`` write compressed checkpoints, and read them again.
+    """Make ``model.save_pretrained`` write compressed checkpoints and verify them.
 
-    What is not given stays as an earlier run of ``oneshot`` or ``train`` has left it.
+    Arguments default to those of an earlier run of ``oneshot`` or ``train`` on the model.
 
     Args:
-        model: the model. A copy of it, deep or through pickle, saves itself.
-        recipe: the text of ``recipe.yaml``, or a function that gives it when saving. If there is
-            no earlier one of the model: those of its parts that were compressed by themselves,
-            or what the active session applies to it.
-        source: the original model's folder or hub id; where the model was loaded from if ``None``.
-        processor: written too if given; ``save_pretrained`` of a model writes none by itself.
-        report: decisions and figures to keep beside the weights, as JSON data.
+        model: the model. Copies of it, deep or through pickle, save compressed too.
+        recipe: the text of ``recipe.yaml``, or a function that returns it when saving. It
+            defaults to the recipes of separately compressed parts, or to that of the active
+            session, if the model has none.
+        source: the original model's folder or hub id; by default the one it was loaded from.
+        processor: the processor to write too; ``save_pretrained`` of a model writes none itself.
+        report: JSON data to save with the weights.
     """
     known = [one for one in map(options_of, model.modules()) if one is not None]
     own = options_of(model) or SaveOptions()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an entrypoint takes, as ``inspect.signature`` and ``help`` show it."""
+"""Complete signatures of entry points for ``inspect.signature`` and ``help``."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _VARIABLE = inspect.Parameter.VAR_KEYWORD
 
 
 def with_arguments_of(*classes: type) -> Callable[[_Function], _Function]:
-    """A decorator: show all fields of dataclasses that a function hands its ``**arguments`` to.
+    """Return a decorator that adds the fields of dataclasses to a function's signature.
 
-    Each stands behind the function's own parameters, as one that is given by name. ``**arguments``
-    is shown too: it takes the names of earlier releases.
+    They follow the function's own parameters as keyword-only parameters. ``**arguments`` is kept,
+    as it accepts the names of earlier releases.
 
     Args:
-        classes: the dataclasses; a field that several have is that of the first.
+        classes: the dataclasses; for a field that several have, the first one counts.
     """
 
     def decorate(function: _Function) -> _Function:
@@ -62,7 +62,7 @@ def _default(field: dataclasses.Field[Any]) -> Any:
 
 
 def _shown(hint: Any) -> Any:
-    """A type without what is in it for ``HfArgumentParser``."""
+    """Remove the marker type for ``HfArgumentParser`` from a type hint."""
     members = get_args(hint)
     if Text not in members:
         return hint

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``stages.json``: what each stage was begun with, and whether it was the same as now."""
+"""``stages.json``: the inputs of each stage, to detect stages that are finished already."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ _SHOWN = 16
 
 
 class StageRecord:
-    """``stages.json``: written before a stage begins.
+    """Reads and writes ``stages.json``, which is updated before a stage begins.
 
     Args:
         root: the folder of all stages.
-        must_exist: refuse to begin without one.
+        must_exist: refuse to begin without a record.
 
     Raises:
-        OutputError: it cannot be read, is not there and must be, or others' files are there.
+        OutputError: it cannot be read, is required but missing, or the folder holds other files.
     """
 
     def __init__(self, root: Path, *, must_exist: bool) -> None:
@@ -71,18 +71,18 @@ class StageRecord:
     def settled(
         self, stage: str, present: Mapping[str, Any], folder: Path, model: Any, *, goes_on: bool
     ) -> dict[str, Any]:
-        """What a stage is begun with, where that cannot be seen any more as it was recorded.
+        """Return the inputs of a stage, with recorded values for those that changed or vanished.
 
-        A folder or file that is gone counts as what it was. So does a model object that this
-        stage has changed itself in an earlier call of this process, if the stage is finished, or
-        goes on from a checkpoint that replaces the weights.
+        A deleted folder or file counts as recorded. So does a model object that this stage itself
+        changed in an earlier call of this process, if the stage is finished or resumes from a
+        checkpoint that replaces the weights.
 
         Args:
             stage: its name.
-            present: what it would be begun with now.
+            present: its inputs as they are now.
             folder: its output.
-            model: what it begins with.
-            goes_on: whether progress is gone on with.
+            model: the model that it begins with.
+            goes_on: whether the stage resumes.
         """
         then, now = self._stages.get(stage, {}), dict(present)
         recorded = then.get("model")
@@ -101,10 +101,10 @@ class StageRecord:
     def is_finished(
         self, stage: str, present: Mapping[str, Any], folder: Path, *, overwrite: bool
     ) -> bool:
-        """Whether a stage was done, in the same way.
+        """Return True if a stage was finished with the same inputs.
 
         Raises:
-            OutputError: it was done in another way, and may not be replaced.
+            OutputError: it was finished with other inputs, and may not be overwritten.
         """
         if not _is_finished(folder):
             return False
@@ -119,14 +119,14 @@ class StageRecord:
         return not differing
 
     def begin(self, stage: str, present: Mapping[str, Any]) -> None:
-        """Note what a stage is begun with."""
+        """Record the inputs of a stage that begins."""
         self._before = dict(self._stages)
         self._stages[stage] = dict(present)
         self._made = [each for each in (self._root, *self._root.parents) if not each.exists()]
         self._write()
 
     def take_back(self, folder: Path) -> None:
-        """Forget the stage that was begun last, of which there is nothing in its ``folder``."""
+        """Remove the record of the stage that began last, if it left nothing in its ``folder``."""
         if any(self._root.glob(f"{folder.name}*")):
             return
         self._stages = self._before
@@ -146,12 +146,12 @@ class StageRecord:
 
 
 def shown(name: str, value: Any, written: Sequence[Path]) -> Any:
-    """An argument as it stands in the record; of data and models what tells them apart.
+    """Return the JSON value of an argument for the record; a fingerprint of data and models.
 
     Args:
-        name: the argument's.
+        name: name of the argument.
         value: its value.
-        written: folders that the stages themselves write: what is in them is not looked at.
+        written: folders that the stages write, whose contents are not read.
     """
     if name == "dataset":
         return data_print(value)
@@ -163,7 +163,7 @@ def shown(name: str, value: Any, written: Sequence[Path]) -> Any:
 
 
 def shown_model(model: Any, written: Sequence[Path]) -> Any:
-    """A model as it stands in the record: what tells it from others, and where it is.
+    """Return the JSON value of a model for the record: its fingerprint and its path.
 
     Args:
         model: an object, a folder, or an id on the hub.
@@ -197,13 +197,13 @@ def _is_finished(folder: Path) -> bool:
 
 
 def _goes_on_from(folder: Path, model: Any) -> bool:
-    """Whether a stage was broken off with a checkpoint, of a training that began with a model."""
+    """Return True if an interrupted training from this model left progress in the folder."""
     progress = fingerprint_of_progress(folder)
     return progress is not None and progress.get("model") == model
 
 
 def _where_gone(now: Any, then: Any) -> Any:
-    """What was recorded of a path, if nothing is there now to compare it with."""
+    """Return the recorded value of a path if the path no longer exists, else the present one."""
     given = now.get(_PATH) if isinstance(now, Mapping) and set(now) == {_PATH} else now
     is_gone = isinstance(given, str) and isinstance(then, Mapping)
     return then if is_gone and then.get(_PATH) == given else now

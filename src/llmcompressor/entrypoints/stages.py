@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``run_stages``: all stages of a recipe, one after another, each into a folder of its own.
+"""``run_stages``: run all stages of a recipe in order, each into a folder of its own.
 
 ::
 
     OUTPUT/
-        stages.json      what each stage was begun with: recipe, arguments, model and data
-        stage_first/     the output of the stage `first`, which the next one reads
+        stages.json      inputs of each stage: recipe, arguments, model and data
+        stage_first/     output of the stage `first`, which the next one reads
         stage_second/
 
-The output of a run appears under its name when it is complete, so a folder that is there is a
-finished stage. It is skipped if ``stages.json`` says that it was made in the same way.
+The output of a run gets its name when it is complete, so an existing folder is a finished stage. It
+is skipped if ``stages.json`` has the same inputs for it.
 """
 
 from __future__ import annotations
@@ -82,8 +82,8 @@ def run_stages(
 ) -> Any:
     """Run all stages of a recipe in order, each as ``oneshot`` or as ``train``.
 
-    A stage's ``run_type`` says which, or its name; where neither does, ``train`` if one of its
-    modifiers works only there, and ``oneshot`` otherwise. Each stage writes
+    A stage's ``run_type`` or its name selects the kind of run. Otherwise it is ``train`` if one of
+    its modifiers works only there, and ``oneshot`` if not. Each stage writes
     ``output_dir/stage_NAME`` and reads the folder of the one before.
 
     Args:
@@ -91,18 +91,18 @@ def run_stages(
         recipe: in any form that ``Recipe`` reads.
         dataset: data for the stages that need any; ``splits={"calibration": …, "train": …}`` gives
             them different parts of it.
-        output_dir: where the stages' folders are made.
-        **arguments: those of ``oneshot`` and of ``train``; each stage gets those that its kind
-            knows.
+        output_dir: parent of the stages' folders.
+        **arguments: those of ``oneshot`` and of ``train``; each stage gets those of its kind.
 
     Returns:
         The model of the last stage.
 
     Raises:
-        InputError: before any work, for what can be found out before; else by the stage.
+        InputError: an invalid argument, recipe, model or data set; raised before any work if
+            possible, else by the stage.
 
-    Called again, with the same recipe, arguments, model and data, it skips the stages that are
-    finished and continues the one that was broken off.
+    A repeated call with the same recipe, arguments, model and data skips finished stages and
+    resumes an interrupted one.
     """
     if as_path("output_dir", output_dir) is None:
         raise ArgumentError(
@@ -141,7 +141,7 @@ def run_stages(
 
 
 class _Stage:
-    """One stage: how it runs, what it is given, what it was made of."""
+    """A stage of the recipe: its run type, arguments and record."""
 
     def __init__(self, stage: Stage, whole: Recipe, given: Mapping[str, Any], root: Path) -> None:
         self.name = stage.name
@@ -156,15 +156,15 @@ class _Stage:
             names = (_names(_TRAIN) | {"loggers"}) - set(NOT_OF_TRAINING)
         self.arguments = {name: value for name, value in given.items() if name in names}
         if self.arguments.get("resume") == "must":
-            self.arguments["resume"] = "auto"  # it is about the whole, and checked there
+            self.arguments["resume"] = "auto"  # it concerns all stages, and is checked for all
         self.record: dict[str, Any] = {}
 
     def follow(self, before: _Stage | None, model: Any, written: Sequence[Path]) -> None:
-        """Take the output of the stage before as the model.
+        """Set the output of the previous stage as the model of this one.
 
         Args:
-            before: that stage, ``None`` for the first one.
-            model: the first stage's.
+            before: the previous stage, ``None`` for the first one.
+            model: the model of the first stage.
             written: the folders of all stages.
         """
         if before is not None:
@@ -182,11 +182,11 @@ class _Stage:
 
     @property
     def digest(self) -> str:
-        """Of what this stage and those before it are made of."""
+        """Hash of the records of this stage and those before it."""
         return xxhash.xxh3_64_hexdigest(json.dumps(self.record, sort_keys=True).encode())
 
     def check(self, model: Any, before: Sequence[_Stage]) -> None:
-        """Read and check the arguments, with the first stage's model for the one that is not yet.
+        """Check the arguments, with the first stage's model in place of one not yet written.
 
         Raises:
             InputError: as the entrypoint would.
@@ -198,7 +198,7 @@ class _Stage:
             Job(self.folder, **arguments).open_data()
 
     def _check_teacher(self, task: Training, before: Sequence[_Stage]) -> None:
-        """Refuse a training that has no teacher and needs one, or one that is not there."""
+        """Refuse a training whose teacher is required but missing, or does not exist."""
         teacher: Any = task.model_args.distill_teacher
         if teacher is not None:
             written = [one.folder.resolve() for one in before]
@@ -213,14 +213,14 @@ class _Stage:
 
     @property
     def matching(self) -> list[Modifier]:
-        """Those of its modifiers whose targets are names or classes of modules."""
+        """Modifiers of the stage whose targets are names or classes of modules."""
         found: Sequence[Modifier] = self.recipe.modifiers
         if self.kind == "train":  # pruning there is about names of parameters
             return [one for one in found if isinstance(one, QuantizationMixin)]
         return list(found)
 
     def run(self) -> Any:
-        """Do it; returns the model."""
+        """Run the stage and return its model."""
         arguments = {**self.arguments, "model": self.model, "recipe": self.recipe}
         if self.kind == "train":
             return run_training(Training(self.folder, **arguments))
@@ -235,7 +235,7 @@ def _run(plan: list[_Stage], record: StageRecord, model: Any) -> Any:
             logger.info(f"{what}: finished before, skipped.")
             continue
         logger.info(f"{what}.")
-        result = None  # the model of the stage before gives its memory back
+        result = None  # free the model of the stage before
         with free_session() as session:
             session.reset()
         record.begin(stage.name, stage.record)
@@ -256,7 +256,7 @@ def _run(plan: list[_Stage], record: StageRecord, model: Any) -> Any:
 
 
 def _check_whole(given: Mapping[str, Any]) -> None:
-    """Check arguments that have a meaning for the whole only, and names that no stage knows."""
+    """Check arguments that do not apply to single stages, and names that no stage knows."""
     named = given.get("resume_from_checkpoint")
     if isinstance(named, str | os.PathLike) and str(named).lower() not in ("true", "false"):
         raise ArgumentError(
@@ -281,7 +281,7 @@ def _check_whole(given: Mapping[str, Any]) -> None:
 
 
 def _check_order(plan: list[_Stage]) -> None:
-    """No run begins with a checkpoint that is quantized or has rotations at run time."""
+    """Refuse a stage after one that quantizes the model or rotates it online."""
     for place, stage in enumerate(plan):
         before = next((one for one in plan[:place] if one.bars_others), None)
         if before is None:
@@ -303,16 +303,16 @@ def _check_order(plan: list[_Stage]) -> None:
 
 
 def _warn_of_targets(plan: Sequence[_Stage], model: Any) -> None:
-    """Say which targets of later stages match nothing now, before hours are spent on earlier ones.
+    """Warn early about targets of later stages that match nothing now.
 
-    Only the stage itself can refuse them: those before it may change what there is to match.
+    Only the stage itself can refuse them, as stages before it may change the modules.
     """
     first = _only(plan[0].arguments, ModelArguments)
     for stage in [one for one in plan if not one.is_finished][1:]:
         [args] = parse_arguments({"model": model} | first, ModelArguments)
         try:
             model_now = open_subject(args, stage.matching).model
-        except InputError as error:  # how a model is read is for the stage that reads it to say
+        except InputError as error:  # the stage that loads the model reports it
             logger.debug(f"Targets of the stage {stage.name!r} are not looked for: {error}")
             continue
         for problem in unmatched_targets(model_now, stage.matching):
@@ -323,14 +323,14 @@ def _warn_of_targets(plan: Sequence[_Stage], model: Any) -> None:
 
 
 def _bars_others(stage: Stage) -> str | None:
-    """What a stage does to a model that no other can begin with; ``None``: nothing of the kind."""
+    """Return the change by a stage that no later stage can start from, or ``None``."""
     if any(isinstance(one, QuantizationMixin) for one in stage.modifiers):
         return _QUANTIZED
     return _ROTATED if any(map(_rotates_online, stage.modifiers)) else None
 
 
 def _rotates_online(modifier: Modifier) -> bool:
-    """Whether rotations stay in the forward, which ``config.json`` has to say."""
+    """Return True if a modifier has online rotations, which stay in the forward."""
     if not isinstance(modifier, RotationModifier):
         return False
     config: Any = getattr(modifier, "transform_config", None)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run from checkpoint to checkpoint: one block in memory at a time, each journalled when done."""
+"""Streamed runs: checkpoint to checkpoint, one block in memory at a time, with a journal."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ _IN_THE_CALL = (ArgumentError, DatasetError, NonFiniteError, RecipeError, Target
 
 
 def streamable(job: Job) -> SourceInfo | None:
-    """The checkpoint, if the job can be done block by block.
+    """Return the source checkpoint if the run can stream it block by block, else ``None``.
 
     That needs an output to write blocks to, safetensors to read them from, and modifiers that
     complete one block at a time.
@@ -133,12 +133,12 @@ def run_streamed(job: Job, source: SourceInfo, data: Source | None) -> Module:
     """Compress a checkpoint into another one.
 
     Args:
-        job: what to do.
-        source: the original.
+        job: the arguments of the run.
+        source: the original checkpoint.
         data: the raw calibration data.
 
     Returns:
-        The compressed model, which reads its blocks from the output when they are looked at.
+        The compressed model, which loads its blocks lazily from the output.
     """
     args = job.model_args
     blueprint = build_blueprint(
@@ -164,12 +164,12 @@ def run_streamed(job: Job, source: SourceInfo, data: Source | None) -> Module:
 def _run_once(
     job: Job, blueprint: Blueprint, processor: Any, batches: Sequence[Any] | None
 ) -> Module:
-    """One process does the work; what it has made is the model of the others too."""
+    """Run in the first process only; the others load the model from its output."""
     processes = job.processes
     if processes.count == 1:
         return run_blueprint(job, blueprint, processor, batches)
     if not processes.is_first:
-        # another machine may compute otherwise; recipe and data are those of the first process
+        # results may differ on another machine; recipe and data are those of the first process
         job.told_fingerprint = processes.agree("output")[0]
         job.run_args = replace(job.run_args, resume="auto")
         job.model_args = replace(job.model_args, overwrite=False)
@@ -192,9 +192,9 @@ def run_blueprint(
     """Compress a model that was built without its weights into a checkpoint.
 
     Args:
-        job: what to do.
-        blueprint: the model, on which nothing was loaded yet.
-        processor: written beside the weights; the source's files if ``None``.
+        job: the arguments of the run.
+        blueprint: the model, with no weights loaded yet.
+        processor: written with the weights; the source's files if ``None``.
         batches: calibration batches.
 
     Returns:
@@ -231,7 +231,7 @@ def _load_rest(blueprint: Blueprint, weights: BlockWeights, *, tied: bool) -> No
 
 @dataclass
 class _Run:
-    """The parts of one run."""
+    """State of a streamed run."""
 
     job: Job
     blueprint: Blueprint
@@ -243,14 +243,14 @@ class _Run:
     _counts: bool = field(default=False, init=False)
 
     def __call__(self) -> None:
-        """Plan the output, fill it, and give it its name."""
+        """Lay out the output, write it, and publish it."""
         job, model = self.job, self.blueprint.model
         assert job.output_dir is not None
         self.session.initialize(
             model=model, start=-1, recipe=job.recipe, calib_data=self.batches, copy_data=False
         )
         self.blueprint.forget_ties()  # a modifier may have untied them
-        # what stays is there by now, matrices of rotations among it
+        # everything permanent is allocated by now, including rotation matrices
         job.dataset_args = self.limits.bound(job.dataset_args, self.weights)
         self._modifiers: list[Modifier] = list(self.session.lifecycle.recipe.modifiers)
         if self.batches is not None:
@@ -296,7 +296,7 @@ class _Run:
         layout: OutputLayout,
         passes: Sequence[Sequence[Modifier]],
     ) -> bool:
-        """Make the model of an output that this very call has finished; whether there is one."""
+        """Load the model from a finished output of the same call; return True if it exists."""
         job, target = self.job, self.job.output_dir
         assert target is not None
         earlier = FinishedRun.read(target)
@@ -388,7 +388,7 @@ class _Run:
     def _hand_over(
         self, stream: BlockStream | FinishedOutput, report: Mapping[str, Any] | None
     ) -> None:
-        """The model as it is on disk, whose ``save_pretrained`` writes it compressed."""
+        """Turn the model into one that loads its blocks from the output and saves compressed."""
         target = self.job.output_dir
         assert target is not None
         if stream.rest_is_finished:
@@ -403,7 +403,7 @@ class _Run:
             check=check_saved if self.job.run_args.verify else None,
             once=self.job.processes.count > 1,
         )
-        if self.job.processes.count == 1:  # else the others have yet to find it
+        if self.job.processes.count == 1:  # else the other processes still need it
             forget_run(target)
 
     def _told(self, stream: BlockStream) -> dict[str, Any] | None:
@@ -424,7 +424,7 @@ class _Run:
 
     def _report(self, names: Sequence[str]) -> Records:
         found = report_of(self._modifiers, frozenset(names))
-        if self._counts:  # else what the last pass with data has counted stands in the journal
+        if self._counts:  # else the journal has the counts of the last pass with data
             found[EXPERTS] = experts_report(self.blueprint.model, names)
         return {modifier: records for modifier, records in found.items() if records}
 
@@ -455,11 +455,11 @@ class _Run:
 
 
 def _kept_of_learning(modifiers: Iterable[Modifier]) -> int:
-    """What it takes to keep how far learning is: a file is written before that before it goes."""
+    """Disk space for the progress of learning: a new file is written before the old one goes."""
     learning = (one.learning() for one in modifiers if one.initialized)
     return sum(2 * one.kept for one in learning if one is not None)
 
 
 def _stored_bytes(block: Module) -> int:
-    """What a block takes in a file between two passes."""
+    """Bytes of a block in a file between two passes."""
     return sum(one.nbytes for one in block.state_dict().values() if isinstance(one, Tensor))

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ``oneshot`` and ``train`` have in common: their arguments, read and checked before any work.
+"""Common base of ``oneshot`` and ``train`` runs: arguments, parsed and checked before any work.
 
-A modifier says where it can do its work (``Modifier.run_types``). One that cannot do it where its
-recipe was given is refused here, and not found out about at the end of a run.
+A modifier declares the types of run that it supports (``Modifier.run_types``). One that does not
+support the present type is refused here, before the run.
 """
 
 from __future__ import annotations
@@ -70,12 +70,12 @@ _MISMATCH: Mapping[RunType, str] = {
 
 
 class Task:
-    """The arguments of a run, read and checked, and what every run does with them.
+    """The arguments of a run, parsed and checked, and the steps that all runs share.
 
     Args:
-        run_type: what this run is.
-        output_dir: where its output shall appear; nothing is written without it.
-        classes: dataclasses of arguments beyond those that every run takes.
+        run_type: ``oneshot`` or ``train``.
+        output_dir: the output folder; nothing is written without it.
+        classes: dataclasses of further arguments.
         arguments: by name.
     """
 
@@ -103,7 +103,7 @@ class Task:
         self.recipe_args: RecipeArguments = parsed[2]
         self.run_args: RunArguments = parsed[3]
         self.further_args: tuple[Any, ...] = parsed[4:]
-        # the default lets a recipe untie them: only who says so wants them tied whatever it is
+        # by default a recipe may untie them: only an explicit True keeps them tied
         self.keeps_ties = bool(arguments.get("tie_word_embeddings", False))
         if self.model_args.device is not None:
             named_device(self.model_args.device)
@@ -146,7 +146,7 @@ class Task:
         return target.expanduser().resolve()
 
     def _may_be_finished(self, target: Path) -> bool:
-        """Whether what is in the output may be what this very call would make."""
+        """Return True if the output may be that of the same call."""
         return False
 
     def check_free(self, target: Path, *, is_ours: bool = False) -> None:
@@ -154,7 +154,7 @@ class Task:
 
         Args:
             target: the directory.
-            is_ours: what is there is known to be this call's.
+            is_ours: existing files are known to be this call's own.
 
         Raises:
             OutputError: it is a file, is in use, overlaps the input, or cannot be created.
@@ -168,12 +168,12 @@ class Task:
 
     @property
     def has_data(self) -> bool:
-        """Whether any data was named or given."""
+        """True if a data set was given by name, path or value."""
         return self.dataset_args.dataset is not None or self.dataset_args.dataset_path is not None
 
     @property
     def place(self) -> str | None:
-        """Where the model comes from: a folder, or its id on the hub."""
+        """Folder or hub id from which the model was loaded."""
         model = self.model_args.model
         if isinstance(model, str | Path):
             return str(model)
@@ -182,7 +182,7 @@ class Task:
 
     @property
     def source(self) -> str | None:
-        """The model's files on this machine: its folder, or what the hub's cache has of it."""
+        """Local folder of the model's files, also in the hub's cache; ``None`` if there is none."""
         if self.place is None:
             return None
         args = self.model_args
@@ -200,21 +200,21 @@ class Task:
     # ------------------------------------------------------------------ the processor
 
     def processor_to_write(self, processor: Any) -> Any:
-        """The one that was asked for; ``None`` where the files of the model's folder are copied."""
+        """Return the processor to save; ``None`` if the files of the model's folder are copied."""
         if self.model_args.processor is not None:
             return processor
         return None if self.place is not None and Path(self.place).is_dir() else processor
 
     def load_processor(self) -> Any:
-        """The tokenizer or processor, if the data or the output needs one."""
+        """Load the tokenizer or processor if the data or the output needs one, else ``None``."""
         wants = self.model_args.processor is not None or self._wants_processor(self.place)
         return self.processor if wants else None
 
     @cached_property
     def processor(self) -> Any:
-        """The tokenizer or processor that was given, else the model's own, read when asked for.
+        """The tokenizer or processor that was given, else the model's own, loaded lazily.
 
-        ``None`` if the model has none. What is set here is used in its place.
+        ``None`` if the model has none. It can be set to another one.
         """
         args = self.model_args
         found = load_processor(
@@ -230,7 +230,7 @@ class Task:
 
     @contextmanager
     def told_why(self) -> Iterator[None]:
-        """Have an error about a tokenizer that is missing say why none was loaded."""
+        """Add the reason why no tokenizer was loaded to errors about a missing one."""
         try:
             yield
         except NoTokenizerError as error:
@@ -240,7 +240,7 @@ class Task:
             raise DatasetError(problem, error.remedy) from error
 
     def _wants_processor(self, place: Any) -> bool:
-        """Whether data has to be prepared, or the source has no files that saving could copy."""
+        """Return True if data needs the processor, or if it cannot be copied from the source."""
         if place is None:
             return False
         if self.output_dir is not None and not Path(place).is_dir():
@@ -248,15 +248,15 @@ class Task:
         return self.has_data and not self._is_ready_data()
 
     def _is_ready_data(self) -> bool:
-        """Whether the data needs no processor."""
+        """Return True if the data needs no processor."""
         return False
 
 
 def as_path(argument: str, given: Any) -> Path | None:
-    """A path that a user gave, or ``None``.
+    """Return a path argument as a Path, or ``None``.
 
     Raises:
-        ArgumentError: it is something else.
+        ArgumentError: it is not a path.
         OutputError: it is empty.
     """
     if given is None:
@@ -270,10 +270,10 @@ def as_path(argument: str, given: Any) -> Path | None:
 
 
 def check_run_types(stage: Stage, run_type: RunType) -> None:
-    """Refuse a modifier that cannot do its work in a run of this type.
+    """Refuse modifiers that do not support this type of run.
 
     Raises:
-        RecipeError: names the modifier and what to do.
+        RecipeError: a modifier of the stage does not support it.
     """
     for modifier in stage.modifiers:
         if run_type not in type(modifier).run_types and not is_idle(modifier, stage, run_type):
@@ -287,9 +287,10 @@ def check_run_types(stage: Stage, run_type: RunType) -> None:
 
 
 def is_idle(modifier: Modifier, stage: Stage, run_type: RunType) -> bool:
-    """Whether a modifier has nothing to do in a run of this type, and nothing is lost without it.
+    """Return True if a modifier can be left out in a run of this type, where it does nothing.
 
-    In a stage that is for the other type of run, or that has nothing else to do, it is a mistake.
+    It cannot be left out of a stage for the other type of run, or of one without other modifiers
+    for this type.
     """
     if run_type not in type(modifier).idle_types or stage.run_type == _OTHER[run_type]:
         return False
@@ -297,7 +298,7 @@ def is_idle(modifier: Modifier, stage: Stage, run_type: RunType) -> bool:
 
 
 def _without_idle(recipe: Recipe, run_type: RunType) -> Recipe:
-    """The recipe without what has nothing to do; each is told of."""
+    """Return the recipe without idle modifiers, with a warning for each."""
     stages = []
     for stage in recipe.stages:
         idle = [one for one in stage.modifiers if is_idle(one, stage, run_type)]
@@ -312,11 +313,11 @@ def _without_idle(recipe: Recipe, run_type: RunType) -> Recipe:
 
 
 def report_of(modifiers: Sequence[Modifier], names: Container[str] | None = None) -> Records:
-    """What modifiers recorded of their work: class → module → record.
+    """Collect the reports of modifiers: class → module → record.
 
     Args:
-        modifiers: which.
-        names: of the modules that are asked about; all if ``None``.
+        modifiers: the modifiers.
+        names: of the modules to report; all if ``None``.
     """
     records: Records = {}
     for modifier in modifiers:
@@ -327,11 +328,11 @@ def report_of(modifiers: Sequence[Modifier], names: Container[str] | None = None
 
 
 def compression_report(records: Records, model: Module) -> dict[str, Any] | None:
-    """What is kept beside the weights: records in the order of the model's modules.
+    """Build the report that is saved with the weights, ordered by the model's modules.
 
     Args:
         records: of modifiers; under :data:`EXPERTS` the tokens of experts.
-        model: what was compressed.
+        model: the compressed model.
     """
     order = {name: place for place, (name, _) in enumerate(model.named_modules())}
     ordered = {
@@ -346,7 +347,7 @@ def compression_report(records: Records, model: Module) -> dict[str, Any] | None
 
 @contextmanager
 def undone_on_error(session: CompressionSession) -> Iterator[None]:
-    """No hook and no half-done modifier stays behind when something fails."""
+    """Remove hooks and unfinished modifiers from the session if the body fails."""
     try:
         yield
     except BaseException:
@@ -355,6 +356,6 @@ def undone_on_error(session: CompressionSession) -> Iterator[None]:
 
 
 def _uncompiled(args: ModelArguments) -> ModelArguments:
-    """With what torch.compile has wrapped as the model: the wrapper names all parameters anew."""
+    """Replace a model wrapped by torch.compile, which renames all parameters, by the original."""
     inner = getattr(args.model, "_orig_mod", None)
     return args if inner is None else replace(args, model=inner)

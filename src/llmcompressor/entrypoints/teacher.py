@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The model to learn from: loaded by its name, which may be that of a compressed checkpoint."""
+"""Loading of the teacher model for distillation, which may be a compressed checkpoint."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ __all__ = ["check_teacher", "load_possibly_compressed", "load_teacher"]
 
 
 def load_teacher(args: ModelArguments, device: torch.device | str | None) -> Module | None:
-    """The teacher that was named or given, in evaluation mode.
+    """Load the teacher model in evaluation mode.
 
     Args:
-        args: ``distill_teacher`` says which; it is loaded with the rights to run code, the cache
-            and the token of the model.
-        device: where a teacher that is loaded here goes; one that was given stays where it is.
+        args: ``distill_teacher`` is the teacher; it is loaded with the model's settings for
+            remote code, cache and token.
+        device: device for a teacher that is loaded here; a model object is not moved.
 
     Returns:
-        The teacher, ``None`` without one.
+        The teacher; ``None`` if there is none.
 
     Raises:
-        CheckpointError: it is not there, cannot be loaded, or lacks weights.
+        CheckpointError: it does not exist, cannot be loaded, or lacks weights.
     """
     given = args.distill_teacher
     if given is None:
@@ -53,10 +53,10 @@ def load_teacher(args: ModelArguments, device: torch.device | str | None) -> Mod
 
 
 def check_teacher(given: Any) -> None:
-    """Refuse what cannot be a teacher; nothing is read.
+    """Refuse an invalid teacher without reading its files.
 
     Raises:
-        CheckpointError: it is no model and names none, or its folder is not there.
+        CheckpointError: it is neither a model nor the name of one, or its folder does not exist.
     """
     if isinstance(given, Module):
         return
@@ -70,15 +70,15 @@ def check_teacher(given: Any) -> None:
 
 
 def load_possibly_compressed(place: str, args: ModelArguments) -> Any:
-    """A model that may be quantized, with its weights on the CPU.
+    """Load a model that may be quantized, with its weights on the CPU.
 
     Args:
         place: a folder, or an id on the hub.
-        args: may it run code, with which cache and token.
+        args: settings for remote code, cache and token.
 
     Raises:
-        CheckpointError: it cannot be loaded, lacks weights, or has codes that its configuration
-            says nothing of.
+        CheckpointError: it cannot be loaded, lacks weights, or has quantized weights that its
+            configuration does not declare.
     """
     hub: dict[str, Any] = {
         "cache_dir": args.cache_dir,

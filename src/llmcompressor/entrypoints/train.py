@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``train``: train a model while a recipe compresses it, and write what serves."""
+"""``train``: train a model while a recipe compresses it, and write a servable checkpoint."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def train(
 ) -> Any:
     """Train a model while a recipe compresses it.
 
-    The training is that of transformers' ``Trainer``: its arguments, its precision, its optimizers,
-    and accelerate's ways to use several processes. The modifiers of the recipe see each step.
+    The training is that of transformers' ``Trainer``: its arguments, precision and optimizers, and
+    accelerate's support for several processes. The modifiers of the recipe get each step's events.
 
     Args:
         model: a folder, the id of a model on the hub, or a loaded transformers model, which is
@@ -46,9 +46,9 @@ def train(
         recipe: modifiers, a recipe file or its text, in any form that ``Recipe`` reads; without
             one the model is only trained.
         dataset: training data: a registered name, a file or folder, a ``Dataset``, or a list of
-            strings. Labels are made of the tokens, with those of prompts left out.
-        output_dir: where the compressed checkpoint appears when it is complete, with the metrics,
-            the trainer's state and the recipe. ``None`` writes nothing.
+            strings. Labels are the tokens, without those of prompts.
+        output_dir: folder for the compressed checkpoint, with the metrics, the trainer's state and
+            the recipe; it appears when it is complete. ``None`` writes nothing.
         loggers: a ``LoggerManager``, or a list of loggers, for the session.
         **arguments: every other argument of :class:`~llmcompressor.args.ModelArguments`,
             :class:`~llmcompressor.args.DatasetArguments`,
@@ -62,13 +62,13 @@ def train(
         The trained model; its ``save_pretrained`` writes compressed checkpoints.
 
     Raises:
-        InputError: one of many things that the user can mend; the message says which and how.
-            It comes before the first step, and nothing has been written.
+        InputError: an invalid argument, recipe, model or data set; the message has the remedy. It
+            is raised before the first step, and nothing has been written.
         NonFiniteError: NaN or infinity in weights, before or after the training.
 
-    Inside ``with create_session():`` that session is used, otherwise one of its own. A training
-    that was broken off is continued by the same call, from the last checkpoint that was complete;
-    they stand in ``NAME.partial`` beside the output ``NAME``.
+    Inside ``with create_session():`` that session is used, otherwise a new one. An interrupted
+    training is resumed by the same call from the last complete checkpoint in ``NAME.partial``
+    next to the output ``NAME``.
 
     Example::
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The data of ``train``: which split plays which role; opened before the model, read after it."""
+"""Data of ``train``: the splits for training and evaluation, opened before the model is loaded."""
 
 from __future__ import annotations
 
@@ -30,28 +30,28 @@ _NOTHING_TO_EVALUATE = "There is nothing to evaluate on: eval_strategy or do_eva
 
 @dataclass(frozen=True)
 class _Role:
-    """One of the two data sets."""
+    """Arguments and source of the training or the evaluation data."""
 
     args: DatasetArguments
     source: Source | None
 
     @property
     def is_stream(self) -> bool:
-        """Whether nobody knows how many samples there are."""
+        """True if the number of samples is unknown."""
         rows = None if self.source is None else self.source.rows
         streamed = self.args.streaming if rows is None else isinstance(rows, Stream)
         return streamed and self.args.max_train_samples is None
 
 
 class TrainingData:
-    """What is trained on, and what is evaluated on if that is wanted.
+    """Training data, and evaluation data if required.
 
     Args:
         args: the user's arguments.
-        evaluates: whether data to evaluate on is needed.
+        evaluates: whether evaluation data is needed.
 
     Raises:
-        DatasetError: there is no data, or none for the role.
+        DatasetError: there is no data, or none for evaluation.
     """
 
     def __init__(self, args: DatasetArguments, *, evaluates: bool) -> None:
@@ -70,10 +70,10 @@ class TrainingData:
             self._eval = _opened(replace(args, splits=split, max_train_samples=None))
 
     def check_steps(self, max_steps: int) -> None:
-        """Refuse a stream that would be trained on for nobody knows how long.
+        """Refuse a stream of unknown length without a number of steps.
 
         Raises:
-            ArgumentError: it is one, and the number of steps is not given.
+            ArgumentError: the data is such a stream and ``max_steps`` is not given.
         """
         if self._train.is_stream and max_steps < 1:
             raise ArgumentError(
@@ -83,18 +83,18 @@ class TrainingData:
             )
 
     def load(self, model: Module, processor: Any) -> tuple[Any, Any]:
-        """The samples to train on and those to evaluate on, which may be ``None``."""
+        """Load the training samples and the evaluation samples, which may be ``None``."""
         train = _samples(self._train, model, processor)
         return train, None if self._eval is None else _samples(self._eval, model, processor)
 
     def collator(self, model: Module, processor: Any, *, given: bool) -> Any:
-        """From samples to a batch: padded, unless something else was asked for.
+        """Make the data collator, which pads by default.
 
         Args:
             model: the model.
             processor: the tokenizer or processor.
-            given: whether the user named a collator; the default of calibration, to cut every
-                sample to the shortest, would throw text away.
+            given: whether the user named a collator; the default of calibration, which truncates
+                every sample to the shortest, would drop text.
         """
         args = self._train.args if given else replace(self._train.args, data_collator="padding")
         limits = data_limits(model)
@@ -108,10 +108,10 @@ class TrainingData:
 
 
 def check_targets(samples: Any) -> None:
-    """Refuse samples to train on of which none has a target; a stream is not read.
+    """Refuse training samples without any label; a stream is not read.
 
     Raises:
-        DatasetError: there is no loss.
+        DatasetError: all labels are -100, so that there is no loss.
     """
     if not hasattr(samples, "__len__") or not len(samples):
         return
@@ -126,7 +126,7 @@ def check_targets(samples: Any) -> None:
 
 
 def _train_split(splits: Any) -> Any:
-    """The user's split for training, where others stand beside it for other uses."""
+    """Return the training split if ``splits`` is a mapping that has one, else ``splits``."""
     return splits[_TRAIN] if isinstance(splits, Mapping) and _TRAIN in splits else splits
 
 
@@ -149,9 +149,9 @@ def _eval_split(splits: Any) -> str:
 
 
 def _refuse_the_same_data(args: DatasetArguments, split: str) -> None:
-    """Refuse data without splits of which nothing is cut off to evaluate on.
+    """Refuse to evaluate on the whole training data, where the data has no splits.
 
-    Of such data every split is the whole, whatever its name; ``train`` may be meant.
+    Every split of such data is all of it, whatever its name. A slice, or ``train``, is accepted.
     """
     parts = parse_split(split)
     if _has_splits(args) or any(not part.whole or part.name == _TRAIN for part in parts):
@@ -165,9 +165,9 @@ def _refuse_the_same_data(args: DatasetArguments, split: str) -> None:
 
 
 def _has_splits(args: DatasetArguments) -> bool:
-    """Whether the data is opened by the names of splits, and so says itself which are missing."""
+    """Return True if the data is opened by split name, so that missing splits raise on opening."""
     data = args.dataset
-    if isinstance(data, Mapping):  # by split, or else by column
+    if isinstance(data, Mapping):  # keys are splits or columns
         return bool({_TRAIN, *_EVAL_ROLES} & set(data))
     if data is not None and not isinstance(data, str):
         return False
@@ -177,7 +177,7 @@ def _has_splits(args: DatasetArguments) -> bool:
 
 
 def _opened(args: DatasetArguments) -> _Role:
-    """The raw data; a registered data set is opened later: its class may want the processor."""
+    """Open the raw data; a registered data set is opened later, as it may need the processor."""
     registered = isinstance(args.dataset, str) and table.find(args.dataset) is not None
     return _Role(args, None if registered else open_source(args, "train"))
 

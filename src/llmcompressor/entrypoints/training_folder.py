@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a training works: ``NAME.partial`` beside its output, with the trainer's checkpoints.
+"""Work folder of a training: ``NAME.partial`` next to its output, with the trainer's checkpoints.
 
 ::
 
@@ -9,8 +9,8 @@
         training/        the trainer's own folder: checkpoint-N, logs, state, metrics
         files/           the compressed checkpoint, written at the end; renamed to NAME
 
-When all is written the journal says so. A training that was killed after that only gives the
-output its name.
+The journal records when everything is written. A training that was killed after that only renames
+the output when it is run again.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ _BEST = "best_model_checkpoint"
 
 
 class TrainingFolder:
-    """The folder of one training.
+    """The work folder of a training.
 
     Attributes:
-        training: where the trainer writes.
+        training: the trainer's output folder.
     """
 
     def __init__(self, training: Path, workspace: Workspace | None) -> None:
@@ -50,12 +50,12 @@ class TrainingFolder:
 
     @property
     def files(self) -> Path:
-        """Where the compressed checkpoint is written."""
+        """Folder for the compressed checkpoint."""
         assert self._workspace is not None, "only the main process writes the output"
         return self._workspace.files
 
     def note(self, step: int) -> None:
-        """A checkpoint is complete: make it durable, and write it to the journal."""
+        """Flush a complete checkpoint to disk and add it to the journal."""
         if self._workspace is None:
             return
         name = f"{_CHECKPOINT}{step}"
@@ -63,10 +63,10 @@ class TrainingFolder:
         self._workspace.journal.add(BlockEntry(block=name, digest="", source=""))
 
     def drop_incomplete(self) -> None:
-        """Remove what an earlier process had begun: what is not in the journal is not complete.
+        """Remove incomplete checkpoints of an earlier process, which are not in the journal.
 
-        A checkpoint that is left would be taken for a newer one, and those that are written from
-        now on would make room for it.
+        A remaining one would be taken for the newest, and new checkpoints would be rotated out
+        before it.
         """
         noted = {f"{_CHECKPOINT}{step}" for step in self._noted_steps()}
         if not noted:
@@ -77,7 +77,7 @@ class TrainingFolder:
                 shutil.rmtree(path)
 
     def last_checkpoint(self) -> Path | None:
-        """The newest checkpoint that is complete."""
+        """Return the newest complete checkpoint, or ``None``."""
         for step in sorted(self._noted_steps(), reverse=True):
             checkpoint = self.training / f"{_CHECKPOINT}{step}"
             if (checkpoint / STATE_FILE).is_file():
@@ -91,23 +91,23 @@ class TrainingFolder:
 
     @property
     def is_written(self) -> bool:
-        """Whether all is there, and only the name of the output is missing, if anything."""
+        """True if the output is complete, and at most its renaming is missing."""
         return self._workspace is not None and self._workspace.journal.is_ready
 
     def mark_written(self) -> None:
-        """The compressed checkpoint is complete: make it durable, and say so in the journal."""
+        """Flush the complete compressed checkpoint to disk and record it in the journal."""
         assert self._workspace is not None, "only the main process writes the output"
         flush(self._workspace.files)
         self._workspace.journal.mark_ready()
 
     def publish(self, *, replace: bool, keep_checkpoints: bool) -> None:
-        """Give the output its name, with what the trainer wrote beside the checkpoints.
+        """Move the output and the trainer's other files to the final name.
 
-        It may be done again where it was broken off.
+        It can be repeated after an interruption.
 
         Args:
-            replace: a checkpoint that has the name goes.
-            keep_checkpoints: they become part of the output.
+            replace: replace an existing checkpoint of that name.
+            keep_checkpoints: move the trainer's checkpoints to the output too.
         """
         workspace = self._workspace
         assert workspace is not None, "only the main process writes the output"
@@ -122,13 +122,13 @@ class TrainingFolder:
         workspace.publish(replace=replace)
 
     def _mend_best(self, file: Path, output: Path | None) -> None:
-        """Have a trainer's state name the best checkpoint where it will be; nowhere if it goes."""
+        """Update the path of the best checkpoint in a trainer state; ``None`` if it is dropped."""
         if not file.is_file():
             return
         state = json.loads(file.read_text(encoding="utf-8"))
         best = state.get(_BEST)
         if best is None or Path(best).parent != self.training:
-            return  # there is none, or it is one of the training that this one extends
+            return  # there is none, or it belongs to the training that this one extends
         state[_BEST] = None if output is None else str(output / Path(best).name)
         new = file.with_suffix(".new")
         # As transformers writes it.
@@ -140,17 +140,17 @@ class TrainingFolder:
 def opened_folder(
     target: Path | None, fingerprint: Mapping[str, Any], *, resume: str, is_main: bool
 ) -> Iterator[TrainingFolder]:
-    """The folder of a training, whether it begins or goes on.
+    """Open the work folder of a training that begins or resumes.
 
     Args:
-        target: the output directory; without one nothing that is written stays.
-        fingerprint: what makes a training the same training.
+        target: the output directory; without one a temporary folder is used.
+        fingerprint: identifies the training.
         resume: see :func:`~llmcompressor.checkpoint.workspace.opened`.
-        is_main: whether this process is the one of several that writes.
+        is_main: whether this process writes the output.
 
     Raises:
-        OutputError: another run is at work there, what is there is of another run, or nothing is
-            there and ``resume`` is ``"must"``.
+        OutputError: the folder is in use, belongs to another run, or is empty while ``resume`` is
+            ``"must"``.
     """
     if target is None:
         with tempfile.TemporaryDirectory(prefix="llmcompressor-") as temporary:
@@ -173,21 +173,21 @@ def opened_folder(
                 f"There is nothing to resume: {training} holds no complete checkpoint.",
                 'Start with resume="auto" (the default).',
             )
-        shutil.rmtree(workspace.files, ignore_errors=True)  # written at the end, in one go
+        shutil.rmtree(workspace.files, ignore_errors=True)  # written at the end, at once
         workspace.files.mkdir()
         training.mkdir(exist_ok=True)
         yield folder
 
 
 def checkpoint_to_resume(given: str | Path, target: Path | None) -> Path:
-    """The checkpoint that the user named, where it is while its training is not done, too.
+    """Find the checkpoint that the user named, also in the work folder of an unfinished training.
 
     Args:
         given: its folder; one below the output directory may still be in ``NAME.partial``.
         target: the output directory.
 
     Raises:
-        ArgumentError: there is no such checkpoint; lists those there are.
+        ArgumentError: the checkpoint does not exist; lists those that do.
     """
     path = Path(given).expanduser().resolve()
     places = [path]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a training tells its user while it runs."""
+"""Progress bar and log lines of a training."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _SHOWN = ("loss", "eval_loss", "grad_norm", "learning_rate", "epoch")
 
 
 class TrainingBar(TrainerCallback):
-    """Steps done and the time left, as a bar or as lines of log, and a line for each log.
+    """Shows steps and remaining time as a bar or log lines, and logs the trainer's metrics.
 
     Args:
-        stack: closes the bar, also where the training ends with an error.
+        stack: closes the bar, also if the training fails.
     """
 
     def __init__(self, stack: ExitStack) -> None:
@@ -29,7 +29,7 @@ class TrainingBar(TrainerCallback):
         self._done = 0
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """The training begins, or goes on."""
+        """Open the bar at the first step, or at the step of a resumed training."""
         if not state.is_world_process_zero:
             return
         self._advance = self._stack.enter_context(progress(state.max_steps, "Training"))
@@ -37,7 +37,7 @@ class TrainingBar(TrainerCallback):
         self._advance(self._done)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """An optimizer step was taken."""
+        """Advance the bar by the steps taken."""
         if self._advance is not None:
             self._advance(state.global_step - self._done)
             self._done = state.global_step
@@ -45,7 +45,7 @@ class TrainingBar(TrainerCallback):
     def on_log(
         self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any
     ) -> None:
-        """Figures are there."""
+        """Show the loss in the bar and log the metrics."""
         if self._advance is None or not logs:
             return
         if "loss" in logs:

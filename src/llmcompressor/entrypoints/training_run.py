@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One training: the model and its data loaded, trained with the session's events, and written."""
+"""Run of a training: load the model and its data, train with session events, and write it."""
 
 from __future__ import annotations
 
@@ -44,10 +44,10 @@ _KEPT_FIGURES = ("train_loss", "task_loss", "perplexity", "train_samples", "eval
 
 
 def run_training(task: Training) -> Module:
-    """Train a model by a recipe, and write it.
+    """Train a model with a recipe, and write it.
 
     Args:
-        task: what to do.
+        task: the arguments of the training.
 
     Returns:
         The trained model, finalized.
@@ -66,11 +66,11 @@ def run_training(task: Training) -> Module:
 
 
 class _Trainer(Trainer):
-    """A trainer that says when its session has begun, and that notes each checkpoint.
+    """A trainer with a callback at the start of its session, which journals each checkpoint.
 
     Attributes:
-        session_has_begun: called when nothing is spread or trained yet.
-        folder: where checkpoints are noted, before older ones make room for them.
+        session_has_begun: called before the model is sharded or trained.
+        folder: journals checkpoints before older ones are rotated out.
     """
 
     session_has_begun: Callable[[], None] | None = None
@@ -92,19 +92,19 @@ class _Trainer(Trainer):
             super()._save_checkpoint(*args, **kwargs)
         finally:
             self.args.save_total_limit = limit
-        if self.folder is not None and not self.args.save_only_model:  # else nothing goes on there
+        if self.folder is not None and not self.args.save_only_model:  # else it cannot be resumed
             self.folder.note(self.state.global_step)
         if self.args.should_save:
-            # Only now: whenever it is killed, the journal names a checkpoint that is whole.
+            # Last, so that the journal names a complete checkpoint whenever the process is killed.
             best = self.state.best_model_checkpoint
             rotate_checkpoints(self._get_output_dir(trial=None), limit, best, use_mtime=True)
 
 
 class _Run:
-    """The parts of one training.
+    """State of a training run.
 
     Attributes:
-        began_with: the print of the model before anything changed it; ``None`` until it is known.
+        began_with: fingerprint of the model before any change; ``None`` until it is computed.
     """
 
     def __init__(self, task: Training, session: CompressionSession) -> None:
@@ -116,7 +116,7 @@ class _Run:
         self.began_with: Mapping[str, str] | None = None
 
     def __call__(self) -> Module:
-        """Load, train, write."""
+        """Load, train and write the model."""
         task = self.task
         device = _device(task)
         self.model = load_whole_model(task, device=str(device))
@@ -148,7 +148,7 @@ class _Run:
                 figures = self._train(trainer, opened)
                 stack.close()  # the bar
                 self._finish(trainer, opened, figures)
-                # What is returned computes in its own dtype, not in that of the training.
+                # The returned model computes in its own dtype, not in that of the training.
                 trainer.accelerator.unwrap_model(self.model, keep_fp32_wrapper=False)
         finally:
             if use_cache is not None:
@@ -194,11 +194,11 @@ class _Run:
                 task.source,
                 task.output_dir,
                 packed=task.model_args.save_compressed,
-                is_meant=True,  # a training is for its weights as well: it is told and goes on
+                is_meant=True,  # a training is worthwhile anyway: warn only
             )
 
     def _train(self, trainer: Trainer, folder: TrainingFolder) -> dict[str, Any]:
-        """Train, and return what is worth knowing of it."""
+        """Train the model and return the metrics."""
         task = self.task
         start = _agreed(task.resume_from or self._progress(folder))
         if start is not None:
@@ -223,7 +223,7 @@ class _Run:
         return None if self.task.run_args.resume == "never" else folder.last_checkpoint()
 
     def _finish(self, trainer: Trainer, folder: TrainingFolder, figures: dict[str, Any]) -> None:
-        """Write metrics, the state, and the compressed checkpoint; give it its name."""
+        """Write the metrics, the trainer state and the compressed checkpoint, and publish it."""
         task = self.task
         trainer.save_metrics("train", figures)
         if task.args.do_eval and trainer.eval_dataset is not None:
@@ -277,18 +277,18 @@ class _Run:
         logger.info(f"Saved {task.output_dir}.")
 
     def _published(self, folder: TrainingFolder) -> Module:
-        """What is left of a training that was killed when all was written; the model from there."""
+        """Publish the output of a training that was killed after writing it, and load the model."""
         logger.info("The training was done and its output written: it only gets its name.")
         if self.is_main:
             self._publish(folder)
-        _agreed(None)  # nobody reads before it has its name
+        _agreed(None)  # wait until it is published
         with packed_zero_points_fit():
             model = type(self.model).from_pretrained(self.task.output_dir, dtype="auto")
         return model.eval()  # type: ignore[no-any-return]  # as it came from the loader
 
 
 def _device(task: Training) -> torch.device:
-    """Where the trainer computes; one accelerator for one process."""
+    """Return the device of the trainer, with one accelerator per process."""
     args = task.args
     if args.n_gpu > 1:
         logger.warning(
@@ -308,7 +308,7 @@ def _device(task: Training) -> torch.device:
 
 
 def _place_given(model: Any, task: Training, device: torch.device) -> None:
-    """Put a model object where the trainer computes, unless it is spread over devices already."""
+    """Move a model object to the trainer's device, unless it is on several devices already."""
     given = not isinstance(task.model_args.model, str | Path)
     if not given or hasattr(model, "hf_device_map") or in_pieces(model):
         return
@@ -319,7 +319,7 @@ def _place_given(model: Any, task: Training, device: torch.device) -> None:
 
 
 def _check_precision(model: Module, task: Training) -> None:
-    """Say what training in narrow weights means, where the user may not know that it is so."""
+    """Warn about training in float16 or bfloat16 weights, and refuse float16 with fp16."""
     narrow = {
         str(each.dtype).removeprefix("torch.")
         for each in model.parameters()
@@ -340,7 +340,7 @@ def _check_precision(model: Module, task: Training) -> None:
 
 
 def _agreed(found: T) -> T:
-    """What the first process found, in all of them."""
+    """Broadcast a value from the first process to all."""
     dist = torch.distributed
     if not (dist.is_available() and dist.is_initialized()):
         return found
@@ -355,7 +355,7 @@ def _step_of(checkpoint: Path) -> int:
 
 
 def _mend_loss(figures: dict[str, Any], steps: int, steps_before: int, *, replaced: bool) -> None:
-    """The mean loss over the steps of this process; the trainer divides by all steps."""
+    """Correct the mean loss of a resumed training, which the trainer divides by all steps."""
     taken = steps - steps_before
     if "train_loss" not in figures:
         return
@@ -363,7 +363,7 @@ def _mend_loss(figures: dict[str, Any], steps: int, steps_before: int, *, replac
         del figures["train_loss"]
         return
     figures["train_loss"] *= steps / taken
-    if not replaced:  # otherwise it is no cross entropy; the trainer tells of the one below it
+    if not replaced:  # a replaced loss is no cross entropy; the trainer reports that one itself
         _add_perplexity(figures, "train_loss", "perplexity")
 
 

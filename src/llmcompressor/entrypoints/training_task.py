@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The arguments of ``train``, read and checked before any work."""
+"""Arguments of ``train``, parsed and checked before any work."""
 
 from __future__ import annotations
 
@@ -87,14 +87,14 @@ _LIBRARIES = ("llmcompressor", "torch", "transformers")
 
 
 class Training(Task):
-    """The arguments of a training, read and checked.
+    """Arguments of a training, parsed and checked.
 
     Attributes:
-        args: transformers' part of them.
-        data: what is trained on.
+        args: the training arguments of transformers.
+        data: the training and evaluation data.
         loggers: for the session.
-        keeps_checkpoints: whether the trainer's checkpoints stay in the output.
-        own_bar: whether progress is shown in our way.
+        keeps_checkpoints: whether the trainer's checkpoints are kept in the output.
+        own_bar: whether to show this package's progress bar.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class Training(Task):
     ) -> None:
         if str(arguments.get("device") or "").startswith("cpu"):
             arguments.setdefault("use_cpu", True)
-        if not torch.accelerator.is_available():  # torch warns where there is nothing to pin for
+        if not torch.accelerator.is_available():  # torch would warn about pinning
             arguments.setdefault("dataloader_pin_memory", False)
         super().__init__("train", output_dir, (TrainingArguments,), arguments, ("loggers",))
         self.args: TrainingArguments = self.further_args[0]
@@ -145,11 +145,11 @@ class Training(Task):
 
     @property
     def learns_from_teacher(self) -> bool:
-        """Whether a modifier of the recipe uses the teacher."""
+        """True if a modifier of the recipe uses the teacher."""
         return any(each.uses_teacher for each in self.recipe.modifiers)
 
     def _read_resume(self) -> Path | None:
-        """The checkpoint that was named; ``True`` is another word for ``resume="must"``."""
+        """Return the checkpoint that the user named; ``True`` means ``resume="must"``."""
         given: Any = self.args.resume_from_checkpoint
         if given in (None, False, "false", "False"):
             return None
@@ -170,16 +170,16 @@ class Training(Task):
         return checkpoint_to_resume(os.fspath(given), self.output_dir)
 
     def fingerprint(self, model: Module, teacher: Module | None, samples: Any) -> dict[str, Any]:
-        """What makes a training the same training, so that only the same one is continued.
+        """Return the fingerprint of the training, so that only the same training is resumed.
 
-        Where models are spread over processes, all of these have to call it.
+        If models are sharded over processes, all of these have to call it.
 
         Args:
-            model: the model, as the training is to begin with it. If it is an object that a
-                training of this process has left changed, and the one that goes on here began with
-                it, it counts as what it was then: its weights are those of the checkpoint anyway.
-            teacher: the one to learn from.
-            samples: to train on.
+            model: the model before the training. If it is an object that an interrupted training
+                of this process has changed, it counts with its original fingerprint, as its
+                weights are replaced by those of the checkpoint.
+            teacher: the teacher model.
+            samples: the training samples.
         """
         args: Mapping[str, Any] = self.args.to_dict()  # type: ignore[no-untyped-call]  # transformers'
         training = {name: args.get(name) for name in _DECIDE if name != "world_size"}
@@ -214,7 +214,7 @@ class Training(Task):
         return begun if was_left_by(self.model_args.model, begun) else present
 
     def _data(self, samples: Any) -> Any:
-        """A hash of all samples; nothing is read of a stream."""
+        """Fingerprint of all samples; a stream is not read."""
         if hasattr(samples, "__len__"):
             return values_print(samples)
         return data_print(self.dataset_args.dataset)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights that are stored with their input dimension first, and so cannot be taken for a Linear's.
+"""Detection of transposed weights (``Conv1D``), which cannot be quantized like those of a Linear.
 
-``Conv1D`` of transformers holds ``[in, out]`` where a Linear holds ``[out, in]``. Rounded like a
-Linear's, its groups and channels would run along the wrong dimension, and readers, who know only
-quantized Linears, would have no use for it.
+``Conv1D`` of transformers stores ``[in, out]`` where a Linear stores ``[out, in]``. Quantized like
+a Linear, its groups and channels would run along the wrong dimension, and loaders support only
+quantized Linears.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ def refuse_transposed(
 ) -> None:
     """Refuse to quantize modules whose weights are stored transposed.
 
-    Such are those that the configuration's ``model_type`` tells, and those whose bias is as long
-    as their weight is wide, but not as it is high.
+    They are recognized by the configuration's ``model_type``, or by a bias whose length equals
+    the weight's number of columns but not of rows.
 
     Args:
         source: the checkpoint.
         model: the tree of its modules.
-        ignore: what stays as it is.
-        targets: what is quantized.
+        ignore: ignored modules.
+        targets: targeted modules.
 
     Raises:
-        TargetError: there is one.
+        TargetError: a targeted module has a transposed weight.
     """
     found = [
         name
@@ -66,7 +66,7 @@ def refuse_transposed(
 
 
 def _transposed(source: SourceInfo) -> Iterator[str]:
-    """Names of modules with a transposed weight."""
+    """Yield the names of modules with a transposed weight."""
     known = bool(CONV1D_TYPES.intersection(_model_types(source.config)))
     for name, header in source.tensors.items():
         path, _, own = name.rpartition(".")
@@ -83,7 +83,7 @@ def _has_bias_of_columns(weight: TensorHeader, bias: TensorHeader | None) -> boo
 
 
 def _model_types(config: Any) -> Iterator[str]:
-    """Every ``model_type`` in a configuration, those of its parts included."""
+    """Yield every ``model_type`` in a configuration, including nested ones."""
     if isinstance(config, Mapping):
         if isinstance(config.get("model_type"), str):
             yield config["model_type"]
@@ -94,7 +94,7 @@ def _model_types(config: Any) -> Iterator[str]:
 def _submodule(model: nn.Module, name: str) -> nn.Module | None:
     try:
         return model.get_submodule(name)
-    except AttributeError:  # a part that was taken apart has another name here
+    except AttributeError:  # an unfused part has another name here
         return None
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``verify``: read a written checkpoint as its readers will, and say what is wrong with it."""
+"""``verify``: check the files, the values and the servability of a written checkpoint."""
 
 from __future__ import annotations
 
@@ -25,28 +25,28 @@ def verify(
     dtype: str | None = None,
     workers: int | None = None,
 ) -> VerificationReport:
-    """Check a checkpoint: its files, its structure, its values, and the rules of servers.
+    """Verify a checkpoint: its files, structure and values, and the rules of servers.
 
-    The files are read by code that shares nothing with what writes them, each tensor once and in
-    slices, so the memory does not grow with the model.
+    The files are read by code that is independent of the code that writes them, each tensor once
+    and in slices, so the memory does not grow with the model.
 
     Args:
         checkpoint: folder, or the id of a model in the hub's cache.
-        reference: the model that it was made from, likewise; with it every tensor is accounted
-            for and every decoded weight is compared.
+        reference: the original model, likewise; with it every tensor is accounted for and every
+            decoded weight is compared.
         serve: ``"vllm"``, ``"transformers"`` or ``"sglang"``; the rules of all three by default.
-        tp: over how many devices it is to be split; 1, 2, 4 and 8 by default, where a misfit
+        tp: size of tensor parallelism, or several; 1, 2, 4 and 8 by default, where a misfit
             above 1 is a warning.
-        gpu: the device's capability as ``"sm90"``, or its name as ``"h100"``.
+        gpu: the device's capability such as ``"sm90"``, or its name such as ``"h100"``.
         dtype: the dtype of activations while serving; the model's own by default.
-        workers: threads that read; as many as there are cores by default, four at most.
+        workers: number of reading threads; by default the number of cores, four at most.
 
     Returns:
-        The report; its ``ok`` says whether there is no error.
+        The report; its ``ok`` is True if there is no error.
 
     Raises:
-        CheckpointError: a folder is not there or holds no model, or the reference is damaged.
-        ArgumentError: a fact about the deployment is not known.
+        CheckpointError: a folder does not exist or holds no model, or the reference is damaged.
+        ArgumentError: an argument about the deployment is invalid.
 
     Example::
 
@@ -64,6 +64,6 @@ def verify(
 
 
 def _folder(argument: str, given: str | os.PathLike[str]) -> str | os.PathLike[str]:
-    """The folder of a model in the hub's cache; anything else as it is."""
+    """Return the folder of a model in the hub's cache; other values are returned unchanged."""
     model = path(argument, given)
     return local_directory(model) or model

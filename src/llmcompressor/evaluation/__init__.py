@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much a model lost: perplexity, divergence from the original, agreement of the best token."""
+"""Evaluation: perplexity, divergence from the original model, and top-1 agreement."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs models over windows of text and reports how far they are from a reference."""
+"""Evaluation of models on windows of text, compared with a reference model."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ def measure(
     reference: nn.Module | None = None,
     batch_size: int = 8,
 ) -> Report:
-    """One model on ``windows``, beside a reference if there is one.
+    """Evaluate a model on ``windows``, compared with a reference if there is one.
 
     Args:
-        model: a causal language model; it stays where and as it is.
+        model: a causal language model; it is neither moved nor changed.
         windows: token ids, each window at least two.
         reference: the original, with the same vocabulary.
         batch_size: windows per forward.
@@ -45,10 +45,10 @@ def compare(
     reference: nn.Module | None = None,
     batch_size: int = 8,
 ) -> dict[str, Report]:
-    """Several models on the same windows; the reference runs once for all of them.
+    """Evaluate several models on the same windows; the reference runs once for all of them.
 
-    Each token counts the same, whichever window it stands in: figures are sums over all tokens
-    divided by how many there are, not means of means.
+    All tokens have the same weight, whichever window they are in: metrics are sums over all tokens
+    divided by their number, not means of means.
 
     Args:
         models: name → causal language model.
@@ -62,7 +62,7 @@ def compare(
     Raises:
         ArgumentError: a model and the reference have different vocabularies, or one gives no
             probabilities to tokens.
-        CheckpointError: one sees the tokens that it is to predict.
+        CheckpointError: a model is not causal.
         NonFiniteError: a model gave NaN or infinite probabilities to a token of the text.
     """
     if batch_size < 1:
@@ -100,7 +100,7 @@ def _report(name: str, sums: Sums, windows: int, reference: nn.Module | None) ->
         windows,
         loss,
         reference_loss=sums.reference_nll / sums.tokens,
-        # Rounding can leave the divergence of equal models a hair below zero.
+        # Rounding can leave the divergence of equal models slightly below zero.
         kl_divergence=max(0.0, sums.kl / sums.tokens),
         top1_agreement=sums.agreed / sums.tokens,
     )
@@ -118,7 +118,7 @@ def _check_vocabularies(name: str, logits_BTV: Tensor, reference_BTV: Tensor | N
 
 @contextmanager
 def _evaluating(models: Sequence[nn.Module]) -> Iterator[None]:
-    """No gradients and evaluation mode; each module's own mode is restored."""
+    """Disable gradients and use eval mode in the body; each module's own mode is restored."""
     was_training = [module for model in models for module in model.modules() if module.training]
     for model in models:
         nn.Module.eval(model)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The most memory that the process held while something ran."""
+"""Peak memory of the process while some code runs."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sums over tokens from which the figures are made, a bounded number of rows at a time.
+"""Sums over tokens for the evaluation metrics, computed for a bounded number of rows at a time.
 
 ``B`` batch, ``T`` tokens, ``V`` vocabulary, ``N`` tokens predicted. All probabilities are those
 of a float32 log-softmax, whatever the logits' dtype, and sums are kept in float64.
@@ -23,11 +23,11 @@ class Sums:
     """Sums over predicted tokens; adding two gives those of both sets of tokens.
 
     Attributes:
-        tokens: how many.
+        tokens: number of predicted tokens.
         nll: negative log-likelihood of the model.
         reference_nll: negative log-likelihood of the reference, 0 without one.
         kl: KL(reference || model), 0 without a reference.
-        agreed: tokens where the likeliest token is the same, 0 without a reference.
+        agreed: tokens where both models' top-1 is the same, 0 without a reference.
     """
 
     tokens: int = 0
@@ -47,7 +47,7 @@ class Sums:
 
 
 def predicted_positions(mask_BT: Tensor) -> Tensor:
-    """Flat positions that predict a real token from real ones.
+    """Flat positions that predict a real token from a real token.
 
     Args:
         mask_BT: bool ``[B, T]``, true where a real token is.
@@ -66,7 +66,7 @@ def sums_of_batch(
     mask_BT: Tensor,
     reference_BTV: Tensor | None = None,
 ) -> Sums:
-    """The sums of one batch.
+    """Compute the sums of one batch.
 
     With ``p`` the reference's and ``q`` the model's distribution of the next token, a token adds
     ``-log q(token)`` to ``nll`` and ``sum_v p_v (log p_v - log q_v)`` to ``kl``.
@@ -95,7 +95,7 @@ def sums_of_batch(
 
 
 def _log_probabilities(logits_BTV: Tensor, rows_N: Tensor) -> Tensor:
-    """float32 ``[N, V]`` of the chosen rows."""
+    """Log-probabilities of the chosen rows, float32 ``[N, V]``."""
     rows_NV = logits_BTV.flatten(0, 1).index_select(0, rows_N.to(logits_BTV.device))
     return torch.log_softmax(rows_NV.float(), dim=-1)
 

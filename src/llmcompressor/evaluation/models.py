@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The models that are measured: those that go on with a text, with all of their weights."""
+"""Causal language models to evaluate, loaded with all of their weights."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ _WIDE = 8
 def load_for_measuring(
     place: Path, *, trust_remote_code: bool, dtype: torch.dtype | str = "auto"
 ) -> PreTrainedModel:
-    """The model of a folder, of the class that its configuration names, complete.
+    """Load the model of a folder, with the class of its configuration and all weights.
 
     Args:
         place: the folder.
         trust_remote_code: run modelling code that comes with it.
-        dtype: what the model computes in; by default what its configuration says.
+        dtype: the dtype to compute in; by default that of its configuration.
 
     Raises:
         CheckpointError: it has no configuration, lacks weights, has codes that the configuration
@@ -65,7 +65,7 @@ def load_for_measuring(
 
 
 def check_kind(config: Any, name: str) -> None:
-    """Refuse a model that makes a text of another one.
+    """Raise for an encoder-decoder model.
 
     Raises:
         CheckpointError: it is an encoder with a decoder.
@@ -79,17 +79,17 @@ def check_kind(config: Any, name: str) -> None:
 
 
 def check_causal(model: Module, window: Sequence[int]) -> None:
-    """Refuse a model that sees what it is to predict.
+    """Raise for a model that attends to later tokens.
 
-    Some configurations say whether their model looks both ways, others do not know the question,
-    and not all that say so do it: it is tried.
+    Some configurations declare whether their model is bidirectional, others do not, and not all
+    that declare it are. So it is tried.
 
     Args:
-        model: gives logits, on the device where its embedding is.
+        model: a model that returns logits.
         window: at least two token ids.
 
     Raises:
-        CheckpointError: what it says of the first token depends on what follows it.
+        CheckpointError: the logits of the first token depend on later tokens.
     """
     config: Any = getattr(model, "config", None)
     first = logits_of(model, torch.tensor([list(window)]))[0, 0].float()
@@ -98,7 +98,7 @@ def check_causal(model: Module, window: Sequence[int]) -> None:
         float((first - logits_of(model, torch.tensor([ids]))[0, 0].float()).abs().max())
         for ids in _gone_on_otherwise(window)
     )
-    # one may be due to a router that rounding has made send the token elsewhere
+    # a single one may be due to a router that routed the token elsewhere by rounding
     if all(move > share * float(first.abs().max()) for move in moves):
         raise CheckpointError(
             f"{type(model).__name__} ({getattr(config, 'model_type', 'no type')}) reads a text in "
@@ -108,17 +108,17 @@ def check_causal(model: Module, window: Sequence[int]) -> None:
 
 
 def _share_of_rounding(model: Module) -> float:
-    """How much of a logit may move when other tokens follow, in a model that does not see them."""
+    """Share of a causal model's logit that rounding may change when later tokens change."""
     schemes = [getattr(module, "quantization_scheme", None) for module in model.modules()]
     bits = [one.num_bits for scheme in schemes for one in _scaled_by_all_tokens(scheme)]
-    if bits:  # a step of fewer bits is as wide as what is looked for
+    if bits:  # with fewer bits a quantization step is as wide as the change looked for
         return _BY_ALL_TOKENS if min(bits) >= _WIDE else math.inf
     is_quantized = any(schemes) or hasattr(getattr(model, "config", None), "quantization_config")
     return _ROUGHLY if is_quantized or model_dtype(model) != torch.float32 else _CHANCE
 
 
 def _scaled_by_all_tokens(scheme: Any) -> list[Any]:
-    """How inputs and outputs are quantized that get one scale by all tokens of a call."""
+    """Dynamic per-tensor arguments of inputs and outputs: one scale for all tokens of a call."""
     held = (getattr(scheme, name, None) for name in ("input_activations", "output_activations"))
     return [
         one for one in held if one is not None and one.dynamic is True and one.strategy == "tensor"
@@ -126,17 +126,17 @@ def _scaled_by_all_tokens(scheme: Any) -> list[Any]:
 
 
 def _gone_on_otherwise(window: Sequence[int]) -> list[list[int]]:
-    """Windows that begin as ``window`` does and go on with one token, and are not it."""
+    """Windows with the first token of ``window`` and another continuation of one token."""
     first, *rest = window
     others = [[one] * len(rest) for one in (first, rest[-1], 0 if first else 1)]
     return [[first, *other] for other in others if other != rest]
 
 
 def logits_of(model: Module, ids_BT: Tensor, mask_BT: Tensor | None = None) -> Tensor:
-    """What a model makes of token ids, ``[B, T, V]``.
+    """The logits of a model for token ids, ``[B, T, V]``.
 
     Raises:
-        ArgumentError: it makes something else of them.
+        ArgumentError: the model returns something else.
     """
     device = _input_device(model)
     inputs: dict[str, Any] = {"input_ids": ids_BT.to(device), "use_cache": False}
@@ -154,7 +154,7 @@ def logits_of(model: Module, ids_BT: Tensor, mask_BT: Tensor | None = None) -> T
 
 
 def _input_device(model: Module) -> torch.device:
-    """Where the ids go: beside the embedding. A parameter on meta has its data elsewhere."""
+    """The device for token ids: that of the embedding, or the CPU if it is on meta."""
     embedding, _ = embeddings(model)
     parameters = (embedding if embedding is not None else model).parameters()
     device = next((parameter.device for parameter in parameters), torch.device("cpu"))

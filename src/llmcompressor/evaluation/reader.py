@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads checkpoints with transformers alone and lets each go on writing.
+"""Text generation by checkpoints that are loaded with transformers alone.
 
 Run as a file in a process of its own, ``python -I reader.py``, so that nothing of this package
 is imported: what it prints is what any user of transformers gets.
@@ -16,7 +16,7 @@ from typing import Any
 
 
 def complete(folder: str, prompt: str, tokens: int) -> str:
-    """What the model in ``folder`` writes after ``prompt``, the likeliest token each time."""
+    """The greedy continuation of ``prompt`` by the model in ``folder``."""
     from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: PLC0415
 
     tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -27,7 +27,7 @@ def complete(folder: str, prompt: str, tokens: int) -> str:
 
 
 def main() -> None:
-    """Read the request, answer it, and make sure that this package had no part in it."""
+    """Answer the request on standard input, and check that this package was not imported."""
     request = json.load(sys.stdin)
     answer = {
         name: complete(folder, request["prompt"], request["tokens"])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What was measured, as data."""
+"""Evaluation results as data."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ __all__ = ["Report"]
 
 @dataclass(frozen=True)
 class Report:
-    """One model on one text; what needs a reference is ``None`` without one.
+    """The metrics of a model on a text; those that need a reference are ``None`` without one.
 
     Attributes:
-        tokens: how many tokens were predicted; padding and the first of a window are not.
-        windows: into how many windows the text was cut.
+        tokens: number of predicted tokens, without padding and the first of each window.
+        windows: number of windows that the text was cut into.
         loss: mean negative log-likelihood of a token, in nats.
-        reference_loss: the same of the reference.
+        reference_loss: the same for the reference.
         kl_divergence: mean over the tokens of KL(reference || model), in nats.
-        top1_agreement: share of the tokens where both models' likeliest token is the same.
+        top1_agreement: share of the tokens where both models' top-1 token is the same.
     """
 
     tokens: int
@@ -41,11 +41,11 @@ class Report:
 
     @property
     def loss_increase(self) -> float | None:
-        """How much higher the loss is than the reference's."""
+        """The loss minus the reference's loss."""
         return None if self.reference_loss is None else self.loss - self.reference_loss
 
     def as_dict(self) -> dict[str, float | int | None]:
-        """Fields and derived figures under their names, fit for JSON."""
+        """Fields and derived metrics by name, ready for JSON."""
         return {
             **asdict(self),
             "perplexity": self.perplexity,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a user names as the text to evaluate on → documents of token ids."""
+"""Evaluation text: a user's source converted to documents of token ids."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def documents_of(
         tokenizer: not needed for rows with ``input_ids``.
         text_column: the column with the text.
         config_name: configuration of a named dataset.
-        split: which split; the only one, or ``train``, by default.
+        split: the split; by default the only one, or ``train``.
 
     Raises:
         DatasetError: there is nothing of the kind, a file is neither rows nor text, or the rows
@@ -71,7 +71,7 @@ def documents_of(
 
 
 def _refuse_parts(what: str, config_name: str | None, split: str | None) -> None:
-    """Refuse the name of a part of what has no parts of that kind."""
+    """Raise if a configuration or split is named of a source that has none."""
     for name, given, kind in (
         ("dataset_config_name", config_name, "configurations"),
         ("split", split, "splits"),
@@ -81,7 +81,7 @@ def _refuse_parts(what: str, config_name: str | None, split: str | None) -> None
 
 
 def _read_text(path: Path) -> str:
-    """A file as one text; what another program's binary format holds is none."""
+    """Read a file as one text; raise for binary formats."""
     try:
         text = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
@@ -103,7 +103,7 @@ def _no_text(path: Path, why: str) -> DatasetError:
 def _prepared(
     opened: Source, args: DatasetArguments, tokenizer: Any
 ) -> Iterator[Mapping[str, Any]]:
-    """The rows with their ``text``: a template's, a rendered conversation, a named column."""
+    """The rows with their ``text``: from a template, a rendered chat, or a named column."""
     template = None
     if opened.owner is not None:
         owner = opened.owner(dataset_args=args, split=args.splits, processor=tokenizer)
@@ -140,7 +140,7 @@ def _tokens(rows: Iterable[Mapping[str, Any]], tokenizer: Any) -> Iterator[Windo
                 "Pass `tokenizer`, or rows with `input_ids`.",
             )
         else:
-            # Rendered chats begin with the token that the tokenizer is about to add once more.
+            # Rendered chats already begin with the BOS token that the tokenizer adds.
             yield from tokenize([_text(row, where).removeprefix(bos)], tokenizer)
 
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Text that every machine has: the source of the running Python's standard library.
+"""Text available on every machine: the source of the running Python's standard library.
 
 The embedded model was trained on it, except for the modules that a hash of their path holds out
 (see the model's page, ``data/pico-stdlib/README.md``): evaluate on those only, calibrate on the
-others. Which modules exist depends on the Python; which of them are held out does not.
+others. The set of modules depends on the Python version; whether a module is held out does not.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = [
     "source_files",
 ]
 
-# Folders that are no part of the text: not of the library, or not written as the rest is.
+# Excluded folders: not part of the library, or of another style.
 _EXCLUDED = frozenset(
     {
         "dist-packages",
@@ -43,12 +43,12 @@ _HELD_OUT_ONE_IN = 20
 
 @dataclass(frozen=True)
 class SourceFile:
-    """One file of the library.
+    """A source file of the library.
 
     Attributes:
         name: path relative to the library, with slashes.
-        path: where it is.
-        held_out: the embedded model never saw it.
+        path: the file's path.
+        held_out: it was held out from the embedded model's training.
     """
 
     name: str
@@ -61,7 +61,7 @@ class SourceFile:
 
 
 def is_held_out(name: str) -> bool:
-    """Whether the embedded model's training left this file out.
+    """Return True if the file was held out from the embedded model's training.
 
     >>> is_held_out("functools.py"), is_held_out("argparse.py")
     (True, False)
@@ -70,7 +70,7 @@ def is_held_out(name: str) -> bool:
 
 
 def source_files(library: Path | None = None) -> list[SourceFile]:
-    """Every file of the text, sorted by path.
+    """Every source file of the library, sorted by path.
 
     Args:
         library: the folder; that of the running Python by default.
@@ -92,7 +92,7 @@ def source_files(library: Path | None = None) -> list[SourceFile]:
 
 
 def _sources(root: Path) -> list[Path]:
-    """Every module, sorted; what is excluded may hold far more files, and is not looked into."""
+    """Every module, sorted; excluded folders may hold far more files, and are not traversed."""
     found = list(root.glob("*.py"))
     for folder in root.iterdir() if root.is_dir() else ():
         if folder.is_dir() and not folder.is_symlink() and folder.name not in _EXCLUDED:
@@ -113,15 +113,15 @@ def held_out_texts(library: Path | None = None) -> list[str]:
 def calibration_passages(
     count: int, *, seed: int = 0, characters: int = 2048, library: Path | None = None
 ) -> list[str]:
-    """Passages from random places of the calibration files, each beginning with a line.
+    """Passages from random places of the calibration files, each starting at a line.
 
-    Whole files cut to their first tokens would all be licences and imports. A file is drawn in
-    proportion to its length, so that each line is equally likely to begin a passage.
+    Whole files truncated to their first tokens would all be licences and imports. A file is drawn
+    in proportion to its length, so that each line is equally likely to begin a passage.
 
     Args:
-        count: how many.
-        seed: which.
-        characters: how long each is; 2048 are well over 256 tokens of the embedded model.
+        count: number of passages.
+        seed: seed of the random draws.
+        characters: length of each passage; 2048 are well over 256 tokens of the embedded model.
         library: as in :func:`source_files`.
     """
     draw = random.Random(seed)
@@ -135,7 +135,7 @@ def calibration_passages(
 
 
 def _passage(text: str, draw: random.Random, characters: int) -> str:
-    """``characters`` of ``text`` from a random place, moved back to the line's beginning."""
+    """``characters`` of ``text`` from a random place, moved back to the start of its line."""
     place = draw.randint(0, len(text) - characters)
     start = text.rfind("\n", 0, place) + 1
     return text[start : start + characters]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A text as windows of token ids, and windows as padded batches."""
+"""Windows of token ids cut from a text, and padded batches of them."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ Window = list[int]
 
 
 def tokenize(texts: Iterable[str], tokenizer: Any) -> Iterator[Window]:
-    """Each text's token ids, with the special tokens that the tokenizer adds to a text."""
+    """The token ids of each text, with the special tokens that the tokenizer adds."""
     for text in texts:
         yield list(tokenizer(text, verbose=False)["input_ids"])
 
 
 def cut(documents: Iterable[Sequence[int]], length: int) -> list[Window]:
-    """The documents one after another, cut into windows of ``length`` that do not overlap.
+    """Concatenate the documents and cut them into windows of ``length`` that do not overlap.
 
-    What is left at the end is a shorter window, if it is long enough to predict a token.
+    The rest is a shorter window, if it is long enough to predict a token.
 
     >>> cut([[1, 2, 3], [4, 5, 6, 7, 8]], 3)
     [[1, 2, 3], [4, 5, 6], [7, 8]]
@@ -42,7 +42,7 @@ def cut(documents: Iterable[Sequence[int]], length: int) -> list[Window]:
 
 
 def choose(windows: Sequence[Window], count: int | None, seed: int) -> list[Window]:
-    """``count`` of the windows, drawn by ``seed`` and in their order; all with ``None``.
+    """Draw ``count`` of the windows by ``seed``, in their order; all for ``None``.
 
     >>> choose([[0, 1], [2, 3], [4, 5]], 2, seed=0)
     [[2, 3], [4, 5]]
@@ -56,11 +56,11 @@ def choose(windows: Sequence[Window], count: int | None, seed: int) -> list[Wind
 
 
 def batches(windows: Sequence[Window], size: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """The windows, ``size`` at a time, padded on the right.
+    """Batches of ``size`` windows, padded on the right.
 
     Yields:
-        ``ids_BT`` long and ``mask_BT`` bool, true where a real token is. What stands under the
-        padding is token 0: a valid index, and never counted.
+        ``ids_BT`` long and ``mask_BT`` bool, true where a real token is. The padding
+        is token 0: a valid index, and never counted.
     """
     for start in range(0, len(windows), size):
         chunk = [torch.tensor(window, dtype=torch.long) for window in windows[start : start + size]]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the figures of a run go: Python's log, TensorBoard, Weights & Biases, a function."""
+"""Metric loggers of a run: Python's log, TensorBoard, Weights & Biases, a function."""
 
 from llmcompressor.metrics.loggers import (
     BaseLogger,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loggers: each sends what it is given to one place."""
+"""Metric loggers, each for one backend."""
 
 from __future__ import annotations
 
@@ -35,15 +35,15 @@ Write = Callable[
 
 @dataclass(frozen=True)
 class Entry:
-    """One thing to log: either a ``value`` or several ``values`` by name.
+    """A log entry: either a ``value`` or several ``values`` by name.
 
     Attributes:
-        tag: what it is.
+        tag: the name of the entry.
         value: a number or a text.
         values: numbers by name, or the hyperparameters of the run.
         step: optimizer steps taken.
         wall_time: seconds since 1970.
-        level: how important it is, as in ``logging``.
+        level: the severity, as in ``logging``.
     """
 
     tag: str
@@ -55,11 +55,11 @@ class Entry:
 
 
 class BaseLogger:
-    """What the loggers share; a logger of one's own overrides :meth:`write`.
+    """Base of all metric loggers; a custom logger overrides :meth:`write`.
 
     Args:
-        name: what the logger is called.
-        enabled: whether it logs anything.
+        name: the logger's name.
+        enabled: log anything at all.
     """
 
     def __init__(self, name: str, enabled: bool = True) -> None:
@@ -67,15 +67,15 @@ class BaseLogger:
         self.enabled = enabled
 
     def write(self, entry: Entry) -> bool:
-        """Log one entry; true if that was done."""
+        """Log one entry; return True if it was logged."""
         return False
 
     def save(self, file_path: str, **kwargs: Any) -> bool:
-        """Keep a file with the log; true if that was done."""
+        """Store a file with the log; return True if it was stored."""
         return False
 
     def log_hyperparams(self, params: Mapping[str, Any], level: Level = None) -> bool:
-        """Log the hyperparameters of the run; true if that was done."""
+        """Log the hyperparameters of the run; return True if they were logged."""
         return self._write("hyperparams", values=params, level=level)
 
     def log_scalar(
@@ -86,7 +86,7 @@ class BaseLogger:
         wall_time: float | None = None,
         level: Level = None,
     ) -> bool:
-        """Log one number; true if that was done."""
+        """Log one number; return True if it was logged."""
         return self._write(tag, value=value, step=step, wall_time=wall_time, level=level)
 
     def log_scalars(
@@ -97,7 +97,7 @@ class BaseLogger:
         wall_time: float | None = None,
         level: Level = None,
     ) -> bool:
-        """Log numbers that belong together; true if that was done."""
+        """Log a group of numbers; return True if they were logged."""
         return self._write(tag, values=values, step=step, wall_time=wall_time, level=level)
 
     def log_string(
@@ -108,7 +108,7 @@ class BaseLogger:
         wall_time: float | None = None,
         level: Level = None,
     ) -> bool:
-        """Log a text; true if that was done."""
+        """Log a text; return True if it was logged."""
         return self._write(tag, value=string, step=step, wall_time=wall_time, level=level)
 
     def _write(self, tag: str, *, wall_time: float | None = None, **given: Any) -> bool:
@@ -117,13 +117,13 @@ class BaseLogger:
 
 
 class LambdaLogger(BaseLogger):
-    """Calls a function.
+    """A logger that calls a function.
 
     Args:
-        lambda_func: gets tag, value, values, step, wall time and level; returns whether it
+        lambda_func: called with tag, value, values, step, wall time and level; returns True if it
             logged them.
-        name: what the logger is called.
-        enabled: whether it logs anything.
+        name: the logger's name.
+        enabled: log anything at all.
     """
 
     def __init__(self, lambda_func: Write, name: str = "lambda", enabled: bool = True) -> None:
@@ -131,20 +131,20 @@ class LambdaLogger(BaseLogger):
         self.lambda_func = lambda_func
 
     def write(self, entry: Entry) -> bool:
-        """Give the entry to the function."""
+        """Pass the entry to the function."""
         return self.lambda_func(
             entry.tag, entry.value, entry.values, entry.step, entry.wall_time, entry.level
         )
 
 
 class PythonLogger(BaseLogger):
-    """Writes lines to a log of Python.
+    """A logger that writes lines to a Python log.
 
     Args:
-        logger: one of ``logging``'s; this package's own log if not given.
-        log_level: level of entries that come without one.
-        name: what the logger is called.
-        enabled: whether it logs anything.
+        logger: a logger of ``logging``; by default this package's own log.
+        log_level: level of entries without one.
+        name: the logger's name.
+        enabled: log anything at all.
     """
 
     def __init__(
@@ -173,13 +173,13 @@ class PythonLogger(BaseLogger):
 
 
 class TensorBoardLogger(BaseLogger):
-    """Writes event files for TensorBoard.
+    """A logger that writes event files for TensorBoard.
 
     Args:
-        log_path: the directory to write to; TensorBoard's own choice if not given.
+        log_path: the directory to write to; by default TensorBoard's own.
         writer: a ``SummaryWriter`` to use instead.
-        name: what the logger is called.
-        enabled: whether it logs anything.
+        name: the logger's name.
+        enabled: log anything at all.
 
     Raises:
         ImportError: TensorBoard is not installed.
@@ -205,7 +205,7 @@ class TensorBoardLogger(BaseLogger):
 
     @staticmethod
     def available() -> bool:
-        """Whether TensorBoard is installed."""
+        """Return True if TensorBoard is installed."""
         return _installed("tensorboard")
 
     def write(self, entry: Entry) -> bool:
@@ -225,13 +225,13 @@ class TensorBoardLogger(BaseLogger):
 
 
 class WANDBLogger(BaseLogger):
-    """Logs to Weights & Biases.
+    """A logger that logs to Weights & Biases.
 
     Args:
-        init_kwargs: what to begin a run with; without it, the run that goes on is used: that
-            of a Trainer with ``report_to="wandb"``, for instance.
-        name: what the logger is called.
-        enabled: whether it logs anything.
+        init_kwargs: arguments for starting a run; without them the active run is used: that of a
+            Trainer with ``report_to="wandb"``, for instance.
+        name: the logger's name.
+        enabled: log anything at all.
 
     Raises:
         ImportError: wandb is not installed.
@@ -251,7 +251,7 @@ class WANDBLogger(BaseLogger):
 
     @staticmethod
     def available() -> bool:
-        """Whether wandb is installed."""
+        """Return True if wandb is installed."""
         return _installed("wandb")
 
     def write(self, entry: Entry) -> bool:
@@ -263,35 +263,35 @@ class WANDBLogger(BaseLogger):
         if self._own_run or entry.step is None:
             self.wandb.log(data, step=entry.step)
         else:
-            # A run counts the calls of whoever began it as its steps, and drops what comes with a
-            # lower one. The step goes along as a figure, under the name that a Trainer has for it.
+            # A run counts the calls of its owner as its steps, and drops entries with a lower
+            # step. So the step is logged as a value, under the name that a Trainer has for it.
             self.wandb.log({**data, "train/global_step": entry.step})
         return True
 
     def log_hyperparams(self, params: Mapping[str, Any], level: Level = None) -> bool:
-        """Put the hyperparameters in the run's configuration."""
+        """Add the hyperparameters to the run's configuration."""
         if self.enabled:
             self.wandb.config.update(dict(params))
         return self.enabled
 
     def save(self, file_path: str, **kwargs: Any) -> bool:
-        """Keep a file with the run."""
+        """Store a file with the run."""
         if self.enabled:
             self.wandb.save(file_path, **kwargs)
         return self.enabled
 
 
 class SparsificationGroupLogger(BaseLogger):
-    """Several loggers behind one.
+    """A logger that forwards to several others.
 
     Args:
         lambda_func: also call this function, as ``LambdaLogger`` does.
-        python: also log to Python: true for this package's log, or one of ``logging``'s.
-        python_log_level: level of entries that come without one.
+        python: also log to Python: true for this package's log, or a logger of ``logging``.
+        python_log_level: level of entries without one.
         tensorboard: also write for TensorBoard: true, a directory or a ``SummaryWriter``.
-        wandb_: also log to Weights & Biases: true, or what to begin a run with.
-        name: what the logger is called.
-        enabled: whether it logs anything.
+        wandb_: also log to Weights & Biases: true, or arguments for starting a run.
+        name: the logger's name.
+        enabled: log anything at all.
     """
 
     def __init__(
@@ -318,15 +318,15 @@ class SparsificationGroupLogger(BaseLogger):
             self.loggers.append(WANDBLogger(None if wandb_ is True else wandb_, name=name))
 
     def write(self, entry: Entry) -> bool:
-        """Log the entry everywhere; true if any of the loggers did."""
+        """Log the entry with every logger; return True if any of them logged it."""
         return any([each.write(entry) for each in self.loggers])
 
     def log_hyperparams(self, params: Mapping[str, Any], level: Level = None) -> bool:
-        """Log the hyperparameters everywhere; true if any of the loggers did."""
+        """Log the hyperparameters with every logger; return True if any did."""
         return self.enabled and any([each.log_hyperparams(params, level) for each in self.loggers])
 
     def save(self, file_path: str, **kwargs: Any) -> bool:
-        """Keep a file everywhere; true if any of the loggers did."""
+        """Store a file with every logger; return True if any did."""
         return self.enabled and any([each.save(file_path, **kwargs) for each in self.loggers])
 
 

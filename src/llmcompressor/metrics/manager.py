@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The loggers of a run, and how often they log."""
+"""The manager of a run's metric loggers and their frequency."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ _ROUNDING = 1e-9
 
 
 class LoggerManager:
-    """Hands what is logged to every logger, and says when it is time to log.
+    """Forwards entries to every logger, and decides when it is time to log.
 
     Args:
-        loggers: the loggers to begin with.
-        log_frequency: epochs or steps from one log to the next; 0 for always, ``None`` for
-            never. A run without epochs counts in steps in any case.
+        loggers: the initial loggers.
+        log_frequency: epochs or steps between two logs; 0 for always, ``None`` for never. A run
+            without epochs always counts steps.
         log_python: also log to this package's log.
-        name: what the manager is called.
-        mode: ``"exact"`` to log by the frequency alone, ``"on_change"`` to leave out those
-            times when the optimizer has not changed the model since.
-        frequency_type: whether the frequency counts epochs or steps.
+        name: the manager's name.
+        mode: ``"exact"`` to log by the frequency alone, ``"on_change"`` to skip a log if the
+            optimizer has not changed the model since the last one.
+        frequency_type: the unit of the frequency, epochs or steps.
 
     Raises:
-        ArgumentError: an unknown mode or type, a negative frequency, or what is no logger.
+        ArgumentError: an unknown mode or type, a negative frequency, or no logger.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class LoggerManager:
 
     @classmethod
     def of(cls, given: Any) -> LoggerManager | None:
-        """A manager as it is, or one of the loggers that were given; ``None`` for ``None``.
+        """Return a given manager, or a manager of the given loggers; ``None`` for ``None``.
 
         Raises:
             ArgumentError: they are no loggers.
@@ -75,7 +75,7 @@ class LoggerManager:
 
     @property
     def loggers(self) -> list[BaseLogger]:
-        """The loggers, in order; a copy."""
+        """A copy of the list of loggers, in order."""
         return list(self._loggers)
 
     def __len__(self) -> int:
@@ -91,12 +91,12 @@ class LoggerManager:
         """Add a logger.
 
         Raises:
-            ArgumentError: it is none.
+            ArgumentError: it is no logger.
         """
         self._loggers.append(_checked(logger))
 
     def log_ready(self, step: int, epoch: float | None = None) -> bool:
-        """Whether it is time to log.
+        """Return True if it is time to log.
 
         Args:
             step: optimizer steps taken.
@@ -109,21 +109,21 @@ class LoggerManager:
         if self.mode == "on_change" and not self._changed:
             return False
         since = self._position(step, epoch) - self._last
-        # Less than nothing: another run has begun.
+        # A negative distance: another run has begun.
         return since < 0 or since >= self.log_frequency - _ROUNDING
 
     def log_written(self, step: int, epoch: float | None = None) -> None:
-        """Remember that something was logged here; :meth:`log_ready` counts from it."""
+        """Record that something was logged here, from which :meth:`log_ready` counts."""
         self._last = self._position(step, epoch)
         self._changed = False
 
     def model_updated(self) -> None:
-        """Remember that the optimizer has changed the model, for the mode ``on_change``."""
+        """Record that the optimizer has changed the model, for the mode ``on_change``."""
         self._changed = True
 
     @staticmethod
     def epoch_to_step(epoch: float, steps_per_epoch: int) -> int:
-        """The step that is nearest to a point in epochs.
+        """Return the nearest step to a point in epochs.
 
         >>> LoggerManager.epoch_to_step(0.29, 100)
         29
@@ -131,23 +131,23 @@ class LoggerManager:
         return round(epoch * steps_per_epoch)
 
     def log_hyperparams(self, *args: Any, **kwargs: Any) -> bool:
-        """:meth:`MetricLogging.log_hyperparams`."""
+        """Call :meth:`MetricLogging.log_hyperparams`."""
         return self.metric.log_hyperparams(*args, **kwargs)
 
     def log_scalar(self, *args: Any, **kwargs: Any) -> bool:
-        """:meth:`MetricLogging.log_scalar`."""
+        """Call :meth:`MetricLogging.log_scalar`."""
         return self.metric.log_scalar(*args, **kwargs)
 
     def log_scalars(self, *args: Any, **kwargs: Any) -> bool:
-        """:meth:`MetricLogging.log_scalars`."""
+        """Call :meth:`MetricLogging.log_scalars`."""
         return self.metric.log_scalars(*args, **kwargs)
 
     def log_string(self, *args: Any, **kwargs: Any) -> bool:
-        """:meth:`SystemLogging.log_string`."""
+        """Call :meth:`SystemLogging.log_string`."""
         return self.system.log_string(*args, **kwargs)
 
     def save(self, file_path: str, **kwargs: Any) -> bool:
-        """Keep a file with every log; true if any of the loggers did."""
+        """Store a file with every logger; return True if any of them did."""
         return any([each.save(file_path, **kwargs) for each in self._loggers])
 
     def _position(self, step: int, epoch: float | None) -> float:
@@ -155,7 +155,7 @@ class LoggerManager:
 
 
 class MetricLogging:
-    """Logs figures with every logger of a manager. True means that one of them did."""
+    """Logs metrics with every logger of a manager. Methods return True if any of them did."""
 
     def __init__(self, manager: LoggerManager) -> None:
         self._manager = manager
@@ -183,7 +183,7 @@ class MetricLogging:
         wall_time: float | None = None,
         level: Level = None,
     ) -> bool:
-        """Log numbers that belong together."""
+        """Log a group of numbers."""
         return any(
             [each.log_scalars(tag, values, step, wall_time, level) for each in self._manager]
         )
@@ -193,7 +193,7 @@ class MetricLogging:
 
 
 class SystemLogging:
-    """Logs messages with every logger of a manager. True means that one of them did."""
+    """Logs messages with every logger of a manager. Methods return True if any of them did."""
 
     def __init__(self, manager: LoggerManager) -> None:
         self._manager = manager
@@ -210,23 +210,23 @@ class SystemLogging:
         return any([each.log_string(tag, string, step, wall_time, level) for each in self._manager])
 
     def debug(self, tag: str, string: str) -> bool:
-        """Log a text that helps to find errors."""
+        """Log a text at the level DEBUG."""
         return self.log_string(tag, string, level=logging.DEBUG)
 
     def info(self, tag: str, string: str) -> bool:
-        """Log a text that is good to know."""
+        """Log a text at the level INFO."""
         return self.log_string(tag, string, level=logging.INFO)
 
     def warning(self, tag: str, string: str) -> bool:
-        """Log a text that should be looked into."""
+        """Log a text at the level WARNING."""
         return self.log_string(tag, string, level=logging.WARNING)
 
     def error(self, tag: str, string: str) -> bool:
-        """Log a text about something that went wrong."""
+        """Log a text at the level ERROR."""
         return self.log_string(tag, string, level=logging.ERROR)
 
     def critical(self, tag: str, string: str) -> bool:
-        """Log a text about something that ends the run."""
+        """Log a text at the level CRITICAL."""
         return self.log_string(tag, string, level=logging.CRITICAL)
 
 

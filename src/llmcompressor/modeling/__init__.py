@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a model is made of: matching of targets, joined Linears, the paused forward.
+"""Structure of models: target matching, fused layers, MoE experts, the paused forward.
 
 Names are imported when they are asked for, so that importing this package stays cheap.
 """

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adapters of PEFT, which stand beside the weights of a model.
+"""PEFT adapters: detection of models whose weights have adapters attached.
 
-A module with an adapter shows the weight of its base as its own and adds to what that computes.
-Where the base is changed, the adapters do not fit what they add to; where they are changed too,
-what comes out is neither. Told by the names of PEFT's classes, which need not be installed.
+A module with an adapter exposes the weight of its base as its own, and adds the adapter's product
+to the output. An adapter no longer fits once its base is compressed. Adapters are detected by the
+names of PEFT's classes, so PEFT need not be installed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _WRAPPERS = frozenset({"PeftModel", "PeftMixedModel"})
 
 
 def adapters_of(model: Module) -> list[str]:
-    """Where a model has adapters: the modules' names; the class of PEFT's wrapper if it has none.
+    """Names of the modules with adapters; if there are none, the name of PEFT's wrapper class.
 
     >>> adapters_of(Module())
     []

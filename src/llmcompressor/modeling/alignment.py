@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where in memory weights begin, which the last bits of a product depend on.
+"""Memory alignment of float32 weights on the CPU, for reproducible products.
 
-A product of one row, or with one output, is summed in another order where a float32 weight does
-not begin at a multiple of the width of the processor's registers. transformers leaves weights
-where their file was mapped, behind a header of any length; what is read block by block lies in
-memory of its own. Both are to give the same bytes.
+A product of one row, or with one output, sums in another order where a float32 weight does not
+start at a multiple of the width of the processor's registers. transformers leaves weights where
+their file was mapped, after a header of any length; weights that are loaded block by block have
+memory of their own. Both have to give the same bytes.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ _BYTES = 64
 
 
 def align(model: Module) -> None:
-    """Move the float32 parameters of ``model`` on the CPU that begin elsewhere; values stay.
+    """Move unaligned float32 CPU parameters of ``model`` to aligned memory; values stay the same.
 
-    Parameters that share their memory go on to do so. One that shares a part of it with another
-    tensor of the model stays where it is.
+    Parameters that share their memory keep sharing it. One that partly overlaps another tensor of
+    the model stays where it is.
     """
     moved: dict[_Place, Tensor] = {}
     left = _overlapping(model)
@@ -43,7 +43,7 @@ def _place_of(tensor: Tensor) -> _Place:
 
 
 def _overlapping(model: Module) -> set[_Place]:
-    """Places of tensors that share memory with others that are not the same."""
+    """Places of tensors that overlap other tensors in memory without being the same."""
     held = [one for one in (*model.parameters(), *model.buffers()) if one.device.type == "cpu"]
     spans = {
         _place_of(one): (one.data_ptr(), one.data_ptr() + _extent(one))
@@ -61,6 +61,6 @@ def _overlapping(model: Module) -> set[_Place]:
 
 
 def _extent(tensor: Tensor) -> int:
-    """Bytes from the first element of a tensor to behind its last."""
+    """Bytes from the first element of a tensor to the end of its last one."""
     steps = zip(tensor.shape, tensor.stride(), strict=True)
     return (sum((size - 1) * step for size, step in steps) + 1) * tensor.element_size()

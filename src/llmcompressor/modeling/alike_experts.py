@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Experts of one mixture are alike: what is seen of a few of them holds in all.
+"""Representative experts: a few experts of an MoE that stand for all of equal structure.
 
-A block of 256 experts is no harder to look at than one of two: :func:`to_few` sends all tokens of
-a run to the first experts of a mixture, and :class:`AlikeExperts` tells for whom these stand.
+A block of 256 experts is probed at the cost of two: :func:`to_few` routes all tokens of a run to
+the first experts of an MoE, and :class:`AlikeExperts` maps these to the experts that they
+represent.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ _SHARE = 0.25
 
 
 class ExpertPart(NamedTuple):
-    """A module of one expert, by the parts of its name."""
+    """The name of an expert's module, split into its parts."""
 
     experts: str
     """What the list of experts is called."""
@@ -40,7 +41,7 @@ class ExpertPart(NamedTuple):
 
 
 def part_of_expert(name: str) -> ExpertPart | None:
-    """The parts of a name that is one of an expert's modules.
+    """Split the name of an expert's module into its parts; ``None`` for other modules.
 
     >>> part_of_expert("mlp.experts.3.up_proj")
     ExpertPart(experts='mlp.experts', number='3', own='up_proj')
@@ -52,7 +53,7 @@ def part_of_expert(name: str) -> ExpertPart | None:
 
 
 def form_of_module(module: Module) -> Any:
-    """Equal for modules of the same parts and shapes."""
+    """Return a key that is equal for modules with the same submodules, classes and shapes."""
     return tuple(
         (
             name,
@@ -64,7 +65,7 @@ def form_of_module(module: Module) -> Any:
 
 
 class AlikeExperts:
-    """Which modules of a block's experts stand for which others.
+    """Finds the experts of equal structure in a block, which can represent each other.
 
     Args:
         modules: of the block, by name.
@@ -78,7 +79,7 @@ class AlikeExperts:
         ]
 
     def part_of(self, name: str) -> ExpertPart | None:
-        """As :func:`part_of_expert`, also where a mixture has another name."""
+        """Like :func:`part_of_expert`, also where the module of the experts has another name."""
         for mixture in self._mixtures:
             number, _, own = name.removeprefix(f"{mixture}.").partition(".")
             if name.startswith(f"{mixture}.") and number.isdigit() and own:
@@ -86,20 +87,20 @@ class AlikeExperts:
         return part_of_expert(name)
 
     def expert_of(self, name: str) -> tuple[str, str] | None:
-        """Which expert a module is part of: the first two parts of its name."""
+        """The expert that a module belongs to: the first two parts of its name."""
         part = self.part_of(name)
         return None if part is None else part[:2]
 
     def inside_one(self, names: Collection[str]) -> bool:
-        """Whether all of some modules are parts of one expert."""
+        """Return True if all named modules belong to one expert."""
         experts = set(map(self.expert_of, names))
         return len(experts) == 1 and None not in experts
 
     def alike(self, name: str, *, of_any_form: bool = False) -> list[str]:
-        """The names of a module of an expert in every expert that is alike, in order.
+        """Names of the corresponding module in every expert of equal structure, in order.
 
         Args:
-            name: of a module; one of no expert stands for itself alone.
+            name: of a module; one outside of experts is returned alone.
             of_any_form: also in experts of other parts or shapes.
         """
         part = self.part_of(name)
@@ -114,11 +115,11 @@ class AlikeExperts:
         ]
 
     def copies(self, names: Sequence[str]) -> list[tuple[str, ...]]:
-        """Modules of one expert, in every expert that is alike."""
+        """Repeat modules of one expert for every expert of equal structure."""
         return list(zip(*(self.alike(name) for name in names), strict=True))
 
     def left_out(self, names: Collection[str]) -> str | None:
-        """A module in another expert that belongs to some modules and is not among them."""
+        """The first module of another expert that belongs to ``names`` and is missing, if any."""
         known = set(names)
         seen: set[tuple[str, str]] = set()
         for part in filter(None, map(self.part_of, names)):
@@ -143,12 +144,12 @@ class AlikeExperts:
 
 @contextlib.contextmanager
 def to_few(modules: Collection[Module]) -> Iterator[None]:
-    """While the body runs, all tokens of each mixture go to a few of its experts, and to all these.
+    """Route all tokens of each MoE to a few of its experts while the body runs.
 
-    Which ones a router has chosen, and how much they count, still decides what comes out.
+    The router's choices and weights still determine the output.
 
     Args:
-        modules: those that are :class:`~llmcompressor.modeling.experts.LinearExperts` are told so.
+        modules: those that are :class:`~llmcompressor.modeling.experts.LinearExperts` are rerouted.
     """
     mixtures = [module for module in modules if isinstance(module, LinearExperts)]
     handles = [one.register_forward_pre_hook(_redirect, with_kwargs=True) for one in mixtures]
@@ -162,7 +163,7 @@ def to_few(modules: Collection[Module]) -> Iterator[None]:
 def _redirect(
     mixture: Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Other arguments for a mixture's forward, in its own order."""
+    """Arguments of an MoE's forward, with all routes redirected to a few experts."""
     assert isinstance(mixture, LinearExperts)
     names = ("hidden_states", "top_k_index", "top_k_weights")
     named = {**dict(zip(names, args, strict=False)), **kwargs}
@@ -180,7 +181,7 @@ def _redirect(
 
 
 def _gathered(rows: Tensor, experts: int, few: int) -> Tensor:
-    """Rows that are ordered by expert, added up in the places of a few experts."""
+    """Sum rows that are ordered by expert into the rows of a few experts."""
     each_ETH = rows.view(experts, -1, rows.shape[-1])
     gathered_ETH = torch.zeros_like(each_ETH)
     place_E = torch.arange(experts, device=rows.device) % few

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shows the matrices of experts what the same matrices of other experts are called with.
+"""Calibration of expert Linears with the inputs of the same Linears in other experts.
 
-Experts that take nothing but their own tokens (their code asks whose they are) cannot be called
-with what another gets. Their matrices can: experts of one list are alike, so that each matrix of
-one has its like in every other, and what that gets has the same columns.
+Some experts accept nothing but their own tokens, because their code depends on which expert they
+are. They cannot be called with another expert's input, but their Linears can: the experts of one
+list have equal structure, so each Linear has a counterpart in every other expert with the same
+input features.
 """
 
 from __future__ import annotations
@@ -23,13 +24,13 @@ __all__ = ["AlikeMatrices", "is_matrix"]
 
 
 def is_matrix(module: Module) -> bool:
-    """Whether a module multiplies what it gets by a weight of its own, as a Linear does."""
+    """Return True if a module multiplies its input by a weight of its own, like a Linear."""
     return hasattr(module, "in_features")
 
 
 @dataclass
 class _Given:
-    """A tensor that matrices of an expert are called with."""
+    """An input tensor of an expert's Linears."""
 
     tensor: Tensor
     version: int
@@ -40,7 +41,7 @@ class _Given:
 
 
 class AlikeMatrices:
-    """The matrices of the experts of some lists.
+    """The Linears of the experts of some lists.
 
     Args:
         lists: those whose members are called with their own tokens alone.
@@ -59,7 +60,7 @@ class AlikeMatrices:
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """Hear what matrices are called with, where :meth:`hearing` says so, in the body."""
+        """Record the inputs of expert Linears in the body, while :meth:`hearing` is active."""
 
         def hear(module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             given = first_tensor(args, kwargs)
@@ -80,7 +81,7 @@ class AlikeMatrices:
 
     @contextlib.contextmanager
     def hearing(self, member: Module, others: Sequence[Module]) -> Iterator[None]:
-        """What the matrices of ``member`` get in the body, those of ``others`` get behind it."""
+        """Record the inputs of ``member``'s Linears, then call those of ``others`` with them."""
         heard = self._heard[member] = []
         try:
             yield
@@ -88,7 +89,7 @@ class AlikeMatrices:
             del self._heard[member]
         for other in others:
             for given in heard:
-                copy = given.copy.clone()  # who watches is not to take it for another's input
+                copy = given.copy.clone()  # or hooks would take it for another expert's input
                 for path in given.paths:
                     other.get_submodule(path)(copy)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs of one block on random states with stand-in weights, as it is and with some exchanged."""
+"""Runs of one block on random hidden states with stand-in weights, to probe its structure."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ _SEED = 20
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """How a leaf of the block, or a mixture, was called, and what it returned.
+    """A call of a leaf module or MoE of the block, with its output.
 
-    Another call is never equal: to compare the tensors of two has no answer.
+    Calls never compare equal, as comparing their tensors has no single result.
     """
 
     name: str
@@ -41,12 +41,12 @@ class Call:
 
     @property
     def input(self) -> Tensor | None:
-        """Its first tensor argument."""
+        """The first tensor argument."""
         return first_tensor(self.args, self.kwargs)
 
     @property
     def takes_scales(self) -> bool:
-        """Whether the columns of its weight are the channels of what it was given."""
+        """Return True if the columns of the module's weight are the channels of its input."""
         columns, given = columns_of(self.module), self.input
         if columns is None or given is None or not given.is_floating_point():
             return False
@@ -55,13 +55,13 @@ class Call:
 
 @dataclass(frozen=True)
 class BlockRun:
-    """A run of the block as it is: the calls of its leaves and mixtures, and what it returned.
+    """A run of the unmodified block: the calls of its leaves and MoEs, and its output.
 
     Attributes:
         leaves: calls of its leaves, in order.
-        mixtures: calls of its mixtures, in order.
-        output: what it returned.
-        failed: it did not run, so that nothing is known of it.
+        mixtures: calls of its MoEs, in order.
+        output: the floating tensors that it returned.
+        failed: the block failed to run; nothing is known of it.
     """
 
     leaves: list[Call]
@@ -71,12 +71,12 @@ class BlockRun:
 
 
 class BlockRuns:
-    """One block, stand-in weights for it, and states to run it on.
+    """Runs a block with stand-in weights on random hidden states.
 
-    All tokens of a mixture go to a few of its experts.
+    All tokens of an MoE are routed to a few of its experts.
 
     Args:
-        block: the block; its own weights are not looked at, and stay what they are.
+        block: the block; its own weights are neither read nor changed.
         args: how the model calls it.
         kwargs: the same, by name.
 
@@ -98,10 +98,7 @@ class BlockRuns:
     def change(
         self, plain: Sequence[Tensor], changes: Mapping[Module, Mapping[str, Tensor]]
     ) -> float:
-        """How far the block's output moves with other parameters, as a share of its size.
-
-        Not a number where it does not run with them.
-        """
+        """Relative change of the block's output with other parameters; NaN if it fails to run."""
         try:
             with swapped(changes):
                 moved = self._run()
@@ -116,7 +113,7 @@ class BlockRuns:
         return max(shares, default=float("nan"))
 
     def watch(self) -> BlockRun:
-        """Run the block and note the calls of its leaves and mixtures, in order."""
+        """Run the block and record the calls of its leaves and MoEs, in order."""
         leaves: list[Call] = []
         mixtures: list[Call] = []
         names = {module: name for name, module in self.modules.items()}
@@ -152,7 +149,7 @@ class BlockRuns:
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """Stand-in weights, evaluation mode, no gradients; all as it was afterwards."""
+        """Use stand-in weights, eval mode and no gradients in the body; restore all afterwards."""
         training = [(module, module.training) for module in self.modules.values()]
         stand_ins = {
             module: {
@@ -177,7 +174,7 @@ class BlockRuns:
 
     @contextlib.contextmanager
     def _filled_buffers(self) -> Iterator[None]:
-        """Stand-ins for buffers that are read with the block's weights: a router's bias, say."""
+        """Fill buffers that are not loaded (a router's bias, say) with stand-ins in the body."""
         unread = [
             (module, name, buffer)
             for module in self.modules.values()
@@ -197,7 +194,7 @@ class BlockRuns:
                 module._buffers[name] = buffer
 
     def _stand_in(self, parameter: Tensor) -> Tensor:
-        """Random values of a parameter's shape; a matrix has one per diagonal, and no more."""
+        """Random values of a parameter's shape; a matrix is constant along its anti-diagonals."""
         shape = tuple(parameter.shape)
         if len(shape) <= 1:
             values = torch.rand(shape, generator=self.generator) + 0.5
@@ -208,7 +205,7 @@ class BlockRuns:
         return matrix if len(shape) == 2 else matrix.contiguous().expand(shape)
 
     def _prepared(self, value: Any) -> Any:
-        """An argument with hidden states made random, and every floating tensor float32."""
+        """Replace hidden states by random ones, and cast other floating tensors to float32."""
         is_states = isinstance(value, Tensor) and value.ndim == _HIDDEN_DIMS
         if is_states and value.is_floating_point():
             states = torch.randn(value.shape, generator=self.generator)
@@ -233,5 +230,5 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 
 def place_of(value: Any) -> tuple[int, int] | None:
-    """Equal for a tensor and a view of all of it."""
+    """Return a key that is equal for a tensor and a view of all of it."""
     return (value.data_ptr(), value.numel()) if isinstance(value, Tensor) else None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a model is made of: its repeated blocks and their parts, found from its structure."""
+"""Repeated blocks of a model (its decoder layers) and their parts, found from its structure."""
 
 from __future__ import annotations
 
@@ -56,12 +56,12 @@ def _outermost(model: Module, class_names: Collection[str]) -> Iterator[tuple[Mo
 
 
 def _is_repeated(name: str) -> bool:
-    """Whether a module is an entry of a list, or a part of one."""
+    """Return True if a module is an entry of a list, or part of one."""
     return any(part.isdecimal() for part in name.split("."))
 
 
 def _embeds(module: Module) -> bool:
-    """Whether it has an embedding of its own, whose weight a head may share."""
+    """Return True if a module has an embedding of its own, which a head may be tied to."""
     return any(isinstance(part, Embedding) for part in module.children())
 
 
@@ -78,9 +78,9 @@ def _listed_layers(model: Module) -> Iterator[tuple[Module, str]]:
 
 
 def is_bare_list(module: Module) -> bool:
-    """Whether a module is a list, or a dict, that is never called; its entries are.
+    """Return True if a module is a ModuleList or ModuleDict without a forward of its own.
 
-    One with a forward of its own is called as any other module.
+    Such a list is never called; its entries are.
     """
     is_list = isinstance(module, ModuleList | ModuleDict)
     return is_list and type(module).forward is Module.forward
@@ -101,5 +101,5 @@ def sub_blocks(block: Module, name: str, wanted: Collection[Module]) -> dict[Mod
 
 
 def block_of(blocks: dict[Module, str], name: str) -> str | None:
-    """The name of the block in which a module of this name lives, or ``None``."""
+    """The name of the block that the module ``name`` lies in, or ``None``."""
     return next((b for b in blocks.values() if name == b or name.startswith(f"{b}.")), None)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which modules a forward calls, in which order, and which of them get the same tensor.
+"""Call order of modules in a forward, and the modules that share an input tensor.
 
-q, k and v get one tensor, gate and up get one tensor: their statistics are the same and they can
-be solved together. What is shared is not known from names but seen: one small forward is watched.
+q, k and v share one input, and so do gate and up: their input statistics are the same, and they can
+be solved together. Sharing is not guessed from names but observed in one small forward.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["CallOrder", "first_tensor", "version_of", "watch_calls"]
 
 @dataclass(frozen=True)
 class CallOrder:
-    """What :func:`watch_calls` saw."""
+    """Modules in call order, grouped by shared input, as :func:`watch_calls` records them."""
 
     groups: tuple[tuple[Module, ...], ...]
     """Modules with one and the same input, in the order of the first call of each group."""
@@ -35,7 +35,7 @@ class CallOrder:
         return tuple(module for group in self.groups for module in group)
 
     def split(self, key: Callable[[Module], object]) -> CallOrder:
-        """The same calls, with each group divided into modules of one ``key``."""
+        """The same calls, with each group split by ``key``."""
         groups: list[tuple[Module, ...]] = []
         for group in self.groups:
             parts: dict[object, list[Module]] = {}
@@ -112,12 +112,12 @@ def watch_calls(
 
 
 def version_of(tensor: Tensor) -> int:
-    """How often a tensor was written to; 0 where torch does not count (inference mode)."""
+    """Number of in-place writes to a tensor; 0 where torch does not count (inference mode)."""
     return 0 if tensor.is_inference() else tensor._version
 
 
 def _alone(groups: list[list[Module]], module: Module) -> None:
-    """A module that is called again has several inputs: it shares none of them."""
+    """Move a module that is called again to a group of its own, as it has several inputs."""
     for position, group in enumerate(groups):
         if module in group and len(group) > 1:
             first = group[0] is module

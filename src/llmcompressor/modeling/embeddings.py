@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Input and output embeddings of a model, which may share one weight."""
+"""Input and output embeddings of a model, and the tying of their weights."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["embeddings", "is_tied", "says_tied", "untie_embeddings"]
 
 
 def embeddings(model: Module) -> tuple[Module | None, Module | None]:
-    """The modules of the input and of the output embeddings, ``None`` where there are none."""
+    """The modules of the input and of the output embeddings; ``None`` where there is none."""
     found: list[Module | None] = []
     for getter in ("get_input_embeddings", "get_output_embeddings"):
         try:
@@ -25,7 +25,7 @@ def embeddings(model: Module) -> tuple[Module | None, Module | None]:
 
 
 def is_tied(model: Module) -> bool:
-    """Whether input and output embeddings, in two modules, have one weight."""
+    """Return True if input and output embeddings are two modules that share one weight."""
     inputs, outputs = embeddings(model)
     if inputs is None or outputs is None or inputs is outputs:
         return False
@@ -33,19 +33,19 @@ def is_tied(model: Module) -> bool:
 
 
 def says_tied(model: PreTrainedModel) -> bool:
-    """Whether the configuration, or that of the text in it, ties input and output embeddings."""
+    """Return True if the configuration, or its text part, ties input and output embeddings."""
     holders = (model.config, text_config(model.config))
     return any(getattr(one, "tie_word_embeddings", None) for one in holders)
 
 
 def untie_embeddings(model: PreTrainedModel) -> bool:
-    """Give the output head weights of its own and say so in the configuration.
+    """Give the output head weights of its own, and update the configuration.
 
-    What else the configuration ties (the tables of an encoder and a decoder, say) gets its own
-    too: a reader of the new configuration looks for each.
+    Other tied weights (the embeddings of an encoder and a decoder, say) are untied too: a loader of
+    the new configuration expects each of them.
 
     Returns:
-        Whether the embeddings were tied.
+        True if the embeddings were tied before.
     """
     inputs, outputs = embeddings(model)
     if inputs is None or outputs is None or inputs is outputs:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How mixtures of experts stack their matrices, told from parameters and forwards.
+"""MoE weight layouts: how expert weights are stacked, detected from parameters and forwards.
 
 A stack holds one matrix per expert, ``gate_up_proj`` and ``down_proj`` (``up_proj`` where nothing
 is gated)::
@@ -7,7 +7,7 @@ is gated)::
     [experts, 2 * intermediate, hidden]   [experts, hidden, intermediate]   as Linears hold them
     [experts, hidden, 2 * intermediate]   [experts, intermediate, hidden]   transposed
 
-No family is known by name. A mixture is a module with such a pair of parameters, whose forward
+No model family is known by name. An MoE is a module with such a pair of parameters, whose forward
 takes ``(hidden_states, top_k_index, top_k_weights)``, or rows that are ordered by expert already
 (``[experts * tokens, hidden]``).
 """
@@ -45,12 +45,12 @@ _ROUTED_ARGUMENTS = 3
 
 @dataclass(frozen=True)
 class Part:
-    """Where one of an expert's Linears lies in the stacks.
+    """The location of one of an expert's Linears in the stacked weights.
 
     Attributes:
         role: :data:`GATE`, :data:`UP` or :data:`DOWN`.
         stack: the parameter that holds it.
-        rows: which output features of the stack's matrix are its own.
+        rows: its output features within the stack's matrix.
     """
 
     role: str
@@ -60,7 +60,7 @@ class Part:
 
 @dataclass(frozen=True)
 class StackForm:
-    """How the matrices of a mixture are stacked.
+    """The layout of an MoE's stacked expert weights.
 
     Attributes:
         experts: how many there are.
@@ -99,7 +99,7 @@ class StackForm:
 
     @cached_property
     def stacks(self) -> tuple[str, ...]:
-        """Names of the parameters that hold all of it."""
+        """Names of all parameters that hold stacked weights or biases."""
         names = dict.fromkeys(part.stack for part in self.parts)
         return (*names, *(f"{name}_bias" for name in names if self.biased))
 
@@ -115,12 +115,12 @@ class StackForm:
 
 @dataclass(frozen=True)
 class Mixture:
-    """Experts in stacks.
+    """An MoE with stacked expert weights.
 
     Attributes:
         name: of the module that holds the stacks.
         module: that module.
-        form: the layout; ``None`` if they cannot be taken apart.
+        form: the layout; ``None`` if the experts cannot be unfused.
         problem: why they cannot.
     """
 
@@ -139,19 +139,19 @@ def matrix_of(stack: Tensor, form: StackForm, expert: int, part: Part) -> Tensor
 
 
 def matrices_of(stack: Tensor, form: StackForm, part: Part) -> list[Tensor]:
-    """:func:`matrix_of` for every expert."""
+    """Like :func:`matrix_of`, for every expert."""
     if stack.ndim > 2 and form.transposed:
         stack = stack.mT
     return list(stack[:, part.rows].unbind())
 
 
 def is_stack(parameter: Any) -> bool:
-    """Whether a parameter holds several matrices."""
+    """Return True if a parameter is a stack of matrices."""
     return isinstance(parameter, Tensor) and parameter.ndim == _STACK
 
 
 def form_of(module: Module) -> StackForm | str:
-    """The layout that a module's parameters and forward tell, or why there is none."""
+    """The layout of a module's stacked experts, or the reason why it has none."""
     problem = _problem(module)
     if problem:
         return problem
@@ -177,7 +177,7 @@ def form_of(module: Module) -> StackForm | str:
 
 
 def _problem(module: Module) -> str:
-    """Why the parameters and the forward of a module are not those of a mixture; empty if not."""
+    """Why the parameters and forward of a module are not those of an MoE; empty if they are."""
     present = {key: one for key, one in module._parameters.items() if one is not None}
     gated = is_stack(present.get(_JOINED))
     if not (is_stack(present.get(DOWN)) and (gated or is_stack(present.get(UP)))):
@@ -198,7 +198,10 @@ def _problem(module: Module) -> str:
 
 
 def _is_transposed(first: Tensor, down: Tensor, joined: int) -> bool | None:
-    """Whether the stacks are ``[in, out]``; no two shapes can be read both ways where gated."""
+    """Return True if the stacks are ``[in, out]``, False if ``[out, in]``, ``None`` if neither.
+
+    Where experts are gated, the shapes are never ambiguous.
+    """
     experts, rows, columns = first.shape
     if down.shape == (experts, columns, rows // joined) and rows % joined == 0:
         return False

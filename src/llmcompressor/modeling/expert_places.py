@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which modules belong to which expert, and how many calibration tokens have reached that."""
+"""Position of modules in MoE experts, with the calibration tokens of each expert."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["ExpertPlace", "expert_places"]
 
 @dataclass(frozen=True)
 class ExpertPlace:
-    """Where a module stands in a mixture, whose experts are a stack or a list."""
+    """The position of a module in an MoE, whose experts are stacked or in a list."""
 
     mixture: Module
     expert: int
@@ -25,7 +25,7 @@ class ExpertPlace:
 
     @property
     def tokens(self) -> int:
-        """How many tokens were routed to the expert in this calibration so far."""
+        """Number of tokens routed to the expert in this calibration so far."""
         if isinstance(self.mixture, LinearExperts):
             return self.mixture.tokens[self.expert]
         counted = tokens_of(self.mixture)
@@ -33,24 +33,24 @@ class ExpertPlace:
 
     @property
     def policy(self) -> str | None:
-        """What is done about it where too few tokens have reached it; ``None``: enough have."""
+        """The policy for an expert with too few tokens; ``None`` if it has enough."""
         if isinstance(self.mixture, LinearExperts):
             return self.mixture.starved.get(self.expert)
         return starved_of(self.mixture).get(self.expert)
 
     @property
     def is_shown_more(self) -> bool:
-        """Whether it is called with other tokens than those routed to it, too."""
+        """Return True if the expert is also calibrated with tokens not routed to it."""
         if isinstance(self.mixture, LinearExperts):
             return self.mixture.shown[self.expert] in ("all_tokens", "neighbours")
         return is_shown_more(self.mixture, self.expert)
 
 
 def expert_places(block: Module) -> dict[Module, ExpertPlace]:
-    """The parts of experts in ``block``; of experts in experts, of the inner ones.
+    """Map each module of an expert in ``block`` to its place; for nested experts, the inner one.
 
-    What stands in a list may be experts: whether any of them is shown more than it is called with,
-    or has too few tokens, is known when calibration has come to them.
+    The members of any list may be experts. Whether they are shown further tokens, or have too few,
+    is known only once calibration has reached them.
     """
     found: dict[Module, ExpertPlace] = {}
     for module in block.modules():

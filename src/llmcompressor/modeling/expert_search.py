@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mixtures of experts in stacks, found in a model; what they compute is tried out.
+"""Detection of MoEs with stacked experts, verified on a small copy of each.
 
-Layouts are told in :mod:`llmcompressor.modeling.expert_forms`. That a mixture with such a layout
-computes ``down(act(gate(x)) * up(x))`` is seen on a small copy of it.
+Layouts are defined in :mod:`llmcompressor.modeling.expert_forms`. A small copy of an MoE is run to
+verify that it computes ``down(act(gate(x)) * up(x))``.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ _TOKENS = 5
 
 
 def find_mixtures(model: Module) -> list[Mixture]:
-    """The mixtures of a model whose experts are stacked, in order.
+    """The MoEs of a model with stacked experts, in order.
 
-    Those that cannot be taken apart are among them where they are known for experts: their stacks
-    have as many matrices as the configuration names experts, or lie below ``experts``, where also
-    matrices are seen that belong to no Linear.
+    Those that cannot be unfused are included where they are recognizable as experts: their stacks
+    have as many matrices as the configuration has experts, or lie below ``experts``. Below
+    ``experts``, matrices that belong to no Linear are included, too.
     """
     counts = _expert_counts(model)
     tried: dict[tuple[type[Module], StackForm], str] = {}
@@ -74,10 +74,10 @@ def _holds_experts(name: str, module: Module, stacks: dict[str, Any], counts: se
 
 
 def _matrices_of_experts(name: str, module: Module, counts: set[int]) -> list[str]:
-    """Names of parameters below ``experts`` that are matrices, and of which no Linear is made.
+    """Names of matrices below ``experts`` that cannot become Linears.
 
-    Those of all experts may stand one below the other in one matrix. A matrix with one row for
-    each expert is a router's.
+    The matrices of all experts may be concatenated in one. A matrix with one row for each expert is
+    a router's.
     """
     if not any("experts" in part for part in name.split(".")):
         return []
@@ -99,7 +99,7 @@ def _not_of_linears(module: Module, names: Sequence[str]) -> str:
 
 @dataclass
 class _Trial:
-    """A small copy of a mixture.
+    """A small copy of an MoE.
 
     Attributes:
         module: with stacks of few and small matrices.
@@ -113,10 +113,10 @@ class _Trial:
 
 
 def departure(module: Module, form: StackForm) -> str:
-    """Why a mixture does not compute what :class:`LinearExperts` does; empty if it does.
+    """Why an MoE does not compute what :class:`LinearExperts` does; empty if it does.
 
-    A small copy of it is run. One that cannot be run small is trusted if it declares its layout,
-    as transformers' mixtures do.
+    A small copy of it is run. One that cannot be run small is trusted if it declares its layout, as
+    transformers' MoEs do.
     """
     try:
         trial = _small(module, form)
@@ -143,7 +143,7 @@ def departure(module: Module, form: StackForm) -> str:
 
 
 def _small(module: Module, form: StackForm) -> _Trial:
-    """A copy of few and small matrices; sizes that are equal stay equal."""
+    """A copy with few and small matrices; sizes that are equal stay equal."""
     hidden = 8
     between = 8 if form.intermediate == form.hidden else 6
     if form.hidden == 2 * form.intermediate:
@@ -169,7 +169,7 @@ def _small(module: Module, form: StackForm) -> _Trial:
 
 
 def _small_child(child: Module, sizes: Mapping[int, int], random: torch.Generator) -> Module:
-    """A copy of what else a mixture calls, such as a norm, for vectors of the small sizes."""
+    """A copy of another child of an MoE, such as a norm, for vectors of the small sizes."""
     own = list(child.named_parameters())
     if not own or any(one.ndim != 1 or len(one) not in sizes for _, one in own):
         return child

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What experts are shown while a model is calibrated, and where forwards can be paused for it.
+"""Calibration of MoE experts in stages, where forwards can be paused.
 
-A mixture then has two further children per wave of experts, ``enter_0`` and ``leave_0``. The first
-shows the Linears that get tokens their inputs, the last those that come behind the activation, and
-computes the output. At each of them all passes wait, and the Linears of a wave are solved
-together. What a waiting pass holds are the tokens and their routes, which take little memory: what
-lies between an expert's matrices is computed once more in the last stage.
+During calibration an MoE has two further children per wave of experts, ``enter_0`` and ``leave_0``.
+The first shows the Linears that take tokens their inputs, the last shows those after the activation
+theirs and computes the output. All passes wait at each of them, and the Linears of a wave are
+solved together. A waiting pass holds the tokens and their routes, which take little memory; the
+activations between an expert's matrices are recomputed in the last stage.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ __all__ = ["ExpertStage", "begin_stages", "stages_passed"]
 
 
 def begin_stages(mixture: LinearExperts, wave: int | None = None) -> None:
-    """Have the experts of a wave called together, in stages, until ``mixture.end()``.
+    """Call the experts of each wave together, in stages, until ``mixture.end()``.
 
     Args:
-        mixture: whose.
+        mixture: the MoE.
         wave: experts per wave; all of them if ``None``.
     """
     mixture.end()
@@ -50,7 +50,7 @@ def begin_stages(mixture: LinearExperts, wave: int | None = None) -> None:
 
 @contextmanager
 def stages_passed(model: Module) -> Iterator[None]:
-    """Have experts run inside as when nothing is calibrated, each Linear called for its tokens."""
+    """Run experts in the body as outside of calibration: each Linear is called for its tokens."""
     staged = [one for one in model.modules() if isinstance(one, LinearExperts) and one.calibrating]
     for one in staged:
         one.calibrating = False
@@ -62,12 +62,12 @@ def stages_passed(model: Module) -> Iterator[None]:
 
 
 class ExpertStage(Module):
-    """The first or the last step of a wave of experts, where forwards can be paused.
+    """The first or the last stage of a wave of experts, where forwards can be paused.
 
     Attributes:
-        experts: which.
+        experts: indices of the wave's experts.
         linears: the Linears that are shown their inputs here.
-        is_done: they have been calibrated: nothing is shown any more.
+        is_done: the Linears are calibrated, and nothing is shown any more.
     """
 
     def __init__(self, mixture: LinearExperts, experts: range, roles: Sequence[str]) -> None:
@@ -80,12 +80,12 @@ class ExpertStage(Module):
 
     @property
     def mixture(self) -> LinearExperts:
-        """Whose experts these are."""
+        """The MoE that the experts belong to."""
         return self._mixture[0]
 
     @property
     def follower(self) -> Module:
-        """The other stage of the same wave."""
+        """The last stage of the same wave."""
         return next(leave for enter, leave in self.mixture.stages if enter is self)
 
     def forward(self, tokens_TH: Tensor, routes: Routes, result: Tensor | None = None) -> Any:
@@ -101,7 +101,7 @@ class ExpertStage(Module):
         return self.mixture.add(result.clone(), routes, made)
 
     def _shown_to(self, expert: int, routes: Routes) -> Tensor | None:
-        """The tokens that an expert's statistics are to be made of; ``None`` for none."""
+        """The tokens that an expert is calibrated with; ``None`` for none."""
         how = self.mixture.shown[expert]
         if how == "all_tokens":
             return routes.tokens_TH
@@ -132,10 +132,10 @@ class ExpertStage(Module):
         return product(mixture.linear(expert, DOWN), between)
 
     def _show_between(self, routes: Routes) -> dict[int, Tensor]:
-        """As :meth:`_output` of each expert: what it is shown besides does not change a bit of it.
+        """Show the last Linears their inputs; the output is bit-identical to :meth:`_output`'s.
 
-        Products of more rows may be rounded otherwise, and a run that goes on behind this layer
-        shows it nothing.
+        Products of more rows may round differently, and a run that is resumed after this layer
+        shows it nothing. So the output is computed from the expert's own tokens alone.
         """
         made = {}
         for expert in self.experts:
@@ -151,7 +151,7 @@ class ExpertStage(Module):
         return made
 
     def _shown_between(self, expert: int, own: Tensor, routes: Routes) -> Tensor | None:
-        """What the last Linear of an expert is shown, given what the expert has for itself."""
+        """The calibration input of an expert's last Linear, given the expert's own activations."""
         mixture = self.mixture
         how = mixture.shown[expert]
         if how == "routed" and len(own):
@@ -168,8 +168,8 @@ class ExpertStage(Module):
 
 
 def _as_no_batch(rows_TH: Tensor, routes: Routes) -> Tensor:
-    """Rows of several experts; the last is left out if they are as many as the layer's tokens.
+    """Drop the last row of several experts' rows if they are as many as the layer's tokens.
 
-    Those who watch would take them for these tokens, padding and order and all.
+    Hooks would otherwise take them for these tokens, with their order and padding.
     """
     return rows_TH[:-1] if len(rows_TH) == len(routes.tokens_TH) else rows_TH

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Experts as Linears: what takes the place of a module that holds them in stacks.
+"""MoE experts as Linears: the replacement for a module with stacked expert weights.
 
 :class:`LinearExperts` has one child per expert, ``0``, ``1``, …, with a Linear for each of its
-matrices, and computes what the original computes. While a model is calibrated each expert is also
-*shown* tokens: those that are routed to it, or others too. What is shown and not routed has no part
-in the output.
+matrices, and computes what the original computes. During calibration each expert is also *shown*
+tokens: those that are routed to it, or others too. Tokens that are shown but not routed do not
+contribute to the output.
 
-What is shown when is the work of :mod:`llmcompressor.modeling.expert_stages`.
+The order of calibration is defined in :mod:`llmcompressor.modeling.expert_stages`.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Expert(Module):
 
 
 class Routes(NamedTuple):
-    """Which rows go where."""
+    """The routing of a batch: the rows, weights and inputs of each expert."""
 
     tokens_TH: Tensor
     """Every token of the layer."""
@@ -59,33 +59,33 @@ class Routes(NamedTuple):
     """Expert → which of its rows are no padding, bool; ``None`` where all are."""
 
     def input_of(self, expert: int) -> Tensor:
-        """What an expert gets, ``[rows, hidden]``."""
+        """The input of an expert, ``[rows, hidden]``."""
         if self.inputs is not None:
             return self.inputs[expert]
         return self.tokens_TH[self.rows[expert]]
 
     def without_padding(self, expert: int, values: Tensor) -> Tensor:
-        """Those of an expert's rows that count."""
+        """The rows of an expert's values that are not padding."""
         if self.real is None or bool(self.real[expert].all()):
             return values
         return values[self.real[expert]]
 
 
 class LinearExperts(Module):
-    """A mixture of experts, each with Linears of its own.
+    """An MoE whose experts have Linears of their own.
 
     Args:
-        original: the module that it stands for; its activation and gating are kept.
-        form: how that one's stacks were laid out.
+        original: the module that it replaces; its activation and gating are kept.
+        form: the layout of the original's stacks.
         names: :data:`GATE`, :data:`UP`, :data:`DOWN` → what the Linears are called.
 
     Attributes:
         tokens: how many real tokens were routed to each expert in the last calibration.
-        starved: experts that got too few, and what was done about it.
-        shown: what each expert is shown while the model is calibrated.
+        starved: experts that got too few tokens → the policy applied to them.
+        shown: the tokens that each expert is shown during calibration.
         stages: the first and the last stage of each wave, while the model is calibrated.
         real_T: which tokens of the present batch are no padding; ``None``: all.
-        calls_all: experts without tokens are called too, for those who watch calls.
+        calls_all: experts without tokens are called too, so that their calls are recorded.
         calibrating: whether stages are called, and tokens shown.
     """
 
@@ -111,7 +111,7 @@ class LinearExperts(Module):
     # ------------------------------------------------------------------ parts
 
     def linear(self, expert: int, role: str) -> Linear:
-        """One of an expert's Linears."""
+        """The Linear of an expert with the given role."""
         found = self._modules[str(expert)]
         assert found is not None
         linear = found._modules[self.names[role]]
@@ -120,22 +120,22 @@ class LinearExperts(Module):
 
     @property
     def hollow(self) -> Module:
-        """The module that this one stands for, without its stacks."""
+        """The original module without its stacked weights."""
         return self._gating[0]
 
     @property
     def entrances(self) -> tuple[str, ...]:
-        """What the Linears that get tokens do."""
+        """Roles of the Linears that take tokens."""
         return (GATE, UP) if self.form.gated else (UP,)
 
     def keep(self, kept: Sequence[int]) -> None:
         """Drop all experts but ``kept``.
 
-        The weights move into the first Linears, which stay: who holds them by name or as modules
-        holds what is there afterwards.
+        The weights move into the first Linears, which stay: references to these modules, by name or
+        object, remain valid.
 
         Args:
-            kept: their numbers, rising.
+            kept: their indices, in ascending order.
         """
         for place, number in enumerate(kept):
             for part in self.form.parts:
@@ -151,7 +151,7 @@ class LinearExperts(Module):
         self._gating = (copy.copy(self.hollow),)
 
     def end(self) -> None:
-        """Take the stages away; the counts stay."""
+        """Remove the stages; the token counts stay."""
         for place in range(len(self.stages)):
             del self._modules[f"enter_{place}"], self._modules[f"leave_{place}"]
         self.stages = []
@@ -167,7 +167,7 @@ class LinearExperts(Module):
         top_k_index: Tensor | None = None,
         top_k_weights: Tensor | None = None,
     ) -> Tensor:
-        """As the original: see :mod:`llmcompressor.modeling.expert_forms`."""
+        """Compute the original's output; see :mod:`llmcompressor.modeling.expert_forms`."""
         if not self.calibrating:
             return self.mixed(hidden_states, top_k_index, top_k_weights)
         routes = self._routes(hidden_states, top_k_index, top_k_weights)
@@ -183,7 +183,7 @@ class LinearExperts(Module):
         top_k_index: Tensor | None = None,
         top_k_weights: Tensor | None = None,
     ) -> Tensor:
-        """What :meth:`forward` returns; nothing is shown beside what is routed."""
+        """The output of :meth:`forward`, computed without showing further tokens."""
         routes = self._routes(hidden_states, top_k_index, top_k_weights)
         result = torch.zeros_like(hidden_states)
         for expert in range(self.num_experts):
@@ -192,7 +192,7 @@ class LinearExperts(Module):
         return result
 
     def counts(self, *arguments: Any, **named: Any) -> list[int]:
-        """How many real tokens go to each expert, given what :meth:`forward` gets."""
+        """Number of real tokens routed to each expert, given the arguments of :meth:`forward`."""
         routes = self._routes(*arguments, **named)
         if routes.real is None:
             return [len(rows) for rows in routes.rows]
@@ -226,14 +226,14 @@ class LinearExperts(Module):
         return Routes(tokens_TH, rows, weights, inputs, real)
 
     def _run(self, expert: int, routes: Routes) -> Tensor:
-        """What an expert makes of its tokens."""
+        """The output of an expert for its tokens."""
         given = routes.input_of(expert)
         between = self._gated(*(self.linear(expert, role)(given) for role in self.entrances))
         result: Tensor = self.linear(expert, DOWN)(between)
         return result
 
     def add(self, result: Tensor, routes: Routes, made: Mapping[int, Tensor]) -> Tensor:
-        """``result`` with what experts have made of their tokens; it is changed in place."""
+        """Add the weighted outputs of experts to ``result``, in place."""
         for expert, product_TH in made.items():
             rows, output = routes.rows[expert], self.normed(product_TH)
             if routes.weights is not None:
@@ -245,7 +245,7 @@ class LinearExperts(Module):
         return result
 
     def normed(self, output: Tensor) -> Tensor:
-        """What an expert's last product becomes before it is weighted: mixtures may have a norm."""
+        """Apply the norm that some MoEs have after an expert, before outputs are weighted."""
         original: Any = self.hollow
         if not getattr(original, "has_post_expert_norm", False):
             return output
@@ -253,7 +253,7 @@ class LinearExperts(Module):
         return normed
 
     def _gated(self, *values: Tensor) -> Tensor:
-        """What the original does between its two products."""
+        """Apply the original's activation and gating."""
         original: Any = self.hollow
         if not self.form.gated:
             activated: Tensor = original.act_fn(values[0])
@@ -271,15 +271,15 @@ class LinearExperts(Module):
     # ------------------------------------------------------------------ calibration
 
     def between(self, expert: int, given: Tensor) -> Tensor:
-        """What an expert has between its matrices; no hook of its Linears is called."""
+        """The activations between an expert's matrices, computed without calling hooks."""
         return self._gated(*(product(self.linear(expert, role), given) for role in self.entrances))
 
 
 def take_apart(mixture: Mixture, names: Mapping[str, str]) -> LinearExperts:
-    """The mixture with a Linear for each matrix; where it can be, its weights are views.
+    """Unfuse an MoE: a Linear for each matrix, whose weight is a view where possible.
 
     Args:
-        mixture: one that can be taken apart.
+        mixture: one that can be unfused.
         names: :data:`GATE`, :data:`UP`, :data:`DOWN` → what the Linears are to be called.
     """
     assert mixture.form is not None
@@ -290,11 +290,11 @@ def take_apart(mixture: Mixture, names: Mapping[str, str]) -> LinearExperts:
 
 
 def put_together(mixture: LinearExperts, *, hollow: bool = False) -> Module:
-    """A module like the one that ``mixture`` was made of, with the present weights in stacks.
+    """Fuse the Linears of ``mixture`` into a module like the original, with stacked weights.
 
     Args:
         mixture: its Linears stay as they are.
-        hollow: the stacks have no data.
+        hollow: leave the stacks on the meta device, without data.
     """
     form = mixture.form
     whole = copy.copy(mixture.hollow)
@@ -318,7 +318,7 @@ def put_together(mixture: LinearExperts, *, hollow: bool = False) -> Module:
 
 
 def _experts(original: Module, form: StackForm, names: Mapping[str, str]) -> Iterator[Expert]:
-    """The experts of a mixture. There may be hundreds: all but the weights is made once."""
+    """The experts of an MoE; all but the weights is built once, as there may be hundreds."""
     blank = Expert()
     blank.training = original.training
     linears = [_blank_linear(original, form, part) for part in form.parts]
@@ -337,7 +337,7 @@ def _experts(original: Module, form: StackForm, names: Mapping[str, str]) -> Ite
 def _own_values(
     original: Module, form: StackForm, part: Part
 ) -> dict[str, tuple[Sequence[Tensor], bool]]:
-    """``weight`` and ``bias`` of one of the Linears, for each expert, and whether it is trained."""
+    """``weight`` and ``bias`` of a Linear for each expert, and whether they need gradients."""
     found: dict[str, tuple[Sequence[Tensor], bool]] = {}
     for kind, key in (("weight", part.stack), ("bias", f"{part.stack}_bias")):
         stack = original._parameters.get(key)
@@ -360,7 +360,7 @@ def _blank_linear(original: Module, form: StackForm, part: Part) -> Linear:
 
 
 def _copy(module: _M) -> _M:
-    """A copy of a module that holds nothing yet; a new one would take ten times as long."""
+    """A shallow copy of a module without weights, ten times faster than a new one."""
     kind = type(module)
     made = kind.__new__(kind)
     made.__dict__.update(
@@ -371,7 +371,7 @@ def _copy(module: _M) -> _M:
 
 
 def _hollow(original: Module) -> Module:
-    """The original without its stacks: what computes the activation."""
+    """The original without its stacked weights, which computes the activation."""
     hollow = copy.copy(original)
     hollow._parameters = {}
     return hollow

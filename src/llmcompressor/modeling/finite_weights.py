@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Find NaN and infinity in weights, fast."""
+"""Fast detection of NaN and infinity in weights."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ def first_nonfinite(
 ) -> str | None:
     """The name of the first parameter that holds NaN or infinity.
 
-    Where parameters are spread over processes, all of them have to call this, and get one answer.
+    Where parameters are sharded over processes, all of them have to call this, and get the same
+    answer.
 
     Args:
         model: the model.
@@ -42,11 +43,11 @@ def first_nonfinite(
 
 @torch.no_grad()
 def nonfinite(named: Mapping[str, Tensor]) -> list[str]:
-    """The names of those weights that hold NaN or infinity, in their order.
+    """The names of the weights that hold NaN or infinity, in their order.
 
     Args:
-        named: weights of any shape, dtype and device. Where they are spread over processes, all
-            of these have to give the same ones in the same order, and get one answer.
+        named: weights of any shape, dtype and device. Where they are sharded over processes, all
+            processes have to pass the same names in the same order, and get the same answer.
     """
     bad: set[str] = set()
 
@@ -55,7 +56,7 @@ def nonfinite(named: Mapping[str, Tensor]) -> list[str]:
             bad.add(pair[0])
 
     parts = [(name, local(weight)) for name, weight in named.items() if not is_flat(weight)]
-    # side by side: threads that share one would wait for the one that reads ahead
+    # one tensor per thread: threads that share one would wait for the one that reads ahead
     each_on_one_thread(look, [pair for pair in parts if pair[1].device.type == "cpu"])
     for pair in parts:
         if pair[1].device.type != "cpu":
@@ -68,7 +69,7 @@ def nonfinite(named: Mapping[str, Tensor]) -> list[str]:
 
 
 def _elsewhere(named: Mapping[str, Tensor], bad: Collection[str]) -> set[str]:
-    """What is bad in the parts of any process: few questions, in the same order on each."""
+    """Names that are bad in any process's shard, by one all-reduce per mesh and device type."""
     found: set[str] = set()
     spread: dict[Any, list[str]] = {}
     for name, weight in named.items():

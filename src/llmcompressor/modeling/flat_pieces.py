@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parameters of which each process has a flat piece, as of DeepSpeed's ZeRO stage 3.
+"""ZeRO stage 3: parameters of which each process holds a flat partition.
 
-Such a parameter is empty but while its module runs, when DeepSpeed's hooks have gathered it. What
-lasts is a piece of it per process, one dimension and padded at the end (``ds_tensor``), and the
-optimizer's float32 copy of that piece. All processes have to call these functions alike.
+Such a parameter is empty except while its module runs, when DeepSpeed's hooks have gathered it.
+What persists is one flat partition per process, padded at the end (``ds_tensor``), and the
+optimizer's float32 copy of it. These functions are collective: all processes have to call them
+alike.
 
-DeepSpeed is an optional companion: it is imported where a parameter shows that it is at work.
+DeepSpeed is optional: it is imported only where a parameter shows that it is in use.
 """
 
 from __future__ import annotations
@@ -33,17 +34,17 @@ __all__ = [
 
 
 def is_flat(tensor: Any) -> bool:
-    """Whether each process has a flat piece of it."""
+    """Return True if a parameter is partitioned by ZeRO stage 3."""
     return getattr(tensor, "ds_tensor", None) is not None
 
 
 def in_pieces(model: Module) -> bool:
-    """Whether a model has such parameters."""
+    """Return True if any parameter of a model is partitioned by ZeRO stage 3."""
     return any(is_flat(parameter) for parameter in model.parameters())
 
 
 def shape_of(parameter: Any) -> tuple[int, ...]:
-    """Of the whole parameter, whatever is in memory of it."""
+    """The shape of the whole parameter, gathered or not."""
     return tuple(parameter.ds_shape if is_flat(parameter) else parameter.shape)
 
 
@@ -58,11 +59,11 @@ def gathered(parameter: Any) -> Tensor:
 
 
 def cut(values: Tensor, parameter: Any) -> Tensor:
-    """The piece of ``values`` that this process has, cut as ``parameter`` is; zeros pad it.
+    """The partition of ``values`` on this process, padded with zeros, like ``parameter``'s.
 
     Args:
         values: of the shape of the whole parameter, the same on every process.
-        parameter: in flat pieces.
+        parameter: a partitioned parameter.
     """
     piece = parameter.ds_tensor
     size = piece.numel()
@@ -72,7 +73,7 @@ def cut(values: Tensor, parameter: Any) -> Tensor:
 
 
 def joined(piece: Tensor, parameter: Any) -> Tensor:
-    """The whole of what every process has a piece of, cut as ``parameter`` is."""
+    """All-gather the partitions of every process into the whole tensor."""
     group = parameter.ds_process_group
     piece = piece.to(parameter.device)
     pieces = [torch.empty_like(piece) for _ in range(torch.distributed.get_world_size(group))]
@@ -82,11 +83,11 @@ def joined(piece: Tensor, parameter: Any) -> Tensor:
 
 @torch.no_grad()
 def change_piece(parameter: Any, change: Callable[[Tensor], Any]) -> None:
-    """Change this process's piece, and the optimizer's float32 copy of it.
+    """Change this process's partition, and the optimizer's float32 copy of it.
 
     Args:
-        parameter: in flat pieces; what was gathered of it is let go.
-        change: called with each of the two, changes it in place, and takes the same as the other.
+        parameter: partitioned; a gathered copy of it is freed.
+        change: called with each of the two, which it changes in place.
     """
     change(parameter.ds_tensor)
     if hasattr(parameter, "_z3_optimizer"):
@@ -104,11 +105,11 @@ def change_piece(parameter: Any, change: Callable[[Tensor], Any]) -> None:
 
 @torch.no_grad()
 def change_gradient(parameter: Any, change: Callable[[Tensor], Any]) -> None:
-    """Change this process's piece of the gradient, when all of a step has come.
+    """Change this process's partition of the gradient, once a step's gradient is complete.
 
     Args:
-        parameter: in flat pieces.
-        change: called with the piece, which it changes in place.
+        parameter: a partitioned parameter.
+        change: called with the partition, which it changes in place.
     """
     if not hasattr(parameter, "_z3_optimizer"):
         return
@@ -122,9 +123,9 @@ def change_gradient(parameter: Any, change: Callable[[Tensor], Any]) -> None:
 
 @contextmanager
 def shapes_shown(model: Module) -> Iterator[None]:
-    """Have empty parameters show the shape that they have when they are whole.
+    """Make partitioned parameters report their whole shape in the body.
 
-    Their values are zeros that take no memory: this is for who asks for shapes alone.
+    Their values are zeros that take no memory: only the shapes may be used.
 
     Args:
         model: nothing of it is gathered.
@@ -141,9 +142,9 @@ def shapes_shown(model: Module) -> Iterator[None]:
 
 
 def as_buffers(module: Module) -> None:
-    """Keep parameters that were put on a module later as buffers, which every process has whole.
+    """Turn parameters that were added to a module later into buffers, whole on every process.
 
-    DeepSpeed's hooks take every parameter of a module for one that is in pieces.
+    DeepSpeed's hooks treat every parameter of a module as partitioned.
     """
     for name, parameter in list(module._parameters.items()):
         if parameter is not None and not is_flat(parameter):

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which module's output another module gets as its input, seen in one forward on a few tokens.
+"""Data flow between modules: whose output is whose input, traced in one small forward.
 
-A tensor that is handed on, or a view of it, has the same storage: so a norm is found to feed the
+A tensor that is passed on, or a view of it, has the same storage, so a norm is found to feed the
 Linears that read it, whatever they are called. Casts are followed too; sums and products make new
-tensors and end the trail. No weight is read; those that are not loaded count as zero.
+tensors and end the trace. No weight is read; those that are not loaded count as zero.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ FORWARD_FAILURES = (
 
 @dataclass
 class Flow:
-    """What a forward showed.
+    """The data flow that a forward showed.
 
     Attributes:
         feeder: module → the leaf whose output, a view or a cast of it, was its first input.
@@ -62,7 +62,7 @@ class Flow:
 
 
 def probe_inputs(model: Module) -> dict[str, Any]:
-    """A row of token ids, as the model takes it."""
+    """Model inputs for a probe: one row of token ids."""
     config: Any = getattr(model, "config", None)
     text = text_config(config)
     vocabulary = int(getattr(text, "vocab_size", None) or _TOKENS)
@@ -73,7 +73,7 @@ def probe_inputs(model: Module) -> dict[str, Any]:
 
 
 def trace_flow(model: Module) -> Flow:
-    """Run ``model`` on a few tokens and see which leaf feeds which module.
+    """Run ``model`` on a few tokens and trace which leaf module feeds which module.
 
     Raises:
         TargetError: the model does not run on token ids alone.
@@ -89,7 +89,7 @@ def trace_flow(model: Module) -> Flow:
         with torch.no_grad(), hollow_weights(model), trail:
             model.eval()
             model(**probe_inputs(model))
-    except (CompressorError, torch.OutOfMemoryError):  # of what loads the weights; of nobody
+    except (CompressorError, torch.OutOfMemoryError):  # by loading weights, or memory
         raise
     except FORWARD_FAILURES as error:
         raise TargetError(
@@ -106,10 +106,10 @@ def trace_flow(model: Module) -> Flow:
 
 
 class _Trail(TorchFunctionMode):
-    """Follows what leaves return, by its storage, through views and casts.
+    """Follows the outputs of leaf modules by their storage, through views and casts.
 
     Attributes:
-        flow: what was seen.
+        flow: the traced data flow.
     """
 
     def __init__(self) -> None:
@@ -119,21 +119,21 @@ class _Trail(TorchFunctionMode):
         self._alive: list[Tensor] = []  # or a later tensor could be given the same storage
 
     def before(self, module: Module, args: Any, kwargs: Any) -> None:
-        """A module is called."""
+        """Record the call of a module and the leaf that feeds it."""
         tensor = first_tensor(args, kwargs)
         self.flow.called.setdefault(module)
         if tensor is not None and (feeder := self._source.get(_storage(tensor))) is not None:
             self.flow.feeder.setdefault(module, feeder)
 
     def after(self, module: Module, _: Any, output: Any) -> None:
-        """A leaf has returned."""
+        """Follow the output of a leaf."""
         if isinstance(output, Tensor):
             self._follow(output, module)
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Run a function of torch; a cast of what is followed is followed."""
+        """Run a torch function; the cast of a followed tensor is followed."""
         result = _nothing(*args) if func is linear and not kwargs else None
         if result is None:
             result = func(*args, **(kwargs or {}))
@@ -149,9 +149,9 @@ class _Trail(TorchFunctionMode):
 
 
 def _nothing(input_XC: Any, weight_RC: Any = None, bias_R: Any = None) -> Tensor | None:
-    """The product with a matrix that is not loaded: zeros, for which it need not be gone through.
+    """The product with a weight that is not loaded: zeros, without multiplying.
 
-    ``None`` if it is another matrix.
+    ``None`` if the weight is another one.
     """
     if not isinstance(weight_RC, Tensor) or weight_RC.ndim != 2 or any(weight_RC.stride()):
         return None

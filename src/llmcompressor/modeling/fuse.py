@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""What a rotation of the stream needs first: embeddings without a mean, norms without a gain.
+r"""Norm fusion before rotations: zero-mean embeddings, norm gains folded into Linears.
 
 With g the gain of a norm n and b its bias, a Linear W that reads it computes the same from a norm
 without gain once its columns have it:
@@ -23,7 +23,7 @@ __all__ = ["center_embeddings", "fuse_norm_linears"]
 
 @torch.no_grad()
 def center_embeddings(embedding: Module) -> None:
-    """Take the mean of each row out of an embedding; in float64.
+    """Subtract the mean from each row of an embedding, in float64.
 
     Raises:
         InputError: the module has no weight.
@@ -34,7 +34,7 @@ def center_embeddings(embedding: Module) -> None:
 
 @torch.no_grad()
 def fuse_norm_linears(norm: Module, linears: Iterable[Linear]) -> None:
-    """Multiply the gain of a norm into the columns of the Linears that read it; in float64.
+    """Fold the gain of a norm into the columns of the Linears that read it, in float64.
 
     Args:
         norm: a norm of the form ``(w + o) n(x) + b``, where o is 0, or 1 as in Gemma.

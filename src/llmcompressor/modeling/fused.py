@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which Linears a serving engine joins into one.
+"""Fused layers: the Linears that a serving engine joins into one.
 
 Engines run q, k and v as one matrix, gate and up as another. The members of such a set must be
 quantized alike: the engine looks up one scheme for the joined matrix and, for formats with one
-scale per tensor (NVFP4's global scale), keeps one scale. The experts of a mixture are joined
-too: one scheme is looked up for all of them.
+scale per tensor (NVFP4's global scale), keeps one scale. The experts of an MoE are joined too: one
+scheme is looked up for all of them.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ _EXPERT = re.compile(r"(?P<experts>(?:.*\.)?experts)\.\d+\.")
 
 
 def fused_partners(name: str, present: Container[str] = ()) -> tuple[str, ...]:
-    """The full names that would be joined with ``name``, whether or not the model has them.
+    """The full names that are fused with ``name`` when served, whether or not the model has them.
 
     Args:
         name: of a Linear.
-        present: names that the model has; those of a forget gate decide about what is beside them.
+        present: names that the model has; with a forget gate, the Linears next to it are fused.
 
     >>> fused_partners("layers.0.self_attn.k_proj")
     ('layers.0.self_attn.q_proj', 'layers.0.self_attn.v_proj')
@@ -64,7 +64,7 @@ def fused_partners(name: str, present: Container[str] = ()) -> tuple[str, ...]:
 
 
 def _joined(name: str, present: Container[str]) -> Iterator[str]:
-    """``name`` and all that may be joined with it, in the order in which they are joined."""
+    """``name`` and all names that may be fused with it, in the order of fusion."""
     prefix, own = _parted(name)
     found = dict.fromkeys(
         each for suffixes in FUSED_SUFFIXES if own in suffixes for each in suffixes
@@ -75,7 +75,7 @@ def _joined(name: str, present: Container[str]) -> Iterator[str]:
 
 
 def _parted(name: str) -> tuple[str, str]:
-    """What a name begins with, dot included, and what of it stands in the tables."""
+    """Split a name into its prefix, with the dot, and the suffix that the tables list."""
     for nested in _FORGET_GATE[1:]:
         if name.endswith(f".{nested}"):
             return name.removesuffix(nested), nested
@@ -84,9 +84,9 @@ def _parted(name: str) -> tuple[str, str]:
 
 
 def fused_sets(model: Module) -> list[tuple[str, ...]]:
-    """The sets of Linears in ``model`` that are joined when served, two or more names each.
+    """The sets of Linears in ``model`` that are fused when served, two or more names each.
 
-    Sets come in model order, the names of a set in the order in which they are joined.
+    Sets are in model order, the names of a set in the order of fusion.
     """
     linears = [name for name, module in named_modules(model) if isinstance(module, Linear)]
     known = set(linears)
@@ -99,11 +99,11 @@ def fused_sets(model: Module) -> list[tuple[str, ...]]:
 
 
 def absent_partners(present: Collection[str]) -> dict[str, tuple[str, ...]]:
-    """Queries whose attention has no keys or values of its own → the names that those would have.
+    """Map each query whose attention lacks keys or values to the names these would have.
 
-    It takes the keys for values (Gemma 4's full attention), or both from another layer (its last
-    layers). Engines join q, k and v there as elsewhere, and ask for the scheme of all by name.
-    Where a model has no such keys at all, as with a latent, nothing is joined.
+    Gemma 4's full attention uses the keys as values, and its last layers take both from another
+    layer. Engines fuse q, k and v there as elsewhere, and look up the scheme of all three by name.
+    In models without any such keys, as with latent attention, nothing is fused.
 
     >>> absent_partners(["0.attn.q_proj", "0.attn.k_proj", "1.attn.q_proj", "1.cross.q_proj"])
     {'0.attn.q_proj': ('0.attn.v_proj',), '1.attn.q_proj': ('1.attn.k_proj', '1.attn.v_proj')}
@@ -120,7 +120,7 @@ def absent_partners(present: Collection[str]) -> dict[str, tuple[str, ...]]:
 
 
 def is_expert(name: str) -> bool:
-    """Whether a module is part of one expert of a mixture.
+    """Return True if a module is part of one expert of an MoE.
 
     >>> is_expert("model.layers.0.mlp.experts.3.up_proj"), is_expert("model.layers.0.mlp.up_proj")
     (True, False)
@@ -129,9 +129,9 @@ def is_expert(name: str) -> bool:
 
 
 def expert_sets(model: Module) -> list[tuple[str, ...]]:
-    """Per mixture of experts, the names of all Linears of its experts, in model order.
+    """The names of all expert Linears of each MoE, in model order.
 
-    Only experts that are modules of their own (``…experts.3.up_proj``) are seen.
+    Only experts that are modules of their own (``…experts.3.up_proj``) are found.
     """
     sets: defaultdict[str, list[str]] = defaultdict(list)
     for name, module in named_modules(model):

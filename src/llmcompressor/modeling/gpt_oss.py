@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Old path of taking the experts of GPT-OSS apart, which every run does by itself."""
+"""Compatibility path for unfusing GPT-OSS experts, which every run does by itself."""
 
 from llmcompressor.modeling.unneeded import (
     replace_modules_for_calibration as convert_model_for_quantization_gptoss,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models without weights, run to see what is called and what is shared."""
+"""Zero weights: models run without loading their weights, to see calls and shared inputs."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ __all__ = ["hollow_weights", "zero_products"]
 
 @contextlib.contextmanager
 def hollow_weights(model: Module, *, skips_experts: bool = False) -> Iterator[torch.device]:
-    """Give every parameter and buffer that is not loaded the value zero, which takes no memory.
+    """Replace every parameter and buffer that is not loaded by zeros, which take no memory.
 
-    No weight is read. Yields the device on which the model computes then: that of what is loaded.
+    No weight is read. Yields the device on which the model runs then: that of the loaded weights.
 
     Args:
-        model: whose.
-        skips_experts: stacks of experts return the zeros that they would compute, which takes time
+        model: the model.
+        skips_experts: stacked experts return zeros without computing them, which would take time
             and a matrix of each stack.
     """
     modules = list(model.modules())
@@ -58,7 +58,7 @@ def hollow_weights(model: Module, *, skips_experts: bool = False) -> Iterator[to
 
 @contextlib.contextmanager
 def zero_products() -> Iterator[None]:
-    """Have ``torch.nn.functional.linear`` know what a weight makes of its input that is one zero.
+    """Make ``torch.nn.functional.linear`` skip the product with a weight that is an expanded zero.
 
     torch would write such a weight out in full, and multiply.
     """
@@ -78,9 +78,9 @@ def _zeros(given: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _is_hollow_stack(module: Module) -> bool:
-    """Whether a module holds experts as transformers calls them, none of which is loaded.
+    """Return True if a module holds stacked experts of transformers, none of them loaded.
 
-    Llama 4's has none of the marks of the others, and stacks of the same names.
+    Llama 4's has none of the marks of the others, but stacks of the same names.
     """
     own = dict(_own(module._parameters))
     is_marked = hasattr(type(module), "_apply_gate") and hasattr(module, "has_gate")
@@ -98,6 +98,6 @@ def _nothing_of_experts(module: Module, forward: Any) -> Any:
 
 
 def _own(values: Mapping[str, Any]) -> list[tuple[str, Tensor]]:
-    """Those that are there; weights that are read when they are looked at stay unread."""
+    """The values that are present; weights that are loaded on access stay unloaded."""
     items = dict.items(values) if isinstance(values, dict) else values.items()
     return [(name, value) for name, value in items if value is not None]

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hooks that modifiers put on modules, and the switch that turns them off.
+"""Hooks that modifiers register on modules, and the switch that disables them.
 
-Each hook is a small callable object rather than a closure, so that it can be found again in
-torch's own tables: a pipeline that never runs a module can still show its inputs to the hooks
-that wait for them (:func:`run_input_hooks`).
+Each hook is a small callable object rather than a closure, so that it can be found again in torch's
+own tables: a pipeline that never runs a module can still pass its inputs to the hooks that wait for
+them (:func:`run_input_hooks`).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _TAPS = {"query": "impl", "key": "kv_cache", "value": "kv_cache"}
 
 
 class _Hook:
-    """A modifier's function as torch calls it: not at all while it is switched off."""
+    """A modifier's function as a torch hook, which does nothing while it is disabled."""
 
     __slots__ = ("function", "handle", "in_backward", "kind")
 
@@ -59,7 +59,7 @@ class _Hook:
 
     @property
     def enabled(self) -> bool:
-        """Whether the hook runs when it is called now, from this thread."""
+        """Return True if the hook runs when it is called now, from this thread."""
         if not _kept_by_thread:
             return True
         kept = _kept_by_thread.get(threading.get_ident())
@@ -71,12 +71,12 @@ class _Hook:
 
 
 def _is_foreign_thread() -> bool:
-    """Whether this thread was started outside of Python, as autograd's threads are."""
+    """Return True if this thread was started outside of Python, like autograd's threads."""
     return isinstance(threading.current_thread(), threading._DummyThread)
 
 
 class HooksMixin(BaseModel):
-    """Registers hooks, remembers them, and removes them.
+    """Registers hooks, keeps track of them, and removes them.
 
     >>> import torch
     >>> class Counter(HooksMixin):
@@ -98,13 +98,13 @@ class HooksMixin(BaseModel):
 
     @property
     def hook_ids(self) -> frozenset[int]:
-        """What tells the hooks of this object that are on now from those at another time."""
+        """Ids of the registered hooks: a key that changes whenever hooks are added or removed."""
         return frozenset(handle.id for handle in self._hooks)
 
     def register_hook(
         self, target: Module | Tensor, function: Callable[..., Any], kind: str, **kwargs: Any
     ) -> RemovableHandle:
-        """Have ``function`` called whenever ``target`` comes to a certain point.
+        """Register ``function`` as a hook of ``target``.
 
         Args:
             target: the module or the parameter.
@@ -131,7 +131,7 @@ class HooksMixin(BaseModel):
         return handle
 
     def come_last(self) -> None:
-        """Have the hooks before forwards called after those that others have put since."""
+        """Move this object's pre-forward hooks after those that others registered since."""
         for handle in sorted(self._hooks, key=lambda one: one.id):
             table: Any = handle.hooks_dict_ref()
             hook = None if table is None else table.get(handle.id)
@@ -150,13 +150,13 @@ class HooksMixin(BaseModel):
     def disable_hooks(
         cls, keep: RemovableHandle | Iterable[RemovableHandle] = frozenset()
     ) -> Iterator[None]:
-        """Run no hook of any modifier, in this thread, but those kept.
+        """Disable the hooks of all modifiers in this thread, except those kept.
 
-        Nesting adds up: what an outer context keeps stays kept inside an inner one, and leaving
+        Contexts nest: what an outer context keeps stays enabled inside an inner one, and leaving
         the inner one restores the outer one.
 
         Args:
-            keep: handles of the hooks that go on running, or the one of them.
+            keep: the handle, or handles, of the hooks that stay enabled.
         """
         keep = (keep,) if isinstance(keep, RemovableHandle) else keep
         thread = threading.get_ident()
@@ -209,10 +209,10 @@ def _kinds_of(target: Module | Tensor) -> list[str]:
 def run_input_hooks(
     module: Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Show inputs to the ``"forward_pre"`` hooks of modifiers without running the module.
+    """Call the ``"forward_pre"`` hooks of modifiers without running the module.
 
-    Hooks that are switched off are passed over, and so are those that are not modifiers'. The
-    order is that of registration, as torch would call them.
+    Disabled hooks, and hooks that are not modifiers', are skipped. The order is that of
+    registration, as in torch.
 
     Args:
         module: the module whose hooks are called.
@@ -238,11 +238,11 @@ def run_input_hooks(
 
 
 def hooks_are_on() -> bool:
-    """Whether no context switches the hooks of modifiers off in this thread."""
+    """Return True if the hooks of modifiers are enabled in this thread."""
     return threading.get_ident() not in _kept_by_thread
 
 
 def has_output_hooks(module: Module) -> bool:
-    """Whether a modifier's ``"forward"`` hook waits for the output of ``module`` now."""
+    """Return True if ``module`` has an enabled ``"forward"`` hook of a modifier."""
     hooks = module._forward_hooks.values()
     return any(isinstance(hook, _Hook) and hook.enabled for hook in hooks)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rotations in the forward of a module: of what it is given, and of what it returns."""
+"""Input and output rotations of modules: transforms of compressed-tensors in a forward."""
 
 from __future__ import annotations
 
@@ -17,18 +17,19 @@ RESTS = "rotation_rests"
 
 
 def input_rotations(module: Module) -> tuple[object, ...]:
-    """Equal for modules that make the same of one input; empty where nothing rotates it.
+    """Return a key of a module's input rotations, equal for modules that rotate an input alike.
 
-    It does not matter whether the rotations rest, or have no values yet.
+    Empty where nothing rotates the input. Rotations count even while they are suspended, or have no
+    values yet.
     """
     return tuple((id(one.weight), bool(one.args.inverse)) for one in _of_inputs(module.children()))
 
 
 @contextmanager
 def resting(model: Module) -> Iterator[None]:
-    """Have the rotations of inputs rest inside: who gets one tensor is seen to get one tensor.
+    """Suspend input rotations in the body, so that modules are seen to share an input.
 
-    Those that a library attached do not know of it.
+    Rotations that another library attached are not suspended.
     """
     awake = [one for one in _of_inputs(model.modules()) if not one.__dict__.get(RESTS)]
     for one in awake:
@@ -41,7 +42,7 @@ def resting(model: Module) -> Iterator[None]:
 
 
 def product(linear: Module, given: Tensor) -> Tensor:
-    """What a Linear makes of its input, rotations and all; no hook is told of the call."""
+    """The output of a Linear, rotations included, computed without calling any hook."""
     for one in reversed(list(_of_inputs(linear.children()))):  # each stands before the earlier
         given = _turned(one, given)
     made: Tensor = linear.forward(given)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What of a batch a model's forward is given, on which device and in which dtype; and no cache."""
+"""Model inputs: the entries of a batch that a forward takes, on its device and in its dtype."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["main_inputs", "model_device", "model_dtype", "model_inputs", "withou
 
 
 def model_device(model: Module) -> torch.device:
-    """Where the model's inputs belong: the device of its first parameter that is loaded."""
+    """The device for the model's inputs: that of its first loaded parameter."""
     parameter = next((one for one in model.parameters() if not one.is_meta), None)
     return torch.device("cpu") if parameter is None else parameter.device
 
@@ -29,8 +29,8 @@ def model_dtype(model: Module) -> torch.dtype:
 def model_inputs(model: Module, batch: Mapping[str, Any]) -> dict[str, Any]:
     """The entries of a batch that ``model.forward`` takes, on the model's device.
 
-    Labels are left out, because the loss is not wanted, unless the model makes its decoder's
-    inputs of them.
+    Labels are left out, as no loss is needed, unless the model derives its decoder inputs from
+    them.
     """
     parameters = inspect.signature(model.forward).parameters
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
@@ -47,19 +47,19 @@ def model_inputs(model: Module, batch: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _placed(value: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """Token ids and masks keep their dtype; images and sound get the model's."""
+    """Move a tensor to a device; floating tensors (images, audio) also get the model's dtype."""
     return value.to(device, dtype) if value.is_floating_point() else value.to(device)
 
 
 def main_inputs(model: Module) -> frozenset[str]:
-    """The input that a model is about, as its class says; some name two."""
+    """Names of the model's main inputs, as its class declares them."""
     named = getattr(model, "main_input_name", None) or ()
     return frozenset({named} if isinstance(named, str) else named)
 
 
 @contextlib.contextmanager
 def without_cache(model: Module) -> Iterator[None]:
-    """No forward makes a cache for generation, nor does one of a model within the model."""
+    """Disable the generation cache of a model, and of models within it, in the body."""
     configs = _cache_configs(model)
     try:
         for config, _ in configs:

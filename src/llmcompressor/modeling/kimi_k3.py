@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What there is no such thing of: code of Kimi K3."""
+"""Removed names of Kimi K3's code, with the reason that their import reports."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Another way of multiplying in the place of ``torch.nn.functional.linear``, where it fits."""
+"""Temporary replacement of ``torch.nn.functional.linear`` where inputs and weights fit."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 
 class _Here(threading.local):
-    """What stands in for ``functional.linear`` in this thread, the innermost last."""
+    """The active replacements of ``functional.linear`` in this thread, innermost last."""
 
     def __init__(self) -> None:
         self.products: tuple[tuple[Fits, Product], ...] = ()
@@ -39,11 +39,11 @@ def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
 
 @contextlib.contextmanager
 def linear_replaced(fits: Fits, product: Product) -> Iterator[None]:
-    """Have ``functional.linear`` call ``product`` inside, in this thread.
+    """Make ``functional.linear`` call ``product`` in the body, in this thread, where ``fits``.
 
     Args:
-        fits: of an input and a weight, both plain tensors, whether it is to.
-        product: of an input, a weight and a bias or ``None``, what ``functional.linear`` gives.
+        fits: returns True for an input and a weight, both plain tensors, that it is to handle.
+        product: computes the result from an input, a weight, and a bias or ``None``.
     """
     before = _here.products
     _count(1)
@@ -56,7 +56,7 @@ def linear_replaced(fits: Fits, product: Product) -> Iterator[None]:
 
 
 def _count(change: int) -> None:
-    """Exchange the function for the first that wants it, and put it back for the last."""
+    """Patch the function for its first user, and restore it after the last one."""
     global _plain, _users  # noqa: PLW0603 - the function is one for the whole process
     with _lock:
         if not _users:

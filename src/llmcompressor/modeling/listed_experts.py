@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which experts are modules in a list, and how the model's own code calls them.
+"""MoE experts in a module list, and the calling convention of the model's own code.
 
-Each is called for the tokens that are routed to it, in whatever way that code has. To show an
-expert more than these, as calibration wants (:mod:`llmcompressor.modeling.shown_lists`), it has to
-be known what to call it with. That is tried out on a small forward (:func:`manners_of`). An
-expert may be called with rows of its layer's input and nothing else: then with any of them. Or with
-something made of them, and of what besides only that code knows: then with what another expert of
-the list is called with, or its matrices with what that one's are.
+Each expert is called for the tokens that are routed to it, in whatever way that code has. To
+calibrate an expert with more tokens (:mod:`llmcompressor.modeling.shown_lists`), its valid inputs
+have to be known. They are found in a small forward (:func:`manners_of`). An expert that is called
+with rows of its layer's input and nothing else can be called with any rows. One that is called with
+something derived from them is called with the inputs of another expert of the list, or its Linears
+are called with those of that expert's Linears.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _DRAWS = 6
 
 
 class Manner(Enum):
-    """What the members of a list can be shown."""
+    """The calling convention of a list's members: what they can be calibrated with."""
 
     ROWS = "rows"
     """Any rows of their layer's input: they are called with some of them, and nothing else."""
@@ -48,7 +48,7 @@ class Manner(Enum):
 
 @dataclass(eq=False)
 class ExpertList:
-    """A list of alike modules inside a block."""
+    """A list of modules of equal structure inside a block."""
 
     name: str
     module: Module
@@ -61,7 +61,7 @@ class ExpertList:
 
 
 def lists_of_alike(model: Module) -> Iterator[ExpertList]:
-    """The lists of alike modules inside a block; those of the blocks themselves lie in no other."""
+    """The lists of equally structured modules inside a block; lists of blocks are left out."""
     for name, module in model.named_modules():
         if not isinstance(module, ModuleList | ModuleDict):
             continue
@@ -74,7 +74,7 @@ def lists_of_alike(model: Module) -> Iterator[ExpertList]:
 
 
 def members_of(module: Module) -> dict[str, Module]:
-    """Key in a list → a module with weights."""
+    """The members of a list that have weights, by key."""
     own = module._modules.items()
     return {key: one for key, one in own if one is not None and _has_weights(one)}
 
@@ -91,10 +91,10 @@ def _has_weights(module: Module) -> bool:
 
 
 def manners_of(lists: Sequence[ExpertList], run: Callable[[], object]) -> dict[ExpertList, Manner]:
-    """How members of ``lists`` can be shown what is not routed to them.
+    """Find the calling convention of each list of experts in one forward.
 
-    Lists whose members all get all rows are not among them, as nothing need be shown to them; nor
-    are those that are called with something else, whatever tokens hold: they are no experts.
+    Lists whose members all get all rows are left out, as they need no further tokens. So are lists
+    whose calls do not depend on the tokens' values: their members are no experts.
 
     Args:
         lists: as :func:`lists_of_alike` finds them.
@@ -123,7 +123,7 @@ def manners_of(lists: Sequence[ExpertList], run: Callable[[], object]) -> dict[E
 
 @dataclass(frozen=True)
 class _Call:
-    """One call of a member, and what became of it."""
+    """A call of a member, with its output."""
 
     member: Module
     args: tuple[Any, ...]
@@ -139,18 +139,18 @@ class _Call:
 
 
 def rows_of(given: Tensor) -> int:
-    """How many tokens a tensor ``[..., H]`` holds."""
+    """Number of tokens in a tensor ``[..., H]``."""
     return given.shape[:-1].numel() if given.ndim else 1
 
 
 def _manner(
     one: ExpertList, forward: Forward, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Manner | None:
-    """Run the owner on other tokens, which can be told apart, and look at how members are called.
+    """Run the owner on distinguishable tokens, and classify how its members are called.
 
-    What it makes of them, and where it sends them, does not matter: its weights need not be there.
-    Where they are not, what is added to tokens would leave them as they are: all that modules with
-    weights return is drawn at random.
+    The values that it computes, and the routes, do not matter, so the weights need not be loaded.
+    Without weights, residual additions would leave the tokens unchanged; therefore random values
+    are added to the output of every module with weights.
     """
     given = first_tensor(args, kwargs)
     if given is None or given.ndim < _MATRIX or not given.is_floating_point():
@@ -174,7 +174,7 @@ def _manner(
 
 
 def _all_take(one: ExpertList, call: _Call) -> bool:
-    """Whether each member can be called with what one of them was called with."""
+    """Return True if every member accepts the arguments that one of them was called with."""
     try:
         for member in one.members.values():
             args, kwargs = for_another_run((call.args, dict(call.kwargs)), Tensor.clone)
@@ -192,7 +192,7 @@ def _calls_of(
     given: Tensor,
     draw: int,
 ) -> tuple[list[_Call], Tensor]:
-    """The calls of members when the owner gets other tokens than ``given``, and these."""
+    """The calls of members with random tokens in place of ``given``, and these tokens."""
     seed = torch.Generator().manual_seed(draw)
     marked = torch.rand(given.shape, generator=seed).to(given.device, given.dtype)
     calls: list[_Call] = []
@@ -223,10 +223,10 @@ def _calls_of(
 
 
 def _are_routed(one: ExpertList, draws: Sequence[Sequence[_Call]]) -> bool:
-    """Whether what tokens hold decides how many of them each member gets.
+    """Return True if the number of tokens per member depends on the tokens' values.
 
-    Layers one behind another, or one for each position or scale, are alike too, and called with
-    more than rows: what the others get is nothing that they ever would.
+    Consecutive layers, or one layer per position or scale, have equal structure, too, and are
+    called with more than rows. They would never get each other's inputs.
     """
     counts = {
         tuple(
@@ -238,7 +238,7 @@ def _are_routed(one: ExpertList, draws: Sequence[Sequence[_Call]]) -> bool:
 
 
 def _versions(*values: Any) -> list[int]:
-    """How often each tensor among the arguments of a call was written to."""
+    """Number of in-place writes to each tensor among the arguments of a call."""
     found: list[int] = []
 
     def note(tensor: Tensor) -> Tensor:
@@ -250,7 +250,7 @@ def _versions(*values: Any) -> list[int]:
 
 
 def _others_with_weights(one: ExpertList) -> list[Module]:
-    """What the owner of a list holds besides it."""
+    """Modules with weights that the owner of a list has outside of it."""
     own = {one.owner, *one.module.modules()}
     return [module for module in one.owner.modules() if module not in own and _has_weights(module)]
 
@@ -262,9 +262,9 @@ def _disturbed(made: Any, seed: torch.Generator) -> Any:
 
 
 def _are_rows(call: _Call, rows: Tensor) -> bool:
-    """Whether a call's only argument is a matrix of some of ``rows``, and it returns one like it.
+    """Return True if a call takes one matrix of some of ``rows``, and returns the same shape.
 
-    Zeros like it take the place of what is returned while calls are watched.
+    While calls are recorded, zeros of that shape replace its output.
     """
     if len(call.args) != 1 or call.kwargs or call.wrote or not isinstance(call.args[0], Tensor):
         return False

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Old path of a class for calibration: no mixture is replaced, so it is transformers' own."""
+"""Compatibility path of an MoE class for calibration, now transformers' own class."""
 
 from __future__ import annotations
 

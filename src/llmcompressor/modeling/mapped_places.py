@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where named modules lie that are to be smoothed together: block by block.
+"""Matches of smoothing mappings: named modules that are smoothed together, block by block.
 
-Smooth modules and their readers belong to one block. A norm without readers in its block, or
-readers without a norm, are no place, so that a mapping may mean some of the layers, and layers
-need not be alike: where a dense layer has no router, its gate and up are all that reads the norm.
+A smooth module and the modules that read it belong to one block. A norm without readers in its
+block, or readers without a norm, are no match. So a mapping may cover some of the layers, and
+layers need not be alike: where a dense layer has no router, its gate and up are all that reads the
+norm.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ _SHOWN = 8
 
 @dataclass(frozen=True, eq=False)
 class SmoothSet:
-    """Modules that are smoothed together.
+    """A smooth module and the modules that balance it.
 
     Attributes:
         name: of the smooth module.
@@ -49,19 +50,19 @@ class SmoothSet:
 
     @property
     def is_norm(self) -> bool:
-        """Whether a norm is smoothed, and not a Linear."""
+        """Return True if the smooth module is a norm, not a Linear."""
         return not isinstance(self.smooth, Linear)
 
     @property
     def columns(self) -> int:
-        """C, the channels."""
+        """Number of channels, C."""
         columns = columns_of(next(iter(self.balance.values())))
         assert columns is not None
         return columns
 
     @cached_property
     def linears(self) -> dict[str, Module]:
-        """Those of ``balance`` whose inputs are looked at: all but routers."""
+        """The members of ``balance`` whose inputs are observed: all but routers."""
         return {name: one for name, one in self.balance.items() if isinstance(one, Linear)}
 
     def __str__(self) -> str:
@@ -70,7 +71,7 @@ class SmoothSet:
 
 @dataclass(frozen=True, eq=False)
 class Place:
-    """Where the names of a mapping match.
+    """A match of a mapping: a smooth module and the modules that read it.
 
     Attributes:
         block: that holds it all; ``None`` for what lies in no block.
@@ -85,7 +86,7 @@ class Place:
     readers: Mapping[str, Module]
 
     def as_set(self, offset: float) -> SmoothSet:
-        """What is smoothed together here."""
+        """The smoothing set of this place."""
         return SmoothSet(self.name, self.smooth, self.readers, offset)
 
     def __str__(self) -> str:
@@ -93,12 +94,12 @@ class Place:
 
 
 def written(names: Names) -> str:
-    """A mapping as a recipe has it, of many targets the first."""
+    """Format a mapping as a recipe has it; of many targets only the first ones."""
     return f"{names[0]!r} -> [{listed(map(repr, names[1]), most=_SHOWN)}]"
 
 
 def shown(names: Iterable[str]) -> str:
-    """Names for a reader: those of all experts as one, and not all where they are many.
+    """Format names for a message: those of all experts as one, and only the first of many.
 
     >>> shown(f"mlp.experts.{number}.{own}" for number in range(128) for own in ("w1", "w3"))
     'mlp.experts.*.w1, mlp.experts.*.w3'
@@ -110,9 +111,9 @@ def shown(names: Iterable[str]) -> str:
 
 
 class Places:
-    """Where mappings match: the model is gone through once, however many there are.
+    """Finds the matches of all mappings in one traversal of the model.
 
-    Recipes name each expert of each layer, and have as many mappings as the model has modules.
+    Recipes may name each expert of each layer, and have as many mappings as the model has modules.
 
     Args:
         model: where to look.
@@ -144,7 +145,7 @@ class Places:
         return [self._modules[place][0] for place in self._hits[target]]
 
     def of(self, names: Names) -> Iterator[Place]:
-        """Where the names of a mapping match together, in the order of the model.
+        """The matches of a mapping, in model order.
 
         Raises:
             TargetError: several modules are to be smoothed in one place, or a reader cannot take

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which modules of a model are smoothed together: a norm or Linear, and the Linears that read it.
+"""Smoothing mappings of a model: a norm or Linear, and the Linears that read it.
 
-What counts, from the last word to the first: the recipe's own mappings
-(:mod:`llmcompressor.modeling.named_mappings`); the names that the architecture is listed with; the
-structure of the blocks, as a run of one shows it (:mod:`llmcompressor.modeling.structure`).
-Whatever a mapping comes from, it is tried on that run: one that would change what the model
-computes, or cannot be tried, is an error in a recipe, and dropped from a list.
+In order of precedence: the recipe's own mappings (:mod:`llmcompressor.modeling.named_mappings`);
+the names listed for the architecture; the structure of the blocks, as a run of one shows it
+(:mod:`llmcompressor.modeling.structure`). Every mapping is verified on that run: one that would
+change the model's output, or cannot be verified, is an error in a recipe, and dropped from a list.
 """
 
 from __future__ import annotations
@@ -71,7 +70,7 @@ LISTED: dict[str, tuple[Names, ...]] = {
 
 
 def listed_names(model: Module) -> tuple[Names, ...] | None:
-    """The names that the model's architecture is listed with, or ``None``."""
+    """The mappings that are listed for the model's architecture, or ``None``."""
     return LISTED.get(type(model).__name__)
 
 
@@ -82,13 +81,13 @@ def find_sets(
     norms_only: bool = False,
     mixtures: bool = True,
 ) -> list[SmoothSet]:
-    """The sets of a model that nobody has named: listed ones, else those of its structure.
+    """Find the smoothing sets of a model without a recipe's mappings: listed, else by structure.
 
     Args:
         model: its weights may be on the meta device.
         batches: model inputs to try where a row of token ids alone does not do.
         norms_only: leave out those whose smooth module is a Linear.
-        mixtures: also those from a norm to a router and the experts of a mixture; one that feeds
+        mixtures: also those from a norm to a router and the experts of an MoE; one that feeds
             attention as well is found in any case.
 
     Returns:
@@ -103,7 +102,7 @@ def find_sets(
 
 
 def norm_sets(model: Module) -> list[SmoothSet]:
-    """All sets that begin with a norm, by the structure of the blocks alone.
+    """All smoothing sets that begin with a norm, by the structure of the blocks alone.
 
     Args:
         model: its weights may be on the meta device.
@@ -115,7 +114,7 @@ def norm_sets(model: Module) -> list[SmoothSet]:
 def _listed_sets(
     model: Module, names: Sequence[Names], probes: Mapping[str, BlockProbe]
 ) -> list[SmoothSet]:
-    """Sets by listed names, but for those that do not fit this very model."""
+    """The sets of listed mappings, without those that do not hold in this model."""
     places, prover = Places(model, names), Prover(probes)
     present = [one for one in names if not places.unmatched(one)]
     found = []
@@ -131,7 +130,7 @@ def _listed_sets(
 
 
 def _unshared(model: Module, sets: Sequence[SmoothSet]) -> list[SmoothSet]:
-    """Those that no other set, and no module outside of them, shares modules or parameters with."""
+    """Sets whose modules and parameters no other set, and no module outside, shares."""
     owners: dict[int, set[Module]] = {}
     holders: dict[Module, set[Module]] = {}
     for module in model.modules():

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which modules a target or an ignore entry of a recipe means.
+"""Target matching: the modules that a target or an ignore entry of a recipe matches.
 
-The rule is the one that compressed-tensors, and so every reader of the checkpoint, applies. A
+The rule is the one that compressed-tensors, and so every loader of the checkpoint, applies. A
 target matches a module if it is
 
 - ``re:`` and a pattern that matches the module's full name, anchored at its start only, or
@@ -53,7 +53,7 @@ _MOST_SUGGESTIONS = 3
 
 
 def as_targets(value: str | Iterable[str] | None) -> tuple[str, ...]:
-    """One target, several or none, as a tuple.
+    """Convert one target, several or none to a tuple.
 
     >>> as_targets("Linear"), as_targets(["a", "b"]), as_targets(None)
     (('Linear',), ('a', 'b'), ())
@@ -75,18 +75,18 @@ def _compiled(pattern: str) -> re.Pattern[str]:
 
 
 def matches_name(name: str, target: str) -> bool:
-    """Whether ``target`` means the full name ``name``.
+    """Return True if ``target`` matches the full name ``name``.
 
     >>> matches_name("model.layers.0.mlp", "re:.*mlp"), matches_name("model.layers.0.mlp", "mlp")
     (True, False)
     """
     if target.startswith(REGEX):
-        _compiled(target.removeprefix(REGEX))  # one that cannot be read is refused with words
+        _compiled(target.removeprefix(REGEX))  # an invalid pattern raises with a helpful message
     return means(target, name)
 
 
 def matches_class(module: Module, target: str) -> bool:
-    """Whether ``target`` is the name of a class that ``module`` is an instance of."""
+    """Return True if ``target`` names a class that ``module`` is an instance of."""
     return any(
         cls.__name__ == target or (cls.__name__ == "LinearBase" and target == "Linear")
         for cls in type(module).__mro__
@@ -95,7 +95,7 @@ def matches_class(module: Module, target: str) -> bool:
 
 
 def matches(name: str, module: Module, target: str) -> bool:
-    """Whether ``target`` means the module called ``name``; see the module's docstring."""
+    """Return True if ``target`` matches the module called ``name``; see the module's docstring."""
     return not isinstance(module, InternalModule) and (
         matches_name(name, target) or matches_class(module, target)
     )
@@ -135,7 +135,7 @@ def match_named_modules(
 
 
 def unmatched(model: Module, targets: str | Iterable[str] | None) -> tuple[str, ...]:
-    """Those of ``targets`` that match no module of ``model``, in their order."""
+    """The targets that match no module of ``model``, in their order."""
     left = dict.fromkeys(as_targets(targets))
     forms, possible, seen = Forms(left), Possible(left), set()
     for name, module in named_modules(model):
@@ -157,13 +157,13 @@ def check_targets(
     *,
     allow_unmatched: bool | None = None,
 ) -> None:
-    """Refuse targets that match nothing and warn about ignore entries that match nothing.
+    """Raise for targets that match nothing, and warn about ignore entries that match nothing.
 
     Args:
         model: where to look.
         targets: each must match a module, ignored or not.
         ignore: recipes carry general ignore lists, so these only warn.
-        allow_unmatched: turn the error into a warning; ``None``: nobody can ask for that.
+        allow_unmatched: turn the error into a warning; ``None`` if the caller has no such option.
 
     Raises:
         TargetError: a target matches no module; the message lists near matches.
@@ -189,14 +189,14 @@ def check_targets(
 
 
 def warn_of_containers(model: Module, ignore: Iterable[str], meant: Iterable[str]) -> None:
-    """Warn of ignore entries that leave nothing out, but match what holds something meant.
+    """Warn of ignore entries that match only the parents of targets, and so ignore nothing.
 
-    An entry leaves out the modules that it matches, and not what these hold.
+    An entry ignores the modules that it matches, but not their children.
 
     Args:
         model: where to look.
         ignore: the entries.
-        meant: names of the modules that targets mean, those that are ignored included.
+        meant: names of the modules that targets match, ignored ones included.
     """
     names = set(meant)
     entries = as_targets(ignore)
@@ -223,7 +223,7 @@ def warn_of_containers(model: Module, ignore: Iterable[str], meant: Iterable[str
 
 
 def _within(holder: str, *, alike: bool) -> str:
-    """A pattern for what a module holds, and with ``alike`` for what those of other numbers do.
+    """A pattern for all modules below ``holder``; with ``alike``, below its like of any number.
 
     >>> _within("model.layers.0.mlp", alike=True), _within("model.layers.0", alike=False)
     ('re:model[.]layers[.][0-9]+[.]mlp[.]', 're:model[.]layers[.]0[.]')
@@ -235,7 +235,7 @@ def _within(holder: str, *, alike: bool) -> str:
 
 
 def _above(name: str) -> Iterator[str]:
-    """Names of what holds a module, the nearest first.
+    """Names of a module's parents, the nearest first.
 
     >>> list(_above("model.layers.0"))
     ['model.layers', 'model', '']
@@ -267,7 +267,7 @@ def _hints(model: Module, targets: Sequence[str]) -> str:
 
 
 def looks_like_pattern(target: str) -> bool:
-    r"""Whether a plain target was meant as a pattern: no name has these characters.
+    r"""Return True if a plain target has characters of a pattern, which no name has.
 
     >>> looks_like_pattern(r"model\.embed_tokens"), looks_like_pattern("model.embed_tokens")
     (True, False)
@@ -276,12 +276,12 @@ def looks_like_pattern(target: str) -> bool:
 
 
 def near_matches(model: Module, target: str) -> str:
-    """A sentence or two on what ``target`` may have meant; empty if nothing is near."""
+    """A hint, in a sentence or two, at what ``target`` may have meant; empty if nothing is near."""
     return _Index(model).hint(target)
 
 
 class _Index:
-    """The names of a model in the forms in which targets go wrong."""
+    """The names of a model, indexed for suggestions of near matches."""
 
     def __init__(self, model: Module) -> None:
         self._names = [name for name, _ in model.named_modules() if name]
@@ -344,7 +344,7 @@ class _Index:
         return any(_compiled(pattern).match(name) for name in self._names)
 
     def _repaired(self, pattern: str) -> list[str]:
-        """The pattern with each word that no name has replaced by the nearest that one has."""
+        """The pattern with unknown words replaced by the nearest known ones."""
         repaired = pattern
         for word in re.findall(r"(?<!\\)[A-Za-z_][A-Za-z0-9_]+", pattern):
             if not any(word in known for known in self._words):
@@ -363,7 +363,7 @@ class _Index:
 
 
 def _closest(word: str, options: Iterable[str]) -> list[str]:
-    """The options nearest to ``word``, whatever their case, nearest first."""
+    """The options nearest to ``word``, ignoring case, nearest first."""
     by_folded = {option.casefold(): option for option in sorted(options)}
     near = difflib.get_close_matches(
         word.casefold(), list(by_folded), n=_MOST_SUGGESTIONS, cutoff=0.7
@@ -383,7 +383,7 @@ def _glob_as_regex(target: str) -> str:
 
 
 def _longest_literal(pattern: str) -> str:
-    r"""The longest part of a pattern that stands for itself.
+    r"""The longest literal part of a pattern.
 
     >>> _longest_literal(r".*layers\.[0-3]\.mlp_(gate|up)$")
     'layers'
@@ -394,7 +394,7 @@ def _longest_literal(pattern: str) -> str:
 
 
 def common_parent(first: str, second: str) -> str:
-    """The longest dotted name that both names are or lie below.
+    """The longest dotted name that both names equal or lie below.
 
     >>> common_parent("layers.0.mlp.up", "layers.0.mlp.down"), common_parent("a.b", "a")
     ('layers.0.mlp', 'a')
@@ -448,7 +448,7 @@ def sets_of(
     *,
     allow_overlap: bool = False,
 ) -> Iterator[list[list[tuple[str, Module]]]]:
-    """:func:`match_modules_set` for modules of which it is known which targets match them.
+    """Like :func:`match_modules_set`, for modules whose matching targets are known.
 
     Args:
         modules: name, module and the targets that match it, in the order of the model.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Modes that a model is run in for a time: evaluation, and without rounding."""
+"""Temporary modes of a model: evaluation mode, and quantization disabled."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["evaluating", "unrounded"]
 
 @contextmanager
 def evaluating(module: Module) -> Iterator[None]:
-    """Inside, a module is in evaluation mode; each module in it is as before afterwards."""
+    """Put a module in eval mode in the body, and restore each submodule's mode afterwards."""
     before = [(one, one.training) for one in module.modules()]
     try:
         module.eval()
@@ -25,7 +25,7 @@ def evaluating(module: Module) -> Iterator[None]:
 
 @contextmanager
 def unrounded(module: Module) -> Iterator[None]:
-    """Inside, quantized modules compute without rounding; as before afterwards."""
+    """Disable quantization of the modules in the body, and restore it afterwards."""
     quantized = [one for one in module.modules() if hasattr(one, "quantization_scheme")]
     before = [vars(one).get("quantization_enabled") for one in quantized]
     try:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Old path of showing all tokens to all experts, which ``oneshot`` does by itself."""
+"""Compatibility path of the MoE calibration context, which a run does not need."""
 
 from llmcompressor.modeling.unneeded import MoECalibrationModule, moe_calibration_context
 

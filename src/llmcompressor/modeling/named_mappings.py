@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The mappings that a recipe names: found and tried; wrong ones are refused with the reason."""
+"""Smoothing mappings of a recipe: resolved, verified, and rejected with the reason."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def named_sets(
     ignore: Sequence[str] = (),
     batches: Iterable[Mapping[str, Any]] = (),
 ) -> list[SmoothSet]:
-    """The sets that a recipe names.
+    """The smoothing sets that a recipe names.
 
     Args:
         model: its weights may be on the meta device.
@@ -55,7 +55,7 @@ def named_sets(
 
 @dataclass
 class _Search:
-    """What was found of the mappings so far, and what was left out."""
+    """The sets found so far for the mappings, and what was left out."""
 
     model: Module
     places: Places
@@ -87,7 +87,7 @@ class _Search:
         self.left_out += [(f"{written(names)}: {why}", warns) for why, warns in told[:1]]
 
     def _judge(self, place: Place, said: str) -> dict[str, bool]:
-        """Add a place that holds; else why it is left out, and whether that is a warning."""
+        """Add a place that holds; else return why it is left out, and whether that is a warning."""
         verdict = self.prover.judge(place)
         if verdict.outcome is Outcome.HOLDS:
             self.found.append(place.as_set(verdict.offset))
@@ -111,7 +111,7 @@ class _Search:
         return {}
 
     def _completed(self, place: Place) -> Place | None:
-        """The same with all that reads its smooth module, as routers do that were not named."""
+        """The place with all modules that read its smooth module, such as unnamed routers."""
         every = self.prover.readers(place)
         if not place.readers.keys() < set(every):
             return None
@@ -133,7 +133,7 @@ class _Search:
             self.taken[name] = place.name
 
     def finish(self) -> None:
-        """Tell what is left out, or refuse where that is all there is."""
+        """Report what is left out, or raise if nothing is left."""
         if self.left_out and not self.found:
             said = ". ".join(text for text, _ in self.left_out)
             raise TargetError(
@@ -147,7 +147,7 @@ class _Search:
 
 
 def _apart(names: Names, model: Module, places: Places) -> TargetError:
-    """What matches lies in different blocks."""
+    """The error for a mapping whose matches lie in different blocks."""
     smooth = shown(places.matched(names[0]))
     readers = shown(dict.fromkeys(one for target in names[1] for one in places.matched(target)))
     return TargetError(

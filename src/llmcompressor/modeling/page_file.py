@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Storages that are read and written in place in the pages of an unnamed file.
+"""Memory-mapped storages in unnamed files, read and written in place.
 
-What waits there belongs to the page cache: the system writes it to the disk when it wants the
-memory for something else, and reads it again when it is looked at. Nothing has to be fetched before
-it is used, so that it does not matter whether anybody will ever use it again.
+They belong to the page cache: the system writes them to disk when it needs the memory for something
+else, and reads them again on access. Nothing has to be fetched before it is used, so it does not
+matter whether it will ever be used again.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ class _Extent:
 
 
 class PageFile:
-    """Gives places in files without a name to storages in main memory.
+    """Allocates storages in unnamed memory-mapped files.
 
-    A place is free again when the last tensor lets go of its storage.
+    A place is free again when the last tensor releases its storage.
 
     Args:
-        room: the most bytes that the files take.
+        room: the maximum total bytes of the files.
     """
 
     def __init__(self, room: int) -> None:
@@ -58,17 +58,17 @@ class PageFile:
 
     @property
     def bytes(self) -> int:
-        """Bytes that the files take."""
+        """Total bytes of the files."""
         return sum(len(extent.view) for extent in self._extents)
 
     def owns(self, storage: torch.UntypedStorage) -> bool:
-        """Whether a storage has its place here."""
+        """Return True if a storage lies in these files."""
         address = storage.data_ptr()
         extents = ((extent.address, len(extent.view)) for extent in self._extents)
         return any(start <= address < start + size for start, size in extents)
 
     def put(self, storage: torch.UntypedStorage) -> torch.UntypedStorage | None:
-        """Copy a storage to a place of its own.
+        """Copy a storage to a place in the files.
 
         Args:
             storage: in main memory.
@@ -87,12 +87,12 @@ class PageFile:
         return torch.frombuffer(place, dtype=torch.uint8, count=nbytes).untyped_storage()
 
     def let_go(self) -> None:
-        """Have nothing that is here count as this process's memory until it is looked at."""
+        """Release the resident memory of all storages until they are accessed again."""
         for extent in self._extents:
             let_go_of_pages(extent.address, extent.used)
 
     def close(self) -> None:
-        """Take nothing more; what is here stays as long as somebody has it."""
+        """Accept no more storages; present ones stay as long as they are referenced."""
         self._closed = True
         self._extents.clear()
 
@@ -122,7 +122,7 @@ class PageFile:
         return self._given(size, number, start)
 
     def _given(self, size: int, number: int, start: int) -> tuple[_Extent, int, memoryview]:
-        """A place, which comes back by itself when nobody has it any more."""
+        """Hand out a place that returns to the free list once it is no longer referenced."""
         extent = self._extents[number]
         place = extent.view[start : start + size]
         back = weakref.finalize(place, self._returned.append, (size, number, start))
@@ -137,7 +137,7 @@ def _write(descriptor: int, content: memoryview, at: int) -> None:
 
 
 def _new_extent(size: int) -> _Extent | None:
-    """A new extent, if the disk has room for it and can be asked to keep it."""
+    """A new extent, if the disk has room for it and can reserve it."""
     if not hasattr(os, "posix_fallocate"):
         return None
     try:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The model's own forward, paused at its target modules.
+"""Paused forward: the model's own forward, suspended at its target modules.
 
 Each batch runs the model in a coroutine (``greenlet``) that can be suspended from any depth. The
 forward of every target module is replaced, for a while, by a stub that suspends the coroutine
@@ -40,7 +40,7 @@ __all__ = ["Pass", "PausedForward", "Stop", "check_not_nested"]
 
 @dataclass(eq=False)
 class Pass:
-    """One forward pass of one batch; suspended at a target, or finished."""
+    """A forward pass of one batch, suspended at a target or finished."""
 
     index: int
     """Which batch this is, in calibration order."""
@@ -65,13 +65,13 @@ class Pass:
 
     @property
     def frame(self) -> Any:
-        """The innermost frame of the suspended pass, for those who look for what it holds."""
+        """The innermost frame of the suspended pass, to inspect what it holds."""
         return None if self._coroutine is None else self._coroutine.gr_frame
 
 
 @dataclass(frozen=True)
 class Stop:
-    """Passes that wait at one module."""
+    """The passes that wait at one module."""
 
     module: Module
     name: str
@@ -159,11 +159,11 @@ class PausedForward:
         return self._running.get(greenlet.getcurrent())
 
     def release(self, module: Module) -> None:
-        """``module`` is done: later calls of it run it instead of suspending their pass."""
+        """Mark ``module`` as done: later calls run it instead of suspending their pass."""
         self._pending.discard(module)
 
     def retire(self, modules: Iterable[Module]) -> None:
-        """Give those of ``modules`` that are targets their own forward back: all have left them."""
+        """Restore the forwards of targets among ``modules``, which all passes have left."""
         for module in modules:
             if module in self._saved:
                 self._pending.discard(module)
@@ -184,9 +184,9 @@ class PausedForward:
     def next_stop(self) -> Stop | None:
         """The passes that wait at the earliest target; ``None`` when none waits any more.
 
-        Batches may arrive at different modules (data-dependent routes). Those that wait at the
-        earliest target, by the order given, are served first, so that the others are joined by
-        whoever comes their way.
+        Batches may arrive at different modules (data-dependent routes). The earliest target in the
+        given order is served first, so that passes which get there can join those that wait at a
+        later one.
         """
         for one in self.unstarted():
             self.start(one)
@@ -203,9 +203,9 @@ class PausedForward:
     def execute(self, one: Pass, *, with_hooks: bool = False) -> Any:
         """Run the module that ``one`` waits at with its own forward; the pass stays suspended.
 
-        It runs in the torch state of the pass, but not in its context: what the model records
-        of its modules' outputs in context variables is recorded when the pass itself goes on.
-        Nor does what it writes to its arguments stay in them: it will run again.
+        It runs in the torch state of the pass, but not in its context: outputs that the model
+        records in context variables are recorded when the pass itself resumes. Writes to its
+        arguments are discarded, as the module will run again.
 
         Args:
             one: a suspended pass.
@@ -226,11 +226,11 @@ class PausedForward:
             one._suspended = SuspendedState(home)
 
     def resume(self, one: Pass, inside: AbstractContextManager[object] | None = None) -> None:
-        """Let ``one`` run the module that it waits at, and on to its next stop.
+        """Run the module that ``one`` waits at, and continue to the next stop.
 
         Args:
             one: a suspended pass.
-            inside: the module runs inside this; what comes after it does not.
+            inside: the context that the module runs in; what follows the module does not.
         """
         assert one._coroutine is not None
         assert one.module is not None
@@ -238,7 +238,7 @@ class PausedForward:
         self._switch(one, one._coroutine.switch, inside or contextlib.nullcontext())
 
     def stop(self) -> None:
-        """Unwind every suspended pass: what lies behind the last target is not computed."""
+        """Unwind every suspended pass; nothing after the last target is computed."""
         self._pending.clear()  # a model that swallows the exit must not wait again
         failure: BaseException | None = None
         for one in self._passes:
@@ -256,7 +256,7 @@ class PausedForward:
     # ------------------------------------------------------------------ switching
 
     def _switch(self, one: Pass, switch: Callable[..., Any], *values: Any) -> None:
-        """Run ``one`` until it waits at a target or ends, each side with its own torch state."""
+        """Run ``one`` until it waits or ends; pass and scheduler keep their own torch state."""
         home = TorchState.capture()
         try:
             if one._suspended is not None:
@@ -272,7 +272,7 @@ class PausedForward:
         def paused(*args: Any, **kwargs: Any) -> Any:
             one = self.current
             if one is None:
-                if module is self._tried:  # its hooks have been, and will be, given the call's own
+                if module is self._tried:  # its hooks get the arguments of the call itself
                     args, kwargs = for_another_run((args, kwargs))
                 return forward(*args, **kwargs)
             if module in self._pending:
@@ -291,11 +291,11 @@ class PausedForward:
 
 
 def _ignore(_: object) -> None:
-    """Drop the model's output: nobody reads it, and it can be large."""
+    """Drop the model's output: it is not used, and can be large."""
 
 
 def check_not_nested(targets: Mapping[Module, str]) -> None:
-    """Refuse targets of which one contains another.
+    """Raise if one target contains another.
 
     Raises:
         TargetError: naming both.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Old path of what scripts did to a mixture of experts before a run."""
+"""Compatibility path of the MoE preparation that scripts called before a run."""
 
 from llmcompressor.modeling.unneeded import moe_calibration_context, replace_modules_for_calibration
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A probe for each block of a model: how the model calls it is seen in one run without weights."""
+"""Block probes: how a model calls each of its blocks, recorded in one run without weights."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ _TEXT_KEYS = {"attention_mask", "input_ids", "labels", "loss_mask", "position_id
 
 
 class _Enough(BaseException):
-    """Every call that was waited for has come; not an ``Exception``, which a model might catch."""
+    """Every awaited call was recorded; not an ``Exception``, which a model might catch."""
 
 
 def probes_of(model: Module, batches: Iterable[Mapping[str, Any]] = ()) -> dict[str, BlockProbe]:
-    """A probe for each block that is called; blocks of one form share one.
+    """A probe for each block that is called; blocks of equal structure share one.
 
     Args:
         model: its weights may be on the meta device.
@@ -72,7 +72,7 @@ def probes_of(model: Module, batches: Iterable[Mapping[str, Any]] = ()) -> dict[
 
 
 def token_ids(model: Module) -> list[dict[str, Any]]:
-    """A row of token ids, for models that need no more than that; nothing for others."""
+    """Model inputs of one row of token ids; empty for models that need other inputs."""
     config = getattr(model, "config", None)
     if config is None or getattr(model, "main_input_name", "input_ids") != "input_ids":
         return []
@@ -86,7 +86,7 @@ def token_ids(model: Module) -> list[dict[str, Any]]:
 def _first_calls(
     model: Module, blocks: Sequence[Module], inputs: Mapping[str, Any]
 ) -> dict[Module, tuple[tuple[Any, ...], dict[str, Any]]]:
-    """How each of ``blocks`` is called first; the forward ends when all were."""
+    """Arguments of the first call of each block; the forward ends once all are known."""
     calls: dict[Module, tuple[tuple[Any, ...], dict[str, Any]]] = {}
 
     def note(module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether named modules may be smoothed together: nothing is taken at its word."""
+"""Validation of smoothing mappings: named modules are tried on a run of their block."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["Prover"]
 
 
 class Prover:
-    """Tries places on a run of their block, once per form of block.
+    """Validates places by running their block, once per structure of block.
 
     Args:
         probes: block name → probe.
@@ -24,7 +24,7 @@ class Prover:
         self._links: dict[BlockProbe, dict[str, Link]] = {}
 
     def judge(self, place: Place) -> Verdict:
-        """What a run of the block shows."""
+        """The verdict on a place, from a run of its block."""
         if rows := _fewer_rows(place):
             return Verdict(Outcome.SHARES, rows=rows)
         probe = self._probes.get(place.block or "")
@@ -34,7 +34,7 @@ class Prover:
         return probe.verify(own[0], own[1:])
 
     def readers(self, place: Place) -> tuple[str, ...]:
-        """All that reads the smooth module of a place; nothing where that was not found."""
+        """All modules that read the smooth module of a place; empty if they were not found."""
         probe = self._probes.get(place.block or "")
         if probe is None:
             return ()
@@ -68,7 +68,7 @@ def _not_run(place: Place) -> str:
 
 
 def _fewer_rows(place: Place) -> int:
-    """Rows of a Linear that has fewer than its readers have columns: values of grouped heads."""
+    """Rows of a Linear with fewer rows than its readers have columns (grouped heads), else 0."""
     columns = columns_of(next(iter(place.readers.values())))
     rows = getattr(place.smooth, "out_features", None)
     return 0 if rows is None or columns is None or rows >= columns else int(rows)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What transformers notes of a model whose weights are quantized, and some forwards ask for.
+"""transformers' flag for models with quantized weights, which some forwards check.
 
-Mamba's blocks multiply by the weight of ``dt_proj`` themselves, unless the model is quantized: then
-they call the Linear. A quantized checkpoint is read that way, so it is calibrated that way, and
-what is left in memory computes what will be read.
+Mamba's blocks multiply by the weight of ``dt_proj`` directly, unless the model is quantized: then
+they call the Linear. A quantized checkpoint is loaded that way, so it is calibrated that way, and
+the model in memory computes what the loaded one will.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ _MARK = "_is_quantized"
 
 
 def mark_quantized(model: Module) -> None:
-    """Note in each configuration of ``model`` that it is quantized, as transformers does."""
+    """Mark each configuration of ``model`` as quantized, as transformers does."""
     for config in _configs(model):
         setattr(config, _MARK, True)
 
 
 @contextlib.contextmanager
 def marked_quantized(model: Module) -> Iterator[None]:
-    """:func:`mark_quantized` for the time of the body."""
+    """Apply :func:`mark_quantized` while the body runs."""
     unmarked = [config for config in _configs(model) if not hasattr(config, _MARK)]
     mark_quantized(model)
     try:

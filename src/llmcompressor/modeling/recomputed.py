@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gradients through a model of whose blocks only one is there at a time.
+"""Gradient checkpointing of models of which only one block is in memory at a time.
 
 A forward keeps of each block what went into it, and nothing of what it computed. The backward comes
 to the blocks in reverse order. It runs each one again, this time with gradients, and takes these
@@ -37,15 +37,15 @@ Arrive = Callable[[Module, Module | None], None]
 
 @dataclass
 class Recomputed:
-    """Blocks whose forward is forgotten, and done again when gradients come to them.
+    """Blocks whose activations are dropped in the forward and recomputed in the backward.
 
-    Nothing in a block may be random, and none may change what it gets in place.
+    A block must not be random, nor change its inputs in place.
 
     Attributes:
         blocks: in the order in which they are called.
         arrive: called before a block runs, with the one that comes next or ``None``.
         inside: the context that a block runs in, given the tensors that its weights are made of.
-        shelf: where what goes into blocks waits.
+        shelf: the store of the blocks' inputs.
     """
 
     blocks: Sequence[Module]
@@ -61,7 +61,7 @@ class Recomputed:
 
     @contextlib.contextmanager
     def made_of(self, sources: Mapping[Module, Sequence[Tensor]]) -> Iterator[None]:
-        """While the body runs, blocks are called in this way.
+        """Checkpoint the forwards of the blocks while the body runs.
 
         Args:
             sources: block → the tensors that its weights are made of, which get gradients.
@@ -92,18 +92,18 @@ class Recomputed:
         return forgotten
 
     def come_back(self, block: Module) -> None:
-        """The backward is about to run a block again."""
+        """Load a block before the backward pass runs it again."""
         self.arrive(block, self._preceding[block])
 
 
 class _Call:
-    """One call of one block.
+    """A checkpointed call of a block.
 
     Args:
-        owner: whose block it is.
-        block: which.
-        forward: its own.
-        sources: how many tensors its weights are made of.
+        owner: the checkpointing that the block belongs to.
+        block: the block.
+        forward: its own forward.
+        sources: number of tensors that its weights are made of.
     """
 
     def __init__(
@@ -121,7 +121,7 @@ class _Call:
         self._returned_spec: TreeSpec | None = None
 
     def take_apart(self, args: Any, kwargs: Any) -> list[Tensor]:
-        """Put what gets gradients on the shelf; returns it."""
+        """Store the inputs that need gradients, and return them."""
         self._values, self._spec = tree_flatten((args, kwargs))
         for place, value in enumerate(self._values):
             if isinstance(value, Tensor) and value.requires_grad:
@@ -134,12 +134,12 @@ class _Call:
         return inputs
 
     def fetch(self) -> list[Tensor]:
-        """What was put on the shelf."""
+        """Load the stored inputs."""
         places = zip(self._tickets, self._devices, strict=True)
         return [self.owner.shelf.take(ticket, device) for ticket, device in places]
 
     def run(self, sources: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
-        """Run the block; returns the tensors that it has computed."""
+        """Run the block, and return the tensors that it computed."""
         assert self._spec is not None
         values = list(self._values)
         for place, one in zip(self._moving, inputs, strict=True):
@@ -160,7 +160,7 @@ class _Call:
         return computed
 
     def put_together(self, computed: Sequence[Tensor]) -> Any:
-        """What the block returned, with what a graph leads to in its place."""
+        """The block's output, with ``computed`` in the places of the tensors that it computed."""
         assert self._returned_spec is not None
         for place, one in zip(self._computed, computed, strict=True):
             self._returned[place] = one
@@ -169,7 +169,7 @@ class _Call:
 
 
 class _Forgotten(torch.autograd.Function):
-    """A block's forward, of which nothing is kept, and its backward."""
+    """Autograd function of a block: saves no activations, and recomputes them for gradients."""
 
     @staticmethod
     def forward(ctx: Any, call: _Call, *tensors: Tensor) -> tuple[Tensor, ...]:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a module is called with, for a run that is not the model's own.
+"""Copied arguments for runs of a module outside of the model's own forward.
 
-A forward may write to what it gets: keys and values to a cache, or to a dict that later blocks
-read. A module that is run twice on the same arguments would find its own traces.
+A forward may write to its arguments: keys and values to a cache, or to a dict that later blocks
+read. A module that is run twice on the same arguments would find its own writes.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ __all__ = ["for_another_run"]
 
 
 def for_another_run(value: Any, of_tensor: Callable[[Tensor], Tensor] = lambda one: one) -> Any:
-    """Arguments that a forward can write to, and no one else sees it.
+    """Copy arguments, so that a forward can write to them without side effects.
 
-    Containers and objects that hold state are new. Tensors are the same, except those that such
-    an object holds, which it may change in place.
+    Containers and stateful objects are copied. Tensors are shared, except those that such an object
+    holds, which it may change in place.
 
     Args:
         value: what a module is called with.
@@ -32,7 +32,7 @@ def for_another_run(value: Any, of_tensor: Callable[[Tensor], Tensor] = lambda o
 
 
 class _Twins:
-    """Twins of values, one for each.
+    """Copies of values, one for each object.
 
     Args:
         of_tensor: what to put in place of each tensor.
@@ -43,7 +43,7 @@ class _Twins:
         self._made: dict[int, Any] = {}
 
     def of(self, value: Any, *, is_held: bool = False) -> Any:
-        """The twin of a value; ``is_held`` if an object with state holds it."""
+        """The copy of a value; ``is_held`` if a stateful object holds it."""
         if isinstance(value, Tensor):
             return self._of_tensor(value.clone() if is_held else value)
         if id(value) in self._made:
@@ -70,6 +70,6 @@ class _Twins:
 
 
 def _holds_state(value: Any) -> bool:
-    """Whether it is an object with attributes that a forward may set: a cache, say."""
+    """Return True if a value is an object with attributes that a forward may set: a cache, say."""
     named = hasattr(value, "__dict__")
     return named and not isinstance(value, Module | type | Enum) and not callable(value)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Channels scaled between two modules, so that what they compute together stays the same.
+"""Channel scaling between two modules that leaves what they compute together unchanged.
 
 With one positive factor ``s_c`` per channel, a *smooth* module whose output is divided by s and
 *balance* modules whose input is multiplied by it give the same result as before::
@@ -38,7 +38,7 @@ _CLOSE = 1e-4
 
 
 def columns_of(module: Module) -> int | None:
-    """The channels that a module can take multiplied: the columns of its one matrix.
+    """Number of input channels that a module can have scaled: the columns of its one matrix.
 
     Args:
         module: a Linear, or another module with a weight ``[rows, C]``, as routers have.
@@ -57,7 +57,7 @@ def columns_of(module: Module) -> int | None:
 
 
 def divided_outputs(module: Module, scale_C: Tensor, offset: float = 0.0) -> dict[str, Tensor]:
-    """The parameters with which a module returns its last C channels divided by ``scale_C``.
+    """Parameters with which a module returns its last C channels divided by ``scale_C``.
 
     Args:
         module: a norm with a weight ``[C]``, or a Linear with at least C rows.
@@ -82,10 +82,10 @@ def divided_outputs(module: Module, scale_C: Tensor, offset: float = 0.0) -> dic
 
 
 def multiplied_inputs(module: Module, scale_C: Tensor) -> dict[str, Tensor]:
-    """The parameters with which a Linear or a router takes its inputs multiplied by ``scale_C``.
+    """Parameters with which a Linear or a router takes inputs multiplied by ``scale_C``.
 
     Args:
-        module: one of which :func:`columns_of` tells C.
+        module: one for which :func:`columns_of` is C.
         scale_C: positive, float32 ``[C]``.
 
     Returns:
@@ -98,17 +98,17 @@ def multiplied_inputs(module: Module, scale_C: Tensor) -> dict[str, Tensor]:
 
 
 def divide_outputs(module: Module, scale_C: Tensor, offset: float = 0.0) -> None:
-    """:func:`divided_outputs`, written into the module."""
+    """Write :func:`divided_outputs` into the module."""
     write_values(module, divided_outputs(module, scale_C, offset))
 
 
 def multiply_inputs(module: Module, scale_C: Tensor) -> None:
-    """:func:`multiplied_inputs`, written into the module."""
+    """Write :func:`multiplied_inputs` into the module."""
     write_values(module, multiplied_inputs(module, scale_C))
 
 
 def write_values(module: Module, values: Mapping[str, Tensor]) -> None:
-    """Give parameters of a module other values, by name, in the dtype that each has."""
+    """Overwrite parameters of a module by name, keeping their dtype."""
     for name, value in values.items():
         parameter = module._parameters[name]
         assert parameter is not None
@@ -117,7 +117,7 @@ def write_values(module: Module, values: Mapping[str, Tensor]) -> None:
 
 @contextlib.contextmanager
 def swapped(changes: Mapping[Module, Mapping[str, Tensor]]) -> Iterator[None]:
-    """Give modules other parameters while the body runs; their own come back after it."""
+    """Replace parameters of modules while the body runs, and restore their own afterwards."""
     before = [
         (module, name, module._parameters[name])
         for module, values in changes.items()
@@ -134,7 +134,7 @@ def swapped(changes: Mapping[Module, Mapping[str, Tensor]]) -> Iterator[None]:
 
 
 def norm_offset(module: Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> float | None:
-    """What a norm adds to its weight, found by running it.
+    """The offset that a norm adds to its weight, found by running it.
 
     Args:
         module: has a weight of one dimension, and perhaps a bias; float32.

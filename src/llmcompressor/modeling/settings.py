@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a configuration says, also where it says it for each layer."""
+"""Attributes of a model's configuration, also where they differ by layer."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ __all__ = ["setting", "text_config"]
 
 
 def text_config(config: Any) -> Any:
-    """The configuration of the text in a model; of several texts, that which a decoder writes.
+    """The text configuration of a model; that of the decoder where there are several.
 
     Args:
-        config: of transformers; one that knows of no parts is given back.
+        config: of transformers; one without parts is returned itself.
     """
     find = getattr(config, "get_text_config", None)
     if find is None:
@@ -24,12 +24,12 @@ def text_config(config: Any) -> Any:
 
 
 def setting(config: Any, name: str, otherwise: Any = None) -> Any:
-    """An attribute of a configuration; where it differs by layer, the largest of the numbers.
+    """An attribute of a configuration; where it differs by layer, the largest value.
 
     Args:
         config: of transformers, or ``None``.
         name: of the attribute.
-        otherwise: what it is where there is none.
+        otherwise: the default.
     """
     try:
         return getattr(config, name, otherwise)

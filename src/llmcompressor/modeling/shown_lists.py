@@ -1,16 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shows experts in lists more tokens than the model's own code calls them with.
+"""Calibration of listed experts with more tokens than the model routes to them.
 
-Where experts are called with rows of their layer's input (:class:`Manner.ROWS`), the forward of the
-layer is preceded by one call of each expert with all rows, and the calls behind it are those that
-make its output: whoever watches the experts is not told of them, as they would be counted twice.
-Where they are called with something else (:class:`Manner.CALLS`), each call of one is preceded by
-calls of the others with a copy of what it gets. Where they cannot be (:class:`Manner.MATRICES`), it
-is followed by calls of the others' matrices. So each is shown all that any of them gets.
+Experts that take rows of their layer's input (:class:`Manner.ROWS`) are each called once with all
+rows, before the layer's forward. The calls that follow make its output; hooks are disabled in them,
+as the tokens would be counted twice.
 
-Where experts are calibrated with what is routed to them, one run of the layer counts that first.
-An expert that gets too little is then shown all of it in the same way, what the others get,
-or none.
+For experts that take something else (:class:`Manner.CALLS`), each call of one is preceded by calls
+of the others with a copy of its input. Where that is impossible (:class:`Manner.MATRICES`), it is
+followed by calls of the others' Linears. So each expert is calibrated with all tokens that any of
+them gets.
+
+Where experts are calibrated with routed tokens only, one run of the layer counts these first. An
+expert with too few is then shown all tokens in the same way, the inputs of the others, or none.
 """
 
 from __future__ import annotations
@@ -42,21 +43,20 @@ _shown_more: WeakKeyDictionary[Module, set[int]] = WeakKeyDictionary()
 
 
 def tokens_of(module: Module) -> list[int]:
-    """How many rows were routed to each member of a list in the last calibration.
+    """Number of rows routed to each member of a list in the last calibration.
 
-    Padding is included: which rows an expert is called with is the model's own affair. Empty where
-    nothing was counted.
+    Padding is included, as the model's own code selects the rows. Empty where nothing was counted.
     """
     return list(_tokens.get(module, ()))
 
 
 def starved_of(module: Module) -> dict[int, str]:
-    """Which members of a list got too few tokens → the policy by which they were calibrated."""
+    """Members of a list that got too few tokens → the policy that calibrated them."""
     return dict(_starved.get(module, {}))
 
 
 def is_shown_more(module: Module, place: int) -> bool:
-    """Whether a member of a list is called with other tokens than those routed to it."""
+    """Return True if a member of a list is also called with tokens not routed to it."""
     return place in _shown_more.get(module, ())
 
 
@@ -69,7 +69,7 @@ Passes that wait inside such a forward have contexts of their own, so each sees 
 
 @contextlib.contextmanager
 def _routes(routed: dict[Module, int] | None) -> Iterator[None]:
-    """Calls of experts in the body are counted as routed to them; shown to them where ``None``."""
+    """Count calls of experts in the body in ``routed``; ``None``: they are calibration calls."""
     before = _ROUTED.set(routed)
     try:
         yield
@@ -78,10 +78,10 @@ def _routes(routed: dict[Module, int] | None) -> Iterator[None]:
 
 
 class ShownLists:
-    """Shows every expert of some lists all tokens of their layers, or those that get too few.
+    """Shows every expert of some lists all tokens of their layers, or only those with too few.
 
     Args:
-        lists: which → what their members can be shown, as :func:`manners_of` finds out.
+        lists: list → calling convention of its members, as :func:`manners_of` finds it.
         wanted: tells whether a batch is run, so that tokens are to be shown.
         every: every expert is shown all tokens; else it gets what is routed to it until its list
             is :meth:`decided`.
@@ -132,7 +132,7 @@ class ShownLists:
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """Show tokens while the body runs."""
+        """Show tokens to experts while the body runs."""
         for one in self._all:  # nothing of an earlier run is left
             for kept in (_tokens, _starved, _shown_more):
                 kept.pop(one.module, None)
@@ -155,9 +155,9 @@ class ShownLists:
 
     @contextlib.contextmanager
     def calls_watched(self) -> Iterator[None]:
-        """Have each expert called once, whatever is routed to it, for who watches calls.
+        """Call each expert once, whatever is routed to it, while calls are recorded in the body.
 
-        Who gets the same input as whom is known then of all of them.
+        So the modules that share an input are known for all experts.
         """
         self._in_trial = True
         try:
@@ -167,7 +167,7 @@ class ShownLists:
             self._made_in_trial.clear()
 
     def counted(self, order: CallOrder) -> CallOrder:
-        """``order`` with those calls of experts alone that every batch makes: the ones shown."""
+        """``order`` with only those calls of experts that every batch makes: the shown ones."""
         seen = {
             member: order.calls.get(one.owner, 1)
             for one in (self.lists if self.every else ())
@@ -177,24 +177,24 @@ class ShownLists:
         return CallOrder(order.groups, {**order.calls, **seen})
 
     def may_be_called(self, module: Module) -> bool:
-        """Whether ``module`` is part of an expert whose layer some pass has not left yet.
+        """Return True if ``module`` is part of an expert whose layer some pass has not left yet.
 
-        How often the layer's own code calls an expert is known when it has returned.
+        The number of an expert's calls is known only once its layer has returned.
         """
         return any(self._inside[owner] for owner in self._owners.get(module, ()))
 
     @property
     def at_blocks(self) -> bool:
-        """Whether passes are to wait at whole blocks.
+        """Return True if passes have to wait at whole blocks.
 
-        Routes are counted there, and a single matrix may be called any number of times.
+        Routes are counted there, and a single Linear may be called any number of times.
         """
         return bool(self._undecided) or self._wait_at_blocks
 
     def without_unpaired(self, references: Mapping[Module, Tensor]) -> dict[Module, Tensor]:
-        """``references`` but for those of experts that are called with what the others get.
+        """Drop the ``references`` of experts that are called with the inputs of other experts.
 
-        A call in one pass and a call in the other are not of the same tokens, nor of one expert.
+        Their calls in the two passes are not of the same tokens, nor of the same expert.
         """
         inside = {inner for member in self._by_calls for inner in member.modules()}
         return {module: one for module, one in references.items() if module not in inside}
@@ -202,12 +202,12 @@ class ShownLists:
     # ------------------------------------------------------------------ too few tokens
 
     def undecided(self, modules: Collection[Module]) -> list[ExpertList]:
-        """The lists whose owners are among ``modules``, and of which nothing is decided."""
+        """The lists owned by ``modules`` whose tokens were not counted and settled yet."""
         return [one for one in self._undecided if one.owner in modules]
 
     @contextlib.contextmanager
     def surveying(self) -> Iterator[None]:
-        """Count the tokens that are routed to experts while the body runs; it shows them none."""
+        """Count the tokens routed to experts while the body runs, without showing them any."""
         self._in_survey = True
         try:
             yield
@@ -215,11 +215,11 @@ class ShownLists:
             self._in_survey = False
 
     def decided(self, one: ExpertList, starved: Mapping[int, Shown], policy: str) -> None:
-        """The tokens of a list were counted: settle what is shown to its members.
+        """Set what the members of a list are shown, after its tokens were counted.
 
         Args:
             one: the list.
-            starved: place in the list of who gets too few → what it is shown; the others are
+            starved: index of a member with too few tokens → what it is shown; the others are
                 calibrated with what is routed to them.
             policy: what that is called in a report.
         """
@@ -266,7 +266,7 @@ class ShownLists:
         return shown
 
     def _show(self, members: Sequence[Module], shown: Shown, rows: Tensor) -> None:
-        """Call those of ``members`` that are shown these rows; what they return is dropped."""
+        """Call the members that are shown these rows, and drop their outputs."""
         for member in members:
             is_shown = self._in_trial or self._shown.get(member) == shown
             if is_shown and member not in self._by_calls:
@@ -280,7 +280,7 @@ class ShownLists:
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
     ) -> Iterator[None]:
-        """In the body ``member`` is called; those of ``others`` that are shown it get a copy."""
+        """Call those of ``others`` that are shown ``member``'s input with a copy of it."""
         wanting = [
             one
             for one in others
@@ -297,7 +297,7 @@ class ShownLists:
         yield
 
     def _is_muted(self, member: Module) -> bool:
-        """Whether calls that make an output are not looked at: what counts was shown besides."""
+        """Return True if hooks skip a member's own calls, as its tokens were shown besides."""
         shown = self._shown.get(member)
         if member in self._by_calls and shown == "all_tokens":
             return False  # the others were shown to it, this is its own
@@ -336,7 +336,7 @@ class ShownLists:
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
     ) -> Any:
-        """In the first call of a list all its members run; later ones return zeros, if they can."""
+        """Run all members in a list's first call; later calls return zeros where possible."""
         given, template = first_tensor(args, kwargs), self._made_in_trial.get(own_list)
         if given is None or (own_list in self._made_in_trial and template is None):
             return forward(*args, **kwargs)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Memory-mapped files for activations that do not fit their budget."""
+"""Disk offload of activations that exceed their memory budget."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ _SHARE_OF_FREE_MEMORY = 0.5
 
 
 def activation_budget(given: int | str | None) -> int:
-    """Bytes of activations that may stay in main memory: as given, else half of what is free."""
+    """Bytes of activations that may stay in main memory: as given, else half of the free memory."""
     return int(given or free_host_memory() * _SHARE_OF_FREE_MEMORY)
 
 
 def room_on(device: torch.device, limit: int | None = None) -> int:
-    """Bytes of activations that may stay on an accelerator: half of what is free there.
+    """Bytes of activations that may stay on an accelerator: half of its free memory.
 
     Args:
-        device: which.
-        limit: the most bytes that may be used there in all.
+        device: the accelerator.
+        limit: maximum bytes in use there in total.
     """
     if device.type != "cuda":
         return 0
@@ -43,10 +43,10 @@ def room_on(device: torch.device, limit: int | None = None) -> int:
 
 
 class Spill:
-    """Temporary files that have no name once they are mapped: what dies leaves none behind.
+    """Temporary files without a name once they are mapped, so that a killed process leaves none.
 
     Attributes:
-        written: bytes that were written, in sum.
+        written: total bytes written.
     """
 
     def __init__(self) -> None:
@@ -56,7 +56,7 @@ class Spill:
         """Copy a storage to a file of its own.
 
         Returns:
-            The storage that is mapped to it; the file goes with it.
+            The storage that is mapped to it; the file is deleted with it.
 
         Raises:
             OutputError: the disk has no room for it.
@@ -72,14 +72,14 @@ class Spill:
 
 
 class Shelf:
-    """Tensors that wait to be taken back: where they are, else in main memory, else in files.
+    """Store of tensors: on their device if they fit, else in main memory, else in files.
 
     Args:
-        budget: bytes that may wait in main memory.
-        on_device: bytes that may wait on an accelerator.
+        budget: bytes that may be stored in main memory.
+        on_device: bytes that may be stored on an accelerator.
 
     Attributes:
-        peak: the most bytes that waited in main memory at once.
+        peak: maximum bytes stored in main memory at once.
     """
 
     def __init__(self, budget: int, on_device: int = 0) -> None:
@@ -93,11 +93,11 @@ class Shelf:
 
     @property
     def spilled(self) -> int:
-        """Bytes written to files, in sum."""
+        """Total bytes written to files."""
         return self._spill.written
 
     def put(self, tensor: Tensor) -> int:
-        """Put a tensor away.
+        """Store a tensor.
 
         Returns:
             A ticket for :meth:`take`.
@@ -118,17 +118,17 @@ class Shelf:
         return ticket
 
     def take(self, ticket: int, device: torch.device) -> Tensor:
-        """The tensor of a ticket; the shelf lets go of it."""
+        """Return the tensor of a ticket, and remove it from the store."""
         tensor = self._kept[ticket].to(device, copy=ticket in self._in_files)
         self.drop(ticket)
         return tensor
 
     def see(self, ticket: int, device: torch.device) -> Tensor:
-        """The tensor of a ticket, which stays where it is; it is not to be changed."""
+        """Return the tensor of a ticket, which stays stored; it must not be changed."""
         return self._kept[ticket].to(device)
 
     def drop(self, ticket: int) -> None:
-        """Let go of the tensor of a ticket."""
+        """Free the tensor of a ticket."""
         tensor = self._kept.pop(ticket)
         if ticket in self._in_files:
             self._in_files.remove(ticket)
@@ -137,7 +137,7 @@ class Shelf:
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing waits."""
+        """Return True if nothing is stored."""
         return not self._kept
 
     def _fits(self, tensor: Tensor) -> bool:
@@ -149,13 +149,13 @@ class Shelf:
         self.peak = max(self.peak, self._held[True])
 
     def clear(self) -> None:
-        """Forget what nobody has taken."""
+        """Free all tensors."""
         self._kept.clear()
         self._in_files.clear()
         self._held = dict.fromkeys(self._held, 0)
 
     def close(self) -> None:
-        """Forget everything."""
+        """Free everything."""
         self.clear()
 
 
@@ -165,9 +165,9 @@ def _bytes(tensor: Tensor) -> int:
 
 @contextlib.contextmanager
 def reserved(nbytes: int) -> Iterator[str]:
-    """A temporary file that has its name while the body runs.
+    """A temporary file with reserved disk space, which has its name while the body runs.
 
-    Its disk space is taken now: writing to a mapped file on a full disk would end the process.
+    The space is taken at once: writing to a mapped file on a full disk would kill the process.
 
     Raises:
         OutputError: the disk has no room for it.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tensors that are spread over processes: put together, and cut up again.
+"""Sharded tensors of FSDP 2 and ZeRO stage 3: gathered, and sharded again.
 
 ============  ==========================  ====================================
 by            a parameter is              this process's part of it
@@ -8,8 +8,8 @@ FSDP 2        a ``DTensor``               its local tensor
 ZeRO stage 3  empty outside of a forward  a piece of one dimension, ``ds_tensor``
 ============  ==========================  ====================================
 
-Both are told by what they have: importing their modules would load all of torch.distributed, or
-DeepSpeed. All processes have to call these functions alike.
+Both are recognized by their attributes: importing their modules would load all of
+torch.distributed, or DeepSpeed. The functions are collective: all processes call them alike.
 """
 
 from __future__ import annotations
@@ -46,15 +46,15 @@ __all__ = [
 
 
 def was_loaded_spread(model: Any) -> bool:
-    """Whether transformers spread the model when it loaded it (``distributed_config``).
+    """Return True if transformers sharded the model when loading it (``distributed_config``).
 
-    Nobody else gathers it then: all processes save it together.
+    No one else gathers it then: all processes save it together.
     """
     return bool(getattr(model, "is_distributed_loading_by_transformers", False))
 
 
 def is_spread(model: Any) -> bool:
-    """Whether no process has all of a model."""
+    """Return True if a model is sharded, so that no process holds all of it."""
     if was_loaded_spread(model):
         return True
     if not isinstance(model, Module):
@@ -63,15 +63,15 @@ def is_spread(model: Any) -> bool:
 
 
 def is_in_parts(tensor: Any) -> bool:
-    """Whether it is a ``DTensor``."""
+    """Return True if a tensor is a ``DTensor``."""
     return hasattr(tensor, "full_tensor")
 
 
 def on_any(marked: Tensor, spread: Any) -> Tensor:
-    """What is marked on any of the processes that have a part of ``spread``.
+    """All-reduce a mask: True where it is True on any process with a shard of ``spread``.
 
     Args:
-        marked: bool [N], of this process.
+        marked: bool [N], the mask of this process.
         spread: a ``DTensor``.
 
     Returns:
@@ -84,7 +84,7 @@ def on_any(marked: Tensor, spread: Any) -> Tensor:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """The tensor put together from all processes, or itself; nobody may write to it."""
+    """The full tensor, gathered from all processes, or the tensor itself; it is read-only."""
     if is_in_parts(tensor):
         return tensor.full_tensor()  # type: ignore[no-any-return,attr-defined]  # a DTensor
     return gathered(tensor) if is_flat(tensor) else tensor
@@ -92,14 +92,14 @@ def whole(tensor: Tensor) -> Tensor:
 
 @torch.no_grad()
 def whole_state(model: Module, *, keep: bool) -> dict[str, Tensor]:
-    """The state of a model, put together one parameter after another.
+    """The full state dict of a model, gathered parameter by parameter.
 
     Args:
-        model: its parameters may be spread.
-        keep: whether this process wants it; the others get nothing.
+        model: its parameters may be sharded.
+        keep: return the state on this process; the others get an empty one.
 
     Returns:
-        What ``state_dict`` gives, in main memory.
+        The state dict, in main memory.
     """
     state: dict[str, Tensor] = {}
     known: dict[int, Tensor] = {}
@@ -115,14 +115,14 @@ def whole_state(model: Module, *, keep: bool) -> dict[str, Tensor]:
 
 
 def local(tensor: Any) -> Tensor:
-    """The part of this process, which shares memory with the tensor, or itself."""
+    """The shard of this process, which shares memory with the tensor, or the tensor itself."""
     if is_flat(tensor):
         return tensor.ds_tensor.data  # type: ignore[no-any-return]  # DeepSpeed has no types
     return tensor.to_local() if is_in_parts(tensor) else tensor  # type: ignore[no-any-return]
 
 
 def spread_as(values: Tensor, parameter: Any) -> Tensor:
-    """``values``, which every process has whole, where the parameter is and spread as it is."""
+    """Shard ``values``, which every process has whole, like ``parameter``, on its device."""
     if is_flat(parameter):
         return cut(values, parameter)
     if not is_in_parts(parameter):
@@ -139,7 +139,7 @@ def spread_as(values: Tensor, parameter: Any) -> Tensor:
 
 
 def is_spread_as(part: Tensor, parameter: Any) -> bool:
-    """Whether ``part`` is what :func:`spread_as` gives."""
+    """Return True if ``part`` is sharded like ``parameter``, by :func:`spread_as`."""
     mine = local(parameter) if is_flat(parameter) else parameter
     if part.device != mine.device or (is_flat(parameter) and part.shape != mine.shape):
         return False
@@ -147,7 +147,7 @@ def is_spread_as(part: Tensor, parameter: Any) -> bool:
 
 
 def together(part: Tensor, parameter: Any) -> Tensor:
-    """The whole of what :func:`spread_as` gave."""
+    """Gather what :func:`spread_as` sharded."""
     if is_flat(parameter) and is_spread_as(part, parameter):
         return joined(part, parameter)
     return whole(part)
@@ -155,7 +155,7 @@ def together(part: Tensor, parameter: Any) -> Tensor:
 
 @torch.no_grad()
 def write(target: Any, values: Tensor) -> None:
-    """Put ``values``, which every process has whole, into ``target``, spread as it is."""
+    """Write ``values``, which every process has whole, into the sharded ``target``."""
     part = spread_as(values, target)
     if is_flat(target):
         change_piece(target, lambda piece: piece.copy_(part))
@@ -165,7 +165,7 @@ def write(target: Any, values: Tensor) -> None:
 
 @torch.no_grad()
 def zero(target: Any) -> None:
-    """Make ``target`` zero, spread as it is."""
+    """Set a sharded ``target`` to zero."""
     if is_flat(target):
         change_piece(target, Tensor.zero_)
     else:

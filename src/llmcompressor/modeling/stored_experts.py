@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints that hold experts one by one where transformers looks for their stacks."""
+"""Checkpoints that store experts one by one where transformers expects them stacked."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def patch_moe_mappings(
 ) -> None:
     r"""Let transformers load experts that are stored one by one into the stacks of a model type.
 
-    Whether they are is a matter of a checkpoint, and transformers may know one layout alone: it
-    leaves the experts of another random. From here on it stacks them, in this process::
+    The layout depends on the checkpoint, and transformers may know only one: with another layout
+    it leaves the experts random. After this call it stacks them, in this process::
 
         patch_moe_mappings(
             "qwen3_vl_moe", [WeightRenaming(r"experts\.(\d+)\.w1\.", r"experts.\1.gate_proj.")]
@@ -41,8 +41,8 @@ def patch_moe_mappings(
 
     Args:
         model_type: the ``model_type`` of ``config.json``, or of a part of it.
-        mappings: transformers' ``WeightRenaming`` and ``WeightConverter``. Behind the renamings
-            experts are called as in the type's own table; where it stacks none,
+        mappings: transformers' ``WeightRenaming`` and ``WeightConverter``. After the renamings
+            experts are named as in the type's own table; where it stacks none,
             ``experts.0.gate_proj``, ``up_proj`` and ``down_proj``.
         remove_targets: entries of the type's own table to leave out, by what they make.
 
@@ -87,7 +87,7 @@ def _stacks(entry: Any) -> bool:
 
 
 def _stacking() -> list[Any]:
-    """What makes stacks of gates with ups, and of downs."""
+    """Converters that stack gate with up projections, and down projections."""
     return [
         WeightConverter(
             source_patterns=[f".{_EACH}gate_proj.weight", f".{_EACH}up_proj.weight"],

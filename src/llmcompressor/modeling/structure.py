@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which module's output channels another module's input channels are, found by running a block.
+"""Channel links in a block: whose output channels are whose input channels, found by a run.
 
 A norm feeds the Linears that get its output tensor: that is seen. The output of ``up_proj``
 reaches ``down_proj`` multiplied by the gate's, that of ``v_proj`` reaches ``o_proj`` averaged
@@ -9,8 +9,8 @@ of two; a candidate is right if that leaves the block's output as it was. So not
 known of an architecture, no weight is read, and a module that feeds more than it seems to (a
 second branch, an expert that is not named) is never taken.
 
-A router whose weight is ``[experts, C]`` takes scales as a Linear does: the norm before a mixture
-feeds it and what experts begin with. All experts of a mixture get a link or none does; two of them
+A router whose weight is ``[experts, C]`` takes scales as a Linear does: the norm before an MoE
+feeds it and the first Linears of the experts. All experts of an MoE get a link or none; two of them
 are run (:mod:`llmcompressor.modeling.alike_experts`).
 """
 
@@ -43,7 +43,7 @@ _INVARIANT = 1e-4
 
 @dataclass(frozen=True)
 class Link:
-    """A smooth module and what reads its output, by their names within a block.
+    """A smooth module and the modules that read its output, by their names within a block.
 
     Attributes:
         smooth: the norm or Linear whose output channels are divided.
@@ -58,7 +58,7 @@ class Link:
 
 
 class Outcome(Enum):
-    """What a trial of named modules has shown."""
+    """The outcome of validating named modules."""
 
     HOLDS = "the block's output stays as it was"
     CHANGES = "the block's output changes"
@@ -68,7 +68,7 @@ class Outcome(Enum):
 
 @dataclass(frozen=True)
 class Verdict:
-    """What is known of named modules.
+    """The result of validating named modules.
 
     Attributes:
         outcome: whether they are a link.
@@ -86,7 +86,7 @@ class Verdict:
 
 @dataclass
 class _Group:
-    """What gets one tensor: modules that take scales, and mixtures."""
+    """The modules that get one tensor: those that take scales, and MoEs."""
 
     takers: list[Call] = field(default_factory=list)
     mixtures: list[Call] = field(default_factory=list)
@@ -97,10 +97,10 @@ class _Group:
 
 
 class BlockProbe:
-    """What feeds what in one block.
+    """Finds and validates the channel links of one block.
 
     Args:
-        block: the block; its own weights are not looked at, and stay what they are.
+        block: the block; its own weights are neither read nor changed.
         args: how the model calls it.
         kwargs: the same, by name.
     """
@@ -111,11 +111,11 @@ class BlockProbe:
         self._known: dict[tuple[str, ...], Verdict] = {}
 
     def find(self, *, norms_only: bool = False, mixtures: bool = True) -> list[Link]:
-        """Every link of the block, in the order in which they are read.
+        """Every link of the block, in the order of the first reader's call.
 
         Args:
             norms_only: leave out those that begin with a Linear.
-            mixtures: also those from a module to what the experts of a mixture begin with. One
+            mixtures: also those from a module to the first Linears of the experts of an MoE. One
                 that feeds attention as well, in a parallel block, is found in any case.
         """
         links: list[Link] = []
@@ -132,10 +132,10 @@ class BlockProbe:
         return list(dict.fromkeys(copy for link in links for copy in self._in_all_experts(link)))
 
     def verify(self, smooth: str, balance: Sequence[str]) -> Verdict:
-        """Whether scaling named modules leaves the block's output unchanged.
+        """Validate that scaling named modules leaves the block's output unchanged.
 
-        What is named of one expert has to be named of all, unless all that is named is one
-        expert's own. Experts that are alike stand for each other.
+        A module of one expert has to be named in all of them, unless all named modules are one
+        expert's own. Experts of equal structure represent each other.
         """
         places = [(smooth, *balance)]
         if self._experts.inside_one(places[0]):
@@ -147,7 +147,7 @@ class BlockProbe:
         return self._known[places[0]]
 
     def _tried_out(self, places: Sequence[tuple[str, ...]]) -> Verdict:
-        """The verdict on the first of places that are alike whose modules were all called."""
+        """The verdict on the first of several equivalent places whose modules were all called."""
         with self._runs.running():
             run = self._runs.watch()
             if run.failed:
@@ -165,14 +165,14 @@ class BlockProbe:
             return Verdict(Outcome.CHANGES, others=self._also_given(own, names, run))
 
     def _unseen(self, names: Sequence[str], called: Collection[str]) -> list[str]:
-        """Those that were not called, and for which nothing stands that is named too."""
+        """Names of modules that were neither called nor represented by another named module."""
         if self._experts.inside_one(names):
             return [name for name in names if name not in called]
         seen = {other for name in names if name in called for other in self._experts.alike(name)}
         return [name for name in names if name not in seen]
 
     def _in_all_experts(self, link: Link) -> Iterator[Link]:
-        """A link within one expert holds in all of them; others reach all of them."""
+        """Repeat a link within one expert for every expert; extend others to all experts."""
         names = (link.smooth, *link.balance)
         if self._experts.inside_one(names):
             for copy in self._experts.copies(names):
@@ -185,7 +185,7 @@ class BlockProbe:
     def _link_of(
         self, group: _Group, run: BlockRun, *, norms_only: bool, mixtures: bool
     ) -> Link | None:
-        """The link that ends in what gets one tensor."""
+        """The link that ends in the modules of a group."""
         for source in self._sources(group, run):
             if norms_only and isinstance(source.module, Linear):
                 continue
@@ -197,7 +197,7 @@ class BlockProbe:
         return None
 
     def _feeds_beside(self, group: _Group) -> bool:
-        """Whether what feeds a mixture feeds modules outside of what holds its experts, too."""
+        """Return True if the tensor of an MoE also feeds modules outside of the MoE block."""
         parts = filter(None, (self._experts.part_of(call.name) for call in group.takers))
         experts = {call.name for call in group.mixtures} | {part.experts for part in parts}
         homes = {name.rpartition(".")[0] for name in experts}
@@ -206,7 +206,7 @@ class BlockProbe:
         )
 
     def _sources(self, group: _Group, run: BlockRun) -> list[Call]:
-        """What may feed a group: what returned its tensor, else the Linears that ran before it."""
+        """Candidates that may feed a group: by tensor, else the Linears that ran before it."""
         key = place_of(group.first.input)
         if sources := [call for call in run.leaves if place_of(call.output) == key]:
             return sources
@@ -221,10 +221,10 @@ class BlockProbe:
         ]
 
     def _readers(self, group: _Group, run: BlockRun, *, mixtures: bool) -> Iterator[list[Call]]:
-        """What may read the tensor of a group: what gets it, alone or with experts.
+        """Candidate readers of a group's tensor: the modules that get it, alone or with experts.
 
-        Rows that are ordered by expert, and weighted, are another tensor than a norm returned: a
-        mixture of the block may read it then, too.
+        Rows that are ordered by expert and weighted are another tensor than the norm's output; an
+        MoE of the block may read it then, too.
         """
         within = [self._experts.expert_of(call.name) is not None for call in group.takers]
         if group.takers and not group.mixtures and (mixtures or all(within) or not any(within)):
@@ -242,7 +242,7 @@ class BlockProbe:
             yield [*group.takers, *found]
 
     def _tried(self, source: Call, readers: Sequence[Call], run: BlockRun) -> Link | None:
-        """Scale a candidate, and see whether the block returns what it did."""
+        """Scale a candidate, and verify that the block's output is unchanged."""
         columns = columns_of(readers[0].module)
         if columns is None or any(columns_of(one.module) != columns for one in readers):
             return None
@@ -264,7 +264,7 @@ class BlockProbe:
         return Link(source.name, tuple(names), offset)
 
     def _also_given(self, source: Call, names: Collection[str], run: BlockRun) -> tuple[str, ...]:
-        """Modules that get the tensor that another returns, and are not among ``names``."""
+        """Modules that get the output of ``source`` and are not among ``names``."""
         key = place_of(source.output)
         given = [call for call in (*run.leaves, *run.mixtures) if place_of(call.input) == key]
         parts = {part.experts for part in map(self._experts.part_of, names) if part is not None}
@@ -272,10 +272,10 @@ class BlockProbe:
         return tuple(one for one in others if key and one not in parts)
 
     def _shared_rows(self, source: Call, readers: Sequence[Call], run: BlockRun) -> int:
-        """How many rows of a fused Linear all columns of its readers share; 0 where they do not.
+        """Number of rows of a fused Linear that all columns of its readers share; 0 if none.
 
-        With heads that share values these are the last rows, and as many stand before them for
-        the keys: one scale for all of them is tried.
+        With grouped heads these are the last rows, after as many rows for the keys: one scale for
+        all of them is tried.
         """
         columns = columns_of(readers[0].module)
         if columns is None or not isinstance(source.module, Linear):
@@ -294,12 +294,12 @@ class BlockProbe:
         run: BlockRun,
         scales: tuple[Tensor, Tensor, float],
     ) -> bool:
-        """Whether outputs divided and inputs multiplied, which matters, make no difference.
+        """Return True if divided outputs cancel multiplied inputs, which alone matter.
 
         Args:
-            source: what is divided.
-            readers: what is multiplied.
-            run: of the block as it is.
+            source: the call of the module whose outputs are divided.
+            readers: calls of the modules whose inputs are multiplied.
+            run: of the unmodified block.
             scales: of the outputs, of the inputs, and the norm's offset.
         """
         divisor_R, factor_C, offset = scales
@@ -313,7 +313,7 @@ class BlockProbe:
 
 
 def _groups(run: BlockRun) -> Iterator[_Group]:
-    """What gets one tensor, in the order of the first call."""
+    """Group calls by the tensor that they get, in the order of the first call."""
     groups: dict[tuple[int, int] | None, _Group] = {}
     for call in run.leaves:
         if call.takes_scales:

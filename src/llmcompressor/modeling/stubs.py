@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Forwards that are replaced for a time."""
+"""Forward overrides: forwards of modules that are replaced temporarily."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ Forward = Callable[..., Any]
 
 
 def put_back(module: Module, own: Forward | None) -> None:
-    """Give a module its forward back.
+    """Restore a module's forward.
 
     Args:
-        module: whose was replaced.
-        own: that of the object before; ``None`` where it had that of its class.
+        module: the module whose forward was replaced.
+        own: the forward that the object had of its own; ``None`` if it had that of its class.
     """
     if own is None:
         module.__dict__.pop("forward", None)
@@ -31,11 +31,11 @@ def put_back(module: Module, own: Forward | None) -> None:
 def stubbed(
     modules: Iterable[Module], stub: Callable[[Module, Forward], Forward]
 ) -> Iterator[None]:
-    """While the body runs, modules have other forwards.
+    """Override the forwards of modules while the body runs.
 
     Args:
-        modules: which.
-        stub: makes the other one, told the module and its own forward.
+        modules: the modules to override.
+        stub: makes the override, given the module and its own forward.
     """
     own = {module: module.__dict__.get("forward") for module in modules}
     try:

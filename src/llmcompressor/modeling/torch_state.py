@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Torch's thread-local state, taken off and put back at every switch between coroutines.
+"""Torch's thread-local state, saved and restored at every switch between coroutines.
 
 Coroutines of one thread share what torch keeps per thread: grad mode, inference mode, autocast,
 and the stack of function modes (a default device is one). A forward pass that is suspended
@@ -29,7 +29,7 @@ class TorchState:
 
     @classmethod
     def capture(cls) -> TorchState:
-        """What is in force now."""
+        """Capture the current state."""
         return cls(
             grad=torch.is_grad_enabled(),
             inference=torch.is_inference_mode_enabled(),
@@ -41,7 +41,7 @@ class TorchState:
         )
 
     def apply(self, current: TorchState) -> None:
-        """Put this snapshot in force, inference mode excepted; cheap when nothing differs."""
+        """Apply this snapshot, inference mode excepted; cheap when nothing differs."""
         if current.grad != self.grad:
             torch.autograd.grad_mode.set_grad_enabled(self.grad)
         if current.autocast != self.autocast:
@@ -62,7 +62,7 @@ class SuspendedState:
     """The torch state of a coroutine while another one runs.
 
     Args:
-        home: the state to put in force instead, now.
+        home: the state to apply in its place.
     """
 
     def __init__(self, home: TorchState) -> None:
@@ -75,9 +75,9 @@ class SuspendedState:
         home.apply(TorchState.capture())
 
     def give_back(self) -> None:
-        """Put the coroutine's own state in force again.
+        """Restore the coroutine's own state.
 
-        Inference mode can only be nested: it has to be now what it was in ``home``.
+        Inference mode can only be nested: it has to be the same now as in ``home``.
         """
         if self._guard is not None:
             self._guard.__exit__(None, None, None)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a module gets in the original model, where two streams of activations run."""
+"""Reference inputs: a module's input in the original model, with two activation streams."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ __all__ = ["aligned_reference"]
 
 
 def aligned_reference(module: Module, tensor: Tensor, state: State) -> Tensor | None:
-    """What ``module`` gets in the original model, if its tokens are those of ``tensor``.
+    """The input of ``module`` in the original model, if its tokens are those of ``tensor``.
 
-    It lies where ``tensor`` does: a pass may wait elsewhere with all but what is little of it.
-    A router may send other tokens to an expert in the original model, even as many.
+    It is moved to the device of ``tensor``. In the original model a router may send other tokens to
+    an expert, even if they are as many.
     """
     references = state.reference_inputs
     reference = None if references is None else references.get(module)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What scripts did to a model before a run, in releases that could not do without it."""
+"""Compatibility no-ops: functions that scripts called on a model before a run."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _Class = TypeVar("_Class", bound=type)
 
 
 class MoECalibrationModule(Module):
-    """Base of classes that scripts have for mixtures; no run puts one in the place of a mixture.
+    """Base of the MoE replacements that scripts define; no run uses them.
 
     Attributes:
         is_permanent: whether it was to stay after calibration.
@@ -34,7 +34,7 @@ class MoECalibrationModule(Module):
 
     @classmethod
     def register(cls, *names: str, **others: Any) -> Callable[[_Class], _Class]:
-        """A decorator that leaves a class as it is, and says that no run takes it."""
+        """A decorator that leaves a class as it is, and warns that no run uses it."""
         del others
 
         def leave(registered: _Class) -> _Class:
@@ -48,17 +48,17 @@ class MoECalibrationModule(Module):
         return leave
 
     def restore(self, original: Module) -> Module:
-        """What stood there before."""
+        """Return the original module."""
         return original
 
 
 def wrap_hf_model_class(hf_model_class: _Class) -> _Class:
-    """The class, as it is: transformers loads compressed models, a run saves what it made."""
+    """Return the class unchanged: transformers loads compressed models, and a run saves them."""
     return hf_model_class
 
 
 def replace_modules_for_calibration(model: _Model, calibrate_all_experts: bool = True) -> _Model:
-    """The model, as it is: calibration runs the model's own forward, nothing needs replacing."""
+    """Return the model unchanged: calibration runs the model's own forward."""
     _warn_unless(calibrate_all_experts, "replace_modules_for_calibration")
     return model
 
@@ -66,12 +66,12 @@ def replace_modules_for_calibration(model: _Model, calibrate_all_experts: bool =
 def moe_calibration_context(
     model: Any = None, *given: Any, calibrate_all_experts: bool = True
 ) -> AbstractContextManager[None]:
-    """Nothing: ``oneshot`` shows all tokens to all experts by itself.
+    """Do nothing: ``oneshot`` shows all tokens to all experts by itself.
 
     Args:
         model: is not changed.
         *given: a stack of contexts in one release, ``calibrate_all_experts`` in another.
-        calibrate_all_experts: ``False`` is warned of.
+        calibrate_all_experts: ``False`` logs a warning.
     """
     del model
     all_experts = calibrate_all_experts and not any(one is False for one in given)
@@ -80,7 +80,7 @@ def moe_calibration_context(
 
 
 def fast_pos_embed_interpolate(self: Any, grid_thw: Any) -> Any:
-    """Of a vision tower, what its own class does: nothing has to be patched for a run."""
+    """Call the method of the vision tower's own class: no patch is needed for a run."""
     return type(self).fast_pos_embed_interpolate(self, grid_thw)
 
 

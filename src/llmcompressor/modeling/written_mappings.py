@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Mappings of known architectures, for code that reads them to write its own.
 
-They are found from a model's structure (:mod:`llmcompressor.modeling.mappings`), whatever stands
-here: what is read here, changed and given to a modifier is then that user's mapping.
+A run finds mappings from a model's structure (:mod:`llmcompressor.modeling.mappings`), regardless
+of this table. Mappings that are read here, changed and passed to a modifier are the user's own.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _LATENT: tuple[Names, ...] = (
 
 
 def _within(part: str, names: tuple[Names, ...]) -> tuple[Names, ...]:
-    """The same names, where they lie in a part of the model."""
+    """The same names, restricted to a part of the model."""
 
     def placed(name: str) -> str:
         return name.replace("re:.*", f"re:.*{part}.*", 1)
@@ -51,5 +51,5 @@ WRITTEN: dict[str, tuple[Names, ...]] = {
 
 
 def norms_of(names: Sequence[Names]) -> tuple[Names, ...]:
-    """Those that begin with a norm."""
+    """The mappings that begin with a norm."""
     return tuple(one for one in names if "norm" in one[0])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The techniques, one folder each, and the base class that they share."""
+"""Compression techniques (modifiers), one package each, and their base class."""
 
 from __future__ import annotations
 

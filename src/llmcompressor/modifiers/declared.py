@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a modifier says of itself: by a property, by data of its class, or by a field.
+"""Property that a subclass may replace by a field of the same name.
 
-A property of a base class goes before what an object holds, and with that before a field of the
-same name in a subclass, such as ``requires_calibration_data: bool = True``. Here it goes behind.
+A property of a base class takes precedence over the instance dictionary, and so over a field of
+the same name in a subclass, such as ``requires_calibration_data: bool = True``. This descriptor
+does not: it only supplies the default.
 """
 
 from __future__ import annotations
@@ -17,9 +18,10 @@ if TYPE_CHECKING:
 else:
 
     class declared:  # noqa: N801 - used like property
-        """A property which a subclass may have as a field instead.
+        """A property that a subclass may override with a field.
 
-        Objects alone have it: pydantic would warn of a field that hides what the class has.
+        It exists on instances only: pydantic would warn about a field that shadows one of
+        the class.
         """
 
         def __init__(self, default: Callable[[Any], Any]) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a modifier says that it takes, and makes of modules, before any of it is done."""
+"""Cost estimates of modifiers, and the modules they plan to store, known before a run."""
 
 from __future__ import annotations
 
@@ -16,30 +16,29 @@ __all__ = ["DataSize", "Effort", "Learning", "PlannedModule", "Work"]
 
 @dataclass(frozen=True)
 class Effort:
-    """What calibrating and solving modules with one input takes.
+    """Cost of calibrating and solving modules that share one input.
 
     Attributes:
         gram: multiply-adds per token, for second moments of the input.
         cross: multiply-adds per token, for products with the original model's input.
-        watch: values per token that are looked at in other ways, for extremes for instance.
-        solve: multiply-adds once all tokens were seen.
-        visits: passes over the weights that are not products, column by column for instance.
-        statistics: bytes that are held from the first token until the modules are solved.
-        buffered: bytes of tokens that wait for others, where those that run at once are too few to
-            be counted.
-        workspace: further bytes while they are solved.
-        on_device: the same on an accelerator; ``None`` where it is no other. Rows that the host
-            works on in parts, a thread on each, are worked on at once there.
-        at_once: where others at the same stop are alike, how many are solved in one batch.
-        kept: bytes per token of the data that are held from when it is seen until they are solved:
-            on an accelerator within half of what a limit leaves of it, else in main memory.
-        scaled: bytes of weights while modules are run again, to see what becomes of their outputs.
-        scaled_on_device: the same on an accelerator; ``None`` where it is no other.
-        outputs: bytes per token of the data meanwhile, in the same places.
-        running: bytes per token of those that run at once, meanwhile.
-        offloads: what is kept, and outputs, lie in main memory however much room there is.
-        together: they run again together with all others that are calibrated at the same stop;
-            the workspace before that is of one at a time.
+        watch: values per token read by other statistics, such as extremes.
+        solve: multiply-adds after all tokens were seen.
+        visits: passes over the weights that are not products, for example column by column.
+        statistics: bytes held from the first token until the modules are solved.
+        buffered: bytes of tokens that are buffered until there are enough to accumulate.
+        workspace: further bytes while the modules are solved.
+        on_device: ``workspace`` on an accelerator; ``None`` if it is the same. Rows that the host
+            processes in parts, one thread each, are processed at once there.
+        at_once: number of similar modules of the same stop that are solved in one batch.
+        kept: bytes per token of the data that are held from capture until the modules are solved:
+            on an accelerator within half of what its memory limit leaves, else in main memory.
+        scaled: bytes of weights while modules are rerun to measure the change of their outputs.
+        scaled_on_device: ``scaled`` on an accelerator; ``None`` if it is the same.
+        outputs: bytes per token of the outputs held during these reruns, in the same places.
+        running: bytes per token of the batch that is rerun.
+        offloads: ``kept`` and ``outputs`` always lie in main memory, however much room there is.
+        together: all modules of a stop are rerun together; the workspace before that is of one
+            module at a time.
     """
 
     gram: int = 0
@@ -61,25 +60,25 @@ class Effort:
     together: bool = False
 
     def workspace_on(self, *, device: bool) -> int:
-        """``workspace``, on the host or on an accelerator."""
+        """``workspace`` on the host or on an accelerator."""
         return self.workspace if self.on_device is None or not device else self.on_device
 
     def scaled_on(self, *, device: bool) -> int:
-        """``scaled``, on the host or on an accelerator."""
+        """``scaled`` on the host or on an accelerator."""
         return self.scaled if self.scaled_on_device is None or not device else self.scaled_on_device
 
 
 @dataclass(frozen=True)
 class DataSize:
-    """How much calibration data there is, and what a model makes of a token of it.
+    """Size of the calibration data, and the model's costs per token that depend on it.
 
     Attributes:
-        tokens: of all samples, padding included.
-        real: those that count.
-        samples: how many samples that are.
+        tokens: tokens of all samples, including padding.
+        real: tokens that are not padding.
+        samples: number of samples.
         batch: tokens of one batch, as it is run.
-        attention: multiply-adds per token of one layer's attention, its Linears left aside.
-        expert_share: the share of a layer's experts that a token is routed to.
+        attention: multiply-adds per token of one layer's attention, without its Linears.
+        expert_share: share of a layer's experts that a token is routed to.
     """
 
     tokens: int = 0
@@ -92,14 +91,14 @@ class DataSize:
 
 @dataclass(frozen=True)
 class Work:
-    """What is computed of a part of a model beside the calibration of its modules.
+    """Compute spent on a part of a model in addition to the calibration of its modules.
 
     Attributes:
         forward: multiply-adds in the model's dtype.
         solve: multiply-adds in float32; one in float64 counts twice.
         visits: passes over single weights that are not products.
-        readings: times that the part is read from its file once more, where it is not in memory.
-        attention: of ``forward``, products between tokens.
+        readings: number of times that the part is read from its file again, if it is not in memory.
+        attention: the share of ``forward`` that is products between tokens.
     """
 
     forward: int = 0
@@ -120,15 +119,15 @@ class Work:
 
 @dataclass(frozen=True)
 class Learning:
-    """What a modifier takes that learns before its pass.
+    """Cost of a modifier that learns before its pass.
 
     Attributes:
-        steps: batches that run forward and backward, one after another.
-        compared: batches at most that run forward before the first step, and after the last.
-        held: bytes from the first step to the last.
-        kept: bytes of a file from which a later run can go on.
-        stepping: further bytes while a step is taken.
-        products: multiply-adds of a step, beside those of the model and of its weights.
+        steps: optimizer steps, one batch forward and backward each.
+        compared: at most this many batches run forward before the first step and after the last.
+        held: bytes held from the first step to the last.
+        kept: bytes of the file from which a later run can resume.
+        stepping: further bytes during a step.
+        products: multiply-adds of a step, without those of the model and of making its weights.
     """
 
     steps: int
@@ -141,14 +140,14 @@ class Learning:
 
 @dataclass(frozen=True)
 class PlannedModule:
-    """How a module will be stored.
+    """The planned storage of a module.
 
     Attributes:
-        name: its name.
+        name: name of the module.
         module: the module.
-        scheme: how it is quantized (``compressed_tensors``' ``QuantizationScheme``).
+        scheme: its quantization (``compressed_tensors``' ``QuantizationScheme``).
         tensors: its own tensors as they will be in memory, on the meta device.
-        is_attention: its queries, keys or values are quantized, it has no weight of its own.
+        is_attention: its queries, keys or values are quantized; it has no weight of its own.
         has_group: a scheme of the recipe targets it.
     """
 

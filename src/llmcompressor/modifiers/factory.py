@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From the name of a modifier in a recipe to the modifier."""
+"""Factory that creates modifiers from the names in a recipe."""
 
 from __future__ import annotations
 
@@ -47,10 +47,10 @@ _registered: dict[str, type[Modifier]] = {}
 
 
 class ModifierFactory:
-    """Finds modifier classes by name and makes modifiers of them.
+    """Find modifier classes by name and instantiate them.
 
-    A name is looked for among the registered classes, then among the package's own, then among
-    all subclasses of ``Modifier`` that are imported; a dotted path is imported.
+    A name is looked up among the registered classes, then among the built-in ones, then among all
+    imported subclasses of ``Modifier``; a dotted path is imported.
     """
 
     @classmethod
@@ -63,20 +63,20 @@ class ModifierFactory:
         group: str | None = None,
         **fields: Any,
     ) -> Modifier:
-        """Make a modifier.
+        """Create a modifier.
 
         Args:
-            type_: the name of its class, or a dotted path to it.
-            allow_registered: whether a class that was registered under the name is meant by it.
-            allow_experimental: nothing; no modifier is experimental.
-            group: the recipe's group that it stands in.
+            type_: name of its class, or a dotted path to it.
+            allow_registered: also look among registered classes.
+            allow_experimental: without effect; no modifier is experimental.
+            group: the recipe group that it belongs to.
             **fields: its arguments.
 
         Returns:
             The modifier, with its fields checked.
 
         Raises:
-            RecipeError: there is no such class, or it does not take such fields.
+            RecipeError: there is no such class, or it does not accept these fields.
         """
         del allow_experimental
         found = cls._concrete(type_, allow_registered)
@@ -84,11 +84,11 @@ class ModifierFactory:
 
     @staticmethod
     def refresh() -> None:
-        """Nothing: a name is looked for when it is asked for, among all that is imported then."""
+        """Do nothing: names are resolved on each lookup."""
 
     @classmethod
     def create_all(cls, name: str, *, group: str | None = None, **fields: Any) -> list[Modifier]:
-        """The modifiers that the entry ``name`` of a recipe stands for, as by :meth:`create`."""
+        """Create the modifiers that the recipe entry ``name`` expands to; see :meth:`create`."""
         return cls._concrete(name).from_fields(**cls._grouped(fields, group))
 
     @staticmethod
@@ -108,14 +108,14 @@ class ModifierFactory:
 
     @classmethod
     def find(cls, name: str, allow_registered: bool = True) -> type[Modifier]:
-        """The class called ``name``.
+        """The modifier class called ``name``.
 
         Args:
-            name: the name of a class, or a dotted path to it.
-            allow_registered: whether those that were registered count.
+            name: name of a class, or a dotted path to it.
+            allow_registered: also look among registered classes.
 
         Raises:
-            RecipeError: there is none; the message suggests the nearest ones.
+            RecipeError: there is none; the message suggests close matches.
         """
         if allow_registered and name in _registered:
             return _registered[name]
@@ -125,7 +125,7 @@ class ModifierFactory:
             return found
         imported = _imported(name) or (_by_path(name) if _is_path(name) else None)
         if imported is None:
-            # of this package's own classes those that no recipe names are bases
+            # the package's classes that are not built-in modifiers are bases: do not suggest them
             names = {*_registered, *_BUILTIN, *(each.__name__ for each in _of_others())}
             raise RecipeError(
                 f"There is no modifier named {name!r}.",
@@ -136,7 +136,7 @@ class ModifierFactory:
 
     @staticmethod
     def is_builtin(modifier_class: type[Modifier]) -> bool:
-        """Whether this class is what its name means in any process."""
+        """Return True if this class is the one that its name resolves to in any process."""
         name = modifier_class.__name__
         return name in _BUILTIN and _BUILTIN.load(name) is modifier_class
 
@@ -144,10 +144,10 @@ class ModifierFactory:
     def register(
         name: str | type[Modifier], modifier_class: type[Modifier] | None = None
     ) -> type[Modifier]:
-        """Make a class known under a name, before every other class of that name.
+        """Register a class under a name, with precedence over every other class of that name.
 
         Args:
-            name: the name; or the class, to be known under its own name.
+            name: the name; or the class, to be registered under its own name.
             modifier_class: the class, when a name is given.
 
         Returns:
@@ -167,19 +167,19 @@ class ModifierFactory:
 
 
 def _subclasses(base: type[Any] = Modifier) -> Iterator[type[Modifier]]:
-    """Every modifier class that is imported; children of one class by age."""
+    """Every imported modifier class; subclasses of one class in order of definition."""
     for child in base.__subclasses__():
         yield child
         yield from _subclasses(child)
 
 
 def _of_others() -> Iterator[type[Modifier]]:
-    """Imported classes that are not of this package."""
+    """Imported modifier classes that are not defined in this package."""
     return (each for each in _subclasses() if each.__module__.split(".")[0] != _PACKAGE)
 
 
 def _warn_of_namesakes(name: str) -> None:
-    """Say that a name of the package's means the package's class."""
+    """Warn that a built-in name resolves to the package's class, not to a user's class."""
     namesakes = sorted({each.__module__ for each in _of_others() if each.__name__ == name})
     if namesakes:
         logger.warning(
@@ -196,7 +196,7 @@ def _imported(name: str) -> type[Modifier] | None:
             f"Several modifiers are named {name}, in {', '.join(modules)}: the one of "
             f"{found[-1].__module__} is taken. Give a dotted path to take another."
         )
-    # A class that is defined again, as in a notebook, replaces the one before.
+    # A redefined class, as in a notebook, replaces the earlier one.
     return found[-1] if found else None
 
 
@@ -209,7 +209,7 @@ def _by_path(path: str) -> type[Modifier]:
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
-        # Only when it is this module that is missing; what it needs itself is another matter.
+        # Only if this module itself is missing, not one that it imports.
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
             raise
         raise RecipeError(

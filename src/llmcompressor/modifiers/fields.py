@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fields of a modifier: what an annotation allows, and what is said of wrong ones."""
+"""Field types of modifiers, and error messages for invalid fields."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["as_recipe_error", "kinds_of"]
 
 
 def kinds_of(annotation: Any) -> set[Any]:
-    """The types that an annotation is made of.
+    """The set of types that an annotation is made of.
 
     >>> kinds_of(float | list[int] | None) == {float, list, int, type(None)}
     True
@@ -23,7 +23,7 @@ def kinds_of(annotation: Any) -> set[Any]:
         return {bool, int, float}
     if get_origin(annotation) is Literal:
         return {type(value) for value in get_args(annotation)}
-    annotation = getattr(annotation, "__value__", annotation)  # of a name for a type
+    annotation = getattr(annotation, "__value__", annotation)  # of a type alias
     parts = get_args(annotation)
     outer = getattr(annotation, "__origin__", None) if parts else annotation
     kinds = {kind for part in parts for kind in kinds_of(part)}
@@ -31,7 +31,7 @@ def kinds_of(annotation: Any) -> set[Any]:
 
 
 def as_recipe_error(cls: type[BaseModel], error: ValidationError) -> RecipeError:
-    """Every complaint of pydantic, by field, with the nearest names for an unknown one."""
+    """Turn a pydantic error into a ``RecipeError`` that lists the problems of each field."""
     problems: dict[str, list[str]] = {}
     remedies: list[str] = []
     unknown: list[str] = []
@@ -70,7 +70,7 @@ def _default_of(cls: type[BaseModel], field: str) -> str:
 
 
 def _nearest_fields(cls: type[BaseModel], unknown: Sequence[str]) -> str:
-    """The nearest names for each of the unknown fields, then all fields, once."""
+    """Suggest close matches for each unknown field, then list all fields once."""
     if not unknown:
         return ""
     fields = sorted(cls.model_fields)
@@ -78,6 +78,6 @@ def _nearest_fields(cls: type[BaseModel], unknown: Sequence[str]) -> str:
     near = {field: hint for field, hint in hints.items() if not hint.startswith("Choose")}
     if not near:
         return hints[unknown[0]]
-    if len(unknown) > 1:  # each hint has to say which it is for
+    if len(unknown) > 1:  # name the field that each hint is for
         near = {field: f"For {field!r}, d{hint[1:]}" for field, hint in near.items()}
     return f"{' '.join(near.values())} The fields are: {', '.join(fields)}."

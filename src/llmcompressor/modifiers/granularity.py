@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much of a model is calibrated at once."""
+"""Granularity of calibration: how much of a model is processed at once."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ __all__ = ["Granularity"]
 
 
 class Granularity(StrEnum):
-    """How much of a model a modifier has to see at once, from fine to coarse.
+    """The part of a model that a modifier has to see at once, from fine to coarse.
 
     >>> max(Granularity.BLOCK, Granularity.LINEAR)
     <Granularity.BLOCK: 'block'>
@@ -19,7 +19,7 @@ class Granularity(StrEnum):
     SUB_BLOCK = "sub_block"
     BLOCK = "block"
 
-    # All four: a str brings its own, which would go by the alphabet.
+    # All four have to be overridden: those of str compare alphabetically.
     def __lt__(self, other: str) -> bool:
         return self._rank < Granularity(other)._rank
 

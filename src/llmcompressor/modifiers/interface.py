@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Other name of the class that all modifiers derive from."""
+"""Alias of the modifier base class."""
 
 from llmcompressor.modifiers.modifier import Modifier as ModifierInterface
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The base class of every technique."""
+"""Base class of all compression techniques."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ __all__ = ["Modifier", "Phase"]
 
 
 class Phase(Enum):
-    """The stages of a modifier's life, in order."""
+    """Lifecycle phases of a modifier, in order."""
 
     CREATED = "created"
     INITIALIZED = "initialized"
@@ -59,7 +59,7 @@ _LIKE_A_METHOD = 0.8
 
 
 def _flag(phase: Phase) -> property:
-    """Whether a modifier was in a phase; to set it is to enter or to forget it."""
+    """Property that reads, enters or clears one phase of a modifier."""
 
     def read(modifier: Modifier) -> bool:
         return phase in modifier._passed
@@ -72,39 +72,37 @@ def _flag(phase: Phase) -> property:
 
 
 class Modifier(HooksMixin):
-    """A technique that changes a model: its fields are its arguments in a recipe.
+    """A technique that changes a model; its fields are its arguments in a recipe.
 
     A subclass implements :meth:`on_initialize` and whichever of the other ``on_…`` methods it
-    has use for. The lifecycle calls :meth:`initialize`, :meth:`update_event` and
-    :meth:`finalize`; these keep track of the phase and call the ``on_…`` methods.
+    needs. The lifecycle calls :meth:`initialize`, :meth:`update_event` and :meth:`finalize`; these
+    track the phase and call the ``on_…`` methods.
 
-    What a pipeline has to know about a modifier is declared here, as class data or properties;
-    a subclass may have fields in the place of properties: ``requires_calibration_data``,
+    Everything that a pipeline has to know about a modifier is declared here, as class data or
+    properties. A subclass may have fields instead of properties: ``requires_calibration_data``,
     ``finest_granularity``, ``takes_whole_blocks``, ``propagates_error``, ``twin_streams``,
     ``surveys_first``, ``must_precede`` and :meth:`calibrated_modules`.
 
     Attributes:
-        index: the place in the recipe, if it is given there.
-        group: the recipe's group that the modifier stands in.
-        start: when to start, in epochs where the run has them, else in optimizer steps.
-        end: when to end, counted in the same way.
-        update: how often to update, counted in the same way.
-        propagates_error: whether what comes later should see this modifier's error.
-        run_types: where it can do its work: in ``oneshot``, in ``train``, or in both.
-        renamed: fields of earlier releases → what they are called now; either is accepted.
-        moved: fields of earlier releases that have no effect → what does their work now; that is
-            told where one is given.
-        idle_types: where it has nothing to do beside others, so that it is left out with a warning.
-        must_precede: names of modifier classes that may not stand before it in a recipe.
-        needs_later: names of modifier classes one of which has to come later in a recipe.
-        rewrites_inputs: what it makes of the model changes what others would collect of it in the
-            same pass, so that they have to come in a later one.
-        joins: names of modifier classes in whose pass it works if it stands behind them, module
-            by module, though each needs data.
-        uses_teacher: whether it learns from the session's teacher, so that tokens without a label
-            teach it something too.
-        changes_weights: whether it changes weights of the model, so that in a training a process's
-            piece of one has to be the weight itself, and that no adapters may stand beside them.
+        index: position in the recipe, if it is given there.
+        group: recipe group that the modifier belongs to.
+        start: when to start, in epochs if the run has them, else in optimizer steps.
+        end: when to end, in the same unit.
+        update: interval between updates, in the same unit.
+        propagates_error: later modules are calibrated with this modifier's error in their inputs.
+        run_types: the kinds of run that it works in: ``oneshot``, ``train``, or both.
+        renamed: field name of an earlier release → current name; both are accepted.
+        moved: field of an earlier release without effect → its replacement, which a warning names.
+        idle_types: kinds of run in which it has nothing to do and is left out with a warning.
+        must_precede: names of modifier classes that may not come before it in a recipe.
+        needs_later: names of modifier classes, one of which has to come later in the recipe.
+        rewrites_inputs: it changes inputs that others would collect in the same pass, so that they
+            have to run in a later pass.
+        joins: names of modifier classes whose pass it shares, module by module, if it comes after
+            them, although each needs data.
+        uses_teacher: it learns from the session's teacher, so tokens without a label count too.
+        changes_weights: it changes weights of the model. In a training each process's shard then
+            has to be the weight itself, and the model may have no adapters.
     """
 
     model_config = ConfigDict(extra="forbid", ignored_types=(declared,))
@@ -130,7 +128,7 @@ class Modifier(HooksMixin):
     end: float | None = None
     update: float | None = None
 
-    # Every phase that was entered, so that a finalized modifier still knows whether it started.
+    # All phases entered, so that a finalized modifier still knows if it has started.
     _passed: tuple[Phase, ...] = PrivateAttr((Phase.CREATED,))
     _latest: Event | None = PrivateAttr(None)
     _is_given_data: bool = PrivateAttr(False)
@@ -145,7 +143,7 @@ class Modifier(HooksMixin):
 
     @classmethod
     def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
-        """Tell of methods that are called like those of the lifecycle, but never by it."""
+        """Warn about methods named almost like lifecycle hooks, which are never called."""
         super().__pydantic_init_subclass__(**kwargs)
         known = [name for name in vars(Modifier) if name.startswith("on_")]
         for name in (name for name in vars(cls) if name.startswith("on")):
@@ -157,7 +155,7 @@ class Modifier(HooksMixin):
 
     @classmethod
     def model_validate(cls, obj: Any, **kwargs: Any) -> Self:
-        """As in pydantic, but a wrong field is a ``RecipeError``."""
+        """Validate as pydantic does, but raise a ``RecipeError`` for a wrong field."""
         try:
             return super().model_validate(obj, **kwargs)
         except ValidationError as error:
@@ -166,7 +164,7 @@ class Modifier(HooksMixin):
     @model_validator(mode="before")
     @classmethod
     def _by_present_names(cls, given: Any) -> Any:
-        """Fields of earlier releases, under the names that they have now."""
+        """Map field names of earlier releases to their current names."""
         if not isinstance(given, Mapping) or not given.keys() & cls.renamed.keys():
             return given
         for old in given.keys() & cls.renamed.keys():
@@ -176,13 +174,13 @@ class Modifier(HooksMixin):
 
     @classmethod
     def from_fields(cls, **fields: Any) -> list[Modifier]:
-        """The modifiers that an entry of a recipe with these fields stands for: usually one."""
+        """The modifiers that a recipe entry with these fields expands to: usually one."""
         return [cls(**fields)]
 
     @field_validator("*", mode="before")
     @classmethod
     def _check_no_truth_for_a_number(cls, given: Any, info: ValidationInfo) -> Any:
-        """``yes`` is no 1: pydantic takes a truth value for a number."""
+        """Refuse a boolean for a number: pydantic would convert it."""
         kinds = kinds_of(cls.model_fields[str(info.field_name)].annotation)
         if isinstance(given, bool) and bool not in kinds and kinds & {int, float}:
             raise ValueError("it is a number, not true or false")
@@ -190,11 +188,11 @@ class Modifier(HooksMixin):
 
     @model_validator(mode="after")
     def _check_no_empty_name(self) -> Self:
-        """An empty name is that of the whole model, an empty pattern is in every name."""
+        """Refuse empty names and patterns, which would match the whole model."""
         for field in ("targets", "ignore"):
             given = getattr(self, field, None)
             if given == "" and field == "ignore":
-                continue  # nothing is ignored
+                continue  # an empty string ignores nothing
             named = [given] if isinstance(given, str) else given
             if isinstance(named, list | tuple) and any(one in ("", "re:") for one in named):
                 raise RecipeError(
@@ -221,32 +219,32 @@ class Modifier(HooksMixin):
             )
         return self
 
-    # ---- what pipelines read
+    # ---- traits that pipelines read
 
     @declared
     def requires_calibration_data(self) -> bool:
-        """Whether calibration data has to run through the model."""
+        """Return True if calibration data has to run through the model."""
         return self._is_given_data
 
     def be_given_data(self) -> None:
-        """Have data run through the model for it, as the user asks: it may watch in its own way.
+        """Request that calibration data run through the model for this modifier.
 
-        A class that says by itself whether it :attr:`requires_calibration_data` is not overruled.
+        It has no effect on a class that overrides :attr:`requires_calibration_data`.
         """
         self._is_given_data = True
 
     @declared
     def learns_first(self) -> bool:
-        """Whether it takes the calibration batches itself, when its pass begins.
+        """Return True if it consumes the calibration batches itself when its pass begins.
 
         No data is run through the model for it then. It begins a pass, so that it finds the model
-        as all before it have left it.
+        as all modifiers before it have left it.
         """
         return False
 
     @declared
     def collects(self) -> bool:
-        """Whether a pipeline has to run data through the model for it."""
+        """Return True if a pipeline has to run data through the model for it."""
         return self.requires_calibration_data and not self.learns_first
 
     @declared
@@ -256,230 +254,231 @@ class Modifier(HooksMixin):
 
     @declared
     def takes_whole_blocks(self) -> bool:
-        """Whether it works on the model's own blocks, whatever else the user names as stops.
+        """Return True if it works on the model's own blocks, whatever sequential targets are given.
 
-        Neither parts of them nor what holds several. Its finest granularity is the block then.
+        It works neither on parts of blocks nor on modules that hold several. Its finest granularity
+        is the block then.
         """
         return False
 
     def undivided(self, state: State) -> Sequence[Module]:
-        """Modules within which no pass may stop: they are stopped at as wholes, if at all."""
+        """Modules within which a forward may not be paused; only their boundaries can be stops."""
         return ()
 
     @declared
     def twin_streams(self) -> bool:
-        """Whether inputs of the original model are wanted beside those of the compressed one."""
+        """Return True if it needs the original model's inputs alongside the compressed one's."""
         return False
 
     def accepts_unreached(self, name: str) -> bool:
-        """Whether it knows what to do with the module ``name``, which no batch reached."""
+        """Return True if it can process the module ``name`` although no token reached it."""
         return False
 
     @declared
     def observing_steps(self) -> int:
-        """How many optimizer steps of a training it only observes, from its start on."""
+        """Number of optimizer steps of a training that it only observes, from its start on."""
         return 0
 
     @declared
     def runs_to_end(self) -> bool:
-        """Whether it watches modules beyond those it calibrates, to the end of the forward."""
+        """Return True if it observes modules up to the end of the model's forward."""
         return False
 
     def calibrated_modules(self, state: State) -> list[Module]:
-        """The modules whose inputs or outputs this modifier collects."""
+        """The modules whose inputs or outputs this modifier observes."""
         return []
 
     def means(self, name: str, module: Module, holders: Mapping[str, Module]) -> bool:
-        """Whether its targets reach a Linear, were one called ``name`` in the model.
+        """Return True if its targets would match a Linear called ``name``.
 
-        By this experts that are stored in stacks are taken apart. A modifier without targets of
-        its own says no, and gets what others need.
+        This decides whether experts that are stored as stacks are unfused. A modifier without
+        targets of its own returns False and takes the layout that the others need.
 
         Args:
-            name: of an expert's Linear.
-            module: a stand-in for it.
-            holders: what it would lie in, by name, for targets that mean all that they hold.
+            name: name of an expert's Linear.
+            module: a placeholder for it.
+            holders: the modules that would contain it, by name, for targets that match containers.
         """
         return False
 
     @declared
     def means_unservable(self) -> bool:
-        """Whether its fields say that it asks for what no server takes, and means it."""
+        """Return True if its fields explicitly request an output that no server loads."""
         return False
 
     @declared
     def devices(self) -> Mapping[str, str]:
-        """Field → the device that it names, and that the machine has to have."""
+        """Field → the device that it names, which the machine has to have."""
         return {}
 
     @declared
     def writes(self) -> Mapping[str, str]:
-        """Field → the file that it names, and that is written beside the output."""
+        """Field → the file that it names, which is written in addition to the output."""
         return {}
 
     def registered(self, model: Module) -> Any:
-        """What was registered for the class of ``model`` in place of fields, as JSON values.
+        """Values registered for the class of ``model`` in place of fields, as JSON values.
 
-        It decides the result as they do, and stands in no recipe.
+        They determine the result as fields do, but are not part of the recipe.
         """
         del model
 
     @declared
     def works_by_block(self) -> bool:
-        """Whether :meth:`finish` completes single blocks, so that others need not be loaded."""
+        """Return True if :meth:`finish` completes single blocks; others need not be loaded."""
         return False
 
     @declared
     def surveys_first(self) -> bool:
-        """Whether it looks at all data once, changing nothing, before the pass it works in."""
+        """Return True if it needs a pass over all data that changes nothing before its own."""
         return False
 
     @declared
     def changes_at_once(self) -> bool:
-        """Whether passes go on from a module with what was made of it.
+        """Return True if a pass continues with the changed module.
 
-        Otherwise it stays as it was until all passes have left its block.
+        Otherwise the module stays as it was until all passes have left its block.
         """
         return True
 
     @declared
     def changes_structure(self) -> bool:
-        """Whether it has an :meth:`outline`: parts of the model will be gone."""
+        """Return True if it has an :meth:`outline`, so parts of the model will be removed."""
         return type(self).outline is not Modifier.outline
 
     def outline(self, state: State) -> None:
-        """Change a model as the run will change its structure, whatever the values.
+        """Change a model's structure as the run will, independently of the weights' values.
 
-        Called after :meth:`initialize`, and taken back: modifiers behind it are initialized, and
+        Called after :meth:`initialize` and undone later: subsequent modifiers are initialized, and
         the output is predicted, on that structure. Parameters may be on the meta device, and have
         to be replaced, not written to; the configuration is changed with them.
         """
 
     def rehearse(self, model: Any, build: Callable[[int], Any]) -> str:
-        """See without the weights whether it would refuse the model for what that computes.
+        """Check without weights whether it would refuse the model for what it computes.
 
         Args:
-            model: that it is initialized on, without weights.
-            build: makes a small model of its class, with random weights of a seed.
+            model: the model that it was initialized on, without weights.
+            build: builds a small model of the same class, with random weights from a seed.
 
         Returns:
-            Why that is not known, a clause; empty if it would not.
+            The reason why that is unknown, as a clause; empty if it would accept the model.
 
         Raises:
-            TargetError: it would, whatever the weights are.
+            TargetError: it would refuse the model, whatever the weights are.
         """
         return ""
 
     def check_data(self, batches: Sequence[Mapping[str, Any]], *, use_loss_mask: bool) -> None:
-        """Refuse calibration data with which this cannot do its work, before any is done.
+        """Refuse calibration data that is unusable for this modifier, before any work is done.
 
         It need not be initialized.
 
         Args:
             batches: all of them.
-            use_loss_mask: only tokens count whose ``loss_mask`` in a batch is 1.
+            use_loss_mask: only tokens whose ``loss_mask`` in a batch is 1 count.
 
         Raises:
-            DatasetError: what is missing.
+            DatasetError: names what is missing.
         """
 
     def planned(self, state: State) -> list[PlannedModule]:
-        """What the modules will be stored as, before anything was done to them."""
+        """The planned storage of the modules, before anything was done to them."""
         return []
 
     def effort(self, modules: Sequence[Module], data: DataSize) -> Effort:
-        """What calibrating and solving ``modules``, which get one input, takes.
+        """Estimate the cost of calibrating and solving ``modules``, which share one input.
 
         Args:
-            modules: of :meth:`calibrated_modules`; their weights may be on the meta device.
+            modules: some of :meth:`calibrated_modules`; their weights may be on the meta device.
             data: the calibration data.
         """
         return Effort()
 
     def work(self, modules: Sequence[Module], data: DataSize) -> Work:
-        """What it computes of a part of the model, beside what :meth:`effort` counts.
+        """Estimate the compute for a part of the model that :meth:`effort` does not count.
 
         Args:
-            modules: the part's; their weights may be on the meta device.
+            modules: modules of the part; their weights may be on the meta device.
             data: the calibration data.
         """
         return Work()
 
     def learning(self) -> Learning | None:
-        """What learning takes, where it :attr:`learns_first`."""
+        """The cost of learning, if it :attr:`learns_first`."""
         return None
 
     def making(self, modules: Sequence[Module]) -> Effort:
-        """What it takes to make the weights of ``modules`` anew while it learns, once.
+        """Estimate the cost of recomputing the weights of ``modules`` once while it learns.
 
         Args:
-            modules: of a part of the model; their weights may be on the meta device.
+            modules: modules of a part of the model; their weights may be on the meta device.
 
         Returns:
-            As ``solve`` the multiply-adds, as ``visits`` passes over single weights, as
-            ``statistics`` the bytes of the weights made, as ``workspace`` further ones while one of
-            them, or its gradient, is made.
+            ``solve``: multiply-adds. ``visits``: passes over single weights. ``statistics``: bytes
+            of the recomputed weights. ``workspace``: further bytes while one weight, or its
+            gradient, is computed.
         """
         return Effort()
 
     def beside(self, modules: Sequence[Module], *, together: bool) -> int:
-        """The most bytes that it holds beside weights which it looks at, or changes, without data.
+        """Peak bytes held in addition to the weights that it reads or changes without data.
 
         Args:
-            modules: of a part of the model; their weights may be on the meta device.
-            together: whether the part is a block, and not what lies in none.
+            modules: modules of a part of the model; their weights may be on the meta device.
+            together: the part is a block; otherwise it is what lies outside of all blocks.
         """
         return 0
 
     def as_written(self, state: State) -> AbstractContextManager[None]:
-        """While the body runs, the model holds what this will have written beside its weights."""
+        """While the body runs, the model holds the extra tensors that this will have written."""
         del state
         return nullcontext()
 
     def finish(self, state: State, modules: Iterable[Module], *, written: bool = False) -> None:
-        """Leave ``modules``, which have seen all data, as they are to be stored.
+        """Bring ``modules``, which have seen all data, into the form in which they are stored.
 
-        Called for the modules of a block before it is let go of, where :attr:`works_by_block` is
-        true.
+        Called for the modules of a block before it is freed, if :attr:`works_by_block`.
 
         Args:
-            state: of the run.
-            modules: which.
-            written: they are written as codes at once, by who rounds what is not rounded.
+            state: state of the run.
+            modules: the modules to finish.
+            written: they are packed right away by the writer, which rounds what is not rounded.
         """
 
     def adopt(self, state: State, modules: Iterable[Module]) -> None:
-        """Take ``modules`` as finished: an earlier run has written them."""
+        """Mark ``modules`` as finished: an earlier run has written them."""
 
     def report(self) -> dict[str, Any]:
-        """What is worth keeping of the work done, by module name; empty for nothing."""
+        """The report of the work done, by module name; empty for nothing."""
         return {}
 
     def report_of(self, names: Container[str]) -> dict[str, Any]:
-        """:meth:`report` of some modules alone, which is asked for when a block is done."""
+        """The part of :meth:`report` for ``names``, requested when a block is done."""
         return {name: record for name, record in self.report().items() if name in names}
 
     def figures(self, state: State) -> dict[str, float]:
-        """What is worth logging of the training at this step, by tag: a sparsity, a loss."""
+        """Metrics of this training step to log, by tag: a sparsity, a loss."""
         return {}
 
-    # ---- what a training checkpoint holds
+    # ---- state in a training checkpoint
 
     def state_dict(self) -> dict[str, Any]:
-        """What cannot be found out again when an interrupted training goes on.
+        """The state that a resumed training cannot recompute.
 
-        Tensors, numbers, texts, and dictionaries and lists of these; phases are not part of it.
+        It may hold tensors, numbers, strings, and dictionaries and lists of these; phases are saved
+        separately.
         """
         return {}
 
     def load_state_dict(self, state: State, saved: Mapping[str, Any]) -> None:
-        """Go on where :meth:`state_dict` was taken.
+        """Restore what :meth:`state_dict` returned.
 
-        Called after :meth:`initialize`, with the phases as they were; ``on_start`` is not called
-        again, so hooks that it had put are to be put here.
+        Called after :meth:`initialize`, with the phases restored. ``on_start`` is not called again,
+        so hooks that it registered have to be registered here.
 
         Args:
-            state: of the run; its model has the weights of the checkpoint.
+            state: state of the run; its model has the weights of the checkpoint.
             saved: what :meth:`state_dict` returned, on the CPU.
         """
 
@@ -487,44 +486,44 @@ class Modifier(HooksMixin):
 
     @property
     def phase(self) -> Phase:
-        """The phase that this modifier is in."""
+        """The current phase of this modifier."""
         return self._passed[-1]
 
     @property
     def passed_phases(self) -> tuple[str, ...]:
-        """The names of all phases that were entered, for a checkpoint."""
+        """Names of all phases that were entered, for a checkpoint."""
         return tuple(phase.value for phase in self._passed)
 
     @property
     def initialized(self) -> bool:
-        """Whether it was initialized."""
+        """Return True if it was initialized."""
         return Phase.INITIALIZED in self._passed
 
     @property
     def started(self) -> bool:
-        """Whether it started."""
+        """Return True if it has started."""
         return Phase.STARTED in self._passed
 
     @property
     def ended(self) -> bool:
-        """Whether it ended."""
+        """Return True if it has ended."""
         return Phase.ENDED in self._passed
 
     @property
     def finalized(self) -> bool:
-        """Whether it was finalized."""
+        """Return True if it was finalized."""
         return Phase.FINALIZED in self._passed
 
-    # Code for earlier releases also sets these where a phase begins. Properties, not fields.
+    # Modifiers written for earlier releases set these. Properties, not fields.
     initialized_ = _flag(Phase.INITIALIZED)  # type: ignore[pydantic-field]
     started_ = _flag(Phase.STARTED)  # type: ignore[pydantic-field]
     ended_ = _flag(Phase.ENDED)  # type: ignore[pydantic-field]
     finalized_ = _flag(Phase.FINALIZED)  # type: ignore[pydantic-field]
 
-    # ---- what the lifecycle calls
+    # ---- called by the lifecycle
 
     def initialize(self, state: State, **kwargs: Any) -> None:
-        """Prepare for a run, and start where the schedule says so from the first step on.
+        """Prepare for a run; start at once if the schedule starts at the first step.
 
         Raises:
             TargetError: it changes weights, and the model has adapters.
@@ -567,11 +566,11 @@ class Modifier(HooksMixin):
             )
 
     def resume(self, state: State, phases: Iterable[str], saved: Mapping[str, Any]) -> None:
-        """Go on where a checkpoint was taken: in its phases, with what it holds.
+        """Resume from a checkpoint, with its phases and state.
 
         Args:
-            state: of the run.
-            phases: what :attr:`passed_phases` was.
+            state: state of the run.
+            phases: :attr:`passed_phases` of the checkpoint.
             saved: what :meth:`state_dict` returned.
 
         Raises:
@@ -583,7 +582,7 @@ class Modifier(HooksMixin):
         self.load_state_dict(state, saved)
 
     def update_event(self, state: State, event: Event, **kwargs: Any) -> None:
-        """Take part in an event.
+        """Handle an event of the run.
 
         Raises:
             LifecycleError: it was not initialized, or was finalized.
@@ -596,7 +595,7 @@ class Modifier(HooksMixin):
             self._follow_schedule(state, event, kwargs)
 
     def finalize(self, state: State, **kwargs: Any) -> None:
-        """End if that did not happen yet, clean up, and remove every hook.
+        """End if it has not ended yet, clean up, and remove every hook.
 
         Raises:
             LifecycleError: it was not initialized, was finalized before, or reports a failure.
@@ -607,7 +606,7 @@ class Modifier(HooksMixin):
             if self.started and not self.ended:
                 latest = self._latest or _first_event(EventType.FINALIZE, state)
                 self._end(state, latest.new_instance(type_=EventType.FINALIZE), kwargs)
-            # Nothing returned is fine: a long run is not thrown away for a forgotten `return`.
+            # None is accepted: a long run is not lost for a forgotten `return`.
             if self.on_finalize(state, **kwargs) is False:
                 raise LifecycleError(f"{self._name}.on_finalize reports a failure.")
         finally:
@@ -615,16 +614,16 @@ class Modifier(HooksMixin):
         self._enter(Phase.FINALIZED)
 
     def should_start(self, event: Event) -> bool:
-        """Whether the index of ``event`` lies in ``[start, end)``; never without a start."""
+        """Return True if the index of ``event`` lies in ``[start, end)``; never without a start."""
         if self.start is None:
             return False
         return reached(event.current_index, self.start) and not self.should_end(event)
 
     def should_end(self, event: Event) -> bool:
-        """Whether the index of ``event`` has come to ``end``; never without an end."""
+        """Return True if the index of ``event`` has reached ``end``; never without an end."""
         return self.end is not None and reached(event.current_index, self.end)
 
-    # ---- what a technique implements
+    # ---- implemented by techniques
 
     @abstractmethod
     def on_initialize(self, state: State, **kwargs: Any) -> bool:
@@ -635,7 +634,7 @@ class Modifier(HooksMixin):
         """
 
     def on_all_initialized(self, state: State) -> None:
-        """Called when every modifier of the recipe is initialized: what they mean is known now."""
+        """Called when every modifier of the recipe is initialized, so their targets are known."""
 
     def on_finalize(self, state: State, **kwargs: Any) -> bool:
         """Clean up at the end of the run.
@@ -646,16 +645,16 @@ class Modifier(HooksMixin):
         return True
 
     def on_event(self, state: State, event: Event, **kwargs: Any) -> None:
-        """Called with every event, before anything else."""
+        """Called with every event, before any other hook."""
 
     def on_start(self, state: State, event: Event, **kwargs: Any) -> None:
-        """Called once, when the schedule has come to ``start``."""
+        """Called once, when the schedule reaches ``start``."""
 
     def on_update(self, state: State, event: Event, **kwargs: Any) -> None:
         """Called with every training event from start to end."""
 
     def on_end(self, state: State, event: Event, **kwargs: Any) -> None:
-        """Called once, when the schedule has come to ``end``, or else on finalizing."""
+        """Called once, when the schedule reaches ``end``, or at finalization at the latest."""
 
     def on_calibration_start(self, state: State, event: Event, **kwargs: Any) -> None:
         """Called before the first calibration batch."""
@@ -692,7 +691,7 @@ class Modifier(HooksMixin):
             )
 
     def _calibrate(self, state: State, event: Event, kwargs: Mapping[str, Any]) -> bool:
-        """Pass on a calibration event; false if ``event`` is none."""
+        """Dispatch a calibration event; return False for any other event."""
         if event.type_ is EventType.CALIBRATION_EPOCH_START:
             self.on_calibration_start(state, event, **kwargs)
             self._enter(Phase.STARTED)
@@ -724,7 +723,7 @@ class Modifier(HooksMixin):
         return self.started and not self.ended
 
     def _was_missed(self, event: Event) -> bool:
-        """Whether the whole window lies behind and no batch began inside it."""
+        """Return True if the whole window has passed without a batch that began inside it."""
         untouched = not self.started and not self.ended
         return untouched and self.start is not None and self.should_end(event)
 
@@ -738,7 +737,7 @@ class Modifier(HooksMixin):
 
 
 def _first_event(kind: EventType, state: State) -> Event:
-    """An event of the time before any step."""
+    """An event at index 0, before any step."""
     return Event(
         type_=kind, steps_per_epoch=state.steps_per_epoch, batches_per_step=state.batches_per_step
     )

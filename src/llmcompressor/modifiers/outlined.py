@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model in the structure that a run will leave it in, for as long as one looks."""
+"""Temporarily give a model the structure that a run will leave it in."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _ABSENT = object()
 
 @contextmanager
 def outlined(modifiers: Sequence[Modifier], state: State) -> Iterator[None]:
-    """While the body runs, the model is as the modifiers outline it.
+    """Apply the structure changes of ``modifiers`` to the model while the body runs.
 
-    Parameters that are not changed are not copied: only what holds them is.
+    Unchanged parameters are not copied, only the dictionaries that hold them.
 
     Args:
-        modifiers: initialized ones.
-        state: theirs; its model's changed parameters may be on the meta device.
+        modifiers: initialized modifiers.
+        state: their state; changed parameters of its model may be on the meta device.
     """
     outline = Outline(state)
     try:
@@ -35,12 +35,12 @@ def outlined(modifiers: Sequence[Modifier], state: State) -> Iterator[None]:
 
 
 class Outline:
-    """Changes of a model's structure that are taken back.
+    """Reversible changes of a model's structure.
 
-    What others have done to the model meanwhile stays.
+    Changes that others make to the model in the meantime are kept on :meth:`undo`.
 
     Args:
-        state: of the modifiers.
+        state: state of the modifiers.
     """
 
     def __init__(self, state: State) -> None:
@@ -48,7 +48,7 @@ class Outline:
         self._changed: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = []
 
     def add(self, modifier: Modifier) -> None:
-        """Change the model as an initialized modifier outlines it."""
+        """Apply the structure changes of an initialized modifier to the model."""
         if not modifier.changes_structure:
             return
         before = [(place, dict(place)) for place in self._places()]
@@ -62,7 +62,7 @@ class Outline:
             ]
 
     def undo(self) -> None:
-        """Leave the model as it was, the latest change first."""
+        """Restore the model, latest change first."""
         while self._changed:
             place, before, after = self._changed.pop()
             restored = {
@@ -75,7 +75,7 @@ class Outline:
             place.update(restored)
 
     def _places(self) -> Iterator[dict[str, Any]]:
-        """What holds the model's parts: of its modules, and of its configuration."""
+        """Dictionaries that hold the state of the model's modules and of its configuration."""
         config = getattr(self._state.model, "config", None)
         parts = [getattr(config, name, None) for name in getattr(config, "sub_configs", {})]
         yield from (vars(one) for one in (config, *parts) if one is not None)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What modifiers report that keep a record of each module."""
+"""Mixin for modifiers that keep one record per module."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ __all__ = ["RecordedMixin"]
 
 
 class RecordedMixin:
-    """Reports the records, which are dataclasses, as plain values; stands before the modifier."""
+    """Report dataclass records as plain dictionaries; has to precede ``Modifier`` in the bases."""
 
     @property
     def records(self) -> Mapping[str, Any]:
-        """What happened, by module name."""
+        """Records by module name."""
         raise NotImplementedError
 
     def report(self) -> dict[str, Any]:
-        """The fields of every record."""
+        """The fields of every record, by module name."""
         return {name: asdict(record) for name, record in self.records.items()}
 
     def report_of(self, names: Container[str]) -> dict[str, Any]:
-        """Those of some records."""
+        """The fields of the records of ``names``."""
         found = self.records.items()
         return {name: asdict(record) for name, record in found if name in names}

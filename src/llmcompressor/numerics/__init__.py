@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pure mathematics on tensors: number grids, scales, Gram matrices, solvers.
+"""Numerics: pure functions on tensors for number grids, scales, Gram matrices and solvers.
 
-Nothing here knows a module, a configuration, a session or a file. Names carry shapes: ``R`` rows
+Nothing here depends on modules, configurations, sessions or files. Names carry shapes: ``R`` rows
 (output features), ``C`` columns (input features), ``G`` groups along a row, ``T`` tokens.
 """

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""Asymmetric calibration: what a Linear should do, given what it gets.
+r"""Asymmetric calibration: weights that correct the error of the compressed model's inputs.
 
-In the original model a Linear sees X; in the compressed one, whose earlier parts are already
-rounded, it sees Y. What it should still do is W X. Minimizing
+In the original model a Linear gets inputs X; in the compressed one, whose earlier layers are
+already rounded, it gets Y. Its target output is still W X. Minimizing
 
 .. math:: \lVert Y Q^\top - X W^\top \rVert_F^2  \qquad (\text{rows of } X, Y \text{ are tokens})
 
 over real-valued Q, with a ridge towards W, gives the weight to round instead of W:
 
 .. math:: W^* = W + W \left[ (G + \lambda I)^{-1} C \right]^\top,
-          \qquad G = Y^\top Y,\; C = Y^\top (X - Y),\;
-          \lambda = \text{ridge} \cdot \operatorname{mean}(\operatorname{diag} G).
+      \qquad G = Y^\top Y,\; C = Y^\top (X - Y),\;
+      \lambda = \text{ridge} \cdot \operatorname{mean}(\operatorname{diag} G).
 
 The ordinary sweep of W* on G then does the rest. Compare GPTAQ (arXiv:2504.02692, Eq. 9) and
 Qronos (arXiv:2505.11695); the difference X − Y is accumulated, and not YᵀX, because it is small
@@ -37,15 +37,15 @@ __all__ = [
 
 
 def ridge_for(ridge: float, gram_CC: Tensor, tokens: Sequence[int]) -> float | Tensor:
-    """The ridge that goes with so many tokens: at least C / T.
+    """The ridge for a number of tokens: at least C / T.
 
-    (G + λI)⁻¹C is a regression on C inputs from T tokens. Where those are few it follows their
-    noise, and its variance grows with C / T.
+    (G + λI)⁻¹C is a regression on C inputs from T tokens. With few tokens it fits their noise, and
+    its variance grows with C / T.
 
     Args:
-        ridge: what is asked for, as a fraction of the mean diagonal.
+        ridge: the requested ridge, as a fraction of the mean diagonal.
         gram_CC: ``[C, C]``, or ``[B, C, C]`` with B numbers of tokens.
-        tokens: how many were counted, at least 1 each.
+        tokens: tokens of each Gram matrix, at least 1.
 
     >>> import torch
     >>> ridge_for(0.05, torch.eye(4), [40]), ridge_for(0.05, torch.eye(4), [4000])
@@ -58,7 +58,7 @@ def ridge_for(ridge: float, gram_CC: Tensor, tokens: Sequence[int]) -> float | T
 def corrected_weight(
     weight_RC: Tensor, gram_CC: Tensor, cross_CC: Tensor, ridge: float | Tensor
 ) -> Tensor:
-    """The weight W* that answers to Y as W answers to X.
+    """The weight W* whose outputs on Y approximate those of W on X.
 
     Args:
         weight_RC: W, float32 ``[..., R, C]``.
@@ -70,7 +70,7 @@ def corrected_weight(
     Raises:
         SingularHessianError: if ``G + λI`` is not positive definite.
 
-    With X = Y nothing is to be corrected:
+    With X = Y there is no correction:
 
     >>> import torch
     >>> W, Y = torch.ones(1, 2), torch.eye(2)
@@ -93,17 +93,17 @@ def _factored(gram_CC: Tensor, ridge: float | Tensor) -> Tensor:
 def corrected_weight_with_raise(
     weight_RC: Tensor, gram_CC: Tensor, cross_CC: Tensor, ridge: float | Tensor, *, steps: int = 4
 ) -> Tensor:
-    """The same, with 10, 100, … times the ridge where it is too small.
+    """The same as :func:`corrected_weight`, with 10, 100, … times the ridge if it is too small.
 
     Args:
         weight_RC: W, float32 ``[..., R, C]``.
         gram_CC: G, float32 ``[..., C, C]``.
         cross_CC: C, float32 ``[..., C, C]``.
-        ridge: the first to try.
-        steps: how many to try.
+        ridge: the first value.
+        steps: number of values to try.
 
     Raises:
-        SingularHessianError: if none of them helped.
+        SingularHessianError: if all of them fail.
     """
     for step in range(steps - 1):
         with contextlib.suppress(SingularHessianError):
@@ -119,20 +119,20 @@ def refitted_weight_with_raise(
     *,
     steps: int = 4,
 ) -> Tensor:
-    """The weight that also makes up for what is missing of a sum that its output is added to.
+    """The weight that also compensates for a residual E of the sum to which its output is added.
 
-    With E what the sum lacks, token by token: ``W + [(G + λI)⁻¹ Yᵀ E]ᵀ``, the least of
+    With E the residual of each token: ``W + [(G + λI)⁻¹ Yᵀ E]ᵀ``, the minimum of
     ``‖Y (Q − W)ᵀ − E‖²`` with a ridge towards W.
 
     Args:
         weight_RC: W, float32 ``[..., R, C]``.
         gram_CC: ``G = YᵀY``, float32 ``[..., C, C]``.
         missing_CR: ``YᵀE``, float32 ``[..., C, R]``; not changed.
-        ridge: λ as a fraction of the mean diagonal, more than 0; the first to try.
-        steps: how many to try, each ten times the one before.
+        ridge: λ as a fraction of the mean diagonal, more than 0; the first value.
+        steps: number of values to try, each ten times the one before.
 
     Raises:
-        SingularHessianError: if none of them helped.
+        SingularHessianError: if all of them fail.
 
     >>> import torch
     >>> W, Y, E = torch.zeros(1, 2), torch.eye(2), torch.tensor([[3.0], [6.0]])

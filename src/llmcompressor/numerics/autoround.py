@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""Rounding that is learned: which way each weight goes, and how far each range reaches.
+r"""AutoRound: learned rounding directions of weights and learned clipping of ranges.
 
 Cheng et al., *Optimize Weight Rounding via Signed Gradient Descent*, arXiv:2309.05516. With an
 offset V of at most half a step for every weight and factors α, β of at most 1 for the ends of
@@ -10,11 +10,11 @@ every range,
     s = (α b - β a) / (q_{max} - q_{min}), \qquad
     z = \operatorname{round}(\operatorname{clamp}(q_{min} - β a / s))
 
-where [a, b] is the range of the scale and zero point that one starts from: with V = 0 and
-α = β = 1 they are found again. On symmetric grids z = 0 and s is α times what it was. On floating
-grids V is counted in the spacing of the values around W / s.
+where [a, b] is the range of the initial scale and zero point: V = 0 and α = β = 1 reproduce them.
+On symmetric grids z = 0 and s is α times its initial value. On floating grids V is in units of the
+spacing of the values around W / s.
 
-Gradients pass straight through rounding. With G the gradient by W', and
+Rounding uses straight-through gradients. With G the gradient by W', and
 r = round(W / s + V + z) - z, an element has
 
 ==========  ================  ===================  ===========
@@ -24,7 +24,7 @@ inside      G s spacing       G (r - W / s)        0
 clamped     0                 G (end - z)          - G s
 ==========  ================  ===================  ===========
 
-and s and z hand theirs on to α and β. Only signs of gradients are used: V, α and β move by the
+and s and z propagate theirs to α and β. Only signs of gradients are used: V, α and β move by the
 learning rate, which falls linearly to zero.
 
 Shapes: R rows, C columns; scales, zero points and factors have the shape of the partition's
@@ -50,17 +50,16 @@ _LARGEST_OFFSET = 0.499
 
 @dataclass(frozen=True)
 class Start:
-    """A weight and what it would be rounded with.
+    """A weight with its initial scale and zero point.
 
     Args:
-        weight_RC: what W is: the weight, or another that is to be rounded in its place; floating
-            dtype.
-        scale: effective scale, shape of the partition's cells.
+        weight_RC: W, the weight, or another to be rounded in its place; floating dtype.
+        scale: effective scale, in the shape of the partition's cells.
         zero: zero point, same shape; ``None`` on symmetric grids.
-        grid: what codes are.
-        partition: which weights share a scale.
-        scale_dtype: what scales are stored in; ``None`` keeps every scale as it is (scales of
-            8-bit floats under a global one, powers of two).
+        grid: the grid of the codes.
+        partition: the cells of weights that share a scale.
+        scale_dtype: dtype in which scales are stored; ``None`` keeps every scale fixed (scales of
+            8-bit floats with a global scale, powers of two).
     """
 
     weight_RC: Tensor
@@ -71,7 +70,7 @@ class Start:
     scale_dtype: torch.dtype | None
 
     def expand(self, values: Tensor) -> Tensor:
-        """Values of cells at each element, [R, C]."""
+        """The value of its cell for each element, [R, C]."""
         return self.partition.expand(values, *self.weight_RC.shape)
 
     def sums(self, values_RC: Tensor) -> Tensor:
@@ -81,12 +80,12 @@ class Start:
 
 @dataclass(frozen=True)
 class Rounding:
-    """What is learned.
+    """The learned parameters.
 
     Attributes:
         offset_RC: V, float32 within [-1/2, 1/2].
         high: α, float32 within (0, 1], in the shape of the scale.
-        low: β, the same; without effect on symmetric grids.
+        low: β, the same; unused on symmetric grids.
     """
 
     offset_RC: Tensor
@@ -95,7 +94,7 @@ class Rounding:
 
     @classmethod
     def of(cls, start: Start) -> Rounding:
-        """No offset and whole ranges: rounding to nearest."""
+        """The initial parameters, without offset or clipping: rounding to nearest."""
         ones = torch.ones_like(start.scale, dtype=torch.float32)
         return cls(torch.zeros_like(start.weight_RC, dtype=torch.float32), ones, ones.clone())
 
@@ -104,7 +103,7 @@ class Rounding:
         return Rounding(self.offset_RC.clone(), self.high.clone(), self.low.clone())
 
     def parameters(self, start: Start) -> tuple[Tensor, Tensor | None]:
-        """Scale, float32 rounded to what is stored, and zero point, float32 or ``None``."""
+        """The scale as stored, in float32, and the zero point, float32 or ``None``."""
         scale = start.scale.float()
         if start.scale_dtype is None:
             return scale, None if start.zero is None else start.zero.float()
@@ -117,7 +116,7 @@ class Rounding:
         return stored, zero.round()
 
     def apply(self, start: Start) -> Rounded:
-        """The weight rounded in this way."""
+        """Round the weight with these parameters."""
         scale, zero = self.parameters(start)
         grid, scale_RC = start.grid, start.expand(scale)
         wide_RC = start.weight_RC.float() / scale_RC
@@ -139,7 +138,7 @@ class Rounding:
 
 @dataclass(frozen=True)
 class Gradients:
-    """By the parts of a :class:`Rounding`; ``None`` for what is not learned."""
+    """The gradients of a :class:`Rounding`; ``None`` for parts that are not learned."""
 
     offset_RC: Tensor
     high: Tensor | None
@@ -148,13 +147,13 @@ class Gradients:
 
 @dataclass(frozen=True)
 class Rounded:
-    """A rounded weight and what its gradients need.
+    """A rounded weight and the intermediate values that its gradients need.
 
     Attributes:
         level_RC: codes less the zero point.
         wide_RC: W / s.
         inside_RC: bool, not clamped.
-        spacing_RC: of the grid's values; ``None`` where it is 1.
+        spacing_RC: of the grid's values; ``None`` if it is 1.
         scale: as stored, float32.
         zero: float32, or ``None``.
         scale_RC: the scale of each element.
@@ -174,7 +173,7 @@ class Rounded:
         return self.level_RC * self.scale_RC
 
     def gradients(self, start: Start, gradient_RC: Tensor, rounding: Rounding) -> Gradients:
-        """What the gradient by W', [R, C] of any floating dtype, is by the rounding."""
+        """Backpropagate the gradient by W', [R, C] of any floating dtype, to the parameters."""
         gradient_RC = gradient_RC.float()
         inside_RC = torch.where(self.inside_RC, gradient_RC, 0.0)
         offset_RC = inside_RC * self.scale_RC
@@ -196,12 +195,12 @@ class Rounded:
 
 @torch.no_grad()
 def start_within(start: Start, codes_RC: Tensor, wanted_RC: Tensor) -> Start:
-    """A start that is rounded to given codes, and lies as near to other values as it may.
+    """A start that rounds to given codes and otherwise is as close as possible to other values.
 
     Args:
-        start: how to round; its weight does not matter.
+        start: how to round; its weight is ignored.
         codes_RC: values on its grid, float32 ``[R, C]``.
-        wanted_RC: what is approached as far as half a step around them allows, ``[R, C]``.
+        wanted_RC: the values to approach within half a step of the codes, ``[R, C]``.
     """
     own = Rounding.of(replace(start, weight_RC=codes_RC)).apply(replace(start, weight_RC=codes_RC))
     reach_RC = _LARGEST_OFFSET * own.scale_RC
@@ -209,7 +208,7 @@ def start_within(start: Start, codes_RC: Tensor, wanted_RC: Tensor) -> Start:
         reach_RC = reach_RC * own.spacing_RC
     away_RC = (wanted_RC - own.values).nan_to_num_(0, 0, 0)
     found = replace(start, weight_RC=own.values + away_RC.clamp_(-reach_RC, reach_RC))
-    # beside powers of two the grid of a float is finer on one side
+    # next to powers of two the grid of a float is finer on one side
     kept_RC = Rounding.of(found).apply(found).level_RC == own.level_RC
     return replace(start, weight_RC=torch.where(kept_RC, found.weight_RC, own.values))
 
@@ -218,13 +217,13 @@ def start_within(start: Start, codes_RC: Tensor, wanted_RC: Tensor) -> Start:
 def sign_step(
     rounding: Rounding, gradients: Gradients, rate: float, range_rate: float | None = None
 ) -> None:
-    """Move every part against the sign of its gradient, in place, within its bounds.
+    """Move every parameter against the sign of its gradient, in place, within its bounds.
 
     Args:
-        rounding: it is changed.
-        gradients: of what is to become less.
-        rate: of offsets.
-        range_rate: of factors; ``None``: the same.
+        rounding: the parameters; changed.
+        gradients: gradients of the loss.
+        rate: learning rate of offsets.
+        range_rate: learning rate of range factors; ``None``: the same.
     """
     range_rate = rate if range_rate is None else range_rate
     offset_RC = rounding.offset_RC
@@ -240,21 +239,21 @@ def _steps(grid: Grid) -> float:
 
 
 def _range(start: Start) -> tuple[Tensor, Tensor]:
-    """The ends a and b of the range at the start, in steps."""
+    """The initial ends a and b of the range, in steps."""
     assert start.zero is not None
     zero = start.zero.float()
     return start.grid.qmin - zero, start.grid.qmax - zero
 
 
 def _stored(scale: Tensor, start: Start) -> Tensor:
-    """``scale`` as it is after storing; what would vanish stays as large as at the start."""
+    """``scale`` rounded to its stored dtype; one that would underflow keeps its initial value."""
     assert start.scale_dtype is not None
     stored = scale.to(start.scale_dtype).float()
     return torch.where(stored > 0, stored, start.scale.float())
 
 
 def _spacing(wide_RC: Tensor, grid: Grid) -> Tensor | None:
-    """The distance between neighbours on the grid around each value; ``None`` where it is 1."""
+    """The distance between neighbours on the grid around each value; ``None`` if it is always 1."""
     if grid.floats is None:
         return None
     exponent_RC = wide_RC.abs().clamp(grid.floats.smallest, grid.qmax).log2_().floor_()

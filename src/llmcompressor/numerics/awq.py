@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""Activation-aware scales and clips of weights, judged by second moments of the inputs.
+r"""AWQ: activation-aware scales and clipping of weights, from second moments of the inputs.
 
-Lin et al., *AWQ*, arXiv:2306.00978. Columns that meet large inputs are multiplied by s before
-they are rounded, and what feeds them is divided by it. With Q rounding to the grid, W of R rows
-and C columns, and inputs X (T tokens by C columns) with ``G = X^T X``, the error of a candidate
-is that of the Linear's output, and needs no forward::
+Lin et al., *AWQ*, arXiv:2306.00978. Columns with large inputs are multiplied by s before they are
+rounded, and the preceding layer is divided by it. With Q rounding to the grid, W of R rows and C
+columns, and inputs X (T tokens by C columns) with ``G = X^T X``, the error of a candidate is the
+error of the Linear's output, and needs no forward::
 
     D = Q(W diag(s)) diag(s)^-1 - W,      |X D^T|^2 = tr(D G D^T)
 
@@ -15,8 +15,8 @@ weights' absolute values relative to the greatest of their group::
     s = x^r / (w^(1-r) + 1e-4)    ("duo")
     s = max(s, 1e-4) / sqrt(max(s) min(s))
 
-*Clipping* lowers the ends [a, b] of a group of a row, which rounds all its values more finely. One
-group after another is decided, given the errors D of all the others, so that the error of the
+*Clipping* lowers the ends [a, b] of a group of a row, which rounds all its values more finely. The
+groups are clipped one after another, given the errors D of all the others, so that the error of the
 output never rises::
 
     (p, q) = argmin  d G_gg d^T + 2 d (D G)_g,      d = Q(clamp(w, p a, q b)) - w
@@ -81,7 +81,7 @@ enough that all attempts at a group of them nearly fit its cache."""
 
 
 class Candidate(NamedTuple):
-    """One point of the grid."""
+    """A point of the search grid of scales."""
 
     ratio: float
     """r, the exponent of the inputs."""
@@ -90,7 +90,7 @@ class Candidate(NamedTuple):
 
 
 class ScaleChoice(NamedTuple):
-    """The best candidate."""
+    """The candidate with the least error, and its scale."""
 
     scale_C: Tensor
     candidate: Candidate | None
@@ -101,7 +101,7 @@ class ScaleChoice(NamedTuple):
 
 
 def weight_prominence(weights: Sequence[Tensor], group: int) -> Tensor:
-    """How large each column's values are beside the greatest of their group, in the mean.
+    """Mean absolute value of each column relative to the maximum of its group.
 
     Args:
         weights: each ``[R_i, C]``, any floating dtype.
@@ -143,13 +143,13 @@ def _grid(points: int, duo: Duo) -> Iterator[Candidate]:
 def candidates(
     input_C: Tensor, weight_C: Tensor, points: int, duo: Duo
 ) -> Iterator[tuple[Candidate, Tensor]]:
-    """The grid of scales to try.
+    """The candidate scales of the grid search.
 
     Args:
         input_C: mean absolute input of each column, ``[C]``.
-        weight_C: as :func:`weight_prominence` gives it.
-        points: how many, at least 2.
-        duo: weigh inputs against weights (``True``), look at inputs alone (``False``), or both.
+        weight_C: result of :func:`weight_prominence`.
+        points: number of exponents, at least 2.
+        duo: divide by weights (``True``), use inputs alone (``False``), or try both.
 
     Yields:
         The candidate and its scale, float32 ``[C]``, finite and positive.
@@ -162,7 +162,7 @@ def candidates(
 
 
 def _normalized(scale_C: Tensor) -> Tensor:
-    """Centred around one; what is not finite becomes one, and nothing is zero."""
+    """Scales centred around one; non-finite values become one, and none is zero."""
     scale_C = scale_C.clamp(min=_FLOOR)
     scale_C = torch.where(torch.isfinite(scale_C), scale_C, 1.0)
     scale_C = scale_C / (scale_C.max() * scale_C.min()).sqrt()
@@ -170,7 +170,7 @@ def _normalized(scale_C: Tensor) -> Tensor:
 
 
 class Readers(NamedTuple):
-    """Linears that get one tensor and are rounded alike, their rows stacked."""
+    """Linears with one input and the same rounding, their rows stacked."""
 
     weight_RC: Tensor
     """Any floating dtype."""
@@ -182,10 +182,10 @@ class Readers(NamedTuple):
 
 
 def statistics_error(readers: Sequence[Readers]) -> ErrorOf:
-    """How far a scale moves the outputs of Linears that read one tensor.
+    """The function that computes the output error of Linears with one input for given scales.
 
     Args:
-        readers: all of them.
+        readers: all Linears with this input.
 
     Returns:
         From scales ``[K, C]`` to ``sum_i tr(D_i G_i D_i^T)`` of each.
@@ -239,7 +239,7 @@ def choose_scale(
         one_C: a scale of ones, tried first.
 
     Returns:
-        The choice; ones where no candidate is better, or all errors are NaN.
+        The choice; ones if no candidate is better, or all errors are NaN.
     """
     tried: list[tuple[Candidate | None, Tensor]] = [(None, one_C), *grid]
     found = error_of(torch.stack([scale_C for _, scale_C in tried]))
@@ -248,13 +248,13 @@ def choose_scale(
 
 
 class Bounds(NamedTuple):
-    """The ends that each group of a row is clamped to, float32 ``[R, N]``."""
+    """The clipping bounds of each group of a row, float32 ``[R, N]``."""
 
     low_RN: Tensor
     high_RN: Tensor
 
     def clamp(self, weight_RC: Tensor) -> Tensor:
-        """The weight within these ends, in its own dtype.
+        """The weight clamped to these bounds, in its own dtype.
 
         >>> Bounds(torch.tensor([[-1.0]]), torch.tensor([[2.0]])).clamp(torch.tensor([[-3.0, 3.0]]))
         tensor([[-1.,  2.]])
@@ -272,17 +272,17 @@ def clip_bounds(
     *,
     sweeps: int = len(CLIP_ATTEMPTS),
 ) -> Bounds:
-    """The ends of each group with the least output error, group by group.
+    """The clipping bounds of each group with the least output error, optimized group by group.
 
-    The first sweep tries fractions of both ends at once, those after it move one end or the other.
+    The first sweep tries fractions of both bounds at once, later ones change either of them.
 
     Args:
         weight_RC: any floating dtype; C is a multiple of ``group``.
         gram_CC: G of its inputs, float32.
         round_: rounds one group of any number of rows, ``[R, g]``, each row by itself, within
-            given ends.
+            given bounds.
         group: g, columns of a group.
-        sweeps: how often all groups are decided; the error falls with each.
+        sweeps: number of sweeps over all groups; the error falls with each.
     """
     rows, columns = weight_RC.shape
     shape = (rows, columns // group)
@@ -301,7 +301,7 @@ def clip_bounds(
 def _clip_rows(
     weight_RC: Tensor, gram_CC: Tensor, round_: RoundWithin, group: int, sweeps: int
 ) -> Bounds:
-    """:func:`clip_bounds` of some rows: they do not see each other."""
+    """:func:`clip_bounds` of some rows, which are independent of all others."""
     rows, columns = weight_RC.shape
     wide_RC = weight_RC.detach().float()
     weight_NRg = wide_RC.reshape(rows, -1, group).transpose(0, 1).contiguous()
@@ -335,13 +335,13 @@ def _clip_rows(
 
 
 def _first_attempts(low_R: Tensor, high_R: Tensor) -> tuple[Tensor, Tensor]:
-    """The fractions of both ends that are tried, the present ones first; ``[K, R]`` each."""
+    """The fractions of both bounds to try, the present ones first; ``[K, R]`` each."""
     parts_K1 = low_R.new_tensor([1.0, *_FRACTIONS]).unsqueeze(-1)
     return parts_K1 * low_R, parts_K1 * high_R
 
 
 def _attempts(low_R: Tensor, high_R: Tensor) -> tuple[Tensor, Tensor]:
-    """The present fractions, and those with one of them moved; ``[K, R]`` each."""
+    """The present fractions, and those with one of them changed; ``[K, R]`` each."""
     pairs = [(low_R, high_R)]
     pairs += [((low_R * step).clamp(max=1), high_R) for step in _STEPS]
     pairs += [(low_R, (high_R * step).clamp(max=1)) for step in _STEPS]
@@ -349,7 +349,7 @@ def _attempts(low_R: Tensor, high_R: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _changes(weight_Rg: Tensor, round_: RoundWithin, low_KR: Tensor, high_KR: Tensor) -> Tensor:
-    """What rounding within each pair of ends changes in the weights of a group, ``[K, R, g]``."""
+    """The change of a group's weights by rounding within each pair of bounds, ``[K, R, g]``."""
     clamped_KRg = weight_Rg.clamp(low_KR.unsqueeze(-1), high_KR.unsqueeze(-1))
     rounded_JRg = round_(clamped_KRg.flatten(0, 1), low_KR.flatten(), high_KR.flatten())
     return rounded_JRg.reshape(clamped_KRg.shape).sub_(weight_Rg)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Small problems of one kind, to be solved in one call."""
+"""Batching of small problems of one kind, to solve them in one call."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ def batches_alike(
     *,
     most: int | None = None,
 ) -> Iterator[list[int]]:
-    """The numbers of problems that can be solved together.
+    """Group the indices of problems that can be solved together.
 
     Args:
-        kinds: of each problem; equal for those that can be stacked.
-        columns: of each problem, whose Gram matrix has the square of it as elements.
-        limit: elements of the Gram matrices of one batch; a problem above it is alone.
-        most: problems of one batch, whatever their elements, in the place of ``limit``.
+        kinds: key of each problem; equal for those that can be stacked.
+        columns: columns of each problem, whose Gram matrix has that number squared of elements.
+        limit: elements of the Gram matrices of one batch; a larger problem is a batch of its own.
+        most: problems of one batch, whatever their elements, in place of ``limit``.
 
     >>> list(batches_alike("aba", [2, 2, 2], limit=8))
     [[0, 2], [1]]
@@ -51,7 +51,7 @@ def batches_alike(
 
 
 def wide_rows(weights_RC: Sequence[Tensor]) -> Tensor:
-    """The rows of all weights in one new float32 matrix, without a copy of each in between.
+    """The rows of all weights in one new float32 matrix, without intermediate copies.
 
     Args:
         weights_RC: any floating dtype, each ``[R_i, C]``.
@@ -72,16 +72,16 @@ def together_or_apart(
     together: Callable[[Sequence[Problem]], list[Solution]],
     hopeless: Callable[[Problem], Solution],
 ) -> list[Solution]:
-    """Solve problems in one call, or one by one where not all can be factorized.
+    """Solve problems in one call, or one by one if one of them cannot be factorized.
 
     Args:
-        problems: of one kind.
+        problems: problems of one kind.
         together: solves several; raises ``SingularHessianError`` if one cannot be factorized.
-        hopeless: what is left for one that cannot be, by itself either.
+        hopeless: fallback for a problem that cannot be factorized by itself either.
     """
     with contextlib.suppress(SingularHessianError):
         return together(problems)
-    # the error is gone by now, and with it what its frames held
+    # outside the handler: the exception, and the tensors of its frames, are freed
     if len(problems) == 1:
         return [hopeless(problems[0])]
     return [together_or_apart([one], together, hopeless)[0] for one in problems]

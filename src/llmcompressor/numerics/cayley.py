@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""Steps along the orthogonal matrices: Cayley SGD with momentum.
+r"""Cayley SGD with momentum: gradient steps on orthogonal matrices.
 
-Li, Fuxin and Todorovic, arXiv:2002.01113, algorithm 1, as SpinQuant (arXiv:2405.16406, equation
-3) uses it. With the gradient G of a loss at the orthogonal Q and momentum M
+Li, Fuxin and Todorovic, arXiv:2002.01113, algorithm 1, as used by SpinQuant (arXiv:2405.16406,
+equation 3). With the gradient G of a loss at the orthogonal Q and momentum M
 
 .. math::
     M \leftarrow \beta M - G,\qquad
     \hat W = M Q^\top - \tfrac12\, Q\, (Q^\top M Q^\top),\qquad W = \hat W - \hat W^\top
 
-W is skew, so the Cayley transform of it is orthogonal, and so is
+W is skew-symmetric, so its Cayley transform is orthogonal, and so is
 
 .. math:: Q' = (I - \tfrac{\alpha}{2} W)^{-1} (I + \tfrac{\alpha}{2} W)\, Q .
 
-There the papers iterate to a fixed point; here the system is solved, in float64, which keeps Q
-orthogonal to rounding at any step size.
+The papers iterate to a fixed point; here the system is solved, in float64, which keeps Q
+orthogonal up to rounding at any step size.
 
 Legend: N order.
 """
@@ -32,13 +32,13 @@ _MOST = 0.5
 def cayley_step(
     Q_NN: Tensor, gradient_NN: Tensor, momentum_NN: Tensor, rate: float, *, decay: float = 0.9
 ) -> tuple[Tensor, Tensor]:
-    """One step of Cayley SGD.
+    """Take a step of Cayley SGD.
 
     Args:
         Q_NN: orthogonal, float64 ``[N, N]``.
         gradient_NN: of the loss with respect to Q, ``[N, N]``.
         momentum_NN: of the step before, float64 ``[N, N]``; zeros at first.
-        rate: alpha; it is lowered where the step would be more than half a radian.
+        rate: alpha; reduced if the step would exceed half a radian.
         decay: beta.
 
     Returns:

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""Cholesky factorization, and what is done with the factor, alike for any number of threads.
+r"""Cholesky factorization and solves with the factor, bitwise equal for any number of threads.
 
-LAPACK splits the work by the number of threads, and rounds accordingly. Here only small diagonal
-blocks are left to it, each on one thread; the rest are products of parts that depend on the shape
+LAPACK splits the work by the number of threads, and rounds accordingly. Here LAPACK only handles
+small diagonal blocks, each on one thread; the rest are products of parts that depend on the shape
 alone (:mod:`llmcompressor.numerics.products`), which also run at a higher rate than triangular
 solves. Right-looking, with K the columns of a panel (Golub & Van Loan, *Matrix Computations*, 4th
 ed., Alg. 4.2.4 in blocks):
 
 .. math:: A_{11} = L_{11} L_{11}^\top, \quad L_{21} = A_{21} L_{11}^{-\top}, \quad
-          A_{22} \leftarrow A_{22} - L_{21} L_{21}^\top .
+      A_{22} \leftarrow A_{22} - L_{21} L_{21}^\top .
 
 Only the lower triangle of A is read.
 """
@@ -40,8 +40,8 @@ def cholesky(
 
     Args:
         matrix_CC: A, symmetric, float32 or float64, ``[..., C, C]``.
-        panel: columns that are factorized at once; by default what suits the device.
-        overwrite: use the memory of A for L; A is lost then, also if there is no L.
+        panel: columns factorized at once; the default depends on the device.
+        overwrite: use the memory of A for L; A is then lost, even if there is no L.
 
     Returns:
         L, or ``None`` if one of the matrices is not positive definite, or not finite.
@@ -87,13 +87,13 @@ def _subtract_square_(rest_MM: Tensor, below_MK: Tensor) -> None:
 
 
 def invert_lower_(lower_CC: Tensor, *, smallest: int | None = None) -> Tensor:
-    """The inverse of a lower triangular matrix, in its place.
+    """Invert a lower triangular matrix in place.
 
-    By halves: of ``[[A, 0], [B, D]]`` it is ``[[A⁻¹, 0], [−D⁻¹ B A⁻¹, D⁻¹]]``.
+    Recursively by halves: the inverse of ``[[A, 0], [B, D]]`` is ``[[A⁻¹, 0], [−D⁻¹ B A⁻¹, D⁻¹]]``.
 
     Args:
         lower_CC: L, zero above its diagonal, float32 or float64, ``[..., C, C]``.
-        smallest: columns from which on it is left to LAPACK; by default what suits the device.
+        smallest: number of columns up to which LAPACK inverts; the default depends on the device.
 
     >>> invert_lower_(torch.tensor([[2.0, 0.0], [1.0, 1.0]]))
     tensor([[ 0.5000,  0.0000],
@@ -115,17 +115,17 @@ def invert_lower_(lower_CC: Tensor, *, smallest: int | None = None) -> Tensor:
 
 
 class FactoredSolver:
-    """Solves ``L Lᵀ X = B`` again and again for one L, by products of blocks.
+    """Solves ``L Lᵀ X = B`` repeatedly for one L, by products of blocks.
 
-    The diagonal blocks are inverted once, and what lies beside them is laid out as it is read.
+    The diagonal blocks are inverted once, and the off-diagonal blocks are stored in reading order.
 
-    With ``dtype`` bfloat16 solutions are off by some thousandths of B where no eigenvalue of
-    ``L Lᵀ`` is below 1, however large the greatest is: what is rounded is not magnified then.
+    With ``dtype`` bfloat16, solutions have an error of some thousandths of B if no eigenvalue of
+    ``L Lᵀ`` is below 1, however large the greatest is: rounding errors are then not amplified.
 
     Args:
         lower_CC: L, float32 or float64, ``[..., C, C]``; its memory is not kept.
-        block: columns of a diagonal block; by default what suits the device and ``dtype``.
-        dtype: of the products; that of L if ``None``.
+        block: columns of a diagonal block; the default depends on the device and ``dtype``.
+        dtype: dtype of the products; that of L if ``None``.
     """
 
     def __init__(
@@ -149,7 +149,7 @@ class FactoredSolver:
         return part_MK.to(self._dtype).contiguous()
 
     def solve_(self, right_CR: Tensor) -> Tensor:
-        """``(L Lᵀ)⁻¹ B`` in the place of B, ``[..., C, R]``, in any dtype."""
+        """Replace B, ``[..., C, R]`` of any dtype, by ``(L Lᵀ)⁻¹ B`` in place."""
         each_span(
             lambda span: self._solve_part_(right_CR[..., span]), right_CR.shape[-1], right_CR.device
         )
@@ -173,11 +173,11 @@ class FactoredSolver:
 
 
 class InverseSolver:
-    """The same as :class:`FactoredSolver` by one product, with the inverse: quicker for many B.
+    """The same as :class:`FactoredSolver` by one product with the inverse: faster for many B.
 
     Args:
-        lower_CC: L, float32 or float64, ``[..., C, C]``; it is used up.
-        dtype: of the products. In bfloat16 solutions are as far off as those of the other.
+        lower_CC: L, float32 or float64, ``[..., C, C]``; overwritten.
+        dtype: dtype of the products. In bfloat16 the error is that of :class:`FactoredSolver`.
     """
 
     def __init__(self, lower_CC: Tensor, *, dtype: torch.dtype) -> None:
@@ -185,13 +185,13 @@ class InverseSolver:
         self._inverse_CC = torch.empty_like(half_CC)
 
         def multiply(span: slice) -> None:
-            lo = span.start or 0  # above it there are zeros
+            lo = span.start or 0  # zeros above it
             self._inverse_CC[..., span] = half_CC[..., lo:, :].mT @ half_CC[..., lo:, span]
 
         each_span(multiply, half_CC.shape[-1], half_CC.device)
 
     def solve_(self, right_CR: Tensor) -> Tensor:
-        """``(L Lᵀ)⁻¹ B`` in the place of B, ``[..., C, R]``, in any dtype."""
+        """Replace B, ``[..., C, R]`` of any dtype, by ``(L Lᵀ)⁻¹ B`` in place."""
 
         def multiply(span: slice) -> None:
             right_CS = right_CR[..., span]

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a column sweep does to one column, by torch or, on the CPU, by numpy.
+"""Column operations of a column sweep, in torch or, on the CPU, in numpy.
 
-A column of a few thousand elements is done with in less time than torch takes to begin with it.
-numpy begins in a third of that, and works in the same memory: its arrays are views of the tensors.
+For columns of a few thousand elements torch's call overhead exceeds the work itself. numpy has a
+third of that overhead and works on the same memory: its arrays are views of the tensors.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _SHORT = 2**14
 
 
 class ColumnOps(NamedTuple):
-    """Operations on columns. Each writes into memory that is there, given as ``out``."""
+    """Operations on columns. Each writes to existing memory, given as ``out``."""
 
     view: Callable[[Tensor], Any]
     """A tensor as these operations take it: the same memory."""
@@ -48,11 +48,11 @@ class ColumnOps(NamedTuple):
 
 
 def column_ops(work_CR: Tensor, *, by_torch: bool = False) -> ColumnOps:
-    """The quicker operations for columns of ``work_CR``.
+    """The faster operations for columns of ``work_CR``.
 
     Args:
         work_CR: float32 ``[..., C, R]``.
-        by_torch: torch's, whatever is quicker.
+        by_torch: always use torch.
     """
     length = work_CR[..., 0, :].numel()
     short = work_CR.device.type == "cpu" and work_CR.dtype == torch.float32 and length < _SHORT
@@ -73,7 +73,7 @@ def _outer_by_numpy(target_KR: Any, factor_K: Any, error_R: Any, scratch_SR: Any
 
 
 def _clip() -> Callable[..., Any]:
-    """Numpy's own ``clip`` without what Python lays around it, which takes six times as long."""
+    """Return numpy's low-level ``clip`` without its Python wrapper, which is six times as slow."""
     with contextlib.suppress(ImportError, AttributeError):
         found: Callable[..., Any] = importlib.import_module("numpy._core.umath").clip
         return found

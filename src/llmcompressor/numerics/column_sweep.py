@@ -1,32 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""The column sweep of GPTQ and SparseGPT: decide one column, let the later ones make up for it.
+r"""The column sweep of GPTQ and SparseGPT: fix one column, and let the later ones compensate.
 
 With R upper triangular, ``R Rᵀ = H`` (:mod:`llmcompressor.numerics.hessian`), the columns q_c are
-decided from left to right, each from what its weight has become by the change of those before it:
+decided from left to right, each from its weight after the changes of the columns before it:
 
 .. math:: v_c = w_c - \sum_{k < c} (q_k - w_k)\,R_{kc} / R_{cc}, \qquad
-          \tfrac12 \operatorname{tr}\bigl((Q - W) H (Q - W)^\top\bigr)
-          = \tfrac12 \sum_c R_{cc}^2 \lVert v_c - q_c \rVert^2 .
+      \tfrac12 \operatorname{tr}\bigl((Q - W) H (Q - W)^\top\bigr)
+      = \tfrac12 \sum_c R_{cc}^2 \lVert v_c - q_c \rVert^2 .
 
 These are the v_c of GPTQ and SparseGPT (arXiv:2210.17323, arXiv:2301.00774, Alg. 1), whose
 algorithm moves each error onto all later columns by rows of a factor of H⁻¹; written this way
 (LDLQ, arXiv:2307.13304, Theorem 6) nothing is inverted, and a column is written once instead of
-once for each before it. Only what such a column is before its turn differs: the papers' form keeps
-the best value given all that is decided, which here :meth:`Block.ahead` finds for those that
-look ahead. What the columns before it contribute is gathered at two levels::
+once for each before it. Only the intermediate value of a column before its turn differs: the
+papers' form holds its best value given all decided columns, which :meth:`Block.ahead` computes here
+for methods that look ahead. The contributions of earlier columns are accumulated at two levels::
 
     columns   |--- decided -----------------|--- block (128) ---------------|
                                             |-- strip (16) --|-- strip --|  ...
-    per block:  one product of all that is decided for the block
-    per strip:  one product of what the block has decided for the strip
+    per block:  one product of all decided columns for the block
+    per strip:  one product of the block's decided columns for the strip
     per column: rank-one update of the rest of its strip
 
 So a column is up to date when it is decided; when its strip begins, the whole strip is up to date
 with all before it; when its block begins, the whole block is.
 
-Inside, the weight is transposed (``[C, R]``); a column of W is then contiguous memory. Rows do
-not see each other, so several Linears with one input are stacked and solved at once; a leading
-batch dimension solves many small weights with their own Hessians in one call.
+Internally the weight is transposed (``[C, R]``); a column of W is then contiguous memory. Rows are
+independent, so several Linears with one input are stacked and solved at once; a leading batch
+dimension solves many small weights with their own Hessians in one call.
 """
 
 from __future__ import annotations
@@ -57,9 +57,10 @@ DecideColumn = Callable[[Column, int, Column], None]
 
 
 class Block(NamedTuple):
-    """The columns that are to be decided next, up to date with all before the block.
+    """The next columns to be decided, up to date with all columns before the block.
 
-    Its own columns reach it strip by strip, the one that is being decided always up to date.
+    Updates within the block are applied strip by strip; the column being decided is always up to
+    date.
     """
 
     first: int
@@ -72,10 +73,10 @@ class Block(NamedTuple):
     """R_kc / R_cc, upper triangular, float32 ``[..., B, B]``."""
 
     def ahead(self, columns: slice) -> Tensor:
-        """What the next columns would be, were those of them decided first not to change.
+        """The next columns, given that those of them decided first are not changed.
 
-        In the papers' form, where every error is moved to all later columns, this is what they
-        have become. A new tensor ``[..., K, R]``.
+        In the papers' form, where every error is moved to all later columns, these are the present
+        values of the columns. A new tensor ``[..., K, R]``.
         """
         weight_KR = self.weight_BR[..., columns, :]
         shares_KK = self.shares_BB[..., columns, columns]
@@ -98,16 +99,16 @@ def sweep_columns_(
     block: int = 128,
     strip: int = 16,
 ) -> tuple[Tensor, Tensor]:
-    """Decide all columns of ``work_CR``, which is left with what that changes: Q − W.
+    """Decide all columns of ``work_CR``, which is overwritten with the change Q − W.
 
     Args:
         work_CR: the weight, its columns in the order in which they are decided, float32
             ``[..., C, R]``.
         factor_CC: R, its columns in that order too, float32 ``[..., C, C]``.
-        enter: called when a block begins; what it returns decides its columns.
-        ops: what ``work_CR``'s columns are worked on with, and handed over as.
-        block: columns for which all before them are gathered into one product.
-        strip: columns for which those before them in the block are gathered into one product.
+        enter: called when a block begins; returns the function that decides its columns.
+        ops: operations for the columns of ``work_CR``, in whose form columns are passed on.
+        block: columns for which all before them are accumulated in one product.
+        strip: columns for which those before them in the block are accumulated in one product.
 
     Returns:
         Q, float32 ``[..., C, R]``, and ½ Σ_c R_cc² (v_c - q_c)², float32 ``[..., R]``.
@@ -143,7 +144,7 @@ def _subtract_by_rows(target_BR: Tensor, shares_KB: Tensor, change_KR: Tensor) -
 def _sweep_block(
     block: Block, decided_BR: Tensor, decide: DecideColumn, ops: ColumnOps, strip: int
 ) -> None:
-    """Decide the columns of a block; its weight is left with what that changes."""
+    """Decide the columns of a block; its weight is overwritten with the change."""
     now_BR, work_BR, shares_BB = block.now_BR, block.weight_BR, block.shares_BB
     columns_R, weights_R = ops.columns(now_BR), ops.columns(work_BR)
     decided_R = ops.columns(decided_BR)
@@ -166,11 +167,11 @@ def _sweep_block(
 
 
 def columns_first(weight_RC: Tensor, order_C: Tensor | None) -> Tensor:
-    """A float32 copy ``[..., C, R]``, its columns in ``order_C``."""
+    """A transposed float32 copy ``[..., C, R]``, with its columns in ``order_C``."""
     work_CR = torch.empty(weight_RC.mT.shape, dtype=torch.float32, device=weight_RC.device)
 
     def turn(rows: slice) -> None:
-        # turned in memory of its own: torch turns whole matrices fast, and parts of one slowly
+        # transposed in its own memory: torch transposes whole matrices fast, and parts slowly
         part_CS = weight_RC[..., rows, :].float().mT.contiguous()
         work_CR[..., rows] = part_CS if order_C is None else _in_order(part_CS, order_C)
 
@@ -179,7 +180,7 @@ def columns_first(weight_RC: Tensor, order_C: Tensor | None) -> Tensor:
 
 
 def rows_first(work_CR: Tensor, order_C: Tensor | None) -> Tensor:
-    """The inverse of :func:`columns_first`."""
+    """Transpose back and restore the column order: the inverse of :func:`columns_first`."""
     weight_RC = torch.empty(work_CR.mT.shape, dtype=work_CR.dtype, device=work_CR.device)
     place_C = None if order_C is None else order_C.argsort(dim=-1)
 
@@ -194,12 +195,12 @@ def rows_first(work_CR: Tensor, order_C: Tensor | None) -> Tensor:
 
 
 def in_order_again(work_CR: Tensor, order_C: Tensor) -> Tensor:
-    """A copy with the columns of :func:`columns_first` in their own places."""
+    """A copy with the columns of :func:`columns_first` in their original order."""
     return _in_order(work_CR, order_C.argsort(dim=-1))
 
 
 def _in_order(work_CR: Tensor, order_C: Tensor) -> Tensor:
-    """A copy with its first dimension in that order: whole stretches of memory are moved."""
+    """A copy with its first dimension in that order; contiguous ranges are copied at once."""
     if work_CR.ndim == 2:
         return work_CR.index_select(0, order_C)
     return work_CR.gather(-2, order_C.unsqueeze(-1).expand(work_CR.shape))

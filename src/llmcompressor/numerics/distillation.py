@@ -1,22 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""What a student and its teacher are compared by: transforms of outputs, and distances.
+r"""Distillation losses: transforms of outputs, and distances between student and teacher.
 
-``N`` tokens (rows), ``D`` features or entries of a vocabulary. A comparison takes two tensors
-``[N, D]`` and gives one value per token, float32 ``[N]`` (float64 where the inputs are float64),
-which is smaller the better the student agrees. The mean over tokens is the loss; over many
-tokens it is taken a chunk at a time (:mod:`llmcompressor.numerics.token_mean`).
+``N`` tokens (rows), ``D`` features or vocabulary entries. A comparison takes two tensors ``[N, D]``
+and returns one value per token, float32 ``[N]`` (float64 if the inputs are float64), which is
+smaller the better the student agrees. The mean over tokens is the loss; over many tokens it is
+computed in chunks (:mod:`llmcompressor.numerics.token_mean`).
 
 The softened distribution of Hinton et al. (arXiv:1503.02531, equation 1), with logits z and
 temperature T, is
 
 .. math:: q_i = \frac{\exp(z_i / T)}{\sum_j \exp(z_j / T)} .
 
-Its gradients shrink with 1/T², so what compares such distributions is multiplied by T² (section
-2 there): a change of T leaves the balance with the other loss as it is, and with T → ∞ what
-remains is the squared difference of the centred logits, ‖z − v‖² / (2 D) (equation 4).
+Its gradients shrink with 1/T², so comparisons of such distributions are multiplied by T² (section
+2 there): then a change of T keeps the balance with the other loss, and in the limit T → ∞ the loss
+is the squared difference of the centred logits, ‖z − v‖² / (2 D) (equation 4).
 
-Logarithms of probabilities are logits too: their softmax gives the probabilities back. That is
-why :func:`kl_divergence` and :func:`cross_entropy` know one form of input only.
+Log probabilities are logits too: their softmax gives the probabilities. So :func:`kl_divergence`
+and :func:`cross_entropy` need only one form of input.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _EXCLUDED = 1e30
 
 
 def wide(input_ND: Tensor) -> Tensor:
-    """The tensor in the dtype of the computations: float64 stays, all else becomes float32."""
+    """The tensor in the dtype of the computations: float64 stays, all others become float32."""
     return input_ND if input_ND.dtype == torch.float64 else input_ND.float()
 
 
@@ -59,7 +59,7 @@ def wide(input_ND: Tensor) -> Tensor:
 
 
 def identity(input_ND: Tensor) -> Tensor:
-    """The tensor itself."""
+    """The tensor, unchanged."""
     return input_ND
 
 
@@ -73,12 +73,12 @@ def softmax(input_ND: Tensor, *, temperature: float = 1.0) -> Tensor:
 
 
 def log_softmax(input_ND: Tensor, *, temperature: float = 1.0) -> Tensor:
-    """Logarithms of the probabilities at a temperature."""
+    """Log probabilities at a temperature."""
     return torch.log_softmax(wide(input_ND) / temperature, dim=-1)
 
 
 def normalize(input_ND: Tensor, *, p: float = 2.0) -> Tensor:
-    """Each row divided by its p-norm; a row of zeros stays.
+    """Each row divided by its p-norm; rows of zeros stay unchanged.
 
     >>> normalize(torch.tensor([[3.0, 4.0], [0.0, 0.0]]))
     tensor([[0.6000, 0.8000],
@@ -100,7 +100,7 @@ def l1_distance(student_ND: Tensor, teacher_ND: Tensor) -> Tensor:
 
 
 def l2_distance(student_ND: Tensor, teacher_ND: Tensor) -> Tensor:
-    """Length of the difference; where there is none the gradient is zero.
+    """Euclidean distance; its gradient is zero if there is no difference.
 
     >>> l2_distance(torch.tensor([[3.0, 4.0]]), torch.zeros(1, 2))
     tensor([5.])
@@ -110,7 +110,7 @@ def l2_distance(student_ND: Tensor, teacher_ND: Tensor) -> Tensor:
 
 
 def inner_product(student_ND: Tensor, teacher_ND: Tensor) -> Tensor:
-    """The inner product, negated: more of it is more agreement.
+    """The negated inner product: smaller values mean more agreement.
 
     >>> inner_product(torch.tensor([[1.0, 2.0]]), torch.tensor([[3.0, 4.0]]))
     tensor([-11.])
@@ -119,7 +119,7 @@ def inner_product(student_ND: Tensor, teacher_ND: Tensor) -> Tensor:
 
 
 def cosine_similarity(student_ND: Tensor, teacher_ND: Tensor) -> Tensor:
-    """One less the cosine of the angle: 0 in the same direction, 2 in the opposite one.
+    """1 minus the cosine of the angle: 0 in the same direction, 2 in the opposite one.
 
     >>> cosine_similarity(torch.tensor([[2.0, 0.0]]), torch.tensor([[1.0, 0.0]]))
     tensor([0.])
@@ -135,11 +135,11 @@ def kl_divergence(student_ND: Tensor, teacher_ND: Tensor, *, temperature: float 
     .. math:: T^2 \sum_i p_i (\log p_i - \log q_i) .
 
     The gradient to the student's logits is T (q − p); the teacher gets none. An entry that the
-    teacher excludes (−infinity, or a mask's lowest number) adds nothing. One that the student
-    excludes is left out of the teacher's distribution too: no weight of it could change that.
+    teacher masks (−infinity, or a mask's lowest number) adds nothing. One that the student masks is
+    removed from the teacher's distribution too: no weight could change it.
 
     Args:
-        student_ND: logits or logarithms of probabilities, any floating dtype.
+        student_ND: logits or log probabilities, any floating dtype.
         teacher_ND: the same.
         temperature: T.
 
@@ -154,11 +154,11 @@ def cross_entropy(student_ND: Tensor, teacher_ND: Tensor, *, temperature: float 
 
     .. math:: -T^2 \sum_i p_i \log q_i
 
-    It has the gradient of :func:`kl_divergence`; the teacher's entropy lies between the two.
-    What is said there of excluded entries holds here.
+    It has the same gradient as :func:`kl_divergence` and differs from it by the teacher's entropy.
+    Masked entries are handled in the same way.
 
     Args:
-        student_ND: logits or logarithms of probabilities, any floating dtype.
+        student_ND: logits or log probabilities, any floating dtype.
         teacher_ND: the same.
         temperature: T.
 
@@ -181,20 +181,20 @@ def _of_distributions(
 
 
 class _Divergence(torch.autograd.Function):
-    """The sums at T = 1; its derivative is known, and half the work of torch's own way to it.
+    """The sums at T = 1 with a closed-form gradient, at half the cost of autograd.
 
-    Masks are made by arithmetic: on a CPU, choosing elements by a condition costs more than all
+    Masks are applied by arithmetic: on a CPU, selecting elements by a condition costs more than all
     the rest.
     """
 
     @staticmethod
     def forward(ctx: Any, logits_ND: Tensor, aims_ND: Tensor, entropy: bool) -> Tensor:
         log_q_ND = torch.log_softmax(logits_ND, dim=-1)
-        # Zero, exactly, but where the student excludes an entry.
+        # Exactly zero, except where the student masks an entry.
         excluded_ND = logits_ND.clamp(max=-_EXCLUDED).add_(_EXCLUDED)
         log_p_ND = torch.log_softmax(excluded_ND.add_(aims_ND), dim=-1)
         p_ND = log_p_ND.exp()
-        # 0 times a large number is 0, while 0 · (−inf) is none, and neither is −inf − (−inf).
+        # 0 times a large number is 0, but 0 · (−inf) and −inf − (−inf) are NaN.
         log_q_ND.clamp_(min=-_EXCLUDED)
         if entropy:
             terms_ND = log_p_ND.clamp_(min=-_EXCLUDED).sub_(log_q_ND).mul_(p_ND)
@@ -219,19 +219,19 @@ def square_head(
     per_token: bool = False,
     mean_square: Tensor | None = None,
 ) -> Tensor:
-    r"""Squared error in units of the teacher's own squares (arXiv:2310.06927, equation 2).
+    r"""Squared error relative to the teacher's mean square (arXiv:2310.06927, equation 2).
 
     .. math:: \frac{\operatorname{MSE}(f_t, f_s)}{\operatorname{MSE}(f_t, 0)}
 
-    is the mean over tokens of what is returned: each token's squared error, divided by the mean
-    over tokens of the teacher's squared norm. That makes layers of any magnitude alike.
+    is the mean over tokens of the result: each token's squared error, divided by the mean over
+    tokens of the teacher's squared norm. That makes layers of any magnitude comparable.
 
     Args:
         student_ND: features, any floating dtype.
         teacher_ND: the same.
-        per_token: divide by each token's own squared norm. A batch then is the mean of its
-            parts, and tokens of huge norm do not outweigh the others.
-        mean_square: the mean of :func:`squared_norm` over all tokens, when these are a part.
+        per_token: divide by each token's own squared norm. The loss of a batch is then the mean of
+            its parts, and tokens of huge norm do not outweigh the others.
+        mean_square: the mean of :func:`squared_norm` over all tokens, if these are only a part.
 
     >>> square_head(torch.tensor([[1.0, 1.0]]), torch.tensor([[2.0, 0.0]]))
     tensor([0.5000])

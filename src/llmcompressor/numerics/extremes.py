@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The least, the greatest and the largest magnitude of short runs of floats, at a CPU's best rate.
+"""Fast minimum, maximum and absolute maximum of short runs of floats on a CPU.
 
-A CPU finds the greatest of integers in half to a quarter of the time that it takes for as many
-floats: those must be watched for NaN. Bits of floats, read as integers, rise with the float where
-its sign bit is 0, and NaN lies beyond infinity. So integers are compared here.
+A CPU finds the maximum of integers in a half to a quarter of the time that floats take, which have
+to be checked for NaN. The bits of floats, read as integers, have the order of the floats if the
+sign bit is 0, and NaN is above infinity. So integers are compared here.
 
-Everything is given split into cells ``[..., Y, h, X, w]``, h rows and w columns each, and results
-are ``[..., Y, X]``. A large matrix is looked at by parts: what is computed on the way stays in a
-core's cache, which takes a third of the time of memory that was never used before.
+All inputs are split into cells ``[..., Y, h, X, w]``, h rows and w columns each, and results are
+``[..., Y, X]``. A large matrix is processed in parts: temporaries stay in a core's cache, which
+takes a third of the time of memory that was never used before.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ _WITHOUT_SIGNS = 0x7FFF7FFF
 
 
 def extremes_of_cells(split: Tensor) -> tuple[Tensor, Tensor]:
-    """Least and greatest element of each cell, in the dtype of ``split``.
+    """Minimum and maximum of each cell, in the dtype of ``split``.
 
-    Read as integers, floats whose sign bit is 0 are above those where it is 1: so the greatest
-    integer is the greatest float unless every float is negative. With signs turned the same holds
-    for the least. Cells of one sign are looked at again.
+    Read as integers, floats with sign bit 0 are above those with sign bit 1: so the greatest
+    integer is the greatest float unless every float is negative. With negated signs the same holds
+    for the minimum. Cells of one sign are processed again.
     """
     if split.device.type != "cpu" or split.dtype not in (torch.bfloat16, torch.float16):
         return split.amin(_DIMS), split.amax(_DIMS)
@@ -57,7 +57,7 @@ def _extremes_of_part(split: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def magnitudes_of_cells(split: Tensor) -> Tensor:
-    """The largest absolute value of each cell, in the dtype of ``split``; NaN where there is one.
+    """The absolute maximum of each cell, in the dtype of ``split``; NaN if it holds one.
 
     >>> magnitudes_of_cells(torch.tensor([1.0, -3.0, 0.5, 2.0]).reshape(1, 1, 2, 2))
     tensor([[3., 2.]])
@@ -68,7 +68,7 @@ def magnitudes_of_cells(split: Tensor) -> Tensor:
     in_pairs = _has_narrow_pairs(split)
     find = _magnitudes_by_pairs if in_pairs else _magnitudes_of_part
     parts = list(_parts(split))
-    # one for all of them: memory that is not new is in the cache
+    # one buffer for all of them: reused memory is in the cache
     spare = split.new_empty(parts[0].numel() * (2 if in_pairs else 1))
     found = [find(part, integer, spare) for part in parts]
     return torch.cat(found, dim=-2).view(split.dtype)
@@ -84,7 +84,7 @@ def _like(split: Tensor, spare: Tensor) -> Tensor:
 
 
 def _has_narrow_pairs(split: Tensor) -> bool:
-    """Whether cells are so narrow that it pays to look at two 16-bit floats at once."""
+    """Return True if cells are so narrow that comparing two 16-bit floats at once is faster."""
     return (
         split.element_size() == 2
         and split.shape[-1] % 2 == 0
@@ -95,7 +95,7 @@ def _has_narrow_pairs(split: Tensor) -> bool:
 
 
 def _magnitudes_by_pairs(split: Tensor, integer: torch.dtype, spare: Tensor) -> Tensor:
-    """Of words of two, the greater magnitude is brought to the upper half; the rest is noise."""
+    """Absolute maxima by words of two floats: the greater one is moved to the upper half."""
     words = split.view(torch.int32)
     upper, lower = (_like(words, half.view(torch.int32)) for half in spare.chunk(2))
     torch.bitwise_and(words, _WITHOUT_SIGNS, out=upper)
@@ -105,6 +105,6 @@ def _magnitudes_by_pairs(split: Tensor, integer: torch.dtype, spare: Tensor) -> 
 
 
 def _parts(split: Tensor) -> Iterator[Tensor]:
-    """Rows of cells, some at a time."""
+    """Parts of several rows of cells each."""
     elements = max(split.numel() // split.shape[-4], 1)
     yield from torch.split(split, max(_AT_ONCE // elements, 1), dim=-4)

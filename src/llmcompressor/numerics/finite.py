@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether a tensor holds NaN or infinity, in one pass over it."""
+"""Check for NaN and infinity in one pass over a tensor."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ __all__ = ["is_finite"]
 
 
 def is_finite(tensor: Tensor) -> bool:
-    """Whether ``tensor`` (any shape and dtype) holds neither NaN nor infinity.
+    """Return True if ``tensor`` (any shape and dtype) holds neither NaN nor infinity.
 
-    The extremes tell: NaN is carried into both, infinity is one of them. They are found at the
-    rate of memory and without a temporary, where a sum of 16-bit values is converted on the way.
+    Only minimum and maximum are checked: NaN propagates into both, infinity is one of them. They
+    are computed at memory bandwidth and without a temporary, unlike a sum of 16-bit values.
 
     >>> is_finite(torch.tensor([1.0, float("nan")])), is_finite(torch.full((2,), 3e38))
     (False, True)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""GPTQ: round columns one by one, moving each error onto the columns still to come.
+r"""GPTQ: round columns one by one, and move each error onto the columns still to come.
 
 For a weight W (R rows, C columns) and inputs with Hessian ``H = XᵀX``, GPTQ (arXiv:2210.17323,
 Alg. 1) lowers the error of the output, ``tr((Q − W) H (Q − W)ᵀ)``. With R upper triangular,
@@ -9,14 +9,12 @@ Alg. 1) lowers the error of the output, ``tr((Q − W) H (Q − W)ᵀ)``. With R
     q_c = \operatorname{round}(v_c), \qquad
     v_c = w_c - \sum_{k < c} (q_k - w_k)\,R_{kc} / R_{cc} .
 
-How that is done, and why it is GPTQ: :mod:`llmcompressor.numerics.column_sweep`. Rows do not see
-each other, so
-several Linears with one input are stacked and solved at once; a leading batch dimension solves
-many small weights with their own Hessians in one call.
+:mod:`llmcompressor.numerics.column_sweep` has the algorithm, and why it equals GPTQ. Rows are
+independent, so several Linears with one input are stacked and solved at once; a leading batch
+dimension solves many small weights with their own Hessians in one call.
 
-A pruned weight stays zero: its column's turn gives it the value 0, and the later columns
-compensate for that as for any other error (joint sparsification and quantization,
-arXiv:2301.00774, Sec. 3.5).
+A pruned weight stays zero: in its column it gets the value 0, and the later columns compensate for
+that as for any other error (joint sparsification and quantization, arXiv:2301.00774, Sec. 3.5).
 """
 
 from __future__ import annotations
@@ -51,7 +49,7 @@ __all__ = [
 
 
 class ColumnScales(NamedTuple):
-    """The scales of a weight as a column sweep sees them: one per row and group of columns.
+    """The scales of a weight for a column sweep: one per row and group of columns.
 
     tensor: G = 1, equal rows. channel: G = 1. group: G = C / group size. block: rows repeated.
     """
@@ -65,7 +63,7 @@ class ColumnScales(NamedTuple):
 
 
 class GptqResult(NamedTuple):
-    """What :func:`sweep` returns."""
+    """The result of :func:`sweep`: the rounded weight and the loss of each row."""
 
     weight_RC: Tensor
     """Rounded and dequantized, float32 ``[..., R, C]``."""
@@ -74,7 +72,7 @@ class GptqResult(NamedTuple):
 
 
 def activation_order(hessian_CC: Tensor) -> Tensor:
-    """Columns by falling diagonal of the Hessian: int64 ``[..., C]``; ties keep their order."""
+    """Column indices by decreasing diagonal of the Hessian: int64 ``[..., C]``; a stable order."""
     return hessian_CC.diagonal(dim1=-2, dim2=-1).argsort(dim=-1, descending=True, stable=True)
 
 
@@ -91,20 +89,20 @@ def sweep(
 ) -> GptqResult:
     """Round the columns of ``weight_RC``, from left to right or in a given order.
 
-    Nothing is mutated. The result does not depend on ``block`` and ``strip`` but for rounding.
+    Nothing is mutated. The result depends on ``block`` and ``strip`` only by floating-point
+    rounding.
 
     Args:
         weight_RC: float32 ``[..., R, C]``.
         factor_CC: upper triangular R with ``R Rᵀ = H + λI``, float32 ``[..., C, C]``; its
             columns in the order in which they are rounded.
         scales: scale and zero point of every row and column; columns in that order too.
-        grid: the numbers that a weight may become.
-        order_C: which column comes when, int64 ``[..., C]``; the result has the columns in their
-            own places.
-        kept_RC: bool ``[..., R, C]``, false for weights that are to be zero; columns in their own
-            places.
-        block: columns for which all before them are gathered into one product.
-        strip: columns for which those before them in the block are gathered into one product.
+        grid: the grid to round to.
+        order_C: the order of the columns, int64 ``[..., C]``; the result has the original order.
+        kept_RC: bool ``[..., R, C]``, false for weights that are to be zero; columns in their
+            original order.
+        block: columns for which all before them are accumulated in one product.
+        strip: columns for which those before them in the block are accumulated in one product.
     """
     work_CR = columns_first(weight_RC, order_C)
     rounded_CR, loss_R = _sweep_(
@@ -123,7 +121,7 @@ def _sweep_(
     block: int,
     strip: int,
 ) -> tuple[Tensor, Tensor]:
-    """:func:`sweep` of a turned weight, left with Q − W; Q, turned, and the loss of each row."""
+    """:func:`sweep` of a transposed weight, overwritten with Q − W; returns Q and row losses."""
     ops = column_ops(work_CR, by_torch=grid.kind == "float")
     round_column = _column_rounder(scales, grid, ops, kept_CR)
     return sweep_columns_(
@@ -154,35 +152,35 @@ def sweep_and_descend(
     block: int = 128,
     strip: int = 16,
 ) -> tuple[GptqResult, float]:
-    """Factorize H, :func:`sweep`, and :func:`descend` as often as ``rounds`` says.
+    """Factorize H, :func:`sweep`, and then :func:`descend` for ``rounds`` rounds.
 
-    The same numbers as these three give one after the other; the weight is turned once.
+    The result equals that of these three in turn; the weight is transposed only once.
 
     Args:
         weight_RC: float32 ``[..., R, C]``; not changed.
         hessian_CC: H, float32 ``[..., C, C]``; not changed.
         scales: scale and zero point of every row and column.
-        grid: the numbers that a weight may become.
-        dampening: what is added to the diagonal of H, as a fraction of its mean.
-        rounds: of coordinate descent.
-        order_C: which column the sweep takes when, int64 ``[..., C]``.
+        grid: the grid to round to.
+        dampening: added to the diagonal of H, as a fraction of its mean.
+        rounds: rounds of coordinate descent.
+        order_C: the order of the columns in the sweep, int64 ``[..., C]``.
         kept_RC: bool ``[..., R, C]``, false for weights that are to be zero.
-        steps: how many dampings to try; each is ten times the one before.
-        block: columns whose updates to the rest of the weight are gathered into one product.
-        strip: columns whose updates to the rest of the block are gathered into one product.
+        steps: number of dampenings to try; each is ten times the one before.
+        block: columns whose updates to the rest of the weight are accumulated in one product.
+        strip: columns whose updates to the rest of the block are accumulated in one product.
 
     Returns:
-        Values on the grid with the loss of each row, and the damping that it took.
+        Values on the grid with the loss of each row, and the dampening that was needed.
 
     Raises:
-        SingularHessianError: if no damping helped.
+        SingularHessianError: if all dampenings fail.
     """
     factor_CC, dampening = raise_dampening(hessian_CC, dampening, order_C=order_C, steps=steps)
     work_CR = columns_first(weight_RC, order_C)
     kept_CR = _turned(kept_RC, order_C)
     in_order = scales if order_C is None else _permuted(scales, order_C)
     rounded_CR, loss_R = _sweep_(work_CR, factor_CC, in_order, grid, kept_CR, block, strip)
-    del factor_CC  # as large as H, and done with
+    del factor_CC  # as large as H, and no longer needed
     if rounds == 0:
         del work_CR
         return GptqResult(rows_first(rounded_CR, order_C), loss_R), dampening
@@ -213,7 +211,7 @@ def _permuted(scales: ColumnScales, order_C: Tensor) -> ColumnScales:
 
 
 def _from_column(first: int, round_column: DecideColumn) -> DecideColumn:
-    """``round_column`` for a block whose columns are counted from its own first one."""
+    """``round_column`` with column indices relative to the first column of a block."""
     return lambda w_R, b, out_R: round_column(w_R, first + b, out_R)
 
 
@@ -229,9 +227,9 @@ def descend(
     block: int = 128,
     strip: int = 16,
 ) -> GptqResult:
-    r"""One round of coordinate descent on what a sweep has rounded.
+    r"""Run a round of coordinate descent on the result of a sweep.
 
-    The sweep decides each column once, before it knows the later ones. With D = Q − W, every
+    The sweep decides each column once, before the later ones are known. With D = Q − W, every
     column is now decided again, given all the others (QuantEase, arXiv:2309.01885, Eq. 8):
 
     .. math:: q_c \leftarrow \operatorname{round}\bigl(q_c - (D H)_c / H_{cc}\bigr)
@@ -240,18 +238,18 @@ def descend(
     for one block of columns at a time, as the sweep keeps its errors.
 
     Args:
-        weight_RC: what was to be rounded, float32 ``[..., R, C]``.
+        weight_RC: the unrounded weight, float32 ``[..., R, C]``.
         rounded_RC: values on the grid, float32 ``[..., R, C]``; not changed.
         hessian_CC: H, float32 ``[..., C, C]``.
         scales: scale and zero point of every row and column.
-        grid: the numbers that a weight may become.
-        dampening: what is added to the diagonal of H, as a fraction of its mean.
+        grid: the grid to round to.
+        dampening: added to the diagonal of H, as a fraction of its mean.
         kept_RC: bool ``[..., R, C]``, false for weights that are to be zero.
         block: columns whose sums are kept up to date at once.
-        strip: columns whose updates to the rest of the block are gathered into one product.
+        strip: columns whose updates to the rest of the block are accumulated in one product.
 
     Returns:
-        Values on the grid, and by how much the loss of each row has changed (never more than 0).
+        Values on the grid, and the change of the loss of each row (never more than 0).
     """
     rounded_CR = columns_first(rounded_RC, None)
     change_CR = columns_first(weight_RC, None)
@@ -274,7 +272,7 @@ def _descend_(
     block: int,
     strip: int,
 ) -> Tensor:
-    """:func:`descend` for turned matrices Q and Q − W, in place; by how much losses change."""
+    """:func:`descend` of transposed Q and Q − W, in place; returns the change of the losses."""
     ops = column_ops(rounded_CR, by_torch=grid.kind == "float")
     round_column = _column_rounder(scales, grid, ops, kept_CR)
     diagonal_C = hessian_CC.diagonal(dim1=-2, dim2=-1)
@@ -320,7 +318,7 @@ def _descend_block(
     ops: ColumnOps,
     strip: int,
 ) -> None:
-    """Decide the columns of one block again; ``out`` gets what they become, and the difference."""
+    """Decide the columns of one block again; ``out`` gets their new values and the differences."""
     decided_BR, moved_BR = out
     steps_1 = ops.columns(step_B.unsqueeze(-1))
     columns_R, each_R = ops.columns(rounded_BR), ops.columns(sums_BR)
@@ -341,13 +339,13 @@ def _descend_block(
                 rest_KR, row_K = all_sums_BR[..., b + 1 : hi, :], curves_BB[..., b, b + 1 : hi]
                 ops.subtract_outer(rest_KR, row_K, moves_R[b], scratch_SR)
         subtract_product(sums_BR[..., hi:, :], hessian_BB[..., lo:hi, hi:], moved_BR[..., lo:hi, :])
-    moved_BR.neg_()  # it was old minus new: what the sums lose
+    moved_BR.neg_()  # from old − new to the change of the sums
 
 
 def _column_rounder(
     scales: ColumnScales, grid: Grid, ops: ColumnOps, kept_CR: Tensor | None = None
 ) -> DecideColumn:
-    """One indexed lookup answers "which scale does this column use?" for every strategy."""
+    """The function that rounds a column; one indexed lookup finds its scale for any strategy."""
     scale_GR = scales.scale_RG.mT.float().contiguous()
     scales_R = ops.columns(scale_GR)
     inverses_R = ops.columns(scale_GR.reciprocal())

@@ -2,9 +2,9 @@
 r"""Second moments of the inputs of a Linear: ``G = XᵀX`` and the cross product of two streams.
 
 T tokens (rows), C columns (input features). G is accumulated in float32, or float64 on request,
-whatever the inputs' dtype. What is slow about G is the number of small products, so the callers
-gather tokens (:class:`TokenBuffer`) and multiply two thousand at a time. On a CPU products are of
-few sizes: each that oneDNN meets costs it half a megabyte for good, and time to prepare.
+whatever the inputs' dtype. Many small products are slow, so the callers buffer tokens
+(:class:`TokenBuffer`) and multiply two thousand at a time. On a CPU products have few distinct
+sizes: each new one costs oneDNN half a megabyte permanently, and time to prepare.
 
 =================  =============================================================================
 inputs             product
@@ -12,12 +12,12 @@ inputs             product
 CUDA, 16 bit       16-bit operands, float32 accumulation and float32 result: exact products
 CPU                the upper block triangle only, in float32; operands that came from bfloat16
                    are multiplied as bfloat16, which is exact, and summed in float32
-float64            as it is, on any device
+float64            in float64, on any device
 =================  =============================================================================
 
 The cross product (:func:`add_cross_product`) has no symmetry to exploit; its operands and sums are
-the same. It only corrects the weight, but a 16-bit result per chunk costs quality. Where a weight
-has few rows (R), what its output lacks (:func:`add_missing_product`) takes ``2 R C`` products of a
+the same. It only corrects the weight, but a 16-bit result per chunk costs quality. If a weight has
+few rows (R), its output residual (:func:`add_missing_product`) takes ``2 R C`` multiplications per
 token in place of ``C²``.
 """
 
@@ -72,9 +72,9 @@ def add_symmetric_product(gram_CC: Tensor, input_TC: Tensor) -> None:
 
 
 def add_upper_product(gram_CC: Tensor, input_TC: Tensor) -> None:
-    """Add ``XᵀX`` to the upper triangle of ``gram_CC``; what lies below means nothing then.
+    """Add ``XᵀX`` to the upper triangle of ``gram_CC``; the lower one is undefined afterwards.
 
-    :func:`mirror_upper_` makes it whole again: once, after many of these.
+    :func:`mirror_upper_` completes the matrix: once, after many of these.
 
     Args:
         gram_CC: float32 or float64 ``[C, C]``.
@@ -91,7 +91,7 @@ def add_upper_product(gram_CC: Tensor, input_TC: Tensor) -> None:
 
 
 def mirror_upper_(gram_CC: Tensor) -> Tensor:
-    """Make ``gram_CC`` symmetric in place, by its upper triangle."""
+    """Copy the upper triangle of ``gram_CC`` to the lower one in place."""
     for lo, hi in _spans(gram_CC.shape[0]):
         corner_KK = gram_CC[lo:hi, lo:hi]
         corner_KK.copy_(corner_KK.triu() + corner_KK.triu(1).T)
@@ -102,8 +102,8 @@ def mirror_upper_(gram_CC: Tensor) -> Tensor:
 def _add_by_rows(total_CC: Tensor, left_TC: Tensor, right_TC: Tensor, *, upper: bool) -> None:
     """Add ``LᵀR`` by block rows; with ``upper``, each from its diagonal block on.
 
-    Operands that came from bfloat16 may be multiplied as bfloat16: nothing is lost, the sums are
-    float32, and processors that have such products take them at up to four times the rate.
+    Operands that came from bfloat16 may be multiplied as bfloat16: nothing is lost, the sums are in
+    float32, and processors with such instructions are up to four times as fast.
     """
     lefts, rights = (torch.split(one, _WIDE_TOKENS) for one in (left_TC, right_TC))
     with _products_of(left_TC.dtype, total_CC.dtype):
@@ -122,20 +122,20 @@ def _add_by_rows(total_CC: Tensor, left_TC: Tensor, right_TC: Tensor, *, upper: 
 
 
 def _even(tokens_TC: Tensor) -> Tensor:
-    """With rows of zeros behind them, which add nothing to a sum over tokens."""
+    """The tokens, padded with rows of zeros, which add nothing to a sum over tokens."""
     lacking = -len(tokens_TC) % _EVEN_TOKENS
     return functional.pad(tokens_TC, (0, 0, 0, lacking)) if lacking else tokens_TC
 
 
 def _spans(columns: int) -> list[tuple[int, int]]:
-    """First and last column of each part; they depend on nothing but the width."""
+    """First and last column of each part; they depend on the width alone."""
     width = max(-(-columns // _PARTS), _NARROWEST)
     return [(lo, min(lo + width, columns)) for lo in range(0, columns, width)]
 
 
 @contextlib.contextmanager
 def _products_of(operands: torch.dtype, sums: torch.dtype) -> Iterator[None]:
-    """Let float32 products use bfloat16 operands on a CPU that can, if they came from such."""
+    """Allow bfloat16 operands in float32 products on a CPU that supports it, if they are exact."""
     if operands != torch.bfloat16 or sums != torch.float32:
         yield
         return
@@ -153,9 +153,8 @@ def add_cross_product(cross_CC: Tensor, input_TC: Tensor, difference_TC: Tensor)
 
     Args:
         cross_CC: float32 or float64 ``[C, C]``; rows belong to Y.
-        input_TC: Y, what the Linear gets in the compressed model, ``[T, C]``.
-        difference_TC: X − Y with X what it gets in the original model, ``[T, C]``, in the dtype of
-            Y.
+        input_TC: Y, the Linear's input in the compressed model, ``[T, C]``.
+        difference_TC: X − Y with X its input in the original model, ``[T, C]``, in the dtype of Y.
     """
     if input_TC.device.type == "cpu":
         _add_by_rows(cross_CC, input_TC, difference_TC, upper=False)
@@ -168,10 +167,10 @@ def add_cross_product(cross_CC: Tensor, input_TC: Tensor, difference_TC: Tensor)
 def add_missing_product(
     missing_RC: Tensor, weight_RC: Tensor, input_TC: Tensor, difference_TC: Tensor
 ) -> None:
-    """Add ``W (X − Y)ᵀ Y`` to ``missing_RC`` in place: what the output lacks, by input column.
+    """Add ``W (X − Y)ᵀ Y``, the output residual by input column, to ``missing_RC`` in place.
 
-    That is ``W Cᵀ`` with C the cross product, which is not made. What the output lacks of a token
-    has the dtype of the activations, as all outputs do; the sums are those of the cross product.
+    It equals ``W Cᵀ`` with C the cross product, which is not computed. The residual of a token has
+    the dtype of the activations, as all outputs do; the sums are as in the cross product.
 
     Args:
         missing_RC: float32 or float64 ``[R, C]``.
@@ -203,11 +202,11 @@ def add_missing_product(
 
 
 class TokenBuffer:
-    """Gathers tokens and hands them on in multiples of ``CHUNK_TOKENS``, until it is drained.
+    """Buffers tokens and returns them in multiples of ``CHUNK_TOKENS``, until it is drained.
 
     Args:
-        parallel: how many aligned tensors each call of :meth:`add` brings (1: inputs alone,
-            2: inputs and what goes with them token by token).
+        parallel: number of aligned tensors in each call of :meth:`add` (1: inputs alone,
+            2: inputs and a second tensor with the same tokens).
         chunk: tokens of one chunk.
     """
 
@@ -217,9 +216,9 @@ class TokenBuffer:
         self._held = 0
 
     def add(self, *tensors_TC: Tensor) -> list[Tensor] | None:
-        """Take aligned ``[T, C]`` tensors; return whole chunks of each when one is full.
+        """Add aligned ``[T, C]`` tensors; return whole chunks of each once one is full.
 
-        What has to wait is copied: a model may add to its hidden state in place.
+        Buffered tokens are copied: a model may add to its hidden state in place.
         """
         self._held += len(tensors_TC[0])
         is_full = self._held >= self._chunk
@@ -235,7 +234,7 @@ class TokenBuffer:
         return [one[: len(one) - left] for one in joined]
 
     def drain(self) -> list[Tensor] | None:
-        """What is held, concatenated, or ``None``; the buffer is empty afterwards."""
+        """Return the buffered tokens, concatenated, or ``None``, and clear the buffer."""
         return self._joined() if self._held else None
 
     def _joined(self) -> list[Tensor]:

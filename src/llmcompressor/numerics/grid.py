@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The number grids that quantized values live on, and rounding to them.
+"""Number grids of quantized values, and rounding to them.
 
 With scale s and zero point z (absent on symmetric grids), for grid G with ends ``qmin``, ``qmax``::
 
@@ -16,7 +16,7 @@ grid                    values                              ends
 ======================  ==================================  ======================
 
 Ties go to the even code. Each arithmetic step rounds to the dtype of its operands, in the order
-written above: the readers of a checkpoint do the same, so results agree with theirs in every bit.
+written above: the loaders of a checkpoint do the same, so results agree with theirs in every bit.
 For grids that 16-bit floats do not resolve (integers of more than 8 bits), x / s + z is in float32.
 """
 
@@ -38,7 +38,7 @@ _MOST_BITS_OF_HALVES = 8
 
 
 class FloatLayout(NamedTuple):
-    """How a floating dtype is laid out in bits.
+    """The bit layout of a floating dtype.
 
     Attributes:
         integer: the signed integer dtype of the same width.
@@ -60,11 +60,11 @@ _LAYOUTS = {
 
 
 class SmallFloat(NamedTuple):
-    """The members of a grid of floats.
+    """The members of a floating-point grid.
 
     Attributes:
-        mantissa: bits after the leading one.
-        smallest: the smallest normal member, a power of two; below it members are even.
+        mantissa: explicit mantissa bits.
+        smallest: the smallest normal member, a power of two; below it spacing is even.
         largest: the largest member.
     """
 
@@ -129,40 +129,40 @@ class Grid:
 
     @property
     def floats(self) -> SmallFloat | None:
-        """How the members are spaced; ``None`` where they are integers."""
+        """The spacing of the members; ``None`` for integers."""
         return _SMALL_FLOATS[self.bits] if self.kind == "float" else None
 
     @property
     def qmin(self) -> float:
-        """The least member."""
+        """The smallest member."""
         if self.kind == "int":
             return -(2.0 ** (self.bits - 1))
         return -self.qmax
 
     @property
     def qmax(self) -> float:
-        """The greatest member."""
+        """The largest member."""
         if self.kind == "int":
             return 2.0 ** (self.bits - 1) - 1
         return _SMALL_FLOATS[self.bits].largest
 
     @property
     def last_step(self) -> float:
-        """The distance from the greatest member to its neighbour."""
+        """The distance between the two largest members."""
         if self.floats is None:
             return 1.0
         return 2.0 ** (math.floor(math.log2(self.qmax)) - self.floats.mantissa)
 
     @property
     def is_fine(self) -> bool:
-        """Whether there are more members than 16-bit floats tell apart, such as 32767 and 32768.
+        """True if 16-bit floats do not resolve all members, such as 32767 and 32768.
 
-        Values are divided in float32 then: no reader divides a weight, they only multiply codes.
+        Values are then divided in float32: loaders never divide a weight, they only multiply codes.
         """
         return self.kind == "int" and self.bits > _MOST_BITS_OF_HALVES
 
     def round(self, x: Tensor) -> Tensor:
-        """The member nearest to each x, ties to even; beyond the ends, the end.
+        """The member nearest to each x, ties to even; values beyond the ends are clamped.
 
         Args:
             x: values already divided by their scale, any shape, floating dtype.
@@ -187,17 +187,17 @@ class Grid:
         return self.round_(self.limit(x, scale, zero))
 
     def limit(self, x: Tensor, scale: Tensor, zero: Tensor | None = None) -> Tensor:
-        """What :meth:`quantize` rounds: x / scale + zero, within the ends of the grid."""
+        """Return x / scale + zero, clamped to the grid but not yet rounded."""
         return self.quotients(x, scale, zero).clamp_(self.qmin, self.qmax)
 
     def quotients(self, x: Tensor, scale: Tensor, zero: Tensor | None = None) -> Tensor:
-        """A new tensor x / scale + zero: where x lies between the codes, also beyond the ends.
+        """A new tensor x / scale + zero, neither clamped nor rounded.
 
-        In float32 where the dtype of ``x`` does not resolve the codes (:attr:`is_fine`).
+        In float32 if the dtype of ``x`` does not resolve the codes (:attr:`is_fine`).
         """
         if self.is_fine and x.dtype in _HALF_DTYPES:
             x, scale = x.float(), scale.float()
-        # given in one dtype: a division of two dtypes takes a CPU ten times as long
+        # converted first: dividing mixed dtypes is ten times as slow on a CPU
         wide = x.to(torch.result_type(x, scale))
         is_own = wide is not x and _fits(scale, x)
         quotients = wide.div_(scale) if is_own else torch.div(wide, scale)
@@ -222,7 +222,7 @@ class Grid:
         return (values - zero.to(scale.dtype)).mul_(scale)
 
     def fake_quantize(self, x: Tensor, scale: Tensor, zero: Tensor | None = None) -> Tensor:
-        """Each x replaced by the value its code stands for, in the dtype of ``x``.
+        """Quantize and dequantize x, in the dtype of ``x``.
 
         One temporary of the size of ``x`` (two on float grids), which becomes the result.
 
@@ -244,12 +244,12 @@ class Grid:
         if self.floats is None:
             return x.round_()
         if self.bits == 4:
-            x.add_(0.0)  # readers take the sign of -0.0 to be 0; what rounds to zero keeps its sign
+            x.add_(0.0)  # loaders treat the sign of -0.0 as 0; rounding to zero keeps the sign
         return _round_to_float_(x, self.floats)
 
 
 def _fits(scale: Tensor, x: Tensor) -> bool:
-    """Whether ``scale`` broadcasts to ``x`` and not both to something larger."""
+    """Return True if ``scale`` broadcasts to ``x`` without enlarging it."""
     behind = x.shape[x.ndim - scale.ndim :] if scale.ndim <= x.ndim else ()
     return len(behind) == scale.ndim and all(
         own in (1, of) for own, of in zip(scale.shape, behind, strict=True)

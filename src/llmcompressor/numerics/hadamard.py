@@ -67,10 +67,10 @@ _Make = Callable[[], Tensor]
 
 
 def hadamard(order: int) -> Tensor:
-    """A Hadamard matrix, float64 ``[N, N]``; always the same one.
+    """A Hadamard matrix, float64 ``[N, N]``; deterministic for each order.
 
     Raises:
-        ValueError: none of this order is known here (:func:`has_hadamard`).
+        ValueError: no matrix of this order is known here (:func:`has_hadamard`).
 
     >>> hadamard(4).int().tolist()
     [[1, 1, 1, 1], [1, -1, 1, -1], [1, 1, -1, -1], [1, -1, -1, 1]]
@@ -80,7 +80,7 @@ def hadamard(order: int) -> Tensor:
 
 
 def has_hadamard(order: int) -> bool:
-    """Whether :func:`hadamard` makes one of this order.
+    """Return True if :func:`hadamard` supports this order.
 
     >>> [n for n in range(1, 21) if has_hadamard(n)]
     [1, 2, 4, 8, 12, 16, 20]
@@ -89,10 +89,10 @@ def has_hadamard(order: int) -> bool:
 
 
 def split_order(order: int) -> tuple[int, int]:
-    """``order`` as the greatest power of two and the least other order that give it.
+    """Factor ``order`` into the largest power of two and the smallest other supported order.
 
     Raises:
-        ValueError: none of this order is known here.
+        ValueError: no matrix of this order is known here.
 
     >>> split_order(11008), split_order(64), split_order(36)
     ((64, 172), (64, 1), (1, 36))
@@ -104,7 +104,7 @@ def split_order(order: int) -> tuple[int, int]:
 
 
 def usable_block_sizes(width: int, *, most: int = 4) -> list[int]:
-    """The largest orders that divide ``width``: blocks of such a size can be rotated.
+    """The largest supported orders that divide ``width``: possible sizes of rotation blocks.
 
     >>> usable_block_sizes(11008), usable_block_sizes(90)
     ([11008, 5504, 2752, 1376], [2])
@@ -130,8 +130,8 @@ def random_hadamard(order: int, generator: torch.Generator) -> Tensor:
 def random_orthogonal(order: int, generator: torch.Generator) -> Tensor:
     """An orthogonal matrix from the uniform (Haar) distribution, float64 ``[N, N]``.
 
-    The Q of a Gaussian matrix's QR, with the signs that make the diagonal of R positive (Mezzadri,
-    arXiv:math-ph/0609050); without them it would depend on how QR is computed.
+    The Q of the QR decomposition of a Gaussian matrix, with signs that make the diagonal of R
+    positive (Mezzadri, arXiv:math-ph/0609050); without them it would depend on the QR algorithm.
     """
     gauss_NN = torch.randn(order, order, dtype=torch.float64, generator=generator)
     Q_NN, R_NN = torch.linalg.qr(gauss_NN)
@@ -140,14 +140,14 @@ def random_orthogonal(order: int, generator: torch.Generator) -> Tensor:
 
 
 def fast_hadamard(x: Tensor, *, signs_N: Tensor | None = None) -> Tensor:
-    """``x diag(signs) hadamard(N)`` for the last dimension N.
+    """Multiply by ``diag(signs) hadamard(N)`` along the last dimension N.
 
-    It takes N (log2 + B) steps per row instead of N². The power of two is done by butterflies (the
-    Walsh-Hadamard transform), the rest as a product.
+    This takes N (log2 + B) steps per row instead of N². The power of two is computed by butterflies
+    (the Walsh-Hadamard transform), the rest as a product.
 
     Args:
-        x: ``[..., N]``, floating dtype; it is not changed.
-        signs_N: 1 or -1 for each place, ``[N]``; all are 1 if ``None``.
+        x: ``[..., N]``, floating dtype; not changed.
+        signs_N: 1 or -1 for each element, ``[N]``; all are 1 if ``None``.
 
     Raises:
         ValueError: as :func:`hadamard`.
@@ -159,7 +159,7 @@ def fast_hadamard(x: Tensor, *, signs_N: Tensor | None = None) -> Tensor:
     y = (x if signs_N is None else x * signs_N.to(x)).reshape(*x.shape[:-1], power, base)
     if base > 1:
         y = y @ _base(base).to(y)
-    elif signs_N is None:  # else it is a copy already
+    elif signs_N is None:  # otherwise x is already a copy
         y = y.clone(memory_format=torch.contiguous_format)
     half = power // 2
     while half:
@@ -170,7 +170,7 @@ def fast_hadamard(x: Tensor, *, signs_N: Tensor | None = None) -> Tensor:
 
 
 def _add_and_subtract_(first: Tensor, second: Tensor) -> None:
-    """A butterfly in place, with one temporary of half the size."""
+    """A butterfly step in place, with one temporary of half the size."""
     total = first + second
     second.neg_().add_(first)
     first.copy_(total)
@@ -194,7 +194,7 @@ def _split(order: int) -> tuple[int, int] | None:
 
 @functools.lru_cache(maxsize=4096)
 def _maker(base: int) -> _Make | None:
-    """How a matrix of this order, a multiple of 4, is made without splitting off a power of two."""
+    """The constructor of a matrix of this order, a multiple of 4, without a power-of-two factor."""
     return next((made for way in _WAYS if (made := way(base)) is not None), None)
 
 
@@ -257,7 +257,7 @@ def _miyamoto_8_of(q: int, make: _Make) -> Tensor:
 
 
 def _paired(half: int) -> _Make | None:
-    """How a paired matrix of order 2 ``half``, an odd multiple of 4, is made."""
+    """The constructor of a paired matrix of order 2 ``half``, an odd multiple of 4."""
     if is_prime(2 * half - 1):
         return functools.partial(paired_paley, 2 * half - 1)
     q = half // 2

@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""From a Gram matrix to the factor that a column sweep needs.
+r"""Factorization of a damped Hessian for the column sweep.
 
-The sweep of GPTQ (arXiv:2210.17323, Alg. 1) and of SparseGPT (arXiv:2301.00774) is written with the
-inverse of the Hessian, which is made by a factorization, an inversion and another factorization.
-The same decisions come from one factorization of the Hessian itself (LDLQ, arXiv:2307.13304,
-Theorem 6): what it takes is the upper triangular R with
+The sweep of GPTQ (arXiv:2210.17323, Alg. 1) and of SparseGPT (arXiv:2301.00774) uses a factor of
+the inverse Hessian, which takes a factorization, an inversion and another factorization. The same
+decisions follow from one factorization of the Hessian itself (LDLQ, arXiv:2307.13304, Theorem 6):
+it needs the upper triangular R with
 
 .. math:: R R^\top = H + \lambda I, \qquad
-          \lambda = \text{dampening} \cdot \operatorname{mean}(\operatorname{diag} H).
+      \lambda = \text{dampening} \cdot \operatorname{mean}(\operatorname{diag} H).
 
 With J the reversal of the order, ``J H J = L Lᵀ`` gives ``R = J L J``. The papers' factor of the
 inverse is its inverse, so that their ``1 / U_cc`` is ``R_cc``.
 
-All functions take leading batch dimensions.
+All functions support leading batch dimensions.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class SingularHessianError(ArithmeticError):
 
 
 class Damped(NamedTuple):
-    """What :func:`raise_dampening` found."""
+    """The result of :func:`raise_dampening`: the factor and its dampening."""
 
     factor_CC: Tensor
     """Upper triangular R, float32 or float64, ``[..., C, C]``."""
@@ -53,7 +53,7 @@ class Damped(NamedTuple):
 
 
 def dead_columns(hessian_CC: Tensor) -> Tensor:
-    """Columns whose input was zero in every token: bool ``[..., C]``."""
+    """Mask of the columns whose input was zero in every token: bool ``[..., C]``."""
     return hessian_CC.diagonal(dim1=-2, dim2=-1) == 0
 
 
@@ -70,7 +70,7 @@ def damp(hessian_CC: Tensor, dampening: float | Tensor) -> Tensor:
 
 
 def ridge(hessian_CC: Tensor, dampening: float | Tensor) -> Tensor:
-    """λ: ``dampening`` times the mean of the diagonal, dead columns taken as 1; ``[..., 1]``."""
+    """λ: ``dampening`` times the mean of the diagonal, with 1 for dead columns; ``[..., 1]``."""
     return dampening * _lively_diagonal(hessian_CC).mean(dim=-1, keepdim=True)
 
 
@@ -91,7 +91,7 @@ def upper_factor(damped_CC: Tensor) -> Tensor:
         damped_CC: symmetric positive definite, ``[..., C, C]``.
 
     Raises:
-        SingularHessianError: if there is none.
+        SingularHessianError: if H has no such factor.
 
     >>> import torch
     >>> H = torch.tensor([[2.0, 1.0], [1.0, 2.0]])
@@ -103,7 +103,7 @@ def upper_factor(damped_CC: Tensor) -> Tensor:
 
 
 def _factor_of_reversed(reversed_CC: Tensor) -> Tensor:
-    """R from J H J, whose memory is used up: these matrices can be the largest of a run."""
+    """R from J H J, which is overwritten: these matrices can be the largest of a run."""
     lower_CC = cholesky(reversed_CC, overwrite=True)
     if lower_CC is None:
         raise SingularHessianError(
@@ -114,7 +114,7 @@ def _factor_of_reversed(reversed_CC: Tensor) -> Tensor:
 
 
 def _reverse_(values_N: Tensor) -> Tensor:
-    """The last dimension backwards, in place: what is flipped is as large as a Hessian."""
+    """Reverse the last dimension in place, since a copy would be as large as a Hessian."""
     N = values_N.shape[-1]
     for lo in range(0, N // 2, _PIECE):
         hi = min(lo + _PIECE, N // 2)
@@ -134,10 +134,10 @@ def raise_dampening(
         hessian_CC: symmetric, ``[..., C, C]``; not changed.
         dampening: the first fraction to try; 0 is raised to 0.001 at the second step.
         order_C: factorize with rows and columns in this order, int64 ``[..., C]``.
-        steps: how many fractions to try.
+        steps: number of fractions to try.
 
     Raises:
-        SingularHessianError: if none of them helped.
+        SingularHessianError: if all of them fail.
     """
     fraction = dampening
     for step in range(steps):
@@ -152,7 +152,7 @@ def raise_dampening(
 
 
 def _permuted(hessian_CC: Tensor, order_C: Tensor) -> Tensor:
-    """Rows and columns in another order, by parts of the rows; a new tensor."""
+    """Rows and columns in another order as a new tensor, computed by parts of the rows."""
     permuted_CC = torch.empty_like(hessian_CC)
 
     def permute(rows: slice) -> None:
@@ -169,7 +169,7 @@ def _permuted(hessian_CC: Tensor, order_C: Tensor) -> Tensor:
 
 
 def _reversed(hessian_CC: Tensor, order_C: Tensor | None, dampening: float) -> Tensor:
-    """J H J with damping, rows and columns of H taken in ``order_C`` first; a new tensor."""
+    """J H J with dampening, after a permutation of H by ``order_C``; a new tensor."""
     diagonal_C = _damped_diagonal(hessian_CC, dampening)
     if order_C is None:
         reversed_CC = hessian_CC.flip(-2, -1)

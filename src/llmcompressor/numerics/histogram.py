@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Histograms of values that are seen once, and the clipping ranges they suggest.
+"""Histograms of observed values, and clipping ranges computed from them.
 
 Bin j of a histogram covers [j w, (j + 1) w) with w a power of two, the same lattice for whatever
 data. When a value does not fit, w doubles and neighbours merge: j becomes floor(j / 2). So counts
@@ -43,9 +43,9 @@ _tried = ContextVar("ranges tried", default=_RANGES_TRIED)
 
 @contextmanager
 def few_ranges_tried() -> Iterator[None]:
-    """Try few ranges inside: it takes the memory of the whole search, and little of its time.
+    """Context manager: try only a few ranges, with the memory of the full search in less time.
 
-    What is found is not the best, for those who want to know what the search takes.
+    The result is not the best range; this is for measuring the memory of a search.
     """
     before = _tried.set(_FEW_RANGES)
     try:
@@ -108,11 +108,11 @@ class Histogram:
         return (index + 0.5) * self.width[:, None]
 
     def add(self, values_SN: Tensor) -> Histogram:
-        """The histogram with more values, [S, N], counted in."""
+        """The histogram with further values, [S, N]."""
         return self.merge(Histogram.of(values_SN, self.bins))
 
     def some(self, rows: slice) -> Histogram:
-        """The histogram of some scales."""
+        """The histogram of the scales in ``rows``."""
         return Histogram(self.counts[rows], self.exponent[rows], self.low[rows], self.high[rows])
 
     def merge(self, other: Histogram) -> Histogram:
@@ -132,13 +132,13 @@ class Histogram:
         )
 
     def without_zeros(self, number_S: Tensor) -> Histogram:
-        """The histogram less ``number_S`` zeros, int64 [S], that padded its values."""
+        """The histogram without ``number_S`` padding zeros, int64 [S]."""
         counts_SB = self.counts.clone()
         counts_SB[:, self.bins] -= number_S
         return dataclasses.replace(self, counts=counts_SB)
 
     def _coarsened(self, exponent_S: Tensor) -> Tensor:
-        """Counts on the lattice of ``exponent_S``, which is not below this one's."""
+        """Counts on the lattice of ``exponent_S``, which is at least as coarse as this one's."""
         shift_S = (exponent_S - self.exponent).clamp(max=62)
         if not bool(shift_S.any()):
             return self.counts
@@ -153,16 +153,16 @@ _Error = Callable[[Histogram, Tensor, Tensor, Tensor], Tensor]
 def percentile_range(
     histogram: Histogram, percentile: float, *, symmetric: bool
 ) -> tuple[Tensor, Tensor]:
-    """The range that holds ``percentile`` percent of the values.
+    """The range that contains ``percentile`` percent of the values.
 
     Args:
         histogram: of S scales.
         percentile: above 0, up to 100.
-        symmetric: take the same bound on both sides, for a percentile of absolute values;
+        symmetric: use the same bound on both sides, for a percentile of absolute values;
             otherwise cut half of the rest off at each end.
 
     Returns:
-        Bounds, float32 [S] each, linear within a bin and never beyond the extremes seen.
+        Bounds, float32 [S] each, linear within a bin and never beyond the observed extremes.
 
     >>> h = Histogram.of(torch.arange(-50.0, 50.0)[None], bins=64)
     >>> percentile_range(h, 90, symmetric=True)
@@ -186,14 +186,14 @@ def percentile_range(
 
 
 def mse_range(histogram: Histogram, grid: Grid) -> tuple[Tensor, Tensor]:
-    """The clipping range with the least mean square error of rounding.
+    """The clipping range with the least mean square rounding error.
 
     t* = argmin_t sum_b n_b (c_b - Q_t(c_b))^2 over the bins' counts n and centres c, where t
     bounds absolute values.
 
     Args:
         histogram: of S scales.
-        grid: what values will be rounded to.
+        grid: the grid that values will be rounded to.
 
     Returns:
         Bounds, float32 [S] each.
@@ -207,16 +207,16 @@ def mse_range(histogram: Histogram, grid: Grid) -> tuple[Tensor, Tensor]:
 
 
 def entropy_range(histogram: Histogram, grid: Grid) -> tuple[Tensor, Tensor]:
-    """The clipping range whose rounded values are distributed most like the values.
+    """The clipping range with the least KL divergence between original and rounded values.
 
-    As in NVIDIA's calibration by entropy (Migacz, 2017): P is the histogram within the range, with
-    all that lies beyond moved to the outermost bins; Q spreads the counts of each code (of what
-    lies within) evenly over the non-empty bins that round to it; the range minimizes
-    KL(P || Q) = sum_b P_b log(P_b / Q_b). Instead of integer levels, any grid will do.
+    As in NVIDIA's entropy calibration (Migacz, 2017): P is the histogram within the range, with all
+    counts beyond it moved to the outermost bins; Q spreads the counts of each code (within the
+    range) evenly over the non-empty bins that round to it; the range minimizes KL(P || Q) = sum_b
+    P_b log(P_b / Q_b). Any grid is supported, not only integers.
 
     Args:
         histogram: of S scales.
-        grid: what values will be rounded to.
+        grid: the grid that values will be rounded to.
 
     Returns:
         Bounds, float32 [S] each.
@@ -237,8 +237,8 @@ def _best_range(
     Bounds p max(-a, b) on absolute values are tried, p from 1 down to ``least``, for values from a
     to b. An outlier on one side thus costs nothing on the other.
 
-    ``error(histogram, rounded_SB, low_S, high_S)`` gives one number per scale. Some scales at a
-    time, so that what is tried takes bounded memory.
+    ``error(histogram, rounded_SB, low_S, high_S)`` returns one number per scale. Scales are
+    processed in parts, so that memory is bounded.
     """
     rows = max(_CELLS_AT_ONCE // (2 * histogram.bins), 1)
     parts = [
@@ -293,7 +293,7 @@ def _divergence(histogram: Histogram, rounded_SB: Tensor, low_S: Tensor, high_S:
 
     P_SB = P_SB / P_SB.sum(1, keepdim=True)
     Q_SB = Q_SB / Q_SB.sum(1, keepdim=True).clamp(min=1.0)
-    # a little everywhere within, or an empty outermost bin would make any clipping infinitely bad
+    # smoothing: an empty outermost bin would make the divergence of any clipping infinite
     even_SB = within_SB / within_SB.sum(1, keepdim=True)
     Q_SB = torch.lerp(Q_SB, even_SB.double(), _FLOOR_OF_MASS)
     divergence_S: Tensor = torch.special.xlogy(P_SB, P_SB / Q_SB.clamp(min=1e-300)).sum(1)
@@ -301,7 +301,7 @@ def _divergence(histogram: Histogram, rounded_SB: Tensor, low_S: Tensor, high_S:
 
 
 def _exponent_for(amax_S: Tensor, bins: int) -> Tensor:
-    """The least exponents with amax < bins * 2^exponent; 2^-126 is the finest lattice."""
+    """The smallest exponents with amax < bins * 2^exponent; 2^-126 is the finest lattice."""
     # the mantissa is in [0.5, 1), so 2^exponent is strictly above amax / bins
     exponent_S = torch.frexp(amax_S / bins).exponent.long()
     return exponent_S.masked_fill(amax_S == 0, _LEAST_EXPONENT).clamp(min=_LEAST_EXPONENT)
@@ -316,14 +316,14 @@ def _count(values_SN: Tensor, exponent_S: Tensor, bins: int) -> Tensor:
     for start in range(0, N, step):
         part = values_SN[:, start : start + step].float()
         index = torch.ldexp(part, -exponent_S[:, None]).floor_().long()
-        # a negative value that is next to nothing on this lattice must not underflow to zero
+        # a negative value that is tiny on this lattice must not underflow to zero
         index = index.where((index != 0) | (part >= 0), -1).add_(offset_S1)
         total += torch.bincount(index.flatten(), minlength=len(total))
     return total.view(S, 2 * bins)
 
 
 def _quantile(counts_SB: Tensor, level: float) -> Tensor:
-    """Where the cumulated counts reach ``level``, in bins from the left edge; float32 [S]."""
+    """Position, in bins from the left edge, where cumulated counts reach ``level``; float32 [S]."""
     cumulated_SB = counts_SB.cumsum(1)
     wanted_S1 = level * cumulated_SB[:, -1:]
     bin_S1 = torch.searchsorted(cumulated_SB, wanted_S1).clamp(max=counts_SB.shape[1] - 1)

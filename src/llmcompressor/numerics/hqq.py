@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""Half-quadratic quantization: scales and zero points for which most weights are hardly moved.
+r"""Half-quadratic quantization (HQQ): scales and zero points with a sparse rounding error.
 
 Badri and Shaji, *Half-Quadratic Quantization* (2023). The values w of a cell are rounded to
-w' = (q - z) s. What is minimized is the sum of :math:`\varphi(e) = |e|^p` with p below 1 of the
-errors e = (w - w') / s, in steps of the grid: a few values may be far off if that brings the
-many closer. It is split by a second variable h that is to equal e,
+w' = (q - z) s. The objective is the sum of :math:`\varphi(e) = |e|^p` with p below 1 of the errors
+e = (w - w') / s, in steps of the grid: a few values may have large errors if that reduces the
+errors of many others. It is split by a second variable h that should equal e,
 
 .. math:: \min_{s, z, h}\; \sum |h|^p + \tfrac{\beta}{2} (h - e)^2 ,
 
@@ -15,9 +15,9 @@ and each variable in turn has a closed form, while β grows by κ in each round:
     z = mean(q - (w / s - h))                           (asymmetric grids)
     s = sum(s (w / s - h) (q - z)) / sum((q - z)^2)     (least squares)
 
-The paper moves z alone and stores it as a float. Formats that store integers leave such a z
-nothing to do but to decide which end of the range is clamped, so z is rounded and s is moved too;
-on symmetric grids only s is. Of all rounds, the start among them, each cell keeps the best.
+The paper updates z alone and stores it as a float. Formats with integer zero points leave such a z
+only the choice of the clamped end, so z is rounded and s is updated too; on symmetric grids only s
+is. Each cell keeps the best of all rounds, including the start.
 
 Shapes: S cells (one scale each), N elements of a cell.
 """
@@ -40,13 +40,13 @@ CHUNK_ELEMENTS = 1 << 18
 
 @dataclass(frozen=True)
 class HalfQuadratic:
-    """How the alternation goes.
+    """Options of the alternating optimization.
 
     Args:
         norm: p, above 0 and at most 1.
         beta: β of the first round, in steps of the grid to the power 2 - p.
-        kappa: what β is multiplied by after each round.
-        iterations: rounds.
+        kappa: factor on β after each round.
+        iterations: number of rounds.
     """
 
     norm: float = 0.7
@@ -68,7 +68,7 @@ class HalfQuadratic:
 def lp_error(
     values_SN: Tensor, scale_S: Tensor, zero_S: Tensor | None, grid: Grid, norm: float
 ) -> Tensor:
-    """Sum of abs(w - w')^norm of each cell, float32 [S], as the cell will be read.
+    """Sum of abs(w - w')^norm of each cell, float32 [S], for w' as loaders decode it.
 
     >>> lp_error(torch.tensor([[0.0, 1.25]]), torch.ones(1), None, Grid("int", 4), 1.0)
     tensor([0.2500])
@@ -86,18 +86,18 @@ def refine_cells(
     grid: Grid,
     search: HalfQuadratic,
 ) -> tuple[Tensor, Tensor | None]:
-    """Scales and zero points with less lp error than those given.
+    """Scales and zero points with a smaller lp error than the given ones.
 
     Args:
         values_SN: the elements of each cell, floating dtype; zeros may pad them.
-        scale_S: where to start, floating dtype, positive.
-        zero_S: zero points to start from, any dtype of integers; ``None`` on symmetric grids.
-        grid: integers.
-        search: how.
+        scale_S: initial scales, floating dtype, positive.
+        zero_S: initial zero points, any integer dtype; ``None`` on symmetric grids.
+        grid: an integer grid.
+        search: options of the optimization.
 
     Returns:
-        New tensors in the shapes and dtypes of ``scale_S`` and ``zero_S``. For no cell is
-        :func:`lp_error` larger than before.
+        New tensors in the shapes and dtypes of ``scale_S`` and ``zero_S``. The :func:`lp_error` of
+        no cell is larger than before.
     """
     if grid.kind != "int" or grid.symmetric != (zero_S is None):
         raise InputError(
@@ -130,7 +130,7 @@ class _Best:
         self._error_S = lp_error(values_SN, scale_S, zero_S, grid, norm)
 
     def take(self, scale_S: Tensor, zero_S: Tensor | None) -> None:
-        """Compare with new ones; a scale that is not positive and finite is never better."""
+        """Keep new parameters where they are better; scales have to be positive and finite."""
         error_S = lp_error(self.values_SN, scale_S, zero_S, self.grid, self._norm)
         better_S = (error_S < self._error_S) & (scale_S > 0) & scale_S.isfinite()
         self._error_S = torch.where(better_S, error_S, self._error_S)
@@ -140,7 +140,7 @@ class _Best:
 
 
 def _alternate(best: _Best, search: HalfQuadratic) -> None:
-    """The rounds, on all cells at once; each continues from the stored form of the last one."""
+    """Run the rounds on all cells at once; each starts from the stored form of the last one."""
     grid, exact_SN = best.grid, best.values_SN.float()
     scale_S, zero_S = best.scale_S, best.zero_S
     beta = search.beta
@@ -165,7 +165,7 @@ def _alternate(best: _Best, search: HalfQuadratic) -> None:
 
 
 def _shrunk(error_SN: Tensor, norm: float, beta: float) -> Tensor:
-    """The h that minimizes abs(h)^norm + beta / 2 (h - e)^2, about: one step of the threshold."""
+    """The h that approximately minimizes abs(h)^norm + beta / 2 (h - e)^2: a soft threshold."""
     size_SN = error_SN.abs()
     threshold_SN = _power_(size_SN.clone(), norm - 1).div_(beta)  # infinite at 0: h is 0 there
     return error_SN.sign() * (size_SN - threshold_SN).clamp_(min=0)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the processor has instructions for, as far as torch can tell."""
+"""Detection of the CPU's multiplication instructions through torch."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _INSTRUCTIONS = {
 
 @functools.cache
 def multiplies(dtype: torch.dtype) -> bool | None:
-    """Whether the CPU has an instruction for products of ``dtype``; ``None`` if nothing can tell.
+    """Return True if the CPU has an instruction for products of ``dtype``; ``None`` if unknown.
 
-    Only processors of the x86 kind can be asked, and only about 16 bits. Where torch has lost one
-    of the questions, the answer is never ``False``.
+    Only x86 processors can be queried, and only for 16-bit dtypes. If torch lacks one of the
+    queries, the result is never ``False``.
     """
     names = _INSTRUCTIONS.get(dtype, ())
     if not names or platform.machine().lower() not in ("x86_64", "amd64"):

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A Linear with operands of 16 bits, on processors that multiply those of 32 bits faster.
+"""A Linear with 16-bit operands, on processors that multiply 32-bit ones faster.
 
 x86 processors without an instruction for bfloat16 multiply it at about a quarter of the rate of
 float32. The products of 16-bit operands are exact in float32 and are summed there in any case, so
-widening the operands, multiplying, and rounding once gives what the 16-bit product gives but for
+widening the operands, multiplying, and rounding once gives the result of the 16-bit product up to
 the order of the sums.
 
 Shapes: T tokens, C input and R output features.
@@ -26,14 +26,14 @@ _PIECE_WEIGHTS = 2**21
 
 
 def is_slow(dtype: torch.dtype) -> bool:
-    """Whether the CPU has no instruction for products of ``dtype``, as far as torch can tell."""
+    """Return True if the CPU is known to have no instruction for products of ``dtype``."""
     return multiplies(dtype) is False
 
 
 def wide_linear(input_TC: Tensor, weight_RC: Tensor, bias_R: Tensor | None = None) -> Tensor:
-    """``x Wᵀ + b``, summed in float32 and rounded once.
+    """Compute ``x Wᵀ + b``, summed in float32 and rounded once.
 
-    The same for any number of threads: the pieces depend on the shapes alone.
+    The result is the same for any number of threads: the pieces depend on the shapes alone.
 
     Args:
         input_TC: ``[..., C]``, on the CPU, any floating dtype.

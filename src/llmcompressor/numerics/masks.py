@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""Which weights to zero: those of least magnitude, singly or in structures.
+r"""Magnitude pruning masks: zero the weights of least magnitude, singly or in structures.
 
 A structure divides a weight [R, C, ...] (R outputs, C inputs, then a convolution's kernel) into
 units that are zeroed as one, and scores each by the mean magnitude of its weights:
@@ -14,12 +14,12 @@ name                 unit                                         zeros
 ``N:M``              one weight                                   at most N of each M in a row
 ===================  ===========================================  =====================
 
-For the last two the dimensions after the first are flattened, so a row is one output. N:M says
-how many are zero: 2:4 has two zeros in four. It is reached by degrees: only the N least of each M
-weights may be zeroed, and among those the least of all go first. So at every sparsity on the way
-the number of zeros is exact, no group has more than N, and at N / M each has N.
+For the last two the dimensions after the first are flattened, so a row is one output. N:M is the
+number of zeros: 2:4 has two zeros in four. It is reached gradually: only the N smallest of each M
+weights may be zeroed, and among those the smallest of all are zeroed first. So at every sparsity on
+the way the number of zeros is exact, no group has more than N, and at N / M each has N.
 
-Masks only grow. What is masked stays so, and what is added is chosen among the rest.
+Masks only grow. Masked weights stay masked, and new ones are chosen among the rest.
 
 Shapes: R rows, C columns; U units; G groups of M weights; a, b sides of a block.
 """
@@ -54,7 +54,7 @@ _CHUNK_ELEMENTS = 1 << 20
 
 
 def zeros_of(sparsity: float, units: int) -> int:
-    """How many of ``units`` are zero at a sparsity in [0, 1].
+    """Number of zeros among ``units`` at a sparsity in [0, 1].
 
     >>> zeros_of(0.5, 10), zeros_of(0.26, 10), zeros_of(1.0, 10)
     (5, 3, 10)
@@ -63,16 +63,16 @@ def zeros_of(sparsity: float, units: int) -> int:
 
 
 class Structure(ABC):
-    """How a weight is divided into units that are zeroed as one."""
+    """The partition of a weight into units that are zeroed as one."""
 
     @property
     def full_sparsity(self) -> float | None:
-        """The only sparsity that it may end at; ``None`` for any."""
+        """The only final sparsity that the structure supports; ``None`` for any."""
         return None
 
     @abstractmethod
     def misfit(self, shape: Sequence[int]) -> str | None:
-        """Why a weight of this shape cannot be divided so; ``None`` if it can."""
+        """Why a weight of this shape cannot have this structure; ``None`` if it can."""
 
     @abstractmethod
     def unit(self, shape: Sequence[int]) -> int:
@@ -80,39 +80,39 @@ class Structure(ABC):
 
     @abstractmethod
     def pool(self, weight: Tensor, pruned: Tensor | None) -> Pool:
-        """The units of ``weight`` with their scores; those of ``pruned`` are not free."""
+        """The units of ``weight`` with their scores; those masked in ``pruned`` are not free."""
 
     def spread(self, chosen_U: Tensor, shape: Sequence[int]) -> Tensor:
-        """From a choice of units, bool, to the weights in them, bool of ``shape``."""
+        """Expand a bool choice of units to a bool mask of the weights, of ``shape``."""
         return chosen_U
 
 
 @dataclass(frozen=True)
 class Unstructured(Structure):
-    """Every weight by itself."""
+    """Single weights."""
 
     def misfit(self, shape: Sequence[int]) -> str | None:
-        """Every weight fits."""
+        """Always ``None``: every weight fits."""
         return None
 
     def unit(self, shape: Sequence[int]) -> int:
-        """One."""
+        """Always 1."""
         return 1
 
     def pool(self, weight: Tensor, pruned: Tensor | None) -> Pool:
-        """The weights themselves."""
+        """The single weights, scored by magnitude."""
         free = torch.ones_like(weight, dtype=torch.bool) if pruned is None else ~pruned
         return Pool(weight, free)
 
 
 @dataclass(frozen=True)
 class Slices(Structure):
-    """All weights with one index of a dimension: filters of 0, channels of 1."""
+    """Slices along a dimension: filters for 0, channels for 1."""
 
     dim: int
 
     def misfit(self, shape: Sequence[int]) -> str | None:
-        """It needs rows and columns."""
+        """A reason unless the weight has rows and columns."""
         return None if len(shape) >= 2 else "it is no matrix"
 
     def unit(self, shape: Sequence[int]) -> int:
@@ -126,7 +126,7 @@ class Slices(Structure):
         return Pool(score_U, _unpruned(pruned, others, score_U), self.unit(weight.shape))
 
     def spread(self, chosen_U: Tensor, shape: Sequence[int]) -> Tensor:
-        """The whole slices."""
+        """Expand to whole slices."""
         sizes = [-1 if dim == self.dim else 1 for dim in range(len(shape))]
         return chosen_U.view(sizes).expand(*shape).contiguous()
 
@@ -139,7 +139,7 @@ class Blocks(Structure):
     columns: int
 
     def misfit(self, shape: Sequence[int]) -> str | None:
-        """Its sides have to divide the rows and columns."""
+        """A reason unless the sides divide the rows and columns."""
         if len(shape) < 2:
             return "it is no matrix"
         R, C = shape[0], math.prod(shape[1:])
@@ -162,7 +162,7 @@ class Blocks(Structure):
         return Pool(score_U, _unpruned(masked, [1, 3], score_U), self.unit(weight.shape))
 
     def spread(self, chosen_U: Tensor, shape: Sequence[int]) -> Tensor:
-        """The whole blocks."""
+        """Expand to whole blocks."""
         Y, X = chosen_U.shape
         chosen_YaXb = chosen_U[:, None, :, None].expand(Y, self.rows, X, self.columns)
         return chosen_YaXb.reshape(tuple(shape))
@@ -175,7 +175,7 @@ class Blocks(Structure):
 
 @dataclass(frozen=True)
 class NofM(Structure):
-    """At most N zeros in each M neighbours of a row."""
+    """At most N zeros in each M consecutive weights of a row."""
 
     zeros: int
     group: int
@@ -186,18 +186,18 @@ class NofM(Structure):
         return self.zeros / self.group
 
     def misfit(self, shape: Sequence[int]) -> str | None:
-        """M has to divide the columns."""
+        """A reason unless M divides the columns."""
         if len(shape) < 2:
             return "it is no matrix"
         C = math.prod(shape[1:])
         return None if C % self.group == 0 else f"{C} columns are no multiple of {self.group}"
 
     def unit(self, shape: Sequence[int]) -> int:
-        """One: weights are chosen singly, among those that the groups allow."""
+        """Always 1: weights are chosen singly, among those that the groups allow."""
         return 1
 
     def pool(self, weight: Tensor, pruned: Tensor | None) -> Pool:
-        """The weights; free are the N least of each group that are not pruned yet."""
+        """The single weights; the N smallest of each group are free unless already pruned."""
         weight_GM = weight.reshape(-1, self.group)
         free_GM = torch.empty_like(weight_GM, dtype=torch.bool)
         masked_GM = None if pruned is None else pruned.reshape(-1, self.group)
@@ -205,7 +205,7 @@ class NofM(Structure):
         for low in range(0, len(weight_GM), groups):
             at = slice(low, low + groups)
             size_GM = weight_GM[at].abs()
-            if masked_GM is not None:  # what is pruned is below everything else
+            if masked_GM is not None:  # pruned weights are below all others
                 size_GM = size_GM.masked_fill(masked_GM[at], -1.0)
             free_GM[at] = self._least(size_GM)
             if masked_GM is not None:
@@ -213,11 +213,11 @@ class NofM(Structure):
         return Pool(weight_GM, free_GM)
 
     def spread(self, chosen_U: Tensor, shape: Sequence[int]) -> Tensor:
-        """The same, in the shape of the weight."""
+        """Reshape to the shape of the weight."""
         return chosen_U.reshape(tuple(shape))
 
     def _least(self, size_GM: Tensor) -> Tensor:
-        """Whether each is among the N least of its group; of equals the first are."""
+        """Mask of the N smallest of each group; of equal values the first are chosen."""
         least_GM = torch.empty_like(size_GM, dtype=torch.bool)
         for column in range(self.group):
             own_G1 = size_GM[:, column : column + 1]
@@ -227,7 +227,7 @@ class NofM(Structure):
 
 
 def parse_structure(text: str) -> Structure:
-    """The structure of a name.
+    """Parse the name of a structure.
 
     >>> parse_structure("block_1,4"), parse_structure("2:4")
     (Blocks(rows=1, columns=4), NofM(zeros=2, group=4))
@@ -253,13 +253,13 @@ def parse_structure(text: str) -> Structure:
 
 @dataclass(frozen=True)
 class Source:
-    """A weight that is read when it is needed.
+    """A weight that is loaded when it is needed.
 
     Attributes:
         shape: of the weight, [R, C, ...].
         dtype: of the weight.
-        zeros: how many of it are masked already.
-        read: gives the weight, and bool of its shape what is masked, or ``None`` for nothing.
+        zeros: number of its weights that are masked already.
+        read: returns the weight, and a bool mask of its shape of the masked weights, or ``None``.
     """
 
     shape: Sequence[int]
@@ -269,7 +269,7 @@ class Source:
 
     @classmethod
     def of(cls, weight: Tensor, pruned: Tensor | None = None) -> Source:
-        """A weight that is at hand."""
+        """A source for a weight in memory."""
         zeros = 0 if pruned is None else int(pruned.sum())
         return cls(weight.shape, weight.dtype, zeros, lambda: (weight, pruned))
 
@@ -278,27 +278,27 @@ class Source:
 def grow_masks(
     sources: Sequence[Source], structure: Structure, sparsity: float
 ) -> Iterator[Tensor]:
-    """Masks under which the weights together have a sparsity, the least magnitudes zeroed first.
+    """Masks under which the weights together have a sparsity, by increasing magnitude.
 
     The number of zeros is exact: ``round(sparsity n)`` of n weights; with units of u weights, all
-    of one size, ``u round(sparsity n / u)``. Where units differ in size (filters or channels of
+    of one size, ``u round(sparsity n / u)``. If units differ in size (filters or channels of
     several weights) they are taken as long as the next one fits. Of equal scores the first in
-    memory are taken, in the order of the sources. Where more is masked already, nothing is added.
+    memory are taken, in the order of the sources. If more is masked already, nothing is added.
 
     Args:
         sources: one weight for a threshold of its own, several for a common one.
-        structure: what is zeroed as one.
-        sparsity: the share of zeros, in [0, 1].
+        structure: the units that are zeroed as one.
+        sparsity: the fraction of zeros, in [0, 1].
 
     Yields:
-        Per source its mask, bool [R, C, ...], true where the weight is to be zero.
+        The mask of each source, bool [R, C, ...], true where the weight is to be zero.
     """
     weights = sum(math.prod(source.shape) for source in sources)
     unit = math.gcd(*(structure.unit(source.shape) for source in sources))
     budget = zeros_of(sparsity, weights // unit) * unit - sum(source.zeros for source in sources)
     wide = any(source.dtype == torch.float64 for source in sources)
 
-    # The pool of a single weight is kept; those of many would not fit beside each other.
+    # The pool of a single weight is kept; those of many would not fit into memory together.
     kept = [structure.pool(*sources[0].read())] if len(sources) == 1 else None
 
     def pools() -> Iterable[Pool]:
@@ -319,12 +319,12 @@ def _mean_magnitude(weight: Tensor, dims: Sequence[int]) -> Tensor:
 
 
 def _wide(tensor: Tensor) -> Tensor:
-    """In a dtype that sums can be formed in."""
+    """The tensor in a dtype that is wide enough for sums."""
     return tensor if tensor.dtype == torch.float64 else tensor.float()
 
 
 def _unpruned(pruned: Tensor | None, dims: Sequence[int], score_U: Tensor) -> Tensor:
-    """Whether a unit is still there: it is masked as a whole or not at all."""
+    """Mask of the units that are not pruned; each is masked as a whole or not at all."""
     if pruned is None:
         return torch.ones_like(score_U, dtype=torch.bool)
     return ~pruned.amax(dim=list(dims))

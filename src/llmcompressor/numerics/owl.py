@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""OWL: layers with more outliers keep more of their weights.
+r"""OWL: per-layer sparsities, lower for layers with more outliers.
 
 Yin et al., arXiv:2310.05175, Eq. 1 and Sec. 3.2. With A the scores of all weights of a layer
 (:func:`~llmcompressor.numerics.wanda.wanda_score`) and A̅ their mean, the layer's outlier ratio is
 
 .. math:: D = \frac{|\{A_{rc} > M \bar A\}|}{R\,C} .
 
-Ratios are brought to a range of 2λ, the sparsity of a layer falls as its ratio rises, and the mean
+Ratios are scaled to a range of 2λ, the sparsity of a layer falls as its ratio rises, and the mean
 over all weights is the target S:
 
 .. math:: s_i = S + \overline d - d_i, \qquad d_i = 2\lambda\,\frac{D_i - \min D}{\max D - \min D} .
 
-Here each s is also held within S ± λ and within [0, 1], and what that takes away or adds is spread
-over the layers that are not at a bound, so that the mean, weighted by parameters, is S.
+Here each s is also clamped to S ± λ and to [0, 1], and the difference is distributed over the
+layers that are not at a bound, so that the mean, weighted by parameters, is S.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _HALVINGS = 200
 
 
 def outlier_count(score: Tensor, multiple: float, mean: float) -> int:
-    """How many scores lie above ``multiple`` times the mean of their layer.
+    """Number of scores above ``multiple`` times the mean of their layer.
 
     >>> import torch
     >>> outlier_count(torch.tensor([1.0, 1.0, 1.0, 5.0]), multiple=2.0, mean=2.0)
@@ -39,7 +39,7 @@ def outlier_count(score: Tensor, multiple: float, mean: float) -> int:
 def sparsities(
     ratios: Sequence[float], weights: Sequence[int], target: float, spread: float
 ) -> list[float]:
-    """A sparsity for each layer.
+    """The sparsity of each layer.
 
     Args:
         ratios: D of each layer.
@@ -67,7 +67,7 @@ def sparsities(
         total = sum(one * weight for one, weight in zip(clipped(shift), weights, strict=True))
         return total / sum(weights)
 
-    # The mean rises with the shift: from low, where all are at the lower bound, to high.
+    # The mean increases with the shift: from low, where all are at the lower bound, to high.
     below, above = low, high + 2 * spread
     for _ in range(_HALVINGS):
         middle = (below + above) / 2

@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Codes as they are stored: several to a byte.
+"""Packing of codes for storage: several to a byte.
 
-Integers of 4 or 8 bits stand in the order of their columns, from the low bits of each 32-bit word
-upwards, as their distance from the least of them.
+Integers of 4 or 8 bits are stored in the order of their columns, from the low bits of each 32-bit
+word upwards, as offsets from the smallest integer.
 
-A value of e2m1 is stored as its sign (bit 3; zero has none) and the place of its magnitude among
-the eight that there are (bits 0 to 2)::
+A value of e2m1 is stored as its sign (bit 3; zero has none) and the index of its magnitude among
+the eight magnitudes (bits 0 to 2)::
 
     magnitude  0  0.5  1  1.5  2  3  4  6
     code       0   1   2   3   4  5  6  7
 
-The even column of each pair lies in the low half of the byte.
+The even column of each pair is in the low half of the byte.
 
-A value of e2m3 is stored as its sign (bit 5) and the place of its magnitude among the 32 that there
-are (bits 0 to 4). Four of them fill three bytes, from the low bits upwards.
+A value of e2m3 is stored as its sign (bit 5) and the index of its magnitude among the 32 magnitudes
+(bits 0 to 4). Four of them fill three bytes, from the low bits upwards.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ _ONE_AND_A_HALF = 1.5
 
 
 def pack_e2m1(x_RC: Tensor) -> Tensor:
-    """The codes of the members of the e2m1 grid nearest to each x, ties to even, as bytes.
+    """Round to the nearest e2m1 values, ties to even, and pack their codes to bytes.
 
     A code is round(2|x|) up to a magnitude of 2, round(|x|) + 2 up to 4, and round(|x| / 2) + 4 up
     to 6: everywhere the least of the three. Added to 1.5 * 2^(23 - k), a float32 is rounded to
-    multiples of 2^-k, half to even, and how many of them it has stands in its lowest byte.
+    multiples of 2^-k, half to even, and its lowest byte holds their number.
 
     Args:
-        x_RC: from -6 to 6, any floating dtype, ``[R, C]`` with C even. Its elements may be lost.
+        x_RC: from -6 to 6, any floating dtype, ``[R, C]`` with C even. May be overwritten.
 
     Returns:
         uint8 ``[R, C / 2]``.
@@ -64,14 +64,14 @@ def pack_e2m1(x_RC: Tensor) -> Tensor:
 
 
 def pack_e2m3(x_RC: Tensor) -> Tensor:
-    """The codes of the members of the e2m3 grid nearest to each x, ties to even, as bytes.
+    """Round to the nearest e2m3 values, ties to even, and pack their codes to bytes.
 
-    As :func:`pack_e2m1` does it: a code is the least of round(8|x|), round(4|x|) + 8 and
-    round(2|x|) + 16. Zero has a sign here, as readers have it.
+    The same as :func:`pack_e2m1`: a code is the least of round(8|x|), round(4|x|) + 8 and
+    round(2|x|) + 16. Zero has a sign here, as in the loaders.
 
     Args:
-        x_RC: from -7.5 to 7.5, any floating dtype, ``[R, C]``, C a multiple of 4. Its elements may
-            be lost.
+        x_RC: from -7.5 to 7.5, any floating dtype, ``[R, C]``, C a multiple of 4. May be
+            overwritten.
 
     Returns:
         uint8 ``[R, 3 C / 4]``.
@@ -91,7 +91,7 @@ def pack_e2m3(x_RC: Tensor) -> Tensor:
 
 
 def _four_in_three(codes_RC: Tensor) -> Tensor:
-    """Codes from 0 to 63, int8, as bytes: of each four the first in the lowest bits."""
+    """Pack int8 codes from 0 to 63, four in three bytes, the first in the lowest bits."""
     four = codes_RC.view(torch.int32)  # the first is the lowest byte
     word = four & _OF_FOUR[0]
     for place, mask in enumerate(_OF_FOUR[1:], start=1):
@@ -105,16 +105,16 @@ def _lowest_byte(x: Tensor) -> Tensor:
 
 
 def can_pack(columns: int, bits: int) -> bool:
-    """Whether :func:`pack_integers` can pack rows of ``columns`` codes of ``bits``."""
+    """Return True if :func:`pack_integers` can pack rows of ``columns`` codes of ``bits``."""
     return bits in (_NIBBLE, 8) and columns * bits % _WORD == 0
 
 
 def pack_integers(codes_RC: Tensor, bits: int) -> Tensor:
-    """Integer codes as 32-bit words.
+    """Pack integer codes into 32-bit words.
 
     Args:
         codes_RC: int8, ``[R, C]``.
-        bits: of a code: 4 or 8; see :func:`can_pack`.
+        bits: bits of a code, 4 or 8; see :func:`can_pack`.
 
     Returns:
         int32 ``[R, C * bits / 32]``.
@@ -133,6 +133,6 @@ def pack_integers(codes_RC: Tensor, bits: int) -> Tensor:
 
 
 def _pair_up(codes_RC: Tensor) -> Tensor:
-    """Codes from 0 to 15, int8, as bytes: of each two the first in the low half."""
+    """Pack int8 codes from 0 to 15, two in a byte, the first in the low half."""
     pair = codes_RC.view(torch.int16)  # the first is the low byte
     return (pair | (pair >> _NIBBLE)).to(torch.uint8)

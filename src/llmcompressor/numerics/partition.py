@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a matrix is cut into cells that share a scale.
+"""Partition of a matrix into cells that share a scale.
 
 Shapes: R rows, C columns; h, w the height and width of a cell; Y, X the number of cells down and
-across; G column groups. Leading batch dimensions (``...``) are carried along everywhere.
+across; G column groups. Leading batch dimensions (``...``) are supported everywhere.
 
 ====================  ==============  ===============  ==========================
 strategy              ``Partition``   cell             scale
@@ -34,7 +34,7 @@ __all__ = ["Partition", "dequantize_matrix", "fake_quantize_matrix", "quantize_m
 
 @dataclass(frozen=True)
 class Partition:
-    """Cells of ``rows`` by ``columns``; 0 stands for all of them.
+    """Cells of ``rows`` by ``columns``; 0 means all of them.
 
     >>> Partition(1, 128).shape(4, 256), Partition(2, 2).shape(3, 5), Partition(0, 0).shape(3, 5)
     ((4, 2), (2, 3), (1,))
@@ -55,7 +55,7 @@ class Partition:
         return (1,) if self._is_whole else self._counts(R, C)
 
     def divides(self, R: int, C: int) -> bool:
-        """Whether no cell of an ``R`` by ``C`` matrix is ragged."""
+        """Return True if no cell of an ``R`` by ``C`` matrix is ragged."""
         h, w = self._cell(R, C)
         return R % h == 0 and C % w == 0
 
@@ -64,16 +64,16 @@ class Partition:
 
         Args:
             matrix: [..., R, C].
-            fill: stands where a ragged cell has no element. Zero is on every grid and in every
+            fill: value of missing elements of a ragged cell. Zero is on every grid and in every
                 range, so it changes neither a scale nor a sum of errors.
 
         Returns:
-            [..., Y, X, h * w]; a view where a cell is at most a row high.
+            [..., Y, X, h * w]; a view if cells are at most one row high.
         """
         return self._split(matrix, fill).transpose(-3, -2).flatten(-2)
 
     def extremes(self, matrix: Tensor) -> tuple[Tensor, Tensor]:
-        """The least and the greatest element of each cell.
+        """The minimum and maximum of each cell.
 
         Args:
             matrix: [..., R, C], not empty.
@@ -91,14 +91,14 @@ class Partition:
         return least.reshape(shape), greatest.reshape(shape)
 
     def magnitudes(self, matrix: Tensor) -> Tensor:
-        """The largest absolute value of each cell: all of its extremes that symmetric scales need.
+        """The absolute maximum of each cell, which is all that symmetric scales need.
 
         Args:
             matrix: [..., R, C], not empty, floating dtype.
 
         Returns:
-            Of the scale's shape (after leading dimensions) and the matrix's dtype; NaN where a
-            cell holds one.
+            In the scale's shape (after leading dimensions) and the matrix's dtype; NaN if a cell
+            holds one.
         """
         found = magnitudes_of_cells(self._split(matrix, 0.0))
         return found.reshape(*matrix.shape[:-2], *self.shape(*matrix.shape[-2:]))
@@ -107,12 +107,12 @@ class Partition:
         """The scale of each element.
 
         Args:
-            scale: of :meth:`shape`, after leading dimensions.
+            scale: in the shape of :meth:`shape`, after leading dimensions.
             R: rows of the matrix.
             C: columns of the matrix.
 
         Returns:
-            [..., R, C]; a view where cells span whole rows.
+            [..., R, C]; a view if cells span whole rows.
         """
         scale_YX = self._as_cells(scale, R, C)
         h, w = self._cell(R, C)
@@ -123,10 +123,10 @@ class Partition:
         return scale_YX.expand(*scale_YX.shape[:-2], R, C)
 
     def per_column(self, scale: Tensor, R: int, C: int) -> tuple[Tensor, Tensor]:
-        """The scale as solvers that go column by column want it.
+        """The scale by row and column group, for column-by-column solvers.
 
         Args:
-            scale: of :meth:`shape`, after leading dimensions.
+            scale: in the shape of :meth:`shape`, after leading dimensions.
             R: rows of the matrix.
             C: columns of the matrix.
 
@@ -171,7 +171,7 @@ class Partition:
         return scale.unsqueeze(-1) if self._is_whole else scale
 
     def _split(self, matrix: Tensor, fill: float) -> Tensor:
-        """[..., Y, h, X, w], padded with ``fill``; a view where nothing is padded."""
+        """[..., Y, h, X, w], padded with ``fill``; a view without padding."""
         R, C = matrix.shape[-2:]
         (h, w), (Y, X) = self._cell(R, C), self._counts(R, C)
         if not self.divides(R, C):
@@ -185,18 +185,18 @@ class Partition:
         scale: Tensor,
         zero: Tensor | None = None,
     ) -> Tensor:
-        """``function(matrix, scale, zero)`` with scales broadcast over cells, never materialized.
+        """Apply ``function(matrix, scale, zero)`` with scales broadcast over cells.
 
-        Only ragged partitions need a scale per element.
+        Scales are not materialized; only ragged partitions need a scale per element.
 
         Args:
             function: elementwise, such as :meth:`Grid.fake_quantize`.
             matrix: [..., R, C].
-            scale: of :meth:`shape`, after leading dimensions.
+            scale: in the shape of :meth:`shape`, after leading dimensions.
             zero: zero point of that shape, or ``None``.
 
         Returns:
-            [..., R, C], in the dtype that ``function`` gives.
+            [..., R, C], in the dtype that ``function`` returns.
         """
         R, C = matrix.shape[-2:]
         if not self.divides(R, C):
@@ -214,19 +214,19 @@ class Partition:
 def quantize_matrix(
     matrix: Tensor, scale: Tensor, zero: Tensor | None, grid: Grid, partition: Partition
 ) -> Tensor:
-    """Codes of a matrix [..., R, C] under one scale per cell; see :meth:`Grid.quantize`."""
+    """Quantize a matrix [..., R, C] with one scale per cell; see :meth:`Grid.quantize`."""
     return partition.apply(grid.quantize, matrix, scale, zero)
 
 
 def dequantize_matrix(
     codes: Tensor, scale: Tensor, zero: Tensor | None, grid: Grid, partition: Partition
 ) -> Tensor:
-    """Values of codes [..., R, C] under one scale per cell; see :meth:`Grid.dequantize`."""
+    """Dequantize codes [..., R, C] with one scale per cell; see :meth:`Grid.dequantize`."""
     return partition.apply(grid.dequantize, codes, scale, zero)
 
 
 def fake_quantize_matrix(
     matrix: Tensor, scale: Tensor, zero: Tensor | None, grid: Grid, partition: Partition
 ) -> Tensor:
-    """A matrix [..., R, C] rounded under one scale per cell; see :meth:`Grid.fake_quantize`."""
+    """Fake-quantize a matrix [..., R, C], one scale per cell; see :meth:`Grid.fake_quantize`."""
     return partition.apply(grid.fake_quantize, matrix, scale, zero)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Float32 with all of its digits, whatever a process allows for speed or takes by default."""
+"""Context managers for full float32 precision, whatever the process has set."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _FULL, _INHERITED = "ieee", "none"
 
 
 class _Settings:
-    """What was set before the first of those who are within; several threads may be at once."""
+    """The process's settings before the first entry; several threads may be inside at once."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -30,7 +30,7 @@ class _Settings:
             if self._within == 1:
                 self._coarse = _coarse()
                 self._before = [(one, one.fp32_precision) for one in _products()]
-                if self._coarse is not None:  # or who asks for it inside would get an error
+                if self._coarse is not None:  # otherwise reading it inside would raise
                     torch.set_float32_matmul_precision("highest")
                 for one, _ in self._before:
                     one.fp32_precision = _FULL
@@ -51,9 +51,9 @@ _SETTINGS = _Settings()
 
 
 def _coarse() -> str | None:
-    """What torch's older setting says of products, if that is less than all digits.
+    """The value of torch's older matmul precision setting if it allows reduced precision.
 
-    Where it disagrees with the newer ones it cannot be asked.
+    Torch refuses to read it if it disagrees with the newer settings.
     """
     try:
         said = torch.get_float32_matmul_precision()
@@ -63,18 +63,18 @@ def _coarse() -> str | None:
 
 
 def _products() -> list[Any]:
-    """Torch's settings for products; it does not declare them all."""
+    """Torch's matmul settings objects, some of them undeclared."""
     return [getattr(torch.backends, name).matmul for name in ("cuda", "mkldnn")]
 
 
 @contextlib.contextmanager
 def full_float32_products() -> Iterator[None]:
-    """Take no TF32, and no bfloat16, for products of float32 inside; as before afterwards.
+    """Context manager: no TF32 or bfloat16 in products of float32 inside; restored afterwards.
 
-    Trainings allow it for the process and leave it so (``TrainingArguments(tf32=True)``,
-    ``torch.set_float32_matmul_precision("high")``). With ten bits of a mantissa the Schur
-    complements of an ill-conditioned matrix are not positive any more, and what is solved on one
-    accelerator is not what is solved on another.
+    Training scripts allow these for the process and leave them on
+    (``TrainingArguments(tf32=True)``, ``torch.set_float32_matmul_precision("high")``). With a
+    mantissa of ten bits the Schur complements of an ill-conditioned matrix are no longer positive,
+    and results differ between accelerators.
     """
     _SETTINGS.enter()
     try:
@@ -84,7 +84,7 @@ def full_float32_products() -> Iterator[None]:
 
 
 class _Default:
-    """The dtype that tensors had before the first of those who are within."""
+    """The default dtype before the first entry."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -110,12 +110,12 @@ _DEFAULT = _Default()
 
 @contextlib.contextmanager
 def float32_by_default() -> Iterator[None]:
-    """Have new tensors be float32 inside, unless they are told otherwise; as before afterwards.
+    """Context manager: float32 is the default dtype of new tensors; restored afterwards.
 
     Scripts that load a model set another default for the process
     (``torch.set_default_dtype(torch.bfloat16)``) and leave it so. Sums would be kept in it, and
-    what is tried out on random values to see how a model is built would be lost in rounding. A
-    model has the dtype that its configuration or its weights say.
+    probes of a model's structure with random values would be lost in rounding. The dtype of a model
+    is that of its configuration or its weights.
     """
     _DEFAULT.enter()
     try:

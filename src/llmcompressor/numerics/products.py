@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""Products of float32 matrices on the CPU, at the rate of its widest instructions.
+r"""Products of float32 matrices on the CPU, with its widest instructions.
 
-torch multiplies float32 by MKL, which keeps to AVX2 on processors that are not Intel's. oneDNN,
-which torch has for 16-bit products, uses AVX-512 on all that have it: on a Zen 5 core 125 instead
-of 56 · 10⁹ multiply-adds a second. Compiled models reach it by
-``torch.ops.mkldnn._linear_pointwise``; so does :func:`matmul`, where that is the faster one.
+torch multiplies float32 by MKL, which uses only AVX2 on processors that are not Intel's. oneDNN,
+which torch uses for 16-bit products, uses AVX-512 on all that have it: on a Zen 5 core 125 instead
+of 56 · 10⁹ multiply-adds a second. Compiled models call it by
+``torch.ops.mkldnn._linear_pointwise``; so does :func:`matmul`, where it is faster.
 
-Both sum in float32. They differ in the order of the sums, so which is used depends on nothing but
-the processor and the shapes.
+Both sum in float32. They differ in the order of the sums, so the choice depends on the processor
+and the shapes alone.
 
 Shapes: M and N outer, K summed over.
 """
@@ -45,12 +45,12 @@ _NARROWEST = 16
 
 
 def matmul(left_MK: Tensor, right_KN: Tensor, *, fewest: int = _FEWEST) -> Tensor:
-    """``L R``, for operands of at most a leading batch dimension.
+    """Compute ``L R``, for operands with at most one leading batch dimension.
 
     Args:
         left_MK: any floating dtype ``[..., M, K]``.
         right_KN: of the same dtype ``[..., K, N]``.
-        fewest: multiply-adds below which it is left to MKL.
+        fewest: number of multiply-adds below which MKL is used.
 
     >>> matmul(torch.ones(2, 3), torch.ones(3, 1)).tolist()
     [[3.0], [3.0]]
@@ -66,7 +66,7 @@ def matmul(left_MK: Tensor, right_KN: Tensor, *, fewest: int = _FEWEST) -> Tenso
 def subtract_matmul_(
     target_MN: Tensor, left_MK: Tensor, right_KN: Tensor, *, fewest: int = _FEWEST
 ) -> None:
-    """``target -= L R``, for operands of at most a leading batch dimension."""
+    """Compute ``target -= L R``, for operands with at most one leading batch dimension."""
     if _gains(left_MK, right_KN, fewest) and prefers_onednn():
         target_MN.sub_(matmul(left_MK, right_KN, fewest=fewest))
     elif target_MN.ndim == 2:
@@ -83,15 +83,15 @@ def spread_matmul(
     fewest: int = _FEWEST,
     width: int = SPAN,
 ) -> Tensor:
-    """``L R`` by parts of the columns of R, each on one thread.
+    """Compute ``L R`` by parts of the columns of R, each on one thread.
 
-    The same for any number of threads, and nobody waits for the slowest after every step.
+    The result is the same for any number of threads, without a barrier after every step.
 
     Args:
         left_MK: any floating dtype ``[..., M, K]``.
         right_KN: of the same dtype ``[..., K, N]``.
-        out: where the result goes, ``[..., M, N]``; it is neither of the operands.
-        fewest: of each part; see :func:`matmul`.
+        out: memory for the result, ``[..., M, N]``; neither of the operands.
+        fewest: for each part; see :func:`matmul`.
         width: columns of a part.
     """
     columns = right_KN.shape[-1]
@@ -107,7 +107,7 @@ def spread_matmul(
 
 
 def _gains(left_MK: Tensor, right_KN: Tensor, fewest: int) -> bool:
-    """Whether these operands are of a kind and size that oneDNN may multiply faster."""
+    """Return True if oneDNN may be faster for operands of this kind and size."""
     rows, inner = left_MK.shape[-2:]
     columns = right_KN.shape[-1]
     return (
@@ -127,7 +127,7 @@ def _by_onednn(left_MK: Tensor, right_KN: Tensor) -> Tensor:
 
 
 def _dense(matrix_MK: Tensor) -> Tensor:
-    """The matrix without gaps between its rows or columns: oneDNN crawls where there are any."""
+    """The matrix without gaps between its rows or columns, with which oneDNN is slow."""
     if matrix_MK.is_contiguous() or matrix_MK.T.is_contiguous():
         return matrix_MK
     return matrix_MK.contiguous()
@@ -135,9 +135,9 @@ def _dense(matrix_MK: Tensor) -> Tensor:
 
 @functools.cache
 def prefers_onednn() -> bool:
-    """Whether oneDNN multiplies float32 faster than MKL here, and this torch can be told to.
+    """Return True if oneDNN multiplies float32 faster than MKL here, and torch provides it.
 
-    True on processors with AVX-512 that are not Intel's.
+    This is the case on processors with AVX-512 that are not Intel's.
     """
     if torch.backends.cpu.get_cpu_capability() != "AVX512" or _maker() in ("", "GenuineIntel"):
         return False
@@ -148,12 +148,12 @@ def prefers_onednn() -> bool:
 
 
 def quick_dtype(device: torch.device, multiply_adds: int) -> torch.dtype:
-    """bfloat16 where its products take at most half of the time of float32's; else float32.
+    """Bfloat16 if its products take at most half of the time of float32's; else float32.
 
-    On x86 processors and accelerators that have an instruction for it.
+    Only on x86 processors and accelerators with an instruction for it.
 
     Args:
-        device: where they are made.
+        device: device of the products.
         multiply_adds: of one product; small ones are not worth the conversion.
 
     >>> quick_dtype(torch.device("cpu"), 1000)
@@ -171,7 +171,7 @@ def _multiplies_bfloat16(device: str) -> bool:
 
 
 def _maker() -> str:
-    """What the processor calls its maker; nothing where the system does not say."""
+    """The processor's vendor; an empty string if unknown."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("vendor_id"):

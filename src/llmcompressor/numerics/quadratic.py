@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""``D H Dᵀ`` of many rows and one symmetric H, for little more than half of the multiplications.
+r"""``D H Dᵀ`` of many rows and one symmetric H, at little more than half of the multiplications.
 
-H is cut into block columns j. What lies above the diagonal block counts twice, what lies below is
-not read:
+H is split into block columns j. Blocks above the diagonal count twice, those below are not read:
 
 .. math:: d H d^\top = \sum_j \Bigl(2 \sum_{i<j} d_i H_{ij} + d_j H_{jj}\Bigr) d_j^\top .
 """
@@ -36,7 +35,7 @@ class QuadraticForm:
             self._blocks.append((lo, hi, block_KW))
 
     def __call__(self, change_RC: Tensor) -> Tensor:
-        """Of each row, ``[R]``, in the dtype of H.
+        """The value of each row, ``[R]``, in the dtype of H.
 
         >>> import torch
         >>> QuadraticForm(torch.tensor([[2.0, 1.0], [1.0, 3.0]]))(torch.tensor([[1.0, -1.0]]))

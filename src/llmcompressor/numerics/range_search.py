@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranges that lose less than the extremes do: a search over shrunk ranges.
+"""Search over shrunk ranges for the one with the least rounding error.
 
 Clamping a few large values lets all the others be rounded more finely. With a cell's extremes
 [a, b], the fractions p_i = 1 - i / resolution and Q_p rounding with the scale of [p a, p b]::
 
     p* = argmin_p  sum_n m_n |x_n - Q_p(x_n)|^norm
 
-separately for each cell. m weights the error of each element, by the mean square of the input
-that will meet it; without it all count the same. The fractions go down from 1 and the search ends
-after ``patience`` of them in a row that improved no cell at all.
+separately for each cell. m weights the error of each element, by the mean square of its input
+feature; without it all count the same. The fractions go down from 1 and the search ends after
+``patience`` of them in a row that improved no cell at all.
 
 Shapes: S cells (one scale each), N elements of a cell, P period of the weights, K fractions.
 """
@@ -33,7 +33,7 @@ _FRACTIONS_AT_ONCE = 5
 
 @dataclass(frozen=True)
 class ShrinkSearch:
-    """Which fractions of the range are tried, and what is minimized.
+    """The fractions of the range to try, and the error to minimize.
 
     Args:
         maxshrink: the smallest fraction is about 1 - maxshrink; 0 to 1.
@@ -66,7 +66,7 @@ class ShrinkSearch:
                 raise InputError(f"{name} is {getattr(self, name)}.", "Give a number above 0.")
 
     def fractions(self) -> list[float]:
-        """The fractions of the range to try, in order; never none, and none below zero."""
+        """The fractions of the range to try, in order; at least one, and none below zero."""
         steps = max(1, int(self.maxshrink * self.resolution)) + int(self.inclusive)
         return [1 - i / self.resolution for i in range(min(steps, self.resolution + 1))]
 
@@ -86,7 +86,7 @@ def search_range(
 
     Args:
         values_SN: elements of each cell, floating dtype; zeros may pad them.
-        grid: what values are rounded to.
+        grid: the grid that values are rounded to.
         search: fractions and error.
         importance_PN: weight of each element's error, not negative; cell s uses row s mod P.
         scale_format: how scales will be stored. Scales under a global scale (``E4M3``) are
@@ -94,7 +94,7 @@ def search_range(
         scale_dtype: floating dtype that plain scales are rounded to.
 
     Returns:
-        Least and greatest value of each range, [S], in the dtype of ``values_SN``.
+        Minimum and maximum of each range, [S], in the dtype of ``values_SN``.
 
     >>> x = torch.tensor([[0.9, 1.0, 1.1, 2.0, 3.9]])
     >>> search_range(x, Grid("int", 3), ShrinkSearch(maxshrink=0.5, patience=0, norm=2.0))
@@ -140,7 +140,7 @@ class _Rounding:
 
 
 class _Best:
-    """The best range of each cell so far, and how long ago any of them improved."""
+    """The best range of each cell so far, and the number of tries since an improvement."""
 
     def __init__(self, lowest_S: Tensor, highest_S: Tensor) -> None:
         self.low_S, self.high_S = lowest_S.clone(), highest_S.clone()
@@ -148,7 +148,7 @@ class _Best:
         self._idle = 0
 
     def take(self, low_KS: Tensor, high_KS: Tensor, error_KS: Tensor, patience: int) -> bool:
-        """Compare fractions one after another; False once the search has run out of patience."""
+        """Compare fractions one after another; return False once patience has run out."""
         counted = self._counted(error_KS, patience) if patience else len(error_KS)
         for low_S, high_S, error_S in zip(
             low_KS[:counted], high_KS[:counted], error_KS[:counted], strict=True
@@ -160,7 +160,7 @@ class _Best:
         return not patience or self._idle < patience
 
     def _counted(self, error_KS: Tensor, patience: int) -> int:
-        """How many come before patience is over; an accelerator is asked once for all of them."""
+        """Number of fractions before patience runs out, with one device synchronization."""
         least_S, improves = self._error_S, []
         for error_S in error_KS:
             improves.append((error_S < least_S).any())
@@ -181,7 +181,7 @@ def _errors(
     norm: float,
     importance_PN: Tensor | None,
 ) -> Tensor:
-    """Sum of weighted errors of each cell [K, S] under each of K ranges, in float32.
+    """Sum of weighted errors of each cell [K, S] for each of K ranges, in float32.
 
     Chunks are small enough to stay in a cache while all K ranges are tried on them, as many at once
     as make up a chunk.
@@ -214,7 +214,7 @@ def _power_(x: Tensor, norm: float) -> Tensor:
 
 
 def _chunks(S: int, N: int, period: int) -> Iterator[tuple[slice, slice]]:
-    """Rectangles that cover [S, N], whole periods of rows high, of about the chunk's size."""
+    """Rectangles of about the chunk size that cover [S, N], whole periods of rows high."""
     width = min(N, max(1, _CHUNK_ELEMENTS // period))
     height = max(1, _CHUNK_ELEMENTS // (width * period)) * period
     for top in range(0, S, height):

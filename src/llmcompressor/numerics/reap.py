@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""How much each expert of a mixture adds to what the mixture returns.
+r"""REAP: saliency of each expert of an MoE, its mean contribution to the MoE's output.
 
 REAP (Lasby et al., arXiv:2510.13999): with router weights g and expert outputs f, over the tokens
 T_e that are routed to expert e,
 
 .. math:: S_e = \frac{1}{|T_e|} \sum_{t \in T_e} g_e(x_t)\, \lVert f_e(x_t) \rVert_2 .
 
-The experts with the least S are dropped, as many in each routing group. An expert that no token
-was routed to has S = 0.
+The experts with the least S are dropped, equally many in each routing group. An expert without
+tokens has S = 0.
 
 Shapes: T tokens, K experts per token, P routed pairs of a token and an expert, E experts, H hidden.
 """
@@ -33,8 +33,8 @@ class Saliency:
     """Sums over tokens; add batches, then read :meth:`mean`.
 
     Attributes:
-        sum_E: of weight times norm, float64 on the CPU.
-        count_E: routed tokens, int64 on the CPU.
+        sum_E: sum of weight times norm, float64 on the CPU.
+        count_E: number of routed tokens, int64 on the CPU.
     """
 
     sum_E: Tensor
@@ -42,7 +42,7 @@ class Saliency:
 
     @classmethod
     def of(cls, experts: int) -> Saliency:
-        """Of no token."""
+        """The saliency of ``experts`` experts before any token."""
         return cls(torch.zeros(experts, dtype=torch.float64), torch.zeros(experts).long())
 
     def add(
@@ -52,14 +52,14 @@ class Saliency:
         index_TK: Tensor,
         weight_TK: Tensor,
     ) -> None:
-        """Count the tokens of one batch.
+        """Accumulate the tokens of one batch.
 
         Args:
-            run: the mixture itself: tokens ``[P, H]``, experts ``[P, 1]`` and weights ``[P, 1]``
-                to outputs ``[P, H]``. Each pair is given to it as a token of its own with weight 1.
-            hidden_TH: what the mixture gets.
-            index_TK: the experts of each token; those beyond E stand for experts elsewhere.
-            weight_TK: their weights.
+            run: the MoE itself: tokens ``[P, H]``, experts ``[P, 1]`` and weights ``[P, 1]`` to
+                outputs ``[P, H]``. Each pair is passed to it as a token of its own with weight 1.
+            hidden_TH: input of the MoE.
+            index_TK: the experts of each token; those beyond E belong to other ranks.
+            weight_TK: their router weights.
         """
         experts = len(self.sum_E)
         for top in range(0, len(hidden_TH), _CHUNK_TOKENS):
@@ -82,15 +82,15 @@ class Saliency:
 
 
 def dropped_experts(saliency_E: Tensor, sparsity: float, groups: int = 1) -> list[int]:
-    """The experts to drop: of each group the least, as many as a share of it is, rounded down.
+    """The experts to drop: the least salient fraction of each group, rounded down.
 
     Args:
         saliency_E: any dtype.
-        sparsity: the share, between 0 and 1.
-        groups: of neighbours, of one size.
+        sparsity: the fraction, between 0 and 1.
+        groups: number of groups of consecutive experts, of one size.
 
     Returns:
-        Their numbers, rising. Of equals the first goes first.
+        Their indices, increasing. Of equal saliencies the first is dropped.
 
     Raises:
         InputError: the experts do not make groups of one size.

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The codes of a weight that has been rounded already, where dividing alone does not find them.
+"""Recovery of the codes of a rounded weight where division alone does not find them.
 
 A rounded weight w' = (q - z) s went through the dtype of its scale, step by step: q and z were
-rounded to it, then their difference, then the product. Where a code needs more bits than that
-dtype has, w' / s + z lies next to q, and the code nearest to it may stand for another value.
-With d = q - z as the reader sees it, w' / s is within one unit of the last place of d: some number
-of the dtype near w' / s is d, and d + z, rounded, is a code that the reader decodes to w'.
+rounded to it, then their difference, then the product. If a code needs more bits than that dtype
+has, w' / s + z is close to q, and the code nearest to it may decode to another value. With
+d = q - z as the loader computes it, w' / s is within one unit of the last place of d: some number
+of the dtype near w' / s is d, and d + z, rounded, is a code that the loader decodes to w'.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _STEPS = (0, -1, 1, -2, 2, -3, 3, -4, 4)
 
 
 def needs_recoding(grid: Grid, dtype: torch.dtype) -> bool:
-    """Whether a division in float32 may miss the code of a weight rounded in ``dtype``."""
+    """Return True if float32 division may not recover the code of a weight rounded in ``dtype``."""
     if dtype not in (torch.bfloat16, torch.float16):
         return False
     if grid.kind == "float":
@@ -32,13 +32,13 @@ def needs_recoding(grid: Grid, dtype: torch.dtype) -> bool:
 
 
 def recoded(x: Tensor, scale: Tensor, zero: Tensor | None, grid: Grid) -> Tensor:
-    """The code of each x: the nearest that a reader decodes to x, if one does.
+    """The code of each x: the nearest one that loaders decode to x, if there is one.
 
     Args:
         x: rounded values, floating dtype.
-        scale: effective scale, broadcastable to ``x``, in the dtype that readers compute in.
+        scale: effective scale, broadcastable to ``x``, in the dtype that loaders compute in.
         zero: zero point of any dtype, broadcastable to ``x``; ``None`` for none.
-        grid: what the codes are members of.
+        grid: the grid of the codes.
 
     Returns:
         float32, the shape of ``x``; members of the grid.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scales fitted again once the codes of a weight are decided."""
+"""Least-squares refit of scales to the codes of a weight."""
 
 from __future__ import annotations
 
@@ -26,27 +26,27 @@ def refit_scales(
     stored: torch.dtype,
     dampening: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    r"""The scale of each group that fits its codes best, given the scales of all the others.
+    r"""The scale of each group that best fits its codes, given the scales of all the others.
 
-    A sweep rounds to scales that were chosen before it. With the codes V decided, Q = s V in a
+    A sweep rounds with scales that were chosen before it. With the codes V decided, Q = s V in a
     group g, and D = Q − W, the error ``tr(D H Dᵀ)`` is quadratic in the scale:
 
     .. math:: s_g \leftarrow s_g - \frac{V_g (H D^\top)_g}{V_g H_{gg} V_g^\top}
 
-    Groups are taken from left to right, once. What the scale becomes when it is stored is what
-    counts: where that is no better, or not above zero, a scale stays as it is.
+    Groups are refitted from left to right, once. The error is that of the stored scale: if it is
+    not smaller, or the scale is not positive, the old scale is kept.
 
     Args:
-        weight_RC: W, what was to be rounded, float32 ``[..., R, C]``.
+        weight_RC: W, the unrounded weight, float32 ``[..., R, C]``.
         rounded_RC: Q, values on the grid, float32 ``[..., R, C]``; not changed.
         hessian_CC: H, float32 ``[..., C, C]``.
         scales: scale and zero point of every row and column; groups of consecutive columns.
-        stored: the dtype that scales are kept in.
-        dampening: what is added to the diagonal of H, as a fraction of its mean.
+        stored: the dtype in which scales are stored.
+        dampening: added to the diagonal of H, as a fraction of its mean.
 
     Returns:
-        The scales, float32 ``[..., R, G]``; the weight that they make of the codes; by how much the
-        loss of each row has changed (never more than 0).
+        The scales, float32 ``[..., R, G]``; the dequantized weight with these scales; the change of
+        the loss of each row (never more than 0).
     """
     scale_RG = scales.scale_RG.float().clone()
     found_RC = rounded_RC.clone()
@@ -76,9 +76,9 @@ def _refit_group(
     added_1: Tensor,
     stored: torch.dtype,
 ) -> Tensor:
-    """Refit one group's scales in place, with its values and changes; how the loss has changed."""
+    """Refit a group's scales, values and changes in place; return the change of the loss."""
     codes_RK = (found_RK / scale_R.unsqueeze(-1)).nan_to_num_()
-    # H is symmetric, and its rows lie together
+    # H is symmetric, and its rows are contiguous
     change_RK, hessian_CK = change_RC[..., columns], hessian_CC[..., columns, :].mT
     slope_RK = matmul(change_RC, hessian_CK, fewest=OFTEN_ALIKE) + added_1 * change_RK
     bent_RK = matmul(codes_RK, hessian_CK[..., columns, :]) + added_1 * codes_RK
@@ -97,7 +97,7 @@ def _refit_group(
 
 
 def _spans(group_of_column_C: Tensor) -> Iterator[tuple[int, slice]]:
-    """Each group with its columns, as slices: indices would copy what they select."""
+    """Each group with its columns as a slice, since indexing would copy."""
     lo = 0
     for g, members in itertools.groupby(group_of_column_C.tolist()):
         hi = lo + len(list(members))

@@ -1,16 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""Channels rescaled before a rotation mixes them.
+r"""Rescaling of channels before a rotation mixes them.
 
-Once a rotation V has made entries alike in size, rounding the weight :math:`W D V` and its inputs
-:math:`x D^{-1} V` costs in proportion to the sizes of both. With diagonal D, column j of the
-weight of norm :math:`w_j` and channel j of the inputs of mean square :math:`h_j` these are
+After a rotation V has made entries similar in size, the error of rounding the weight
+:math:`W D V` and its inputs :math:`x D^{-1} V` is proportional to the sizes of both. With diagonal
+D, column j of the weight of norm :math:`w_j` and channel j of the inputs of mean square :math:`h_j`
+these are
 
 .. math:: \| W D \|_F^2 = \sum_j w_j^2 d_j^2, \qquad E \| x D^{-1} \|^2 = \sum_j h_j / d_j^2
 
-whose product is least, :math:`(\sum_j w_j \sqrt{h_j})^2`, where all terms of one sum are to those
-of the other alike: :math:`d_j^4 = h_j / w_j^2`, and any multiple of d (Chee et al., *QuIP*,
-arXiv:2307.13304, the rescaling of its incoherence processing). Without D a channel that is large
-and is read by small weights is mixed with all others, and they get its share of the error.
+whose product is least, :math:`(\sum_j w_j \sqrt{h_j})^2`, if the terms of the two sums are
+proportional: :math:`d_j^4 = h_j / w_j^2`, and any multiple of d (Chee et al., *QuIP*,
+arXiv:2307.13304, the rescaling of its incoherence processing). Without D a channel with large
+values and small weights is mixed with all others, which then share its rounding error.
 
 Legend: C channels, R rows of a weight.
 """
@@ -49,16 +50,15 @@ def column_squares(weights: Iterable[Tensor]) -> Tensor:
 
 
 def rescaling(square_C: Tensor, column_square_C: Tensor) -> Tensor:
-    """What columns are multiplied, and channels divided, by: powers of two, exact in any dtype.
+    """Factors on columns, and divisors of channels: powers of two, exact in any dtype.
 
     Args:
         square_C: mean squares of the channels, ``[C]``, h in the module's equation.
-        column_square_C: squares of the columns' norms, ``[C]``, as :func:`column_squares` gives
-            them.
+        column_square_C: squared norms of the columns, ``[C]``, from :func:`column_squares`.
 
     Returns:
-        float64 ``[C]``; 1 for most channels where all ask for about the same, and for those that
-        are zero, or are read by zeros alone.
+        float64 ``[C]``; 1 for most channels if their optima are similar, and for channels that are
+        zero or have only zero weights.
 
     >>> rescaling(torch.tensor([1.0, 1.0, 4096.0, 0.0]), torch.tensor([1.0, 1.0, 2**-12, 1.0]))
     tensor([ 1.,  1., 64.,  1.], dtype=torch.float64)

@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""Rotations, and weights that undo them: :math:`y = x W^\top = (x Q)(W Q)^\top`.
+r"""Rotations, and weights that compensate for them: :math:`y = x W^\top = (x Q)(W Q)^\top`.
 
-A rotation Q (orthogonal, :math:`Q Q^\top = I`) acts on row vectors, block by block where it is
-smaller than they are. What a Linear ``y = x Wᵀ + b`` has to become:
+A rotation Q (orthogonal, :math:`Q Q^\top = I`) acts on row vectors, block by block if it is smaller
+than they are. The weights of a Linear ``y = x Wᵀ + b`` become:
 
 ==========================  =====================================================
-its input comes as  x Q     :math:`W' = W Q`
-its output shall be  y Q    :math:`W' = Q^\top W, \quad b' = b Q`
-an embedding's rows  e Q    :math:`E' = E Q`
-a gain g before it is gone  :math:`W' = W \operatorname{diag}(g)`
+input rotated to  x Q       :math:`W' = W Q`
+output rotated to  y Q      :math:`W' = Q^\top W, \quad b' = b Q`
+embedding rows  e Q         :math:`E' = E Q`
+gain g of a norm fused      :math:`W' = W \operatorname{diag}(g)`
 ==========================  =====================================================
 
-so only products from the right occur. QuaRot, arXiv:2404.00456; SpinQuant, arXiv:2405.16406. They
-are computed in float64 and rounded to the weight's dtype once, however many of them there are.
+so only products from the right occur. QuaRot, arXiv:2404.00456; SpinQuant, arXiv:2405.16406. All
+products of a weight are computed in float64 and rounded to the weight's dtype once.
 
 Legend: R outputs, C inputs, N order of a rotation, T rows of any kind.
 """
@@ -42,14 +42,14 @@ rows get signs before."""
 class Rotation:
     """An orthogonal matrix Q: ``diag(signs) hadamard(N) / sqrt(N)``, or any other given in full.
 
-    The signs come first: behind the mixing they would leave every magnitude as it is, and what
-    all of a vector has in common would still gather in one place (QuIP#, arXiv:2402.04396,
+    The signs are applied first: after the Hadamard matrix they would not change any magnitude, and
+    a constant part of a vector would still be concentrated in one entry (QuIP#, arXiv:2402.04396,
     section 3).
 
     Attributes:
         order: N.
         signs_N: the signs of a Hadamard matrix's rows, float64 ``[N]``.
-        matrix_NN: Q where it is none, float64 ``[N, N]``.
+        matrix_NN: Q if it is not a Hadamard matrix, float64 ``[N, N]``.
 
     >>> Rotation.of_hadamard(2)(torch.tensor([[1.0, 1.0]], dtype=torch.float64)).round(decimals=4)
     tensor([[1.4142, 0.0000]], dtype=torch.float64)
@@ -61,7 +61,7 @@ class Rotation:
 
     @classmethod
     def of_hadamard(cls, order: int, generator: torch.Generator | None = None) -> Rotation:
-        """H / sqrt(N), its rows with random signs where a generator is given."""
+        """H / sqrt(N), with random signs of its rows if a generator is given."""
         if generator is None:
             return cls(order, signs_N=torch.ones(order, dtype=torch.float64))
         signs_N = torch.randint(0, 2, (order,), generator=generator).double() * 2 - 1
@@ -69,16 +69,16 @@ class Rotation:
 
     @classmethod
     def of_matrix(cls, matrix_NN: Tensor) -> Rotation:
-        """A matrix that is orthogonal already."""
+        """A rotation by an orthogonal matrix."""
         return cls(len(matrix_NN), matrix_NN=matrix_NN.double())
 
     @property
     def is_random(self) -> bool:
-        """Whether it is a Hadamard matrix of which rows have changed their sign."""
+        """True for a Hadamard matrix with rows of changed sign."""
         return self.signs_N is not None and bool((self.signs_N < 0).any())
 
     def __call__(self, x: Tensor) -> Tensor:
-        """``x Q``, in the dtype of ``x``; ``[..., k N]``, each N columns for themselves."""
+        """Compute ``x Q`` for ``[..., k N]``, in blocks of N columns, in the dtype of ``x``."""
         y = x.reshape(*x.shape[:-1], -1, self.order)
         if self.signs_N is not None:
             signs_N = self.signs_N if self.is_random else None
@@ -89,13 +89,13 @@ class Rotation:
         return y.flatten(-2)
 
     def placed(self, device: torch.device, dtype: torch.dtype) -> Rotation:
-        """The same, with its matrix where and as it is multiplied with."""
+        """The same rotation, with its matrix on ``device`` and in ``dtype``."""
         if self.matrix_NN is None:
             return self
         return dataclasses.replace(self, matrix_NN=self.matrix_NN.to(device, dtype))
 
     def transposed(self) -> Rotation:
-        """The rotation back."""
+        """The inverse rotation."""
         return Rotation.of_matrix(self.matrix().T.contiguous())
 
     def matrix(self) -> Tensor:
@@ -118,12 +118,12 @@ def rotated_weight(
     """``Qoutᵀ W diag(g) Qin``: the weight for rotated inputs and outputs.
 
     Args:
-        W_RC: ``[R, C]``; it is not changed.
-        gain_C: what the input is no longer multiplied by, ``[C]``.
+        W_RC: ``[R, C]``; not changed.
+        gain_C: gain of the preceding norm to fuse into the weight, ``[C]``.
         inputs: rotations of the input, in the order in which they act; orders divide C.
         outputs: rotations of the output; orders divide R.
-        precision: in which all of it is computed.
-        dtype: of what is returned; that of ``W_RC`` if ``None``.
+        precision: dtype of the computation.
+        dtype: dtype of the result; that of ``W_RC`` if ``None``.
 
     Returns:
         ``[R, C]``, rounded once.
@@ -137,7 +137,7 @@ def rotated_weight(
             wide_TC = rotation(wide_TC)
         return wide_TC
 
-    # once, and not for each part
+    # once for all parts
     inputs, outputs = [one.placed(W_RC.device, precision) for one in inputs], list(outputs)
     R, C = W_RC.shape
     result_RC = torch.empty_like(W_RC, dtype=dtype, memory_format=torch.contiguous_format)
@@ -145,7 +145,7 @@ def rotated_weight(
     between_RC = torch.empty_like(result_RC, dtype=precision) if is_apart else result_RC
     for low, high in _parts(R, C):  # embeddings are long
         between_RC[low:high] = columns(W_RC[low:high])
-    inputs = []  # what was placed is not held on to
+    inputs = []  # free the matrices on the device
     outputs = [one.placed(W_RC.device, precision) for one in outputs]
     for low, high in _parts(C, R) if outputs else ():
         wide_KR = between_RC[:, low:high].T
@@ -163,14 +163,14 @@ def rotating_bytes(
     precision: torch.dtype = torch.float64,
     is_apart: bool = True,
 ) -> int:
-    """Bytes that :func:`rotated_weight` holds beside the weight and what it returns.
+    """Peak bytes of :func:`rotated_weight`, without the weight and the result.
 
     Args:
-        elements: of the weight.
+        elements: elements of the weight.
         inputs: rotations of its input.
-        outputs: rotations of its output, which find what they turn in ``precision`` already.
-        precision: in which all of it is computed.
-        is_apart: what is returned has another dtype.
+        outputs: rotations of its output, which get the weight in ``precision`` already.
+        precision: dtype of the computation.
+        is_apart: whether the result has another dtype.
     """
     at_once = min(elements, _CHUNK)
     by_input = max(map(_copies, inputs), default=1.0) * at_once
@@ -187,7 +187,7 @@ def _copies(rotation: Rotation) -> float:
 
 
 def _parts(length: int, width: int) -> Iterator[tuple[int, int]]:
-    """First and last row of parts of so many rows that little is held at a time."""
+    """First and last row of parts that are small enough to bound memory."""
     step = max(1, _CHUNK // max(width, 1))
     for low in range(0, length, step):
         yield low, min(low + step, length)

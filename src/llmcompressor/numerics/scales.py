@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From ranges of values to scales and zero points.
+"""Scales and zero points from ranges of values.
 
 With a grid from ``qmin`` to ``qmax`` and a range [a, b] widened so that it contains zero::
 
@@ -7,9 +7,9 @@ With a grid from ``qmin`` to ``qmax`` and a range [a, b] widened so that it cont
     asymmetric    s = (b - a) / (qmax - qmin),    z = round(clamp(qmin - a / s))
 
 Scales are stored in one of three ways (:class:`ScaleFormat`). All arithmetic is done in the dtype
-of the range, so that the results equal those of the checkpoint's readers in every bit. Only where a
-dtype has too few bits for so small a scale, one that is kept is rounded up (:func:`_kept`): readers
-take it from the file. What readers find as they go follows their formula there, too.
+of the range, so that the results equal those of the checkpoint's loaders in every bit. Only if a
+dtype has too few bits for a very small scale, a stored scale is rounded up (:func:`_kept`): loaders
+read it from the file. Dynamic scales follow the loaders' formula there, too.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _PLAIN_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 class ScaleFormat(enum.Enum):
-    """How scales are stored.
+    """The storage format of scales.
 
     PLAIN: floating numbers of the weight's dtype, or of a given one.
     E4M3: 8-bit floats per group under one float32 scale per tensor (NVFP4).
@@ -70,15 +70,15 @@ def scales_from_range(
     """The scale and zero point of each range.
 
     Args:
-        minimum: least values, any shape, floating dtype.
-        maximum: greatest values, shape and dtype of ``minimum``.
-        grid: what the values will be rounded to.
-        scale_format: how scales are stored; they are rounded to what can be stored.
+        minimum: minimum values, any shape, floating dtype.
+        maximum: maximum values, shape and dtype of ``minimum``.
+        grid: the grid that the values will be rounded to.
+        scale_format: how scales are stored; they are rounded accordingly.
         global_scale: float32, shape [1]; scales are multiplied by it before they are rounded.
         scale_dtype: for ``PLAIN``, a floating dtype that scales are rounded to.
         zero_dtype: dtype of the zero point; by default :func:`default_zero_dtype`.
-        stored_in: dtype of parameters that are kept; none for those that readers find themselves,
-            who put eps where a scale vanishes, though the range be not empty.
+        stored_in: dtype of stored parameters; ``None`` for dynamic ones, which loaders compute
+            themselves, with eps in place of a vanishing scale even if the range is not empty.
 
     Returns:
         scale: shape of ``minimum`` (at least [1]), never zero; in ``stored_in`` if that is given,
@@ -138,35 +138,35 @@ def effective_scale(scale: Tensor, global_scale: Tensor | None = None) -> Tensor
 
 
 def fill_zeros(scale: Tensor, substitute: float) -> Tensor:
-    """Scales with ``substitute`` in place of each zero; may be ``scale`` itself.
+    """Scales with ``substitute`` in place of each zero; may return ``scale`` itself.
 
     Args:
-        scale: none below zero, any shape, floating dtype.
-        substitute: what values may be divided by.
+        scale: not negative, any shape, floating dtype.
+        substitute: the replacement of zeros.
 
     >>> fill_zeros(torch.tensor([0.0, 2.0]), 0.5)
     tensor([0.5000, 2.0000])
     """
     can_look = scale.device.type == "cpu" and not torch.compiler.is_compiling()
     if can_look and scale.numel() and bool(scale.amin() > 0):
-        return scale  # as a rule: this is found in a twentieth of the time that filling takes
+        return scale  # the usual case: this check takes a twentieth of the time of filling
     return scale.masked_fill(scale == 0, substitute)
 
 
 def stored_scale(scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """``scale`` in ``dtype``; what would vanish becomes the smallest number instead."""
+    """``scale`` in ``dtype``; underflow gives the smallest positive number instead of zero."""
     return fill_zeros(scale.to(dtype), smallest_of(dtype))
 
 
 def default_zero_dtype(grid: Grid) -> torch.dtype:
-    """The dtype that zero points of ``grid`` are kept in."""
+    """The dtype in which zero points of ``grid`` are stored."""
     if grid.kind == "float":
         return torch.float8_e4m3fn
     return torch.int8 if grid.bits <= 8 else torch.int16
 
 
 def parameter_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of a scale that stands beside a tensor of ``dtype``: that, or float16 if exotic."""
+    """The dtype of the scale of a tensor of ``dtype``: the same, or float16 for unusual dtypes."""
     return dtype if dtype in _PLAIN_DTYPES else torch.float16
 
 
@@ -179,10 +179,10 @@ def _plain_scale(
         scale = torch.maximum(-minimum, maximum) / (steps / 2)
         return scale, torch.zeros(scale.shape, dtype=zero_dtype, device=scale.device)
     extent = maximum - minimum
-    # the extent of a range may be beyond its dtype (float16: 65504) where the scale is not
+    # the width of a range may overflow its dtype (float16: 65504) although the scale does not
     scale = torch.where(extent.isinf(), maximum / steps - minimum / steps, extent / steps)
     zero = grid.qmin - minimum / scale
-    # an empty range has 0 / 0 here; code 0 stands for it
+    # an empty range gives 0 / 0 here; its code is 0
     return scale, _rounded_to(zero.nan_to_num(nan=0.0).clamp(grid.qmin, grid.qmax), zero_dtype)
 
 
@@ -194,20 +194,20 @@ def _kept(
     grid: Grid,
     dtypes: tuple[torch.dtype, ...],
 ) -> tuple[Tensor, Tensor]:
-    """Scales and zero points that hold their range where a dtype has few bits for the scale.
+    """Stored scales and zero points that cover their range even in dtypes with few bits.
 
-    Below its smallest normal number a dtype has multiples of one number alone. The nearest may be a
-    third less than the scale, so that the ends of the range would be cut, or none at all, so that
-    all of it would round to zero. The next multiple is taken wherever the nearest would cut off
-    a step of the grid more than the scale itself does.
+    Below its smallest normal number a dtype only has multiples of one number. The nearest may be a
+    third less than the scale, so that the ends of the range would be clipped, or zero, so that all
+    values would round to zero. The next multiple is used wherever the nearest would clip a step of
+    the grid more than the scale itself does.
 
     Args:
         kept: scales as they would be stored, not zero.
-        scale: the same, zero where they vanished.
+        scale: the same, zero where they underflowed.
         zero: zero points.
-        ends: least and greatest values, which hold zero.
-        grid: what values are rounded to.
-        dtypes: all that the scale is rounded to.
+        ends: minimum and maximum, whose range contains zero.
+        grid: the grid that values are rounded to.
+        dtypes: all dtypes that the scale is rounded to.
     """
     can_look = kept.device.type == "cpu" and not torch.compiler.is_compiling()
     normal = max(torch.finfo(dtype).smallest_normal for dtype in dtypes)
@@ -224,7 +224,7 @@ def _kept(
     kept = torch.where(is_cut, rounded + max(map(smallest_of, dtypes)), kept)
     if grid.symmetric:
         return kept, zero
-    # the range into the middle of the grid: at its ends floats are too far from each other for it
+    # shift the range to the middle of the grid: floats at its ends are too coarse
     middle = (grid.qmin + grid.qmax) / 2 - (minimum + maximum) / 2 / kept
     moved = _rounded_to(middle.clamp(grid.qmin, grid.qmax), zero.dtype)
     return kept, torch.where(is_cut, moved.to(torch.float32), zero.to(torch.float32)).to(zero.dtype)
@@ -237,7 +237,7 @@ def smallest_of(dtype: torch.dtype) -> float:
 
 
 def _kept_power_of_two(amax: Tensor, grid: Grid, stored_in: torch.dtype | None) -> Tensor:
-    """The E8M0 scale; of parameters that are kept also where ``amax`` is tiny in its dtype."""
+    """The E8M0 scale; stored ones are also correct if ``amax`` is tiny in its dtype."""
     if stored_in is None:
         return _power_of_two_scale(amax, grid)
     wide = amax.to(torch.promote_types(amax.dtype, torch.float32))
@@ -248,8 +248,8 @@ def _power_of_two_scale(amax: Tensor, grid: Grid) -> Tensor:
     """2^(floor(log2 amax') - floor(log2 qmax)), where amax' is amax rounded to a power of two.
 
     OCP Microscaling Formats v1.0, section 6.3, with amax rounded up when its mantissa is 1.75 or
-    more (of 6-bit floats 1.9375, half way from their largest to the next power of two): values up
-    to there lose less by being clamped than all would by doubling the scale.
+    more (of 6-bit floats 1.9375, half way from their largest to the next power of two): clamping
+    values up to there costs less than doubling the scale of all.
     """
     layout = float_layout(amax.dtype)
     rounded_up = 1 << (layout.mantissa - (_FP6_HEADROOM if grid.bits == 6 else _HEADROOM))
@@ -261,7 +261,7 @@ def _power_of_two_scale(amax: Tensor, grid: Grid) -> Tensor:
 
 
 def _through(scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """``scale`` rounded to what ``dtype`` can hold, in its own dtype."""
+    """``scale`` rounded to the values of ``dtype``, in its own dtype."""
     if dtype is torch.float8_e4m3fn:
         return Grid("float", 8).round(scale)  # a CPU takes five times as long to cast and return
     return _rounded_to(scale, dtype).to(scale.dtype)
@@ -270,7 +270,7 @@ def _through(scale: Tensor, dtype: torch.dtype) -> Tensor:
 def _rounded_to(x: Tensor, dtype: torch.dtype) -> Tensor:
     """``x`` in ``dtype``, saturating; half to even."""
     if dtype in _PLAIN_DTYPES and torch.promote_types(x.dtype, dtype) == dtype != x.dtype:
-        return x.to(dtype)  # which holds all of x; its limits are beyond those of x
+        return x.to(dtype)  # a dtype with a wider range than that of x
     if dtype.is_floating_point:
         info = torch.finfo(dtype)
         return x.clamp(info.min, info.max).to(dtype)
@@ -279,5 +279,5 @@ def _rounded_to(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _substitute(dtype: torch.dtype) -> float:
-    """What a scale of zero becomes, so that nothing is divided by zero."""
+    """The replacement of a scale of zero, to avoid a division by zero."""
     return _E4M3_SUBSTITUTE if dtype is torch.float8_e4m3fn else torch.finfo(dtype).eps

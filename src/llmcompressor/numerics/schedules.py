@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""How sparsity rises over a training, in closed form.
+r"""Sparsity schedules of a training, in closed form.
 
-With s_i the sparsity at the start, s_f that at the end and t in [0, 1] the share of the way:
+With s_i the sparsity at the start, s_f that at the end and t in [0, 1] the progress:
 
 ===================  ====================================================
 linear               s_i + (s_f - s_i) t
@@ -12,7 +12,7 @@ multi_step           the sparsity of the last step that was reached
 
 ``polynomial_decay`` with k = 3 is the cubic schedule of Zhu & Gupta, *To prune, or not to prune*
 (arXiv:1710.01878), eq. 1: fast at first, when many weights are redundant, slow in the end. There
-t = (i - start) / (n dt). All are exact at both ends, whatever rounding does in between.
+t = (i - start) / (n dt). All are exact at both ends, independent of rounding in between.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ __all__ = ["linear", "multi_step", "polynomial", "polynomial_decay", "progress"]
 
 
 def progress(index: float, start: float, end: float) -> float:
-    """The share of the way from ``start`` to ``end`` that lies behind at ``index``, in [0, 1].
+    """The fraction of the window from ``start`` to ``end`` completed at ``index``, in [0, 1].
 
-    All three are in the same unit, epochs or steps. A window without length is a jump.
+    All three have the same unit, epochs or steps. An empty window is a jump.
 
     >>> progress(3, 2, 4), progress(1, 2, 4), progress(9, 2, 4)
     (0.5, 0.0, 1.0)
@@ -38,7 +38,7 @@ def progress(index: float, start: float, end: float) -> float:
 
 
 def linear(t: float, init: float, final: float) -> float:
-    """The same rise at every step.
+    """Linear schedule: the same increase at every step.
 
     >>> linear(0.5, 0.25, 0.75)
     0.5
@@ -47,7 +47,7 @@ def linear(t: float, init: float, final: float) -> float:
 
 
 def polynomial(t: float, init: float, final: float, exponent: float = 2.0) -> float:
-    """Slow at first, fast in the end, for an exponent above 1.
+    """Polynomial schedule: slow at first, fast in the end, for an exponent above 1.
 
     >>> polynomial(0.5, 0.0, 0.8), polynomial(0.5, 0.0, 0.8, exponent=1)
     (0.2, 0.4)
@@ -56,7 +56,7 @@ def polynomial(t: float, init: float, final: float, exponent: float = 2.0) -> fl
 
 
 def polynomial_decay(t: float, init: float, final: float, exponent: float = 3.0) -> float:
-    """Fast at first, slow in the end, for an exponent above 1; cubic as it is.
+    """Polynomial decay: fast at first, slow in the end, for an exponent above 1; cubic by default.
 
     >>> polynomial_decay(0.5, 0.0, 1.0), polynomial_decay(0.5, 0.0, 1.0, exponent=1)
     (0.875, 0.5)
@@ -65,10 +65,10 @@ def polynomial_decay(t: float, init: float, final: float, exponent: float = 3.0)
 
 
 def multi_step(index: float, steps: Iterable[tuple[float, float]], init: float) -> float:
-    """A stair: the sparsity of the last of ``steps`` that is not ahead, ``init`` before the first.
+    """Step schedule: the sparsity of the last of ``steps`` already reached, else ``init``.
 
     Args:
-        index: where the training stands.
+        index: current position in the training.
         steps: pairs of an index and the sparsity from there on, in any order.
         init: the sparsity before the first.
 
@@ -80,5 +80,5 @@ def multi_step(index: float, steps: Iterable[tuple[float, float]], init: float) 
 
 
 def _between(init: float, final: float, share: float) -> float:
-    """``init`` at share 0 and ``final`` at share 1, to the bit."""
+    """Interpolate with exact ends: ``init`` at share 0 and ``final`` at share 1."""
     return final if share >= 1.0 else init + (final - init) * share

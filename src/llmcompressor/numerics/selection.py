@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The least of many scores, exactly as many as a budget allows, in bounded memory.
+"""Radix selection of the smallest scores within an exact budget, in bounded memory.
 
-The bits of a non-negative float, read as a whole number, have the order of the floats. So the
-place where the budget is spent is found digit by digit (radix selection, 16 bits a digit): count
-how often each first digit occurs, find the one in which the budget ends, count the second digits
-of the scores that begin with it, and so on. Every score is read once per digit, in chunks and one
-pool after another; nothing is sorted, joined or kept but 65 536 counts. Counts are whole numbers,
-so the result depends neither on the device nor on how the scores are cut into chunks.
+The bits of a non-negative float, read as an integer, have the order of the floats. So the
+threshold is found digit by digit (radix selection, 16 bits a digit): count how often each first
+digit occurs, find the one in which the budget ends, count the second digits of the scores that
+begin with it, and so on. Every score is read once per digit, in chunks and one pool after another;
+nothing is sorted, joined or kept except 65 536 counts. Counts are integers, so the result depends
+neither on the device nor on the chunks.
 
 Ties: scores are taken in the order of the pools, and within one by position in memory.
 
@@ -33,12 +33,12 @@ _LARGEST_KEY = 1 << 63
 
 @dataclass(frozen=True)
 class Pool:
-    """Units of one tensor among which the least are wanted.
+    """Units of one tensor from which the smallest are selected.
 
     Attributes:
-        score_U: floating dtype, any shape; the size counts, not the sign. No NaN.
-        free_U: bool, same shape; false for what may not be taken.
-        size: what one unit takes of the budget.
+        score_U: floating dtype, any shape; the absolute value counts. No NaN.
+        free_U: bool, same shape; false for units that may not be selected.
+        size: cost of one unit in the budget.
     """
 
     score_U: Tensor
@@ -48,11 +48,11 @@ class Pool:
 
 @dataclass(frozen=True)
 class Cut:
-    """Where a budget is spent.
+    """The threshold at which a budget is exhausted.
 
     Attributes:
-        key: units whose key is below it are taken.
-        spare: what is left for units that have just this key.
+        key: units with a smaller key are selected.
+        spare: remaining budget for units with exactly this key.
         dtype: float32 or float64, whose bits the keys are.
     """
 
@@ -62,17 +62,17 @@ class Cut:
 
 
 def find_cut(pools: Callable[[], Iterable[Pool]], budget: int, dtype: torch.dtype) -> Cut:
-    """Where ``budget`` is spent when units are taken from the least score on.
+    """Find the score at which ``budget`` is exhausted, from the smallest score on.
 
-    A unit that does not fit ends it: the next one is not tried in its place.
+    A unit that does not fit ends the selection: the next one is not tried in its place.
 
     Args:
-        pools: called once per digit, so that pools can be made one at a time.
-        budget: sum of the sizes that may be taken.
+        pools: called once per digit, so that pools can be computed one at a time.
+        budget: sum of the sizes that may be selected.
         dtype: float32 or float64; scores are compared in it.
 
     Returns:
-        The cut; :func:`take` of every pool, in the same order, gives what is taken.
+        The cut; :func:`take` of every pool, in the same order, selects the units.
     """
     if budget <= 0:
         return Cut(0, 0, dtype)
@@ -92,10 +92,10 @@ def find_cut(pools: Callable[[], Iterable[Pool]], budget: int, dtype: torch.dtyp
 
 
 def take(pool: Pool, cut: Cut) -> tuple[Tensor, Cut]:
-    """The units of ``pool`` that the cut takes.
+    """Select the units of ``pool`` below the cut.
 
     Returns:
-        Bool of the pool's shape, and the cut for the next pool, with what is still to spare.
+        Bool of the pool's shape, and the cut for the next pool, with the remaining budget.
     """
     taken_U = torch.zeros_like(pool.free_U, memory_format=torch.contiguous_format)
     flat_U, spare = taken_U.view(-1), cut.spare
@@ -117,7 +117,7 @@ def take(pool: Pool, cut: Cut) -> tuple[Tensor, Cut]:
 
 
 def _digit_counts(pool: Pool, prefix: int, shift: int, dtype: torch.dtype) -> Tensor:
-    """How often each digit follows ``prefix`` in the keys of the free units, int64 [2^16]."""
+    """Count of each digit that follows ``prefix`` in the keys of the free units, int64 [2^16]."""
     counts = torch.zeros(1 << _DIGIT, dtype=torch.int64, device=pool.score_U.device)
     first = shift == torch.finfo(dtype).bits - _DIGIT
     for _, key_U, free_U in _chunks(pool, dtype):
@@ -129,7 +129,7 @@ def _digit_counts(pool: Pool, prefix: int, shift: int, dtype: torch.dtype) -> Te
 
 
 def _chunks(pool: Pool, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """Places, keys (int32 or int64) and what is free, of a bounded number of units at a time."""
+    """Positions, keys (int32 or int64) and free masks of a bounded number of units at a time."""
     score_U, free_U = pool.score_U.reshape(-1), pool.free_U.reshape(-1)
     step = _CPU_CHUNK_ELEMENTS if score_U.device.type == "cpu" else _CHUNK_ELEMENTS
     for low in range(0, len(score_U), step):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What each weight would be at its best, given the codes of all others."""
+"""The optimal value of each weight, given the codes of all others."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ __all__ = ["settled_weight"]
 def settled_weight(
     weight_RC: Tensor, rounded_RC: Tensor, hessian_CC: Tensor, *, dampening: float = 0.0
 ) -> Tensor:
-    r"""The least of ``tr(D H Dᵀ)``, D = Q − W, over each single weight.
+    r"""The minimum of ``tr(D H Dᵀ)``, D = Q − W, over each single weight.
 
     .. math:: \tilde w_c = q_c - (D H)_c / H_{cc}
 
-    Where coordinate descent (:func:`llmcompressor.numerics.gptq.descend`) has come to rest, every
-    one of them rounds to its own code; how far it lies from the middle between two codes says how
-    much the other one would cost.
+    Once coordinate descent (:func:`llmcompressor.numerics.gptq.descend`) has converged, each of
+    them rounds to its own code; its distance from the middle between two codes determines the cost
+    of the other code.
 
     Args:
         weight_RC: W, float32 ``[..., R, C]``.
         rounded_RC: Q, float32 ``[..., R, C]``.
         hessian_CC: H, float32 ``[..., C, C]``.
-        dampening: what is added to the diagonal of H, as a fraction of its mean, more than 0 where
-            columns are dead.
+        dampening: added to the diagonal of H, as a fraction of its mean, more than 0 if columns
+            are dead.
 
-    With a diagonal H nothing is to be made up for:
+    With a diagonal H it is the weight itself:
 
     >>> import torch
     >>> W, Q = torch.tensor([[0.4, 0.9]]), torch.tensor([[0.0, 1.0]])

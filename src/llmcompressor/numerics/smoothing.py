@@ -1,21 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""Scales that move the spread of activations into the weights that read them.
+r"""SmoothQuant scales, which move the range of activations into the following weights.
 
 Xiao et al., *SmoothQuant*, arXiv:2211.10438, eq. 4. With a the strength, for every channel j::
 
     s_j = range(X_j)^a / range(W_j)^(1 - a),     X' = X / s,     W' = W diag(s)
 
-``range`` is the greatest minus the least value of an activation's channel, and twice the greatest
-absolute value of a weight's column over all that read the channel. *Log equalization* looks at
-the activations alone::
+``range`` is the maximum minus the minimum of an activation's channel, and twice the absolute
+maximum of the column over all weights with this input. *Log equalization* uses the activations
+alone::
 
     s_j = range(X_j) / log2(2 + range(X_j))
 
-C channels, R rows of a weight. No scale is zero, negative, infinite or NaN, whatever is given.
+C channels, R rows of a weight. No scale is zero, negative, infinite or NaN, for any input.
 
-A channel that never varied has no range, and need not be zero: divided by the smallest scale, a
-constant would become the greatest value of each token by far, and rounding would leave nothing of
-the others. It keeps its scale.
+A constant channel has no range, but need not be zero: divided by the smallest scale, it would by
+far become the greatest value of each token, and rounding would erase the others. It keeps its
+scale.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _FLOOR = 1e-5
 
 
 def column_range(weights: Iterable[Tensor]) -> Tensor:
-    """Twice the greatest absolute value of each column over several weights.
+    """Twice the absolute maximum of each column over several weights.
 
     Args:
         weights: each ``[R_i, C]``, any floating dtype.
@@ -47,15 +47,15 @@ def column_range(weights: Iterable[Tensor]) -> Tensor:
 
 
 def smoothquant_scales(range_C: Tensor, weight_range_C: Tensor, strength: float) -> Tensor:
-    """What activations are divided by.
+    """SmoothQuant's divisors of the activations.
 
     Args:
         range_C: of the activations, ``[C]``; not negative.
-        weight_range_C: as :func:`column_range` gives it.
+        weight_range_C: result of :func:`column_range`.
         strength: a, from 0 (the weights' ranges alone) to 1 (the activations' alone).
 
     Returns:
-        float32 ``[C]``, at least 1e-5; 1 where a channel never varied.
+        float32 ``[C]``, at least 1e-5; 1 for constant channels.
 
     >>> ranges = torch.tensor([16.0, 4.0, 0.0])
     >>> smoothquant_scales(ranges, torch.tensor([1.0, 0.0, 1.0]), 0.5)
@@ -67,7 +67,7 @@ def smoothquant_scales(range_C: Tensor, weight_range_C: Tensor, strength: float)
 
 
 def log_equalization_scales(range_C: Tensor) -> Tensor:
-    """What activations are divided by, from their own ranges alone.
+    """Divisors of the activations by log equalization, from their ranges alone.
 
     Args:
         range_C: of the activations, ``[C]``; not negative.
@@ -83,6 +83,6 @@ def log_equalization_scales(range_C: Tensor) -> Tensor:
 
 
 def _usable(scale_C: Tensor, range_C: Tensor) -> Tensor:
-    """A channel without a range, or beyond numbers, is left as it is."""
+    """The scales, with 1 for channels without a range and for non-finite scales."""
     dead_C = ~torch.isfinite(scale_C) | (range_C <= 0)
     return torch.where(dead_C, 1.0, scale_C.clamp(min=_FLOOR))

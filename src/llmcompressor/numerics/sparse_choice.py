@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which weights stay, given a score for each: the least go, exactly as many as are asked for.
+"""Selection of the weights to keep by score, with an exact number of zeros.
 
-Scores are held columns first (``[..., C, R]``), as the solvers hold a weight, and the rows of
-several weights may be stacked: each of them (a :class:`Share`) has its own sparsity.
+Scores are transposed (``[..., C, R]``), as the solvers hold a weight, and the rows of several
+weights may be stacked: each of them (a :class:`Share`) has its own sparsity.
 
 Shapes: R rows, C columns; M weights of a group, N of them zero; S rows of one share.
 """
@@ -30,7 +30,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Share:
-    """Some rows of a stack, and the share of their weights that is to be zero."""
+    """Some rows of a stack, and the fraction of their weights that is to be zero."""
 
     rows: int
     sparsity: float
@@ -38,12 +38,12 @@ class Share:
 
 @dataclass(frozen=True)
 class Sparsity:
-    """How sparse a stack of weights is to become.
+    """The target sparsity of a stack of weights.
 
     Attributes:
-        shares: of its rows, from the first on.
-        group: N zeros in each M neighbours of a row, whatever the shares say; ``None`` for zeros
-            anywhere.
+        shares: sparsities of its rows, from the first on.
+        group: N zeros in each M consecutive weights of a row, overriding the shares; ``None`` for
+            zeros anywhere.
     """
 
     shares: tuple[Share, ...]
@@ -57,7 +57,7 @@ class Sparsity:
             start += share.rows
 
     def zeros(self, columns: int) -> list[int]:
-        """How many weights of each share are zero in its first ``columns``."""
+        """Number of zeros of each share in its first ``columns``."""
         return [zeros_of(share.sparsity, share.rows * columns) for share in self.shares]
 
 
@@ -68,17 +68,18 @@ def keep_best(
     gone_CR: Tensor | None = None,
     budgets: Sequence[int] | None = None,
 ) -> Tensor:
-    """Keep what scores best in each share, or in each group of it.
+    """Keep the weights with the highest scores in each share, or in each group of it.
 
     Args:
         score_CR: at least 0 and finite, float32 ``[..., C, R]``.
-        sparsity: how many go.
-        gone_CR: bool, same shape: what is zero in any case, and counts.
-        budgets: how many of each share go, of every member of a batch; as ``sparsity`` says if
-            ``None``.
+        sparsity: the number of weights to remove.
+        gone_CR: bool, same shape: weights that are zero in any case, included in the number.
+        budgets: number of weights to remove of each share, for every member of a batch; by default
+            from ``sparsity``.
 
     Returns:
-        Bool ``[..., C, R]``, true for what stays. Of equal scores the first in memory go.
+        Bool ``[..., C, R]``, true for kept weights. Of equal scores the first in memory are
+        removed.
 
     >>> score = torch.tensor([[3.0], [1.0], [2.0], [4.0]])
     >>> keep_best(score, Sparsity((Share(1, 0.5),), NofM(2, 4))).flatten().tolist()
@@ -109,12 +110,12 @@ def _least(score_CS: Tensor, free_CS: Tensor, budget: int) -> Tensor:
 
 
 def keep_best_of_rows(score_RC: Tensor, sparsity: float, gone_RC: Tensor | None = None) -> Tensor:
-    """Keep what scores best in each row; every row loses equally many.
+    """Keep the weights with the highest scores in each row; every row loses equally many.
 
     Args:
         score_RC: at least 0, ``[..., R, C]``.
-        sparsity: the share of a row that is to be zero.
-        gone_RC: bool, same shape: what is zero in any case, and counts.
+        sparsity: the fraction of a row that is to be zero.
+        gone_RC: bool, same shape: weights that are zero in any case, included in the number.
 
     >>> keep_best_of_rows(torch.tensor([[3.0, 1.0], [5.0, 6.0]]), 0.5).tolist()
     [[True, False], [False, True]]
@@ -128,21 +129,22 @@ def keep_best_of_rows(score_RC: Tensor, sparsity: float, gone_RC: Tensor | None 
 
 
 def keep_best_of_groups(score_CR: Tensor, group: NofM, gone_CR: Tensor | None = None) -> Tensor:
-    """1 for what stays: all but the N least of each group of M columns; of equals the first go.
+    """Mask of 1 for kept weights: all but the N lowest scores of each group of M columns.
 
-    By M (M - 1) / 2 comparisons of whole columns: there is nothing to sort, and memory is read
-    as it lies. Numbers and not truth values, since a CPU takes many at a time of the former only.
+    Of equal scores the first are removed. Computed by M (M - 1) / 2 comparisons of whole columns,
+    which needs no sorting and reads memory in order. The mask is numeric and not bool, since a CPU
+    vectorizes only numbers here.
 
     Args:
         score_CR: at least 0, floating ``[..., C, R]``; M divides C.
         group: N and M.
-        gone_CR: bool, same shape: taken for less than every other, and never kept.
+        gone_CR: bool, same shape: ranked below every other weight, and never kept.
 
     Returns:
         0 and 1 in the dtype of ``score_CR``, ``[..., C, R]``.
 
     Raises:
-        InputError: the columns do not make whole groups.
+        InputError: M does not divide the columns.
 
     >>> score = torch.tensor([[3.0], [1.0], [2.0], [4.0]])
     >>> keep_best_of_groups(score, NofM(2, 4)).flatten().tolist()

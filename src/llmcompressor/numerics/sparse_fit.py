@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""Which weights of a Linear to keep, and their best values: splitting, then conjugate gradients.
+r"""Sparse regression of a weight: ADMM for the mask, conjugate gradients for the values.
 
-What is wanted is the Q with the prescribed zeros that minimizes ``½ tr((Q − W) H (Q − W)ᵀ)``.
+The goal is the Q with the prescribed number of zeros that minimizes ``½ tr((Q − W) H (Q − W)ᵀ)``.
 
-**The choice** is found by splitting (ADMM, as in ALPS, arXiv:2406.07831, Alg. 1): X is free, Z has
-the zeros, V presses the two together, ever harder as ρ rises. All columns are first scaled so that
-diag H = 1. With P keeping what has the largest magnitude,
+**The mask** is found by splitting (ADMM, as in ALPS, arXiv:2406.07831, Alg. 1): X is free, Z has
+the zeros, V pulls the two together, with increasing ρ. All columns are first scaled so that
+diag H = 1. With P keeping the entries of largest magnitude,
 
 .. math::
     X \leftarrow W + (H + \rho I)^{-1} (\rho (Z - W) - V), \qquad
@@ -14,26 +14,26 @@ diag H = 1. With P keeping what has the largest magnitude,
     V \leftarrow V + \rho (\hat X - Z) .
 
 α is over-relaxation (Eckstein & Bertsekas, *Mathematical Programming* 55, 1992; on convex problems
-splitting converges with any below 2): 1.8 where rounds are few, which then come as far as a third
-more without it, and nearer to 1 where there are many. Z and V are zero where the other is not, so
-one array holds both. ρ rises in every third round, so that one factorization serves three. It
-begins with Z = P(W), which in these coordinates is Wanda's choice, and ends with
+splitting converges with any below 2): 1.8 for few rounds, which then achieve as much as a third
+more rounds without it, and nearer to 1 for many. Z and V are zero where the other is not, so one
+array holds both. ρ rises in every third round, so that one factorization serves three. The start is
+Z = P(W), which in these coordinates is Wanda's mask, and the end is
 
 .. math::
     Z = P(X + H (W - X)), \qquad H (W - X) = \rho (X - Z) + V ,
 
-a step down the gradient from X, which V has kept from its minimum: what was pressed hard for long
-is chosen by what it is worth, and where H = I that is Wanda's choice again, which is the best.
-No eigenvalue of H / ρ + I is below 1, so that X may be solved for in bfloat16: what is rounded is
-not magnified, however ill-conditioned H is. Conjugate gradients multiply by H, and stay in float32.
+a step down the gradient from X, which V has kept from its minimum: weights under a strong penalty
+are chosen by their value, and for H = I this is again Wanda's mask, which is then optimal. No
+eigenvalue of H / ρ + I is below 1, so that X may be solved for in bfloat16: rounding errors are not
+amplified, however ill-conditioned H is. Conjugate gradients multiply by H, and stay in float32.
 
-**The values** given the choice are a linear least-squares problem of each row: ``(H (Q − W)ᵀ)``
-is zero where Q is kept. Conjugate gradients solve it for all rows at once, the choice being a mask
-on residuals and directions (Golub & Van Loan, *Matrix Computations*, 4th ed., Alg. 11.3.3). The
-error never rises. At its minimum the error of whatever comes later, a quantization that keeps
-the zeros for instance, is added to what is left here and does not mix with it.
+**The values** for a given mask are a linear least-squares problem of each row: ``(H (Q − W)ᵀ)``
+is zero where Q is kept. Conjugate gradients solve it for all rows at once, with the mask applied to
+residuals and directions (Golub & Van Loan, *Matrix Computations*, 4th ed., Alg. 11.3.3). The error
+never rises. At its minimum the errors of later changes, a quantization that keeps the zeros for
+instance, are added to the remaining error without a cross term.
 
-Inside, weights are transposed (``[C, R]``); a leading batch dimension works on many at once.
+Internally, weights are transposed (``[C, R]``); a leading batch dimension works on many at once.
 """
 
 from __future__ import annotations
@@ -75,17 +75,17 @@ def sparse_fit(
     gone_RC: Tensor | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> SparseResult:
-    """Choose what is kept, and find its values.
+    """Choose the weights to keep, and fit their values.
 
     Args:
         weight_RC: W, float32 ``[..., R, C]``.
         hessian_CC: H, float32 ``[..., C, C]``; not changed.
-        sparsity: how many weights go; their number is exact.
-        rounds: of splitting; 0 keeps Wanda's choice.
-        steps: of conjugate gradients at the end.
-        dampening: what is added to the diagonal of H, as a fraction of its mean.
-        gone_RC: bool ``[..., R, C]``: what is zero in any case, and counts.
-        dtype: of the products by which the choice is found; values are found in float32.
+        sparsity: the exact number of weights to remove.
+        rounds: rounds of splitting; 0 uses Wanda's mask.
+        steps: steps of conjugate gradients at the end.
+        dampening: added to the diagonal of H, as a fraction of its mean.
+        gone_RC: bool ``[..., R, C]``: weights that are zero in any case, included in the number.
+        dtype: dtype of the products that find the mask; values are fitted in float32.
 
     Raises:
         SingularHessianError: H with the first penalty is not positive definite, or not finite.
@@ -105,15 +105,15 @@ def refit(
     steps: int = REFIT_STEPS,
     dampening: float = 0.01,
 ) -> SparseResult:
-    """The best values for a given choice, by conjugate gradients.
+    """Fit the values for a given mask by conjugate gradients.
 
     Args:
         weight_RC: W, float32 ``[..., R, C]``.
-        start_RC: where to begin, same shape; it counts only where it is kept.
+        start_RC: initial values, same shape; only kept entries are used.
         hessian_CC: H, float32 ``[..., C, C]``; not changed.
         kept_RC: bool ``[..., R, C]``.
         steps: each costs R C² multiplications; the error never rises.
-        dampening: what is added to the diagonal of H, as a fraction of its mean.
+        dampening: added to the diagonal of H, as a fraction of its mean.
     """
     scaled = _scaled(weight_RC, hessian_CC, dampening)
     kept_CR = columns_first(kept_RC, None)
@@ -122,7 +122,7 @@ def refit(
 
 
 class _Scaled(NamedTuple):
-    """A problem whose Hessian has a diagonal of one."""
+    """A problem whose Hessian is scaled to a diagonal of one."""
 
     weight_CR: Tensor
     hessian_CC: Tensor
@@ -143,13 +143,13 @@ def _split(
     gone_CR: Tensor | None,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
-    """The values and the choice that splitting ends with."""
+    """The values and the mask at the end of the splitting."""
     kept_CR = _kept(problem.weight_CR.abs(), sparsity, gone_CR)
     both_CR = problem.weight_CR * kept_CR
     solver, before, relaxation = None, _penalty(0, rounds), _relaxation(rounds)
     for begin in range(0, rounds, ROUNDS_PER_FACTOR):
         penalty = _penalty(begin, rounds)
-        del solver  # before there is another of its size
+        del solver  # free it before another of its size is created
         solver = _solver(problem, penalty, dtype)
 
         def advance(
@@ -183,15 +183,15 @@ def _split(
 
 
 def _press_(both_CR: Tensor, kept_CR: Tensor, factor: float) -> None:
-    """V / ρ in ``both_CR`` becomes as many times of it; ``kept_CR`` is used up."""
+    """Multiply V / ρ in ``both_CR`` by ``factor``; ``kept_CR`` is overwritten."""
     both_CR.mul_(kept_CR.mul_(1 - factor).add_(factor))
 
 
 def _apart(both_CR: Tensor, kept_CR: Tensor, weight_CR: Tensor, solver: _Solver) -> Tensor:
-    """X - Z of a round.
+    """The difference X - Z of a round.
 
     ``both_CR`` holds Z where it is kept and V / ρ elsewhere: each is zero where the other is not,
-    since V / ρ becomes what P takes from X̂ + V / ρ.
+    since V / ρ becomes the part that P removes from X̂ + V / ρ.
     """
     away_CR = torch.addcmul(both_CR, both_CR, kept_CR, value=-2).add_(weight_CR)  # W - Z + V / ρ
     found_CR = torch.sub(weight_CR, solver.solve_(away_CR), out=away_CR)  # X
@@ -199,14 +199,14 @@ def _apart(both_CR: Tensor, kept_CR: Tensor, weight_CR: Tensor, solver: _Solver)
 
 
 def _kept(score_CR: Tensor, sparsity: Sparsity, gone_CR: Tensor | None) -> Tensor:
-    """1 for what stays, else 0, float32 as ``score_CR``."""
+    """Mask of 1 for kept weights, else 0, float32 as ``score_CR``."""
     if sparsity.group is not None:
         return keep_best_of_groups(score_CR, sparsity.group, gone_CR)
     return keep_best(score_CR, sparsity, gone_CR=gone_CR).to(score_CR.dtype)
 
 
 def _penalty(number: int, rounds: int) -> float:
-    """From ``2.4 / rounds`` to 0.8, by equal factors."""
+    """The penalty ρ of a round, from ``2.4 / rounds`` to 0.8 by equal factors."""
     last = (rounds - 1) // ROUNDS_PER_FACTOR
     share = number // ROUNDS_PER_FACTOR / max(last, 1)
     first = _LAST_PENALTY * min(ROUNDS_PER_FACTOR / max(rounds, 1), 1.0)
@@ -214,12 +214,12 @@ def _penalty(number: int, rounds: int) -> float:
 
 
 def _relaxation(rounds: int) -> float:
-    """Long steps where there are few."""
+    """The over-relaxation α, larger for fewer rounds."""
     return min(_MOST_RELAXED, 1 + _LONG_STEPS / max(rounds, 1))
 
 
 def _solver(problem: _Scaled, penalty: float, dtype: torch.dtype) -> _Solver:
-    """Solves with H / ρ + I, whose least eigenvalue is 1: products of 16 bits do for it."""
+    """A solver for H / ρ + I, whose smallest eigenvalue is 1, so that 16-bit products suffice."""
     pressed_CC = problem.hessian_CC / penalty
     pressed_CC.diagonal(dim1=-2, dim2=-1).add_(1)
     lower_CC = cholesky(pressed_CC, overwrite=True)
@@ -232,7 +232,7 @@ def _solver(problem: _Scaled, penalty: float, dtype: torch.dtype) -> _Solver:
 
 
 def _refitted(problem: _Scaled, value_CR: Tensor, kept_CR: Tensor, steps: int) -> SparseResult:
-    """Conjugate gradients on the kept weights; ``value_CR`` is used up."""
+    """Run conjugate gradients on the kept weights; ``value_CR`` is overwritten."""
     loss_R = value_CR.new_empty(value_CR.shape[:-2] + value_CR.shape[-1:])
 
     def descend(rows: slice) -> None:
@@ -254,7 +254,7 @@ def _refitted(problem: _Scaled, value_CR: Tensor, kept_CR: Tensor, steps: int) -
 def _descend_(
     hessian_CC: Tensor, weight_CR: Tensor, value_CR: Tensor, kept_CR: Tensor, steps: int
 ) -> Tensor:
-    """Improve ``value_CR`` in place; ``tr(D H Dᵀ)`` of each row after that."""
+    """Improve ``value_CR`` in place; return the resulting ``tr(D H Dᵀ)`` of each row."""
     change_CR = weight_CR - value_CR
     residual_CR = matmul(hessian_CC, change_CR, fewest=MANY_ALIKE)
     loss_R = (change_CR.mul_(residual_CR)).sum(dim=-2)

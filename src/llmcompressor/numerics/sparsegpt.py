@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""SparseGPT: zero weights column by column, moving each error onto the columns still to come.
+r"""SparseGPT: zero weights column by column, and move each error onto the columns still to come.
 
 Frantar & Alistarh, arXiv:2301.00774, Alg. 1. For a weight W and inputs with Hessian ``H = XᵀX`` it
 lowers ``tr((Q − W) H (Q − W)ᵀ)`` over the Q with zeros in the places that it chooses on the way.
@@ -8,10 +8,10 @@ before it are decided (R_cc is 1 / U_cc of the paper, ``UᵀU = H⁻¹``),
 
 .. math:: \varepsilon = w^2 R_{cc}^2 .
 
-Zeros anywhere: when a block of columns begins, the share of it with the least ε goes. N:M: when a
-group of M columns begins, the N of each row with the least ε go; w is what the column would be if
-none of those that come before it there were removed. What goes is zero when its column
-comes, and the later columns compensate for it as in GPTQ
+Zeros anywhere: when a block of columns begins, the fraction of it with the least ε is removed. N:M:
+when a group of M columns begins, the N of each row with the least ε are removed; w is then the
+column given that none of the earlier ones of the group is removed. A removed weight becomes zero
+when its column is reached, and the later columns compensate for it as in GPTQ
 (:mod:`llmcompressor.numerics.column_sweep`).
 
 The choice is greedy, and the compensation reaches later columns only:
@@ -61,16 +61,17 @@ def sparse_sweep(
 ) -> SparseResult:
     """Prune ``weight_RC`` from left to right.
 
-    Nothing is mutated. With N:M the result does not depend on ``block`` and ``strip`` but for
-    rounding; otherwise ``block`` says within how many columns weights are compared.
+    Nothing is mutated. With N:M the result depends on ``block`` and ``strip`` only by
+    floating-point rounding; otherwise ``block`` is the number of columns within which weights are
+    compared.
 
     Args:
         weight_RC: float32 ``[..., R, C]``.
         factor_CC: R, float32 ``[..., C, C]``.
-        sparsity: how many weights go; their number is exact.
-        gone_RC: bool ``[..., R, C]``: what is zero in any case, and counts.
-        block: columns of a block; with N:M a multiple of M is taken.
-        strip: columns whose updates to the rest of the block are gathered into one product.
+        sparsity: the exact number of weights to remove.
+        gone_RC: bool ``[..., R, C]``: weights that are zero in any case, included in the number.
+        block: columns of a block; with N:M it is rounded to a multiple of M.
+        strip: columns whose updates to the rest of the block are accumulated in one product.
     """
     work_CR = columns_first(weight_RC, None)
     gone_CR = None if gone_RC is None else gone_RC.mT.contiguous()
@@ -82,7 +83,7 @@ def sparse_sweep(
     taken = [0] * len(sparsity.shares)
 
     def choose(values_KR: Tensor, lo: int) -> Tensor:
-        """What is kept of the columns from ``lo`` on; 0 and 1."""
+        """Mask of the weights to keep in the columns from ``lo`` on, 0 and 1."""
         hi = lo + values_KR.shape[-2]
         score_KR = (values_KR * root_C1[..., lo:hi, :]).square_()
         asked = sparsity.zeros(hi)

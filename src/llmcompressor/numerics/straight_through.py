@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""Rounding that lets gradients pass: fake quantization for training.
+r"""Straight-through fake quantization for training.
 
 The forward is :meth:`Grid.fake_quantize`, in the same arithmetic, with t = x / s + z::
 
     q = round(clamp(t, qmin, qmax)),    x' = (q - z) s
 
-Rounding has a derivative of zero almost everywhere, so it is taken for the identity in the
-backward (the straight-through estimator: Bengio et al., arXiv:1308.3432, section 4; for quantized
-networks Jacob et al., arXiv:1712.05877, section 3). Clamping keeps its derivative::
+Rounding has a derivative of zero almost everywhere, so the backward treats it as the identity
+(the straight-through estimator: Bengio et al., arXiv:1308.3432, section 4; for quantized networks
+Jacob et al., arXiv:1712.05877, section 3). Clamping keeps its derivative::
 
     dx'/dx = 1   where qmin <= t <= qmax,    0   elsewhere
 
-For a scale that is learned, the same definition gives the gradient of learned step sizes (LSQ,
-Esser et al., arXiv:1902.08153, equation 3, there with z = 0)::
+For a learned scale, the same definition gives the gradient of learned step sizes (LSQ, Esser et
+al., arXiv:1902.08153, equation 3, there with z = 0)::
 
     dx'/ds = q - t   where qmin <= t <= qmax,    q - z   elsewhere
 
@@ -54,15 +54,15 @@ def fake_quantize(
     through: torch.dtype | None = None,
     gradient_scale: float = 1.0,
 ) -> Tensor:
-    """Each x replaced by the value that its code stands for; gradients pass straight through.
+    """Fake-quantize x with straight-through gradients.
 
     Args:
         x: values, any shape, floating dtype.
-        scale: effective scale, broadcastable to ``x``. Where it requires a gradient it gets that
-            of LSQ; otherwise it counts as a constant.
+        scale: effective scale, broadcastable to ``x``. If it requires a gradient it gets that of
+            LSQ; otherwise it is a constant.
         zero: zero point, broadcastable to ``x``; ``None`` for none. Always a constant.
-        grid: what is rounded to.
-        through: a dtype that the values pass through, as readers of packed floats have it.
+        grid: the grid to round to.
+        through: an intermediate dtype of the values, as in loaders of packed floats.
         gradient_scale: g, see :func:`step_gradient`.
 
     Returns:
@@ -93,7 +93,7 @@ def fake_quantize_matrix(
     through: torch.dtype | None = None,
     gradient_scale: float = 1.0,
 ) -> Tensor:
-    """A matrix [..., R, C] under one scale per cell of ``partition``; see :func:`fake_quantize`."""
+    """Fake-quantize a matrix [..., R, C] with one scale per cell; see :func:`fake_quantize`."""
     return partition.apply(
         lambda x, s, z: fake_quantize(
             x, s, z, grid, through=through, gradient_scale=gradient_scale
@@ -108,8 +108,8 @@ def step_gradient(elements: int, grid: Grid) -> float:
     """LSQ's g = 1 / sqrt(N qmax), which keeps updates of scales and of values in proportion.
 
     Args:
-        elements: N, how many elements share the scale.
-        grid: whose greatest member counts.
+        elements: N, the number of elements that share the scale.
+        grid: the grid, for its largest member.
 
     >>> step_gradient(14, Grid("int", 4)) == 1 / 98**0.5
     True
@@ -118,15 +118,15 @@ def step_gradient(elements: int, grid: Grid) -> float:
 
 
 def learned_scale(log_ratio: Tensor, start: Tensor) -> Tensor:
-    """The scale s = start · exp(p), which is positive whatever p is.
+    """The scale s = start · exp(p), which is positive for any p.
 
-    Learned in the logarithm, a scale moves by a fraction of itself, however small it is: an
-    optimizer that normalizes gradients (Adam) moves all scales alike. Weight decay on p pulls the
-    scale to where it started.
+    In the logarithm, an update changes a scale by a fraction of itself, however small it is: an
+    optimizer that normalizes gradients (Adam) changes all scales by similar fractions. Weight decay
+    on p pulls the scale to its initial value.
 
     Args:
-        log_ratio: p, floating, broadcastable with ``start``; zero at first.
-        start: the scale that was observed, positive; a constant.
+        log_ratio: p, floating, broadcastable with ``start``; initially zero.
+        start: the observed scale, positive; a constant.
 
     Returns:
         The shape and dtype of ``start``.
@@ -144,12 +144,12 @@ def storable_scale(
     global_scale: Tensor | None = None,
     dtype: torch.dtype,
 ) -> Tensor:
-    """A scale as it can be stored, in ``dtype``; gradients pass straight through.
+    """A scale rounded to its storage format, in ``dtype``, with straight-through gradients.
 
     Args:
-        scale: positive, floating; what values are divided by.
+        scale: positive, floating; the divisor of the values.
         scale_format: how it is stored.
-        global_scale: float32 [1], for ``E4M3``; what is stored is the scale times this.
+        global_scale: float32 [1], for ``E4M3``; the stored scale is multiplied by it.
         dtype: of the result.
 
     >>> storable_scale(
@@ -170,10 +170,10 @@ def storable_scale(
 
 
 def touch(x: Tensor, *others: Tensor) -> Tensor:
-    """``x`` itself, in whose backward ``others`` get gradients of zero.
+    """Return ``x``, with gradients of zero for ``others`` in its backward.
 
-    Data parallel training wants a gradient for every parameter, also for those that have no part
-    in the forward yet.
+    Data parallel training needs a gradient for every parameter, even for those that are not part of
+    the forward yet.
     """
     result: Tensor = _Touch.apply(x, *others)  # type: ignore[no-untyped-call]  # torch's own
     return result
@@ -186,7 +186,7 @@ def _values(
     zero: Tensor | None,
     through: torch.dtype | None,
 ) -> Tensor:
-    """(q - z) s, in ``dtype``; ``codes`` must not be used again."""
+    """Dequantized values (q - z) s, in ``dtype``; ``codes`` may be overwritten."""
     values = codes.to(scale.dtype)
     if zero is not None:
         values.sub_(zero.to(scale.dtype))
@@ -195,9 +195,9 @@ def _values(
 
 
 def _inside(quotients: Tensor, grid: Grid) -> Tensor:
-    """Whether each t lies between the ends of the grid; at an end, whatever its last bits are.
+    """Mask of the t within the ends of the grid, with a tolerance for rounding at the ends.
 
-    The extreme that a scale was found from lies at the end, and the two divisions may put it a
+    The extreme from which a scale was computed is at the end, and the two divisions may put it a
     little beyond.
     """
     slack = 1.0 + 2.0 * torch.finfo(quotients.dtype).eps
@@ -210,7 +210,7 @@ def _replaced(x: Tensor, value: Tensor) -> Tensor:
 
 
 class _Fixed(torch.autograd.Function):
-    """Fake quantization by a constant scale. One bool per element is kept for the backward."""
+    """Fake quantization with a constant scale. One bool per element is saved for the backward."""
 
     @staticmethod
     def forward(
@@ -235,7 +235,7 @@ class _Fixed(torch.autograd.Function):
 
 
 class _Learned(torch.autograd.Function):
-    """Fake quantization by a scale that is learned (LSQ, equation 3)."""
+    """Fake quantization with a learned scale (LSQ, equation 3)."""
 
     @staticmethod
     def forward(

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 r"""The mean over tokens of a comparison of two tensors, in bounded memory.
 
-``R`` rows of a tensor, ``N`` of them that count (real tokens), ``D`` features.
+``R`` rows of a tensor, ``N`` of them selected (real tokens), ``D`` features.
 
-A comparison of logits in float32 makes several tensors of their size: with a vocabulary of
-128 k and 4 k tokens each is 2 GiB. Here a chunk of rows is widened, compared and differentiated
-at a time. What is kept for the backward pass is the gradient of the student's tensor, in that
-tensor's own dtype; neither float32 copies nor the teacher's tensor are.
+A comparison of logits in float32 allocates several tensors of their size: with a vocabulary of
+128 k and 4 k tokens each is 2 GiB. Here rows are widened, compared and differentiated in chunks.
+Only the gradient of the student's tensor, in that tensor's own dtype, is saved for the backward
+pass, but neither float32 copies nor the teacher's tensor.
 """
 
 from __future__ import annotations
@@ -38,18 +38,17 @@ def mean_over_tokens(
     rows_N: Tensor | None = None,
     chunk_elements: int | None = None,
 ) -> Tensor:
-    """The mean of ``compare`` over the rows that count.
+    """The mean of ``compare`` over the selected rows.
 
     Args:
-        compare: gives one value per row, from these two rows alone.
-        student_RD: what is differentiated, any floating dtype.
-        teacher_RD: a constant, of the same number of rows.
-        rows_N: which rows count, long; all if not given. Others get a gradient of zero.
-        chunk_elements: elements of the wider tensor that are worked on at a time; by default
-            what suits the device.
+        compare: returns one value per row, from the two rows alone.
+        student_RD: differentiated, any floating dtype.
+        teacher_RD: a constant, with the same number of rows.
+        rows_N: indices of the selected rows, long; by default all. Others get a gradient of zero.
+        chunk_elements: elements of the wider tensor per chunk; the default depends on the device.
 
     Returns:
-        A float32 scalar, float64 where the student's tensor is; 0 where no row counts.
+        A float32 scalar, float64 if the student's tensor is; 0 if no row is selected.
 
     >>> from llmcompressor.numerics.distillation import l1_distance
     >>> student = torch.tensor([[1.0], [5.0]], requires_grad=True)
@@ -70,13 +69,13 @@ def mean_of_rows(
     rows_N: Tensor | None = None,
     chunk_elements: int | None = None,
 ) -> Tensor:
-    """The mean of ``function`` (``[N, D] → [N]``) over the rows that count, without gradient.
+    """The mean of ``function`` (``[N, D] → [N]``) over the selected rows, without gradient.
 
     Args:
-        function: gives one value per row.
+        function: returns one value per row.
         input_RD: any floating dtype.
-        rows_N: which rows count, long; all if not given.
-        chunk_elements: elements that are worked on at a time; by default what suits the device.
+        rows_N: indices of the selected rows, long; by default all.
+        chunk_elements: elements per chunk; the default depends on the device.
     """
     with torch.no_grad():
         sums = [
@@ -113,7 +112,7 @@ class _MeanOverTokens(torch.autograd.Function):
                 (part_grad_ND,) = torch.autograd.grad(total, part_ND)
                 gradient_RD[chunk] = part_grad_ND.to(gradient_RD.dtype)
         if gradient_RD is not None:
-            # Of the sum and not of the mean: float16 has no room for the small numbers.
+            # Gradient of the sum, not of the mean, whose small numbers would underflow float16.
             ctx.save_for_backward(gradient_RD)
         ctx.count = _count(student_RD, rows_N)
         ctx.chunk_elements = chunk_elements
@@ -137,7 +136,7 @@ class _MeanOverTokens(torch.autograd.Function):
 def _chunks(
     first_RD: Tensor, second_RD: Tensor, rows_N: Tensor | None, elements: int | None
 ) -> Iterator[Tensor | slice]:
-    """The rows that count, as indices, so many at a time that the wider tensor fits."""
+    """Indices of the selected rows, in chunks that limit the size of the wider tensor."""
     if elements is None:
         on_cpu = first_RD.device.type == "cpu"
         elements = CPU_CHUNK_ELEMENTS if on_cpu else CHUNK_ELEMENTS

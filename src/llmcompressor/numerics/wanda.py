@@ -5,9 +5,9 @@ Sun et al., arXiv:2306.11695, Eq. 1. With X the inputs (T tokens), the score of 
 
 .. math:: S_{rc} = |W_{rc}| \cdot \lVert X_c \rVert_2 / \sqrt T ,
 
-and within each row, or each group of M weights of a row, those with the least score go. Nothing
-else is changed. It is the choice that the output error asks for if inputs are uncorrelated: what a
-row loses is then the sum of its S² alone.
+and within each row, or each group of M weights of a row, those with the least score are removed. No
+other weight changes. This is the choice with the least output error if inputs are uncorrelated: the
+error of a row is then the sum of its S² alone.
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ def wanda_keeps(
     *,
     gone_RC: Tensor | None = None,
 ) -> Tensor:
-    """What stays, bool ``[..., R, C]``.
+    """Mask of the kept weights, bool ``[..., R, C]``.
 
     Args:
         score_RC: of every weight, at least 0.
-        sparsity: the share of each row that goes; without effect where there is a group.
-        group: N zeros in each M neighbours of a row; ``None`` to compare within whole rows.
-        gone_RC: bool, same shape: what is zero in any case, and counts.
+        sparsity: the fraction of each row to remove; unused with a group.
+        group: N zeros in each M consecutive weights of a row; ``None`` to compare whole rows.
+        gone_RC: bool, same shape: weights that are zero in any case, included in the number.
 
-    Of equal scores in a group the first go.
+    Of equal scores in a group the first are removed.
 
     >>> import torch
     >>> wanda_keeps(torch.tensor([[1.0, 4.0, 3.0, 2.0]]), 0.5, NofM(2, 4)).tolist()
@@ -62,28 +62,28 @@ def wanda_keeps(
 
 
 def _kept_of_groups(score_RC: Tensor, group: NofM, gone_RC: Tensor | None = None) -> Tensor:
-    """1 for what stays, else 0, as ``score_RC``."""
+    """Mask of 1 for kept weights, else 0, in the dtype of ``score_RC``."""
     gone_CR = None if gone_RC is None else gone_RC.mT
-    # turned in memory too: members of a group that lie side by side are compared one at a time
+    # transposed in memory too: comparing adjacent members of a group is not vectorized
     return keep_best_of_groups(score_RC.mT.contiguous(), group, gone_CR).mT.contiguous()
 
 
 def wanda_prune(
     weight_RC: Tensor, mean_square_C: Tensor, sparsity: float, group: NofM | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The weight without what scores least, and what each row loses by that.
+    """The pruned weight, and the error of each row.
 
     Args:
         weight_RC: any floating dtype ``[R, C]``; not changed.
         mean_square_C: mean of the squares of each input column, float32 ``[C]``.
-        sparsity: the share of each row that goes; without effect where there is a group.
-        group: N zeros in each M neighbours of a row; ``None`` to compare within whole rows.
+        sparsity: the fraction of each row to remove; unused with a group.
+        group: N zeros in each M consecutive weights of a row; ``None`` to compare whole rows.
 
     Returns:
-        A new tensor like ``weight_RC``; Σ S² of what is gone, float32 ``[R]``.
+        A new tensor like ``weight_RC``; Σ S² of the removed weights, float32 ``[R]``.
 
     Raises:
-        InputError: the columns do not make whole groups.
+        InputError: M does not divide the columns.
 
     >>> weight = torch.tensor([[1.0, -4.0, 3.0, -2.0]])
     >>> wanda_prune(weight, torch.tensor([1.0, 1.0, 1.0, 4.0]), 0.5)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Statistics of tensors, and the scales and zero points that follow from them."""
+"""Observers: statistics of tensors, and the scales and zero points computed from them."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Observers see tensors and say what their scales are to be.
+"""The observer base classes: accumulate statistics of tensors and compute their scales.
 
-A concrete observer says two things: the range of one tensor (:meth:`RangeObserver.measure`), and
-how it changes the range of those before (:meth:`RangeObserver.combine`).
+A concrete observer defines the range of one tensor (:meth:`RangeObserver.measure`) and the way it
+updates the range of the tensors before (:meth:`RangeObserver.combine`).
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ MinMaxTuple: TypeAlias = tuple[Tensor, Tensor]
 
 
 class QParamsDict(TypedDict, total=False):
-    """What :meth:`Observer.get_qparams` gives."""
+    """The return value of :meth:`Observer.get_qparams`."""
 
     scale: Tensor
     zero_point: Tensor
@@ -82,16 +82,16 @@ class QParamsDict(TypedDict, total=False):
 
 
 class ScaleAndZeroPoint(tuple[Tensor, Tensor]):
-    """What an observer gives of a tensor that it is shown.
+    """Scale and zero point of all tensors observed so far, the result of calling an observer.
 
-    Beside that a way back to the observer, so that ``observer(x).get_qparams()`` works too.
+    It keeps a reference to the observer, so that ``observer(x).get_qparams()`` works too.
     """
 
     observer: Observer
 
     @classmethod
     def of(cls, observer: Observer) -> Self:
-        """The :meth:`Observer.qparams` of what was observed until now."""
+        """Compute the :meth:`Observer.qparams` of the observations so far."""
         found = cls(observer.qparams())
         found.observer = observer
         return found
@@ -102,20 +102,20 @@ class ScaleAndZeroPoint(tuple[Tensor, Tensor]):
 
 
 class ObserverOptions(BaseModel):
-    """The ``observer_kwargs`` that an observer understands; by itself none."""
+    """The ``observer_kwargs`` that an observer accepts; none by default."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
 class Observer(ABC):
-    """Accumulates what tensors look like and gives their scale and zero point.
+    """Accumulates statistics of tensors and computes their scale and zero point.
 
     Args:
-        base_name: what is observed: ``"weight"``, ``"input"``, ``"output"``, ``"q"``, ``"k"`` or
+        base_name: the kind of tensor: ``"weight"``, ``"input"``, ``"output"``, ``"q"``, ``"k"`` or
             ``"v"``.
         args: how it will be quantized; never changed.
-        module: what classes of earlier releases hand on; nothing is looked for there.
-        observer_kwargs: the observer's options; they go before ``args.observer_kwargs``.
+        module: accepted for classes written for earlier releases, and unused.
+        observer_kwargs: the observer's options; they override ``args.observer_kwargs``.
     """
 
     Options: ClassVar[type[ObserverOptions]] = ObserverOptions
@@ -148,18 +148,18 @@ class Observer(ABC):
         quantization_args: QuantizationArgs | None = None,
         **observer_kwargs: Any,
     ) -> Observer:
-        """A new observer of the kind called ``name``.
+        """Create an observer by its registered name.
 
         Args:
-            name: of the kind.
-            base_name: what is observed; a weight, unless the strategy is one of activations alone.
+            name: the registered name.
+            base_name: the kind of tensor; a weight, unless the strategy is for activations only.
             args: how it will be quantized.
-            quantization_args: the same, as earlier releases call it.
+            quantization_args: the same, under its name in earlier releases.
             **observer_kwargs: options of the observer.
 
         Raises:
-            InputError: there is no such observer, it does not know one of the options, or nothing
-                says how it will be quantized.
+            InputError: there is no such observer, it does not have one of the options, or no
+                quantization arguments are given.
         """
         how = quantization_args if args is None else args
         if how is None:
@@ -174,20 +174,20 @@ class Observer(ABC):
 
     @classmethod
     def registered_names(cls) -> list[str]:
-        """What :meth:`load_from_registry` knows."""
+        """The names that :meth:`load_from_registry` accepts."""
         return OBSERVERS.names()
 
     @classmethod
     def register(
         cls, name: str, alias: str | Iterable[str] = ()
     ) -> Callable[[ObserverClass], ObserverClass]:
-        """Class decorator: make an observer known as ``name``, and as ``alias``.
+        """Class decorator: register an observer as ``name``, and as ``alias``.
 
-        One that keeps statistics of its own (:mod:`llmcompressor.observers.statistics`) is
-        completed.
+        A class that keeps statistics of its own (:mod:`llmcompressor.observers.statistics`) is
+        completed to an observer.
 
         Raises:
-            InputError: when a class is registered that lacks what makes an observer.
+            InputError: the class lacks a required method.
         """
         names = [name, alias] if isinstance(alias, str) else [name, *alias]
 
@@ -207,7 +207,7 @@ class Observer(ABC):
         return add
 
     def __call__(self, x: Tensor) -> ScaleAndZeroPoint:
-        """Observe ``x``, then :meth:`qparams`."""
+        """Observe ``x``, then return :meth:`qparams`."""
         self.observe(x)
         return ScaleAndZeroPoint.of(self)
 
@@ -217,7 +217,7 @@ class Observer(ABC):
     else:
 
         def __getattr__(self, name: str) -> Any:
-            """``min_vals`` and ``max_vals``, the :meth:`range`; absent until there is one.
+            """``min_vals`` and ``max_vals``, the bounds of :meth:`range`, once there are any.
 
             A subclass may set them itself.
             """
@@ -228,16 +228,16 @@ class Observer(ABC):
 
     @property
     def has_statistics(self) -> bool:
-        """Whether anything has been observed."""
+        """True if anything has been observed."""
         return all(hasattr(self, name) for name in self._stats_attrs)
 
     @property
     def is_weight_obs(self) -> bool:
-        """Whether a weight is observed."""
+        """True if the observed tensor is a weight."""
         return self.base_name == "weight"
 
     def get_statistics(self) -> dict[str, Tensor]:
-        """What was accumulated, by name: least and greatest value per scale.
+        """The accumulated statistics by name: minimum and maximum per scale.
 
         Raises:
             InputError: nothing has been observed.
@@ -248,7 +248,7 @@ class Observer(ABC):
 
     @torch.no_grad()
     def observe(self, x: Tensor) -> Self:
-        """Take a tensor into account; an empty one changes nothing.
+        """Update the statistics with a tensor; an empty one changes nothing.
 
         Args:
             x: weight [R, C]; activation [..., C] without its padding; or attention states
@@ -267,12 +267,11 @@ class Observer(ABC):
 
     @torch.no_grad()
     def observe_each(self, x: Tensor, parts: int) -> Self:
-        """Take tensors of one size into account, each as one observation.
+        """Update the statistics with several tensors of one size, each as one observation.
 
         Args:
-            x: the tensors, as :meth:`observe` takes them, one after another along the first
-                dimension.
-            parts: how many there are.
+            x: the tensors, as for :meth:`observe`, concatenated along the first dimension.
+            parts: number of tensors.
 
         Raises:
             NonFiniteError: ``x`` holds NaN or infinity.
@@ -283,10 +282,10 @@ class Observer(ABC):
 
     @torch.no_grad()
     def collect(self, x: Tensor) -> Self:
-        """Set a tensor aside, as :meth:`observe` takes it, until :meth:`commit`.
+        """Buffer the statistics of a tensor until :meth:`commit`.
 
-        What is set aside counts as one observation, however many tensors it came in: a step of
-        training is one, in whatever batches and on however many processes it was taken.
+        All tensors collected until then count as one observation: a training step is one
+        observation, whatever its number of batches and processes.
         """
         if x.numel():
             found = self._measured(canonical(x.detach(), self.base_name, self.args))
@@ -295,19 +294,19 @@ class Observer(ABC):
         return self
 
     def collected(self) -> Any:
-        """What was set aside since the last :meth:`commit`: tensors in a tuple, or ``None``."""
+        """The statistics buffered since the last :meth:`commit`: a tuple, or ``None``."""
         return self._collected
 
     @torch.no_grad()
     def commit(self, seen: Iterable[Any] | None = None) -> Self:
-        """Take what was set aside into account, as one observation.
+        """Update the statistics with the collected tensors, as one observation.
 
         Args:
-            seen: what the observers of the same tensor have :meth:`collected` on all processes,
-                this one among them, in one order on all of them.
+            seen: the :meth:`collected` statistics of this tensor from all processes, including this
+                one, in the same order on all processes.
 
         Raises:
-            NonFiniteError: there was NaN or infinity in it; nothing has changed then.
+            NonFiniteError: they hold NaN or infinity; nothing has changed then.
         """
         seen = [self._collected] if seen is None else seen
         self._collected = None
@@ -318,11 +317,11 @@ class Observer(ABC):
         return self
 
     def state_dict(self) -> dict[str, Any]:
-        """All that was observed, in tensors, numbers and texts; what is set aside is not."""
+        """The accumulated statistics as tensors, numbers and strings, without uncommitted ones."""
         return {"observations": self.observations, **(self._saved() if self.observations else {})}
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Go on where :meth:`state_dict` was taken."""
+        """Restore the statistics saved by :meth:`state_dict`."""
         self.reset()
         self.observations = int(saved["observations"])
         if self.observations:
@@ -334,27 +333,27 @@ class Observer(ABC):
 
     @abstractmethod
     def _measured(self, observed: Canonical) -> Any:
-        """What is kept of one tensor until the commit."""
+        """The statistics of one tensor that are buffered until the commit."""
 
     @abstractmethod
     def _joined(self, own: Any, other: Any) -> Any:
-        """Two measured tensors as one; the order does not matter."""
+        """Combine the statistics of two tensors; the order does not matter."""
 
     @abstractmethod
     def _take(self, measured: Any) -> None:
-        """Accumulate what was measured.
+        """Accumulate buffered statistics.
 
         Raises:
-            NonFiniteError: it is not finite.
+            NonFiniteError: they are not finite.
         """
 
     @abstractmethod
     def _saved(self) -> dict[str, Any]:
-        """What was accumulated."""
+        """The accumulated statistics, for :meth:`state_dict`."""
 
     @abstractmethod
     def _load(self, saved: Mapping[str, Any]) -> None:
-        """Take what :meth:`_saved` returned for what was accumulated."""
+        """Restore the accumulated statistics from the result of :meth:`_saved`."""
 
     @abstractmethod
     def _update(self, observed: Canonical) -> None:
@@ -366,11 +365,11 @@ class Observer(ABC):
 
     @abstractmethod
     def _merge(self, other: Self) -> None:
-        """Accumulate what ``other`` has; both have observed something."""
+        """Merge the statistics of ``other``; both observers have observations."""
 
     @abstractmethod
     def _adopt(self, other: Self) -> None:
-        """Take over what ``other`` has; this one has observed nothing."""
+        """Copy the statistics of ``other``; this observer has no observations."""
 
     def range(self) -> tuple[Tensor, Tensor]:
         """The range that values are clipped to: two tensors of the scale's shape.
@@ -392,16 +391,16 @@ class Observer(ABC):
     def qparams(
         self, global_scale: Tensor | None = None, *, dtype: torch.dtype | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Scale and zero point of what was observed.
+        """Scale and zero point of the observed tensors.
 
         Args:
-            global_scale: float32 [1], where several tensors share one; by default, and where the
-                strategy has one, this observer's own.
-            dtype: the module's dtype, to store the scale in (float16 if exotic); by default the
-                scale is left in the dtype that it was computed in.
+            global_scale: float32 [1], if several tensors share one; by default this observer's own,
+                if the strategy has one.
+            dtype: dtype of the module, in which the scale is stored (float16 for unusual dtypes);
+                by default the scale keeps the dtype in which it was computed.
 
         Returns:
-            scale and zero point, of the scale's shape; symmetric grids have zeros.
+            scale and zero point, of the scale's shape; zero points are zero on symmetric grids.
 
         Raises:
             InputError: nothing has been observed.
@@ -428,11 +427,11 @@ class Observer(ABC):
         return {"scale": scale, "zero_point": zero_point, "global_scale": self.global_scale()}
 
     def global_scale(self) -> Tensor | None:
-        """The scale for the whole tensor, float32 [1]; ``None`` if the strategy has none."""
+        """The scale of the whole tensor, float32 [1]; ``None`` if the strategy has none."""
         return fused_global_scale([self])
 
     def merge(self, other: Self) -> Self:
-        """Take into account all that ``other``, of the same kind, has observed."""
+        """Merge the statistics of ``other``, an observer of the same class."""
         if type(other) is not type(self) or other.args != self.args:
             raise InputError(
                 f"{type(self).__name__} cannot take over what {type(other).__name__} observed.",
@@ -447,12 +446,12 @@ class Observer(ABC):
         return self
 
     def reset(self) -> None:
-        """Forget all observations."""
+        """Discard all observations."""
         self.observations = 0
         self._collected = None
 
     def _read_options(self, given: Mapping[str, Any]) -> Any:
-        """``given``, checked against the observer's options."""
+        """``given``, validated against the observer's options."""
         for key in given:
             if key not in self.Options.model_fields:
                 raise InputError(
@@ -471,9 +470,9 @@ class Observer(ABC):
 
 
 class RangeObserver(Observer):
-    """An observer whose memory is one range.
+    """An observer whose state is a single range.
 
-    The range is kept in float32 at least: moving averages in 16 bits stand still.
+    The range is kept in float32 or wider: moving averages in 16 bits stop changing.
     """
 
     def __init__(self, base_name: str, args: QuantizationArgs, **observer_kwargs: Any) -> None:
@@ -482,21 +481,21 @@ class RangeObserver(Observer):
         self._dtype = torch.float32
 
     def measure(self, observed: Canonical) -> Range:
-        """The range of one tensor: its extremes, unless a subclass knows better."""
+        """The range of one tensor: by default its minimum and maximum."""
         return observed.extremes
 
     @abstractmethod
     def combine(self, old: Range, new: Range) -> Range:
-        """The range after a tensor of range ``new``, where it was ``old`` before."""
+        """The updated range after a tensor of range ``new``, given the range ``old`` before."""
 
     def combine_peers(self, own: Range, other: Range, share: float) -> Range:
-        """The range of two observers together; ``share`` of the observations are the other's."""
+        """The merged range of two observers; ``share`` is the other's fraction of observations."""
         del share
         return union(own, other)
 
     @torch.no_grad()
     def observe_each(self, x: Tensor, parts: int) -> Self:
-        """The same as by :meth:`observe`; extremes of all of them are found at once."""
+        """The same as repeated :meth:`observe`; the extremes are computed in one pass."""
         if self._looks_otherwise() or self.base_name not in ACTIVATIONS or x.numel() == 0:
             return super().observe_each(x, parts)
         whole = canonical(x.detach(), self.base_name, self.args)
@@ -508,7 +507,7 @@ class RangeObserver(Observer):
         return self
 
     def _looks_otherwise(self) -> bool:
-        """Whether a subclass does more with a tensor than to take its extremes."""
+        """Return True if a subclass computes more from a tensor than its minimum and maximum."""
         own = type(self)
         return (
             own.measure is not RangeObserver.measure
@@ -517,7 +516,7 @@ class RangeObserver(Observer):
         )
 
     def reset(self) -> None:
-        """Forget all observations."""
+        """Discard all observations."""
         super().reset()
         self._state = None
 
@@ -543,7 +542,7 @@ class RangeObserver(Observer):
 
     def _saved(self) -> dict[str, Any]:
         assert self._state is not None
-        # an empty tensor tells the dtype that scales are computed in
+        # an empty tensor stores the dtype in which scales are computed
         like = torch.empty(0, dtype=self._dtype)
         return {"minimum": self._state.minimum, "maximum": self._state.maximum, "like": like}
 
@@ -566,13 +565,13 @@ class RangeObserver(Observer):
 
 
 def union(a: Range, b: Range) -> Range:
-    """The least range that holds both."""
+    """The smallest range that contains both."""
     return Range(torch.minimum(a.minimum, b.minimum), torch.maximum(a.maximum, b.maximum))
 
 
 @torch.no_grad()
 def fused_global_scale(observers: Iterable[Observer]) -> Tensor | None:
-    """The one global scale of tensors that are fused when served: q, k and v; gate and up.
+    """The shared global scale of tensors that are fused in serving: q, k and v; gate and up.
 
     Returns:
         float32 [1]; ``None`` if their strategy has none.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One shape for whatever is observed: a matrix and how it is cut into cells.
+"""The canonical form of an observed tensor: a matrix and its partition into cells.
 
 =====================  ==================  ===================  =============  ===============
 tensor                 strategy            matrix               partition      scale
@@ -11,7 +11,7 @@ states [B, H, T, D]    tensor              [H, B * T * D]       (0, 0)         [
 states [B, H, T, D]    attn_head           [H, B * T * D]       (1, 0)         [H, 1, 1]
 =====================  ==================  ===================  =============  ===============
 
-Converted here once, nothing beyond has to ask what it is looking at.
+Tensors are converted here once, so observers need no case for each kind of tensor.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _GROUPED = (QuantizationStrategy.GROUP, QuantizationStrategy.TENSOR_GROUP)
 
 
 class Range(NamedTuple):
-    """Least and greatest value per scale, two tensors of the scale's shape."""
+    """Minimum and maximum per scale, two tensors of the scale's shape."""
 
     minimum: Tensor
     maximum: Tensor
@@ -53,13 +53,13 @@ class Range(NamedTuple):
 
 @dataclass(frozen=True)
 class Canonical:
-    """What is observed, in its one shape.
+    """An observed tensor in canonical form.
 
     Attributes:
         matrix: [R, C], not empty.
-        partition: its cells; one scale for each.
+        partition: its cells, each with one scale.
         scale_shape: the shape in which the scales are stored.
-        symmetric: whether its scales depend on magnitudes alone.
+        symmetric: whether its scales depend on absolute values only.
     """
 
     matrix: Tensor
@@ -69,12 +69,12 @@ class Canonical:
 
     @cached_property
     def extremes(self) -> Range:
-        """Least and greatest element of each cell."""
+        """Minimum and maximum of each cell."""
         minimum, maximum = self.partition.extremes(self.matrix)
         return Range(minimum.reshape(self.scale_shape), maximum.reshape(self.scale_shape))
 
     def extremes_of_each(self, parts: int) -> Range:
-        """:attr:`extremes` of activations that lie below each other: two ``[parts, *scale]``."""
+        """:attr:`extremes` of ``parts`` activations stacked by rows: two ``[parts, *scale]``."""
         alike = Partition(len(self.matrix) // parts, self.partition.columns)
         minimum, maximum = alike.extremes(self.matrix)
         shape = (parts, *self.scale_shape)
@@ -82,7 +82,7 @@ class Canonical:
 
     @property
     def widest(self) -> Range:
-        """A range of the same scales as :attr:`extremes`, sooner found where it is symmetric."""
+        """A range with the same scales as :attr:`extremes`, faster on symmetric grids."""
         if not self.symmetric:
             return self.extremes
         maximum = self.partition.magnitudes(self.matrix).reshape(self.scale_shape)
@@ -90,18 +90,18 @@ class Canonical:
 
     @cached_property
     def values(self) -> Tensor:
-        """Elements of each cell [scales, elements], ragged ones padded with zeros."""
+        """The elements of each cell [scales, elements]; incomplete cells are padded with zeros."""
         return self.partition.cells(self.matrix).flatten(0, 1)
 
     @property
     def padding(self) -> Tensor:
-        """How many of the zeros in each row of :attr:`values` are padding, int64 [scales]."""
+        """Number of padding zeros in each row of :attr:`values`, int64 [scales]."""
         ones = self.matrix.new_ones(1, 1).expand(self.matrix.shape)
         return (self.partition.cells(ones) == 0).sum(-1).flatten()
 
 
 def canonical(x: Tensor, base_name: str, args: QuantizationArgs) -> Canonical:
-    """Bring a tensor into its canonical shape.
+    """Convert a tensor to its canonical form.
 
     Args:
         x: weight [R, C], or with more dimensions, which are joined to C, or [C]; activation
@@ -129,11 +129,11 @@ def canonical(x: Tensor, base_name: str, args: QuantizationArgs) -> Canonical:
 
 
 def flatten_for_calibration(value: Tensor, base_name: str, args: QuantizationArgs) -> Tensor:
-    """A tensor as ``[observations, *scale, elements]``: what each scale stands for, side by side.
+    """A tensor as ``[observations, *scale, elements]``: the elements of each scale in one row.
 
     Args:
-        value: what is quantized, see :func:`canonical`.
-        base_name: which tensor it is.
+        value: the tensor to be quantized, see :func:`canonical`.
+        base_name: the kind of tensor.
         args: how it will be quantized.
 
     Raises:
@@ -143,7 +143,7 @@ def flatten_for_calibration(value: Tensor, base_name: str, args: QuantizationArg
 
 
 def laid_out(observed: Canonical, base_name: str) -> Tensor:
-    """``[observations, *scale, elements]``: an observation for each token, else one."""
+    """``[observations, *scale, elements]``: one observation per token of an activation."""
     if base_name in ACTIVATIONS:
         return observed.matrix.reshape(len(observed.matrix), observed.scale_shape[-1], -1)
     return observed.values.reshape(1, *observed.scale_shape, -1)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Other path of :func:`llmcompressor.observers.canonical.flatten_for_calibration`."""
+"""Compatibility path of :func:`llmcompressor.observers.canonical.flatten_for_calibration`."""
 
 from llmcompressor.observers.canonical import flatten_for_calibration
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranges from the distribution of all values, which is kept as a histogram."""
+"""Histogram observers: ranges from the distribution of all observed values."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ class HistogramOptions(ObserverOptions):
     """Options of the histogram.
 
     Attributes:
-        method: keep a percentile of the values, or the least mean square error, or the least
-            divergence of the rounded values' distribution.
-        percentile: for that method, the percentage of values to keep.
-        bins: bins on each side of zero. Unless given, a weight, which is seen once, has no more
-            than values that share a scale, rounded up to a power of two, but at least 128.
+        method: the criterion for the range: a percentile of the values, the mean square error, or
+            the divergence of the rounded values' distribution.
+        percentile: the percentage of values within the range, for that method.
+        bins: bins on each side of zero. By default a weight, which is observed once, has at most
+            as many bins as values share a scale, rounded up to a power of two, but at least 128.
     """
 
     method: Method = "mse"
@@ -48,22 +48,22 @@ class HistogramOptions(ObserverOptions):
 
 
 class PercentileOptions(HistogramOptions):
-    """Options of the histogram, with the percentile as the method."""
+    """Options of the histogram, with the percentile as the default method."""
 
     method: Method = "percentile"
 
 
 class EntropyOptions(HistogramOptions):
-    """Options of the histogram, with the divergence as the method."""
+    """Options of the histogram, with the divergence as the default method."""
 
     method: Method = "entropy"
 
 
 class HistogramObserver(Observer):
-    """The range that suits the distribution of all values observed.
+    """The best range for the distribution of all observed values.
 
-    Exact and independent of the order of observations; merging those of two halves of the data
-    gives that of the whole.
+    The histogram is exact and independent of the order of observations; merging those of two halves
+    of the data gives that of the whole.
     """
 
     Options: ClassVar[type[ObserverOptions]] = HistogramOptions
@@ -75,7 +75,7 @@ class HistogramObserver(Observer):
         self._dtype = torch.float32
 
     def reset(self) -> None:
-        """Forget all observations."""
+        """Discard all observations."""
         super().reset()
         self._histogram = None
 
@@ -97,9 +97,9 @@ class HistogramObserver(Observer):
         self._histogram = seen if self._histogram is None else self._histogram.merge(seen)
 
     def _measured(self, observed: Canonical) -> tuple[Tensor, ...]:
-        if not all(map(is_finite, observed.extremes)):  # they have no place among the bins
+        if not all(map(is_finite, observed.extremes)):  # non-finite values belong to no bin
             raise NonFiniteError(f"NaN or infinity in the {self.base_name} that was observed.")
-        # an empty tensor tells the shape and the dtype of the scales
+        # an empty tensor stores the shape and the dtype of the scales
         like = observed.matrix.new_empty((0, *observed.scale_shape))
         return *_parts(self._counted(observed)), like
 
@@ -148,12 +148,12 @@ def _parts(histogram: Histogram) -> tuple[Tensor, ...]:
 
 
 class PercentileObserver(HistogramObserver):
-    """The range that holds 99.99 percent of all values observed, or another percentage."""
+    """The range that contains 99.99 percent of all observed values, or another percentage."""
 
     Options = PercentileOptions
 
 
 class EntropyObserver(HistogramObserver):
-    """The range that keeps the distribution of all values observed most alike."""
+    """The range with the least divergence between original and rounded values."""
 
     Options = EntropyOptions

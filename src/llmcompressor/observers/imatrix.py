@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranges that minimize the error where inputs are large.
+"""Importance-weighted MSE observers: ranges that minimize the error weighted by the inputs.
 
-The error of weight column c meets input feature c, so it is weighted by the mean of x_c^2.
+The error of weight column c is multiplied by input feature c, so its weight is the mean of x_c^2.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class IMatrixOptions(SearchOptions):
     """Options of the weighted search.
 
     Attributes:
-        strict: missing or unusable importance is an error; otherwise it is logged and all columns
-            count the same.
+        strict: raise an error for missing or unusable importance; otherwise it is logged and all
+            columns have equal weight.
     """
 
     maxshrink: float = Field(default=0.95, ge=0, le=1)
@@ -40,13 +40,13 @@ class IMatrixOptions(SearchOptions):
 
 
 class ExpandedIMatrixOptions(ExpandedSearchOptions):
-    """Options of the weighted search that begins beyond the extremes."""
+    """Options of the weighted search that starts beyond the extremes."""
 
     strict: bool = False
 
 
 class IMatrixMSEObserver(MemorylessMSEObserver):
-    """The shrunk range of a weight with the least error weighted by :attr:`importance`."""
+    """The shrunk range of a weight with the least error, weighted by :attr:`importance`."""
 
     Options: ClassVar[type[ObserverOptions]] = IMatrixOptions
     uses_importance = True
@@ -54,7 +54,7 @@ class IMatrixMSEObserver(MemorylessMSEObserver):
     _has_warned = False
 
     def error_weights(self, observed: Canonical) -> Tensor | None:
-        """The importance of each element of the cells that lie side by side."""
+        """The importance of each element of the cells, in their layout."""
         unusable = self._unusable(observed.matrix.shape[1])
         if unusable is not None:
             if self.options.strict:
@@ -89,6 +89,6 @@ class IMatrixMSEObserver(MemorylessMSEObserver):
 
 
 class NVFP4ExpandedIMatrixObserver(IMatrixMSEObserver):
-    """The weighted search, from 1.8 down to 0.8 times the extremes."""
+    """The weighted search over ranges from 1.8 down to 0.8 times the extremes."""
 
     Options = ExpandedIMatrixOptions

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the inputs of a Linear look like: one object for every solver.
+"""Second moments of the inputs of a Linear, shared by all solvers.
 
-It adds up: the statistics of two halves of the data, or of two ranks, sum to those of the whole.
+They are additive: the statistics of two halves of the data, or of two ranks, sum to those of all.
 """
 
 from __future__ import annotations
@@ -27,9 +27,10 @@ _WIDE_RANGE = (torch.bfloat16, torch.float32, torch.float64)
 
 
 def counts_missing(rows: int, columns: int, dtype: torch.dtype) -> bool:
-    """Whether to count what outputs lack, of that many rows, rather than the cross product.
+    """Return True if the output residual costs less to accumulate than the cross product.
 
-    It takes no more products then; the copied weight counted, less memory in 16 bits.
+    The residual has ``rows`` columns. It then needs no more multiplications and, including the copy
+    of the weight, less memory in 16 bits.
 
     >>> counts_missing(4096, 14336, torch.bfloat16), counts_missing(4096, 4096, torch.bfloat16)
     (True, False)
@@ -42,20 +43,21 @@ class InputStatistics:
 
     Args:
         columns: C, the number of input features.
-        device: where the sums live and the products run.
+        device: device of the sums and products.
         twin: also accumulate the cross product with the inputs of the original model.
-        weights: of the Linears with this input, ``[R_i, C]``: what their outputs lack is
-            accumulated in place of the cross product, where :func:`counts_missing` says so. They
-            are copied: it is what they lack with the weights that they have now.
-        name: of the module, for errors.
+        weights: weights of the Linears with this input, ``[R_i, C]``: the output residual is
+            accumulated in place of the cross product if :func:`counts_missing`. They are copied:
+            the residual is that of the present weights.
+        name: name of the module, for errors.
 
     Attributes:
-        tokens: how many tokens were counted.
+        tokens: number of tokens accumulated.
         gram: ``YᵀY``, float32 ``[C, C]``, exactly symmetric.
-        is_twin: whether inputs of the original model are counted too.
-        cross: ``Yᵀ(X − Y)``, float32 ``[C, C]``; ``None`` without twin streams, and where what
-            outputs lack is counted in its place.
-        missing: ``Yᵀ(X − Y)Wᵀ``, float32 ``[C, R]`` with the rows of all weights, in that case.
+        is_twin: whether inputs of the original model are accumulated too.
+        cross: ``Yᵀ(X − Y)``, float32 ``[C, C]``; ``None`` without twin streams, and if the output
+            residual is accumulated in its place.
+        missing: the output residual ``Yᵀ(X − Y)Wᵀ``, float32 ``[C, R]`` with the rows of all
+            weights, in that case.
     """
 
     def __init__(
@@ -82,11 +84,11 @@ class InputStatistics:
         self._symmetric = True
 
     def update(self, input_TC: Tensor, reference_TC: Tensor | None = None) -> None:
-        """Count the tokens of one batch.
+        """Accumulate the tokens of one batch.
 
         Args:
-            input_TC: what the Linear gets, ``[T, C]``, padding already left out.
-            reference_TC: what it gets in the original model, token by token, ``[T, C]``.
+            input_TC: the input of the Linear, ``[T, C]``, without padding.
+            reference_TC: its input in the original model for the same tokens, ``[T, C]``.
         """
         self.tokens += len(input_TC)
         if not self.is_twin:
@@ -114,10 +116,10 @@ class InputStatistics:
         return None if self._missing_RC is None else self._missing_RC.mT
 
     def merge(self, other: InputStatistics) -> None:
-        """Add what ``other`` has counted, of Linears with the same weights.
+        """Add the sums of ``other``, of Linears with the same weights.
 
         Raises:
-            InputError: it has counted something else.
+            InputError: it has accumulated other statistics.
         """
         if (self.is_twin, self._missing_RC is None) != (other.is_twin, other._missing_RC is None):
             raise InputError(
@@ -161,7 +163,7 @@ class InputStatistics:
 
 
 def _stacked(weights: Sequence[Tensor], columns: int, device: torch.device | str) -> Tensor | None:
-    """A copy of all rows, if what they lack is to be counted."""
+    """A copy of the rows of all weights, if their output residual is accumulated."""
     rows = sum(map(len, weights))
     if not weights or any(weight.is_meta for weight in weights):
         return None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranges from extremes."""
+"""Min-max observers: ranges from the extremes of tensors."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class AverageOptions(ObserverOptions):
 
 
 class MemorylessMinMaxObserver(RangeObserver):
-    """The extremes of the last tensor; right for weights, which are seen once."""
+    """The extremes of the last tensor; suited to weights, which are observed once."""
 
     def combine(self, old: Range, new: Range) -> Range:
         """The new range."""
@@ -40,7 +40,7 @@ class StaticMinMaxObserver(RangeObserver):
     """The extremes of all tensors."""
 
     def combine(self, old: Range, new: Range) -> Range:
-        """The least range that holds both."""
+        """The smallest range that contains both."""
         return union(old, new)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranges that minimize the error of rounding."""
+"""MSE observers: ranges that minimize the rounding error."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ class SearchOptions(ObserverOptions):
     """Options of the search over shrunk ranges.
 
     Attributes:
-        maxshrink: the range is shrunk by no more than this fraction.
-        patience: give up after so many steps without any improvement; 0 for never.
-        grid: steps for the whole way to zero.
+        maxshrink: largest fraction by which the range is shrunk.
+        patience: stop after this many steps without improvement; 0 for never.
+        grid: number of steps from the full range to zero.
         norm: exponent of the error.
-        expand: start from the extremes times this, which is not below 1: values would be cut.
+        expand: factor on the extremes at the start, at least 1: a smaller one would clip values.
     """
 
     maxshrink: float = Field(default=0.2, ge=0, le=1)
@@ -45,14 +45,14 @@ class SearchOptions(ObserverOptions):
 
 
 class AveragedSearchOptions(SearchOptions, AverageOptions):
-    """Options of a search whose results are averaged."""
+    """Options of a search whose results are averaged over observations."""
 
 
 class ExpandedSearchOptions(SearchOptions):
-    """Options of a search that begins beyond the extremes.
+    """Options of a search that starts beyond the extremes.
 
     Attributes:
-        scale_selection: what a scale is chosen by, which is the error; its exponent is ``norm``.
+        scale_selection: the criterion for a scale, always the error; its exponent is ``norm``.
     """
 
     maxshrink: float = Field(default=1 - _LEAST / _EXPANDED, ge=0, le=1)
@@ -90,7 +90,7 @@ class MemorylessMSEObserver(MemorylessMinMaxObserver):
         return Range(minimum.reshape(observed.scale_shape), maximum.reshape(observed.scale_shape))
 
     def error_weights(self, observed: Canonical) -> Tensor | None:
-        """Weights of the errors, see :func:`search_range`; ``None`` where all are equal."""
+        """Weights of the errors, see :func:`search_range`; ``None`` if all are equal."""
         del observed
         return None
 
@@ -114,10 +114,10 @@ MovingAverageMSEObserver = MSEObserver
 
 
 class NVFP4ExpandedMSEObserver(MemorylessMSEObserver):
-    """A search from 1.8 down to 0.8 times the extremes.
+    """A search over ranges from 1.8 down to 0.8 times the extremes.
 
-    On the unevenly spaced 4-bit floats a larger scale can be better: a group that is scaled to
-    end at 4 rather than 6 has a member at 3/4 of its maximum (Cook et al., "Four over six",
+    On the unevenly spaced 4-bit floats a larger scale can be better: a group that is scaled to end
+    at 4 rather than 6 has a value at 3/4 of its maximum (Cook et al., "Four over six",
     arXiv:2512.02010).
     """
 

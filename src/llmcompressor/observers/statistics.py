@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Observers of third parties that keep statistics as attributes of their own.
+"""Support for third-party observers that keep their statistics as attributes.
 
-Such a class derives from ``Observer`` and says one thing: how a tensor changes ``min_vals`` and
-``max_vals``, or what else it lists in ``_stats_attrs``::
+Such a class derives from ``Observer`` and defines how a tensor updates ``min_vals`` and
+``max_vals``, or the other attributes that it lists in ``_stats_attrs``::
 
     @Observer.register("mine")
     class Mine(Observer):
@@ -11,8 +11,8 @@ Such a class derives from ``Observer`` and says one thing: how a tensor changes 
             self.max_vals = observed.amax(dim=(0, -1))
 
 ``observed`` is ``[observations, *scale, elements]``: one observation for a weight, one for each
-token of an activation. Registered, the class gets the rest of an observer from here. One that
-keeps something else may say by ``get_qparams`` what scales and zero points follow from it.
+token of an activation. On registration the class inherits the other methods of an observer from
+here. A class with other statistics may compute scales and zero points in ``get_qparams``.
 
 In earlier releases the method was ``update_statistics``, and before that ``get_min_max``, which
 returns the two; classes with either are completed as well.
@@ -39,34 +39,34 @@ __all__ = ["StatisticsObserver", "completed", "keeps_statistics"]
 
 
 def keeps_statistics(observer: type) -> bool:
-    """Whether a class is an observer of this form."""
+    """Return True if a class has one of the update methods and has not been completed yet."""
     said = any(hasattr(observer, name) for name in _FORMS)
     return said and not issubclass(observer, StatisticsObserver)
 
 
 def completed(observer: type) -> type:
-    """A class of this form as an observer: the same name, what it says, and the rest."""
+    """A class of the same name that adds the missing methods of an observer to ``observer``."""
     own = {key: getattr(observer, key) for key in ("__module__", "__doc__", "__qualname__")}
     rest = next(rest for name, rest in _FORMS.items() if hasattr(observer, name))
     return type(observer.__name__, (rest, observer, _Attributes), own)
 
 
 class _Attributes:
-    """What a class of this form may use, or replace by its own."""
+    """Attributes and methods that a third-party class may use or override."""
 
     _act_sync_dict: Mapping[str, Any] = {}
     """Attribute → how those of several processes become one; by default the wider range."""
     _stats_attrs: tuple[str, ...] | list[str]
 
     def delete_statistics(self, check_fused: bool = True) -> None:
-        """Forget it."""
+        """Delete the statistics."""
         del check_fused
         for name in self._stats_attrs:
             self.__dict__.pop(name, None)
 
 
 class StatisticsObserver(Observer):
-    """What an observer needs, in terms of attributes that a subclass accumulates."""
+    """An observer whose statistics are attributes that a subclass accumulates."""
 
     if TYPE_CHECKING:
         _act_sync_dict: Mapping[str, Any]
@@ -76,7 +76,7 @@ class StatisticsObserver(Observer):
     else:
 
         def __getattr__(self, name: str) -> Any:
-            """Nothing but what the class has set: what it has not yet is absent."""
+            """Raise AttributeError for attributes that the class has not set yet."""
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     _scale_shape: tuple[int, ...] = ()
@@ -95,13 +95,13 @@ class StatisticsObserver(Observer):
 
     @property
     def _finds_parameters(self) -> bool:
-        """Whether the class says what scales follow from its statistics."""
+        """True if the class computes scales from its statistics by a ``get_qparams`` of its own."""
         return type(self).get_qparams is not Observer.get_qparams and not self._is_asked
 
     def qparams(
         self, global_scale: Tensor | None = None, *, dtype: torch.dtype | None = None
     ) -> tuple[Tensor, Tensor]:
-        """What the class finds, if it does; else as every observer."""
+        """Scale and zero point, from the class's own ``get_qparams`` if it has one."""
         if not self._finds_parameters:
             return super().qparams(global_scale, dtype=dtype)
         if self.observations == 0:
@@ -113,7 +113,7 @@ class StatisticsObserver(Observer):
         return kept, zero
 
     def _found(self) -> tuple[Tensor, Tensor]:
-        """Scales and zero points that the class finds; zeros where it has none."""
+        """Scales and zero points from the class's ``get_qparams``; zeros where it returns none."""
         self._is_asked = True
         try:
             found: Any = self.get_qparams()
@@ -133,7 +133,7 @@ class StatisticsObserver(Observer):
         return scale, self._shaped(zero, "zero_point")
 
     def _shaped(self, found: Tensor, name: str) -> Tensor:
-        """What the class has set or found, one for each scale."""
+        """A result of the class in the shape of the scales, after a check of its size."""
         if found.numel() != math.prod(self._scale_shape):
             raise InputError(
                 f"{type(self).__name__} gives {name} of the shape {tuple(found.shape)}, and the "
@@ -143,16 +143,16 @@ class StatisticsObserver(Observer):
         return found.reshape(self._scale_shape)
 
     def _read_options(self, given: Mapping[str, Any]) -> Any:
-        """Whatever is given; the class looks it up in ``args.observer_kwargs``."""
+        """``given`` without validation; the class reads it from ``args.observer_kwargs``."""
         self.args = self.args.model_copy(update={"observer_kwargs": dict(given)})
         return dict(given)
 
     def observe(self, x: Tensor) -> Self:
-        """As every observer, and look at all values."""
+        """Observe a tensor, and check all of its values."""
         return super().observe(x)
 
     def reset(self) -> None:
-        """Forget all observations, and what the class has set by other names since it was made."""
+        """Discard all observations and all attributes that the class set since construction."""
         self.delete_statistics()
         vars(self).update(self._begun)
         super().reset()
@@ -214,24 +214,24 @@ class StatisticsObserver(Observer):
 
 
 class _OfUpdates(StatisticsObserver):
-    """The same for a class whose method has its earlier name."""
+    """Adapter for a class with the earlier method ``update_statistics``."""
 
     if TYPE_CHECKING:
         update_statistics: Callable[[Tensor], None]
 
     def update_statistics_from_observed(self, observed: Tensor) -> None:
-        """What the class says."""
+        """Call the class's ``update_statistics``."""
         self.update_statistics(observed)
 
 
 class _OfRanges(StatisticsObserver):
-    """The same for a class that gives the two, and may keep them by names of its own."""
+    """Adapter for a class with the method ``get_min_max``, which may keep further attributes."""
 
     if TYPE_CHECKING:
         get_min_max: Callable[[Tensor], tuple[Tensor, Tensor]]
 
     def update_statistics_from_observed(self, observed: Tensor) -> None:
-        """What the class says."""
+        """Set ``min_vals`` and ``max_vals`` to the result of ``get_min_max``."""
         self.min_vals, self.max_vals = self.get_min_max(observed)
 
     def _load(self, saved: Mapping[str, Any]) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From what a module gets to what counts: one row per real token, padding left out."""
+"""Selection of the real tokens of an activation, without padding."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ _BY_QUERY = (3, 4)
 
 
 def token_mask(batch: Mapping[str, Any], key: str = "attention_mask") -> Tensor | None:
-    """Bool ``[batch, tokens]``, true where a real token is; ``None`` where all are.
+    """Bool ``[batch, tokens]``, true at real tokens; ``None`` if there is no padding.
 
     Args:
-        batch: what the model is called with.
-        key: the mask: ``[batch, tokens]``; or ``[batch, queries, keys]`` or
-            ``[batch, heads, queries, keys]``, of which truth values say what is seen, and numbers
-            what is added to scores; or several of these by name, as models with two kinds of
-            attention take them.
+        batch: the arguments of the model's forward.
+        key: name of the mask: ``[batch, tokens]``; or ``[batch, queries, keys]`` or
+            ``[batch, heads, queries, keys]``, either boolean (true where attended) or numbers that
+            are added to scores; or a mapping of several of these, for models with two kinds of
+            attention.
     """
     mask, ids = batch.get(key), batch.get("input_ids")
     several = list(mask.values()) if isinstance(mask, Mapping) else [mask]
@@ -39,7 +39,7 @@ def token_mask(batch: Mapping[str, Any], key: str = "attention_mask") -> Tensor 
 
 
 def token_total(batch: Any) -> Tensor | None:
-    """How many tokens of a batch are no padding, where its mask lies; ``None`` if it has none."""
+    """Number of non-padding tokens of a batch, on the mask's device; ``None`` if unknown."""
     if not isinstance(batch, Mapping):
         return None
     mask, ids = batch.get("attention_mask"), batch.get("input_ids")
@@ -52,10 +52,10 @@ def token_total(batch: Any) -> Tensor | None:
 
 
 def _seen(mask: Any) -> Tensor | None:
-    """Bool ``[batch, tokens]``, true where something is seen; ``None`` where that is not known.
+    """Bool ``[batch, tokens]``, true at attended positions; ``None`` if unknown.
 
-    A query that sees nothing is often given sight of everything, so that no row of a softmax is
-    empty. It is told from others by seeing what comes after it, and does not count.
+    A query that attends to nothing often gets to attend to everything, so that no row of a softmax
+    is empty. It is recognized by attending to later positions, and does not count.
     """
     if not isinstance(mask, Tensor):
         return None
@@ -74,17 +74,17 @@ def _seen(mask: Any) -> Tensor | None:
 
 
 def real_tokens(activation: Tensor, token_mask: Tensor | None) -> Tensor:
-    """Flatten an activation to ``[tokens, columns]`` and drop the positions that are padding.
+    """Flatten an activation to ``[tokens, columns]`` and drop padding positions.
 
     Args:
         activation: ``[batch, tokens, C]``, or already flattened ``[batch · tokens, C]``; a
             vector ``[C]`` is one token.
-        token_mask: bool ``[batch, tokens]``, true where a real token is; ``None``: all are. An
-            activation that is laid out otherwise (tokens routed to an expert, patches of an
-            image) has no such positions, and all of it counts.
+        token_mask: bool ``[batch, tokens]``, true at real tokens; ``None``: all are. Activations of
+            another layout (tokens routed to an expert, patches of an image) have no padding
+            positions, and all rows count.
     """
     if token_mask is not None:
-        token_mask = token_mask.to(activation.device)  # a model may lie on several
+        token_mask = token_mask.to(activation.device)  # a model may be spread over devices
         if activation.shape[:-1] == token_mask.shape:
             return activation[token_mask]
         if activation.ndim == 2 and len(activation) == token_mask.numel():
@@ -93,7 +93,7 @@ def real_tokens(activation: Tensor, token_mask: Tensor | None) -> Tensor:
 
 
 def count_tokens(activation: Tensor, token_mask: Tensor | None) -> int:
-    """How many rows :func:`real_tokens` would return; arguments as there."""
+    """Number of rows that :func:`real_tokens` would return for the same arguments."""
     if token_mask is not None:
         alike = activation.shape[:-1] == token_mask.shape
         if alike or (activation.ndim == 2 and len(activation) == token_mask.numel()):
@@ -104,15 +104,15 @@ def count_tokens(activation: Tensor, token_mask: Tensor | None) -> int:
 def per_batch(
     activation: Tensor, token_mask: Tensor | None, sizes: tuple[int, ...] | None
 ) -> Iterator[tuple[Tensor, Tensor | None]]:
-    """What each of the calibration batches brought that were run as one.
+    """Split an activation into the calibration batches that were run in one forward.
 
     Args:
-        activation: ``[samples, …]``; laid out otherwise, it is one batch.
+        activation: ``[samples, …]``; any other layout is one batch.
         token_mask: bool ``[samples, tokens]``, or ``None``.
         sizes: samples of each batch, or ``None`` for one batch.
 
     Yields:
-        Activation and mask of one batch after the other.
+        Activation and mask of each batch in turn.
     """
     if sizes is None or len(sizes) == 1 or len(activation) != sum(sizes):
         yield activation, token_mask
@@ -125,9 +125,9 @@ def per_batch(
 def alike_batches(
     activation: Tensor, token_mask: Tensor | None, sizes: tuple[int, ...] | None
 ) -> int:
-    """How many batches were run as one, if they are of one size and nothing in them is padding.
+    """Number of batches run in one forward, if they have one size and no padding.
 
-    1 where they are not, and where :func:`per_batch`, whose arguments these are, would yield one.
+    1 otherwise, and if :func:`per_batch` with the same arguments would yield one batch.
     """
     if sizes is None or token_mask is not None or len(activation) != sum(sizes):
         return 1

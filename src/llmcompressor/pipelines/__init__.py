@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who runs what when: the ways of carrying calibration data through a model.
+"""Calibration pipelines: the ways of running calibration data through a model.
 
-A pipeline reads what modifiers declare and fires events; it knows no modifier by name and does
-no mathematics.
+A pipeline reads the traits that modifiers declare and fires events; it knows no modifier by name
+and does no mathematics.
 """
 
 from typing import TYPE_CHECKING

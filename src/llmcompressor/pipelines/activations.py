@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the activations of suspended passes wait: in place, on another device, or in files.
+"""Activation offloading for suspended passes: in place, to main memory, or to files.
 
 A suspended pass holds tensors in its frames (the residual stream, rotary tables, masks) and in
-the call that it waits with. They are moved by exchanging their storage, so that every reference
-to them stays valid: the frames of the model's own code never notice.
+the arguments of the call at which it waits. They are moved by exchanging their storage, so that
+every reference in the frames of the model's own code stays valid.
 
-What is little waits in the pages of a file, whatever the budget: half of it nobody will read again
-(at a ``down_proj`` of Llama the frames refer to the embeddings, the block's input, the residual
-and the normed one, of which only the residual is wanted), and what the heap does not hold does not
-tear it into pieces. What is much would keep the disk busy.
+Small activations are kept in the pages of a memory-mapped file, whatever the budget. About half of
+them are never read again (at a ``down_proj`` of Llama the frames refer to the embeddings, the
+block's input, the residual and the normalized residual, of which only the residual is needed), and
+keeping them out of the heap avoids fragmentation. Large activations would keep the disk busy.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _DEPTH = 4
 
 
 def held_tensors(one: Pass) -> list[Tensor]:
-    """The tensors that a suspended pass refers to: in its call and in its frames' variables."""
+    """Tensors that a suspended pass refers to, in its call's arguments and its frames."""
     found: dict[int, Tensor] = {}
     for tensor in _tensors_in((one.args, one.kwargs), _DEPTH):
         found[id(tensor)] = tensor
@@ -57,8 +57,8 @@ def held_tensors(one: Pass) -> list[Tensor]:
 def _variables(frame: FrameType) -> list[Any]:
     """The values of a frame's variables.
 
-    Before Python 3.13 a frame keeps the dict that it makes of them, and with it what the
-    function has long let go of; it is emptied.
+    Before Python 3.13 a frame caches the dict of its variables, and with it values that the
+    function has already dropped; that dict is emptied.
     """
     made = frame.f_locals
     values = list(made.values())
@@ -83,7 +83,7 @@ def _tensors_in(value: Any, depth: int) -> Iterator[Tensor]:
 
 @dataclass
 class _Parked:
-    """What was done to one storage."""
+    """A storage that was moved, and the tensors that view it."""
 
     tensors: list[Tensor]
     bytes: int
@@ -93,14 +93,14 @@ class _Parked:
 
 
 class ActivationStore:
-    """Keeps what suspended passes hold within a budget.
+    """Keeps the activations of suspended passes within a memory budget.
 
     Args:
         budget: bytes that may stay in main memory; what exceeds it goes to memory-mapped files.
         keep: tensors that are never moved (the model's own, and the batches).
-        fits: nothing has to be moved, so nothing is looked for either.
+        fits: all activations fit where they are; nothing is searched for or moved.
         is_little: all passes run in main memory and hold less than :data:`LITTLE`.
-        streams: 2 where twice as much comes and goes; then what is freed is returned more often.
+        streams: 2 with twin streams, where freed memory is returned to the system more often.
 
     Attributes:
         peak: the most bytes that were held at once.
@@ -128,16 +128,16 @@ class ActivationStore:
 
     @property
     def tolerated(self) -> int:
-        """Bytes that may stay freed and held while passes wait."""
+        """Freed bytes that the allocator may keep while passes wait."""
         return _TOLERATED if self._returns else TOLERATED
 
     @property
     def spilled(self) -> int:
-        """Bytes written to files, in sum."""
+        """Total number of bytes written to files."""
         return self._files.written
 
     def park(self, one: Pass) -> None:
-        """Put away what ``one`` holds, now suspended; if it has ended, let go of its pages."""
+        """Offload the activations of ``one``, now suspended; if it has ended, release its pages."""
         if self._pages is not None and one.finished:
             self._pages.let_go()
         if self._stays or one.finished:
@@ -164,7 +164,7 @@ class ActivationStore:
         self.peak = max(self.peak, self._held)
 
     def fetch(self, one: Pass) -> None:
-        """Bring back what ``one`` holds: it is about to run."""
+        """Load the activations of ``one`` back before it runs."""
         for record in self._parked.pop(one, []):
             if record.in_file or record.home.type != "cpu":
                 _exchange(record.tensors, record.home)
@@ -172,13 +172,13 @@ class ActivationStore:
                 self._held -= record.bytes
 
     def close(self) -> None:
-        """Forget what was put away; what still refers to it can be read on."""
+        """Drop all records; offloaded tensors that are still referenced stay readable."""
         self._parked.clear()
         if self._pages is not None:
             self._pages.close()
 
     def _storages(self, one: Pass) -> list[list[Tensor]]:
-        """Tensors by storage: views of one storage move together."""
+        """Group the movable tensors of a pass by storage, as views of one storage move together."""
         storages: dict[int, list[Tensor]] = {}
         for tensor in _with_bases(filter(_is_plain, held_tensors(one))):
             if not _is_plain(tensor):
@@ -190,7 +190,7 @@ class ActivationStore:
 
 
 def _with_bases(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """Tensors, and those that they are views of: a view keeps that one, and with it its storage."""
+    """Return the tensors and their bases: a view keeps its base alive, and with it the storage."""
     found: dict[int, Tensor] = {}
     for tensor in tensors:
         base = tensor._base
@@ -200,7 +200,7 @@ def _with_bases(tensors: Iterable[Tensor]) -> list[Tensor]:
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    """Whether a tensor is nothing but a view of a storage, which can be exchanged."""
+    """Return True for a plain strided tensor, whose storage can be exchanged."""
     special = tensor.is_inference() or tensor.is_meta or tensor.is_conj() or tensor.is_neg()
     return type(tensor) in (Tensor, Parameter) and tensor.layout is torch.strided and not special
 
@@ -216,7 +216,7 @@ def _exchange(tensors: list[Tensor], device: torch.device) -> None:
 
 
 def _put(storages: Iterable[list[Tensor]], pages: PageFile) -> None:
-    """Have storages wait in the pages of a file; there they stay."""
+    """Move storages into the pages of a file, where they stay."""
     for tensors in storages:
         storage = tensors[0].untyped_storage()
         place = None if pages.owns(storage) else pages.put(storage)

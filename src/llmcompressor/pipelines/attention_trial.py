@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention whose states are quantized, tried out as readers run it, before the first pass.
+"""Trial forward of attention with quantized states (KV cache), before the first pass.
 
-What readers put around attention stands between it and its cache, and between it and the function
-that it calls. Some models ask of the cache, when it has been updated, what readers do not pass on;
-some call attention in a way that readers cannot step into. And readers take the number of heads
-from the configuration, which need not be what attention keeps: one latent state for all heads, or
-another number in some layers.
+Loaders of quantized checkpoints wrap the KV cache and the attention function of a module. Some
+models read attributes of the updated cache that the wrapper does not pass on, and some call
+attention in a way that cannot be wrapped. Loaders also take the number of heads from the
+configuration, which may differ from what a layer caches: one latent state for all heads, or
+another number of heads in some layers.
 """
 
 from __future__ import annotations
@@ -57,18 +57,18 @@ def try_attention(
     *,
     tell: Callable[[str], object] = logger.warning,
 ) -> None:
-    """Run a small forward with the attention that ``modifiers`` quantize, as readers run it.
+    """Run a small forward with quantized attention states, wrapped as loaders wrap them.
 
     Args:
-        model: no weight of it is read; they may be on the meta device.
-        batches: a cut of the first one is run, or token ids if there is none; nothing is said of
-            attention with which the model does not run on it as it is.
+        model: its weights are not read; they may be on the meta device.
+        batches: a slice of the first one is run, or token ids if there is none. If the unquantized
+            model fails on it too, nothing is reported.
         modifiers: of the run, initialized.
-        state: it says which attention is quantized.
-        tell: is given what is no reason to refuse the model.
+        state: holds the attention modules that are quantized.
+        tell: called with a warning for a limitation that does not rule the model out.
 
     Raises:
-        TargetError: it does not run, or has other heads than readers take it to have.
+        TargetError: the forward fails, or the number of heads differs from the configuration.
     """
     states = {
         module: how
@@ -81,12 +81,12 @@ def try_attention(
         return
     trial = _Trial(model, small_batch(given[0]), states)
     with contextlib.ExitStack() as written:
-        for modifier in modifiers:  # rotations of the states themselves among it
+        for modifier in modifiers:  # including rotations of the states themselves
             written.enter_context(modifier.as_written(state))
         written.enter_context(calibration_mode(model))
         written.enter_context(hollow_weights(model, skips_experts=True))
         with HooksMixin.disable_hooks(), zero_products(), resting(model):
-            for use_cache in (True, False):  # as readers generate, and as it is calibrated
+            for use_cache in (True, False):  # as in generation, and as in calibration
                 trial.run(use_cache=use_cache)
             if needed := trial.what_readers_need():
                 tell(needed)
@@ -111,10 +111,10 @@ class _Trial:
         logger.debug(f"{type(self._model).__name__} was not tried out: {plain!r:.200}")
 
     def what_readers_need(self) -> str:
-        """What is to be said of a model that readers run with a cache and not without one.
+        """Return a warning for a model that loaders can run with a cache only, else ``""``.
 
-        Here attention that gets none is given an empty one; readers give it a quantized one with
-        nothing behind it.
+        Calibration gives attention without a cache an empty one; loaders give it a quantized cache
+        that wraps nothing.
         """
         error = self._error(self._states, use_cache=False, helped=False)
         if error is None or self._error({}, use_cache=False) is not None:
@@ -127,14 +127,14 @@ class _Trial:
         )
 
     def _error(self, states: _States, *, use_cache: bool, helped: bool = True) -> Exception | None:
-        """What the model's own code raises with the states of ``states`` within reach."""
+        """Run the model with hooks on ``states`` and return the exception that its code raises."""
         self._running = None
         batch = {**self._batch, "use_cache": use_cache}
         helping = contextlib.nullcontext() if helped else left_without_cache(states)
         with _tapped(self._model, states), helping, self._watched(states):
             try:
                 self._model(**model_inputs(self._model, batch))
-            except (CompressorError, torch.OutOfMemoryError):  # the latter is no one's fault
+            except (CompressorError, torch.OutOfMemoryError):  # the latter is not the model's fault
                 raise
             except Exception as error:  # whatever the model's own code raises
                 return error
@@ -190,7 +190,7 @@ class _Trial:
                 handle.remove()
 
     def _heads(self, what: str, number_of: Callable[[Any], int]) -> Any:
-        """A hook that compares the heads of states with those that readers go by."""
+        """Return a hook that compares the states' number of heads with the configuration's."""
 
         def check(module: Module, states_BHTD: Tensor) -> None:
             config = getattr(module, KV_CACHE_ATTR).config
@@ -208,7 +208,7 @@ class _Trial:
 
 @contextlib.contextmanager
 def _tapped(model: Module, states: _States) -> Iterator[None]:
-    """Have the states within reach; what rotates them has them there already."""
+    """Install the attention hooks while the body runs, where rotations have not installed them."""
     own = [
         module
         for module, (_, queries) in states.items()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The two pipelines that do not pause: a plain forward per batch, and none at all."""
+"""Pipelines without pauses: plain forwards (``basic``), and no forward at all (``datafree``)."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ __all__ = ["BasicPipeline", "DataFreePipeline"]
 
 
 class BasicPipeline:
-    """Every batch through the whole model, then all modules at once.
+    """Runs every batch through the whole model, then compresses all modules at once.
 
-    Nothing propagates: all statistics are those of the original model. It needs one forward, and
-    the memory for the statistics of all modules together.
+    Without error propagation: all statistics are those of the original model. It needs one
+    forward, and memory for the statistics of all modules together.
     """
 
     def __call__(
@@ -68,7 +68,7 @@ class BasicPipeline:
 
 
 class DataFreePipeline:
-    """For recipes that need no data: the calibration events, and no forward of the weights."""
+    """Fires the calibration events without a forward, for recipes that need no data."""
 
     def __call__(
         self,
@@ -93,7 +93,7 @@ class DataFreePipeline:
 
     @staticmethod
     def _by_block(model: Module, residency: Residency) -> None:
-        """One block after another, each loaded and let go of."""
+        """Compress the model block by block; each block is loaded, compressed and freed."""
         names = residency.unfinished
         with progress(len(names), "Compressing") as advance:
             for name in names:

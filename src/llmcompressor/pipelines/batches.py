@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The calibration batches of a run, and which of their positions are real tokens."""
+"""Calibration batches of a run, with the masks of their real (non-padding) tokens."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ _IGNORED_LABEL = -100
 
 
 class CalibrationBatches(Sequence[Mapping[str, Any]]):
-    """Batches, small ones joined, the masks of their real tokens, and how one is run.
+    """Calibration batches, small ones merged, with token masks and the model's forward on them.
 
     Args:
-        model: what runs on them.
+        model: the model to run.
         batches: mappings of the model's arguments.
         use_loss_mask: count only the tokens of each batch's ``loss_mask``.
     """
@@ -63,29 +63,29 @@ class CalibrationBatches(Sequence[Mapping[str, Any]]):
 
     @property
     def tokens(self) -> int:
-        """Positions of all batches, padding included: what activations take memory for."""
+        """Total number of positions, padding included, as it determines activation memory."""
         return sum(_positions(batch) for batch in self._batches)
 
     @property
     def real_tokens(self) -> int:
-        """Positions of all batches that count."""
+        """Total number of real tokens (positions that are not masked)."""
         masks = zip(self._batches, self._masks, strict=True)
         return sum(_positions(one) if mask is None else int(mask.sum()) for one, mask in masks)
 
     def mask(self, index: int) -> Tensor | None:
-        """Bool ``[batch, tokens]`` of the real tokens of a batch; ``None`` where all are."""
+        """Mask ``[batch, tokens]`` of the real tokens of a batch; ``None`` if all are real."""
         return self._masks[index]
 
     def sizes(self, index: int) -> tuple[int, ...]:
-        """How many samples each of the batches had that are run as this one."""
+        """Number of samples of each original batch that was merged into this one."""
         return self._sizes[index]
 
     def run(self, batch: Mapping[str, Any]) -> object:
-        """The model's own forward on a batch."""
+        """Run the model's forward on a batch."""
         return self._model(**model_inputs(self._model, batch))
 
     def runner(self, batch: Mapping[str, Any]) -> Callable[[], object]:
-        """:meth:`run` with its batch bound, to be called later."""
+        """Return :meth:`run` with the batch bound, to be called later."""
         return lambda: self.run(batch)
 
     @staticmethod
@@ -98,7 +98,7 @@ class CalibrationBatches(Sequence[Mapping[str, Any]]):
 
 
 def _positions(batch: Mapping[str, Any]) -> int:
-    """Tokens of a batch; for other inputs the positions of their last but one dimension."""
+    """Number of token positions of a batch; for inputs without ids, estimated from their shapes."""
     ids = batch.get("input_ids")
     if isinstance(ids, Tensor):
         return ids.numel()
@@ -114,7 +114,7 @@ def calibrating(
     *,
     use_loss_mask: bool = False,
 ) -> Iterator[CalibrationBatches]:
-    """The model in calibration mode and its batches; the state is as before afterwards."""
+    """Put the model into calibration mode and yield its batches; reset the state afterwards."""
     if dataloader is None:
         raise DatasetError(
             "The recipe needs calibration data and none was given.",
@@ -138,17 +138,17 @@ def calibrating(
 
 @contextlib.contextmanager
 def _two_masks(model: Module, batches: CalibrationBatches, state: State) -> Iterator[None]:
-    """In an encoder-decoder, tell hooks the mask of whichever half their input comes from.
+    """Set ``state.token_mask`` per module in an encoder-decoder: the encoder's or the decoder's.
 
-    A module of the encoder counts the encoder's tokens, one of the decoder the decoder's, but
-    for the keys and values of cross attention, which see what the encoder returned.
+    Modules of the encoder use the encoder's mask, and so do the keys and values of cross
+    attention, which get the encoder's output. Other modules of the decoder use the decoder's.
     """
     encoder = _encoder_of(model)
     if encoder is None:
         yield
         return
     inside, padding = set(encoder.modules()), _padding_of(model)
-    # By batch: all of them pass the encoder before the first goes through the decoder.
+    # Keyed by batch: all batches pass the encoder before the first one enters the decoder.
     returned: dict[int, weakref.ref[Tensor]] = {}
 
     def remember(module: Module, args: tuple[Any, ...], output: Any) -> None:
@@ -179,11 +179,11 @@ def _two_masks(model: Module, batches: CalibrationBatches, state: State) -> Iter
 
 
 def _decoder_mask(batch: Mapping[str, Any], padding: tuple[int, bool] | None) -> Tensor | None:
-    """The real tokens of a decoder, whose padding most collators leave without a mask.
+    """Mask of a decoder's real tokens, for which most collators provide no attention mask.
 
     Args:
-        batch: its inputs are given, are made of labels, one position later, or of the encoder's.
-        padding: as :func:`_padding_of` gives it.
+        batch: has decoder inputs, or labels from which they are made by a shift of one position.
+        padding: result of :func:`_padding_of`.
     """
     if "decoder_attention_mask" in batch:
         return token_mask(batch, "decoder_attention_mask")
@@ -203,14 +203,14 @@ def _fits(labels: Tensor, ids: Any) -> bool:
 
 
 def _up_to_last(wanted_BT: Tensor) -> Tensor | None:
-    """What stands in each row up to the last that is wanted, and its first in any case."""
+    """Mask of each row up to its last wanted token, always with the first; ``None`` if all True."""
     real_BT = wanted_BT.flip(-1).cumsum(-1).flip(-1) > 0
-    real_BT[:, 0] = True  # the token that starts every sequence, often that of padding
+    real_BT[:, 0] = True  # the token that starts every sequence, often the padding token
     return None if bool(real_BT.all()) else real_BT
 
 
 def _no_padding(ids_BT: Tensor, padding: int, is_end: bool) -> Tensor:
-    """Which tokens are none of padding; where that is the end of a sequence too, one may be."""
+    """Mask of non-padding tokens; if padding is the end token too, its first occurrence counts."""
     real_BT = ids_BT.ne(padding)
     if is_end:
         real_BT[:, 1:] |= real_BT[:, :-1].clone()
@@ -218,7 +218,7 @@ def _no_padding(ids_BT: Tensor, padding: int, is_end: bool) -> Tensor:
 
 
 def _padding_of(model: Module) -> tuple[int, bool] | None:
-    """The token of padding, and whether it also ends a sequence; ``None`` if there is none."""
+    """Return the padding token id and whether it is an end token too; ``None`` if undefined."""
     config = getattr(model, "config", None)
     padding, ends = (getattr(config, f"{name}_token_id", None) for name in ("pad", "eos"))
     if padding is None:
@@ -227,7 +227,7 @@ def _padding_of(model: Module) -> tuple[int, bool] | None:
 
 
 def _is_same(tensor: Tensor | None, other: Tensor | None) -> bool:
-    """Whether two tensors are one, or one is a view of all of the other."""
+    """Return True if two tensors are the same or start at the same memory address."""
     if tensor is None or other is None:
         return False
     return tensor is other or tensor.data_ptr() == other.data_ptr()

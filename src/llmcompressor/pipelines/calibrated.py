@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the modifiers of a recipe calibrate, and how a forward of the model calls it."""
+"""Calibrated modules of a recipe, and the order in which a forward calls them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ __all__ = ["Calibrated", "owners_of", "seen_without_weights", "watch_calibrated"
 
 @dataclass(frozen=True)
 class Calibrated:
-    """The modules that are calibrated."""
+    """The calibrated modules, with their call order."""
 
     names: Mapping[Module, str]
     """Module → name, in the order of the model."""
@@ -42,7 +42,7 @@ class Calibrated:
 
 
 def owners_of(modifiers: Sequence[Modifier], state: State) -> dict[Module, list[int]]:
-    """Calibrated module → the positions of the modifiers that declare it."""
+    """Map each calibrated module to the indices of the modifiers that declare it."""
     owners: dict[Module, list[int]] = {}
     for position, modifier in enumerate(modifiers):
         for module in modifier.calibrated_modules(state):
@@ -57,18 +57,18 @@ def watch_calibrated(
     blocks: Mapping[Module, str],
     lists: ShownLists,
 ) -> Calibrated:
-    """Watch a small forward for the calls of the calibrated modules.
+    """Run a small forward and record the calls of the calibrated modules.
 
     Args:
-        model: what is compressed.
-        batches: a cut of the first one is run.
-        owners: as :func:`owners_of` finds them.
-        blocks: inputs are shared within one block, not between them.
-        lists: what is shown besides.
+        model: the model to compress.
+        batches: a slice of the first one is run.
+        owners: result of :func:`owners_of`.
+        blocks: inputs are shared within a block, not between blocks.
+        lists: expert lists whose members get broadcast inputs.
 
     Raises:
         CheckpointError: the model's forward writes to its own weights.
-        DatasetError: the model's forward cannot do with what the batches hold.
+        DatasetError: the model's forward fails on the first batch.
     """
     names = {module: name for name, module in model.named_modules() if module in owners}
     region = {inner: name for block, name in blocks.items() for inner in block.modules()}
@@ -88,7 +88,7 @@ def watch_calibrated(
             also_count=region,
         )
     order = lists.counted(order)
-    # Each modifier watches the first of its own, which sees what rotations make of the input.
+    # Each modifier hooks the first of its own modules, which gets the rotated input.
     order = order.split(
         lambda module: (tuple(owners[module]), stages.get(module), input_rotations(module))
     )
@@ -97,13 +97,13 @@ def watch_calibrated(
 
 @contextmanager
 def seen_without_weights(model: Module, batch: Mapping[str, Any]) -> Iterator[None]:
-    """Where a small forward is run to see what it calls; weights that are not loaded are zeros.
+    """Context for a dry-run forward: weights that are not loaded are zeros, and hooks are off.
 
-    Hooks of modifiers are off: what they would be shown is no calibration data.
+    Hooks of modifiers are off because the dry run is not calibration data.
 
     Args:
-        model: what is run.
-        batch: what it is run on, for the error that says so.
+        model: the model to run.
+        batch: the batch it is run on, for the error message.
     """
     with (
         _accepted(model, batch),
@@ -119,7 +119,7 @@ def seen_without_weights(model: Module, batch: Mapping[str, Any]) -> Iterator[No
 
 @contextmanager
 def _accepted(model: Module, batch: Mapping[str, Any]) -> Iterator[None]:
-    """Say that it is the data where a forward raises what forwards raise of their arguments."""
+    """Turn exceptions that a forward raises for unsuitable arguments into a DatasetError."""
     try:
         yield
     except (CompressorError, torch.OutOfMemoryError):
@@ -137,8 +137,8 @@ def _accepted(model: Module, batch: Mapping[str, Any]) -> Iterator[None]:
 def _weights_unchanged(model: Module) -> Iterator[None]:
     """Refuse a model whose forward writes to its weights, as RWKV's does to rescale them.
 
-    What is calibrated would not be what it goes on with. Weights that are not loaded are zeros
-    that torch lets nobody write to.
+    Such a model would not go on with the calibrated weights. Weights that are not loaded are
+    expanded zeros, which torch refuses to write to.
     """
     before = {parameter: version_of(parameter) for parameter in model.parameters()}
     try:

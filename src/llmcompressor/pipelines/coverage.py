@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many calibration tokens each module saw, and a word on those that saw too few or none."""
+"""Calibration coverage: tokens seen by each module, and warnings for modules that saw too few."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ def scarcity_reported(
     state: State,
     share: float | None,
 ) -> Iterator[None]:
-    """Warn, after a calibration, of the modules that saw less than a share of its tokens.
+    """Warn after a calibration about modules that saw less than a share of the tokens.
 
     Args:
-        model: what is calibrated.
-        modules: the parts of it that are.
-        batches: what it is calibrated with.
-        state: tells which positions of the current batch are real tokens.
-        share: of the real tokens of all batches, between 0 and 1; ``None``: nothing is counted.
+        model: the model being calibrated.
+        modules: its calibrated modules.
+        batches: the calibration batches.
+        state: holds the token mask of the current batch.
+        share: required share of all real tokens, between 0 and 1; ``None`` disables counting.
     """
     if share is None:
         yield
@@ -71,17 +71,17 @@ def scarcity_reported(
 
 
 class _Counter(HooksMixin):
-    """Counts tokens where modifiers see them: their hooks are switched off and on together."""
+    """Counts tokens with hooks that are switched on and off together with those of modifiers."""
 
     _seen: dict[Module, int] = PrivateAttr(default_factory=dict)
 
     @property
     def seen(self) -> dict[Module, int]:
-        """Module → its tokens, for modules that get activations."""
+        """Number of tokens by module, for modules that get activations."""
         return self._seen
 
     def watch(self, modules: Iterable[Module], state: State) -> None:
-        """Count what ``modules`` get; look-up tables get numbers of rows, and are left out."""
+        """Count the tokens of ``modules``, except embeddings, whose inputs are row numbers."""
 
         def count(module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             tensor = first_tensor(args, kwargs)
@@ -95,14 +95,14 @@ class _Counter(HooksMixin):
 
 
 def check_called(calibrated: Calibrated, blocks: Mapping[Module, str]) -> None:
-    """Refuse a model that runs the forward of a block and does not call the block.
+    """Refuse a model that runs the forward of a block without calling the module.
 
     Args:
-        calibrated: what a first small forward has called.
-        blocks: those whose weights are loaded when they are called.
+        calibrated: result of the dry-run forward.
+        blocks: blocks whose weights are loaded when they are called.
 
     Raises:
-        TargetError: it does; its weights would not be there.
+        TargetError: a block is not called, so its weights would not be loaded.
     """
     calls = calibrated.order.calls
     for block, name in blocks.items():
@@ -115,11 +115,11 @@ def check_called(calibrated: Calibrated, blocks: Mapping[Module, str]) -> None:
 
 
 def warn_uncalled(calibrated: Calibrated, modifiers: Sequence[Modifier]) -> None:
-    """Tell at the beginning what may turn out at the end to be reached by no batch.
+    """Warn early about modules that may not be reached by any batch.
 
     Args:
-        calibrated: what a first small forward has called.
-        modifiers: of the pass; some have a policy for what no batch reaches.
+        calibrated: result of the dry-run forward.
+        modifiers: of the pass; some have a policy for unreached modules.
     """
     missed = [
         name

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hooks called while a pass waits, instead of when it comes by.
+"""Early hook calls: modifier hooks that are called while a pass waits.
 
-A module has seen all batches when its hooks have been called for all of them, and modifiers are
-told so before it runs. So q, k and v, which are compressed together when all passes wait at q,
-have to see their inputs there; and a block, which runs twice, has to show its first output. When
-the pass then goes on and calls these modules, their hooks are silent, lest a batch count twice.
+Modifiers compress a module once its hooks have been called for all batches, before it runs. So q,
+k and v, which are compressed together when all passes wait at q, have to see their inputs there;
+and a block, which runs twice, has to show the output of its first run. When the pass then goes on
+and calls these modules, their hooks are disabled, so that no batch counts twice.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class EarlyHooks:
         self._handles: list[RemovableHandle] = []
 
     def watch(self, modules: Iterable[Module]) -> None:
-        """Be able to silence the hooks of ``modules``; modifiers have registered theirs."""
+        """Prepare to disable the hooks of ``modules``, after modifiers have registered theirs."""
         for module in modules:
             self._handles += [
                 module.register_forward_pre_hook(self._begin_input, prepend=True),
@@ -48,7 +48,7 @@ class EarlyHooks:
             ]
 
     def close(self) -> None:
-        """Take everything back."""
+        """Remove all hooks and re-enable what is disabled."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -56,7 +56,7 @@ class EarlyHooks:
             self._silences.pop().__exit__(None, None, None)
 
     def show_input(self, one: Pass, modules: Iterable[Module]) -> None:
-        """Show what ``one`` waits with to the hooks of ``modules``, which will get the same."""
+        """Call the input hooks of ``modules`` with the input at which ``one`` waits."""
         for module in modules:
             args, kwargs = run_input_hooks(module, one.args, one.kwargs)
             changed = args is not one.args or kwargs != one.kwargs
@@ -64,7 +64,7 @@ class EarlyHooks:
                 self._inputs.add((one, module))
 
     def run(self, one: Pass) -> None:
-        """Run the module that ``one`` waits at to calibrate it, its output shown to its hooks."""
+        """Run the module at which ``one`` waits, with its hooks, to calibrate it."""
         assert one.module is not None
         self._inputs.add((one, one.module))  # they have seen it when the pass arrived
         self._trial = one

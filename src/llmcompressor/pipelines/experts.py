@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What experts are shown while a model is calibrated, and how many tokens were routed to each.
+"""MoE calibration: the tokens with which each expert is calibrated, and counts of routed tokens.
 
-With ``moe_calibrate_all_experts`` every expert is shown every token of its layer. Without it an
-expert is shown what is routed to it, and one that gets too little is dealt with as
-``starved_experts`` says. That is decided when all batches wait before the experts of a layer, so
-that all its routes are known.
+With ``moe_calibrate_all_experts`` every expert is calibrated with all tokens of its layer. Without
+it an expert gets the tokens routed to it, and the policy ``starved_experts`` applies to experts
+that get too few. That is decided when all batches wait before the experts of a layer, so that all
+its routes are known.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _COPIES = 2
 
 
 class ExpertWatch(HooksMixin):
-    """Counts the tokens of experts, and decides what those are shown that get too few."""
+    """Counts the tokens routed to experts and applies the policy for starved experts."""
 
     _names: dict[LinearExperts, str] = PrivateAttr(default_factory=dict)
     _undecided: set[LinearExperts] = PrivateAttr(default_factory=set)
@@ -55,7 +55,7 @@ class ExpertWatch(HooksMixin):
         batches: CalibrationBatches,
         args: DatasetArguments,
     ) -> None:
-        """Watch those mixtures of ``model`` whose experts modifiers calibrate, in stages."""
+        """Hook the MoE layers of ``model`` with calibrated experts, and set up their stages."""
         looked_at = _calibrated(modifiers, state)
         self._names = {
             module: name
@@ -77,7 +77,7 @@ class ExpertWatch(HooksMixin):
             )
 
     def end(self) -> None:
-        """Stop watching; the counts stay with the mixtures."""
+        """Remove the hooks and log the counts, which stay on the MoE modules."""
         self.remove_hooks()
         for mixture in self._names:
             mixture.end()
@@ -86,7 +86,7 @@ class ExpertWatch(HooksMixin):
     # ------------------------------------------------------------------ for pipelines
 
     def undecided(self, modules: Iterable[Module]) -> list[LinearExperts]:
-        """Those of ``modules`` that are mixtures, of which it is not decided what is shown."""
+        """MoE modules among ``modules`` whose experts' calibration inputs are not decided yet."""
         mixtures = [one.mixture if isinstance(one, ExpertStage) else one for one in modules]
         return [
             one
@@ -95,10 +95,10 @@ class ExpertWatch(HooksMixin):
         ]
 
     def survey(self, mixtures: Sequence[LinearExperts], run: Callable[[], None]) -> None:
-        """Count the routes of ``mixtures`` alone.
+        """Count the tokens routed in ``mixtures`` with all other hooks off, then decide.
 
         Args:
-            mixtures: no token of which was counted yet.
+            mixtures: MoE modules whose tokens were not counted yet.
             run: runs all batches through them.
         """
         with HooksMixin.disable_hooks(keep=self._hooks):
@@ -107,10 +107,10 @@ class ExpertWatch(HooksMixin):
         self.decide(mixtures)
 
     def decide(self, mixtures: Iterable[LinearExperts]) -> None:
-        """All tokens of ``mixtures`` were counted: settle what each expert is shown.
+        """Decide the calibration inputs of each expert, once all tokens were counted.
 
         Raises:
-            DatasetError: an expert got too few, and that is to be an error.
+            DatasetError: an expert got too few tokens and the policy is ``error``.
         """
         for mixture in mixtures:
             self._undecided.discard(mixture)
@@ -121,10 +121,10 @@ class ExpertWatch(HooksMixin):
                 mixture.starved[one] = self._starvation.policy
 
     def all_ran(self) -> None:
-        """All batches have run and none waited: experts were shown what was routed to them.
+        """Report starved experts after a run without pauses, in which no policy can be applied.
 
         Raises:
-            DatasetError: an expert got too few, and that is to be an error.
+            DatasetError: an expert got too few tokens and the policy is ``error``.
         """
         undecided = [one for one in self._names if one in self._undecided]
         if self._starvation.policy == "error":
@@ -142,7 +142,7 @@ class ExpertWatch(HooksMixin):
     # ------------------------------------------------------------------ helpers
 
     def _counts(self, mixtures: Iterable[LinearExperts]) -> dict[str, int]:
-        """Expert of ``mixtures`` → its tokens."""
+        """Number of tokens by expert of ``mixtures``."""
         return {
             f"{self._names[mixture]}.{expert}": count
             for mixture in mixtures
@@ -153,14 +153,14 @@ class ExpertWatch(HooksMixin):
         self, state: State, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
         assert isinstance(module, LinearExperts)
-        is_trial = state.batch_data is None  # a modifier tries something out
+        is_trial = state.batch_data is None  # a modifier runs a trial forward
         if is_trial or module.calls_all or module in self._counted:
             return
         for expert, count in enumerate(module.counts(*args, **kwargs)):
             module.tokens[expert] += count
 
     def _say_counts(self) -> None:
-        # what an earlier run has finished is not counted again
+        # blocks that an earlier run has finished are not counted again
         counted = [mixture.tokens for mixture in self._names if any(mixture.tokens)]
         counts = [count for tokens in counted for count in tokens]
         if not counts:
@@ -180,7 +180,7 @@ def experts_watched(
     batches: CalibrationBatches,
     args: DatasetArguments,
 ) -> Iterator[ExpertWatch]:
-    """Show tokens to experts that are calibrated, and count them, while the body runs."""
+    """Count the tokens of calibrated experts, and apply the policies, while the body runs."""
     watch = ExpertWatch()
     try:
         watch.begin(model, state, modifiers, batches, args)
@@ -191,7 +191,7 @@ def experts_watched(
 
 @contextlib.contextmanager
 def every_expert_called(model: Module) -> Iterator[None]:
-    """Have every expert called in every forward, for those who watch what is called."""
+    """Call every expert in every forward while the body runs, so that all calls are recorded."""
     mixtures = [module for module in model.modules() if isinstance(module, LinearExperts)]
     try:
         for mixture in mixtures:
@@ -203,11 +203,11 @@ def every_expert_called(model: Module) -> Iterator[None]:
 
 
 def experts_report(model: Module, names: Iterable[str] | None = None) -> dict[str, Any]:
-    """Tokens of each expert in the last calibration, by mixture; empty where none were counted.
+    """Tokens of each expert in the last calibration, by MoE module; empty if none were counted.
 
     Args:
         model: the model.
-        names: of modules that may be mixtures; all of the model's if ``None``.
+        names: of modules that may be MoE modules; all of the model's if ``None``.
     """
     found: dict[str, Any] = {}
     modules: Iterable[tuple[str, Module]] = model.named_modules()
@@ -224,7 +224,7 @@ def experts_report(model: Module, names: Iterable[str] | None = None) -> dict[st
 
 
 def _calibrated(modifiers: Sequence[Modifier], state: State) -> set[Module] | None:
-    """What modifiers look at in a calibration; ``None`` where it may be anything."""
+    """Modules that modifiers calibrate; ``None`` if a modifier does not declare its modules."""
     found: set[Module] = set()
     for modifier in modifiers:
         if modifier.requires_calibration_data:
@@ -236,11 +236,13 @@ def _calibrated(modifiers: Sequence[Modifier], state: State) -> set[Module] | No
 
 
 def wave_of(mixture: LinearExperts, *, every: bool) -> int:
-    """How many experts' statistics and weights in float32 may be held at once.
+    """Number of experts that are calibrated at once, limited by a memory budget.
+
+    The budget covers their statistics and their weights in float32.
 
     Args:
-        mixture: whose.
-        every: each of them sees all tokens, so that they share the statistics of their input.
+        mixture: the MoE module.
+        every: each expert gets all tokens, so that they share the statistics of their input.
     """
     form = mixture.form
     moments = form.intermediate**2 + (0 if every else form.hidden**2)

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sees that what blocks return holds neither NaN nor infinity, whatever of them is calibrated.
+"""Checks for NaN and infinity in the outputs of blocks during calibration.
 
-So does what lies between and behind them, the last norm above all. The output head is left out: no
-one needs its logits.
+Modules outside of blocks are checked too, the final norm above all. The output head is left out, as
+its logits are not needed.
 
-Statistics see what goes into the modules of the recipe. What goes wrong elsewhere would be passed
-on in silence, or be found by a module of a later block, which is then named for it.
+Statistics check only the inputs of calibrated modules. A fault elsewhere would go unnoticed, or
+be attributed to a module of a later block.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ __all__ = ["blocks_watched", "ends_behind"]
 
 
 def _outside_blocks(model: Module) -> dict[Module, str]:
-    """The innermost modules with weights that no block holds, but for embeddings and the head."""
+    """Leaf modules with weights outside of all blocks, except embeddings and the output head."""
     blocks = find_blocks(model)
     inside = {module for block in blocks for module in block.modules()}
     _, head = embeddings(model)
@@ -45,7 +45,7 @@ def _outside_blocks(model: Module) -> dict[Module, str]:
 
 @contextmanager
 def blocks_watched(model: Module, state: State) -> Iterator[None]:
-    """Look at what each block returns while the body runs; padding may be anything.
+    """Check the output of each block while the body runs; padding positions are ignored.
 
     Raises:
         NonFiniteError: names the first block, or module outside of them, whose output holds NaN or
@@ -83,12 +83,12 @@ def _is_finite_where_real(found: Tensor, mask: Tensor) -> bool:
 
 @contextmanager
 def ends_behind(model: Module, block: Module) -> Iterator[Callable[[], None]]:
-    """End passes behind a block: with the next module that is looked at, the last norm mostly.
+    """End passes after a block, at the next checked module (mostly the final norm).
 
-    A pass ends before another block and before the head too, and where the next module has no data.
+    A pass also ends before another block, before the head, and before a module on the meta device.
 
     Yields:
-        What is to be called as each pass begins.
+        A function to be called as each pass begins.
     """
     is_behind = [False]
 
@@ -109,7 +109,7 @@ def ends_behind(model: Module, block: Module) -> Iterator[Callable[[], None]]:
     handles = [block.register_forward_hook(leave)]
     handles += [one.register_forward_pre_hook(end) for one in before]
     handles += [one.register_forward_pre_hook(end_without_data) for one in outside]
-    handles += [one.register_forward_hook(end) for one in outside]  # behind the hook that looks
+    handles += [one.register_forward_hook(end) for one in outside]  # after the hook that checks
     try:
         yield lambda: is_behind.__setitem__(0, False)
     finally:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a forward is paused: at every Linear, at attention and MLP, or at every block.
+"""Sequential granularity: pauses at every Linear, at attention and MLP, or at every block.
 
 ============  ====================================  ========================================
 level         runs of the model                     states held per token
@@ -46,7 +46,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Unit:
-    """What is calibrated and compressed at one stop."""
+    """The modules that are calibrated and compressed at one stop."""
 
     stop: Module
     """The module at which the passes wait."""
@@ -60,7 +60,7 @@ class Unit:
 
     @property
     def others(self) -> tuple[Module, ...]:
-        """Modules that share the stop's input and are done with it; none where it runs twice."""
+        """Other modules compressed at this stop, with its input; none where it runs twice."""
         if self.runs_twice:
             return ()
         return tuple(module for module in self.modules if module is not self.stop)
@@ -68,7 +68,7 @@ class Unit:
 
 @dataclass(frozen=True)
 class Plan:
-    """The units of a model in the order in which they are reached, and why these."""
+    """The units of a model in call order, their level, and the reason for it."""
 
     level: Granularity
     units: tuple[Unit, ...]
@@ -78,25 +78,26 @@ class Plan:
 
 
 def forwards_of(level: Granularity, streams: int, *, propagates: bool) -> int:
-    """How often the model runs over the data in one pass.
+    """Number of forwards of the model over the data in one pass.
 
     Args:
-        level: where forwards stop. A Linear gives its output after it was compressed; what is
-            larger has to run first to be calibrated, and then again.
+        level: where forwards stop. A Linear runs once, after it was compressed; a larger unit
+            runs once to be calibrated and once to produce its output.
         streams: 2 if the original model is run as well.
-        propagates: whether compressed layers' outputs go on.
+        propagates: the outputs of compressed layers are passed on.
     """
     once = 1 if level is Granularity.LINEAR or not propagates else 2
     return once + (streams - 1)
 
 
 def level_of_targets(targets: Iterable[Module], calibrated: Container[Module]) -> Granularity:
-    """The level that is meant by naming where to stop.
+    """Return the level that ``sequential_targets`` imply.
 
     Args:
         targets: the modules that are named.
-        calibrated: what the recipe calibrates, what an earlier attempt has finished included. To
-            stop at every ``Linear`` means no less where one of them, the head, is left alone.
+        calibrated: modules that the recipe calibrates, including those that an earlier attempt
+            has finished. Targets of all ``Linear`` imply the Linear level even if the recipe
+            ignores one of them, such as the head.
     """
     single = all(target in calibrated or not _has_parts(target) for target in targets)
     return Granularity.LINEAR if single else Granularity.BLOCK
@@ -112,34 +113,34 @@ def named_stops(
     *,
     at_blocks: bool = False,
 ) -> tuple[dict[Module, str], Granularity]:
-    """Where a pass stops whose stops the user names, and the level that this asks for.
+    """Return the stops of a pass with ``sequential_targets``, and the level they imply.
 
     Args:
-        model: what is calibrated.
-        named: module → name.
+        model: the model being calibrated.
+        named: module → name of the targets.
         calibrated: as for :func:`level_of_targets`.
         modifiers: of the pass.
         state: of the run.
-        asked: the level that is asked for besides.
-        at_blocks: what is named is stopped at as a whole, single Linears too.
+        asked: the level that the user asked for, if any.
+        at_blocks: every target is one stop as a whole, single Linears too.
     """
     if not at_blocks and level_of_targets(named, calibrated) is Granularity.LINEAR:
         return find_blocks(model), asked or Granularity.LINEAR
     own = _own_blocks(model, modifiers, state)
     stops = _with_whole(model, named, own, undivided_of(modifiers, state))
     covered = {inner for stop in named for inner in stop.modules()}
-    if any(block not in covered for block in own):  # parts are named: finer than what is taken
+    if any(block not in covered for block in own):  # targets are smaller than the blocks
         return stops, Granularity.SUB_BLOCK
     return stops, asked or Granularity.BLOCK
 
 
 def undivided_of(modifiers: Iterable[Modifier], state: State) -> set[Module]:
-    """The modules that modifiers of a pass take as wholes, beside the model's own blocks."""
+    """Modules that modifiers of a pass compress as a whole, in addition to the model's blocks."""
     return {one for modifier in modifiers for one in modifier.undivided(state)}
 
 
 def _own_blocks(model: Module, modifiers: Iterable[Modifier], state: State) -> set[Module]:
-    """The model's blocks that are stopped at by themselves, whatever the user names."""
+    """Blocks of the model that are stops of their own, whatever the user's targets are."""
     taking = [one for one in modifiers if one.takes_whole_blocks]
     wanted = {module for one in taking for module in one.calibrated_modules(state)}
     blocks = find_blocks(model) if wanted else {}
@@ -149,13 +150,13 @@ def _own_blocks(model: Module, modifiers: Iterable[Modifier], state: State) -> s
 def _with_whole(
     model: Module, stops: Mapping[Module, str], own: set[Module], undivided: set[Module]
 ) -> dict[Module, str]:
-    """The stops that the user names, with what is taken as a whole in the place of its parts.
+    """Replace stops by the whole modules that contain them, where modifiers need these.
 
     Args:
-        model: what is calibrated.
-        stops: module → name.
-        own: blocks that are also stopped at in the place of what holds several of them.
-        undivided: what is stopped at in the place of its parts.
+        model: the model being calibrated.
+        stops: module → name of the user's targets.
+        own: blocks that are stops, also in place of a module that contains several of them.
+        undivided: modules that are stops in place of their parts.
 
     Returns:
         The stops, in the order of the model.
@@ -172,7 +173,7 @@ def _with_whole(
 
 
 def estimate_bytes(level: Granularity, modules: Sequence[Module], tokens: int, streams: int) -> int:
-    """Bytes that the suspended passes hold at once.
+    """Estimate the bytes of activations that suspended passes hold at once.
 
     Args:
         level: where they are paused.
@@ -185,7 +186,7 @@ def estimate_bytes(level: Granularity, modules: Sequence[Module], tokens: int, s
     if not columns:
         return 0
     itemsize = max(matrix.element_size() for matrix in matrices)
-    # What one Linear returns another one gets; what the head returns is not held at all.
+    # Outputs of a Linear are inputs of another one; outputs of the head are not held at all.
     hidden, widest = Counter(columns).most_common(1)[0][0], max(columns)
     states = {
         Granularity.LINEAR: 2 * hidden + 2 * widest,
@@ -196,7 +197,7 @@ def estimate_bytes(level: Granularity, modules: Sequence[Module], tokens: int, s
 
 
 def _matrices_of(module: Module) -> list[Tensor]:
-    """The weight of a module; of what has none, as experts and attention, all that it holds."""
+    """The weight of a module, or all matrices of one without a weight (experts, attention)."""
     weight = getattr(module, "weight", None)
     held = module.parameters() if weight is None else [weight]
     return [one for one in held if isinstance(one, Tensor) and one.ndim > 1]
@@ -204,7 +205,7 @@ def _matrices_of(module: Module) -> list[Tensor]:
 
 @dataclass(frozen=True)
 class Choice:
-    """A level, and why it was chosen."""
+    """A level and the reason for its choice."""
 
     level: Granularity
     reason: str
@@ -224,7 +225,7 @@ def choose_level(
     """Choose the finest level that is allowed and whose activations fit.
 
     Args:
-        modules: the calibrated modules; nothing but the forms of their weights is looked at.
+        modules: the calibrated modules; only the shapes of their weights are used.
         finest: the finest level that every modifier's declarations allow.
         forced: the level the user asked for, if any.
         tokens: of all calibration batches.
@@ -267,18 +268,18 @@ def make_plan(
 
     Args:
         names: calibrated module → name.
-        order: which of them are called when, and which share an input.
+        order: their call order, and groups of modules that share an input.
         blocks: the model's blocks.
         finest: the finest level that every modifier's declarations allow.
         forced: the level the user asked for, if any.
         tokens: of all calibration batches.
         streams: 1, or 2 with twin streams.
         budget: bytes for activations.
-        every_block: stop at all blocks, also at those that hold none of ``names``.
-        gates: blocks to stop at, if they hold no stop, for all passes to be at the same one.
-        to_end: the passes go on behind the last module that is calibrated.
-        stages: Linear of an expert → where it is calibrated together with those of others, and
-            that place's name.
+        every_block: stop at all blocks, also at those that contain none of ``names``.
+        gates: blocks to stop at if they contain no stop, so that all passes are in the same block.
+        to_end: the passes go on after the last calibrated module.
+        stages: Linear of an expert → the stage at which it is calibrated together with those of
+            other experts, and its name.
         undivided: blocks that have no parts to stop at.
     """
     modules = list(names)
@@ -302,7 +303,7 @@ def _mib(size: int) -> str:
 def _linear_units(
     names: Mapping[Module, str], order: CallOrder, stages: Mapping[Module, tuple[Module, str]]
 ) -> list[Unit]:
-    """A stop for each input, but one for all inputs of the experts that are solved together."""
+    """Make one unit for each shared input, but a single one for experts solved together."""
     units: dict[Module, Unit] = {}
     for group in _with_unseen(names, order):
         stop, name = stages.get(group[0], (group[0], names[group[0]]))
@@ -336,7 +337,7 @@ def _units(
     units: dict[Module, list[Module]] = {stop: [] for stop in every} if every_block else {}
     by_name = {name: stop for stop, name in stops.items()}
     for group in groups:
-        outside: Module | None = None  # the first that lies in no block: the others wait there
+        outside: Module | None = None  # the first that lies in no block is the stop
         for module in group:
             inside = block_of(stops, names[module])
             outside = outside or (module if inside is None else None)
@@ -344,7 +345,7 @@ def _units(
             assert stop is not None
             units.setdefault(stop, []).append(module)
     labels = {**names, **stops}
-    # Whoever names no modules is told of a stop when it has run: that may be a single Linear.
+    # With modifiers that declare no modules, every stop runs twice, even a single Linear.
     return [
         Unit(
             stop, labels[stop], tuple(members), stop in stops and (every_block or _has_parts(stop))
@@ -356,7 +357,7 @@ def _units(
 def _with_gates(
     units: list[Unit], order: CallOrder, gates: Mapping[Module, str], *, to_end: bool
 ) -> Iterator[Unit]:
-    """The units, and where they come in the order of calls the gates that hold none of them."""
+    """Yield the units, with gates that contain none of them inserted in call order."""
     called = {module: position for position, module in enumerate(order.calls)}
     stops = {unit.stop for unit in units}
     within = {inner for stop in stops for inner in stop.modules()}
@@ -382,11 +383,11 @@ def _has_parts(module: Module) -> bool:
 
 
 def _with_unseen(names: Mapping[Module, str], order: CallOrder) -> Iterator[tuple[Module, ...]]:
-    """The groups in the order of their calls, and what was not called behind its neighbour.
+    """Yield the groups in call order, with modules that were not called after their neighbour.
 
-    Other batches may take other routes. A module that only they reach has to be served before
-    those that come after it, so that these see all batches; where it stands in the model is the
-    best guess of where it is called.
+    Other batches may take other routes. A module that only they reach has to be compressed before
+    later modules, so that these see all batches; its position in the model is the best guess of
+    its place in the call order.
     """
     behind: dict[Module | None, list[Module]] = {}
     neighbour: Module | None = None

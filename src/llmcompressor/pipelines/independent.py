@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One modifier after another, each with the pipeline that its declarations ask for."""
+"""Independent pipeline: modifiers run one after another, each with the pipeline it needs."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ __all__ = ["IndependentPipeline"]
 class IndependentPipeline:
     """Runs the modifiers of the recipe one by one, in recipe order.
 
-    One that joins those before it runs with them. All modifiers were initialized before; while
-    some run, the session's recipe holds only these.
+    A modifier that joins those before it runs together with them. All modifiers are initialized
+    before; during each run the session's recipe holds only the modifiers that run.
     """
 
     def __call__(

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Experts that are modules in a list, each called by the model's own code for its own tokens.
+"""Calibration of experts in a ModuleList, which the model's own code calls with their tokens.
 
-Experts in stacks are taken apart and called by code of this package, which can show each of them
-all tokens. How a model's own code calls the members of a list has to be found out
-(:mod:`llmcompressor.modeling.listed_experts`): where it calls them with tokens and nothing else,
-they are shown all of them too; where with something made of tokens, all that any of them is called
-with, or their matrices all that the same ones of others are. Where it cannot be found out, they are
-calibrated with their own tokens, and it is said.
+Stacked experts are unfused and called by code of this package, which can give all tokens to each.
+How a model's own code calls the members of a list has to be detected
+(:mod:`llmcompressor.modeling.listed_experts`). If it calls them with rows of tokens, each expert
+gets all tokens. If it calls them with something computed from tokens, each expert gets the inputs
+of all others, or each of its matrices gets the inputs of the same matrix of the others. If it
+cannot be detected, experts are calibrated with their routed tokens, with a warning.
 """
 
 from __future__ import annotations
@@ -56,18 +56,19 @@ def listed_experts_shown(
     *,
     blocks: Iterable[Module] | None = None,
 ) -> Iterator[ShownLists]:
-    """Show all tokens of a layer to such experts while the body runs, where that is asked for.
+    """Broadcast the tokens of a layer to experts in lists while the body runs, as requested.
 
-    Else to those that get too few, as ``starved_experts`` says.
+    All experts get all tokens with ``moe_calibrate_all_experts``, else only starved ones, by the
+    policy ``starved_experts``.
 
     Args:
-        model: what is calibrated.
-        state: knows whether a batch runs.
+        model: the model being calibrated.
+        state: tells whether a calibration batch is running.
         modifiers: those that calibrate it.
-        batches: all that is run.
-        args: what is asked for.
-        blocks: where all passes can wait, so that it can be counted who gets too few; ``None`` if
-            nothing waits.
+        batches: the calibration batches.
+        args: of the run.
+        blocks: stops at which all passes can wait to count routed tokens; ``None`` if the
+            pipeline does not pause.
     """
     every = args.moe_calibrate_all_experts
     found = _lists_of_calibrated(model, _calibrated(modifiers, state))
@@ -96,17 +97,17 @@ def wait_at_blocks(
     *,
     every: bool,
 ) -> bool:
-    """Whether passes may have to wait at whole blocks for such experts, as far as can be told.
+    """Return True if experts in lists may require block granularity.
 
-    Either it has to be counted there which of them gets too few, or they are shown what others are
-    called with. That is tried out with token ids, where the model can do with these.
+    They do if routed tokens have to be counted first, or if experts get the inputs of others. The
+    latter is tested by a forward on token ids, for models that take these.
 
     Args:
-        model: what is to be calibrated; its weights may be anywhere.
+        model: the model to calibrate; its weights may be on any device.
         state: of the run.
         modifiers: those that calibrate it.
         blocks: where passes can wait.
-        every: each of the experts is to be shown all tokens.
+        every: calibrate each expert with all tokens.
     """
     found = _inside(_lists_of_calibrated(model, _calibrated(modifiers, state)), blocks)
     if not found or not every:
@@ -119,7 +120,7 @@ def wait_at_blocks(
 def _manners(
     model: Module, lists: Sequence[ExpertList], batch: Mapping[str, Any]
 ) -> dict[ExpertList, Manner]:
-    """As :func:`manners_of`, and none where the forward wants something else than ``batch``."""
+    """Like :func:`manners_of`, but empty if the forward fails on ``batch``."""
     try:
         with seen_without_weights(model, batch):
             return manners_of(lists, lambda: model(**model_inputs(model, batch)))
@@ -129,10 +130,10 @@ def _manners(
 
 
 def settle_starved(lists: Sequence[ExpertList], shown: ShownLists, starvation: Starvation) -> None:
-    """The tokens of ``lists`` were counted: say who gets too few, and settle what it is shown.
+    """Apply the policy for starved experts to ``lists``, whose tokens were counted.
 
     Raises:
-        DatasetError: an expert got too few, and that is to be an error.
+        DatasetError: an expert got too few tokens and the policy is ``error``.
     """
     for one in lists:
         names = [f"{one.name}.{key}" for key in one.members]
@@ -143,7 +144,7 @@ def settle_starved(lists: Sequence[ExpertList], shown: ShownLists, starvation: S
 
 
 def _lists_of_calibrated(model: Module, calibrated: set[Module]) -> list[ExpertList]:
-    """Lists of experts of which some have calibrated matrices and none is one itself."""
+    """Lists whose experts have calibrated matrices and are not single matrices themselves."""
     return [
         one
         for one in lists_of_alike(model)
@@ -162,7 +163,7 @@ def _calibrated(modifiers: Sequence[Modifier], state: State) -> set[Module]:
 
 
 def _linears_of(one: ExpertList, calibrated: set[Module]) -> dict[str, list[Module]]:
-    """Name of each expert that has calibrated matrices → these."""
+    """Calibrated matrices by name of expert, for experts that have any."""
     own = {
         f"{one.name}.{key}": [
             part for part in member.modules() if part in calibrated and is_matrix(part)
@@ -192,18 +193,18 @@ def listed_experts_counted(
     args: DatasetArguments,
     shown: ShownLists,
 ) -> Iterator[None]:
-    """Count the tokens of other such experts while the body runs, and say then what they got.
+    """Count and report the routed tokens of experts in lists that get no broadcast inputs.
 
     Args:
-        model: what is calibrated.
-        state: knows what is padding.
+        model: the model being calibrated.
+        state: holds the token mask of the current batch.
         modifiers: those that calibrate it.
-        batches: all that is run.
-        args: what is asked for.
-        shown: those that get all tokens anyway.
+        batches: the calibration batches.
+        args: of the run.
+        shown: lists with broadcast inputs, which are left out.
 
     Raises:
-        DatasetError: an expert got too few, and that is to be an error.
+        DatasetError: an expert got too few tokens and the policy is ``error``.
     """
     counter = _Counter()
     calibrated = _calibrated(modifiers, state)
@@ -218,13 +219,13 @@ def listed_experts_counted(
 
 
 class _Counter(HooksMixin):
-    """Counts tokens where modifiers see them: their hooks are switched off and on together."""
+    """Counts tokens with hooks that are switched on and off together with those of modifiers."""
 
     _seen: dict[Module, int] = PrivateAttr(default_factory=dict)
     _members: dict[str, dict[str, list[Module]]] = PrivateAttr(default_factory=dict)
 
     def watch(self, lists: Iterable[ExpertList], state: State, calibrated: set[Module]) -> None:
-        """Count what the calibrated modules of lists get."""
+        """Count the tokens of the calibrated modules of lists."""
 
         def count(module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             tensor = first_tensor(args, kwargs)
@@ -239,7 +240,7 @@ class _Counter(HooksMixin):
             self.register_hook(module, count, "forward_pre", with_kwargs=True)
 
     def counts(self) -> dict[str, dict[str, int]]:
-        """List → member → the tokens of that of its modules that got most."""
+        """Number of tokens by list and member: the largest count among the member's modules."""
         return {
             name: {member: max(self._seen[one] for one in of) for member, of in own.items()}
             for name, own in self._members.items()

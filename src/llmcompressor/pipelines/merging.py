@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Small calibration batches, run together.
+"""Merging of small calibration batches into larger ones.
 
-One sample at a time is the usual way to calibrate, and a slow one: every operation is short, so
-that the time between operations counts, and on a machine whose cores are shared each of them
-waits for the slowest thread. Batches of text that have the same form are therefore run as one.
-What belongs to which batch is kept, for observers that count batches.
+Calibration usually runs one sample at a time, which is slow: operations are so short that launch
+overhead and waiting for the slowest thread dominate. Text batches of the same shape are therefore
+run as one. The sizes of the original batches are kept, for observers that count batches.
 """
 
 from __future__ import annotations
@@ -36,10 +35,10 @@ class MergedBatch(NamedTuple):
 def merge_batches(
     batches: Iterable[Mapping[str, Any]], tokens: int | None = None
 ) -> Iterator[MergedBatch]:
-    """Join successive batches of one form until ``tokens`` (``RUN_TOKENS``) would be exceeded.
+    """Merge successive batches of the same shape, up to ``tokens`` (``RUN_TOKENS``) tokens.
 
-    Only batches of plain text are joined, and only with others whose samples are as long:
-    nothing is padded and nothing is reordered.
+    Only batches of plain text with samples of equal length are merged: nothing is padded and
+    nothing is reordered.
 
     >>> ones = [{"input_ids": torch.ones(1, 4, dtype=torch.long)}] * 3
     >>> [merged.sizes for merged in merge_batches(ones, tokens=8)]
@@ -61,7 +60,7 @@ def merge_batches(
 
 
 def _form(batch: Mapping[str, Any]) -> object:
-    """What must agree for two batches to be joined; ``None`` for one that never is."""
+    """Key that is equal for batches that can be merged; ``None`` if a batch cannot be merged."""
     ids = batch.get("input_ids")
     if not isinstance(ids, Tensor) or ids.ndim != 2 or not set(batch) <= _MERGEABLE:
         return None

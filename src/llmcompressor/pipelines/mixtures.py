@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which mixtures of experts a recipe is about, so that they have to be taken apart."""
+"""MoE modules that a recipe targets, whose experts have to be unfused into Linears."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ __all__ = ["dense_mixtures", "ignore_of", "meant_mixtures", "warn_unread"]
 
 
 def meant_mixtures(model: Module, modifiers: Sequence[Modifier]) -> list[Mixture]:
-    """The mixtures with experts that a modifier's targets reach, once they are Linears.
+    """MoE modules whose experts are targeted by a modifier, once they are unfused into Linears.
 
-    A mixture that is ignored by its own name or class is left alone.
+    A module that is ignored by its own name or class is left out.
 
     Args:
         model: its weights may be on the meta device.
         modifiers: of the recipe.
 
     Raises:
-        TargetError: such a mixture cannot be taken apart: its experts would stay as they are,
-            and no one would see it.
+        TargetError: a targeted module cannot be unfused, so its experts would silently stay
+            uncompressed.
     """
     if not isinstance(model, PreTrainedModel):
         return []
@@ -53,7 +53,7 @@ def meant_mixtures(model: Module, modifiers: Sequence[Modifier]) -> list[Mixture
         names = part_names(mixture, converters) if mixture.form is not None else roles
         holders = _holders(model, mixture.name)
         by = [one for one in modifiers if _is_meant(mixture, names, holders, one)]
-        # one without a list of what it ignores says for itself what it cannot do to a stack
+        # a modifier without an ignore list reports by itself that it cannot compress a stack
         if any(_can_ignore(one) for one in by) or (by and _can_come_apart(mixture, model)):
             meant.append(mixture)
     if meant:
@@ -72,7 +72,7 @@ def _can_come_apart(mixture: Mixture, model: PreTrainedModel) -> bool:
 
 
 def _check_apart(meant: Sequence[Mixture], model: PreTrainedModel) -> None:
-    """Refuse mixtures whose experts cannot become Linears, or would be written wrongly as such."""
+    """Refuse MoE modules whose experts cannot be unfused, or not saved correctly once unfused."""
     unseen = [mixture for mixture in meant if mixture.form is None]
     if unseen:
         raise TargetError(
@@ -98,7 +98,7 @@ def _check_apart(meant: Sequence[Mixture], model: PreTrainedModel) -> None:
 
 
 def _sharing(meant: Sequence[Mixture], model: PreTrainedModel) -> list[str]:
-    """Names of modules that have stacks in common, one of them in a mixture that is meant."""
+    """Names of modules that share stacked parameters with one of the targeted MoE modules."""
     owners: dict[int, list[str]] = {}
     for name, module in named_modules(model):
         for parameter in own_parameters(module):
@@ -109,7 +109,7 @@ def _sharing(meant: Sequence[Mixture], model: PreTrainedModel) -> list[str]:
 
 
 def warn_unread(model: PreTrainedModel, mixtures: Sequence[Mixture]) -> None:
-    """Say of which mixtures transformers cannot read the experts, once they are quantized."""
+    """Warn about MoE modules whose quantized experts transformers cannot load."""
     converters = stacking_converters(model) if mixtures else []
     unread = [one.name for one in mixtures if not is_read_singly(one, converters)]
     if unread:
@@ -122,14 +122,14 @@ def warn_unread(model: PreTrainedModel, mixtures: Sequence[Mixture]) -> None:
 def dense_mixtures(
     mixtures: Sequence[Mixture], model: Module, modifiers: Sequence[Modifier]
 ) -> set[str]:
-    """Names of those of ``mixtures`` that no modifier quantizes."""
+    """Names of the MoE modules that no modifier quantizes."""
     quantizing = [one for one in modifiers if isinstance(one, QuantizationMixin)]
     quantized = {one.name for one in meant_mixtures(model, quantizing)}
     return {one.name for one in mixtures} - quantized
 
 
 def _holders(model: Module, name: str) -> dict[str, Module]:
-    """A mixture and all that it lies in, the model too, by name; its class will be another."""
+    """Map names to the ancestors of an MoE module and a placeholder for the module itself."""
     parts = name.split(".")
     names = [".".join(parts[:end]) for end in range(len(parts))]
     return {**{each: model.get_submodule(each) for each in names}, name: Module()}
@@ -150,7 +150,7 @@ def _is_meant(
 
 
 def _linears(mixture: Mixture, names: Mapping[str, str]) -> Iterator[str]:
-    """What the Linears of its experts would be called, of one if it is not known how many."""
+    """Yield the names of the experts' Linears after unfusing; of one expert without a stack."""
     parameters = mixture.module._parameters
     stack = next((one for one in parameters.values() if is_stack(one)), None)
     for number in range(1 if stack is None else stack.shape[0]):
@@ -161,14 +161,14 @@ def _linears(mixture: Mixture, names: Mapping[str, str]) -> Iterator[str]:
 
 
 def ignore_of(mixtures: Sequence[Mixture]) -> str:
-    """``ignore=[...]`` with patterns that match these, and in other layers what is called alike."""
+    """Return ``ignore=[...]`` with patterns for these modules in all layers."""
     ends = dict.fromkeys(_end_of(mixture.name) for mixture in mixtures)
     shown = ", ".join(f"'re:{end}'" for end in ends)
     return f"ignore=[{shown}]"
 
 
 def _end_of(name: str) -> str:
-    r"""A pattern of what a mixture's name ends with, behind the number of its layer.
+    r"""Pattern for the suffix of an MoE module's name after its layer number.
 
     >>> _end_of("model.layers.3.mlp.experts"), _end_of("model.layers.3.mlp.input_linear")
     ('.*\\.experts\\..*', '.*\\.mlp\\.input_linear$')

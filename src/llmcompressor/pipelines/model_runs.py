@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a model is run on calibration batches: in which mode, and on how little at first."""
+"""Calibration mode of a model, and small batches for dry runs."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ _PROBE_TOKENS = 8
 
 @contextlib.contextmanager
 def calibration_mode(model: Module) -> Iterator[None]:
-    """Evaluation mode, no gradients, no generation cache, fake quantization off; restored after.
+    """Set evaluation mode, no gradients, no cache and no fake quantization while the body runs.
 
-    The forward is that of a quantized model, which some models run in another way.
+    The model is marked as quantized, as some models run another forward then.
 
-    Modules that an earlier modifier has quantized run on the weights it left, and their
-    activations are not rounded: what is measured is the error of the weights alone.
+    Modules that an earlier modifier has quantized run with its weights, but their activations
+    are not quantized, so that only the error of the weights is measured.
     """
     with (
         evaluating(model),
@@ -46,7 +46,7 @@ def calibration_mode(model: Module) -> Iterator[None]:
 
 
 def small_batch(batch: Mapping[str, Any]) -> dict[str, Any]:
-    """A cut of a text batch, enough to see what calls what; other batches as they are."""
+    """Return a small slice of a text batch for dry runs; other batches are returned whole."""
     tensors = {key: value for key, value in batch.items() if isinstance(value, Tensor)}
     if set(tensors) != set(batch) or not set(batch) <= _TEXT_KEYS:
         return dict(batch)

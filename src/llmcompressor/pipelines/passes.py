@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A recipe in as few passes over the model as its modifiers allow, block by block.
+"""Split of a recipe into as few passes over the model as its modifiers allow.
 
-A modifier that needs data wants to see what those before it have made of the whole model, so that
-each begins a pass of its own, unless it takes up each module where one before it has left it: GPTQ
-quantizes what SparseGPT has just pruned. Those that need no data join a neighbour's pass: what
-stands before the modifier that needs data is done when a block is entered, what stands behind it
-when the block is left. It does not where weights would be rounded that were pruned, and that data
-has passed: the file would not hold those with which a broken-off run goes on. One that wants to
-see all layers before it begins has a pass more in front. One that learns first begins a pass.
+A modifier that needs data wants the whole model as the modifiers before it leave it, so each one
+begins a pass of its own. The exception is a modifier that can take over each module right after
+another one: GPTQ quantizes what SparseGPT has just pruned. Modifiers without data join a
+neighbour's pass: those before the modifier that needs data work when a block is entered, those
+after it when the block is left. They do not join where they would round pruned weights that data
+has already passed through, because the file would not hold the weights from which an interrupted
+run resumes. A modifier that surveys all layers first gets an extra pass before its own. A modifier
+that learns first begins a pass.
 """
 
 from __future__ import annotations
@@ -33,13 +34,13 @@ BY_BLOCK = frozenset({"independent", "sequential", "layer_sequential", "datafree
 
 
 def passes_of(modifiers: Sequence[Modifier], pipeline: str) -> list[list[Modifier]]:
-    """The modifiers of each pass.
+    """Split the modifiers of a recipe into passes.
 
     Args:
         modifiers: of the recipe, in order.
         pipeline: one of :data:`BY_BLOCK`; others than ``independent`` make more than one pass
-            only where a modifier rewrites what those behind it would collect. What needs no data
-            stands in one pass with what comes next, which is not to see what it rounds.
+            only where a modifier rewrites the inputs that later ones would collect. A modifier
+            without data shares the pass of the next one, which must not see its rounding.
     """
     passes: list[list[Modifier]] = [[]]
     for place, modifier in enumerate(modifiers):
@@ -60,7 +61,7 @@ def _any_needs(modifiers: Sequence[Modifier]) -> bool:
 
 
 def _looks_first(modifier: Modifier, others: Sequence[Modifier], pipeline: str) -> bool:
-    """Whether it takes a look at what others leave before the pass that it works in."""
+    """Return True if a modifier needs a pass over the others' results before its own pass."""
     if modifier.learns_first:
         return bool(others)
     seen = (pipeline == "independent" or one.changes_at_once for one in others)
@@ -68,20 +69,20 @@ def _looks_first(modifier: Modifier, others: Sequence[Modifier], pipeline: str) 
 
 
 def _comes_behind(modifier: Modifier, others: Sequence[Modifier]) -> bool:
-    """Whether it needs what data has made of the model in a pass before its own."""
+    """Return True if a modifier must run after the calibration of the others, in a later pass."""
     is_open = any(one.leaves_open for one in others)
     return modifier.begins_a_pass or (is_open and not modifier.requires_calibration_data)
 
 
 def with_surveys(passes: Sequence[list[Modifier]]) -> list[list[Modifier]]:
-    """The passes, and in front of each who looks at all data before it, changing nothing."""
+    """Insert, before each pass, a pass of the modifiers that survey all data without changes."""
     surveys = [[modifier for modifier in one if modifier.surveys_first] for one in passes]
     pairs = zip(surveys, passes, strict=True)
     return [each for survey, one in pairs for each in (survey, one) if each or each is one]
 
 
 def joined(modifiers: Sequence[Modifier]) -> list[list[Modifier]]:
-    """The modifiers one by one, those that join others together with them."""
+    """Group the modifiers: each alone, except that joining modifiers share a group."""
     groups: list[list[Modifier]] = []
     for modifier in modifiers:
         if groups and _joins(modifier, groups[-1]):
@@ -92,7 +93,7 @@ def joined(modifiers: Sequence[Modifier]) -> list[list[Modifier]]:
 
 
 def _joins(modifier: Modifier, others: Sequence[Modifier]) -> bool:
-    """Whether it takes up each module where those of ``others`` that need data have left it."""
+    """Return True if a modifier can take over each module from all ``others`` that need data."""
     needing = [one for one in others if one.requires_calibration_data]
     return bool(needing) and all(
         modifier.joins & {base.__name__ for base in type(one).__mro__} for one in needing
@@ -100,9 +101,10 @@ def _joins(modifier: Modifier, others: Sequence[Modifier]) -> bool:
 
 
 def stretches_of(modifiers: Sequence[Modifier]) -> list[list[Modifier]]:
-    """The modifiers, cut behind each that rewrites what others would collect in its pass.
+    """Split the modifiers after each one that rewrites the inputs that others would collect.
 
-    And before each that takes a look at the model first, or needs what data has made of it.
+    The list is also split before each modifier that surveys the model first, or that has to run
+    after the calibration of those before it.
     """
     stretches: list[list[Modifier]] = [[]]
     for modifier in modifiers:
@@ -115,7 +117,7 @@ def stretches_of(modifiers: Sequence[Modifier]) -> list[list[Modifier]]:
 
 
 def _rewrites(modifier: Modifier) -> bool:
-    """Whether others cannot collect, in its pass, what it makes of the model."""
+    """Return True if later modifiers cannot collect statistics in the pass of this one."""
     return modifier.rewrites_inputs or modifier.learns_first
 
 
@@ -131,7 +133,7 @@ def run_passes(
     """Run all passes; while one runs, the session's recipe holds only its modifiers.
 
     Args:
-        passes: as :func:`passes_of` gives them.
+        passes: result of :func:`passes_of`.
         model: the model.
         batches: calibration batches.
         dataset_args: for the pipelines.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The model's own Linears, multiplied in float32 where the processor does that faster."""
+"""Float32 matrix products for half-precision Linears on CPUs where that is faster."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ _FEWEST_TOKENS = 64
 
 @contextlib.contextmanager
 def quick_linears() -> Iterator[None]:
-    """Have ``torch.nn.functional.linear`` multiply in float32 where that is faster.
+    """Make ``torch.nn.functional.linear`` multiply in float32 where that is faster.
 
-    Without gradients, on plain tensors of many tokens on the CPU; everything else is as it is.
+    This applies to plain CPU tensors of many tokens without gradients; other calls are unchanged.
     """
     if not any(is_slow(dtype) for dtype in _DTYPES):
         yield

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The pipelines by name, and which one a recipe needs."""
+"""Registry of pipelines, and the pipeline that a recipe needs."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ __all__ = ["PIPELINES", "CalibrationPipeline", "infer_pipeline"]
 
 
 class _Pipelines(Table):
-    """The pipelines by name; the argument ``pipeline`` takes what is added."""
+    """Registry of pipelines whose names are accepted by the argument ``pipeline``."""
 
     def add(self, name: str, value: Any) -> None:
-        """Register a pipeline, and its name as one that ``oneshot`` may be given."""
+        """Register a pipeline, and its name for ``oneshot(pipeline=...)``."""
         super().add(name, value)
         SPELLINGS.setdefault(fold(name), fold(name))
 
@@ -42,21 +42,21 @@ PIPELINES = _Pipelines(
 
 
 def infer_pipeline(modifiers: Sequence[Modifier]) -> str:
-    """``"sequential"`` if data has to run through for any of ``modifiers``, else ``"datafree"``."""
+    """Return ``"sequential"`` if any modifier needs calibration data, else ``"datafree"``."""
     collects = any(modifier.collects for modifier in modifiers)
     return "sequential" if collects else "datafree"
 
 
 class CalibrationPipeline(ABC):
-    """What a pipeline of one's own may derive from, and the pipelines by name."""
+    """Base class for custom pipelines, with access to the registry."""
 
     @abstractmethod
     def __call__(self, model: Module, dataloader: Any, dataset_args: Any) -> None:
-        """Carry calibration data through a model, for the modifiers of the active session."""
+        """Run calibration data through a model for the modifiers of the active session."""
 
     @classmethod
     def register(cls, name: str) -> Callable[[_Class], _Class]:
-        """Class decorator: make a pipeline known as ``name``."""
+        """Return a class decorator that registers a pipeline as ``name``."""
 
         def add(pipeline: _Class) -> _Class:
             PIPELINES.add(name, pipeline)
@@ -66,7 +66,7 @@ class CalibrationPipeline(ABC):
 
     @classmethod
     def load_from_registry(cls, name: str) -> Callable[..., None]:
-        """A pipeline of the kind called ``name``.
+        """Create the pipeline that is registered as ``name``.
 
         Raises:
             InputError: there is none.
@@ -78,7 +78,7 @@ class CalibrationPipeline(ABC):
     def from_modifiers(
         cls, modifiers: Sequence[Modifier], user: str | None = None
     ) -> Callable[..., None]:
-        """The pipeline that modifiers need, or the one that the user names."""
+        """Create the pipeline that the user names, or else the one that the modifiers need."""
         inferred = infer_pipeline(modifiers)
         named = fold(user or inferred).replace("data_free", "datafree")
         if named not in (inferred, "independent"):

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Blocks that are in memory only while batches pass through them.
+"""Block loading: blocks are in memory only while batches pass through them.
 
-Whoever has the weights (a stream over a checkpoint) is asked for a block when a pass enters it,
-and told when all passes have left it and every modifier is done with it.
+The source of the weights (a stream over a checkpoint) loads a block when a pass enters it, and
+stores it when all passes have left it and every modifier is done with it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = ["Keeper", "Residency"]
 
 
 class Keeper(Protocol):
-    """Who has the weights of the blocks."""
+    """The source of blocks' weights, which loads and stores them."""
 
     names: Mapping[Module, str]
     """Block → name, in order."""
@@ -33,52 +33,52 @@ class Keeper(Protocol):
 
     @property
     def finished(self) -> Collection[str]:
-        """Blocks that an earlier run has finished."""
+        """Names of the blocks that an earlier run has finished."""
 
     @property
     def rest_is_finished(self) -> bool:
-        """Whether an earlier run has finished everything."""
+        """True if an earlier run has finished everything, modules outside of blocks too."""
 
     @property
     def rounds(self) -> bool:
-        """Whether weights are rounded when they are written, and need not be before."""
+        """True if weights are quantized when they are written, and need not be before."""
 
     def decide(self, name: str, value: Any) -> Any:
-        """A choice that depends on the machine's state: the one made when the run began."""
+        """Return the value that the run recorded for ``name`` at its start, or record ``value``."""
 
     def enter(self, block: str) -> None:
-        """Load a block's original weights."""
+        """Load the original weights of a block."""
 
     def restore(self, block: str, modules: Collection[Module]) -> None:
-        """Put modules of a block in place as an earlier run has left them."""
+        """Load the compressed weights of a block's modules from an earlier run."""
 
     def leave(self, block: str) -> None:
-        """Keep a finished block elsewhere, and let go of its weights."""
+        """Store a finished block and free its weights."""
 
     def visiting(self) -> AbstractContextManager[None]:
-        """While the body runs, a forward finds each block loaded; nothing is written."""
+        """Load each block when a forward calls it while the body runs; nothing is written."""
 
     def visits(self) -> AbstractContextManager[Callable[[Module, Module | None], None]]:
-        """The same, at the call of what is given: it loads a block and reads another one ahead."""
+        """Like :meth:`visiting`, but yield a function that loads a block and prefetches another."""
 
     def remember(
         self, name: str, tensors: Mapping[str, Tensor], figures: Mapping[str, Any]
     ) -> None:
-        """Keep how far the present pass is with something, in the place of what was kept of it."""
+        """Save the progress of the current pass under ``name``, replacing what was saved before."""
 
     def recall(self, name: str) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
-        """What an earlier run, or this one, has kept last in the present pass."""
+        """Return the progress last saved under ``name`` in this pass, also by an earlier run."""
 
     def forget(self) -> None:
-        """Take nothing of the present pass, nor of those behind it, for finished."""
+        """Discard the recorded progress of the current pass and of all later ones."""
 
 
 class Residency:
-    """Which blocks are loaded.
+    """Loads blocks when passes enter them, and finishes and frees them when passes have left.
 
     Args:
-        keeper: who has the others.
-        state: what modifiers are called with.
+        keeper: the source of the weights.
+        state: passed to the modifiers.
         modifiers: those that finish a block before it is written.
     """
 
@@ -110,17 +110,18 @@ class Residency:
                 handle.remove()
 
     def block_of(self, module: Module) -> str | None:
-        """The block that a module lies in."""
+        """Name of the block that contains a module; ``None`` outside of blocks."""
         return self._region.get(module)
 
     def is_finished(self, module: Module) -> bool:
-        """Whether an earlier run has finished the block that a module lies in."""
+        """Return True if an earlier run has finished the block that contains a module."""
         return self._region.get(module) in self._keeper.finished
 
     def replace_finished(self, module: Module) -> None:
-        """Have the compressed weights of a finished block take the place of the original ones.
+        """Replace the original weights of a finished block by the compressed ones.
 
-        Only those that passes would have gone on with. What lost parts loses them first.
+        Only weights with which passes would have gone on are replaced. Removed parts are removed
+        first.
         """
         name = self._region[module]
         inside = set(self.modules_of(name))
@@ -148,7 +149,7 @@ class Residency:
         self._finish(self._early, self.modules_of(name))
 
     def leave(self, name: str) -> None:
-        """Have a block finished, written and let go of."""
+        """Finish a block with all modifiers, write it and free it."""
         self.loaded.pop(name)
         if name in self._keeper.finished:
             self._adopt(self.modules_of(name))
@@ -157,15 +158,15 @@ class Residency:
         self._keeper.leave(name)
 
     def begin(self) -> None:
-        """Have finished what lies in no block and what the data is to see so."""
+        """Finish modules outside of blocks with the modifiers that work before calibration."""
         if not self.rest_is_finished:
             self._finish(self._early, self.others(self._state.model.modules()))
 
     def visit_rest(self) -> None:
-        """See to the blocks that no pass has come by.
+        """Finish the blocks that no pass has entered.
 
-        They are loaded, finished and let go of; those that an earlier run has finished are marked
-        so. That comes last: a marked module quantizes its inputs, which passes are not to see.
+        They are loaded, finished and freed. Blocks that an earlier run has finished are then marked
+        as quantized. That comes last because a marked module quantizes its inputs.
         """
         for name in self.unfinished:
             if name not in self._visited:
@@ -188,20 +189,20 @@ class Residency:
 
     @property
     def unfinished(self) -> list[str]:
-        """Blocks that no earlier run has finished, in order."""
+        """Names of the blocks that no earlier run has finished, in order."""
         return [name for name in self._blocks if name not in self._keeper.finished]
 
     @property
     def rest_is_finished(self) -> bool:
-        """Whether an earlier run has finished everything."""
+        """True if an earlier run has finished everything, modules outside of blocks too."""
         return self._keeper.rest_is_finished
 
     def modules_of(self, name: str) -> tuple[Module, ...]:
-        """A block and its parts."""
+        """All modules of a block, itself included."""
         return tuple(self._blocks[name].modules())
 
     def others(self, modules: Iterable[Module]) -> tuple[Module, ...]:
-        """Those of ``modules`` that lie in no block."""
+        """The modules among ``modules`` outside of all blocks."""
         return tuple(module for module in modules if module not in self._region)
 
     def _arrive(self, module: Module, args: object) -> None:
@@ -209,6 +210,6 @@ class Residency:
 
 
 def _before_data(modifiers: Sequence[Modifier]) -> list[Modifier]:
-    """Those that need no data and stand before one that does: it may see what they have done."""
+    """Modifiers without data that precede the first one with data, which may see their changes."""
     needing = [place for place, one in enumerate(modifiers) if one.requires_calibration_data]
     return list(modifiers[: needing[0]]) if needing else []

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calibrates and compresses a model part by part, each with the inputs that it really gets.
+"""Sequential pipeline: calibrates and compresses a model part by part, with error propagation.
 
 The mechanism is the paused forward (:mod:`llmcompressor.modeling.paused_forward`). At each stop
-all passes wait; the modifiers that watched the inputs are told that these modules have seen all
-batches (``SEQUENTIAL_EPOCH_END``), compress them, and every pass goes on with what the compressed
-module returns.
+all passes wait. The event ``SEQUENTIAL_EPOCH_END`` then tells the modifiers that these modules
+have seen all batches; they compress the modules, and every pass goes on with the output of the
+compressed module.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ __all__ = ["LayerSequentialPipeline", "SequentialPipeline"]
 
 
 class SequentialPipeline:
-    """Part by part, at the finest level that the recipe allows and that fits in memory."""
+    """Calibrates part by part, at the finest level that is allowed and fits in memory."""
 
     forced_level: Granularity | None = None
 
@@ -79,7 +79,7 @@ class SequentialPipeline:
         """Run all modifiers of the active session over the calibration data.
 
         Args:
-            model: what is compressed, in place.
+            model: the model to compress in place.
             dataloader: calibration batches (mappings of the model's arguments).
             dataset_args: granularity, targets and budget.
 
@@ -139,7 +139,7 @@ class SequentialPipeline:
 
 
 class LayerSequentialPipeline(SequentialPipeline):
-    """Part by part, at the level of blocks (decoder layers)."""
+    """Calibrates part by part, at the level of blocks (decoder layers)."""
 
     forced_level = Granularity.BLOCK
 
@@ -207,7 +207,7 @@ def _prepare(
 def _stops(
     model: Module, modifiers: Sequence[Modifier], state: State, args: DatasetArguments
 ) -> tuple[dict[Module, str], Granularity | None]:
-    """The parts in which the model is taken, and the level that the arguments ask for, if any."""
+    """Return the stops of the model, and the level that the arguments ask for, if any."""
     level = None
     if args.sequential_granularity != "auto":
         level = Granularity(args.sequential_granularity)
@@ -222,7 +222,7 @@ def _stops(
 def _owners(
     modifiers: Sequence[Modifier], state: State, residency: Residency | None
 ) -> dict[Module, list[int]]:
-    """The modules to calibrate; in a stream without what needs no data, or is finished."""
+    """Modules to calibrate with their modifiers; streamed runs leave out finished blocks."""
     if residency is None:
         return owners_of(modifiers, state)
     needing = [modifier for modifier in modifiers if modifier.requires_calibration_data]
@@ -235,7 +235,7 @@ def _owners(
 
 
 def _is_undeclared(modifier: Modifier, state: State) -> bool:
-    """Whether a modifier wants data and does not say for which modules: it is told of all."""
+    """Return True if a modifier needs data without declaring modules, so it gets all modules."""
     declared = modifier.runs_to_end or modifier.calibrated_modules(state)
     return modifier.requires_calibration_data and not declared
 
@@ -245,13 +245,13 @@ def _budget(dataset_args: DatasetArguments) -> int:
 
 
 def _resident_budget(device: torch.device, budget: int, limit: int | None) -> int:
-    """Bytes of activations that may stay where the passes run."""
+    """Bytes of activations that may stay on the device of the passes."""
     return room_on(device, limit) if device.type == "cuda" else budget
 
 
 @dataclass
 class _SequentialRun:
-    """One calibration: the passes, the plan, and what goes between them."""
+    """State of one calibration run: the plan, the batches and the options of the pass."""
 
     model: Module
     batches: CalibrationBatches
@@ -271,14 +271,14 @@ class _SequentialRun:
 
     @property
     def has_work(self) -> bool:
-        """Whether something is left to calibrate: an earlier run may have finished all of it."""
+        """True unless an earlier run has already calibrated everything."""
         all_finished = self.residency is not None and not self.residency.unfinished
         if any(not unit.is_gate for unit in self.plan.units):
             return True
         return self.to_end and not all_finished
 
     def go(self, advance: Advance) -> None:
-        """Take every unit of the plan in turn."""
+        """Calibrate and compress all units of the plan in order."""
         units = {unit.stop: unit for unit in self.plan.units}
         device = model_device(self.model)
         fits = self.plan.bytes <= _resident_budget(device, self.budget, self.state.device_memory)
@@ -320,7 +320,7 @@ class _SequentialRun:
             LifecycleCallbacks.sequential_epoch_end(tuple(self._modules_between()))
 
     def _tensors_of_others(self) -> Iterator[torch.Tensor]:
-        """What passes refer to and do not own: parts of the model, and the batches."""
+        """Yield tensors that passes do not own: those of the model and of the batches."""
         for module in self.model.modules():
             for values in (module._parameters, module._buffers, vars(module)):
                 yield from (one for one in values.values() if isinstance(one, torch.Tensor))
@@ -329,28 +329,28 @@ class _SequentialRun:
 
     @property
     def forwards(self) -> int:
-        """How often the model runs over the data."""
+        """Number of forwards of the model over the data."""
         return forwards_of(self.plan.level, self.streams, propagates=self.propagates)
 
     @property
     def watched(self) -> str:
-        """The stream whose passes hooks see."""
+        """Name of the stream whose passes call the hooks."""
         return "compressed" if self.propagates else "original"
 
     @property
     def keeps_originals(self) -> bool:
-        """Whether some passes run with the original weights."""
+        """True if some passes run with the original weights."""
         return self.streams == 2 or not self.propagates
 
     def _targets(self) -> dict[Module, str]:
         targets = {unit.stop: unit.name for unit in self.plan.units}
         if self.keeps_originals:
-            # Members of a group are stubs too: an original pass must find the old weights there.
+            # Members of a group are stops too: an original pass needs their old weights.
             targets |= {member: "" for unit in self.plan.units for member in unit.others}
         return targets
 
     def _passes(self) -> Iterator[Pass]:
-        """Of each batch the original pass first: its inputs are there when the other arrives."""
+        """Yield the passes of each batch, the original first, as the other needs its inputs."""
         for index, batch in enumerate(self.batches):
             run = self.batches.runner(batch)
             if self.keeps_originals:
@@ -359,13 +359,13 @@ class _SequentialRun:
                 yield Pass(index, run)
 
     def _modules_between(self) -> Iterator[Module]:
-        """Modules that belong to no stop."""
+        """Modules that belong to none of the stops."""
         told = {inner for unit in self.plan.units for inner in unit.stop.modules()}
         told |= {module for unit in self.plan.units for module in unit.modules}
         return (module for module in self.model.modules() if module not in told)
 
     def _tell_unreached(self, units: Sequence[Unit]) -> None:
-        """Give the modules that no batch reached to modifiers that have a policy for them."""
+        """Pass modules that no batch reached to modifiers with a policy for them, or raise."""
         units = [unit for unit in units if not unit.is_gate]
         if not units:
             return
@@ -387,7 +387,7 @@ class _SequentialRun:
 
 @dataclass
 class _Stepper:
-    """Serves one stop after another."""
+    """Runs the passes from stop to stop and has each unit compressed."""
 
     run: _SequentialRun
     forward: PausedForward
@@ -397,13 +397,13 @@ class _Stepper:
     units: Mapping[Module, Unit]
 
     def next_stop(self) -> Stop | None:
-        """Start what was not started, one batch at a time, and look who waits first."""
+        """Start passes that have not started, and return the first stop where passes wait."""
         for one in self.forward.unstarted():
             self._around(one, partial(self.forward.start, one))
         return self.forward.next_stop()
 
     def serve(self, stop: Stop, unit: Unit) -> None:
-        """Calibrate the unit, let the modifiers compress it, and send every pass on."""
+        """Calibrate the unit, let the modifiers compress it, and resume every pass."""
         modules = self._calibrated(stop, unit) if unit.runs_twice else unit.modules
         if self.run.keeps_originals:
             self._keep_originals(unit)
@@ -419,14 +419,14 @@ class _Stepper:
         self.forward.release(unit.stop)
         if last:
             self._end_behind_block(stop, unit)
-            return  # nobody needs what lies behind the last block, the head for instance
+            return  # modules after the last block, such as the head, need not run
         for one in stop.passes:
             if one.module is stop.module:  # original passes may have gone on already
-                # Nothing ran inside a gate before; of what is finished, nothing is wanted any more.
+                # Modules of a gate did not run before; finished ones need no hooks any more.
                 self._send_on(one, hooks_on=unit.is_gate and not is_finished)
 
     def _end_behind_block(self, stop: Stop, unit: Unit) -> None:
-        """Let passes run on behind the last block, as far as what comes out is looked at."""
+        """Run passes past the last block, up to the module whose output is checked."""
         block = next(
             (one for one in find_blocks(self.run.model) if unit.stop in set(one.modules())), None
         )
@@ -439,7 +439,7 @@ class _Stepper:
                     self._send_on(one)
 
     def _calibrated(self, stop: Stop, unit: Unit) -> tuple[Module, ...]:
-        """Run the unit for the hooks' sake; returns what it holds."""
+        """Run the unit so that its hooks are called, and return its modules."""
         self._see_routes(stop, unit)
         self._calibrate(stop, unit)
         modules = tuple(dict.fromkeys([*unit.stop.modules(), *unit.modules]))
@@ -453,7 +453,7 @@ class _Stepper:
             self.originals.keep_for(unit.stop.follower, unit.modules)
 
     def _see_routes(self, stop: Stop, unit: Unit) -> None:
-        """See how many tokens go to each expert inside, and decide what experts are shown."""
+        """Count the tokens routed to each expert of the unit and decide their inputs."""
         experts = self.run.experts
         mixtures = experts.undecided(unit.stop.modules())
         if isinstance(unit.stop, ExpertStage):
@@ -467,7 +467,7 @@ class _Stepper:
             settle_starved(undecided, lists, self.run.starvation)
 
     def _run_once(self, stop: Stop) -> None:
-        """Run the module that passes wait at, for those hooks that are on."""
+        """Run the module at which passes wait, with the hooks that are enabled."""
         for one in stop.passes:
             if one.stream == self.run.watched:
                 self.store.fetch(one)
@@ -479,7 +479,7 @@ class _Stepper:
                 self.store.park(one)
 
     def settle(self) -> None:
-        """Let go of every block that all passes have left and that holds no stop any more."""
+        """Free every block that all passes have left and that has no stop ahead."""
         residency = self.run.residency
         if residency is None:
             return
@@ -495,7 +495,7 @@ class _Stepper:
                 residency.leave(name)
 
     def settle_all(self) -> None:
-        """All is calibrated: let go of every block that is still there."""
+        """Free all blocks that are still loaded, after everything was calibrated."""
         residency = self.run.residency
         if residency is None:
             return
@@ -510,7 +510,7 @@ class _Stepper:
         return unit.runs_twice or not any(has_output_hooks(module) for module in unit.modules)
 
     def _calibrate(self, stop: Stop, unit: Unit) -> None:
-        """Run the unit with all hooks on; an original pass goes on at once, it has its output."""
+        """Run the unit with all hooks on; an original pass goes straight on with its output."""
         references: dict[int, dict[Module, torch.Tensor]] = {}
         last = self._is_last(unit)
         for one in stop.passes:
@@ -531,7 +531,7 @@ class _Stepper:
                 self._try(one, references.pop(one.index, None))
 
     def _try(self, one: Pass, references: Mapping[Module, torch.Tensor] | None) -> None:
-        """Run the module that ``one`` waits at for the hooks' sake; the pass does not go on."""
+        """Run the module at which ``one`` waits to call its hooks; the pass does not go on."""
         self.store.fetch(one)
         self._set_batch(one, references)
         try:
@@ -542,12 +542,12 @@ class _Stepper:
         self.store.park(one)
 
     def _listening(self, one: Pass) -> AbstractContextManager[object]:
-        """Hooks are called for one stream only."""
+        """Disable hooks while the body runs, unless ``one`` belongs to the watched stream."""
         watched = one.stream == self.run.watched
         return contextlib.nullcontext() if watched else HooksMixin.disable_hooks()
 
     def _send_on(self, one: Pass, *, hooks_on: bool = False) -> None:
-        """Let ``one`` run the module that it waits at, and on to its next stop."""
+        """Resume ``one``: run the module at which it waits, and go on to the next stop."""
         assert one.module is not None
         self.store.fetch(one)
         inside = self._inside(one, one.module, hooks_on)
@@ -560,7 +560,7 @@ class _Stepper:
             yield
 
     def _around(self, one: Pass, step: Callable[[], None]) -> None:
-        """Let ``one`` run to its next stop, with the state telling hooks which batch it is."""
+        """Run ``one`` to its next stop, with its batch set in the state for the hooks."""
         self._set_batch(one, self._reference_of(one))
         try:
             with self._listening(one):
@@ -572,7 +572,7 @@ class _Stepper:
         self.store.park(one)
 
     def _reference_of(self, one: Pass) -> Mapping[Module, torch.Tensor] | None:
-        """Where the original pass of the same batch waits, and what it brings."""
+        """Inputs of the waiting original pass of the same batch; ``None`` without twin streams."""
         if self.run.streams == 1 or one.stream == "original":
             return None
         return _WaitingInputs(self.forward.passes[2 * one.index], self.units)
@@ -594,7 +594,7 @@ def _show_no_more(modules: Iterable[Module]) -> None:
 
 
 class _WaitingInputs(Mapping[Module, torch.Tensor]):
-    """What a waiting pass brings to the modules it waits at, looked up when it is asked for."""
+    """Lazy mapping from modules at a stop to the input of the pass that waits there."""
 
     def __init__(self, one: Pass, units: Mapping[Module, Unit]) -> None:
         self._one = one

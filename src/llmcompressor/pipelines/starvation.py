@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Experts that too few calibration tokens reach, and what is done about them."""
+"""Starved experts: experts with too few calibration tokens, and the policies for them."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ _WORDS = {
 
 @dataclass(frozen=True)
 class Starvation:
-    """When an expert is starved, and the policy for those that are.
+    """Threshold and policy for starved experts.
 
     Attributes:
-        least: tokens below which one is.
+        least: number of tokens below which an expert is starved.
         policy: ``all_tokens``, ``neighbours``, ``rtn`` or ``error``.
     """
 
@@ -45,20 +45,20 @@ class Starvation:
 
     @classmethod
     def asked_for(cls, args: DatasetArguments, batches: CalibrationBatches) -> Starvation:
-        """As the arguments of a run say."""
+        """Create the policy from the arguments of a run."""
         least = max(1.0, (args.min_tokens_per_module or 0.0) * batches.real_tokens)
         return cls(least, args.starved_experts)
 
     @property
     def shown(self) -> Shown:
-        """What a starved expert is shown; nothing is where that is an error."""
+        """Calibration inputs of a starved expert; undefined for the policy ``error``."""
         return _SHOWN[self.policy]
 
     def told(self, counts: Mapping[str, int]) -> tuple[list[str], str]:
-        """Which experts are starved, and a sentence that says so.
+        """Return the starved experts, and a message about them.
 
         Args:
-            counts: expert → its tokens.
+            counts: number of tokens by expert.
         """
         starved = [name for name, count in counts.items() if count < self.least]
         shown = listed(f"{name} ({counts[name]})" for name in starved)
@@ -68,13 +68,13 @@ class Starvation:
         )
 
     def settle(self, counts: Mapping[str, int]) -> list[str]:
-        """Which experts of a layer are starved; a warning says what is done about them.
+        """Return the starved experts of a layer, and warn about the policy applied to them.
 
         Args:
-            counts: expert → its tokens.
+            counts: number of tokens by expert.
 
         Raises:
-            DatasetError: one is, and that is to be an error.
+            DatasetError: an expert is starved and the policy is ``error``.
         """
         starved, few = self.told(counts)
         if not starved:

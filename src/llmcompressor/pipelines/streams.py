@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Twin streams: two passes for every batch, so that a Linear's two inputs meet token by token.
+"""Twin streams: two passes for every batch, through the compressed and the original weights.
 
-One pass goes through the compressed weights and one through the original ones.
-The original pass of a batch always runs ahead of the compressed one. Where it waits, what goes
-into each module is kept for the compressed pass of that batch (``state.reference_inputs``); where
-a module is already compressed, it runs with the parameters that it had before.
+They pair the two inputs of a Linear token by token. The original pass of a batch always runs ahead
+of the compressed one. Its inputs to each module are kept for the compressed pass of that batch
+(``state.reference_inputs``). Modules that are already compressed run with their original
+parameters.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ __all__ = ["OriginalWeights", "input_capture"]
 
 
 class OriginalWeights:
-    """The parameters that compressed modules had, for as long as original passes need them.
+    """Original parameters of compressed modules, kept as long as original passes need them.
 
     Args:
-        passes: how many original passes there are.
-        calls: how often one pass calls each module at least, as far as is known.
-        may_be_called: tells whether a pass that waits now may call a module once more than that.
+        passes: number of original passes.
+        calls: known number of calls of each module in one pass, at least.
+        may_be_called: returns True if a waiting pass may call a module more often than that.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class OriginalWeights:
     def keep(self, modules: Iterable[Module]) -> None:
         """Copy the parameters of ``modules``, which are about to be compressed.
 
-        All passes wait now, so what every original pass has had as often as it will is dropped.
+        All passes wait now, so copies that no original pass needs any more are dropped.
         """
         for module in [module for module in self._saved if self._all_served(module)]:
             del self._saved[module]
@@ -56,13 +56,13 @@ class OriginalWeights:
                 self._saved[module] = list(_copies(module.modules()))
 
     def keep_for(self, later: Module, modules: Iterable[Module]) -> None:
-        """Copy the parameters of ``modules``, which run again inside a module that comes later."""
+        """Copy the parameters of ``modules``, which run again inside a later module."""
         if not self._all_served(later):
             self._saved[later] = list(_copies(modules))
 
     @contextlib.contextmanager
     def in_place(self, one: Pass, module: Module) -> Iterator[None]:
-        """``module`` as it was, for an original pass that runs it; for others as it is."""
+        """Put the original parameters of ``module`` in place while an original pass runs it."""
         if one.stream != "original":
             yield
             return
@@ -78,7 +78,7 @@ class OriginalWeights:
             self._served.setdefault(module, Counter())[one.index] += 1
 
     def _all_served(self, module: Module) -> bool:
-        """Whether every original pass has called ``module`` as often as it will."""
+        """Return True if no original pass will call ``module`` again."""
         served, calls = self._served.get(module, Counter()), self._calls.get(module, 1)
         if self._may_be_called(module):
             return False
@@ -94,7 +94,7 @@ def _copies(modules: Iterable[Module]) -> Iterator[tuple[Module, str, Parameter]
 
 @contextlib.contextmanager
 def input_capture(modules: Iterable[Module]) -> Iterator[dict[Module, Tensor]]:
-    """What goes into each of ``modules`` while the body runs."""
+    """Record the first input of each of ``modules`` while the body runs."""
     captured: dict[Module, Tensor] = {}
 
     def record(module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

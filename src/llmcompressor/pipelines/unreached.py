@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What no calibration batch will reach, as far as the inputs of the batches say it.
+"""Early check for vision and audio towers that no calibration batch reaches.
 
-The towers of a model that sees or hears run only on images or sound. transformers knows which part
-that is by its name. Nothing is said of the modules behind it, nor of a tower that it does not know.
+The towers of a multimodal model run only on images or audio. transformers finds them by modality.
+Modules after a tower, and towers that transformers does not know, are not checked.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ def check_reached(
         model: the model; its weights may be on ``meta``.
         modifiers: those of the recipe, initialized on it.
         batches: all of them, or one with each set of inputs.
-        pipeline: which will run; one that does not pause leaves it to the modifiers.
+        pipeline: the pipeline to run; without pauses the check is left to the modifiers.
 
     Raises:
-        TargetError: names the modules.
+        TargetError: a targeted tower gets no inputs; the error names its modules.
     """
     if pipeline not in BY_BLOCK:
         return
@@ -76,19 +76,19 @@ def check_reached(
 
 
 def _given(modality: str, inputs: Iterable[str]) -> bool:
-    """Whether some batch holds images, or sound."""
+    """Return True if some batch has inputs of a modality."""
     return any(name.startswith(_MODALITIES[modality]) for name in inputs)
 
 
 def _tower(model: Any, modality: str | None) -> Module | None:
-    """What runs on nothing but images or sound, on the main input if ``None``; none in most models.
+    """Return the encoder for a modality, or for the main input if ``None``; ``None`` if absent.
 
-    A model may give the same for all of them: the one encoder that it has.
+    A model may return the same encoder for all modalities.
     """
     find = getattr(model, "get_encoder", None)
     if find is None or "modality" not in inspect.signature(find).parameters:
         return None
     tower = find(modality=modality)
     inside = set(tower.modules()) if isinstance(tower, Module) else set()
-    # Where there is no such tower, the model itself is what is found.
+    # transformers returns the model itself where there is no such tower.
     return None if not inside or model in inside or embeddings(model)[0] in inside else tower

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is learned before a pass: forwards and backwards through blocks that come and go.
+"""Memory and work of learning before a pass, with forwards and backwards through streamed blocks.
 
 ======================  ==========================================================================
-held                    in the backward through one part
+held                    during the backward through a part
 ======================  ==========================================================================
-what is learned         all the time
-inputs of blocks        until the backward has come to them, up to the budget of activations
-a block's weights       those that are made of what is learned, in the model's dtype
-a batch's activations   what the backward through one block reads
-a weight's workspace    one weight and its gradient, in float32
-logits                  of the batch, with their gradients, while the head has its turn
+learned parameters      all the time
+inputs of blocks        until the backward reaches them, up to the activation budget
+a block's weights       computed from the learned parameters, in the model's dtype
+a batch's activations   read by the backward through a block
+a weight's workspace    a weight and its gradient, in float32
+logits                  of the batch, with their gradients, during the head's backward
 ======================  ==========================================================================
 """
 
@@ -42,16 +42,16 @@ _LOGITS_NARROW = 2
 
 @dataclass(frozen=True)
 class LearningContext:
-    """What learning depends on besides the modifiers.
+    """Model, data and budget for the estimate of learning.
 
     Attributes:
-        parts: of the model.
-        works: of each part.
-        tokens: of one batch.
-        batches: how many there are.
-        width: of what goes from block to block.
+        parts: parts of the model.
+        works: work of each part.
+        tokens: tokens of a batch.
+        batches: number of batches.
+        width: width of the residual stream.
         itemsize: of the model's dtype.
-        expert_share: the share of the experts that a token is routed to.
+        expert_share: share of the experts that a token is routed to.
         budget: bytes of activations that stay in memory.
     """
 
@@ -67,13 +67,14 @@ class LearningContext:
 
 @dataclass(frozen=True)
 class PartLearning:
-    """What one part of the model takes in a step.
+    """Memory that a part of the model needs in a learning step.
 
     Attributes:
-        held: bytes of weights that are made, then of their gradients.
-        workspace: further bytes while one weight is made, or goes back to the rotations.
-        saved: bytes of activations that the backward reads. It is through with them when the first
-            gradient goes back to the rotations.
+        held: bytes of computed weights, then of their gradients.
+        workspace: further bytes while a weight is computed, or its gradient is propagated to
+            the rotations.
+        saved: bytes of activations saved for the backward, freed before the first gradient is
+            propagated to the rotations.
     """
 
     held: int
@@ -84,7 +85,7 @@ class PartLearning:
 def plan_learning(
     modifiers: Sequence[Modifier], context: LearningContext
 ) -> tuple[LearningPlan | None, list[PartLearning]]:
-    """What the modifiers of a pass learn before it, and what that takes of each part."""
+    """Estimate the learning of a pass's modifiers, and the memory that each part needs for it."""
     found = [(one, learning) for one in modifiers if (learning := one.learning()) is not None]
     if not found:
         return None, []
@@ -120,7 +121,7 @@ def _plan(learning: Learning, makings: Sequence[Effort], context: LearningContex
         spilled=max(waiting - context.budget, 0),
         held=learning.held,
         stepping=learning.stepping,
-        kept=2 * learning.kept,  # one is written before the one before it goes
+        kept=2 * learning.kept,  # a new file is written before the old one is removed
         read=(2 * learning.steps + compared) * sum(part.source for part in blocks),
         forwards=(learning.steps * _FORWARDS + compared) * context.tokens * per_token,
         products=made_times * made + learning.steps * learning.products,
@@ -129,15 +130,15 @@ def _plan(learning: Learning, makings: Sequence[Effort], context: LearningContex
 
 
 def _per_token(context: LearningContext) -> Iterator[int]:
-    """Multiply-adds of each part for one token, in the context of its batch."""
+    """Yield the multiply-adds per token of each part, with the batch as context."""
     for part, work in zip(context.parts, context.works, strict=True):
         yield work.forward + work.attention * context.tokens
-        if part.name == REST:  # the head, which no calibration runs
+        if part.name == REST:  # the head, which calibration does not run
             yield sum(one.in_features * one.out_features for one in _linears(part))
 
 
 def _saved(part: Part, context: LearningContext) -> int:
-    """Bytes that the backward through a block reads, of what its forward has computed."""
+    """Bytes of activations that the forward of a block saves for its backward."""
     elements = sum(
         (one.in_features + one.out_features) * (context.expert_share if is_expert(name) else 1)
         for name, one in part.modules.items()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What this machine does in a second: measured in about one, and forgotten afterwards."""
+"""Benchmark of this machine: products, memory and disk, measured in about a second."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ def measure_rates(device: torch.device, dtype: torch.dtype, folder: Path | None 
     """Measure products, memory and disk.
 
     Args:
-        device: where the model would compute.
+        device: the device to compute on.
         dtype: of the model.
-        folder: on the disk that would be written; the one for temporary files by default.
+        folder: a folder on the disk of the output; by default that for temporary files.
     """
     spreads = []
     found = []
@@ -64,7 +64,7 @@ def _product(device: torch.device, dtype: torch.dtype) -> Callable[[], object]:
 
 
 def _attention(device: torch.device, dtype: torch.dtype) -> Callable[[], object]:
-    """Of one sample, as it is counted: each token with all before it, for queries and values."""
+    """Causal attention of a sample, counted as products of each token with all before it."""
     states = torch.ones(1, _HEADS, _TOKENS, _HEAD, dtype=dtype, device=device)
     return lambda: torch.nn.functional.scaled_dot_product_attention(
         states, states, states, is_causal=True
@@ -78,7 +78,7 @@ def _moments(device: torch.device, dtype: torch.dtype) -> Callable[[], object]:
 
 
 def _rate(work: Callable[[], object], amount: int, device: torch.device) -> tuple[float, float]:
-    """Amount per second, the median of several trials; and the best of them over the worst."""
+    """Return the median rate of several trials, and the ratio of the best to the worst."""
     work()
     rates: list[float] = []
     begin = time.perf_counter()
@@ -94,7 +94,7 @@ def _rate(work: Callable[[], object], amount: int, device: torch.device) -> tupl
 
 
 def _disk(folder: Path | None) -> tuple[float, float]:
-    """Bytes per second of reading and writing; guesses where nothing can be written."""
+    """Measure bytes per second of reading and writing; defaults if writing fails."""
     data = os.urandom(_WRITTEN)
     reads, writes = [], []
     try:
@@ -116,7 +116,7 @@ def _timed_write(descriptor: int, data: bytes) -> float:
 
 
 def _timed_read(descriptor: int) -> float:
-    if hasattr(os, "posix_fadvise"):  # what was just written is in memory still
+    if hasattr(os, "posix_fadvise"):  # drop the written data from the page cache
         os.posix_fadvise(descriptor, 0, _WRITTEN, os.POSIX_FADV_DONTNEED)
     start = time.perf_counter()
     done = len(os.pread(descriptor, _WRITTEN, 0))

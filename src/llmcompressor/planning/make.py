@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes a plan of a model and modifiers: everything that follows from headers and measurement."""
+"""Construction of a plan from a model's headers, the modifiers and measurements."""
 
 from __future__ import annotations
 
@@ -61,27 +61,27 @@ and whether blocks are read ahead; an :class:`ArgumentError` where one block doe
 
 @dataclass(frozen=True)
 class Request:
-    """What is to be planned, besides the model.
+    """Inputs of a plan besides the model.
 
     Attributes:
-        modifiers: of the recipe, new ones.
+        modifiers: unused modifiers of the recipe.
         recipe: the recipe as YAML.
-        pipeline: that would run.
-        args: how data is run.
+        pipeline: the pipeline to run.
+        args: calibration arguments.
         tokens: the calibration data; ``None`` if none is needed.
-        batches: how many run one after another.
-        samples: the first batch with each set of inputs; none where the data was not read.
-        device: where the model would compute.
-        is_streamed: blocks would be loaded one by one.
-        room: what the limit of the host's memory leaves.
+        batches: number of batches.
+        samples: the first batch with each set of inputs; empty if the data was not read.
+        device: the device to compute on.
+        is_streamed: blocks are loaded one by one.
+        room: computes the activation budget within the limit of main memory.
         save_compressed: weights are packed, not written dense.
-        output_dir: where the output would go.
-        deployment: where it is to be served, as far as it is known.
-        measure: the machine is measured, and the time estimated.
-        problems: what was found before.
+        output_dir: the output folder.
+        deployment: serving environment, as far as known.
+        measure: measure the machine and estimate the time.
+        problems: problems found before.
         device_limit: bytes that the run may use of ``device``; ``None`` for what is free.
         host_limit: the same of main memory.
-        keeps_ties: the user has asked for embeddings that are tied to stay so.
+        keeps_ties: the user has asked to keep tied embeddings tied.
     """
 
     modifiers: Sequence[Modifier]
@@ -105,24 +105,24 @@ class Request:
 
 
 def problem_of(where: str, error: CompressorError) -> Problem:
-    """An error as the run would raise it."""
+    """Return the problem for an error that the run would raise."""
     if isinstance(error, InputError):
         return Problem(where, type(error).__name__, error.problem, error.remedy)
     return Problem(where, type(error).__name__, str(error), "")
 
 
 def make_plan(subject: Subject, request: Request) -> Plan:
-    """The plan of a run.
+    """Make the plan of a run.
 
     Args:
         subject: the model.
-        request: what is to be done with it.
+        request: the other inputs of the plan.
     """
     return _Maker(subject, request)()
 
 
 class _Maker:
-    """One plan in the making."""
+    """Builder of a plan."""
 
     def __init__(self, subject: Subject, request: Request) -> None:
         self._subject = subject
@@ -132,14 +132,14 @@ class _Maker:
         self._state = State(model=subject.model, keeps_ties=request.keeps_ties)
         self._parts: Sequence[Part] | None = None
         self._state.data.calib = request.samples or None
-        self._widths = widths_of(subject.model.config)  # of the parts that are read
+        self._widths = widths_of(subject.model.config)  # before modifiers change the model
         self._reads_ahead = True
         self._base = 0
         self._rehearsal = Rehearsal(subject.model, request.modifiers)
 
     def __call__(self) -> Plan:
         subject, request = self._subject, self._request
-        # as it is given: a modifier may give its head a weight of its own, or rotations
+        # counted first: a modifier may untie the head, or add rotations
         parameters = sum(one.numel() for one in subject.model.parameters())
         planned = _without_left([self._initialized(modifier) for modifier in request.modifiers])
         self._all_initialized(are_all=None not in planned)
@@ -164,7 +164,7 @@ class _Maker:
             schemes={one.name: words[id(one.scheme)] for one in everything},
             tokens=request.tokens,
         )
-        # the run holds what is held now: the model's structure, its output's
+        # the run, too, holds the structure of the model and of its output
         give_back_freed(at_least=0)
         self._base = psutil.Process().memory_info().rss
         self._note_stacks(rows)
@@ -181,7 +181,7 @@ class _Maker:
     # ------------------------------------------------------------------ the recipe
 
     def _initialized(self, modifier: Modifier) -> list[PlannedModule] | None:
-        """What a modifier will quantize; why it refuses the model is a problem."""
+        """Initialize a modifier and return its planned modules; an error becomes a problem."""
         name = type(modifier).__name__
         try:
             modifier.initialize(self._state)
@@ -192,7 +192,7 @@ class _Maker:
         except CompressorError as error:
             self._problems.append(problem_of(name, error))
             return None
-        except Exception as error:  # a modifier of the user's may want weights, which are not here
+        except Exception as error:  # a user's modifier may need weights, which are not loaded
             if modifier.works_by_block:
                 raise
             self._notes.append(
@@ -204,7 +204,7 @@ class _Maker:
         return planned
 
     def _all_initialized(self, *, are_all: bool) -> None:
-        """Tell modifiers that all are; what one lacks of another that was refused is no problem."""
+        """Notify modifiers that all are initialized; errors count only if none was refused."""
         for modifier in self._request.modifiers:
             if not modifier.initialized:
                 continue
@@ -215,7 +215,7 @@ class _Maker:
                     self._problems.append(problem_of(type(modifier).__name__, error))
 
     def _rehearse(self, modifier: Modifier) -> None:
-        """What a modifier tries out before its work is tried out on a small model."""
+        """Run a modifier's rehearsal on a small proxy model, and record a refusal as a problem."""
         name = type(modifier).__name__
         try:
             unknown = self._rehearsal(modifier)
@@ -231,11 +231,11 @@ class _Maker:
 
     @property
     def _parts_read(self) -> Sequence[Part]:
-        """The parts of the model as they are read: before anything of them is dropped."""
+        """Parts of the model as they are loaded, before modifiers remove any modules."""
         return self._subject.parts() if self._parts is None else self._parts
 
     def _find_unreached(self) -> None:
-        """What the data that was read cannot calibrate is a problem."""
+        """Record modules that the calibration data cannot reach as a problem."""
         request = self._request
         ready = [one for one in request.modifiers if one.initialized]
         try:
@@ -245,7 +245,7 @@ class _Maker:
             self._problems.append(problem_of("dataset", error))
 
     def _try_attention(self) -> None:
-        """Attention that readers could not run with its states quantized is a problem."""
+        """Record attention that fails with quantized states as a problem."""
         request, state = self._request, self._state
         ready = [one for one in request.modifiers if one.initialized]
         try:
@@ -257,7 +257,7 @@ class _Maker:
             self._problems.append(problem_of(", ".join(sorted(owners)), error))
 
     def _note_stacks(self, rows: Sequence[ModuleRow]) -> None:
-        """Say what no recipe can reach: it may be most of the model."""
+        """Note stacks of expert matrices, which no target reaches and may be most of the model."""
         if any(
             one.changes_structure for one in self._request.modifiers
         ):  # it knows stacks, not targets
@@ -272,7 +272,7 @@ class _Maker:
             )
 
     def _stops(self) -> dict[Module, str]:
-        """What the user calls a block."""
+        """Modules that match ``sequential_targets``; empty if there are none."""
         targets = self._request.args.sequential_targets
         try:
             return find_blocks(self._subject.model, targets) if targets else {}
@@ -370,7 +370,7 @@ class _Maker:
         return Capacity(f"the memory of {device}", free, self._request.device_limit)
 
     def _check_space(self, output: Output, scratches: int, kept: int) -> None:
-        """A disk that is too small is a problem."""
+        """Record insufficient disk space as a problem."""
         target = self._request.output_dir
         if target is None:
             return
@@ -378,7 +378,7 @@ class _Maker:
         beside = beside_weights(self._subject.directory, len(output.layout.places))
         if self._request.is_streamed:
             scratch = kept
-        if self._request.is_streamed and scratches:  # as large as modifiers leave the blocks
+        if self._request.is_streamed and scratches:  # with blocks of the size that modifiers leave
             scratch += scratches * sum(part.loaded for part in self._subject.parts()[:-1])
         try:
             check_space(
@@ -391,7 +391,7 @@ class _Maker:
 
     @property
     def _data(self) -> DataSize:
-        """The calibration data, and what the model makes of it."""
+        """Size of the calibration data, with the model's attention and experts."""
         tokens, widths = self._request.tokens, self._widths
         if tokens is None:
             return DataSize(expert_share=widths.expert_share)
@@ -405,7 +405,7 @@ class _Maker:
         )
 
     def _work(self, parts: Sequence[Part]) -> tuple[Work, int]:
-        """What modifiers compute beside calibration; bytes that they have read once more."""
+        """Work of modifiers outside of calibration, and bytes that they read again."""
         total, again = Work(), 0
         for modifier in self._request.modifiers:
             for part in parts if modifier.initialized else ():
@@ -415,7 +415,7 @@ class _Maker:
         return total, again
 
     def _beside(self, part: Part) -> int:
-        """What modifiers hold beside the weights of a part, whatever is rounded."""
+        """Bytes that modifiers hold in addition to the weights of a part."""
         own, together = list(part.modules.values()), part.name != REST
         modifiers = [one for one in self._request.modifiers if one.initialized]
         return max((one.beside(own, together=together) for one in modifiers), default=0)
@@ -487,7 +487,7 @@ class _Maker:
 def _without_left(
     planned: Sequence[list[PlannedModule] | None],
 ) -> list[list[PlannedModule] | None]:
-    """What each modifier will quantize, without what it leaves to one behind it."""
+    """Planned modules of each modifier, without those that a later modifier quantizes."""
     taken: set[Module] = set()
     found: list[list[PlannedModule] | None] = []
     for each in reversed(planned):
@@ -498,7 +498,7 @@ def _without_left(
 
 
 def _fills_chunks(tokens: Tokens, batch: int) -> bool:
-    """Whether batches have as many tokens as are counted at once, or go into it evenly."""
+    """Return True if the tokens of batches are a multiple or a divisor of the chunk size."""
     is_even = tokens.samples * tokens.longest == tokens.tokens >= CHUNK_TOKENS
     return is_even and 0 in (batch % CHUNK_TOKENS, CHUNK_TOKENS % batch)
 
@@ -534,13 +534,13 @@ def _weights(planned: PlannedModule) -> int:
 
 
 def _handling(passes: Passes, planned: Sequence[PlannedModule]) -> float:
-    """Seconds of Python, whatever the sizes."""
+    """Seconds of Python overhead, independent of sizes."""
     calibrating = sum(1 for one, _ in passes if one.forwards)
     return _START_SECONDS + _PASS_SECONDS * calibrating + _MODULE_SECONDS * len(planned)
 
 
 def _existing(folder: Path | None) -> Path | None:
-    """The nearest folder above that is there: on the disk that would be written."""
+    """Return the nearest existing parent folder, which is on the output's disk."""
     while folder is not None and not folder.is_dir() and folder != folder.parent:
         folder = folder.parent
     return folder
@@ -549,7 +549,7 @@ def _existing(folder: Path | None) -> Path | None:
 def _worked_on(
     model: Module, modifier: Modifier, planned: Sequence[PlannedModule], state: State
 ) -> set[str]:
-    """Names of what a modifier quantizes; if nothing, of what it calibrates and what holds it."""
+    """Names of modules that a modifier quantizes, or else calibrates, with their ancestors."""
     if planned or not modifier.initialized:
         return {one.name for one in planned}
     own = set(modifier.calibrated_modules(state))

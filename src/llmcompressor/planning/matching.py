@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the patterns of a recipe match, what they miss, and what becomes of every matrix."""
+"""Matches of a recipe's patterns, and the resulting scheme of every weight matrix."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.)")
 
 
 def numberless(name: str) -> str:
-    """A name with ``*`` for its numbers: the modules of all blocks have one.
+    """Replace the numbers of a module's name by ``*``, which is equal for all blocks.
 
     >>> numberless("model.layers.12.mlp.experts.3.up_proj")
     'model.layers.*.mlp.experts.*.up_proj'
@@ -51,7 +51,7 @@ def numberless(name: str) -> str:
 
 
 def describe(scheme: Any) -> str:
-    """A scheme in a few words: of its weights, then of its inputs, outputs.
+    """Describe a scheme in a few words: weights, then inputs and outputs.
 
     Args:
         scheme: a ``QuantizationScheme``.
@@ -68,7 +68,7 @@ def describe(scheme: Any) -> str:
 
 
 def descriptions(planned: Iterable[PlannedModule]) -> dict[int, str]:
-    """Identity of a scheme → :func:`describe`; ten thousands of modules have a few schemes."""
+    """Descriptions by identity of the scheme, as many modules share a few schemes."""
     schemes = {id(one.scheme): one.scheme for one in planned}
     return {key: describe(scheme) for key, scheme in schemes.items()}
 
@@ -90,7 +90,7 @@ def _describe_args(args: Any) -> str:
 
 @dataclass
 class _Tally:
-    """The names that one pattern matches."""
+    """Counts and first names of the modules that a pattern matches."""
 
     matched: int = 0
     decided: int = 0
@@ -110,12 +110,12 @@ class _Tally:
 def match_patterns(
     model: Module, modifiers: Iterable[tuple[Modifier, Collection[str]]]
 ) -> list[Match]:
-    """What each target and each ignore entry of each modifier matches.
+    """Match each target and ignore entry of each modifier against the model.
 
     Args:
         model: the model.
-        modifiers: of the recipe, each with the modules that it quantizes, or prunes and what
-            holds these; with none where its initialization failed.
+        modifiers: of the recipe, each with the names of the modules that it quantizes, or that
+            it prunes and their ancestors; without names if its initialization failed.
     """
     modules = dict(named_modules(model))
     found: list[Match] = []
@@ -140,12 +140,12 @@ def match_patterns(
 
 
 def unmatched_targets(model: Module, modifiers: Iterable[Modifier]) -> Iterator[str]:
-    """What is wrong with the targets of modifiers that match nothing, each with near matches.
+    """Yield an error message with near matches for targets that match nothing.
 
     Args:
         model: the model.
-        modifiers: whose targets are names or classes of modules; those that may match nothing
-            are passed over.
+        modifiers: modifiers whose targets are names or classes of modules; those with
+            ``allow_unmatched`` are skipped.
     """
     for modifier in modifiers:
         if not getattr(modifier, "allow_unmatched", False):
@@ -156,7 +156,7 @@ def unmatched_targets(model: Module, modifiers: Iterable[Modifier]) -> Iterator[
 
 
 class _Hits(NamedTuple):
-    """What matches all modules of one form."""
+    """Patterns that match all modules of the same class and name form."""
 
     targets: list[str]
     deciding: list[str]
@@ -194,7 +194,7 @@ def _tally(
 
 
 def _patterns_of(modifier: Modifier) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The targets and ignore entries of a modifier, with those of its groups."""
+    """Return the targets and ignore entries of a modifier, including its groups'."""
     resolve = getattr(modifier, "resolve_quantization_config", None)
     if resolve is not None:
         resolved = resolve()
@@ -207,11 +207,11 @@ def _patterns_of(modifier: Modifier) -> tuple[tuple[str, ...], tuple[str, ...]]:
 def module_rows(
     model: Module, modifiers: Sequence[Modifier], planned: Sequence[PlannedModule]
 ) -> list[ModuleRow]:
-    """What becomes of every matrix of the model, by the pattern of the names.
+    """List the scheme of every weight matrix of the model, grouped by name pattern.
 
     Args:
         model: the model.
-        modifiers: of the recipe; their ignore entries explain what stays dense.
+        modifiers: of the recipe; their ignore entries explain dense modules.
         planned: the modules that will be quantized.
     """
     schemes = {one.name: one.scheme for one in planned}
@@ -244,7 +244,7 @@ def module_rows(
 
 
 def _matrices(model: Module) -> Iterator[tuple[str, Module, int]]:
-    """Modules that own a matrix or a stack of them, and how many weights."""
+    """Yield modules that own matrices or stacks of them, with their number of weights."""
     for name, module in named_modules(model):
         sizes = [one.numel() for one in own_parameters(module) if one.ndim > 1]
         if sizes:
@@ -257,7 +257,7 @@ def _why_dense(
     patterns: Sequence[tuple[Modifier, Possible, Possible]],
     embedded: Collection[int],
 ) -> str:
-    """Why a module that owns a matrix is not quantized."""
+    """Return the reason why a module with a matrix is not quantized."""
     targeted: list[Modifier] = []
     for modifier, targets, ignore in patterns:
         if any(matches(name, module, one) for one in targets.of(name, module)):

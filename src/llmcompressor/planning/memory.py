@@ -1,26 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The most memory and disk that each phase of a run takes, by adding up what is held when.
+"""Peak memory and disk of each phase of a run, estimated from what is held at each moment.
 
 ======================  ==========================================================================
-held                    from when to when
+held                    when
 ======================  ==========================================================================
 Python, its libraries   always; measured
 embeddings, norms, head always
-a block                 from where the passes reach it until it is written
-the next block          meanwhile, as it is in the files: it is read ahead
-waiting activations     while there is data, up to their budget; the rest is in files, and so is
-                        what is little, but for the batch that runs
-one batch's             while it runs through a block
+a block                 from when passes reach it until it is written
+the next block          meanwhile, as stored: it is prefetched
+waiting activations     during calibration, up to their budget; the rest is in files, and so are
+                        small activations, except those of the running batch
+a batch's activations   while it runs through a block
 statistics              from the first token of a unit until it is solved
-copies of a unit        from there on, where the original model runs too
+copies of a unit        from then on, with twin streams
 a solver's workspace    while a unit is solved
-what is learned          before a pass; see :mod:`llmcompressor.planning.learning`
+learned parameters      before a pass; see :mod:`llmcompressor.planning.learning`
 packed tensors          of a block while it is packed, and of the one before while it is written
-freed memory            so much of what came and went as is not returned to the system
+freed memory            the part that is not returned to the system
 ======================  ==========================================================================
 
-Where the model is in memory as a whole, all blocks are held always, and what is packed is held
-until its file is written.
+If the whole model is in memory, all blocks are always held, and packed tensors are held until their
+file is written.
 """
 
 from __future__ import annotations
@@ -67,12 +67,12 @@ _AHEAD = 1
 
 @dataclass(frozen=True)
 class Load:
-    """What one part of a model takes.
+    """Memory that a part of a model needs.
 
     Attributes:
-        part: which.
-        packed: bytes of what is packed, as stored.
-        rounding: most bytes beside the weights while a module is rounded.
+        part: the part.
+        packed: bytes of its packed tensors as stored.
+        rounding: peak bytes besides the weights while a module is rounded.
         packing: the same while it is packed.
     """
 
@@ -84,24 +84,24 @@ class Load:
 
 @dataclass(frozen=True)
 class Footprint:
-    """What stays the same over a run.
+    """Properties of a run for the estimate of memory.
 
     Attributes:
-        base: bytes resident before anything is loaded, Python and its libraries included.
-        is_streamed: blocks are loaded one by one; else the model is in memory as a whole.
+        base: bytes resident before anything is loaded, including Python and its libraries.
+        is_streamed: blocks are loaded one by one; otherwise the whole model is in memory.
         present: bytes of the model that are in memory already, and counted in ``base``.
         on_device: weights and statistics are on an accelerator.
         output: bytes of the weight files.
-        shard: bytes of the largest of them.
+        shard: bytes of the largest weight file.
         others: bytes of the other files.
         itemsize: of the model's dtype.
         run_tokens: tokens that run through a block at once.
         tokens: of all the data.
-        hidden: width of what goes from block to block.
-        limit: bytes that may be used of the device; ``None`` if nobody knows.
-        scratches: passes that leave blocks for the next one in files.
-        reads_ahead: the next block is read while one is worked on.
-        buffers: so few tokens run at once that they wait for others to be counted with.
+        hidden: width of the residual stream.
+        limit: bytes that may be used of the device; ``None`` if unknown.
+        scratches: number of passes that store blocks in files for the next pass.
+        reads_ahead: the next block is prefetched.
+        buffers: batches are so small that statistics buffer their tokens.
     """
 
     base: int
@@ -123,12 +123,12 @@ class Footprint:
 
 @dataclass(frozen=True)
 class _Moment:
-    """Bytes at one moment.
+    """Bytes held at a moment of the run.
 
     Attributes:
-        model: that are where the model is.
-        host: that are always on the host.
-        passing: of the former, those that come and go.
+        model: bytes on the model's device.
+        host: bytes that are always on the host.
+        passing: temporary bytes among ``model``.
     """
 
     model: int
@@ -143,14 +143,14 @@ def estimate_phases(
     seconds: Mapping[str, float],
     learned: Mapping[int, Sequence[PartLearning]] = MappingProxyType({}),
 ) -> list[Phase]:
-    """Each phase of a run.
+    """Estimate the demands of each phase of a run.
 
     Args:
-        footprint: what stays the same.
-        loads: of the blocks in order, and of what lies in none at the end.
+        footprint: properties of the run.
+        loads: of the blocks in order, and last of the modules outside of blocks.
         passes: over the model, with the work of each part.
-        seconds: phase → how long it is waited for.
-        learned: number of a pass → what learning before it takes of each part.
+        seconds: estimated time by phase.
+        learned: index of a pass → memory of each part for the learning before it.
     """
     peaks = {"load": _loading(footprint, loads)}
     for number, parts in learned.items():
@@ -178,7 +178,7 @@ def _disk(
     loads: Sequence[Load],
     passes: Sequence[tuple[PassPlan, Sequence[BlockWork]]],
 ) -> dict[str, int]:
-    """The most bytes on disk in each phase."""
+    """Peak bytes on disk in each phase."""
     spilled = max(
         (one.activations if _in_pages(footprint, one) else one.spilled for one, _ in passes),
         default=0,
@@ -186,7 +186,7 @@ def _disk(
     learning = [one.learning for one, _ in passes if one.learning is not None]
     learn = max((one.spilled for one in learning), default=0)
     disk = {"load": 0, "calibrate": spilled, "solve": spilled, "save": footprint.output}
-    if footprint.is_streamed:  # the space of the output is taken at the beginning
+    if footprint.is_streamed:  # the output's disk space is allocated at the beginning
         scratch = footprint.scratches * sum(one.part.loaded for one in loads[:-1])
         scratch += sum(one.kept for one in learning)
         spilled += footprint.output + scratch
@@ -198,7 +198,7 @@ def _disk(
 
 
 def _most(footprint: Footprint, moments: Sequence[_Moment | None]) -> _Moment:
-    """The most demanding moment; where the host and a device have memory each, of both."""
+    """Return the moment of peak memory; with a device, the peaks of both memories."""
     there = [one for one in moments if one is not None]
     most = max(there, key=lambda one: one.model + one.host)
     if not footprint.on_device:
@@ -207,15 +207,15 @@ def _most(footprint: Footprint, moments: Sequence[_Moment | None]) -> _Moment:
 
 
 def _gone(blocks: Sequence[int]) -> int:
-    """Bytes of the blocks that were let go of when the last one is worked on.
+    """Bytes of the blocks that are freed when the last one is processed.
 
-    They lay apart from the heap; what was made from them did not.
+    The blocks are outside of the heap; tensors computed from them are not.
     """
     return sum(blocks[: -1 - _AHEAD])
 
 
 def _placed(footprint: Footprint, moment: _Moment, gone: int) -> tuple[int, int]:
-    """Bytes of the host and of the device."""
+    """Return the bytes on the host and on the device."""
     if footprint.on_device:
         return footprint.base + moment.host, moment.model
     kept = min(TOLERATED, moment.passing + gone)
@@ -223,7 +223,7 @@ def _placed(footprint: Footprint, moment: _Moment, gone: int) -> tuple[int, int]
 
 
 def _resident(footprint: Footprint, loads: Sequence[Load], index: int) -> _Moment:
-    """The weights while one block is worked on."""
+    """Bytes of weights while a block is processed."""
     if not footprint.is_streamed:
         return _Moment(sum(one.part.loaded for one in loads) - footprint.present, 0)
     own, rest = loads[index].part, loads[-1].part
@@ -236,7 +236,7 @@ def _resident(footprint: Footprint, loads: Sequence[Load], index: int) -> _Momen
 
 
 def _loading(footprint: Footprint, loads: Sequence[Load]) -> _Moment:
-    """The weights as they are read, beside what becomes of them where that is something else."""
+    """Bytes while weights are loaded, including converted ones next to their originals."""
     if not footprint.is_streamed:
         whole = _resident(footprint, loads, 0)
         extra = 0 if footprint.present else max(one.part.converted for one in loads)
@@ -254,7 +254,7 @@ def _learning(
     learning: LearningPlan,
     parts: Sequence[PartLearning],
 ) -> _Moment:
-    """While the backward is at the most demanding part, or a step is taken behind it."""
+    """Peak while learning: the backward through a part, or the step after it."""
     waiting = min(learning.activations, learning.budget)
     batches = footprint.tokens * _LEARNED_FROM if footprint.on_device else 0
     block = max((one.part.loaded for one in loads[:-1]), default=0)
@@ -262,9 +262,9 @@ def _learning(
     for index, (load, part) in enumerate(zip(loads, parts, strict=True)):
         held = _resident(footprint, loads, index)
         model = held.model + learning.held + waiting + batches
-        if load.part.name == REST and footprint.is_streamed:  # the last block is still there
+        if load.part.name == REST and footprint.is_streamed:  # the last block is still loaded
             model += block
-        # a heap holds on to what was let go of a moment before, a device has nothing but tensors
+        # the heap keeps memory that was just freed; a device holds only tensors
         more = max if footprint.on_device else operator.add
         passing = part.held + more(part.saved, part.workspace)
         moments.append(_Moment(model + passing, held.host, passing))
@@ -276,14 +276,14 @@ def _learning(
 def _calibrating(
     footprint: Footprint, loads: Sequence[Load], one: PassPlan, works: Sequence[BlockWork]
 ) -> tuple[_Moment, _Moment]:
-    """While tokens run through the most demanding unit, and while one is solved."""
+    """Peaks while tokens run through a unit, and while a unit is solved."""
     calibrating, solving = [_Moment(0, 0)], [_Moment(0, 0)]
     batches = footprint.tokens * _BATCHES if footprint.on_device else 0
     for index, work in enumerate(works):
         held = _resident(footprint, loads, index)
         for unit in work.units:
             waiting, elsewhere = _waiting(footprint, one, unit), 0
-            if _exceeds(footprint, one, loads[-1]):  # but for what the original model's gets
+            if _exceeds(footprint, one, loads[-1]):  # except the compared original inputs
                 waiting = unit.compared(footprint.run_tokens)
                 elsewhere = min(one.activations, one.budget)
             host = held.host + elsewhere
@@ -306,13 +306,13 @@ def _calibrating(
 
 
 def _kept(footprint: Footprint, unit: Unit, present: int, data: int) -> tuple[int, int]:
-    """Bytes of what is kept of the data: where the model is, and on the host beside a device.
+    """Split the kept data into bytes on the model's device and on the host.
 
     Args:
         footprint: of the run.
-        unit: what it is kept for.
-        present: bytes that are on the device when the first of it is kept.
-        data: bytes that are kept.
+        unit: the unit that needs the data.
+        present: bytes on the device before any data is kept.
+        data: bytes of kept data.
     """
     if not footprint.on_device:
         return data, 0
@@ -325,11 +325,11 @@ def _kept(footprint: Footprint, unit: Unit, present: int, data: int) -> tuple[in
 
 
 def _waiting(footprint: Footprint, one: PassPlan, unit: Unit) -> int:
-    """Bytes of the activations that wait while a unit has its turn.
+    """Bytes of activations that wait while a unit is processed.
 
-    On the host as the pipeline estimates them. On a device as a decoder layer holds them at that
-    place: in front of a projection back to the width between blocks there is what goes into it, and
-    in attention what it was made of.
+    On the host it is the estimate of the pipeline. On a device it is what a decoder layer holds at
+    that place: the input of a projection back to the residual stream and, in attention, the
+    states it was computed from.
     """
     if not one.activations:
         return 0
@@ -343,30 +343,30 @@ def _waiting(footprint: Footprint, one: PassPlan, unit: Unit) -> int:
 
 
 def _in_pages(footprint: Footprint, one: PassPlan) -> bool:
-    """Whether activations wait in the pages of files, for they are little."""
+    """Return True if activations are so small that they wait in the pages of a file."""
     return not footprint.on_device and one.activations <= min(LITTLE, one.budget)
 
 
 def _on_host(footprint: Footprint, one: PassPlan) -> int:
-    """Bytes of activations that wait in main memory, as the pipeline estimates them."""
+    """Bytes of waiting activations in main memory, by the estimate of the pipeline."""
     if not one.activations or not _in_pages(footprint, one):
         return min(one.activations, one.budget)
     return one.activations * footprint.run_tokens // max(footprint.tokens, footprint.run_tokens)
 
 
 def _exceeds(footprint: Footprint, one: PassPlan, rest: Load) -> bool:
-    """Whether activations wait on the host, for they would take too much of the device's limit."""
+    """Return True if activations are offloaded to the host, as they exceed the device's share."""
     if not footprint.on_device or footprint.limit is None:
         return False
     return one.activations > (footprint.limit - rest.part.loaded) * _SHARE_FOR_ACTIVATIONS
 
 
 def _running(footprint: Footprint, one: PassPlan, work: BlockWork, unit: Unit) -> tuple[int, float]:
-    """Bytes of a batch that runs through a block; its share of the waiting ones, if that is in it.
+    """Bytes of a batch that runs through a block, and the share of waiting activations in it.
 
-    On the host this is an upper bound, beside which the C library's own reserve was measured. A
-    device has nothing but tensors: what goes between blocks, and the widest three of an MLP, or one
-    of them as it is counted.
+    On the host this is an upper bound, to which the C library's reserve was measured. A device
+    holds only tensors: the residual stream, and the widest three of an MLP, or one of them
+    while its statistics are updated.
     """
     batch = footprint.run_tokens * work.intermediate
     if not footprint.on_device:

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A small model of the class that is planned: what is run on it takes no weight of the checkpoint.
+"""Proxy model: a small random model of the planned model's class, for trials without its weights.
 
-Fewer blocks, the first ones, so many that each kind of block is there; and less wide ones.
-A width that others are made from by the class alone cannot be known, so that the small
-model is compared with the large one: it must have the same modules under the same names. Where
-it has not, there is none. Widths that are equal in the large model are equal in the small one, and
-all have Hadamard matrices.
+It has the first blocks only, as many as contain each kind of block, and smaller widths. Widths
+that the class derives from others are unknown, so the proxy model is compared with the large one:
+it must have the same modules under the same names, or there is no proxy model. Widths that are
+equal in the large model are equal in the proxy, and all have Hadamard matrices.
 """
 
 from __future__ import annotations
@@ -59,15 +58,15 @@ _TOKEN_IDS = ("pad_token_id", "bos_token_id", "eos_token_id")
 Kind = tuple[Any, ...]
 
 
-class NoMiniature(Exception):  # noqa: N818  # it is a finding, not an error of anyone's
-    """Why there is no small model that could stand for the large one, a clause."""
+class NoMiniature(Exception):  # noqa: N818  # a finding, not an error
+    """Raised if there is no proxy model; the message is a clause with the reason."""
 
 
 class Rehearsal:
-    """Has modifiers try out on a small model what the run tries out on the weights.
+    """Runs the trials of modifiers on a proxy model instead of the real weights.
 
     Args:
-        model: the large one, before any of the modifiers was initialized on it.
+        model: the large model, before any modifier was initialized on it.
         modifiers: of the recipe.
     """
 
@@ -81,13 +80,13 @@ class Rehearsal:
                 self._unknown = str(finding)
 
     def __call__(self, modifier: Modifier) -> str:
-        """See whether an initialized modifier would refuse the model.
+        """Check whether an initialized modifier would refuse the model.
 
         Returns:
-            Why that is not known; empty if it would not.
+            The reason why that is unknown; empty if the modifier accepts the model.
 
         Raises:
-            TargetError: it would.
+            TargetError: the modifier would refuse the model.
         """
         if self._unknown or not _tries_out(modifier):
             return self._unknown if _tries_out(modifier) else ""
@@ -101,17 +100,17 @@ def _tries_out(modifier: Modifier) -> bool:
 def miniature_of(
     model: PreTrainedModel, modifiers: Sequence[Modifier] = ()
 ) -> Callable[[int], PreTrainedModel]:
-    """What builds a small model, in float32, with the random values that its class begins with.
+    """Return a builder of proxy models in float32, with random initial values.
 
     Args:
-        model: the large one; its parameters may be on the meta device.
-        modifiers: of the recipe; the experts that they are about are taken apart, as in ``model``.
+        model: the large model; its parameters may be on the meta device.
+        modifiers: of the recipe; the experts they target are unfused, as in ``model``.
 
     Returns:
-        A function of the seed of its values.
+        A function from a seed to a proxy model.
 
     Raises:
-        NoMiniature: nothing small would stand for it.
+        NoMiniature: there is no proxy model for it.
     """
     if any("forward" in vars(module) for module in model.modules()):
         raise NoMiniature("a module of it has a forward that its class has not")
@@ -128,11 +127,11 @@ def miniature_of(
 
 
 class _Builder:
-    """Builds models of the class of one, with other sizes.
+    """Builds models of the same class with another configuration.
 
     Args:
-        model: as it is before modifiers are initialized on it.
-        config: of what is built.
+        model: the large model, before modifiers are initialized on it.
+        config: the configuration of the built model.
         modifiers: of the recipe.
     """
 
@@ -144,10 +143,10 @@ class _Builder:
         self._modifiers = modifiers
 
     def __call__(self, seed: int, device: str = "cpu") -> PreTrainedModel:
-        """One with the values of a seed; without values on the device ``meta``."""
+        """Build a model with the random values of a seed, or on the device ``meta``."""
         with torch.random.fork_rng(devices=[]), torch.device(device), quiet_loading():
             torch.manual_seed(seed)
-            built: PreTrainedModel = self._class._from_config(  # type: ignore[no-untyped-call]  # transformers leaves it so
+            built: PreTrainedModel = self._class._from_config(  # type: ignore[no-untyped-call]  # untyped in transformers
                 copy.deepcopy(self._config),
                 dtype=torch.float32,
                 attn_implementation=self._attention,
@@ -162,7 +161,7 @@ class _Builder:
 def _checked(
     model: PreTrainedModel, modifiers: Sequence[Modifier], *, narrows_stream: bool
 ) -> _Builder:
-    """What builds a small model that stands for ``model``, and runs if that does."""
+    """Return the builder of a proxy model for ``model``, checked for its modules and a forward."""
     config = copy.deepcopy(model.config)
     _shrink(config, _block_kinds(model), narrows_stream=narrows_stream)
     build = _Builder(model, config, modifiers)
@@ -173,7 +172,7 @@ def _checked(
         raise NoMiniature("a small model of its class has other modules")
     try:
         trace_flow(small)
-    except TargetError:  # not on tokens alone: the large one is asked later whether it does
+    except TargetError:  # not on tokens alone: the large model is checked later
         if narrows_stream:
             raise NoMiniature("a small model of its class does not run") from None
     return build
@@ -181,7 +180,7 @@ def _checked(
 
 @contextmanager
 def _as_no_miniature() -> Iterator[None]:
-    """What a class makes of sizes that it was not made for can be any error."""
+    """Turn any error of a class with unexpected sizes into NoMiniature."""
     try:
         yield
     except (NoMiniature, CompressorError):
@@ -196,7 +195,7 @@ def _as_no_miniature() -> Iterator[None]:
 
 
 def _kind_of(block: Module) -> Kind:
-    """What a block is made of, whatever its widths, and however many experts it has."""
+    """Key of a block's structure, independent of widths and the number of experts."""
     parts = {
         (_without_numbers(name), type(one), frozenset(_present(one)))
         for name, one in named_modules(block)
@@ -205,7 +204,7 @@ def _kind_of(block: Module) -> Kind:
 
 
 def _present(module: Module) -> Iterator[str]:
-    """Names of the parameters that a module has."""
+    """Yield the names of a module's parameters."""
     return (name for name, one in module._parameters.items() if one is not None)
 
 
@@ -214,7 +213,7 @@ def _without_numbers(name: str) -> str:
 
 
 def _block_kinds(model: Module) -> dict[str, list[Kind]]:
-    """The blocks of a model, by the name of the list that they stand in."""
+    """Structure keys of a model's blocks, by the name of their list."""
     found: dict[str, list[Kind]] = {}
     for block, name in find_blocks(model).items():
         found.setdefault(name.rpartition(".")[0], []).append(_kind_of(block))
@@ -222,7 +221,7 @@ def _block_kinds(model: Module) -> dict[str, list[Kind]]:
 
 
 def _alike(model: Module, small: Module) -> bool:
-    """Whether the small model has the first blocks of the large one, and what it has beside."""
+    """Return True if the small model has the large one's first blocks and other modules."""
     large_blocks, small_blocks = _block_kinds(model), _block_kinds(small)
     if large_blocks.keys() != small_blocks.keys():
         return False
@@ -249,7 +248,7 @@ def _shrink(config: Any, blocks: Mapping[str, Sequence[Kind]], *, narrows_stream
 
 
 def _others(config: Any, text: Any) -> Iterator[Any]:
-    """Configurations of the other parts of a model (towers), at any depth."""
+    """Yield the nested configurations of other parts of a model (towers)."""
     for name in getattr(config, "sub_configs", None) or {}:
         inner = getattr(config, name, None)
         if inner is not None and inner is not text:
@@ -258,7 +257,7 @@ def _others(config: Any, text: Any) -> Iterator[Any]:
 
 
 def _depth_needed(text: Any, depth: int, blocks: Mapping[str, Sequence[Kind]]) -> int:
-    """How many blocks from the first one on are of all kinds."""
+    """Number of first blocks that contain each kind of block."""
     needed = min(2, depth)
     lists = [one for one in vars(text).values() if isinstance(one, list) and len(one) == depth]
     for kinds in blocks.values():
@@ -270,7 +269,7 @@ def _depth_needed(text: Any, depth: int, blocks: Mapping[str, Sequence[Kind]]) -
 
 
 def _shorten(config: Any, depth: int) -> None:
-    """Leave so many blocks, and what is said of each block for these alone."""
+    """Reduce the number of blocks in a configuration, and its lists with an entry per block."""
     for key in _DEPTHS:
         whole = setting(config, key)
         if not isinstance(whole, int) or isinstance(whole, bool) or whole <= depth:
@@ -308,11 +307,11 @@ def _narrow(text: Any, *, narrows_stream: bool) -> None:
 
 
 def _narrow_stream(text: Any, heads: int, hidden: int, width: int, taken: set[int]) -> None:
-    """Fewer heads of the same width, and a stream that is as wide as they are if it was."""
+    """Reduce the number of heads of equal width, and the residual stream accordingly."""
     fewest = [one for one in _HEADS if one < heads and one * width not in taken]
     count = fewest[0] if fewest else heads
     stream = count * width if hidden == heads * width else 0
-    if not stream:  # some take the quotient for the width of a head
+    if not stream:  # some classes take hidden_size / heads as the width of a head
         asked = [count * (hidden // heads)] if hidden % heads == 0 else []
         others = {count * width, *taken}
         fitting = (one for one in [*asked, *_WIDTHS] if one < hidden and one not in others)

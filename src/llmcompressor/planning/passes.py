@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The passes over a model: who takes part, where forwards are paused, what waits there."""
+"""Plan of the passes over a model: modifiers, pauses and waiting activations."""
 
 from __future__ import annotations
 
@@ -39,20 +39,20 @@ Learned = dict[int, list[PartLearning]]
 
 @dataclass(frozen=True)
 class PassContext:
-    """What the passes depend on besides the modifiers.
+    """Inputs for the plan of passes besides the modifiers.
 
     Attributes:
-        state: that the modifiers were initialized with.
+        state: the state with which the modifiers were initialized.
         args: granularity, targets and budget.
-        pipeline: that runs.
+        pipeline: the pipeline to run.
         is_streamed: modifiers that need no data share the pass of a neighbour.
-        parts: of the model.
-        stops: what the user calls a block; empty for the decoder layers.
-        widths: of its forward.
+        parts: parts of the model.
+        stops: modules of ``sequential_targets``; empty for the decoder layers.
+        widths: of the model's forward.
         data: the calibration data.
-        longest: of one batch.
-        batches: how many there are.
-        room: bytes that ``max_memory`` leaves for activations; ``None`` where it says nothing.
+        longest: tokens of the longest batch.
+        batches: number of batches.
+        room: bytes that ``max_memory`` leaves for activations; ``None`` without a limit.
     """
 
     state: State
@@ -69,7 +69,7 @@ class PassContext:
 
 
 def plan_passes(modifiers: Sequence[Modifier], context: PassContext) -> tuple[Passes, Learned]:
-    """The passes of a run, and what is learned before them.
+    """Plan the passes of a run, and the learning before them.
 
     Args:
         modifiers: of the recipe, initialized.
@@ -196,7 +196,7 @@ def _forced(
 
 
 def _budget(context: PassContext) -> int:
-    """Bytes of activations that stay in memory."""
+    """Budget in bytes for activations in memory."""
     if context.args.activation_budget is not None:
         return int(context.args.activation_budget)
     if context.room is not None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a plan says."""
+"""Data classes of a plan."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Match:
-    """What one pattern of the recipe matches.
+    """Matches of a pattern of the recipe.
 
     Attributes:
-        modifier: the class of the modifier that it stands in.
+        modifier: the class of its modifier.
         role: ``target`` or ``ignore``.
-        pattern: as it stands in the recipe.
-        matched: how many modules it matches, of any class.
-        decided: how many modules it decides about: those that get their scheme by it, that are
-            pruned or hold what is, or that are quantized but for this entry of ``ignore``.
-        first: the first few of these, or of those that it matches if there are none.
-        hint: what a pattern that matches nothing may have meant.
+        pattern: the pattern in the recipe.
+        matched: number of matching modules of any class.
+        decided: number of modules that it decides: they get their scheme by this target, are
+            pruned or contain pruned modules, or are not quantized because of this ignore entry.
+        first: the first few decided modules, or matching ones if none is decided.
+        hint: suggestion for a pattern that matches nothing.
     """
 
     modifier: str
@@ -53,15 +53,15 @@ class Match:
 
 @dataclass(frozen=True)
 class ModuleRow:
-    """Modules that differ in the numbers of their names only, and are treated alike.
+    """Modules with the same scheme, whose names differ only in numbers.
 
     Attributes:
         pattern: their names, with ``*`` for the numbers.
-        scheme: what they become, in a few words.
-        format: of the stored tensors; empty for what stays dense.
-        modules: how many there are.
-        weights: how many weights they have together.
-        why: of what stays dense, the reason.
+        scheme: description of their scheme.
+        format: format of the stored tensors; empty for dense modules.
+        modules: number of modules.
+        weights: total number of weights.
+        why: reason why they stay dense.
     """
 
     pattern: str
@@ -74,15 +74,15 @@ class ModuleRow:
 
 @dataclass(frozen=True)
 class SchemeBytes:
-    """What one scheme makes of its modules.
+    """Sizes of the modules of a scheme, before and after.
 
     Attributes:
-        scheme: in a few words.
-        format: of the stored tensors.
-        modules: how many it applies to.
-        weights: how many weights they have.
-        bytes_before: of their tensors in the model's dtype.
-        bytes_after: of their tensors as stored.
+        scheme: description of the scheme.
+        format: format of the stored tensors.
+        modules: number of modules.
+        weights: total number of weights.
+        bytes_before: bytes of their tensors in the model's dtype.
+        bytes_after: bytes of their tensors as stored.
     """
 
     scheme: str
@@ -95,11 +95,11 @@ class SchemeBytes:
 
 @dataclass(frozen=True)
 class Dense:
-    """What stays as it is.
+    """Tensors that stay dense.
 
     Attributes:
         pattern: names of the tensors' modules, with ``*`` for numbers.
-        bytes: of their tensors as stored.
+        bytes: bytes of their tensors as stored.
         why: the reason.
     """
 
@@ -126,7 +126,7 @@ class Sizes:
 
     @property
     def ratio(self) -> float:
-        """How many times smaller the weight files become."""
+        """Compression ratio of the weight files."""
         return self.source / self.weights if self.weights else 0.0
 
 
@@ -136,10 +136,10 @@ class Phase:
 
     Attributes:
         name: ``load``, ``learn``, ``calibrate``, ``solve`` or ``save``.
-        host: most bytes resident in main memory, Python and its libraries included.
-        device: most bytes on the accelerator, 0 without one.
-        disk: most bytes on disk: output, scratch, and activations that exceed their budget.
-        seconds: how long it is the one that is waited for.
+        host: peak bytes resident in main memory, including Python and its libraries.
+        device: peak bytes on the accelerator, 0 without one.
+        disk: peak bytes on disk: output, scratch, and activations that exceed their budget.
+        seconds: estimated time, without overlap with other phases.
     """
 
     name: str
@@ -151,15 +151,15 @@ class Phase:
 
 @dataclass(frozen=True)
 class Operations:
-    """Multiply-adds.
+    """Number of multiply-adds of a run.
 
     Attributes:
-        forward: of all runs of the model over the calibration data.
+        forward: of all forwards over the calibration data.
         gram: of the second moments of inputs.
         cross: of the products between inputs and original inputs.
         solve: of the solvers.
-        learn: of all that is learned before passes.
-        rounded: weights that are rounded and packed.
+        learn: of the learning before passes.
+        rounded: number of weights that are rounded and packed.
     """
 
     forward: int = 0
@@ -171,24 +171,24 @@ class Operations:
 
     @property
     def total(self) -> int:
-        """All multiply-adds."""
+        """Total number of multiply-adds."""
         return self.forward + self.gram + self.cross + self.solve + self.learn
 
 
 @dataclass(frozen=True)
 class Rates:
-    """What the machine was measured to do, and within which factor the measurements agree.
+    """Measured speed of the machine, and the spread of the measurements.
 
     Attributes:
-        device: where the model computes.
+        device: the device that computes.
         model_products: multiply-adds per second in the model's dtype.
         float32_products: multiply-adds per second in float32.
-        memory: bytes per second that one pass over a large tensor reads and writes.
+        memory: bytes per second that a pass over a large tensor reads and writes.
         disk_read: bytes per second.
-        disk_write: bytes per second, until they are durable.
-        spread: largest over smallest rate that was seen.
-        attention: multiply-adds per second between tokens; 0 for that of other products.
-        statistics: multiply-adds per second of second moments; 0 for that of other products.
+        disk_write: bytes per second, including the flush to disk.
+        spread: ratio of the largest to the smallest measured rate.
+        attention: multiply-adds per second of attention; 0 to use that of other products.
+        statistics: multiply-adds per second of second moments; 0 to use that of other products.
     """
 
     device: str
@@ -204,7 +204,7 @@ class Rates:
 
 @dataclass(frozen=True)
 class Estimate:
-    """Seconds, and the range that they are expected to lie in."""
+    """Estimated seconds with their expected range."""
 
     seconds: float
     low: float
@@ -213,14 +213,14 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Tokens:
-    """The calibration data.
+    """Size of the calibration data.
 
     Attributes:
-        samples: how many.
-        tokens: positions of all of them, padding included.
-        real: those that count.
-        longest: of one sample.
-        how: where these numbers come from.
+        samples: number of samples.
+        tokens: total number of positions, including padding.
+        real: number of real tokens.
+        longest: tokens of the longest sample.
+        how: origin of these numbers.
         is_exact: whether they were counted.
     """
 
@@ -234,22 +234,22 @@ class Tokens:
 
 @dataclass(frozen=True)
 class LearningPlan:
-    """What is learned before a pass, with forwards and backwards through all blocks.
+    """Learning before a pass, with forwards and backwards through all blocks.
 
     Attributes:
         steps: batches that run forward and backward.
-        compared: batches that run forward alone.
-        tokens: of one batch.
-        activations: bytes of what goes into blocks and waits for the backward.
+        compared: batches that run forward only.
+        tokens: tokens of a batch.
+        activations: bytes of block inputs that wait for the backward.
         budget: bytes of them that may stay in memory.
         spilled: bytes that go to files.
-        held: bytes of what is learned, all the time.
-        stepping: further bytes while a step is taken.
-        kept: bytes on the disk of how far it is.
-        read: bytes of weights that are read for it.
-        forwards: multiply-adds of the model, backwards among them.
-        products: multiply-adds in float32, of the weights that are made and of the steps.
-        visits: passes over single weights that are not products.
+        held: bytes of the learned parameters, held all the time.
+        stepping: further bytes during an optimizer step.
+        kept: bytes on disk for saved progress.
+        read: bytes of weights that are read.
+        forwards: multiply-adds of the model, including backwards.
+        products: multiply-adds in float32, for computed weights and optimizer steps.
+        visits: elementwise accesses to weights.
     """
 
     steps: int
@@ -269,19 +269,19 @@ class LearningPlan:
 
 @dataclass(frozen=True)
 class PassPlan:
-    """One pass over the model.
+    """A pass over the model.
 
     Attributes:
-        modifiers: which take part.
-        pipeline: its name.
-        level: where forwards are paused; empty where there are none.
-        reason: why there.
-        streams: 1, or 2 where the original model runs beside the compressed one.
-        forwards: how often every block runs on every token.
+        modifiers: names of its modifiers.
+        pipeline: its pipeline.
+        level: where forwards are paused; empty without forwards.
+        reason: reason for the level.
+        streams: 1, or 2 with twin streams (the original model runs too).
+        forwards: number of runs of every block on every token.
         activations: bytes that waiting forwards hold.
         budget: bytes of them that may stay in memory.
-        spilled: bytes that go to files at once.
-        learning: what is learned before it; ``None`` for nothing.
+        spilled: bytes that are in files at once.
+        learning: the learning before the pass, if any.
     """
 
     modifiers: Sequence[str]
@@ -298,11 +298,11 @@ class PassPlan:
 
 @dataclass(frozen=True)
 class Problem:
-    """Why the run would fail.
+    """An error that the run would raise.
 
     Attributes:
         where: the modifier or the argument.
-        error: the class of the error that the run would raise.
+        error: the class of the error.
         message: the problem.
         remedy: what to do about it.
     """
@@ -315,14 +315,14 @@ class Problem:
 
 @dataclass(frozen=True)
 class ServingNote:
-    """One finding of the serving rules about the checkpoint that would be written.
+    """A finding of the serving rules about the predicted checkpoint.
 
     Attributes:
-        rule: its number.
+        rule: number of the rule.
         severity: ``error``, ``warning`` or ``note``.
-        server: whose rule it is.
-        module: what it is about.
-        message: what is wrong.
+        server: the server that has the rule.
+        module: the module concerned.
+        message: the problem.
         remedy: what to do about it.
     """
 
@@ -336,30 +336,30 @@ class ServingNote:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a run would do, need and write; made without reading a weight.
+    """Prediction of a run: its effects, resources and output, made without reading a weight.
 
     Attributes:
-        model: where the model comes from.
+        model: folder, hub id or name of the model.
         architecture: the class of the model.
-        parameters: how many weights it has.
-        blocks: how many blocks.
+        parameters: number of weights.
+        blocks: number of blocks.
         recipe: the recipe as YAML.
-        residency: what is in memory when.
-        problems: why the run would fail; empty if it would not.
-        serving: what the serving rules say.
-        matches: what each target and ignore entry matches.
-        modules: what becomes of the matrices, by the pattern of their names.
-        schemes: module → its scheme, for each that is quantized.
+        residency: which parts of the model are in memory at a time.
+        problems: errors that the run would raise.
+        serving: findings of the serving rules.
+        matches: matches of each target and ignore entry.
+        modules: schemes of the weight matrices, by name pattern.
+        schemes: scheme by name of the module, for quantized modules.
         scheme_bytes: bytes by scheme.
-        dense: bytes of what stays as it is.
-        sizes: bytes of the output; ``None`` where the run would fail before.
+        dense: bytes of dense tensors.
+        sizes: bytes of the output; ``None`` if the run would fail before.
         tokens: the calibration data; ``None`` if none is needed.
-        passes: over the model, in order.
+        passes: the passes over the model, in order.
         phases: memory, disk and time by phase.
-        operations: multiply-adds.
-        rates: what this machine does in a second.
-        time: how long the run would take.
-        notes: what else is worth knowing.
+        operations: number of multiply-adds.
+        rates: measured speed of this machine.
+        time: estimated time of the run.
+        notes: further remarks.
     """
 
     model: str
@@ -386,32 +386,32 @@ class Plan:
 
     @property
     def ok(self) -> bool:
-        """Whether the run would succeed and its output could be served."""
+        """True if the run would succeed and its output could be served."""
         return not self.problems and not any(one.severity == "error" for one in self.serving)
 
     @property
     def peak_host(self) -> int:
-        """Most bytes of main memory in any phase."""
+        """Peak bytes of main memory over all phases."""
         return max((phase.host for phase in self.phases), default=0)
 
     @property
     def peak_device(self) -> int:
-        """Most bytes of the accelerator's memory in any phase."""
+        """Peak bytes of the accelerator's memory over all phases."""
         return max((phase.device for phase in self.phases), default=0)
 
     @property
     def peak_disk(self) -> int:
-        """Most bytes on disk in any phase."""
+        """Peak bytes on disk over all phases."""
         return max((phase.disk for phase in self.phases), default=0)
 
     def __str__(self) -> str:
-        """Tables for a person."""
-        from llmcompressor.planning.tables import plan_text  # noqa: PLC0415  # it imports this page
+        """Return the plan as tables for reading."""
+        from llmcompressor.planning.tables import plan_text  # noqa: PLC0415  # it imports this module
 
         return plan_text(self)
 
     def as_dict(self) -> dict[str, Any]:
-        """The plan as plain JSON data."""
+        """Return the plan as JSON data."""
         content: dict[str, Any] = {"ok": self.ok, **_plain(self)}
         if self.sizes is not None:
             content["sizes"]["ratio"] = round(self.sizes.ratio, 4)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the serving rules say of a checkpoint that is not written yet."""
+"""Serving rules applied to a predicted checkpoint."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ __all__ = ["serving_notes"]
 
 
 def serving_notes(output: Output, deployment: Deployment | None = None) -> list[ServingNote]:
-    """Check the predicted configuration and headers; values are not known yet.
+    """Check the predicted configuration and headers against the serving rules.
 
     Args:
-        output: what would be written.
-        deployment: where it is to be served, as far as it is known.
+        output: the predicted checkpoint.
+        deployment: serving environment, as far as known.
     """
     headers = {one.name: TensorInfo(one.dtype, one.shape) for one in output.prediction.stored}
     return [

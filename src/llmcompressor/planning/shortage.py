@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Says where a run would take more memory than there is, or than it was allowed."""
+"""Warnings about phases that exceed the available or allowed memory."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ __all__ = ["Capacity", "shortages"]
 
 @dataclass(frozen=True)
 class Capacity:
-    """What there is of one kind of memory.
+    """Available amount of a kind of memory.
 
     Attributes:
-        name: of the memory, in a sentence.
-        free: bytes that this process has and may still take; ``None`` if that is not known.
-        allowed: bytes that the user allows; ``None`` for what is free.
+        name: name of the memory in messages.
+        free: bytes that this process uses or can still allocate; ``None`` if unknown.
+        allowed: limit by the user in bytes; ``None`` without one.
     """
 
     name: str
@@ -29,12 +29,12 @@ class Capacity:
 
 
 def shortages(phases: Sequence[Phase], host: Capacity, device: Capacity) -> Iterator[str]:
-    """A sentence for each kind of memory that would not do.
+    """Yield a message for each kind of memory that is too small.
 
     Args:
         phases: of the run.
         host: main memory.
-        device: that of the accelerator, where the run has one.
+        device: memory of the accelerator, if the run uses one.
     """
     for capacity, bytes_of in ((host, attrgetter("host")), (device, attrgetter("device"))):
         most = max(phases, key=bytes_of, default=None)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the output will hold, to the byte."""
+"""Exact sizes of the predicted output."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ __all__ = ["Output", "predict_output"]
 
 @dataclass(frozen=True)
 class Output:
-    """The checkpoint that would be written.
+    """The predicted checkpoint.
 
     Attributes:
         prediction: its tensors.
@@ -43,7 +43,7 @@ class Output:
     places: Mapping[str, str]
 
     def sizes(self, subject: Subject, recipe: str) -> Sizes:
-        """Bytes of the input and of the output's files."""
+        """Return the bytes of the input and of the output's files."""
         own = (self.layout.index() or "", json_text(self.config), recipe)
         others = sum(len(text.encode()) for text in own)
         if subject.directory is not None:
@@ -53,7 +53,7 @@ class Output:
 
     @cached_property
     def stored_bytes(self) -> Mapping[str, int]:
-        """Name of a stored module → bytes of its tensors."""
+        """Bytes of tensors by name of the stored module."""
         sizes: dict[str, int] = {}
         for place in self.layout.places.values():
             owner = place.stored.name.rpartition(".")[0]
@@ -61,7 +61,7 @@ class Output:
         return sizes
 
     def by_scheme(self, planned: Sequence[PlannedModule]) -> list[SchemeBytes]:
-        """Bytes before and after, by scheme."""
+        """Return the bytes before and after, by scheme."""
         stored = self.stored_bytes
         formats = {entry.name: entry.scheme.format for entry in self.prediction.quantized}
         words = descriptions(planned)
@@ -79,11 +79,11 @@ class Output:
         ]
 
     def dense(self, rows: Sequence[ModuleRow], names: Mapping[str, LoadedName]) -> list[Dense]:
-        """Bytes of what is stored as it was, by the pattern of the names.
+        """Return the bytes of dense tensors, grouped by name pattern.
 
         Args:
-            rows: what becomes of the model's matrices.
-            names: tensor of the source → what it is in the model.
+            rows: schemes of the model's matrices.
+            names: tensor of the source → its name in the model.
         """
         reasons = {row.pattern: row.why for row in rows if row.why}
         quantized = set(self.places.values())
@@ -107,14 +107,14 @@ _COPIED = "no part of the model class: copied"
 
 
 def _reason(place: str, reasons: Mapping[str, str]) -> str:
-    """Why a stored module is dense: its own reason, or that of the stack which it becomes."""
+    """Return the reason why a stored module is dense, or that of its stack of experts."""
     while place and place not in reasons:
         place = place.rpartition(".")[0]
     return reasons.get(place, "")
 
 
 def _own(planned: PlannedModule) -> tuple[int, int]:
-    """Weights of a module, and bytes of its parameters."""
+    """Return the number of weights of a module, and the bytes of its parameters."""
     parameters = own_parameters(planned.module)
     matrices = [one.numel() for one in parameters if one.ndim > 1]
     return sum(matrices), sum(one.numel() * one.element_size() for one in parameters)
@@ -127,11 +127,11 @@ def predict_output(
     is_streamed: bool,
     save_compressed: bool = True,
 ) -> Output:
-    """The checkpoint that a run would write.
+    """Predict the checkpoint that a run would write.
 
     Args:
         subject: the model.
-        planned: what the modifiers will make of its modules.
+        planned: the modules that modifiers will quantize.
         is_streamed: blocks are written one by one.
         save_compressed: weights are packed, not written dense.
     """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The model that a plan is about: its structure and its files, none of its weights."""
+"""The planned model: its structure and file headers, without its weights."""
 
 from __future__ import annotations
 
@@ -52,16 +52,16 @@ REST = ""
 
 @dataclass(frozen=True)
 class Part:
-    """A block, or what lies in none.
+    """A block, or all modules outside of blocks.
 
     Attributes:
         name: of the block.
         modules: the block and everything inside, by name.
-        loaded: bytes of its parameters in the model's dtype; the matrices of rotations in the
-            forward, which stay when a block goes, count for what lies in none.
+        loaded: bytes of its parameters in the model's dtype; matrices of online rotations, which
+            stay when a block is freed, count for the part outside of blocks.
         source: bytes of its tensors in the files.
-        converted: bytes of those that become something else while they are loaded, in another
-            dtype or merged with others: both are held then.
+        converted: bytes of tensors that are converted while loading, to another dtype or by
+            merging: both forms are held then.
     """
 
     name: str
@@ -73,22 +73,21 @@ class Part:
 
 @dataclass(frozen=True)
 class Subject:
-    """What is planned.
+    """The planned model.
 
     Attributes:
-        model: on the meta device; the plan may mark its modules.
-        place: where it comes from, in words.
-        directory: its folder; ``None`` where it was given as an object of no folder.
-        headers: the tensors of its files.
-        names: tensor of its files → what it becomes in the model.
-        source_bytes: of its weight files, or of its parameters.
-        is_in_memory: it was given loaded.
-        is_hollow: its files hold headers and no data.
-        blueprint: what it was built as; ``None`` if it was given loaded.
-        whole: why its blocks cannot be read one by one; empty where they can, as far as that is
-            decided by its files.
-        believed: tensors that the configuration ties, of which the files hold two: they are taken
-            for one.
+        model: the model on the meta device; the plan may mark its modules.
+        place: folder, hub id or name of the model.
+        directory: its folder; ``None`` for an object without one.
+        headers: headers of the tensors in its files.
+        names: tensor of its files → its name in the model.
+        source_bytes: bytes of its weight files, or of its parameters.
+        is_in_memory: it was given as a loaded model.
+        is_hollow: its files have headers but no data.
+        blueprint: the meta model with its source; ``None`` if it was given as a loaded model.
+        whole: reason why its blocks cannot be streamed; empty if its files allow it.
+        believed: tensors that the configuration ties but the files store twice; they are assumed
+            to be equal.
     """
 
     model: PreTrainedModel
@@ -105,12 +104,12 @@ class Subject:
 
     @cached_property
     def module_names(self) -> Mapping[str, Module]:
-        """All modules by name."""
+        """All modules of the model by name."""
         return dict(named_modules(self.model))
 
     @property
     def notes(self) -> list[str]:
-        """What a run depends on that is not looked at here."""
+        """Notes on assumptions that a run would check on the data."""
         one = self.model.get_parameter  # a modifier may have untied them
         believed = [tie for tie in self.believed if one(tie.source) is one(tie.target)]
         found = [_tie_note(tie) for tie in believed]
@@ -119,7 +118,7 @@ class Subject:
         return found
 
     def parts(self) -> list[Part]:
-        """The blocks in order, and at the end what lies in none."""
+        """Return the blocks in order, and last the modules outside of blocks."""
         blocks = find_blocks(self.model)
         region = {
             inner: name for block, name in blocks.items() for _, inner in named_modules(block)
@@ -149,16 +148,16 @@ class Subject:
 
 
 def open_subject(args: ModelArguments, modifiers: Sequence[Modifier] = ()) -> Subject:
-    """The model that the arguments name, without its weights.
+    """Open the model that the arguments name, without its weights.
 
     Args:
-        args: name it.
-        modifiers: of the recipe; the experts that they are about are taken apart.
+        args: the model arguments.
+        modifiers: of the recipe; the experts they target are unfused.
 
     Raises:
-        TargetError: experts that they are about cannot be taken apart.
+        TargetError: targeted experts cannot be unfused.
         CheckpointError: it is not on this machine, is damaged, incomplete or quantized already.
-        ArgumentError: what was given is no model, or has adapters.
+        ArgumentError: the object is no model, or has adapters.
     """
     if isinstance(args.model, str | Path):
         return _from_folder(args, modifiers)
@@ -225,7 +224,7 @@ def _tie_note(tie: BelievedTie) -> str:
 
 
 def _file_bytes(headers: Iterable[TensorHeader]) -> int:
-    """Bytes of the files, with all the data that their headers tell of."""
+    """Bytes of the files with all the data that their headers declare."""
     ends: dict[Path, int] = {}
     for header in headers:
         ends[header.file] = max(ends.get(header.file, 0), header.offset + header.nbytes)
@@ -251,17 +250,17 @@ def _from_object(model: PreTrainedModel, modifiers: Sequence[Modifier], *, tie: 
 
 
 def _coming(modules: Iterable[Module]) -> Iterator[Module]:
-    """Those whose parameters come and go with their block."""
+    """Modules whose parameters are loaded and freed with their block."""
     return (module for module in modules if not isinstance(module, HadamardTransform))
 
 
 def _staying(modules: Iterable[Module]) -> Iterator[Module]:
-    """Those whose parameters are there from the beginning, wherever they lie."""
+    """Modules whose parameters are always loaded (online rotations)."""
     return (module for module in modules if isinstance(module, HadamardTransform))
 
 
 def _own_bytes(modules: Iterable[Module]) -> int:
-    """Bytes of the parameters of some modules; one that several of them share counts once."""
+    """Bytes of the parameters of modules; shared ones count once."""
     found: dict[int, Tensor] = {}
     for module in modules:
         for one in own_parameters(module):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A plan as tables for a person."""
+"""Rendering of a plan as tables."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ _LEFT: Literal["left"] = "left"
 
 
 def print_plan(plan: Plan, console: Console | None = None) -> None:
-    """All of a plan, what matters most at the end.
+    """Print a plan, with the most important part last.
 
     Args:
-        plan: what to print.
-        console: where; standard output by default.
+        plan: the plan to print.
+        console: the console; standard output by default.
     """
     console = console or Console()
     _print(
@@ -44,11 +44,11 @@ def print_plan(plan: Plan, console: Console | None = None) -> None:
 
 
 def plan_text(plan: Plan, width: int = 100) -> str:
-    """The same as text without colours.
+    """Return the plan as text without colours.
 
     Args:
-        plan: what to print.
-        width: characters of a line of the tables.
+        plan: the plan to print.
+        width: width of the tables in characters.
     """
     console = Console(file=StringIO(), width=width, color_system=None)
     print_plan(plan, console)
@@ -107,7 +107,7 @@ def _print_bytes(plan: Plan, console: Console) -> None:
 
 
 def _largest(dense: Sequence[Dense]) -> list[Dense]:
-    """The largest rows, and one for all others."""
+    """Return the largest rows, and a row that sums up all others."""
     ordered = sorted(dense, key=lambda one: -one.bytes)
     shown, rest = ordered[:_MOST_ROWS], ordered[_MOST_ROWS:]
     if rest:
@@ -175,7 +175,7 @@ def _print_findings(plan: Plan, console: Console) -> None:
 def _joined(
     notes: Iterable[ServingNote],
 ) -> list[tuple[tuple[str, str, str, str], str]]:
-    """Findings with equal words share a row."""
+    """Merge findings with the same message into one row."""
     found: dict[tuple[str, str, str, str], list[str]] = {}
     for one in notes:
         key = (one.severity, one.rule, one.server, f"{one.message} {one.remedy}".strip())
@@ -199,7 +199,7 @@ def _verdict(plan: Plan) -> list[str]:
 
 
 def _count(number: int) -> str:
-    """A large number in words.
+    """Format a large number in words.
 
     >>> _count(8_030_261_248), _count(3_700_000), _count(512)
     ('8.03 billion', '3.7 million', '512')
@@ -217,7 +217,7 @@ def _count(number: int) -> str:
 
 
 def _time(seconds: float) -> str:
-    """Seconds, minutes or hours.
+    """Format a duration in seconds, minutes or hours.
 
     >>> _time(12.4), _time(600), _time(86400)
     ('12 s', '10 min', '24 h')

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long a run takes, by what there is to compute, read and write, and what the machine does.
+"""Time estimate of a run from its operations, its traffic and the machine's measured rates.
 
-Reading ahead and writing happen beside the computing of a streamed run: what they take beyond it
-is waited for. The rates are those of one second on an otherwise idle machine, so that the result
-is an estimate within a factor, which is stated.
+Prefetching and writing overlap with the computation of a streamed run; only their excess adds
+time. The rates were measured for a second on an otherwise idle machine, so that the result is an
+estimate within a stated factor.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ _DOUBT = 1.6
 
 @dataclass(frozen=True)
 class Traffic:
-    """What is read, written and rounded.
+    """Disk traffic and overhead of a run.
 
     Attributes:
-        read: bytes of weights.
+        read: bytes of weights to read.
         written: bytes of the output.
         rounding: seconds to round and pack all weights.
-        first: bytes that have to be read before there is anything to compute.
-        handling: seconds of Python for the run and its modules.
-        is_streamed: reading and writing happen beside the computing.
+        first: bytes to read before computation can begin.
+        handling: seconds of Python overhead.
+        is_streamed: reading and writing overlap with computation.
     """
 
     read: int
@@ -53,14 +53,14 @@ def operations_of(
     rounded: int,
     beside: Work,
 ) -> Operations:
-    """Multiply-adds of all passes.
+    """Count the multiply-adds of all passes.
 
     Args:
         passes: over the model, with the work of each part.
-        tokens: of the calibration data.
-        context: of one sample.
-        rounded: weights that are rounded.
-        beside: what modifiers compute beside the calibration of modules.
+        tokens: number of tokens of the calibration data.
+        context: number of tokens of a sample.
+        rounded: number of weights that are rounded.
+        beside: work of modifiers outside of calibration.
     """
     forward, solve = beside.forward, beside.solve
     gram = cross = 0
@@ -91,17 +91,17 @@ def estimate_time(
     tokens: int,
     context: int,
 ) -> tuple[dict[str, float], Estimate]:
-    """Seconds that each phase is waited for, and of all with their range.
+    """Estimate the seconds of each phase, and their total with its range.
 
     Args:
-        rates: of this machine.
-        operations: as :func:`operations_of` counts them.
+        rates: measured rates of this machine.
+        operations: result of :func:`operations_of`.
         passes: over the model.
-        batches: that run one after another.
-        traffic: beside the computing.
-        beside: what modifiers compute beside the calibration of modules.
-        tokens: of the calibration data.
-        context: of one sample.
+        batches: number of batches.
+        traffic: disk traffic and overhead.
+        beside: work of modifiers outside of calibration.
+        tokens: number of tokens of the calibration data.
+        context: number of tokens of a sample.
     """
     moments = operations.gram + operations.cross
     stops = sum(len(work.units) for one, works in passes if one.forwards for work in works)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rounding and packing, tried on a small matrix: what a scheme takes per weight."""
+"""Benchmark of rounding and packing on small matrices: time and memory per weight of a scheme."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ An observer that keeps something for every group may take a thousand times what 
 
 @dataclass(frozen=True)
 class Peak:
-    """Bytes of intermediate tensors, by the number of weights.
+    """Peak bytes of intermediate tensors as a function of the number of weights.
 
     Attributes:
-        fixed: of any large matrix.
-        per_weight: in addition.
-        small: per weight, where that is less.
+        fixed: bytes for any large matrix.
+        per_weight: additional bytes per weight.
+        small: bytes per weight of small matrices, where that is less.
     """
 
     fixed: float
@@ -54,18 +54,18 @@ class Peak:
     small: float
 
     def of(self, weights: int) -> int:
-        """For a matrix of so many weights."""
+        """Return the bytes for a matrix with this number of weights."""
         return int(min(self.fixed + self.per_weight * weights, self.small * weights))
 
 
 @dataclass(frozen=True)
 class Trial:
-    """What a scheme takes.
+    """Measured time and memory of a scheme.
 
     Attributes:
         seconds: per weight, to find scales, round and pack.
-        rounding: most bytes of intermediate tensors while a weight is rounded.
-        packing: the same while it is packed, the packed form included.
+        rounding: peak bytes of intermediate tensors while a weight is rounded.
+        packing: the same while it is packed, including the packed form.
     """
 
     seconds: float
@@ -79,13 +79,13 @@ _NOTHING = Trial(0.0, Peak(0.0, 0.0, 0.0), Peak(0.0, 0.0, 0.0))
 def try_rounding(
     scheme: Any, dtype: torch.dtype, device: torch.device, *, is_written: bool = True
 ) -> Trial:
-    """Find scales for a small random matrix, round it and pack it.
+    """Measure a scheme: find scales for small random matrices, round and pack them.
 
     Args:
         scheme: a ``QuantizationScheme``.
         dtype: of the weights.
-        device: where the model would compute.
-        is_written: weights are packed as they are, and not rounded in memory before.
+        device: the device to compute on.
+        is_written: weights are quantized while they are packed, not in memory before.
     """
     if scheme.weights is None:
         return _NOTHING
@@ -104,19 +104,19 @@ def try_rounding(
 
 
 def _peak(few: int, small: int, many: int, large: int) -> Peak:
-    """The line through two measurements."""
+    """Fit a line through two measurements."""
     slope = max(large - small, 0) / (many - few)
     return Peak(max(large - slope * many, 0.0), slope, small / few)
 
 
 def _fitting(args: Any) -> int:
-    """Columns that the scheme's groups divide."""
+    """Number of columns, divisible by the scheme's group size."""
     group = args.group_size or 1
     return max(_COLUMNS // group, 1) * group if group > 0 else _COLUMNS
 
 
 def _heights(args: Any) -> list[int]:
-    """Rows of the matrices, with whole blocks where the scheme has some; two at least."""
+    """Numbers of rows to measure, at least two, as multiples of the scheme's block size."""
     block = args.block_structure[0] if args.block_structure else 1
     found = sorted({-(-rows // block) * block for rows in _ROWS})
     return found if found[1:] else [found[0], 2 * found[0]]
@@ -130,7 +130,7 @@ class _Measured(NamedTuple):
 
 @dataclass(frozen=True)
 class _Matrix:
-    """A random one of so many rows, as a scheme has it."""
+    """A random matrix to be quantized by a scheme."""
 
     rows: int
     scheme: Any
@@ -155,11 +155,11 @@ class _Matrix:
 
 
 def _measured(matrices: Sequence[_Matrix]) -> tuple[_Measured, _Measured]:
-    """What the two largest take that are quickly measured."""
+    """Return the memory of the two largest matrices that are measured quickly."""
     found: list[_Measured] = []
     for matrix in matrices:
         weight_RC, entry = matrix.made()
-        start = time.thread_time()  # counting has one thread, and others may keep the machine busy
+        start = time.thread_time()  # of this thread: the machine may be busy
         with few_ranges_tried():
             with counted_memory() as rounding:
                 own = _rounded(weight_RC, matrix.scheme, entry)
@@ -173,7 +173,7 @@ def _measured(matrices: Sequence[_Matrix]) -> tuple[_Measured, _Measured]:
 
 
 def _timed(matrices: Sequence[_Matrix]) -> float:
-    """Seconds per weight; apart from the memory: counting takes time, and it has one thread."""
+    """Return the seconds per weight, without the counting of memory, which takes time."""
     seconds = 0.0
     for matrix in matrices:
         weight_RC, entry = matrix.made()
@@ -187,7 +187,7 @@ def _timed(matrices: Sequence[_Matrix]) -> float:
 
 
 def _rounded(weight_RC: Tensor, scheme: Any, entry: QuantizedModule) -> dict[str, Tensor]:
-    """A weight and its parameters, as they are handed over to be packed."""
+    """Return a rounded weight with its quantization parameters, as input for packing."""
     parameters = observe_weight(weight_RC, scheme.weights)
     rounded_RC = weight_RC if entry.is_raw else parameters.round(weight_RC)
     own = {"weight": rounded_RC, "weight_scale": parameters.scale}
@@ -201,11 +201,11 @@ def _rounded(weight_RC: Tensor, scheme: Any, entry: QuantizedModule) -> dict[str
 
 
 class MemoryCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves it untyped
-    """Counts the bytes of the tensors that come and go.
+    """Counts the bytes of tensors that are created and freed.
 
     Attributes:
-        now: bytes of those that were made and are still there.
-        peak: the most that there were at once.
+        now: bytes of created tensors that still exist.
+        peak: maximum of ``now``.
     """
 
     def __init__(self) -> None:
@@ -225,12 +225,12 @@ class MemoryCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torc
         return result
 
     def _meet(self, storage: torch.UntypedStorage, size: int) -> None:
-        """A storage counts when it is first seen; what was there before the body counts nothing.
+        """Count a storage when it is first seen; one from before the body counts as 0.
 
-        Also that is forgotten when it goes: its address serves others then.
+        Every storage is forgotten when it is freed, as its address is reused.
         """
         if storage.device.type == "meta" or not storage.nbytes():
-            return  # where compressed-tensors is asked for shapes alone
+            return  # compressed-tensors computes shapes on the meta device
         key = storage.data_ptr()
         if key in self._seen:
             return
@@ -246,10 +246,10 @@ class MemoryCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torc
 
 @contextmanager
 def counted_memory() -> Iterator[MemoryCounter]:
-    """Count the bytes of all tensors that are made in the body, on any device.
+    """Count the bytes of all tensors that are created in the body, on any device.
 
-    Pieces come one after the other: what other threads make would not be seen, and would be
-    another number each time.
+    Parallel work runs sequentially, as tensors of other threads would not be counted and the
+    result would vary.
     """
     counter = MemoryCounter()
     with in_turn(), counter:

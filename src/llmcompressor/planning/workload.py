@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What there is to compute: the forwards of each block, and the solving of what it holds."""
+"""Workload of a run: the forwards of each block, and the statistics and solvers of its modules."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ _EXPERTS_PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk"
 
 @dataclass(frozen=True)
 class Widths:
-    """What a model's configuration says of its forward.
+    """Widths of a model's forward from its configuration.
 
     Attributes:
-        heads: width of all heads of one layer together.
-        expert_share: the share of the experts that a token is routed to.
-        hidden: width of what goes from block to block.
+        heads: total width of the heads of a layer.
+        expert_share: share of the experts that a token is routed to.
+        hidden: width of the residual stream.
     """
 
     heads: int
@@ -46,14 +46,14 @@ class Widths:
 
 @dataclass(frozen=True)
 class Group:
-    """Calibrated modules that get one input.
+    """Calibrated modules that share an input.
 
     Attributes:
-        modules: which.
+        modules: the modules.
         effort: of all modifiers that calibrate them.
-        elements: their weights.
-        copied: bytes of their parameters, which are copied where the original model runs too.
-        share: of the tokens that reach them.
+        elements: number of their weights.
+        copied: bytes of their parameters, which are copied with twin streams.
+        share: share of the tokens that reach them.
     """
 
     modules: tuple[Module, ...]
@@ -65,60 +65,60 @@ class Group:
 
 @dataclass(frozen=True)
 class Unit:
-    """What is calibrated and solved at one stop."""
+    """The groups of modules that are calibrated and solved at one stop."""
 
     groups: tuple[Group, ...]
 
     @property
     def statistics(self) -> int:
-        """Bytes that are held while tokens are counted."""
+        """Bytes of statistics."""
         return sum(group.effort.statistics for group in self.groups)
 
     @property
     def buffered(self) -> int:
-        """Bytes of tokens that wait meanwhile, where too few run at once to be counted."""
+        """Bytes of buffered inputs, if batches are too small for an update of statistics."""
         return sum(group.effort.buffered for group in self.groups)
 
     @property
     def moments(self) -> int:
-        """Bytes of the largest product that is added to second moments."""
+        """Bytes of the largest second moment (Gram matrix) update."""
         counting = (group for group in self.groups if group.effort.gram)
         columns = (one.in_features for group in counting for one in _linears(group))
         return max((_FLOAT * width**2 for width in columns), default=0)
 
     def compared(self, tokens: int) -> int:
-        """Bytes of so many tokens of the widest input that is compared with the original one."""
+        """Bytes of ``tokens`` tokens of the widest input that is paired with the original one."""
         twins = (group for group in self.groups if group.effort.cross)
         weights = (one.weight for group in twins for one in _linears(group))
         return tokens * max((one.shape[-1] * one.element_size() for one in weights), default=0)
 
     @property
     def columns(self) -> int:
-        """The widest input."""
+        """Width of the widest input."""
         columns = (one.in_features for group in self.groups for one in _linears(group))
         return max(columns, default=0)
 
     @property
     def is_single(self) -> bool:
-        """Whether it is one module that shares its input with no other."""
+        """True if the unit has a single module."""
         return sum(len(group.modules) for group in self.groups) == 1
 
     @property
     def offloads(self) -> bool:
-        """Whether what is kept of the data lies in main memory wherever there is room."""
+        """True if kept data is offloaded to main memory even if the device has room."""
         return any(group.effort.offloads for group in self.groups)
 
     def kept(self, tokens: int) -> int:
-        """Bytes of what is kept of all the data."""
+        """Bytes that are kept of all the data."""
         return tokens * sum(group.effort.kept for group in self.groups)
 
     def judging(
         self, tokens: int, run_tokens: int, *, device: bool = False
     ) -> Iterator[tuple[int, int]]:
-        """While groups run again on what is kept: bytes of that, and further ones.
+        """Yield, while groups run again on kept data, its bytes and further bytes.
 
-        One group after another lets go of what was kept for it. Arguments as for :meth:`solving`,
-        and ``tokens`` of all the data.
+        Each group frees its data afterwards. Arguments are those of :meth:`solving`, and
+        ``tokens`` of all the data.
         """
         efforts = [group.effort for group in self.groups if group.effort.kept]
         for place, effort in enumerate(efforts):
@@ -126,11 +126,11 @@ class Unit:
             yield tokens * kept, effort.scaled_on(device=device) + run_tokens * effort.running
 
     def solving(self, run_tokens: int = 0, *, device: bool = False) -> int:
-        """Further bytes while it is solved: of one group, beside the solutions of those before.
+        """Peak of further bytes while the unit is solved, including solutions of earlier groups.
 
         Args:
-            run_tokens: of the data, how many run through a block together.
-            device: they are on an accelerator.
+            run_tokens: tokens that run through a block at once.
+            device: the model is on an accelerator.
         """
         most = solutions = together = alone = 0
         for (effort, elements), alike in Counter(
@@ -151,7 +151,7 @@ class Unit:
 
     @property
     def copied(self) -> int:
-        """Bytes of the original parameters."""
+        """Bytes of the copied original parameters."""
         return sum(group.copied for group in self.groups)
 
 
@@ -164,17 +164,17 @@ def _linears(group: Group) -> list[Linear]:
 
 @dataclass(frozen=True)
 class BlockWork:
-    """One block, or what lies in none.
+    """Workload of a block, or of the modules outside of blocks.
 
     Attributes:
         name: of the block.
         forward: multiply-adds per token of its matrices.
-        attention: the same of its attention, per token of context.
-        intermediate: elements per token of the widest input of one of its modules.
-        units: what is calibrated at each stop.
-        shown: multiply-adds per token of what experts are shown while they are calibrated.
-        aside: of ``forward``, what no stop runs once more.
-        attention_aside: of ``attention``, the same.
+        attention: multiply-adds per token of its attention, per token of context.
+        intermediate: elements per token of the widest input of its modules.
+        units: units of calibrated modules, one for each stop.
+        shown: multiply-adds per token of additional expert inputs during calibration.
+        aside: part of ``forward`` outside of stops, which does not run again.
+        attention_aside: the same part of ``attention``.
     """
 
     name: str
@@ -187,11 +187,11 @@ class BlockWork:
     attention_aside: int = 0
 
     def run(self, forwards: int, streams: int) -> tuple[int, int]:
-        """Multiply-adds per token of its matrices, and of its attention per token of context.
+        """Return the multiply-adds per token of matrices, and of attention per token of context.
 
         Args:
-            forwards: how often what is calibrated runs.
-            streams: how often all else does.
+            forwards: number of runs of calibrated modules.
+            streams: number of runs of other modules.
         """
         again = forwards - streams
         return (
@@ -201,12 +201,12 @@ class BlockWork:
 
     @property
     def groups(self) -> Iterator[Group]:
-        """All its groups."""
+        """Groups of all units."""
         return (group for unit in self.units for group in unit.groups)
 
 
 def widths_of(config: Any) -> Widths:
-    """Read a configuration of transformers."""
+    """Read the widths from a configuration of transformers."""
     text = text_config(config)
     heads = int(setting(text, "num_attention_heads") or 0)
     hidden = int(setting(text, "hidden_size") or 0)
@@ -232,16 +232,16 @@ def block_works(
     *,
     every_expert: bool = False,
 ) -> list[BlockWork]:
-    """The work of each part of a model in one pass.
+    """Compute the workload of each part of a model in a pass.
 
     Args:
-        parts: the blocks in order, and what lies in none.
+        parts: the blocks in order, and the modules outside of blocks.
         widths: of the model's forward.
-        modifiers: those that take part.
-        owners: module → the positions of the modifiers that calibrate it.
-        level: where forwards are paused; ``None`` where all modules are calibrated at once.
+        modifiers: of the pass.
+        owners: module → indices of the modifiers that calibrate it.
+        level: where forwards are paused; ``None`` if all modules are calibrated at once.
         data: the calibration data.
-        every_expert: experts that are calibrated see all tokens.
+        every_expert: experts are calibrated with all tokens.
     """
     seen = 1.0 if every_expert else widths.expert_share
     return [_block_work(part, widths, modifiers, owners, level, data, seen) for part in parts]
@@ -268,7 +268,7 @@ def _block_work(
     inputs = [one.in_features for one in part.modules.values() if isinstance(one, Linear)]
     return BlockWork(
         part.name,
-        0 if part.name == REST else forward,  # what lies in no block is run once, or not at all
+        0 if part.name == REST else forward,  # modules outside of blocks run once, or not at all
         attention,
         max(inputs, default=0),
         tuple(_units(part, own, groups, level, [stage for wave in waves for stage in wave])),
@@ -279,16 +279,16 @@ def _block_work(
 
 
 def _run_once(modules: Mapping[str, Module], widths: Widths) -> tuple[int, int]:
-    """Multiply-adds per token of matrices, and of attention per token of context."""
+    """Return the multiply-adds per token of matrices, and of attention per token of context."""
     attentions = sum(1 for one in modules.values() if updates_cache(one))
     forward = sum(_multiplications(name, one, widths) for name, one in modules.items())
     return forward, attentions * widths.heads
 
 
 def _aside(part: Part, own: Mapping[str, Module], level: Granularity | None) -> dict[str, Module]:
-    """What lies in none of a block's stops, where these are parts of it; nothing elsewhere.
+    """Modules of a block outside of its stops, at the sub-block level; empty at other levels.
 
-    By name: the block may have lost modules that still count.
+    They are found by name, as modules that were removed from the block still count.
     """
     if level is not Granularity.SUB_BLOCK or part.name == REST or not own:
         return {}
@@ -301,7 +301,7 @@ def _aside(part: Part, own: Mapping[str, Module], level: Granularity | None) -> 
 
 
 def _waves(part: Part, *, every: bool) -> list[tuple[tuple[str, ...], tuple[str, ...]]]:
-    """For each wave of experts: names of its Linears that get tokens, and of those behind."""
+    """Names of the input Linears and of the down projections, for each wave of experts."""
     names = {module: name for name, module in part.modules.items()}
     mixtures = [one for one in part.modules.values() if isinstance(one, LinearExperts)]
     waves = [
@@ -320,9 +320,9 @@ def _waves(part: Part, *, every: bool) -> list[tuple[tuple[str, ...], tuple[str,
 
 
 def _shown(module: Module, owners: Mapping[Module, object]) -> int:
-    """Multiply-adds for a token that every expert of a mixture is shown, if they are calibrated.
+    """Multiply-adds for a token that all experts of an MoE module get, if they are calibrated.
 
-    What lies between an expert's matrices is computed twice.
+    The input Linears of each expert are computed twice.
     """
     if not isinstance(module, LinearExperts):
         return 0
@@ -335,11 +335,11 @@ def _shown(module: Module, owners: Mapping[Module, object]) -> int:
 def _shared_inputs(
     own: Mapping[str, Module], together: Iterable[Sequence[str]] = ()
 ) -> Iterator[tuple[str, ...]]:
-    """Names of modules that get one input: those that servers fuse, and every other alone.
+    """Yield the names of modules that share an input: fused sets, and all others alone.
 
     Args:
         own: the modules.
-        together: names of others that get one.
+        together: further sets of names that share an input.
     """
     taken: set[str] = set()
     order = {name: place for place, name in enumerate(own)}
@@ -425,7 +425,7 @@ def _units(
 def _by_stage(
     own: Mapping[str, Module], groups: Sequence[Group], stages: Sequence[Sequence[str]]
 ) -> Iterator[Unit]:
-    """Each group by itself; those of a wave of experts, which wait at one stop, together."""
+    """Yield a unit for each group, but a single one for the groups of a wave of experts."""
     stage_of = {
         own[name]: place for place, names in enumerate(stages) for name in names if name in own
     }
@@ -436,13 +436,13 @@ def _by_stage(
 
 
 def _multiplications(name: str, module: Module, widths: Widths) -> int:
-    """Multiply-adds per token of a module's own matrices."""
+    """Return the multiply-adds per token of a module's own matrices."""
     if isinstance(module, Embedding):
         return 0
     found = 0
     for parameter in own_parameters(module):
         if parameter.ndim == 2:
             found += int(parameter.numel() * (widths.expert_share if is_expert(name) else 1))
-        elif parameter.ndim == 3:  # the experts' matrices, stacked
+        elif parameter.ndim == 3:  # stacked matrices of experts
             found += int(parameter.numel() * widths.expert_share)
     return found

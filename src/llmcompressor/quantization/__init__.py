@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Schemes and observers on modules: what every quantizing modifier stands on."""
+"""Schemes and observers applied to modules: the base of all quantizing modifiers."""

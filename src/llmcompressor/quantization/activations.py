@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Observers on what flows through modules: inputs, outputs, and the states of attention."""
+"""Observers of activations: inputs and outputs of modules, and the states of attention."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _NUMBER = re.compile(r"(?<=\bexperts\.)\d+(?=\.)")
 
 
 def _of_any_expert(name: str) -> str:
-    """The name of a module of an expert, without the expert's number.
+    """The name of a module of an expert, with the expert's index replaced by ``*``.
 
     >>> _of_any_expert("layers.0.experts.17.down_proj")
     'layers.0.experts.*.down_proj'
@@ -40,7 +40,7 @@ def _of_any_expert(name: str) -> str:
 
 
 def _is_nothing(observer: Observer) -> bool:
-    """Whether the range is empty, or so small that its global scale is more than a float32."""
+    """Return True if the range is empty, or so small that its global scale overflows float32."""
     return not any(bool((bound.abs() > _NOTHING).any()) for bound in observer.range())
 
 
@@ -48,8 +48,8 @@ class ActivationObservers:
     """The activation observers of one modifier, by module and kind of activation.
 
     Args:
-        modifier: whose hooks feed them.
-        state: tells which positions of the current batch are real tokens.
+        modifier: the modifier whose hooks feed them.
+        state: the session's state, with the token mask of the current batch.
     """
 
     def __init__(self, modifier: Modifier, state: State) -> None:
@@ -69,8 +69,8 @@ class ActivationObservers:
             module: the Linear.
             name: its name, for errors.
             scheme: how it is quantized.
-            source: a module that gets the same input, before it. What both get is observed
-                there, once for all modules with equal arguments.
+            source: a module that runs earlier with the same input. The input is observed there,
+                once for all modules with equal arguments.
         """
         self._names[module] = name
         if observer := self._observer(scheme.input_activations, "input"):
@@ -82,7 +82,7 @@ class ActivationObservers:
             )
 
     def _watch_input(self, module: Module, source: Module, observer: Observer) -> Observer:
-        """``observer``, or the one that observes the same for another module already."""
+        """An existing observer of the same input with the same arguments, else ``observer``."""
         others = self._inputs.setdefault(source, [])
         for other in others:
             if other.args == observer.args:
@@ -107,7 +107,7 @@ class ActivationObservers:
                 self._modifier.register_hook(module, self._state_hook(base), _STATE_KINDS[base])
 
     def parameters(self, module: Module) -> dict[str, Tensor]:
-        """The static parameters of ``module``, by the names under which they are stored."""
+        """The static parameters of ``module``, by their names in the checkpoint."""
         found: dict[str, Tensor] = {}
         for base, observer in self._observers.get(module, {}).items():
             self._check_seen(module, base, observer)
@@ -125,10 +125,10 @@ class ActivationObservers:
         return found
 
     def _global_scale(self, module: Module, base: str, observer: Observer) -> Tensor:
-        """The observer's own; that of other experts where an expert's inputs were all zero.
+        """The observer's global scale; that of other experts if an expert's inputs were all zero.
 
-        Engines take the least of a mixture's scales for the inputs of all its experts, so one that
-        stands for nothing must not be less than those of the others.
+        Engines use the smallest scale of an MoE for the inputs of all its experts, so a meaningless
+        scale must not be smaller than those of the others.
         """
         found, name = observer.global_scale(), self._names[module]
         assert found is not None
@@ -154,7 +154,7 @@ class ActivationObservers:
         return torch.stack([scale.to(found) for scale in every]).min(dim=0).values
 
     def forget(self, modules: Iterable[Module]) -> None:
-        """Drop what was observed of ``modules``: it is stored with them now."""
+        """Discard the observers of ``modules``, whose parameters are now stored in the modules."""
         for module in modules:
             self._observers.pop(module, None)
             self._inputs.pop(module, None)
@@ -186,7 +186,7 @@ class ActivationObservers:
 
     @torch.no_grad()
     def _observe_states(self, module: Module, base: str, states_BHTD: Tensor) -> None:
-        """The real tokens of a batch are observed as one sequence, padded or not."""
+        """Observe the real tokens of a batch as one sequence, whether padded or not."""
         state = self._state
         for part_BHTD, mask_BT in per_batch(states_BHTD, state.token_mask, state.batch_sizes):
             if mask_BT is not None and mask_BT.shape == part_BHTD.transpose(1, 2).shape[:2]:
@@ -228,7 +228,7 @@ class ActivationObservers:
             )
 
     def _is_taken_apart(self, name: str) -> bool:
-        """Whether a module is part of an expert that can be shown any token."""
+        """Return True if a module belongs to an unfused expert, which can receive any token."""
         parts = name.split(".")
         holders = (".".join(parts[:end]) for end in range(len(parts)))
         find = self._state.model.get_submodule

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Leaves a module quantized, in the form in which compressed-tensors knows it.
+"""Marking of modules as quantized, in the form that compressed-tensors expects.
 
-After this, the module runs with its rounded weight and with fake-quantized activations, just as
-a model does that transformers has read from the checkpoint; and it can be saved.
+Afterwards the module runs with its rounded weight and with fake-quantized activations, as in a
+model that transformers has loaded from the checkpoint; and it can be saved.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ _CACHE_HOOKS = (
 
 
 def set_parameter(module: Module, name: str, value: Tensor) -> None:
-    """Give ``module`` the parameter ``name``, in the dtype that was reserved for it."""
+    """Set the parameter ``name`` of ``module``, in the dtype reserved for it."""
     reserved = getattr(module, name, None)
     dtype = value.dtype if reserved is None else reserved.dtype
     shape = value.shape if reserved is None else reserved.shape
@@ -93,7 +93,7 @@ def attach_linear(
         scheme: how it is quantized.
         weight: the parameters of its weight, or ``None`` if only activations are quantized.
         activations: static parameters by name (``input_scale``, …).
-        is_raw: the weight is still to be rounded.
+        is_raw: whether the weight is not rounded yet.
     """
     initialize_module_for_quantization(module, scheme, force_zero_point=False)
     make_forward_portable(module)
@@ -105,22 +105,22 @@ def attach_linear(
             set_parameter(module, "weight_global_scale", weight.global_scale)
     for name, value in activations.items():
         set_parameter(module, name, value)
-    # A weight that holds what its codes stand for is not to be rounded again at every forward.
+    # A weight that is already dequantized must not be rounded again in every forward.
     module.quantization_status = (
         QuantizationStatus.FROZEN if is_raw else QuantizationStatus.DECOMPRESSED
     )
 
 
 def cached_attention_modules(model: Module) -> dict[Module, str]:
-    """The attention modules that keep a cache of keys and values."""
+    """The attention modules with a KV cache, and their names."""
     return {module: name for name, module in named_modules(model) if is_cached_attention(module)}
 
 
 def check_states(model: Any) -> None:
-    """Refuse a model whose configuration does not tell the shape of its keys and values.
+    """Refuse a model whose configuration lacks the shape of its keys and values.
 
-    compressed-tensors goes by three attributes. Some configurations have other names for them, or
-    none (OPT, BART), and some tell them layer by layer alone and raise an error of their own.
+    compressed-tensors reads three attributes. Some configurations use other names for them, have
+    none (OPT, BART), or define them per layer and raise an error of their own.
 
     Raises:
         TargetError: one of them is missing.
@@ -139,10 +139,10 @@ def check_states(model: Any) -> None:
 
 
 def check_queries(model: Any) -> None:
-    """Refuse a model whose attention function readers cannot put theirs in the place of.
+    """Refuse a model whose attention function loaders cannot replace.
 
-    compressed-tensors sets one of its own for the whole model, and calls the one before it by its
-    name. Attention that is written out in the model's code has a name for it, and no function.
+    compressed-tensors sets one attention function for the whole model and calls the previous one by
+    its name. Attention that is implemented in the model's own code has a name, but no function.
 
     Raises:
         TargetError: the function cannot be set, or not be called.
@@ -162,11 +162,11 @@ def check_queries(model: Any) -> None:
 
 
 def tap_attention(model: Any, module: Module, *, queries: bool) -> None:
-    """Make the states of an attention module visible to hooks; nothing is quantized yet.
+    """Make the states of an attention module accessible to hooks; nothing is quantized yet.
 
     Raises:
-        TargetError: keys and values alone are wanted where queries are rotated: whoever makes the
-            queries visible to rotate them quantizes them too, and would look for their scales.
+        TargetError: only keys and values are wanted, but queries are rotated: the hook that rotates
+            queries also quantizes them, and would look for their scales.
     """
     if not queries and any(name.endswith("_q_attn") for name in module._modules):
         raise TargetError(
@@ -183,7 +183,7 @@ def tap_attention(model: Any, module: Module, *, queries: bool) -> None:
 
 
 def untap_attention(model: Any, module: Module) -> None:
-    """Take back :func:`tap_attention`: the calibration was broken off."""
+    """Undo :func:`tap_attention` after an aborted calibration."""
     for name in (KV_CACHE_ATTR, IMPL_ATTR):
         module._modules.pop(name, None)
     for key, hook in list(module._forward_pre_hooks.items()):
@@ -193,9 +193,9 @@ def untap_attention(model: Any, module: Module) -> None:
     hooked = model.config._attn_implementation == HOOKED_ATTENTION_NAME
     if not hooked or any(hasattr(other, IMPL_ATTR) for other in model.modules()):
         return
-    if model not in _FUNCTIONS:  # who rotates queries has exchanged it
+    if model not in _FUNCTIONS:  # replaced by the rotation of the queries
         model.set_attn_implementation(QuantizedAttentionImpl._original_impl)
-    # One by one: a model may have parts that do not run what the whole does.
+    # One by one: submodels may have other attention functions than the model.
     for config, name in _FUNCTIONS.pop(model, []):
         config._attn_implementation_internal = name
 
@@ -205,7 +205,7 @@ _FUNCTIONS: WeakKeyDictionary[Module, list[tuple[Any, str]]] = WeakKeyDictionary
 
 
 def _attention_functions(model: Any) -> list[tuple[Any, str]]:
-    """Every configuration in a model, with the attention function that it names."""
+    """Every configuration in a model, with the name of its attention function."""
     open_ones = [getattr(module, "config", None) for module in model.modules()]
     found: dict[int, Any] = {}
     while open_ones:
@@ -219,15 +219,15 @@ def _attention_functions(model: Any) -> list[tuple[Any, str]]:
 
 
 def cache_scheme(args: QuantizationArgs) -> QuantizationScheme:
-    """The scheme of an attention module of which only keys and values are quantized."""
+    """The scheme of an attention module in which only keys and values are quantized."""
     return QuantizationScheme(targets=list(KV_CACHE_TARGETS), input_activations=args)
 
 
 def planned_linear(module: Module, scheme: QuantizationScheme) -> dict[str, Tensor]:
-    """The tensors that a Linear or Embedding will have once it is quantized, on the meta device.
+    """The tensors, on the meta device, that a Linear or Embedding will have once it is quantized.
 
     Args:
-        module: it is not changed.
+        module: the module; not changed.
         scheme: how it will be quantized.
     """
     copy = _meta_copy(module)
@@ -238,7 +238,7 @@ def planned_linear(module: Module, scheme: QuantizationScheme) -> dict[str, Tens
 def planned_attention(
     model: Any, module: Module, scheme: QuantizationScheme, *, queries: bool
 ) -> dict[str, Tensor]:
-    """As :func:`planned_linear`, for an attention module."""
+    """The same as :func:`planned_linear` for an attention module."""
     copy = _meta_copy(module)
     tap_attention(model, copy, queries=queries)
     try:
@@ -249,7 +249,7 @@ def planned_attention(
 
 
 def _meta_copy(module: Module) -> Module:
-    """A module with the same parts and form, whose own parameters have no data."""
+    """A shallow copy of a module whose own parameters are on the meta device."""
     copy = module.__class__.__new__(module.__class__)
     copy.__dict__ = {
         name: dict(value) if isinstance(value, dict) else value
@@ -282,10 +282,10 @@ def attach_attention(
     """Mark an attention module's keys and values (and queries) as quantized.
 
     Args:
-        module: made visible by :func:`tap_attention`.
+        module: prepared by :func:`tap_attention`.
         args: how its states are quantized.
         states: ``k_scale``, ``v_scale``, ``q_scale`` and zero points.
-        scheme: the scheme that targets it; by default one for the cache alone.
+        scheme: the scheme that targets it; by default one for the KV cache alone.
     """
     if scheme is None:
         scheme = cache_scheme(args)
@@ -296,11 +296,11 @@ def attach_attention(
 
 
 def _reserve_states(module: Module, scheme: QuantizationScheme) -> None:
-    """Give an attention module its scales and zero points, which have no value yet.
+    """Register the scales and zero points of an attention module, still without values.
 
-    States are rounded in the dtype of their scales, and go on in it: they have that of the Linears
-    which make them. compressed-tensors takes the module's first parameter, and sinks may be float32
-    in a model of bfloat16.
+    States are rounded in the dtype of their scales and keep it, so scales have the dtype of the
+    Linears that compute the states. compressed-tensors uses the dtype of the module's first
+    parameter, but attention sinks may be float32 in a bfloat16 model.
     """
     initialize_attention(module, scheme)
     linears = (one for one in module.modules() if isinstance(one, torch.nn.Linear))

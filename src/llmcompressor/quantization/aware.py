@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Quantization-aware training: fake quantization on the modules of a model while it is trained.
+"""Quantization-aware training: fake quantization of the modules of a model during training.
 
-Every module of the modifier has two hooks. The one before its forward rounds the input, and puts
-the rounded weight where ``module.weight`` finds it before it finds the parameter: into the
-module's ``__dict__``. The one after the forward takes it away again and rounds the output. So any
-module that reads ``self.weight`` is served, gradients go to the parameter, and no name changes.
+Every module of the modifier has two hooks. The one before its forward rounds the input and puts the
+rounded weight into the module's ``__dict__``, where ``module.weight`` finds it before the
+parameter. The one after the forward removes it again and rounds the output. So any module that
+reads ``self.weight`` is supported, gradients go to the parameter, and no name changes.
 
 ::
 
@@ -55,17 +55,17 @@ _KINDS = {"q": "query", "k": "key", "v": "value"}
 
 
 class AwareTraining:
-    """The fake quantization of one modifier.
+    """The fake quantization of one modifier during training.
 
     Args:
-        modifier: whose hooks are put on the modules.
-        schemes: Linear or Embedding → how it is quantized.
-        attention: attention module → how its states are, and whether its queries are too.
+        modifier: the modifier that registers the hooks.
+        schemes: Linear or Embedding → its scheme.
+        attention: attention module → the arguments of its states, and whether queries are included.
         names: the names of all of them.
-        fused: module → the modules that share a global scale with it, itself among them.
+        fused: module → the modules that share a global scale with it, including itself.
         learned: whether static scales are learned.
         calibration_steps: optimizer steps in which static activations are only observed.
-        update: how often weight scales are found, as the modifier's field says.
+        update: interval between searches for weight scales, as in the modifier's field.
     """
 
     def __init__(
@@ -106,39 +106,39 @@ class AwareTraining:
 
     @property
     def is_begun(self) -> bool:
-        """Whether the schedule has come to its start."""
+        """True once the schedule has reached its start."""
         return self._is_begun
 
     @property
     def is_rounding(self) -> bool:
-        """Whether forwards are fake-quantized: it has begun, and first scales are known."""
+        """True if forwards are fake-quantized: training has started and scales are known."""
         return self._is_begun and self._steps_left <= 0
 
     # ------------------------------------------------------------------ set-up
 
     def register(self) -> None:
-        """Register the parameters of learned scales, before an optimizer is made."""
+        """Register the parameters of learned scales, before the optimizer is created."""
         self.weights.register()
         for one in self._each():
             one.register()
         self.watch()
 
     def watch(self) -> None:
-        """Have forwards come by the modules of learned scales, which have their parameters."""
+        """Register forward hooks on the modules with learned scales."""
         for module in self._learning:
             self._hook(module)
 
     def unregister(self) -> None:
-        """Take the parameters of learned scales away again."""
+        """Remove the parameters of learned scales."""
         for module in self._learning:
             for name in self._step_names(module):
                 module._parameters.pop(name, None)
         self._learning = set()
 
     def begin(self, state: State, event: Event) -> None:
-        """The schedule has come to its start."""
+        """Start fake quantization at the schedule's start."""
         self._last_step = event.global_step
-        for module in self._learning:  # weight decay may have touched them; they are zero now
+        for module in self._learning:  # weight decay may have changed them; reset them to zero
             for name in self._step_names(module):
                 zero(getattr(module, name))
         self.put_hooks(state)
@@ -146,14 +146,14 @@ class AwareTraining:
             logger.info(f"{len(self._names)} modules are fake-quantized from here on.")
 
     def put_hooks(self, state: State) -> None:
-        """Have forwards come by here from now on."""
+        """Register the forward hooks of all modules."""
         self._is_begun = True
         compile_anew()
         for module in self._schemes:
             self._hook(module)
         for module, (_, queries) in self._attention.items():
             tap_attention(state.model, module, queries=queries)
-            module.quantization_enabled = False  # type: ignore[assignment]  # rounded here instead
+            module.quantization_enabled = False  # type: ignore[assignment]  # our hooks round
             for base in self._activations[module]:
                 hook = never_traced(self._states_hook(base))
                 self._modifier.register_hook(module, hook, _KINDS[base])
@@ -169,14 +169,14 @@ class AwareTraining:
     # ------------------------------------------------------------------ events
 
     def batch_start(self, state: State, event: Event) -> None:
-        """A batch begins: its padding is known, weights may have changed since the last one."""
+        """Handle the start of a batch: set its padding mask and invalidate the weight scales."""
         if event.global_step > self._last_step:
             self.step_done(event)
         self._in_batch, self._mask = True, _mask_of(state.batch_data)
         self._weights_changed()
 
     def step_done(self, event: Event) -> None:
-        """The optimizer has stepped: what was observed counts from now on."""
+        """Handle an optimizer step: commit the observations of the step."""
         self._weights_changed()
         if event.global_step <= self._last_step:
             return
@@ -197,11 +197,11 @@ class AwareTraining:
                 self._now_rounding()
 
     def batch_end(self) -> None:
-        """A batch is over: what runs from here on, an evaluation, is not observed."""
+        """Handle the end of a batch: later forwards, such as an evaluation, are not observed."""
         self._in_batch, self._mask, self._last_input = False, None, None
 
     def freeze(self) -> None:
-        """Static scales stay as they are from here on; learned ones go on being learned."""
+        """Freeze static scales; learned ones are still trained."""
         self._is_frozen = True
 
     def _weights_changed(self) -> None:
@@ -209,10 +209,10 @@ class AwareTraining:
         self.weights.share()
 
     def _look_for_idle(self, event: Event) -> None:
-        """See after the first step, and after some, whether what is to be rounded is.
+        """Check after the first step, and once more later, that all modules are being rounded.
 
         Raises:
-            InputError: no module was called where this could see it.
+            InputError: no hook of any module was called.
         """
         self._rounding_steps += 1
         if self._rounding_steps == 1 and len(self.weights) and not self._rounded:
@@ -225,7 +225,7 @@ class AwareTraining:
             self.warn_of_idle()
 
     def warn_of_idle(self) -> None:
-        """Name, once, the modules whose weights are to be rounded and never were."""
+        """Warn once about modules whose weights should be rounded but never were."""
         idle = [self._names[one] for one in self.weights if one not in self._rounded]
         if idle and self._rounding_steps and not self._looked:
             logger.warning(
@@ -258,8 +258,8 @@ class AwareTraining:
     # ------------------------------------------------------------------ hooks
 
     def _before(self, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self._unshadow(module)  # left behind by what is no Exception, such as an interrupt
-        if module not in self._schemes:  # a copy of one of ours shares its hooks
+        self._unshadow(module)  # left after a BaseException such as an interrupt
+        if module not in self._schemes:  # a copy of one of our modules shares its hooks
             return None
         if not self.is_rounding:
             if module in self._learning and torch.is_grad_enabled():
@@ -301,11 +301,11 @@ class AwareTraining:
             return
         one = self._activations.get(module, {}).get(base)
         if one is not None:
-            # without gradients: a recomputation, which collects no more, would save less
+            # detached: recomputation under gradient checkpointing must save the same tensors
             one.collect(x.detach(), self._mask)
 
     def _rounded_input(self, one: FakeActivation, x: Tensor) -> Tensor:
-        """``x`` rounded; once for all modules that get this tensor and have no scale of theirs."""
+        """``x`` rounded; computed once for all modules with this input and dynamic scales."""
         if one.args.dynamic is not True:
             return one(x)
         how = (one.args, x._version, torch.is_grad_enabled())
@@ -318,7 +318,7 @@ class AwareTraining:
         return rounded
 
     def _shadow(self, module: Module, weight: Tensor) -> None:
-        # What was there before: wrappers that spread parameters put theirs here too.
+        # Keep the previous entry: wrappers that shard parameters use ``__dict__`` too.
         self._shadowed[module] = module.__dict__.get("weight", _MISSING)
         module.__dict__["weight"] = weight
 
@@ -332,18 +332,18 @@ class AwareTraining:
     # ------------------------------------------------------------------ the end
 
     def stored(self, module: Module) -> dict[str, Tensor]:
-        """The static activation parameters of a module, by the names that they are stored under."""
+        """The static activation parameters of a module, by their names in the checkpoint."""
         found: dict[str, Tensor] = {}
         for one in self._activations.get(module, {}).values():
             found |= one.stored()
         return found
 
     def unreached(self) -> list[str]:
-        """The static activations that nothing was observed of, in words."""
+        """Descriptions of the static activations without any observation."""
         return [f"{one.name} ({one.base})" for one in self._static if not one.is_known]
 
     def clear(self) -> None:
-        """Take off what only the training needs, a weight that a broken forward left too."""
+        """Remove all training-only state, including a weight left by a failed forward."""
         for module in list(self._shadowed):
             self._unshadow(module)
         for module in self._attention:
@@ -351,7 +351,7 @@ class AwareTraining:
         self._last_input = None
 
     def figures(self) -> dict[str, float]:
-        """The ranges of static activations, by tag."""
+        """The ranges of static activations, by logging tag."""
         found: dict[str, float] = {}
         for one in self._static:
             if one.observer is not None and one.observer.observations:
@@ -363,7 +363,7 @@ class AwareTraining:
     # ------------------------------------------------------------------ checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        """How far it has come, what was observed, and scales that are kept."""
+        """The progress of the schedule, the observations, and the scales that are kept."""
         return {
             "steps": self._steps,
             "steps_left": self._steps_left,
@@ -374,7 +374,7 @@ class AwareTraining:
         }
 
     def load_state_dict(self, state: State, saved: Mapping[str, Any]) -> None:
-        """Go on where :meth:`state_dict` was taken; hooks are put on."""
+        """Restore the state saved by :meth:`state_dict` and register the hooks."""
         self._steps, self._steps_left = saved["steps"], saved["steps_left"]
         self._last_step, self._is_frozen = saved["last_step"], saved["frozen"]
         self.weights.load_state_dict(saved["weights"])
@@ -391,7 +391,7 @@ class AwareTraining:
     # ------------------------------------------------------------------ helpers
 
     def _wanted(self) -> Iterable[tuple[Module, str, QuantizationArgs]]:
-        """Every activation that is quantized."""
+        """Every activation to be quantized: module, kind and arguments."""
         for module, scheme in self._schemes.items():
             if scheme.input_activations is not None:
                 yield module, "input", scheme.input_activations
@@ -419,14 +419,14 @@ class AwareTraining:
 
 
 def _mask_of(batch: Any) -> Tensor | None:
-    """Bool ``[batch, tokens]``, true at tokens; ``None`` where no padding is told of."""
+    """Bool ``[batch, tokens]``, true at real tokens; ``None`` if the batch has no padding mask."""
     return token_mask(batch) if isinstance(batch, Mapping) else None
 
 
 def _replaced(
     args: tuple[Any, ...], kwargs: dict[str, Any], old: Tensor, new: Tensor
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of a call with ``new`` for ``old``."""
+    """The arguments of a call with ``old`` replaced by ``new``."""
     return (
         tuple(new if value is old else value for value in args),
         {name: new if value is old else value for name, value in kwargs.items()},

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The base of the modifiers that leave a model quantized: fields, schemes, observers, the end."""
+"""The base of all quantizing modifiers: fields, schemes, observers, finishing of modules."""
 
 from __future__ import annotations
 
@@ -93,22 +93,22 @@ _ASKING = (
 
 
 class QuantizationMixin(Modifier):
-    """What to quantize and how: the fields that all quantizing modifiers share.
+    """The fields and the lifecycle that all quantizing modifiers share.
 
     Attributes:
         config_groups: group name → scheme (a mapping of ``targets``, ``weights``,
             ``input_activations``, ``output_activations``), or preset name → targets.
-        targets: what ``scheme`` applies to: class names, module names, ``re:`` patterns.
-        ignore: what it does not apply to; an ignore always wins.
+        targets: targets of ``scheme``: class names, module names, ``re:`` patterns.
+        ignore: modules to exclude; it overrides every target.
         scheme: a preset (``"W4A16"``), or presets with their targets.
-        kv_cache_scheme: how keys and values are stored while generating.
-        weight_observer: which observer finds the ranges of weights.
+        kv_cache_scheme: how keys and values are stored during generation.
+        weight_observer: the observer that finds the ranges of weights.
         input_observer: the same for inputs with static scales.
         output_observer: the same for outputs.
         observer: the three as one mapping with the keys ``weights``, ``input``, ``output``; or the
             name of the first alone.
         bypass_divisibility_checks: accept group sizes that do not divide a weight's columns: the
-            model runs in memory, and a runtime of one's own may read what is packed.
+            model runs in memory, and a custom runtime may load what is packed.
         allow_unmatched: accept targets that match nothing.
     """
 
@@ -150,13 +150,14 @@ class QuantizationMixin(Modifier):
 
     @property
     def means_unservable(self) -> bool:
-        """Whether groups need not divide their weight, which no server takes."""
+        """True if group sizes need not divide the columns, which no server supports."""
         return self.bypass_divisibility_checks
 
     def resolve_quantization_config(self) -> ResolvedSchemes:
-        """The schemes that the fields ask for, independent of any model.
+        """The schemes that the fields define, independent of any model.
 
-        Fields may have been changed since they were last asked, or parts of what they hold.
+        They are resolved again if fields, or parts of their values, have changed since the last
+        call.
 
         Raises:
             RecipeError: the fields contradict each other, or one of them is wrong.
@@ -170,19 +171,19 @@ class QuantizationMixin(Modifier):
 
     @property
     def resolved_config(self) -> ResolvedSchemes:
-        """:meth:`resolve_quantization_config`."""
+        """The result of :meth:`resolve_quantization_config`."""
         return self.resolve_quantization_config()
 
     @property
     def resolved_targets(self) -> set[str]:
-        """What the schemes apply to: not the field ``targets``, where groups have their own."""
+        """The targets of the schemes; with groups this is not the field ``targets``."""
         return set(self.resolved_config.targets)
 
     def _resolve(self) -> ResolvedSchemes:
         return resolve_schemes(**{name: getattr(self, name) for name in _ASKING})
 
     def _with_observers(self) -> ResolvedSchemes:
-        """The schemes; their observers are looked up, which others may add until a run begins."""
+        """The resolved schemes, after a check of their observers, which may be registered late."""
         resolved = self.resolve_quantization_config()
         if not self._observers_known:
             check_observers(resolved, type(self).__name__)
@@ -196,12 +197,12 @@ class QuantizationMixin(Modifier):
 
     @property
     def requires_calibration_data(self) -> bool:
-        """Whether a static activation scale, a cache scale or an observer asks for data.
+        """True if a static activation scale, a cache scale or an observer needs data.
 
-        None does any more once all modules were left to a later modifier.
+        False once all modules were left to a later modifier.
 
         Raises:
-            RecipeError: there is no observer of a name that a field gives.
+            RecipeError: a field names an unknown observer.
         """
         if self._was_left and not self._schemes and not self._attention:
             return False
@@ -211,34 +212,34 @@ class QuantizationMixin(Modifier):
 
     @property
     def finest_granularity(self) -> Granularity:
-        """Only inputs are looked at, so a forward may be paused at every Linear."""
+        """Linear: only inputs are observed, so a forward may be paused at every Linear."""
         return Granularity.LINEAR
 
     def accepts_unreached(self, name: str) -> bool:
-        """An expert that no token was routed to is rounded; anything else lacks its data."""
+        """Experts without tokens are rounded to nearest; other modules need data."""
         return is_expert(name)
 
     def means(self, name: str, module: Module, holders: Mapping[str, Module]) -> bool:
-        """Whether a scheme that quantizes something reaches it."""
-        # asked of every module: what a run was told of its fields holds
+        """Return True if a scheme that quantizes something matches the module."""
+        # called for every module: fields that a run has resolved are not resolved again
         resolved = self._resolved or self.resolve_quantization_config()
         found = resolved.lookup.of(name, module)
         return found is not None and not is_empty(found)
 
     @property
     def runs_to_end(self) -> bool:
-        """States of attention and static outputs are observed on the way, to the last layer."""
+        """True if attention states or static outputs are observed, up to the last layer."""
         outputs = (scheme.output_activations for scheme in self._schemes.values())
         return bool(self._attention) or any(
             args is not None and args.dynamic is not True for args in outputs
         )
 
     def calibrated_modules(self, state: State) -> list[Module]:
-        """The Linears and Embeddings that are quantized."""
+        """The Linears and Embeddings to be quantized."""
         return list(self._schemes)
 
     def effort(self, modules: Sequence[Module], data: DataSize) -> Effort:
-        """The ranges of inputs that get a static scale."""
+        """The cost of observing the ranges of inputs with a static scale."""
         weighing = [
             weight_of(one).shape[-1]
             for one in modules
@@ -248,7 +249,7 @@ class QuantizationMixin(Modifier):
         return Effort(watch=self.watched_values(modules), statistics=squares)
 
     def watched_values(self, modules: Sequence[Module]) -> int:
-        """Looks at the values of one token of the input of ``modules``, for static scales."""
+        """Number of values observed per token of the inputs of ``modules``, for static scales."""
         schemes = [(one, self._schemes[one]) for one in modules if one in self._schemes]
         looks = [0]
         for module, scheme in schemes:
@@ -263,7 +264,7 @@ class QuantizationMixin(Modifier):
     # ------------------------------------------------------------------ before
 
     def on_initialize(self, state: State, **kwargs: Any) -> bool:
-        """Find the modules, check everything that can be checked, mark them with their scheme."""
+        """Match modules, run all checks, and attach the schemes to the modules."""
         model, resolved = state.model, self._with_observers()
         check_targets(
             model, resolved.targets, resolved.ignore, allow_unmatched=self.allow_unmatched
@@ -275,7 +276,7 @@ class QuantizationMixin(Modifier):
         modules = dict(named_modules(model))
         attention = cached_attention_modules(model)
         taken: dict[Module, Quantizer | None] = {}
-        own, names = self._schemes, self._names  # each look at one of pydantic's takes its time
+        own, names = self._schemes, self._names  # access to pydantic's private fields is slow
         for name, scheme in schemes.items():
             module = modules[name]
             taken[module] = taken_from(state, module, name, scheme, self)
@@ -307,7 +308,7 @@ class QuantizationMixin(Modifier):
         return True
 
     def _take(self, taken: Mapping[Module, Quantizer | None]) -> None:
-        """Have those that had modules before leave them."""
+        """Make the earlier modifiers of these modules leave them to this one."""
         counts: Counter[str] = Counter()
         for module, owner in taken.items():
             if owner is not None:
@@ -326,10 +327,10 @@ class QuantizationMixin(Modifier):
         self._was_left = True
 
     def on_all_initialized(self, state: State) -> None:
-        """Warn of sets that are served as one, and whose members get different schemes.
+        """Warn about sets of modules that are served as one but have different schemes.
 
-        Another modifier may give some of the members theirs. A set is told of once, by the one
-        whose scheme its first quantized member has.
+        Members may belong to several modifiers. Each set is reported once, by the modifier of its
+        first quantized member.
         """
         schemes = {
             name: module.quantization_scheme
@@ -342,7 +343,7 @@ class QuantizationMixin(Modifier):
         warn_mixed_sets(schemes, [names for names, first in firsts if first in own])
 
     def _check_all_attention(self, attention: Mapping[Module, str]) -> None:
-        """Queries are tapped in the attention function, and a model has one for all its layers."""
+        """Refuse quantized queries in some layers only: all share one attention function."""
         left = [
             name
             for module, name in attention.items()
@@ -413,7 +414,7 @@ class QuantizationMixin(Modifier):
             )
 
     def _find_fused(self, modules: Mapping[str, Module]) -> None:
-        """Which parts of a module that servers fuse (q, k, v; gate, up) need one global scale."""
+        """Find the modules that servers fuse (q, k, v; gate, up) and that need one global scale."""
         schemes = {id(scheme): scheme.weights for scheme in self._schemes.values()}.values()
         if not any(weights is not None and needs_global_scale(weights) for weights in schemes):
             return
@@ -425,10 +426,10 @@ class QuantizationMixin(Modifier):
             self._check_one_owner(names, members)
 
     def _tell_idle_targets(self, used: Iterable[str]) -> None:
-        """Say that each group has targets of its own, where others were given beside them."""
+        """Warn that ``targets`` has no effect because each group has targets of its own."""
         given = [self.targets] if isinstance(self.targets, str) else list(self.targets)
         if self.scheme is None and self.config_groups is None:
-            return  # the cache alone
+            return  # only the KV cache is quantized
         if "targets" in self.model_fields_set and given != ["Linear"] and {*given} != {*used}:
             what = "scheme" if self.config_groups is None else "config_groups"
             logger.warning(
@@ -437,7 +438,7 @@ class QuantizationMixin(Modifier):
             )
 
     def _check_one_owner(self, names: Sequence[str], members: Sequence[Module]) -> None:
-        """A modifier finds the global scale of what it quantizes; another would find another."""
+        """Refuse fused modules with a global scale that several modifiers quantize."""
         taken = [
             name
             for name, module in zip(names, members, strict=True)
@@ -461,15 +462,15 @@ class QuantizationMixin(Modifier):
         return weights is not None and needs_global_scale(weights)
 
     def find_global_scales(self, modules: Iterable[Module]) -> None:
-        """Those of ``modules`` and of all that are fused with them, from here on."""
+        """Compute the global scales of ``modules`` and of all modules fused with them."""
         for module in modules:
             self._global_scale(module)
 
     def _global_scale(self, module: Module) -> Tensor | None:
-        """The global scale of ``module`` and of all that are fused with it.
+        """The global scale shared by ``module`` and all modules fused with it.
 
-        It is found when the first of them is quantized: an earlier modifier of the recipe may
-        have changed their weights since this one was initialized.
+        It is computed when the first of them is quantized: an earlier modifier of the recipe may
+        have changed their weights since initialization.
         """
         if module in self._fused and module not in self._global_scales:
             members = self._fused[module]
@@ -481,7 +482,7 @@ class QuantizationMixin(Modifier):
         return self._global_scales.get(module)
 
     def _amax(self, module: Module) -> Tensor:
-        """What the global scale of a module's weight has to hold, ``[1]``."""
+        """The absolute maximum that the global scale of a module's weight has to cover, ``[1]``."""
         found = self._ranges.get(module)
         if found is None:
             args = self._schemes[module].weights
@@ -492,7 +493,7 @@ class QuantizationMixin(Modifier):
     # ------------------------------------------------------------------ while
 
     def on_calibration_start(self, state: State, event: Event, **kwargs: Any) -> None:
-        """Put observers where a static scale is wanted."""
+        """Register observers of activations with static scales."""
         self._observers = ActivationObservers(self, state)
         for module, scheme in self._schemes.items():
             self._observers.watch_linear(
@@ -507,10 +508,10 @@ class QuantizationMixin(Modifier):
     def on_sequential_epoch_end(
         self, state: State, event: Event, modules: Iterable[Module], **kwargs: Any
     ) -> None:
-        """Quantize the weights of those of ``modules`` that are this modifier's.
+        """Quantize the weights of those of ``modules`` that belong to this modifier.
 
-        Without data of its own it shares a block's pass with others, who may change weights until
-        all batches have left it: then :meth:`finish` quantizes them.
+        A modifier without data of its own shares the block's pass with others, which may change
+        weights until all batches have passed: then :meth:`finish` quantizes them.
         """
         if state.keeper is not None and not self.requires_calibration_data:
             return
@@ -526,13 +527,13 @@ class QuantizationMixin(Modifier):
 
     @abstractmethod
     def quantize_weights(self, state: State, modules: list[Module]) -> None:
-        """Find and :meth:`keep` the parameters of the weights of ``modules``."""
+        """Find the parameters of the weights of ``modules`` and :meth:`keep` them."""
 
     def leader(self, module: Module, state: State) -> Module:
-        """The first of this modifier's modules that get the same input as ``module``.
+        """The first of this modifier's modules with the same input as ``module``.
 
-        Passes are paused there: it is the one whose input hooks have run when the others that
-        share its input are to be compressed with it.
+        Passes are paused there: its input hooks run before the modules that share its input are
+        compressed together with it.
         """
         if state.call_order is None:
             return module
@@ -540,9 +541,9 @@ class QuantizationMixin(Modifier):
         return next(one for one in group if one in self._schemes)
 
     def look_at(self, module: Module) -> None:
-        """Find the extremes of a weight that shares a global scale, for it and for :meth:`observe`.
+        """Compute the extremes of a weight with a shared global scale, for :meth:`observe`.
 
-        Looked at beforehand, weights are read once. None of them may change in between.
+        Each weight is then read only once. None of them may change in between.
         """
         weights = self._schemes[module].weights
         if module in self._fused and weights is not None:
@@ -551,7 +552,7 @@ class QuantizationMixin(Modifier):
                 self._ranges[module] = found
 
     def observe(self, module: Module, importance_C: Tensor | None = None) -> WeightParameters:
-        """The parameters that the module's observer finds for its present weight."""
+        """The quantization parameters that the module's observer finds for its present weight."""
         scheme = self._schemes[module]
         assert scheme.weights is not None
         return observe_weight(
@@ -563,12 +564,12 @@ class QuantizationMixin(Modifier):
         )
 
     def keep(self, module: Module, parameters: WeightParameters, *, rounded: bool = False) -> None:
-        """Remember the parameters of a weight until calibration ends.
+        """Keep the parameters of a weight until calibration ends.
 
         Args:
             module: one of :attr:`calibrated_modules`.
-            parameters: what was found for it.
-            rounded: whether its weight is on the grid already; it is rounded at the end if not.
+            parameters: the parameters of its weight.
+            rounded: whether its weight is already rounded; otherwise it is rounded at the end.
         """
         if not is_finite(parameters.scale):
             raise NonFiniteError(f"The scales found for {self._names[module]} are not finite.")
@@ -580,13 +581,13 @@ class QuantizationMixin(Modifier):
 
     @property
     def works_by_block(self) -> bool:
-        """What is found for a module is complete when all batches have passed its block."""
+        """True: the result for a module is complete once all batches have passed its block."""
         return True
 
     def planned(self, state: State) -> list[PlannedModule]:
         """The quantized modules with the parameters that they will have."""
         plans, names = [], self._names
-        alike: dict[Any, dict[str, Tensor]] = {}  # a model has few forms of modules
+        alike: dict[Any, dict[str, Tensor]] = {}  # a model has few distinct module shapes
         for module, scheme in self._schemes.items():
             form = tuple((key, one.shape, one.dtype) for key, one in _own_parameters(module))
             key = (type(module), form, id(scheme))
@@ -607,7 +608,7 @@ class QuantizationMixin(Modifier):
         return [*plans, *self._shared.planned(of_attention)]
 
     def finish(self, state: State, modules: Iterable[Module], *, written: bool = False) -> None:
-        """Round what was not rounded, and leave those of ``modules`` quantized that are ours."""
+        """Round remaining weights and mark the modules of this modifier as quantized."""
         if self._observers is None:
             raise LifecycleError(
                 f"{type(self).__name__} is to finish its modules, and their calibration did not "
@@ -626,7 +627,7 @@ class QuantizationMixin(Modifier):
             parameters = self._parameters.pop(module, None)
             scheme = self._schemes[module]
             is_raw = parameters is not None and module not in self._rounded
-            is_left = written and format_of(scheme) != "dense"  # dense, nothing is rounded on disk
+            is_left = written and format_of(scheme) != "dense"  # dense: the writer does not round
             if parameters is not None and is_raw and not is_left:
                 weight_of(module).data.copy_(parameters.round(weight_of(module).data))
             static = self._observers.parameters(module)
@@ -641,7 +642,7 @@ class QuantizationMixin(Modifier):
         self._finished |= wanted
 
     def adopt(self, state: State, modules: Iterable[Module]) -> None:
-        """Mark those of ``modules`` as quantized that are ours; their values are on disk."""
+        """Mark this modifier's modules as quantized; their values are already on disk."""
         wanted = set(modules) - self._finished
         for module in (module for module in self._schemes if module in wanted):
             attach_linear(module, self._schemes[module], None, {})
@@ -666,9 +667,9 @@ class QuantizationMixin(Modifier):
         logger.info(f"{type(self).__name__}: {len(self._schemes)} modules quantized.")
 
     def on_finalize(self, state: State, **kwargs: Any) -> bool:
-        """Take the marks off modules that were not finished: the run was broken off.
+        """Remove the schemes of modules left unfinished by an aborted run.
 
-        A model that has finished ones is run as a quantized one from here on.
+        A model with finished modules is run as a quantized model from here on.
         """
         attention = self._attention
         for module in (*self._schemes, *attention):
@@ -687,7 +688,7 @@ class QuantizationMixin(Modifier):
         return scheme is not None and scheme.weights is not None
 
     def _attention_args(self, module: Module) -> tuple[QuantizationArgs, bool]:
-        """How the states of an attention module are quantized, and whether queries are too."""
+        """The quantization arguments of attention states, and whether queries are quantized too."""
         scheme = getattr(module, "quantization_scheme", None)
         if scheme is not None and scheme.input_activations is not None:
             return scheme.input_activations, True

@@ -1,23 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""What GPTQ takes, by counting: for C columns, R rows of all Linears with one input, T tokens.
+r"""Cost model of GPTQ, for C columns, R rows of all Linears with one input, and T tokens.
 
 =====================================  =======================================  =================
 step                                   multiply-adds                            further bytes
 =====================================  =======================================  =================
 second moments                         T C² · 36/64 (block rows of a triangle)  4 C²
 cross products (twin streams)          T C²                                     4 C²
-or what outputs lack, where R ≤ C / 2  2 T R C                                  4 R C and a copy
+or output residuals, where R ≤ C / 2   2 T R C                                  4 R C and a copy
 correction (twin streams)              C³/3 + 2 R C², or C³/3 + R C²            8 C² + 11 R C
 factorization                          C³/3                                     4 C² + 4 P² + 4 R C
 sweep                                  R C²/2                                   4C²+12RC + 4P(R + C)
 refinement                             R C² per round                           4 C² + 33 R C / 2
-turning back                           none                                     12 or 16 RC + 8SC
-scales fitted anew, on an accelerator  R C² of groups of g columns              16 R C + 20 R g
+transposing back                       none                                     12 or 16 RC + 8SC
+refit of scales, on an accelerator     R C² of groups of g columns              16 R C + 20 R g
 =====================================  =======================================  =================
 
-The second moments stay while they are solved; of the further bytes the largest count. P is the
-width of a panel of the factorization, or C if that is less; S are the rows that all threads
-together turn into columns.
+The second moments stay allocated while solving; of the further bytes the largest term counts. P is
+the width of a panel of the factorization, or C if that is less; S are the rows that all threads
+together transpose at a time.
 """
 
 from __future__ import annotations
@@ -50,15 +50,15 @@ def effort_of(
     batch: int | None = None,
     answered: bool = False,
 ) -> Effort:
-    """What it takes to solve Linears with one input.
+    """The cost of solving Linears with one input.
 
     Args:
-        weights: each ``[R_i, C]``; only their forms are looked at.
+        weights: each ``[R_i, C]``; only shapes and dtypes are used.
         twin: with the inputs of the original model.
         refinements: rounds of coordinate descent.
         group: columns that share a scale; 0 for all.
-        batch: how many of one form are solved together; as many as are small if ``None``.
-        answered: whether what outputs lack is counted, where that takes less.
+        batch: problems of one shape solved together; by default as many as are small.
+        answered: whether output residuals are accumulated where that costs less.
     """
     if not weights:
         return Effort()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Solves the Linears that share an input: one factorization, one sweep of their stacked rows."""
+"""Solver for Linears that share an input: one factorization, one sweep of their stacked rows."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Options:
 
 @dataclass(frozen=True)
 class Problem:
-    """Linears with one input."""
+    """The Linears with one input, to be solved together."""
 
     weights: Sequence[Tensor]
     """Each ``[R_i, C]``, any floating dtype."""
@@ -73,17 +73,17 @@ class Problem:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Rows of all weights, and columns."""
+        """Number of rows of all weights, and number of columns."""
         return sum(len(weight) for weight in self.weights), self.gram_CC.shape[-1]
 
     @property
     def grid(self) -> Grid:
-        """What the weights are rounded to."""
+        """The grid that the weights are rounded to."""
         return grid_of(self.parameters[0].args)
 
     @property
     def has_own_scales(self) -> bool:
-        """Whether each row has scales of its own, as many as the others, in a wide dtype."""
+        """True if each row has scales of its own, equally many, on an integer grid."""
         groups = {each.scale.shape[-1] for each in self.parameters}
         return (
             self.grid.kind == "int"
@@ -96,7 +96,7 @@ class Problem:
 
     @property
     def kind(self) -> object:
-        """Equal for problems that can be stacked: shape, cells, grid, order, streams, device."""
+        """A key for stacking: equal for the same shape, cells, grid, order, streams and device."""
         pairs = zip(self.weights, self.parameters, strict=True)
         cells = tuple((len(weight), partition_of(each.args)) for weight, each in pairs)
         corrected = (self.cross_CC is None, self.missing_CR is None)
@@ -106,7 +106,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class Solution:
-    """What was found for one :class:`Problem`."""
+    """The rounded weights of one :class:`Problem`, and what was found along with them."""
 
     weights: list[Tensor]
     """Values on the grid, float32, as :class:`Problem` had them."""
@@ -124,10 +124,9 @@ class Solution:
 
 
 def solve(problems: Sequence[Problem], options: Options) -> list[Solution]:
-    """Solve ``problems``; those of one kind that are small go in one batch.
+    """Solve ``problems``; small ones of one kind are solved in one batch.
 
-    Where every input is zero, all weights do equally well on these tokens, and none of them says
-    what the weight has to be on others: it is rounded to nearest.
+    If every input is zero, the tokens do not determine the weights: they are rounded to nearest.
     """
     idle = [bool(dead_columns(problem.gram_CC).all()) for problem in problems]
     solutions = {
@@ -161,7 +160,7 @@ def _solve_batch(problems: Sequence[Problem], options: Options) -> list[Solution
 
 
 def _rounded(problem: Problem) -> Solution:
-    """Round to nearest: what is left when nothing can be factorized, or all inputs are zero."""
+    """Round to nearest, for problems that cannot be factorized or whose inputs are all zero."""
     pairs = zip(problem.weights, problem.parameters, strict=True)
     weights = [parameters.round(weight).float() for weight, parameters in pairs]
     original_RC = torch.cat([weight.float() for weight in problem.weights])
@@ -171,7 +170,7 @@ def _rounded(problem: Problem) -> Solution:
 
 
 def _swept(problems: Sequence[Problem], options: Options) -> list[Solution]:
-    """All of ``problems`` at once; a lone one without a batch dimension."""
+    """Solve all ``problems`` at once; a single one without a batch dimension."""
     gram_CC = _stack([problem.gram_CC for problem in problems])
     weight_RC = _stack([wide_rows(problem.weights) for problem in problems])
     kept_RC = _kept(problems)
@@ -224,7 +223,7 @@ def _swept(problems: Sequence[Problem], options: Options) -> list[Solution]:
 def _corrected(
     problems: Sequence[Problem], weight_RC: Tensor, gram_CC: Tensor, ridge: float
 ) -> Tensor:
-    """What is to be rounded in place of the weight: it makes up for what came before."""
+    """The weight to round instead of the original: it corrects the error of earlier layers."""
     by_tokens = ridge_for(ridge, gram_CC, [problem.tokens for problem in problems])
     missing = [one.missing_CR for one in problems if one.missing_CR is not None]
     cross = [one.cross_CC for one in problems if one.cross_CC is not None]
@@ -241,15 +240,15 @@ def _corrected(
 
 
 def _refits(problem: Problem) -> bool:
-    """Whether scales can be fitted to the codes of a problem, and something is gained by it.
+    """Return True if refitting the scales to the codes is possible and reduces the error.
 
-    Of codes of 8 bits the best scale differs from the first one by less than a bfloat16 can tell.
+    With codes of 8 bits the refitted scale differs by less than the resolution of bfloat16.
     """
     return problem.has_own_scales and problem.grid.bits < FINE_BITS
 
 
 def rounds_of(asked: int | None, bits: int) -> int:
-    """Rounds of coordinate descent on a grid: ``None`` asks for one where it pays.
+    """Rounds of coordinate descent on a grid; by default one on grids of few bits.
 
     >>> rounds_of(None, 3), rounds_of(None, 4), rounds_of(2, 4), rounds_of(2, 8)
     (1, 0, 2, 0)
@@ -270,14 +269,14 @@ _STEPS = 4
 
 
 def _steps(problems: Sequence[Problem]) -> int:
-    """In a batch only one: what one member needs is not to be forced on the others."""
+    """The number of dampenings to try; one in a batch, so that no member affects the others."""
     return _STEPS if len(problems) == 1 else 1
 
 
 def _kept(problems: Sequence[Problem]) -> Tensor | None:
-    """What is not pruned, bool as the stacked weights; ``None`` where nothing is.
+    """Bool mask of the weights that are not pruned, stacked; ``None`` if none is pruned.
 
-    A weight counts as pruned from 5 per cent of exact zeros on: rounding to 16 bits makes a few.
+    A weight counts as pruned from 5 percent of exact zeros on: rounding to 16 bits makes a few.
     """
     weights = [weight for problem in problems for weight in problem.weights]
     fewest = 1 - PRUNED_SHARE

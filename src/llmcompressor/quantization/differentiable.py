@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Forwards of quantized modules that gradients pass.
+"""Differentiable forwards of quantized modules.
 
-compressed-tensors rounds activations without gradients: behind a model that is quantized so, only
-what adds to the residual stream would be trained. Where gradients are recorded they pass straight
-through here, as in a training of ours; the values are the same.
+compressed-tensors rounds activations without gradients: below such a module only paths through the
+residual stream would be trained. Where gradients are recorded, these forwards use straight-through
+gradients, as our training does; the values are the same.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ _ROWS = 2
 
 
 def is_differentiated(module: Module, *values: Tensor) -> bool:
-    """Whether gradients are to pass what ``module`` rounds.
+    """Return True if gradients have to pass the roundings of ``module``.
 
-    Not those of a single row, which readers scale otherwise, nor in a trace.
+    False for a single row, which loaders scale differently, and while tracing.
 
     Args:
         module: a quantized Linear, Embedding or attention module.
-        values: what it rounds, or makes its outputs of.
+        values: the tensors that it rounds or computes its outputs from.
     """
     is_tracing: bool = torch.jit.is_tracing()  # type: ignore[attr-defined,no-untyped-call]
     if is_tracing or not torch.is_grad_enabled():
@@ -57,7 +57,7 @@ def is_differentiated(module: Module, *values: Tensor) -> bool:
 
 
 def quantized_forward(module: Any, input: Tensor) -> Tensor:
-    """What a quantized Linear or Embedding makes of ``input``; gradients pass its roundings."""
+    """The output of a quantized Linear or Embedding, with straight-through gradients."""
     scheme, weight, x = module.quantization_scheme, module.weight, input
     values = weight.data
     if scheme.input_activations:
@@ -72,12 +72,12 @@ def quantized_forward(module: Any, input: Tensor) -> Tensor:
 
 
 class DifferentiableCache(QuantizedKVCache):  # type: ignore[misc]  # compressed-tensors has no types
-    """A quantized cache whose keys and values have gradients."""
+    """A quantized KV cache whose keys and values have gradients."""
 
     past_key_values: Any
 
     def forward(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Quantize, and update the cache of the call, if it has one."""
+        """Quantize keys and values, and update the cache of the call, if it has one."""
         attention = self.attn_module()
         if not is_differentiated(attention, key_states, value_states):
             return super().forward(key_states, value_states, *args, **kwargs)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What attention with a quantized cache is given where the model keeps no cache.
+"""An empty cache for attention with a quantized KV cache in a model that runs without a cache.
 
-Attention may ask its cache for more than to be updated: how much it holds, or for a state of
-another kind. What compressed-tensors puts in its place passes that on to the cache of the model;
-without one, as in calibration, it knows no answer.
+Attention may do more with its cache than update it: ask for its length, or for a state of another
+kind. The cache object that compressed-tensors inserts forwards such calls to the model's cache;
+without one, as in calibration, they fail.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ __all__ = ["EmptyCache", "answer_as_empty", "left_without_cache", "stands_for"]
 
 
 class EmptyCache:
-    """The cache of one call of attention: it quantizes, and answers as an empty one would.
+    """The cache of one call of attention: it quantizes, and behaves like an empty cache otherwise.
 
-    It belongs to the call and not to the module: several forwards may be under way in turn.
+    It belongs to the call and not to the module: several forwards may be interleaved.
 
     Args:
-        quantized: what stands in the attention module.
+        quantized: the quantized cache of the attention module.
     """
 
     def __init__(self, quantized: QuantizedKVCache) -> None:
@@ -36,7 +36,7 @@ class EmptyCache:
         self._cache: Cache | None = None
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Quantize keys and values; one that was asked before may be asked of them afterwards."""
+        """Quantize keys and values; store them if the empty cache was accessed before."""
         states = self._quantized(key_states, value_states, *args, **kwargs)
         self._is_updated = True
         return states if self._cache is None else self._cache.update(*states, *args, **kwargs)
@@ -50,14 +50,14 @@ class EmptyCache:
 
 
 def stands_for(cache: Any, quantized: QuantizedKVCache) -> bool:
-    """Whether what a call has as its cache was given to it in the place of ``quantized``."""
+    """Return True if the cache of a call is an :class:`EmptyCache` made for ``quantized``."""
     return isinstance(cache, EmptyCache) and cache._quantized is quantized
 
 
 def answer_as_empty(
     attention: Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Give an attention module that gets no cache an empty one for this call; a hook."""
+    """Forward pre-hook: give an attention module without a cache an empty one for this call."""
     quantized = getattr(attention, KV_CACHE_ATTR)
     if quantized.past_key_values is None:
         empty = EmptyCache(quantized)
@@ -67,7 +67,7 @@ def answer_as_empty(
 
 @contextmanager
 def left_without_cache(attentions: Iterable[Module]) -> Iterator[None]:
-    """While the body runs, attention that gets no cache gets none from here, as under readers."""
+    """Context manager: attention without a cache gets no empty one, as under loaders."""
     taken: list[tuple[Module, Any]] = []
     for module in attentions:
         hooks = module._forward_pre_hooks

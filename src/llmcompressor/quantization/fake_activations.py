@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fake quantization of activations in training, bit for bit as readers of the checkpoint do it.
+"""Fake quantization of activations in training, bit for bit as the loaders of the checkpoint do it.
 
 ====================  ==================  ===================================================
-``dynamic``           scale               found
+``dynamic``           scale               computed
 ====================  ==================  ===================================================
 ``True``              per token, group    from the activation itself, in every forward
-``"local"``           per group           the same, under a static scale for the whole tensor
-``False``             as stored           by an observer from the steps before, or learned
+``"local"``           per group           the same, relative to a static scale of the tensor
+``False``             as stored           by an observer from earlier steps, or learned
 ====================  ==================  ===================================================
 
-Scales are constants in the backward, unless they are learned. What an observer sees in a step
-counts from the next step on: within a step all forwards use the same scales, also those that
-gradient checkpointing repeats.
+Scales are constants in the backward, unless they are learned. Observations of a step take effect
+from the next step on: all forwards of a step use the same scales, including those repeated by
+gradient checkpointing.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ _GROUPED = (QuantizationStrategy.GROUP, QuantizationStrategy.TENSOR_GROUP)
 def dynamic_fake_quantize(
     x: Tensor, args: QuantizationArgs, global_scale: Tensor | None = None
 ) -> Tensor:
-    """An activation rounded on scales that are found from itself.
+    """An activation rounded with scales computed from itself.
 
     Args:
         x: ``[..., C]``.
@@ -80,11 +80,11 @@ def dynamic_fake_quantize(
 
 
 def _extremes(x: Tensor, args: QuantizationArgs) -> tuple[Tensor, Tensor]:
-    """Least and greatest value per scale, in a shape that :func:`_rounded` broadcasts."""
+    """Minimum and maximum per scale, in a shape that :func:`_rounded` broadcasts."""
     if args.strategy in _GROUPED:
         return _aminmax(_in_groups(x, args))
-    # Readers take the first two dimensions for those of tokens, so that a matrix, as the experts
-    # of a mixture get, has one scale. It is followed: the checkpoint is to give these values.
+    # Loaders treat the first two dimensions as tokens, so that a matrix, the input of an MoE
+    # expert, has one scale. We do the same: the checkpoint has to produce these values.
     if args.strategy == QuantizationStrategy.TOKEN and x.ndim > 2:
         least, greatest = _aminmax(x.flatten(2))
         shape = (*x.shape[:2], *(1 for _ in x.shape[2:]))
@@ -109,7 +109,7 @@ def _rounded(
     args: QuantizationArgs,
     gradient_scale: float = 1.0,
 ) -> Tensor:
-    """``x`` under scales that broadcast to it, cut into groups where the strategy is of groups."""
+    """``x`` rounded with broadcast scales, reshaped to groups for group strategies."""
     grouped = args.strategy in _GROUPED
     parts = _in_groups(x, args) if grouped else x
     values = fake_quantize(parts, scale, zero, grid_of(args), gradient_scale=gradient_scale)
@@ -117,10 +117,10 @@ def _rounded(
 
 
 def stored_fake_quantize(module: Module, base: str, x: Tensor, args: QuantizationArgs) -> Tensor:
-    """An activation of a quantized module, rounded as the module's own forward rounds it.
+    """An activation of a quantized module, rounded as in the module's own forward.
 
     Args:
-        module: what has its static parameters, if there are any.
+        module: the module with the static parameters, if there are any.
         base: ``"input"``, ``"output"``, ``"q"``, ``"k"`` or ``"v"``.
         x: the activation.
         args: how it is quantized.
@@ -154,11 +154,11 @@ class FakeActivation:
     """The fake quantization of one activation of one module.
 
     Args:
-        module: whose it is.
-        name: of the module, for errors.
+        module: the module.
+        name: name of the module, for errors.
         base: ``"input"``, ``"output"``, ``"q"``, ``"k"`` or ``"v"``.
         args: how it is quantized.
-        learned: whether its scale, if it is static, is learned.
+        learned: whether a static scale is learned.
     """
 
     def __init__(
@@ -179,21 +179,21 @@ class FakeActivation:
 
     @property
     def step_name(self) -> str:
-        """The parameter that a learned scale is made of: log of scale over first scale."""
+        """The name of the learned scale's parameter: log of scale over initial scale."""
         return f"{self.base}_log_step"
 
     @property
     def is_known(self) -> bool:
-        """Whether there is a scale to round with."""
+        """True if there is a scale to round with."""
         return self.observer is None or self.observer.observations > 0
 
     @property
     def is_settled(self) -> bool:
-        """Whether observations have no more influence: the scale is learned from here on."""
+        """True if observations no longer have an effect because the scale is being learned."""
         return self.learned and self._found is not None
 
     def register(self) -> None:
-        """Give the module the parameter that a learned scale is made of, zero."""
+        """Register the module's parameter for a learned scale, initially zero."""
         if self.learned:
             weight = next(self.module.parameters())
             shape = self._scale_shape()
@@ -201,7 +201,7 @@ class FakeActivation:
             self.module.register_parameter(self.step_name, Parameter(steps))
 
     def collect(self, x: Tensor, token_mask: Tensor | None) -> None:
-        """Have the observer see ``x`` without its padding; see :meth:`Observer.collect`."""
+        """Collect ``x`` without its padding in the observer; see :meth:`Observer.collect`."""
         if self.observer is None or self.is_settled:
             return
         try:
@@ -210,14 +210,14 @@ class FakeActivation:
             raise self._not_finite() from error
 
     def collected(self) -> Any:
-        """What was collected in this step, ``None`` for nothing."""
+        """The observations collected in this step; ``None`` if there are none."""
         return None if self.observer is None else self.observer.collected()
 
     def commit(self, seen: Iterable[Any]) -> None:
-        """A step is done: what was collected counts from now on.
+        """Commit the observations of a step, which take effect from now on.
 
         Args:
-            seen: what was :meth:`collected`, on this process and on all others.
+            seen: the :meth:`collected` observations of all processes.
         """
         if self.observer is None:
             return
@@ -230,12 +230,12 @@ class FakeActivation:
             self.renew()
 
     def renew(self) -> None:
-        """Have the scale found anew from all that was observed, where it takes long to find."""
+        """Recompute the scale from all observations, for observers with an expensive search."""
         if not self.is_settled:
             self._found = None
 
     def __call__(self, x: Tensor) -> Tensor:
-        """``x`` rounded; as it is while there is no scale to round it with."""
+        """Round ``x``; return it unchanged while no scale is known."""
         if x.numel() == 0 or not self.is_known:
             return x
         args = self.args
@@ -253,7 +253,7 @@ class FakeActivation:
 
     @torch.no_grad()
     def stored(self) -> dict[str, Tensor]:
-        """The static parameters under the names that they are stored by."""
+        """The static parameters by their names in the checkpoint."""
         if self.observer is None:
             return {}
         found = dict(self._parameters())
@@ -264,14 +264,14 @@ class FakeActivation:
         return {f"{self.base}_{name}": value for name, value in found.items()}
 
     def state_dict(self) -> dict[str, Any]:
-        """What was observed, and the scale where it cannot be found again from that."""
+        """The observations, and the scale if it cannot be recomputed from them."""
         if self.observer is None:
             return {}
         again = isinstance(self.observer, RangeObserver) and not self.is_settled
         return {"observer": self.observer.state_dict(), "found": None if again else self._found}
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Go on where :meth:`state_dict` was taken."""
+        """Restore the state saved by :meth:`state_dict`."""
         self._found = None
         if self.observer is None or not saved:
             return
@@ -282,7 +282,7 @@ class FakeActivation:
 
     @torch.no_grad()
     def _parameters(self) -> dict[str, Tensor]:
-        """What the observer finds, kept until it has seen more."""
+        """The observer's quantization parameters, cached until new observations are committed."""
         if self._found is None:
             assert self.observer is not None
             found: dict[str, Tensor] = {}
@@ -298,7 +298,7 @@ class FakeActivation:
         return self._found
 
     def _learned_scale(self) -> Tensor:
-        """The scale to be stored, with gradients to the parameter of the module."""
+        """The scale to be stored, differentiable with respect to the module's parameter."""
         found = self._parameters()
         first = effective_scale(found["scale"], found.get("global_scale"))
         wide = first.to(torch.promote_types(first.dtype, torch.float32))
@@ -318,7 +318,7 @@ class FakeActivation:
         return (max(1, features // (self.args.group_size or 1)),)
 
     def _real(self, x: Tensor, token_mask: Tensor | None) -> Tensor:
-        """What counts of ``x``; states of attention stay as they are laid out."""
+        """``x`` without padding; attention states keep their layout."""
         if self.base not in ATTENTION_STATES:
             return real_tokens(x, token_mask)
         if token_mask is None or token_mask.shape != x.transpose(1, 2).shape[:2]:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fake quantization of weights while they are trained.
+"""Fake quantization of weights during training.
 
-The scales follow the weights: they are found anew from the present weight whenever it may have
-changed. Extremes take one pass over it; observers that search are asked at a cadence. Scales that
-are learned begin with what the observer finds and are moved by the optimizer from there
+The scales follow the weights: they are recomputed from the present weight whenever it may have
+changed. Min-max observers take one pass over it; observers with a search run at an interval.
+Learned scales start from the observer's result and are updated by the optimizer
 (:func:`~llmcompressor.numerics.straight_through.learned_scale`).
 """
 
@@ -51,12 +51,12 @@ class FakeWeights:
     """The fake quantization of all weights of a modifier.
 
     Args:
-        args: module → how its weight is quantized.
+        args: module → quantization arguments of its weight.
         names: module → its name.
-        fused: module → the modules, itself among them, that share a global scale.
+        fused: module → the modules, including itself, that share a global scale.
         learned: whether scales are learned.
-        follow: find scales anew whenever a weight may have changed, where that is cheap;
-            otherwise, and where it is not, only after :meth:`renew`.
+        follow: recompute scales whenever a weight may have changed, where that is cheap; otherwise
+            only after :meth:`renew`.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class FakeWeights:
         return len(self._args)
 
     def register(self) -> None:
-        """Give each module the parameter that its learned scales are made of, all zero."""
+        """Register the parameters of learned scales on each module, all zero."""
         for module, args in self._args.items():
             weight = weight_of(module)
             shape = partition_of(args).shape(*weight.flatten(1).shape)
@@ -96,26 +96,26 @@ class FakeWeights:
             module.register_parameter(WEIGHT_STEP, Parameter(steps))
 
     def invalidate(self) -> None:
-        """Weights may have changed: scales that follow them are found anew when needed."""
+        """Invalidate scales that follow the weights; they are recomputed when needed."""
         for module in [one for one in self._found if self._follows[one]]:
             del self._found[module]
         self._global_scales.clear()
 
     @torch.no_grad()
     def share(self) -> None:
-        """Find now what fused weights share, if each is whole in its own forward only."""
+        """Compute global scales now for fused weights that are only gathered one at a time."""
         for module in self._args:
             if module in self._fused and is_flat(weight_of(module)):
                 self._global_scale(module)
 
     def renew(self) -> None:
-        """Find the scales anew that do not follow the weights by themselves."""
+        """Recompute the scales that do not follow the weights automatically."""
         if not self._learned:
             self._found.clear()
             self._global_scales.clear()
 
     def __call__(self, module: Module, weight: Tensor) -> Tensor:
-        """``weight``, which is the present one of ``module``, on its grid."""
+        """Round ``weight``, the present weight of ``module``, to its grid."""
         parameters = self._present(module, weight)
         args, gradient_scale, scale = parameters.args, 1.0, parameters.effective_scale
         grid, partition = grid_of(args), partition_of(args)
@@ -136,7 +136,7 @@ class FakeWeights:
 
     @torch.no_grad()
     def parameters(self, module: Module) -> WeightParameters:
-        """The parameters of a weight as the next forward would use them, and as they are stored.
+        """The parameters of a weight for the next forward, as they are stored.
 
         Raises:
             NonFiniteError: the weight or a scale holds NaN or infinity.
@@ -155,7 +155,7 @@ class FakeWeights:
         return parameters
 
     def state_dict(self) -> dict[str, Any]:
-        """The scales that cannot be found again from the weights, by module name."""
+        """The scales that cannot be recomputed from the weights, by module name."""
         return {
             self._names[module]: {
                 "scale": found.scale,
@@ -167,7 +167,7 @@ class FakeWeights:
         }
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Go on with the scales of :meth:`state_dict`."""
+        """Restore the scales saved by :meth:`state_dict`."""
         self._found.clear()
         for module, args in self._args.items():
             one = saved.get(self._names[module])
@@ -179,7 +179,7 @@ class FakeWeights:
                 self._found[module] = ((), WeightParameters(args, scale, zero_point, shared))
 
     def _learned_scale(self, module: Module, first: WeightParameters) -> Tensor:
-        """The scale to be stored, with gradients to the parameter of ``module``."""
+        """The scale to be stored, differentiable with respect to the parameter of ``module``."""
         steps = whole(getattr(module, WEIGHT_STEP))
         start = first.effective_scale
         wide = start.to(torch.promote_types(start.dtype, torch.float32))
@@ -196,9 +196,9 @@ class FakeWeights:
 
     @torch.no_grad()
     def _present(self, module: Module, weight: Tensor) -> WeightParameters:
-        """What the observer finds, or has found and still holds."""
+        """The observer's parameters for the present weight, cached while they are valid."""
         follows = self._follows[module]
-        # A weight that was written to without an event, by whom ever, has another version.
+        # A weight that was changed without an event has another version counter.
         key = self._key(module, weight) if follows else ()
         held = self._found.get(module)
         if held is not None and held[0] == key:
@@ -221,7 +221,7 @@ class FakeWeights:
         return weight_span(whole(weight_of(module)).detach(), self._args[module])
 
     def _global_scale(self, module: Module) -> Tensor | None:
-        """The scale that ``module`` shares with all fused with it, from their present weights."""
+        """The global scale of ``module`` and all fused with it, from their present weights."""
         members = self._fused.get(module)
         if members is None:
             return None

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What stands for the cache in attention whose keys and values are quantized.
+"""Insertion of a quantized KV cache into attention under any name of the cache argument.
 
-compressed-tensors puts it there where it knows the name of the argument that is the cache. That
-name has changed in transformers, more than once; where the installed compressed-tensors does not
-know it, the same is done here by the name that the attention's forward has.
+compressed-tensors inserts it where it knows the name of the cache argument. That name has changed
+in transformers more than once; where the installed compressed-tensors does not know it, the same is
+done here with the name in the attention's forward.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ __all__ = ["give_quantized_cache", "hook_cache", "initialize_attention"]
 
 
 def hook_cache(model: Any, attention: Module) -> None:
-    """Put a quantized cache in an attention module, and give it to each of its forwards."""
+    """Add a quantized cache to an attention module, and pass it to each of its forwards."""
     if is_cached_attention_module(attention):
         initialize_hooked_kv_cache(model, attention)
     elif not hasattr(attention, KV_CACHE_ATTR):
@@ -41,9 +41,10 @@ def hook_cache(model: Any, attention: Module) -> None:
 def give_quantized_cache(
     attention: Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Have the quantized cache stand for the one that a call is given; a hook.
+    """Forward pre-hook: replace the cache of a call by the quantized one.
 
-    Under the name that the call has for it: what a forward says of a former name is left to it.
+    The argument keeps the name used in the call: a forward that renames a former name still does
+    so.
     """
     name = cache_argument(attention, kwargs)
     if name is None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The quantization parameters of a weight: found by an observer, used by solvers and readers."""
+"""The quantization parameters of a weight: computed by observers, used by solvers and writers."""
 
 from __future__ import annotations
 
@@ -57,9 +57,9 @@ class WeightParameters:
 
     Attributes:
         args: how the weight is quantized.
-        scale: of the shape that the strategy gives, in the weight's dtype.
+        scale: in the shape of the strategy and the weight's dtype.
         zero_point: same shape, integer; all zero on symmetric grids.
-        global_scale: float32 ``[1]``, or ``None`` where the format has none.
+        global_scale: float32 ``[1]``, or ``None`` if the format has none.
     """
 
     args: QuantizationArgs
@@ -73,20 +73,20 @@ class WeightParameters:
 
     @property
     def effective_scale(self) -> Tensor:
-        """What values are divided by."""
+        """The scale that values are divided by, including the global scale."""
         return effective_scale(self.scale, self.global_scale)
 
     @property
     def through(self) -> torch.dtype | None:
-        """The dtype that readers decode to before they come to the weight's own, if any."""
+        """The intermediate dtype to which loaders decode before the weight's own dtype, if any."""
         grid = grid_of(self.args)
         return torch.bfloat16 if grid.kind == "float" and grid.bits < 8 else None
 
     def round(self, weight_RC: Tensor) -> Tensor:
-        """The weight as a reader of the checkpoint will decode it, in the weight's dtype.
+        """The weight as a loader of the checkpoint will decode it, in the weight's dtype.
 
-        Bit for bit what compressed-tensors makes of the packed file, so that the model in memory
-        and the model on disk are one and the same.
+        Bit for bit the values that compressed-tensors decodes from the packed file, so that the
+        model in memory equals the model on disk.
         """
         grid, partition = grid_of(self.args), partition_of(self.args)
         scale = self.effective_scale
@@ -99,7 +99,7 @@ class WeightParameters:
         return values.to(weight_RC.dtype)
 
     def columns(self, rows: int, columns: int) -> ColumnScales:
-        """The scales as a column sweep over a ``rows`` by ``columns`` weight sees them."""
+        """The scales for a column sweep over a ``rows`` by ``columns`` weight."""
         partition = partition_of(self.args)
         scale_RG, group_of_column_C = partition.per_column(self.effective_scale, rows, columns)
         zero_RG = None
@@ -122,10 +122,10 @@ def weight_amax(weight_RC: Tensor) -> Tensor:
 
 
 def weight_span(weight_RC: Tensor, args: QuantizationArgs) -> Tensor:
-    """The largest bound that the scales of a weight may have to reach, float32 ``[1]``.
+    """The largest absolute value that the scales of a weight have to cover, float32 ``[1]``.
 
-    Its absolute maximum; more where an observer also tries ranges beyond the extremes: scales under
-    a global one that left no room for them would be cut (arXiv:2512.02010, which leaves 448/256).
+    Its absolute maximum; more if the observer also tries ranges beyond the extremes: a global scale
+    without headroom would clip such scales (arXiv:2512.02010, which leaves 448/256).
     """
     name = default_observer(args, "weight")
     assert name is not None, "weights are never quantized dynamically"
@@ -134,14 +134,14 @@ def weight_span(weight_RC: Tensor, args: QuantizationArgs) -> Tensor:
 
 
 def check_observers(resolved: ResolvedSchemes, modifier: str = "") -> None:
-    """Make every observer once that will be needed: its name and options are checked by that.
+    """Construct every observer that will be needed, which checks its name and options.
 
     Args:
         resolved: the schemes of the modifier.
-        modifier: its name; not given where the error gets it elsewhere, in its constructor.
+        modifier: its name; omitted in its constructor, where the error gets it elsewhere.
 
     Raises:
-        RecipeError: there is no such observer, or it does not know one of its options.
+        RecipeError: an observer is unknown, or it does not have one of its options.
     """
     wanted = [("kv_cache_scheme", "k", resolved.kv_cache_scheme)]
     for (group, argument), where in resolved.observer_fields.items():
@@ -159,7 +159,7 @@ def check_observers(resolved: ResolvedSchemes, modifier: str = "") -> None:
 
 
 def weighs_inputs(args: QuantizationArgs | None) -> bool:
-    """Whether the observer of a weight weighs errors by the inputs, which takes data."""
+    """Return True if the observer of a weight uses input importance, which requires data."""
     if args is None:
         return False
     name = default_observer(args, "weight")
@@ -174,14 +174,14 @@ def observe_weight(
     importance_C: Tensor | None = None,
     found: Range | None = None,
 ) -> WeightParameters:
-    """Find the parameters of a weight by the observer that its arguments name.
+    """Compute the parameters of a weight with the observer named in its arguments.
 
     Args:
         weight_RC: the weight, ``[R, C]``.
         args: how to quantize it.
-        global_scale: of the fused set that it belongs to; its own if ``None``.
-        importance_C: mean square of the inputs per column, for observers that weigh errors.
-        found: what :func:`weight_range` has found of it.
+        global_scale: global scale of its fused set; its own if ``None``.
+        importance_C: mean square of the inputs per column, for importance-weighted observers.
+        found: its range from :func:`weight_range`, if already known.
 
     Raises:
         NonFiniteError: the weight holds NaN or infinity, or a scale does not fit its dtype.
@@ -206,11 +206,11 @@ def observe_weight(
 
 
 def weight_range(weight_RC: Tensor, args: QuantizationArgs) -> Range | None:
-    """Least and greatest value of each cell of a weight, in the shape of its scales.
+    """Minimum and maximum of each cell of a weight, in the shape of its scales.
 
     Returns:
-        ``None`` where its observer takes more than its extremes (:func:`follows_extremes`). On
-        symmetric grids both ends lie at the largest magnitude.
+        ``None`` if its observer uses more than the extremes (:func:`follows_extremes`). On
+        symmetric grids both bounds have the largest absolute value.
     """
     if not follows_extremes(args):
         return None
@@ -218,7 +218,7 @@ def weight_range(weight_RC: Tensor, args: QuantizationArgs) -> Range | None:
 
 
 def follows_extremes(args: QuantizationArgs) -> bool:
-    """Whether the observer of a weight takes nothing but its extremes: one cheap pass over it."""
+    """Return True if the observer of a weight uses its extremes alone: one cheap pass over it."""
     name = default_observer(args, "weight")
     observer = None if name is None else OBSERVERS.load(name)
     return (
@@ -236,15 +236,15 @@ def extreme_parameters(
     *,
     stored_in: torch.dtype | None = None,
 ) -> WeightParameters:
-    """What :func:`observe_weight` finds where :func:`follows_extremes`, without its checks.
+    """The same as :func:`observe_weight` for min-max observers, without its checks.
 
-    Nothing here waits for an accelerator, so that it can be done in every forward.
+    Nothing here synchronizes with an accelerator, so that it can run in every forward.
 
     Args:
         weight_RC: the weight, ``[R, C]``.
         args: how to quantize it.
-        global_scale: of the fused set that it belongs to; its own if ``None``.
-        stored_in: the dtype of its scales, where ``weight_RC`` is in another one for a while.
+        global_scale: global scale of its fused set; its own if ``None``.
+        stored_in: dtype of the scales, if ``weight_RC`` is temporarily in another one.
     """
     weight_RC = weight_RC.detach()
     found = canonical(weight_RC, "weight", args).widest
@@ -262,11 +262,11 @@ def range_parameters(
     """The parameters of a weight whose values lie within ``found``.
 
     Args:
-        found: least and greatest value of each cell, in the shape of its scales.
-        weight_RC: says the dtype.
+        found: minimum and maximum of each cell, in the shape of its scales.
+        weight_RC: the weight, for its dtype.
         args: how to quantize it.
-        global_scale: of the fused set that it belongs to; its own if ``None``.
-        stored_in: the dtype of its scales, where ``weight_RC`` is in another one for a while.
+        global_scale: global scale of its fused set; its own if ``None``.
+        stored_in: dtype of the scales, if ``weight_RC`` is temporarily in another one.
     """
     if needs_global_scale(args) and global_scale is None:
         amax = torch.maximum(-found.minimum.amin(), found.maximum.amax())

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parts of quantized modules that can be pickled and deep-copied.
+"""Picklable and deep-copyable parts of quantized modules.
 
-What compressed-tensors puts on a module cannot: its forward is a method that pickle would replace
-by that of the class, which quantizes nothing, and its cache of keys and values refers weakly to
-its attention.
+Those of compressed-tensors are not: its forward is a method that pickle would replace by that of
+the class, which does not quantize, and its KV cache holds a weak reference to its attention.
 """
 
 from __future__ import annotations
@@ -28,10 +27,10 @@ __all__ = ["make_cache_portable", "make_forward_portable"]
 
 
 class QuantizedForward:
-    """The forward of a quantized Linear or Embedding: a method, made again where it was pickled.
+    """The forward of a quantized Linear or Embedding: a method that is rebuilt when unpickled.
 
     Args:
-        module: what compressed-tensors has given a quantized forward.
+        module: a module with a quantized forward of compressed-tensors.
     """
 
     def __init__(self, module: Any) -> None:
@@ -57,7 +56,7 @@ class QuantizedForward:
 
     @property
     def __wrapped__(self) -> Any:
-        """The forward without quantization, as a function; compressed-tensors looks for it."""
+        """The unquantized forward as a function; compressed-tensors reads this attribute."""
         return type(self.__self__).forward
 
     def __getstate__(self) -> dict[str, Any]:
@@ -65,10 +64,10 @@ class QuantizedForward:
 
 
 class PortableCache(DifferentiableCache):
-    """A quantized cache that takes its attention along, and that a call may be made again with."""
+    """A quantized cache that is pickled with its attention, and allows a repeated call."""
 
     def add_past_key_values(self, past_key_values: Any) -> None:
-        """Take the cache of a call; what stands for this one itself is none."""
+        """Set the cache of a call, unless it is a stand-in for this quantized cache itself."""
         again = past_key_values is self or stands_for(past_key_values, self)
         super().add_past_key_values(None if again else past_key_values)
 
@@ -80,12 +79,12 @@ class PortableCache(DifferentiableCache):
 
 
 def make_forward_portable(module: Module) -> None:
-    """Let a module that compressed-tensors has marked as quantized be pickled."""
+    """Make a quantized module of compressed-tensors picklable."""
     module.forward = QuantizedForward(module)
 
 
 def make_cache_portable(attention: Module) -> None:
-    """Let an attention module whose cache is quantized be pickled, and run without a cache."""
+    """Make attention with a quantized KV cache picklable, and able to run without a cache."""
     cache = getattr(attention, KV_CACHE_ATTR)
     if not isinstance(cache, PortableCache):
         cache.__class__ = PortableCache

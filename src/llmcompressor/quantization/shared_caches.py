@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention that reads the keys and values of an earlier layer, as in Gemma 3n.
+"""Attention layers that share the KV cache of an earlier layer, as in Gemma 3n.
 
-It makes none and rounds none: what it reads was rounded by the layer that made it. But servers
-take the scales for that from the attention that reads, and 1.0 where it has none. So it is
-written with those of the layer whose cache it reads.
+Such a layer computes and rounds no keys and values: it reads those that the earlier layer rounded.
+But servers take their scales from the reading layer, and use 1.0 if it has none. So it is written
+with the scales of the layer whose cache it reads.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ _STATES = frozenset(
 
 
 class SharedCaches:
-    """The attention modules that read the caches of others, and what is to be written of them.
+    """The attention modules that read the caches of others, and their parameters in the checkpoint.
 
     Args:
         model: the model; without one there are none.
-        sources: attention whose keys and values are quantized → how.
+        sources: attention whose keys and values are quantized → their arguments.
 
     Attributes:
-        names: attention that reads what other attention has cached → its name, in order.
+        names: attention that reads the cache of other attention → its name, in order.
     """
 
     def __init__(
@@ -54,16 +54,16 @@ class SharedCaches:
             if source is not None:
                 self.names[module], self._source[module] = name, source
 
-    __hash__ = None  # type: ignore[assignment]  # modifiers are compared by what they hold
+    __hash__ = None  # type: ignore[assignment]  # modifiers are compared by their fields
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, SharedCaches) and vars(self) == vars(other)
 
     def planned(self, tensors: Mapping[Module, Mapping[str, Tensor]]) -> list[PlannedModule]:
-        """How these modules will be stored.
+        """The entries of these modules in the checkpoint.
 
         Args:
-            tensors: of the attention that they read from, on the meta device.
+            tensors: the tensors of the attention that they read from, on the meta device.
         """
         return [
             PlannedModule(
@@ -78,19 +78,19 @@ class SharedCaches:
         ]
 
     def keep(self, sources: Iterable[Module]) -> None:
-        """Remember the scales that ``sources`` have: their block may be let go of."""
+        """Keep the scales of ``sources``, whose block may be freed."""
         for source in set(sources) & set(self._source.values()):
             self._states[source] = _states_of(source)
 
     def attach(
         self, modules: Iterable[Module], adopt: Callable[[Module], None], keeper: Any = None
     ) -> None:
-        """Give those of ``modules`` that are ours the scales of the attention they read from.
+        """Give modules that share a cache the scales of the attention that they read from.
 
         Args:
             modules: of a block, or of the model.
-            adopt: marks that attention as quantized, whose values an earlier run has written.
-            keeper: who has the blocks of that run.
+            adopt: marks that attention as quantized; its values were written by an earlier run.
+            keeper: holds the blocks of that run.
         """
         for module, source in self._ours(modules):
             if source not in self._states:
@@ -102,11 +102,11 @@ class SharedCaches:
             self._mark(module, source, {own: one.to(device, copy=True) for own, one in kept})
 
     def mark(self, modules: Iterable[Module], adopt: Callable[[Module], None]) -> None:
-        """Mark those of ``modules`` as quantized that are ours; their values are on disk.
+        """Mark modules that share a cache as quantized; their values are already on disk.
 
         Args:
             modules: of a block, or of the model.
-            adopt: does that with the attention they read from.
+            adopt: does the same for the attention they read from.
         """
         for module, source in self._ours(modules):
             adopt(source)
@@ -126,7 +126,7 @@ class SharedCaches:
 
 
 def _place(module: Any) -> tuple[type, int, Any]:
-    """What tells an attention module of a model: its class, its configuration, its layer."""
+    """A key that identifies an attention module in a model: class, configuration and layer."""
     return type(module), id(getattr(module, "config", None)), getattr(module, "layer_idx", None)
 
 
@@ -136,7 +136,7 @@ def _states_of(source: Module) -> dict[str, Tensor]:
 
 
 def _restore(keeper: Any, source: Module) -> None:
-    """Have the scales of attention read that an earlier run has finished."""
+    """Load the scales of attention that an earlier run has finished."""
     for block, name in keeper.names.items():
         if any(one is source for one in block.modules()):
             keeper.restore(name, {source})

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Modules that two modifiers of a recipe are to quantize.
+"""Resolution of scheme conflicts: modules that two modifiers of a recipe quantize.
 
-What only rounds weights leaves a module to a modifier behind it that is given the same scheme: the
-later one decides the same numbers, and better. Any other pair contradicts itself.
+A modifier that only rounds weights leaves a module to a later modifier with the same scheme: the
+later one computes the same kind of parameters, and better ones. Any other pair is an error.
 """
 
 from __future__ import annotations
@@ -32,29 +32,29 @@ _NUMBERS = (
 
 
 class Quantizer(Protocol):
-    """What quantizes modules and may leave some of them to another."""
+    """A modifier that quantizes modules and may leave some of them to another."""
 
     leaves_modules: ClassVar[bool]
     """Whether it only rounds, so that a later modifier with the same scheme may take them."""
 
     def leave(self, module: Module) -> None:
-        """Have nothing to do with ``module`` any more."""
+        """Stop handling ``module``."""
 
 
 def taken_from(
     state: State, module: Module, name: str, scheme: QuantizationScheme, later: Quantizer
 ) -> Quantizer | None:
-    """The modifier that leaves ``module`` to ``later``; ``None`` where the module is free.
+    """The modifier that leaves ``module`` to ``later``; ``None`` if no other modifier has it.
 
     Args:
-        state: of the session.
-        module: what the later one is to quantize.
-        name: of the module.
-        scheme: how.
-        later: a modifier.
+        state: the session's state.
+        module: the module that the later modifier is to quantize.
+        name: name of the module.
+        scheme: the scheme of the later modifier.
+        later: the later modifier.
 
     Raises:
-        TargetError: it is quantized already, and nobody leaves it.
+        TargetError: another modifier quantizes it and cannot leave it.
     """
     earlier = getattr(module, "quantization_scheme", None)
     if earlier is None:
@@ -77,7 +77,7 @@ def taken_from(
 
 
 def are_alike(one: QuantizationArgs | None, other: QuantizationArgs | None) -> bool:
-    """Whether two arguments mean the same numbers, whatever finds their ranges."""
+    """Return True if two arguments describe the same numbers, whatever their observers."""
     if one is None or other is None:
         return one is other
     return all(getattr(one, field) == getattr(other, field) for field in _NUMBERS)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the processes of a training have observed, in all of them."""
+"""All-gather of observed statistics over the processes of a distributed training."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ __all__ = ["gathered"]
 
 
 def gathered(values: list[Any]) -> list[list[Any]]:
-    """``values`` of every process, in the order of their ranks; of this one alone if it is alone.
+    """``values`` of every process in rank order; those of this process alone without a group.
 
     Args:
-        values: tensors in tuples, or ``None``; as many on every process. They are small: ranges,
-            or histograms.
+        values: tuples of tensors, or ``None``; equally many on every process. They are small:
+            ranges or histograms.
     """
     distributed = torch.distributed
     alone = not (distributed.is_available() and distributed.is_initialized())

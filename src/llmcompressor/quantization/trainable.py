@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What lets a quantizing modifier take part in a training: fields, schedule, and its end."""
+"""The training part of a quantizing modifier: fields, schedule and finalization."""
 
 from __future__ import annotations
 
@@ -36,17 +36,17 @@ _BATCH_EVENTS = frozenset(
 
 
 class TrainableMixin(QuantizationMixin):
-    """Quantizes after calibration, or while training by fake quantization.
+    """Quantizes after calibration, or during training by fake quantization.
 
-    Which of the two is decided by the events that come: those of calibration, or batches of a
-    training. Without ``start`` the latter begins with the first step.
+    The events decide which: those of calibration, or the batches of a training. Without ``start``,
+    fake quantization begins with the first training step.
 
     Attributes:
         num_calibration_steps: optimizer steps from ``start`` on in which static activations are
             only observed, before anything is rounded.
         learned_scales: learn static scales of weights and activations with the model.
-        sequential_update: without effect, with a warning: the pipeline decides.
-        sequential_targets: without effect, with a warning: give it to ``oneshot`` instead.
+        sequential_update: no effect, with a warning: the pipeline decides.
+        sequential_targets: no effect, with a warning: pass it to ``oneshot`` instead.
     """
 
     needs_time: ClassVar[bool] = True
@@ -62,7 +62,7 @@ class TrainableMixin(QuantizationMixin):
     _saw_training: bool = PrivateAttr(False)
 
     def on_initialize(self, state: State, **kwargs: Any) -> bool:
-        """Also register the parameters of learned scales: the optimizer is made after this."""
+        """Also register the parameters of learned scales, before the optimizer is created."""
         done = super().on_initialize(state, **kwargs)
         if self.learned_scales:
             self._check_learnable()
@@ -71,7 +71,7 @@ class TrainableMixin(QuantizationMixin):
         return done
 
     def on_calibration_start(self, state: State, event: Event, **kwargs: Any) -> None:
-        """Refuse to learn scales without a training."""
+        """Refuse learned scales in a calibration without training."""
         if self.learned_scales:
             raise _unlearnable("a calibration learns nothing")
         super().on_calibration_start(state, event, **kwargs)
@@ -80,23 +80,23 @@ class TrainableMixin(QuantizationMixin):
 
     @property
     def observing_steps(self) -> int:
-        """``num_calibration_steps``, where a scale is static."""
+        """``num_calibration_steps``, if there is a static scale."""
         return self.num_calibration_steps if self.requires_calibration_data else 0
 
     def should_start(self, event: Event) -> bool:
-        """Whether ``event`` lies in ``[start, end)``; without a start, from the first batch on."""
+        """Return True if ``event`` is in ``[start, end)``; by default from the first batch on."""
         if self.start is not None or event.type_ is not EventType.BATCH_START:
             return super().should_start(event)
         return not self.should_end(event)
 
     def on_event(self, state: State, event: Event, **kwargs: Any) -> None:
-        """Keep to the steps of a training."""
+        """Handle the optimizer steps and batches of a training."""
         if event.type_ not in _BATCH_EVENTS:
             return
         if not self._saw_training:
             self._check_training()
             self._saw_training = True
-        if self.started and not self._is_aware:  # it started before there was a batch
+        if self.started and not self._is_aware:  # started before the first batch
             self._begin(state, event)
         if self._aware is None or not self._is_aware:
             return
@@ -108,12 +108,12 @@ class TrainableMixin(QuantizationMixin):
             self._aware.batch_end()
 
     def on_start(self, state: State, event: Event, **kwargs: Any) -> None:
-        """Observe, then fake-quantize, from this batch on."""
+        """Start observing, and later fake-quantizing, from this batch on."""
         if event.type_ in _BATCH_EVENTS and not self._is_aware:
             self._begin(state, event)
 
     def on_end(self, state: State, event: Event, **kwargs: Any) -> None:
-        """Keep static scales as they are; fake quantization goes on to the end of the training."""
+        """Freeze static scales; fake quantization continues to the end of the training."""
         if self._aware is not None:
             self._aware.freeze()
 
@@ -133,7 +133,7 @@ class TrainableMixin(QuantizationMixin):
     def on_finalize(self, state: State, **kwargs: Any) -> bool:
         """Leave the modules quantized with the parameters of the last fake quantization.
 
-        After an error they are left as they were: so the training can go on.
+        After an error they are unchanged, so that the training can continue.
         """
         try:
             if state.broken_off:
@@ -164,7 +164,7 @@ class TrainableMixin(QuantizationMixin):
                 "Train on data that uses it, or put it on the recipe's ignore list.",
             )
         aware.warn_of_idle()
-        # All first, so that an error leaves the model as it was.
+        # Compute all of them first, so that an error leaves the model unchanged.
         weights = {m: aware.weights.parameters(m) for m in self._schemes if m in aware.weights}
         static = {module: aware.stored(module) for module in (*self._schemes, *self._attention)}
         self.remove_hooks()
@@ -193,11 +193,11 @@ class TrainableMixin(QuantizationMixin):
     # ------------------------------------------------------------------ checkpoints and figures
 
     def state_dict(self) -> dict[str, Any]:
-        """How far fake quantization has come, and what was observed."""
+        """The progress of fake quantization, and the observations."""
         return self._aware.state_dict() if self._aware is not None and self._is_aware else {}
 
     def load_state_dict(self, state: State, saved: Mapping[str, Any]) -> None:
-        """Go on with fake quantization where it was, or where it had not begun."""
+        """Restore fake quantization as saved, or to its state before the start."""
         if saved:
             if self._aware is None:
                 self._aware = self._make_aware()
@@ -206,7 +206,7 @@ class TrainableMixin(QuantizationMixin):
             self._begin_anew(self._aware)
 
     def _begin_anew(self, aware: AwareTraining) -> None:
-        """Back to a step before the start; the parameters of learned scales stay on the model."""
+        """Reset to before the start; the parameters of learned scales stay on the model."""
         self.remove_hooks()
         aware.clear()
         self._aware = None
@@ -237,10 +237,10 @@ class TrainableMixin(QuantizationMixin):
             raise _unlearnable("the weights of this run are loaded block by block")
 
     def _check_training(self) -> None:
-        """Refuse what only a calibration can do.
+        """Refuse options that only work in calibration.
 
         Raises:
-            RecipeError: an observer wants what is not collected in a training.
+            RecipeError: an observer needs statistics that training does not collect.
         """
         weighing: Iterable[Module] = (
             module for module, scheme in self._schemes.items() if weighs_inputs(scheme.weights)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An embedding that is to be quantized is not shared with the output head any more.
+"""Untying of input and output embeddings if one of them is quantized.
 
-A quantized weight cannot be shared, and servers look for both where one is quantized. So what is
-tied gets weights of its own, as ``tie_word_embeddings=False`` gives it, where targets mean the
-embedding, or name the head. A class among the targets does not mean a tied head.
+A quantized weight cannot be shared, and servers look for both weights if one is quantized. So tied
+weights get copies of their own, as with ``tie_word_embeddings=False``, if targets match the
+embedding or name the head. A class among the targets does not match a tied head.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = ["untie_what_is_meant"]
 def untie_what_is_meant(state: State, resolved: ResolvedSchemes) -> None:
     """Untie the model's embeddings if one of them is to be quantized.
 
-    Not where the user wants them tied, and not in a training: its optimizer has the parameters.
+    Not if the user wants them tied, and not in a training, whose optimizer has the parameters.
     """
     model: Any = state.model
     in_training = state.optimizer is not None or state.data.train is not None
@@ -37,7 +37,7 @@ def untie_what_is_meant(state: State, resolved: ResolvedSchemes) -> None:
     names = [name for each in sets for name in each]
     if len(sets) == 1:
         tell, shared = logger.info, f"{listed(names)} shared one weight"
-    else:  # more than an embedding: an encoder and a decoder may have all in common
+    else:  # more than an embedding: an encoder and a decoder may share all weights
         tell, shared = logger.warning, f"{len(names)} modules ({listed(names)}) shared weights"
     tell(
         f"{shared}, and {listed(each for each in names if each in meant)} is to be quantized: each "

@@ -35,13 +35,13 @@ _OPENING = re.compile(r"(?<!\w)eval\(")
 
 @dataclass(frozen=True)
 class _Expression:
-    """The inside of one ``eval(...)``."""
+    """The expression inside of ``eval(...)``."""
 
     source: str
 
 
 class Arguments(Mapping[str, object]):
-    """Names and their values, resolved when first asked for.
+    """Arguments of a recipe by name, resolved on first access.
 
     >>> Arguments({"first": 2, "last": "eval(first + 10)"})["last"]
     12
@@ -80,11 +80,11 @@ class Arguments(Mapping[str, object]):
 
     @property
     def used(self) -> dict[str, object]:
-        """The arguments that were asked for so far, with their values."""
+        """The arguments accessed so far, with their values."""
         return dict(self._resolved)
 
     def resolve(self, value: Any) -> Any:
-        """The value with every ``eval(...)`` in its strings replaced; the original is kept."""
+        """A copy of the value with every ``eval(...)`` in its strings replaced."""
         if isinstance(value, str):
             return self._resolve_text(value)
         if isinstance(value, Mapping):
@@ -106,7 +106,7 @@ class Arguments(Mapping[str, object]):
 
 
 def parse_overrides(recipe_args: RecipeArgs) -> dict[str, object]:
-    """Overrides by name; values of ``"name=value"`` texts are read as YAML.
+    """Parse overrides by name; values of ``"name=value"`` texts are read as YAML.
 
     >>> parse_overrides(["bits=4", "scheme=W4A16", "ignore=[lm_head]"])
     {'bits': 4, 'scheme': 'W4A16', 'ignore': ['lm_head']}
@@ -149,7 +149,7 @@ def _parse_pair(text: object) -> tuple[str, object]:
 
 
 def names_used(value: object) -> frozenset[str]:
-    """Names that the ``eval(...)`` expressions anywhere in the value ask for."""
+    """Names that the ``eval(...)`` expressions anywhere in the value refer to."""
     if isinstance(value, str):
         expressions = [part for part in _split(value) if isinstance(part, _Expression)]
         return frozenset().union(*(names_in(part.source) for part in expressions))
@@ -177,7 +177,7 @@ def reject_unknown_overrides(overrides: Mapping[str, object], known: Iterable[st
 
 
 def escape(text: str) -> str:
-    """A text that reads back as itself, also when it contains ``eval(``.
+    """Escape a text so that it reads back as itself, also when it contains ``eval(``.
 
     >>> escape("plain"), escape("eval(x)")
     ('plain', "eval('eval(x)')")
@@ -186,7 +186,7 @@ def escape(text: str) -> str:
 
 
 def _split(text: str) -> list[str | _Expression]:
-    """Cut a text at its ``eval(...)`` expressions.
+    """Split a text at its ``eval(...)`` expressions.
 
     An expression ends at the first closing parenthesis up to which it can be parsed, so that
     parentheses and quotes inside it need no rules of their own.

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reading a recipe's text: files, front matter, JSON and YAML, into plain mappings.
+"""Parsing of a recipe's text: files, front matter, JSON and YAML, into plain mappings.
 
-YAML is read as YAML 1.1 by a safe loader with four differences, all towards what people mean in a
-recipe: ``1e-5`` is a number, ``2:4`` and ``2024-01-01`` are texts, and a key that stands twice in
-one mapping is an error rather than a silent loss.
+YAML is read as YAML 1.1 by a safe loader with four differences, all towards the usual intent in a
+recipe: ``1e-5`` is a number, ``2:4`` and ``2024-01-01`` are texts, and a duplicate key in one
+mapping is an error rather than a silent loss.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _SECTION = re.compile(r"(\w+_)?(modifiers|stage)")
 
 
 class _DuplicateKeyError(ValueError):
-    """A key stands twice in one mapping."""
+    """A key occurs twice in one mapping."""
 
     def __init__(self, key: str, line: int | None = None) -> None:
         where = "" if line is None else f" (line {line})"
@@ -60,7 +60,7 @@ class _DuplicateKeyError(ValueError):
 
 
 class RecipeLoader(yaml.SafeLoader):
-    """The safe loader, for recipes; see the module's text for what differs."""
+    """The safe YAML loader for recipes; the module's docstring lists its differences."""
 
     yaml_implicit_resolvers = {  # noqa: RUF012  (PyYAML's own attribute)
         first: [(tag, pattern) for tag, pattern in resolvers if tag not in _REPLACED_TAGS]
@@ -68,7 +68,7 @@ class RecipeLoader(yaml.SafeLoader):
     }
 
     def compose_mapping_node(self, anchor: Any) -> Any:
-        """Compose a mapping whose keys must differ; before merge keys are filled in."""
+        """Compose a mapping, and raise for duplicate keys; merge keys are not filled in yet."""
         node = super().compose_mapping_node(anchor)
         seen: set[str] = set()
         for key, _ in node.value:
@@ -80,9 +80,9 @@ class RecipeLoader(yaml.SafeLoader):
         return node
 
     def flatten_mapping(self, node: yaml.MappingNode) -> None:
-        """Fill in merge keys: what a mapping says itself counts, else the first of those merged.
+        """Fill in merge keys: a mapping's own keys win, then the first of the merged mappings.
 
-        So YAML has it. PyYAML 6.0.4 takes the last or the innermost, by the length of the key.
+        This is YAML's rule. PyYAML 6.0.4 takes the last or the innermost, by the length of the key.
         """
         own: list[_Pair] = []
         merged: dict[object, _Pair] = {}  # the weakest first
@@ -101,7 +101,7 @@ _Pair = tuple[yaml.Node, yaml.Node]
 
 
 def _merged(value: yaml.Node) -> list[yaml.MappingNode]:
-    """The mappings that stand behind a merge key."""
+    """The mappings under a merge key."""
     sources = value.value if isinstance(value, yaml.SequenceNode) else [value]
     mappings = [source for source in sources if isinstance(source, yaml.MappingNode)]
     if len(mappings) < len(sources):
@@ -111,18 +111,18 @@ def _merged(value: yaml.Node) -> list[yaml.MappingNode]:
 
 
 def _identity(key: yaml.Node) -> object:
-    """Equal for keys that are written alike."""
+    """Return a key that is equal for YAML keys written alike."""
     return (key.tag, key.value) if isinstance(key, yaml.ScalarNode) else key
 
 
 def add_number_resolvers(target: type[Any]) -> None:
-    """Make a loader or dumper class see as numbers what recipes see as numbers."""
+    """Make a YAML loader or dumper class recognize the numbers of recipes."""
     target.add_implicit_resolver(f"{_YAML}int", _INT, list("-+0123456789"))
     target.add_implicit_resolver(f"{_YAML}float", _FLOAT, list("-+.0123456789"))
 
 
 def _only_item(loader: RecipeLoader, suffix: str, node: yaml.Node) -> object:
-    """What a pickled object was made of, as recipes saved by other tools contain them.
+    """The only argument of a pickled Python object, as in recipes saved by other tools.
 
     ``!!python/object/apply:compressed_tensors...QuantizationType [int]`` reads as ``int``: the
     class is neither imported nor called. So does a device, ``torch.device [cpu]``.
@@ -136,7 +136,7 @@ def _only_item(loader: RecipeLoader, suffix: str, node: yaml.Node) -> object:
 
 
 def _tuple_items(loader: RecipeLoader, node: yaml.Node) -> list[Any]:
-    """The items of a Python tuple, as recipes saved by other tools contain them."""
+    """The items of a Python tuple, as in recipes saved by other tools."""
     items: list[Any] = loader.construct_sequence(node, deep=True)  # type: ignore[arg-type]
     return items
 
@@ -148,7 +148,7 @@ RecipeLoader.add_constructor(f"{_YAML}python/tuple", _tuple_items)
 
 
 def looks_like_path(text: str) -> bool:
-    """Whether a text can only have been meant as a path.
+    """Return True if a text can only be a path, not a recipe.
 
     >>> looks_like_path("recipes/w4a16.yaml"), looks_like_path("modifiers: {A: {path: a/b}}")
     (True, False)
@@ -160,7 +160,7 @@ def looks_like_path(text: str) -> bool:
 
 
 def read_file(path: str | os.PathLike[str]) -> Any:
-    """The document in a file: by extension, or JSON, then YAML.
+    """Parse the recipe in a file: by its extension, else as JSON, then YAML.
 
     Args:
         path: ``.yaml``, ``.yml``, ``.json``, ``.md`` with front matter, or anything else.
@@ -186,15 +186,15 @@ def read_file(path: str | os.PathLike[str]) -> Any:
 
 
 def parse_text(text: str, *, source: str = "The recipe", extension: str = "") -> Any:
-    """The document in a text.
+    """Parse the recipe in a text.
 
     Args:
         text: YAML, JSON, or either of them as front matter.
-        source: what an error calls it.
-        extension: ``.yaml``, ``.json``, ``.md`` settle the form, anything else is tried out.
+        source: its name in error messages.
+        extension: ``.yaml``, ``.json``, ``.md`` decide the format, else each is tried.
 
     Raises:
-        RecipeError: the text is blank (what a shell makes of a variable that is not set), cannot be
+        RecipeError: the text is blank (an unset variable of a shell, say), cannot be
             parsed, has a key twice or nests without end.
     """
     if not text.strip():
@@ -243,7 +243,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _front_matter(text: str, source: str, *, required: bool) -> str:
-    """What stands between two lines of ``---`` or ``+++`` at the beginning, if anything does."""
+    """The text between two lines of ``---`` or ``+++`` at the beginning, else the whole text."""
     lines = text.strip().splitlines()
     fence = lines[0].strip()
     if fence in _FENCES:
@@ -264,7 +264,7 @@ def _front_matter(text: str, source: str, *, required: bool) -> str:
 
 
 def _is_recipe(text: str) -> bool:
-    """Whether a text is a recipe, where one in prose may stand behind front matter."""
+    """Return True if the text after front matter is a second recipe, not prose."""
     try:
         found = yaml.load(text, RecipeLoader)
     except (yaml.YAMLError, ValueError):
@@ -284,7 +284,7 @@ def _yaml_problem(error: Exception) -> str:
 
 
 def copy_document(document: Any) -> Any:
-    """A document with mappings and lists of its own.
+    """A deep copy of a document's mappings and lists.
 
     Raises:
         RecipeError: it is too large, or contains itself.
@@ -293,7 +293,7 @@ def copy_document(document: Any) -> Any:
 
 
 class _Copier:
-    """Counts while it copies."""
+    """Copies a document, and raises if it is too deep or too large."""
 
     def __init__(self) -> None:
         self._count = 0

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A small, safe language of expressions: what ``eval(...)`` in a recipe may say.
+"""A small, safe expression language for ``eval(...)`` in a recipe.
 
 The text is parsed by Python's own parser and the tree is walked here; nothing is ever given to
 Python's ``eval``. There are constants, names, arithmetic, comparisons, ``and``/``or``/``not``,
@@ -41,11 +41,11 @@ Function: TypeAlias = Callable[..., object]
 
 
 class _RefusedError(Exception):
-    """Why an expression is not evaluated; becomes the reason in the RecipeError."""
+    """The reason why an expression is not evaluated, for the RecipeError."""
 
 
 def _counting(name: str) -> Function:
-    """``math.<name>`` for small arguments only: the result grows like a factorial."""
+    """``math.<name>`` limited to small arguments, as its result grows like a factorial."""
     function = cast("Function", getattr(math, name))
 
     def bounded(*arguments: Any) -> object:
@@ -57,7 +57,7 @@ def _counting(name: str) -> Function:
 
 
 def _round(number: Any, digits: Any = None) -> object:
-    """``round``; Python's computes ``10**-digits`` for whole numbers, whatever that takes."""
+    """``round`` with limited digits: Python's computes ``10**-digits`` for whole numbers."""
     if isinstance(digits, int) and abs(digits) > MAX_DIGITS:
         raise _RefusedError(f"round takes up to {MAX_DIGITS} digits")
     return round(number, digits)
@@ -71,7 +71,7 @@ _MATH_PLAIN = (
 _MATH: dict[str, Function] = {name: getattr(math, name) for name in _MATH_PLAIN.split()}
 _MATH |= {name: _counting(name) for name in ("comb", "factorial", "perm")}
 _MATH_CONSTANTS = {name: getattr(math, name) for name in ("e", "inf", "nan", "pi", "tau")}
-# "e" by itself would sooner be a forgotten argument than Euler's number.
+# "e" by itself is more likely a forgotten argument than Euler's number.
 _BARE_CONSTANTS = {name: _MATH_CONSTANTS[name] for name in ("inf", "pi", "tau")}
 _FUNCTIONS: dict[str, Function] = {
     **_MATH,
@@ -86,11 +86,11 @@ _FUNCTIONS: dict[str, Function] = {
 
 
 def evaluate(expression: str, names: Mapping[str, object] | None = None) -> Any:
-    """The value of an expression, computed without running any code of its author's.
+    """The value of an expression, computed without executing its author's code.
 
     Args:
         expression: the text, e.g. ``"0.5 * (1 + math.cos(math.pi * t))"``.
-        names: what names stand for.
+        names: values of names.
 
     Returns:
         A number, string, boolean, ``None``, tuple, list, or whatever a name stands for.
@@ -107,13 +107,13 @@ def evaluate(expression: str, names: Mapping[str, object] | None = None) -> Any:
     except RecursionError:
         raise _error(expression, "it is nested too deeply") from None
     except (ArithmeticError, TypeError, ValueError) as failure:
-        if isinstance(failure, RecipeError):  # from a name that is an expression itself
+        if isinstance(failure, RecipeError):  # from an argument that is an expression itself
             raise
         raise _error(expression, str(failure) or type(failure).__name__) from failure
 
 
 def is_expression(text: str) -> bool:
-    """Whether the text can be read as one expression, allowed or not."""
+    """Return True if the text parses as one expression, allowed or not."""
     try:
         _parse(text)
     except _RefusedError:
@@ -122,7 +122,7 @@ def is_expression(text: str) -> bool:
 
 
 def names_in(expression: str) -> frozenset[str]:
-    """The names an expression asks for, without functions and ``math``."""
+    """The names that an expression refers to, without functions and ``math``."""
     tree = _parse(expression)
     calls = {id(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
     owners = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
@@ -192,7 +192,7 @@ _COMPARE: dict[type[ast.cmpop], Function] = {
 
 
 class _Evaluator:
-    """Walks one expression's tree; every kind of node that may stand in one has a method."""
+    """Evaluates an expression's tree, with a method for each kind of node that is allowed."""
 
     def __init__(self, names: Mapping[str, object]) -> None:
         self._names = names
@@ -314,7 +314,7 @@ def _math_name(node: ast.Attribute) -> str:
 
 
 def _kind(node: ast.expr) -> str:
-    """``GeneratorExp`` → "a generator expression", near enough for a message."""
+    """Name a kind of node for a message: ``Lambda`` → "a lambda"."""
     words = {
         ast.Subscript: "a subscript",
         ast.Lambda: "a lambda",
@@ -341,7 +341,7 @@ def _non_numbers(values: Iterable[object]) -> list[object]:
 
 
 def _bounded(value: Any) -> Any:
-    """The value, if its size stays reasonable and it is no complex number."""
+    """The value, if its size is reasonable and it is not a complex number."""
     if isinstance(value, complex):
         raise _RefusedError("the result is a complex number")
     if isinstance(value, int) and value.bit_length() > MAX_BITS:

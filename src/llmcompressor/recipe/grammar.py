@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a recipe's mapping to stages of modifiers.
+"""The grammar of recipes: a mapping parsed into stages of modifiers.
 
 ::
 
@@ -10,7 +10,7 @@
     fields    := { FIELD: value } | null
 
 Groups outside a stage belong to the stage ``default``. The list form may hold several modifiers of
-one class. Metadata, which is read over: ``version``, ``metadata``, ``name``, ``title``,
+one class. Metadata, which is ignored: ``version``, ``metadata``, ``name``, ``title``,
 ``description``, ``author``, ``authors``, ``license``, ``date`` and ``tags``. Every other key is
 an error. A recipe or stage without modifiers is one too, unless one of its ``modifiers`` says so
 with ``{}`` or ``[]``.
@@ -51,7 +51,7 @@ _EXPECTED_IN_STAGE = "A stage has `modifiers` or `GROUP_modifiers`, `run_type` a
 
 @dataclass(frozen=True)
 class Document:
-    """What a mapping says.
+    """The stages and arguments that a recipe's mapping describes.
 
     Args:
         stages: in order.
@@ -64,7 +64,7 @@ class Document:
 
 @dataclass
 class _Draft:
-    """A stage while it is read."""
+    """A stage while it is parsed."""
 
     name: str
     run_type: Any = None
@@ -84,7 +84,7 @@ def _is_group_key(key: str) -> bool:
 
 
 def declared_names(document: object) -> frozenset[str]:
-    """The arguments that a document declares or uses, on whatever level."""
+    """The arguments that a document declares or uses, at any level."""
     if not isinstance(document, Mapping):
         return frozenset()
     names = names_used({k: v for k, v in document.items() if k not in METADATA_KEYS})
@@ -101,8 +101,8 @@ def read_document(document: Any, overrides: Mapping[str, object], source: str) -
 
     Args:
         document: a mapping, as read from text or given by the user; it is not changed.
-        overrides: values that win over ``args``.
-        source: what an error calls the document.
+        overrides: values that take precedence over ``args``.
+        source: name of the document in error messages.
 
     Raises:
         RecipeError: the document does not follow the grammar, a modifier or field is unknown, or
@@ -115,7 +115,7 @@ def read_document(document: Any, overrides: Mapping[str, object], source: str) -
 
 
 class _Reader:
-    """Reads one document; ``args`` holds what its expressions may use."""
+    """Parses one document; ``args`` holds the values for its expressions."""
 
     def __init__(self, overrides: Mapping[str, object], source: str) -> None:
         self._overrides = overrides
@@ -174,7 +174,7 @@ class _Reader:
             draft.empty_on_purpose = True
 
     def _entries(self, key: str, value: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:
-        """The (class name, fields) pairs of a group, whether it is a mapping or a list."""
+        """The (class name, fields) pairs of a group, given as a mapping or a list."""
         if not isinstance(value, (Mapping, list, tuple)):
             raise RecipeError(
                 f"`{key}` in the recipe is {_shown(value)} where modifiers are expected.",
@@ -235,7 +235,7 @@ def _require_mapping(document: Any, source: str) -> None:
 
 
 def _check_keys(body: Mapping[Any, Any], known: frozenset[str], has: str, expected: str) -> None:
-    """Raise for keys that are none of the grammar's, with what they could have been."""
+    """Raise for keys outside of the grammar, with suggestions."""
     top = known is TOP_KEYS
     unknown = [key for key in body if not _is_known(key, known, top=top)]
     if unknown:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The recipe: what is to be done to a model, read, checked and ready to be applied."""
+"""The recipe: the modifiers to apply to a model, in stages, parsed and validated."""
 
 from __future__ import annotations
 
@@ -36,18 +36,18 @@ RecipeInput: TypeAlias = (
 
 
 class Recipe:
-    """Stages of modifiers, in order. Equal recipes do the same to a model.
+    """Stages of modifiers, in order; immutable, and compared by content.
 
-    A recipe is not changed once it is built. Two are equal when their stages have the same names
-    and run types and their modifiers the same classes and field values; ``group``, which only
-    says under which key a modifier stands, does not count.
+    Two recipes are equal when their stages have the same names and run types and their modifiers
+    the same classes and field values; ``group``, which only names the key of a modifier, does not
+    count.
 
     Args:
         stages: each with a name of its own.
         args: the values of the arguments it was built with.
 
     Raises:
-        RecipeError: a modifier stands after one that it must precede.
+        RecipeError: a modifier comes after one that it must precede.
     """
 
     __hash__ = None  # type: ignore[assignment]  # compared by content, which may be large
@@ -75,7 +75,7 @@ class Recipe:
         return dict(self._args)
 
     def stage(self, name: str) -> Stage:
-        """The stage of that name, with or without ``_stage``.
+        """The stage with that name, with or without ``_stage``.
 
         Raises:
             RecipeError: there is none; lists those there are.
@@ -90,11 +90,11 @@ class Recipe:
         target_stage: str | None = None,
         recipe_args: RecipeArgs = None,
     ) -> Recipe:
-        """A recipe from whatever describes one.
+        """Build a recipe from any of its forms.
 
         Args:
             path_or_modifiers: a recipe, modifiers, a mapping, a path, a text in YAML, JSON or
-                front matter, or a list of any of these, nested as may be. Nothing (``None``,
+                front matter, or a list of any of these, nested or not. Nothing (``None``,
                 ``{}``, ``[]``) is an empty recipe; a blank text is an error.
             modifier_group_name: the stage of modifiers that are given as objects.
             target_stage: keep only this stage.
@@ -125,12 +125,12 @@ class Recipe:
         modifiers: Modifier | Iterable[Any],
         modifier_group_name: str | None = None,
     ) -> Recipe:
-        """A recipe of one stage.
+        """Build a recipe of one stage.
 
         Args:
             modifiers: one or several modifiers; lists in lists are flattened.
-            modifier_group_name: the stage's name; ``oneshot`` or ``train`` in it says how it
-                runs. Default: ``default``.
+            modifier_group_name: the stage's name; ``oneshot`` or ``train`` in it is the run
+                type. Default: ``default``.
 
         Raises:
             RecipeError: one of them is no modifier.
@@ -148,16 +148,16 @@ class Recipe:
 
     @classmethod
     def from_dict(cls, recipe: Mapping[str, Any], recipe_args: RecipeArgs = None) -> Recipe:
-        """A recipe from a mapping, as its YAML would be read."""
+        """Build a recipe from a mapping, like that of its YAML."""
         return cls.create_instance(recipe, recipe_args=recipe_args)
 
     @classmethod
     def model_validate(cls, obj: RecipeInput) -> Recipe:
-        """The same as :meth:`create_instance`, under the name that pydantic's models have."""
+        """Call :meth:`create_instance`, under the name of pydantic's models."""
         return cls.create_instance(obj)
 
     def to_dict(self) -> dict[str, Any]:
-        """The recipe as a mapping of plain types, from which :meth:`from_dict` makes an equal one.
+        """The recipe as a mapping of plain types, which :meth:`from_dict` turns into an equal one.
 
         >>> Recipe.create_instance("modifiers: {HQQModifier: {scheme: W4A16}}").to_dict().keys()
         dict_keys(['default_stage'])
@@ -196,7 +196,7 @@ class Recipe:
         return mine == theirs or repr(mine) == repr(theirs)  # NaN differs from itself
 
     def __bool__(self) -> bool:
-        """Whether there is anything to do."""
+        """Return True if the recipe has any modifier."""
         return any(stage.modifiers for stage in self._stages)
 
     def __repr__(self) -> str:
@@ -208,7 +208,7 @@ class Recipe:
 
 
 class _Text:
-    """A document that was read, and what an error calls it."""
+    """A parsed document, and its name in error messages."""
 
     def __init__(self, document: Any, source: str) -> None:
         self.document = document
@@ -216,7 +216,7 @@ class _Text:
 
 
 def _pieces(given: Any) -> Iterator[Recipe | Modifier | _Text]:
-    """The parts of what the user gave, in order, with files and texts read."""
+    """The parts of the user's input, in order, with files and texts parsed."""
     if given is None:
         return
     if isinstance(given, (Recipe, Modifier)):
@@ -280,7 +280,7 @@ def _flatten(modifiers: Any) -> Iterator[Any]:
 
 
 def earlier_stages(path: str | os.PathLike[str]) -> tuple[Stage, ...]:
-    """The stages of a recipe that was applied before; none, said aloud, if it cannot be read."""
+    """The stages of a recipe that was applied before; none, with a warning, if unreadable."""
     try:
         document = read_file(path)
         _check_imported(document)
@@ -291,7 +291,7 @@ def earlier_stages(path: str | os.PathLike[str]) -> tuple[Stage, ...]:
 
 
 def _check_imported(document: Any) -> None:
-    """Refuse modifiers of modules that nobody has imported: a checkpoint's file may not do so."""
+    """Raise for modifiers of modules that are not imported: a checkpoint must not import them."""
     if isinstance(document, list):
         for item in document:
             _check_imported(item)

@@ -37,12 +37,12 @@ _STAGE_KEY = re.compile(r"(?P<name>.+)_stage(?P<number>_\d+)?$")
 
 @dataclass(frozen=True)
 class Stage:
-    """One run: its modifiers in order, and how it runs.
+    """A named run: its modifiers in order, and its run type.
 
     Args:
         name: without the ``_stage`` of its key.
         modifiers: in the order in which they act.
-        run_type: ``"oneshot"`` or ``"train"``; ``None``, where not even the name says it.
+        run_type: ``"oneshot"`` or ``"train"``; ``None`` if the name does not contain it either.
     """
 
     name: str
@@ -55,7 +55,7 @@ class Stage:
 
 
 def stage_name(key: str) -> str:
-    """A stage's name, given its name or its key.
+    """The name of a stage, given its name or its key.
 
     >>> stage_name("sparsity_stage"), stage_name("sparsity"), stage_name("default_stage_1")
     ('sparsity', 'sparsity', 'default_1')
@@ -65,7 +65,7 @@ def stage_name(key: str) -> str:
 
 
 def infer_run_type(name: str) -> RunType | None:
-    """How a stage runs, if its name says so.
+    """The run type that a stage's name contains, or ``None``.
 
     >>> infer_run_type("oneshot_pruning"), infer_run_type("finetrain"), infer_run_type("first")
     ('oneshot', 'train', None)
@@ -74,7 +74,7 @@ def infer_run_type(name: str) -> RunType | None:
 
 
 def parse_run_type(value: object, name: str) -> RunType | None:
-    """A stage's ``run_type`` as written.
+    """Validate a stage's ``run_type`` as written.
 
     Raises:
         RecipeError: it is neither ``oneshot`` nor ``train``.
@@ -93,9 +93,9 @@ def parse_run_type(value: object, name: str) -> RunType | None:
 
 
 def combine(parts: Iterable[Sequence[Stage]]) -> tuple[Stage, ...]:
-    """The stages of several recipes, one after another.
+    """Concatenate the stages of several recipes.
 
-    Neighbours of one name and run type become one stage; a name that comes again later gets a
+    Adjacent stages with the same name and run type are merged; a name that recurs later gets a
     number, so that the order of the modifiers stays and a saved recipe has each key once.
     """
     joined: list[Stage] = []
@@ -109,7 +109,7 @@ def combine(parts: Iterable[Sequence[Stage]]) -> tuple[Stage, ...]:
 
 
 def number_clashes(stages: Iterable[Stage]) -> tuple[Stage, ...]:
-    """The same stages, each with a name of its own; none are joined."""
+    """The same stages with unique names; none are merged."""
     named: dict[str, Stage] = {}
     for stage in stages:
         name = free_name(stage.name, named)
@@ -118,7 +118,7 @@ def number_clashes(stages: Iterable[Stage]) -> tuple[Stage, ...]:
 
 
 def free_name(name: str, taken: Collection[str]) -> str:
-    """The name, with a number if it is taken.
+    """The name, with a number appended if it is taken.
 
     >>> free_name("quant", {"quant", "quant_1"})
     'quant_2'
@@ -131,7 +131,7 @@ def free_name(name: str, taken: Collection[str]) -> str:
 
 
 def select_stage(stages: Sequence[Stage], wanted: str) -> Stage:
-    """The stage called ``wanted`` or ``wanted`` without its ``_stage``.
+    """The stage called ``wanted``, with or without ``_stage``.
 
     Raises:
         RecipeError: there is none; lists those there are.
@@ -145,10 +145,10 @@ def select_stage(stages: Sequence[Stage], wanted: str) -> Stage:
 
 
 def check_order(stages: Iterable[Stage]) -> None:
-    """Check what modifiers declare about their order.
+    """Check the order that modifiers declare.
 
     Raises:
-        RecipeError: a modifier stands after one that it declares in ``must_precede``.
+        RecipeError: a modifier comes after one that it declares in ``must_precede``.
     """
     before: dict[str, str] = {}
     for modifier in (modifier for stage in stages for modifier in stage.modifiers):
@@ -163,7 +163,7 @@ def check_order(stages: Iterable[Stage]) -> None:
 
 
 def check_complete(stages: Iterable[Stage]) -> None:
-    """Check that what modifiers need behind them is there.
+    """Check that the later modifiers that a modifier needs are there.
 
     Raises:
         RecipeError: none of the classes that a modifier declares in ``needs_later`` comes later.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A recipe that can be applied again: modifiers serve once."""
+"""Renewed recipes: copies of used modifiers, as each modifier runs only once."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ __all__ = ["unused"]
 
 
 def unused(recipe: Recipe) -> Recipe:
-    """The recipe with a new modifier in place of each that was part of a run before.
+    """The recipe with a new modifier in place of each that has been initialized.
 
-    A modifier serves once; whoever compresses several models by one recipe, or tries again after
-    an error, need not know that.
+    A modifier can be run only once. With this, one recipe serves several models, or a further
+    attempt after an error.
     """
     if not any(modifier.initialized for modifier in recipe.modifiers):
         return recipe

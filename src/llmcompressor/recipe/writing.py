@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writing a recipe as YAML that any YAML reader gives back unchanged.
+"""Serialization of a recipe as YAML that any YAML loader reads back unchanged.
 
 Only plain types are written. Every field with a value is, not only those that differ from their
 default, so that a later change of a default does not change what a saved recipe means.
@@ -32,7 +32,7 @@ _LABELS = frozenset({"group"})
 
 
 class _RecipeDumper(yaml.SafeDumper):
-    """The safe dumper; quotes whatever either YAML 1.1 or our loader would take for a number."""
+    """The safe dumper; quotes texts that YAML 1.1 or our loader would read as numbers."""
 
     yaml_implicit_resolvers = {  # noqa: RUF012  (PyYAML's own attribute)
         first: list(resolvers)
@@ -40,12 +40,12 @@ class _RecipeDumper(yaml.SafeDumper):
     }
 
     def ignore_aliases(self, data: Any) -> bool:
-        """Write each value out; anchors are for machines."""
+        """Write each value in full, without anchors."""
         return True
 
 
 def _represent_text(dumper: _RecipeDumper, text: str) -> yaml.ScalarNode:
-    """A text; in double quotes where it has line breaks, the rarer of which other styles lose."""
+    """Represent a text; double-quoted if it has line breaks, which other styles may lose."""
     return dumper.represent_scalar(
         "tag:yaml.org,2002:str", text, style='"' if _BREAKS.intersection(text) else None
     )
@@ -56,10 +56,10 @@ _RecipeDumper.add_representer(str, _represent_text)
 
 
 def to_yaml(stages: Iterable[Stage]) -> str:
-    """The stages as YAML text.
+    """Serialize stages as YAML.
 
     Args:
-        stages: with names of their own.
+        stages: with unique names.
     """
     text: str = yaml.dump(
         to_mapping(stages), Dumper=_RecipeDumper, width=WIDTH, sort_keys=False, allow_unicode=True
@@ -70,7 +70,7 @@ def to_yaml(stages: Iterable[Stage]) -> str:
 def to_mapping(stages: Iterable[Stage]) -> dict[str, Any]:
     """``{NAME_stage: {run_type?, GROUP_modifiers: {CLASS: fields}}}`` of plain types.
 
-    As a recipe's document holds it: texts that look like expressions are those of themselves.
+    Texts that look like expressions are escaped.
     """
     mapping: dict[str, Any] = _escaped(
         {f"{stage.name}_stage": _stage_mapping(stage) for stage in stages}
@@ -79,10 +79,10 @@ def to_mapping(stages: Iterable[Stage]) -> dict[str, Any]:
 
 
 def modifier_fields(modifier: Modifier) -> dict[str, Any]:
-    """The fields of a modifier in plain types, as a recipe holds them; without its group.
+    """The fields of a modifier in plain types, as in a recipe; without its group.
 
-    A field that is ``None`` is left out where ``None`` is what it is anyway, and one that has no
-    effect where it is what it is anyway: read again, it would be taken for one that was given.
+    A field that is ``None`` is left out if that is its default. So is an obsolete field without
+    effect that has its default: read back, it would count as given.
     """
 
     def spelled(value: Any) -> Any:
@@ -117,18 +117,18 @@ def _warn_of_loss(modifier: Modifier, value: Any) -> None:
 
 
 def _dumped_one_by_one(modifier: Modifier, spelled: Callable[[Any], Any]) -> dict[str, Any]:
-    """The fields in plain types; one that cannot be made so is warned of, and ``None``."""
+    """Serialize fields one by one; one that cannot be serialized logs a warning and is ``None``."""
     dumped: dict[str, Any] = {}
     for name in type(modifier).model_fields:
         try:
             dumped.update(modifier.model_dump(mode="json", include={name}, fallback=spelled))
-        except Exception:  # of any kind, and the work of hours is not to be lost by it
+        except Exception:  # of any kind; hours of work must not be lost by it
             dumped[name] = _unserialized(modifier, getattr(modifier, name), spelled)
     return dumped
 
 
 def _unserialized(modifier: Modifier, value: Any, spelled: Callable[[Any], Any]) -> Any:
-    """A value whose own serializer fails, as it is spelled else; warned of if in no way."""
+    """Serialize a value whose own serializer fails; warn if that is impossible."""
     try:
         return to_jsonable_python(value, fallback=spelled)
     except Exception:  # of any kind, as above
@@ -137,13 +137,13 @@ def _unserialized(modifier: Modifier, value: Any, spelled: Callable[[Any], Any])
 
 
 def _class_name(modifier: Modifier) -> str:
-    """What a recipe calls the class: the name of one of ours, the path to another's."""
+    """The name of a modifier's class in a recipe: for third-party classes with their path."""
     owner = type(modifier)
     path = f"{owner.__module__}.{owner.__qualname__}"
     if ModifierFactory.is_builtin(owner) or owner.__module__ == "__main__":
         return owner.__name__
     module = sys.modules.get(owner.__module__)
-    # what was defined within a function, or replaced since, is found by its name alone
+    # a class defined within a function, or replaced since, is found by its name only
     return path if getattr(module, owner.__qualname__, None) is owner else owner.__name__
 
 
@@ -162,7 +162,7 @@ def _stage_mapping(stage: Stage) -> dict[str, Any]:
 
 
 def _groups(stage: Stage) -> dict[str, list[Modifier]]:
-    """Runs of modifiers of one group, in order; a group that comes again gets a number."""
+    """Consecutive modifiers of one group; a group that recurs gets a number."""
     runs: dict[str, list[Modifier]] = {}
     current = None
     for modifier in stage.modifiers:
@@ -175,11 +175,11 @@ def _groups(stage: Stage) -> dict[str, list[Modifier]]:
 
 
 def _plain(value: Any, dumped: Any) -> Any:
-    """``dumped`` corrected by what it was made of.
+    """Correct ``dumped``, the serialized form of ``value``.
 
-    Models lose their empty fields and those that have no spelling, sets get an order, and what a
-    serializer dropped comes back where it has one: infinities within untyped values, dtypes that a
-    format does not store.
+    Models lose their empty fields and those without a plain form, and sets are sorted. Values that
+    a serializer dropped are restored where they have a plain form: infinities within untyped
+    values, dtypes that a format does not store.
     """
     if isinstance(value, BaseModel) and isinstance(dumped, dict):
         return {
@@ -206,11 +206,10 @@ def _plain(value: Any, dumped: Any) -> Any:
 
 
 def _plain_field(value: Any, name: str, dumped: Mapping[str, Any]) -> Any:
-    """One field of a model; a serializer of the model may have dropped it with its name.
+    """A field of a model in plain types; the model's serializer may have dropped it.
 
-    That of compressed-tensors' arguments does so with fields that it fills in anew when they are
-    read, if nobody else gave them; which these are depends on its release, and what is written of
-    a dtype does not.
+    That of compressed-tensors' arguments drops fields that it fills in again when they are read, if
+    they were not set; which these are depends on the release, and the spelling of a dtype must not.
     """
     if _is_of_torch(value, "dtype"):
         return str(value)
@@ -219,7 +218,7 @@ def _plain_field(value: Any, name: str, dumped: Mapping[str, Any]) -> Any:
 
 
 def _spelled(value: Any) -> str | float | None:
-    """How a recipe spells a value that pydantic has no plain form for; ``None`` if in no way."""
+    """The plain form of a value that pydantic cannot serialize; ``None`` if it has none."""
     if _is_of_torch(value, "dtype", "device"):
         return str(value).removeprefix("torch.")
     if isinstance(value, Integral):  # numpy's numbers too
@@ -237,7 +236,7 @@ def _is_null_by_default(info: FieldInfo) -> bool:
 
 
 def _escaped(value: Any) -> Any:
-    """Texts that look like expressions, written as expressions of themselves."""
+    """Escape texts that look like expressions, at any depth."""
     if isinstance(value, str):
         return escape(value)
     if isinstance(value, dict):

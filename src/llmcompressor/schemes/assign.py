@@ -1,19 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which module of a model gets which scheme.
+"""Assignment of quantization schemes to the modules of a model.
 
-The matching itself is compressed-tensors' own, because what reads the checkpoint decides by it
-(an expert's Linears may be meant by a second name, which never gets into a checkpoint).
-Around it, four decisions keep the checkpoint servable. Each is logged once, with names:
+Matching is done by compressed-tensors, because the loader of the checkpoint decides by it too.
+(A Linear of an expert may also match by a second name, which is never written to a checkpoint.)
+Four decisions on top of it keep the checkpoint servable. Each is logged once, with names:
 
-- **Router gates stay out.** A class target such as ``Linear`` does not reach the gate of a
-  mixture of experts: engines build gates unquantized. Naming a gate still quantizes it.
-- **A tied head stays out.** A class target does not reach an output head whose weight is the
-  input embedding's: packed, it could no longer be shared. Naming the head asks for it, and then
-  the weights must be untied first (``tied_weights`` in :mod:`llmcompressor.schemes.checks`).
+- **Router gates stay unquantized.** A class target such as ``Linear`` does not match the router
+  gate of an MoE: engines build gates unquantized. Naming a gate still quantizes it.
+- **A tied head stays unquantized.** A class target does not match an output head that shares its
+  weight with the input embedding: a packed weight cannot be shared. Naming the head quantizes it,
+  and then the weights must be untied first (``tied_weights`` in
+  :mod:`llmcompressor.schemes.checks`).
 - **An untied head is targeted by name.** Engines do not find heads by ``Linear``. Where a class
-  target reaches the head, a pattern for its name is added to the group's targets.
-- **Narrow matrices get narrow groups.** A matrix with fewer columns than an integer group has
-  one group, as wide as the matrix. It is a scheme of its own, targeted by the full names.
+  target matches the head, a pattern for its name is added to the group's targets.
+- **Narrow matrices get narrow groups.** A matrix with fewer columns than an integer group gets
+  one group as wide as the matrix. This is a scheme of its own, targeted by full module names.
 """
 
 from __future__ import annotations
@@ -60,25 +61,25 @@ _ROUTER_CLASS = re.compile(r"Router|Gating|Gate(?![a-z])")
 
 
 def is_empty(scheme: QuantizationScheme) -> bool:
-    """Whether ``scheme`` quantizes nothing, as ``UNQUANTIZED`` does."""
+    """Return True if ``scheme`` quantizes nothing, such as ``UNQUANTIZED``."""
     return not (scheme.weights or scheme.input_activations or scheme.output_activations)
 
 
 def is_router(name: str, module: Module) -> bool:
-    """Whether a module decides which expert a token goes to, by its name or its class."""
+    """Return True if the name or the class of a module is that of an MoE router."""
     return bool(_ROUTER.fullmatch(name) or _ROUTER_CLASS.search(type(module).__name__))
 
 
 def is_served_plain(name: str, module: Module) -> bool:
-    """Whether servers build a module without quantization: routers, and parts of indexers.
+    """Return True if serving engines build a module unquantized.
 
-    These choose which tokens sparse attention looks at.
+    These are MoE routers and parts of the indexer, which selects the tokens of sparse attention.
     """
     return is_router(name, module) or _INDEXER.fullmatch(name) is not None
 
 
 def weight_of(module: Module) -> torch.Tensor | None:
-    """The module's weight where it lies, without moving an offloaded one."""
+    """The module's weight on its present device; an offloaded weight is not moved."""
     weight: object = None
     if type(module._parameters) is dict:  # nothing of it is offloaded
         weight = module._parameters.get("weight")
@@ -91,7 +92,7 @@ def weight_of(module: Module) -> torch.Tensor | None:
 
 
 class SchemeLookup:
-    """The scheme that a Linear of a name would get, without what is decided for whole models.
+    """Lookup of the scheme of a single Linear by name, without the decisions for a whole model.
 
     Args:
         groups: the schemes with their targets.
@@ -103,7 +104,7 @@ class SchemeLookup:
         self._targets, self._ignore = Possible(self._by_target), Possible(ignore)
 
     def of(self, name: str, module: Module) -> QuantizationScheme | None:
-        """``None`` if no target means it, or an ignore entry does."""
+        """The scheme of a module; ``None`` if no target matches it or an ignore entry does."""
         matched = matching_targets(name, module, self._targets.of(name, module))
         if not matched or matching_targets(name, module, self._ignore.of(name, module)):
             return None
@@ -111,10 +112,10 @@ class SchemeLookup:
 
 
 def matching_targets(name: str, module: Module, targets: Iterable[str]) -> list[str]:
-    """Those of the targets that mean a module; the first one counts.
+    """The targets that match a module; the first one decides.
 
-    compressed-tensors' order, a name before a pattern before a class, over all the names that
-    a module is meant by (:func:`llmcompressor.names.names_of`).
+    The order is that of compressed-tensors: names before patterns before classes, over all names
+    under which a module can be matched (:func:`llmcompressor.names.names_of`).
     """
     every = list(targets)
     matched: list[str] = match_targets(name, module, every)
@@ -168,13 +169,13 @@ def assign_schemes(
 def reached(
     model: Module, groups: Iterable[QuantizationScheme], ignore: Sequence[str] = ()
 ) -> dict[str, QuantizationScheme]:
-    """Which modules targets reach, by full name: nothing is refused, told or fitted."""
+    """The scheme of every matched module by full name, without checks and without logging."""
     by_target = {target: scheme for scheme in groups for target in scheme.targets}
     return _Walk(model, by_target, list(ignore)).run().schemes
 
 
 class _Matched(NamedTuple):
-    """What all modules of one form get."""
+    """The targets that match all modules of one class and name form."""
 
     targets: list[str]
     """The targets that match them, the first counts."""
@@ -185,7 +186,7 @@ class _Matched(NamedTuple):
 
 @dataclass
 class _Walk:
-    """One walk over a model, and what it found, for the log and the errors."""
+    """A walk over the modules of a model that collects matches for the log and for errors."""
 
     model: Module
     by_target: Mapping[str, QuantizationScheme]
@@ -275,7 +276,7 @@ class _Walk:
 
 
 def output_head(model: Module) -> Module | None:
-    """The output embedding of a model that says which one it is."""
+    """The output embedding of the model, if the model declares it."""
     getter = getattr(model, "get_output_embeddings", None)
     with contextlib.suppress(AttributeError, NotImplementedError):
         head = getter() if callable(getter) else None
@@ -284,10 +285,10 @@ def output_head(model: Module) -> Module | None:
 
 
 def is_quantizable(module: Module) -> bool:
-    """Whether it is a Linear or an Embedding that computes from its input alone.
+    """Return True for a Linear or an Embedding whose forward takes its input alone.
 
-    That is what readers give to a quantized module; learned positions of many classes (OPT's,
-    BART's, Whisper's) are Embeddings that want the length of a cache or a mask, too.
+    Loaders call quantized modules with one input. Position embeddings of many classes (OPT, BART,
+    Whisper) are Embeddings that also take the length of a cache or a mask.
     """
     kind: Any = type(module)  # hashable, whatever it is a class of
     return isinstance(module, Linear | Embedding) and _takes_one(kind)
@@ -300,7 +301,7 @@ def _takes_one(kind: Any) -> bool:
 
 
 def _is_unreadable(module: Module) -> bool:
-    """Whether its weight is a matrix, of a class that compressed-tensors cannot run quantized."""
+    """Return True if the weight is a matrix and compressed-tensors cannot quantize its class."""
     if is_quantizable(module):
         return False
     weight = weight_of(module)
@@ -308,7 +309,7 @@ def _is_unreadable(module: Module) -> bool:
 
 
 def _unreadable(classes: Iterable[str]) -> str:
-    """What to say of matrices that stay in full, empty if there are none."""
+    """A part of a message on matrices that stay unquantized; empty if there are none."""
     names = ", ".join(sorted(set(classes)))
     return f"; no reader knows a quantized {names}" if names else ""
 
@@ -355,12 +356,12 @@ def _report(found: _Walk) -> None:
 def _with_named_heads(
     schemes: Mapping[str, QuantizationScheme], heads: Mapping[str, QuantizationScheme]
 ) -> dict[str, QuantizationScheme]:
-    """The schemes, where those that reach a head by class also target it by name."""
+    """The schemes, with the name of the head added to the targets if a class target matches it."""
     patterns: dict[int, list[str]] = {}
     for name, scheme in heads.items():
         if schemes[name] is scheme:
             patterns.setdefault(id(scheme), []).append(f"re:.*{re.escape(_last(name))}$")
-    # Names stand before classes: readers report a target as unmatched if another came first.
+    # Names stand before classes: loaders report a target as unmatched if another came first.
     named = {
         id(scheme): scheme.model_copy(update={"targets": [*patterns[id(scheme)], *scheme.targets]})
         for scheme in heads.values()
@@ -376,7 +377,7 @@ def _last(name: str) -> str:
 def _fitted(
     modules: Mapping[str, Module], schemes: Mapping[str, QuantizationScheme]
 ) -> dict[str, QuantizationScheme]:
-    """The schemes, where matrices narrower than their group have one of their own."""
+    """The schemes, with a scheme of their own for matrices narrower than their group."""
     narrowed: dict[tuple[int, int], QuantizationScheme | None] = {}
     fitted: dict[str, QuantizationScheme] = {}
     for name, scheme in schemes.items():

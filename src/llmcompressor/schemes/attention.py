@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which modules are attention with a cache of keys and values, and can have it quantized."""
+"""Attention modules with a KV cache that can be quantized."""
 
 from __future__ import annotations
 
@@ -39,15 +39,15 @@ _HALVES = {"EncoderDecoderCache", "cross_attention_cache", "is_updated", "self_a
 
 
 def state_strategies(args: QuantizationArgs) -> tuple[str, ...]:
-    """The strategies that queries, keys and values can have, as static or dynamic as ``args``."""
+    """The strategies that queries, keys and values support, for static or for dynamic ``args``."""
     return ("tensor", "attn_head") if args.dynamic is False else ("tensor", "token")
 
 
 def takes_cache(module: Module) -> bool:
-    """Whether a module has the form of attention that is given a cache of keys and values.
+    """Return True if a module has the form of attention with a KV cache argument.
 
-    It is what compressed-tensors asks, under each name of the argument: the installed one need not
-    know that by which the installed transformers, or a model's own code, calls it.
+    The test is that of compressed-tensors, with every known name of the argument: the installed
+    compressed-tensors may not know the name that transformers, or a model's own code, uses.
     """
     if is_cached_attention_module(module):
         return True
@@ -57,23 +57,23 @@ def takes_cache(module: Module) -> bool:
 
 
 def cache_argument(module: Module, given: Mapping[str, Any] | None = None) -> str | None:
-    """The name of the argument that is a module's cache.
+    """The name of the argument through which a module gets its KV cache.
 
     Args:
-        module: something with a forward.
-        given: keyword arguments of a call. One of them is it, under a former name too, which the
-            forward then sees to itself.
+        module: a module with a forward.
+        given: keyword arguments of a call. One of them may be the cache under a former name, which
+            the forward then handles itself.
     """
     try:
         parameters = inspect.signature(module.forward).parameters
-    except (TypeError, ValueError):  # whatever the forward is, it does not say what it takes
+    except (TypeError, ValueError):  # the forward has no signature
         return None
     taken = next((name for name in _ARGUMENTS if name in parameters), None)
     return next((name for name in (taken, *_ARGUMENTS) if name in (given or ())), taken)
 
 
 def updates_cache(module: Module) -> bool:
-    """Whether some method of a module's class calls an ``update``; yes if that is hidden."""
+    """Return True if a method of the module's class calls an ``update``, or its code is hidden."""
     kind: Any = type(module)
     if not takes_cache(module) or _layer_type(module) == "linear_attention":
         return False
@@ -81,21 +81,21 @@ def updates_cache(module: Module) -> bool:
 
 
 def is_cached_attention(module: Module) -> bool:
-    """Whether a module is attention that keeps keys and values.
+    """Return True if a module is attention that stores keys and values in a KV cache.
 
-    Its form goes by names and arguments. Those of linear attention may be the same, but
-    what it keeps is one state, which it asks of a cache of its own kind. Attention that looks for
-    a half of a cache, its own or the encoder's, does not find it in what readers put in its place.
+    Attention is recognized by names and arguments. Linear attention may look the same, but it keeps
+    one state, which it reads from a cache class of its own. Attention that accesses one part of a
+    cache (self- or cross-attention) does not find it in the quantized cache that loaders insert.
     """
     kind: Any = type(module)  # hashable, whatever it is a class of
     return updates_cache(module) and not _names_of(kind) & _HALVES
 
 
 def source_layer(module: Module) -> int | None:
-    """The layer whose keys and values attention reads, where it makes none of its own.
+    """The layer whose keys and values this attention reads, if it computes none of its own.
 
-    It is what transformers' attention says of itself, or the last layer of the same type before
-    those at the end that share, by its configuration.
+    Taken from the attributes of transformers' attention, or else from the configuration: the last
+    layer of the same type before the final layers that share a cache.
     """
     if not getattr(module, "is_kv_shared_layer", False) or takes_cache(module):
         return None
@@ -109,7 +109,7 @@ def source_layer(module: Module) -> int | None:
 
 
 def _layer_type(module: Module) -> str | None:
-    """What the configuration says of a module's layer, if it says anything."""
+    """The layer type of a module according to its configuration, or ``None``."""
     types = getattr(getattr(module, "config", None), "layer_types", None)
     index = getattr(module, "layer_idx", None)
     if types and isinstance(index, int) and 0 <= index < len(types):
@@ -119,7 +119,7 @@ def _layer_type(module: Module) -> str | None:
 
 @cache
 def _names_of(kind: Any) -> frozenset[str]:
-    """The names that the methods of a class use."""
+    """The names that the methods of a class refer to."""
     own = kind.__mro__[: kind.__mro__.index(Module)]
     methods = (inspect.unwrap(each) for one in own for each in vars(one).values() if callable(each))
     codes = (getattr(method, "__code__", None) for method in methods)
@@ -127,7 +127,7 @@ def _names_of(kind: Any) -> frozenset[str]:
 
 
 def _names(code: CodeType) -> Iterator[str]:
-    """The names that a function uses, also in functions within it."""
+    """The names that a function and its nested functions refer to."""
     yield from code.co_names
     for constant in code.co_consts:
         if isinstance(constant, CodeType):

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one place where compressed-tensors' ``QuantizationArgs`` become numerics.
+"""Conversion of compressed-tensors' ``QuantizationArgs`` to the types of ``numerics``.
 
-Above here are configurations, below are grids, partitions and scale formats.
+Callers handle configurations; ``numerics`` handles grids, partitions and scale formats.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ _MX_GROUP = 32
 
 
 def grid_of(args: QuantizationArgs) -> Grid:
-    """The numbers that ``args`` rounds to."""
+    """The grid that ``args`` rounds to."""
     kind: Literal["int", "float"] = "int" if args.type == QuantizationType.INT else "float"
     return Grid(kind, args.num_bits, args.symmetric)
 
 
 def partition_of(args: QuantizationArgs) -> Partition:
-    """How ``args`` cuts a weight [R, C] into cells that share a scale.
+    """The partition of a weight [R, C] into cells that share a scale.
 
     Raises:
         InputError: the strategy is not one for weights (``token``, ``attn_head``).
@@ -63,7 +63,7 @@ def partition_of(args: QuantizationArgs) -> Partition:
 
 
 def scale_format_of(args: QuantizationArgs) -> ScaleFormat:
-    """How scales of ``args`` are stored.
+    """The format in which scales of ``args`` are stored.
 
     Raises:
         InputError: integer scales outside the MX formats, which have no meaning.
@@ -84,7 +84,7 @@ def scale_format_of(args: QuantizationArgs) -> ScaleFormat:
 
 
 def scale_dtype_of(args: QuantizationArgs) -> torch.dtype | None:
-    """The floating dtype that plain scales of ``args`` are rounded to, if it names one."""
+    """The floating dtype that plain scales of ``args`` are rounded to, or ``None`` if unset."""
     dtype: torch.dtype | None = args.scale_dtype
     return dtype if scale_format_of(args) is ScaleFormat.PLAIN else None
 
@@ -95,7 +95,7 @@ def zero_dtype_of(args: QuantizationArgs) -> torch.dtype:
 
 
 def needs_global_scale(args: QuantizationArgs) -> bool:
-    """Whether the scales of ``args`` stand under one scale for the whole tensor."""
+    """Return True if the scales of ``args`` are relative to a global scale of the tensor."""
     return bool(args.strategy == QuantizationStrategy.TENSOR_GROUP)
 
 
@@ -103,11 +103,11 @@ def default_observer(args: QuantizationArgs, base_name: str) -> str | None:
     """The name of the observer that calibrates a tensor.
 
     Args:
-        args: how the tensor is quantized; an observer that it names is taken.
-        base_name: ``"weight"``, or what is quantized else: ``"input"``, ``"output"``, ``"q"``, …
+        args: how the tensor is quantized; an observer named there takes precedence.
+        base_name: ``"weight"``, or the activation: ``"input"``, ``"output"``, ``"q"``, …
 
     Returns:
-        The observer's registry name; ``None`` for values whose scales are all found at run time.
+        The observer's registry name; ``None`` for activations whose scales are all dynamic.
     """
     if args.dynamic is True:
         return None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of the schemes against the weights they are for, before any work is done."""
+"""Checks of the schemes against the weights they apply to, before any work is done."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def check_schemes(
     *,
     bypass_divisibility: bool = False,
 ) -> None:
-    """Every check of this module for the schemes of one modifier.
+    """Run every check of this module on the schemes of one modifier.
 
     Args:
         model: the model, with its weights.
@@ -64,7 +64,7 @@ def check_schemes(
 
 
 def check_weights_quantizable(model: Module, schemes: Schemes) -> None:
-    """Refuse modules whose weight is no float matrix with values of its own.
+    """Refuse modules whose weight is not a float matrix with data of its own.
 
     Raises:
         TargetError: lists every such module and what its weight is.
@@ -85,7 +85,7 @@ def check_weights_quantizable(model: Module, schemes: Schemes) -> None:
 
 
 def check_attention(model: Module, schemes: Schemes) -> None:
-    """Refuse strategies that queries, keys and values cannot have.
+    """Refuse strategies that do not apply to queries, keys and values.
 
     Raises:
         TargetError: lists every such module.
@@ -107,7 +107,7 @@ def check_attention(model: Module, schemes: Schemes) -> None:
 
 
 def _check_unparametrized(model: Module, schemes: Schemes) -> None:
-    """Refuse weights that torch computes anew whenever they are read: none can be put there."""
+    """Refuse parametrized weights: torch recomputes them on every read, so none can be set."""
     found = [
         name
         for name, module in _submodules(model, schemes)
@@ -123,7 +123,7 @@ def _check_unparametrized(model: Module, schemes: Schemes) -> None:
 
 
 def _submodules(model: Module, names: Iterable[str]) -> Iterator[tuple[str, Module]]:
-    """The modules of these names."""
+    """The named modules with their names."""
     known = dict(named_modules(model))
     for name in names:
         yield name, known[name] if name in known else model.get_submodule(name)
@@ -143,13 +143,14 @@ def _why_not(module: Module) -> str:
 
 
 class Misfit(NamedTuple):
-    """A module whose columns are not a whole number of groups.
+    """A module whose number of columns is not divisible by its group size.
 
     Attributes:
-        name: of the module.
-        columns: of its weight.
-        size: of the largest group that does not divide them.
-        is_bound: no bypass helps: its inputs are grouped too, or its format holds whole groups.
+        name: name of the module.
+        columns: columns of its weight.
+        size: the largest group size that does not divide them.
+        is_bound: True if no bypass applies: inputs are grouped too, or the format needs whole
+            groups.
     """
 
     name: str
@@ -159,10 +160,10 @@ class Misfit(NamedTuple):
 
 
 def indivisible(model: Module, schemes: Schemes) -> list[Misfit]:
-    """The modules whose columns are not a whole number of groups, in order.
+    """The modules whose number of columns is not divisible by their group size, in order.
 
-    Blocks are padded, so they always fit. Narrower matrices than the group were given a group
-    of their own width; what is still too narrow here is of a format that fixes its group.
+    Blocks are padded, so they always fit. Matrices narrower than the group already got a group of
+    their own width; those that are still too narrow have a format with a fixed group size.
     """
     misfits = []
     sizes: dict[int, tuple[int, int]] = {}
@@ -181,7 +182,7 @@ def indivisible(model: Module, schemes: Schemes) -> list[Misfit]:
 
 
 def holds_ragged(form: str, columns: int) -> bool:
-    """Whether a format can hold weights of so many columns whose last group is smaller.
+    """Return True if a format supports a smaller last group in weights with ``columns`` columns.
 
     >>> [holds_ragged("nvfp4-pack-quantized", columns) for columns in (40, 41)]
     [True, False]
@@ -196,12 +197,12 @@ def _group(args: QuantizationArgs | None) -> int:
 
 
 def check_divisible(model: Module, schemes: Schemes, *, bypass: bool = False) -> None:
-    """Refuse columns that are not a whole number of groups, which no reader takes.
+    """Refuse numbers of columns that the group size does not divide: no loader supports them.
 
     Args:
         model: the model.
         schemes: module name to scheme.
-        bypass: the user means it: what can be run and written all the same is let through.
+        bypass: accept what can still be run and written; the user asked for it.
 
     Raises:
         TargetError: lists every such module with its columns and its group size.
@@ -238,7 +239,7 @@ def tied_weights(model: Module, schemes: Schemes) -> list[tuple[str, ...]]:
     """The sets of modules that share one weight and of which at least one is to be quantized.
 
     The modifier unties them before it changes a weight; a quantized weight cannot be shared. A
-    module that stands in two places counts as two: a reader looks for the scales of each.
+    module registered under two names counts as two: loaders look for the scales of each.
     """
     owners: dict[int, list[str]] = {}
     for name, module in named_modules(model, remove_duplicate=False):
@@ -271,7 +272,7 @@ def check_tied(model: Module, schemes: Schemes) -> None:
 
 
 def _way_out(model: Module, schemes: Schemes, sets: Sequence[Sequence[str]]) -> str:
-    """Untie where that helps: the head gets a weight of its own, and what the class ties too."""
+    """The remedy in the error message: untie the embeddings, if that separates all weights."""
     if are_apart_untied(model, schemes, sets):
         return "Pass tie_word_embeddings=False to give each its own weight, or ignore it."
     meant = listed(name for names in sets for name in names if name in schemes)
@@ -279,12 +280,12 @@ def _way_out(model: Module, schemes: Schemes, sets: Sequence[Sequence[str]]) -> 
 
 
 def are_apart_untied(model: Module, schemes: Schemes, sets: Sequence[Sequence[str]]) -> bool:
-    """Whether no weight to be quantized is shared any more once the embeddings are untied.
+    """Return True if untying the embeddings leaves no weight to be quantized shared.
 
     Args:
         model: the model.
         schemes: module name to scheme.
-        sets: the modules that share a weight, of :func:`tied_weights`.
+        sets: the sets of modules that share a weight, from :func:`tied_weights`.
     """
     own = output_head(model)
     untied = {name for name, module in named_modules(model) if module is own}
@@ -300,15 +301,15 @@ def are_apart_untied(model: Module, schemes: Schemes, sets: Sequence[Sequence[st
 def warn_mixed_sets(schemes: Schemes, joined: Iterable[Sequence[str]]) -> None:
     """Warn about modules that are served as one but quantized differently.
 
-    Engines look up one scheme for the joined matrix: some refuse a mixture, others load the
-    wrong one of the two. Transformers reads it as it is, so this is no error.
+    Engines look up one scheme for the fused matrix: some refuse mixed schemes, others load one of
+    the two wrongly. Transformers loads them correctly, so this is not an error.
 
     Args:
         schemes: module name to scheme, from all modifiers of the recipe.
         joined: sets of names that are served as one matrix or one set of experts.
     """
     mixed = []
-    keys: dict[int, str] = {}  # modules of one group share their scheme
+    keys: dict[int, str] = {}  # the modules of a group share one scheme object
     for names in joined:
         present = {id(scheme): scheme for scheme in map(schemes.get, names)}
         for own, scheme in present.items():
@@ -333,7 +334,7 @@ def _mixture(kinds: Mapping[str, str]) -> str:
 
 
 def _serving_key(scheme: QuantizationScheme | None) -> str:
-    """What of a scheme a reader sees: neither its targets nor how its scales were found."""
+    """A key that is equal for schemes that loaders treat alike, ignoring targets and observers."""
     if scheme is None:
         return ""
     hidden = {"observer", "observer_kwargs", "actorder", "zp_dtype"}
@@ -344,7 +345,7 @@ def _serving_key(scheme: QuantizationScheme | None) -> str:
 
 
 def describe(scheme: QuantizationScheme | None) -> str:
-    """A scheme in a few words.
+    """A short description of a scheme.
 
     >>> from llmcompressor.schemes.presets import preset_scheme
     >>> describe(preset_scheme("W4A8")), describe(None)

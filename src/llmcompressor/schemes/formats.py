@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which formats can hold the weights of a scheme, where one is asked for by name."""
+"""Compression formats that can hold the weights of a scheme, for formats requested by name."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _BYTE, _WIDEST = 8, 32
 
 
 def fitting_formats(scheme: QuantizationScheme) -> tuple[str, ...]:
-    """The formats from which readers get the weights of ``scheme`` back, its own first.
+    """The formats from which loaders decode the weights of ``scheme`` correctly, its own first.
 
     >>> from llmcompressor.schemes.presets import preset_scheme
     >>> fitting_formats(preset_scheme("W8A8"))
@@ -43,9 +43,9 @@ def _has_unpackable_zeros(weights: QuantizationArgs | None) -> bool:
 
 
 def misfit(scheme: QuantizationScheme, form: str) -> tuple[str, str] | None:
-    """Why ``form`` cannot hold the weights of ``scheme``, and what to do; ``None`` if it can.
+    """Why ``form`` cannot hold the weights of ``scheme``, and the remedy; ``None`` if it can.
 
-    A reader would take what is written for something else, and find other weights.
+    A loader would misinterpret the stored tensors and decode other weights.
 
     >>> from llmcompressor.schemes.presets import preset_scheme
     >>> misfit(preset_scheme("W4A16"), "float-quantized")[0]

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From what a recipe says to compressed-tensors' configuration classes.
+"""Parsing of recipe values into compressed-tensors' configuration classes.
 
-The classes forbid unknown keys, but answer in the language of their validator. Here each wrong
-key is an error that says where it stands and which key was meant.
+These classes forbid unknown keys, but their errors are in the validator's terms. Here every wrong
+key is an error with its location and the most similar valid key.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ _WEIGHT_STRATEGIES = ("tensor", "channel", "group", "block", "tensor_group")
 
 
 def names_list(value: Any, where: str) -> list[str]:
-    """One name or a list of names, as a list.
+    """Return a name or a list of names as a list.
 
     Raises:
-        RecipeError: it is something else, or empty.
+        RecipeError: the value is neither, or it is empty.
     """
     names = [value] if isinstance(value, str) else value
     is_list = isinstance(names, Sequence | set | frozenset) and bool(names)
@@ -57,7 +57,7 @@ def _refuse_empty_pattern(names: Collection[str], where: str) -> None:
 
 
 def check_actorder(value: Any, where: str) -> None:
-    """Refuse the activation orders that no reader of a checkpoint knows any more.
+    """Refuse activation orders that current loaders no longer support.
 
     Raises:
         RecipeError: ``group``, ``dynamic`` or ``True``.
@@ -73,10 +73,10 @@ def check_actorder(value: Any, where: str) -> None:
 
 
 def parse_args(value: Any, where: str) -> QuantizationArgs:
-    """Quantization arguments from a mapping, or the object itself.
+    """Quantization arguments from a mapping; an instance is returned unchanged.
 
     Raises:
-        RecipeError: an unknown key, or values that do not go together.
+        RecipeError: an unknown key, or inconsistent values.
     """
     if isinstance(value, QuantizationArgs):
         _check_known(value.type, value.num_bits, where)
@@ -88,7 +88,7 @@ def parse_args(value: Any, where: str) -> QuantizationArgs:
 
 
 def _check_known(kind: Any, bits: Any, where: str) -> None:
-    """Refuse what another release of compressed-tensors has."""
+    """Refuse types and bit widths that the installed compressed-tensors does not support."""
     if str(getattr(kind, "value", kind)).lower() == "float" and bits == 6:
         try:
             check_6_bit_floats(where)
@@ -100,7 +100,7 @@ def parse_scheme(value: Mapping[str, Any], where: str) -> QuantizationScheme:
     """A scheme from a mapping with the keys of ``QuantizationScheme``.
 
     Raises:
-        RecipeError: an unknown key, no targets, or values that do not go together.
+        RecipeError: an unknown key, no targets, or inconsistent values.
     """
     _check_keys(value, QuantizationScheme, where)
     fields = dict(value)
@@ -114,7 +114,7 @@ def parse_scheme(value: Mapping[str, Any], where: str) -> QuantizationScheme:
 
 
 def parse_group(name: str, value: Any, where: str) -> QuantizationScheme:
-    """One entry of ``config_groups``: a scheme, a mapping, or targets under a preset's name."""
+    """Parse an entry of ``config_groups``: a scheme, a mapping, or the targets of a preset."""
     if isinstance(value, QuantizationScheme):
         _refuse_empty_pattern(value.targets, f"{where}.targets")
         return _checked(value, where)
@@ -140,7 +140,7 @@ def _refuse_group(name: str, value: Any, where: str) -> None:
 
 
 def _checked(scheme: QuantizationScheme, where: str) -> QuantizationScheme:
-    """Refuse what the classes let through but no weight can be, and no format can hold."""
+    """Refuse schemes that the classes accept but that no weight or no format supports."""
     for name in ARGUMENT_FIELDS:
         if (args := getattr(scheme, name)) is not None:
             _check_known(args.type, args.num_bits, f"{where}.{name}")
@@ -185,7 +185,7 @@ def _with_checked_weights(scheme: QuantizationScheme, where: str) -> Quantizatio
 def _refuse_static_groups(scheme: QuantizationScheme, where: str) -> None:
     """Refuse static scales of groups of features: compressed-tensors cannot run them.
 
-    It takes their dimension for that of the tokens.
+    It mistakes the dimension of the groups for that of the tokens.
     """
     for name in ("input_activations", "output_activations"):
         args = getattr(scheme, name)
@@ -266,5 +266,5 @@ def _reasons(error: ValidationError) -> str:
 
 
 def _sentence(message: object) -> str:
-    """The first line of a message, without its full stop: the rest repeats the whole object."""
+    """The first line of a message without its full stop; the rest repeats the whole object."""
     return str(message).strip().partition("\n")[0].rstrip(".")

@@ -65,18 +65,18 @@ _NEEDED = "0.20"
 
 @dataclass(frozen=True)
 class Preset:
-    """What a preset's name stands for: keyword arguments of two ``QuantizationArgs``.
+    """Keyword arguments of the two ``QuantizationArgs`` of a preset.
 
     Attributes:
-        weights: of the weights; ``None`` leaves them alone.
-        input_activations: of the inputs; ``None`` leaves them alone.
+        weights: arguments of the weights; ``None`` leaves them unquantized.
+        input_activations: arguments of the inputs; ``None`` leaves them unquantized.
     """
 
     weights: Arguments | None = None
     input_activations: Arguments | None = None
 
     def scheme(self, targets: Iterable[str]) -> QuantizationScheme:
-        """A new scheme of this preset for ``targets``, with its format if it needs one."""
+        """A new scheme of this preset for ``targets``, with an explicit format if it needs one."""
         scheme = QuantizationScheme(
             targets=list(targets),
             weights=self.weights and QuantizationArgs(**self.weights),
@@ -100,12 +100,12 @@ def _tokens(bits: int, kind: str) -> Arguments:
 
 
 def can_store_6_bit_floats() -> bool:
-    """Whether the installed compressed-tensors has a format for them."""
+    """Return True if the installed compressed-tensors has a format for 6-bit floats."""
     return _MXFP6 in {one.value for one in CompressionFormat}
 
 
 def check_6_bit_floats(what: str) -> None:
-    """Refuse 6-bit floats where no format is there that could hold them, nor a forward for them.
+    """Refuse 6-bit floats if the installed compressed-tensors can neither store nor run them.
 
     Raises:
         InputError: the installed compressed-tensors is too old; ``what`` begins the sentence.
@@ -137,7 +137,7 @@ _NVFP4: Arguments = {
 
 
 def _mx(bits: int) -> Arguments:
-    """The block formats of the Open Compute Project: 32 values share a power of two."""
+    """Arguments of the OCP microscaling (MX) formats: 32 values share a power-of-two scale."""
     return {
         "num_bits": bits,
         "type": "float",
@@ -183,7 +183,7 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(_build())
 
 
 def is_preset(name: str) -> bool:
-    """Whether ``name`` is a preset, in any case, be it one of a newer compressed-tensors.
+    """Return True if ``name`` is a preset of any compressed-tensors release, in any case.
 
     >>> is_preset("w4a16"), is_preset("W4A17")
     (True, False)
@@ -215,14 +215,14 @@ def preset_scheme(name: str, targets: str | Iterable[str] = ("Linear",)) -> Quan
 
 
 def is_packed(scheme: QuantizationScheme) -> bool:
-    """Whether integers are written bit-packed although activations are quantized too.
+    """Return True if integer weights are written bit-packed although activations are quantized.
 
-    The writer's own order of formats stores every integer weight with quantized activations
-    as one byte each, so W4A8 would be as large as W8A8. Packed, such a weight takes its
-    ``num_bits``, and it is what CUDA engines read: vLLM's schemes for int weights with dynamic
-    int8 or fp8 activations expect ``weight_packed``. (Its CPU kernel for W4A8 reads
-    ``int-quantized``: state that as the group's ``format``.) Eight bits gain nothing. Inputs with
-    a zero point are for that CPU kernel alone, so that they are written for it.
+    compressed-tensors by default stores every integer weight with quantized activations as one byte
+    per value, so W4A8 would be as large as W8A8. Packed, a weight takes ``num_bits`` per value. It
+    is also what CUDA engines load: vLLM's schemes for int weights with dynamic int8 or fp8
+    activations expect ``weight_packed``. (vLLM's CPU kernel for W4A8 loads ``int-quantized``: set
+    it as the group's ``format``.) Packing saves nothing at eight bits. Inputs with a zero point are
+    supported by that CPU kernel alone, so they are written for it.
     """
     weights = scheme.weights
     activations = scheme.input_activations or scheme.output_activations
@@ -232,7 +232,7 @@ def is_packed(scheme: QuantizationScheme) -> bool:
 
 
 def _is_for_processors(scheme: QuantizationScheme) -> bool:
-    """Whether vLLM's CPU kernel for W4A8 takes it, and none that reads packed weights does."""
+    """Return True if only vLLM's CPU kernel for W4A8 supports a scheme, and no packed kernel."""
     weights, inputs = scheme.weights, scheme.input_activations
     return (
         inputs is not None
@@ -246,17 +246,17 @@ def _is_for_processors(scheme: QuantizationScheme) -> bool:
 
 
 def with_format(scheme: QuantizationScheme) -> QuantizationScheme:
-    """The scheme, stating its format where the writer would choose another by itself."""
+    """The scheme, with an explicit format where compressed-tensors would choose another."""
     if scheme.format is None and is_packed(scheme):
         return scheme.model_copy(update={"format": _PACKED})
     return scheme
 
 
 def format_of(scheme: QuantizationScheme) -> str:
-    """The format in which a module of ``scheme`` is written.
+    """The compression format in which a module of ``scheme`` is written.
 
-    The scheme's own ``format`` first; then bit-packed where :func:`is_packed`; then the order
-    in which compressed-tensors tries its formats.
+    In this order: the scheme's own ``format``; bit-packed if :func:`is_packed`; the first match in
+    the order in which compressed-tensors tries its formats.
 
     >>> format_of(preset_scheme("W4A8")), format_of(preset_scheme("W8A8"))
     ('pack-quantized', 'int-quantized')

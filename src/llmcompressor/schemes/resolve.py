@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From the fields of a quantizing modifier to its schemes.
+"""Resolution of the fields of a quantizing modifier to its schemes.
 
-:func:`resolve_schemes` needs no model: it reads the fields, refuses what contradicts itself and
-fills in formats and observers, so a recipe is checked before anything is loaded.
-:meth:`ResolvedSchemes.schemes_by_module` then says which module gets which scheme.
+:func:`resolve_schemes` needs no model: it reads the fields, refuses contradictions, and fills in
+formats and observers, so a recipe is checked before any model is loaded.
+:meth:`ResolvedSchemes.schemes_by_module` then assigns a scheme to each module.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ class ResolvedSchemes:
 
     Attributes:
         groups: schemes by the name of their group, in the recipe's order.
-        ignore: modules that no scheme applies to, whatever targets them.
+        ignore: modules that no scheme applies to, whatever target matches them.
         kv_cache_scheme: how keys and values are cached, or ``None``.
-        bypass_divisibility_checks: the user's word that ragged groups are meant.
-        allow_unmatched: the user's word that targets may match nothing.
-        observer_fields: where the recipe names the observer, by group and argument.
+        bypass_divisibility_checks: accept group sizes that do not divide the columns.
+        allow_unmatched: accept targets that match nothing.
+        observer_fields: the recipe field that names the observer, by group and argument.
     """
 
     groups: Mapping[str, QuantizationScheme]
@@ -63,18 +63,18 @@ class ResolvedSchemes:
 
     @property
     def config_groups(self) -> Mapping[str, QuantizationScheme]:
-        """The groups, by the name that they have in a ``quantization_config``."""
+        """The schemes by the name of their group in the ``quantization_config``."""
         return self.groups
 
     @property
     def targets(self) -> tuple[str, ...]:
-        """Every target of every group, once, in order."""
+        """The targets of all groups, without duplicates, in order."""
         every = (target for scheme in self.groups.values() for target in scheme.targets)
         return tuple(dict.fromkeys(every))
 
     @property
     def requires_calibration_data(self) -> bool:
-        """Whether a static scale of activations or of the cache has to be found."""
+        """Return True if activations or the KV cache need a static scale."""
         cache = self.kv_cache_scheme
         return (cache is not None and cache.dynamic is not True) or any(
             _needs_data(scheme) for scheme in self.groups.values()
@@ -82,20 +82,20 @@ class ResolvedSchemes:
 
     @cached_property
     def lookup(self) -> SchemeLookup:
-        """Which scheme a Linear of a name would get."""
+        """Lookup of the scheme of a Linear by its name."""
         return SchemeLookup(self.groups.values(), self.ignore)
 
     def schemes_by_module(self, model: Module) -> dict[str, QuantizationScheme]:
         """The scheme of each module to quantize, by full name, in model order.
 
-        Of the targets that match a module the first counts in this order: those that match its
+        Of the targets that match a module, the first in this order decides: those that match its
         name, then those that match its class, names before ``re:`` patterns, alphabetically.
-        Modules of one group share one scheme object, except where a matrix is narrower than
-        the group (see :mod:`llmcompressor.schemes.assign`).
+        Modules of one group share one scheme object, except where a matrix is narrower than the
+        group (see :mod:`llmcompressor.schemes.assign`).
 
         Raises:
-            TargetError: a target matches only modules that cannot be quantized, or nothing is
-                left to quantize; not with ``allow_unmatched``.
+            TargetError: a target matches only modules that cannot be quantized, or no module is
+                left to quantize; never with ``allow_unmatched``.
         """
         return assign_schemes(
             model,
@@ -106,7 +106,7 @@ class ResolvedSchemes:
         )
 
     def reached(self, model: Module) -> dict[str, QuantizationScheme]:
-        """What :meth:`schemes_by_module` starts from; nothing is refused or logged."""
+        """The matches that :meth:`schemes_by_module` starts from, unchecked and without logging."""
         return reached(model, self.groups.values(), self.ignore)
 
 
@@ -124,20 +124,20 @@ def resolve_schemes(
     bypass_divisibility_checks: bool = False,
     allow_unmatched: bool = False,
 ) -> ResolvedSchemes:
-    """Read the quantization fields of a modifier.
+    """Resolve the quantization fields of a modifier to schemes.
 
     Args:
         config_groups: group name to a scheme, to a mapping of its fields, or, under a preset's
             name, to a list of targets.
-        targets: what ``scheme`` applies to; without meaning for ``config_groups``.
-        ignore: modules to leave out.
-        scheme: a preset's name, a mapping from presets to targets, or one scheme's fields.
-        kv_cache_scheme: arguments for the cache of keys and values.
+        targets: targets of ``scheme``; ignored for ``config_groups``.
+        ignore: modules to exclude.
+        scheme: a preset's name, a mapping from presets to targets, or the fields of a scheme.
+        kv_cache_scheme: arguments of the KV cache.
         weight_observer: observer of all weights.
         input_observer: observer of all inputs that are not fully dynamic.
         output_observer: observer of all outputs that are not fully dynamic.
-        observer: the same three, under ``weights``, ``input`` and ``output``; a name alone is that
-            of weights.
+        observer: the same three, under ``weights``, ``input`` and ``output``; a single name is that
+            of the weights.
         bypass_divisibility_checks: passed through.
         allow_unmatched: passed through.
 
@@ -222,7 +222,7 @@ _SCHEME_FIELDS = tuple(QuantizationScheme.model_fields)
 
 
 def _check_shared_targets(groups: Mapping[str, QuantizationScheme]) -> None:
-    """Refuse one target in two groups: readers of the file keep only one of them, silently."""
+    """Refuse a target that is in two groups: loaders silently keep only one of the groups."""
     owner: dict[str, str] = {}
     for name, scheme in groups.items():
         for target in scheme.targets:
@@ -251,14 +251,14 @@ def _cache_arguments(value: QuantizationArgs | Mapping[str, Any] | None) -> Quan
 def _observed(
     args: QuantizationArgs, base_name: str, override: str | None = None
 ) -> QuantizationArgs:
-    """A copy of ``args`` with its observer: none where every scale is computed on the fly."""
+    """A copy of ``args`` with its observer; without one if all scales are dynamic."""
     chosen = default_observer(args, base_name)
     return args.model_copy(update={"observer": chosen and (override or chosen)})
 
 
 @dataclass
 class _Overrides:
-    """Observers that a modifier sets for all its schemes, and which of them had an effect."""
+    """The observers that a modifier sets for all its schemes, and a record of those used."""
 
     by_field: Mapping[str, str]
     fields: Mapping[str, str]
@@ -287,7 +287,7 @@ class _Overrides:
         return cls(named, {argument: keys[argument] for argument in named})
 
     def applied(self, scheme: QuantizationScheme) -> QuantizationScheme:
-        """A copy of ``scheme`` in which all arguments have their observer."""
+        """A copy of ``scheme`` with an observer in every argument."""
         update: dict[str, QuantizationArgs] = {}
         for name in ARGUMENT_FIELDS:
             args = getattr(scheme, name)
@@ -298,7 +298,7 @@ class _Overrides:
         return scheme.model_copy(update=update)
 
     def warn_unused(self) -> None:
-        """Tell which observers were set for arguments that no scheme has or that are dynamic."""
+        """Warn about observers set for arguments that no scheme has or that are dynamic."""
         unused = [name for name in self.by_field if name not in self.used]
         if unused:
             logger.warning(

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the modifiers that smooth a model share: they move scales from one module to its readers."""
+"""Smoothing: the shared base of modifiers that move scales from a module to its readers."""

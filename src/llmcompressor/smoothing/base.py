@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The base of the modifiers that smooth: sets of modules, statistics of inputs, scales applied.
+"""Base of the smoothing modifiers: sets of modules, input statistics, and scales applied.
 
-One forward of the model as it is serves all sets, because smoothing one changes neither what the
-model computes nor what another set is judged by. The scales of a set are found when its readers
-have seen all batches, and applied when all batches have left its block.
+One forward of the original model serves all sets, because smoothing one changes neither the model's
+output nor the statistics of another set. The scales of a set are found when its readers have seen
+all batches, and applied when all batches have left its block.
 """
 
 from __future__ import annotations
@@ -45,18 +45,18 @@ _VISITS = 6
 
 
 class Tally(Protocol):
-    """What is collected of the inputs of Linears that get one tensor."""
+    """Statistics of one input tensor, which several Linears may share."""
 
     @property
     def tokens(self) -> int:
-        """How many tokens were counted."""
+        """Number of tokens counted."""
 
     def update(self, input_TC: Tensor) -> None:
-        """Count the tokens of one batch, ``[T, C]``, padding already left out."""
+        """Add the tokens of one batch, ``[T, C]``, without padding."""
 
 
 class SmoothingMixin(Modifier):
-    """Sets of modules that are smoothed, what is seen of their inputs, and the end."""
+    """Finds smoothing sets, collects statistics of their inputs, and applies their scales."""
 
     propagates_error: ClassVar[bool] = True
     run_types: ClassVar[frozenset[str]] = frozenset({"oneshot"})
@@ -74,106 +74,106 @@ class SmoothingMixin(Modifier):
     _scales: dict[SmoothSet, Tensor] = PrivateAttr(default_factory=dict)
     _records: dict[str, dict[str, Any]] = PrivateAttr(default_factory=dict)
 
-    # ------------------------------------------------------------------ what a technique says
+    # ------------------------------------------------------------------ overridden by a technique
 
     @abstractmethod
     def named(self, model: Module) -> Sequence[Names] | None:
-        """The mappings as targets; ``None`` where they are to be found.
+        """The mappings as targets; ``None`` if they are to be found from the model.
 
-        Those of the recipe, or those that are registered for the class of ``model``.
+        Those of the recipe, or those registered for the class of ``model``.
         """
 
     @abstractmethod
     def new_tally(self, columns: int, device: torch.device, name: str) -> Tally:
-        """What collects the inputs of one tensor."""
+        """New statistics of one input tensor."""
 
     @abstractmethod
     def scale_of(self, one: SmoothSet, tallies: Mapping[Module, Any]) -> Tensor | None:
-        """The scale of a set, float32 ``[C]``, and a record of it.
+        """Compute the scale of a set, float32 ``[C]``, and record it.
 
         Args:
             one: a set whose readers have seen all batches.
-            tallies: of each reader.
+            tallies: statistics of each reader.
 
         Returns:
-            ``None`` to leave the set as it is.
+            The scale; ``None`` to leave the set as it is.
         """
 
     @property
     def norms_only(self) -> bool:
-        """Whether only sets are looked for that begin with a norm."""
+        """Return True to search only for sets that begin with a norm."""
         return False
 
     @property
     def into_mixtures(self) -> bool:
-        """Whether sets are looked for that end in a router and the experts of a mixture."""
+        """Return True to search also for sets that end in the router and experts of an MoE."""
         return True
 
     def ignored(self) -> Sequence[str]:
-        """Targets that are left out."""
+        """Targets to leave out."""
         return ()
 
     def wanted_sets(self) -> list[SmoothSet]:
-        """The sets that are to be smoothed."""
+        """The sets to smooth."""
         return self._sets
 
     def after_sets(self) -> None:
-        """Called when the scales of all sets that have seen everything were found."""
+        """Called once scales are found for all sets whose statistics are complete."""
 
     def before_division(self, modules: set[Module]) -> None:
-        """Called when the readers among ``modules`` are scaled, and no smooth module is yet."""
+        """Called after the readers among ``modules`` are scaled, before their smooth modules."""
 
     # ------------------------------------------------------------------ declarations
 
     @property
     def requires_calibration_data(self) -> bool:
-        """Always: it is about activations."""
+        """Always True: smoothing needs activations."""
         return True
 
     @property
     def finest_granularity(self) -> Granularity:
-        """Only inputs are looked at."""
+        """Linear: only the inputs of single Linears are observed."""
         return Granularity.LINEAR
 
     @property
     def changes_at_once(self) -> bool:
-        """A pass that has run the norm is to meet Linears that are not scaled yet."""
+        """False: a pass that has run the norm must meet Linears that are not scaled yet."""
         return False
 
     @property
     def works_by_block(self) -> bool:
-        """All that is changed for a set lies in one block."""
+        """True: all changes of a set lie in one block."""
         return True
 
     def accepts_unreached(self, name: str) -> bool:
-        """A set with an expert that no token was routed to is left as it is."""
+        """True for experts: a set whose expert gets no token is left unsmoothed."""
         return is_expert(name)
 
     def calibrated_modules(self, state: State) -> list[Module]:
-        """The Linears that read what is smoothed; routers only take its scales."""
+        """The Linears that read a smooth module; routers only take its scales."""
         readers = (module for one in self.wanted_sets() for module in one.linears.values())
         return list(dict.fromkeys(readers))
 
     def effort(self, modules: Sequence[Module], data: DataSize) -> Effort:
-        """The extremes of each column, or their like."""
+        """Cost of observing each column's extremes or the like."""
         columns = [one.shape[-1] for module in modules[:1] for one in _matrices(module)]
         return Effort(watch=_WATCHED * sum(columns))
 
     def work(self, modules: Sequence[Module], data: DataSize) -> Work:
-        """Weights are looked at and scaled."""
+        """Cost of reading and scaling weights."""
         inside = set(modules)
         sets = [one for one in self.wanted_sets() if one.smooth in inside]
         readers = [module for one in sets for module in one.balance.values()]
         return Work(visits=_VISITS * sum(m.numel() for each in readers for m in _matrices(each)))
 
     def report(self) -> dict[str, Any]:
-        """What was found for each set, by the name of its smooth module."""
+        """The records of each set, by the name of its smooth module."""
         return dict(self._records)
 
-    # ------------------------------------------------------------------ before
+    # ------------------------------------------------------------------ initialization
 
     def on_initialize(self, state: State, **kwargs: Any) -> bool:
-        """Find the sets, and check those that the recipe names."""
+        """Find the sets, and validate those that the recipe names."""
         model: Module = state.model
         self._names = {module: name for name, module in named_modules(model)}
         names, samples = self.named(model), _samples(state)
@@ -210,9 +210,9 @@ class SmoothingMixin(Modifier):
         return True
 
     def _without_turned(self, state: State, *, are_named: bool) -> list[SmoothSet]:
-        """The sets through which no rotation goes that is made in the forward.
+        """The sets that no online rotation passes through.
 
-        The columns of a weight behind such a rotation are not those of what stands before it.
+        The columns of a weight after such a rotation are not the channels of the module before it.
 
         Raises:
             TargetError: for a set that the recipe names, and where nothing is left.
@@ -245,7 +245,7 @@ class SmoothingMixin(Modifier):
         return kept
 
     def _refuse_turned(self) -> None:
-        """Say so where it is for rotations of an earlier run that nothing can be smoothed."""
+        """Raise if nothing can be smoothed because of an earlier run's rotations."""
         for module, name in self._names.items():
             if by := _turned_already(module):
                 raise TargetError(
@@ -255,7 +255,7 @@ class SmoothingMixin(Modifier):
                 )
 
     def _tell(self, model: Module) -> None:
-        """Say what was found: the sets of one place, and how many there are like them."""
+        """Log the sets that were found, grouped by place, with their number."""
         alike: dict[str, int] = {}
         for one in self._sets:
             readers = dict.fromkeys(map(_without_numbers, one.balance))
@@ -269,10 +269,10 @@ class SmoothingMixin(Modifier):
                 origin = f"registered for {type(model).__name__}"
         logger.info(f"{type(self).__name__}, mappings {origin}: {shown}.")
 
-    # ------------------------------------------------------------------ while
+    # ------------------------------------------------------------------ calibration
 
     def on_calibration_start(self, state: State, event: Event, **kwargs: Any) -> None:
-        """Watch the inputs, once for all Linears that get the same tensor."""
+        """Hook the inputs, once for all Linears that share a tensor."""
         self._order = state.call_order
         self._by_reader = {}
         for one in self.wanted_sets():
@@ -306,7 +306,7 @@ class SmoothingMixin(Modifier):
         return collect
 
     def count(self, module: Module, tensor: Tensor, token_mask: Tensor | None) -> None:
-        """Add what goes into ``module`` (see :func:`real_tokens`) to what is collected of it."""
+        """Add the input of ``module`` (see :func:`real_tokens`) to its statistics."""
         if module not in self._tallies:
             self._tallies[module] = self.new_tally(
                 tensor.shape[-1], tensor.device, self._names[module]
@@ -314,20 +314,20 @@ class SmoothingMixin(Modifier):
         self._tallies[module].update(real_tokens(tensor, token_mask))
 
     def sets_of(self, module: Module) -> Sequence[SmoothSet]:
-        """The sets that are to be smoothed and whose readers ``module`` is one of."""
+        """The sets to smooth that have ``module`` among their readers."""
         return self._by_reader.get(module, ())
 
     def leader(self, module: Module) -> Module:
-        """The first of the watched modules that share ``module``'s input."""
+        """The first of the hooked modules that share ``module``'s input."""
         return module if self._order is None else self._order.group_of(module)[0]
 
     def on_sequential_epoch_end(
         self, state: State, event: Event, modules: Iterable[Module], **kwargs: Any
     ) -> None:
-        """Find the scales of the sets that have seen everything; drop what was collected.
+        """Find the scales of sets with complete statistics, and free the statistics.
 
-        Where no pipeline says when passes have left a block, the weights change at once: whoever
-        is told behind this modifier sees them as they will be.
+        Where no pipeline reports that passes have left a block, the weights change at once, so that
+        modifiers after this one see the final weights.
         """
         came = dict.fromkeys(modules)
         self._seen.update(came)
@@ -358,14 +358,14 @@ class SmoothingMixin(Modifier):
         self._scales[one] = scale_C
 
     def _forget(self) -> None:
-        """Drop the tallies whose readers have all been seen to."""
+        """Free the statistics whose readers are all done."""
         for leader in [one for one in self._tallies if one in self._seen]:
             alike = (leader,) if self._order is None else self._order.group_of(leader)
             sets = (one for module in alike for one in self.sets_of(module))
             if all(self._seen.issuperset(one.linears.values()) for one in sets):
                 del self._tallies[leader]
 
-    # ------------------------------------------------------------------ after
+    # ------------------------------------------------------------------ scaling
 
     @torch.no_grad()
     def finish(self, state: State, modules: Iterable[Module], *, written: bool = False) -> None:
@@ -380,7 +380,7 @@ class SmoothingMixin(Modifier):
             divide_outputs(one.smooth, self._scales.pop(one), one.offset)
 
     def on_calibration_end(self, state: State, event: Event, **kwargs: Any) -> None:
-        """Scale what was not scaled with its block."""
+        """Scale the sets that were not scaled with their block."""
         self.remove_hooks()
         self.finish(state, state.model.modules())
         self._tallies.clear()
@@ -390,7 +390,7 @@ class SmoothingMixin(Modifier):
 
 
 def _samples(state: State) -> Iterator[Mapping[str, Any]]:
-    """The first calibration batch with each set of inputs; drawn only when it is asked for."""
+    """The first calibration batch of each set of keys; drawn only on demand."""
     seen: set[frozenset[str]] = set()
     for batch in () if state.data.calib is None else state.data.calib:
         if isinstance(batch, Mapping) and (kind := frozenset(batch)) not in seen:
@@ -407,7 +407,7 @@ def _matching(model: Module, targets: Sequence[str]) -> set[str]:
 
 
 def _turned_already(module: Module) -> str | None:
-    """What rotates the inputs or outputs of ``module`` since an earlier run."""
+    """Name of an earlier run's rotation of the inputs or outputs of ``module``, if any."""
     children = module._modules.items()
     return next((name for name, child in children if isinstance(child, HadamardTransform)), None)
 

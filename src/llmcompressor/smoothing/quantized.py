@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which sets may not be smoothed any more, because what was found for their modules holds as it is.
+"""Conflicts of smoothing with quantization: sets with modules whose scales are already final.
 
-The scales of a weight are those of its values, and the scales of inputs, outputs, keys and values
-those of the activations: once a modifier that stands before has found them, neither may be moved.
-What nobody before has quantized may be smoothed all the same.
+The scales of a weight depend on its values, those of inputs, outputs, keys and values on the
+activations: once an earlier modifier has computed them, neither may be changed. Modules that are
+not quantized yet may be smoothed.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ __all__ = ["quantized_before", "without_quantized"]
 
 
 def quantized_before(state: State) -> set[Module]:
-    """The modules with a scheme when this is asked.
+    """The modules that have a quantization scheme now.
 
-    It is of a modifier that was initialized before, which is its order in the recipe, or of an
-    earlier run.
+    It comes from a modifier that was initialized before, and so stands before in the recipe, or
+    from an earlier run.
     """
     marked = (module for _, module in named_modules(state.model))
     return {one for one in marked if getattr(one, "quantization_scheme", None) is not None}
@@ -35,13 +35,12 @@ def without_quantized(
 ) -> list[SmoothSet]:
     """The sets that a modifier may smooth.
 
-    One that was found in the model, and all of whose readers are quantized, is nobody's wish: it is
-    left out.
+    A set that was found in the model, and whose readers are all quantized, is left out silently.
 
     Args:
         sets: all of them.
         state: of the session, as :func:`quantized_before` takes it.
-        name: what the modifier is called.
+        name: the modifier's name.
         are_named: the recipe names the sets.
 
     Raises:
@@ -74,7 +73,7 @@ def without_quantized(
 
 
 def _makers_of_states(state: State) -> dict[Module, Module]:
-    """Linear → the attention whose quantized keys and values it makes, with others."""
+    """Linear → the attention module whose quantized keys and values it helps to compute."""
     return {
         inner: module
         for module in state.cached

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Callbacks of transformers' trainer: events that have no method to override, and progress."""
+"""Callbacks of transformers' trainer: events without a method to override, and progress."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ __all__ = ["ProgressLines", "SessionEvents"]
 
 
 class SessionEvents(TrainerCallback):
-    """Sends what happens around the optimizer's step to the session.
+    """Sends the events around the optimizer's step to the session.
 
     Args:
-        driver: the driver of the training that goes on, if one does.
-        ready: called when model and optimizer are as they stay.
+        driver: return the driver of the current training, or ``None``.
+        ready: called when model and optimizer have their final form.
     """
 
     def __init__(
@@ -34,13 +34,13 @@ class SessionEvents(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """All is wrapped and loaded, and no batch has come."""
+        """Model and optimizer are wrapped and loaded, and no batch has come yet."""
         self._ready()
 
     def on_epoch_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """The data begins anew, or where a checkpoint was written."""
+        """The data starts from the beginning, or from the place of a checkpoint."""
         if driver := self._driver():
             driver.place.begin_pass()
 
@@ -76,7 +76,7 @@ class SessionEvents(TrainerCallback):
 
 
 class ProgressLines(TrainerCallback):
-    """Progress where no terminal shows a bar: a line with the time left now and then."""
+    """Progress without a terminal: an occasional log line with the time left."""
 
     def __init__(self) -> None:
         self._open = ExitStack()
@@ -86,7 +86,7 @@ class ProgressLines(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Begin to count."""
+        """Start counting."""
         if state.is_world_process_zero:
             left = state.max_steps - state.global_step
             self._advance = self._open.enter_context(progress(left, "Training", terminal=False))
@@ -108,7 +108,7 @@ class ProgressLines(TrainerCallback):
         logs: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        """Write what the trainer logs as one line."""
+        """Write the trainer's log entry as one line."""
         if state.is_world_process_zero and self._advance is not None:
             told = {name: value for name, value in (logs or {}).items() if name != "total_flos"}
             parts = (

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The session's part of a trainer's checkpoint, and which checkpoints are complete.
+"""The session's file in a trainer's checkpoint, and the completeness of checkpoints.
 
-The trainer writes ``trainer_state.json`` last. Before the first file of a checkpoint is written a
-``trainer_state.json`` that is there already is removed, and the session's file is written. So a
-folder whose ``trainer_state.json`` can be read is complete: all files are of the same step.
+The trainer writes ``trainer_state.json`` last. Before the first file of a checkpoint is written, an
+existing ``trainer_state.json`` is removed and the session's file is written. So a folder whose
+``trainer_state.json`` can be read is complete: all files are of the same step.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ _FORMAT = 1
 
 
 def write_session(folder: Path, saved: Mapping[str, Any]) -> None:
-    """Begin a checkpoint with the session's file; call it before the trainer writes its own.
+    """Start a checkpoint with the session's file; call it before the trainer writes its own.
 
     Args:
-        folder: of the checkpoint; made if it is not there.
-        saved: what ``CompressionLifecycle.state_dict`` returned.
+        folder: the checkpoint's folder; created if it does not exist.
+        saved: the result of ``CompressionLifecycle.state_dict``.
     """
     folder.mkdir(parents=True, exist_ok=True)
     (folder / _STATE_FILE).unlink(missing_ok=True)
@@ -51,10 +51,10 @@ def write_session(folder: Path, saved: Mapping[str, Any]) -> None:
 
 
 def read_session(folder: Path) -> dict[str, Any] | None:
-    """What :func:`write_session` wrote; ``None`` if the checkpoint has no such file.
+    """Load the file of :func:`write_session`; ``None`` if the checkpoint has none.
 
     Raises:
-        CheckpointError: the file is damaged, or of a format that is not known.
+        CheckpointError: the file is damaged, or has an unknown format.
     """
     path = folder / SESSION_FILE
     if not path.is_file():
@@ -75,11 +75,11 @@ def read_session(folder: Path) -> dict[str, Any] | None:
 
 
 def checkpoint_to_resume(asked: str | os.PathLike[str] | bool | None, runs: Path) -> Path | None:
-    """The folder to resume from.
+    """Return the folder to resume from, or ``None``.
 
     Args:
         asked: a folder; true for the last complete one in ``runs``; false or ``None`` for none.
-        runs: where the run writes its checkpoints.
+        runs: the folder of the run's checkpoints.
 
     Raises:
         CheckpointError: there is none, or it is not complete.
@@ -100,7 +100,7 @@ def checkpoint_to_resume(asked: str | os.PathLike[str] | bool | None, runs: Path
 
 
 def step_of(folder: Path) -> int:
-    """The step that the trainer's part of a complete checkpoint was taken at."""
+    """Return the optimizer step of a complete checkpoint."""
     step: int = json.loads((folder / _STATE_FILE).read_text(encoding="utf-8"))["global_step"]
     return step
 
@@ -124,7 +124,7 @@ def _last_complete(runs: Path) -> Path:
 
 
 def _lack(folder: Path) -> str | None:
-    """Why a folder is no complete checkpoint."""
+    """Return the reason why a folder is no complete checkpoint, or ``None`` if it is."""
     if not folder.is_dir():
         return "there is no such folder"
     if (folder / _UNFINISHED_MARK).exists():

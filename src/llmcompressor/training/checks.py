@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is refused or warned of before a training with a recipe begins."""
+"""Checks before a training with a recipe begins."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ _PER_TOKEN = ("labels", "input_ids")
 
 
 def check_can_train(modifiers: Iterable[Modifier]) -> None:
-    """Refuse modifiers that have nothing to do in a training, or whose schedule makes no sense.
+    """Refuse modifiers that cannot train or have an impossible schedule.
 
     Raises:
-        RecipeError: names them.
+        RecipeError: there are such modifiers.
     """
     modifiers = list(modifiers)
     useless = [type(each).__name__ for each in modifiers if "train" not in each.run_types]
@@ -70,10 +70,10 @@ def check_can_train(modifiers: Iterable[Modifier]) -> None:
 
 
 def check_experts(model: Module, modifiers: Sequence[Modifier]) -> None:
-    """Refuse recipes whose targets mean experts: in a training they lie in stacks, not in Linears.
+    """Refuse recipes that target experts: in a training they are stacked, not Linears.
 
     Raises:
-        TargetError: names the mixtures.
+        TargetError: the targets match experts.
     """
     mixtures = meant_mixtures(model, modifiers)
     if mixtures:
@@ -86,14 +86,14 @@ def check_experts(model: Module, modifiers: Sequence[Modifier]) -> None:
 
 
 def check_trainer(trainer: Trainer, modifiers: Sequence[Modifier]) -> None:
-    """Refuse ways to train that a recipe's modifiers cannot follow.
+    """Refuse trainer settings that a recipe's modifiers do not support.
 
     Args:
-        trainer: as it was made.
-        modifiers: of the recipe.
+        trainer: the trainer.
+        modifiers: the recipe's modifiers.
 
     Raises:
-        ArgumentError: names the argument.
+        ArgumentError: an argument is not supported.
     """
     args = trainer.args
     _check_spread(trainer, modifiers)
@@ -114,7 +114,7 @@ def check_trainer(trainer: Trainer, modifiers: Sequence[Modifier]) -> None:
 
 
 def _check_spread(trainer: Trainer, modifiers: Sequence[Modifier]) -> None:
-    """Refuse parameters that are cut into flat pieces; tell of a configuration that is left out."""
+    """Refuse flattened parameter shards, and warn of an ignored distributed configuration."""
     for name, asked, on in (
         ("deepspeed", trainer.args.deepspeed, trainer.is_deepspeed_enabled),
         ("fsdp", trainer.args.fsdp, trainer.is_fsdp_enabled),
@@ -134,7 +134,7 @@ def _check_spread(trainer: Trainer, modifiers: Sequence[Modifier]) -> None:
 
 
 def check_trainable(model: Module) -> None:
-    """Refuse a model of which nothing learns, once the modifiers have added what they learn.
+    """Refuse a model without trainable parameters, once the modifiers have added theirs.
 
     Raises:
         ArgumentError: no parameter takes a gradient.
@@ -147,12 +147,12 @@ def check_trainable(model: Module) -> None:
 
 
 def _check_labels(trainer: Any) -> None:
-    """Refuse to train a classifier of whole texts on a label for each token."""
+    """Refuse to train a sequence classifier on one label per token."""
     if getattr(trainer.model, "loss_type", None) != "ForSequenceClassification":
         return
     data = trainer.train_dataset
     row: Any = {}
-    if hasattr(data, "__len__"):  # a stream's rows come once
+    if hasattr(data, "__len__"):  # the rows of a stream can be read only once
         with suppress(LookupError, TypeError):
             row = data[0]
     labels, tokens = (row.get(name) if isinstance(row, Mapping) else None for name in _PER_TOKEN)
@@ -166,9 +166,9 @@ def _check_labels(trainer: Any) -> None:
 
 
 def _check_adapters(model: Any) -> None:
-    """Refuse adapters that transformers has put in and will not save; it says so when it saves.
+    """Refuse adapters loaded by transformers that it would be unable to save.
 
-    PEFT's own wrapper saves what it holds itself.
+    PEFT's own wrapper saves its adapters itself.
     """
     if not getattr(model, "_hf_peft_config_loaded", False):
         return
@@ -186,7 +186,7 @@ def _check_adapters(model: Any) -> None:
 
 
 def _check_pieces(trainer: Trainer, modifiers: Sequence[Modifier]) -> None:
-    """Refuse settings of ZeRO stage 3 by which a process's piece of a weight is not the weight."""
+    """Refuse settings of ZeRO stage 3 in which a process's shard is not a part of the weight."""
     changing = [type(one).__name__ for one in modifiers if one.changes_weights]
     state = trainer.accelerator.state
     if not changing or zero_stage(state) != 3:
@@ -204,10 +204,10 @@ def _check_pieces(trainer: Trainer, modifiers: Sequence[Modifier]) -> None:
 
 
 def zero_stage(holder: Any) -> int:
-    """The stage of DeepSpeed's ZeRO; 0 without it.
+    """Return the stage of DeepSpeed's ZeRO; 0 without it.
 
     Args:
-        holder: what has the attribute ``deepspeed_plugin``.
+        holder: an object with the attribute ``deepspeed_plugin``.
     """
     return getattr(getattr(holder, "deepspeed_plugin", None), "zero_stage", 0)
 
@@ -217,7 +217,7 @@ def _number(value: Any) -> float:
 
 
 def warn_of_other_epochs(saved: Mapping[str, Any], steps_per_epoch: int | None) -> None:
-    """Say where an epoch has become longer or shorter since the checkpoint."""
+    """Warn if the length of an epoch has changed since the checkpoint."""
     if saved["steps_per_epoch"] != steps_per_epoch:
         logger.warning(
             f"An epoch had {saved['steps_per_epoch']} steps when the checkpoint was written and "
@@ -229,7 +229,7 @@ def warn_of_other_epochs(saved: Mapping[str, Any], steps_per_epoch: int | None) 
 def warn_of_schedules(
     modifiers: Iterable[Modifier], max_steps: int, steps_per_epoch: int | None
 ) -> None:
-    """Say which modifiers do not start, act or come to their end within the training."""
+    """Warn of modifiers that do not start, act or end within the training."""
     length = max_steps / (steps_per_epoch or 1)
     unit = "steps" if steps_per_epoch is None else "epochs"
     for modifier in modifiers:
@@ -255,7 +255,7 @@ def warn_of_schedules(
 
 
 def _first_step(start: float, steps_per_unit: int) -> int:
-    """The first optimizer step at which a schedule has come to ``start``.
+    """Return the first optimizer step at which a schedule has reached ``start``.
 
     >>> _first_step(0.1 * 3, 10), _first_step(0.31, 10)
     (3, 4)

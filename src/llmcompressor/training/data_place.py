@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where in its data a training is.
+"""Position of a training in its data.
 
-transformers finds the place by dividing the steps by those of an epoch. A stream has no number of
-steps in an epoch: once it has begun anew, the place has to be known.
+transformers computes the position by dividing the steps by those of an epoch. A stream has no known
+number of steps in an epoch: once it has started again, its position has to be counted.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ _KEY = "data_place"
 
 
 class DataPlace:
-    """Counts the passes over the data, and the micro-batches of the present one.
+    """Counts the passes over the data and the micro-batches of the current pass.
 
     Args:
-        passes: that were completed.
-        batches: micro-batches of the present pass, of this process.
+        passes: completed passes.
+        batches: micro-batches of the current pass in this process.
 
     Attributes:
-        resumed: the passes and batches that a checkpoint was written after, if one says so.
+        resumed: the passes and batches at the time of the resumed checkpoint, if it has them.
     """
 
     def __init__(self, passes: int = 0, batches: int = 0) -> None:
@@ -33,22 +33,22 @@ class DataPlace:
 
     @classmethod
     def read(cls, saved: Mapping[str, Any]) -> DataPlace:
-        """Go on from what :meth:`record` returned."""
+        """Restore the position from the result of :meth:`record`."""
         found = saved.get(_KEY)
         place = cls() if found is None else cls(*found)
         place.resumed = None if found is None else (place._passes, place._batches)
         return place
 
     def record(self) -> dict[str, list[int]]:
-        """What a checkpoint keeps."""
+        """Return the position for a checkpoint."""
         return {_KEY: [self._passes, self._batches]}
 
     def begin_pass(self) -> None:
-        """A pass begins; the first one where the place is."""
+        """Start the next pass; the first one starts at the restored position."""
         if self._begun:
             self._passes, self._batches = self._passes + 1, 0
         self._begun = True
 
     def take_batch(self) -> None:
-        """A micro-batch was taken."""
+        """Count a micro-batch."""
         self._batches += 1

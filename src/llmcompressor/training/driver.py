@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One training run of a trainer: what it tells the session, and when."""
+"""The driver of a session through one training run of a trainer."""
 
 from __future__ import annotations
 
@@ -36,15 +36,15 @@ __all__ = ["Inputs", "SessionDriver", "modifiers_to_apply"]
 
 @dataclass(frozen=True)
 class Inputs:
-    """What a session is initialized with besides the model and its optimizer.
+    """The inputs of a session besides the model and its optimizer.
 
     Attributes:
-        recipe: what to apply; ``None`` to go on with what the session was initialized with.
-        teacher: the model to learn from.
+        recipe: the recipe to apply; ``None`` for that of the session.
+        teacher: the teacher model of distillation.
         train_data: the training set.
-        loggers: a ``LoggerManager`` or loggers; those of the session if not given.
+        loggers: a ``LoggerManager`` or loggers; by default those of the session.
         batches_per_step: micro-batches in an optimizer step.
-        distributed_strategy: how the model will be spread over the processes.
+        distributed_strategy: the strategy of distributing the model over processes.
     """
 
     recipe: Recipe | None
@@ -56,16 +56,16 @@ class Inputs:
 
 
 class SessionDriver:
-    """Takes a session through one call of a trainer's ``train``.
+    """Drives a session through one call of a trainer's ``train``.
 
     Args:
-        session: the active one.
-        inputs: what it is initialized with.
-        checkpoint: the folder that training goes on from.
+        session: the active session.
+        inputs: the inputs of the session.
+        checkpoint: the checkpoint to resume from.
 
     Raises:
         CheckpointError: the checkpoint has no session, and the recipe needs one.
-        RecipeError: it is of another recipe, or a modifier cannot train.
+        RecipeError: the checkpoint has another recipe, or a modifier cannot train.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class SessionDriver:
     # ---- beginning and end
 
     def measure(self, *, steps_per_epoch: int | None, max_steps: int) -> None:
-        """Take how long the run will be, before :meth:`begin`.
+        """Set the length of the run, before :meth:`begin`.
 
         Args:
             steps_per_epoch: optimizer steps in an epoch; ``None`` for a stream.
@@ -106,7 +106,7 @@ class SessionDriver:
         check_experts(model, self._modifiers())
         loggers = session.state.loggers if inputs.loggers is None else inputs.loggers
         if inputs.recipe is not None or session.lifecycle.finalized:
-            session.reset()  # what an earlier run left
+            session.reset()  # the state of an earlier run
         self.begun = True
         if self._saved is not None:
             warn_of_other_epochs(self._saved, self._steps_per_epoch)
@@ -137,12 +137,12 @@ class SessionDriver:
             warn_of_schedules(modifiers, self._max_steps, self._steps_per_epoch)
 
     def ready(self, wrapped: Module, optimizer: Any, global_step: int) -> None:
-        """Take what the trainer has made of model and optimizer; resume. Before the first batch.
+        """Register the wrapped model and optimizer and resume, before the first batch.
 
         Args:
-            wrapped: the model as it is run, in the wrapper of its distribution.
+            wrapped: the model in its distributed wrapper.
             optimizer: the optimizer that steps.
-            global_step: steps that were taken before a checkpoint that is resumed from.
+            global_step: optimizer steps taken before the resumed checkpoint.
         """
         session = self.session
         session.state.optimizer = optimizer
@@ -162,9 +162,9 @@ class SessionDriver:
             session.lifecycle.global_step = global_step
 
     def return_to(self, checkpoint: Path) -> None:
-        """Take the modifiers back to a checkpoint whose weights the model has again.
+        """Restore the modifiers to a checkpoint whose weights were loaded into the model again.
 
-        No batch may follow: hooks that ``on_initialize`` had put are gone afterwards.
+        No batch may follow: hooks that ``on_initialize`` registered are removed.
         """
         saved = read_session(checkpoint)
         modifiers = self.session.lifecycle.recipe.modifiers
@@ -190,7 +190,7 @@ class SessionDriver:
             self.session.finalize()
 
     def abandon(self) -> None:
-        """Reset the session after an error: no hook and no scale stays behind."""
+        """Reset the session after an error, removing all hooks and scales."""
         self._leave_engine()
         if self.begun:
             self.session.break_off()
@@ -198,7 +198,7 @@ class SessionDriver:
     # ---- events
 
     def batch_start(self, inputs: Any) -> None:
-        """A micro-batch begins."""
+        """Send the start of a micro-batch."""
         if not self.begun:
             return
         if self._step_done:
@@ -209,11 +209,11 @@ class SessionDriver:
 
     @property
     def awaits_loss(self) -> bool:
-        """Whether a micro-batch of the training has begun and its loss is not known yet."""
+        """True if a training micro-batch has begun and its loss is not known yet."""
         return self._in_micro_batch
 
     def batch_on_device(self, inputs: Any) -> None:
-        """Take the micro-batch where the model computes, before its forward."""
+        """Store the micro-batch on the model's device, before its forward pass."""
         # A copy: trainers take the labels out of theirs.
         self.session.state.batch_data = dict(inputs) if isinstance(inputs, Mapping) else inputs
 
@@ -224,20 +224,20 @@ class SessionDriver:
         token_weight: Tensor | None = None,
         targets: Tensor | None = None,
     ) -> Tensor:
-        """Show the loss of a micro-batch to the modifiers.
+        """Pass the loss of a micro-batch to the modifiers.
 
         Args:
-            loss: what the trainer would differentiate.
-            share: of ``micro_batch_share``.
-            token_weight: of the function of that name; goes with the event, if there is one.
-            targets: of ``targets_of``.
+            loss: the trainer's loss.
+            share: the result of ``micro_batch_share``.
+            token_weight: the result of the function of that name; sent with the event.
+            targets: the result of ``targets_of``.
 
         Returns:
-            What it is to differentiate instead, on the same scale; ``loss`` itself if no modifier
-            replaced it.
+            The loss to differentiate, on the same scale; ``loss`` itself if no modifier replaced
+            it.
         """
         self._in_micro_batch = False
-        # Where the model is spread over devices its loss lies elsewhere than the batch.
+        # The loss of a model on several devices may be on another device than the batch.
         share, token_weight, targets = (
             None if one is None else one.to(loss.device) for one in (share, token_weight, targets)
         )
@@ -248,7 +248,7 @@ class SessionDriver:
         return loss if final is shown else scaled_back(final, share)
 
     def backward_done(self) -> None:
-        """Let go of the graph of the loss."""
+        """Free the graph of the loss."""
         if self._in_micro_batch:
             self._loss_was_hidden()
         self._in_micro_batch = False
@@ -257,7 +257,7 @@ class SessionDriver:
             self.session.state.loss = loss.detach()
 
     def _loss_was_hidden(self) -> None:
-        """A ``compute_loss`` stands before the mixin's, which was to tell of the loss."""
+        """Report a ``compute_loss`` that precedes the mixin's and hides the loss from it."""
         what = (
             "The trainer's own compute_loss hides that of SessionManagerMixIn: no modifier sees "
             "the loss"
@@ -273,18 +273,18 @@ class SessionDriver:
             self._warned_of_loss = True
 
     def send(self, event_type: EventType) -> None:
-        """Send an event that carries nothing."""
+        """Send an event without data."""
         if self.begun:
             self.session.event(event_type)
             self._have_hooks_seen()
 
     def before_step(self) -> None:
-        """The optimizer is about to step, unless an engine does that and has told of it."""
+        """Send that the optimizer is about to step, unless an engine has sent it."""
         if self._engine is None:
             self.send(EventType.OPTIM_PRE_STEP)
 
     def step_done(self) -> None:
-        """The optimizer has stepped; its learning rate is still that of the step."""
+        """Send that the optimizer has stepped; its learning rate is still that of the step."""
         self.send(EventType.OPTIM_POST_STEP)
         self._step_done = True
         self.run_loss.add(self._step)
@@ -298,7 +298,7 @@ class SessionDriver:
             self.session.log(EventType.OPTIM_POST_STEP, self._step.figures)
 
     def figures(self) -> dict[str, float]:
-        """What there is to log of the last step besides its loss."""
+        """Return the metrics of the last step besides its loss."""
         step = self._step.figures()
         step.pop("loss", None)
         return {**step, **self.session.figures()}
@@ -311,7 +311,7 @@ class SessionDriver:
             self._engine = None
 
     def _have_hooks_seen(self) -> None:
-        """Have a compiled model compiled anew where hooks came or went: it would not notice."""
+        """Recompile a compiled model if hooks were added or removed, as it would not notice."""
         hooks = frozenset[int]().union(*(one.hook_ids for one in self._modifiers_now()))
         if hooks != self._hooks:
             compile_anew()
@@ -347,7 +347,7 @@ class SessionDriver:
 
 
 def modifiers_to_apply(session: CompressionSession, recipe: Recipe | None) -> list[Modifier]:
-    """The modifiers of a recipe; without one those of a session that goes on."""
+    """Return the modifiers of a recipe, or without one those of the session in progress."""
     if recipe is not None:
         return recipe.modifiers
     lifecycle = session.lifecycle

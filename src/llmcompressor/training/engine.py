@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DeepSpeed's engine, which steps by itself at the end of the backward pass of a step.
+"""Hooks into DeepSpeed's engine, which steps by itself at the end of the backward pass.
 
-The trainer tells of the step when it is over. Who has to hear of it before listens here.
+The trainer's own event comes after the step, so listeners that have to act before it hook in here.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ _OF_A_TRAINING = ("optimizer", "scheduler", "gradient_clipping")
 
 
 class ToldSteps:
-    """An engine that tells before it steps.
+    """Calls a function before each step of an engine.
 
     Args:
-        engine: DeepSpeed's; its ``step`` is replaced until :meth:`leave`.
-        before: called when the gradients of all micro-batches of a step are there.
+        engine: a DeepSpeed engine; its ``step`` is replaced until :meth:`leave`.
+        before: called when the gradients of all micro-batches of a step are accumulated.
     """
 
     def __init__(self, engine: Any, before: Callable[[], None]) -> None:
@@ -37,18 +37,18 @@ class ToldSteps:
         engine.step = told
 
     def leave(self) -> None:
-        """Have the engine step as its class says."""
+        """Restore the engine's own ``step``."""
         del self._engine.step
 
 
 def show_copies(engine: Any) -> None:
-    """Have parameters show the optimizer's float32 copies of them, as ``fp32_copy``.
+    """Attach the optimizer's float32 master weights to the parameters, as ``fp32_copy``.
 
-    Without ZeRO (stage 0) the engine keeps them in groups beside those of the 16-bit weights, and
-    tells nobody which belongs to which; its other stages show them themselves.
+    Without ZeRO (stage 0) the engine keeps them in groups parallel to those of the 16-bit weights,
+    without a link between the two; its other stages provide a link themselves.
 
     Args:
-        engine: DeepSpeed's.
+        engine: a DeepSpeed engine.
     """
     optimizer = engine.optimizer
     lows, highs = (getattr(optimizer, name, ()) for name in ("fp16_groups", "fp32_groups"))
@@ -58,14 +58,14 @@ def show_copies(engine: Any) -> None:
 
 
 def have_gathered(model: Module | None, engine: Any) -> None:
-    """Have DeepSpeed gather a second model's weights while its modules run.
+    """Let DeepSpeed gather a second model's weights while its modules run.
 
-    A teacher that was loaded while ZeRO stage 3 was configured is in flat pieces, and nobody but
-    an engine gathers them.
+    A teacher that was loaded with ZeRO stage 3 is sharded into flat pieces, and only an engine
+    gathers them.
 
     Args:
-        model: may be whole, or have an engine already.
-        engine: of the model that is trained; its configuration is taken.
+        model: the second model; it may be unsharded, or have an engine already.
+        engine: the engine of the trained model, whose configuration is used.
     """
     if model is None or not in_pieces(model) or hasattr(model, "ds_inflight_param_registry"):
         return

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The loss of a micro-batch, as modifiers see it and as the optimizer sees it.
+"""Scaling of a micro-batch's loss between the modifiers' view and the optimizer's view.
 
 A step's loss is a weighted sum over its micro-batches, on all processes. transformers builds it in
 one of two ways: it divides the sum over a micro-batch's tokens by the number of tokens in the
@@ -8,15 +8,15 @@ the number of micro-batches afterwards. In the first case the number that ``comp
 is small for a small micro-batch. A modifier that added a term of its own, a mean, would count it
 once per micro-batch.
 
-So modifiers always see the mean over the micro-batch, and what they make of it is scaled back::
+So modifiers always see the mean over the micro-batch, and their result is scaled back::
 
     loss = share * mean        share = tokens here * processes / tokens of the step
 
 With accumulation or without, on one process or several, the same recipe has the same effect.
 
-A micro-batch without targets has no mean and a share of zero. What is learned of all its tokens
-counts nevertheless, and must not be lost in a product with zero: it goes through a share that is
-so small that terms which are weighted by targets vanish, and its own weight is that much larger.
+A micro-batch without targets has no mean and a share of zero. Loss terms over all its tokens count
+nevertheless, and must not be lost in a product with zero. So it gets a share that is so small that
+terms weighted by targets vanish, and the weight of terms over tokens is that much larger.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _NO_SHARE = 2.0**-20  # in place of zero; a power of two, so that nothing is rou
 
 @contextmanager
 def loss_expected() -> Iterator[None]:
-    """Say what is missing where the trainer finds no loss in what the model returned."""
+    """Raise a clear error if the model returned no loss, because a batch has no labels."""
     try:
         yield
     except ValueError as error:
@@ -67,10 +67,10 @@ def loss_expected() -> Iterator[None]:
 def micro_batch_share(
     trainer: Trainer, inputs: Mapping[str, Any], num_items_in_batch: Tensor | int | None
 ) -> Tensor | None:
-    """What the mean over a micro-batch is multiplied with to be its part of the step's loss.
+    """Return the factor from a micro-batch's mean to its part of the step's loss.
 
     Args:
-        trainer: tells how it builds the loss.
+        trainer: the trainer, which defines how the loss is built.
         inputs: the micro-batch, with its labels.
         num_items_in_batch: targets in the whole step, on all processes.
 
@@ -89,9 +89,9 @@ def micro_batch_share(
 
 
 def _by_items(trainer: Trainer) -> bool:
-    """Whether a loss is divided by the targets of the whole step, as in ``training_step``.
+    """Return True if the loss is divided by the targets of the whole step (``training_step``).
 
-    What a trainer says of itself counts from the release on whose ``training_step`` asks for it.
+    The trainer's own flag counts from the release on whose ``training_step`` uses it.
     """
     said = getattr(trainer, _SAYS) if hasattr(Trainer, _SAYS) else None
     if said is not None:
@@ -100,10 +100,10 @@ def _by_items(trainer: Trainer) -> bool:
 
 
 def targets_of(trainer: Trainer, inputs: Mapping[str, Any]) -> Tensor | None:
-    """How many targets a micro-batch has.
+    """Return the number of targets in a micro-batch.
 
     Args:
-        trainer: tells whether its loss shifts the labels.
+        trainer: the trainer, whose loss may shift the labels.
         inputs: the micro-batch, with its labels.
 
     Returns:
@@ -118,14 +118,14 @@ def targets_of(trainer: Trainer, inputs: Mapping[str, Any]) -> Tensor | None:
 
 
 def tokens_of_step(trainer: Trainer, batches: Iterable[Any]) -> Tensor | None:
-    """How many tokens that are no padding the micro-batches of a step have, on all processes.
+    """Return the number of non-padding tokens in the micro-batches of a step, on all processes.
 
     Args:
-        trainer: tells whose tokens are counted together.
+        trainer: the trainer, which defines the processes to count together.
         batches: the micro-batches of this process.
 
     Returns:
-        A scalar; ``None`` where it is not known.
+        A scalar; ``None`` where it is unknown.
     """
     counts = [token_total(batch) for batch in batches]
     known = [count for count in counts if count is not None]
@@ -141,19 +141,19 @@ def tokens_of_step(trainer: Trainer, batches: Iterable[Any]) -> Tensor | None:
 def token_weight(
     trainer: Trainer, inputs: Mapping[str, Any], tokens_in_step: Tensor | None, share: Tensor | None
 ) -> Tensor | None:
-    """What a mean over a micro-batch's tokens is multiplied with to be weighted by their number.
+    """Return the factor that weights a mean over tokens by the number of tokens.
 
-    The loss is a mean over targets and weighted by ``share``, its part of the step's targets. What
-    is a mean over all tokens instead would be weighted by targets too, without this factor.
+    The loss is a mean over targets, weighted by ``share``, its part of the step's targets. Without
+    this factor a mean over all tokens would be weighted by targets too.
 
     Args:
-        trainer: tells how it builds the loss.
+        trainer: the trainer, which defines how the loss is built.
         inputs: the micro-batch.
-        tokens_in_step: of :func:`tokens_of_step`.
-        share: of :func:`micro_batch_share`.
+        tokens_in_step: the result of :func:`tokens_of_step`.
+        share: the result of :func:`micro_batch_share`.
 
     Returns:
-        A scalar; ``None`` where all is well without.
+        A scalar; ``None`` where no factor is needed.
     """
     own = token_total(inputs)
     if share is None or own is None or tokens_in_step is None:
@@ -165,12 +165,12 @@ def token_weight(
 
 
 def _unit(share: Tensor) -> Tensor:
-    """The share, and something small in place of zero."""
+    """Return the share, with a small number in place of zero."""
     return torch.where(share > 0, share, _NO_SHARE)
 
 
 def _averaged_processes(trainer: Trainer) -> int:
-    """How many processes share one count of targets, as in ``Trainer.compute_loss``."""
+    """Return the number of processes with one count of targets, as in ``compute_loss``."""
     if not trainer.args.average_tokens_across_devices:
         return 1
     parallel = getattr(trainer.accelerator, "parallelism_config", None)
@@ -179,7 +179,7 @@ def _averaged_processes(trainer: Trainer) -> int:
 
 
 class StepLoss:
-    """The losses of the micro-batches of one step, kept on their device until someone asks.
+    """The losses of one step's micro-batches, kept on their device until they are needed.
 
     >>> step = StepLoss()
     >>> step.add(own=torch.tensor(2.0), final=torch.tensor(3.0), share=None)
@@ -202,10 +202,10 @@ class StepLoss:
         """Add a micro-batch.
 
         Args:
-            own: what the model's own loss was, a mean.
-            final: what the modifiers made of it.
-            share: of :func:`micro_batch_share`.
-            targets: of :func:`targets_of`; without any there is no loss of the model's own.
+            own: the model's own loss, a mean.
+            final: the loss after the modifiers.
+            share: the result of :func:`micro_batch_share`.
+            targets: the result of :func:`targets_of`; with 0 the model has no loss of its own.
         """
         self.is_empty = False
         weight: Tensor | float = 1.0 if share is None else share
@@ -218,22 +218,22 @@ class StepLoss:
 
     @property
     def has_nothing(self) -> bool:
-        """Whether there were micro-batches, and no loss in any; this waits for the device."""
+        """True if there were micro-batches, and none had a loss; this waits for the device."""
         return not (self.is_empty or self.is_replaced or float(self._own_weight))
 
     def sums(self) -> tuple[Tensor, Tensor, Tensor]:
-        """The model's own loss times its weight, that weight, and what the optimizer saw."""
+        """Return the model's own weighted loss, its weight, and the optimizer's loss."""
         final = torch.as_tensor(self._final)
         own, weight = (torch.as_tensor(each) for each in (self._own, self._own_weight))
         return own.to(final.device), weight.to(final.device), final
 
     def figures(self) -> dict[str, float]:
-        """Means over the step on this process: ``loss``, ``step_loss``, ``perplexity`` and so on.
+        """Return means over the step on this process: ``loss``, ``step_loss``, ``perplexity``.
 
-        ``loss`` is what the optimizer saw, ``step_loss`` the model's own, and ``perplexity`` is
-        the exponential of the latter. Where modifiers have made another loss of the model's own,
-        ``distill_step_loss`` is what that has more. Empty before the first micro-batch; a step
-        without targets has no loss of its own.
+        ``loss`` is the optimizer's loss, ``step_loss`` the model's own, and ``perplexity`` the
+        exponential of the latter. Where modifiers replaced the loss, ``distill_step_loss`` is the
+        difference of the two. Empty before the first micro-batch; a step without targets has no
+        loss of its own.
         """
         found: dict[str, float] = {}
         weight, own_weight = float(self._weight), float(self._own_weight)
@@ -250,8 +250,8 @@ class StepLoss:
 class RunLoss:
     """The losses of all steps of a run on this process, kept on their device until its end.
 
-    The trainer shows a loss of zero for a step whose loss is none, so that only this tells a
-    training in which nothing was learned from one that has nothing left to learn.
+    The trainer reports zero for a step without a loss, so only this distinguishes a training in
+    which nothing was learned from one that has nothing left to learn.
     """
 
     def __init__(self) -> None:
@@ -263,7 +263,7 @@ class RunLoss:
 
     def add(self, step: StepLoss) -> None:
         """Add a step that was taken."""
-        if step.is_empty:  # nobody told of its loss
+        if step.is_empty:  # its loss was never reported
             return
         self._steps += 1
         own, weight, final = step.sums()
@@ -275,11 +275,11 @@ class RunLoss:
 
     @property
     def has_nothing(self) -> bool:
-        """Whether there were steps, and the loss of none was a number."""
+        """True if there were steps, and none had a finite loss."""
         return bool(self._steps) and not float(self._finite_steps)
 
     def figures(self) -> dict[str, float]:
-        """Where modifiers replaced the loss: the mean of the model's own, and its exponential.
+        """Return the model's own mean loss and perplexity, if modifiers replaced the loss.
 
         >>> RunLoss().figures()
         {}
@@ -299,12 +299,12 @@ def _exp(value: float) -> float:
 
 
 def mean_of(loss: Tensor, share: Tensor | None, targets: Tensor | None = None) -> Tensor:
-    """The mean over the micro-batch of a loss that is its part of the step's.
+    """Return the mean over the micro-batch from its part of the step's loss.
 
     Args:
-        loss: as the trainer has computed it.
-        share: of :func:`micro_batch_share`.
-        targets: of :func:`targets_of`. Without any the mean is none, 0 / 0, and zero is taken.
+        loss: the trainer's loss.
+        share: the result of :func:`micro_batch_share`.
+        targets: the result of :func:`targets_of`. With 0 the mean, 0 / 0, is replaced by zero.
     """
     mean = loss if share is None else loss / _unit(share)
     if targets is None:
@@ -313,5 +313,5 @@ def mean_of(loss: Tensor, share: Tensor | None, targets: Tensor | None = None) -
 
 
 def scaled_back(mean: Tensor, share: Tensor | None) -> Tensor:
-    """The part of the step's loss that a mean over the micro-batch is; undoes :func:`mean_of`."""
+    """Scale a mean over the micro-batch to its part of the step's loss; undoes :func:`mean_of`."""
     return mean if share is None else mean * _unit(share)

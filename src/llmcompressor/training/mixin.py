@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What makes a trainer drive the active session."""
+"""A mixin that makes a trainer drive the active session."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ from llmcompressor.training.summary import summary
 from llmcompressor.training.wrappers import take_off_checkpointing
 
 if TYPE_CHECKING:
-    # The mixin stands before a trainer among the bases of a class, whichever trainer that is.
+    # The mixin precedes a trainer among the bases of a class, whichever trainer that is.
     from transformers import Trainer as _Base
 else:
     _Base = object
@@ -67,22 +67,20 @@ class SessionManagerMixIn(_Base):
     parameters that they add to the model go to the optimizer. It finalizes the session at its end.
 
     Args:
-        *args: as the other base takes them.
-        recipe: what to apply, in any form; by default what the active session was initialized
-            with, if anything.
+        *args: arguments of the other base.
+        recipe: the recipe, in any form; by default that of the active session, if it has one.
         recipe_args: values for the recipe's arguments.
         recipe_stage: the stage of the recipe to apply.
         stage: the same as ``recipe_stage``.
-        teacher: the model to learn from, in distillation.
+        teacher: the teacher model of distillation.
         model_args: kept as an attribute.
         data_args: kept as the attribute ``dataset_args``.
         dataset_args: the same as ``data_args``.
         loggers: a ``LoggerManager`` or loggers, for the session.
-        **kwargs: as the other base takes them.
+        **kwargs: arguments of the other base.
 
     Attributes:
-        loss_was_replaced: whether modifiers put another loss in place of the model's own in the
-            last training.
+        loss_was_replaced: modifiers replaced the model's own loss in the last training.
 
     Raises:
         RecipeError: the recipe cannot be read, or one of its modifiers cannot train.
@@ -137,19 +135,19 @@ class SessionManagerMixIn(_Base):
 
         Args:
             resume_from_checkpoint: a checkpoint's folder, or true for the last complete one.
-            *args: as the other base takes them.
-            **kwargs: as the other base takes them.
+            *args: arguments of the other base.
+            **kwargs: arguments of the other base.
 
         Returns:
-            What the other base returns; its metrics also have the model's number of parameters,
-            its sparsity and how much of it is quantized; where modifiers replaced the loss, the
-            model's own (``task_loss``) and its exponential (``perplexity``). The model, and so
-            ``save_model``, saves itself compressed from here on.
+            The result of the other base. Its metrics also have the model's number of parameters,
+            sparsity and quantized share; and where modifiers replaced the loss, the model's own
+            (``task_loss``) and its exponential (``perplexity``). From here on the model, and so
+            ``save_model``, is saved compressed.
 
         Raises:
             CheckpointError: there is no complete checkpoint, or it has no session.
-            RecipeError: the checkpoint is of another recipe.
-            ArgumentError: the trainer's arguments ask for what modifiers cannot follow.
+            RecipeError: the checkpoint has another recipe.
+            ArgumentError: modifiers do not support one of the trainer's arguments.
         """
         folder = checkpoint_to_resume(resume_from_checkpoint, Path(self.args.output_dir or "."))
         driver = self._driver = self._new_driver(folder)
@@ -160,7 +158,7 @@ class SessionManagerMixIn(_Base):
             driver.finish()
         except BaseException:
             driver.abandon()
-            if makes_optimizer:  # it has parameters that modifiers have taken off the model again
+            if makes_optimizer:  # it has parameters that modifiers have removed from the model
                 self.optimizer = self.lr_scheduler = None
             raise
         finally:
@@ -185,7 +183,7 @@ class SessionManagerMixIn(_Base):
 
     @staticmethod
     def _tell_losses(metrics: dict[str, float], losses: RunLoss) -> None:
-        """Mend the metrics where the trainer shows a loss that there was not."""
+        """Correct the metrics if the trainer reports a loss that did not exist."""
         metrics.update(losses.figures())
         if losses.has_nothing and metrics.pop("train_loss", None) is not None:
             logger.warning(
@@ -203,7 +201,7 @@ class SessionManagerMixIn(_Base):
         return recipe
 
     def _new_driver(self, checkpoint: Path | None) -> SessionDriver:
-        # Modifiers serve once: a second training reads the recipe again.
+        # Modifiers can be used once: a second training reads the recipe again.
         recipe, self._next_recipe = self._next_recipe or self._read_recipe(), None
         recipe = None if recipe is None else unused(recipe)
         session = active_session()
@@ -229,7 +227,7 @@ class SessionManagerMixIn(_Base):
     def set_initial_training_values(
         self, args: Any, dataloader: Any, *rest: Any, **kwargs: Any
     ) -> tuple[int, int, int, int, int, int | None, int]:
-        """As in the other base; the session hears how long an epoch and the run are."""
+        """Override to pass the length of an epoch and the run to the session."""
         values = super().set_initial_training_values(args, dataloader, *rest, **kwargs)
         if self._driver is not None:
             epoch = values[1] if has_length(dataloader) else None
@@ -237,7 +235,7 @@ class SessionManagerMixIn(_Base):
         return values
 
     def _init_training_state(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
-        """As in the other base, but for a stream, whose place it takes to be in the first pass."""
+        """Override to restore the position in a stream, which the trainer cannot compute."""
         found: tuple[int, int] = super()._init_training_state(*args, **kwargs)
         place = None if self._driver is None else self._driver.place.resumed
         if place is None or self.args.ignore_data_skip or has_length(self.train_dataset):
@@ -245,10 +243,11 @@ class SessionManagerMixIn(_Base):
         return place
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
-        """As in the other base; in ``train`` the session begins here.
+        """Override to begin the session in ``train`` once the optimizer exists.
 
-        The optimizer comes first, so that modifiers find it when they are initialized; parameters
-        that they add are given to it afterwards. Both happens before the model is wrapped.
+        The optimizer is created first, so that modifiers find it when they are initialized;
+        parameters that they add are added to it afterwards. Both happen before the model is
+        wrapped.
         """
         optimizer = super().create_optimizer(*args, **kwargs)
         driver = self._driver
@@ -265,7 +264,7 @@ class SessionManagerMixIn(_Base):
         return optimizer
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        """As in the other base, but not before the model has the parameters of the modifiers."""
+        """Override to load weights only once the model has the parameters of the modifiers."""
         if self._driver is not None and not self._driver.begun:
             self._weights_to_load = resume_from_checkpoint
         else:
@@ -279,7 +278,7 @@ class SessionManagerMixIn(_Base):
     # ---- events
 
     def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Tensor:
-        """As in the other base, after ``BATCH_START``."""
+        """Override to send ``BATCH_START`` before the step."""
         driver = self._driver
         if driver is None or not driver.begun:
             return super().training_step(model, inputs, *args, **kwargs)
@@ -290,9 +289,9 @@ class SessionManagerMixIn(_Base):
         return loss
 
     def _set_signature_columns_if_needed(self) -> None:
-        """Keep the columns that the model takes: a collator of the user's may hand them on.
+        """Keep all columns that the model accepts, as a custom collator may pass them on.
 
-        TRL's trainers keep those that their own collators read, and masks are not among them.
+        TRL's trainers keep those that their own collators use, and masks are not among them.
         """
         super()._set_signature_columns_if_needed()
         own: Any = self
@@ -300,7 +299,7 @@ class SessionManagerMixIn(_Base):
         own._signature_columns = [*kept, *(name for name in taken if name not in kept)]
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
-        """As in the other base; the tokens of the step are counted."""
+        """Override to count the tokens of the step."""
         samples, items = super().get_batch_samples(*args, **kwargs)
         if self._driver is not None:
             self._tokens_in_step = tokens_of_step(self, samples)
@@ -314,13 +313,13 @@ class SessionManagerMixIn(_Base):
         num_items_in_batch: Tensor | int | None = None,
         **kwargs: Any,
     ) -> Any:
-        """As in the other base; in training the modifiers may replace the loss."""
+        """Override to let modifiers replace the loss in training."""
         driver = self._driver
-        in_training = driver is not None and driver.awaits_loss  # an evaluation comes here too
+        in_training = driver is not None and driver.awaits_loss  # evaluation calls this too
         share = weight = targets = None
         if driver is not None and in_training:
             driver.batch_on_device(inputs)
-            targets = targets_of(self, inputs)  # now: labels may be taken out
+            targets = targets_of(self, inputs)  # now: labels may be removed later
             share = micro_batch_share(self, inputs, num_items_in_batch)
             weight = token_weight(self, inputs, self._tokens_in_step, share)
         with loss_expected():
@@ -341,31 +340,31 @@ class SessionManagerMixIn(_Base):
     # ---- checkpoints and logs
 
     def _save_checkpoint(self, model: Any, *args: Any, **kwargs: Any) -> None:
-        """As in the other base, after the session's part."""
+        """Override to write the session's file first."""
         if self._driver is not None and self._driver.begun:
             trial = args[0] if args else kwargs.get("trial")
             name = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
             saved = self._driver.session.lifecycle.state_dict() | self._driver.place.record()
             if self.args.should_save:
                 write_session(Path(self._get_output_dir(trial=trial)) / name, saved)
-            # Nobody writes into the folder while it may still look complete.
+            # No process may write into the folder while it may still look complete.
             self.accelerator.wait_for_everyone()
-        with other_bars_hidden():  # one per file would cut through that of the training
+        with other_bars_hidden():  # one bar per file would interrupt that of the training
             super()._save_checkpoint(model, *args, **kwargs)
 
     def _save_rng_state(self, *args: Any, **kwargs: Any) -> None:
-        """As in the other base; every process has written its file when this returns."""
+        """Override to return only when every process has written its file."""
         super()._save_rng_state(*args, **kwargs)
         self.accelerator.wait_for_everyone()
 
     def _load_best_model(self) -> None:
-        """As in the other base, and the modifiers' state of the same step."""
+        """Override to restore the modifiers' state of the same step too."""
         super()._load_best_model()
         if self._driver is not None and self._driver.begun:
             self._driver.return_to(Path(self.state.best_model_checkpoint or ""))
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """As in the other base; with the loss of a training come the modifiers' figures."""
+        """Override to add the modifiers' metrics to the loss of a training."""
         if self._driver is not None and self._driver.begun and "loss" in logs:
             logs = {**logs, **self._driver.figures()}
         super().log(logs, *args, **kwargs)

@@ -17,29 +17,28 @@ __all__ = ["bare_optimizer", "parameter_ids", "train_new_parameters", "without_n
 
 
 def bare_optimizer(optimizer: Any) -> Any:
-    """The optimizer itself, out of accelerate's wrapper."""
+    """Return the optimizer without accelerate's wrapper."""
     return optimizer.optimizer if isinstance(optimizer, AcceleratedOptimizer) else optimizer
 
 
 def parameter_ids(model: Module) -> frozenset[int]:
-    """What tells the parameters of ``model`` from those that are added later."""
+    """Return the ids of a model's parameters, to recognize those added later."""
     return frozenset(id(parameter) for parameter in model.parameters())
 
 
 def train_new_parameters(
     model: Module, optimizer: Any, before: Set[int], *, has_scheduler: bool = False
 ) -> list[Parameter]:
-    """Give the optimizer the trainable parameters that were added to the model.
+    """Add the model's new trainable parameters to the optimizer.
 
-    They are scales and the like, so they join the first group without weight decay; where there
-    is none they get a group of their own. No kernel takes them together with parameters that are
-    spread over processes already.
+    They are scales and the like, so they join the first group without weight decay, or get a group
+    of their own if there is none. No kernel handles them together with sharded parameters.
 
     Args:
-        model: with the new parameters.
-        optimizer: a torch optimizer, or accelerate's stand-in for one that DeepSpeed makes.
+        model: the model with the new parameters.
+        optimizer: a torch optimizer, or accelerate's placeholder for one of DeepSpeed.
         before: :func:`parameter_ids` from before they were added.
-        has_scheduler: a learning rate scheduler knows the optimizer's groups already.
+        has_scheduler: a learning rate scheduler uses the optimizer's groups already.
 
     Returns:
         The new parameters.
@@ -65,10 +64,10 @@ def train_new_parameters(
 
 @contextmanager
 def without_new_parameters(model: Module, before: Set[int]) -> Iterator[None]:
-    """The model without parameters that were added to it, for whoever asks what will be stored.
+    """Remove the parameters that were added to the model, while the body runs.
 
     Args:
-        model: with the new parameters; they are back afterwards.
+        model: the model with the new parameters; they are restored afterwards.
         before: :func:`parameter_ids` from before they were added.
     """
     taken = [

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How large and how sparse a model is after its training, and how much of it is quantized."""
+"""Size, sparsity and quantized share of a model after its training."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["summary"]
 
 
 def summary(model: Module) -> dict[str, float]:
-    """Figures of a whole model; in a distributed run every process calls this.
+    """Return metrics of a whole model; in a distributed run every process calls this.
 
     Returns:
         ``total_params``; ``sparsity_percent``, the share of zeros in the matrices outside
@@ -40,7 +40,7 @@ def summary(model: Module) -> dict[str, float]:
 
 
 def _matrices(model: Module) -> Iterator[tuple[Module, Parameter]]:
-    """Each parameter of two or more dimensions once, without embeddings and vectors."""
+    """Yield each parameter of two or more dimensions once, without embeddings and vectors."""
     modules = list(model.modules())
     seen = {id(each.weight) for each in modules if isinstance(each, Embedding)}
     for module in modules:
@@ -52,7 +52,7 @@ def _matrices(model: Module) -> Iterator[tuple[Module, Parameter]]:
 
 
 def _late_parameters(model: Module) -> Iterator[Tensor]:
-    """What quantization has put on modules whose weights are in flat pieces: buffers there."""
+    """Yield quantization parameters of modules with flattened weights, where they are buffers."""
     for module in model.modules():
         if hasattr(module, "quantization_scheme"):
             yield from module.buffers(recurse=False)
@@ -61,5 +61,5 @@ def _late_parameters(model: Module) -> Iterator[Tensor]:
 @torch.no_grad()
 def _zeros(matrix: Tensor) -> int:
     count = ((whole(matrix) if is_flat(matrix) else matrix) == 0).sum()
-    # A sharded tensor's sum is spread over the processes.
+    # A sharded tensor's sum is distributed over the processes.
     return int(whole(count))

@@ -13,5 +13,5 @@ __all__ = ["Trainer"]
 class Trainer(SessionManagerMixIn, transformers.Trainer):
     """``transformers.Trainer`` that applies a recipe while it trains.
 
-    Takes what both of its bases take.
+    It takes the arguments of both of its bases.
     """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What accelerate has put around modules to spread a model over processes."""
+"""Wrappers that accelerate puts around modules of a distributed model."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ _INNER = "_checkpoint_wrapped_module"
 
 
 def take_off_checkpointing(model: Module) -> None:
-    """Put what FSDP's activation checkpointing wraps back in its place, under its own name.
+    """Remove FSDP's activation checkpointing wrappers from a model.
 
-    The wrapper hides its name from the names of parameters, and not from those of modules: in a
-    checkpoint the two would not fit.
+    The wrapper removes its name from the names of parameters but not from those of modules, so in a
+    checkpoint the two would not match.
 
     Args:
-        model: trained; no backward pass comes any more.
+        model: the trained model; no backward pass may follow.
     """
     for module in list(model.modules()):
         for name, child in module._modules.items():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Helpers for a user's own script: loading a model to compress, running a compressed one."""
+"""Helpers for user scripts: loading a model to compress, running a compressed one."""
 
 from llmcompressor.utils.devices import best_device as get_main_device
 from llmcompressor.utils.devices import (

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Other path of what :mod:`llmcompressor.utils` has, and names that only scripts use."""
+"""Alternative import path of :mod:`llmcompressor.utils`, with names that only scripts use."""
 
 from llmcompressor.utils.devices import best_device as get_main_device
 from llmcompressor.utils.devices import dispatch_for_generation

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a model goes: onto one accelerator if it fits, over several if not, or where it is."""
+"""Device placement of a model: one accelerator if it fits, several if not, else the CPU."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ __all__ = [
     "dispatch_for_generation",
 ]
 
-# What generating needs beside the weights: the cache, the activations and the allocator's slack.
+# Generation needs more than the weights: the cache, the activations and the allocator's slack.
 _SHARE_FOR_WEIGHTS = 0.8
 
 
 def best_device() -> torch.device:
-    """The accelerator with the most free memory, or the processor.
+    """Return the accelerator with the most free memory, or the CPU.
 
-    The memory is asked for only where there is a choice.
+    The free memory is queried only if there are several accelerators.
     """
     if not torch.accelerator.is_available():
         return torch.device("cpu")
@@ -49,10 +49,10 @@ def best_device() -> torch.device:
 def dispatch_for_generation(
     model: PreTrainedModel, *, no_split_modules: list[str] | None = None
 ) -> PreTrainedModel:
-    """Make a model ready to generate: on the best device, in evaluation mode.
+    """Prepare a model for generation: on the best device, in evaluation mode.
 
-    A model that fits one accelerator goes there whole. One that does not is spread over all of
-    them, and over the processor's memory for what is left. Without an accelerator it stays.
+    A model that fits one accelerator is moved there whole. A larger one is dispatched over all of
+    them, and to main memory for the rest. Without an accelerator it is not moved.
 
     Args:
         model: the model; it is moved in place.
@@ -93,19 +93,19 @@ def calculate_offload_device_map(
     model_cls: Any = AutoModelForCausalLM,
     **model_kwargs: Any,
 ) -> dict[str, int | str]:
-    """A ``device_map`` for ``from_pretrained`` that leaves room to calibrate.
+    """Return a ``device_map`` for ``from_pretrained`` that leaves room for calibration.
 
-    Calibrating here needs no such map, since blocks come to the accelerator one at a time;
-    scripts written for one go on working.
+    Calibration here needs no such map, since blocks are moved to the accelerator one at a time; it
+    is kept for existing scripts.
 
     Args:
         model_stub: name or folder of the model.
         reserve_for_hessians: leave room for one Gram matrix (float32, inputs by inputs) for each
             Linear of one block, as GPTQ keeps them.
-        num_gpus: how many accelerators to use.
+        num_gpus: the number of accelerators to use.
         torch_dtype: the dtype in which the weights will be loaded.
         model_cls: the class that will load them.
-        **model_kwargs: for reading the configuration.
+        **model_kwargs: arguments for loading the configuration.
 
     Returns:
         Name of a module → index of an accelerator, or ``"cpu"``.
@@ -129,18 +129,18 @@ def custom_offload_device_map(
     model_cls: Any = AutoModelForCausalLM,
     **model_kwargs: Any,
 ) -> dict[str, int | str]:
-    """A ``device_map`` for ``from_pretrained`` with a limit to what lies on each accelerator.
+    """Return a ``device_map`` for ``from_pretrained`` with a memory limit per accelerator.
 
     Args:
         model_stub: name or folder of the model.
         max_memory_per_gpu: bytes, or a text such as ``"10GB"``.
-        num_gpus: how many accelerators to use.
+        num_gpus: the number of accelerators to use.
         model_cls: the class that will load the weights.
-        **model_kwargs: for reading the configuration; of them ``dtype``, or ``torch_dtype``, is
-            that in which the weights will be loaded, by default the checkpoint's.
+        **model_kwargs: arguments for loading the configuration; ``dtype``, or ``torch_dtype``,
+            is the dtype in which the weights will be loaded, by default the checkpoint's.
 
     Returns:
-        Name of a module → index of an accelerator, or ``"cpu"`` for what is left.
+        Name of a module → index of an accelerator, or ``"cpu"`` for the rest.
     """
     limit = convert_file_size_to_int(max_memory_per_gpu)
     available = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
@@ -153,7 +153,7 @@ def custom_offload_device_map(
 
 
 def _hollow(stub: str, dtype: Any, model_cls: Any, given: dict[str, Any]) -> PreTrainedModel:
-    """A model without weights; a dtype of ``"auto"`` is the one that its configuration names."""
+    """Return a model on the meta device; a dtype of ``"auto"`` is that of its configuration."""
     config = AutoConfig.from_pretrained(stub, **given)
     make = getattr(model_cls, "from_config", None) or model_cls._from_config
     trust = {key: given[key] for key in ("trust_remote_code",) if key in given}
@@ -177,7 +177,7 @@ def _bytes_of(model: nn.Module) -> int:
 
 
 def _gram_bytes(model: nn.Module) -> int:
-    """Bytes of the Gram matrices of one block's Linears; blocks are taken to be alike."""
+    """Return the bytes of one block's Gram matrices; blocks are assumed to be alike."""
     by_block: dict[str, int] = {}
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a script enters around forwards of its own, and the embeddings of a model."""
+"""Contexts for forward passes in user scripts, and a model's embeddings."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ __all__ = [
 
 @contextmanager
 def calibration_forward_context(model: Module) -> Iterator[None]:
-    """Inside, a model is run to be watched: no gradients, evaluation mode, no cache.
+    """Run a model for calibration inside: no gradients, evaluation mode, no cache.
 
-    Attention runs as the model is configured, and its head as well.
+    Attention and the output head run as the model is configured.
     """
     with torch.no_grad(), disable_cache(model), eval_context(model):
         yield
 
 
 def untie_word_embeddings(model: PreTrainedModel) -> None:
-    """Give input and output embeddings weights of their own, and say so in the configuration.
+    """Untie the input and output embeddings, in the model and in its configuration.
 
-    A model that does not tell its embeddings is left as it is, with a warning.
+    A model without accessible embeddings is left unchanged, with a warning.
     """
     if None in get_embeddings(model):
         logger.warning(
@@ -58,10 +58,10 @@ def targets_embeddings(
     check_input: bool = True,
     check_output: bool = True,
 ) -> bool:
-    """Whether modules hold the embeddings of a model.
+    """Return True if any of the modules is an embedding of the model.
 
     Args:
-        model: whose embeddings.
+        model: the model.
         targets: modules, with their names.
         check_input: look for the input embeddings.
         check_output: look for the output embeddings.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A context in which ``from_pretrained`` loads a model the way compressing wants it."""
+"""A context in which ``from_pretrained`` loads a model for compression."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from llmcompressor.checkpoint.unpacking import load_unpacked
 
 __all__ = ["is_model_ct_quantized_from_path", "load_context"]
 
-# What scripts ask for so that weights wait outside the accelerator: here that is the default.
+# Device maps by which scripts keep weights off the accelerator: here that is the default.
 _OFFLOADED = frozenset({"auto_offload", "auto", "cpu"})
 
 
 @contextmanager
 def load_context(model_cls: Any = AutoModelForCausalLM) -> Iterator[None]:
-    """Inside, ``model_cls.from_pretrained`` loads for compression.
+    """Make ``model_cls.from_pretrained`` load models for compression inside.
 
-    The weights keep the dtype of the file unless another is asked for, stay in the processor's
-    memory (blocks visit the accelerator one at a time later), and are dequantized if they were
-    compressed before::
+    The weights keep the dtype of the file unless another is requested, stay in main memory (blocks
+    are moved to the accelerator one at a time later), and are dequantized if they were compressed
+    before::
 
         with load_context():
             model = AutoModelForCausalLM.from_pretrained("path/or/name")
@@ -44,7 +44,7 @@ def load_context(model_cls: Any = AutoModelForCausalLM) -> Iterator[None]:
     original: Callable[..., PreTrainedModel] = model_cls.from_pretrained
 
     def load(cls: Any, name: Any, *args: Any, **kwargs: Any) -> Any:
-        """``from_pretrained`` with the arguments that compressing wants."""
+        """Call ``from_pretrained`` with the arguments for compression."""
         arguments = _for_compression(kwargs)
         settings = {}
         if "quantization_config" not in arguments:
@@ -60,7 +60,7 @@ def load_context(model_cls: Any = AutoModelForCausalLM) -> Iterator[None]:
         model = loaded[0] if isinstance(loaded, tuple) else loaded
         _forget_schemes(model)
         if "device_map" not in arguments:
-            remove_dispatch(model, onload_tensors=True)  # unpacking leaves them with its own caches
+            remove_dispatch(model, onload_tensors=True)  # from the caches of decompression
         return loaded
 
     model_cls.from_pretrained = classmethod(load)
@@ -74,16 +74,16 @@ def load_context(model_cls: Any = AutoModelForCausalLM) -> Iterator[None]:
 
 
 def is_model_ct_quantized_from_path(path: str) -> bool:
-    """Whether a checkpoint is quantized in the format of compressed-tensors.
+    """Return True if a checkpoint is quantized in the format of compressed-tensors.
 
     Args:
-        path: name or folder of the model; only its configuration is read.
+        path: name or folder of the model; only its configuration is loaded.
     """
     return _settings(_config(path, {})).get("quant_method") == "compressed-tensors"
 
 
 def _for_compression(given: dict[str, Any]) -> dict[str, Any]:
-    """The arguments with what is missing filled in; what was given stays."""
+    """Return the arguments with defaults for compression; given arguments are kept."""
     arguments = dict(given)
     if "torch_dtype" not in arguments:
         arguments.setdefault("dtype", "auto")
@@ -100,7 +100,7 @@ def _forget_schemes(model: PreTrainedModel) -> None:
 
 
 def _config(name: Any, arguments: dict[str, Any]) -> Any:
-    """The configuration of what is loaded; one that is given is left as it is."""
+    """Return the configuration of the model to load; a given one is copied."""
     config = arguments.get("config")
     if hasattr(config, "to_dict"):
         return copy.deepcopy(config)
@@ -110,6 +110,6 @@ def _config(name: Any, arguments: dict[str, Any]) -> Any:
 
 
 def _settings(config: Any) -> dict[str, Any]:
-    """How what is loaded is quantized, empty if it is not."""
+    """Return the quantization configuration as a dict; empty if there is none."""
     found = getattr(config, "quantization_config", None) or {}
     return dict(found if isinstance(found, dict) else found.to_dict())

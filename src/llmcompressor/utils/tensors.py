@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How sparse tensors and modules are, and tensors in collections moved."""
+"""Sparsity of tensors and modules, and moving nested tensors to a device."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ __all__ = ["ModuleSparsificationInfo", "tensor_sparsity", "tensors_to_device"]
 
 
 def tensors_to_device(tensors: Any, device: str | torch.device) -> Any:
-    """A tensor, or a collection of them, on a device.
+    """Move a tensor, or a nested collection of tensors, to a device.
 
     Args:
-        tensors: a tensor; or a mapping, a tuple or another iterable of such.
-        device: where to.
+        tensors: a tensor; or a mapping, a tuple or another iterable of tensors.
+        device: the target device.
 
     Returns:
-        The same form, in a dictionary, a tuple or a list.
+        The same structure, as a dictionary, a tuple or a list.
 
     Raises:
-        InputError: it is none of these.
+        InputError: it is neither a tensor nor a collection.
     """
     if isinstance(tensors, Tensor):
         return tensors.to(device)
@@ -49,11 +49,11 @@ def tensors_to_device(tensors: Any, device: str | torch.device) -> Any:
 
 @torch.no_grad()
 def tensor_sparsity(tens: Tensor, dim: int | Sequence[int] | None = None) -> Tensor:
-    """The share of zeros in a tensor.
+    """Return the share of zeros in a tensor.
 
     Args:
         tens: the tensor.
-        dim: the dimensions that the shares are told apart by; by default one share of all.
+        dim: the dimensions to keep, with one share per index; by default one share of all.
 
     Returns:
         A share, or the shares in the order of ``dim``, float32.
@@ -78,10 +78,10 @@ def tensor_sparsity(tens: Tensor, dim: int | Sequence[int] | None = None) -> Ten
 
 
 class ModuleSparsificationInfo:
-    """How many parameters of a module there are, how many are zero, and how many quantized.
+    """The number of parameters of a module, and how many are zero or quantized.
 
     Args:
-        module: what is looked at.
+        module: the module.
         state_dict: its values, where the module does not hold them itself.
     """
 
@@ -92,22 +92,22 @@ class ModuleSparsificationInfo:
 
     @property
     def params_total(self) -> int:
-        """Elements of the parameters that can be trained."""
+        """Number of elements of the trainable parameters."""
         return sum(one.numel() for one in self.trainable_params.values())
 
     @cached_property
     def params_sparse(self) -> int:
-        """How many of them are zero."""
+        """Number of zeros in the trainable parameters."""
         return sum(int((whole(one) == 0).sum()) for one in self.trainable_params.values())
 
     @property
     def params_sparse_percent(self) -> float:
-        """The same in percent."""
+        """Percentage of zeros in the trainable parameters."""
         return _percent(self.params_sparse, self.params_total)
 
     @property
     def params_quantized(self) -> int:
-        """Elements of the parameters of modules whose weight has a scheme."""
+        """Number of elements of the parameters of modules with a weight scheme."""
         return sum(
             math.prod(one.shape)
             for module in self.module.modules()
@@ -118,7 +118,7 @@ class ModuleSparsificationInfo:
 
     @property
     def params_quantized_percent(self) -> float:
-        """The same in percent of the parameters that can be trained."""
+        """Quantized elements as a percentage of the trainable parameters."""
         return _percent(self.params_quantized, self.params_total)
 
     def __str__(self) -> str:

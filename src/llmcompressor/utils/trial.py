@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models without their weights, to try a script or a recipe before the weights are fetched."""
+"""Models without weights, to try a script or a recipe before the weights are downloaded."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _OF_HUB = ("cache_dir", "revision", "subfolder", "token", "trust_remote_code")
 
 @contextmanager
 def skip_weights_download(model_class: Any = AutoModelForCausalLM) -> Iterator[None]:
-    """Inside, ``model_class.from_pretrained`` reads the configuration and draws random weights.
+    """Make ``model_class.from_pretrained`` build a model with random weights inside.
 
     Args:
         model_class: the class whose ``from_pretrained`` will be called.
@@ -36,7 +36,7 @@ def skip_weights_download(model_class: Any = AutoModelForCausalLM) -> Iterator[N
     found = vars(model_class).get("from_pretrained")
 
     def build(cls: Any, name: Any, *args: Any, **kwargs: Any) -> PreTrainedModel:
-        """A model of the shape that ``name`` has."""
+        """Return a model with the configuration of ``name``."""
         hub = {key: kwargs[key] for key in _OF_HUB if key in kwargs}
         config = kwargs.get("config") or AutoConfig.from_pretrained(name, **hub)
         given = {key: kwargs[key] for key in _OF_BUILDING if key in kwargs}
@@ -60,10 +60,10 @@ def skip_weights_download(model_class: Any = AutoModelForCausalLM) -> Iterator[N
 
 @contextmanager
 def skip_weights_initialize(use_zeros: bool = False) -> Iterator[None]:
-    """Inside, torch's initialization functions leave tensors as they are.
+    """Disable torch's weight initialization functions inside.
 
     Args:
-        use_zeros: or fill them with zeros.
+        use_zeros: fill tensors with zeros instead of leaving them unchanged.
     """
 
     def skip(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -77,7 +77,7 @@ def skip_weights_initialize(use_zeros: bool = False) -> Iterator[None]:
 
 @contextmanager
 def patch_transformers_logger_level(level: int = logging.ERROR) -> Iterator[None]:
-    """Inside, transformers logs of loading models what is of this level or above."""
+    """Set the log level of transformers' model loading inside."""
     logger = logging.getLogger("transformers.modeling_utils")
     before = logger.level
     logger.setLevel(level)
@@ -88,5 +88,5 @@ def patch_transformers_logger_level(level: int = logging.ERROR) -> Iterator[None
 
 
 def get_high_precision() -> torch.dtype:
-    """The widest floating-point dtype of :func:`~llmcompressor.utils.devices.best_device`."""
+    """Return the widest float dtype of :func:`~llmcompressor.utils.devices.best_device`."""
     return torch.float32 if best_device().type == "mps" else torch.float64

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What happens during a run, and how far the run has come."""
+"""Events of a run, and its progress in steps and epochs."""
 
 from llmcompressor.core.events.event import Event, EventType
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Events and the progress they carry."""
+"""Events of a run, and the progress that they carry."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class EventType(Enum):
 
 @dataclass
 class Event:
-    """One event: its kind, and where in the run it stands.
+    """An event of a run: its kind, and the progress of the run.
 
     Attributes:
         type_: the kind of event.
@@ -80,12 +80,12 @@ class Event:
 
     @property
     def epoch_based(self) -> bool:
-        """Whether the run counts in epochs."""
+        """Return True if the run counts in epochs."""
         return self.steps_per_epoch is not None
 
     @property
     def epoch(self) -> int:
-        """Whole epochs done.
+        """Number of completed epochs.
 
         Raises:
             ValueError: the event is not epoch based; so with every ``epoch…`` property.
@@ -94,7 +94,7 @@ class Event:
 
     @property
     def epoch_full(self) -> float:
-        """Epochs done, with the fraction of the current one.
+        """Number of epochs done, with the fraction of the current one.
 
         >>> Event(steps_per_epoch=4, global_step=6).epoch_full
         1.5
@@ -103,21 +103,21 @@ class Event:
 
     @property
     def epoch_step(self) -> int:
-        """Steps done in the current epoch."""
+        """Number of steps done in the current epoch."""
         return self.global_step % self._steps_per_epoch("epoch_step")
 
     @property
     def epoch_batch(self) -> int:
-        """Batches seen in the current epoch."""
+        """Number of batches seen in the current epoch."""
         steps = self._steps_per_epoch("epoch_batch")
         return self.global_batch % (steps * (self.batches_per_step or 1))
 
     @property
     def current_index(self) -> float:
-        """What ``start``, ``end`` and ``update`` of a modifier are compared with.
+        """The index that a modifier's ``start``, ``end`` and ``update`` are compared with.
 
-        Epochs where the run counts in epochs, else steps. Setting it moves ``global_step``
-        and ``global_batch`` there, rounding down to a whole step.
+        Epochs where the run counts in epochs, else steps. Setting it moves ``global_step`` and
+        ``global_batch`` there, rounding down to a whole step.
         """
         return self.epoch_full if self.epoch_based else self.global_step
 
@@ -135,7 +135,7 @@ class Event:
             self.global_batch *= self.batches_per_step
 
     def should_update(self, start: float | None, end: float | None, update: float | None) -> bool:
-        """Whether a schedule that repeats every ``update`` within ``[start, end]`` is due.
+        """Return True if a schedule that repeats every ``update`` in ``[start, end]`` is due.
 
         Args:
             start: first index of the schedule; ``None`` for no bound.
@@ -171,7 +171,7 @@ class Event:
 
 
 def reached(index: float, bound: float) -> bool:
-    """Whether a schedule at ``index`` has come to ``bound``, to within rounding.
+    """Return True if a schedule at ``index`` has reached ``bound``, to within rounding.
 
     >>> 0.3 >= 0.1 * 3, reached(0.3, 0.1 * 3), reached(0.2, 0.3)
     (False, True, False)

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The data sets known by name; ``table.py`` lists them."""
+"""Named data sets; ``table.py`` lists them."""

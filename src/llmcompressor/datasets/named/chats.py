@@ -20,11 +20,11 @@ class UltraChat(TextGenerationDataset):
     hub_id = "HuggingFaceH4/ultrachat_200k"
 
     def resolve_split(self, split: str | None) -> str | None:
-        """The splits are ``train_sft`` and ``test_sft``; ``train`` and ``test`` mean those."""
+        """Map ``train`` and ``test`` to ``train_sft`` and ``test_sft``."""
         return re.sub(r"\b(train|test)(?=\[|\+|\s|$)", r"\1_sft", split) if split else split
 
     def dataset_template(self, row: Row) -> Mapping[str, Any]:
-        """``messages``, after an empty system turn where there is none."""
+        """Render ``messages``, with an empty system turn if there is none."""
         return {"text": self.chat.with_empty_system_turn(turns(row["messages"]))}
 
 
@@ -34,5 +34,5 @@ class PerfectBlend(TextGenerationDataset):
     hub_id = "mlabonne/open-perfectblend"
 
     def dataset_template(self, row: Row) -> Mapping[str, Any]:
-        """``conversations``, with the roles that templates know."""
+        """Render ``conversations``, with the roles of chat templates."""
         return {"text": self.chat(turns(row["conversations"]))}

@@ -38,7 +38,7 @@ class PeoplesSpeech(TextGenerationDataset):
     default_split = "test"
 
     def dataset_template(self, row: Row) -> Mapping[str, Any]:
-        """The sound and what is said; a transcript in lower case is given a capital letter."""
+        """Audio and transcript, with its first letter capitalized."""
         audio = row["audio"]
         return {
             "audio": audio["array"],

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Data sets whose rows have a column ``text`` that is used as it is."""
+"""Plain text data sets with a column ``text``."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ __all__ = ["C4", "WikiText"]
 
 
 class _Plain(TextGenerationDataset):
-    """Only the text of each row."""
+    """Base class that keeps only the text of each row."""
 
     def dataset_template(self, row: Row) -> Mapping[str, Any]:
-        """The text, without what else is known of it."""
+        """Return the text without the other columns."""
         return {"text": row["text"]}
 
 
 class C4(_Plain):
-    """Pages of the web. Only the first of its 1024 files is loaded, which is plenty."""
+    """Web pages; only the first of 1024 files is loaded."""
 
     hub_id = "allenai/c4"
     data_files: ClassVar[Mapping[str, str]] = {
@@ -31,7 +31,7 @@ class C4(_Plain):
 
 
 class WikiText(_Plain):
-    """Articles of Wikipedia by line, many of them blank."""
+    """Wikipedia articles by line, with many blank lines."""
 
     hub_id = "Salesforce/wikitext"
     config_name = "wikitext-2-raw-v1"

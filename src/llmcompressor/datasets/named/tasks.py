@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Data sets of a task and its solution; the task is the prompt."""
+"""Data sets of tasks with solutions; the task is the prompt."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class EvolCodeAlpaca(TextGenerationDataset):
 
 
 class GSM8K(TextGenerationDataset):
-    """Sums for children, in words."""
+    """Grade school math word problems."""
 
     hub_id = "openai/gsm8k"
     config_name = "main"
@@ -66,7 +66,7 @@ class GSM8K(TextGenerationDataset):
 
 
 class CNNDailyMail(TextGenerationDataset):
-    """News and what they say in short."""
+    """News articles with summaries."""
 
     hub_id = "abisee/cnn_dailymail"
     config_name = "3.0.0"

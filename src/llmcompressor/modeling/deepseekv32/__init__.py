@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Old path of DeepSeek V3.2, which transformers has."""
+"""Compatibility path of DeepSeek V3.2, which transformers has."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Old path of DeepSeek V3.2: the class is transformers' own."""
+"""Compatibility path of DeepSeek V3.2: the class is transformers' own."""
 
 from __future__ import annotations
 

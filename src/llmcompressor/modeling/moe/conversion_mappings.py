@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Old path of saying how a checkpoint calls its experts."""
+"""Compatibility path of ``patch_moe_mappings``."""
 
 from llmcompressor.modeling.stored_experts import patch_moe_mappings
 

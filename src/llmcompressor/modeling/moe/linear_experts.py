@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What there is no such thing of: a class of experts that are taken apart."""
+"""Removed class of unfused experts, with the reason that its import reports."""
 
 from __future__ import annotations
 

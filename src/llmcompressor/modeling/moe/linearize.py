@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Old path of loading a mixture of experts for compression, and of taking it apart."""
+"""Compatibility path for loading an MoE for compression, and for unfusing it."""
 
 from __future__ import annotations
 

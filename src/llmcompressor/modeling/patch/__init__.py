@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Old paths of patches of models, none of which is needed here."""
+"""Compatibility paths of model patches, none of which is needed here."""

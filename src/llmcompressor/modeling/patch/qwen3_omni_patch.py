@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Old path of a patch that weights which lie elsewhere needed."""
+"""Compatibility path of a patch that offloaded weights of Qwen3-Omni needed."""
 
 from llmcompressor.modeling.unneeded import fast_pos_embed_interpolate
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""AutoRound: rounding learned block by block with the signs of gradients."""
+"""AutoRound: rounding learned block by block by signed gradient descent."""
 
 from llmcompressor.modifiers.autoround.base import AutoRoundModifier
 from llmcompressor.modifiers.autoround.batches import fix_batch_if_needed

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""AutoRound: which way each weight is rounded is learned with the signs of gradients.
+"""AutoRound: learn the rounding of weights block by block by signed gradient descent.
 
 Cheng et al., *Optimize Weight Rounding via Signed Gradient Descent for the Quantization of LLMs*,
-arXiv:2309.05516; see :mod:`llmcompressor.numerics.autoround` for the equations. What is minimized
-is how far each block's output, on what the tuned blocks before it give, is from the original one's.
+arXiv:2309.05516; see :mod:`llmcompressor.numerics.autoround` for the equations. The objective is
+the distance between each block's output, given the output of the tuned blocks before it, and the
+output of the original model at that block.
 """
 
 from __future__ import annotations
@@ -87,16 +88,16 @@ _STEP_TOKENS = 2048
 
 @dataclass(frozen=True)
 class TuneRecord:
-    """What happened when a module's block was tuned.
+    """Result of tuning the block of a module.
 
     Attributes:
-        block: its name.
+        block: name of the block.
         samples: calibration rows that it was tuned on.
-        iteration: after how many steps the rounding was found; 0 is the one it began with.
-        error: mean square of the change of the block's output.
-        error_begun: the same with the rounding it began with.
+        iteration: number of steps after which the rounding was found; 0 is the initial rounding.
+        error: mean squared change of the block's output.
+        error_begun: the same with the initial rounding.
         error_nearest: the same with rounding to nearest.
-        moved: share of the weights that do not have the code of rounding to nearest.
+        moved: share of the weights whose code differs from rounding to nearest.
     """
 
     block: str
@@ -109,19 +110,19 @@ class TuneRecord:
 
 
 class AutoRoundModifier(RecordedMixin, QuantizationMixin):
-    """Quantizes weights with learned rounding.
+    """Quantize weights with learned rounding.
 
     Attributes:
         iters: steps for each block; 0 rounds to nearest.
-        batch_size: calibration samples of a step. Samples that the pipeline runs as one are not
-            taken apart, so that short ones make larger steps.
-        lr: the learning rate of the first step, which falls linearly to zero; ``None``: 1 / iters.
-        seed: of the order in which samples are taken.
+        batch_size: calibration samples of a step. Samples that the pipeline runs as one batch are
+            not split, so short ones make larger steps.
+        lr: learning rate of the first step, which decays linearly to zero; ``None``: 1 / iters.
+        seed: seed of the order in which samples are drawn.
         enable_torch_compile: accepted, without effect.
-        device_ids: without effect, with a warning: blocks are tuned where they lie.
+        device_ids: without effect, with a warning: blocks are tuned on the device that they are on.
         sequential_targets: without effect, with a warning: give it to ``oneshot`` instead.
-        disable_opt_rtn: begin with the range from the least to the greatest weight, in place of
-            the shrunk one that loses least. Other observers' ranges are taken as they are.
+        disable_opt_rtn: start from the min-max range instead of the shrunk range with the least
+            rounding error. Ranges of other observers are used unchanged.
     """
 
     run_types: ClassVar[frozenset[str]] = frozenset({"oneshot"})
@@ -150,7 +151,7 @@ class AutoRoundModifier(RecordedMixin, QuantizationMixin):
     _shown: ShownInputs = PrivateAttr(default_factory=lambda: _NONE_SHOWN)
 
     def model_post_init(self, context: Any, /) -> None:
-        """Refuse observers that want to see inputs before there are any."""
+        """Refuse weight observers that need to see inputs first."""
         super().model_post_init(context)
         resolved = self.resolve_quantization_config()
         check_observers(resolved)
@@ -166,34 +167,35 @@ class AutoRoundModifier(RecordedMixin, QuantizationMixin):
 
     @property
     def requires_calibration_data(self) -> bool:
-        """Always: it is about what blocks return."""
+        """Always True: the objective is the output of blocks."""
         return True
 
     @property
     def finest_granularity(self) -> Granularity:
-        """Whole blocks: their outputs are compared."""
+        """Whole blocks, because their outputs are compared."""
         return Granularity.BLOCK
 
     @property
     def takes_whole_blocks(self) -> bool:
-        """Those of the model: what a part of one returns says less of what is lost."""
+        """Always True: the output of part of a block is a poorer objective."""
         return True
 
     @property
     def twin_streams(self) -> bool:
-        """A block is to return, for what tuned ones give it, what the original model does there."""
+        """Always True: the target of a block is its output in the original model."""
         return True
 
     @property
     def records(self) -> dict[str, TuneRecord]:
-        """What happened, by module name."""
+        """Tuning records by module name."""
         return dict(self._records)
 
     def effort(self, modules: Sequence[Module], data: DataSize) -> Effort:
-        """What it takes to solve, where there are tokens enough for it, then to tune.
+        """Cost of solving, if there are enough tokens for it, and of tuning.
 
-        Of each step one forward and two backward products, and what the backward reads. Linears
-        are solved in less memory than they are tuned in, but for narrow ones with many inputs.
+        Each step takes one forward and two backward products, and the bytes that the backward
+        reads. Linears are solved in less memory than they are tuned in, except narrow ones with
+        many inputs.
         """
         weights = [weight_of(one) for one in modules if self._is_tuned(one)]
         elements, widths = sum(map(Tensor.numel, weights)), sum(sum(one.shape) for one in weights)
@@ -223,7 +225,7 @@ class AutoRoundModifier(RecordedMixin, QuantizationMixin):
         )
 
     def on_initialize(self, state: State, **kwargs: Any) -> bool:
-        """As every quantizing modifier; then say which parts are not tuned."""
+        """Initialize as every quantizing modifier does; warn if there are no blocks to tune."""
         super().on_initialize(state, **kwargs)
         for block in find_blocks(state.model):
             inside = [module for module in block.modules() if self._is_tuned(module)]
@@ -244,7 +246,7 @@ class AutoRoundModifier(RecordedMixin, QuantizationMixin):
         return True
 
     def _counts_shown(self, modules: Sequence[Module], data: DataSize) -> tuple[int, int]:
-        """Bytes and multiply-adds per token of what experts are shown, until they have enough."""
+        """Bytes and multiply-adds per token of the statistics of experts with few tokens."""
         if modules[0] not in self._experts:
             return 0, 0
         columns, experts = weight_of(modules[0]).shape[-1], self._experts[modules[0]]
@@ -252,19 +254,19 @@ class AutoRoundModifier(RecordedMixin, QuantizationMixin):
         return shown_bytes(columns, experts), int(columns**3 / 2 / max(routed, columns))
 
     def _sums_calls(self, data: DataSize) -> bool:
-        """Whether the samples of a step are run by more than one call of the block."""
+        """Return True if a step needs more than one call of the block for its samples."""
         return (
             data.batch < data.tokens and data.samples * data.batch < self.batch_size * data.tokens
         )
 
     def _solves_first(self, tokens: int, columns: int) -> bool:
-        """Whether so many tokens do for GPTQ in a block whose widest Linear has such columns."""
+        """Return True if there are enough tokens to initialize with GPTQ."""
         return self.iters > 0 and tokens >= TOKENS_PER_COLUMN * columns
 
     # ------------------------------------------------------------------ while
 
     def on_calibration_start(self, state: State, event: Event, **kwargs: Any) -> None:
-        """Keep what the blocks are called with; not of those that are finished."""
+        """Record the calls of blocks, except those that an earlier run has finished."""
         super().on_calibration_start(state, event, **kwargs)
         self._order = state.call_order
         finished = () if state.keeper is None else state.keeper.finished
@@ -308,7 +310,7 @@ class AutoRoundModifier(RecordedMixin, QuantizationMixin):
         return count
 
     def quantize_weights(self, state: State, modules: list[Module]) -> None:
-        """Tune those of ``modules`` that lie in one block together; others are just rounded."""
+        """Tune the modules of each block together; round the others to nearest."""
         by_block: dict[Module, list[Module]] = {}
         for module in modules:
             block = self._block_of.get(module)
@@ -372,10 +374,10 @@ class AutoRoundModifier(RecordedMixin, QuantizationMixin):
     def _hold(
         self, name: str, runner: BlockRunner, nearest: Mapping[str, Beginning]
     ) -> dict[str, Beginning]:
-        """Weights of experts that too few tokens are routed to, rounded as they will be written.
+        """Weights of experts with too few routed tokens, rounded as they will be written.
 
-        They are solved for what they are shown, or rounded to nearest where that is the policy.
-        The block has them so from here on: they are not learned.
+        They are solved for all tokens that calibration gave them, or rounded to nearest if that is
+        the policy. The block uses these values from here on: they are not learned.
         """
         modules = {runner.block.get_submodule(key.removesuffix(".weight")): key for key in nearest}
         few = self._shown.held(modules)
@@ -394,10 +396,10 @@ class AutoRoundModifier(RecordedMixin, QuantizationMixin):
     def _begin(
         self, runner: BlockRunner, nearest: Mapping[str, Beginning]
     ) -> tuple[Mapping[str, Beginning], list[float]]:
-        """What learning begins with, and its error for each call.
+        """The initial rounding of the weights, and its squared error for each call.
 
-        GPTQ's solution, unless it is worse on the block's output than rounding to nearest, or
-        tokens are so few that it would be fitted to just these.
+        This is GPTQ's solution, unless its error at the block's output is larger than that of
+        rounding to nearest, or there are so few tokens that it would overfit them.
         """
         plain = rounded_errors(runner, _starts(nearest))
         widest = max((one.start.weight_RC.shape[-1] for one in nearest.values()), default=0)
@@ -414,7 +416,7 @@ class AutoRoundModifier(RecordedMixin, QuantizationMixin):
         begun: Mapping[str, Beginning],
         tuned: Tuned,
     ) -> tuple[Mapping[str, Beginning], Tuned]:
-        """The last Linear for what the others have become, where that is better."""
+        """Solve the last Linear again for the learned weights of the others, if that is better."""
         weights = {
             key: runner.weight(key, rounding.apply(begun[key].start).values)
             for key, rounding in tuned.roundings.items()
@@ -430,10 +432,10 @@ class AutoRoundModifier(RecordedMixin, QuantizationMixin):
         return again, replace(tuned, roundings=roundings, error=error)
 
     def _nearest(self, module: Module) -> WeightParameters:
-        """What to begin with, in a range that loses little: factors only shrink it further.
+        """Initial parameters in a range of low rounding error; factors only shrink it further.
 
-        The search begins where the greatest weight of a symmetric grid, which has a code fewer
-        above zero than below, is not clamped.
+        For a symmetric grid, which has one code fewer above zero than below, the search starts at
+        the range that does not clamp the largest weight.
         """
         found = self.observe(module)
         args = found.args
@@ -451,7 +453,7 @@ class AutoRoundModifier(RecordedMixin, QuantizationMixin):
     def _write(
         self, module: Module, begun: Beginning, rounded: Rounded, nearest_RC: Tensor
     ) -> float:
-        """Put the learned weight in place; the share of codes that are not the nearest ones."""
+        """Write the learned weight; return the share of codes that differ from nearest rounding."""
         found = begun.parameters
         scale, zero = found.scale, found.zero_point
         if begun.start.scale_dtype is not None:
@@ -464,7 +466,7 @@ class AutoRoundModifier(RecordedMixin, QuantizationMixin):
         return float((nearest_RC != rounded.level_RC).float().mean())
 
     def on_calibration_end(self, state: State, event: Event, **kwargs: Any) -> None:
-        """Leave every module quantized, and drop what was kept."""
+        """Quantize what is left, and free the captured calls."""
         super().on_calibration_end(state, event, **kwargs)
         self._calls.clear()
         self._blocks.clear()
@@ -479,29 +481,29 @@ def _starts(begun: Mapping[str, Beginning]) -> dict[str, Start]:
 
 @torch.no_grad()
 def _values(begun: Beginning) -> Tensor:
-    """A weight rounded as it begins."""
+    """A weight with its initial rounding applied."""
     return Rounding.of(begun.start).apply(begun.start).values
 
 
 @torch.no_grad()
 def _level(begun: Beginning) -> Tensor:
-    """The codes, less the zero point, that a weight begins with."""
+    """The initial codes of a weight, minus the zero point."""
     return Rounding.of(begun.start).apply(begun.start).level_RC
 
 
 def _kept(value: Any) -> Any:
-    """Arguments without the history of their tensors; what is large goes to main memory."""
+    """Detach the tensors of call arguments; offload floating-point ones to main memory."""
 
     def put_away(tensor: Tensor) -> Tensor:
         kept = tensor.detach().cpu() if tensor.is_floating_point() else tensor.detach()
-        # what was made in inference mode can be no part of a graph
+        # tensors made in inference mode cannot take part in autograd
         return kept.clone() if kept.is_inference() else kept
 
     return for_another_run(value, put_away)
 
 
 def _tell_rounded(block: str, *, no_room: int, too_little: int) -> None:
-    """Say that Linears of experts are rounded to nearest, whose policy is another one."""
+    """Warn that Linears of experts are rounded to nearest although their policy is another one."""
     if no_room:
         logger.warning(
             f"Second moments of what starved experts of {block} are shown would take more than "
@@ -515,7 +517,7 @@ def _tell_rounded(block: str, *, no_room: int, too_little: int) -> None:
 
 
 def _tell_unreached(block: str, weights: Sequence[str]) -> None:
-    """Say which weights were not learned."""
+    """Warn about weights that no gradient has reached."""
     if weights:
         names = (f"{block}.{one.removesuffix('.weight')}" for one in weights)
         logger.warning(

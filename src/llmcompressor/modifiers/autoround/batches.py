@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What scripts do to their data for AutoRound."""
+"""Batch preparation that AutoRound scripts call."""
 
 from __future__ import annotations
 
@@ -11,5 +11,5 @@ _Batch = TypeVar("_Batch")
 
 
 def fix_batch_if_needed(batch: _Batch) -> _Batch:
-    """The batch, as it is: its mask says which tokens count, whatever it looks like."""
+    """Return the batch unchanged: its mask determines which tokens count."""
     return batch

@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the learning of a block's rounding begins with: GPTQ's solution of its Linears.
+"""Initialization of a block's learned rounding: GPTQ's solution of its Linears.
 
 Linears are solved (:mod:`llmcompressor.quantization.column_solver`) in the order of their calls,
-each for the inputs that those before it, rounded, give it. A Linear whose output is added to what
-the block returns (the last one of an MLP) is solved for all that the block's output then lacks;
-the others for what the original ones return.
+each for the inputs that the rounded ones before it produce. A Linear whose output is added to the
+block's output (the last one of an MLP) is solved for the whole residual of the block's output; the
+others for the output of the original ones.
 
-What is learned from is not the codes, but for each weight the value that is best given all other
-codes (:mod:`llmcompressor.numerics.settled`), drawn to within half a step of its code: without
-offsets it is rounded to GPTQ's, and how near to the next one it lies says what that would cost.
+Learning starts not from the codes, but for each weight from the value that is optimal given all
+other codes (:mod:`llmcompressor.numerics.settled`), clamped to within half a step of its code. With
+zero offsets it rounds to GPTQ's code, and its distance to the next code is what moving there would
+cost.
 """
 
 from __future__ import annotations
@@ -51,11 +52,11 @@ bits."""
 
 @dataclass(frozen=True)
 class Beginning:
-    """A weight's parameters and what its learning begins with.
+    """Parameters of a weight and the starting point of its learning.
 
     Attributes:
         parameters: scales and zero points before any is learned.
-        start: what they make of them.
+        start: the starting point on these parameters.
     """
 
     parameters: WeightParameters
@@ -63,7 +64,7 @@ class Beginning:
 
 
 def beginning_of(module: Module, parameters: WeightParameters) -> Beginning:
-    """A weight as it is: without offsets it is rounded to nearest."""
+    """Start from the weight itself: without offsets it is rounded to nearest."""
     args = parameters.args
     stored = scale_dtype_of(args) or parameters.scale.dtype
     start = Start(
@@ -78,7 +79,7 @@ def beginning_of(module: Module, parameters: WeightParameters) -> Beginning:
 
 
 def learns_ranges(parameters: WeightParameters) -> bool:
-    """Whether scales are numbers that can be moved a little."""
+    """Return True if scales are plain numbers, which small factors can change."""
     return scale_format_of(parameters.args) is ScaleFormat.PLAIN
 
 
@@ -90,12 +91,12 @@ def solved_beginnings(
 
     Args:
         runner: the block.
-        nearest: what each of the weights (``"mlp.up_proj.weight"``) is rounded to nearest with;
-            its scales are those that sweeps begin with.
-        order: which Linears are called when, and which share an input.
+        nearest: starting points for rounding to nearest, by weight (``"mlp.up_proj.weight"``);
+            sweeps start from their scales.
+        order: the order of calls, and which Linears share an input.
 
     Returns:
-        The same names. What no token reaches stays as it is in ``nearest``.
+        Starting points under the same names. Weights that no token reaches stay as in ``nearest``.
     """
     found, weights = dict(nearest), dict[str, Tensor]()
     for stage in _stages(runner, nearest, order):
@@ -119,16 +120,16 @@ def solved_again(
     order: CallOrder | None,
     weights: Mapping[str, Tensor],
 ) -> dict[str, Beginning]:
-    """Solve the last Linear once more, for what learned weights before it give it.
+    """Solve the last Linear again, for the inputs that the learned weights before it produce.
 
     Args:
         runner: the block.
         nearest: as for :func:`solved_beginnings`.
-        order: likewise.
-        weights: all that are learned, as the block computes with them.
+        order: as for :func:`solved_beginnings`.
+        weights: all learned weights, in the dtype that the block computes in.
 
     Returns:
-        What was solved; nothing unless it is one Linear whose output is added to the block's.
+        The new starting point; empty unless it is one Linear whose output is added to the block's.
     """
     last = _stages(runner, nearest, order)[-1]
     if len(last) != 1 or len(last[0]) != 1:
@@ -147,15 +148,15 @@ def solved_for_shown(
     nearest: Mapping[str, Beginning],
     shown: Iterable[tuple[Sequence[str], InputStatistics]],
 ) -> dict[str, Beginning]:
-    """Solve Linears of experts for what they were shown while the model was calibrated.
+    """Solve Linears of experts for all tokens that calibration gave them.
 
     Args:
         runner: the block.
-        nearest: what each of their weights is rounded to nearest with.
-        shown: weights with one input, and its statistics.
+        nearest: starting points for rounding to nearest, by weight.
+        shown: weights that share an input, and the statistics of that input.
 
     Returns:
-        The names of ``nearest``. What was shown less than it has columns stays as it is there.
+        The names of ``nearest``. Weights with fewer tokens than columns stay as they are there.
     """
     found = dict(nearest)
     for sharing, statistics in shown:
@@ -167,7 +168,7 @@ def solved_for_shown(
 
 
 class _Group:
-    """Weights with one input, and what is collected of it."""
+    """Weights that share an input, and the statistics collected for them."""
 
     def __init__(self, names: Sequence[str], leader: Module) -> None:
         self.names, self.leader = names, leader
@@ -175,7 +176,7 @@ class _Group:
         self.missing_CR: Tensor | None = None
 
     def clear(self) -> None:
-        """Drop what was collected."""
+        """Free the collected statistics."""
         self.statistics = self.missing_CR = None
 
 
@@ -186,9 +187,9 @@ def _module(name: str) -> str:
 def _stages(
     runner: BlockRunner, names: Mapping[str, Beginning], order: CallOrder | None
 ) -> list[list[list[str]]]:
-    """Groups that share an input, and of those the ones that experts have in the same place.
+    """Groups of weights that share an input; the same position of all experts is one stage.
 
-    While calls are watched all experts are called with the same tokens; here each has its own.
+    While calls are recorded all experts get the same tokens; here each gets its own.
     """
     name_of = {runner.block.get_submodule(_module(name)): name for name in names}
     shared = [] if order is None else [[m for m in one if m in name_of] for one in order.groups]
@@ -206,7 +207,7 @@ def _stages(
 def _alike(
     runner: BlockRunner, names: Iterable[str], nearest: Mapping[str, Beginning], *, apart: bool
 ) -> list[list[str]]:
-    """Weights with one input, by how they are rounded, and experts apart where they are to be."""
+    """Group weights that share an input by grid and partition, and by expert if ``apart``."""
     found: dict[object, list[str]] = {}
     for name in names:
         place, args = runner.experts.get(name), nearest[name].parameters.args
@@ -216,7 +217,7 @@ def _alike(
 
 
 def _is_added(runner: BlockRunner, linear: Module) -> bool:
-    """Whether what a Linear returns is added to what the block does: with twice as much of it."""
+    """Return True if a Linear's output is added to the block's output; tested by doubling it."""
     outputs: list[Tensor] = []
 
     def double(module: Module, args: Any, output: Tensor) -> Tensor:
@@ -244,7 +245,7 @@ def _collect(
     *,
     direct: bool,
 ) -> None:
-    """Second moments of what groups get from the weights before them."""
+    """Accumulate second moments of the groups' inputs, given the weights before them."""
     leaders = [group.leader for group in groups]
     for index, call in enumerate(runner.calls):
         output_BTC, inputs = _watched(runner, call, weights, leaders)
@@ -267,7 +268,7 @@ def _collect(
 def _watched(
     runner: BlockRunner, call: Call, weights: Mapping[str, Tensor] | None, leaders: Sequence[Module]
 ) -> tuple[Tensor, dict[Module, list[Tensor]]]:
-    """What the block returns, and what some of its modules get meanwhile."""
+    """The block's output for a call, and the inputs of some of its modules."""
     inputs: dict[Module, list[Tensor]] = {leader: [] for leader in leaders}
 
     def keep(module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -284,7 +285,7 @@ def _watched(
 
 
 def _count(group: _Group, call: Call, tensor: Tensor, other: Tensor | None) -> None:
-    """Add the tokens of one call; a router may have sent others there in the original model."""
+    """Accumulate the tokens of one call, without the reference if they may be routed otherwise."""
     if other is not None and (other.shape != tensor.shape or _is_routed(call, tensor)):
         other = None
     if group.statistics is None:
@@ -296,7 +297,7 @@ def _count(group: _Group, call: Call, tensor: Tensor, other: Tensor | None) -> N
 
 
 def _is_routed(call: Call, tensor: Tensor) -> bool:
-    """Whether the rows of an input may not be the tokens of the block's, in their order."""
+    """Return True if the rows of an input may not be the block's tokens in their order."""
     given = first_tensor(call.args, dict(call.kwargs))
     return tensor.ndim == 2 and given is not None and len(tensor) != given[..., 0].numel()
 
@@ -304,9 +305,9 @@ def _is_routed(call: Call, tensor: Tensor) -> bool:
 def _solved(
     runner: BlockRunner, group: _Group, nearest: Mapping[str, Beginning]
 ) -> Iterator[tuple[str, Beginning]]:
-    """What the sweep of a group makes of it; nothing where it could only be rounded to nearest.
+    """Solve the sweep of a group; yield nothing if it could only be rounded to nearest.
 
-    An expert that gets fewer tokens than it has columns would be fitted to just these.
+    An expert that gets fewer tokens than it has columns would be overfitted to them.
     """
     statistics, routed = group.statistics, group.names[0] in runner.experts
     if statistics is None or statistics.tokens < (statistics.gram.shape[-1] if routed else 1):

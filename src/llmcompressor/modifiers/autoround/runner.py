@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs a block again and again on what it was called with, with other weights in place of its own.
+"""Repeated runs of a block on its recorded calls with replaced weights.
 
-The error of weights is the squared change, over the real tokens of a call, of the block's output.
+The error of weights is the squared change of the block's output over the real tokens of a call.
 """
 
 from __future__ import annotations
@@ -31,13 +31,14 @@ _BATCHED = 3
 
 @dataclass(frozen=True)
 class Call:
-    """What a block was called with.
+    """Recorded arguments of a block's forward.
 
     Attributes:
-        args: positional arguments; floating tensors may lie in main memory.
-        kwargs: named ones, likewise.
+        args: positional arguments; floating-point tensors may be in main memory.
+        kwargs: keyword arguments; floating-point tensors may be in main memory.
         mask: bool ``[batch, tokens]`` of the real tokens; ``None``: all are.
-        reference: what it gets in the original model in place of the first tensor; ``None``: that.
+        reference: input of the block in the original model, in place of the first tensor; ``None``
+            if it is the same.
     """
 
     args: tuple[Any, ...]
@@ -59,16 +60,16 @@ class Call:
 
     @property
     def rows(self) -> int:
-        """Samples of the batch."""
+        """Number of samples in the batch."""
         tensor = first_tensor(self.args, dict(self.kwargs))
         return 1 if tensor is None or tensor.ndim < _BATCHED else len(tensor)
 
 
 class BlockRunner:
-    """A block, and the calls that it is run on.
+    """A block and the calls that it is run on.
 
-    A CPU takes several times as long for products of 16 bits, and for their gradients: there the
-    block computes in float32, with the weights that it has.
+    A CPU takes several times as long for 16-bit products and their gradients, so there the block
+    computes in float32, with its own weights cast.
 
     Args:
         block: it is not changed.
@@ -77,10 +78,10 @@ class BlockRunner:
     Attributes:
         block: the same.
         calls: the same.
-        targets: what the original block returns for each call, ``[tokens, C]``, in main memory.
-        values: how many values these have.
-        seen: how many tokens.
-        experts: weight → where it stands, for those of experts.
+        targets: output of the original block for each call, ``[tokens, C]``, in main memory.
+        values: number of values in ``targets``.
+        seen: number of tokens.
+        experts: weight → its place in the MoE, for weights of experts.
     """
 
     def __init__(self, block: Module, calls: Sequence[Call]) -> None:
@@ -103,36 +104,37 @@ class BlockRunner:
         self.seen = sum(map(len, self.targets))
 
     def weight(self, name: str, values: Tensor) -> Tensor:
-        """A weight with the values that it will have, in the dtype to compute in."""
+        """A weight's new values, rounded to its dtype and cast to the compute dtype."""
         weight_RC: Tensor = self._cast(values.to(self._own[name]))
         return weight_RC
 
     def is_rounded(self, name: str) -> bool:
-        """Whether a weight is of a starved expert that is to be rounded to nearest."""
+        """Return True if a weight is of a starved expert with the policy ``rtn``."""
         return name in self.experts and self.experts[name].policy == "rtn"
 
     def hold(self, weights: Mapping[str, Tensor]) -> None:
-        """Have these in place of the block's own wherever no others are given."""
+        """Use these weights in place of the block's own unless others are given."""
         self._held = dict(weights)
 
     def error(self, index: int, weights: Mapping[str, Tensor]) -> Tensor:
-        """Squared change of the output of a call, float32."""
+        """Squared error of the output of a call, float32."""
         return self.missing(index, self.tokens(self.calls[index], weights)).square().sum()
 
     def missing(self, index: int, output_TC: Tensor) -> Tensor:
-        """What the output of a call has less than the original one's, float32."""
+        """Residual of a call's output: the original output minus this one, float32."""
         return (self.targets[index].to(self._device) - output_TC).float()
 
     def tokens(self, call: Call, weights: Mapping[str, Tensor] | None) -> Tensor:
-        """What the block returns for the real tokens of a call, with weights as in :meth:`run`."""
+        """The block's output for the real tokens of a call, with weights as in :meth:`run`."""
         return real_tokens(self.run(call, weights), call.mask)
 
     def run(self, call: Call, weights: Mapping[str, Tensor] | None) -> Tensor:
-        """The first tensor that the block returns with some other weights.
+        """The first output tensor of the block with replaced weights.
 
         Args:
-            call: what it is called with.
-            weights: these, beside those that are held; ``None``: all are those of the original.
+            call: the recorded call.
+            weights: replacements, in addition to the held ones; ``None``: the original weights
+                only.
         """
         args, kwargs = self._cast(call.args), self._cast(dict(call.kwargs))
         others = {} if weights is None else {**self._held, **weights}
@@ -147,7 +149,7 @@ class BlockRunner:
         return tensor
 
     def _cast(self, value: Any) -> Any:
-        """Floating tensors where, and in the dtype, that the block computes in."""
+        """Move floating-point tensors to the block's device and compute dtype."""
 
         def cast(tensor: Tensor) -> Tensor:
             floating = tensor.is_floating_point()
@@ -158,7 +160,7 @@ class BlockRunner:
 
 @contextlib.contextmanager
 def _plainly(block: Module) -> Iterator[None]:
-    """Experts get the tokens that are routed to them, and are shown no others."""
+    """While the body runs, experts get only their routed tokens, as outside of calibration."""
     mixtures = [
         one for one in block.modules() if isinstance(one, LinearExperts) and one.calibrating
     ]

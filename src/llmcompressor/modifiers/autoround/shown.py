@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What experts are shown that too few tokens are routed to.
+"""Input statistics of experts that too few tokens are routed to.
 
-Learning goes by what a block returns, and of an expert that are the tokens routed to it. Where
-these are few, what is learned does little for others. Calibration shows such an expert more, and
-that is counted here, to solve it for.
+The objective of learning is the block's output, on which an expert acts only through the tokens
+routed to it. If these are few, the learned rounding generalizes poorly. Calibration passes more
+tokens through such an expert; their statistics are collected here, to solve it instead.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _INPUTS = 2
 
 
 def shown_bytes(columns: int, experts: int) -> int:
-    """What the second moments of one of an expert's inputs take at most, beside the others'.
+    """Upper bound of the bytes for the second moments of one expert input, within the total budget.
 
     >>> shown_bytes(1024, 8), shown_bytes(7168, 256)
     (4194304, 8388608)
@@ -37,13 +37,14 @@ def shown_bytes(columns: int, experts: int) -> int:
 
 
 class ShownInputs:
-    """Second moments of what experts with few tokens are shown.
+    """Second moments of the inputs of experts with few tokens.
 
-    Few are fewer than the widest Linear of an expert has columns, or too few by the policy for
-    starved experts. As tokens come, those are dropped that turn out to have enough.
+    Few means fewer than the widest Linear of the expert has columns, or too few by the policy for
+    starved experts. Statistics of experts that turn out to have enough tokens are dropped on the
+    way.
 
     Args:
-        places: where the Linears of experts stand.
+        places: Linears of experts and their places in the MoE.
         order: which of them share an input; ``None``: none do.
     """
 
@@ -65,11 +66,11 @@ class ShownInputs:
 
     @property
     def leaders(self) -> Sequence[Module]:
-        """One of the Linears with each input."""
+        """The first Linear of each group that shares an input."""
         return list(self._groups)
 
     def add(self, leader: Module, input_TC: Tensor) -> None:
-        """Count what a group gets, as long as one of its experts has few tokens.
+        """Accumulate an input of a group, as long as one of its experts has few tokens.
 
         Args:
             leader: one of :attr:`leaders`.
@@ -81,10 +82,9 @@ class ShownInputs:
             self._found[leader].update(input_TC)
 
     def held(self, modules: Collection[Module]) -> list[Module]:
-        """Those of ``modules`` that are not to be learned.
+        """The subset of ``modules`` that is not learned.
 
-        That is a starved expert in any case, another with few tokens where there is what it was
-        shown.
+        That is every starved expert, and every other expert with few tokens that has statistics.
         """
         return [
             one
@@ -94,11 +94,11 @@ class ShownInputs:
         ]
 
     def without_room(self, modules: Collection[Module]) -> list[Module]:
-        """Those of ``modules`` whose statistics were left out, as all would take too much."""
+        """The subset of ``modules`` whose statistics exceeded the memory budget."""
         return [one for one in modules if self._leaders.get(one) in self._left_out]
 
     def of(self, modules: Sequence[Module]) -> Iterator[tuple[list[Module], InputStatistics]]:
-        """Those of ``modules`` with one input, and its statistics, where there are any."""
+        """Groups of ``modules`` that share an input, with its statistics, if there are any."""
         groups: dict[Module, list[Module]] = {}
         for module in modules:
             groups.setdefault(self._leaders[module], []).append(module)
@@ -107,7 +107,7 @@ class ShownInputs:
                 yield members, self._found[leader]
 
     def drop(self, modules: Collection[Module]) -> None:
-        """Forget what ``modules`` were shown."""
+        """Free the statistics of ``modules``."""
         for module in modules:
             self._found.pop(self._leaders.get(module, module), None)
 
@@ -118,7 +118,7 @@ class ShownInputs:
         return place.policy is not None or place.tokens < self._widest[place.mixture, place.expert]
 
     def _has_room(self, leader: Module) -> bool:
-        """Begin to count for a group, if that is not too much beside the others."""
+        """Start statistics for a group, if they fit the memory budget."""
         weight_RC = weight_of(leader)
         widths = [weight_RC.shape[-1], *(weight_of(one).shape[-1] for one in self._found)]
         if leader in self._left_out or _FLOAT * sum(one**2 for one in widths) > _MOST:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Learns the rounding of all Linears of a block from what the block returns.
+"""Learn the rounding of all Linears of a block from the block's output.
 
-The error of a rounding is the mean square, over the real tokens of all calls, of the change of the
-block's output. Each step takes as many calls as bring ``samples`` rows, in an order that goes
-through all of them before any comes again.
+The error of a rounding is the mean squared change of the block's output over the real tokens of all
+calls. Each step takes as many calls as make up ``samples`` rows, in an order in which every call
+comes once before any comes again.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ __all__ = ["Options", "Tuned", "rounded_errors", "tune_block"]
 
 @dataclass(frozen=True)
 class Options:
-    """How a block is tuned.
+    """Options for tuning a block.
 
     Attributes:
-        iters: steps.
-        rate: of the first step; it falls linearly to zero.
+        iters: number of steps.
+        rate: learning rate of the first step; it decays linearly to zero.
         samples: rows of each step.
-        seed: of the order in which calls are taken.
-        range_share: of the rate, that factors of ranges move by.
+        seed: seed of the order in which calls are drawn.
+        range_share: share of the learning rate that is used for the factors of ranges.
     """
 
     iters: int
@@ -42,13 +42,13 @@ class Options:
 
 @dataclass(frozen=True)
 class Tuned:
-    """What was found for a block.
+    """Result of tuning a block.
 
     Attributes:
-        roundings: by the name of the weight.
-        error: mean square of the output's change.
-        iteration: after how many steps the roundings were found; 0: they are those of the start.
-        unreached: weights that no gradient has reached, single experts left aside.
+        roundings: roundings by the name of the weight.
+        error: mean squared change of the block's output.
+        iteration: number of steps after which the roundings were found; 0: the initial ones.
+        unreached: weights that no gradient has reached, except single experts.
     """
 
     roundings: Mapping[str, Rounding]
@@ -62,7 +62,7 @@ def rounded_errors(
     starts: Mapping[str, Start],
     roundings: Mapping[str, Rounding] | None = None,
 ) -> list[float]:
-    """The squared error of each call; without ``roundings`` as weights are at the start."""
+    """Squared error of each call with ``roundings``; by default with the initial rounding."""
     if roundings is None:
         roundings = {name: Rounding.of(one) for name, one in starts.items()}
     return _Tuner(runner, starts).errors(roundings)
@@ -76,12 +76,13 @@ def tune_block(
     Args:
         runner: the block and its calls.
         starts: the weights, by their names in the block (``"mlp.up_proj.weight"``).
-        before: :func:`rounded_errors` of them.
-        options: how.
+        before: their :func:`rounded_errors`.
+        options: options of the tuning.
 
     Returns:
-        The best of: the rounding at the start, the roundings with the least error on the calls of
-        their own step, those after the last step. None is worse than the start on all calls.
+        The best of the initial rounding, the roundings with the least error on the calls of their
+        own step, and those after the last step. It is never worse than the initial one on all
+        calls.
     """
     tuner = _Tuner(runner, starts)
     nearest = {name: Rounding.of(start) for name, start in starts.items()}
@@ -96,16 +97,16 @@ def tune_block(
 
 
 class _Tuner:
-    """Weights of a block, and what their roundings cost."""
+    """Weights of a block, and the error of their roundings."""
 
     def __init__(self, runner: BlockRunner, starts: Mapping[str, Start]) -> None:
         self._runner, self._starts = runner, starts
         self._reached: set[str] = set()
 
     def unreached(self) -> tuple[str, ...]:
-        """Weights that no gradient has reached until now.
+        """Weights that no gradient has reached so far.
 
-        An expert may be one that no token has chosen: experts count if it was none of them.
+        No token may have chosen a single expert, so experts count only if none of them was reached.
         """
         missing = [name for name in self._starts if name not in self._reached]
         experts = self._runner.experts.keys()
@@ -115,7 +116,7 @@ class _Tuner:
 
     @torch.no_grad()
     def errors(self, roundings: Mapping[str, Rounding]) -> list[float]:
-        """The squared error of each call."""
+        """Squared error of each call."""
         weights = {
             name: self._runner.weight(name, one.apply(self._starts[name]).values)
             for name, one in roundings.items()
@@ -126,9 +127,9 @@ class _Tuner:
     def candidates(
         self, before: Sequence[float], options: Options
     ) -> Iterator[tuple[dict[str, Rounding], int]]:
-        """The best roundings by the error of their own step, and the last ones, with their step.
+        """Yield the roundings with the least error of their own step, then the last ones.
 
-        Calls differ in how hard they are: errors are compared to those at the start.
+        Calls differ in difficulty, so errors are relative to the initial ones.
         """
         roundings = {name: Rounding.of(start) for name, start in self._starts.items()}
         best, least, best_step = dict[str, Rounding](), 1.0, 0
@@ -161,11 +162,11 @@ class _Tuner:
             with torch.enable_grad():
                 error = self._runner.error(index, leaves)
             total += float(error.detach())
-            if not error.requires_grad:  # all tokens went to experts that are not learned
+            if not error.requires_grad:  # all tokens were routed to experts that are not learned
                 continue
             found = torch.autograd.grad(error, list(leaves.values()), allow_unused=True)
             for name, gradient_RC in zip(leaves, found, strict=True):
-                if gradient_RC is not None:  # an expert that no token of the call chose has none
+                if gradient_RC is not None:  # an expert without tokens in the call has none
                     sums[name] = sums.get(name, 0.0) + gradient_RC.float()
         self._reached.update(sums)
         with torch.no_grad():
@@ -177,7 +178,7 @@ class _Tuner:
 
 
 def _picks(rows: Sequence[int], options: Options) -> Iterator[list[int]]:
-    """Which calls each step takes."""
+    """Indices of the calls of each step."""
     generator = torch.Generator().manual_seed(options.seed)
     waiting: list[int] = []
     while True:

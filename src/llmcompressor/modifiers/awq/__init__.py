@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""AWQ (arXiv:2306.00978), under the path that it had when it quantized too.
+"""AWQ (arXiv:2306.00978) under its former path, where it also quantizes.
 
-The class itself is ``llmcompressor.modifiers.transform.awq.AWQModifier``. What is called so here
-takes the fields of both and gives the two modifiers that they stand for.
+The class is ``llmcompressor.modifiers.transform.awq.AWQModifier``. The function of that name here
+accepts the fields of both modifiers, and returns the two modifiers.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ __all__ = ["AWQ_MAPPING_REGISTRY", "AWQMapping", "AWQModifier"]
 
 
 def AWQModifier(**fields: Any) -> list[Modifier]:  # noqa: N802 - scripts know it as a class
-    """AWQ and, if the fields say how to quantize, the ``QuantizationModifier`` that does it.
+    """Create AWQ and, if the fields configure quantization, a subsequent ``QuantizationModifier``.
 
     Args:
-        **fields: of :class:`~llmcompressor.modifiers.awq.base.AWQModifier` and of
+        **fields: fields of :class:`~llmcompressor.modifiers.awq.base.AWQModifier` and of
             ``QuantizationModifier``.
 
     Returns:
-        The modifiers in order; a recipe takes such a list as it is.
+        The modifiers in order; a recipe accepts such a list.
     """
     return base.AWQModifier.from_fields(**fields)

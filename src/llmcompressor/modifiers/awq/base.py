@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""AWQ: columns that meet large inputs are enlarged before they are rounded.
+"""AWQ: scale up the columns that get large inputs before weights are rounded.
 
 Lin et al., arXiv:2306.00978; see :mod:`llmcompressor.numerics.awq` for the equations.
 """
@@ -76,13 +76,13 @@ _STACKED = 16
 
 @dataclass(config=ConfigDict(extra="forbid"))
 class AWQMapping:
-    """What is smoothed together.
+    """A smooth layer and the layers that balance its scales.
 
     Attributes:
-        smooth_layer: a target for the norm or Linear whose output is divided.
-        balance_layers: targets for all Linears that read it.
-        activation_hook_target: accepted, without effect: the inputs of the Linears themselves
-            are looked at.
+        smooth_layer: target of the norm or Linear whose output is divided by the scales.
+        balance_layers: targets of all Linears that read its output.
+        activation_hook_target: accepted, without effect: the inputs of the Linears themselves are
+            observed.
     """
 
     smooth_layer: str
@@ -90,7 +90,7 @@ class AWQMapping:
     activation_hook_target: str | None = None
 
     def __post_init__(self) -> None:
-        """Refuse a mapping without readers."""
+        """Refuse a mapping without balance layers."""
         if not self.balance_layers:
             raise RecipeError(
                 f"The mapping of {self.smooth_layer!r} has no balance_layers",
@@ -112,7 +112,7 @@ unless some are added, they are found from the model."""
 
 
 def get_layer_mappings_from_architecture(architecture: str) -> list[AWQMapping]:
-    """The mappings that a class of models is known with, or those of Llama.
+    """The mappings registered for a model class, or those of Llama.
 
     Args:
         architecture: the name of the class, for instance ``"Qwen3ForCausalLM"``.
@@ -121,9 +121,9 @@ def get_layer_mappings_from_architecture(architecture: str) -> list[AWQMapping]:
 
 
 def get_layer_mappings_from_model(model: Module) -> list[AWQMapping]:
-    """The mappings that a model's class is known with, or those found in it: one for each place.
+    """The mappings registered for a model's class, or those found in it, one for each place.
 
-    Experts that are one stack are no modules, and are found in a run alone.
+    Experts that are stored as one stack are no modules; they are only found in a run.
 
     Args:
         model: its weights may be on the meta device.
@@ -138,36 +138,36 @@ def _registered(model: Module) -> list[AWQMapping] | None:
 
 
 class _Moments:
-    """Second moments and mean size of the inputs."""
+    """Second moments and mean absolute values of the inputs."""
 
     def __init__(self, columns: int, device: torch.device | str, name: str) -> None:
         self._statistics = InputStatistics(columns, device, name=name)
         self._sizes_C = torch.zeros(columns, dtype=torch.float32, device=device)
 
     def update(self, input_TC: Tensor) -> None:
-        """Count the tokens of one batch, ``[T, C]``."""
+        """Accumulate the tokens of one batch, ``[T, C]``."""
         self._statistics.update(input_TC)
         sizes_C = input_TC.abs().sum(dim=0, dtype=torch.float32)
         self._sizes_C += sizes_C.to(self._sizes_C.device)
 
     @property
     def tokens(self) -> int:
-        """How many were counted."""
+        """Number of accumulated tokens."""
         return self._statistics.tokens
 
     @property
     def gram(self) -> Tensor:
-        """XᵀX."""
+        """The Gram matrix XᵀX."""
         return self._statistics.gram
 
     @property
     def sizes(self) -> Tensor:
-        """Sum of the absolute inputs of each column."""
+        """Sum of the absolute values of each input column."""
         return self._sizes_C
 
 
 def _device_name(given: Any) -> Any:
-    """A recipe holds a device by its name."""
+    """The name of a ``torch.device``, as recipes store it; other values unchanged."""
     return str(given) if isinstance(given, torch.device) else given
 
 
@@ -176,7 +176,7 @@ def _fields_of_quantizing() -> set[str]:
 
 
 def _check_says_how(fields: Mapping[str, Any]) -> None:
-    """Refuse fields of the modifier that quantizes, if they do not make one."""
+    """Refuse fields of the quantizing modifier that do not configure quantization."""
     if any(fields.get(name) is not None for name in SAYING_HOW):
         return
     given = " and ".join(fields)
@@ -188,20 +188,19 @@ def _check_says_how(fields: Mapping[str, Any]) -> None:
 
 
 class AWQModifier(SmoothingMixin):
-    """Scales, and where it helps clips, weights for the modifier that quantizes them after it.
+    """Scale, and where it helps clip, weights for a subsequent modifier that quantizes them.
 
     Attributes:
-        mappings: what is smoothed together; found from the model where there are none.
-        offload_device: where statistics (and with ``loss: output`` activations) are kept: a
-            ``torch.device`` or its name; if ``None`` where they are made, activations in main
-            memory where they exceed half of what is free there.
-        duo_scaling: weigh inputs against weights (``True``), look at inputs alone (``False``),
-            or try ``"both"``.
-        n_grid: how many scales are tried for each set.
-        loss: what a scale is judged by: the error of the Linears' outputs, from second moments
-            (``"statistics"``), or the error of their common parent's output, by running it for
+        mappings: smooth and balance layers; inferred from the model if there are none.
+        offload_device: device for statistics (and with ``loss: output`` for activations): a
+            ``torch.device`` or its name. ``None``: the device that they are computed on;
+            activations move to main memory when they exceed half of the free memory there.
+        duo_scaling: use inputs and weights (``True``), inputs alone (``False``), or try ``"both"``.
+        n_grid: number of scales that are tried for each set.
+        loss: the criterion for a scale: the error of the Linears' outputs, from second moments
+            (``"statistics"``), or the error of their common parent's output, which is rerun for
             each candidate (``"output"``, the published form).
-        clip: clamp the weights of each group where that lowers its output error.
+        clip: clip the weights of each group where that lowers its output error.
         sequential_targets: without effect, with a warning: give it to ``oneshot`` instead.
     """
 
@@ -224,7 +223,7 @@ class AWQModifier(SmoothingMixin):
     @model_validator(mode="before")
     @classmethod
     def _refuse_fields_of_quantizing(cls, given: Any) -> Any:
-        """The class scales alone; the form that quantizes too has a path of its own."""
+        """Refuse fields of quantization: this class only scales; ``modifiers.awq`` does both."""
         theirs = _fields_of_quantizing()
         if isinstance(given, Mapping) and (named := [name for name in given if name in theirs]):
             raise RecipeError(
@@ -236,7 +235,7 @@ class AWQModifier(SmoothingMixin):
 
     @classmethod
     def from_fields(cls, **fields: Any) -> list[Modifier]:
-        """From one set of fields: this modifier, and the one that quantizes if they say how.
+        """Create this modifier, and a quantizing one if the fields configure quantization.
 
         Raises:
             RecipeError: some are of a modifier that quantizes, and none of them says how.
@@ -254,16 +253,16 @@ class AWQModifier(SmoothingMixin):
 
     @property
     def devices(self) -> Mapping[str, str]:
-        """Where statistics are kept."""
+        """The offload device for statistics."""
         return {} if self.offload_device is None else {"offload_device": self.offload_device}
 
     @property
     def finest_granularity(self) -> Granularity:
-        """Inputs of Linears for statistics; whole blocks to run their parts for each candidate."""
+        """Linears with statistics; blocks if their parents are rerun for each candidate."""
         return Granularity.LINEAR if self.loss == "statistics" else Granularity.BLOCK
 
     def named(self, model: Module) -> Sequence[Names] | None:
-        """The mappings as smooth target and targets of its readers."""
+        """The mappings as smooth target and balance targets."""
         mappings = self.mappings
         if mappings is None:
             mappings = _registered(model)
@@ -272,16 +271,16 @@ class AWQModifier(SmoothingMixin):
         return [(one.smooth_layer, tuple(one.balance_layers)) for one in mappings]
 
     def registered(self, model: Module) -> Any:
-        """Mappings."""
+        """Mappings registered for the class of ``model``, if they are used."""
         found = None if self.mappings is not None else _registered(model)
         return None if found is None else [asdict(one) for one in found]
 
     def wanted_sets(self) -> list[SmoothSet]:
-        """Those with a Linear that a later modifier quantizes."""
+        """Sets with a Linear that a subsequent modifier quantizes."""
         return [one for one in self._sets if any(map(_weight_args, one.balance.values()))]
 
     def calibrated_modules(self, state: State) -> list[Module]:
-        """The Linears that read what is smoothed, and those that are clipped."""
+        """Linears that read a smoothed output, and those that are clipped."""
         return list(dict.fromkeys([*super().calibrated_modules(state), *self._clippable()]))
 
     def _clippable(self) -> list[Module]:
@@ -291,7 +290,7 @@ class AWQModifier(SmoothingMixin):
         return [module for module in own if _clip_args(module)]
 
     def effort(self, modules: Sequence[Module], data: DataSize) -> Effort:
-        """Second moments; a product per candidate and Linear; the attempts at its groups."""
+        """Second moments, a product per candidate and Linear, and clip attempts of its groups."""
         quantized = {each for one in self.wanted_sets() for each in one.balance.values()}
         clipped = [module for module in modules if self.clip and _clip_args(module)]
         judged = quantized if self.loss == "statistics" else set[Module]()
@@ -309,7 +308,7 @@ class AWQModifier(SmoothingMixin):
         return running(found, weights, self.offload_device)
 
     def work(self, modules: Sequence[Module], data: DataSize) -> Work:
-        """With ``loss: output`` the parent of a set runs on all data for every candidate."""
+        """With ``loss: output`` the parent of a set is rerun on all data for every candidate."""
         scaled = super().work(modules, data)
         if self.loss == "statistics":
             return scaled
@@ -328,20 +327,20 @@ class AWQModifier(SmoothingMixin):
 
     @property
     def _points(self) -> int:
-        """Candidates of a set."""
+        """Number of candidate scales of a set."""
         return 2 * max(self.n_grid // 2, 2) if self.duo_scaling == "both" else self.n_grid
 
     def on_initialize(self, state: State, **kwargs: Any) -> bool:
-        """What is quantized by now is not clipped: only what a later modifier quantizes is."""
+        """Note which weights are quantized already: these are not clipped."""
         self._settled = quantized_before(state)
         return super().on_initialize(state, **kwargs)
 
     def on_all_initialized(self, state: State) -> None:
-        """It is known what later modifiers quantize, and how.
+        """Check that subsequent modifiers quantize what this one scales.
 
         Raises:
             TargetError: they quantize nothing that this one scales.
-            RecipeError: not in a way that its search can judge.
+            RecipeError: they quantize it in a way that the search cannot evaluate.
         """
         super().on_all_initialized(state)
         if not self.wanted_sets():
@@ -355,7 +354,7 @@ class AWQModifier(SmoothingMixin):
     # ------------------------------------------------------------------ while
 
     def on_calibration_start(self, state: State, event: Event, **kwargs: Any) -> None:
-        """Watch the inputs; for ``loss: output`` also what the parents are called with."""
+        """Observe the inputs; with ``loss: output`` also record the calls of the parents."""
         self._to_clip = self._clippable()
         super().on_calibration_start(state, event, **kwargs)
         if self.loss == "output":
@@ -378,11 +377,11 @@ class AWQModifier(SmoothingMixin):
                     )
 
     def new_tally(self, columns: int, device: torch.device, name: str) -> _Moments:
-        """Second moments."""
+        """Statistics with second moments of the inputs."""
         return _Moments(columns, self.offload_device or device, name)
 
     def scale_of(self, one: SmoothSet, tallies: Mapping[Module, Any]) -> Tensor | None:
-        """The best scale of the grid, judged on the Linears that are quantized."""
+        """The best scale of the grid, evaluated on the Linears that are quantized."""
         members = [module for module in one.balance.values() if _weight_args(module)]
         weights = [weight_of(module).detach() for module in members]
         distinct = list(dict.fromkeys(tallies.values()))
@@ -403,7 +402,7 @@ class AWQModifier(SmoothingMixin):
             with self._parents.error_of(one, rounds) as error_of:
                 found = choose_scale(error_of, grid, ones_C)
             self._parents.drop(one)
-        # readers with inputs of their own count the same tokens again; their parent does not
+        # balance layers with separate inputs count the same tokens again; their parent does not
         judged = tokens if self._parents is None else self._parents.tokens
         self._records[one.name] = {
             "tokens": tokens,
@@ -417,7 +416,7 @@ class AWQModifier(SmoothingMixin):
 
     @torch.no_grad()
     def after_sets(self) -> None:
-        """Find the ends of the groups of Linears whose scale is known, or who have none."""
+        """Find clip bounds for Linears whose scale is known, or that have none."""
         ready: dict[Any, list[Module]] = {}
         for module in [one for one in self._to_clip if one in self._seen]:
             args, one = _clip_args(module), next(reversed(self.sets_of(module)), None)
@@ -431,7 +430,7 @@ class AWQModifier(SmoothingMixin):
         self._to_clip = [module for module in self._to_clip if module not in done]
 
     def _clip(self, members: Sequence[Module], tally: _Moments, scale_C: Tensor | None) -> None:
-        """Linears with one input, one scale and one way of rounding, their rows stacked."""
+        """Find clip bounds of Linears that share input, scale and rounding, stacked by rows."""
         weight_RC = torch.cat([weight_of(module).detach() for module in members])
         gram_CC = tally.gram.to(weight_RC.device)
         if scale_C is not None:
@@ -448,13 +447,13 @@ class AWQModifier(SmoothingMixin):
     # ------------------------------------------------------------------ after
 
     def before_division(self, modules: set[Module]) -> None:
-        """Clamp the weights, whose columns are scaled now and whose rows are not."""
+        """Clip the weights: their columns are scaled by now, their rows are not divided yet."""
         for module in [one for one in self._bounds if one in modules]:
             weight = weight_of(module)
             weight.data.copy_(self._bounds.pop(module).clamp(weight.data))
 
     def on_calibration_end(self, state: State, event: Event, **kwargs: Any) -> None:
-        """Scale and clip what was not with its block."""
+        """Scale and clip what was not finished with its block."""
         super().on_calibration_end(state, event, **kwargs)
         self._parents = None
         gains = [
@@ -468,16 +467,16 @@ class AWQModifier(SmoothingMixin):
 
 
 def _weight_args(module: Module) -> QuantizationArgs | None:
-    """How a modifier of the recipe will quantize a Linear's weight, if any does."""
+    """Weight quantization arguments of a module, ``None`` if it is not quantized."""
     scheme = getattr(module, "quantization_scheme", None)
     return None if scheme is None else scheme.weights
 
 
 def _rounding(module: Module) -> Round:
-    """The rounding of a module's weight by the extremes of each cell, in float32.
+    """Rounding of a module's weight with min-max ranges, in float32.
 
-    Scales are as they will be stored. Readers divide in the weight's own dtype: that decides a few
-    near ties otherwise, and takes several times as long.
+    Scales are rounded to their stored dtype. Loaders divide in the weight's own dtype; that decides
+    a few near ties differently, and takes several times as long.
     """
     args = _weight_args(module)
     assert args is not None
@@ -490,7 +489,7 @@ def _rounding(module: Module) -> Round:
 
 
 def _rounding_within(module: Module, whole_RC: Tensor) -> RoundWithin:
-    """The same for groups of a weight, whose ends are known; they share its global scale."""
+    """Rounding of weight groups with given ranges, which share the weight's global scale."""
     args = _weight_args(module)
     assert args is not None
     shared = global_scale_from_amax(weight_amax(whole_RC)) if needs_global_scale(args) else None
@@ -510,14 +509,14 @@ def _round_wide(found: WeightParameters, weight_RC: Tensor) -> Tensor:
 
 
 def _group_of(module: Module) -> int:
-    """Columns that share a scale in a row; 0 for all."""
+    """Number of columns that share a scale in a row; 0 for all."""
     args = _weight_args(module)
     assert args is not None
     return int(partition_of(args).columns)
 
 
 def _clip_args(module: Module) -> QuantizationArgs | None:
-    """How a module's weight is quantized, if clipping applies to it: few bits, rows apart."""
+    """Weight quantization arguments if clipping applies: few bits, rows rounded independently."""
     args = _weight_args(module) if isinstance(module, Linear) else None
     if args is None or args.num_bits >= _FINE_BITS:
         return None
@@ -527,12 +526,12 @@ def _clip_args(module: Module) -> QuantizationArgs | None:
 
 
 def _key_of(args: QuantizationArgs) -> str:
-    """Equal for weights that are quantized alike."""
+    """Key that is equal for weights with the same quantization arguments."""
     return str(args.model_dump_json())
 
 
 def _readers(members: Sequence[Module], tallies: Mapping[Module, Any]) -> Iterator[Readers]:
-    """Linears with the same inputs and rounding, where rows are rounded apart, as one if few."""
+    """Batch Linears that share inputs and rounding into one if rows are rounded independently."""
     alike: dict[Any, list[Module]] = {}
     for module in members:
         args = _weight_args(module)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What AWQ takes, by counting: T tokens, C columns, R rows of all Linears with one input.
+"""Cost model of AWQ: T tokens, C columns, R rows of all Linears with one input.
 
 =================  =======================================  ===============================
 step               multiply-adds                            bytes
@@ -10,12 +10,12 @@ clipping, a sweep  R C (C + (K + 1) g), groups of g         2 of the weight, 4 C
                    columns, K attempts                      rows at once, 12 C + 20 K g each
 =================  =======================================  ===============================
 
-With ``loss: output`` a candidate is a run of the set's parent on all tokens, and 8 passes over the
-readers' weights, instead. What the parents are called with is kept for all tokens, until their sets
-are done, and beside it what the present one returns; what a candidate makes of that is compared
-batch by batch. Masks and tables of positions are the waiting forwards'.
+With ``loss: output`` a candidate instead reruns the set's parent on all tokens and takes 8 passes
+over the weights. The calls of the parents are kept for all tokens until their sets are done,
+together with the original outputs of the current parent; the outputs of a candidate are compared
+batch by batch. Attention masks and position embeddings belong to the paused forwards.
 
-On an accelerator the rows at once are all rows.
+On an accelerator all rows are processed at once.
 
 Before rows are clipped, float32 copies of the weight (8 R C) or of the moments (8 C²) are scaled.
 """
@@ -49,13 +49,14 @@ VISITS = 8
 def effort_of(
     weights: Sequence[Tensor], *, points: int, clipped: Sequence[Tensor] = (), group: int = 0
 ) -> Effort:
-    """What it takes to find the scale of Linears with one input, and the ends of their groups.
+    """Cost of finding the scale of Linears with one input, and the clip bounds of their groups.
 
     Args:
-        weights: that the scale is judged on, each ``[R_i, C]``; only their forms are looked at.
-        points: candidates that are tried.
-        clipped: those that are clipped.
-        group: columns that share a scale in them; 0 for all.
+        weights: weights that the scale is evaluated on, each ``[R_i, C]``; only their shapes
+            matter.
+        points: number of candidates.
+        clipped: weights that are clipped.
+        group: columns of them that share a scale; 0 for all.
     """
     every = [*weights, *clipped]
     if not every:
@@ -78,8 +79,8 @@ def run_products(parent: Module, data: DataSize) -> tuple[int, int]:
     """Multiply-adds of a module for one token: with weights, and between tokens.
 
     Args:
-        parent: an attention, an MLP, a mixture or a Linear; only its form is looked at.
-        data: tells what attention takes, and how many experts a token goes to.
+        parent: an attention, an MLP, an MoE or a Linear; only its shapes matter.
+        data: has the cost of attention and the share of experts that a token is routed to.
     """
     mixtures = [one for one in parent.modules() if isinstance(one, LinearExperts)]
     experts = {inner for mixture in mixtures for inner in mixture.modules()}
@@ -94,21 +95,21 @@ def run_products(parent: Module, data: DataSize) -> tuple[int, int]:
 
 
 def running(found: Effort, weights: Sequence[Tensor], place: str | None) -> Effort:
-    """``found`` with the bytes of running the parent of some Linears for every candidate.
+    """Add the bytes for rerunning the parent of some Linears to ``found``.
 
     Args:
-        found: what else it takes.
-        weights: of the Linears, which get one input; only their forms are looked at.
-        place: the device where the parent's inputs and outputs are kept; by room if ``None``.
+        found: the other costs.
+        weights: weights of the Linears, which share one input; only their shapes matter.
+        place: device for the parent's inputs and outputs; ``None``: wherever there is room.
     """
     columns, itemsize = weights[0].shape[-1], weights[0].element_size()
     rows = [weight.shape[0] for weight in weights]
-    returned = columns if len(weights) > 1 else rows[0]  # by an attention or an MLP, or a Linear
+    returned = columns if len(weights) > 1 else rows[0]  # output of a parent, or a Linear
     elements = [weight.numel() for weight in weights]
     inside = sum(rows) + max(rows) if len(weights) > 1 else returned
-    compared = 3 * itemsize * returned + 2 * _FLOAT * returned  # both, and their difference
+    compared = 3 * itemsize * returned + 2 * _FLOAT * returned  # both outputs, and their difference
     on_host = place is not None and place.startswith("cpu")
-    is_counted = place is None or on_host  # another accelerator's memory is not
+    is_counted = place is None or on_host  # memory of another accelerator is not counted
     return replace(
         found,
         kept=itemsize * columns * is_counted,
@@ -140,7 +141,7 @@ def _clipping(weights: Sequence[Tensor], columns: int, group: int) -> Effort:
     itemsize = weights[0].element_size()
 
     def bytes_of(at_once: int) -> int:
-        """Of so many rows that are clipped at once."""
+        """Bytes with this many rows clipped at once."""
         own = at_once * (12 * columns + 20 * max(CLIP_ATTEMPTS) * group)
         clipping = 4 * square + 8 * elements // group + own
         return elements * itemsize + max(8 * elements, 8 * square, clipping)

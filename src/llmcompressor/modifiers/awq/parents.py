@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The published loss of AWQ: the mean squared error of what the Linears' parent returns.
+"""AWQ's published loss: the mean squared error of the output of the Linears' parent module.
 
-For every candidate the parent (an attention, an MLP; the Linear itself where it is alone) runs
-on all batches, with the weights of its Linears scaled, rounded and scaled back.
+For every candidate the parent (an attention, an MLP; the Linear itself if it is alone) is rerun on
+all batches, with the weights of its Linears scaled, rounded and unscaled.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ _EVERYTHING = sys.maxsize
 
 @dataclass(frozen=True)
 class _Call:
-    """What a parent was called with.
+    """Recorded arguments of a parent's forward.
 
     Attributes:
-        args: positional arguments, without its input: masks and tables of positions, which the
-            waiting forward holds too.
-        kwargs: named ones, likewise.
-        ticket: of the input, which takes the place of each :data:`_INPUT`; ``None`` where no
+        args: positional arguments without its input: masks and position embeddings, which the
+            paused forward holds too.
+        kwargs: keyword arguments without its input.
+        ticket: shelf ticket of the input, which replaces each :data:`_INPUT`; ``None`` if no
             argument is a tensor.
         mask: bool ``[batch, tokens]`` of the real tokens; ``None``: all are.
     """
@@ -66,18 +66,18 @@ _INPUT = object()
 
 
 class ParentRuns:
-    """What the parents of sets were called with, and how candidates change what they return.
+    """Recorded calls of the sets' parents, and the output errors of candidates on them.
 
-    Inputs, and what they make of the parents, stay on an accelerator while they fit half of what
-    is free of it, or of what a limit leaves; the others wait in main memory.
+    Inputs and outputs stay on an accelerator while they fit half of its free memory, or of what a
+    limit leaves; the others are offloaded to main memory.
 
     Args:
-        state: tells which tokens are real, and the limit.
+        state: has the mask of real tokens and the memory limit.
         names: module → name.
-        device: where all of it is kept; by room if ``None``.
+        device: device for all of it; ``None``: wherever there is room.
 
     Attributes:
-        tokens: the real tokens that the parent of the last :meth:`error_of` was called with.
+        tokens: number of real tokens of the parent in the last :meth:`error_of`.
     """
 
     def __init__(self, state: State, names: Mapping[Module, str], device: str | None) -> None:
@@ -90,7 +90,7 @@ class ParentRuns:
         self.tokens = 0
 
     def watch(self, one: SmoothSet) -> Module | None:
-        """The parent of a set, for :attr:`hook` to be put on; ``None`` if it is watched already."""
+        """The parent of a set, to register :attr:`hook` on; ``None`` if it has the hook already."""
         parent = self._parent(one)
         self._sets.setdefault(parent, set()).add(one.name)
         if parent in self._calls:
@@ -99,13 +99,13 @@ class ParentRuns:
         return parent
 
     def hook(self, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Keep what a parent is called with."""
+        """Record a call of a parent."""
         args, kwargs = for_another_run((args, kwargs))
         given, mask = first_tensor(args, kwargs), self._state.token_mask
         if given is None:
             self._calls[module].append(_Call(args, kwargs, None, mask))
             return
-        if self._shelf.is_empty:  # so much is free while nothing of a block is kept
+        if self._shelf.is_empty:  # measure the free memory while nothing of a block is kept
             room = room_on(given.device, self._state.device_memory)
             self._shelf = Shelf(_EVERYTHING, room if self._device is None else _EVERYTHING)
         call = _Call(
@@ -117,7 +117,7 @@ class ParentRuns:
         self._calls[module].append(call)
 
     def drop(self, one: SmoothSet) -> None:
-        """Forget the calls of a set's parent, unless another set needs them."""
+        """Free the calls of a set's parent, unless another set needs them."""
         parent = self._parent(one)
         self._sets[parent].discard(one.name)
         if not self._sets[parent]:
@@ -128,13 +128,13 @@ class ParentRuns:
 
     @contextlib.contextmanager
     def error_of(self, one: SmoothSet, rounds: Mapping[Module, Round]) -> Iterator[ErrorOf]:
-        """From scales ``[K, C]`` to squared errors of the parent's output over real tokens.
+        """Yield a function from scales ``[K, C]`` to squared errors of the parent's output.
 
-        What the parent returns as it is, is kept while the body runs.
+        The parent's original outputs over real tokens are kept while the body runs.
 
         Args:
             one: the set.
-            rounds: how the weights of those of its Linears are rounded that are quantized.
+            rounds: the rounding of each of its Linears that is quantized.
         """
         parent = self._parent(one)
         self.tokens, plain = 0, list[int]()
@@ -163,7 +163,7 @@ class ParentRuns:
         return float((new_TC - self._shelf.see(old, new_TC.device)).float().square().sum())
 
     def _outputs(self, parent: Module) -> Iterator[Tensor]:
-        """What the parent returns for one call after another, ``[tokens, C]``."""
+        """Yield the parent's output for each recorded call, ``[tokens, C]``."""
         device = next(parent.parameters()).device
         for call in self._calls[parent]:
             kept = call.ticket
@@ -184,11 +184,11 @@ class ParentRuns:
 
 
 def parent_of(one: SmoothSet, modules: Mapping[str, Module]) -> Module:
-    """The lowest module that holds all readers of a set and is called itself.
+    """The innermost callable module that contains all balance layers of a set.
 
     Args:
         one: the set.
-        modules: of the model, by name.
+        modules: modules of the model, by name.
     """
     name = reduce(common_parent, one.balance)
     while isinstance(modules[name], ModuleList | ModuleDict):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Distillation: a model learns from another's outputs (arXiv:1503.02531)."""
+"""Knowledge distillation from a teacher's outputs (arXiv:1503.02531)."""
 
 from __future__ import annotations
 

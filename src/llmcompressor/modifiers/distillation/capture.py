@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Outputs of modules, caught in a forward; the teacher's, which goes no further than needed."""
+"""Capture of module outputs in a forward, and the teacher's forward, stopped early if possible."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from llmcompressor.errors import InputError
 
 __all__ = ["Outputs", "main_tensor", "run_teacher", "token_rows", "waits_elsewhere"]
 
-# What a batch has for the loss; nothing of the teacher's is asked for.
+# Keys of a batch that are for the loss only; the teacher computes none.
 _FOR_THE_LOSS = {"labels", "shift_labels", "num_items_in_batch", "return_loss"}
 
 
 class _AllSeenError(Exception):
-    """The forward has come to the last module that is wanted."""
+    """Raised to stop a forward at the last module that is needed."""
 
 
 class Outputs:
-    """Keeps the last output of each of some modules, while it is open.
+    """The latest output of each of some modules, captured while it is open.
 
-    :meth:`keep` is the forward hook to be put on them.
+    :meth:`keep` is the forward hook to register on them.
 
     Args:
-        modules: module → what it is called in messages.
-        role: whose modules they are.
+        modules: module → its name in messages.
+        role: ``student`` or ``teacher``, for messages.
         offload: keep the outputs in main memory.
     """
 
@@ -40,32 +40,32 @@ class Outputs:
         self.stops = False
         self._role = role
         self._offload = offload
-        # With the version, which torch raises whenever a tensor is changed in place.
+        # With the version counter, which torch increments on every in-place change.
         self._kept: dict[Module, tuple[Tensor, int]] = {}
         self._calls = 0
 
     def open(self) -> None:
-        """Begin to keep outputs; what was kept before is dropped."""
+        """Start capturing; free earlier outputs."""
         self._kept.clear()
         self._calls, self.is_open = 0, True
 
     def close(self) -> None:
-        """Keep nothing from now on, and drop what was kept."""
+        """Stop capturing, and free the outputs."""
         self._kept.clear()
         self.is_open = self.stops = False
 
     @property
     def complete(self) -> bool:
-        """Whether every module has given an output."""
+        """Return True if every module has produced an output."""
         return len(self._kept) == len(self.modules)
 
     @property
     def once_each(self) -> bool:
-        """Whether every module was called, and none of them twice."""
+        """Return True if every module was called exactly once."""
         return self.complete and self._calls == len(self.modules)
 
     def keep(self, module: Module, args: tuple[Any, ...], output: Any) -> None:
-        """Take the output of a module."""
+        """Forward hook: capture the output of a module."""
         if not self.is_open:
             return
         tensor = main_tensor(output)
@@ -73,7 +73,7 @@ class Outputs:
             return
         kept = self._kept.get(module)
         if kept is not None and kept[0].requires_grad and not tensor.requires_grad:
-            return  # a further forward, for a trainer's figures: nothing is learned from it
+            return  # another forward without gradients, for a trainer's metrics
         if self._offload:
             tensor = tensor.to("cpu")
         self._kept[module] = (tensor, tensor._version)
@@ -82,7 +82,7 @@ class Outputs:
             raise _AllSeenError
 
     def of(self, module: Module) -> Tensor:
-        """The output of a module.
+        """The captured output of a module.
 
         Raises:
             InputError: there is none, or it was changed in place since.
@@ -106,7 +106,7 @@ class Outputs:
 
 
 def main_tensor(output: Any) -> Tensor | None:
-    """The tensor that a module's output is about: the logits, or else its first tensor."""
+    """The main tensor of a module's output: the logits, else its first tensor."""
     if isinstance(output, Tensor):
         return output
     if isinstance(output, Mapping):
@@ -128,9 +128,9 @@ def run_teacher(teacher: Module, batch: Any, outputs: Outputs, *, may_stop: bool
 
     Args:
         teacher: the model; ``outputs.keep`` is a hook on its modules.
-        batch: as the student gets it.
+        batch: the student's batch.
         outputs: opened here.
-        may_stop: whether the forward may end at the last module that is wanted.
+        may_stop: stop the forward at the last module that is needed.
     """
     if teacher.training:
         teacher.eval()
@@ -146,7 +146,7 @@ def run_teacher(teacher: Module, batch: Any, outputs: Outputs, *, may_stop: bool
 
 
 def _inputs(teacher: Module, batch: Any) -> tuple[list[Any], dict[str, Any]]:
-    # Weights that are loaded one by one lie nowhere; what loads them moves the inputs too.
+    # Offloaded weights are on the meta device; their loading hooks move the inputs too.
     devices = (each.device for each in teacher.parameters() if not each.is_meta)
     device = next(devices, torch.device("cpu"))
     if not isinstance(batch, Mapping):
@@ -154,7 +154,7 @@ def _inputs(teacher: Module, batch: Any) -> tuple[list[Any], dict[str, Any]]:
         return [_moved(value, device) for value in values], {}
     accepted = inspect.signature(teacher.forward).parameters
     anything = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in accepted.values())
-    # Where the decoder's inputs are made of the labels they are needed.
+    # An encoder-decoder model derives the decoder's inputs from the labels.
     encoder_decoder = getattr(getattr(teacher, "config", None), "is_encoder_decoder", False)
     unwanted = _FOR_THE_LOSS - ({"labels"} if encoder_decoder else set())
     kwargs = {
@@ -171,19 +171,19 @@ def _moved(value: Any, device: torch.device) -> Any:
     return value.to(device) if isinstance(value, Tensor) else value
 
 
-# ---- which rows are tokens
+# ---- rows of real tokens
 
 
 def token_rows(output: Tensor, mask_BT: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """An output as rows, and which of them are real tokens.
+    """Flatten an output to rows; also return the indices of the real tokens.
 
     Args:
-        output: ``[B, T, D]`` or ``[B · T, D]``; one that is laid out otherwise has no such
-            positions, and all its rows count.
-        mask_BT: true (or 1) where a real token is; ``None``: everywhere.
+        output: ``[B, T, D]`` or ``[B · T, D]``; another layout has no token positions, so all of
+            its rows count.
+        mask_BT: true (or 1) for real tokens; ``None``: all are.
 
     Returns:
-        ``[R, D]``, and the rows that count as long ``[N]``, ``None`` for all of them.
+        ``[R, D]``, and the rows that count as int64 ``[N]``, ``None`` for all of them.
     """
     rows_RD = output.reshape(-1, output.shape[-1])
     if mask_BT is None or mask_BT.ndim != 2:
@@ -198,6 +198,6 @@ def token_rows(output: Tensor, mask_BT: Tensor | None) -> tuple[Tensor, Tensor |
 
 
 def waits_elsewhere(modules: Iterable[Module], ours: Outputs) -> bool:
-    """Whether other hooks wait for outputs in the same forward, which then must not be cut."""
+    """Return True if other hooks need outputs of the same forward, so it may not stop early."""
     hooks = sum(len(module._forward_hooks) for module in modules)
     return hooks > len(ours.modules)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is refused: a teacher that is none, parameters and outputs that cannot be trained."""
+"""Checks of the teacher, and of parameters and outputs that have to be trainable."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["expect_gradient", "expect_whole_parameters", "teacher_of"]
 
 
 def teacher_of(state: State) -> Module:
-    """The teacher, if there is a usable one."""
+    """The session's teacher; refuse a missing or unusable one."""
     teacher = state.teacher_model
     if teacher is None:
         raise ArgumentError(
@@ -38,7 +38,7 @@ def teacher_of(state: State) -> Module:
 
 
 def expect_whole_parameters(state: State) -> None:
-    """Refuse a learned projection where parameters are whole only inside their module's forward."""
+    """Refuse a learned projection if parameters are sharded outside of their module's forward."""
     strategy = state.hardware.distributed_strategy
     name = {"fsdp": "FSDP", "zero3": "DeepSpeed ZeRO stage 3"}.get(strategy or "")
     if name is not None:
@@ -49,7 +49,7 @@ def expect_whole_parameters(state: State) -> None:
 
 
 def expect_gradient(pair: Pair, output: Tensor) -> None:
-    """Refuse an output that carries no gradient although there is something to train below."""
+    """Refuse an output without a gradient although its module has trainable parameters."""
     trained = any(each.requires_grad for each in pair.student.parameters())
     if trained and not output.requires_grad:
         names = TrainingArguments.__dataclass_fields__

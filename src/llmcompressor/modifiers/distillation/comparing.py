@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From names in a recipe to one function of two outputs: transforms, then a comparison."""
+"""Distance between two outputs, built from the names in a recipe: transforms and a comparison."""
 
 from __future__ import annotations
 
@@ -34,18 +34,18 @@ COMPARISONS: dict[str, Callable[..., Tensor]] = {
 }
 _OF_DISTRIBUTIONS = {"cross_entropy", "kl_divergence"}
 _NUMBERS = {"p", "temperature"}
-# What a caller of the functions may give and a recipe may not.
+# Arguments that callers of the functions may pass, but recipes may not.
 _INNER = {"mean_square"}
 
 
 @dataclass(frozen=True)
 class Measure:
-    """How far a student's output is from its teacher's.
+    """Distance between the outputs of student and teacher.
 
     Attributes:
         transforms: names with their arguments, applied to both in this order.
-        comparison: the name of the comparison.
-        arguments: its arguments.
+        comparison: name of the comparison.
+        arguments: arguments of the comparison.
     """
 
     transforms: tuple[tuple[str, Mapping[str, Any]], ...]
@@ -60,7 +60,7 @@ class Measure:
         comparison: str,
         comparison_args: Mapping[str, Any] | None,
     ) -> Measure:
-        """Check the names and arguments of a recipe.
+        """Create a measure from the names and arguments of a recipe.
 
         Raises:
             RecipeError: there is no such function, or it does not take such an argument.
@@ -79,12 +79,12 @@ class Measure:
         ]
         checked = _checked("comparison", comparison, comparison_args, COMPARISONS)
         if comparison in _OF_DISTRIBUTIONS and steps and steps[-1][0] == "softmax":
-            # The logarithms say the same, and to a probability of 0 there is none.
+            # The comparisons accept log-probabilities, which stay finite at a probability of 0.
             steps[-1] = ("log_softmax", steps[-1][1])
         return cls(tuple(steps), comparison, checked)
 
     def loss(self, student_RD: Tensor, teacher_RD: Tensor, rows_N: Tensor | None) -> Tensor:
-        """The mean over tokens, a float32 scalar.
+        """The mean distance over tokens, a float32 scalar.
 
         Args:
             student_RD: with gradient, any floating dtype.
@@ -117,7 +117,7 @@ def _checked(
     given: Mapping[str, Any] | None,
     table: Mapping[str, Callable[..., Tensor]],
 ) -> Mapping[str, Any]:
-    """The arguments, if the function is there and takes them."""
+    """Check that the function exists and accepts the arguments; return them."""
     if name not in table:
         raise RecipeError(f"there is no {kind} named {name!r}", did_you_mean(name, table))
     arguments = dict(given or {})

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""Distillation: the student's outputs are drawn to those of a teacher while it is trained.
+r"""Output distillation: train a student to match the outputs of a teacher.
 
 Hinton et al., arXiv:1503.02531; for hidden states Kurtic et al., arXiv:2310.06927. With pairs of
-modules l = 1 … L of the two models, a comparison d that is averaged over the real tokens, and
-the loss of the task,
+modules l = 1 … L of the two models, a distance d averaged over the real tokens, and the task loss,
 
 .. math:: \text{loss} = a \cdot \text{loss}_\text{task} + \frac{b}{L} \sum_l d(s_l, t_l) .
 """
@@ -54,27 +53,26 @@ _TEMPERED = ("kl_divergence", "cross_entropy")
 
 
 class OutputDistillationModifier(Modifier):
-    """Adds to the loss how far outputs of the student are from those of its teacher.
+    """Add the distance between outputs of student and teacher to the loss.
 
-    It works from ``start`` (the beginning, if not given) to ``end``. The teacher is
+    It is active from ``start`` (default: the beginning) to ``end``. The teacher is
     ``state.teacher_model``.
 
     Attributes:
-        targets: which modules' outputs are compared: class names, module names or ``re:``
-            patterns that are matched in both models, or pairs (student, teacher) of them. The
-            n-th match in one model goes with the n-th in the other. Without targets the logits
-            are compared.
+        targets: modules whose outputs are compared: class names, module names or ``re:`` patterns
+            matched in both models, or pairs (student, teacher) of them. The n-th match in one model
+            is paired with the n-th in the other. Default: the logits are compared.
         projection: ``"linear"`` for a learned map from the student's features to the teacher's.
-        projection_args: ``seed`` of its first values.
-        transforms: what both outputs go through before they are compared, in order.
+        projection_args: ``seed`` of its initial values.
+        transforms: transforms that are applied to both outputs before the comparison, in order.
         transforms_args: arguments of each transform.
-        comparison: how they are compared. ``kl_divergence`` and ``cross_entropy`` take logits,
-            or what a last transform ``softmax`` or ``log_softmax`` makes of them.
-        comparison_args: its arguments.
-        temperature: the same as ``comparison_args: {temperature: …}``.
-        orig_scale: a, the weight of the task's loss.
-        distill_scale: b, the weight of the mean over pairs. For ``square_head`` 1.0 stands for
-            the number of pairs: their sum is taken.
+        comparison: the distance function. ``kl_divergence`` and ``cross_entropy`` take logits, or
+            the result of a final transform ``softmax`` or ``log_softmax``.
+        comparison_args: arguments of the comparison.
+        temperature: short for ``comparison_args: {temperature: …}``.
+        orig_scale: a, the weight of the task loss.
+        distill_scale: b, the weight of the mean over pairs. For ``square_head`` 1.0 stands for the
+            number of pairs: their sum is taken.
         offload_layer_output: keep the teacher's outputs in main memory until each is compared.
     """
 
@@ -137,13 +135,13 @@ class OutputDistillationModifier(Modifier):
 
     @property
     def pairs(self) -> list[tuple[str, str]]:
-        """Names of the modules that are compared: the student's and the teacher's."""
+        """Names of the compared modules: the student's and the teacher's."""
         return [(pair.student_name, pair.teacher_name) for pair in self._pairs]
 
     # ---- the run
 
     def on_initialize(self, state: State, **kwargs: Any) -> bool:
-        """Pair the modules and refuse what cannot be compared.
+        """Pair the modules, and refuse pairs that cannot be compared.
 
         Raises:
             ArgumentError: there is no teacher, or it is the student itself.
@@ -163,17 +161,17 @@ class OutputDistillationModifier(Modifier):
         return True
 
     def should_start(self, event: Event) -> bool:
-        """As in the base class, but without a start it is the beginning."""
+        """Start as the base class does; the default start is the beginning."""
         return reached(event.current_index, self.start or 0) and not self.should_end(event)
 
     def on_start(self, state: State, event: Event, **kwargs: Any) -> None:
-        """Put hooks on the modules of both models."""
+        """Register hooks on the modules of both models."""
         self._attach()
 
     def on_update(self, state: State, event: Event, **kwargs: Any) -> None:
-        """Catch the outputs of a batch, and replace its loss."""
+        """Capture the outputs of a batch, and replace its loss."""
         if self._student is None or self._teacher is None:
-            return  # it has ended with this very event
+            return  # it ended at this event
         if event.type_ is EventType.BATCH_START:
             self._student.open()
             self._teacher.open()
@@ -183,11 +181,11 @@ class OutputDistillationModifier(Modifier):
             self._drop()
 
     def on_end(self, state: State, event: Event, **kwargs: Any) -> None:
-        """Take the hooks away."""
+        """Remove the hooks."""
         self._detach()
 
     def on_finalize(self, state: State, **kwargs: Any) -> bool:
-        """Take the learned projections off the student."""
+        """Remove the hooks, and the learned projections from the student."""
         self._detach()
         self.remove_hooks()
         if self._projections is not None:
@@ -200,7 +198,7 @@ class OutputDistillationModifier(Modifier):
         return {} if self._projections is None else {"projections": self._projections.state_dict()}
 
     def load_state_dict(self, state: State, saved: Mapping[str, Any]) -> None:
-        """Put the projections back, and the hooks where distillation was under way."""
+        """Restore the projections, and the hooks if distillation was active."""
         if self._projections is not None:
             self._projections.load_state_dict(saved.get("projections", {}))
         self._detach()
@@ -208,7 +206,7 @@ class OutputDistillationModifier(Modifier):
             self._attach()
 
     def figures(self, state: State) -> dict[str, float]:
-        """The loss of the task, that of distillation, and that of each pair, of the last batch."""
+        """Task loss, distillation loss, and the loss of each pair, of the latest batch."""
         return {tag: value.item() for tag, value in self._figures.items()}
 
     # ---- hooks
@@ -250,7 +248,7 @@ class OutputDistillationModifier(Modifier):
                 "Distillation has no batch to show the teacher.",
                 "Send callbacks.batch_start(batch_data=...) before the forward.",
             )
-        student.is_open = False  # what is computed again in the backward pass is not wanted
+        student.is_open = False  # ignore outputs that are recomputed in the backward pass
         self._ask_teacher(state.teacher_model, batch, teacher)
         mask_BT = token_mask(batch) if isinstance(batch, Mapping) else None
         losses = [self._compared(pair, student, teacher, mask_BT) for pair in self._pairs]
@@ -262,8 +260,8 @@ class OutputDistillationModifier(Modifier):
         if isinstance(weight, Tensor):
             weight = weight.to(task.device)
         added = self._scale * weight * distance.to(task.device)
-        # Even zero times a loss that is none would be none. Its graph stays: data parallel
-        # training wants a gradient for every parameter.
+        # Zero times NaN is NaN, so a loss with weight 0 is left out. Its graph stays: data
+        # parallel training expects a gradient for every parameter.
         return self.orig_scale * task + added if self.orig_scale else touch(added, task)
 
     @property
@@ -272,21 +270,21 @@ class OutputDistillationModifier(Modifier):
         return float(len(self._pairs)) if summed else self.distill_scale
 
     def _ask_teacher(self, teacher: Module, batch: Any, outputs: Outputs) -> None:
-        """Have the teacher's outputs of this batch, once however many modifiers want some."""
+        """Run the teacher on this batch, once for all modifiers that need its outputs."""
         if outputs.complete:
-            return  # the forward for another modifier has brought them
+            return  # captured in the forward for another modifier
         cut = bool(self._cut) and not waits_elsewhere(teacher.modules(), outputs)
         run_teacher(teacher, batch, outputs, may_stop=cut)
         if self._cut is None:
-            # Only the whole forward shows that no module is called twice. Weights that are
-            # loaded for each module are given back by hooks at the end of the forward.
+            # Only a complete forward shows that no module is called twice. Offloading hooks free
+            # their weights at the end of the forward, so it may not stop early.
             self._cut = outputs.once_each and not hasattr(teacher, "_hf_hook")
         outputs.is_open = False
 
     def _compared(
         self, pair: Pair, student: Outputs, teacher: Outputs, mask_BT: Tensor | None
     ) -> Tensor:
-        """The mean over tokens of one pair."""
+        """The mean distance over tokens for one pair."""
         ours = student.of(pair.student)
         expect_gradient(pair, ours)
         theirs = teacher.of(pair.teacher).to(ours.device)

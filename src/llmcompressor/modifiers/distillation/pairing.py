@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which module of the student learns from which of the teacher, and whether they fit."""
+"""Pairing of student and teacher modules, with a check of their widths."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Target = str | tuple[str, str]
 
 @dataclass(frozen=True)
 class Pair:
-    """A module of the student and the one of the teacher that it learns from."""
+    """A module of the student and the teacher module that it learns from."""
 
     student_name: str
     student: Module
@@ -31,20 +31,20 @@ class Pair:
 
     @property
     def label(self) -> str:
-        """What the pair is called in figures and messages."""
+        """Name of the pair in metrics and messages."""
         return self.student_name or type(self.student).__name__
 
 
 def pair_modules(student: Module, teacher: Module, targets: Sequence[Target] | None) -> list[Pair]:
-    """The pairs that the targets mean, in the order of the targets and of the models.
+    """Pair the modules that the targets match, in the order of the targets and of the models.
 
     Args:
-        student: the model that learns.
+        student: the model that is trained.
         teacher: the model that it learns from.
-        targets: without any, the two heads, whose outputs are the logits.
+        targets: default: the output heads, whose outputs are the logits.
 
     Raises:
-        TargetError: a target matches nothing, or not as many modules of both.
+        TargetError: a target matches nothing, or different numbers of modules in the two models.
     """
     if targets is None:
         return [Pair(*_head(student, "student"), *_head(teacher, "teacher"))]
@@ -94,7 +94,7 @@ def _listed(found: Sequence[tuple[str, Module]]) -> str:
 
 
 def output_width(model: Module, module: Module) -> int | None:
-    """Features of a module's output, where that is known before it runs."""
+    """Number of features of a module's output, ``None`` if unknown before it runs."""
     if isinstance(module, Embedding):
         return module.embedding_dim
     features = getattr(module, "out_features", None)
@@ -107,7 +107,7 @@ def output_width(model: Module, module: Module) -> int | None:
 
 
 def check_widths(student: Module, teacher: Module, pairs: Sequence[Pair]) -> None:
-    """Refuse pairs whose outputs are known to be of different widths.
+    """Refuse pairs whose outputs have different known widths.
 
     Raises:
         TargetError: the first such pair.

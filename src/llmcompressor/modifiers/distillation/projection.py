@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Maps from the student's features to the teacher's, learned together with the student.
+"""Learned projections from the student's features to the teacher's.
 
-They are parameters of the student's modules while it is trained, so that the optimizer, the
-gradient clipping and the checkpoints of a Trainer see them; afterwards they are gone.
+They are parameters of the student's modules during training, so that the optimizer, the gradient
+clipping and the checkpoints of a Trainer include them; they are removed afterwards.
 
-They are used in the loss, outside the student's forward. Data parallel training looks through the
-graph of the forward's outputs for parameters that get no gradient, and would count those of the
-maps among these, or wait for their gradients while nothing is distilled. So the body of the
-student gives its output with the maps in its graph, from which they get gradients of zero.
+They are applied in the loss, outside of the student's forward. Data parallel training searches the
+graph of the forward's outputs for parameters without a gradient: it would count the projections
+among them, or wait for their gradients while distillation is inactive. So the output of the
+student's body is connected to the projections with gradients of zero.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _KINDS = ("identity", "linear")
 
 
 def check_projection(kind: str | None, arguments: Mapping[str, Any] | None) -> None:
-    """Refuse a kind or an argument that is not there.
+    """Refuse an unknown projection, or an argument that it does not take.
 
     Raises:
         RecipeError: naming those that are.
@@ -50,21 +50,22 @@ def check_projection(kind: str | None, arguments: Mapping[str, Any] | None) -> N
 
 
 class Projections:
-    """The learned maps of some pairs, ``[D_teacher, D_student]`` each, in the student's dtype.
+    """Learned projections of some pairs, ``[D_teacher, D_student]`` each, in the student's dtype.
 
-    A map begins with orthonormal rows or columns, so that it keeps lengths as far as it can.
+    They are initialized with orthonormal rows or columns, which preserve lengths as far as
+    possible.
 
     Attributes:
         body: the module of the student below its head; :meth:`join_graph` is a hook for it.
 
     Args:
-        student: the model that learns.
+        student: the model that is trained.
         teacher: the model that it learns from.
-        pairs: one map for each module of the student.
-        seed: of their first values; the generators of the run are not touched.
+        pairs: one projection for each of them.
+        seed: seed of the initial values; the global generators are not used.
 
     Raises:
-        TargetError: a width is not known before the modules run.
+        TargetError: a width is unknown before the modules run.
     """
 
     def __init__(
@@ -84,12 +85,12 @@ class Projections:
             self._placed[pair] = name
 
     def apply(self, pair: Pair, output: Tensor) -> Tensor:
-        """The student's output in the teacher's features: ``[R, D_student] → [R, D_teacher]``."""
+        """Project the student's output, ``[R, D_student] → [R, D_teacher]``."""
         weight: Tensor = getattr(pair.student, self._placed[pair])
         return torch.nn.functional.linear(output.to(weight.dtype), weight)
 
     def join_graph(self, module: Module, args: tuple[Any, ...], output: Any) -> Any:
-        """A forward hook for :attr:`body`, which lies outside of layers that are computed again."""
+        """Forward hook of :attr:`body`, which is outside of checkpointed layers."""
         weights = [getattr(pair.student, name) for pair, name in self._placed.items()]
         if not weights or not torch.is_grad_enabled():
             return None
@@ -99,13 +100,13 @@ class Projections:
         return _exchanged(output, first, touch(first, *weights))
 
     def remove(self) -> None:
-        """Take the parameters off the student's modules."""
+        """Remove the parameters from the student's modules."""
         for pair, name in self._placed.items():
             delattr(pair.student, name)
         self._placed.clear()
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The maps by pair."""
+        """The projections by pair."""
         return {
             _key(pair): getattr(pair.student, name).detach().cpu().clone()
             for pair, name in self._placed.items()
@@ -113,14 +114,14 @@ class Projections:
 
     @torch.no_grad()
     def load_state_dict(self, saved: Mapping[str, Tensor]) -> None:
-        """Put the maps of a checkpoint in place; the parameters stay the same objects."""
+        """Copy the projections of a checkpoint into the existing parameters."""
         for pair, name in self._placed.items():
             if _key(pair) in saved:
                 getattr(pair.student, name).copy_(saved[_key(pair)])
 
 
 def _exchanged(output: Any, old: Tensor, new: Tensor) -> Any:
-    """What a module gave, with ``new`` for ``old``."""
+    """Replace the tensor ``old`` in a module's output by ``new``."""
     if output is old:
         return new
     if isinstance(output, MutableMapping):
@@ -145,7 +146,7 @@ def _shape(student: Module, teacher: Module, pair: Pair) -> tuple[int, int]:
 
 
 def _free_name(module: Module) -> str:
-    """A name that no other distillation of the same module has taken."""
+    """A parameter name that no other distillation of the same module uses."""
     name, number = _NAME, 1
     while hasattr(module, name):
         number += 1

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a micro-batch counts for among those that make up one step."""
+"""Weight of a micro-batch in gradient accumulation."""
 
 from __future__ import annotations
 
@@ -17,18 +17,19 @@ _IGNORED = -100  # transformers' label of a position without a target
 
 
 def micro_batch_weight(batch: Any, given: Mapping[str, Any]) -> float | Tensor:
-    """What a mean over this micro-batch is multiplied by, so that it adds up as the loss does.
+    """Factor for a mean over this micro-batch, so that it accumulates as the loss does.
 
     A loss comes in one of two forms. A mean over the micro-batch is divided by the number of
-    micro-batches later on, or weighted otherwise, and so is what is added to it: 1. The sum over
-    the micro-batch, divided by the number of targets of the whole step, is added up as it is: a
-    mean goes with its share of the step's tokens, or of its targets where only these are known.
+    micro-batches later on, and so is a term that is added to it: the factor is 1. A sum over the
+    micro-batch that is divided by the number of targets of the whole step is accumulated unchanged:
+    the factor of a mean is its share of the step's tokens, or of its targets if only these are
+    known.
 
     Args:
-        batch: of the micro-batch.
-        given: what came with ``LOSS_CALCULATED``. ``num_items_in_batch``: targets in the whole
-            step, where the loss is divided by it. ``num_tokens_in_batch``: its tokens that are no
-            padding. ``token_weight``: the weight itself, from who knows all this.
+        batch: the micro-batch.
+        given: arguments of ``LOSS_CALCULATED``. ``num_items_in_batch``: targets in the whole step,
+            if the loss is divided by it. ``num_tokens_in_batch``: its tokens without padding.
+            ``token_weight``: the factor itself, from a caller that knows it.
     """
     if given.get("token_weight") is not None:
         return cast(Tensor, given["token_weight"])
@@ -44,7 +45,7 @@ def micro_batch_weight(batch: Any, given: Mapping[str, Any]) -> float | Tensor:
 
 
 def task_loss(loss: Tensor, batch: Any) -> Tensor:
-    """The loss of the task, zero for a batch without targets: the mean of nothing is 0 / 0."""
+    """The task loss; zero for a batch without targets, whose mean would be 0 / 0."""
     labels = batch.get("labels", batch.get("shift_labels")) if isinstance(batch, Mapping) else None
     if not isinstance(labels, Tensor):
         return loss
@@ -53,7 +54,7 @@ def task_loss(loss: Tensor, batch: Any) -> Tensor:
 
 
 def _targets(batch: Mapping[str, Any]) -> Tensor | None:
-    """How many tokens are predicted; the first of a row never is."""
+    """Number of predicted tokens; the first of a row is not predicted."""
     labels = batch.get("shift_labels")
     if labels is None and isinstance(batch.get("labels"), Tensor):
         labels = batch["labels"][..., 1:]

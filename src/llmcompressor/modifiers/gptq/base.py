@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GPTQ: weights rounded column by column, each error compensated by the columns to come.
+"""GPTQ: round weights column by column, and compensate each error in the remaining columns.
 
-Frantar et al., arXiv:2210.17323. What is minimized for a Linear with weight W and inputs X is the
-error of its output, ``‖(Q − W) Xᵀ‖²``; see :mod:`llmcompressor.numerics.gptq` for the equations
-and :mod:`llmcompressor.numerics.asymmetric` for what asymmetric calibration adds.
+Frantar et al., arXiv:2210.17323. The objective for a Linear with weight W and inputs X is the error
+of its output, ``‖(Q − W) Xᵀ‖²``; see :mod:`llmcompressor.numerics.gptq` for the equations and
+:mod:`llmcompressor.numerics.asymmetric` for asymmetric calibration.
 """
 
 from __future__ import annotations
@@ -55,14 +55,14 @@ __all__ = ["GPTQModifier", "SolveRecord"]
 
 @dataclass(frozen=True)
 class SolveRecord:
-    """What happened when a module was solved.
+    """Result of solving a module.
 
     Attributes:
-        tokens: how many calibration tokens its statistics counted.
-        loss: of the modules solved together with it; ``None`` if no token reached it.
-        dampening: the fraction that made the factorization succeed; ``None`` when the weight was
+        tokens: number of calibration tokens in its statistics.
+        loss: loss of the modules solved together with it; ``None`` if no token reached it.
+        dampening: the fraction with which the factorization succeeded; ``None`` if the weight was
             rounded to nearest: no token reached it, its inputs were all zero (then ``loss`` is 0),
-            or none made it succeed.
+            or the factorization always failed.
     """
 
     tokens: int
@@ -71,32 +71,33 @@ class SolveRecord:
 
 
 class GPTQModifier(RecordedMixin, QuantizationMixin):
-    """Quantizes weights with GPTQ.
+    """Quantize weights with GPTQ.
 
     Attributes:
-        block_size: columns whose compensations are gathered into one product.
-        dampening_frac: what is added to the Hessian's diagonal, as a fraction of its mean; the
-            default's if ``None``.
-            Where a factorization fails it is raised tenfold, three times at most.
-        actorder: ``"static"`` (or ``"weight"``): columns are taken by falling activation; the
-            format does not change. ``None``: from left to right.
-        asymmetric: solve for what the original Linear does with the original inputs, given the
-            inputs it gets in the compressed model. Costs a second forward. ``None``: where it
-            measures better, which is unless all weights become integers of 8 bits.
-        asymmetric_ridge: λ of that correction, as a fraction of the mean diagonal; at least
-            C / T, of C columns and T tokens.
-        refinements: rounds of coordinate descent after the sweep, in which every column is
-            decided again, given all the others (arXiv:2309.01885); below 8 bits. ``None``: one
-            below 4 bits, where it pays.
-        refit_scales: fit the scales of integer groups and channels to the codes at the end; below
-            8 bits.
-        offload_hessians: keep second moments in main memory while they are collected.
-        batched_quantization: solve Linears of equal shape in one batch: ``"auto"`` (or ``True``)
-            does so where their matrices are small, a number takes as many at once whatever their
-            size, ``None`` (or ``False``) solves each alone.
+        block_size: columns whose compensations are applied in one product.
+        dampening_frac: dampening added to the Hessian's diagonal, as a fraction of its mean;
+            ``None`` is the default. If a factorization fails it is raised tenfold, up to three
+            times.
+        actorder: ``"static"`` (or ``"weight"``): columns are processed by decreasing activation;
+            the format does not change. ``None``: from left to right.
+        asymmetric: match the original Linear's outputs on the original inputs, given the inputs of
+            the compressed model. Costs a second forward. ``None``: on unless all weights become
+            8-bit integers, where it measures no better.
+        asymmetric_ridge: λ of that correction, as a fraction of the mean diagonal; at least C / T,
+            for C columns and T tokens.
+        refinements: rounds of coordinate descent after the sweep, in which every column is decided
+            again, given all others (arXiv:2309.01885); below 8 bits. ``None``: one round below 4
+            bits, where it pays off.
+        refit_scales: fit the scales of integer groups and channels to the final codes; below 8
+            bits.
+        offload_hessians: keep second moments in main memory while they are accumulated.
+        batched_quantization: solve Linears of equal shape in one batch: ``"auto"`` (or ``True``) if
+            their matrices are small, a number for batches of that size, ``None`` (or ``False``) to
+            solve each alone.
         sequential_update: without effect, with a warning: the pipeline decides.
         sequential_targets: without effect, with a warning: give it to ``oneshot`` instead.
-        num_calibration_steps: without effect, with a warning: ``oneshot`` is told how much data.
+        num_calibration_steps: without effect, with a warning: give ``oneshot`` the number of
+            samples.
         disable_quantization_observer_epoch: without effect, with a warning: nothing is trained.
     """
 
@@ -142,12 +143,12 @@ class GPTQModifier(RecordedMixin, QuantizationMixin):
 
     @property
     def requires_calibration_data(self) -> bool:
-        """Always: GPTQ is about the inputs."""
+        """Always True: GPTQ minimizes an error over the inputs."""
         return True
 
     @property
     def twin_streams(self) -> bool:
-        """Asymmetric calibration compares the inputs of two streams."""
+        """Return True with asymmetric calibration, which needs the original model's inputs."""
         if self.asymmetric is not None:
             return self.asymmetric
         schemes = self.resolve_quantization_config().groups.values()
@@ -156,14 +157,14 @@ class GPTQModifier(RecordedMixin, QuantizationMixin):
 
     @property
     def records(self) -> dict[str, SolveRecord]:
-        """What happened, by module name."""
+        """Solver records by module name."""
         return dict(self._records)
 
     def _resolve(self) -> ResolvedSchemes:
-        """The schemes, with the activation order that was decided in their arguments.
+        """The schemes, with the resolved activation order in their arguments.
 
         Raises:
-            RecipeError: the recipe and a scheme ask for different orders.
+            RecipeError: the recipe and a scheme request different orders.
         """
         resolved = super()._resolve()
         for scheme in resolved.groups.values():
@@ -172,7 +173,7 @@ class GPTQModifier(RecordedMixin, QuantizationMixin):
         return resolved
 
     def _order_of(self, asked: Any) -> Any:
-        """A scheme's own order wins over the default, not over one that the recipe gives."""
+        """The activation order of a scheme; it may override the default, not the recipe."""
         if asked is None:
             return self.actorder
         same = {"static": "weight", "weight": "weight", None: None}
@@ -185,7 +186,7 @@ class GPTQModifier(RecordedMixin, QuantizationMixin):
         return asked
 
     def effort(self, modules: Sequence[Module], data: DataSize) -> Effort:
-        """Second moments, and one factorization and sweep for all that get one input."""
+        """Second moments, and one factorization and sweep for all Linears that share an input."""
         solved = [module for module in modules if self._is_solved(module)]
         schemes = [args for args in map(self._weight_args, solved) if args is not None]
         bits = [grid_of(args).bits for args in schemes]
@@ -201,7 +202,7 @@ class GPTQModifier(RecordedMixin, QuantizationMixin):
 
     @property
     def _batch(self) -> int | None:
-        """How many Linears are solved in one call; ``None`` for as many as are small."""
+        """Number of Linears that are solved in one call; ``None``: as many as are small."""
         asked = self.batched_quantization
         if asked is None or asked is False:
             return 1
@@ -214,7 +215,7 @@ class GPTQModifier(RecordedMixin, QuantizationMixin):
     # ------------------------------------------------------------------ while
 
     def on_calibration_start(self, state: State, event: Event, **kwargs: Any) -> None:
-        """Collect second moments, once for all Linears that get the same tensor."""
+        """Accumulate second moments, once for all Linears that share an input."""
         super().on_calibration_start(state, event, **kwargs)
         self._order = state.call_order
         solved = filter(self._is_solved, self._schemes)
@@ -222,7 +223,7 @@ class GPTQModifier(RecordedMixin, QuantizationMixin):
             self.register_hook(leader, self._hook(state), "forward_pre", with_kwargs=True)
 
     def quantize_weights(self, state: State, modules: list[Module]) -> None:
-        """Solve ``modules``, those with one input together; look-up tables are just rounded."""
+        """Solve Linears, those that share an input together; round embeddings to nearest."""
         solved = [module for module in modules if self._is_solved(module)]
         for module in (module for module in modules if module not in solved):
             parameters = self.observe(module)
@@ -242,7 +243,7 @@ class GPTQModifier(RecordedMixin, QuantizationMixin):
     def _solved(
         self, modules: Sequence[Module], fitted: set[Module], options: Options
     ) -> list[tuple[list[Module], Sequence[WeightParameters], Solution]]:
-        """Each group of modules with its solution; the second moments are gone by then."""
+        """Solve the groups of ``modules``; their second moments are freed before."""
         groups = list(self._groups(modules, fitted))
         for members, _ in groups:
             tokens = self._statistics[self._leader(members[0])].tokens
@@ -276,7 +277,10 @@ class GPTQModifier(RecordedMixin, QuantizationMixin):
     def _begun(
         self, module: Module, tensor: Tensor, changing: set[Module], *, twin: bool
     ) -> InputStatistics:
-        """What outputs lack can be told of weights that stay as they are until they are solved."""
+        """Start the statistics of an input.
+
+        They include the output residual only for weights that do not change before they are solved.
+        """
         together = self._together(module)
         weights = [] if changing.intersection(together) else [weight_of(one) for one in together]
         device = "cpu" if self.offload_hessians else tensor.device
@@ -289,21 +293,21 @@ class GPTQModifier(RecordedMixin, QuantizationMixin):
         return next(iter(self._together(module)))
 
     def _together(self, module: Module) -> Sequence[Module]:
-        """Those of this modifier's modules that share ``module``'s input, itself among them."""
+        """Modules of this modifier that share ``module``'s input, including itself."""
         if self._order is None:
             return [module]
         return [one for one in self._order.group_of(module) if self._is_solved(one)]
 
     def _is_solved(self, module: Module) -> bool:
-        """Whether the inputs matter for the weight: an embedding's rows are only looked up."""
+        """Return True for quantized Linears; embeddings have no inputs to solve for."""
         return self._has_weight_scheme(module) and isinstance(module, Linear)
 
     def _groups(
         self, modules: Sequence[Module], fitted: set[Module]
     ) -> Iterator[tuple[list[Module], Problem]]:
-        """Modules with one input, grid, order and width of cells, and what is solved for them.
+        """Groups of modules with the same input, grid, order and partition, with their problems.
 
-        What another modifier has fitted to the original model is not corrected once more.
+        Weights that another modifier has fitted to the original model are not corrected again.
         """
         alike: dict[tuple[Module, Grid, Any, Any], list[Module]] = {}
         for module in modules:
@@ -340,17 +344,17 @@ class GPTQModifier(RecordedMixin, QuantizationMixin):
 
     @staticmethod
     def _rows_of(members: Sequence[Module], together: Sequence[Module]) -> Tensor:
-        """Where the rows of some weights are among those of all that share an input."""
+        """Row indices of some weights within the stack of all that share an input."""
         counts = [len(weight_of(one)) for one in together]
         rows = dict(zip(together, torch.split(torch.arange(sum(counts)), counts), strict=True))
         return torch.cat([rows[member] for member in members])
 
     def _starve(self, module: Module) -> None:
-        """No token reached ``module``: its weight is rounded to nearest, and that is recorded."""
+        """Round a module that no token reached to nearest, with a warning and a record."""
         name = self._names[module]
         logger.warning(f"{name} was shown no calibration token; its weight is rounded to nearest.")
         found, weight = self.observe(module), weight_of(module)
-        # what comes later sees the rounded weight, as it does when the run is continued
+        # later modules see the rounded weight, as in a resumed run
         weight.data.copy_(found.round(weight.detach()))
         self.keep(module, found, rounded=True)
         self._records[name] = SolveRecord(0, None, None)
@@ -388,7 +392,7 @@ class GPTQModifier(RecordedMixin, QuantizationMixin):
             logger.warning(f"{name}: the Hessian needed a dampening of {dampening:g}.")
 
     def on_calibration_end(self, state: State, event: Event, **kwargs: Any) -> None:
-        """Leave every module quantized, and drop what was collected."""
+        """Quantize what is left, and free the statistics."""
         super().on_calibration_end(state, event, **kwargs)
         self._statistics.clear()
         self._order = None

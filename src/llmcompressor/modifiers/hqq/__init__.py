@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Half-quadratic quantization: no data, scales and zero points refined."""
+"""HQQ: data-free half-quadratic quantization."""
 
 from llmcompressor.modifiers.hqq.base import HQQModifier
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""HQQ: scales and zero points of integer weights from the weights alone, by a robust error.
+"""HQQ: scales and zero points of integer weights by minimizing a robust error, without data.
 
 Badri and Shaji, *Half-Quadratic Quantization of Large Machine Learning Models*, 2023; see
 :mod:`llmcompressor.numerics.hqq` for the equations.
@@ -45,11 +45,11 @@ _VISITS = 32
 
 @dataclass(frozen=True)
 class RefineRecord:
-    """What refining did for a weight.
+    """Result of refining the scales of a weight.
 
     Attributes:
         error: mean of abs(w - w')^lp_norm over the weight.
-        error_before: the same with the scales that the observer found.
+        error_before: the same with the observer's scales.
     """
 
     error: float
@@ -57,15 +57,15 @@ class RefineRecord:
 
 
 class HQQModifier(RecordedMixin, QuantizationMixin):
-    """Quantizes weights to integers, with scales and zero points by half-quadratic splitting.
+    """Quantize weights to integers with scales and zero points from half-quadratic splitting.
 
     Needs no data, unless the scheme has static activation scales or a cache scale.
 
     Attributes:
         iters: rounds of the alternation.
-        lp_norm: the error's exponent p; the smaller, the less a few large errors count.
+        lp_norm: exponent p of the error; the smaller it is, the less outliers count.
         beta: weight of the quadratic term in the first round.
-        kappa: what beta is multiplied by after each round.
+        kappa: factor of beta after each round.
     """
 
     run_types: ClassVar[frozenset[str]] = frozenset({"oneshot"})
@@ -78,7 +78,7 @@ class HQQModifier(RecordedMixin, QuantizationMixin):
     _records: dict[str, RefineRecord] = PrivateAttr(default_factory=dict)
 
     def model_post_init(self, context: Any, /) -> None:
-        """Refuse schemes that half-quadratic quantization has no form for."""
+        """Refuse schemes that half-quadratic quantization does not support."""
         super().model_post_init(context)
         resolved = self.resolve_quantization_config()
         check_observers(resolved)
@@ -88,28 +88,28 @@ class HQQModifier(RecordedMixin, QuantizationMixin):
 
     @property
     def changes_at_once(self) -> bool:
-        """Weights are rounded when their block is left: nothing depends on it."""
+        """Always False: weights are rounded when their block is finished."""
         return False
 
     @property
     def records(self) -> dict[str, RefineRecord]:
-        """What was done, by module name."""
+        """Refinement records by module name."""
         return dict(self._records)
 
     def work(self, modules: Sequence[Module], data: DataSize) -> Work:
-        """The rounds, on every weight that is refined."""
+        """Passes of the refinement rounds over every weight."""
         weights = [weight_of(one) for one in modules if self._has_weight_scheme(one)]
         return Work(visits=_VISITS * self.iters * sum(one.numel() for one in weights))
 
     def beside(self, modules: Sequence[Module], *, together: bool) -> int:
-        """The rounds of some cells, or the error of a whole weight."""
+        """Bytes of a round on some cells, or of the error of a whole weight."""
         weights = [weight_of(one) for one in modules if self._has_weight_scheme(one)]
         rounds = (_ROUND_BYTES * min(one.numel(), CHUNK_ELEMENTS) for one in weights)
         errors = ((_ERROR_BYTES + one.element_size()) * one.numel() for one in weights)
         return max([0, *rounds, *errors])
 
     def quantize_weights(self, state: State, modules: list[Module]) -> None:
-        """Find the scales and zero points; the weights themselves are rounded at the end."""
+        """Find scales and zero points; the weights themselves are rounded at the end."""
         found: dict[Module, tuple[WeightParameters, RefineRecord]] = {}
 
         @torch.no_grad()
@@ -146,7 +146,7 @@ class HQQModifier(RecordedMixin, QuantizationMixin):
 
 
 def _check_weights(name: str, args: QuantizationArgs) -> None:
-    """Refuse what has no form here.
+    """Refuse weight arguments that half-quadratic quantization does not support.
 
     Raises:
         RecipeError: floats, scales that are not plain numbers, or an observer that needs data.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Old path of log equalization; see :mod:`llmcompressor.modifiers.smoothquant`."""
+"""Compatibility path of log equalization; see :mod:`llmcompressor.modifiers.smoothquant`."""
 
 from llmcompressor.modifiers.smoothquant import LogarithmicEqualizationModifier
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Other path of what :mod:`llmcompressor.modifiers.smoothquant` has."""
+"""Compatibility path of :mod:`llmcompressor.modifiers.smoothquant`."""
 
 from llmcompressor.modifiers.smoothquant import LogarithmicEqualizationModifier
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pruning: over time, while a model is trained, and at once, by calibration data."""
+"""Pruning: gradual during a training, or one-shot with calibration data."""
 
 from __future__ import annotations
 

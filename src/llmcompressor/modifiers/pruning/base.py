@@ -1,13 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What pruning modifiers share: targets, and masks that hold through every optimizer step.
+"""Base class of pruning during a training: masks that hold through every optimizer step.
 
-Gradients are masked before the step and weights after it. The first keeps what is pruned out of
-the optimizer's memory and of whatever it computes of all gradients; the second makes the zeros
-exact, whatever momentum and weight decay have done to them. A step that a loss scaler skips
-changes nothing.
+Gradients are masked before the step and weights after it. The first keeps pruned weights out of the
+optimizer's state and of statistics over all gradients; the second makes the zeros exact, despite
+momentum and weight decay. A step that a loss scaler skips changes nothing.
 
-DeepSpeed takes gradients away as soon as they are there, so with it they are masked where they
-arise.
+DeepSpeed frees gradients as soon as they are reduced, so with it they are masked by hooks.
 """
 
 from __future__ import annotations
@@ -35,18 +33,18 @@ __all__ = ["MaskingModifier"]
 
 STORED = "the zeros are stored like other weights: no reader has a sparse format for them"
 
-# Where the weights are those of a finished step, so that more of them may be masked.
+# Events between two optimizer steps, at which masks may change.
 _BETWEEN_STEPS = (EventType.BATCH_START, EventType.OPTIM_POST_STEP, EventType.BATCH_END)
 _ROUNDING = 1e-9
 
 
 class MaskingModifier(Modifier):
-    """Holds weights at zero while a model is trained.
+    """Hold weights at zero while a model is trained.
 
     Attributes:
         targets: class names, names of modules or parameters, ``re:`` patterns of either,
             ``__ALL_PRUNABLE__`` or ``__ALL__``.
-        ignore: what is left alone; it wins.
+        ignore: modules or parameters that are left out; takes precedence over ``targets``.
     """
 
     run_types: ClassVar[frozenset[str]] = frozenset({"train"})
@@ -57,9 +55,9 @@ class MaskingModifier(Modifier):
     ignore: str | list[str] = Field(default_factory=list)
 
     _weights: MaskedWeights | None = PrivateAttr(None)
-    # The index at which a mask was last chosen.
+    # Index at which a mask was last chosen.
     _index: float | None = PrivateAttr(None)
-    # The share that was masked then.
+    # Share of weights that was masked then.
     _reached: float = PrivateAttr(0.0)
     _records: dict[str, dict[str, Any]] = PrivateAttr(default_factory=dict)
 
@@ -106,7 +104,7 @@ class MaskingModifier(Modifier):
         return self._weights
 
     def means(self, name: str, module: Module, holders: Mapping[str, Module]) -> bool:
-        """Whether a target means it by its class; a stack's own name means the stack."""
+        """Return True if a target matches it by class; a stack's own name means the whole stack."""
         return means_class(name, module, self.targets, self.ignore)
 
     # ---- the course of a training
@@ -115,7 +113,7 @@ class MaskingModifier(Modifier):
         """Find the parameters; nothing is masked before the first batch.
 
         Raises:
-            TargetError: a target means no parameter, or one that cannot be pruned so.
+            TargetError: a target matches no parameter, or one that cannot be pruned.
         """
         self._weights = MaskedWeights(find_places(state.model, self.targets, self.ignore))
         if state.hardware.distributed_strategy == "deepspeed":
@@ -128,27 +126,27 @@ class MaskingModifier(Modifier):
                 self.register_hook(place.parameter, partial(weights.masked_gradient, place), "hook")
 
     def on_event(self, state: State, event: Event, **kwargs: Any) -> None:
-        """Hold what is masked, before and after each step of the optimizer."""
+        """Apply the masks before and after each optimizer step."""
         if event.type_ is EventType.OPTIM_PRE_STEP:
             self.weights.apply_to_gradients()
         elif event.type_ is EventType.OPTIM_POST_STEP:
             self.weights.apply()
 
     def on_update(self, state: State, event: Event, **kwargs: Any) -> None:
-        """Choose masks when it is time to; let go of them at the end."""
+        """Choose masks when they are due; drop them at the end."""
         self.choose_if_due(event)
         if self.ended and not self.holds_on:
             self.weights.drop()
 
     def choose_if_due(self, event: Event) -> None:
-        """Choose masks if no step is under way and it is time to."""
+        """Choose masks if they are due and no optimizer step is in progress."""
         if event.type_ in _BETWEEN_STEPS and self.is_due(event.current_index):
             self.choose(event.current_index)
             self._index = event.current_index
             self._reached = self.weights.sparsity()
 
     def on_finalize(self, state: State, **kwargs: Any) -> bool:
-        """Zero what is masked, note how sparse each parameter is, and let go of the masks."""
+        """Apply the masks, record each parameter's sparsity, and drop the masks."""
         self.remove_hooks()
         self.weights.apply()  # weights of an earlier checkpoint may have been loaded
         if state.broken_off:
@@ -170,30 +168,30 @@ class MaskingModifier(Modifier):
         self.weights.drop()
         return True
 
-    # ---- what a technique decides
+    # ---- implemented by techniques
 
     @abstractmethod
     def is_due(self, index: float) -> bool:
-        """Whether masks are to be chosen at ``index``."""
+        """Return True if masks have to be chosen at ``index``."""
 
     @abstractmethod
     def choose(self, index: float) -> None:
-        """Choose masks."""
+        """Choose the masks at ``index``."""
 
     @property
     def holds_on(self) -> bool:
-        """Whether masks are kept after the end."""
+        """Return True if masks are kept after the end."""
         return False
 
     @property
     def structure_name(self) -> str:
-        """What is zeroed as one, for the report."""
+        """The mask structure, for the report."""
         return "unstructured"
 
-    # ---- what is told
+    # ---- metrics, report and state
 
     def figures(self, state: State) -> dict[str, float]:
-        """The share that is masked: of each parameter, and of all."""
+        """Sparsity of each parameter, and of all."""
         if self._weights is None or not self._weights.held:
             return {}
         shares = self._weights.sparsities()
@@ -201,13 +199,13 @@ class MaskingModifier(Modifier):
         return {"sparsity": self._weights.sparsity(), **each}
 
     def report(self) -> dict[str, Any]:
-        """By module: the share of zeros that was counted in the end, and their structure."""
+        """Measured sparsity and mask structure, by module."""
         return dict(self._records)
 
     def state_dict(self) -> dict[str, Any]:
-        """The masks, and when they were chosen.
+        """The masks, and the index and sparsity at which they were chosen.
 
-        Under FSDP all processes have to call it: each has only its part of a mask.
+        Under FSDP all processes have to call it, because each has only its shard of a mask.
         """
         if self._weights is None:
             return {}
@@ -218,7 +216,7 @@ class MaskingModifier(Modifier):
         }
 
     def load_state_dict(self, state: State, saved: Mapping[str, Any]) -> None:
-        """Hold the masks of a checkpoint.
+        """Restore the masks of a checkpoint.
 
         Raises:
             CheckpointError: they are those of other parameters.
@@ -226,7 +224,7 @@ class MaskingModifier(Modifier):
         self._index = saved.get("index")
         self._reached = saved.get("sparsity", 0.0)
         self.weights.load_state_dict(saved.get("masks", {}))
-        self.weights.apply()  # an optimizer's own copy of the weights may say otherwise
+        self.weights.apply()  # an optimizer's own copy of the weights may differ
 
     # ---- inner workings
 

@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights and their masks: growing, holding, keeping for later.
+"""Masks of weights: choosing, applying, saving.
 
-A mask is one byte per weight, ones in every bit where the weight is kept and zeros where it is
-pruned. Ands with the bits of a weight make it exactly zero, whatever it was, NaN included, at
-the rate of memory: a product with a bool tensor or a masked fill take twice to six times as long.
+A mask is one byte per weight, with all bits set for kept weights and cleared for pruned ones. A
+bitwise and with a weight makes it exactly zero, whatever it was, NaN included, at memory bandwidth:
+a product with a bool tensor or a masked fill takes two to six times as long.
 
-A weight that is spread over processes (FSDP version 2, ZeRO stage 3) is put together for a
-moment when its mask is chosen, on all processes alike; each keeps and applies its part.
+A weight that is sharded over processes (FSDP version 2, ZeRO stage 3) is gathered while its mask is
+chosen, on all processes alike; each keeps and applies its shard.
 
-DeepSpeed's optimizers keep a copy of the weights in float32, of which each process has a part, and
-make the weights of it anew at each step. It is masked too: what is let go later grows from zero.
+DeepSpeed's optimizers keep a float32 copy of the weights, sharded over the processes, and restore
+the weights from it at each step. The copy is masked too: a weight whose mask is dropped later grows
+from zero.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class MaskedWeights:
-    """Parameters of a model with the masks that hold them.
+    """Parameters of a model and their masks.
 
     Args:
         places: the parameters, each once.
@@ -51,17 +52,17 @@ class MaskedWeights:
 
     @property
     def held(self) -> bool:
-        """Whether there are masks."""
+        """Return True if masks were chosen."""
         return bool(self._keep)
 
     @torch.no_grad()
     def grow(self, structure: Structure, sparsity: float, *, together: bool) -> None:
-        """Mask more weights, the least first, and zero them.
+        """Mask more weights, smallest first, and zero them.
 
         Args:
-            structure: what is masked as one.
+            structure: the unit of weights that is masked as one.
             sparsity: the share to reach, of each parameter or of all.
-            together: with one threshold for all parameters instead of one for each.
+            together: use one threshold for all parameters instead of one for each.
 
         Raises:
             NonFiniteError: a weight is NaN or infinite.
@@ -75,13 +76,13 @@ class MaskedWeights:
 
     @torch.no_grad()
     def freeze(self) -> None:
-        """Mask what is zero now."""
+        """Mask the weights that are zero now."""
         for place in self.places:
             self._hold(place, whole(place.parameter) == 0)
 
     @torch.no_grad()
     def apply(self) -> None:
-        """Zero what is masked."""
+        """Zero the masked weights."""
         for place, keep in self._fitting():
             parameter = place.parameter
             if is_flat(parameter):
@@ -92,7 +93,7 @@ class MaskedWeights:
 
     @torch.no_grad()
     def apply_to_gradients(self) -> None:
-        """Zero the gradients of what is masked, so that no optimizer remembers them."""
+        """Zero the gradients of masked weights, so that they do not enter the optimizer's state."""
         for place, keep in self._fitting():
             if is_flat(place.parameter):
                 change_gradient(place.parameter, partial(_zero, keep=keep))
@@ -103,14 +104,14 @@ class MaskedWeights:
 
     @torch.no_grad()
     def masked_gradient(self, place: Place, gradient: Tensor) -> Tensor | None:
-        """The gradient of a parameter, or of a part of a batch, without what is masked.
+        """Mask the gradient of a parameter.
 
         Args:
             place: the parameter.
-            gradient: of the whole parameter; it stays as it is.
+            gradient: gradient of the whole parameter; it is not changed.
 
         Returns:
-            A new tensor; ``None`` if nothing is masked, or if it is masked in pieces before the
+            A new tensor; ``None`` if nothing is masked, or if it is masked by shards before the
             step.
         """
         keep = self._keep.get(place.name)
@@ -121,23 +122,23 @@ class MaskedWeights:
         return (bits & keep.to(gradient.device)).view(gradient.dtype)
 
     def drop(self) -> None:
-        """Hold nothing any more."""
+        """Drop all masks."""
         self._keep.clear()
         self._zeros.clear()
 
     def sparsities(self) -> dict[str, float]:
-        """The share that is masked, by name of the parameter."""
+        """Masked share of each parameter, by name."""
         sizes = {place.name: math.prod(place.shape) for place in self.places}
         return {name: zeros / sizes[name] for name, zeros in self._zeros.items()}
 
     def sparsity(self) -> float:
-        """The share that is masked of all parameters."""
+        """Masked share of all parameters."""
         weights = sum(math.prod(place.shape) for place in self.places)
         return sum(self._zeros.values()) / weights
 
     @torch.no_grad()
     def measured(self) -> dict[Place, float]:
-        """The share of each parameter that is zero, counted; all processes have to call it."""
+        """Counted share of zeros of each parameter; all processes have to call it."""
         return {
             place: 1.0 - int(torch.count_nonzero(whole(place.parameter))) / size
             for place in self.places
@@ -147,9 +148,9 @@ class MaskedWeights:
     # ---- for a checkpoint
 
     def state_dict(self) -> dict[str, Any]:
-        """The masks, a bit per weight, in memory order, the first in the highest bit.
+        """The masks, one bit per weight, in memory order, the first in the highest bit.
 
-        All processes have to call it where parameters are spread over them.
+        All processes have to call it if parameters are sharded.
         """
         packed = {}
         for place in self.places if self._keep else ():
@@ -160,7 +161,7 @@ class MaskedWeights:
         return packed
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Hold the masks of a checkpoint.
+        """Restore the masks of a checkpoint.
 
         Raises:
             CheckpointError: they are those of other parameters.
@@ -186,13 +187,13 @@ class MaskedWeights:
     # ---- inner workings
 
     def _hold(self, place: Place, pruned: Tensor) -> None:
-        """Take ``pruned``, bool of the whole parameter, as its mask."""
+        """Set the mask of a parameter from ``pruned``, bool of the whole parameter."""
         self._zeros[place.name] = int(pruned.sum())
         keep = pruned.to(torch.int8).contiguous().sub_(1)
         self._keep[place.name] = spread_as(keep, place.parameter)
 
     def _fitting(self) -> Iterator[tuple[Place, Tensor]]:
-        """Parameters with their masks, which follow them to another device or into parts."""
+        """Parameters with their masks, on the parameter's device and with its sharding."""
         for place in self.places if self._keep else ():
             keep, parameter = self._keep[place.name], place.parameter
             if not is_spread_as(keep, parameter):
@@ -220,13 +221,13 @@ class MaskedWeights:
 
 
 def _zero(tensor: Tensor, keep: Tensor) -> None:
-    """Ands the bits of ``tensor`` with those of ``keep``, int8 of the same shape, in place."""
+    """Bitwise and of ``tensor`` with ``keep``, int8 of the same shape, in place."""
     tensor.view(_BITS[tensor.element_size()]).bitwise_and_(keep.to(tensor.device))
 
 
 def _zero_copy(parameter: Any, keep: Tensor) -> None:
-    """Zeroes in this process's part of the optimizer's own copy, if it has one."""
-    copy = getattr(parameter, "fp32_copy", None)  # training shows it
+    """Apply the mask to this process's shard of the optimizer's own copy, if there is one."""
+    copy = getattr(parameter, "fp32_copy", None)  # set by the training package
     if copy is not None:
         _zero(copy.detach(), keep)
     mapping = getattr(parameter, "_hp_mapping", None)

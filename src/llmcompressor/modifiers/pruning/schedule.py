@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The schedule that a recipe asks for, as a function, checked before the first step."""
+"""Sparsity schedules of a recipe, checked before the first step."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ _ROUNDING = 1e-9
 
 @dataclass(frozen=True)
 class Window:
-    """What a schedule goes by.
+    """Parameters of a sparsity schedule.
 
     Attributes:
         start: index of the first sparsity, in epochs or steps.
-        end: index of the last one.
-        update: distance between two, ``None`` for every step.
-        init: the first sparsity.
-        final: the last one.
-        arguments: further ones, by name.
+        end: index of the final sparsity.
+        update: distance between two updates, ``None`` for every step.
+        init: first sparsity.
+        final: final sparsity.
+        arguments: further arguments, by name.
     """
 
     start: float
@@ -51,11 +51,11 @@ Schedule = Callable[[float], float]
 
 
 def make_schedule(name: str, window: Window) -> Schedule:
-    """The sparsity at an index, which is taken as the nearest one within the window.
+    """Create the function from an index, clamped to the window, to a sparsity.
 
     Raises:
-        RecipeError: there is no such schedule, an argument is wrong, or sparsities lie outside
-            of [0, 1], fall, or do not end at the final one.
+        RecipeError: there is no such schedule, an argument is wrong, or sparsities are outside of
+            [0, 1], decrease, or do not end at the final one.
     """
     text = name.strip()
     if text.startswith("calc(") and text.endswith(")"):
@@ -123,7 +123,7 @@ def _stair(window: Window) -> Schedule:
                 "Move it or the window.",
             )
         steps.append((float(step[0]), float(step[1])))
-    # The window ends at the final sparsity, whether or not a step says so.
+    # The window ends at the final sparsity, with or without a step for it.
     steps.sort()
     steps.append((window.end, max(window.final, steps[-1][1])))
     return lambda index: schedules.multi_step(index, reversed(steps), window.init)
@@ -176,7 +176,7 @@ def _check(name: str, schedule: Schedule, window: Window) -> None:
 
 
 def _indices(window: Window) -> Iterator[float]:
-    """The indices at which masks will be chosen; a thousand of them if they are more."""
+    """Indices at which masks will be chosen, or a thousand evenly spaced ones if there are more."""
     length = window.end - window.start
     count = length / window.update if window.update else _MOST_CHECKED
     count = min(_MOST_CHECKED, math.ceil(count)) if length else 0

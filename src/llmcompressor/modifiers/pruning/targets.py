@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which parameters the targets of a pruning modifier mean.
+"""Target matching of pruning modifiers for trainings: from targets to parameters.
 
-A target is tried against modules first, by the rules of :mod:`llmcompressor.modeling.matching`:
-a module that it matches gives its weight, if its class is one that is pruned. A target that
-matches no module at all is tried against the full names of parameters
-(``re:.*q_proj.weight``). Two words stand for many: ``__ALL_PRUNABLE__`` for the weights of all
-such modules, ``__ALL__`` for every parameter with two or more dimensions.
+A target is matched against modules first, by the rules of :mod:`llmcompressor.modeling.matching`: a
+matching module contributes its weight, if its class is prunable. A target that matches no module is
+matched against the full names of parameters (``re:.*q_proj.weight``). Two keywords stand for many:
+``__ALL_PRUNABLE__`` for the weights of all such modules, ``__ALL__`` for every parameter with two
+or more dimensions.
 
-A head whose weight is the input embedding is reached by its name only, not by its class, and so
-is the router of a mixture: it has few weights and decides where each token goes.
+A head that is tied to the input embedding is matched by its name only, not by its class, and so is
+the router of an MoE: it has few weights and decides the routing.
 """
 
 from __future__ import annotations
@@ -38,19 +38,19 @@ ALL = "__ALL__"
 ALL_PRUNABLE = frozenset({"__ALL_PRUNABLE__", "__ALL_QUANTIZABLE__"})
 """Words for the weights of every module of these classes."""
 PRUNABLE_CLASSES = ("Linear", "Conv1d", "Conv2d", "Conv3d", "Conv1D")
-# What quantization puts beside a weight is none, though its name begins like that of one.
+# Suffixes of quantization parameters, which are not weights.
 _HELPERS = ("_scale", "_zero_point", "_g_idx", "_step")
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a parameter is found, whoever has put another one there meanwhile.
+    """Location of a parameter, which remains valid when the parameter object is replaced.
 
     Attributes:
         name: its full name.
         module: the module that it belongs to.
         attribute: its name in the module.
-        shape: of the whole parameter.
+        shape: shape of the whole parameter.
         transposed: its rows are inputs, as in transformers' ``Conv1D``.
     """
 
@@ -62,13 +62,13 @@ class Place:
 
     @property
     def parameter(self) -> Parameter:
-        """The parameter as it is now; FSDP replaces those that a model was made with.
+        """The current parameter; FSDP replaces the original ones.
 
         Raises:
-            TargetError: it is cut up in a way that keeps it from being pruned.
+            TargetError: it is sharded in a way that does not allow pruning.
         """
         found = self.module._parameters.get(self.attribute)
-        if found is None:  # torch keeps the raw tensor of a parametrized one elsewhere
+        if found is None:  # torch stores the original tensor of a parametrized weight elsewhere
             parametrized = getattr(self.module, "parametrizations", {})
             if self.attribute in parametrized:
                 found = parametrized[self.attribute].original
@@ -78,7 +78,7 @@ class Place:
 
     @property
     def record(self) -> str:
-        """The name that reports know it by: the module's, if it is its weight."""
+        """Its key in reports: the module's name if it is the weight, else the full name."""
         return self.name.removesuffix(".weight")
 
 
@@ -88,13 +88,13 @@ def means_class(
     targets: str | Iterable[str],
     ignore: str | Iterable[str] | None = None,
 ) -> bool:
-    """Whether targets mean a module by its class, were one called ``name`` in the model.
+    """Return True if targets would match a module called ``name`` by its class.
 
     Args:
-        name: of a module that is stored otherwise at present.
-        module: a stand-in for it.
+        name: name of a module that is currently stored in another form.
+        module: a placeholder for it.
         targets: as in :func:`find_places`.
-        ignore: the same.
+        ignore: as in :func:`find_places`.
     """
     if any(matches(name, module, entry) for entry in as_targets(ignore)):
         return False
@@ -106,16 +106,16 @@ def means_class(
 def find_places(
     model: Module, targets: str | Iterable[str], ignore: str | Iterable[str] | None = None
 ) -> list[Place]:
-    """The parameters that a target means and no ignore entry does, in model order, each once.
+    """The parameters that a target matches and no ignore entry does, in model order, each once.
 
     Args:
-        model: where to look; nothing in it is changed.
+        model: it is not changed.
         targets: class names, names of modules or parameters, ``re:`` patterns, ``__ALL__`` or
             ``__ALL_PRUNABLE__``.
-        ignore: the same without the last two; it wins.
+        ignore: the same without the last two; takes precedence.
 
     Raises:
-        TargetError: a target means no parameter, none is left, or one cannot be pruned.
+        TargetError: a target matches no parameter, none is left, or one cannot be pruned.
     """
     index = _Parameters(model)
     chosen: set[int] = set()
@@ -146,7 +146,7 @@ def find_places(
 
 
 class _Parameters:
-    """All parameters of a model, by number in model order."""
+    """All parameters of a model, by index in model order."""
 
     def __init__(self, model: Module) -> None:
         self.modules = list(named_modules(model))
@@ -174,7 +174,7 @@ class _Parameters:
         return (self.heads | self.routers) - self.named
 
     def of(self, target: str) -> set[int]:
-        """The parameters that a target means; empty if there are none."""
+        """Indices of the parameters that a target matches; empty if there are none."""
         if target == ALL:
             found = self._where(lambda place: len(place.shape) >= 2)
         elif target in ALL_PRUNABLE:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Quantization: rounding to nearest, and GPTQ under the path it also has."""
+"""Round-to-nearest quantization, and the compatibility path of GPTQ."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""Round to nearest: every weight goes to the closest value of its grid.
+r"""Round-to-nearest quantization: every weight takes the closest value of its grid.
 
 With the scale s and zero point z that an observer finds for each cell of the weight,
 
@@ -35,11 +35,11 @@ T = TypeVar("T")
 
 
 class QuantizationModifier(TrainableMixin):
-    """Quantizes weights by rounding to nearest, and activations as the scheme says.
+    """Quantize weights by rounding to nearest, and activations as the scheme specifies.
 
-    The weights are rounded when calibration ends: what is calibrated, activation scales for
-    instance, is measured on the model as it was. In a training they are rounded in every forward
-    instead, with the activations, and gradients pass straight through
+    The weights are rounded when calibration ends: activation scales and other statistics are
+    measured on the original model. In a training, weights and activations are fake-quantized in
+    every forward instead, with straight-through gradients
     (:class:`~llmcompressor.quantization.aware.AwareTraining`).
 
     Example::
@@ -62,13 +62,13 @@ class QuantizationModifier(TrainableMixin):
     _tokens: dict[Module, int] = PrivateAttr(default_factory=dict)
 
     def on_calibration_start(self, state: State, event: Event, **kwargs: Any) -> None:
-        """Also watch the inputs of weights whose observer weighs errors by them."""
+        """Also observe the inputs of weights whose observer weights errors by them."""
         super().on_calibration_start(state, event, **kwargs)
         for module, scheme in self._schemes.items():
             weighs = weighs_inputs(scheme.weights)
             leader = self.leader(module, state)
             watched = leader in self._tokens
-            if weighs and not watched and isinstance(module, Linear):  # not embeddings: row numbers
+            if weighs and not watched and isinstance(module, Linear):  # embeddings get row numbers
                 self._tokens[leader] = 0
                 self.register_hook(
                     leader, self._square_hook(state), "forward_pre", with_kwargs=True
@@ -76,7 +76,7 @@ class QuantizationModifier(TrainableMixin):
 
     @property
     def changes_at_once(self) -> bool:
-        """Everything is measured on the model as it was."""
+        """Always False: everything is measured on the original model."""
         return False
 
     def quantize_weights(self, state: State, modules: list[Module]) -> None:
@@ -92,14 +92,14 @@ class QuantizationModifier(TrainableMixin):
         _each(self.look_at, modules, modules)
         self.find_global_scales(modules)
         _each(find, list(zip(modules, leaders, strict=True)), modules)
-        with one_thread(torch.device("cpu")):  # looks at many small tensors
+        with one_thread(torch.device("cpu")):  # many small tensors
             for module in modules:
                 self.keep(module, found[module])
         for leader in leaders:
             self._squares.pop(leader, None)
 
     def _importance(self, leader: Module) -> Tensor | None:
-        """Mean square of each input column, float32 ``[C]``; ``None`` where none was watched."""
+        """Mean square of each input column, float32 ``[C]``; ``None`` if not observed."""
         squares_C = self._squares.get(leader)
         if squares_C is None:
             return None
@@ -125,9 +125,9 @@ class QuantizationModifier(TrainableMixin):
 
 
 def _each(work: Callable[[T], None], items: Sequence[T], modules: Sequence[Module]) -> None:
-    """Do ``work`` for every item, one of each module."""
+    """Call ``work`` on every item, one per module; in parallel on the CPU."""
     if all(weight_of(module).device.type == "cpu" for module in modules):
-        # weights side by side: threads that share one would wait for the one that reads ahead
+        # one thread per weight: threads that share one would wait for the prefetching thread
         each_on_one_thread(work, items)
         return
     for item in items:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""REAP: experts that add little are dropped."""
+"""REAP: router-weighted expert pruning of MoE models (arXiv:2510.13999)."""
 
 from llmcompressor.modifiers.reap.base import REAPPruningModifier
 

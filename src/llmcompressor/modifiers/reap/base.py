@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""REAP: experts that add little to what their mixture returns are dropped.
+"""REAP: drop the experts of an MoE that contribute least to its output.
 
 Lasby et al., *REAP the Experts: Why Pruning Prevails for One-Shot MoE Compression*,
 arXiv:2510.13999; see :mod:`llmcompressor.numerics.reap` for the equations.
@@ -47,19 +47,19 @@ _PLACES = 10_000
 
 
 class REAPPruningModifier(Modifier):
-    """Drops the experts of each mixture that add least, by calibration data.
+    """Drop the least salient experts of each MoE layer, based on calibration data.
 
-    Mixture by mixture, each behind those that have lost theirs, as any error is passed on; with
-    ``propagate_error=False``, and in the basic pipeline, all of the model is looked at as it was,
-    as the paper does. The rows of the router go with the experts; at the end the number in the
-    configuration is changed. Modifiers behind it in a recipe see a model that has as many experts
-    as are left.
+    MoE layers are pruned one after the other, each calibrated on the outputs of the pruned ones
+    before it. With ``propagate_error=False``, and in the basic pipeline, all are calibrated on the
+    original model, as in the paper. The rows of the router are dropped with the experts; at the end
+    the number of experts in the configuration is changed. Subsequent modifiers in a recipe see a
+    model with the remaining experts.
 
     Attributes:
-        sparsity: the share of experts to drop, above 0 and below 1; rounded down.
-        ignore: mixtures to leave alone, by name, class or ``re:`` pattern.
-        report_path: a ``.json`` file to write which experts are left to: the name of the module
-            that holds a mixture → their numbers, as they were.
+        sparsity: share of experts to drop, above 0 and below 1; rounded down.
+        ignore: MoE layers to leave unpruned, by name, class or ``re:`` pattern.
+        report_path: a ``.json`` file for the remaining experts: name of the module that holds the
+            experts' module → their original indices.
     """
 
     run_types: ClassVar[frozenset[str]] = frozenset({"oneshot"})
@@ -88,17 +88,17 @@ class REAPPruningModifier(Modifier):
 
     @property
     def requires_calibration_data(self) -> bool:
-        """Always: what an expert adds depends on its tokens."""
+        """Always True: the saliency of an expert depends on its tokens."""
         return True
 
     @property
     def writes(self) -> Mapping[str, str]:
-        """Which experts are left to."""
+        """The file for the indices of the remaining experts."""
         return {} if self.report_path is None else {"report_path": self.report_path}
 
     @property
     def finest_granularity(self) -> Granularity:
-        """What holds a mixture's router runs once more when experts are gone: it routes anew."""
+        """The MoE with its router, which is rerun to route anew after its experts are dropped."""
         return Granularity.BLOCK if self._in_blocks else Granularity.SUB_BLOCK
 
     def calibrated_modules(self, state: State) -> list[Module]:
@@ -106,11 +106,11 @@ class REAPPruningModifier(Modifier):
         return list(self._layers)
 
     def undivided(self, state: State) -> list[Module]:
-        """What holds router and experts: routes to experts that are gone lead nowhere."""
+        """Modules with router and experts: a pause between them would keep stale routes."""
         return [layer.parent for layer in self._layers.values()]
 
     def effort(self, modules: Sequence[Module], data: DataSize) -> Effort:
-        """What the experts of a token return is computed for each of them by itself."""
+        """Cost of computing the output of each routed expert separately."""
         layers = [self._layers[one] for one in modules if one in self._layers]
         return Effort(
             gram=sum(layer.products for layer in layers),
@@ -119,17 +119,17 @@ class REAPPruningModifier(Modifier):
 
     @property
     def works_by_block(self) -> bool:
-        """What an expert adds is known when all batches have passed its block."""
+        """Always True: saliencies are complete when all batches have passed the block."""
         return True
 
     def report(self) -> dict[str, Any]:
-        """Saliency and tokens of every expert, and which were dropped."""
+        """Saliency and token count of every expert, and the dropped experts."""
         return dict(self._records)
 
     # ------------------------------------------------------------------ before
 
     def on_initialize(self, state: State, **kwargs: Any) -> bool:
-        """Find the mixtures, and refuse what could not be written or run afterwards."""
+        """Find the MoE layers, and refuse those that could not be written or run when pruned."""
         every = find_layers(state.model)
         ignored = as_targets(self.ignore)
         check_targets(state.model, None, ignored)
@@ -160,7 +160,7 @@ class REAPPruningModifier(Modifier):
         return True
 
     def outline(self, state: State) -> None:
-        """Leave as many experts as will be left, whichever these are."""
+        """Reduce each MoE to the number of remaining experts, whichever these are."""
         for layer in self._layers.values():
             cut(state.model, layer, range(self._number_left(layer)))
         self._tell(state.model)
@@ -168,7 +168,7 @@ class REAPPruningModifier(Modifier):
     def _check_counts(
         self, model: Module, every: Sequence[MoeLayer], mine: Sequence[MoeLayer]
     ) -> None:
-        """A configuration has one number for all mixtures."""
+        """Refuse differing numbers of experts: the configuration has one for all layers."""
         counts = {layer.count for layer in mine}
         others = [layer for layer in every if layer not in mine and layer.count in counts]
         if others or len(counts) > 1:
@@ -189,7 +189,7 @@ class REAPPruningModifier(Modifier):
             )
 
     def _check_left(self, layer: MoeLayer, top_k: int | None) -> None:
-        """Refuse to drop nothing, or so many that a token would find too few."""
+        """Refuse a sparsity that drops nothing, or leaves too few experts to route a token to."""
         size = layer.count // layer.groups
         gone = len(dropped_experts(torch.zeros(layer.count), self.sparsity, layer.groups))
         left = size - gone // layer.groups
@@ -207,7 +207,7 @@ class REAPPruningModifier(Modifier):
                 f"{left} would remain with sparsity {self.sparsity:g}.",
                 "Give a lower sparsity.",
             )
-        if layer.groups > 1 and left < min(2, size):  # groups are scored by their two best
+        if layer.groups > 1 and left < min(2, size):  # a group's score is the sum of its two best
             raise TargetError(
                 f"{layer.name}: of {size} experts{of_group} only {left} would remain with sparsity "
                 f"{self.sparsity:g}, and routers score a group by two.",
@@ -217,7 +217,7 @@ class REAPPruningModifier(Modifier):
     # ------------------------------------------------------------------ while
 
     def on_calibration_start(self, state: State, event: Event, **kwargs: Any) -> None:
-        """Watch what the experts are called with; not in blocks that are finished."""
+        """Observe the inputs of the experts, except in finished blocks."""
         finished = () if state.keeper is None else state.keeper.finished
         done = tuple(f"{name}." for name in finished)
         for module, layer in self._layers.items():
@@ -249,12 +249,12 @@ class REAPPruningModifier(Modifier):
     def on_sequential_epoch_end(
         self, state: State, event: Event, modules: Iterable[Module], **kwargs: Any
     ) -> None:
-        """Drop experts of what has seen all batches, unless the model stays as it was."""
+        """Drop experts of finished layers, unless the error is not propagated."""
         if state.propagates:
             self.finish(state, modules)
 
     def finish(self, state: State, modules: Iterable[Module], *, written: bool = False) -> None:
-        """Drop experts of those of ``modules`` that are mixtures."""
+        """Drop experts of the MoE layers among ``modules``."""
         for layer in self._mine(modules):
             if layer.experts in self._found:
                 record = self._choose(layer)
@@ -263,14 +263,14 @@ class REAPPruningModifier(Modifier):
                 self._take(state.model, layer, record)
 
     def adopt(self, state: State, modules: Iterable[Module]) -> None:
-        """Take over which experts an earlier run has left."""
+        """Apply the choice of experts of an earlier run."""
         for layer in self._mine(modules):
             record = state.keeper.decide(_key(layer), None)
             assert record is not None, "it was written before its block was"
             self._take(state.model, layer, record)
 
     def _mine(self, modules: Iterable[Module]) -> list[MoeLayer]:
-        """The mixtures among ``modules`` that have all of their experts."""
+        """The MoE layers among ``modules`` that are not pruned yet."""
         return [
             self._layers[one] for one in modules if one in self._layers and one not in self._kept
         ]
@@ -282,7 +282,7 @@ class REAPPruningModifier(Modifier):
         self._found.pop(layer.experts, None)
 
     def on_calibration_end(self, state: State, event: Event, **kwargs: Any) -> None:
-        """Drop experts that were not dropped with their block, and say so in the configuration."""
+        """Drop the experts that are left to drop, and update the configuration."""
         self.remove_hooks()
         self.finish(state, list(self._layers))
         self._tell(state.model)
@@ -301,7 +301,7 @@ class REAPPruningModifier(Modifier):
         )
 
     def _tell(self, model: Module) -> None:
-        """Change the number in the configuration."""
+        """Set the number of experts in the configuration."""
         first = next(iter(self._layers.values()))
         for config, name in counts_of(model, first.count):
             setattr(config, name, self._number_left(first))
@@ -314,7 +314,7 @@ class REAPPruningModifier(Modifier):
         return [number for number in range(layer.count) if number not in gone]
 
     def _choose(self, layer: MoeLayer) -> dict[str, Any]:
-        """What was found of a mixture's experts, and which are to be left."""
+        """The record of an MoE layer: saliencies, tokens, and kept and dropped experts."""
         found = self._found[layer.experts]
         saliency_E = found.mean()
         if not bool(saliency_E.isfinite().all()):
@@ -333,16 +333,16 @@ class REAPPruningModifier(Modifier):
 
 
 def _key(layer: MoeLayer) -> str:
-    """Under which a run keeps what it has decided on a mixture."""
+    """Key of a layer's choice of experts in the run's journal."""
     return f"experts of {layer.name}"
 
 
 def _check_plain(layer: MoeLayer, turned: Mapping[Module, str]) -> None:
-    """Refuse experts for which an earlier modifier has prepared what belongs to each of them.
+    """Refuse experts for which an earlier modifier has prepared something per expert.
 
     Args:
-        layer: the mixture.
-        turned: modules with a rotation in their forward, and who puts it there.
+        layer: the MoE layer.
+        turned: modules with a rotation in their forward → the modifier that adds it.
     """
     inside = list(layer.experts.modules())
     problem = ""
@@ -361,7 +361,7 @@ def _check_plain(layer: MoeLayer, turned: Mapping[Module, str]) -> None:
 def _routes(
     name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Tokens ``[T, H]``, experts ``[T, K]`` and weights ``[T, K]`` of a call."""
+    """Tokens ``[T, H]``, expert indices ``[T, K]`` and weights ``[T, K]`` of a call."""
     tensors = [one for one in (*args, *kwargs.values()) if isinstance(one, Tensor)]
     whole = [one for one in tensors if not one.is_floating_point()]
     if len(tensors) == 3 and len(whole) == 1:  # tokens, experts, weights

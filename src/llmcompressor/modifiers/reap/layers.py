@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mixtures of experts in a model, found by their structure, and cut.
+"""MoE layers of a model: structural detection, and removal of experts.
 
-A mixture's experts are a module whose own parameters all have one slice per expert, some of them
-matrices, and whose forward gets tokens with the experts and weights of each; or what has taken its
-place, with Linears for each expert that others work on. Its router is what
-lies beside it and has a matrix with one row per expert. What else of the router, or of what it is a
-part of, has one entry per expert (a bias, a correction or a scale of scores) is cut with it.
+The experts of an MoE layer are a module whose own parameters all have one slice per expert, some of
+them matrices, and whose forward takes tokens, expert indices and weights; or the module with one
+set of Linears per expert that replaces it for other modifiers. Its router is the module alongside
+it with a matrix of one row per expert. Other tensors of the router, or of its parents, with one
+entry per expert (a bias, a score correction or scale) are sliced with it.
 """
 
 from __future__ import annotations
@@ -39,18 +39,18 @@ _NO_COUNT = ("per_tok", "shared", "group", "size", "dim", "layer", "step", "zero
 
 @dataclass(frozen=True)
 class MoeLayer:
-    """A mixture.
+    """An MoE layer.
 
     Attributes:
-        name: of the module that holds the experts.
+        name: name of the module that holds the experts.
         experts: that module.
-        parent: the module that holds it.
-        router: what lies beside the experts and scores them.
-        around: the modules between it and the one that holds the experts.
-        count: how many experts there are.
-        groups: routing groups, of neighbours.
-        chosen_groups: how many of them a token may choose from.
-        top_k: experts per token; ``None`` if nothing tells.
+        parent: the module that contains ``experts`` and the router.
+        router: the module that scores the experts.
+        around: the modules between ``router`` and ``parent``.
+        count: number of experts.
+        groups: number of routing groups, each of consecutive experts.
+        chosen_groups: number of groups that a token may choose from.
+        top_k: experts per token; ``None`` if unknown.
     """
 
     name: str
@@ -65,12 +65,12 @@ class MoeLayer:
 
     @property
     def router_width(self) -> int:
-        """Values of a token."""
+        """Width of the router's input."""
         return next(one.shape[-1] for one in self.router.parameters() if one.ndim > 1)
 
     @property
     def products(self) -> int:
-        """Multiply-adds for a token that goes to as many experts as usual."""
+        """Multiply-adds for a token that is routed to ``top_k`` experts."""
         modules = list(self.experts.modules())
         every = sum(
             one.numel()
@@ -87,10 +87,10 @@ class MoeLayer:
 
 
 def find_layers(model: Module) -> list[MoeLayer]:
-    """The mixtures of a model, in order.
+    """The MoE layers of a model, in model order.
 
     Raises:
-        TargetError: experts that are not stacked, or a mixture whose router cannot be told.
+        TargetError: experts are not stacked, or the router of an MoE layer is ambiguous.
     """
     modules = dict(model.named_modules())
     found = []
@@ -120,7 +120,7 @@ def find_layers(model: Module) -> list[MoeLayer]:
 
 
 def counts_of(model: Any, count: int) -> list[tuple[Any, str]]:
-    """The configurations that tell a number of experts, and the names under which they do."""
+    """Configurations that hold the number of experts, with the name of the attribute."""
     config = getattr(model, "config", None)
     if config is None:
         return []
@@ -136,9 +136,9 @@ def counts_of(model: Any, count: int) -> list[tuple[Any, str]]:
 
 @torch.no_grad()
 def cut(model: Module, layer: MoeLayer, kept: Sequence[int]) -> None:
-    """Leave a mixture with the experts ``kept``; the configuration is not touched.
+    """Keep only the experts ``kept`` of an MoE layer; the configuration is not changed.
 
-    A ``range`` says that it is about the number alone: of stacks nothing is copied.
+    A ``range`` stands for a number of experts only: stacks are narrowed without copying.
     """
     inside = {layer.experts}
     if isinstance(layer.experts, LinearExperts):
@@ -160,9 +160,9 @@ def cut(model: Module, layer: MoeLayer, kept: Sequence[int]) -> None:
 
 
 def mixed(experts: Module, *routed: Tensor) -> Tensor:
-    """What a mixture's experts return, given tokens with experts and weights.
+    """The output of the experts, given tokens, expert indices and weights.
 
-    It is what their class computes: a pipeline may have put another forward in its place.
+    It calls the forward of their class, because a pipeline may have replaced that of the module.
     """
     if isinstance(experts, LinearExperts):
         return experts.mixed(*routed)
@@ -174,7 +174,7 @@ def mixed(experts: Module, *routed: Tensor) -> Tensor:
 
 
 def _takes_routes(module: Module) -> bool:
-    """Whether a forward takes three tensors, as tokens, experts and weights are."""
+    """Return True if a forward takes tokens, expert indices and weights."""
     if isinstance(module, LinearExperts):
         return module.form.routed
     if type(module).forward is Module.forward or not (module._parameters or module._modules):
@@ -187,7 +187,7 @@ def _takes_routes(module: Module) -> bool:
 
 
 def _stacked(module: Module) -> int | None:
-    """How many experts a module holds in stacks, or held in some; ``None`` if it does not."""
+    """Number of experts that a module holds (or held) as stacks; ``None`` if it holds none."""
     if isinstance(module, LinearExperts):
         return module.num_experts
     parameters = [one for one in module._parameters.values() if one is not None]
@@ -210,7 +210,7 @@ def _refuse_separate(name: str, module: Module) -> None:
 def _router(
     name: str, experts: Module, parent: Module, count: int
 ) -> tuple[Module, tuple[Module, ...]]:
-    """What has a row for each expert, and the modules between it and ``parent``, inner first."""
+    """The module with a row per expert, and the modules between it and ``parent``, inner first."""
     inside = set(experts.modules())
     beside: dict[str, Module] = {
         key: one for key, one in parent.named_modules() if one not in inside
@@ -222,7 +222,7 @@ def _router(
         and weight.ndim == 2  # a matrix
         and len(weight) == count
     }
-    if len(found) > 1:  # a row per expert is no proof where another matrix is as high
+    if len(found) > 1:  # another matrix may happen to have as many rows
         found = {key: one for key, one in found.items() if "." not in key}
     if len(found) != 1:
         shown = f"{len(found)} modules beside it have" if found else "no module beside it has"
@@ -237,7 +237,7 @@ def _router(
 
 
 def _told(modules: Sequence[Module], model: Any, names: Sequence[str]) -> int | None:
-    """The first positive number under one of ``names``, nearest first."""
+    """The first positive integer attribute among ``names``; modules before the configuration."""
     config: Any = getattr(model, "config", None)
     text = text_config(config)
     for holder in (*modules, text):
@@ -249,7 +249,7 @@ def _told(modules: Sequence[Module], model: Any, names: Sequence[str]) -> int | 
 
 
 def _is_count(name: str, value: object, count: int) -> bool:
-    """Whether an attribute tells the number of experts."""
+    """Return True if an attribute is the number of experts."""
     if type(value) is not int or value != count or "expert" not in name:
         return False
     return not any(word in name for word in _NO_COUNT)
@@ -259,7 +259,7 @@ def _is_count(name: str, value: object, count: int) -> bool:
 
 
 def _scores(layer: MoeLayer) -> Iterator[tuple[Module, str, Tensor, int]]:
-    """Tensors of the router, and the mixture's own, with one entry per expert, and where."""
+    """Tensors of the router and of the layer with one entry per expert, and that dimension."""
     for module in (*layer.router.modules(), *layer.around, layer.parent):
         tensors: Mapping[str, Any] = {**module._parameters, **module._buffers}
         for name, tensor in tensors.items():
@@ -283,5 +283,5 @@ def _replace(module: Module, name: str, old: Tensor, dimension: int, kept: Seque
 
 
 def names_of(layers: Sequence[MoeLayer]) -> str:
-    """Some of their names, for messages."""
+    """Names of some layers, for messages."""
     return listed(layer.name for layer in layers)

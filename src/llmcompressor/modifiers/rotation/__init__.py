@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rotations: SpinQuant, QuIP."""
+"""Rotations (SpinQuant, QuIP) that make weights and activations easier to quantize."""
 
 from llmcompressor.modifiers.rotation.mappings import NormMapping, SpinQuantMapping
 from llmcompressor.modifiers.rotation.quip import QuIPModifier

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What modifiers that rotate have in common: matrices by name, the check that nothing changed."""
+"""Base class of rotation modifiers: the matrices, and the check that outputs stay the same."""
 
 from __future__ import annotations
 
@@ -59,19 +59,19 @@ _TURNING = (TransformLocation.INPUT, TransformLocation.OUTPUT)
 
 
 class RotationModifier(Modifier):
-    """Rotates weights, and what passes between them; the model computes what it did before.
+    """Rotate weights and activations without changing the function of the model.
 
-    A model that would not compute what it does is refused before anything is changed: when it is
-    initialized, or, block by block, when its pass begins.
+    A model whose outputs would change is refused before anything is rotated: at initialization, or,
+    block by block, when the pass begins.
 
     Attributes:
         transform_type: ``hadamard``; ``random-hadamard``, with random signs; or ``random-matrix``,
-            any orthogonal one.
-        randomize: a matrix of its own for each module, where that is possible; random signs.
-        learnable: learn the matrices that are multiplied into weights.
-        precision: in which weights are multiplied.
-        transform_block_size: rotate blocks of so many channels instead of all together.
-        seed: of random matrices.
+            any orthogonal matrix.
+        randomize: use a different matrix for each module, if possible, with random signs.
+        learnable: learn the matrices that are fused into weights.
+        precision: dtype in which rotations are multiplied into weights.
+        transform_block_size: rotate blocks of this many channels instead of the whole width.
+        seed: seed of random matrices.
     """
 
     run_types: ClassVar[frozenset[str]] = frozenset({"oneshot"})
@@ -115,23 +115,23 @@ class RotationModifier(Modifier):
 
     @property
     def finest_granularity(self) -> Granularity:
-        """Nothing is looked at while data passes."""
+        """Single Linears: nothing is observed in the forward."""
         return Granularity.LINEAR
 
     @property
     def works_by_block(self) -> bool:
-        """Each weight is rotated by itself."""
+        """Always True: each weight is rotated independently."""
         return True
 
     @property
     def learns_first(self) -> bool:
-        """Matrices are learned before the first weight is rotated."""
+        """Return True if matrices are learned before the first weight is rotated."""
         return self.learnable
 
     # ------------------------------------------------------------------ phases
 
     def on_initialize(self, state: State, **kwargs: Any) -> bool:
-        """Find the parts of the model and make every matrix; nothing is changed if one is not."""
+        """Find the parts of the model and make every matrix; a failure changes nothing."""
         model = state.model
         self._check_raw(model)
         self._smoothed = {name for name, one in named_modules(model) if one in state.smoothed}
@@ -149,29 +149,29 @@ class RotationModifier(Modifier):
                 "the forward, which readers of the checkpoint have to apply: vLLM does; "
                 "transformers drops transform_config, and its outputs are wrong."
             )
-        # Whether servers may leave these out depends on the schemes of attention, which are checked
-        # against them before the work; the others would be missed there without their matrices.
+        # Rotations of queries and keys alike may be dropped by servers, depending on the attention
+        # schemes; that is checked before the run, which needs them in the configuration.
         turned_alike = {one.scheme for one in self._plan.online} - staying
         add_schemes(model, {name: self._plan.schemes[name] for name in turned_alike})
-        if not is_loaded(model):  # what is written is told from the model before the work
+        if not is_loaded(model):  # the output is predicted from the model before the run
             self._check_blocks(model, self._plan)
             self._plan.stand_by(model, _device_of(model))
         return True
 
     def as_written(self, state: State) -> AbstractContextManager[None]:
-        """With the rotations that stay in the forward; they stand by where no weights are there."""
+        """Attach online rotations while the body runs; without weights they already are."""
         assert self._plan is not None
         return self._plan.attached(state.model) if is_loaded(state.model) else nullcontext()
 
     def on_finalize(self, state: State, **kwargs: Any) -> bool:
-        """Nothing is said of rotations that were not done."""
+        """Remove rotations and their schemes if the weights were not rotated."""
         if self._plan is not None and not self._is_done:
             self._plan.detach()
             drop_schemes(state.model, self._plan.schemes)
         return True
 
     def on_calibration_start(self, state: State, event: Event, **kwargs: Any) -> None:
-        """Rotate, and see that the model computes what it did."""
+        """Rotate the model, and check that its outputs stay the same."""
         if state.keeper is not None:
             self._begin_blocks(state)
         else:
@@ -196,10 +196,10 @@ class RotationModifier(Modifier):
     # ------------------------------------------------------------------ block by block
 
     def _begin_blocks(self, state: State) -> None:
-        """See that the model will compute what it does, and let what stays into forwards."""
+        """Check that outputs will stay the same, and activate online rotations."""
         plan = self._plan
         assert plan is not None
-        if not state.keeper.finished:  # what an earlier run has rotated was tried out by it
+        if not state.keeper.finished:  # an interrupted run has checked its rotations already
             with state.keeper.visiting():
                 self._try_out(state.model, plan, by_part=False)
         plan.rest(rests=False)
@@ -213,11 +213,11 @@ class RotationModifier(Modifier):
     def on_sequential_epoch_end(
         self, state: State, event: Event, modules: Iterable[Module], **kwargs: Any
     ) -> None:
-        """Rotate weights before others look at them."""
+        """Rotate weights before other modifiers read them."""
         self.finish(state, modules)
 
     def finish(self, state: State, modules: Iterable[Module], *, written: bool = False) -> None:
-        """Rotate the weights of a part of the model that is loaded: once."""
+        """Rotate the weights of the loaded ``modules``, each once."""
         if state.keeper is None:
             return
         fresh = set(modules) - self._rotated
@@ -226,13 +226,13 @@ class RotationModifier(Modifier):
         self._rotated |= fresh
 
     def work(self, modules: Sequence[Module], data: DataSize) -> Work:
-        """To try the rotations out, and to multiply them into the weights."""
+        """Compute for the trial of the rotations, and for fusing them into the weights."""
         assert self._plan is not None
         rotating = rotating_work(self._plan, modules, _PRECISIONS[self.precision])
         return rotating + trial_work(self._plan, modules)
 
     def beside(self, modules: Sequence[Module], *, together: bool) -> int:
-        """What is rotated, in ``precision``; before that a part in float32, to be tried out."""
+        """Peak bytes for rotating weights, or for the trial of a part in float32 before."""
         assert self._plan is not None
         rotating, turning, sizes = [0], [0], [0]
         for one in modules:
@@ -252,11 +252,11 @@ class RotationModifier(Modifier):
         return max(*rotating, _FLOAT * tried + max(turning))
 
     def adopt(self, state: State, modules: Iterable[Module]) -> None:
-        """Take the weights of ``modules`` as rotated."""
+        """Mark the weights of ``modules`` as rotated."""
         self._rotated.update(modules)
 
     def _check_blocks(self, model: Module, plan: Plan) -> None:
-        """Refuse norms whose gains would go into weights that are not there with them.
+        """Refuse norms whose gains would be fused into weights of another block.
 
         Raises:
             TargetError: names the norm.
@@ -276,27 +276,27 @@ class RotationModifier(Modifier):
 
     @abstractmethod
     def make_plan(self, model: Any) -> Plan:
-        """What is rotated by what.
+        """Plan all rotations of the model.
 
         Raises:
-            TargetError: a part of the model is not there, or has a size without a matrix.
+            TargetError: a part of the model is missing, or there is no matrix for its size.
         """
 
     def prepare(self, model: Any) -> None:
-        """Change what later modifiers have to see from the start."""
+        """Make structural changes that subsequent modifiers have to see from the start."""
 
     def learn(self, state: State, plan: Plan) -> None:
         """Replace rotations of the plan by learned ones."""
 
     def report(self) -> dict[str, Any]:
-        """How many weights were rotated; how far the outputs moved, where all was in memory."""
+        """Number of rotated weights; the change of the outputs, if all was in memory."""
         if self._plan is None or not self._is_done:
             return {}
         moved = {} if self._moved is None else {"moved": self._moved}
         return {"": {"weights": self._plan.rotated_weights, **moved}}
 
     def report_of(self, names: Container[str]) -> dict[str, Any]:
-        """The whole one, which is of no module."""
+        """The whole report, under the name of the model."""
         return self.report() if "" in names else {}
 
     # ------------------------------------------------------------------ what cannot be rotated
@@ -304,12 +304,13 @@ class RotationModifier(Modifier):
     def refusal(
         self, model: Any, fault: str, find: Callable[[Plan], str | None] | None = None
     ) -> TargetError:
-        """The error for a model that would compute something else.
+        """The error for a model whose outputs would change.
 
         Args:
-            model: it.
-            fault: how that shows, a clause.
-            find: whether some of the plan alone shows a fault too; ``None`` if it cannot be known.
+            model: the model.
+            fault: the symptom, as a clause.
+            find: returns the symptom of a part of the plan, if any; ``None`` if parts cannot be
+                tried.
         """
         return TargetError(
             f"{type(self).__name__}: rotated, {type(model).__name__} computes something else "
@@ -318,19 +319,19 @@ class RotationModifier(Modifier):
         )
 
     def without(self, model: Any, names: Sequence[str]) -> str:
-        """What to do about modules that cannot have a rotation in their forward."""
+        """Advice on modules that cannot have a rotation in their forward."""
         return "Leave it out of the recipe."
 
     def _try_out(self, model: Any, plan: Plan, *, by_part: bool) -> None:
-        """See that the model will compute what it does.
+        """Check that the rotated model will produce the same outputs.
 
         Args:
-            model: it.
-            plan: of what will be done.
-            by_part: where it will not, find out which part of the plan is at fault.
+            model: the model.
+            plan: the planned rotations.
+            by_part: on failure, find out which part of the plan is at fault.
 
         Raises:
-            TargetError: it would not, or does not run on token ids alone.
+            TargetError: outputs would change, or the model does not run on token ids alone.
         """
         with stages_passed(model):
             probe = Probe(model)
@@ -339,7 +340,7 @@ class RotationModifier(Modifier):
         self._tried = True
 
     def check_called(self, model: Any, plan: Plan, probe: Probe) -> None:
-        """Refuse rotations in forwards that are passed by.
+        """Refuse online rotations in modules whose forward is bypassed.
 
         Raises:
             TargetError: names the module.
@@ -356,28 +357,28 @@ class RotationModifier(Modifier):
             )
 
     def check_outputs(self, model: Any, plan: Plan, probe: Probe, *, by_part: bool) -> None:
-        """Refuse a model that would compute something else.
+        """Refuse a model whose outputs would change.
 
         Raises:
-            TargetError: says by how much; with ``by_part`` also which rotations are at fault.
+            TargetError: reports by how much; with ``by_part`` also which rotations are at fault.
         """
         fault = probe.fault(plan)
         if fault is not None:
             raise self.refusal(model, fault, probe.fault if by_part else None)
 
     def rehearse(self, model: Any, build: Callable[[int], Any]) -> str:
-        """Try the rotations out without the weights; see :func:`.rehearsal.rehearse`."""
+        """Try the rotations without weights, on a small model; see :func:`.rehearsal.rehearse`."""
         assert self._plan is not None
         return rehearse(self, model, self._plan, build)
 
     def standing_in(self, small: Any) -> tuple[Self, Plan]:
-        """One like this for a small model of the class that this was initialized on.
+        """A copy of this modifier and its plan, for a small model of the same class.
 
-        Blocks of channels are as large as its widths allow: what passes rotations of larger blocks
-        passes these.
+        Blocks of channels shrink to what its widths allow: a model that is invariant under larger
+        blocks is invariant under these.
 
         Returns:
-            It, and what it would do to the small model.
+            The modifier, and its plan for the small model.
 
         Raises:
             TargetError: as :meth:`make_plan`.
@@ -395,12 +396,12 @@ class RotationModifier(Modifier):
         return other, other._plan
 
     def _check_rounding(self, model: Any) -> None:
-        """Whether the rotated model, which was tried out in float32, is none the worse for its own.
+        """Check the outputs of the rotated model in its own dtype.
 
         Raises:
-            TargetError: it computes NaN or infinity; or something else, and either rounding does
-                not explain it, or it could not be tried out before, since its weights are not all
-                in one place.
+            TargetError: they are NaN or infinite; or they have changed, and either rounding does
+                not explain it, or it could not be tried before because weights were not all in
+                memory.
         """
         assert self._moved is not None
         dtype = next(model.parameters()).dtype
@@ -423,16 +424,16 @@ class RotationModifier(Modifier):
     # ------------------------------------------------------------------ matrices
 
     def rotation(self, key: str, order: int, what: str, *, kind: str | None = None) -> Rotation:
-        """The matrix called ``key``, one and the same for equal keys and orders.
+        """The matrix called ``key``, cached by key and order.
 
         Args:
-            key: what it is called.
+            key: name of the matrix.
             order: its size.
-            what: it rotates, for errors.
-            kind: how it is made; ``transform_type`` by default.
+            what: what it rotates, for error messages.
+            kind: type of the matrix; default: ``transform_type``.
 
         Raises:
-            TargetError: no Hadamard matrix of this order is known here.
+            TargetError: no Hadamard matrix of this order is known.
         """
         name = f"{key}/{order}"
         if name not in self._made:
@@ -462,7 +463,7 @@ class RotationModifier(Modifier):
         return Rotation.of_hadamard(order, generator if signs else None)
 
     def block_of(self, width: int, what: str) -> int:
-        """How many of ``width`` channels are rotated together.
+        """Block size: the number of ``width`` channels that are rotated together.
 
         Raises:
             TargetError: the block size does not divide the width.
@@ -486,12 +487,12 @@ class RotationModifier(Modifier):
     def written(
         self, scheme: TransformScheme, rotations: Sequence[Rotation], *, online: bool
     ) -> TransformScheme:
-        """A scheme as it is written, of a type from which readers make its matrices.
+        """A scheme as it is written, with a type from which loaders build its matrices.
 
         Args:
-            scheme: what rotates where.
+            scheme: the scheme.
             rotations: its matrices, one per size.
-            online: whether some of it stays in the forward.
+            online: some of its rotations stay in the forward.
         """
         kind = scheme.type
         if kind == "hadamard" and not all(map(_is_sylvesters, rotations)):
@@ -548,6 +549,6 @@ def _itemsize(module: Module) -> int:
 
 
 def _device_of(model: Module) -> torch.device:
-    """Where what is loaded lies; nowhere, in a plan."""
+    """Device of the loaded weights; meta if none are loaded."""
     loaded = (one.device for one in model.parameters() if not one.is_meta)
     return next(loaded, torch.device("meta"))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""What rotations take, by counting: a weight of R rows and C columns, rotations of order N.
+r"""Cost model of rotations: a weight of R rows and C columns, rotations of order N.
 
 =========================  ===============================================  ======================
 step                       passes over a weight                             multiply-adds
@@ -41,7 +41,7 @@ _FACTOR = {_WIDE: 2, _NARROW: 1}
 
 
 def rotating_work(plan: Plan, modules: Sequence[Module], precision: torch.dtype) -> Work:
-    """To multiply rotations into the weights of ``modules``."""
+    """Compute for fusing rotations into the weights of ``modules``."""
     wide = _WIDE if precision == _WIDE else _NARROW
     found = Work()
     for module in modules:
@@ -52,7 +52,7 @@ def rotating_work(plan: Plan, modules: Sequence[Module], precision: torch.dtype)
 
 
 def trial_work(plan: Plan, modules: Sequence[Module]) -> Work:
-    """To see, on a few tokens in float32, that the model computes what it did."""
+    """Compute for the trial of the rotations on a few tokens in float32."""
     elements = _elements(modules)
     products = _TRIAL_RUNS * _TRIAL_TOKENS * _elements(_multiplying(modules))
     runs = Work(solve=products, visits=_TRIAL_VISITS * elements, readings=_TRIAL_RUNS)

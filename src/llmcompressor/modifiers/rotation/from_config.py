@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A plan from transforms as they are written in ``config.json``.
+"""Rotation plan from the transforms of a ``config.json``.
 
-How readers take them, Q being the matrix of a scheme (its transpose where ``inverse`` is said)::
+Loaders interpret them as follows, Q being the matrix of a scheme (transposed with ``inverse``)::
 
     input           x Q              at run time
     output          y Q              at run time
@@ -36,16 +36,16 @@ _ATTENTION = (TransformLocation.Q_ATTN, TransformLocation.K_CACHE)
 
 
 def plan_of_config(modifier: RotationModifier, model: Any, config: TransformConfig) -> Plan:
-    """What the schemes of ``config`` rotate.
+    """Plan the rotations of the schemes of ``config``.
 
     Args:
         modifier: makes the matrices.
-        model: whose modules the targets mean.
+        model: the model whose modules the targets match.
         config: its schemes have one matrix per size each.
 
     Raises:
-        RecipeError: a scheme has a type that is not known, or asks for several matrices.
-        TargetError: targets match nothing, or something of the wrong kind or width.
+        RecipeError: a scheme has an unknown type, or needs several matrices.
+        TargetError: targets match nothing, or modules of the wrong kind or width.
     """
     plan = Plan(modifier.torch_precision)
     for name, scheme in config.config_groups.items():

@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""Learned rotations: descend the loss of the rounded model along the orthogonal matrices.
+r"""Learned rotations: minimize the loss of the quantized model over orthogonal matrices.
 
 SpinQuant, arXiv:2405.16406, equation 2: over orthogonal R1 and R2,
 
 .. math:: \min_{R_1, R_2}\; L\big(\text{model with rotated, rounded weights and activations}\big)
 
 with L the cross entropy of the next token on calibration data, and the rounding that of the
-schemes which later modifiers of the recipe have put on the modules. Gradients pass straight through
-the rounding. The model's own parameters stay as they are: each step makes rotated and rounded
-weights from them, runs one batch forward and backward, and takes a step of Cayley SGD.
+schemes that subsequent modifiers of the recipe have attached to the modules. Gradients pass
+straight through the rounding. The model's own parameters do not change: each step computes rotated
+and rounded weights from them, runs one batch forward and backward, and takes a step of Cayley SGD.
 
-A step takes the time of a batch of training, and of making each weight anew three times. Blocks are
-in memory one at a time, or lie there anyway: a forward keeps what goes into each of them, and the
-backward comes to them in reverse order (:mod:`llmcompressor.modeling.recomputed`). With blocks that
-are loaded for it, how far the learning is stands in the run's journal.
+A step takes the time of a training batch, plus computing each weight three times. Either all blocks
+are in memory, or one at a time: the forward saves the inputs of each block, and the backward visits
+the blocks in reverse order (:mod:`llmcompressor.modeling.recomputed`). If blocks are loaded on
+demand, progress is saved in the run's journal.
 """
 
 from __future__ import annotations
@@ -58,12 +58,13 @@ _SHARE_OF_KEEPING = 0.1
 
 @dataclass(frozen=True)
 class Learned:
-    """What came of learning.
+    """Result of learning rotations.
 
     Attributes:
-        rotations: by name; the first ones where the loss did not fall.
-        loss_before: of the rounded model on the batches that are compared, with the first ones.
-        loss_after: with those that were learned.
+        rotations: rotations by name; the initial ones if the loss did not decrease.
+        loss_before: loss of the quantized model on the comparison batches, with the initial
+            rotations.
+        loss_after: the same with the learned ones.
     """
 
     rotations: dict[str, Rotation]
@@ -84,19 +85,20 @@ def learn_rotations(
     use_loss_mask: bool = False,
     device_memory: int | None = None,
 ) -> Learned:
-    """Learn the rotations of ``start``, all others staying what they are.
+    """Learn the rotations of ``start``; all other rotations stay fixed.
 
     Args:
-        model: not rotated yet, but for rotations in its forward.
-        plan: what is multiplied into which weight.
-        start: name → the rotation of the plan to begin with.
-        batches: calibration batches, gone through in order, again where there are fewer than steps.
-        steps: how many.
-        rate: of the first step; it falls to zero linearly.
-        keeper: who has the weights of the blocks; ``None`` if all are in memory.
-        budget: bytes of activations that may wait in main memory; half of what is free if ``None``.
+        model: not rotated yet, except for online rotations.
+        plan: the rotations that are fused into weights.
+        start: name → the initial rotation, an object of the plan.
+        batches: calibration batches, used in order, repeatedly if there are fewer than steps.
+        steps: number of steps.
+        rate: learning rate of the first step; it decays linearly to zero.
+        keeper: loads the weights of the blocks; ``None`` if all are in memory.
+        budget: bytes of activations that may wait in main memory; ``None``: half of the free
+            memory.
         use_loss_mask: predict only tokens whose ``loss_mask`` is 1.
-        device_memory: the most bytes that may be used of an accelerator; what is free if ``None``.
+        device_memory: limit for bytes on an accelerator; ``None``: its free memory.
 
     Raises:
         DatasetError: there is no batch, or none with a token to predict.
@@ -135,7 +137,7 @@ def learn_rotations(
 
 
 def _to_compare_on(data: Sequence[Any], steps: int) -> Sequence[Any]:
-    """Batches that no step learns from, if there are any: what was learned has to hold on others.
+    """Comparison batches, held out from the steps if there are enough batches.
 
     >>> list(_to_compare_on(range(104), steps=100)), len(_to_compare_on(range(60), steps=100))
     ([100, 101, 102, 103], 8)
@@ -144,20 +146,20 @@ def _to_compare_on(data: Sequence[Any], steps: int) -> Sequence[Any]:
 
 
 def _is_better(after: float, before: float) -> bool:
-    """Whether what was learned is kept."""
+    """Return True if the learned rotations are kept."""
     return after < before
 
 
 class _Record:
-    """How far the learning is, kept with the run's progress.
+    """Progress of the learning, saved in the run's journal.
 
     Args:
-        keeper: who keeps it; nothing is kept without one.
+        keeper: saves it; ``None``: nothing is saved.
 
     Attributes:
-        steps: that were done.
-        loss_before: on the batches that are compared.
-        loss_after: on the same; ``None`` while it is learned.
+        steps: number of completed steps.
+        loss_before: initial loss on the comparison batches.
+        loss_after: final loss on them; ``None`` while learning.
     """
 
     def __init__(self, keeper: Any) -> None:
@@ -169,7 +171,7 @@ class _Record:
         self._since = time.monotonic()
 
     def continues(self, learning: _Learning) -> bool:
-        """Whether an earlier run has begun; ``learning`` is then where that one was."""
+        """Resume an earlier run into ``learning``, if there is one; return True if so."""
         if self._keeper is None:
             return False
         found = self._keeper.recall(_PROGRESS)
@@ -185,12 +187,12 @@ class _Record:
         return True
 
     def keep_at_times(self, learning: _Learning, *, last: bool) -> None:
-        """Keep it, unless that would take a large share of the time."""
+        """Save the progress, unless saving would take a large share of the time."""
         if last or (time.monotonic() - self._since) * _SHARE_OF_KEEPING >= self._took:
             self.keep(learning)
 
     def keep(self, learning: _Learning) -> None:
-        """Keep it; it is durable when this returns."""
+        """Save the progress; it is durable on return."""
         if self._keeper is None:
             return
         began = time.monotonic()
@@ -201,14 +203,14 @@ class _Record:
 
 
 class _Learning:
-    """Rotations on their way down.
+    """Optimizer state of the learned rotations.
 
     Args:
-        model: its parameters stay what they are.
-        plan: what is multiplied into which weight.
-        start: the rotations to begin with, by name.
-        arrive: brings in a block.
-        shelf: where what goes into blocks waits.
+        model: its parameters are not changed.
+        plan: the rotations that are fused into weights.
+        start: the initial rotations, by name.
+        arrive: loads a block.
+        shelf: stores the inputs of blocks.
     """
 
     def __init__(
@@ -225,36 +227,36 @@ class _Learning:
         self._others = _Others(model, plan, self._turned)
 
     def step(self, batch: Mapping[str, Any], rate: float) -> float:
-        """One step on one batch; returns the loss before it."""
+        """Take one step on one batch; return the loss before it."""
         with torch.enable_grad():
             leaves = {name: one.float().requires_grad_() for name, one in self._matrices.items()}
             loss, gradients = self._loss(leaves, batch, descend=True)
         for name, gradient in zip(leaves, gradients, strict=True):
-            if gradient is None:  # nothing that it rotates was called
+            if gradient is None:  # no module that it rotates was called
                 continue
             moved = cayley_step(self._matrices[name], gradient, self._momenta[name], rate)
-            # a solver returns columns first, files hold rows: products of the two are summed
-            # differently, and a run that is continued is to go on with the same bits
+            # a solver returns column-major matrices, files hold row-major ones; their products are
+            # not bitwise equal, but a resumed run has to give the same bits
             self._matrices[name], self._momenta[name] = (one.contiguous() for one in moved)
         return loss
 
     @torch.no_grad()
     def mean_loss(self, batches: Sequence[Mapping[str, Any]]) -> float:
-        """Of several batches, with the matrices as they are."""
+        """Mean loss over several batches with the current matrices."""
         leaves = {name: one.float() for name, one in self._matrices.items()}
         return sum(self._loss(leaves, batch)[0] for batch in batches) / len(batches)
 
     def rotations(self) -> dict[str, Rotation]:
-        """The matrices as they are."""
+        """The current matrices as rotations."""
         return {name: Rotation.of_matrix(one.cpu()) for name, one in self._matrices.items()}
 
     def tensors(self) -> dict[str, Tensor]:
-        """All that a later run needs to go on."""
+        """All state that a later run needs to resume."""
         matrices = {f"matrix {name}": one for name, one in self._matrices.items()}
         return matrices | {f"momentum {name}": one for name, one in self._momenta.items()}
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Go on where :meth:`tensors` were taken."""
+        """Resume from :meth:`tensors`."""
         for name, one in self._matrices.items():
             self._matrices[name] = tensors[f"matrix {name}"].to(one.device)
             self._momenta[name] = tensors[f"momentum {name}"].to(one.device)
@@ -266,7 +268,7 @@ class _Learning:
     def _loss(
         self, leaves: Mapping[str, Tensor], batch: Mapping[str, Any], *, descend: bool = False
     ) -> tuple[float, Sequence[Tensor | None]]:
-        """The loss, and where it is to descend its gradients."""
+        """The loss, and with ``descend`` its gradients by matrix."""
         made_of = {block: [leaves[one] for one in own] for block, own in self._names.items()}
         while True:
             with self._blocks.made_of(made_of), self._others.turned(leaves):
@@ -282,12 +284,12 @@ class _Learning:
 
 
 class _Others:
-    """What lies in no block: rotated while it is called, or else all the time.
+    """Rotated parameters outside of blocks: swapped in while a module is called, or permanently.
 
     Args:
-        model: it is loaded, but for its blocks.
-        plan: what is multiplied into which weight.
-        turned: makes the weights.
+        model: loaded, except for its blocks.
+        plan: the rotations that are fused into weights.
+        turned: computes the rotated parameters.
     """
 
     def __init__(self, model: Module, plan: Plan, turned: Turned) -> None:
@@ -300,10 +302,10 @@ class _Others:
 
     @contextlib.contextmanager
     def turned(self, leaves: Mapping[str, Tensor]) -> Iterator[None]:
-        """While the body runs, the parameters are the rotated ones.
+        """Replace the parameters by rotated ones while the body runs.
 
         Args:
-            leaves: name → the rotation as it is now.
+            leaves: name → the current rotation.
         """
 
         def stub(module: Module, forward: Any) -> Any:
@@ -318,7 +320,7 @@ class _Others:
             yield
 
     def find_uncalled(self) -> bool:
-        """Whether a weight was not called, so that its module may have been read without that."""
+        """Return True if a module was not called; its weight is swapped permanently from now on."""
         missed = [module for module in self._calls if module not in self._called]
         self._standing += missed
         self._calls = [module for module in self._calls if module in self._called]
@@ -327,7 +329,7 @@ class _Others:
 
 @contextlib.contextmanager
 def _arriving(keeper: Any) -> Iterator[Arrive]:
-    """What brings in the blocks, where they are not all there."""
+    """Yield the function that loads a block; a no-op if all are in memory."""
     if keeper is None:
         yield lambda block, then: None
         return
@@ -337,7 +339,7 @@ def _arriving(keeper: Any) -> Iterator[Arrive]:
 
 @contextlib.contextmanager
 def _rounded_inputs(model: Module) -> Iterator[None]:
-    """What goes into quantized modules is rounded while the body runs."""
+    """Fake-quantize the inputs of quantized modules while the body runs."""
     quantized = [m for m in model.modules() if getattr(m, "quantization_scheme", None) is not None]
     if not quantized:
         logger.warning(
@@ -352,7 +354,7 @@ def _rounded_inputs(model: Module) -> Iterator[None]:
 
 
 def check_predictable(batches: Sequence[Mapping[str, Any]], *, use_loss_mask: bool) -> None:
-    """Refuse data in which there is nothing to learn from.
+    """Refuse data without a next token to predict.
 
     Raises:
         DatasetError: there is no batch, one without token ids, or no next token to predict.
@@ -379,7 +381,7 @@ def _has_next(labels: Tensor) -> bool:
 
 
 def _labels(batch: Mapping[str, Any], *, use_loss_mask: bool) -> Tensor:
-    """The tokens of a batch, without padding and without what its masks leave out."""
+    """The labels of a batch, with padding and masked tokens ignored."""
     labels: Tensor = batch["input_ids"]
     for one in (token_mask(batch), batch.get("loss_mask") if use_loss_mask else None):
         labels = labels if one is None else labels.masked_fill(one.to(labels.device) == 0, _IGNORED)
@@ -408,7 +410,7 @@ def _to_learn_from(
 def _with_labels(
     model: Any, batch: Mapping[str, Any], *, use_loss_mask: bool = False
 ) -> dict[str, Any]:
-    """A batch with the next tokens to predict, padding left out and what its masks leave out."""
+    """The model inputs of a batch, with labels."""
     device = model_device(model)
     ids, mask = batch["input_ids"].to(device), batch.get("attention_mask")
     labels = _labels(batch, use_loss_mask=use_loss_mask).to(device)
@@ -425,7 +427,7 @@ def _loss(model: Any, batch: Mapping[str, Any]) -> Tensor:
 
 
 def _round_input(module: Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
-    """Round what goes into a quantized module, on scales found from itself."""
+    """Fake-quantize the input of a quantized module, with dynamic scales."""
     scheme: Any = module.quantization_scheme
     activations = scheme.input_activations
     if activations is None or not isinstance(module, Linear) or needs_global_scale(activations):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What learning rotations takes: bytes and multiply-adds."""
+"""Cost model of learned rotations: bytes and multiply-adds."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ _ROUNDED = 9
 
 
 def learning_of(orders: Iterable[int], *, steps: int) -> Learning:
-    """What is learned of matrices of these sizes.
+    """Cost of learning matrices of these sizes.
 
     Args:
-        orders: of all of them.
-        steps: how many.
+        orders: sizes of all learned matrices.
+        steps: number of steps.
     """
     sizes = list(orders)
     return Learning(
@@ -50,11 +50,11 @@ def learning_of(orders: Iterable[int], *, steps: int) -> Learning:
 
 
 def making_of(plan: Plan, modules: Sequence[Module]) -> Effort:
-    """What it takes to make the weights of ``modules`` once, and their gradients.
+    """Cost of computing the weights of ``modules`` and their gradients once.
 
     Args:
-        plan: what is multiplied into which weight.
-        modules: of one part of the model; their weights may be on the meta device.
+        plan: the rotations that are fused into weights.
+        modules: modules of one part of the model; their weights may be on the meta device.
     """
     own = [(one, plan.fusions[one]) for one in modules if one in plan.fusions]
     return Effort(
@@ -70,7 +70,7 @@ def _products(module: Module, fusion: Fusion) -> int:
 
 
 def _workspace(module: Module, fusion: Fusion) -> int:
-    """Most bytes beside the weight while its gradient goes back to the rotations."""
+    """Peak bytes besides the weight during the backward from its gradient to the rotations."""
     rotations = len(fusion.inputs) + len(fusion.outputs)
     whole, narrow = _size(module), _itemsize(module)
     if _is_rounded(module):
@@ -79,7 +79,7 @@ def _workspace(module: Module, fusion: Fusion) -> int:
         making = whole * (_FLOAT * (rotations + 2) + narrow)
     else:
         making = min(whole, PIECE) * (_FLOAT * (rotations + 1) + narrow)
-    return making + whole * narrow  # its gradient
+    return making + whole * narrow  # the weight's gradient
 
 
 def _visits(module: Module) -> int:

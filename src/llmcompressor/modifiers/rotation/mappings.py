@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a recipe can say about the parts of a model, where they are not found by themselves."""
+"""Rotation mappings: names of the model's parts, for models where they are not inferred."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ class SpinQuantMapping(_Mapping):
     """Targets (names, ``re:`` patterns or classes) of the parts that rotations act on.
 
     Attributes:
-        embedding: what writes the first residual stream.
+        embedding: writes the initial residual stream.
         attn: the attention modules, whose queries and keys R3 rotates.
-        attn_q: reads the stream.
-        attn_k: reads the stream.
-        attn_v: reads the stream; R2 rotates its output.
-        attn_o: writes to the stream; R2 rotates its input.
-        attn_head_dim: the width of a head, where the configuration does not tell.
-        mlp_in: read the stream: gate, up, routers.
-        mlp_out: write to the stream: down; R4 rotates their input.
-        lm_head: reads the last stream.
+        attn_q: reads the residual stream.
+        attn_k: reads the residual stream.
+        attn_v: reads the residual stream; R2 rotates its output.
+        attn_o: writes to the residual stream; R2 rotates its input.
+        attn_head_dim: head dimension, if it is not in the configuration.
+        mlp_in: read the residual stream: gate, up, routers.
+        mlp_out: write to the residual stream: down; R4 rotates their input.
+        lm_head: reads the final residual stream.
     """
 
     embedding: str
@@ -56,11 +56,11 @@ class SpinQuantMapping(_Mapping):
 
 
 class NormMapping(_Mapping):
-    """A norm, and the Linears that read its output.
+    """A norm and the Linears that read its output.
 
     Attributes:
         norm: target of the norms.
-        linears: targets of the Linears; those below the same parent as a norm belong to it.
+        linears: targets of the Linears; each belongs to the norm with the same parent.
     """
 
     norm: str

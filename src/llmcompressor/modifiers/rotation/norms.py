@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""Gains of norms, multiplied into what reads them before that is rotated.
+r"""Fusion of norm gains into the Linears that read them, before these are rotated.
 
-With g the gain of a norm n, b its bias, d what is taken over, and W a Linear that reads it
+With g the gain of a norm n, b its bias, d the fused factor, and W a Linear that reads it
 
 .. math:: W (g \odot n(x) + b) = (W\,\mathrm{diag}(d))\, ((g / d) \odot n(x) + b / d)
 
-A rotation of all that reads and writes the stream has to have all of the gain (d = g). One that
-stands between a norm and its readers mixes best what is alike in size (:mod:`.rescaling`).
+A rotation of the residual stream needs the whole gain fused (d = g). A rotation between a norm and
+its readers works best on channels of similar size (:mod:`.rescaling`).
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ __all__ = ["Norm", "RescaledNorm", "gain_of", "norms_before"]
 
 @dataclass(frozen=True)
 class Norm:
-    """A norm whose gain is taken over by what reads it; it has no bias.
+    """A norm without bias whose gain is fused into the modules that read it.
 
     Attributes:
         module: the norm.
-        offset: what it adds to its weight: 0, or 1 as in Gemma.
-        readers: the modules that read its output, by name.
+        offset: constant that it adds to its weight: 0, or 1 as in Gemma.
+        readers: modules that read its output, by name.
     """
 
     module: Module
@@ -43,12 +43,12 @@ class Norm:
     readers: dict[Module, str]
 
     def gain(self) -> Tensor | None:
-        """What its readers take over, float64 ``[C]``; ``None`` where it multiplies by nothing."""
+        """Factor fused into its readers, float64 ``[C]``; ``None`` for a norm without weight."""
         weight_C = self.module._parameters.get("weight")
         return None if weight_C is None else weight_C.detach().double() + self.offset
 
     def without(self, gain_C: Tensor | None) -> dict[str, Tensor]:
-        """Its parameters once its readers have taken over ``gain_C``, float64 ``[C]``."""
+        """Its parameters after ``gain_C``, float64 ``[C]``, was fused into its readers."""
         if gain_C is None:
             return {}
         return {"weight": gain_C.new_full(gain_C.shape, 1.0 - self.offset)}
@@ -56,27 +56,27 @@ class Norm:
 
 @dataclass(frozen=True)
 class RescaledNorm(Norm):
-    """A norm whose channels are rescaled for rotations behind it; here there may be a bias.
+    """A norm, possibly with bias, whose channels are rescaled for the rotations after it.
 
     Attributes:
-        turned: those of its readers whose inputs are rotated.
+        turned: the readers whose inputs are rotated.
     """
 
     turned: tuple[Module, ...] = ()
 
     def gain(self) -> Tensor | None:
-        """The part of its gain that its readers take over: powers of two, float64 ``[C]``."""
+        """The part of its gain that is fused into its readers: powers of two, float64 ``[C]``."""
         gain_C = super().gain()
         if gain_C is None:
             return None
         square_C, bias_C = gain_C.square(), self.module._parameters.get("bias")
-        if bias_C is not None:  # before gain and bias channels have mean square one, on average
+        if bias_C is not None:  # without gain and bias, channels have mean square one on average
             square_C += bias_C.detach().double().square()
         weights = [one._parameters["weight"] for one in self.turned]
         return rescaling(square_C, column_squares(one for one in weights if one is not None))
 
     def without(self, gain_C: Tensor | None) -> dict[str, Tensor]:
-        """Its parameters once its readers have taken over ``gain_C``, float64 ``[C]``."""
+        """Its parameters after ``gain_C``, float64 ``[C]``, was fused into its readers."""
         whole_C, bias_C = super().gain(), self.module._parameters.get("bias")
         if gain_C is None or whole_C is None:
             return {}
@@ -85,7 +85,7 @@ class RescaledNorm(Norm):
 
 
 def gain_of(norm: Norm, gains: dict[Module, Tensor | None]) -> Tensor | None:
-    """What readers of ``norm`` take over: from ``gains``, to which it is added once it is known."""
+    """The fused factor of ``norm``, cached in ``gains``."""
     if norm.module not in gains:
         gains[norm.module] = norm.gain()
     return gains[norm.module]
@@ -94,20 +94,20 @@ def gain_of(norm: Norm, gains: dict[Module, Tensor | None]) -> Tensor | None:
 def norms_before(
     model: Any, turned: Container[Module], smoothed: Container[str]
 ) -> Iterator[RescaledNorm]:
-    """The norms that feed modules of ``turned``, as the structure of the blocks shows them.
+    """Norms that feed modules of ``turned``, by the structure of the blocks.
 
-    Blocks of one form are taken to be alike, and need not call the same of their children: a norm
-    that feeds more in the model's own forward than is known of it is left out.
+    Blocks of one class are assumed to be alike, although they may call different children: a norm
+    that feeds more modules in a traced forward than the structure shows is left out.
 
     Args:
         model: its weights may be on the meta device.
         turned: modules whose inputs are rotated.
-        smoothed: names of norms that are left as they are.
+        smoothed: names of norms that are not rescaled.
     """
     sets = norm_sets(model)
     try:
         flow = trace_flow(model) if sets else Flow()
-    except TargetError as error:  # the trial of the rotations says so, if they meet it too
+    except TargetError as error:  # the trial of the rotations reports it, if they are affected
         logger.debug(f"No norm of {type(model).__name__} is rescaled: {error!r:.200}")
         return
     fed: dict[Module, set[Module]] = {}

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rotations that stay in the forward, in the form in which compressed-tensors knows them.
+"""Online rotations: transforms in a module's forward, as compressed-tensors implements them.
 
-A reader builds one submodule ``{scheme}_{location}`` per module that a transform names, loads its
-``weight`` and computes ``x @ weight / sqrt(n)``. The same submodule is put here, so that the model
-in memory computes what a reader of its checkpoint does. Every orthogonal Q has this form: its
-weight is ``Q sqrt(n)``, and the type says ``random-hadamard``, whose stored matrix readers take as
-it is. (The type ``hadamard`` is Sylvester's matrix to them, whatever is stored; ``random-matrix``
-is scaled by one reader and not by another.)
+A loader builds one submodule ``{scheme}_{location}`` per module that a transform targets, loads its
+``weight`` and computes ``x @ weight / sqrt(n)``. The same submodule is registered here, so that the
+model in memory computes the same as the loaded checkpoint. Every orthogonal Q has this form: its
+weight is ``Q sqrt(n)``, with the type ``random-hadamard``, whose stored matrix loaders use as it
+is. (For the type ``hadamard`` they build Sylvester's matrix, whatever is stored; ``random-matrix``
+is scaled by one loader and not by another.)
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ _LARGEST_KNOWN = 256
 
 
 def is_readable(order: int) -> bool:
-    """Whether readers can build a ``random-hadamard`` transform of this size.
+    """Return True if loaders can build a ``random-hadamard`` transform of this size.
 
-    They know Hadamard matrices of every multiple of 4 up to 256, and double those.
+    They have Hadamard matrices of every multiple of 4 up to 256, and powers of two times those.
 
     >>> is_readable(11008), is_readable(29568), is_readable(16), is_readable(90)
     (True, False, True, False)
@@ -67,7 +67,7 @@ def is_readable(order: int) -> bool:
 
 
 def stored_weight(rotation: Rotation, device: torch.device) -> Parameter:
-    """``Q sqrt(n)``, as readers take it; for a model without values, without values too."""
+    """The stored form of a rotation, ``Q sqrt(n)``; without values on the meta device."""
     if device.type == "meta":
         shape = (rotation.order, rotation.order)
         return Parameter(torch.empty(shape, dtype=ONLINE_DTYPE, device=device), requires_grad=False)
@@ -79,13 +79,13 @@ def stored_weight(rotation: Rotation, device: torch.device) -> Parameter:
 
 
 def check_states_visible(model: Any) -> None:
-    """Refuse a model whose queries and keys cannot be got at.
+    """Refuse a model whose queries and keys cannot be hooked.
 
-    compressed-tensors puts itself in the place of the function that computes attention, which has
-    to be one of those that transformers keeps by name.
+    compressed-tensors replaces the attention function, which has to be one of those that
+    transformers registers by name.
 
     Raises:
-        TargetError: it has none, or does not let it be replaced.
+        TargetError: there is no such function, or it cannot be replaced.
     """
     problem = ""
     name = model.config._attn_implementation
@@ -109,9 +109,9 @@ class Attached:
     """A rotation in the forward of a module.
 
     Attributes:
-        name: of the submodule that does it, in the model.
+        name: name of the submodule that applies it.
         transform: that submodule.
-        remove: takes it out again, without a trace; in the order opposite to that of attaching.
+        remove: removes it without a trace; to be called in reverse order of attachment.
     """
 
     name: str
@@ -119,7 +119,7 @@ class Attached:
     remove: Callable[[], None]
 
     def rest(self, *, rests: bool) -> None:
-        """Whether it stays out of forwards for the time being."""
+        """Deactivate the rotation, or activate it again."""
         self.transform.__dict__[RESTS] = rests
 
 
@@ -132,15 +132,15 @@ def attach(
     args: TransformArgs,
     weight: Any,
 ) -> Attached:
-    """Put a rotation into the forward of a module.
+    """Add a rotation to the forward of a module.
 
     Args:
         model: the whole model.
-        module: a Linear, or attention for the locations of queries and keys.
+        module: a Linear, or an attention module for the locations of queries and keys.
         module_name: its name.
-        name: of the scheme.
-        scheme: what is rotated how.
-        args: where.
+        name: name of the scheme.
+        scheme: the scheme.
+        args: location and direction of the rotation.
         weight: the parameter, shared by all modules with the same matrix.
     """
     location = TransformLocation(args.location)
@@ -215,10 +215,10 @@ def _turn_keys(name: str, cache: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def share(attached: Iterable[Attached]) -> None:
-    """Say of transforms with one matrix that they have it in common: it is stored once.
+    """Mark transforms with the same matrix as tied, so that it is stored once.
 
     Args:
-        attached: all of a model; readers look for the first.
+        attached: all of a model; loaders look for the first.
     """
     first: dict[int, str] = {}
     for one in attached:
@@ -229,17 +229,17 @@ def share(attached: Iterable[Attached]) -> None:
 
 
 def has_online(module: Module) -> bool:
-    """Whether a rotation stands in the forward of a module already."""
+    """Return True if a module has a rotation in its forward already."""
     return any(isinstance(child, HadamardTransform) for child in module.children())
 
 
 def add_schemes(model: Any, schemes: Mapping[str, TransformScheme]) -> None:
-    """Have transforms written in the model's configuration, beside those that it has."""
+    """Add transforms to those in the model's configuration."""
     _write(model, {**_written(model), **schemes})
 
 
 def drop_schemes(model: Any, names: Iterable[str]) -> None:
-    """Take transforms back that :func:`add_schemes` has announced."""
+    """Remove transforms that :func:`add_schemes` has added."""
     gone = set(names)
     _write(model, {name: one for name, one in _written(model).items() if name not in gone})
 

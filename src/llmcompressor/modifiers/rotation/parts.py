@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The parts of blocks that rotations of heads and of the MLP act on, by their usual names."""
+"""Value, output and down projections, which rotations of heads and of the MLP act on."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ _VALUES = ("v_proj",)
 
 @dataclass(frozen=True)
 class Heads:
-    """The values of one attention module.
+    """Value and output projection of one attention module.
 
     Attributes:
-        name: of the attention module.
-        values: the Linear that makes values.
-        output: the Linear that reads what attention makes of them.
-        head_dim: the width of a head.
+        name: name of the attention module.
+        values: the value projection.
+        output: the output projection.
+        head_dim: head dimension.
     """
 
     name: str
@@ -41,7 +41,7 @@ class Heads:
 
 
 def find_heads(model: Any, mapping: SpinQuantMapping | None = None) -> list[Heads]:
-    """The values of each attention module, and what reads them.
+    """The value and output projections of all attention modules.
 
     Raises:
         TargetError: there are none, or their widths do not go together.
@@ -84,7 +84,7 @@ def _head_dim(model: Any, attention: Module) -> int | None:
 
 
 def down_projections(model: Any, mapping: SpinQuantMapping | None = None) -> dict[str, Linear]:
-    """The Linears at the end of each MLP, by name.
+    """The last Linear of each MLP, by name.
 
     Raises:
         TargetError: there are none.

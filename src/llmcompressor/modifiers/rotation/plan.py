@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which rotations a weight takes, and doing it: once for each weight, however many there are."""
+"""Rotation plan: the rotations of every weight and forward, and their application."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ _NOTHING = object()
 
 @dataclass
 class Fusion:
-    """What is multiplied into one weight.
+    """Factors that are multiplied into one weight.
 
     Attributes:
-        norm: the norm before it, of whose gain it takes over what the norm says.
+        norm: the norm before it, whose gain or part of it is fused.
         inputs: rotations of its input, in the order in which they act.
         outputs: rotations of its output.
     """
@@ -46,15 +46,15 @@ class Fusion:
 
 @dataclass(frozen=True)
 class Online:
-    """One rotation that stays in the forward of one module.
+    """A rotation that stays in the forward of a module.
 
     Attributes:
-        module: which.
+        module: the module.
         module_name: its name.
-        scheme: the name of its scheme.
-        location: where in the forward.
-        rotation: the matrix; modules with the same object share what is stored.
-        inverse: the transpose is applied.
+        scheme: name of its scheme.
+        location: location in the forward.
+        rotation: the matrix; modules with the same object share its storage.
+        inverse: apply the transpose.
     """
 
     module: Module
@@ -67,15 +67,15 @@ class Online:
 
 @dataclass
 class Plan:
-    """Everything that is done to a model, before any of it is.
+    """All changes that rotations make to a model.
 
     Attributes:
-        precision: in which weights are multiplied.
-        fusions: weight's module → what is multiplied into it.
-        norms: norms whose gain, or a part of it, is taken over by the Linears behind them.
-        online: what stays in the forward.
-        schemes: how all of it is written in ``transform_config``.
-        standing: what :meth:`stand_by` has put into the model.
+        precision: dtype in which rotations are multiplied into weights.
+        fusions: module → factors of its weight.
+        norms: norms whose gain, or part of it, is fused into the Linears after them.
+        online: rotations that stay in the forward.
+        schemes: their form in ``transform_config``.
+        standing: rotations that :meth:`stand_by` has attached.
     """
 
     precision: torch.dtype
@@ -86,11 +86,11 @@ class Plan:
     standing: list[Attached] = field(default_factory=list)
 
     def of(self, module: Module) -> Fusion:
-        """What is multiplied into the weight of ``module``, to be added to."""
+        """The fusion of ``module``, created on first use."""
         return self.fusions.setdefault(module, Fusion())
 
     def take_over(self, norms: Iterable[Norm]) -> None:
-        """Have what reads norms take over their gains."""
+        """Fuse the gains of norms into the modules that read them."""
         for norm in norms:
             self.norms.append(norm)
             for module in norm.readers:
@@ -98,10 +98,11 @@ class Plan:
 
     @torch.no_grad()
     def fuse(self, modules: Collection[Module] | None = None) -> None:
-        """Multiply everything into the weights; once into one that several modules share.
+        """Multiply all factors into the weights; once into a weight that several modules share.
 
         Args:
-            modules: only into those of these; a norm among them stands with all that read it.
+            modules: limit it to these modules; a norm has to be among them together with its
+                readers.
         """
         norms = [one for one in self.norms if modules is None or one.module in modules]
         gains = {norm.module: norm.gain() for norm in norms}
@@ -122,13 +123,14 @@ class Plan:
         gains: dict[Module, Tensor | None] | None = None,
         wide: bool = False,
     ) -> dict[str, Tensor]:
-        """The weight and bias of ``module`` with everything multiplied in.
+        """Weight and bias of ``module`` with all factors multiplied in.
 
         Args:
             module: it is not changed.
-            fusion: what is multiplied into it.
-            gains: :meth:`gains`, where norms may have lost theirs; those of others are added to it.
-            wide: computed and returned in float32, where the weight is narrower too.
+            fusion: its factors.
+            gains: :meth:`gains`, if gains of norms may have been removed already; missing ones are
+                added.
+            wide: compute and return float32, even for narrower weights.
         """
         weight, bias = module._parameters["weight"], module._parameters.get("bias")
         assert weight is not None
@@ -153,7 +155,7 @@ class Plan:
         return found
 
     def gains(self) -> dict[Module, Tensor | None]:
-        """What is taken over of each norm that is loaded."""
+        """The fused factors of all loaded norms."""
         weights = [(norm, norm.module._parameters.get("weight")) for norm in self.norms]
         return {
             norm.module: norm.gain()
@@ -162,42 +164,42 @@ class Plan:
         }
 
     def rotations_of(self, module: Module) -> tuple[list[int], list[int]]:
-        """Which rotations of inputs and of outputs are multiplied in, each by its identity."""
+        """Identities of the rotations of a module's inputs and outputs."""
         own = self.fusions.get(module, Fusion())
         return [id(one) for one in own.inputs], [id(one) for one in own.outputs]
 
     @property
     def rotated_weights(self) -> int:
-        """How many weights a rotation is multiplied into."""
+        """Number of weights that are rotated."""
         return sum(bool(one.inputs or one.outputs) for one in self.fusions.values())
 
     def attach(self, model: Any) -> None:
-        """Put what stays into the forward, and have it written."""
+        """Attach the online rotations, and add their schemes to the configuration."""
         self._attach(model, [])
 
     def stand_by(self, model: Any, device: torch.device) -> None:
-        """Put what stays where it will be, and have it written; no forward is changed yet.
+        """Attach the online rotations, deactivated, and add their schemes to the configuration.
 
         Args:
-            model: it.
-            device: where matrices go.
+            model: the model.
+            device: device of the matrices.
         """
         self._attach(model, self.standing, device)
         self.rest(rests=True)
 
     def rest(self, *, rests: bool) -> None:
-        """Whether what stands by keeps out of forwards."""
+        """Deactivate the attached rotations, or activate them again."""
         for one in self.standing:
             one.rest(rests=rests)
 
     def detach(self) -> None:
-        """Take out what stands by."""
+        """Remove the rotations attached by :meth:`stand_by`."""
         while self.standing:
             self.standing.pop().remove()
 
     @contextlib.contextmanager
     def attached(self, model: Any) -> Iterator[None]:
-        """What stays is in the forward for the time of the body."""
+        """Apply online rotations in the forward while the body runs."""
         if self.standing:
             self.rest(rests=False)
             try:
@@ -239,7 +241,7 @@ class Plan:
             add_schemes(model, self.schemes)
 
     def only(self, modules: Collection[Module]) -> Plan:
-        """What of it is done to some modules, but for gains, where each stands for itself."""
+        """The plan restricted to some modules, without gains of norms."""
         return Plan(
             self.precision,
             {

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether a model would compute what it does, rotated: tried out before anything is changed.
+"""Invariance check: compare the outputs of a model with and without rotations, before changing it.
 
-Two forwards on a few tokens are compared, one with the model's own weights and one with rotated
-ones, both in float32 whatever the model's dtype. So the rounding of weights does not count, and
-what is left is either no more than float32 rounds, or a part of the model that a rotation does not
-pass. Weights are made wide, and rotated, while the block that they belong to runs, so that one
-block is held in float32 at a time.
+Two forwards on a few tokens are compared, with the original and with rotated weights, both in
+float32 whatever the model's dtype. So the rounding of weights does not matter, and a difference is
+either within float32 precision, or due to a part of the model that is not invariant. Weights are
+cast, and rotated, while their block runs, so that one block at a time is held in float32.
 """
 
 from __future__ import annotations
@@ -38,15 +37,15 @@ _WIDE = 4
 
 
 class Probe:
-    """A model before and after rotations, none of which stays.
+    """A model with its original outputs, to try plans on; it is not changed.
 
-    Where the model does not run in float32, it is compared in its own dtype.
+    A model that does not run in float32 is compared in its own dtype.
 
     Args:
         model: all of its weights are loaded, or those of each block when it is called.
 
     Attributes:
-        read_uncalled: modules one of whose parameters is read while they do not run.
+        read_uncalled: modules with a parameter that is read while they do not run.
 
     Raises:
         TargetError: the model does not run on token ids alone.
@@ -62,12 +61,12 @@ class Probe:
 
     @property
     def tolerance(self) -> float:
-        """What :meth:`moved` may be."""
+        """Upper limit of :meth:`moved` for an accepted plan."""
         dtype = torch.float32 if self._wide else next(self._model.parameters()).dtype
         return max(TOLERANCE, NARROW_TOLERANCE.get(dtype, 0.0))
 
     def fault(self, plan: Plan) -> str | None:
-        """Why the model would not compute what it does, a clause; ``None`` if it would.
+        """The reason why outputs would change, as a clause; ``None`` if they would not.
 
         Raises:
             TargetError: a module cannot have a rotation in its forward.
@@ -81,17 +80,17 @@ class Probe:
         return None if moved <= self.tolerance else f"its outputs move by {moved:.2g} of their size"
 
     def runs_wide(self) -> bool:
-        """Whether the model runs in float32 as it is."""
+        """Return True if the original model runs in float32."""
         try:
             self._own_logits()
-        except torch.OutOfMemoryError:  # which says nothing of the model
+        except torch.OutOfMemoryError:  # not a property of the model
             raise
         except FORWARD_FAILURES:
             return False
         return self._wide
 
     def moved(self, plan: Plan) -> float:
-        """How far the outputs of the rotated model are from its own, as a share of their size."""
+        """Relative change of the outputs with the rotations of ``plan``."""
         before = self._own_logits()
         with plan.attached(self._model):
             return distance(before, self._logits(plan))
@@ -105,10 +104,10 @@ class Probe:
         return self._before
 
     def _wide_logits(self) -> Tensor | None:
-        """What the model makes of a few tokens in float32; ``None`` where it does not run so."""
+        """The model's outputs in float32; ``None`` if it does not run in it."""
         try:
             return self._logits(Plan(torch.float32))
-        except (CompressorError, torch.OutOfMemoryError):  # of what loads the weights; of nobody
+        except (CompressorError, torch.OutOfMemoryError):  # not faults of the model
             raise
         except FORWARD_FAILURES as error:
             logger.warning(
@@ -118,7 +117,7 @@ class Probe:
             return None
 
     def _logits(self, plan: Plan) -> Tensor:
-        gains = plan.gains()  # of norms that are one by the time that the Linears are made
+        gains = plan.gains()  # before norms are replaced by ones
         norms = {norm.module: norm for norm in plan.norms}
 
         def values(module: Module) -> dict[str, Tensor]:
@@ -129,12 +128,12 @@ class Probe:
 
 
 def is_loaded(model: Module) -> bool:
-    """Whether all parameters have values."""
+    """Return True if no parameter is on the meta device."""
     return not any(parameter.is_meta for parameter in model.parameters())
 
 
 def logits(model: Any) -> Tensor:
-    """What the model makes of a few tokens, float64."""
+    """The model's logits (or first output) on a few tokens, float64."""
     was_training = [module for module in model.modules() if module.training]
     try:
         model.eval()
@@ -149,23 +148,23 @@ def logits(model: Any) -> Tensor:
 
 
 def distance(before: Tensor, after: Tensor) -> float:
-    """||after - before|| / ||before||."""
+    """Relative distance ||after - before|| / ||before||."""
     return float((after - before).norm() / before.norm().clamp(min=1e-30))
 
 
-# ---------------------------------------------------------------------- who reads which weight
+# ---------------------------------------------------------------------- reads of weights
 
 
 class _Watch(TorchFunctionMode):
-    """Notes which modules run, and whose parameters are read while they do not.
+    """Record which modules run, and whose parameters are read while they do not.
 
     Args:
         model: its parameters are watched.
 
     Attributes:
         called: modules that ran.
-        read: those whose parameters something was computed from while they did not run.
-        asked: those whose parameters were asked for their dtype meanwhile.
+        read: modules with a parameter that was used in a computation while they did not run.
+        asked: modules with a parameter whose dtype was read while they did not run.
     """
 
     def __init__(self, model: Module) -> None:
@@ -183,12 +182,12 @@ class _Watch(TorchFunctionMode):
 
     def _note(self, module: Module) -> None:
         for parameter in module._parameters.values():
-            if parameter is not None and not parameter.is_meta:  # else another takes its place
+            if parameter is not None and not parameter.is_meta:  # else loading replaces it
                 self._owners.setdefault(id(parameter), set()).add(module)
 
     def arrive(self, block: Module, args: Any) -> None:
-        """A block begins to run, whose weights may have been loaded for that."""
-        for gone in self._visited:  # others may have come to where they were
+        """Hook before a block runs, whose weights may have been loaded just now."""
+        for gone in self._visited:  # their ids may have been reused
             self._owners.pop(gone, None)
         inside = list(block.modules())
         self._visited = [id(one) for part in inside for one in part._parameters.values()]
@@ -197,19 +196,19 @@ class _Watch(TorchFunctionMode):
         self._arriving = False
 
     def before(self, module: Module, args: Any) -> None:
-        """A module begins to run."""
+        """Hook before a module runs."""
         self.called.add(module)
         self._running.append(module)
         self._arriving = self._arriving or module in self._blocks
 
     def after(self, module: Module, args: Any, output: Any) -> None:
-        """A module has run."""
+        """Hook after a module has run."""
         self._running.pop()
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Run a function of torch; one that returns no tensor (a shape, a dtype) reads none."""
+        """Run a torch function; only one that returns a tensor counts as a read."""
         result = func(*args, **(kwargs or {}))
         if self._arriving:  # its weights are being loaded
             return result
@@ -231,7 +230,7 @@ def _flat(values: Sequence[Any]) -> Iterator[Any]:
 
 
 def _watched(model: Any) -> _Watch:
-    """One forward of the model as it is."""
+    """Run one forward of the original model under a :class:`_Watch`."""
     watch = _Watch(model)
     handles = []
     for module in model.modules():
@@ -241,7 +240,7 @@ def _watched(model: Any) -> _Watch:
     try:
         with watch:
             logits(model)
-    except (CompressorError, torch.OutOfMemoryError):  # of what loads the weights; of nobody
+    except (CompressorError, torch.OutOfMemoryError):  # not faults of the model
         raise
     except FORWARD_FAILURES as error:
         raise TargetError(
@@ -255,13 +254,13 @@ def _watched(model: Any) -> _Watch:
     return watch
 
 
-# ---------------------------------------------------------------------- other values for a while
+# ---------------------------------------------------------------------- temporary values
 
 _Units = Sequence[tuple[Module | None, list[Module]]]
 
 
 def _units(model: Module, watch: _Watch) -> Iterator[tuple[Module | None, list[Module]]]:
-    """A module that is called, and what gets other values while it runs; ``None``: all the time."""
+    """Modules that are called → the parts to swap while they run; ``None``: swap permanently."""
     inside: set[Module] = set()
     for block in find_blocks(model):
         if block in watch.called:
@@ -277,7 +276,7 @@ def _units(model: Module, watch: _Watch) -> Iterator[tuple[Module | None, list[M
 
 @contextlib.contextmanager
 def _given(units: _Units, values: Callable[[Module], dict[str, Tensor]]) -> Iterator[None]:
-    """Modules have other parameters and buffers while their unit runs."""
+    """Swap parameters and buffers of modules while their unit runs."""
     parts_of = {unit: parts for unit, parts in units if unit is not None}
     running: dict[Module, contextlib.ExitStack] = {}
 
@@ -293,7 +292,7 @@ def _given(units: _Units, values: Callable[[Module], dict[str, Tensor]]) -> Iter
             if unit is None:
                 stack.enter_context(_swapped({part: values(part) for part in parts}))
             else:
-                # behind whatever loads the weights of a block
+                # after the hooks that load the weights of a block
                 stack.callback(unit.register_forward_pre_hook(begin).remove)
                 stack.callback(unit.register_forward_hook(end, always_call=True).remove)
         yield
@@ -323,7 +322,7 @@ def _values(
     *,
     wide: bool,
 ) -> dict[str, Tensor]:
-    """The tensors of ``module`` itself that are others where ``plan`` is done, or in float32."""
+    """The tensors of ``module`` that ``plan`` changes, or that are cast to float32."""
     found = {}
     fusion = plan.fusions.get(module)
     if fusion is not None:

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""QuIP: every weight between two rotations of its own.
+r"""QuIP: incoherence processing, with a rotation on each side of every weight.
 
 Tseng et al., QuIP#, arXiv:2402.04396, section 3 (incoherence processing). With orthogonal V (of
 the inputs) and U (of the outputs)
 
 .. math:: y = x W^\top = \big( (x V)\, (U^\top W V)^\top \big)\, U^\top
 
-the weight that is rounded is Uᵀ W V, whose entries are alike in size; x V and the product with Uᵀ
-stay in the forward. They cost it a product each; ``v`` also spreads the outliers of activations.
+the quantized weight is Uᵀ W V, whose entries are similar in size; x V and the product with Uᵀ stay
+in the forward, at the cost of a product each. ``v`` also spreads the outliers of activations.
 """
 
 from __future__ import annotations
@@ -46,16 +46,17 @@ __all__ = ["QuIPModifier"]
 
 
 class QuIPModifier(RotationModifier):
-    """Rotates the inputs and outputs of Linears; see the module's docstring.
+    """Rotate the inputs and outputs of Linears; see the module's docstring.
 
     Attributes:
         rotations: ``v`` for the inputs, ``u`` for the outputs, or both.
-        targets: which modules.
-        ignore: which of these not.
-        randomize: modules that servers join (q, k and v; gate and up) have a matrix in common.
-        rescale: move what is large in the gains of norms into the weights behind them before
-            these are rotated (:mod:`llmcompressor.numerics.rescaling`), all that read them; norms
-            that an earlier modifier of the recipe smooths keep theirs.
+        targets: modules to rotate.
+        ignore: targeted modules to leave out.
+        randomize: use random matrices per module; modules that servers fuse (q, k and v; gate and
+            up) share one.
+        rescale: move large gains of norms into the weights after them before these are rotated
+            (:mod:`llmcompressor.numerics.rescaling`), for all readers of a norm; norms that an
+            earlier modifier of the recipe smooths keep theirs.
 
     Example::
 
@@ -74,7 +75,7 @@ class QuIPModifier(RotationModifier):
     @classmethod
     def _read_rotations(cls, value: Any) -> Any:
         if not isinstance(value, str | Iterable | None):
-            return value  # pydantic says what it is to be
+            return value  # pydantic reports the expected type
         names = [value] if isinstance(value, str) else list(value or ())
         read = [str(getattr(name, "value", name)).lower() for name in names]
         if not read or len(set(read)) < len(read):
@@ -92,7 +93,7 @@ class QuIPModifier(RotationModifier):
         return value
 
     def make_plan(self, model: Any) -> Plan:
-        """What the matrices of all modules are."""
+        """Plan the matrices of all targeted modules."""
         targets, ignore = list(as_targets(self.targets)), list(as_targets(self.ignore))
         check_targets(model, targets, ignore)
         found = list(match_named_modules(model, targets, ignore))
@@ -129,7 +130,7 @@ class QuIPModifier(RotationModifier):
         return plan
 
     def prepare(self, model: Any) -> None:
-        """Say how many norms are changed too."""
+        """Log how many norms are rescaled."""
         assert self._plan is not None
         if self._plan.norms:
             readers = {module for norm in self._plan.norms for module in norm.readers}
@@ -139,7 +140,7 @@ class QuIPModifier(RotationModifier):
             )
 
     def report(self) -> dict[str, Any]:
-        """Also how many norms were rescaled."""
+        """The base report, with the number of rescaled norms."""
         found = super().report()
         if found and self._plan is not None:
             found[""]["rescaled_norms"] = len(self._plan.norms)
@@ -149,7 +150,7 @@ class QuIPModifier(RotationModifier):
     def _others(
         model: Any, found: Sequence[tuple[str, Module]], targets: Sequence[str]
     ) -> list[str]:
-        """What a pattern for Linears matches beside them, such as the module that holds them."""
+        """Names of matched modules that are not Linears, such as their containers; left out."""
         others = [(name, one) for name, one in found if not isinstance(one, Linear)]
         plain = [target for target in targets if not target.startswith("re:")]
         meant = {name for name, _ in match_named_modules(model, plain)} if plain else set()
@@ -164,7 +165,7 @@ class QuIPModifier(RotationModifier):
     def refusal(
         self, model: Any, fault: str, find: Callable[[Plan], str | None] | None = None
     ) -> TargetError:
-        """Name one module at fault: but for norms each stands for itself, so halves are tried."""
+        """Name one module at fault, found by bisection: modules are rotated independently."""
         assert self._plan is not None
         names = {one.module: one.module_name for one in self._plan.online}
         if find is None:
@@ -188,12 +189,12 @@ class QuIPModifier(RotationModifier):
         )
 
     def without(self, model: Any, names: Sequence[str]) -> str:
-        """Each module can be left out."""
+        """Suggest the ignore list, which works for every module."""
         ignored = [*as_targets(self.ignore), *short_targets(model, names)]
         return f"Put it on the ignore list: ignore={ignored}."
 
     def _scheme(self, rotation: str, targets: list[str], ignore: list[str]) -> TransformScheme:
-        """Where ``u`` or ``v`` acts: once at run time, once in the weight."""
+        """The transform scheme of ``u`` or ``v``: applied online and in the weight."""
         places = (
             [("input", False), ("weight_input", True)]
             if rotation == "v"
@@ -210,10 +211,10 @@ class QuIPModifier(RotationModifier):
 
 
 def _check_shared(model: Module, plan: Plan) -> None:
-    """Refuse weights of which one module wants another rotation than one that shares it.
+    """Refuse a tied weight whose modules would be rotated differently.
 
     Raises:
-        TargetError: names both.
+        TargetError: names both modules.
     """
     owners: dict[int, list[tuple[str, Module]]] = {}
     for name, module in named_modules(model):
@@ -232,5 +233,5 @@ def _check_shared(model: Module, plan: Plan) -> None:
 
 
 def _is_named(name: str, targets: Sequence[str]) -> bool:
-    """Whether a target means a module by its name, and not by its class."""
+    """Return True if a target matches a module by its name, not by its class."""
     return any(matches_name(name, target) for target in targets)

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The trial of rotations without the weights: on a small model of the class, of random ones.
+"""Invariance check without the weights: on small, randomly initialized models of the same class.
 
-Whether a rotation passes depends on what a class computes, and on the values only where they are
-special: a bias of zeros or a gain of ones lets pass what others would not. A small model with the
-values that its class begins with has these special ones. What shows there, with each of several
-seeds and as more than rounding, shows in every trained model: that is refused. What shows only with
-other values in their place depends on the weights: that is told.
+Invariance under a rotation depends on the model's class, and on values only if they are special: a
+bias of zeros or a gain of ones hides a violation. A small model with the initial values of its
+class has these special ones. A violation that it shows with each of several seeds, beyond rounding,
+occurs in every trained model: the model is refused. A violation that it shows only with other
+values depends on the weights: that is reported.
 """
 
 from __future__ import annotations
@@ -36,28 +36,28 @@ _NOISE = 0.3
 _SEEN = "That was seen on a small model of its class, with random weights."
 
 
-class _Undecided(Exception):  # noqa: N818  # it is a finding, not an error of anyone's
-    """Why the small model cannot tell, a clause."""
+class _Undecided(Exception):  # noqa: N818  # a result, not an error
+    """The reason why the small model is inconclusive, as a clause."""
 
 
 def rehearse(
     modifier: RotationModifier, model: Any, plan: Plan, build: Callable[[int], Any]
 ) -> str:
-    """Try out on small models whether rotations pass.
+    """Check on small models whether outputs are invariant under the rotations.
 
     Args:
-        modifier: whose.
-        model: the large one; its weights are not looked at.
-        plan: of what would be done to it.
-        build: makes a small model of its class with the values of a seed.
+        modifier: the rotation modifier.
+        model: the large model; its weights are not read.
+        plan: its planned rotations.
+        build: builds a small model of its class with the values of a seed.
 
     Returns:
-        Why that is not known; empty if they pass.
+        The reason why that is unknown; empty if outputs are invariant.
 
     Raises:
-        TargetError: they do not, in the words of the run.
+        TargetError: they are not, with the message of the run.
     """
-    with one_thread(torch.device("cpu")):  # it is too small for more
+    with one_thread(torch.device("cpu")):  # too small for more threads
         return _rehearsed(modifier, model, plan, build)
 
 
@@ -79,7 +79,7 @@ def _rehearsed(
 
 
 def _of_values(modifier: RotationModifier, model: Any, plan: Plan, small: Any) -> str:
-    """What a small model shows only once no parameter of it has one value throughout."""
+    """A violation that a small model shows only after its constant parameters were perturbed."""
     generator = torch.Generator().manual_seed(0)
     for parameter in small.parameters():
         if parameter.numel() > 1 and bool((parameter == parameter.flatten()[0]).all()):
@@ -87,7 +87,7 @@ def _of_values(modifier: RotationModifier, model: Any, plan: Plan, small: Any) -
             parameter.data.add_(noise, alpha=_NOISE)
     try:
         fault = _fault(modifier, model, plan, small)
-    except (_Undecided, CompressorError):  # such values may break what they are made for
+    except (_Undecided, CompressorError):  # perturbed values may break the model itself
         return ""
     if fault is None:
         return ""
@@ -98,7 +98,7 @@ def _of_values(modifier: RotationModifier, model: Any, plan: Plan, small: Any) -
 
 
 def _fault(modifier: RotationModifier, model: Any, plan: Plan, small: Any) -> TargetError | None:
-    """What the run would raise, were the small model the large one."""
+    """The error that the run would raise on the small model, ``None`` if it would not."""
     try:
         standing, own = modifier.standing_in(small)
     except CompressorError:
@@ -119,7 +119,7 @@ def _fault(modifier: RotationModifier, model: Any, plan: Plan, small: Any) -> Ta
 
 
 def _passes(probe: Probe, plan: Plan) -> bool:
-    """Whether outputs stay; one way or the other beyond doubt."""
+    """Return True if outputs are clearly invariant, False if they clearly are not."""
     try:
         moved = probe.moved(plan)
     except CompressorError:
@@ -134,14 +134,14 @@ def _passes(probe: Probe, plan: Plan) -> bool:
 
 
 def _probe(model: Any, small: Any) -> Probe:
-    """A probe that has seen the small model as it is."""
+    """A probe with the original outputs of the small model."""
     try:
         probe = Probe(small)
     except TargetError as error:
         try:
             trace_flow(model)
         except TargetError:
-            raise error from error  # the large one does not run on tokens either
+            raise error from error  # the large model does not run on tokens either
         raise _Undecided(f"a small model of its class does not run ({error.problem})") from error
     except Exception as error:
         raise _Undecided(f"a small model of its class does not run ({error})") from error
@@ -150,13 +150,13 @@ def _probe(model: Any, small: Any) -> Probe:
     return probe
 
 
-# ---------------------------------------------------------------------- the same is done to it
+# ---------------------------------------------------------------------- comparison of plans
 
 _Form = dict[tuple[str, ...], Any]
 
 
 def _form(plan: Plan, model: Module) -> _Form:
-    """What is done to which module, whatever its size; the first of a key is what, then where."""
+    """Size-independent form of a plan: (kind, module name, ...) → details."""
     names = {module: name for name, module in named_modules(model)}
     found: _Form = {}
     for module, one in plan.fusions.items():
@@ -170,7 +170,7 @@ def _form(plan: Plan, model: Module) -> _Form:
 
 
 def _is_alike(large: _Form, small: _Form, model: Module) -> bool:
-    """Whether the same is done to what both have, and nothing is done that only one kind has."""
+    """Return True if both plans agree on common modules, and on the kinds of modules changed."""
     names = {name for name, _ in named_modules(model)}
     if {key: one for key, one in large.items() if key[1] in names} != small:
         return False

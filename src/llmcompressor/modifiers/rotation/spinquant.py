@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""SpinQuant: rotations of the residual stream, of heads, and before the down projection.
+r"""SpinQuant: rotations of the residual stream, of heads, and of the down projection's input.
 
 Liu et al., arXiv:2405.16406; without learning it is QuaRot, arXiv:2404.00456. With orthogonal R1
 (width of the model), R2 and R3 (a head), R4 (the MLP), x a row of the residual stream::
@@ -10,8 +10,8 @@ Liu et al., arXiv:2405.16406; without learning it is QuaRot, arXiv:2404.00456. W
     R3   q R3, k R3 after RoPE       at run time: the cache holds k R3
     R4   h R4 before down            at run time; its inverse is multiplied into down
 
-An RMS norm gives the same for a rotated input, except for its gain, which is multiplied into the
-Linears behind it first. Outliers, which stand in a few channels, are spread over all.
+An RMS norm commutes with a rotation, except for its gain, which is fused into the Linears after it
+first. Outliers, which are concentrated in a few channels, are spread over all.
 """
 
 from __future__ import annotations
@@ -75,15 +75,15 @@ _REASONS = {
 
 
 class SpinQuantModifier(RotationModifier):
-    """Rotates a language model so that it is easier to quantize; see the module's docstring.
+    """Rotate a language model to make it easier to quantize; see the module's docstring.
 
     Attributes:
-        rotations: which of R1, R2, R3 and R4.
-        mappings: what the parts of the model are; found by itself if not given.
-        norm_mappings: which norm feeds which Linears; seen in a forward if not given.
-        transform_config: rotations as ``config.json`` has them, instead of ``rotations``.
+        rotations: a selection of R1, R2, R3 and R4.
+        mappings: the parts of the model; inferred if not given.
+        norm_mappings: norms and the Linears they feed; traced in a forward if not given.
+        transform_config: rotations in the form of ``config.json``, instead of ``rotations``.
         learning_steps: with ``learnable``: optimizer steps, one calibration batch each.
-        learning_rate: the first step's size; it falls to zero linearly.
+        learning_rate: learning rate of the first step; it decays linearly to zero.
 
     Example::
 
@@ -110,7 +110,7 @@ class SpinQuantModifier(RotationModifier):
     @classmethod
     def _read_rotations(cls, value: Any) -> Any:
         if not isinstance(value, str | Iterable | None):
-            return value  # pydantic says what it is to be
+            return value  # pydantic reports the expected type
         names = [value] if isinstance(value, str) else list(value or ())
         read = [str(getattr(name, "value", name)).upper() for name in names]
         if not read or len(set(read)) < len(read):
@@ -141,17 +141,17 @@ class SpinQuantModifier(RotationModifier):
 
     @property
     def requires_calibration_data(self) -> bool:
-        """Learning does."""
+        """Return True if rotations are learned."""
         return self.learnable
 
     def means(self, name: str, module: Module, holders: Mapping[str, Module]) -> bool:
-        """R1 reaches all that reads or writes the residual stream, experts too."""
+        """Return True with R1, which rotates every Linear on the residual stream, experts too."""
         return self.transform_config is not None or "R1" in self.rotations
 
     # ------------------------------------------------------------------ plan
 
     def make_plan(self, model: Any) -> Plan:
-        """What each of the rotations is multiplied into; gains of norms come first."""
+        """Plan the matrices of all rotations, and the fusion of norm gains before them."""
         if self.transform_config is not None:
             plan = plan_of_config(self, model, self.transform_config)
             stream = self._find_stream(model)
@@ -162,21 +162,21 @@ class SpinQuantModifier(RotationModifier):
 
     def _plan_of(self, model: Any, names: Sequence[str]) -> Plan:
         plan = Plan(self.torch_precision)
-        for name in names:  # inputs are rotated by what stands before, so in this order
+        for name in names:  # rotations of an input act in this order
             {"R1": self._plan_r1, "R2": self._plan_r2, "R3": self._plan_r3, "R4": self._plan_r4}[
                 name
             ](plan, model)
         return plan
 
     def prepare(self, model: Any) -> None:
-        """A gain of the last norm, and R1, are the head's alone: it needs a weight of its own."""
+        """Untie the embeddings: the final gain and R1 apply to the head's weight only."""
         if self._stream is not None:
             untie_embeddings(model)
 
     def refusal(
         self, model: Any, fault: str, find: Callable[[Plan], str | None] | None = None
     ) -> TargetError:
-        """Name the rotations at fault: each is tried out alone."""
+        """Name the rotations at fault, found by trying each alone."""
         if self.transform_config is not None:
             return TargetError(
                 f"SpinQuantModifier: with its transform_config {type(model).__name__} computes "
@@ -201,7 +201,7 @@ class SpinQuantModifier(RotationModifier):
         )
 
     def _refusal_of_some(self, model: Any, fault: str) -> TargetError:
-        """Which of several is at fault is not known: those in the forward stand by already."""
+        """The error if the rotation at fault is unknown: online ones cannot be tried alone."""
         together = " and ".join(self.rotations)
         reasons = "; ".join(f"{name}, if {_REASONS[name]}" for name in self.rotations)
         return TargetError(
@@ -211,19 +211,19 @@ class SpinQuantModifier(RotationModifier):
         )
 
     def without(self, model: Any, names: Sequence[str]) -> str:
-        """R4 alone stands in the forward of Linears."""
+        """Suggest leaving out R4, the only online rotation in Linears."""
         return "Leave R4 out of rotations" + (" or schemes." if self.transform_config else ".")
 
     def _parts(self, model: Any) -> SpinQuantMapping | None:
-        """What the recipe says of the parts of ``model``, or what is registered for its class."""
+        """The parts of ``model``: from the recipe, or registered for its class."""
         return self.mappings or SPINQUANT_MAPPING_REGISTRY.added(type(model).__name__)
 
     def _norms(self, model: Any) -> list[NormMapping] | None:
-        """Likewise, of its norms."""
+        """The norm mappings of ``model``: from the recipe, or registered for its class."""
         return self.norm_mappings or NORM_MAPPING_REGISTRY.added(type(model).__name__)
 
     def registered(self, model: Any) -> Any:
-        """The parts of the model, and what its norms feed."""
+        """Mappings registered for the class of ``model``, if they are used."""
         parts, norms = (self._parts(model), self._norms(model))
         found = {
             "mappings": None if self.mappings or parts is None else parts.model_dump(),
@@ -308,7 +308,7 @@ class SpinQuantModifier(RotationModifier):
         check_states_visible(model)
         try:
             check_states(model)
-        except (TargetError, AttributeError, RuntimeError) as error:  # where layers differ
+        except (TargetError, AttributeError, RuntimeError) as error:  # layers differ
             config = type(model.config.get_text_config(decoder=True)).__name__
             raise TargetError(
                 "R3: readers take the shape of queries and keys from num_attention_heads, "
@@ -351,7 +351,7 @@ class SpinQuantModifier(RotationModifier):
             )
 
     def _head_order(self, width: int, what: str) -> int:
-        """Blocks that are wider than a head would mix heads."""
+        """Block size within a head: wider blocks would mix heads."""
         size = self.transform_block_size
         return width if size is None or size >= width else self.block_of(width, what)
 
@@ -369,23 +369,23 @@ class SpinQuantModifier(RotationModifier):
     # ------------------------------------------------------------------ learning
 
     def check_data(self, batches: Sequence[Mapping[str, Any]], *, use_loss_mask: bool) -> None:
-        """Learning wants next tokens to predict."""
+        """Refuse data without next tokens to predict, if rotations are learned."""
         if self.learnable:
             check_predictable(batches, use_loss_mask=use_loss_mask)
 
     def learning(self) -> Learning | None:
-        """Steps along each matrix that is learned."""
+        """Cost of the learning steps, for all learned matrices."""
         if not self.learnable:
             return None
         return learning_of(self._learnable.values(), steps=self.learning_steps)
 
     def making(self, modules: Sequence[Module]) -> Effort:
-        """Weights are made of the matrices."""
+        """Cost of computing weights from the learned matrices."""
         assert self._plan is not None
         return making_of(self._plan, modules)
 
     def report(self) -> dict[str, Any]:
-        """Of learning also the losses before and after: learned ones are kept if it fell."""
+        """The base report, with the losses before and after learning."""
         found = super().report()
         if found and self._outcome is not None:
             losses = (self._outcome.loss_before, self._outcome.loss_after)
@@ -393,9 +393,9 @@ class SpinQuantModifier(RotationModifier):
         return found
 
     def learn(self, state: State, plan: Plan) -> None:
-        """Learn R1 and R2 by Cayley SGD, with what comes after it rounded as it will be.
+        """Learn R1 and R2 by Cayley SGD, under the quantization of subsequent modifiers.
 
-        Where an earlier run has finished everything, only what they are called is taken over.
+        If an earlier run has finished all blocks, only the types of the schemes are updated.
         """
         keeper = state.keeper
         if keeper is not None and keeper.rest_is_finished:
@@ -427,7 +427,7 @@ class SpinQuantModifier(RotationModifier):
         self._name_learned(state.model, plan, new)
 
     def _name_learned(self, model: Any, plan: Plan, new: Sequence[str]) -> None:
-        """Say of the schemes of learned matrices that they are of no kind that is known."""
+        """Set the type of schemes with learned matrices to ``random-matrix``."""
         for key in list(plan.schemes):
             if any(name.startswith(f"{key}/") for name in new):
                 plan.schemes[key] = plan.schemes[key].model_copy(update={"type": "random-matrix"})

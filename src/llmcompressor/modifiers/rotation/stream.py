@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The residual stream of a model: found from one forward, or said by the recipe.
+"""Residual stream of a model: traced in a forward, or given by the recipe.
 
 ::
 
@@ -7,8 +7,8 @@
                     ^                    |
                     +---- writers <------+   (o, down)
 
-A norm is known by the Linears that its output goes to, unchanged. Writers have no such mark, since
-what they return is added to the stream: they go by the names that they have in common.
+A norm is identified by the Linears that read its output unchanged. Writers have no such property,
+since their output is added to the stream: they are identified by their usual names.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ _NORM_CHECK = 4
 
 @dataclass
 class Stream:
-    """The residual stream: who reads it and who writes to it.
+    """The residual stream: the modules that read it and write to it.
 
     Attributes:
-        width: of the stream.
-        embeddings: what it begins with.
-        norms: its norms by name, with those that read them.
+        width: width of the stream.
+        embeddings: embeddings that it starts from.
+        norms: its norms by name, with their readers.
         writers: Linears whose output is added to it.
         head: the output head, one of the readers, if there is one.
     """
@@ -60,7 +60,7 @@ class Stream:
 
     @property
     def readers(self) -> dict[Module, str]:
-        """All that read the stream, through whichever norm."""
+        """All modules that read the stream through a norm."""
         return {
             module: name for norm in self.norms.values() for module, name in norm.readers.items()
         }
@@ -71,16 +71,15 @@ def find_stream(
     mapping: SpinQuantMapping | None = None,
     norm_mappings: Iterable[NormMapping] | None = None,
 ) -> Stream:
-    """The residual stream of a language model.
+    """Find the residual stream of a language model.
 
     Args:
         model: its weights may be on the meta device.
-        mapping: says what its parts are, instead of what is found.
-        norm_mappings: say which norm feeds which Linears, likewise.
+        mapping: the parts of the model, instead of inferred ones.
+        norm_mappings: norms and the Linears they feed, instead of traced ones.
 
     Raises:
-        TargetError: something is there that a rotation of the stream would not pass: the
-            message names it.
+        TargetError: a part of the model is not invariant under a rotation of the stream; names it.
     """
     _check_text_only(model)
     names = {module: name for name, module in named_modules(model)}
@@ -111,9 +110,9 @@ def find_stream(
 
 
 def unseen_linears(model: Module, stream: Stream) -> list[str]:
-    """Linears as wide as the stream that were seen neither to read it nor to write to it.
+    """Linears as wide as the stream that neither read it nor write to it, as far as traced.
 
-    Those behind others of its width are among them.
+    Linears that follow others of that width are among them.
     """
     seen = {*stream.readers, *stream.writers}
     return [
@@ -126,7 +125,7 @@ def unseen_linears(model: Module, stream: Stream) -> list[str]:
 
 
 def _check_said(model: Module, stream: Stream, mapping: SpinQuantMapping) -> None:
-    """Everything that is said to read the stream has a norm before it."""
+    """Refuse mappings whose readers have no norm of the stream before them."""
     targets = [mapping.attn_q, mapping.attn_k, mapping.attn_v, *mapping.mlp_in, mapping.lm_head]
     readers = stream.readers
     for name, module in match_named_modules(model, targets):
@@ -186,7 +185,7 @@ def _norms_of(
     writers: Mapping[Module, str],
     given: Iterable[NormMapping] | None,
 ) -> dict[Module, dict[Module, str]]:
-    """Norm of the stream → what reads it."""
+    """Norm of the stream → the modules that read it."""
     if given is not None:
         return _given_norms(model, given)
     found: dict[Module, dict[Module, str]] = {}
@@ -196,7 +195,7 @@ def _norms_of(
             continue
         norm = flow.feeder.get(module)
         if norm is None and is_expert(name) and name.rpartition(".")[2] in _EXPERT_READERS:
-            norm = _feeder_above(owner, flow, name)  # experts get rows of what their parent gets
+            norm = _feeder_above(owner, flow, name)  # experts get rows of their parent's input
         if norm is None or isinstance(norm, Linear | Embedding):
             continue
         if isinstance(flow.feeder.get(norm), Linear) or not _is_norm(norm, width):
@@ -226,7 +225,7 @@ def _given_norms(model: Module, given: Iterable[NormMapping]) -> dict[Module, di
 
 
 def _is_matrix(module: Module) -> bool:
-    """A Linear, or what is one but for its class (routers)."""
+    """Return True for a Linear, or a module with a matrix as weight (routers)."""
     weight = module._parameters.get("weight")
     return weight is not None and weight.ndim == 2
 
@@ -248,7 +247,7 @@ def _feeder_above(owner: Mapping[str, Module], flow: Flow, name: str) -> Module 
 
 
 def _offset(norm: Module, name: str, width: int) -> float:
-    """What an RMS norm adds to its weight, found by running it with other weights."""
+    """The constant that an RMS norm adds to its weight, measured by running it."""
     weight_C = norm._parameters.get("weight")
     if norm._parameters.get("bias") is not None:
         raise TargetError(
@@ -281,7 +280,7 @@ def _offset(norm: Module, name: str, width: int) -> float:
 
 
 def _check(model: Module, stream: Stream, flow: Flow, names: Mapping[Module, str]) -> None:
-    """Everything in the way of a rotation, by name."""
+    """Refuse a stream that cannot be rotated, and name the reason."""
     readers = stream.readers
     for module, name in names.items():
         feeder = flow.feeder.get(module)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Targets that mean a given set of modules, in few words."""
+"""Short target lists for a given set of modules."""
 
 from __future__ import annotations
 
@@ -13,14 +13,13 @@ __all__ = ["short_targets"]
 
 
 def short_targets(model: Any, names: Iterable[str]) -> list[str]:
-    """Patterns by the last part of a name where they mean no other module, else the names.
+    """Patterns on the last part of a name, if they match no other module, else full names.
 
-    Servers put prefixes of their own before names, which patterns such as ``re:.*down_proj$``
-    survive.
+    Servers prefix module names, which patterns such as ``re:.*down_proj$`` tolerate.
 
     Args:
         model: the model.
-        names: of the modules that are meant.
+        names: names of the modules to target.
     """
     wanted = set(names)
     by_end: dict[str, set[str]] = {}

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights as functions of the rotations that are learned, rounded as they will be.
+"""Rotated and fake-quantized weights as differentiable functions of the learned rotations.
 
-A weight is made when it is wanted and made again, in float32, when its gradient comes: what lies
-between the rotations and it is held for one weight at a time.
+A weight is computed when it is used, and recomputed in float32 for its gradient: intermediate
+results are held for one weight at a time.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ _NORM = "weight"
 
 
 class Turned:
-    """What the parameters of a model are with the rotations that are being learned.
+    """The parameters of a model under the rotations that are being learned.
 
     Args:
-        plan: what is multiplied into which weight.
-        learned: name → the rotation of the plan that is learned.
+        plan: the rotations that are fused into weights.
+        learned: name → a learned rotation of the plan.
     """
 
     def __init__(self, plan: Plan, learned: Mapping[str, Rotation]) -> None:
         self._plan = plan
-        self._gains = plan.gains()  # of norms that are one while those behind them are made
+        self._gains = plan.gains()  # before norms are replaced by ones
         self._names = {id(rotation): name for name, rotation in learned.items()}
         self._offsets = {norm.module: norm.offset for norm in plan.norms}
 
     def sources(self, modules: Iterable[Module]) -> list[str]:
-        """The names of the rotations that are learned and change parameters of ``modules``."""
+        """Names of the learned rotations that affect parameters of ``modules``."""
         found: dict[str, None] = {}
         for module in modules:
             fusion = self._plan.fusions.get(module)
@@ -55,11 +55,11 @@ class Turned:
 
     @contextlib.contextmanager
     def inside(self, modules: Iterable[Module], leaves: Mapping[str, Tensor]) -> Iterator[None]:
-        """While the body runs, ``modules`` have their rotated parameters; none is trained.
+        """Give ``modules`` their rotated parameters while the body runs; none is trained.
 
         Args:
             modules: their own parameters are loaded.
-            leaves: name → the rotation as it is now, float32.
+            leaves: name → the current rotation, float32.
         """
         changes = [(module, self._values(module, leaves)) for module in modules]
         before = [(module, dict(module._parameters)) for module, _ in changes]
@@ -94,7 +94,7 @@ class Turned:
             "weight": _Weight(found["weight"], fusion, self._names, names, self._gain(fusion), args)
         }
         if "bias" in own and isinstance(module, Linear) and fusion.outputs:
-            turning = self._learned_of(fusion.outputs)  # what rotates inputs is no part of it
+            turning = self._learned_of(fusion.outputs)  # input rotations do not affect it
             makers["bias"] = _Bias(found["bias"], fusion, self._names, turning)
         for name, maker in makers.items():
             found[name] = _Made.apply(maker, *(leaves[one] for one in maker.names))  # type: ignore[no-untyped-call]
@@ -106,13 +106,13 @@ class Turned:
 
 @dataclass(frozen=True)
 class _Maker:
-    """How one parameter is made.
+    """Computation of one rotated parameter.
 
     Attributes:
-        own: as it is.
-        fusion: what is multiplied into it.
+        own: the original parameter.
+        fusion: its factors.
         names_of: rotation's id → the name that it is learned by.
-        names: of those that are given.
+        names: names of the learned rotations that are passed as leaves.
     """
 
     own: Tensor
@@ -122,15 +122,15 @@ class _Maker:
 
     @property
     def pieces(self) -> list[slice]:
-        """Rows that do not depend on the others, in order."""
+        """Slices of rows that can be computed independently, in order."""
         return [slice(None)]
 
     def make(self, rows: slice, leaves: Sequence[Tensor]) -> Tensor:
-        """Some rows of it, in its dtype."""
+        """Compute some rows, in the parameter's dtype."""
         raise NotImplementedError
 
     def turn(self, x: Tensor, rotation: Rotation, leaves: Sequence[Tensor]) -> Tensor:
-        """``x`` rotated, by the matrix that is learned where it is."""
+        """Rotate ``x``, by the learned matrix if the rotation is learned."""
         name = self.names_of.get(id(rotation))
         if name is None:
             return rotation(x)
@@ -140,10 +140,10 @@ class _Maker:
 
 @dataclass(frozen=True)
 class _Bias(_Maker):
-    """A bias, which outputs are rotated with."""
+    """A bias under rotations of the output."""
 
     def make(self, rows: slice, leaves: Sequence[Tensor]) -> Tensor:
-        """The bias, in its dtype."""
+        """Compute the bias, in its dtype."""
         value = self.own.float()
         for rotation in self.fusion.outputs:
             value = self.turn(value, rotation, leaves)
@@ -152,11 +152,11 @@ class _Bias(_Maker):
 
 @dataclass(frozen=True)
 class _Weight(_Maker):
-    """A weight.
+    """A weight under its norm's gain, rotations and fake quantization.
 
     Attributes:
-        gain: of the norm before it, ``[C]``.
-        args: how it is rounded; ``None`` if it is not.
+        gain: fused factor of the norm before it, ``[C]``.
+        args: its quantization arguments; ``None`` if it is not quantized.
     """
 
     gain: Tensor | None
@@ -164,7 +164,7 @@ class _Weight(_Maker):
 
     @property
     def pieces(self) -> list[slice]:
-        """All rows together where outputs are rotated, or scales found from several rows."""
+        """All rows together if outputs are rotated, or scales span several rows; else chunks."""
         rows, columns = self.own.shape
         if self.fusion.outputs or self.args is not None:
             return [slice(None)]
@@ -172,7 +172,7 @@ class _Weight(_Maker):
         return [slice(low, min(low + step, rows)) for low in range(0, rows, step)]
 
     def make(self, rows: slice, leaves: Sequence[Tensor]) -> Tensor:
-        """Some rows of the weight, rotated and rounded."""
+        """Compute some rows of the weight, rotated and fake-quantized."""
         weight = self.own[rows].float()
         if self.gain is not None:
             weight = weight * self.gain.to(weight)
@@ -197,7 +197,7 @@ class _Weight(_Maker):
 
 
 class _Made(torch.autograd.Function):
-    """A parameter that is made of others, piece by piece, and again for its gradient."""
+    """Autograd function that computes a parameter in chunks, and recomputes it for its gradient."""
 
     @staticmethod
     def forward(ctx: Any, maker: _Maker, *leaves: Tensor) -> Tensor:

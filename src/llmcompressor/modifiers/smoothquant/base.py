@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SmoothQuant: the spread of activations moved into the weights that read them.
+"""SmoothQuant: migrate the range of activations into the weights that read them.
 
 Xiao et al., arXiv:2211.10438; see :mod:`llmcompressor.numerics.smoothing` for the equations.
 """
@@ -48,11 +48,11 @@ _FORM = "Write each as [[targets of the Linears], target of the norm]."
 
 @dataclass(config=ConfigDict(extra="forbid"))
 class SmoothQuantMapping:
-    """What is smoothed together; the same as ``[balance_layers, smooth_layer]``.
+    """A smooth layer and its balance layers; equal to ``[balance_layers, smooth_layer]``.
 
     Attributes:
-        smooth_layer: a target for the norm (or Linear) whose output is divided.
-        balance_layers: targets for all Linears that read it.
+        smooth_layer: target of the norm (or Linear) whose output is divided by the scales.
+        balance_layers: targets of all Linears that read its output.
     """
 
     smooth_layer: str
@@ -60,12 +60,12 @@ class SmoothQuantMapping:
 
     @property
     def smooth_layers(self) -> str:
-        """The same as ``smooth_layer``."""
+        """Alias of ``smooth_layer``."""
         return self.smooth_layer
 
 
 class LayerMap(NamedTuple):
-    """The same as a pair with names, as earlier releases had it."""
+    """A mapping as a named tuple, the form of earlier releases."""
 
     balance_layers: list[str] | str
     smooth_layers: str
@@ -85,7 +85,7 @@ unless some are added, they are found from the model."""
 
 
 def get_layer_mappings_from_architecture(architecture: str) -> Sequence[Any]:
-    """The mappings that a class of models is known with, or those of Llama.
+    """The mappings registered for a model class, or those of Llama.
 
     Args:
         architecture: the name of the class, for instance ``"Qwen3ForCausalLM"``.
@@ -94,7 +94,7 @@ def get_layer_mappings_from_architecture(architecture: str) -> Sequence[Any]:
 
 
 def get_layer_mappings_from_model(model: Module) -> Sequence[Any]:
-    """The mappings that a model's class is known with, or those found in it: one for each norm.
+    """The mappings registered for a model's class, or one for each norm found in it.
 
     Args:
         model: its weights may be on the meta device.
@@ -106,7 +106,7 @@ def get_layer_mappings_from_model(model: Module) -> Sequence[Any]:
 
 
 class _Extremes:
-    """The least and the greatest value of every channel."""
+    """Minimum and maximum of every channel."""
 
     def __init__(self, columns: int, device: torch.device, name: str) -> None:
         self.tokens = 0
@@ -115,7 +115,7 @@ class _Extremes:
         self._greatest_C = torch.full((columns,), -torch.inf, device=device)
 
     def update(self, input_TC: Tensor) -> None:
-        """Count the tokens of one batch, ``[T, C]``."""
+        """Accumulate the tokens of one batch, ``[T, C]``."""
         if not len(input_TC):
             return
         self.tokens += len(input_TC)
@@ -125,7 +125,7 @@ class _Extremes:
 
     @property
     def range(self) -> Tensor:
-        """Greatest minus least, float32 ``[C]``."""
+        """Maximum minus minimum, float32 ``[C]``."""
         range_C = self._greatest_C - self._least_C
         if not bool(torch.isfinite(range_C).all()):
             raise NonFiniteError(
@@ -136,18 +136,18 @@ class _Extremes:
 
 
 class SmoothQuantModifier(SmoothingMixin):
-    """Makes activations easier to quantize; the model computes what it did before.
+    """Make activations easier to quantize, without changing the function of the model.
 
-    Stands before the modifier that quantizes. It is for schemes that quantize activations.
+    It precedes the modifier that quantizes, in recipes whose schemes quantize activations.
 
     Attributes:
-        smoothing_strength: from 0 to 1, how much of the spread is moved into the weights.
+        smoothing_strength: from 0 to 1, how much of the range is moved into the weights.
         mappings: ``[[targets of the Linears], target of the norm]`` for each kind of place;
-            found from the model where there are none.
-        ignore: modules that are left as they are.
-        num_calibration_steps: batches to look at; all of them by default.
+            inferred from the model if there are none.
+        ignore: modules that are not smoothed.
+        num_calibration_steps: number of batches that are observed; default: all.
         calibration_function: not supported: calibration runs the model's own forward.
-        algorithm: ``"smoothquant"``, or ``"log_equalization"``, which looks at activations alone.
+        algorithm: ``"smoothquant"``, or ``"log_equalization"``, which uses activations alone.
     """
 
     smoothing_strength: float = Field(default=0.5, ge=0.0, le=1.0)
@@ -186,16 +186,16 @@ class SmoothQuantModifier(SmoothingMixin):
 
     @property
     def norms_only(self) -> bool:
-        """Only norms are smoothed unless the recipe names others."""
+        """Always True: Linears are only smoothed if the recipe names them."""
         return True
 
     @property
     def into_mixtures(self) -> bool:
-        """One scale for all experts spreads their weights: only where the recipe names it."""
+        """Always False: a scale shared by all experts widens their weights' ranges."""
         return False
 
     def named(self, model: Module) -> Sequence[Names] | None:
-        """The mappings as smooth target and targets of its readers."""
+        """The mappings as smooth target and balance targets."""
         mappings = self.mappings
         added = MAPPINGS_REGISTRY.added(type(model).__name__)
         if mappings is None and added is not None:
@@ -205,13 +205,13 @@ class SmoothQuantModifier(SmoothingMixin):
         return [(smooth, tuple(balance)) for balance, smooth in mappings]
 
     def ignored(self) -> Sequence[str]:
-        """Targets that are left out."""
+        """Targets of modules that are not smoothed."""
         return self.ignore or ()
 
     # ------------------------------------------------------------------ while
 
     def new_tally(self, columns: int, device: torch.device, name: str) -> _Extremes:
-        """Extremes of every channel."""
+        """Statistics with the extremes of every channel."""
         return _Extremes(columns, device, name)
 
     def _hook(self, state: State) -> Any:
@@ -236,7 +236,7 @@ class SmoothQuantModifier(SmoothingMixin):
         return collect_some
 
     def scale_of(self, one: SmoothSet, tallies: Mapping[Module, Any]) -> Tensor | None:
-        """Equation 4 of the paper, or its logarithmic variant."""
+        """Scales by equation 4 of the paper, or its logarithmic variant."""
         distinct = list(dict.fromkeys(tallies.values()))
         range_C = torch.stack([tally.range for tally in distinct]).amax(dim=0)
         if self.algorithm == "log_equalization":
@@ -256,13 +256,13 @@ class SmoothQuantModifier(SmoothingMixin):
 
 
 class LogarithmicEqualizationModifier(SmoothQuantModifier):
-    """``SmoothQuantModifier`` with ``algorithm: log_equalization``, under its old name."""
+    """``SmoothQuantModifier`` with ``algorithm: log_equalization``; the former name."""
 
     algorithm: Literal["smoothquant", "log_equalization"] = "log_equalization"
 
 
 def _read_mapping(value: Any) -> Any:
-    """One mapping as ``(targets, target)``, from whichever form it was given in."""
+    """Convert a mapping of any accepted form to ``(balance targets, smooth target)``."""
     if isinstance(value, SmoothQuantMapping):
         return _read_mapping([value.balance_layers, value.smooth_layer])
     if isinstance(value, Mapping):

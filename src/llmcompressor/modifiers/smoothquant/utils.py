@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Other path of what :mod:`llmcompressor.modifiers.smoothquant.base` has."""
+"""Compatibility path of :mod:`llmcompressor.modifiers.smoothquant.base`."""
 
 from llmcompressor.modifiers.smoothquant.base import (
     DEFAULT_SMOOTHQUANT_MAPPINGS,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One-shot pruning: SparseGPT (arXiv:2301.00774) and Wanda (arXiv:2306.11695)."""
+"""SparseGPT (arXiv:2301.00774) and Wanda (arXiv:2306.11695): one-shot pruning."""
 
 from llmcompressor.modifiers.sparsity.sparsegpt import SparseGPTModifier
 from llmcompressor.modifiers.sparsity.wanda import WandaPruningModifier

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the one-shot pruning modifiers share: fields, targets, statistics, records, profiles."""
+"""Base class of one-shot pruning: fields, targets, statistics, records and profiles."""
 
 from __future__ import annotations
 
@@ -38,15 +38,15 @@ _ROUNDING = 1e-9
 
 @dataclass(frozen=True)
 class SparsityRecord:
-    """What happened when a module was pruned.
+    """Result of pruning a module.
 
     Attributes:
-        sparsity: share of zeros that was counted in the end.
+        sparsity: counted share of zeros.
         structure: ``"unstructured"`` or N:M.
-        tokens: how many calibration tokens its statistics counted.
+        tokens: number of calibration tokens in its statistics.
         loss: ½ tr(D H Dᵀ), D the change of the weight; ``None`` if no token reached it.
-        dampening: the fraction that made the factorization succeed; ``None`` where there was none.
-        stored: how the zeros stand in the checkpoint.
+        dampening: the fraction with which the factorization succeeded; ``None`` if there was none.
+        stored: the form of the zeros in the checkpoint.
     """
 
     sparsity: float
@@ -58,19 +58,19 @@ class SparsityRecord:
 
 
 class OneShotPruningModifier(RecordedMixin, Modifier):
-    """Zeros weights once, by what calibration tells of their inputs.
+    """Zero weights once, based on calibration statistics of their inputs.
 
     Attributes:
-        sparsity: the share of weights to zero; or one per target, or one per layer that the
-            targets mean, in the order of the model.
-        sparsity_profile: ``"owl"``: layers with more outliers keep more weights, on average as
-            many as ``sparsity`` says. Takes a forward of the whole model before the calibration.
-        mask_structure: ``"0:0"`` for zeros anywhere, or ``"N:M"`` for N zeros in each M
-            neighbours of a row.
-        owl_m: a score is an outlier if it is above this many times the mean of its layer.
-        owl_lmbda: how far the sparsity of a layer may be from the target.
-        targets: layers: Linears or what holds them, by class, name or ``re:`` pattern.
-        ignore: what is left alone; it wins.
+        sparsity: share of weights to zero; or one per target, or one per layer that the targets
+            match, in model order.
+        sparsity_profile: ``"owl"``: layers with more outliers keep more weights, with ``sparsity``
+            on average. Takes a forward of the whole model before the calibration.
+        mask_structure: ``"0:0"`` for unstructured zeros, or ``"N:M"`` for N zeros in each M
+            consecutive weights of a row.
+        owl_m: a score is an outlier if it is above this multiple of the mean of its layer.
+        owl_lmbda: maximum distance of a layer's sparsity from ``sparsity``.
+        targets: layers: Linears or modules that contain them, by class, name or ``re:`` pattern.
+        ignore: modules or weights that are left out; takes precedence over ``targets``.
         sequential_update: without effect, with a warning: the pipeline decides.
         sequential_targets: without effect, with a warning: give it to ``oneshot`` instead.
     """
@@ -105,7 +105,7 @@ class OneShotPruningModifier(RecordedMixin, Modifier):
     @classmethod
     def _check_no_switch(cls, value: Any) -> Any:
         each = value if isinstance(value, list) else [value]
-        if any(isinstance(one, bool) for one in each):  # else true would be 1: every weight
+        if any(isinstance(one, bool) for one in each):  # otherwise true would mean 1: every weight
             raise RecipeError(
                 f"a sparsity is a share of weights, not true or false (given: {value})",
                 "Give 0.5 for half of the weights.",
@@ -167,20 +167,20 @@ class OneShotPruningModifier(RecordedMixin, Modifier):
 
     @property
     def requires_calibration_data(self) -> bool:
-        """Always: what a weight is worth depends on its inputs."""
+        """Always True: the importance of a weight depends on its inputs."""
         return True
 
     @property
     def finest_granularity(self) -> Granularity:
-        """Only inputs are looked at, so a forward may be paused at every Linear."""
+        """Single Linears: only inputs are observed, so a forward may pause at each."""
         return Granularity.LINEAR
 
     def accepts_unreached(self, name: str) -> bool:
-        """An expert that no token was routed to is pruned by magnitude."""
+        """Return True for experts: those without tokens are pruned by magnitude."""
         return is_expert(name)
 
     def means(self, name: str, module: Module, holders: Mapping[str, Module]) -> bool:
-        """Whether a target means it, its weight or what holds it."""
+        """Return True if a target matches it, its weight or a module that contains it."""
         return means_linear(name, {**holders, name: module}, self.targets, self.ignore)
 
     def calibrated_modules(self, state: State) -> list[Module]:
@@ -189,31 +189,31 @@ class OneShotPruningModifier(RecordedMixin, Modifier):
 
     @property
     def works_by_block(self) -> bool:
-        """What is found for a module is complete when all batches have passed its block."""
+        """Always True: statistics are complete when all batches have passed the block."""
         return True
 
     @property
     def surveys_first(self) -> bool:
-        """A profile has to see all layers before the first is pruned."""
+        """Return True with a profile, which needs all layers before the first is pruned."""
         return self.sparsity_profile is not None
 
     @property
     def changes_at_once(self) -> bool:
-        """Unless it only looks."""
+        """Return True unless this pass only surveys outliers."""
         return not self._is_surveying
 
     @property
     def records(self) -> dict[str, SparsityRecord]:
-        """What happened, by module name."""
+        """Pruning records by module name."""
         return dict(self._records)
 
     # ------------------------------------------------------------------ before
 
     def on_initialize(self, state: State, **kwargs: Any) -> bool:
-        """Find the modules, and check everything that can be checked.
+        """Find the modules, and check all that can be checked before the run.
 
         Raises:
-            TargetError: a target means nothing, or a module cannot be pruned so.
+            TargetError: a target matches nothing, or a module cannot be pruned.
         """
         self._layers = find_layers(
             state.model, self.targets, self.ignore, self.sparsity, self._group
@@ -228,7 +228,7 @@ class OneShotPruningModifier(RecordedMixin, Modifier):
     # ------------------------------------------------------------------ while
 
     def on_calibration_start(self, state: State, event: Event, **kwargs: Any) -> None:
-        """Collect statistics, once for all modules that get the same tensor."""
+        """Collect statistics, once for all modules that share an input."""
         self._order = state.call_order
         solved = [module for module in self._layers.names if module not in self._finished]
         state.changing.update(solved)
@@ -238,7 +238,7 @@ class OneShotPruningModifier(RecordedMixin, Modifier):
     def on_sequential_epoch_end(
         self, state: State, event: Event, modules: Iterable[Module], **kwargs: Any
     ) -> None:
-        """Prune those of ``modules`` that are this modifier's, or note what inputs they have."""
+        """Prune this modifier's modules among ``modules``, or note their input statistics."""
         mine = self._mine(modules)
         state.fitted.update(module for module in mine if self.fits_original(module))
         self._take(mine)
@@ -262,7 +262,7 @@ class OneShotPruningModifier(RecordedMixin, Modifier):
         wanted = []
         for module in mine:
             tokens = self._tokens(module)
-            if self._group is None and self.sparsity_of(module) == 0:  # nothing to make up for
+            if self._group is None and self.sparsity_of(module) == 0:  # nothing to prune
                 self._record(module, tokens=tokens, loss=0.0, dampening=None)
             elif tokens == 0:
                 self._prune_blindly(module, "was shown no calibration token", tokens=0, loss=None)
@@ -274,32 +274,32 @@ class OneShotPruningModifier(RecordedMixin, Modifier):
         self.prune(wanted)
         self._finished.update(mine)
 
-    # ------------------------------------------------------------------ what a technique does
+    # ------------------------------------------------------------------ implemented by techniques
 
     @abstractmethod
     def new_statistics(self, columns: int, device: torch.device, name: str, *, twin: bool) -> Any:
-        """What inputs are counted with; it has ``tokens`` and ``update(tokens, reference)``."""
+        """Create input statistics, with ``tokens`` and ``update(tokens, reference)``."""
 
     @abstractmethod
     def mean_square(self, statistics: Any) -> Tensor:
-        """The mean of the squares of each input column, float32 ``[C]``."""
+        """Mean square of each input column, float32 ``[C]``."""
 
     @abstractmethod
     def prune(self, modules: Sequence[Module]) -> None:
-        """Prune modules that tokens have reached."""
+        """Prune modules that have calibration tokens."""
 
     def reference_of(self, module: Module, tensor: Tensor, state: State) -> Tensor | None:
-        """What ``module`` gets in the original model, if that is wanted."""
+        """The original model's input of ``module``, ``None`` if it is not needed."""
         return None
 
     def fits_original(self, module: Module) -> bool:
-        """Whether its outputs are fitted to those of the original model, for its own inputs."""
+        """Return True if its outputs are fitted to those of the original model."""
         return False
 
     # ------------------------------------------------------------------ after
 
     def finish(self, state: State, modules: Iterable[Module], *, written: bool = False) -> None:
-        """Prune those of ``modules`` that are ours and were not, or see how they compare."""
+        """Prune this modifier's modules that are not pruned yet, or survey their outliers."""
         mine = self._mine(modules)
         if self._is_surveying:
             assert self._profile is not None
@@ -309,7 +309,7 @@ class OneShotPruningModifier(RecordedMixin, Modifier):
             self._take(mine)
 
     def adopt(self, state: State, modules: Iterable[Module]) -> None:
-        """Take those of ``modules`` that are ours as pruned, or as surveyed."""
+        """Mark this modifier's modules among ``modules`` as pruned, or as surveyed."""
         mine = [module for module in modules if module in self._layers.names]
         if self._is_surveying:
             assert self._profile is not None
@@ -318,7 +318,7 @@ class OneShotPruningModifier(RecordedMixin, Modifier):
             self._finished.update(mine)
 
     def on_calibration_end(self, state: State, event: Event, **kwargs: Any) -> None:
-        """Finish every module that was not finished with its block, and drop what was collected."""
+        """Finish modules that were not finished with their block, and free the statistics."""
         self.remove_hooks()
         self.finish(state, list(self._layers.names))
         self._statistics.clear()
@@ -331,7 +331,7 @@ class OneShotPruningModifier(RecordedMixin, Modifier):
         logger.info(f"{self._name}: {len(self._layers.names)} modules pruned.")
 
     def on_finalize(self, state: State, **kwargs: Any) -> bool:
-        """Say so where nothing was pruned for want of a second pass."""
+        """Warn if nothing was pruned because no pass followed the survey."""
         if self._profile is not None and self._layers.names and not self._finished:
             logger.warning(
                 f"{self._name} pruned nothing: no calibration followed the one in which it looked "
@@ -353,7 +353,7 @@ class OneShotPruningModifier(RecordedMixin, Modifier):
         ]
 
     def sparsity_of(self, module: Module) -> float:
-        """How sparse ``module`` is to be."""
+        """The target sparsity of ``module``."""
         return self._layers.sparsity[self._layers.layer[module]]
 
     def _leader(self, module: Module) -> Module:
@@ -389,7 +389,7 @@ class OneShotPruningModifier(RecordedMixin, Modifier):
         return collect
 
     def _prune_blindly(self, module: Module, why: str, *, tokens: int, loss: float | None) -> None:
-        """Inputs say nothing of ``module``: it is pruned by magnitude, and that is recorded."""
+        """Prune a module without useful statistics by magnitude, with a warning and a record."""
         name = self._layers.names[module]
         logger.warning(f"{name} {why}; it is pruned by magnitude.")
         weight_RC = matrix_of(module)
@@ -406,7 +406,7 @@ class OneShotPruningModifier(RecordedMixin, Modifier):
         loss: float | None,
         dampening: float | None,
     ) -> None:
-        """Write a pruned matrix back, and record it."""
+        """Write a pruned matrix to the module, and record it."""
         write(module, weight_RC)
         self._record(module, tokens=tokens, loss=loss, dampening=dampening)
 
@@ -424,7 +424,7 @@ class OneShotPruningModifier(RecordedMixin, Modifier):
 
 
 def _group_of(structure: str) -> NofM | None:
-    """The groups that a mask structure speaks of; ``None`` where zeros may stand anywhere."""
+    """The N:M groups of a mask structure; ``None`` for unstructured zeros."""
     if structure.strip().lower() in _ANYWHERE:
         return None
     found = parse_structure(structure)

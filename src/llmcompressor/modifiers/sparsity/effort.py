@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""What SparseGPT takes, by counting: C columns, R rows of all Linears with one input, T tokens.
+r"""Cost model of SparseGPT: C columns, R rows of all Linears with one input, T tokens.
 
 =====================================  =======================================  ==================
 step                                   multiply-adds                            further bytes
@@ -42,13 +42,13 @@ _BLOCK = 128
 
 
 def effort_of(matrices: Sequence[Tensor], *, twin: bool, refinements: int, grouped: bool) -> Effort:
-    """What it takes to prune Linears with one input.
+    """Cost of pruning Linears with one input.
 
     Args:
-        matrices: each ``[R_i, C]``; only their forms are looked at.
-        twin: with the inputs of the original model.
+        matrices: each ``[R_i, C]``; only their shapes matter.
+        twin: also use the inputs of the original model.
         refinements: rounds of splitting.
-        grouped: whether weights are compared in small groups only.
+        grouped: weights are compared within N:M groups only.
     """
     if not matrices:
         return Effort()
@@ -76,7 +76,7 @@ def effort_of(matrices: Sequence[Tensor], *, twin: bool, refinements: int, group
 
 
 def _workspace(columns: int, elements: int, refinements: int, *, grouped: bool) -> int:
-    """The bytes of the table, of all steps that there are."""
+    """The largest of the table's byte counts over all steps that occur."""
     square = columns**2
     if refinements == 0:
         end = 4 * square + 17 * elements

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Modules as matrices: what is pruned of each, and the inputs that this matrix is multiplied with.
+"""Matrix views of prunable modules, and the inputs that these matrices are multiplied with.
 
 =====================  ==========================  ==========================================
 module                 matrix [R, C]               a token
@@ -25,13 +25,13 @@ _CLASSES = ("Linear", "Conv1d", "Conv2d", "Conv3d", "Conv1D")
 
 
 def is_prunable(module: Module) -> bool:
-    """Whether a module has a weight that pruning is about."""
+    """Return True if a module has a weight that can be pruned."""
     found = any(matches_class(module, name) for name in _CLASSES)
     return found and isinstance(getattr(module, "weight", None), Tensor)
 
 
 def misfit(module: Module) -> str | None:
-    """Why a module cannot be pruned here; ``None`` if it can."""
+    """The reason why a module cannot be pruned; ``None`` if it can."""
     weight = _weight(module)
     if not weight.is_floating_point() or weight.element_size() < 2:
         return f"its dtype is {str(weight.dtype).removeprefix('torch.')}"
@@ -43,30 +43,30 @@ def misfit(module: Module) -> str | None:
 
 
 def reads_rows(module: Module) -> bool:
-    """Whether its tokens are the rows of its input, as those of others with that input."""
+    """Return True if its tokens are the rows of its input, so that they can be shared."""
     return not isinstance(module, Conv1d | Conv2d)
 
 
 def matrix_shape(module: Module) -> tuple[int, int]:
-    """R and C."""
+    """Rows R and columns C of the matrix."""
     shape = _weight(module).shape
     return (shape[1], shape[0]) if _is_transposed(module) else (shape[0], shape[1:].numel())
 
 
 def matrix_of(module: Module) -> Tensor:
-    """The matrix ``[R, C]``, a view where that is possible; in the weight's dtype."""
+    """The matrix ``[R, C]`` in the weight's dtype, a view if possible."""
     weight = _weight(module).detach()
     return weight.T if _is_transposed(module) else weight.flatten(1)
 
 
 def write(module: Module, matrix_RC: Tensor) -> None:
-    """Put a matrix in place of the weight."""
+    """Copy a matrix into the weight."""
     weight = _weight(module).data
     weight.copy_(matrix_RC.T if _is_transposed(module) else matrix_RC.view(weight.shape))
 
 
 def tokens_of(module: Module, tensor: Tensor, token_mask: Tensor | None) -> Tensor:
-    """What the matrix is multiplied with: ``[tokens, C]``, padding left out."""
+    """The inputs that the matrix is multiplied with, ``[tokens, C]``, without padding."""
     if not isinstance(module, Conv1d | Conv2d):
         return real_tokens(tensor, token_mask)
     around: list[int] = module._reversed_padding_repeated_twice

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The sparsity of each layer by its outliers, found in a pass over the unpruned model."""
+"""OWL: sparsity per layer by its share of outliers, from a pass over the unpruned model."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ __all__ = ["Profile"]
 
 
 class Profile:
-    """Counts outliers layer by layer, and decides when all layers are counted.
+    """Outlier counts of layers, and the sparsities derived from them.
 
-    The scores of a layer are compared with the mean over all of its modules. What a run that was
-    broken off has counted is kept in its journal.
+    The scores of a layer are compared with the mean over all of its modules. The counts of an
+    interrupted run are kept in its journal.
 
     Args:
-        layers: what is pruned.
+        layers: the layers that are pruned.
         target: mean sparsity.
-        multiple: of the mean, above which a score is an outlier.
-        spread: how far a layer may be from the target.
+        multiple: multiple of the mean above which a score is an outlier.
+        spread: maximum distance of a layer's sparsity from ``target``.
     """
 
     def __init__(self, layers: Layers, target: float, multiple: float, spread: float) -> None:
@@ -39,11 +39,11 @@ class Profile:
         self.is_decided = False
 
     def note(self, module: Module, mean_square_C: Tensor) -> None:
-        """Keep what the inputs of a module are like until its layer is surveyed."""
+        """Keep the input statistics of a module until its layer is surveyed."""
         self._squares[module] = mean_square_C
 
     def survey(self, modules: Sequence[Module], keeper: Any) -> None:
-        """Count the outliers of modules whose inputs are known and whose weights are there."""
+        """Count the outliers of modules with input statistics and loaded weights."""
         known = [module for module in modules if module in self._squares]
         by_layer: dict[str, list[Module]] = {}
         for module in known:
@@ -59,7 +59,7 @@ class Profile:
             del self._squares[module]
 
     def adopt(self, modules: Sequence[Module], keeper: Any) -> None:
-        """Take over what an earlier run has counted."""
+        """Restore the counts of an earlier run."""
         if modules:
             key = self._key(modules)
             self._counts[key] = {
@@ -67,7 +67,7 @@ class Profile:
             }
 
     def decide(self) -> Mapping[str, float]:
-        """The sparsity of every layer; one that no token reached gets the target."""
+        """The sparsity of every layer; a layer without tokens gets the target."""
         self.is_decided = True
         sums: dict[str, list[int]] = {}
         for counts in self._counts.values():

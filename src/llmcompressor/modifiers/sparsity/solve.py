@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prunes the Linears that share an input: their rows stacked, one factorization for all."""
+"""SparseGPT solver for Linears that share an input: rows stacked, one factorization for all."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _STEPS = 4
 
 @dataclass(frozen=True)
 class Options:
-    """The choices that do not depend on the module."""
+    """Solver options that do not depend on the module."""
 
     block_size: int
     dampening: float
@@ -45,7 +45,7 @@ class Options:
 
 @dataclass(frozen=True)
 class Problem:
-    """Linears with one input."""
+    """Linears that share an input, to be solved together."""
 
     weights: Sequence[Tensor]
     """Each ``[R_i, C]``, any floating dtype."""
@@ -58,14 +58,14 @@ class Problem:
 
     @property
     def kind(self) -> object:
-        """Equal for problems that can be stacked."""
+        """Key that is equal for problems that can be batched."""
         shape, device = self.gram_CC.shape, self.gram_CC.device
         return shape, self.sparsity, self.cross_CC is None, device
 
 
 @dataclass(frozen=True)
 class Solution:
-    """What was found for one :class:`Problem`."""
+    """Result for one :class:`Problem`."""
 
     weights: list[Tensor]
     """float32, zero where pruned."""
@@ -76,7 +76,7 @@ class Solution:
 
 
 def solve(problems: Sequence[Problem], options: Options) -> list[Solution]:
-    """Solve ``problems``; those of one kind that are small go in one batch."""
+    """Solve ``problems``; small ones of one kind in one batch."""
     solutions: dict[int, Solution] = {}
     kinds = [problem.kind for problem in problems]
     for batch in batches_alike(kinds, [problem.gram_CC.shape[-1] for problem in problems]):
@@ -94,8 +94,8 @@ def _solve_batch(problems: Sequence[Problem], options: Options) -> list[Solution
 
 
 def _pruned(problems: Sequence[Problem], options: Options) -> list[Solution]:
-    """All of ``problems`` at once; a lone one without a batch dimension."""
-    steps = _STEPS if len(problems) == 1 else 1  # what one needs is not forced on the others
+    """Solve all of ``problems`` at once; a single one without a batch dimension."""
+    steps = _STEPS if len(problems) == 1 else 1  # do not raise the dampening for a whole batch
     gram_CC = _stack([problem.gram_CC for problem in problems])
     weight_RC = _stack([wide_rows(one.weights) for one in problems])
     gone_RC = weight_RC == 0 if options.preserve else None
@@ -129,7 +129,7 @@ def _fitted(
     options: Options,
     steps: int,
 ) -> tuple[SparseResult, float]:
-    """The best fit, with the dampening raised tenfold where it is too small."""
+    """Fit with the dampening raised tenfold while it is too small."""
     dampening = options.dampening
     dtype = quick_dtype(gram_CC.device, weight_RC.shape[-1] ** 2 * weight_RC.shape[-2])
     for step in range(steps):
@@ -153,7 +153,7 @@ def _fitted(
 
 
 def _chosen_by_score(problem: Problem, options: Options) -> Solution:
-    """Wanda's choice with nothing compensated: what is left when nothing can be factorized."""
+    """Wanda's mask without compensation: the fallback if no factorization succeeds."""
     weight_RC = torch.cat([weight.float() for weight in problem.weights])
     gone_CR = (weight_RC == 0).mT if options.preserve else None
     norm_C = problem.gram_CC.diagonal().clamp_min(0).sqrt()

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SparseGPT: prune, and change the weights that are left so that outputs stay (arXiv:2301.00774).
+"""SparseGPT: prune weights, and update the remaining ones to preserve outputs (arXiv:2301.00774).
 
-What is minimized for a Linear with weight W and inputs X is the error of its output,
-``‖(Q − W) Xᵀ‖²``, over the Q with zeros. See :mod:`llmcompressor.numerics.sparse_fit` for how it is
-done, :mod:`llmcompressor.numerics.sparsegpt` for the sweep of the paper, and
-:mod:`llmcompressor.numerics.asymmetric` for what asymmetric calibration adds.
+The objective for a Linear with weight W and inputs X is the error of its output, ``‖(Q − W) Xᵀ‖²``,
+over sparse Q. See :mod:`llmcompressor.numerics.sparse_fit` for the solver,
+:mod:`llmcompressor.numerics.sparsegpt` for the sweep of the paper, and
+:mod:`llmcompressor.numerics.asymmetric` for asymmetric calibration.
 """
 
 from __future__ import annotations
@@ -37,22 +37,21 @@ __all__ = ["SparseGPTModifier"]
 
 
 class SparseGPTModifier(OneShotPruningModifier):
-    """Zeros weights, and has those that are left make up for it.
+    """Prune weights, and update the remaining ones to compensate.
 
     Attributes:
         block_size: columns within which the sweep compares weights (``refinements: 0``).
-        dampening_frac: what is added to the Hessian's diagonal, as a fraction of its mean; the
-            default's if ``None``.
-            Where a factorization fails it is raised tenfold, three times at most.
-        preserve_sparsity_mask: weights that are zero stay so, and count.
-        offload_hessians: keep second moments in main memory while they are collected.
-        refinements: rounds in which the choice of weights is improved; 0 is the sweep of the
-            paper.
-        asymmetric: solve for what the original Linear does with the original inputs, given the
-            inputs it gets in the pruned model. Costs a second forward, and helps at 2:4. By
-            default where GPTQ, in the same pass, asks for that forward anyway.
-        asymmetric_ridge: λ of that correction, as a fraction of the mean diagonal; at least
-            C / T, of C columns and T tokens.
+        dampening_frac: dampening added to the Hessian's diagonal, as a fraction of its mean;
+            ``None`` is the default. If a factorization fails it is raised tenfold, up to three
+            times.
+        preserve_sparsity_mask: weights that are zero stay zero, and count towards the sparsity.
+        offload_hessians: keep second moments in main memory while they are accumulated.
+        refinements: rounds in which the mask is improved; 0 is the sweep of the paper.
+        asymmetric: match the original Linear's outputs on the original inputs, given the inputs of
+            the pruned model. Costs a second forward, and helps at 2:4. Default: on if GPTQ, in the
+            same pass, needs that forward anyway.
+        asymmetric_ridge: λ of that correction, as a fraction of the mean diagonal; at least C / T,
+            for C columns and T tokens.
 
     Example::
 
@@ -71,11 +70,11 @@ class SparseGPTModifier(OneShotPruningModifier):
 
     @property
     def twin_streams(self) -> bool:
-        """Asymmetric calibration compares the inputs of two streams."""
+        """Return True with asymmetric calibration, which needs the original model's inputs."""
         return bool(self.asymmetric) and not self._is_surveying
 
     def effort(self, modules: Sequence[Module], data: DataSize) -> Effort:
-        """Second moments, and a few factorizations and solutions for all that get one input."""
+        """Second moments, and the factorizations and solves for modules that share an input."""
         return effort_of(
             [matrix_of(module) for module in modules],
             twin=bool(self.asymmetric),
@@ -84,25 +83,25 @@ class SparseGPTModifier(OneShotPruningModifier):
         )
 
     def new_statistics(self, columns: int, device: torch.device, name: str, *, twin: bool) -> Any:
-        """Second moments."""
+        """Second moments of the inputs."""
         place = "cpu" if self.offload_hessians else device
         return InputStatistics(columns, place, twin=twin, name=name)
 
     def mean_square(self, statistics: InputStatistics) -> Tensor:
-        """The diagonal of the second moments."""
+        """The diagonal of the second moments, per token."""
         return statistics.gram.diagonal() / statistics.tokens
 
     def reference_of(self, module: Module, tensor: Tensor, state: State) -> Tensor | None:
-        """What ``module`` gets in the original model, if that is run."""
+        """The original model's input of ``module``, if that model is run."""
         return None if self.asymmetric is False else aligned_reference(module, tensor, state)
 
     def fits_original(self, module: Module) -> bool:
-        """Where the inputs of both models were seen."""
+        """Return True if the inputs of both models were observed."""
         found = self._statistics.get(self._leader(module))
         return found is not None and found.cross is not None
 
     def prune(self, modules: Sequence[Module]) -> None:
-        """Solve modules with one input together, and inputs of one shape in one batch."""
+        """Solve modules that share an input together, and equal shapes in one batch."""
         groups: dict[Module, list[Module]] = {}
         for module in modules:
             groups.setdefault(self._leader(module), []).append(module)

@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which modules the targets of a one-shot pruning modifier mean, and how sparse each is to be.
+"""Target matching of one-shot pruning: from targets to modules and their sparsities.
 
-A target selects *layers*: a Linear by its class or name, or something with Linears inside, such as
-a decoder layer. What is pruned are the Linears and convolutions of the layers. A target that
-matches no module is tried against the names of weights (``re:.*q_proj.weight``), and
-``__ALL_PRUNABLE__`` stands for every module that can be pruned. The routers of mixtures are left
-out unless a target names them.
+A target selects *layers*: a Linear by its class or name, or a module that contains Linears, such as
+a decoder layer. The Linears and convolutions of these layers are pruned. A target that matches no
+module is matched against the names of weights (``re:.*q_proj.weight``), and ``__ALL_PRUNABLE__``
+stands for every prunable module. The routers of MoE layers are left out unless a target names them.
 
-What several targets mean belongs to the first of them. A list of sparsities has one per target,
-each of which has to decide about something, or one per layer in the order of the model.
+A layer that several targets match belongs to the first of them. A list of sparsities has one entry
+per target, each of which has to apply to some layer, or one per layer in model order.
 """
 
 from __future__ import annotations
@@ -43,11 +42,11 @@ ALL_PRUNABLE = frozenset({"__ALL_PRUNABLE__", "__ALL_QUANTIZABLE__", "__ALL__"})
 
 @dataclass(frozen=True)
 class Layers:
-    """What targets mean in a model.
+    """Layers that targets match in a model.
 
     Attributes:
-        names: module to prune → its name, in the order of the model.
-        layer: module to prune → name of the layer it is part of.
+        names: module to prune → its name, in model order.
+        layer: module to prune → name of its layer.
         sparsity: name of each layer → its sparsity.
     """
 
@@ -63,11 +62,11 @@ def find_layers(
     sparsity: float | Sequence[float],
     group: NofM | None,
 ) -> Layers:
-    """Find the layers, what is to be pruned in each, and how much.
+    """Find the layers, the modules to prune in each, and their sparsities.
 
     Raises:
-        TargetError: a target means nothing, a module cannot be pruned so, or sparsities do not
-            go with what was found.
+        TargetError: a target matches nothing, a module cannot be pruned, or sparsities do not fit
+            the layers.
     """
     wanted = as_targets(targets)
     if not wanted:
@@ -107,13 +106,13 @@ def means_linear(
     targets: str | Sequence[str],
     ignore: str | Sequence[str],
 ) -> bool:
-    """Whether targets mean a Linear of this name: itself, by its weight's name, or by a layer.
+    """Return True if targets would match a Linear called ``name``, its weight's name or its layer.
 
     Args:
-        name: the Linear's.
-        modules: the Linear and what holds it, by name.
+        name: name of the Linear.
+        modules: the Linear and the modules that contain it, by name.
         targets: layers.
-        ignore: what is left alone; it wins.
+        ignore: modules or weights that are left out; takes precedence.
     """
     ignored = as_targets(ignore)
     layers = {
@@ -132,7 +131,7 @@ def means_linear(
 
 
 class _Ignored:
-    """What is left out: modules, and weights whose names an entry spells out, as with targets."""
+    """Matcher of ignore entries: modules, and weights whose names are spelled out."""
 
     def __init__(self, entries: Sequence[str]) -> None:
         self.entries = tuple(entries)
@@ -140,7 +139,7 @@ class _Ignored:
         self._of_weights = Possible(entry for entry in entries if "weight" in entry)
 
     def means(self, name: str, module: Module) -> bool:
-        """Whether an entry means a module, or its weight."""
+        """Return True if an entry matches a module or its weight."""
         near = self._of_modules.of(name, module)
         return any(matches(name, module, entry) for entry in near) or bool(
             self.of_weight(name, module)
@@ -155,7 +154,7 @@ class _Ignored:
 def _places(
     model: Module, everything: dict[str, Module], wanted: Sequence[str], left_out: _Ignored
 ) -> dict[str, str]:
-    """Name of each layer → the first target that means it; in the order of the model."""
+    """Name of each layer → the first target that matches it, in model order."""
     possible = Possible(wanted)
     hits = {
         name: [one for one in possible.of(name, module) if matches(name, module, one)]
@@ -193,16 +192,16 @@ def _prunable_in(everything: Mapping[str, Module], layer: str) -> Iterator[tuple
 
 
 def _means_weight(name: str, entry: str) -> bool:
-    """A pattern that says what a name must not end in would match each weight."""
+    """Return True if an entry spells out a weight's name; negative patterns would match any."""
     return "weight" in entry and matches_name(f"{name}.weight", entry)
 
 
 def _leave_unnamed(
     model: Module, wanted: Sequence[str], names: dict[Module, str], layer: dict[Module, str]
 ) -> None:
-    """Heads whose weight is the input embedding and routers are pruned only if a target names them.
+    """Leave out tied heads and routers unless a target names them.
 
-    A router has few weights and decides where each token goes; engines serve it as it is.
+    A router has few weights and decides the routing; inference engines serve it dense.
     """
     tables = {id(one.weight) for one in model.modules() if isinstance(one, Embedding)}
     heads: list[str] = []
@@ -227,7 +226,7 @@ def _leave_unnamed(
 
 
 def _warn_of_head(model: Module, wanted: Sequence[str], names: Mapping[Module, str]) -> None:
-    """Recipes for earlier releases, which left the head alone by themselves, do not ignore it."""
+    """Warn if the output head is pruned without being named, as earlier releases left it out."""
     head = output_head(model)
     if head is not None and head in names and not _is_named(names[head], wanted):
         logger.warning(
@@ -237,7 +236,7 @@ def _warn_of_head(model: Module, wanted: Sequence[str], names: Mapping[Module, s
 
 
 def _is_named(name: str, wanted: Sequence[str]) -> bool:
-    """Whether a target means a module by its name, or by that of its weight."""
+    """Return True if a target matches a module by its name or its weight's name."""
     return any(
         matches_name(name, target) or matches_name(f"{name}.weight", target) for target in wanted
     )

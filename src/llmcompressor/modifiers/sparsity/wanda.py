@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Wanda: prune by magnitude times input norm, and change nothing else (arXiv:2306.11695)."""
+"""Wanda: prune by magnitude times input norm, without weight updates (arXiv:2306.11695)."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _PIECE = 256
 
 
 class _ColumnSquares:
-    """Squares of the inputs of a module, summed by column."""
+    """Sums of squares of a module's input columns."""
 
     def __init__(self, columns: int, device: torch.device, name: str) -> None:
         self.tokens = 0
@@ -33,7 +33,7 @@ class _ColumnSquares:
         self.squares_C = torch.zeros(columns, device=device)
 
     def update(self, tokens_TC: Tensor, reference_TC: Tensor | None = None) -> None:
-        """Count the tokens of one batch, ``[T, C]``."""
+        """Accumulate the tokens of one batch, ``[T, C]``."""
         self.tokens += len(tokens_TC)
         pieces = torch.split(tokens_TC, _PIECE)
         sums_NC = self.squares_C.new_empty(len(pieces), len(self.squares_C))
@@ -52,7 +52,7 @@ class _ColumnSquares:
 
 
 class WandaPruningModifier(OneShotPruningModifier):
-    """Zeros, in each row, the weights whose products with their inputs are smallest.
+    """Zero, in each row, the weights with the smallest magnitude times input norm.
 
     Example::
 
@@ -60,11 +60,11 @@ class WandaPruningModifier(OneShotPruningModifier):
     """
 
     def new_statistics(self, columns: int, device: torch.device, name: str, *, twin: bool) -> Any:
-        """Sums of squares."""
+        """Sums of squares of the input columns."""
         return _ColumnSquares(columns, device, name)
 
     def mean_square(self, statistics: _ColumnSquares) -> Tensor:
-        """The mean of the squares of each input column.
+        """Mean square of each input column.
 
         Raises:
             NonFiniteError: the activations hold NaN or infinity.
@@ -77,7 +77,7 @@ class WandaPruningModifier(OneShotPruningModifier):
         return statistics.squares_C / statistics.tokens
 
     def prune(self, modules: Sequence[Module]) -> None:
-        """Zero what scores least."""
+        """Zero the weights with the lowest scores."""
         for module in modules:
             statistics = self._statistics[self._leader(module)]
             weight_RC = matrix_of(module)
@@ -94,7 +94,7 @@ class WandaPruningModifier(OneShotPruningModifier):
             )
 
     def effort(self, modules: Sequence[Module], data: DataSize) -> Effort:
-        """One look at every weight, and sums by column."""
+        """A pass over every weight, and sums by input column."""
         shapes = [matrix_shape(module) for module in modules]
         columns = max((shape[1] for shape in shapes), default=0)
         elements = sum(rows * width for rows, width in shapes)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Modifiers that leave what a model computes as it is, and make it easier to quantize."""
+"""Transforms that preserve a model's function and make it easier to quantize."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The importance of a weight's columns, which its observer gathers by itself.
+"""No-op gatherer of importance matrices, which the observer collects itself.
 
 See :mod:`llmcompressor.observers.imatrix`.
 """
@@ -19,7 +19,7 @@ __all__ = ["IMatrixGatherer"]
 
 
 class IMatrixGatherer(Modifier):
-    """Does nothing: a quantizing modifier with the observer ``imatrix_mse`` needs no other.
+    """Do nothing: a quantizing modifier with the observer ``imatrix_mse`` needs no other.
 
     Attributes:
         targets: accepted, without effect.
@@ -33,16 +33,16 @@ class IMatrixGatherer(Modifier):
 
     @property
     def finest_granularity(self) -> Granularity:
-        """Whatever others can."""
+        """Single Linears, so it does not coarsen that of other modifiers."""
         return Granularity.LINEAR
 
     @property
     def works_by_block(self) -> bool:
-        """No block needs anything."""
+        """Always True: it has nothing to finish."""
         return True
 
     def on_initialize(self, state: State, **kwargs: Any) -> bool:
-        """Say that it is not needed."""
+        """Warn that it has no effect."""
         logger.warning(
             "IMatrixGatherer does nothing: the modifier behind it gathers the importance itself if "
             "its weight_observer is imatrix_mse."

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fields that several techniques have in common."""
+"""Pydantic fields shared by several techniques."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The hooks of modifiers, under the path that scripts know."""
+"""Compatibility path of the hooks mixin."""
 
 from llmcompressor.modeling.hooks import HooksMixin
 

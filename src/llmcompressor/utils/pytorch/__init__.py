@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Helpers that look at a model."""
+"""Helpers that inspect a model."""
 
 from llmcompressor.utils.pytorch.module import get_no_split_params
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a model says of its parts."""
+"""Structure of a model for device placement."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ _ALL = "__ALL__"
 
 
 def get_no_split_params(model: Module) -> str | list[str]:
-    """The classes of modules that are to stay on one device: decoder layers.
+    """Return the class names of modules that must stay on one device: decoder layers.
 
     Returns:
-        Their names; ``"__ALL__"`` for a model that names none.
+        The names; ``"__ALL__"`` for a model that declares none.
     """
     return sorted(getattr(model, "_no_split_modules", None) or ()) or _ALL

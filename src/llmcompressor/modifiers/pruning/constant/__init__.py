@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model that is sparse already is trained and stays so."""
+"""Constant pruning: keep the zeros of a sparse model while it is trained."""
 
 from llmcompressor.modifiers.pruning.constant.base import ConstantPruningModifier
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model that is sparse already is trained and stays so."""
+"""Constant pruning: keep the zeros of a sparse model while it is trained."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ __all__ = ["ConstantPruningModifier"]
 
 
 class ConstantPruningModifier(MaskingModifier):
-    """Keeps the weights at zero that are zero when it starts, through every step until it ends.
+    """Keep weights at zero that are zero at the start, in every step until the end.
 
-    ``update`` has no effect: the mask is taken once.
+    ``update`` has no effect: the mask is chosen once.
 
     Example::
 
@@ -23,15 +23,15 @@ class ConstantPruningModifier(MaskingModifier):
     """
 
     needs_time: ClassVar[bool] = True
-    # What others do in a oneshot keeps zeros by itself.
+    # Other modifiers keep zeros in a oneshot by themselves.
     idle_types: ClassVar[frozenset[str]] = frozenset({"oneshot"})
 
     def is_due(self, index: float) -> bool:
-        """Once."""
+        """Return True once, before a mask was chosen."""
         return self._index is None
 
     def choose(self, index: float) -> None:
-        """Take the zeros that are there."""
+        """Mask the weights that are zero now."""
         self.weights.freeze()
         dense = [name for name, sparsity in self.weights.sparsities().items() if not sparsity]
         if len(dense) == len(self.weights.places):

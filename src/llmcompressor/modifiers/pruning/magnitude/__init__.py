@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pruning by magnitude, more and more of a model while it is trained."""
+"""Gradual magnitude pruning during a training."""
 
 from llmcompressor.modifiers.pruning.magnitude.base import MagnitudePruningModifier
 

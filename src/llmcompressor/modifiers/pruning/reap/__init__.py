@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""REAP under another path."""
+"""Compatibility path of :mod:`llmcompressor.modifiers.reap`."""
 
 from llmcompressor.modifiers.reap import REAPPruningModifier
 

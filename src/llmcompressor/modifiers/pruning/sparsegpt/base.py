@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Other path of what :mod:`llmcompressor.modifiers.sparsity.sparsegpt` has."""
+"""Compatibility path of :mod:`llmcompressor.modifiers.sparsity.sparsegpt`."""
 
 from llmcompressor.modifiers.sparsity.sparsegpt import SparseGPTModifier
 

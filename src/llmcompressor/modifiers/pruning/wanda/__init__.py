@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Wanda under an old path."""
+"""Compatibility path of :mod:`llmcompressor.modifiers.sparsity.wanda`."""
 
 from llmcompressor.modifiers.sparsity.wanda import WandaPruningModifier
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Other path of what :mod:`llmcompressor.modifiers.sparsity.wanda` has."""
+"""Compatibility path of :mod:`llmcompressor.modifiers.sparsity.wanda`."""
 
 from llmcompressor.modifiers.sparsity.wanda import WandaPruningModifier
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Old path of :class:`llmcompressor.modifiers.gptq.GPTQModifier`."""
+"""Compatibility path of :class:`llmcompressor.modifiers.gptq.GPTQModifier`."""
 
 from llmcompressor.modifiers.gptq import GPTQModifier
 

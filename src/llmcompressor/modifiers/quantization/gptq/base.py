@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Other path of what :mod:`llmcompressor.modifiers.gptq.base` has."""
+"""Compatibility path of :mod:`llmcompressor.modifiers.gptq.base`."""
 
 from llmcompressor.modifiers.gptq.base import GPTQModifier
 

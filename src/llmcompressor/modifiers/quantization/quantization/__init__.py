@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Other path of what :mod:`llmcompressor.modifiers.quantization` has."""
+"""Compatibility path of :mod:`llmcompressor.modifiers.quantization`."""
 
 from llmcompressor.modifiers.quantization.rounding import QuantizationModifier
 from llmcompressor.quantization.base import QuantizationMixin

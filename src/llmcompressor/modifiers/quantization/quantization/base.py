@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Other path of what :mod:`llmcompressor.modifiers.quantization.rounding` has."""
+"""Compatibility path of :mod:`llmcompressor.modifiers.quantization.rounding`."""
 
 from llmcompressor.modifiers.quantization.rounding import QuantizationModifier
 

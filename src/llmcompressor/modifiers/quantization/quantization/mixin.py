@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Other path of what :mod:`llmcompressor.quantization.base` has."""
+"""Compatibility path of :mod:`llmcompressor.quantization.base`."""
 
 from llmcompressor.quantization.base import QuantizationMixin
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""AWQ (arXiv:2306.00978), beside a modifier that quantizes."""
+"""AWQ (arXiv:2306.00978), to be followed by a modifier that quantizes."""
 
 from llmcompressor.modifiers.awq.base import AWQ_MAPPING_REGISTRY, AWQMapping, AWQModifier
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Other path of what :mod:`llmcompressor.modifiers.awq.base` has."""
+"""Compatibility path of :mod:`llmcompressor.modifiers.awq.base`."""
 
 from llmcompressor.modifiers.awq.base import (
     AWQ_MAPPING_REGISTRY,

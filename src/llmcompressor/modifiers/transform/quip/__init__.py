@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""QuIP (arXiv:2402.04396)."""
+"""QuIP: incoherence processing (arXiv:2402.04396)."""
 
 from llmcompressor.modifiers.rotation import QuIPModifier
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Other path of what :mod:`llmcompressor.modifiers.rotation` has."""
+"""Compatibility path of :mod:`llmcompressor.modifiers.rotation`."""
 
 from llmcompressor.modifiers.rotation import QuIPModifier
 

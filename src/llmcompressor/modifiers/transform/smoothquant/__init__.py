@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SmoothQuant (arXiv:2211.10438)."""
+"""SmoothQuant: activation smoothing (arXiv:2211.10438)."""
 
 from llmcompressor.modifiers.smoothquant import SmoothQuantMapping, SmoothQuantModifier
 

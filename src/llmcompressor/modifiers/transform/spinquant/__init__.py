@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SpinQuant (arXiv:2405.16406)."""
+"""SpinQuant: rotations of a language model (arXiv:2405.16406)."""
 
 from llmcompressor.modifiers.rotation import NormMapping, SpinQuantMapping, SpinQuantModifier
 

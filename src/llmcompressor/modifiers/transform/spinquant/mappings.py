@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Other path of what :mod:`llmcompressor.modifiers.rotation.mappings` has."""
+"""Compatibility path of :mod:`llmcompressor.modifiers.rotation.mappings`."""
 
 from llmcompressor.modifiers.rotation.mappings import SPINQUANT_MAPPING_REGISTRY, SpinQuantMapping
 
