@@ -32,7 +32,7 @@ def resolve(path: str) -> Any:
 
 
 def lazy_page(
-    page: dict[str, Any], homes: Mapping[str, str], absent: Mapping[str, str] | None = None
+    page: dict[str, Any], homes: Mapping[str, str]
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """``__getattr__`` and ``__dir__`` of a module that only points to names which live elsewhere.
 
@@ -44,12 +44,9 @@ def lazy_page(
         page: its ``globals()``.
         homes: name → ``"module:attribute"``, or ``".module"`` for one of the page's own package
             that has it by that name; imported when the name is asked for.
-        absent: name → why there is no such thing here, and what to do; said when it is imported.
     """
 
     def find(name: str) -> Any:
-        if absent and name in absent:
-            raise ImportError(f"There is no {name} in this package: {absent[name]}")
         if name not in homes:
             raise AttributeError(f"module {page['__name__']!r} has no attribute {name!r}")
         home = homes[name]

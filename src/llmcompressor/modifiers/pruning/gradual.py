@@ -7,13 +7,15 @@ Zhu & Gupta, *To prune, or not to prune* (arXiv:1710.01878), eq. 1,
 .. math:: s(t) = s_f + (s_i - s_f) (1 - t)^3, \qquad t = (i - start) / (end - start),
 
 and the weights that remain are trained meanwhile to do without those that are gone.
+
+:class:`ConstantPruningModifier` prunes nothing more: it holds the zeros that are there.
 """
 
 from __future__ import annotations
 
 import math
 from functools import cached_property
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from pydantic import Field, field_validator, model_validator
 
@@ -27,9 +29,37 @@ from llmcompressor.modifiers.pruning.schedule import Schedule, Window, make_sche
 from llmcompressor.numerics.masks import Structure, parse_structure
 from llmcompressor.wording import listed
 
-__all__ = ["MagnitudePruningModifier"]
+__all__ = ["ConstantPruningModifier", "MagnitudePruningModifier"]
 
 _ROUNDING = 1e-9
+
+
+class ConstantPruningModifier(MaskingModifier):
+    """Keeps the weights at zero that are zero when it starts, through every step until it ends.
+
+    ``update`` has no effect: the mask is taken once.
+
+    Example::
+
+        ConstantPruningModifier(targets="__ALL_PRUNABLE__", start=0)
+    """
+
+    needs_time: ClassVar[bool] = True
+    # What others do in a oneshot keeps zeros by itself.
+    idle_types: ClassVar[frozenset[str]] = frozenset({"oneshot"})
+
+    def is_due(self, index: float) -> bool:
+        """Once."""
+        return self._index is None
+
+    def choose(self, index: float) -> None:
+        """Take the zeros that are there."""
+        self.weights.freeze()
+        dense = [name for name, sparsity in self.weights.sparsities().items() if not sparsity]
+        if len(dense) == len(self.weights.places):
+            logger.warning(
+                f"{type(self).__name__} has nothing to keep: no weight is zero in {listed(dense)}."
+            )
 
 
 class MagnitudePruningModifier(MaskingModifier):

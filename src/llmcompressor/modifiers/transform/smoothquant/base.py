@@ -1,6 +1,0 @@
-# SPDX-License-Identifier: Apache-2.0
-"""Other path of what :mod:`llmcompressor.modifiers.smoothquant.base` has."""
-
-from llmcompressor.modifiers.smoothquant.base import SmoothQuantMapping, SmoothQuantModifier
-
-__all__ = ["SmoothQuantMapping", "SmoothQuantModifier"]

@@ -1,6 +1,0 @@
-# SPDX-License-Identifier: Apache-2.0
-"""Other path of what :mod:`llmcompressor.modifiers.rotation` has."""
-
-from llmcompressor.modifiers.rotation import SpinQuantModifier
-
-__all__ = ["SpinQuantModifier"]

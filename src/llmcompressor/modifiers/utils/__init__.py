@@ -1,6 +1,0 @@
-# SPDX-License-Identifier: Apache-2.0
-"""Helpers for modifiers, under the path that scripts know."""
-
-from llmcompressor.modeling.hooks import HooksMixin
-
-__all__ = ["HooksMixin"]
