@@ -22,7 +22,7 @@ for module in (
     "llmcompressor.entrypoints.train",
     "llmcompressor.modifiers.distillation.output",
     "llmcompressor.modifiers.gptq.base",
-    "llmcompressor.modifiers.pruning.constant",
+    "llmcompressor.modifiers.pruning.gradual",
     "llmcompressor.modifiers.quantization.rounding",
     "llmcompressor.modifiers.reap",
     "llmcompressor.modifiers.smoothquant",

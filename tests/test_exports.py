@@ -407,84 +407,15 @@ PUBLIC = {
     "llmcompressor.utils.pytorch.module": ["get_no_split_params"],
     "llmcompressor.version": ["__version__", "__version_tuple__", "version", "version_tuple"],
 }
-# Old path → where the thing lives. Both must give the same object.
+# Second path → where the thing lives; both give the same object. tests/test_compat.py has those
+# of earlier releases.
 ALIASES = {
     "llmcompressor:callbacks": "llmcompressor.core.session_functions:LifecycleCallbacks",
     "llmcompressor.args:DataTrainingArguments": "llmcompressor.args:DatasetArguments",
-    "llmcompressor.datasets.utils:format_calibration_data": (
-        "llmcompressor.datasets:format_calibration_data"
-    ),
-    "llmcompressor.datasets.utils:get_calibration_dataloader": (
-        "llmcompressor.datasets:get_calibration_dataloader"
-    ),
-    "llmcompressor.datasets.utils:get_processed_dataset": (
-        "llmcompressor.datasets:get_processed_dataset"
-    ),
-    "llmcompressor.datasets.utils:get_rank_partition": "llmcompressor.datasets:get_rank_partition",
     "llmcompressor.entrypoints:Oneshot": "llmcompressor:Oneshot",
     "llmcompressor.entrypoints:model_free_ptq": "llmcompressor:model_free_ptq",
     "llmcompressor.entrypoints:oneshot": "llmcompressor:oneshot",
     "llmcompressor.entrypoints:train": "llmcompressor:train",
-    "llmcompressor.modeling.deepseek_v3:CalibrationDeepseekV3MoE": (
-        "transformers.models.deepseek_v3.modeling_deepseek_v3:DeepseekV3MoE"
-    ),
-    "llmcompressor.modeling.glm4_moe:CalibrationGlm4MoeMoE": (
-        "transformers.models.glm4_moe.modeling_glm4_moe:Glm4MoeMoE"
-    ),
-    "llmcompressor.modeling.glm_moe_dsa:CalibrationGlmMoeDsaMoE": (
-        "transformers.models.glm_moe_dsa.modeling_glm_moe_dsa:GlmMoeDsaMoE"
-    ),
-    "llmcompressor.modeling.gpt_oss:convert_model_for_quantization_gptoss": (
-        "llmcompressor.modeling:replace_modules_for_calibration"
-    ),
-    "llmcompressor.modeling.llama4:SequentialLlama4TextMoe": (
-        "transformers.models.llama4.modeling_llama4:Llama4TextMoe"
-    ),
-    "llmcompressor.modeling.minimax_m2:CalibrationMiniMaxM2SparseMoeBlock": (
-        "transformers.models.minimax_m2.modeling_minimax_m2:MiniMaxM2SparseMoeBlock"
-    ),
-    "llmcompressor.modeling.moe.context:moe_calibration_context": (
-        "llmcompressor.modeling:moe_calibration_context"
-    ),
-    "llmcompressor.modeling.moe.conversion_mappings:patch_moe_mappings": (
-        "llmcompressor.modeling:patch_moe_mappings"
-    ),
-    "llmcompressor.modeling.moe.linearize:load_quantizable_moe": "llmcompressor.utils:load_context",
-    "llmcompressor.modeling.moe_context:moe_calibration_context": (
-        "llmcompressor.modeling:moe_calibration_context"
-    ),
-    "llmcompressor.modeling.patch.qwen3_omni_patch:fast_pos_embed_interpolate": (
-        "llmcompressor.modeling.unneeded:fast_pos_embed_interpolate"
-    ),
-    "llmcompressor.modeling.prepare:replace_modules_for_calibration": (
-        "llmcompressor.modeling:replace_modules_for_calibration"
-    ),
-    "llmcompressor.modeling.qwen3_5_moe:CalibrationQwen3_5MoeSparseMoeBlock": (
-        "transformers.models.qwen3_5_moe.modeling_qwen3_5_moe:Qwen3_5MoeSparseMoeBlock"
-    ),
-    "llmcompressor.modeling.qwen3_moe:CalibrationQwen3MoeSparseMoeBlock": (
-        "transformers.models.qwen3_moe.modeling_qwen3_moe:Qwen3MoeSparseMoeBlock"
-    ),
-    "llmcompressor.modifiers.awq.dynamic_mappings:AWQMapping": (
-        "llmcompressor.modifiers.awq:AWQMapping"
-    ),
-    "llmcompressor.modifiers.awq.mappings:AWQMapping": "llmcompressor.modifiers.awq:AWQMapping",
-    "llmcompressor.modifiers.interface:ModifierInterface": "llmcompressor.modifiers:Modifier",
-    "llmcompressor.modifiers.logarithmic_equalization:LogarithmicEqualizationModifier": (
-        "llmcompressor.modifiers.smoothquant:LogarithmicEqualizationModifier"
-    ),
-    "llmcompressor.modifiers.logarithmic_equalization.base:LogarithmicEqualizationModifier": (
-        "llmcompressor.modifiers.smoothquant:LogarithmicEqualizationModifier"
-    ),
-    "llmcompressor.modifiers.obcq:SparseGPTModifier": (
-        "llmcompressor.modifiers.sparsity:SparseGPTModifier"
-    ),
-    "llmcompressor.modifiers.obcq.base:SparseGPTModifier": (
-        "llmcompressor.modifiers.sparsity:SparseGPTModifier"
-    ),
-    "llmcompressor.modifiers.obcq.sgpt_base:SparseGPTModifier": (
-        "llmcompressor.modifiers.sparsity:SparseGPTModifier"
-    ),
     "llmcompressor.modifiers.pruning:GradualPruningModifier": (
         "llmcompressor.modifiers.pruning.magnitude:MagnitudePruningModifier"
     ),
@@ -497,50 +428,8 @@ ALIASES = {
     "llmcompressor.modifiers.pruning:WandaPruningModifier": (
         "llmcompressor.modifiers.sparsity:WandaPruningModifier"
     ),
-    "llmcompressor.modifiers.pruning.constant.base:ConstantPruningModifier": (
-        "llmcompressor.modifiers.pruning:ConstantPruningModifier"
-    ),
-    "llmcompressor.modifiers.pruning.magnitude.base:MagnitudePruningModifier": (
-        "llmcompressor.modifiers.pruning:MagnitudePruningModifier"
-    ),
-    "llmcompressor.modifiers.pruning.reap:REAPPruningModifier": (
-        "llmcompressor.modifiers.reap:REAPPruningModifier"
-    ),
-    "llmcompressor.modifiers.pruning.reap.base:REAPPruningModifier": (
-        "llmcompressor.modifiers.reap:REAPPruningModifier"
-    ),
-    "llmcompressor.modifiers.pruning.sparsegpt:SparseGPTModifier": (
-        "llmcompressor.modifiers.sparsity:SparseGPTModifier"
-    ),
-    "llmcompressor.modifiers.pruning.sparsegpt.base:SparseGPTModifier": (
-        "llmcompressor.modifiers.sparsity:SparseGPTModifier"
-    ),
-    "llmcompressor.modifiers.pruning.wanda:WandaPruningModifier": (
-        "llmcompressor.modifiers.sparsity:WandaPruningModifier"
-    ),
-    "llmcompressor.modifiers.pruning.wanda.base:WandaPruningModifier": (
-        "llmcompressor.modifiers.sparsity:WandaPruningModifier"
-    ),
     "llmcompressor.modifiers.quantization:GPTQModifier": (
         "llmcompressor.modifiers.gptq:GPTQModifier"
-    ),
-    "llmcompressor.modifiers.quantization.gptq:GPTQModifier": (
-        "llmcompressor.modifiers.gptq:GPTQModifier"
-    ),
-    "llmcompressor.modifiers.quantization.gptq.base:GPTQModifier": (
-        "llmcompressor.modifiers.gptq:GPTQModifier"
-    ),
-    "llmcompressor.modifiers.quantization.quantization:QuantizationMixin": (
-        "llmcompressor.modifiers.quantization:QuantizationMixin"
-    ),
-    "llmcompressor.modifiers.quantization.quantization:QuantizationModifier": (
-        "llmcompressor.modifiers.quantization:QuantizationModifier"
-    ),
-    "llmcompressor.modifiers.quantization.quantization.base:QuantizationModifier": (
-        "llmcompressor.modifiers.quantization:QuantizationModifier"
-    ),
-    "llmcompressor.modifiers.quantization.quantization.mixin:QuantizationMixin": (
-        "llmcompressor.modifiers.quantization:QuantizationMixin"
     ),
     "llmcompressor.modifiers.transform:IMatrixGatherer": (
         "llmcompressor.modifiers.transform.imatrix:IMatrixGatherer"
@@ -552,22 +441,7 @@ ALIASES = {
         "llmcompressor.modifiers.rotation:SpinQuantModifier"
     ),
     "llmcompressor.modifiers.transform.awq:AWQMapping": "llmcompressor.modifiers.awq:AWQMapping",
-    "llmcompressor.modifiers.transform.awq.base:AWQMapping": (
-        "llmcompressor.modifiers.awq:AWQMapping"
-    ),
-    "llmcompressor.modifiers.transform.awq.base:AWQModifier": (
-        "llmcompressor.modifiers.awq.base:AWQModifier"
-    ),
-    "llmcompressor.modifiers.transform.awq.dynamic_mappings:AWQMapping": (
-        "llmcompressor.modifiers.awq:AWQMapping"
-    ),
-    "llmcompressor.modifiers.transform.awq.mappings:AWQMapping": (
-        "llmcompressor.modifiers.awq:AWQMapping"
-    ),
     "llmcompressor.modifiers.transform.quip:QuIPModifier": (
-        "llmcompressor.modifiers.rotation:QuIPModifier"
-    ),
-    "llmcompressor.modifiers.transform.quip.base:QuIPModifier": (
         "llmcompressor.modifiers.rotation:QuIPModifier"
     ),
     "llmcompressor.modifiers.transform.smoothquant:SmoothQuantMapping": (
@@ -576,133 +450,14 @@ ALIASES = {
     "llmcompressor.modifiers.transform.smoothquant:SmoothQuantModifier": (
         "llmcompressor.modifiers.smoothquant:SmoothQuantModifier"
     ),
-    "llmcompressor.modifiers.transform.smoothquant.base:SmoothQuantMapping": (
-        "llmcompressor.modifiers.smoothquant:SmoothQuantMapping"
-    ),
-    "llmcompressor.modifiers.transform.smoothquant.base:SmoothQuantModifier": (
-        "llmcompressor.modifiers.smoothquant:SmoothQuantModifier"
-    ),
     "llmcompressor.modifiers.transform.spinquant:SpinQuantModifier": (
         "llmcompressor.modifiers.rotation:SpinQuantModifier"
     ),
-    "llmcompressor.modifiers.transform.spinquant.base:SpinQuantModifier": (
-        "llmcompressor.modifiers.rotation:SpinQuantModifier"
-    ),
-    "llmcompressor.modifiers.transform.spinquant.mappings:SpinQuantMapping": (
-        "llmcompressor.modifiers.rotation:SpinQuantMapping"
-    ),
-    "llmcompressor.modifiers.transform.spinquant.norm_mappings:NormMapping": (
-        "llmcompressor.modifiers.rotation:NormMapping"
-    ),
     "llmcompressor.observers:MovingAverageMSEObserver": "llmcompressor.observers:MSEObserver",
     "llmcompressor.observers:Observer": "llmcompressor.observers.base:Observer",
-    "llmcompressor.pytorch.utils:tensor_sparsity": "llmcompressor.utils.tensors:tensor_sparsity",
     "llmcompressor.recipe:RecipeArgsInput": "llmcompressor.recipe.arguments:RecipeArgs",
-    "llmcompressor.transformers:DataTrainingArguments": "llmcompressor.args:DatasetArguments",
-    "llmcompressor.transformers:ModelArguments": "llmcompressor.args:ModelArguments",
-    "llmcompressor.transformers:SessionManagerMixIn": "llmcompressor.training:SessionManagerMixIn",
-    "llmcompressor.transformers:SparseAutoModelForCausalLM": "transformers:AutoModelForCausalLM",
-    "llmcompressor.transformers:TextGenerationDataset": (
-        "llmcompressor.datasets:TextGenerationDataset"
-    ),
-    "llmcompressor.transformers:Trainer": "llmcompressor.training:Trainer",
-    "llmcompressor.transformers:TrainingArguments": "llmcompressor.args:TrainingArguments",
-    "llmcompressor.transformers:apply": "llmcompressor:run_stages",
-    "llmcompressor.transformers:compress": "llmcompressor:run_stages",
-    "llmcompressor.transformers:oneshot": "llmcompressor:oneshot",
-    "llmcompressor.transformers:train": "llmcompressor:train",
-    "llmcompressor.transformers.compression.compressed_tensors_utils:modify_save_pretrained": (
-        "llmcompressor.entrypoints.saving:modify_save_pretrained"
-    ),
-    "llmcompressor.transformers.compression.helpers:calculate_offload_device_map": (
-        "llmcompressor.utils:calculate_offload_device_map"
-    ),
-    "llmcompressor.transformers.compression.helpers:custom_offload_device_map": (
-        "llmcompressor.utils:custom_offload_device_map"
-    ),
-    "llmcompressor.transformers.data:C4Dataset": "llmcompressor.datasets.named.plain:C4",
-    "llmcompressor.transformers.data:CNNDailyMailDataset": (
-        "llmcompressor.datasets.named.tasks:CNNDailyMail"
-    ),
-    "llmcompressor.transformers.data:EvolCodeAlpacaDataset": (
-        "llmcompressor.datasets.named.tasks:EvolCodeAlpaca"
-    ),
-    "llmcompressor.transformers.data:Flickr30K": "llmcompressor.datasets.named.media:Flickr30k",
-    "llmcompressor.transformers.data:GSM8KDataset": "llmcompressor.datasets.named.tasks:GSM8K",
-    "llmcompressor.transformers.data:OpenPlatypusDataset": (
-        "llmcompressor.datasets.named.tasks:OpenPlatypus"
-    ),
-    "llmcompressor.transformers.data:PeoplesSpeech": (
-        "llmcompressor.datasets.named.media:PeoplesSpeech"
-    ),
-    "llmcompressor.transformers.data:PerfectBlendDataset": (
-        "llmcompressor.datasets.named.chats:PerfectBlend"
-    ),
-    "llmcompressor.transformers.data:TextGenerationDataset": (
-        "llmcompressor.datasets.generation:TextGenerationDataset"
-    ),
-    "llmcompressor.transformers.data:UltraChatDataset": (
-        "llmcompressor.datasets.named.chats:UltraChat"
-    ),
-    "llmcompressor.transformers.data:WikiTextDataset": (
-        "llmcompressor.datasets.named.plain:WikiText"
-    ),
-    "llmcompressor.transformers.data.base:TextGenerationDataset": (
-        "llmcompressor.datasets:TextGenerationDataset"
-    ),
-    "llmcompressor.transformers.finetune.data:TextGenerationDataset": (
-        "llmcompressor.datasets:TextGenerationDataset"
-    ),
-    "llmcompressor.transformers.finetune.data.base:TextGenerationDataset": (
-        "llmcompressor.datasets:TextGenerationDataset"
-    ),
-    "llmcompressor.transformers.finetune.data.data_args:DataTrainingArguments": (
-        "llmcompressor.args:DatasetArguments"
-    ),
-    "llmcompressor.transformers.finetune.model_args:ModelArguments": (
-        "llmcompressor.args:ModelArguments"
-    ),
-    "llmcompressor.transformers.finetune.session_mixin:SessionManagerMixIn": (
-        "llmcompressor.training:SessionManagerMixIn"
-    ),
-    "llmcompressor.transformers.finetune.text_generation:apply": "llmcompressor:run_stages",
-    "llmcompressor.transformers.finetune.text_generation:oneshot": "llmcompressor:oneshot",
-    "llmcompressor.transformers.finetune.text_generation:train": "llmcompressor:train",
-    "llmcompressor.transformers.finetune.trainer:Trainer": "llmcompressor.training:Trainer",
-    "llmcompressor.transformers.finetune.training_args:TrainingArguments": (
-        "llmcompressor.args:TrainingArguments"
-    ),
-    "llmcompressor.transformers.sparsification:modify_save_pretrained": (
-        "llmcompressor.entrypoints.saving:modify_save_pretrained"
-    ),
-    "llmcompressor.transformers.sparsification.compressed_tensors_utils:modify_save_pretrained": (
-        "llmcompressor.entrypoints.saving:modify_save_pretrained"
-    ),
-    "llmcompressor.transformers.sparsification.sparse_model:SparseAutoModelForCausalLM": (
-        "transformers:AutoModelForCausalLM"
-    ),
-    "llmcompressor.transformers.tracing:TraceableLlavaForConditionalGeneration": (
-        "transformers:LlavaForConditionalGeneration"
-    ),
-    "llmcompressor.transformers.utils.data_collator:llava_data_collator": (
-        "llmcompressor.datasets.named_inputs:llava_data_collator"
-    ),
-    "llmcompressor.transformers.utils.data_collator:mllama_data_collator": (
-        "llmcompressor.datasets.named_inputs:mllama_data_collator"
-    ),
-    "llmcompressor.transformers.utils.data_collator:pixtral_data_collator": (
-        "llmcompressor.datasets.named_inputs:pixtral_data_collator"
-    ),
-    "llmcompressor.transformers.utils.data_collator:qwen2_vl_data_collator": (
-        "llmcompressor.datasets.named_inputs:qwen2_vl_data_collator"
-    ),
     "llmcompressor.utils:get_main_device": "llmcompressor.utils.devices:best_device",
     "llmcompressor.utils:skip_weights_download": "llmcompressor.utils.dev:skip_weights_download",
-    "llmcompressor.utils.dev:dispatch_for_generation": (
-        "llmcompressor.utils:dispatch_for_generation"
-    ),
-    "llmcompressor.utils.dev:get_main_device": "llmcompressor.utils.devices:best_device",
-    "llmcompressor.utils.dev:load_context": "llmcompressor.utils:load_context",
     "llmcompressor.utils.helpers:disable_cache": "llmcompressor.modeling.inputs:without_cache",
     "llmcompressor.utils.helpers:get_embeddings": "llmcompressor.modeling.embeddings:embeddings",
     "llmcompressor.version:__version__": "llmcompressor:__version__",
@@ -732,22 +487,6 @@ def test_an_alias_is_the_thing_itself(old: str) -> None:
 def test_deepseek_v32_is_that_of_transformers() -> None:
     found = load("llmcompressor.modeling.deepseekv32.model:DeepseekV32ForCausalLM")
     assert found is transformers.DeepseekV32ForCausalLM
-
-
-@pytest.mark.parametrize(
-    ("path", "instead"),
-    [
-        ("llmcompressor.modeling.granite4:GraniteMoeHybridParallelExpertsLinear", "Load the model"),
-        ("llmcompressor.modeling.granite4:pack_3d_experts", "Save the model"),
-        ("llmcompressor.modeling.kimi_k3:KimiK3ForConditionalGeneration", "Load the model"),
-        ("llmcompressor.modeling.moe.linear_experts:LinearExperts2D", "Load the model"),
-        ("llmcompressor.modeling.moe.linearize:repack_moe", "Save the model"),
-        ("llmcompressor.transformers.finetune:eval", "llmcompressor.evaluate"),
-    ],
-)
-def test_a_name_that_nothing_here_is_meant_by_says_what_to_do(path: str, instead: str) -> None:
-    with pytest.raises(ImportError, match=rf"There is no \w+ in this package: .*{instead}"):
-        load(path)
 
 
 def test_tables_are_sorted() -> None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from llmcompressor import _compat
 from llmcompressor.collecting import quick_imports
 
 if TYPE_CHECKING:
@@ -61,6 +62,8 @@ __version__ = "0.1.0"
 
 # Bound after the module of that name, which would otherwise replace the text when it is imported.
 from llmcompressor.version import version
+
+_compat.install()
 
 _HOMES = {
     "LoggerConfig": "llmcompressor.logger",

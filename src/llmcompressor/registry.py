@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Registries from a name to ``"module:attribute"``, imported on first use."""
+"""Tables from a name to ``"module:attribute"``, imported only when the name is asked for."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ V = TypeVar("V")
 
 
 def fold(name: str) -> str:
-    """Normalize a name for lookup: case, ``-``, ``_`` and spaces do not matter.
+    """A name as looked up: case, ``-``, ``_`` and spaces do not matter.
 
     >>> fold("Open-Platypus") == fold("open_platypus")
     True
@@ -32,9 +32,9 @@ def resolve(path: str) -> Any:
 
 
 def lazy_page(
-    page: dict[str, Any], homes: Mapping[str, str], absent: Mapping[str, str] | None = None
+    page: dict[str, Any], homes: Mapping[str, str]
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """Return ``__getattr__`` and ``__dir__`` of a module that re-exports names lazily.
+    """``__getattr__`` and ``__dir__`` of a module that only points to names which live elsewhere.
 
     >>> find, names = lazy_page({"__name__": "page"}, {"dumps": "json:dumps"})
     >>> find("dumps")([1]), names()
@@ -42,14 +42,11 @@ def lazy_page(
 
     Args:
         page: its ``globals()``.
-        homes: name → ``"module:attribute"``, or ``".module"`` for a module of the same package with
-            that attribute; imported on first access.
-        absent: name → the reason why it does not exist here, and the remedy, for the ImportError.
+        homes: name → ``"module:attribute"``, or ``".module"`` for one of the page's own package
+            that has it by that name; imported when the name is asked for.
     """
 
     def find(name: str) -> Any:
-        if absent and name in absent:
-            raise ImportError(f"There is no {name} in this package: {absent[name]}")
         if name not in homes:
             raise AttributeError(f"module {page['__name__']!r} has no attribute {name!r}")
         home = homes[name]
@@ -59,7 +56,7 @@ def lazy_page(
 
 
 class Table(Mapping[str, str]):
-    """A registry as data: name → ``"module:attribute"``; a miss suggests the nearest names.
+    """A registry as data: name → ``"module:attribute"``; a miss lists the nearest names.
 
     >>> table = Table("codec", {"json": "json:dumps"})
     >>> table.load("JSON")([1])
@@ -75,15 +72,15 @@ class Table(Mapping[str, str]):
         self._added: dict[str, Any] = {}
 
     def add(self, name: str, value: Any) -> None:
-        """Register a third-party object under ``name``."""
+        """Register an object of a third party under ``name``."""
         self._added[fold(name)] = value
 
     def is_added(self, name: str) -> bool:
-        """Return True if a third-party object is registered under ``name``."""
+        """Whether the object called ``name`` is one of a third party."""
         return fold(name) in self._added
 
     def load(self, name: str) -> Any:
-        """Return the object registered under ``name``, importing it if necessary."""
+        """The object called ``name``, imported now if it was not yet."""
         key = fold(name)
         if key in self._added:
             return self._added[key]
@@ -96,7 +93,7 @@ class Table(Mapping[str, str]):
         )
 
     def names(self) -> list[str]:
-        """Return all names that :meth:`load` accepts, including added ones."""
+        """All that :meth:`load` knows, what was added included."""
         return [*self._entries, *self._added]
 
     def __getitem__(self, name: str) -> str:
@@ -110,12 +107,12 @@ class Table(Mapping[str, str]):
 
 
 class Additions(MutableMapping[str, V]):
-    """A mapping of built-in values by name, which users may extend or override.
+    """What users add under a name, beside what is known of names and can be read as well.
 
-    Reading a built-in value changes nothing; setting a built-in value to itself adds nothing.
+    To read what is known changes nothing; to add it under its own name adds nothing.
 
     Args:
-        known: functions that make the built-in values, so that no caller changes them for others.
+        known: by name; made when it is read, so that nobody changes it for others.
 
     >>> table = Additions({"a": lambda: [1]})
     >>> table["b"] = [*table["a"], 2]
@@ -128,7 +125,7 @@ class Additions(MutableMapping[str, V]):
         self._added: dict[str, V] = {}
 
     def added(self, name: str) -> V | None:
-        """Return the value that a user set for ``name``, or ``None``."""
+        """What a user has added under ``name``."""
         return self._added.get(name)
 
     def __getitem__(self, name: str) -> V:

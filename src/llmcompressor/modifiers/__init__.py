@@ -9,15 +9,15 @@ from llmcompressor.registry import lazy_page
 
 if TYPE_CHECKING:
     from llmcompressor.modifiers.factory import ModifierFactory
-    from llmcompressor.modifiers.interface import ModifierInterface
     from llmcompressor.modifiers.modifier import Modifier
+    from llmcompressor.modifiers.modifier import Modifier as ModifierInterface
 
 __all__ = ["Modifier", "ModifierFactory", "ModifierInterface"]
 
 _HOMES = {
     "Modifier": ".modifier",
     "ModifierFactory": ".factory",
-    "ModifierInterface": ".interface",
+    "ModifierInterface": "llmcompressor.modifiers.modifier:Modifier",
 }
 
 __getattr__, __dir__ = lazy_page(globals(), _HOMES)

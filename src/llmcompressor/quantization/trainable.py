@@ -15,7 +15,7 @@ from llmcompressor.errors import RecipeError, TargetError
 from llmcompressor.logger import logger
 from llmcompressor.modeling.flat_pieces import as_buffers, in_pieces, shapes_shown
 from llmcompressor.modeling.spread import whole, write
-from llmcompressor.modifiers.utils.fields import MOVED_TO_THE_RUN
+from llmcompressor.modifiers.renamed_fields import MOVED_TO_THE_RUN
 from llmcompressor.quantization.attach import attach_attention, attach_linear
 from llmcompressor.quantization.aware import AwareTraining
 from llmcompressor.quantization.base import QuantizationMixin

@@ -23,6 +23,7 @@ __all__ = [
     "disable_cache",
     "eval_context",
     "get_embeddings",
+    "get_no_split_params",
     "targets_embeddings",
     "untie_word_embeddings",
 ]
@@ -70,3 +71,12 @@ def targets_embeddings(
     sought = [inputs] * check_input + [outputs] * check_output
     found = {module for _, module in targets}
     return any(one in found for one in sought if one is not None)
+
+
+def get_no_split_params(model: Module) -> str | list[str]:
+    """The classes of modules that are to stay on one device: decoder layers.
+
+    Returns:
+        Their names; ``"__ALL__"`` for a model that names none.
+    """
+    return sorted(getattr(model, "_no_split_modules", None) or ()) or "__ALL__"

@@ -43,7 +43,7 @@ from llmcompressor.modifiers.autoround.tune import Options, Tuned, rounded_error
 from llmcompressor.modifiers.demands import DataSize, Effort
 from llmcompressor.modifiers.granularity import Granularity
 from llmcompressor.modifiers.recorded import RecordedMixin
-from llmcompressor.modifiers.utils.fields import MOVED_TO_THE_RUN
+from llmcompressor.modifiers.renamed_fields import MOVED_TO_THE_RUN
 from llmcompressor.numerics.autoround import Rounded, Rounding, Start
 from llmcompressor.observers.tokens import real_tokens
 from llmcompressor.quantization.base import QuantizationMixin

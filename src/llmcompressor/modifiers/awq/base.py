@@ -31,7 +31,7 @@ from llmcompressor.modifiers.demands import DataSize, Effort, Work
 from llmcompressor.modifiers.factory import ModifierFactory
 from llmcompressor.modifiers.granularity import Granularity
 from llmcompressor.modifiers.modifier import Modifier
-from llmcompressor.modifiers.utils.fields import MOVED_TO_THE_RUN
+from llmcompressor.modifiers.renamed_fields import MOVED_TO_THE_RUN
 from llmcompressor.numerics.awq import (
     Bounds,
     Readers,

@@ -26,7 +26,7 @@ from llmcompressor.modeling.call_order import CallOrder, first_tensor
 from llmcompressor.modeling.twin_inputs import aligned_reference
 from llmcompressor.modifiers.demands import DataSize, Effort
 from llmcompressor.modifiers.recorded import RecordedMixin
-from llmcompressor.modifiers.utils.fields import (
+from llmcompressor.modifiers.renamed_fields import (
     DEFAULT_DAMPENING,
     EARLIER_DAMPENING,
     MOVED_TO_THE_RUN,

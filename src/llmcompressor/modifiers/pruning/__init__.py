@@ -15,10 +15,10 @@ __all__ = [
 ]
 
 _HOMES = {
-    "ConstantPruningModifier": "llmcompressor.modifiers.pruning.constant:ConstantPruningModifier",
-    "GradualPruningModifier": "llmcompressor.modifiers.pruning.magnitude:MagnitudePruningModifier",
+    "ConstantPruningModifier": "llmcompressor.modifiers.pruning.gradual:ConstantPruningModifier",
+    "GradualPruningModifier": "llmcompressor.modifiers.pruning.gradual:MagnitudePruningModifier",
     "MagnitudePruningModifier": (
-        "llmcompressor.modifiers.pruning.magnitude:MagnitudePruningModifier"
+        "llmcompressor.modifiers.pruning.gradual:MagnitudePruningModifier"
     ),
     "REAPPruningModifier": "llmcompressor.modifiers.reap:REAPPruningModifier",
     "SparseGPTModifier": "llmcompressor.modifiers.sparsity.sparsegpt:SparseGPTModifier",

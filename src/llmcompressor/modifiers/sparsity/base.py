@@ -22,10 +22,10 @@ from llmcompressor.modeling.fused import is_expert
 from llmcompressor.modifiers.granularity import Granularity
 from llmcompressor.modifiers.modifier import Modifier
 from llmcompressor.modifiers.recorded import RecordedMixin
+from llmcompressor.modifiers.renamed_fields import MOVED_TO_THE_RUN
 from llmcompressor.modifiers.sparsity.matrices import matrix_of, reads_rows, tokens_of, write
 from llmcompressor.modifiers.sparsity.profile import Profile
 from llmcompressor.modifiers.sparsity.targets import Layers, find_layers, means_linear
-from llmcompressor.modifiers.utils.fields import MOVED_TO_THE_RUN
 from llmcompressor.numerics.masks import NofM, parse_structure
 from llmcompressor.numerics.wanda import wanda_prune
 

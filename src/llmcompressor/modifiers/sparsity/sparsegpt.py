@@ -21,15 +21,15 @@ from llmcompressor.core.state import State
 from llmcompressor.logger import logger
 from llmcompressor.modeling.twin_inputs import aligned_reference
 from llmcompressor.modifiers.demands import DataSize, Effort
-from llmcompressor.modifiers.sparsity.base import OneShotPruningModifier
-from llmcompressor.modifiers.sparsity.effort import effort_of
-from llmcompressor.modifiers.sparsity.matrices import matrix_of
-from llmcompressor.modifiers.sparsity.solve import Options, Problem, Solution, solve
-from llmcompressor.modifiers.utils.fields import (
+from llmcompressor.modifiers.renamed_fields import (
     DEFAULT_DAMPENING,
     EARLIER_DAMPENING,
     DampeningFraction,
 )
+from llmcompressor.modifiers.sparsity.base import OneShotPruningModifier
+from llmcompressor.modifiers.sparsity.effort import effort_of
+from llmcompressor.modifiers.sparsity.matrices import matrix_of
+from llmcompressor.modifiers.sparsity.solve import Options, Problem, Solution, solve
 from llmcompressor.numerics.sparse_choice import Share, Sparsity
 from llmcompressor.observers.input_statistics import InputStatistics
 

@@ -1,19 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""Gradual magnitude pruning: zero an increasing share of the smallest weights.
+r"""Gradual magnitude pruning: the weights of least magnitude are zeroed, ever more of them.
 
 Between ``start`` and ``end`` the sparsity rises by a schedule; the default is the cubic one of
 Zhu & Gupta, *To prune, or not to prune* (arXiv:1710.01878), eq. 1,
 
 .. math:: s(t) = s_f + (s_i - s_f) (1 - t)^3, \qquad t = (i - start) / (end - start),
 
-and the remaining weights are trained in the meantime to compensate for the pruned ones.
+and the weights that remain are trained meanwhile to do without those that are gone.
+
+:class:`ConstantPruningModifier` prunes nothing more: it holds the zeros that are there.
 """
 
 from __future__ import annotations
 
 import math
 from functools import cached_property
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from pydantic import Field, field_validator, model_validator
 
@@ -27,29 +29,57 @@ from llmcompressor.modifiers.pruning.schedule import Schedule, Window, make_sche
 from llmcompressor.numerics.masks import Structure, parse_structure
 from llmcompressor.wording import listed
 
-__all__ = ["MagnitudePruningModifier"]
+__all__ = ["ConstantPruningModifier", "MagnitudePruningModifier"]
 
 _ROUNDING = 1e-9
 
 
-class MagnitudePruningModifier(MaskingModifier):
-    """Prune gradually by magnitude while the model is trained.
+class ConstantPruningModifier(MaskingModifier):
+    """Keeps the weights at zero that are zero when it starts, through every step until it ends.
 
-    Masks are chosen after the step that reaches ``start`` (at the start of the first batch if that
-    is the beginning), after those that reach a multiple of ``update``, and after the one that
-    reaches ``end``. So after each step the sparsity is that of the schedule at the latest index at
-    which masks were due. Masks only grow.
+    ``update`` has no effect: the mask is taken once.
+
+    Example::
+
+        ConstantPruningModifier(targets="__ALL_PRUNABLE__", start=0)
+    """
+
+    needs_time: ClassVar[bool] = True
+    # What others do in a oneshot keeps zeros by itself.
+    idle_types: ClassVar[frozenset[str]] = frozenset({"oneshot"})
+
+    def is_due(self, index: float) -> bool:
+        """Once."""
+        return self._index is None
+
+    def choose(self, index: float) -> None:
+        """Take the zeros that are there."""
+        self.weights.freeze()
+        dense = [name for name, sparsity in self.weights.sparsities().items() if not sparsity]
+        if len(dense) == len(self.weights.places):
+            logger.warning(
+                f"{type(self).__name__} has nothing to keep: no weight is zero in {listed(dense)}."
+            )
+
+
+class MagnitudePruningModifier(MaskingModifier):
+    """Prunes by magnitude, by degrees, while the model is trained.
+
+    Masks are chosen after the step that reaches ``start`` (where that is the beginning, when the
+    first batch begins), after those that reach a multiple of ``update``, and after the one that
+    reaches ``end``. So after a step the sparsity is that of the schedule at the last index at
+    which it was due. Masks only grow.
 
     Attributes:
-        init_sparsity: share of zeros at ``start``.
-        final_sparsity: share of zeros from ``end`` on.
+        init_sparsity: the share of zeros at ``start``.
+        final_sparsity: the share of zeros from ``end`` on.
         update_scheduler: ``cubic``, ``linear``, ``polynomial_decay``, ``polynomial``,
             ``multi_step`` or ``calc(EXPRESSION)``.
-        scheduler_args: ``exponent`` of the polynomials (2), ``steps`` of ``multi_step`` as pairs of
-            index and sparsity, further variables for ``calc``.
+        scheduler_args: ``exponent`` of the polynomials (2), ``steps`` of ``multi_step`` as pairs
+            of index and sparsity, further names for ``calc``.
         mask_structure: ``unstructured``, ``channel``, ``filter``, ``block_a,b`` or ``N:M``.
-        leave_enabled: keep the masks after ``end`` until the training is over.
-        apply_globally: one threshold for all targets instead of one for each.
+        leave_enabled: hold the masks after ``end`` too, until the training is over.
+        apply_globally: one threshold for all targets together instead of one for each.
 
     Example::
 
@@ -93,19 +123,19 @@ class MagnitudePruningModifier(MaskingModifier):
                 f"{full:g}",
                 f"Set final_sparsity: {full:g}.",
             )
-        _ = self.schedule  # created here to be validated
+        _ = self.schedule  # made once to be checked
         return self
 
-    # Cached properties, not private attributes: functions would make equal modifiers unequal.
+    # Cached properties: two modifiers with equal fields are equal, private functions are not.
 
     @cached_property
     def structure(self) -> Structure:
-        """The mask structure: the unit of weights that is zeroed as one."""
+        """What is zeroed as one."""
         return parse_structure(self.mask_structure)
 
     @cached_property
     def schedule(self) -> Schedule:
-        """The schedule, from an index to the share of zeros."""
+        """From an index to the share of zeros."""
         assert self.end is not None
         window = Window(
             start=self.start or 0.0,
@@ -118,10 +148,10 @@ class MagnitudePruningModifier(MaskingModifier):
         return make_schedule(self.update_scheduler, window)
 
     def on_initialize(self, state: State, **kwargs: Any) -> bool:
-        """Find the parameters, and refuse those that the mask structure does not fit.
+        """Also see whether the structure fits the parameters.
 
         Raises:
-            TargetError: a target matches no parameter, or one that cannot be pruned.
+            TargetError: a target means no parameter, or one that cannot be pruned so.
         """
         super().on_initialize(state, **kwargs)
         unfit = []
@@ -140,7 +170,7 @@ class MagnitudePruningModifier(MaskingModifier):
     def on_event(self, state: State, event: Event, **kwargs: Any) -> None:
         """Also choose masks, from the step on that reaches ``start``.
 
-        A modifier starts with the batch after that step; the sparsity after it follows the schedule
+        A modifier starts with the batch behind that step; the sparsity after it is the formula's
         already.
         """
         super().on_event(state, event, **kwargs)
@@ -148,11 +178,11 @@ class MagnitudePruningModifier(MaskingModifier):
             self.choose_if_due(event)
 
     def sparsity_at(self, index: float) -> float:
-        """The share of zeros that the schedule prescribes at ``index``."""
+        """The share of zeros that the schedule asks for at ``index``."""
         return self.schedule(self.end if self.end is not None and self._is_over(index) else index)
 
     def is_due(self, index: float) -> bool:
-        """Return True at first, after each multiple of ``update``, and after the end."""
+        """At first, past a multiple of ``update``, and past the end."""
         last = self._index
         if last is None:
             return True
@@ -166,11 +196,11 @@ class MagnitudePruningModifier(MaskingModifier):
         return self.end is not None and reached(index, self.end)
 
     def choose(self, index: float) -> None:
-        """Mask the share of weights that the schedule prescribes."""
+        """Mask as many weights as the schedule asks for."""
         self.weights.grow(self.structure, self.sparsity_at(index), together=self.apply_globally)
 
     def on_finalize(self, state: State, **kwargs: Any) -> bool:
-        """Finalize; warn if the training ended before the schedule did."""
+        """Also say so if the training is over before the schedule is."""
         last = None if state.broken_off else self._index
         if last is not None and self.end is not None and not self._is_over(last):
             logger.warning(
@@ -182,16 +212,16 @@ class MagnitudePruningModifier(MaskingModifier):
 
     @property
     def holds_on(self) -> bool:
-        """Return True if the recipe keeps the masks after the end."""
+        """As the recipe says."""
         return self.leave_enabled
 
     @property
     def structure_name(self) -> str:
-        """The mask structure of the recipe."""
+        """As the recipe says."""
         return self.mask_structure
 
 
 def _multiples(index: float, update: float) -> int:
-    """Number of multiples of ``update`` at or below ``index``, with a tolerance for rounding."""
+    """How many multiples of ``update`` lie at or below ``index``, to within rounding."""
     quotient = index / update
     return math.floor(quotient + _ROUNDING * max(1.0, abs(quotient)))

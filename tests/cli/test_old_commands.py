@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from llmcompressor.cli import text_generation
-from llmcompressor.cli.earlier import reindex, trace
+from llmcompressor.cli import old_commands
+from llmcompressor.cli.old_commands import reindex, trace
 from llmcompressor.registry import resolve
 
 
@@ -104,15 +104,15 @@ def test_a_command_of_text_generation_is_run_as_what_it_is_called_now(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     run: list[list[str]] = []
-    monkeypatch.setattr(text_generation, "main", run.append)
-    getattr(text_generation, command)(typed.split())
+    monkeypatch.setattr(old_commands, "main", run.append)
+    getattr(old_commands, command)(typed.split())
     assert run == [line.split()]
     assert capsys.readouterr().err == f"This command is now: llmcompressor {line}\n"
 
 
 def test_what_evaluates_now_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as left:
-        text_generation.evaluate(["--model", "m"])
+        old_commands.evaluate(["--model", "m"])
     assert left.value.code == 2
     assert "llmcompressor evaluate" in capsys.readouterr().err
 
@@ -124,4 +124,4 @@ def test_each_command_is_a_function() -> None:
     assert resolve(commands["llmcompressor.trace"]) is trace
     old = {name: resolve(home) for name, home in commands.items() if "text_generation" in name}
     assert len(old) == 6
-    assert all(one.__module__ == text_generation.__name__ for one in old.values())
+    assert all(one.__module__ == old_commands.__name__ for one in old.values())

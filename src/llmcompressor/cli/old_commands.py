@@ -1,15 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The commands ``llmcompressor.transformers.text_generation.*`` of an earlier release.
+"""The commands of earlier releases.
 
-Each is translated into the present command, which is shown and run. Their options were the fields
-of the argument dataclasses as ``--name value``, with booleans written out.
+Each ``llmcompressor.transformers.text_generation.*`` becomes the command of today: it is shown and
+run. Their options were the fields of the argument dataclasses as ``--name value``, truth values
+written out. ``reindex`` and ``trace`` did work that is not needed here.
 """
 
 from __future__ import annotations
 
+import argparse
 import shlex
+import shutil
 import sys
+import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 
 from llmcompressor.args import DatasetArguments, ModelArguments, RecipeArguments, RunArguments
 from llmcompressor.args.parsing import OLD_NAMES, those_of_training
@@ -19,7 +24,7 @@ from llmcompressor.cli.options import flags_of
 from llmcompressor.cli.train import OF_CALIBRATION
 from llmcompressor.cli.training_options import OPTIONS
 
-__all__ = ["evaluate", "oneshot", "run", "train", "translated"]
+__all__ = ["evaluate", "oneshot", "reindex", "run", "trace", "train", "translated"]
 
 _CLASSES = (ModelArguments, DatasetArguments, RecipeArguments, RunArguments)
 _TRUE = frozenset({"1", "t", "true", "y", "yes"})
@@ -42,7 +47,7 @@ def run(arguments: Sequence[str] | None = None) -> None:
 
 
 def evaluate(arguments: Sequence[str] | None = None) -> None:
-    """Report which command evaluates."""
+    """Say what evaluates."""
     del arguments
     sys.stderr.write(
         "Error: this command is no longer there. `llmcompressor evaluate MODEL --text FILE` "
@@ -59,7 +64,7 @@ def _run(command: str, arguments: Sequence[str] | None) -> None:
 
 
 def translated(command: str, arguments: Sequence[str]) -> list[str]:
-    """Return the arguments of the present command.
+    """The arguments of today's command.
 
     >>> translated("oneshot", ["--model", "m", "--max_seq_length", "8", "--streaming", "True"])
     ['oneshot', 'm', '--max-seq-length', '8', '--streaming']
@@ -89,7 +94,7 @@ def translated(command: str, arguments: Sequence[str]) -> list[str]:
 
 
 def _values(arguments: Sequence[str]) -> dict[str, list[str]]:
-    """Group ``--name value value``, ``--name=value`` and ``--name`` by name."""
+    """``--name value value``, ``--name=value`` and ``--name`` alone, by name."""
     found: dict[str, list[str]] = {}
     current = found.setdefault("model", [])
     for one in arguments:
@@ -116,7 +121,7 @@ def _is_field(name: str) -> bool:
 
 
 def _flag(name: str, values: Iterable[str], *, usual: bool) -> list[str]:
-    """Return the option that switches a flag from its default; empty if it has the default."""
+    """The option that turns something on or off; nothing where that is as it is anyway."""
     wanted = all(value.lower() in _TRUE for value in values)
     if wanted == usual:
         return []
@@ -130,3 +135,56 @@ def _as_json(values: Sequence[str]) -> str:
 
 def _dashed(name: str) -> str:
     return "--" + name.replace("_", "-")
+
+
+def reindex(arguments: Sequence[str] | None = None) -> None:
+    """Give the next step the folder that it reads: a copy of the checkpoint."""
+    parser = argparse.ArgumentParser(
+        prog="llmcompressor.reindex_fused_weights",
+        description="Not needed: model_free_ptq takes a checkpoint however its weights lie in "
+        "files. For scripts that go on from the folder SAVE_DIRECTORY it is made, as a copy.",
+    )
+    parser.add_argument("model_stub", help="folder or name of the model")
+    parser.add_argument("save_directory", help="folder to write; must be new")
+    parser.add_argument("--num_workers", type=int, default=5, help="without effect")
+    given = parser.parse_args(arguments)
+    from llmcompressor.errors import InputError  # noqa: PLC0415  # --help is quick
+
+    try:
+        _copy(given.model_stub, Path(given.save_directory))
+    except (InputError, OSError) as error:
+        parser.exit(2, f"Error: {error}\n")
+    sys.stdout.write(
+        "This step is not needed: model_free_ptq takes the checkpoint however its weights lie in "
+        f"files.\nWritten: {given.save_directory}, a copy.\n"
+    )
+
+
+def trace(arguments: Sequence[str] | None = None) -> None:
+    """Say that nothing is traced."""
+    del arguments
+    sys.stderr.write(
+        "Error: nothing is traced here, since a run pauses the model's own forward. "
+        "`llmcompressor plan` says what a run would do.\n"
+    )
+    raise SystemExit(2)
+
+
+def _copy(model: str, target: Path) -> None:
+    """Copy a checkpoint; the folder has its name when it is complete."""
+    from llmcompressor.checkpoint.hub import fetch  # noqa: PLC0415  # loads torch
+    from llmcompressor.checkpoint.source import is_hub_id  # noqa: PLC0415
+    from llmcompressor.errors import CheckpointError, OutputError  # noqa: PLC0415
+
+    source = fetch(model) if is_hub_id(model) else Path(model)
+    if not source.is_dir():
+        raise CheckpointError(f"There is no folder {model}.", "Give a model's folder or name.")
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise OutputError(f"{target} already holds files.", "Give a new folder.")
+    if target.resolve().is_relative_to(source.resolve()):
+        raise OutputError(f"{target} lies within the model's folder.", "Give another folder.")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}-") as place:
+        made = Path(place) / "copy"
+        shutil.copytree(source, made)  # of the hub's cache the files that its links lead to
+        made.rename(target)

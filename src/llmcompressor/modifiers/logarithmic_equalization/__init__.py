@@ -1,6 +1,0 @@
-# SPDX-License-Identifier: Apache-2.0
-"""Compatibility path of log equalization; see :mod:`llmcompressor.modifiers.smoothquant`."""
-
-from llmcompressor.modifiers.smoothquant import LogarithmicEqualizationModifier
-
-__all__ = ["LogarithmicEqualizationModifier"]

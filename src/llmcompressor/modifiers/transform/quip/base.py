@@ -1,6 +1,0 @@
-# SPDX-License-Identifier: Apache-2.0
-"""Compatibility path of :mod:`llmcompressor.modifiers.rotation`."""
-
-from llmcompressor.modifiers.rotation import QuIPModifier
-
-__all__ = ["QuIPModifier"]

@@ -1,2 +1,0 @@
-# SPDX-License-Identifier: Apache-2.0
-"""Old paths of public names."""
