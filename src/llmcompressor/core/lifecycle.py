@@ -57,7 +57,7 @@ class CompressionLifecycle:
     _seen_event: bool = field(default=False, init=False, repr=False)
     _seen_batch: bool = field(default=False, init=False, repr=False)
     _told_step: bool = field(default=False, init=False, repr=False)
-    # Whether a calibration was begun and has not come to its end.
+    # True while a calibration has begun and not ended.
     _calibrates: bool = field(default=False, init=False, repr=False)
     # The caller's own settings of the hardware; the rest is detected with every update.
     _places: dict[str, Any] = field(default_factory=dict, init=False, repr=False)

@@ -70,7 +70,7 @@ class AlikeMatrices:
                     _note(heard, given, path)
 
         matrices = {part for paths in self._paths.values() for part in paths}
-        handles = [  # before rotations of inputs: the others make their own
+        handles = [  # before input rotations: the other Linears apply their own
             one.register_forward_pre_hook(hear, prepend=True, with_kwargs=True) for one in matrices
         ]
         try:

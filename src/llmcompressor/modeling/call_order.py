@@ -95,7 +95,7 @@ def watch_calls(
         groups.append([module])
         if tensor is not None:
             seen.append((weakref.ref(tensor), version_of(tensor), place, groups[-1]))
-            del seen[:-64]  # what is called this much later shares nothing in practice
+            del seen[:-64]  # calls this far apart share no input in practice
 
     def count(module: Module, args: tuple[Any, ...]) -> None:
         calls[module] = calls.get(module, 0) + 1

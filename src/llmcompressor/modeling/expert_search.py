@@ -126,7 +126,7 @@ def departure(module: Module, form: StackForm) -> str:
             names = {part.role: part.role for part in form.parts}
             made = LinearExperts(trial.module, trial.form, names)
             found = made(*(one.clone() for one in trial.arguments))
-    except Exception as error:  # what a foreign forward may raise is not known
+    except Exception as error:  # a model's own forward may raise anything
         if hasattr(module, "is_transposed"):
             logger.warning(
                 f"{type(module).__name__} could not be tried out on small matrices "

@@ -209,7 +209,7 @@ class LinearExperts(Module):
             tokens_TH = hidden_states
             places = top_k_index.flatten()
             order = places.argsort(stable=True)
-            # an index beyond the experts stands for one that is elsewhere
+            # an index beyond the experts belongs to another process
             sizes = places.bincount(minlength=self.num_experts).tolist()[: self.num_experts]
             chosen = order[: sum(sizes)]
             rows = list(torch.split(chosen // top_k_index.shape[-1], sizes))

@@ -116,7 +116,7 @@ class _Trail(TorchFunctionMode):
         super().__init__()
         self.flow = Flow()
         self._source: dict[int, Module] = {}
-        self._alive: list[Tensor] = []  # or a later tensor could be given the same storage
+        self._alive: list[Tensor] = []  # or a later tensor could reuse the same storage
 
     def before(self, module: Module, args: Any, kwargs: Any) -> None:
         """Record the call of a module and the leaf that feeds it."""

@@ -47,7 +47,7 @@ class _Hook:
         if _kept_by_thread and not self.enabled:
             return None
         if torch.is_inference_mode_enabled():
-            # what is made in it can never be changed outside, where statistics go on
+            # inference tensors cannot be changed outside of it, where statistics are updated
             with torch.inference_mode(mode=False), torch.no_grad():
                 return self.function(*args, **kwargs)
         return self.function(*args, **kwargs)

@@ -43,7 +43,7 @@ def resting(model: Module) -> Iterator[None]:
 
 def product(linear: Module, given: Tensor) -> Tensor:
     """The output of a Linear, rotations included, computed without calling any hook."""
-    for one in reversed(list(_of_inputs(linear.children()))):  # each stands before the earlier
+    for one in reversed(list(_of_inputs(linear.children()))):  # the last one attached runs first
         given = _turned(one, given)
     made: Tensor = linear.forward(given)
     for one in _at(TransformLocation.OUTPUT, linear.children()):

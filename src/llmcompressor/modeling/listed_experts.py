@@ -168,7 +168,7 @@ def _manner(
             return Manner.ROWS if shared else None
         if not _are_routed(one, [calls, *(tried(draw)[0] for draw in range(1, _DRAWS))]):
             return None
-    except Exception:  # whatever a model's own code raises here: how it calls them is not known
+    except Exception:  # a model's own code may raise anything: the convention is unknown
         return None
     return Manner.CALLS if _all_take(one, calls[0]) else Manner.MATRICES
 
@@ -179,7 +179,7 @@ def _all_take(one: ExpertList, call: _Call) -> bool:
         for member in one.members.values():
             args, kwargs = for_another_run((call.args, dict(call.kwargs)), Tensor.clone)
             member.forward(*args, **kwargs)
-    except Exception:  # whatever a model's own code raises where it is another's
+    except Exception:  # a model's own code may raise anything
         return False
     return True
 

@@ -83,7 +83,7 @@ class _Search:
             reasons |= self._judge(place, written(names))
         is_empty = len(self.found) == before
         told = [one for one in reasons.items() if is_empty or one[1]]
-        told.sort(key=lambda one: not one[1])  # layers are alike: one reason says it
+        told.sort(key=lambda one: not one[1])  # layers are alike: one reason is enough
         self.left_out += [(f"{written(names)}: {why}", warns) for why, warns in told[:1]]
 
     def _judge(self, place: Place, said: str) -> dict[str, bool]:

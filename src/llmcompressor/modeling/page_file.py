@@ -82,7 +82,7 @@ class PageFile:
             return None
         extent, start, place = found
         content = torch.empty(0, dtype=torch.uint8).set_(storage, 0, (nbytes,), (1,))
-        # Not through the mapping: there each page is missed by itself when it is first written.
+        # Not through the mapping, where the first write to each page is a page fault.
         _write(extent.descriptor, content.numpy().data, start)
         return torch.frombuffer(place, dtype=torch.uint8, count=nbytes).untyped_storage()
 
@@ -114,7 +114,7 @@ class PageFile:
                 return None
             made = _new_extent(wanted)
             if made is None:
-                self._room = 0  # what the disk refused once is not asked for again
+                self._room = 0  # do not ask the disk again once it refused
                 return None
             self._extents.append(made)
         start = self._extents[number].used

@@ -90,7 +90,7 @@ def _first_calls(
     calls: dict[Module, tuple[tuple[Any, ...], dict[str, Any]]] = {}
 
     def note(module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if module not in calls:  # what comes later may write to what it gets
+        if module not in calls:  # later code may write to its arguments
             calls[module] = for_another_run((args, kwargs))
         if len(calls) == len(blocks):
             raise _Enough

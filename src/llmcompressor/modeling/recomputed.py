@@ -112,12 +112,12 @@ class _Call:
         self.owner, self.block, self.sources = owner, block, sources
         self._forward = forward
         self._values: list[Any] = []
-        self._moving: list[int] = []  # places of what gets gradients
+        self._moving: list[int] = []  # indices of the values that need gradients
         self._tickets: list[int] = []
         self._devices: list[torch.device] = []
         self._spec: TreeSpec | None = None
         self._returned: list[Any] = []
-        self._computed: list[int] = []  # places of what was not there before
+        self._computed: list[int] = []  # indices of the tensors that the block computed
         self._returned_spec: TreeSpec | None = None
 
     def take_apart(self, args: Any, kwargs: Any) -> list[Tensor]:

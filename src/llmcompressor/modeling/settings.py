@@ -19,7 +19,7 @@ def text_config(config: Any) -> Any:
         return config
     try:
         return find()
-    except ValueError:  # MusicGen has an encoder of text, and a decoder of what is made of it
+    except ValueError:  # MusicGen has a text encoder, and a decoder of audio tokens
         return find(decoder=True)
 
 

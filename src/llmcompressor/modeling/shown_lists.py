@@ -133,7 +133,7 @@ class ShownLists:
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
         """Show tokens to experts while the body runs."""
-        for one in self._all:  # nothing of an earlier run is left
+        for one in self._all:  # drop the results of an earlier run
             for kept in (_tokens, _starved, _shown_more):
                 kept.pop(one.module, None)
         for one in self.lists:
@@ -270,7 +270,7 @@ class ShownLists:
         for member in members:
             is_shown = self._in_trial or self._shown.get(member) == shown
             if is_shown and member not in self._by_calls:
-                member(rows if self.every else rows.clone())  # each by itself, they get others
+                member(rows if self.every else rows.clone())  # unshared: experts get other rows
 
     @contextlib.contextmanager
     def _shown_call(
@@ -300,7 +300,7 @@ class ShownLists:
         """Return True if hooks skip a member's own calls, as its tokens were shown besides."""
         shown = self._shown.get(member)
         if member in self._by_calls and shown == "all_tokens":
-            return False  # the others were shown to it, this is its own
+            return False  # the others' inputs were shown before; these are its own tokens
         return shown is not None
 
     def _routed(self, member: Module, forward: Forward) -> Forward:

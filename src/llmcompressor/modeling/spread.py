@@ -129,7 +129,7 @@ def spread_as(values: Tensor, parameter: Any) -> Tensor:
         return values.to(parameter.device)
     from torch.distributed.tensor import distribute_tensor  # noqa: PLC0415  # see above
 
-    # Every process cuts its part out of the whole without being sent one.
+    # Every process slices its own shard, without communication.
     return distribute_tensor(
         values.to(parameter.device),
         parameter.device_mesh,

@@ -70,7 +70,7 @@ def patch_moe_mappings(
 
 
 def _table(model_type: str | None) -> list[Any]:
-    read: Any = get_checkpoint_conversion_mapping  # it says nothing of types
+    read: Any = get_checkpoint_conversion_mapping  # it has no types
     return list(read(model_type) or []) if model_type else []
 
 

@@ -42,7 +42,7 @@ def stubbed(
         for module in own:
             forward = module.forward
             module.forward = stub(module, forward)
-            # inspect.signature looks through
+            # inspect.signature follows it
             module.forward.__wrapped__ = forward  # type: ignore[attr-defined]
         yield
     finally:

@@ -49,7 +49,7 @@ class TorchState:
                 torch.set_autocast_enabled(device, enabled)
                 torch.set_autocast_dtype(device, dtype)
         if any(enabled for _, enabled, _ in (*self.autocast, *current.autocast)):
-            # It holds casts of weights, which may change before whoever runs next is done.
+            # It caches casts of weights, which may change while another coroutine runs.
             torch.clear_autocast_cache()
         if current.function_modes != self.function_modes:
             for _ in current.function_modes:

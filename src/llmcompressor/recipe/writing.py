@@ -81,8 +81,8 @@ def to_mapping(stages: Iterable[Stage]) -> dict[str, Any]:
 def modifier_fields(modifier: Modifier) -> dict[str, Any]:
     """The fields of a modifier in plain types, as in a recipe; without its group.
 
-    A field that is ``None`` is left out if that is its default. So is an obsolete field without
-    effect that has its default: read back, it would count as given.
+    A field that is ``None`` is left out if that is its default. So is a field of an earlier release
+    without effect that has its default: read back, it would count as given.
     """
 
     def spelled(value: Any) -> Any:

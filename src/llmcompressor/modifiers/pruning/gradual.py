@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""Gradual magnitude pruning: the weights of least magnitude are zeroed, ever more of them.
+r"""Gradual magnitude pruning: zero an increasing share of the smallest weights.
 
 Between ``start`` and ``end`` the sparsity rises by a schedule; the default is the cubic one of
 Zhu & Gupta, *To prune, or not to prune* (arXiv:1710.01878), eq. 1,
 
 .. math:: s(t) = s_f + (s_i - s_f) (1 - t)^3, \qquad t = (i - start) / (end - start),
 
-and the weights that remain are trained meanwhile to do without those that are gone.
+and the remaining weights are trained in the meantime to compensate for the pruned ones.
 
-:class:`ConstantPruningModifier` prunes nothing more: it holds the zeros that are there.
+:class:`ConstantPruningModifier` keeps existing zeros, and prunes no further weights.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ _ROUNDING = 1e-9
 
 
 class ConstantPruningModifier(MaskingModifier):
-    """Keeps the weights at zero that are zero when it starts, through every step until it ends.
+    """Keep weights at zero that are zero at the start, in every step until the end.
 
-    ``update`` has no effect: the mask is taken once.
+    ``update`` has no effect: the mask is chosen once.
 
     Example::
 
@@ -45,15 +45,15 @@ class ConstantPruningModifier(MaskingModifier):
     """
 
     needs_time: ClassVar[bool] = True
-    # What others do in a oneshot keeps zeros by itself.
+    # Other modifiers keep zeros in a oneshot by themselves.
     idle_types: ClassVar[frozenset[str]] = frozenset({"oneshot"})
 
     def is_due(self, index: float) -> bool:
-        """Once."""
+        """Return True once, before a mask was chosen."""
         return self._index is None
 
     def choose(self, index: float) -> None:
-        """Take the zeros that are there."""
+        """Mask the weights that are zero now."""
         self.weights.freeze()
         dense = [name for name, sparsity in self.weights.sparsities().items() if not sparsity]
         if len(dense) == len(self.weights.places):
@@ -63,23 +63,23 @@ class ConstantPruningModifier(MaskingModifier):
 
 
 class MagnitudePruningModifier(MaskingModifier):
-    """Prunes by magnitude, by degrees, while the model is trained.
+    """Prune gradually by magnitude while the model is trained.
 
-    Masks are chosen after the step that reaches ``start`` (where that is the beginning, when the
-    first batch begins), after those that reach a multiple of ``update``, and after the one that
-    reaches ``end``. So after a step the sparsity is that of the schedule at the last index at
-    which it was due. Masks only grow.
+    Masks are chosen after the step that reaches ``start`` (at the start of the first batch if that
+    is the beginning), after those that reach a multiple of ``update``, and after the one that
+    reaches ``end``. So after each step the sparsity is that of the schedule at the latest index at
+    which masks were due. Masks only grow.
 
     Attributes:
-        init_sparsity: the share of zeros at ``start``.
-        final_sparsity: the share of zeros from ``end`` on.
+        init_sparsity: share of zeros at ``start``.
+        final_sparsity: share of zeros from ``end`` on.
         update_scheduler: ``cubic``, ``linear``, ``polynomial_decay``, ``polynomial``,
             ``multi_step`` or ``calc(EXPRESSION)``.
-        scheduler_args: ``exponent`` of the polynomials (2), ``steps`` of ``multi_step`` as pairs
-            of index and sparsity, further names for ``calc``.
+        scheduler_args: ``exponent`` of the polynomials (2), ``steps`` of ``multi_step`` as pairs of
+            index and sparsity, further variables for ``calc``.
         mask_structure: ``unstructured``, ``channel``, ``filter``, ``block_a,b`` or ``N:M``.
-        leave_enabled: hold the masks after ``end`` too, until the training is over.
-        apply_globally: one threshold for all targets together instead of one for each.
+        leave_enabled: keep the masks after ``end`` until the training is over.
+        apply_globally: one threshold for all targets instead of one for each.
 
     Example::
 
@@ -123,19 +123,19 @@ class MagnitudePruningModifier(MaskingModifier):
                 f"{full:g}",
                 f"Set final_sparsity: {full:g}.",
             )
-        _ = self.schedule  # made once to be checked
+        _ = self.schedule  # created here to be validated
         return self
 
-    # Cached properties: two modifiers with equal fields are equal, private functions are not.
+    # Cached properties, not private attributes: functions would make equal modifiers unequal.
 
     @cached_property
     def structure(self) -> Structure:
-        """What is zeroed as one."""
+        """The mask structure: the unit of weights that is zeroed as one."""
         return parse_structure(self.mask_structure)
 
     @cached_property
     def schedule(self) -> Schedule:
-        """From an index to the share of zeros."""
+        """The schedule, from an index to the share of zeros."""
         assert self.end is not None
         window = Window(
             start=self.start or 0.0,
@@ -148,10 +148,10 @@ class MagnitudePruningModifier(MaskingModifier):
         return make_schedule(self.update_scheduler, window)
 
     def on_initialize(self, state: State, **kwargs: Any) -> bool:
-        """Also see whether the structure fits the parameters.
+        """Find the parameters, and refuse those that the mask structure does not fit.
 
         Raises:
-            TargetError: a target means no parameter, or one that cannot be pruned so.
+            TargetError: a target matches no parameter, or one that cannot be pruned.
         """
         super().on_initialize(state, **kwargs)
         unfit = []
@@ -170,7 +170,7 @@ class MagnitudePruningModifier(MaskingModifier):
     def on_event(self, state: State, event: Event, **kwargs: Any) -> None:
         """Also choose masks, from the step on that reaches ``start``.
 
-        A modifier starts with the batch behind that step; the sparsity after it is the formula's
+        A modifier starts with the batch after that step; the sparsity after it follows the schedule
         already.
         """
         super().on_event(state, event, **kwargs)
@@ -178,11 +178,11 @@ class MagnitudePruningModifier(MaskingModifier):
             self.choose_if_due(event)
 
     def sparsity_at(self, index: float) -> float:
-        """The share of zeros that the schedule asks for at ``index``."""
+        """The share of zeros that the schedule prescribes at ``index``."""
         return self.schedule(self.end if self.end is not None and self._is_over(index) else index)
 
     def is_due(self, index: float) -> bool:
-        """At first, past a multiple of ``update``, and past the end."""
+        """Return True at first, after each multiple of ``update``, and after the end."""
         last = self._index
         if last is None:
             return True
@@ -196,11 +196,11 @@ class MagnitudePruningModifier(MaskingModifier):
         return self.end is not None and reached(index, self.end)
 
     def choose(self, index: float) -> None:
-        """Mask as many weights as the schedule asks for."""
+        """Mask the share of weights that the schedule prescribes."""
         self.weights.grow(self.structure, self.sparsity_at(index), together=self.apply_globally)
 
     def on_finalize(self, state: State, **kwargs: Any) -> bool:
-        """Also say so if the training is over before the schedule is."""
+        """Finalize; warn if the training ended before the schedule did."""
         last = None if state.broken_off else self._index
         if last is not None and self.end is not None and not self._is_over(last):
             logger.warning(
@@ -212,16 +212,16 @@ class MagnitudePruningModifier(MaskingModifier):
 
     @property
     def holds_on(self) -> bool:
-        """As the recipe says."""
+        """Return True if the recipe keeps the masks after the end."""
         return self.leave_enabled
 
     @property
     def structure_name(self) -> str:
-        """As the recipe says."""
+        """The mask structure of the recipe."""
         return self.mask_structure
 
 
 def _multiples(index: float, update: float) -> int:
-    """How many multiples of ``update`` lie at or below ``index``, to within rounding."""
+    """Number of multiples of ``update`` at or below ``index``, with a tolerance for rounding."""
     quotient = index / update
     return math.floor(quotient + _ROUNDING * max(1.0, abs(quotient)))
