@@ -103,11 +103,11 @@ def linear_seconds(columns: int, rows: int) -> float:
     """Seconds per token of a bfloat16 Linear, multiplied in float32 where that is faster."""
     import torch  # noqa: PLC0415
 
-    from llmcompressor.pipelines.quick_linears import quick_linears  # noqa: PLC0415
+    from llmcompressor.pipelines.batches import float32_linears  # noqa: PLC0415
 
     x_TC = torch.randn(TOKENS, columns).bfloat16()
     weight_RC = torch.randn(rows, columns).bfloat16()
-    with torch.no_grad(), quick_linears():
+    with torch.no_grad(), float32_linears():
         return _best(lambda: torch.nn.functional.linear(x_TC, weight_RC)) / TOKENS
 
 

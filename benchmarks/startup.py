@@ -28,7 +28,7 @@ _ASKED = {
     "import transformers' classes": ["from transformers import LlamaForCausalLM"],
     "import compressed_tensors": ["import compressed_tensors"],
     "import llmcompressor's oneshot": [
-        "import llmcompressor.entrypoints.streamed, llmcompressor.entrypoints.oneshot"
+        "import llmcompressor.entrypoints.run, llmcompressor.entrypoints.oneshot"
     ],
 }
 

@@ -65,7 +65,7 @@ def arithmetic(scheme: str, blocks: int) -> float:
     from memory import HEADS, HIDDEN, INTERMEDIATE, KEY_VALUE_HEADS  # noqa: PLC0415
     from torch.nn import Linear  # noqa: PLC0415
 
-    from llmcompressor.checkpoint.compress import compress, quantized_module  # noqa: PLC0415
+    from llmcompressor.checkpoint.packing import compress, quantized_module  # noqa: PLC0415
     from llmcompressor.quantization.attach import attach_linear  # noqa: PLC0415
     from llmcompressor.quantization.parameters import observe_weight  # noqa: PLC0415
     from llmcompressor.schemes.presets import preset_scheme  # noqa: PLC0415

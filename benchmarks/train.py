@@ -26,7 +26,7 @@ from tables import publish, table
 from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 from llmcompressor import create_session
-from llmcompressor.modifiers.factory import ModifierFactory
+from llmcompressor.core.modifier_registry import ModifierFactory
 from llmcompressor.training import Trainer as SessionTrainer
 
 WARM_UP = 2

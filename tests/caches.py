@@ -12,7 +12,7 @@ from compressed_tensors.quantization import is_cached_attention_module
 from torch import Tensor
 from torch.nn import Module
 
-from llmcompressor.schemes.attention import cache_argument
+from llmcompressor.schemes.attention import kv_cache_argument
 
 __all__ = ["as_read", "cache_of", "go_on", "is_passed_over"]
 
@@ -25,7 +25,7 @@ def cache_of(state: Any) -> Any:
 
 def go_on(model: Any, tokens: Tensor, state: Any) -> Any:
     """The outputs for further tokens."""
-    name = cache_argument(model)
+    name = kv_cache_argument(model)
     assert name is not None
     return model(tokens, **{name: cache_of(state)}, use_cache=True)
 

@@ -97,10 +97,10 @@ def _no_housekeeping() -> Iterator[None]:
 
     Freed memory is returned in the tests that are about it and in processes of their own.
     """
-    from llmcompressor import memory
+    from llmcompressor.runtime import memory
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(memory, "_unused", lambda library: 0.0)
+        patched.setattr(memory, "_unused_heap_bytes", lambda library: 0.0)
         if "torch" in sys.modules:  # else nothing is trained here
             import accelerate.utils.memory as housekeeping
 

@@ -12,7 +12,7 @@ import sys
 import pytest
 from tests.rings import RINGS
 
-from llmcompressor.collecting import quick_imports, without_collecting
+from llmcompressor.runtime.collecting import gc_disabled, quick_imports
 
 # Prints: objects exempted by our import; whether the search is on; whether a cycle that came after
 # the import, and one that was lost before it, are found. That nothing is exempted where torch was
@@ -62,7 +62,7 @@ def test_an_import_that_fails_leaves_the_search_as_it_was() -> None:
 def test_a_search_that_was_off_stays_off() -> None:
     gc.disable()
     try:
-        with without_collecting():
+        with gc_disabled():
             assert not gc.isenabled()
         assert not gc.isenabled()
     finally:

@@ -19,7 +19,7 @@ import llmcompressor
 import llmcompressor.modifiers.obcq.base as by_alias
 from llmcompressor._compat import ABSENT, OLD_PATHS
 from llmcompressor.modifiers.sparsity import SparseGPTModifier
-from llmcompressor.registry import resolve
+from llmcompressor.runtime.registry import resolve
 
 SOURCE = Path(llmcompressor.__file__).parent
 OF_A_LATER_TRANSFORMERS = {"DeepseekV32ForCausalLM"}

@@ -410,7 +410,7 @@ PUBLIC = {
 # Second path → where the thing lives; both give the same object. tests/test_compat.py has those
 # of earlier releases.
 ALIASES = {
-    "llmcompressor:callbacks": "llmcompressor.core.session_functions:LifecycleCallbacks",
+    "llmcompressor:callbacks": "llmcompressor.session.functions:LifecycleCallbacks",
     "llmcompressor.args:DataTrainingArguments": "llmcompressor.args:DatasetArguments",
     "llmcompressor.entrypoints:Oneshot": "llmcompressor:Oneshot",
     "llmcompressor.entrypoints:model_free_ptq": "llmcompressor:model_free_ptq",
@@ -458,8 +458,10 @@ ALIASES = {
     "llmcompressor.recipe:RecipeArgsInput": "llmcompressor.recipe.arguments:RecipeArgs",
     "llmcompressor.utils:get_main_device": "llmcompressor.utils.devices:best_device",
     "llmcompressor.utils:skip_weights_download": "llmcompressor.utils.dev:skip_weights_download",
-    "llmcompressor.utils.helpers:disable_cache": "llmcompressor.modeling.inputs:without_cache",
-    "llmcompressor.utils.helpers:get_embeddings": "llmcompressor.modeling.embeddings:embeddings",
+    "llmcompressor.utils.helpers:disable_cache": (
+        "llmcompressor.modeling.call_graph:without_cache"
+    ),
+    "llmcompressor.utils.helpers:get_embeddings": ("llmcompressor.modeling.weights:embeddings"),
     "llmcompressor.version:__version__": "llmcompressor:__version__",
     "llmcompressor.version:version": "llmcompressor:__version__",
 }

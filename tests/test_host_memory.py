@@ -8,8 +8,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from llmcompressor.host_memory import free_host_memory
-from llmcompressor.modeling.spilled import activation_budget
+from llmcompressor.modeling.offload import activation_budget
+from llmcompressor.runtime.memory import free_host_memory
 
 MIB = 2**20
 NAMES = {
@@ -66,6 +66,6 @@ def test_no_limit_leaves_what_the_machine_has(kind: str, limit: int | str, tmp_p
 
 
 def test_activations_get_half_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("llmcompressor.modeling.spilled.free_host_memory", lambda: 10 * MIB)
+    monkeypatch.setattr("llmcompressor.modeling.offload.free_host_memory", lambda: 10 * MIB)
     assert activation_budget(None) == 5 * MIB
     assert activation_budget(3 * MIB) == 3 * MIB

@@ -15,7 +15,7 @@ from tests.rings import RINGS
 EVERYTHING = [
     "llmcompressor.args",
     "llmcompressor.checkpoint.save",
-    "llmcompressor.core.session_functions",
+    "llmcompressor.session.functions",
     "llmcompressor.datasets",
     "llmcompressor.entrypoints.evaluate",
     "llmcompressor.entrypoints.oneshot",
@@ -119,7 +119,7 @@ print(*sorted({name.split(".")[0] for name in sys.modules}))
         "llmcompressor.modifiers",
         "llmcompressor.modifiers.pruning",
         "llmcompressor.modifiers.quantization",
-        "llmcompressor.registry",
+        "llmcompressor.runtime.registry",
         "llmcompressor.transformers",
     ],
 )

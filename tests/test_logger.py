@@ -19,7 +19,7 @@ from llmcompressor.logger import (
     LoggerConfig,
     configure_distributed_logger,
     configure_logger,
-    logged_to,
+    log_to_file,
     logger,
 )
 
@@ -85,7 +85,7 @@ def test_the_environment_names_the_level_of_a_file(
 ) -> None:
     monkeypatch.setenv("LLM_COMPRESSOR_LOG_FILE_LEVEL", "warning")
     configure_logger(LoggerConfig(False, None, tmp_path / "one.log", "DEBUG"))
-    with logged_to(tmp_path / "run.log"):
+    with log_to_file(tmp_path / "run.log"):
         logger.info("small")
         logger.warning("large")
     assert messages(tmp_path / "one.log") == ["large"]
@@ -137,7 +137,7 @@ def test_lines_name_the_rank_of_the_process(
 def test_what_is_marked_to_be_shown_once_is_shown_once_in_each_place(tmp_path: Path) -> None:
     first, second = tmp_path / "first.log", tmp_path / "second.log"
     configure_logger(LoggerConfig(console_log_level=None, log_file=first))
-    with logged_to(second):
+    with log_to_file(second):
         for text in ("odd", "odd", "even"):
             logger.bind(log_once=True).warning(text)
             logger.warning(text)

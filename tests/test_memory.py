@@ -15,14 +15,14 @@ import psutil
 import pytest
 import torch
 
-from llmcompressor import memory
+from llmcompressor.runtime import memory
 
-LOOK = memory._unused
+LOOK = memory._unused_heap_bytes
 
 
 @pytest.fixture(autouse=True)
 def _looked_up_again(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(memory, "_unused", LOOK)
+    monkeypatch.setattr(memory, "_unused_heap_bytes", LOOK)
     look_up = memory._library
     look_up.cache_clear()
     yield
@@ -33,8 +33,8 @@ def test_what_is_in_use_stays_as_it_is() -> None:
     kept = torch.arange(100_000)
     del_me = [torch.ones(1000) for _ in range(100)]
     del del_me
-    memory.give_back_freed()
-    memory.give_back_freed()
+    memory.malloc_trim()
+    memory.malloc_trim()
     assert torch.equal(kept, torch.arange(100_000))
 
 
@@ -54,43 +54,43 @@ class _Library:
 def test_memory_is_returned_when_enough_was_freed(monkeypatch: pytest.MonkeyPatch) -> None:
     library = _Library(2**30)
     monkeypatch.setattr(memory, "_library", lambda: library)
-    monkeypatch.setattr(memory, "_unused", lambda library: float(library.held))
+    monkeypatch.setattr(memory, "_unused_heap_bytes", lambda library: float(library.held))
     monkeypatch.setattr(memory, "_kept_anyway", -math.inf)
-    memory.give_back_freed()
+    memory.malloc_trim()
     assert library.asked == 1
-    memory.give_back_freed()
+    memory.malloc_trim()
     assert library.asked == 1
     library.held += memory.TOLERATED
-    memory.give_back_freed()
+    memory.malloc_trim()
     assert library.asked == 2
-    memory.give_back_freed(at_least=0)  # in any case
+    memory.malloc_trim(at_least=0)  # in any case
     assert library.asked == 3
     library.held = 2**30
-    memory.give_back_freed()
+    memory.malloc_trim()
     library.held = 0  # what others held, they have let go of
-    memory.give_back_freed()
+    memory.malloc_trim()
     library.held = memory.TOLERATED
-    memory.give_back_freed()
+    memory.malloc_trim()
     assert library.asked == 5
 
 
 def test_a_library_that_cannot_tell_is_asked_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
     library = _Library(0)
     monkeypatch.setattr(memory, "_library", lambda: library)
-    memory.give_back_freed()
-    memory.give_back_freed()
+    memory.malloc_trim()
+    memory.malloc_trim()
     assert library.asked == 2
 
 
 @pytest.mark.skipif(memory._library() is None, reason="asks glibc")
 def test_what_was_freed_between_what_is_kept_is_returned() -> None:
     nbytes = 2**16  # too small to be mapped apart
-    memory.give_back_freed(at_least=0)
+    memory.malloc_trim(at_least=0)
     every = [torch.ones(nbytes, dtype=torch.uint8) for _ in range(2 * memory.TOLERATED // nbytes)]
     kept = every[::64]
     del every
     before = psutil.Process().memory_info().rss
-    memory.give_back_freed()
+    memory.malloc_trim()
     assert before - psutil.Process().memory_info().rss > 1.5 * memory.TOLERATED
     assert all(bool((one == 1).all()) for one in kept)
 
@@ -104,9 +104,9 @@ def test_pages_of_a_file_are_let_go_of_and_come_back(tmp_path: Path) -> None:
     mapped = torch.from_file(str(file), shared=True, size=nbytes, dtype=torch.uint8)
     mapped.fill_(7)
     held = psutil.Process().memory_info().rss
-    memory.let_go_of_pages(mapped.data_ptr(), nbytes)
+    memory.release_pages(mapped.data_ptr(), nbytes)
     assert held - psutil.Process().memory_info().rss > nbytes * 0.9
-    memory.let_go_of_pages(mapped.data_ptr() + 1, 3)  # no whole page
+    memory.release_pages(mapped.data_ptr() + 1, 3)  # no whole page
     assert int(mapped.min()) == int(mapped.max()) == 7
 
 
@@ -124,6 +124,6 @@ def test_elsewhere_nothing_happens(
 ) -> None:
     monkeypatch.setattr(sys, "platform", platform)
     monkeypatch.setattr(ctypes, "CDLL", library)
-    memory.give_back_freed()
-    memory.let_go_of_pages(2**20, 2**20)
+    memory.malloc_trim()
+    memory.release_pages(2**20, 2**20)
     assert memory._library() is None

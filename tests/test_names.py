@@ -10,7 +10,7 @@ import pytest
 from torch.nn import Identity, Linear, Module, ModuleList, Sequential
 
 from llmcompressor.modeling.matching import matches, matches_name
-from llmcompressor.names import Forms, Possible, named_modules, tells_digits
+from llmcompressor.modeling.names import NameForms, TargetIndex, distinguishes_digits, named_modules
 from llmcompressor.schemes.assign import matching_targets
 
 NAMES = [
@@ -67,7 +67,7 @@ def test_a_module_with_an_order_of_its_own_keeps_it() -> None:
 
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_names_of_one_form_are_matched_alike(pattern: str) -> None:
-    forms = Forms([f"re:{pattern}", "model.layers.3.mlp.gate"])
+    forms = NameForms([f"re:{pattern}", "model.layers.3.mlp.gate"])
     for one, other in itertools.combinations(NAMES, 2):
         if forms.of(one) == forms.of(other):
             assert (re.match(pattern, one) is None) == (re.match(pattern, other) is None)
@@ -91,7 +91,7 @@ def test_names_of_one_form_are_matched_alike(pattern: str) -> None:
 def test_linears_of_an_expert_have_other_names(entry: str, meant: set[str]) -> None:
     """However many names are asked for, and whichever was asked for first."""
     every = [f"layers.0.mlp.experts.3.{own}" for own in ("w3", "w1", "w2", "gate")]
-    forms = Forms([entry])
+    forms = NameForms([entry])
     assert {name for name in every if matches_name(name, entry)} == {
         f"layers.0.mlp.experts.3.{own}" for own in meant
     } | ({every[-1]} if entry == "re:.*experts" else set())
@@ -138,19 +138,19 @@ def test_the_text_beside_a_tower_is_meant_as_it_was_called(name: str) -> None:
 
 
 def test_a_name_is_told_from_all_others() -> None:
-    forms = Forms(["layers.0.mlp", "Linear"])
+    forms = NameForms(["layers.0.mlp", "Linear"])
     assert len({forms.of(f"layers.{index}.mlp") for index in range(4)}) == 2
 
 
 def test_blocks_have_one_form_unless_a_pattern_says_which() -> None:
     names = [f"layers.{index}.mlp" for index in range(10)]
-    assert len({Forms([r"re:.*layers\.\d+.*", "re:.*mlp$"]).of(name) for name in names}) == 1
-    assert len({Forms([r"re:.*layers\.[3-5].*"]).of(name) for name in names}) == 2
+    assert len({NameForms([r"re:.*layers\.\d+.*", "re:.*mlp$"]).of(name) for name in names}) == 1
+    assert len({NameForms([r"re:.*layers\.[3-5].*"]).of(name) for name in names}) == 2
 
 
 def test_what_cannot_be_read_is_left_to_who_matches() -> None:
-    assert Forms(["re:[0"]).of("a.1") == Forms([]).of("a.1")
-    assert tells_digits("[0")
+    assert NameForms(["re:[0"]).of("a.1") == NameForms([]).of("a.1")
+    assert distinguishes_digits("[0")
 
 
 class LinearBase(Module):
@@ -165,7 +165,7 @@ def test_no_target_that_means_a_module_is_left_out_of_the_possible_ones() -> Non
     targets = [f"re:{pattern}" for pattern in PATTERNS]
     targets += ["Linear", "Identity", "LinearBase", "Module", "lm_head", *NAMES[:9:2], "lm_head"]
     targets += ["model.layers.3.mlp.experts.0.up_proj", "model.layers.3.mlp.experts.0.w3"]
-    possible = Possible(targets)
+    possible = TargetIndex(targets)
     names = [*NAMES, "model.layers.3.mlp.experts.0.w3", "Linear", ""]
     for name, module in itertools.product(names, [Linear(1, 1), Identity(), ColumnLinear()]):
         near = possible.of(name, module)

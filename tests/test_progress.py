@@ -10,8 +10,8 @@ from rich.console import Console
 from tqdm import tqdm
 from tqdm.auto import tqdm as auto_tqdm
 
-import llmcompressor.progress as page
-from llmcompressor.progress import other_bars_hidden, progress
+import llmcompressor.runtime.progress as page
+from llmcompressor.runtime.progress import hide_tqdm_bars, progress
 
 
 @pytest.fixture
@@ -102,7 +102,7 @@ def test_other_bars_are_hidden_and_come_back(
     kind: type[tqdm], capfd: pytest.CaptureFixture[str]
 ) -> None:
     before = vars(tqdm)["__init__"]
-    with other_bars_hidden():
+    with hide_tqdm_bars():
         assert list(kind(range(3), desc="theirs")) == [0, 1, 2]
     assert capfd.readouterr().err == ""
     assert vars(tqdm)["__init__"] is before

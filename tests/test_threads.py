@@ -11,10 +11,10 @@ import torch
 
 from llmcompressor.numerics.gram import (
     add_cross_product,
-    add_missing_product,
+    add_residual_product,
     add_symmetric_product,
 )
-from llmcompressor.threads import each_on_one_thread, each_span, one_thread, short_waits
+from llmcompressor.runtime.threads import one_thread, parallel_for, parallel_spans, short_spin_waits
 
 CPU, OTHER = torch.device("cpu"), torch.device("meta")
 
@@ -52,7 +52,7 @@ def test_other_devices_and_single_threads_are_left_alone(threads: list[int]) -> 
 def test_pieces_run_on_one_thread_each_and_the_number_is_put_back() -> None:
     before = torch.get_num_threads()
     seen: list[tuple[int, int]] = []
-    each_on_one_thread(lambda item: seen.append((item, torch.get_num_threads())), range(6))
+    parallel_for(lambda item: seen.append((item, torch.get_num_threads())), range(6))
     assert sorted(seen) == [(item, 1) for item in range(6)]
     assert torch.get_num_threads() == before
 
@@ -65,7 +65,7 @@ def test_an_error_in_a_piece_is_raised_and_the_number_put_back() -> None:
             raise KeyError(item)
 
     with pytest.raises(KeyError):
-        each_on_one_thread(work, range(6))
+        parallel_for(work, range(6))
     assert torch.get_num_threads() == before
 
 
@@ -80,7 +80,7 @@ def test_the_calling_thread_takes_part_and_waits_for_the_others() -> None:
 
     torch.set_num_threads(2)
     try:
-        each_on_one_thread(work, range(2))
+        parallel_for(work, range(2))
         assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(before)
@@ -99,7 +99,7 @@ def test_after_an_error_no_further_piece_is_begun() -> None:
     torch.set_num_threads(2)
     try:
         with pytest.raises(KeyError):
-            each_on_one_thread(work, range(100))
+            parallel_for(work, range(100))
     finally:
         torch.set_num_threads(before)
     assert len(begun) <= 2
@@ -119,7 +119,7 @@ def test_second_moments_do_not_depend_on_the_number_of_threads(tokens: int) -> N
             add_symmetric_product(gram_CC, input_TC)
             add_cross_product(cross_CC, input_TC, input_TC.flip(0))
             missing_RC = torch.zeros(150, 320)
-            add_missing_product(missing_RC, weight_RC, input_TC, input_TC.flip(0))
+            add_residual_product(missing_RC, weight_RC, input_TC, input_TC.flip(0))
             found.append((gram_CC, cross_CC, missing_RC))
     finally:
         torch.set_num_threads(before)
@@ -134,13 +134,13 @@ def test_spans_cover_a_dimension_once(length: int) -> None:
     def count(span: slice) -> None:
         seen[span] += 1
 
-    each_span(count, length, CPU)
+    parallel_spans(count, length, CPU)
     assert bool((seen == 1).all())
 
 
 def test_other_devices_get_a_dimension_whole() -> None:
     spans: list[slice] = []
-    each_span(spans.append, 1000, OTHER)
+    parallel_spans(spans.append, 1000, OTHER)
     assert spans == [slice(None)]
 
 
@@ -157,7 +157,7 @@ def test_a_body_on_one_thread_gives_its_pieces_to_all() -> None:
     """Two pieces that wait for each other: on one thread they would never end."""
     meeting = threading.Barrier(2, timeout=30)
     with one_thread(CPU):
-        each_on_one_thread(lambda _: meeting.wait(), range(2))
+        parallel_for(lambda _: meeting.wait(), range(2))
         assert torch.get_num_threads() == 1
     assert torch.get_num_threads() == 2
 
@@ -169,12 +169,12 @@ def test_pieces_of_a_piece_are_done_where_it_is() -> None:
 
     def work(item: int) -> None:
         here = threading.get_ident()
-        each_on_one_thread(
+        parallel_for(
             lambda inner: seen.append((item, inner, threading.get_ident() == here)), range(3)
         )
 
     with one_thread(CPU):
-        each_on_one_thread(work, range(4))
+        parallel_for(work, range(4))
     assert sorted(seen) == [(item, inner, True) for item in range(4) for inner in range(3)]
 
 
@@ -183,12 +183,12 @@ def test_what_stands_by_ends_with_the_body() -> None:
     def standing() -> int:
         return sum(thread.name == "stand-by" for thread in threading.enumerate())
 
-    with short_waits():
+    with short_spin_waits():
         assert standing() == 1
-        with short_waits():
+        with short_spin_waits():
             assert standing() == 1
         assert standing() == 1
     assert standing() == 0
     torch.set_num_threads(1)
-    with short_waits():
+    with short_spin_waits():
         assert standing() == 0

@@ -15,18 +15,10 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from llmcompressor import _compat
-from llmcompressor.collecting import quick_imports
+from llmcompressor.runtime.collecting import quick_imports
 
 if TYPE_CHECKING:
     from llmcompressor import logger
-    from llmcompressor.core.session_functions import (
-        active_session,
-        callbacks,
-        create_session,
-        finalize,
-        initialize,
-        reset_session,
-    )
     from llmcompressor.entrypoints.evaluate import evaluate
     from llmcompressor.entrypoints.model_free import model_free_ptq
     from llmcompressor.entrypoints.oneshot import Oneshot, oneshot
@@ -35,6 +27,14 @@ if TYPE_CHECKING:
     from llmcompressor.entrypoints.train import train
     from llmcompressor.entrypoints.verify import verify
     from llmcompressor.logger import LoggerConfig, configure_logger
+    from llmcompressor.session.functions import (
+        active_session,
+        callbacks,
+        create_session,
+        finalize,
+        initialize,
+        reset_session,
+    )
 
 __all__ = [
     "LoggerConfig",
@@ -68,17 +68,17 @@ _compat.install()
 _HOMES = {
     "LoggerConfig": "llmcompressor.logger",
     "Oneshot": "llmcompressor.entrypoints.oneshot",
-    "active_session": "llmcompressor.core.session_functions",
-    "callbacks": "llmcompressor.core.session_functions",
+    "active_session": "llmcompressor.session.functions",
+    "callbacks": "llmcompressor.session.functions",
     "configure_logger": "llmcompressor.logger",
-    "create_session": "llmcompressor.core.session_functions",
+    "create_session": "llmcompressor.session.functions",
     "evaluate": "llmcompressor.entrypoints.evaluate",
-    "finalize": "llmcompressor.core.session_functions",
-    "initialize": "llmcompressor.core.session_functions",
+    "finalize": "llmcompressor.session.functions",
+    "initialize": "llmcompressor.session.functions",
     "model_free_ptq": "llmcompressor.entrypoints.model_free",
     "oneshot": "llmcompressor.entrypoints.oneshot",
     "plan": "llmcompressor.entrypoints.plan",
-    "reset_session": "llmcompressor.core.session_functions",
+    "reset_session": "llmcompressor.session.functions",
     "run_stages": "llmcompressor.entrypoints.stages",
     "train": "llmcompressor.entrypoints.train",
     "verify": "llmcompressor.entrypoints.verify",

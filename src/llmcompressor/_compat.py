@@ -25,6 +25,21 @@ __all__ = ["ABSENT", "OLD_PATHS", "install"]
 # Old paths within the package, comma-separated, and below them what each of these modules has.
 # ``*`` stands for the rest of a name.
 _ROWS = """
+args.recipe_arguments
+    from llmcompressor.args import RecipeArguments
+
+core.events.event
+    from llmcompressor.core.events import Event, EventType
+core.lifecycle
+    from llmcompressor.core import CompressionLifecycle
+core.model_layer
+    from llmcompressor.core import ModelParameterizedLayer
+core.session
+    from llmcompressor.core import CompressionSession
+core.session_functions
+    from llmcompressor.core import LifecycleCallbacks, active_session, callbacks, create_session
+    from llmcompressor.core import finalize, initialize, reset_session
+
 datasets.utils
     from llmcompressor.datasets import format_calibration_data, get_calibration_dataloader
     from llmcompressor.datasets import get_processed_dataset, get_rank_partition
@@ -56,9 +71,9 @@ modeling.moe.linearize
     from llmcompressor.utils.loading import load_context as load_quantizable_moe
 modeling.moe_context
     from llmcompressor.modeling import moe_calibration_context
-    from llmcompressor.modeling.unneeded import MoECalibrationModule
+    from llmcompressor.moe.noop_compat import MoECalibrationModule
 modeling.patch.qwen3_omni_patch
-    from llmcompressor.modeling.unneeded import fast_pos_embed_interpolate
+    from llmcompressor.moe.noop_compat import fast_pos_embed_interpolate
 modeling.prepare
     from llmcompressor.modeling import moe_calibration_context, replace_modules_for_calibration
 modeling.qwen3_5_moe
@@ -72,6 +87,10 @@ modifiers.awq.dynamic_mappings, modifiers.transform.awq.dynamic_mappings
 modifiers.awq.mappings, modifiers.transform.awq.mappings
     from llmcompressor.modifiers.awq.base import AWQ_MAPPING_REGISTRY, AWQMapping
     from llmcompressor.modifiers.awq.base import default_mappings, get_layer_mappings_from_architecture
+modifiers.factory
+    from llmcompressor.modifiers import ModifierFactory
+modifiers.modifier
+    from llmcompressor.modifiers import Modifier
 modifiers.interface
     from llmcompressor.modifiers import Modifier as ModifierInterface
 modifiers.logarithmic_equalization, modifiers.logarithmic_equalization.base
@@ -108,14 +127,17 @@ modifiers.transform.smoothquant.dynamic_mappings
 modifiers.transform.spinquant.base
     from llmcompressor.modifiers.rotation import SpinQuantModifier
 modifiers.transform.spinquant.mappings
-    from llmcompressor.modifiers.rotation.mappings import SPINQUANT_MAPPING_REGISTRY, SpinQuantMapping
+    from llmcompressor.modifiers.rotation.plan import SPINQUANT_MAPPING_REGISTRY, SpinQuantMapping
 modifiers.transform.spinquant.norm_mappings
-    from llmcompressor.modifiers.rotation.mappings import NORM_MAPPING_REGISTRY, NormMapping
+    from llmcompressor.modifiers.rotation.plan import NORM_MAPPING_REGISTRY, NormMapping
 modifiers.utils, modifiers.utils.hooks
     from llmcompressor.modeling.hooks import HooksMixin
 
 observers.helpers
     from llmcompressor.observers import flatten_for_calibration
+
+pipelines.independent
+    from llmcompressor.pipelines.basic import IndependentPipeline
 
 pytorch, transformers.compression
 pytorch.utils
@@ -130,21 +152,21 @@ transformers, transformers.finetune, transformers.finetune.text_generation
     from llmcompressor.args import DatasetArguments, DatasetArguments as DataTrainingArguments
     from llmcompressor.args import ModelArguments, RecipeArguments, TrainingArguments
     from llmcompressor.datasets import TextGenerationDataset
-    from llmcompressor.modeling.unneeded import wrap_hf_model_class
+    from llmcompressor.moe.noop_compat import wrap_hf_model_class
     from llmcompressor.training import SessionManagerMixIn, Trainer
     from transformers import AutoModelForCausalLM as SparseAutoModelForCausalLM
 transformers.compression.compressed_tensors_utils, transformers.sparsification.compressed_tensors_utils
-    from llmcompressor.entrypoints.saving import modify_save_pretrained
+    from llmcompressor.entrypoints.verify import modify_save_pretrained
 transformers.compression.helpers
     from llmcompressor.utils import calculate_offload_device_map, custom_offload_device_map
 transformers.data, transformers.finetune.data
     from llmcompressor.datasets import TextGenerationDataset
-    from llmcompressor.datasets.named.chats import PerfectBlend as PerfectBlendDataset, UltraChat as UltraChatDataset
-    from llmcompressor.datasets.named.media import Flickr30k as Flickr30K, PeoplesSpeech
-    from llmcompressor.datasets.named.plain import C4 as C4Dataset, WikiText as WikiTextDataset
-    from llmcompressor.datasets.named.tasks import CNNDailyMail as CNNDailyMailDataset, GSM8K as GSM8KDataset
-    from llmcompressor.datasets.named.tasks import EvolCodeAlpaca as EvolCodeAlpacaDataset
-    from llmcompressor.datasets.named.tasks import OpenPlatypus as OpenPlatypusDataset
+    from llmcompressor.datasets.named import PerfectBlend as PerfectBlendDataset, UltraChat as UltraChatDataset
+    from llmcompressor.datasets.named import Flickr30k as Flickr30K, PeoplesSpeech
+    from llmcompressor.datasets.named import C4 as C4Dataset, WikiText as WikiTextDataset
+    from llmcompressor.datasets.named import CNNDailyMail as CNNDailyMailDataset, GSM8K as GSM8KDataset
+    from llmcompressor.datasets.named import EvolCodeAlpaca as EvolCodeAlpacaDataset
+    from llmcompressor.datasets.named import OpenPlatypus as OpenPlatypusDataset
 transformers.data.base, transformers.finetune.data.base
     from llmcompressor.datasets import TextGenerationDataset
 transformers.finetune.data.data_args
@@ -158,7 +180,7 @@ transformers.finetune.trainer
 transformers.finetune.training_args
     from llmcompressor.args import TrainingArguments
 transformers.sparsification
-    from llmcompressor.entrypoints.saving import modify_save_pretrained
+    from llmcompressor.entrypoints.verify import modify_save_pretrained
     from transformers import AutoModelForCausalLM as SparseAutoModelForCausalLM
 transformers.sparsification.sparse_model
     from transformers import AutoModelForCausalLM as SparseAutoModelForCausalLM
@@ -167,15 +189,19 @@ transformers.tracing
 transformers.utils, transformers.utils.helpers
     from llmcompressor.utils.loading import is_model_ct_quantized_from_path
 transformers.utils.data_collator
-    from llmcompressor.datasets.named_inputs import llava_data_collator, mllama_data_collator
-    from llmcompressor.datasets.named_inputs import pixtral_data_collator, qwen2_vl_data_collator
+    from llmcompressor.datasets.collate import llava_data_collator, mllama_data_collator
+    from llmcompressor.datasets.collate import pixtral_data_collator, qwen2_vl_data_collator
 
 utils.dev
     from llmcompressor.utils import dispatch_for_generation, get_high_precision, get_main_device
     from llmcompressor.utils import load_context, patch_transformers_logger_level
     from llmcompressor.utils import skip_weights_download, skip_weights_initialize
+utils.helpers
+    from llmcompressor.utils.devices import DisableQuantization, calibration_forward_context
+    from llmcompressor.utils.devices import disable_cache, eval_context, get_embeddings
+    from llmcompressor.utils.devices import targets_embeddings, untie_word_embeddings
 utils.pytorch, utils.pytorch.module
-    from llmcompressor.utils.helpers import get_no_split_params
+    from llmcompressor.utils.devices import get_no_split_params
 """  # noqa: E501
 
 _TAKEN_APART = "each run takes the experts of a model apart by itself. Load the model as it is"
@@ -267,7 +293,7 @@ class _Maker(Loader):
                 raise ImportError(f"There is no {name} in this package: {ABSENT[old][name]}")
             if (home := _home(name, homes)) is None:
                 raise AttributeError(f"module {module.__name__!r} has no attribute {name!r}")
-            from llmcompressor.registry import resolve  # noqa: PLC0415  # few runs need it
+            from llmcompressor.runtime.registry import resolve  # noqa: PLC0415  # few runs need it
 
             return resolve(home)
 

@@ -25,7 +25,7 @@ __all__ = [
     "configure_distributed_logger",
     "configure_logger",
     "is_quiet",
-    "logged_to",
+    "log_to_file",
     "logger",
     "quiet",
 ]
@@ -90,7 +90,7 @@ def configure_logger(
     logger.remove()
     _FILES.clear()
     _RANKS[:] = [] if given.rank is None else [given.rank]
-    _know_metrics()
+    _register_metric_level()
 
     level = os.environ.get("LLM_COMPRESSOR_LOG_LEVEL") or given.console_log_level
     if level:
@@ -152,7 +152,7 @@ class _Filter:
         return is_new
 
 
-def _know_metrics() -> None:
+def _register_metric_level() -> None:
     """Register the level of metrics with loguru."""
     try:
         logger.level(_METRIC)
@@ -161,7 +161,7 @@ def _know_metrics() -> None:
 
 
 @contextmanager
-def logged_to(file: str | Path | None) -> Iterator[None]:
+def log_to_file(file: str | Path | None) -> Iterator[None]:
     """Also write the log to a file while the body runs.
 
     Args:
@@ -189,7 +189,7 @@ def quiet(*, wanted: bool = True) -> Iterator[None]:
     Args:
         wanted: suppress the log; False does nothing.
     """
-    if not wanted or _RANKS or not _is_heard():
+    if not wanted or _RANKS or not _has_sinks():
         yield
         return
     _quiet.append(True)
@@ -206,17 +206,17 @@ def is_quiet() -> bool:
     return bool(_quiet)
 
 
-class _HeardError(Exception):
+class _SinkFoundError(Exception):
     """A log record was created, so some sink would receive it."""
 
 
-def _is_heard() -> bool:
+def _has_sinks() -> bool:
     """Return True if any sink receives the log; loguru creates no record otherwise."""
 
     def stop(record: object) -> None:
-        raise _HeardError
+        raise _SinkFoundError
 
-    with suppress(_HeardError):
+    with suppress(_SinkFoundError):
         logger.patch(stop).critical("")
         return False
     return True

@@ -12,8 +12,7 @@ from llmcompressor.args import (
     parse_args,
     parse_arguments,
 )
-from llmcompressor.args.parsing import OLD_NAMES
-from llmcompressor.args.renamed import RENAMED, name_among
+from llmcompressor.args.parsing import OLD_NAMES, RENAMED, current_name
 from llmcompressor.errors import ArgumentError
 
 CLASSES = (ModelArguments, DatasetArguments, RecipeArguments)
@@ -129,9 +128,9 @@ def test_a_name_that_transformers_changed_is_understood_with_any_release(old, wa
 
 @pytest.mark.parametrize("known", [{"new"}, {"new", "old"}, {"old"}], ids=sorted)
 def test_the_newest_name_that_is_known(known, monkeypatch):
-    monkeypatch.setattr("llmcompressor.args.renamed.RENAMED", {"old": "new"})
+    monkeypatch.setattr("llmcompressor.args.parsing.RENAMED", {"old": "new"})
     expected = "new" if "new" in known else "old"
-    assert {name_among(known, name) for name in ("old", "new")} == {expected}
+    assert {current_name(known, name) for name in ("old", "new")} == {expected}
 
 
 def test_training_arguments_extend_transformers(tmp_path):

@@ -9,12 +9,12 @@ from pathlib import Path
 import torch
 
 from llmcompressor.checkpoint.block_writer import BlockWriter
-from llmcompressor.checkpoint.output_layout import Stored, lay_out
+from llmcompressor.checkpoint.tensor_files import StoredTensor, layout_files
 
 
 def test_a_block_is_taken_when_the_one_before_is_durable(tmp_path: Path) -> None:
     names = ["a", "b"]
-    layout = lay_out([Stored(name, "F32", (4,)) for name in names], 2**20)
+    layout = layout_files([StoredTensor(name, "F32", (4,)) for name in names], 2**20)
     writer = BlockWriter(tmp_path, layout)
     may_end, done = threading.Event(), []
 

@@ -10,7 +10,7 @@ import weakref
 import pytest
 import torch
 
-from llmcompressor.checkpoint.buffers import Buffers
+from llmcompressor.checkpoint.tensor_files import BufferPool
 
 LARGE = 2**21
 pytestmark = pytest.mark.skipif(
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.skipif(
 
 
 def test_what_is_gone_makes_room_for_the_next_of_its_size() -> None:
-    buffers = Buffers()
+    buffers = BufferPool()
     tensor = buffers.take(LARGE)
     place = tensor.data_ptr()
     assert buffers.idle_bytes == 0
@@ -30,7 +30,7 @@ def test_what_is_gone_makes_room_for_the_next_of_its_size() -> None:
 
 
 def test_nothing_is_given_twice() -> None:
-    buffers = Buffers()
+    buffers = BufferPool()
     first = buffers.take(LARGE).view(torch.bfloat16).reshape(2, -1)
     row = first[1]  # all that is left of it
     row.fill_(3.0)
@@ -42,14 +42,14 @@ def test_nothing_is_given_twice() -> None:
 
 
 def test_what_python_sees_of_a_tensor_keeps_its_memory() -> None:
-    buffers = Buffers()
+    buffers = BufferPool()
     seen = buffers.take(LARGE).fill_(5).numpy()
     buffers.take(LARGE).fill_(0)
     assert (seen == 5).all()
 
 
 def test_another_size_returns_what_is_idle() -> None:
-    buffers = Buffers()
+    buffers = BufferPool()
     several = [buffers.take(LARGE) for _ in range(3)]
     several.clear()
     assert buffers.idle_bytes == 3 * LARGE
@@ -59,7 +59,7 @@ def test_another_size_returns_what_is_idle() -> None:
 
 
 def test_closed_it_keeps_nothing_and_takes_nothing_away() -> None:
-    buffers = Buffers()
+    buffers = BufferPool()
     tensor, idle = buffers.take(LARGE).fill_(1), buffers.take(LARGE)
     del idle
     buffers.close()
@@ -78,4 +78,4 @@ def test_where_nothing_can_be_mapped_the_heap_is_asked(monkeypatch: pytest.Monke
         raise OSError(12, "Cannot allocate memory")
 
     monkeypatch.setattr(mmap, "mmap", refuse)
-    assert Buffers().take(LARGE).fill_(1).sum() == LARGE
+    assert BufferPool().take(LARGE).fill_(1).sum() == LARGE

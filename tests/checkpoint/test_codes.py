@@ -7,8 +7,8 @@ import pytest
 import torch
 from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
 
-from llmcompressor.checkpoint import codes as module
-from llmcompressor.checkpoint.codes import codes_of
+from llmcompressor.checkpoint import packing as module
+from llmcompressor.checkpoint.packing import compute_codes
 from llmcompressor.errors import InputError
 from llmcompressor.numerics.grid import Grid
 from llmcompressor.numerics.packing import can_pack, pack_integers
@@ -36,7 +36,7 @@ def test_pieces_give_the_codes_of_the_whole(
     shape = partition.shape(rows, 96)
     scale = (torch.rand(shape) * 0.2 + 0.1).to(torch.bfloat16)
     zero = torch.randint(-4, 4, shape, dtype=torch.int8) if with_zero else None
-    found = codes_of(
+    found = compute_codes(
         weight, scale, zero, grid.limit, partition, lambda one: one.round().to(torch.int8)
     )
     whole = quantize_matrix(weight, scale, zero, grid, partition).to(torch.int8)

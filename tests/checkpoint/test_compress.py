@@ -16,7 +16,7 @@ from compressed_tensors.quantization import (
 )
 from torch import Tensor
 
-from llmcompressor.checkpoint.compress import (
+from llmcompressor.checkpoint.packing import (
     QuantizedModule,
     compress,
     parse_format,
@@ -25,7 +25,7 @@ from llmcompressor.checkpoint.compress import (
 from llmcompressor.errors import ArgumentError, LifecycleError, NonFiniteError
 from llmcompressor.logger import logger
 from llmcompressor.quantization.parameters import observe_weight
-from llmcompressor.schemes.formats import fitting_formats
+from llmcompressor.schemes.bridge import compatible_formats
 from llmcompressor.schemes.presets import PRESETS, format_of, preset_scheme
 
 PRESET_NAMES = [name for name in PRESETS if name != "UNQUANTIZED"]
@@ -189,7 +189,7 @@ FORMATS = sorted(
 def test_a_forced_format_holds_the_weights_or_is_refused(name: str, form: str) -> None:
     model = tiny.quantize_model(tiny.llama(), {"g": preset_scheme(name, ["Linear"])})
     scheme = preset_scheme(name)
-    if form not in fitting_formats(scheme):
+    if form not in compatible_formats(scheme):
         with pytest.raises(ArgumentError, match=f"{form} holds no .*: {format_of(scheme)}"):
             quantized_modules(model, forced_format=parse_format(form))
         return

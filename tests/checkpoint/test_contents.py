@@ -9,7 +9,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
 from llmcompressor import oneshot
-from llmcompressor.checkpoint import contents
+from llmcompressor.checkpoint import manifest
 from llmcompressor.modifiers.transform import QuIPModifier, SpinQuantModifier
 
 RECIPES = {
@@ -39,7 +39,7 @@ def test_matrices_of_rotations_are_kept_under_the_names_that_transformers_keeps(
         return remove_tied_weights_from_state_dict(plain, of)
 
     expected = set(remove_tied_weights_from_state_dict(dict(state), model))
-    monkeypatch.setattr(contents, "remove_tied_weights_from_state_dict", remove)
-    found = contents.divide(model, [], state)
+    monkeypatch.setattr(manifest, "remove_tied_weights_from_state_dict", remove)
+    found = manifest.partition_state_dict(model, [], state)
     assert found.plain_keys == expected
     assert given, "none has a twin that is left to look for"

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from llmcompressor.checkpoint import hub
-from llmcompressor.checkpoint.extras import copy_side_files, side_files
+from llmcompressor.checkpoint import load
+from llmcompressor.checkpoint.side_files import copy_side_files, side_files
 
 FILES = (
     "1_Pooling/config.json",
@@ -104,6 +104,6 @@ def test_what_is_copied_is_fetched_in_any_format(
 
     (tmp_path / "modules.json").write_text(text)
     (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
-    monkeypatch.setattr(hub, "snapshot_download", download)
-    assert hub.fetch("owner/model") == tmp_path
+    monkeypatch.setattr(load, "snapshot_download", download)
+    assert load.fetch("owner/model") == tmp_path
     assert asked[1:] == ([("allow_patterns", further)] if further else [])

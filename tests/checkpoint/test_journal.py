@@ -8,7 +8,12 @@ from pathlib import Path
 import pytest
 
 from llmcompressor.checkpoint import journal as journal_module
-from llmcompressor.checkpoint.journal import BlockEntry, Journal, ProgressEntry, differences
+from llmcompressor.checkpoint.journal import (
+    BlockEntry,
+    Journal,
+    ProgressEntry,
+    fingerprint_differences,
+)
 from llmcompressor.errors import OutputError
 
 PRINT = {"recipe": "a", "versions": {"torch": "2"}}
@@ -124,7 +129,7 @@ def test_without_its_first_line_it_is_refused(tmp_path: Path) -> None:
 
 def test_differences_are_named() -> None:
     now = {"recipe": "b", "versions": {"torch": "3"}}
-    assert list(differences(now, PRINT)) == [
+    assert list(fingerprint_differences(now, PRINT)) == [
         "recipe: a then, b now",
         "versions.torch: 2 then, 3 now",
     ]

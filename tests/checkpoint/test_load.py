@@ -24,14 +24,14 @@ from transformers import (
 )
 
 import llmcompressor
-from llmcompressor.checkpoint.blueprint import build_blueprint
-from llmcompressor.checkpoint.existing_quantization import existing_quantization
 from llmcompressor.checkpoint.load import check_unquantized, load_model, untie_embeddings
-from llmcompressor.checkpoint.processor import load_processor
+from llmcompressor.checkpoint.meta_model import build_meta_model
+from llmcompressor.checkpoint.quantization_config import existing_quantization
 from llmcompressor.checkpoint.save import save_checkpoint
+from llmcompressor.checkpoint.side_files import load_processor
 from llmcompressor.checkpoint.source import inspect_source, local_directory
 from llmcompressor.errors import CheckpointError
-from llmcompressor.evaluation.models import load_for_measuring
+from llmcompressor.evaluation.models import load_for_evaluation
 from llmcompressor.schemes.presets import preset_scheme
 from llmcompressor.utils import load_context
 
@@ -120,7 +120,7 @@ def test_a_tied_head_is_not_missing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "read", [load_model, lambda folder: build_blueprint(inspect_source(folder))]
+    "read", [load_model, lambda folder: build_meta_model(inspect_source(folder))]
 )
 def test_tensors_of_other_shapes_are_named(dense: Path, read: Any) -> None:
     edit_config(dense, intermediate_size=64)
@@ -134,8 +134,8 @@ def test_tensors_of_other_shapes_are_named(dense: Path, read: Any) -> None:
     "read",
     [
         load_model,
-        lambda folder: build_blueprint(inspect_source(folder)),
-        lambda folder: load_for_measuring(folder, trust_remote_code=False),
+        lambda folder: build_meta_model(inspect_source(folder)),
+        lambda folder: load_for_evaluation(folder, trust_remote_code=False),
     ],
 )
 @pytest.mark.parametrize("dtype", ["auto", "bf16"])
@@ -242,7 +242,7 @@ PRUNED = {"quant_method": "compressed-tensors", "sparsity_config": {"format": "d
 @pytest.mark.parametrize("settings", [{}, PRUNED, {**PRUNED, "config_groups": {}, "ignore": []}])
 def test_a_quantization_config_may_say_nothing(dense: Path, settings: dict[str, Any]) -> None:
     edit_config(dense, quantization_config=settings)
-    models = [load_model(dense), build_blueprint(inspect_source(dense)).model]
+    models = [load_model(dense), build_meta_model(inspect_source(dense)).model]
     with load_context(LlamaForCausalLM):
         models.append(LlamaForCausalLM.from_pretrained(dense))
     for model in models:
@@ -262,7 +262,7 @@ def test_formats_that_are_no_longer_read_are_refused_by_name(
     dense: Path, settings: dict[str, Any]
 ) -> None:
     edit_config(dense, quantization_config=settings)
-    measured = partial(load_for_measuring, trust_remote_code=False)
+    measured = partial(load_for_evaluation, trust_remote_code=False)
     for read in (load_model, partial(load_model, unpacks=True), inspect_source, measured):
         with pytest.raises(CheckpointError, match=r"24.*dropped"):
             read(dense)

@@ -15,9 +15,9 @@ import transformers as hf
 from test_parts import assert_reads_as, config_of, logits, qwen
 
 from llmcompressor import model_free_ptq, oneshot, verify
-from llmcompressor.checkpoint.other_names import other_names, readers
+from llmcompressor.checkpoint.generic_model import build_tree
+from llmcompressor.checkpoint.names import loader_models, names_in_loaders
 from llmcompressor.checkpoint.source import inspect_source
-from llmcompressor.checkpoint.tree_model import build_tree
 from llmcompressor.modifiers.quantization import QuantizationModifier
 
 
@@ -171,11 +171,11 @@ def test_what_is_ignored_by_the_file_s_name_alone_is_told_with_the_name_to_ignor
 
 def test_a_plain_model_has_no_other_names(tmp_path: Path) -> None:
     model = tiny.llama()
-    assert other_names(model, readers(model)) == {}
+    assert names_in_loaders(model, loader_models(model)) == {}
     model.save_pretrained(tmp_path)
     source = inspect_source(tmp_path)
     tree = build_tree(source, source.tensors).model
-    assert not any(other_names(tree, readers(tree)).values())
+    assert not any(names_in_loaders(tree, loader_models(tree)).values())
 
 
 def test_of_classes_that_are_not_known_there_are_no_other_names(tmp_path: Path) -> None:
@@ -183,8 +183,8 @@ def test_of_classes_that_are_not_known_there_are_no_other_names(tmp_path: Path) 
     source = inspect_source(folder)
     tree = build_tree(source, source.tensors).model
     name = "vision_tower.encoder.layers.0.mlp.fc1"
-    assert other_names(tree, readers(tree))[name] == (f"model.{name}",)
+    assert names_in_loaders(tree, loader_models(tree))[name] == (f"model.{name}",)
     file = folder / "config.json"
     file.write_text(file.read_text().replace('"llava"', '"llava_of_tomorrow"'))
-    assert readers(tree) == ()
-    assert other_names(tree, ()) == {}
+    assert loader_models(tree) == ()
+    assert names_in_loaders(tree, ()) == {}

@@ -9,9 +9,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from llmcompressor.checkpoint.output_layout import Stored, lay_out
-from llmcompressor.checkpoint.reading import dtype_name
 from llmcompressor.checkpoint.source import read_header
+from llmcompressor.checkpoint.tensor_files import StoredTensor, dtype_name, layout_files
 
 TENSORS = {
     "b.weight": torch.zeros(3, 5, dtype=torch.int8),
@@ -24,14 +23,16 @@ TENSORS = {
 }
 
 
-def stored() -> list[Stored]:
-    return [Stored(name, dtype_name(one.dtype), tuple(one.shape)) for name, one in TENSORS.items()]
+def stored() -> list[StoredTensor]:
+    return [
+        StoredTensor(name, dtype_name(one.dtype), tuple(one.shape)) for name, one in TENSORS.items()
+    ]
 
 
 def test_the_header_is_that_of_safetensors(tmp_path: Path) -> None:
     save_file(TENSORS, tmp_path / "one.safetensors", metadata={"format": "pt"})
     written = (tmp_path / "one.safetensors").read_bytes()
-    layout = lay_out(stored(), 10**9)
+    layout = layout_files(stored(), 10**9)
     (file,) = layout.files
     assert written.startswith(file.header)
     assert len(written) == file.size
@@ -43,7 +44,7 @@ def test_the_header_is_that_of_safetensors(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("limit", [1, 20, 40])
 def test_files_hold_no_more_than_the_limit(limit: int) -> None:
-    layout = lay_out(stored(), limit)
+    layout = layout_files(stored(), limit)
     assert {name for name in layout.places} == set(TENSORS)
     for file in layout.files:
         own = [p.stored for p in layout.places.values() if p.file == file.name]

@@ -13,7 +13,7 @@ import transformers as hf
 from safetensors import safe_open
 
 from llmcompressor import oneshot, verify
-from llmcompressor.checkpoint.parts import levels_of
+from llmcompressor.checkpoint.names import config_levels
 from llmcompressor.modifiers.quantization import QuantizationModifier
 
 SIZES: dict[str, Any] = {
@@ -168,13 +168,13 @@ def test_a_part_is_found_below_other_parts() -> None:
     text = {"model_type": "qwen2_5_omni_text"}
     thinker = {"model_type": "qwen2_5_omni_thinker", "text_config": text}
     config = {"model_type": "qwen2_5_omni", "thinker_config": thinker}
-    assert levels_of(config, hf.Qwen2_5OmniConfig()) == [config]
-    assert levels_of(config, hf.Qwen2_5OmniConfig().thinker_config) == [config, thinker]
+    assert config_levels(config, hf.Qwen2_5OmniConfig()) == [config]
+    assert config_levels(config, hf.Qwen2_5OmniConfig().thinker_config) == [config, thinker]
     inner = hf.Qwen2_5OmniConfig().thinker_config.text_config
-    assert levels_of(config, inner) == [config, thinker, text]
-    assert levels_of(config, hf.LlamaConfig()) == [config]
+    assert config_levels(config, inner) == [config, thinker, text]
+    assert config_levels(config, hf.LlamaConfig()) == [config]
 
 
 def test_a_part_without_a_model_type_is_found_by_its_key() -> None:
     config: dict[str, Any] = {"model_type": "clip", "vision_config": {"hidden_size": 16}}
-    assert levels_of(config, hf.CLIPVisionConfig()) == [config, config["vision_config"]]
+    assert config_levels(config, hf.CLIPVisionConfig()) == [config, config["vision_config"]]

@@ -28,7 +28,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from llmcompressor.checkpoint.compress import quantized_modules
+from llmcompressor.checkpoint.packing import quantized_modules
 from llmcompressor.checkpoint.quantization_config import build_quantization_config
 from llmcompressor.schemes.presets import preset_scheme
 

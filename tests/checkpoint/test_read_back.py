@@ -20,7 +20,7 @@ from transformers import (
     WhisperForConditionalGeneration,
 )
 
-from llmcompressor.checkpoint.packed_zero_points import packed_zero_points_fit
+from llmcompressor.checkpoint.packing import patch_packed_zero_points
 from llmcompressor.checkpoint.save import save_checkpoint
 from llmcompressor.schemes.presets import preset_scheme
 from llmcompressor.verification.tried_loads import refuses_packed_zero_points
@@ -182,7 +182,7 @@ def _read_by_the_package(folder: Path, tokens: dict[str, Any]) -> dict[str, Any]
     assert refuses_packed_zero_points()
     tensors = load_file(folder / "model.safetensors")
     assert {one.dtype for own, one in tensors.items() if "zero_point" in own} == {torch.int32}
-    with packed_zero_points_fit():
+    with patch_packed_zero_points():
         model, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
     with torch.no_grad():
         logits = model.eval()(**tokens).logits

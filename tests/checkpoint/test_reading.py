@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from llmcompressor.checkpoint.reading import bytes_of
+from llmcompressor.checkpoint.tensor_files import bytes_of
 
 TABLE = torch.arange(24, dtype=torch.int32).reshape(4, 6)
 

@@ -30,11 +30,11 @@ from transformers import (
 )
 
 import llmcompressor
-from llmcompressor.checkpoint import shards
-from llmcompressor.checkpoint.extras import extra_ignore, side_files
+from llmcompressor.checkpoint import tensor_files
 from llmcompressor.checkpoint.load import load_model
 from llmcompressor.checkpoint.save import modify_save_pretrained, save_checkpoint
-from llmcompressor.checkpoint.shards import ShardWriter, parse_size
+from llmcompressor.checkpoint.side_files import extra_ignore_patterns, side_files
+from llmcompressor.checkpoint.tensor_files import ShardWriter, parse_size
 from llmcompressor.errors import ArgumentError, OutputError
 from llmcompressor.schemes.presets import preset_scheme
 
@@ -387,7 +387,7 @@ class TestShards:
             "model-00001-of-00002.safetensors",
             "model-00002-of-00002.safetensors",
         ]
-        assert shards.natural_key("layers.2.x") < shards.natural_key("layers.10.a")
+        assert tensor_files.natural_key("layers.2.x") < tensor_files.natural_key("layers.10.a")
 
     def test_a_view_is_stored_alone(self, tmp_path: Path) -> None:
         writer = ShardWriter(tmp_path, limit=1000)
@@ -450,7 +450,7 @@ class TestExtraTensors:
     def test_a_pattern_that_would_reach_too_far_is_anchored(self) -> None:
         quantized = ["model.layers.0.mlp.up_proj"]
         written = {"model.layers.0.mlp.up_proj.weight_packed"}
-        (pattern,) = extra_ignore(["mlp.fc.weight"], written, quantized)
+        (pattern,) = extra_ignore_patterns(["mlp.fc.weight"], written, quantized)
         assert re.match(pattern[3:], "mlp.fc")
         assert not re.match(pattern[3:], quantized[0])
 
@@ -473,14 +473,14 @@ class TestFailure:
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
     ) -> None:
         count = iter(range(100))
-        real = shards.save_file
+        real = tensor_files.save_file
 
         def failing(*arguments: Any, **keywords: Any) -> None:
             if next(count) == 2:
                 raise error
             real(*arguments, **keywords)
 
-        monkeypatch.setattr(shards, "save_file", failing)
+        monkeypatch.setattr(tensor_files, "save_file", failing)
         model = w4a16(tiny.llama())
         with pytest.raises(OutputError, match="is full"):
             save_checkpoint(model, tmp_path / "out", max_shard_size="50KB")
@@ -665,9 +665,9 @@ class TestSavePretrained:
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         hub = _Hub()
-        monkeypatch.setattr("llmcompressor.checkpoint.push.HfApi", hub.api)
+        monkeypatch.setattr("llmcompressor.checkpoint.model_config.HfApi", hub.api)
         monkeypatch.setattr(
-            "llmcompressor.checkpoint.push.create_and_tag_model_card", lambda *_: "card"
+            "llmcompressor.checkpoint.model_config.create_and_tag_model_card", lambda *_: "card"
         )
         model = w4a16(tiny.llama())
         modify_save_pretrained(model, recipe="a: 1")

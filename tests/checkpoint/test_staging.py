@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from llmcompressor.checkpoint.staging import (
+from llmcompressor.checkpoint.atomic_output import (
     OnExisting,
     check_output_dir,
-    put_in_place,
-    staged,
+    publish_folder,
+    staged_output,
 )
 from llmcompressor.errors import OutputError
 
@@ -33,14 +33,14 @@ def names(folder: Path) -> list[str]:
 
 
 def write_half(target: Path, error: BaseException) -> None:
-    with staged(target, on_existing=OnExisting.REPLACE) as folder:
+    with staged_output(target, on_existing=OnExisting.REPLACE) as folder:
         (folder / "config.json").write_text("new")
         raise error
 
 
 def test_appears_only_when_complete(tmp_path: Path) -> None:
     target = tmp_path / "deep" / "out"
-    with staged(target) as folder:
+    with staged_output(target) as folder:
         (folder / "config.json").write_text("{}")
         assert folder.parent == target.parent
         assert not target.exists()
@@ -49,7 +49,7 @@ def test_appears_only_when_complete(tmp_path: Path) -> None:
 
 
 def write_while_another_writes(target: Path) -> None:
-    with staged(target) as folder:
+    with staged_output(target) as folder:
         fill(folder, config="ours")
         fill(target, thesis="theirs")
 
@@ -63,10 +63,10 @@ def test_what_has_come_since_the_beginning_is_not_replaced(tmp_path: Path) -> No
     assert (target / "thesis.json").read_text() == "theirs"
     finished = fill(tmp_path / "out.partial" / "files", config="ours")
     with pytest.raises(OutputError, match="were not there when the run began"):
-        put_in_place(finished, target, replace=False)
+        publish_folder(finished, target, replace=False)
     assert names(target) == ["thesis.json"]
     assert names(finished) == ["config.json"]
-    put_in_place(finished, target, replace=True)
+    publish_folder(finished, target, replace=True)
     assert names(target) == ["config.json"]
 
 
@@ -78,7 +78,7 @@ def test_failure_leaves_nothing(tmp_path: Path, error: BaseException) -> None:
 
 
 def test_full_disk_is_named(tmp_path: Path) -> None:
-    with pytest.raises(OutputError, match="is full"), staged(tmp_path / "out"):
+    with pytest.raises(OutputError, match="is full"), staged_output(tmp_path / "out"):
         raise OSError(errno.ENOSPC, "No space left on device")
     assert names(tmp_path) == []
 
@@ -90,14 +90,14 @@ def test_full_disk_is_recognized_behind_another_error(tmp_path: Path) -> None:
         except OSError as error:
             raise RuntimeError("could not serialize") from error
 
-    with pytest.raises(OutputError, match="is full"), staged(tmp_path / "out"):
+    with pytest.raises(OutputError, match="is full"), staged_output(tmp_path / "out"):
         fail()
 
 
 def test_empty_target_is_free(tmp_path: Path) -> None:
     target = fill(tmp_path / "out")
     check_output_dir(target)
-    with staged(target) as folder:
+    with staged_output(target) as folder:
         (folder / "a").touch()
     assert names(target) == ["a"]
 
@@ -106,7 +106,7 @@ def test_used_target_is_refused(tmp_path: Path) -> None:
     target = fill(tmp_path / "out", config="{}")
     with pytest.raises(OutputError, match="already holds files"):
         check_output_dir(target)
-    with pytest.raises(OutputError, match="already holds files"), staged(target):
+    with pytest.raises(OutputError, match="already holds files"), staged_output(target):
         pass
     assert names(tmp_path) == ["out"]
 
@@ -114,7 +114,7 @@ def test_used_target_is_refused(tmp_path: Path) -> None:
 def test_replace_happens_at_the_end(tmp_path: Path) -> None:
     target = fill(tmp_path / "out", config="old", other="old")
     check_output_dir(target, overwrite=True)
-    with staged(target, on_existing=OnExisting.REPLACE) as folder:
+    with staged_output(target, on_existing=OnExisting.REPLACE) as folder:
         (folder / "config.json").write_text("new")
         assert (target / "config.json").read_text() == "old"
     assert names(tmp_path) == ["out"]
@@ -140,7 +140,10 @@ def test_failed_rename_puts_the_old_back(tmp_path: Path, monkeypatch: pytest.Mon
         return rename(self, to)
 
     monkeypatch.setattr(Path, "rename", failing)
-    with pytest.raises(OSError, match="broken"), staged(target, on_existing=OnExisting.REPLACE):
+    with (
+        pytest.raises(OSError, match="broken"),
+        staged_output(target, on_existing=OnExisting.REPLACE),
+    ):
         pass
     assert (target / "config.json").read_text() == "old"
     assert names(tmp_path) == ["out"]
@@ -149,7 +152,7 @@ def test_failed_rename_puts_the_old_back(tmp_path: Path, monkeypatch: pytest.Mon
 def test_merge_keeps_strangers_and_drops_stale_weights(tmp_path: Path) -> None:
     target = fill(tmp_path / "out", config="old", tokenizer="kept")
     (target / "model-00001-of-00002.safetensors").touch()
-    with staged(target, on_existing=OnExisting.MERGE) as folder:
+    with staged_output(target, on_existing=OnExisting.MERGE) as folder:
         (folder / "config.json").write_text("new")
         (folder / "model.safetensors").touch()
         assert (target / "config.json").read_text() == "old"
@@ -162,7 +165,7 @@ def test_a_killed_writer_leaves_no_target_and_the_next_run_cleans_up(tmp_path: P
     target = tmp_path / "out"
     script = f"""
         import os, signal
-        from llmcompressor.checkpoint.staging import staged
+        from llmcompressor.checkpoint.atomic_output import staged_output as staged
         with staged({str(target)!r}) as folder:
             (folder / "config.json").write_text("{{}}")
             os.kill(os.getpid(), signal.SIGKILL)
@@ -171,14 +174,14 @@ def test_a_killed_writer_leaves_no_target_and_the_next_run_cleans_up(tmp_path: P
     assert code == -signal.SIGKILL
     assert not target.exists()
     assert len(names(tmp_path)) == 1
-    with staged(target):
+    with staged_output(target):
         pass
     assert names(tmp_path) == ["out"]
 
 
 def test_a_living_writer_is_left_alone(tmp_path: Path) -> None:
-    with staged(tmp_path / "out") as first:
-        with staged(tmp_path / "out", on_existing=OnExisting.REPLACE) as second:
+    with staged_output(tmp_path / "out") as first:
+        with staged_output(tmp_path / "out", on_existing=OnExisting.REPLACE) as second:
             assert first != second
             assert first.is_dir()
         (tmp_path / "out" / "config.json").unlink(missing_ok=True)
@@ -190,7 +193,7 @@ def test_a_mount_point_is_filled_from_inside(
 ) -> None:
     target = fill(tmp_path / "out", config="old", other="old")
     monkeypatch.setattr(os.path, "ismount", lambda path: Path(path) == target)
-    with staged(target, on_existing=OnExisting.REPLACE) as folder:
+    with staged_output(target, on_existing=OnExisting.REPLACE) as folder:
         assert folder.parent == target
         (folder / "config.json").write_text("new")
         (folder / "sub").mkdir()
@@ -210,15 +213,15 @@ def test_nor_is_what_has_come_to_a_mount_point(
     finished = fill(target / "out.partial" / "files", config="ours", thesis="ours")
     for _ in range(2):
         with pytest.raises(OutputError, match="were not there when the run began"):
-            put_in_place(finished, target, replace=False)
+            publish_folder(finished, target, replace=False)
         assert (target / "thesis.json").read_text() == "theirs"
     (target / "thesis.json").unlink()
     with monkeypatch.context() as patched:
         patched.setattr(Path, "rmdir", _killed)
         with pytest.raises(KeyboardInterrupt):
-            put_in_place(finished, target, replace=False)
+            publish_folder(finished, target, replace=False)
     fill(finished, thesis="ours")  # as if it had not been moved yet
-    put_in_place(finished, target, replace=False)
+    publish_folder(finished, target, replace=False)
     assert names(target) == ["config.json", "out.partial", "thesis.json"]
     assert not finished.exists()
 

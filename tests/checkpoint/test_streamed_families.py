@@ -416,7 +416,7 @@ def test_stacks_that_are_put_below_each_other_are_cut_where_they_lie(
     model.save_pretrained(tmp_path / "model")
     recipe = QuantizationModifier(targets="Linear", scheme="FP8_DYNAMIC", ignore=["lm_head"])
     reasons: list[str] = []
-    monkeypatch.setattr("llmcompressor.entrypoints.streamed._say_in_memory", reasons.append)
+    monkeypatch.setattr("llmcompressor.entrypoints.run._warn_in_memory", reasons.append)
     written = {}
     for name, source in (("streamed", str(tmp_path / "model")), ("in_memory", model)):
         oneshot(model=source, recipe=recipe, output_dir=str(tmp_path / name), verify=False)

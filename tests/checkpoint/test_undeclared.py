@@ -10,8 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from llmcompressor.checkpoint.source import TensorHeader, inspect_source
-from llmcompressor.checkpoint.undeclared import SIDE_FILES, codes_in
+from llmcompressor.checkpoint.source import SIDE_FILES, TensorHeader, code_tensors, inspect_source
 from llmcompressor.errors import CheckpointError
 
 
@@ -51,7 +50,7 @@ def headers(**given: tuple[str, tuple[int, ...]]) -> dict[str, TensorHeader]:
 def test_codes_are_told_by_dtype_name_and_what_lies_beside(
     tensors: dict[str, tuple[str, tuple[int, ...]]], codes: str | None
 ) -> None:
-    assert next(codes_in(headers(**tensors)), None) == codes
+    assert next(code_tensors(headers(**tensors)), None) == codes
 
 
 @pytest.mark.parametrize("said", [None, *SIDE_FILES])

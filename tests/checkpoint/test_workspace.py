@@ -13,14 +13,14 @@ from pathlib import Path
 import pytest
 
 from llmcompressor.checkpoint import workspace
-from llmcompressor.checkpoint.staging import OnExisting, check_output_dir, staged
-from llmcompressor.checkpoint.workspace import is_being_published, opened
+from llmcompressor.checkpoint.atomic_output import OnExisting, check_output_dir, staged_output
+from llmcompressor.checkpoint.workspace import is_being_published, open_workspace
 from llmcompressor.errors import OutputError
 
 KILLED = """
     import os, signal, sys
     from pathlib import Path
-    from llmcompressor.checkpoint.workspace import opened
+    from llmcompressor.checkpoint.workspace import open_workspace as opened
 
     left = [int(sys.argv[2])]
 
@@ -55,14 +55,14 @@ def test_killed_while_the_working_folder_goes(removed: int, tmp_path: Path) -> N
     if "out.partial" not in left:  # what is left of it is nobody's, and goes with the next run
         [aside] = left - {"out"}
         assert aside.startswith("out.old-")
-        with staged(target, on_existing=OnExisting.REPLACE):
+        with staged_output(target, on_existing=OnExisting.REPLACE):
             pass
         assert [path.name for path in tmp_path.iterdir()] == ["out"]
         return
     assert left == {"out", "out.partial"}
     assert {"journal", "lock"} <= {path.name for path in (tmp_path / "out.partial").iterdir()}
     assert is_being_published(target)
-    with opened(target, {"recipe": "r"}) as workspace:
+    with open_workspace(target, {"recipe": "r"}) as workspace:
         assert workspace.is_published
         workspace.remove()
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
@@ -75,7 +75,7 @@ def test_what_was_left_beside_an_output_is_told(tmp_path: Path) -> None:
     script = """
         import os, signal, sys
         from pathlib import Path
-        from llmcompressor.checkpoint import staging
+        from llmcompressor.checkpoint import atomic_output as staging
 
         staging.shutil.rmtree = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
         with staging.staged(Path(sys.argv[1]), on_existing=staging.OnExisting.REPLACE):
@@ -86,7 +86,7 @@ def test_what_was_left_beside_an_output_is_told(tmp_path: Path) -> None:
     (target / "config.json").touch()
     with pytest.raises(OutputError, match=f"left {left}"):
         check_output_dir(target)
-    with staged(target, on_existing=OnExisting.REPLACE):
+    with staged_output(target, on_existing=OnExisting.REPLACE):
         pass
     assert not left.exists()
 

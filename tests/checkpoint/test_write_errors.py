@@ -10,16 +10,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from llmcompressor.checkpoint import space
-from llmcompressor.checkpoint.staging import check_output_dir, staged
-from llmcompressor.checkpoint.workspace import opened, reserved
-from llmcompressor.checkpoint.write_errors import check_file
+from llmcompressor.checkpoint import block_writer
+from llmcompressor.checkpoint.atomic_output import check_file, check_output_dir, staged_output
+from llmcompressor.checkpoint.workspace import open_workspace, reserve_output
 from llmcompressor.errors import OutputError
 
 HOLDERS = {
-    "opened": lambda target: opened(target, {}),
-    "reserved": reserved,
-    "staged": staged,
+    "opened": lambda target: open_workspace(target, {}),
+    "reserved": reserve_output,
+    "staged": staged_output,
 }
 
 
@@ -120,13 +119,13 @@ def test_what_torch_could_not_write_is_told(tmp_path: Path, holder: str) -> None
 
 
 def test_an_error_of_reading_stays_what_it_is(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError), opened(tmp_path / "out", {}):
+    with pytest.raises(FileNotFoundError), open_workspace(tmp_path / "out", {}):
         (tmp_path / "nothing").read_bytes()
 
 
 def test_side_files_take_space(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_bytes(bytes(10**6))
     (tmp_path / "model.safetensors").write_bytes(bytes(10**6))
-    alone = space.beside_weights(None, 10)
-    assert 10**6 <= space.beside_weights(tmp_path, 10) - alone < 10**6 + 2**14
-    assert space.beside_weights(None, 1000) > alone > 0
+    alone = block_writer.non_weight_bytes(None, 10)
+    assert 10**6 <= block_writer.non_weight_bytes(tmp_path, 10) - alone < 10**6 + 2**14
+    assert block_writer.non_weight_bytes(None, 1000) > alone > 0

@@ -33,7 +33,7 @@ from transformers import (
 from llmcompressor.quantization.attach import (
     attach_attention,
     cached_attention_modules,
-    tap_attention,
+    enable_attention_hooks,
 )
 
 SIZES: dict[str, Any] = {
@@ -119,7 +119,7 @@ def _quantize_attention(model: PreTrainedModel, config: QuantizationConfig) -> N
         args = own[targets[0]].input_activations if targets else config.kv_cache_scheme
         if args is None or is_module_quantized(module):
             continue
-        tap_attention(model, module, queries=bool(targets))
+        enable_attention_hooks(model, module, queries=bool(targets))
         attach_attention(module, args, {}, own[targets[0]] if targets else None)
 
 

@@ -19,9 +19,9 @@ import llmcompressor
 from llmcompressor.args import DatasetArguments, ModelArguments, RecipeArguments, RunArguments
 from llmcompressor.cli import main
 from llmcompressor.cli.app import _evaluate, app
-from llmcompressor.cli.options import parameters_of
+from llmcompressor.cli.options import option_parameters
 from llmcompressor.errors import RecipeError
-from llmcompressor.evaluation.report import Report
+from llmcompressor.evaluation.metrics import Report
 
 REPORT = Report(100, 4, 2.0, reference_loss=1.5, kl_divergence=0.25, top1_agreement=0.875)
 ONESHOT = ["oneshot", "model", "--recipe", "recipe.yaml", "--output", "out"]
@@ -90,7 +90,7 @@ def test_help_lists_the_commands() -> None:
 
 @pytest.mark.parametrize("arguments", [ModelArguments, DatasetArguments, RunArguments])
 def test_the_help_of_a_negated_flag_says_what_giving_it_does(arguments: type) -> None:
-    found = [one.annotation.__metadata__[0] for one in parameters_of(arguments, panel="")]
+    found = [one.annotation.__metadata__[0] for one in option_parameters(arguments, panel="")]
     helps = {one.default: one.help for one in found}  # Annotated options keep their name there
     for field in dataclasses.fields(arguments):
         if field.default is True:

@@ -10,7 +10,7 @@ import pytest
 
 from llmcompressor.cli import old_commands
 from llmcompressor.cli.old_commands import reindex, trace
-from llmcompressor.registry import resolve
+from llmcompressor.runtime.registry import resolve
 
 
 @pytest.fixture

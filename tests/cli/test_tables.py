@@ -7,7 +7,7 @@ from rich.console import Console
 
 from llmcompressor.cli.tables import print_demo, print_report
 from llmcompressor.entrypoints.demo import DemoResult, DemoRow
-from llmcompressor.evaluation.report import Report
+from llmcompressor.evaluation.metrics import Report
 
 REPORT = Report(100, 4, 2.0, reference_loss=1.5, kl_divergence=0.25, top1_agreement=0.875)
 

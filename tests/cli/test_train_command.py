@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
-from llmcompressor.args.renamed import RENAMED, name_among
+from llmcompressor.args.parsing import RENAMED, current_name
 from llmcompressor.cli.app import app
-from llmcompressor.cli.training_options import OPTIONS
+from llmcompressor.cli.train import OPTIONS
 from llmcompressor.errors import RecipeError
 
 TRAIN = ["train", "model", "--dataset", "data.jsonl", "--output", "out"]
@@ -179,7 +179,7 @@ def test_options_are_arguments_with_the_defaults_that_they_state() -> None:
 
     fields = {field.name: field for field in dataclasses.fields(TrainingArguments)}
     made = TrainingArguments()
-    names = {name: name_among(fields, name) for name in OPTIONS}
+    names = {name: current_name(fields, name) for name in OPTIONS}
     assert set(names.values()) - set(fields) == {"data_collator"}
     assert set(OPTIONS).isdisjoint(RENAMED), "options have the newest names"
     assert {field.name for field in dataclasses.fields(DatasetArguments)} & set(OPTIONS) == {

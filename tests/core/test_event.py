@@ -11,8 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmcompressor.core.events import Event, EventType
-from llmcompressor.core.events.event import reached
+from llmcompressor.core.events import Event, EventType, has_reached
 from llmcompressor.errors import InputError
 
 steps = st.integers(0, 10_000)
@@ -139,7 +138,7 @@ def test_a_schedule_comes_to_its_points_as_exact_fractions_say(step, per_epoch, 
     event = Event(global_step=step, steps_per_epoch=per_epoch)
     exact = Fraction(step, per_epoch) - Fraction(top, bottom)
     for bound in (top / bottom, top * (1 / bottom), top / bottom + 0.1 - 0.1):
-        assert reached(event.current_index, bound) == (exact >= 0)
+        assert has_reached(event.current_index, bound) == (exact >= 0)
         assert event.should_update(bound, None, None) == (exact >= 0)
         assert event.should_update(None, bound, None) == (exact <= 0)
 

@@ -281,7 +281,7 @@ def test_output_hooks_are_known(layer, calls):
 def test_taps_on_attention():
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from llmcompressor.quantization.attach import tap_attention
+    from llmcompressor.quantization.attach import enable_attention_hooks
 
     config = LlamaConfig(
         hidden_size=16,
@@ -301,7 +301,7 @@ def test_taps_on_attention():
     with pytest.raises(RuntimeError, match=r"LlamaAttention.*tap_attention\(model"):
         owner.register_hook(attention, tap("query"), "query")
     for layer in model.model.layers:
-        tap_attention(model, layer.self_attn, queries=True)
+        enable_attention_hooks(model, layer.self_attn, queries=True)
     for kind in ("query", "key", "value"):
         owner.register_hook(attention, tap(kind), kind)
     tokens = torch.zeros(1, 3, dtype=torch.long)

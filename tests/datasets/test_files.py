@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from llmcompressor.args import DatasetArguments
-from llmcompressor.datasets.formats import read_file
+from llmcompressor.datasets.readers import read_file
 from llmcompressor.datasets.source import open_source
 from llmcompressor.errors import DatasetError
 

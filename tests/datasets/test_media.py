@@ -13,7 +13,7 @@ import torch
 from PIL import Image
 from transformers import CLIPImageProcessor, LlavaProcessor
 
-from llmcompressor.datasets.media import with_media
+from llmcompressor.datasets.preprocess import resolve_media
 from llmcompressor.errors import DatasetError
 
 TEMPLATE = (
@@ -152,4 +152,4 @@ def test_an_address_that_cannot_be_read_is_told(batches, processor):
 
 def test_a_sound_of_no_known_rate_is_left_to_the_processor() -> None:
     row = {"audio": {"array": [0.0], "sampling_rate": None}, "text": "a"}
-    assert with_media(row, {"audio", "sampling_rate", "text"}) == row
+    assert resolve_media(row, {"audio", "sampling_rate", "text"}) == row

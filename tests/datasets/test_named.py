@@ -7,7 +7,7 @@ import datasets
 import pytest
 
 from llmcompressor.args import DatasetArguments
-from llmcompressor.datasets import TextGenerationDataset, load_calibration, table
+from llmcompressor.datasets import TextGenerationDataset, load_calibration, rows
 from llmcompressor.errors import ArgumentError, DatasetError
 
 ALPACA = "Below is an instruction that describes a task"
@@ -90,9 +90,9 @@ def hub(monkeypatch):
 
 
 def test_every_name_has_a_test_and_a_class():
-    assert {*KNOWN, "flickr30k", "peoples_speech"} == set(table.DATASETS)
-    for name in table.DATASETS:
-        assert issubclass(table.find(name), TextGenerationDataset)
+    assert {*KNOWN, "flickr30k", "peoples_speech"} == set(rows.DATASETS)
+    for name in rows.DATASETS:
+        assert issubclass(rows.find(name), TextGenerationDataset)
 
 
 @pytest.mark.parametrize("name", KNOWN)
@@ -120,14 +120,14 @@ def test_an_instruction_with_input(hub, texts):
     "name", ["Open-Platypus", "garage-bAInd/Open-Platypus", "open platypus", "OPEN_PLATYPUS"]
 )
 def test_names_are_found_in_any_spelling(name):
-    assert table.find(name).__name__ == "OpenPlatypus"
+    assert rows.find(name).__name__ == "OpenPlatypus"
 
 
 def test_every_other_name_leads_to_a_class():
-    for name in table._ALSO:
-        assert table.find(name) is not None, name
-    for name in table.DATASETS:
-        assert table.find(table.find(name).hub_id) is table.find(name)
+    for name in rows._ALSO:
+        assert rows.find(name) is not None, name
+    for name in rows.DATASETS:
+        assert rows.find(rows.find(name).hub_id) is rows.find(name)
 
 
 @pytest.mark.parametrize(
@@ -224,7 +224,7 @@ def test_a_data_set_in_dvc(hub, texts):
 
 
 def test_a_third_party_registers_its_own(texts, monkeypatch, hub):
-    monkeypatch.setattr(table, "_registered", {})
+    monkeypatch.setattr(rows, "_registered", {})
 
     @TextGenerationDataset.register("shouting", alias="loud")
     class Shouting(TextGenerationDataset):
@@ -249,7 +249,7 @@ def test_a_third_party_registers_its_own(texts, monkeypatch, hub):
 
 
 def test_a_third_party_sets_arguments_of_its_own(texts, monkeypatch, hub):
-    monkeypatch.setattr(table, "_registered", {})
+    monkeypatch.setattr(rows, "_registered", {})
     seen = []
 
     @TextGenerationDataset.register("elsewhere")

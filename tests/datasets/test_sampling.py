@@ -104,10 +104,12 @@ class TestRanks:
         """Pretend to be one of several processes, all with the same data or not."""
 
         def be(rank, size, *, same=True):
-            monkeypatch.setattr(sampling, "world", lambda: (rank, size))
-            monkeypatch.setattr("llmcompressor.datasets.prepare.world", lambda: (rank, size))
+            monkeypatch.setattr(sampling, "rank_and_world_size", lambda: (rank, size))
             monkeypatch.setattr(
-                "llmcompressor.datasets.prepare.same_everywhere", lambda rows, size: same
+                "llmcompressor.datasets.prepare.rank_and_world_size", lambda: (rank, size)
+            )
+            monkeypatch.setattr(
+                "llmcompressor.datasets.prepare.has_same_rows_everywhere", lambda rows, size: same
             )
 
         return be

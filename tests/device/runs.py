@@ -139,11 +139,11 @@ class Runs:
         """Where models go while an allocator holds nearly all of the device for nobody."""
         import torch
 
-        from llmcompressor.modeling.spilled import room_on
+        from llmcompressor.modeling.offload import device_activation_budget
 
-        found: dict[str, Any] = {"free": room_on(torch.device("cuda", 0))}
+        found: dict[str, Any] = {"free": device_activation_budget(torch.device("cuda", 0))}
         self._device.held = self._device.left - 2**16
-        found["free, held"] = room_on(torch.device("cuda", 0))
+        found["free, held"] = device_activation_budget(torch.device("cuda", 0))
         found["folder"] = _devices(self._oneshot("rtn", "held", model=self._model("llama")))
         found["kept"] = self._device.held
         self._device.held = self._device.left - 2**16

@@ -30,14 +30,14 @@ from tests.short_pico import write_short_pico
 
 from llmcompressor.args import DatasetArguments, ModelArguments, RecipeArguments
 from llmcompressor.cli import main
-from llmcompressor.datasets import table as dataset_table
-from llmcompressor.datasets.table import DATASETS
+from llmcompressor.core.modifier import Modifier
+from llmcompressor.datasets import rows as dataset_table
+from llmcompressor.datasets.rows import DATASETS
 from llmcompressor.evaluation.stdlib_text import calibration_passages
 from llmcompressor.modifiers.autoround import AutoRoundModifier
 from llmcompressor.modifiers.distillation import OutputDistillationModifier
 from llmcompressor.modifiers.gptq import GPTQModifier
 from llmcompressor.modifiers.hqq import HQQModifier
-from llmcompressor.modifiers.modifier import Modifier
 from llmcompressor.modifiers.pruning import ConstantPruningModifier, MagnitudePruningModifier
 from llmcompressor.modifiers.quantization import QuantizationModifier
 from llmcompressor.modifiers.reap import REAPPruningModifier
@@ -127,7 +127,7 @@ def workplace(tmp_path: Path, calibration_text: str, monkeypatch: pytest.MonkeyP
     (tmp_path / "calibration.jsonl").write_text(calibration_text, encoding="utf-8")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("llmcompressor.logger.configure_logger", lambda *_: None)
-    monkeypatch.setattr("llmcompressor.planning.machine._SECONDS", 0.01)  # of a measurement
+    monkeypatch.setattr("llmcompressor.planning.workload._SECONDS", 0.01)  # of a measurement
     for registry in (DATASETS, OBSERVERS, PIPELINES):
         monkeypatch.setattr(registry, "_added", dict(registry._added))
     monkeypatch.setattr(dataset_table, "_registered", dict(dataset_table._registered))

@@ -16,14 +16,15 @@ import torch
 import torch.distributed as dist
 from datasets import Dataset
 
-from llmcompressor import oneshot, processes
+from llmcompressor import oneshot
 from llmcompressor.args import DatasetArguments
 from llmcompressor.datasets import load_calibration
-from llmcompressor.entrypoints import in_memory
+from llmcompressor.entrypoints import run
 from llmcompressor.errors import OutputError
 from llmcompressor.logger import logger
 from llmcompressor.modifiers import Modifier
-from llmcompressor.processes import Processes, world
+from llmcompressor.runtime import processes
+from llmcompressor.runtime.processes import Processes, rank_and_world_size
 
 SAMPLES = 8
 GPTQ = {"GPTQModifier": {"targets": "Linear", "scheme": "W4A16", "ignore": ["lm_head"]}}
@@ -53,7 +54,7 @@ def rows(*, parts: bool) -> Dataset:
         torch.randint(3, small.VOCABULARY, (12 + n,), generator=draw).tolist()
         for n in range(SAMPLES)
     ]
-    rank, count = world()
+    rank, count = rank_and_world_size()
     own = ids[SAMPLES * rank // count : SAMPLES * (rank + 1) // count] if parts else ids
     return Dataset.from_dict(
         {"input_ids": own, "attention_mask": [[1] * len(each) for each in own]}
@@ -61,7 +62,7 @@ def rows(*, parts: bool) -> Dataset:
 
 
 def compress(recipe: dict[str, Any], model: Any = None, *, parts: bool, **given: Any) -> Any:
-    torch.manual_seed(world()[0] + 5)
+    torch.manual_seed(rank_and_world_size()[0] + 5)
     return oneshot(
         model=small.one_block() if model is None else model,
         recipe={"modifiers": recipe},
@@ -101,7 +102,7 @@ def streamed(folder: str, source: str, **given: Any) -> Any:
 def unlike(folder: str, source: str) -> Any:
     """From folder to folder, in processes that compute with other numbers of threads."""
     before = torch.get_num_threads()
-    torch.set_num_threads(1 + world()[0])
+    torch.set_num_threads(1 + rank_and_world_size()[0])
     try:
         return digest(compress(FP8, source, parts=True, output_dir=folder))
     finally:
@@ -111,9 +112,9 @@ def unlike(folder: str, source: str) -> Any:
 def left_to_one(folder: str) -> bool:
     """A save that one process makes, then one that all make: it is there when they go on."""
     model = compress(FP8, parts=True)
-    model.save_pretrained(folder, is_main_process=world()[0] == 0)
+    model.save_pretrained(folder, is_main_process=rank_and_world_size()[0] == 0)
     dist.barrier()
-    if world()[0] == 0:
+    if rank_and_world_size()[0] == 0:
         time.sleep(0.5)
     model.save_pretrained(f"{folder}-all")
     return (Path(f"{folder}-all") / "config.json").is_file()
@@ -121,8 +122,8 @@ def left_to_one(folder: str) -> bool:
 
 def broken(folder: str, where: str) -> str:
     """The first process fails in one place; what becomes of this one."""
-    first = world()[0] == 0
-    model, given, original = small.one_block(), {"output_dir": folder}, in_memory.save_checkpoint
+    first = rank_and_world_size()[0] == 0
+    model, given, original = small.one_block(), {"output_dir": folder}, run.save_checkpoint
     if where == "arguments" and first:
         given["max_seq_length"] = -1
     if where == "weights" and first:
@@ -133,12 +134,12 @@ def broken(folder: str, where: str) -> str:
         wrong = {"model": model, "recipe": {"modifiers": FP8}, "dataset": [[10**6]]}
         return _error(oneshot, **wrong, **given)
     if where == "output" and first:
-        in_memory.save_checkpoint = _full
+        run.save_checkpoint = _full
     if where == "save":
         Path(folder).touch()
         return _error(compress(FP8, model, parts=True).save_pretrained, folder)
     found = _error(compress, FP8, model, parts=True, **given)
-    in_memory.save_checkpoint = original
+    run.save_checkpoint = original
     return found
 
 
@@ -157,7 +158,7 @@ def _error(function: Any, *args: Any, **kwargs: Any) -> str:
 def alone(folder: str) -> bool:
     """One process saves by itself, and waits for nobody."""
     model = compress(FP8, parts=True)
-    if world()[0] == 1:
+    if rank_and_world_size()[0] == 1:
         model.save_pretrained(folder)
     dist.barrier()
     return (Path(folder) / "config.json").is_file()
@@ -165,7 +166,7 @@ def alone(folder: str) -> bool:
 
 def taken(kind: str) -> list[int]:
     """First tokens of the samples that a process takes of data that all have, or of its own."""
-    rank = world()[0]
+    rank = rank_and_world_size()[0]
     ids = [[number + (100 * rank if "own" in kind else 0)] * 2 for number in range(10)]
     loader = load_calibration(
         DatasetArguments(
@@ -173,7 +174,7 @@ def taken(kind: str) -> list[int]:
             num_calibration_samples=6,
             shuffle_calibration_samples=False,
         ),
-        processes=Processes.of_a_run(),
+        processes=Processes.from_process_group(),
     )
     return [int(batch["input_ids"][0, 0]) for batch in loader]
 
@@ -183,6 +184,6 @@ def through_main_memory() -> list[bytes]:
     original = dist.get_backend
     dist.get_backend = lambda *args: "nccl"
     try:
-        return processes._gathered(bytes([world()[0]]), 2)
+        return processes._gather_bytes(bytes([rank_and_world_size()[0]]), 2)
     finally:
         dist.get_backend = original

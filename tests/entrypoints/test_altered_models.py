@@ -28,7 +28,7 @@ from torch.nn.utils.parametrize import (
 from torch.utils.data import DataLoader, TensorDataset
 
 from llmcompressor import oneshot, plan, verify
-from llmcompressor.checkpoint import dispatched, offload_caches
+from llmcompressor.checkpoint import load
 from llmcompressor.errors import ArgumentError, CheckpointError, DatasetError
 from llmcompressor.logger import logger
 from llmcompressor.modifiers.quantization import GPTQModifier, QuantizationModifier
@@ -323,16 +323,16 @@ def test_hooks_that_send_inputs_elsewhere_go_where_a_device_is_asked_for(source,
     with pytest.raises(Exception, match="meta"):
         model(ids).logits.sum().item()
     oneshot(model=model, recipe=fp8(), device="cpu", output_dir=tmp_path / "out")
-    assert not dispatched.is_dispatched(model)
+    assert not load.is_dispatched(model)
     assert model(ids).logits.isfinite().all()
 
 
 def test_weights_on_the_disk_that_memory_has_no_room_for(source, tmp_path, monkeypatch):
     model = partly_on_disk(source, tmp_path / "offload")
-    monkeypatch.setattr(dispatched, "free_host_memory", lambda: 1000)
+    monkeypatch.setattr(load, "free_host_memory", lambda: 1000)
     with pytest.raises(ArgumentError, match=r"9 weights.*1 kB left.*Give the folder"):
         oneshot(model=model, recipe=fp8(), output_dir=str(tmp_path / "out"))
-    assert dispatched.is_offloaded(model)
+    assert load.is_offloaded(model)
     assert not (tmp_path / "out").exists()
 
 
@@ -385,13 +385,13 @@ def test_weights_that_compressed_tensors_keeps_elsewhere(kind, how, tmp_path, re
     whole = loaded(folder)
     oneshot(whole, QuantizationModifier(**recipe), output_dir=tmp_path / "whole")
     model = CACHED[how](folder, tmp_path / "offload")
-    assert offload_caches.is_cached(model)
+    assert load.has_offload_caches(model)
     assert not plan(model, QuantizationModifier(**recipe), measure=False).problems
-    assert offload_caches.is_cached(model)
+    assert load.has_offload_caches(model)
     assert not [line for line in informed if "brought into memory" in line]
     assert oneshot(model, QuantizationModifier(**recipe), output_dir=tmp_path / "out") is model
     assert len([line for line in informed if "brought into memory" in line]) == 1
-    assert not offload_caches.is_cached(model)
+    assert not load.has_offload_caches(model)
     written = [tmp_path / one / "model.safetensors" for one in ("whole", "out")]
     assert written[0].read_bytes() == written[1].read_bytes()
     assert_reads_as(model, tmp_path / "out")
@@ -399,12 +399,12 @@ def test_weights_that_compressed_tensors_keeps_elsewhere(kind, how, tmp_path, re
 
 def test_cached_weights_on_the_disk_that_memory_has_no_room_for(source, tmp_path, monkeypatch):
     model = on_disk(source, tmp_path / "offload")
-    monkeypatch.setattr(offload_caches, "free_host_memory", lambda: 1000)
+    monkeypatch.setattr(load, "free_host_memory", lambda: 1000)
     with pytest.raises(ArgumentError, match=r"on the disk.*1 kB left.*Give the folder") as error:
         oneshot(model=model, recipe=fp8(), output_dir=str(tmp_path / "out"))
     named = error.value.problem.split(" on the disk")[0].split("weights of ")[1]
     assert named.startswith("model.embed_tokens, model.layers.0.self_attn.q_proj, ")
-    assert offload_caches.is_cached(model)
+    assert load.has_offload_caches(model)
     assert not (tmp_path / "out").exists()
 
 

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader
 from transformers import AutoConfig, AutoModelForCausalLM, OPTConfig, OPTForCausalLM
 
 import llmcompressor
-import llmcompressor.checkpoint.shards
+import llmcompressor.checkpoint.tensor_files
 from llmcompressor import active_session, model_free_ptq, oneshot, plan, reset_session
 from llmcompressor.errors import (
     ArgumentError,
@@ -36,7 +36,7 @@ from llmcompressor.errors import (
 from llmcompressor.modifiers.quantization import GPTQModifier, QuantizationModifier
 from llmcompressor.planning.result import Rates
 from llmcompressor.recipe import Recipe
-from llmcompressor.schemes.attention import takes_cache
+from llmcompressor.schemes.attention import has_kv_cache_argument
 
 PICO = str(Path(llmcompressor.__file__).parent / "data" / "pico-stdlib")
 RTN = "modifiers: {QuantizationModifier: {targets: Linear, scheme: FP8_DYNAMIC, ignore: [lm_head]}}"
@@ -639,7 +639,7 @@ def fill_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     def fallocate(descriptor: int, offset: int, size: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(llmcompressor.checkpoint.shards, "save_file", save_file)
+    monkeypatch.setattr(llmcompressor.checkpoint.tensor_files, "save_file", save_file)
     monkeypatch.setattr(os, "posix_fallocate", fallocate)
 
 
@@ -817,7 +817,7 @@ def test_a_cache_that_is_not_found(name: str, tmp_path: Path) -> None:
     with pytest.raises(TargetError) as caught:
         oneshot(model, CACHE, small.token_rows(2), output_dir=tmp_path / "out")
     words = ("kv_cache_scheme", "past_key_values", "k_proj", "--kv-cache-dtype")
-    if any(takes_cache(module) for module in model.modules()):
+    if any(has_kv_cache_argument(module) for module in model.modules()):
         assert name == "gptj"
         words = ("kv_cache_scheme", "num_key_value_heads", "GPTJConfig")
     check_message(caught.value, words)

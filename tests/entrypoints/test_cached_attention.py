@@ -33,7 +33,7 @@ from llmcompressor import oneshot, plan
 from llmcompressor.errors import TargetError
 from llmcompressor.modifiers.quantization import GPTQModifier, QuantizationModifier
 from llmcompressor.modifiers.sparsity import SparseGPTModifier
-from llmcompressor.pipelines.experts import experts_report
+from llmcompressor.pipelines.moe_routing import experts_report
 
 SIZES: dict[str, Any] = {
     "vocab_size": small.VOCABULARY,

@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from llmcompressor import oneshot, verify
-from llmcompressor.checkpoint.packed_zero_points import packed_zero_points_fit
+from llmcompressor.checkpoint.packing import patch_packed_zero_points
 from llmcompressor.logger import logger
 from llmcompressor.verification.facts import Severity
 from llmcompressor.verification.tried_loads import refuses_packed_zero_points
@@ -370,7 +370,7 @@ PRUNED = [name for name, case in CASES.items() if "2:4" in case.recipe]
 @pytest.mark.parametrize("name", PRUNED, indirect=True)
 def test_pruned_weights_stay_pruned(outcome: Outcome) -> None:
     """In the weights that a reader decodes."""
-    with packed_zero_points_fit():
+    with patch_packed_zero_points():
         model = AutoModelForCausalLM.from_pretrained(outcome.folder, dtype=torch.float32)
     small.logits(model)  # the first forward unpacks
     mlps = [

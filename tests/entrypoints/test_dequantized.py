@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from llmcompressor import oneshot, plan
-from llmcompressor.checkpoint.packed_zero_points import packed_zero_points_fit
+from llmcompressor.checkpoint.packing import patch_packed_zero_points
 from llmcompressor.checkpoint.save import modify_save_pretrained
 from llmcompressor.errors import CheckpointError, TargetError
 from llmcompressor.modifiers.quantization import QuantizationModifier
@@ -226,7 +226,7 @@ def test_what_an_earlier_run_has_quantized_stays_beside_what_a_second_one_does(
     warned.clear()
     model = oneshot(model=first, recipe=QuantizationModifier(**rest), output_dir=second)
     assert any("Quantized already: model.layers.0.self_attn.q_proj" in text for text in warned)
-    with packed_zero_points_fit():
+    with patch_packed_zero_points():
         packed = hf.AutoModelForCausalLM.from_pretrained(first, dtype="auto")
     oneshot(model=packed, recipe=QuantizationModifier(**rest), output_dir=tmp_path / "packed")
     name = "model.safetensors"
@@ -241,7 +241,7 @@ def test_what_an_earlier_run_has_quantized_stays_beside_what_a_second_one_does(
     formats = {group["format"] for group in settings["config_groups"].values()}
     assert {"float-quantized", "int-quantized"} <= formats
     assert settings["format"] == "mixed-precision"
-    with packed_zero_points_fit():
+    with patch_packed_zero_points():
         assert_reads_as(model, second)
     with pytest.raises(CheckpointError, match="already quantized"):
         plan(first, QuantizationModifier(**rest), measure=False)

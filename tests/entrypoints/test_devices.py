@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from llmcompressor import model_free_ptq, oneshot, plan, train
-from llmcompressor.entrypoints.devices import named_device
+from llmcompressor.entrypoints.arguments import parse_device
 from llmcompressor.errors import ArgumentError
 from llmcompressor.modifiers.awq import AWQModifier
 from llmcompressor.modifiers.quantization import GPTQModifier
@@ -70,15 +70,15 @@ def test_a_device_that_a_modifier_names(device: str, pico: Path, tmp_path: Path)
 
 
 def test_devices_that_are_there() -> None:
-    assert named_device(torch.device("cpu")) == named_device("cpu") == torch.device("cpu")
-    assert named_device("cpu:0").type == "cpu"
+    assert parse_device(torch.device("cpu")) == parse_device("cpu") == torch.device("cpu")
+    assert parse_device("cpu:0").type == "cpu"
 
 
 def test_accelerators_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
-    assert named_device("cuda").type == "cuda"
-    assert named_device("cuda:1").index == 1
+    assert parse_device("cuda").type == "cuda"
+    assert parse_device("cuda:1").index == 1
     with pytest.raises(ArgumentError, match="This machine has cpu and cuda:0 to 1"):
-        named_device("cuda:2")
+        parse_device("cuda:2")

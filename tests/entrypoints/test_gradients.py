@@ -106,8 +106,8 @@ def test_gradients_pass_straight_through(name: str, monkeypatch: pytest.MonkeyPa
         return Through.apply(value, values, inside)  # type: ignore[no-any-return,no-untyped-call]
 
     for page in (
-        "llmcompressor.quantization.differentiable",
-        "llmcompressor.quantization.portable",
+        "llmcompressor.quantization.kv_cache",
+        "llmcompressor.quantization.kv_cache",
     ):
         monkeypatch.setattr(f"{page}.is_differentiated", lambda *_: False)
     for place in (forward, attention, kvcache):

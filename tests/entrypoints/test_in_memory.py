@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from llmcompressor import oneshot, verify
 from llmcompressor.checkpoint.journal import BlockEntry
-from llmcompressor.checkpoint.workspace import opened
+from llmcompressor.checkpoint.workspace import open_workspace
 from llmcompressor.errors import OutputError
 from llmcompressor.modifiers.quantization import QuantizationModifier
 
@@ -62,7 +62,7 @@ def test_a_second_run_on_one_output_is_refused(tmp_path: Path) -> None:
 
 def test_the_progress_of_another_run_is_kept_unless_it_is_not_wanted(tmp_path: Path) -> None:
     output = tmp_path / "out"
-    with opened(output, {"model": "another"}) as workspace:
+    with open_workspace(output, {"model": "another"}) as workspace:
         workspace.journal.add(BlockEntry("layers.0", digest="d", source="s"))
     kept = (tmp_path / "out.partial" / "journal").read_bytes()
     with pytest.raises(OutputError, match=r"out\.partial holds the progress of another run"):

@@ -25,9 +25,9 @@ from transformers.models.auto.configuration_auto import (
 from typer.testing import CliRunner
 
 from llmcompressor import model_free_ptq, oneshot, verify
-from llmcompressor.checkpoint.block_weights import BlockWeights
+from llmcompressor.checkpoint.block_reader import BlockWeights
 from llmcompressor.cli.app import app
-from llmcompressor.entrypoints.transposed import CONV1D_NAMES, CONV1D_TYPES
+from llmcompressor.entrypoints.arguments import CONV1D_NAMES, CONV1D_TYPES
 from llmcompressor.errors import ArgumentError, CheckpointError, OutputError, TargetError
 from llmcompressor.modifiers.quantization import QuantizationModifier
 from llmcompressor.schemes.presets import PRESETS

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from llmcompressor import oneshot, reset_session, verify
-from llmcompressor.checkpoint.packed_zero_points import packed_zero_points_fit
+from llmcompressor.checkpoint.packing import patch_packed_zero_points
 from llmcompressor.modifiers import Modifier
 from llmcompressor.modifiers.hqq import HQQModifier
 from llmcompressor.modifiers.pruning import SparseGPTModifier, WandaPruningModifier
@@ -118,7 +118,7 @@ def test_codes_that_stand_for_one_value_are_told_apart_in_one_way(
         recipe = modifier(config_groups=groups, ignore=["lm_head"])
         out = tmp_path / str(loaded)
         returned = run(tmp_path / "source", out, recipe, "independent", loaded=loaded)
-        with packed_zero_points_fit():
+        with patch_packed_zero_points():
             read = AutoModelForCausalLM.from_pretrained(out, dtype="auto")
         assert torch.equal(small.logits(read), small.logits(returned))
         found = verify(out, reference=tmp_path / "source").findings

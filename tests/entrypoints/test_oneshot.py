@@ -26,7 +26,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from llmcompressor import Oneshot, active_session, create_session, oneshot, plan, verify
 from llmcompressor.args import DatasetArguments, ModelArguments, RecipeArguments, RunArguments
-from llmcompressor.entrypoints import streamed
+from llmcompressor.entrypoints import run as streamed
 from llmcompressor.errors import DatasetError, InputError, OutputError, RecipeError, TargetError
 from llmcompressor.logger import logger
 from llmcompressor.modifiers.quantization import GPTQModifier, QuantizationModifier
@@ -828,7 +828,7 @@ class TestRecipeOfTheSource:
         source = self.pruned(tmp_path)
         arguments = {"model": source, "recipe": DYNAMIC, "output_dir": tmp_path / "out"}
         with monkeypatch.context() as killed:  # when all was done
-            killed.setattr(streamed, "forget_run", lambda folder: None)
+            killed.setattr(streamed, "remove_run_file", lambda folder: None)
             oneshot(**arguments)
         weights = tmp_path / "out" / "model.safetensors"
         when = weights.stat().st_mtime_ns

@@ -30,7 +30,7 @@ from transformers import (
 )
 
 from llmcompressor import evaluate, oneshot, plan
-from llmcompressor.entrypoints.positions import Positions, positions_of
+from llmcompressor.entrypoints.arguments import PositionLimit, position_limit
 from llmcompressor.errors import ArgumentError, DatasetError
 
 LIMIT = 32
@@ -57,24 +57,30 @@ def llama() -> PreTrainedModel:
 @pytest.mark.parametrize(
     ("build", "found"),
     [
-        (opt, Positions(LIMIT, in_table=True)),
-        (lambda: GPT2LMHeadModel(GPT2Config(**OWN)), Positions(LIMIT, in_table=True)),
-        (lambda: GPTJForCausalLM(GPTJConfig(**OWN, rotary_dim=4)), Positions(LIMIT, in_table=True)),
-        (lambda: BertForMaskedLM(BertConfig(**BERT)), Positions(LIMIT, in_table=True)),
-        (lambda: RobertaForMaskedLM(RobertaConfig(**BERT)), Positions(LIMIT - 2, in_table=True)),
-        (llama, Positions(LIMIT)),
+        (opt, PositionLimit(LIMIT, in_table=True)),
+        (lambda: GPT2LMHeadModel(GPT2Config(**OWN)), PositionLimit(LIMIT, in_table=True)),
+        (
+            lambda: GPTJForCausalLM(GPTJConfig(**OWN, rotary_dim=4)),
+            PositionLimit(LIMIT, in_table=True),
+        ),
+        (lambda: BertForMaskedLM(BertConfig(**BERT)), PositionLimit(LIMIT, in_table=True)),
+        (
+            lambda: RobertaForMaskedLM(RobertaConfig(**BERT)),
+            PositionLimit(LIMIT - 2, in_table=True),
+        ),
+        (llama, PositionLimit(LIMIT)),
         (
             lambda: T5ForConditionalGeneration(
                 T5Config(vocab_size=64, d_model=32, d_kv=16, d_ff=32, num_layers=1, num_heads=2)
             ),
-            Positions(),
+            PositionLimit(),
         ),
-        (lambda: nn.Linear(2, 2), Positions()),
+        (lambda: nn.Linear(2, 2), PositionLimit()),
     ],
 )
-def test_the_limit_is_where_the_model_fails(build: Callable[[], Any], found: Positions) -> None:
+def test_the_limit_is_where_the_model_fails(build: Callable[[], Any], found: PositionLimit) -> None:
     model = build().eval()
-    assert positions_of(model) == found
+    assert position_limit(model) == found
     if found.limit is None:
         return
 

@@ -17,14 +17,15 @@ import torch
 from pandas import DataFrame
 from torch.nn import Linear, Module
 
-from llmcompressor.entrypoints.data_prints import data_print, path_print
-from llmcompressor.entrypoints.model_prints import (
-    folder_print,
-    model_print,
-    note_change,
-    was_left_by,
+from llmcompressor.entrypoints.fingerprints import (
+    Sampling,
+    data_fingerprint,
+    folder_fingerprint,
+    is_result_of,
+    model_fingerprint,
+    path_fingerprint,
+    record_change,
 )
-from llmcompressor.entrypoints.sampled import Sampling
 
 
 def _set(model: Any, place: int, value: float = 1.0) -> None:
@@ -53,10 +54,10 @@ def _rename(model: Any) -> None:
 )
 def test_models_that_differ(change: Callable[[Any], None], items: set[str] | None) -> None:
     model = small.llama()
-    before = model_print(model)
-    assert model_print(small.llama()) == before
+    before = model_fingerprint(model)
+    assert model_fingerprint(small.llama()) == before
     change(model)
-    after = model_print(model)
+    after = model_fingerprint(model)
     assert {name for name in before if after[name] != before[name]} == (
         items or {"tensors", "weights"}
     )
@@ -64,26 +65,26 @@ def test_models_that_differ(change: Callable[[Any], None], items: set[str] | Non
 
 def test_what_saving_changes_does_not_matter(tmp_path: Path) -> None:
     model = small.llama()
-    before = model_print(model)
+    before = model_fingerprint(model)
     model.save_pretrained(tmp_path)
     model.config.use_cache = False
-    assert model_print(model) == before
-    assert model_print(type(model).from_pretrained(tmp_path, dtype="auto")) == before
+    assert model_fingerprint(model) == before
+    assert model_fingerprint(type(model).from_pretrained(tmp_path, dtype="auto")) == before
 
 
 def test_of_large_tensors_windows_are_hashed() -> None:
     """All of a trained weight changes; both ends are looked at."""
     large = Linear(1024, 512, bias=False)
-    before = model_print(large)["weights"]
+    before = model_fingerprint(large)["weights"]
     found = {before}
     for place in (0, large.weight.numel() // 2, large.weight.numel() - 1):
         with torch.no_grad():
             large.weight.view(-1)[place] += 1
-        found.add(model_print(large)["weights"])
+        found.add(model_fingerprint(large)["weights"])
     assert len(found) == 3, "the middle lies between two windows"
     with torch.no_grad():
         large.weight.mul_(1.0001)
-    assert model_print(large)["weights"] not in found
+    assert model_fingerprint(large)["weights"] not in found
 
 
 @pytest.mark.parametrize("nbytes", [0, 7, 8, 9, 100, 10**12])
@@ -97,7 +98,7 @@ def test_windows_lie_within_and_reach_both_ends(nbytes: int) -> None:
 def test_weights_that_are_nowhere_count_by_their_shape() -> None:
     with torch.device("meta"):
         model = Linear(4, 4)
-    assert model_print(model)["tensors"].startswith("2, ")
+    assert model_fingerprint(model)["tensors"].startswith("2, ")
 
 
 def _folder(tmp_path: Path, name: str, **changes: Any) -> Path:
@@ -108,18 +109,18 @@ def _folder(tmp_path: Path, name: str, **changes: Any) -> Path:
 
 def test_folders_that_differ(tmp_path: Path) -> None:
     first = _folder(tmp_path, "first")
-    before = folder_print(first)
+    before = folder_fingerprint(first)
     copied = Path(shutil.copytree(first, tmp_path / "copied", copy_function=shutil.copyfile))
-    assert folder_print(copied) == before, "whenever and wherever it was written"
-    weights = folder_print(_folder(tmp_path, "weights", seed=1))
+    assert folder_fingerprint(copied) == before, "whenever and wherever it was written"
+    weights = folder_fingerprint(_folder(tmp_path, "weights", seed=1))
     assert weights["files"] == before["files"], "the headers are the same"
     assert weights["weights"] != before["weights"]
-    shapes = folder_print(_folder(tmp_path, "shapes", intermediate_size=128))
+    shapes = folder_fingerprint(_folder(tmp_path, "shapes", intermediate_size=128))
     assert shapes["files"]["model.safetensors"] != before["files"]["model.safetensors"]
     (copied / "tokenizer_config.json").write_text('{"model_max_length": 8}')
-    assert folder_print(copied)["processor"] != before["processor"]
+    assert folder_fingerprint(copied)["processor"] != before["processor"]
     (copied / "model.safetensors").unlink()
-    assert set(folder_print(copied)["files"]) > {"config.json"}, "no model any more"
+    assert set(folder_fingerprint(copied)["files"]) > {"config.json"}, "no model any more"
 
 
 ROWS = [{"input_ids": [1, 2, 3]}, {"input_ids": [4, 5]}]
@@ -149,27 +150,27 @@ ROWS = [{"input_ids": [1, 2, 3]}, {"input_ids": [4, 5]}]
     ],
 )
 def test_data_that_differs(one: Any, other: Any) -> None:
-    assert data_print(one) == data_print(copy.deepcopy(one))
-    assert data_print(one) != data_print(other)
-    json.dumps(data_print(one))
+    assert data_fingerprint(one) == data_fingerprint(copy.deepcopy(one))
+    assert data_fingerprint(one) != data_fingerprint(other)
+    json.dumps(data_fingerprint(one))
 
 
 def test_files_that_differ(tmp_path: Path) -> None:
     file = tmp_path / "a.jsonl"
     file.write_text('{"text": "one"}')
-    first, folder = data_print(str(file)), path_print(tmp_path)
+    first, folder = data_fingerprint(str(file)), path_fingerprint(tmp_path)
     file.write_text('{"text": "two"}')
-    assert data_print(file) != first
-    assert path_print(tmp_path) != folder
+    assert data_fingerprint(file) != first
+    assert path_fingerprint(tmp_path) != folder
     file.unlink()
-    assert path_print(file) == {"path": str(file)}
+    assert path_fingerprint(file) == {"path": str(file)}
 
 
 def test_what_reading_would_use_up_is_not_read() -> None:
     rows = iter(["a", "b"])
-    assert data_print(rows) == "list_iterator"
+    assert data_fingerprint(rows) == "list_iterator"
     assert list(rows) == ["a", "b"]
-    assert data_print(x for x in "ab") == "generator"
+    assert data_fingerprint(x for x in "ab") == "generator"
 
 
 def _doubled(model: Module) -> None:
@@ -180,15 +181,15 @@ def _doubled(model: Module) -> None:
 
 def test_what_a_run_has_left_changed_is_known_until_somebody_changes_it() -> None:
     model = Linear(4, 4)
-    begun = model_print(model)
-    assert not was_left_by(model, begun)
+    begun = model_fingerprint(model)
+    assert not is_result_of(model, begun)
     _doubled(model)
-    note_change(model, begun)
-    assert was_left_by(model, begun)
-    note_change(model, model_print(model))  # a run that did nothing
-    assert was_left_by(model, begun)
-    assert not was_left_by(copy.deepcopy(model), begun), "another object"
+    record_change(model, begun)
+    assert is_result_of(model, begun)
+    record_change(model, model_fingerprint(model))  # a run that did nothing
+    assert is_result_of(model, begun)
+    assert not is_result_of(copy.deepcopy(model), begun), "another object"
     _doubled(model)
-    assert not was_left_by(model, begun)
-    note_change("a folder", begun)
-    assert not was_left_by("a folder", begun)
+    assert not is_result_of(model, begun)
+    record_change("a folder", begun)
+    assert not is_result_of("a folder", begun)

@@ -27,7 +27,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from llmcompressor import oneshot, verify
-from llmcompressor.checkpoint.packed_zero_points import packed_zero_points_fit
+from llmcompressor.checkpoint.packing import patch_packed_zero_points
 from llmcompressor.modifiers.quantization import GPTQModifier, QuantizationModifier
 from llmcompressor.schemes.presets import PRESETS
 from llmcompressor.verification import Severity
@@ -339,7 +339,7 @@ def outcome(
 
 def read_by_the_package(folder: Path) -> dict[str, Any]:
     """What the reader finds, of a folder that transformers alone refuses."""
-    with packed_zero_points_fit():
+    with patch_packed_zero_points():
         model, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
     logits, decoded = _logits(model.eval())
     lists = {key: sorted(info[key]) for key in ("missing_keys", "unexpected_keys")}

@@ -96,7 +96,7 @@ def test_a_check_that_breaks_off_loses_nothing(
 
     model = small.one_block()
     oneshot(model=model, recipe=fp8("Linear"))
-    monkeypatch.setattr("llmcompressor.entrypoints.checking.verify_files", broken)
+    monkeypatch.setattr("llmcompressor.entrypoints.verify.verify_files", broken)
     model.save_pretrained(tmp_path / "out")
     assert (tmp_path / "out" / "model.safetensors").is_file()
     assert [text for level, text in log if level == "ERROR" and "could not be checked" in text]
@@ -108,7 +108,7 @@ def test_what_cannot_be_foreseen_of_saving_ends_no_run(
     def broken(*args: Any, **kwargs: Any) -> None:
         raise TypeError("odd")
 
-    monkeypatch.setattr("llmcompressor.entrypoints.checking.planned_config", broken)
+    monkeypatch.setattr("llmcompressor.entrypoints.verify.planned_config", broken)
     model = oneshot(model=small.one_block(), recipe=fp8("Linear"))
     assert hasattr(model.model.layers[0].mlp.up_proj, "quantization_scheme")
     assert [line for line in warned if "save_pretrained would fail" in line and "odd" in line]

@@ -23,9 +23,9 @@ from transformers import (
 
 from llmcompressor import oneshot, plan, reset_session, train, verify
 from llmcompressor.checkpoint.block_stream import BlockStream
-from llmcompressor.entrypoints import streamed
+from llmcompressor.entrypoints import run
 from llmcompressor.modifiers.quantization import GPTQModifier, QuantizationModifier
-from llmcompressor.schemes.attention import source_layer
+from llmcompressor.schemes.attention import kv_source_layer
 
 FP8 = {"num_bits": 8, "type": "float", "strategy": "tensor"}
 INT8 = {"num_bits": 8, "type": "int", "symmetric": False, "strategy": "attn_head"}
@@ -181,7 +181,7 @@ def test_a_run_that_was_killed_when_all_is_done_makes_the_same_model(
 
     gemma3n().save_pretrained(tmp_path / "model")
     with monkeypatch.context() as patch:
-        patch.setattr(streamed, "forget_run", killed)
+        patch.setattr(run, "remove_run_file", killed)
         with pytest.raises(KeyboardInterrupt):
             compress(str(tmp_path / "model"), cache(), tmp_path / "out")
     written = weights(tmp_path / "out")
@@ -232,7 +232,7 @@ def test_dynamic_scales_are_stored_nowhere(tmp_path: Path) -> None:
 def test_which_layer_is_read_from_is_asked_of_the_attention() -> None:
     for make in (gemma3n, gemma4):
         layers = make().model.layers
-        found = {index: source_layer(layer.self_attn) for index, layer in enumerate(layers)}
+        found = {index: kv_source_layer(layer.self_attn) for index, layer in enumerate(layers)}
         assert found == {0: None, 1: None, **READ_FROM}
     layers[3].self_attn.kv_shared_layer_index = 0  # what it says itself goes before
-    assert source_layer(layers[3].self_attn) == 0
+    assert kv_source_layer(layers[3].self_attn) == 0

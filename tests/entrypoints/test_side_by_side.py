@@ -15,9 +15,9 @@ from small_models import one_block, token_rows, tree
 from torch.nn import Module
 
 from llmcompressor import active_session, create_session, oneshot
-from llmcompressor.core import session_functions
 from llmcompressor.modifiers import Modifier
 from llmcompressor.modifiers.quantization import GPTQModifier, QuantizationModifier
+from llmcompressor.session import functions
 
 RUNS = 3
 
@@ -73,14 +73,14 @@ def test_folders_of_several_threads_are_those_of_each_alone(tmp_path: Path) -> N
 def test_one_that_waits_for_long_says_why_that_may_be(
     monkeypatch: pytest.MonkeyPatch, warned: list[str]
 ) -> None:
-    monkeypatch.setattr(session_functions, "_PATIENCE", 0.01)
+    monkeypatch.setattr(functions, "_PATIENCE", 0.01)
 
     def wait() -> None:
-        with session_functions.free_session():
+        with functions.exclusive_session():
             pass
 
     with ThreadPoolExecutor(1) as pool:
-        with session_functions.free_session():
+        with functions.exclusive_session():
             waiting = pool.submit(wait)
             for _ in range(1000):
                 if any("Still waiting" in line and "joins it" in line for line in warned):

@@ -25,7 +25,7 @@ from llmcompressor.args import (
     parse_arguments,
 )
 from llmcompressor.args.checks import Named, Text
-from llmcompressor.entrypoints.signature import with_arguments_of
+from llmcompressor.entrypoints.oneshot import with_dataclass_signature
 
 COMMON = (ModelArguments, RecipeArguments, DatasetArguments, RunArguments)
 CASES: dict[Callable[..., Any], tuple[tuple[type, ...], list[str]]] = {
@@ -95,7 +95,7 @@ def test_help_shows_arguments_with_their_types_and_defaults() -> None:
     text = pydoc.plain(pydoc.render_doc(oneshot))
     assert "num_calibration_samples: int | None = 512" in text
     assert "data_collator: str | collections.abc.Callable" in text
-    assert "Compress a model once" in text
+    assert "Compress a trained model in one run" in text
     assert "Text" not in text
     with pytest.raises(TypeError, match="model"):
         oneshot()  # type: ignore[call-arg]
@@ -113,7 +113,7 @@ def test_a_field_of_several_classes_is_that_of_the_first_and_hidden_ones_are_lef
         seed: int = 2
         made: int = field(default=4, init=False)
 
-    @with_arguments_of(First, Second)
+    @with_dataclass_signature(First, Second)
     def function(many: int, *, own: str = "a", **rest: Any) -> int:
         return many + len(rest)
 
@@ -131,7 +131,7 @@ def test_types_are_shown_without_what_a_command_line_needs() -> None:
     class Some:
         one: Text | str | list[str] | None = None
 
-    @with_arguments_of(Some)
+    @with_dataclass_signature(Some)
     def function(**rest: Any) -> None: ...
 
     assert inspect.signature(function).parameters["one"].annotation == str | list[str] | None

@@ -30,10 +30,10 @@ from transformers import (
 )
 
 from llmcompressor import oneshot
-from llmcompressor.checkpoint.block_weights import BlockWeights
-from llmcompressor.checkpoint.packed_zero_points import packed_zero_points_fit
+from llmcompressor.checkpoint.block_reader import BlockWeights
+from llmcompressor.checkpoint.packing import patch_packed_zero_points
 from llmcompressor.core import active_session
-from llmcompressor.entrypoints.limits import Limits
+from llmcompressor.entrypoints.run import MemoryLimits
 from llmcompressor.errors import ArgumentError
 from llmcompressor.modifiers.quantization import GPTQModifier, QuantizationModifier
 from llmcompressor.modifiers.transform import QuIPModifier
@@ -178,7 +178,7 @@ def test_the_files_are_those_of_a_run_in_memory(
 ) -> None:
     streamed, memory, model = both_ways(folders(name), recipe, tmp_path, monkeypatch)
     assert small.tree(streamed) == small.tree(memory)
-    with packed_zero_points_fit():
+    with patch_packed_zero_points():
         reader = AutoModelForCausalLM.from_pretrained(streamed, dtype="auto").eval()
     if name == "mixtral":
         reader.set_experts_implementation("eager")  # others sum in another order
@@ -339,15 +339,15 @@ def test_a_limit_is_asked_when_the_matrices_that_stay_in_forwards_are_there(
 ) -> None:
     """What is in use then counts: three blocks have a matrix of their own each."""
     there: list[int] = []
-    room = Limits.room
+    room = MemoryLimits.room
 
-    def noted(self: Limits, used: int, block: int) -> Any:
+    def noted(self: MemoryLimits, used: int, block: int) -> Any:
         modules = active_session().state.model.modules()
         weights = [one.weight for one in modules if isinstance(one, HadamardTransform)]
         there.append(sum(one.nbytes for one in weights if not one.is_meta))
         return room(self, used, block)
 
-    monkeypatch.setattr(Limits, "room", noted)
+    monkeypatch.setattr(MemoryLimits, "room", noted)
     turned = QuIPModifier(rotations=["v"], targets=r"re:.*down_proj$", ignore=[], randomize=True)
     oneshot(
         model=str(folders("deep")),

@@ -19,17 +19,17 @@ from torch.utils.data import IterableDataset
 from training_cases import QUANTIZE, Freezer, arguments
 
 from llmcompressor import active_session, create_session, oneshot, train, verify
-from llmcompressor.core import State
-from llmcompressor.entrypoints.training_folder import opened_folder
+from llmcompressor.core import State, modifier_registry
+from llmcompressor.entrypoints.training_task import open_training_folder
 from llmcompressor.errors import LifecycleError
-from llmcompressor.modifiers import Modifier, factory
+from llmcompressor.modifiers import Modifier
 from llmcompressor.recipe import Recipe
 
 
 @pytest.fixture(autouse=True)
 def _nothing_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     # Its module is there twice, by this import and as a test: recipes are to mean this one.
-    monkeypatch.setitem(factory._registered, "LoggingModifier", LoggingModifier)
+    monkeypatch.setitem(modifier_registry._registered, "LoggingModifier", LoggingModifier)
     LoggingModifier.seen.clear()
     Freezer.steps.clear()
 
@@ -310,7 +310,7 @@ def test_the_best_checkpoint_is_named_where_it_is(
 
 
 def test_a_best_checkpoint_that_is_not_kept_is_not_named(tmp_path: Path) -> None:
-    with opened_folder(tmp_path / "out", {}, resume="auto", is_main=True) as folder:
+    with open_training_folder(tmp_path / "out", {}, resume="auto", is_main=True) as folder:
         state = {"best_model_checkpoint": str(folder.training / "checkpoint-2"), "epoch": 1.0}
         (folder.training / "checkpoint-2").mkdir()
         (folder.training / "trainer_state.json").write_text(json.dumps(state))

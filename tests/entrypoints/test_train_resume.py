@@ -18,7 +18,7 @@ from training_cases import QUANTIZE, Breaker, Freezer, arguments
 
 from llmcompressor import train
 from llmcompressor.checkpoint.workspace import Workspace
-from llmcompressor.entrypoints import training_folder
+from llmcompressor.entrypoints import training_task
 from llmcompressor.errors import OutputError
 from llmcompressor.recipe import Recipe
 from llmcompressor.training import Trainer
@@ -108,13 +108,13 @@ def test_it_can_be_demanded(
 
 
 def _die_after_first_checkpoint(folder: str, output: str) -> None:
-    note = training_folder.TrainingFolder.note
+    note = training_task.TrainingFolder.note
 
     def noted(self: Any, step: int) -> None:
         note(self, step)
         os.kill(os.getpid(), signal.SIGKILL)
 
-    training_folder.TrainingFolder.note = noted  # type: ignore[method-assign]
+    training_task.TrainingFolder.note = noted  # type: ignore[method-assign]
     train(folder, _recipe(), **_given(Path(output)))
 
 

@@ -11,7 +11,7 @@ import small_models as small
 from datasets import Dataset, DatasetDict
 
 from llmcompressor.args import DatasetArguments
-from llmcompressor.entrypoints.training_data import TrainingData
+from llmcompressor.entrypoints.training_task import TrainingData
 from llmcompressor.errors import DatasetError
 
 TEXTS = [f"text {number}" for number in range(8)]

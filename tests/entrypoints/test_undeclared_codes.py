@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from llmcompressor import evaluate, model_free_ptq, oneshot, plan, train
-from llmcompressor.checkpoint.undeclared import SIDE_FILES
+from llmcompressor.checkpoint.source import SIDE_FILES
 from llmcompressor.errors import CheckpointError
 
 RTN = "modifiers: {QuantizationModifier: {targets: Linear, scheme: FP8_DYNAMIC, ignore: [lm_head]}}"

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from llmcompressor import oneshot, verify
-from llmcompressor.checkpoint.packed_zero_points import packed_zero_points_fit
+from llmcompressor.checkpoint.packing import patch_packed_zero_points
 from llmcompressor.modifiers.quantization import QuantizationModifier
 
 
@@ -26,7 +26,7 @@ def test_a_packed_channel_scheme_of_an_odd_width(
         config_groups={"g": {"targets": ["Linear"], "weights": weights}}, ignore=["lm_head"]
     )
     model = oneshot(folder, recipe=recipe, output_dir=str(out))
-    with packed_zero_points_fit():
+    with patch_packed_zero_points():
         read = AutoModelForCausalLM.from_pretrained(out, dtype="auto")
     assert torch.equal(small.logits(read), small.logits(model))
     assert not verify(out).errors

@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from llmcompressor.errors import ArgumentError, NonFiniteError
 from llmcompressor.evaluation.measure import compare, measure
-from llmcompressor.evaluation.report import Report
+from llmcompressor.evaluation.metrics import Report
 
 VOCABULARY = 40
 WINDOWS = [[(7 * start + step) % VOCABULARY for step in range(12)] for start in range(5)]

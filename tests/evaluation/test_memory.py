@@ -5,7 +5,7 @@ import time
 
 import psutil
 
-from llmcompressor.evaluation.memory import PeakMemory
+from llmcompressor.evaluation.measure import PeakMemory
 
 
 def test_memory_that_was_given_back_still_shows() -> None:

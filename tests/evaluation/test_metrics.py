@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from llmcompressor.evaluation import metrics
-from llmcompressor.evaluation.metrics import Sums, predicted_positions, sums_of_batch
+from llmcompressor.evaluation.metrics import MetricSums, batch_sums, predicted_positions
 
 B, T, V = 3, 7, 11
 
@@ -31,7 +31,7 @@ def test_a_token_at_a_time_gives_the_same() -> None:
             nll -= math.log(q[ids[b, t + 1]])
             kl += float((p * (p / q).log()).sum())
             agreed += float(p.argmax() == q.argmax())
-    sums = sums_of_batch(logits, ids, mask, reference)
+    sums = batch_sums(logits, ids, mask, reference)
     assert sums.tokens == B * (T - 1)
     assert sums.nll == pytest.approx(nll, rel=1e-5)
     assert sums.kl == pytest.approx(kl, rel=1e-5)
@@ -43,8 +43,8 @@ def test_padding_never_counts() -> None:
     padded = [torch.cat((x, 50 * torch.ones_like(x[:, :4])), 1) for x in (logits, reference)]
     more_ids = torch.cat((ids, ids[:, :4]), 1)
     more_mask = torch.cat((mask, torch.zeros_like(mask[:, :4])), 1)
-    plain = sums_of_batch(logits, ids, mask, reference)
-    assert sums_of_batch(padded[0], more_ids, more_mask, padded[1]) == plain
+    plain = batch_sums(logits, ids, mask, reference)
+    assert batch_sums(padded[0], more_ids, more_mask, padded[1]) == plain
 
 
 def test_the_first_real_token_after_padding_is_not_predicted() -> None:
@@ -54,9 +54,9 @@ def test_the_first_real_token_after_padding_is_not_predicted() -> None:
 
 def test_chunks_do_not_change_the_sums(monkeypatch: pytest.MonkeyPatch) -> None:
     logits, reference, ids, mask = batch()
-    whole = sums_of_batch(logits, ids, mask, reference)
+    whole = batch_sums(logits, ids, mask, reference)
     monkeypatch.setattr(metrics, "_CHUNK_ELEMENTS", 2 * V)
-    pieces = sums_of_batch(logits, ids, mask, reference)
+    pieces = batch_sums(logits, ids, mask, reference)
     assert pieces.tokens == whole.tokens
     assert pieces.agreed == whole.agreed
     assert pieces.nll == pytest.approx(whole.nll)
@@ -65,7 +65,7 @@ def test_chunks_do_not_change_the_sums(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_model_is_no_distance_from_itself() -> None:
     logits, _, ids, mask = batch()
-    sums = sums_of_batch(logits, ids, mask, logits.clone())
+    sums = batch_sums(logits, ids, mask, logits.clone())
     assert sums.kl == 0
     assert sums.agreed == sums.tokens
     assert sums.nll == sums.reference_nll
@@ -73,8 +73,8 @@ def test_a_model_is_no_distance_from_itself() -> None:
 
 def test_divergence_is_positive_and_not_symmetric() -> None:
     logits, reference, ids, mask = batch()
-    there = sums_of_batch(logits, ids, mask, reference).kl
-    back = sums_of_batch(reference, ids, mask, logits).kl
+    there = batch_sums(logits, ids, mask, reference).kl
+    back = batch_sums(reference, ids, mask, logits).kl
     assert there > 0
     assert back > 0
     assert there != pytest.approx(back)
@@ -84,8 +84,8 @@ def test_a_token_that_both_exclude_adds_nothing() -> None:
     logits, reference, ids, mask = batch()
     ids.clamp_(max=V - 2)
     logits[..., -1] = reference[..., -1] = -math.inf
-    kept = sums_of_batch(logits[..., :-1], ids, mask, reference[..., :-1])
-    sums = sums_of_batch(logits, ids, mask, reference)
+    kept = batch_sums(logits[..., :-1], ids, mask, reference[..., :-1])
+    sums = batch_sums(logits, ids, mask, reference)
     assert sums.kl == pytest.approx(kept.kl)
     assert sums.nll == pytest.approx(kept.nll)
 
@@ -94,11 +94,11 @@ def test_low_precision_is_normalized_in_float32() -> None:
     """A bf16 softmax of 4096 equal logits would not sum to one; the loss must be log 4096."""
     logits = torch.zeros(1, 3, 4096, dtype=torch.bfloat16)
     ids = torch.zeros(1, 3, dtype=torch.long)
-    sums = sums_of_batch(logits, ids, ids == 0)
+    sums = batch_sums(logits, ids, ids == 0)
     assert sums.nll / sums.tokens == pytest.approx(math.log(4096), rel=1e-6)
 
 
 def test_sums_add() -> None:
-    assert Sums(1, 2.0, 3.0, 4.0, 5) + Sums(10, 20.0, 30.0, 40.0, 50) == Sums(
+    assert MetricSums(1, 2.0, 3.0, 4.0, 5) + MetricSums(10, 20.0, 30.0, 40.0, 50) == MetricSums(
         11, 22.0, 33.0, 44.0, 55
     )

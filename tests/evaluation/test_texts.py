@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from llmcompressor.errors import ArgumentError, DatasetError
 from llmcompressor.evaluation import stdlib_text
-from llmcompressor.evaluation.windows import batches, choose, cut
+from llmcompressor.evaluation.sources import cut_windows, padded_batches, sample_windows
 
 EXCLUDED = {"site-packages", "idlelib", "lib2to3", "test", "ensurepip", "turtledemo", "encodings"}
 
@@ -24,7 +24,7 @@ def test_windows_are_the_documents_one_after_another(
     documents: list[list[int]], length: int
 ) -> None:
     stream = [token for document in documents for token in document]
-    windows = cut(documents, length)
+    windows = cut_windows(documents, length)
     joined = [token for window in windows for token in window]
     assert joined == stream[: len(joined)]
     assert len(stream) - len(joined) <= 1  # a single token left over predicts nothing
@@ -33,21 +33,21 @@ def test_windows_are_the_documents_one_after_another(
 
 def test_a_window_needs_two_tokens() -> None:
     with pytest.raises(ArgumentError, match="max_seq_length is 1"):
-        cut([[1, 2, 3]], 1)
+        cut_windows([[1, 2, 3]], 1)
 
 
 def test_windows_are_drawn_by_seed_and_stay_in_order() -> None:
     windows = [[number, number] for number in range(100)]
-    drawn = choose(windows, 10, seed=1)
-    assert drawn == choose(windows, 10, seed=1) == sorted(drawn)
-    assert drawn != choose(windows, 10, seed=2)
-    assert choose(windows, None, seed=1) == choose(windows, 1000, seed=1) == windows
+    drawn = sample_windows(windows, 10, seed=1)
+    assert drawn == sample_windows(windows, 10, seed=1) == sorted(drawn)
+    assert drawn != sample_windows(windows, 10, seed=2)
+    assert sample_windows(windows, None, seed=1) == sample_windows(windows, 1000, seed=1) == windows
     with pytest.raises(ArgumentError, match="num_samples is 0"):
-        choose(windows, 0, seed=1)
+        sample_windows(windows, 0, seed=1)
 
 
 def test_batches_pad_on_the_right() -> None:
-    [(ids, mask), (last_ids, last_mask)] = batches([[1, 2, 3], [4, 5], [6, 7]], 2)
+    [(ids, mask), (last_ids, last_mask)] = padded_batches([[1, 2, 3], [4, 5], [6, 7]], 2)
     assert ids.tolist() == [[1, 2, 3], [4, 5, 0]]
     assert mask.tolist() == [[True] * 3, [True, True, False]]
     assert last_ids.tolist() == [[6, 7]]

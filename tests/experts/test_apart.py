@@ -22,18 +22,22 @@ from transformers.core_model_loading import (
     WeightConverter,
 )
 
-from llmcompressor.checkpoint import expert_names
-from llmcompressor.checkpoint.expert_names import part_names, stacking_converters
-from llmcompressor.checkpoint.experts import open_experts
+from llmcompressor.checkpoint import names as expert_names
+from llmcompressor.checkpoint.moe_names import unfuse_stored_experts
+from llmcompressor.checkpoint.names import expert_linear_names, stacking_converters
 from llmcompressor.errors import TargetError
-from llmcompressor.modeling.expert_forms import DOWN, GATE, UP
-from llmcompressor.modeling.expert_search import find_mixtures
-from llmcompressor.modeling.expert_stages import begin_stages
-from llmcompressor.modeling.experts import LinearExperts, put_together, take_apart
-from llmcompressor.modeling.linear_calls import linear_replaced
+from llmcompressor.modeling.patches import replace_functional_linear
 from llmcompressor.modifiers.quantization import QuantizationModifier
+from llmcompressor.moe.expert_stops import begin_calibration_stages
+from llmcompressor.moe.layouts import DOWN, GATE, UP
+from llmcompressor.moe.linear_experts import (
+    LinearExperts,
+    find_stacked_moes,
+    fuse_experts,
+    unfuse_experts,
+)
 from llmcompressor.observers.tokens import count_tokens, real_tokens
-from llmcompressor.pipelines.mixtures import meant_mixtures
+from llmcompressor.pipelines.moe_selection import targeted_moes
 
 NAMES = {GATE: GATE, UP: UP, DOWN: DOWN}
 SHOWN = ["routed", "all_tokens", "neighbours", "nothing"]
@@ -45,11 +49,11 @@ def test_outputs_stay(family: str) -> None:
     """Measured: equal bit for bit in float32."""
     model = mixtures.build(family)
     before = mixtures.logits(model)
-    opened = open_experts(model, find_mixtures(model))
+    opened = unfuse_stored_experts(model, find_stacked_moes(model))
     assert len(opened) == (1 if family == "deepseek_v3" else 2)
     assert torch.allclose(mixtures.logits(model), before, atol=1e-6)
     name, last = list(opened.items())[-1]
-    whole = put_together(last)
+    whole = fuse_experts(last)
     for stack, wanted in mixtures.build(family).get_submodule(name).named_parameters():
         assert torch.equal(getattr(whole, stack), wanted)
     for expert in range(last.num_experts):
@@ -63,9 +67,9 @@ def test_outputs_stay(family: str) -> None:
 def test_what_is_shown_changes_no_output(family: str, shown: Any, wave: int | None) -> None:
     model = mixtures.build(family)
     before = mixtures.logits(model)
-    opened = open_experts(model, find_mixtures(model))
+    opened = unfuse_stored_experts(model, find_stacked_moes(model))
     for mixture in opened.values():
-        begin_stages(mixture, wave)
+        begin_calibration_stages(mixture, wave)
         mixture.shown = [shown] * mixture.num_experts
     assert torch.allclose(mixtures.logits(model), before, atol=1e-6)
     for mixture in opened.values():
@@ -88,11 +92,11 @@ def test_an_output_has_the_bits_of_its_own_products(family: str, shown: Any, don
         return made if bias is None else made + bias
 
     model = mixtures.build(family)
-    opened = open_experts(model, find_mixtures(model))
-    with linear_replaced(lambda given, _: given.ndim == 2, by_rows):
+    opened = unfuse_stored_experts(model, find_stacked_moes(model))
+    with replace_functional_linear(lambda given, _: given.ndim == 2, by_rows):
         before = mixtures.logits(model)
         for mixture in opened.values():
-            begin_stages(mixture)
+            begin_calibration_stages(mixture)
             mixture.shown = [shown] * mixture.num_experts
             for stage in (one for pair in mixture.stages for one in pair):
                 stage.is_done = done
@@ -115,8 +119,8 @@ def test_names_come_from_the_tables_of_transformers(family: str, names: dict[str
     with torch.device("meta"):
         config = mixtures.AutoConfig.for_model(family, **{**mixtures.SIZES, **sizes})
         model = mixtures.AutoModelForCausalLM.from_config(config)
-    for mixture in find_mixtures(model):
-        assert part_names(mixture, stacking_converters(model)) == names
+    for mixture in find_stacked_moes(model):
+        assert expert_linear_names(mixture, stacking_converters(model)) == names
 
 
 def test_names_of_another_part_of_the_model_are_not_taken() -> None:
@@ -132,10 +136,10 @@ def test_names_of_another_part_of_the_model_are_not_taken() -> None:
     ]
     for entry in tower:
         entry.scope_prefix, entry.base_model_prefix = "tower", "model"
-    for mixture in find_mixtures(model):
-        assert part_names(mixture, [*own, *tower]) == NAMES
+    for mixture in find_stacked_moes(model):
+        assert expert_linear_names(mixture, [*own, *tower]) == NAMES
         there = replace(mixture, name=mixture.name.replace("model.", "model.tower."))
-        assert part_names(there, [*own, *tower]) == {GATE: "fc1", UP: "fc3", DOWN: "fc2"}
+        assert expert_linear_names(there, [*own, *tower]) == {GATE: "fc1", UP: "fc3", DOWN: "fc2"}
 
 
 class Stacked(nn.Module):
@@ -225,9 +229,9 @@ def holding(module: nn.Module, name: str = "experts") -> nn.Module:
 def test_a_family_that_no_one_knows_is_taken_apart() -> None:
     torch.manual_seed(0)
     module = Stacked()
-    (found,) = find_mixtures(holding(module, "anything"))
+    (found,) = find_stacked_moes(holding(module, "anything"))
     assert found.form is not None
-    made = take_apart(found, NAMES)
+    made = unfuse_experts(found, NAMES)
     tokens, index = torch.randn(7, 8), torch.stack([torch.randperm(3)[:2] for _ in range(7)])
     weights = torch.rand(7, 2)
     with torch.no_grad():
@@ -241,35 +245,35 @@ def test_a_family_that_no_one_knows_is_taken_apart() -> None:
 def test_a_norm_behind_each_expert_stays(said: list[str]) -> None:
     torch.manual_seed(0)
     module = Normed()
-    (found,) = find_mixtures(holding(module))
+    (found,) = find_stacked_moes(holding(module))
     assert found.form is not None
     assert not said
-    made = take_apart(found, NAMES)
+    made = unfuse_experts(found, NAMES)
     tokens, index = torch.randn(7, 12), torch.stack([torch.randperm(3)[:2] for _ in range(7)])
     weights = torch.rand(7, 2)
     with torch.no_grad():
         wanted = module(tokens, index, weights)
         assert torch.allclose(made(tokens, index, weights), wanted, atol=1e-5)
-        begin_stages(made, 2)
+        begin_calibration_stages(made, 2)
         assert torch.allclose(made(tokens, index, weights), wanted, atol=1e-5)
 
 
 @pytest.mark.parametrize("kind", [Clamped, SaysNoNorm])
 def test_what_computes_something_else_is_not(kind: type[Stacked]) -> None:
-    (found,) = find_mixtures(holding(kind()))
+    (found,) = find_stacked_moes(holding(kind()))
     assert found.form is None
     assert "something else" in found.problem
 
 
 def test_what_cannot_be_tried_out_is_trusted_aloud(said: list[str]) -> None:
-    (found,) = find_mixtures(holding(Declared()))
+    (found,) = find_stacked_moes(holding(Declared()))
     assert found.form is not None
     assert any("Declared could not be tried out" in line for line in said)
 
 
 @pytest.mark.parametrize("name", ["experts", "mlp"])
 def test_other_stacks_are_named_as_a_problem(name: str) -> None:
-    (found,) = find_mixtures(holding(Odd(), name))
+    (found,) = find_stacked_moes(holding(Odd(), name))
     assert found.form is None
     assert "its stacks are w" in found.problem
 
@@ -284,7 +288,7 @@ class Matrices(nn.Module):
 
 
 def test_matrices_of_all_experts_in_one_are_named_as_a_problem() -> None:
-    (found,) = find_mixtures(holding(Matrices(w1=(24, 4), w2=(24, 4), scale=(4,)), "experts"))
+    (found,) = find_stacked_moes(holding(Matrices(w1=(24, 4), w2=(24, 4), scale=(4,)), "experts"))
     assert found.form is None
     assert "w1 and w2 of Matrices are neither Linears nor stacks" in found.problem
 
@@ -300,11 +304,11 @@ def test_matrices_of_all_experts_in_one_are_named_as_a_problem() -> None:
     ids=["router", "vectors", "elsewhere", "Linears"],
 )
 def test_what_holds_no_matrices_of_experts(module: nn.Module, name: str) -> None:
-    assert not find_mixtures(holding(module, name))
+    assert not find_stacked_moes(holding(module, name))
 
 
 def test_a_convolution_is_no_mixture() -> None:
-    assert not find_mixtures(holding(nn.Conv1d(4, 3, 2)))
+    assert not find_stacked_moes(holding(nn.Conv1d(4, 3, 2)))
 
 
 def recorded(mixture: LinearExperts) -> dict[tuple[int, str], list[Tensor]]:
@@ -322,9 +326,9 @@ def recorded(mixture: LinearExperts) -> dict[tuple[int, str], list[Tensor]]:
 @pytest.fixture
 def small() -> tuple[LinearExperts, Tensor, Tensor, Tensor]:
     torch.manual_seed(0)
-    (found,) = find_mixtures(holding(Stacked()))
+    (found,) = find_stacked_moes(holding(Stacked()))
     index = torch.tensor([[0, 1], [0, 1], [1, 0], [1, 2]])
-    return take_apart(found, NAMES), torch.randn(4, 8), index, torch.rand(4, 2)
+    return unfuse_experts(found, NAMES), torch.randn(4, 8), index, torch.rand(4, 2)
 
 
 @torch.no_grad()
@@ -340,7 +344,7 @@ def test_every_linear_is_shown_its_input_once(small: Any) -> None:
     }
     seen = recorded(mixture)
     for shown, each in wanted.items():
-        begin_stages(mixture)
+        begin_calibration_stages(mixture)
         mixture.shown = [shown] * 3
         mixture(*given)
         for expert, rows in enumerate(each):
@@ -364,7 +368,7 @@ def test_padding_is_neither_counted_nor_shown(small: Any) -> None:
     before = mixture(*given)
     assert mixture.counts(*given) == [3, 4, 1]
     seen = recorded(mixture)
-    begin_stages(mixture)
+    begin_calibration_stages(mixture)
     mixture.real_T = torch.tensor([False, True, True, True])
     assert mixture.counts(*given) == [2, 3, 1]
     assert torch.allclose(mixture(*given), before, atol=1e-6)
@@ -377,7 +381,7 @@ def test_rows_of_neighbours_are_not_taken_for_a_padded_batch(small: Any) -> None
     """Two real tokens of four go to two experts each: four rows, none of them padding."""
     mixture, tokens, _, weights = small
     seen = recorded(mixture)
-    begin_stages(mixture)
+    begin_calibration_stages(mixture)
     mixture.shown = ["routed", "routed", "neighbours"]
     mask = torch.tensor([[True, True], [False, False]])
     mixture.real_T = mask.flatten()
@@ -398,26 +402,26 @@ def test_experts_with_other_numbers_in_a_checkpoint_are_refused(
     monkeypatch.setattr(expert_names, "get_model_conversion_mapping", lambda *_, **__: table)
     recipe = [QuantizationModifier(targets="Linear", scheme="W8A8")]
     if operations[0].__class__ is MergeModulelist:
-        assert len(meant_mixtures(model, recipe)) == 2
+        assert len(targeted_moes(model, recipe)) == 2
         return
     with pytest.raises(TargetError, match=r"layers\.0\.mlp\.experts.* other numbers") as caught:
-        meant_mixtures(model, recipe)
+        targeted_moes(model, recipe)
     ignore = re.findall(r"ignore=\['(.*)'\]", str(caught.value))
-    assert not meant_mixtures(
+    assert not targeted_moes(
         model, [QuantizationModifier(targets="Linear", scheme="W8A8", ignore=ignore)]
     )
 
 
 def test_experts_of_two_layers_that_are_one_are_refused() -> None:
     model = mixtures.build("mixtral")
-    first, second = (mixture.module for mixture in find_mixtures(model))
+    first, second = (mixture.module for mixture in find_stacked_moes(model))
     recipe = [QuantizationModifier(targets="Linear", scheme="W8A8")]
-    assert len(meant_mixtures(model, recipe)) == 2
+    assert len(targeted_moes(model, recipe)) == 2
     second.gate_up_proj = first.gate_up_proj
     with pytest.raises(TargetError, match="share their stacks of experts"):
-        meant_mixtures(model, recipe)
+        targeted_moes(model, recipe)
     one = QuantizationModifier(targets=[r"re:.*layers\.0.*"], scheme="W8A8")
     with pytest.raises(TargetError, match="share their stacks of experts"):
-        meant_mixtures(model, [one])
+        targeted_moes(model, [one])
     ignored = QuantizationModifier(targets="Linear", scheme="W8A8", ignore=["re:.*experts.*"])
-    assert not meant_mixtures(model, [ignored])
+    assert not targeted_moes(model, [ignored])

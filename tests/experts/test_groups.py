@@ -14,7 +14,7 @@ from tests.caches import is_passed_over
 from transformers import AutoModelForCausalLM
 
 from llmcompressor import oneshot, plan
-from llmcompressor.checkpoint.expert_groups import found_for_experts
+from llmcompressor.checkpoint.quantization_config import order_groups_for_experts
 from llmcompressor.entrypoints.model_free import model_free_ptq
 from llmcompressor.entrypoints.verify import verify
 from llmcompressor.modifiers.quantization import QuantizationModifier
@@ -185,4 +185,4 @@ def test_groups_of_two_runs_are_ordered_too(tmp_path: Path) -> None:
     ],
 )
 def test_targets_and_order(groups: Any, of_experts: set[int], expected: Any) -> None:
-    assert found_for_experts(groups, of_experts) == expected
+    assert order_groups_for_experts(groups, of_experts) == expected

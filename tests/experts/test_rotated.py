@@ -16,16 +16,15 @@ from torch.nn import Parameter
 from transformers import AutoModelForCausalLM
 
 from llmcompressor import oneshot
-from llmcompressor.modeling.expert_forms import DOWN, GATE, UP
-from llmcompressor.modeling.expert_search import find_mixtures
-from llmcompressor.modeling.expert_stages import begin_stages, stages_passed
-from llmcompressor.modeling.experts import take_apart
 from llmcompressor.modifiers.quantization import GPTQModifier
-from llmcompressor.modifiers.rotation import norms
-from llmcompressor.modifiers.rotation.online import attach
+from llmcompressor.modifiers.rotation import plan
+from llmcompressor.modifiers.rotation.online import attach_transform
 from llmcompressor.modifiers.transform import QuIPModifier, SpinQuantModifier
+from llmcompressor.moe.expert_stops import begin_calibration_stages, stages_bypassed
+from llmcompressor.moe.layouts import DOWN, GATE, UP
+from llmcompressor.moe.linear_experts import find_stacked_moes, unfuse_experts
 from llmcompressor.numerics.hadamard import hadamard
-from llmcompressor.numerics.rescaling import column_squares
+from llmcompressor.numerics.rotation import column_squares
 
 GROUPS = {
     "g": {
@@ -69,7 +68,7 @@ def test_columns_behind_a_norm_are_looked_at_once(
         looks.append(len(every))
         return column_squares(every)
 
-    monkeypatch.setattr(norms, "column_squares", counting)
+    monkeypatch.setattr(plan, "column_squares", counting)
     found = {}
     for experts in (4, 8):
         folder = tmp_path / str(experts)
@@ -109,8 +108,8 @@ def rotation(location: str, width: int) -> tuple[TransformScheme, TransformArgs,
 @pytest.mark.parametrize("location", ["input", "output"])
 def test_in_stages_experts_make_what_they_make_without(location: str, rests: bool) -> None:
     model = mixtures.build("qwen3_moe")
-    mixture = find_mixtures(model)[0]
-    experts = take_apart(mixture, {GATE: "gate_proj", UP: "up_proj", DOWN: "down_proj"})
+    mixture = find_stacked_moes(model)[0]
+    experts = unfuse_experts(mixture, {GATE: "gate_proj", UP: "up_proj", DOWN: "down_proj"})
     given = (
         torch.randn(24, 128, generator=torch.Generator().manual_seed(0)),
         torch.stack([torch.arange(24) % 4, (torch.arange(24) + 1) % 4], 1),
@@ -122,15 +121,15 @@ def test_in_stages_experts_make_what_they_make_without(location: str, rests: boo
             for role in (GATE, UP, DOWN):
                 linear = experts.linear(number, role)
                 width = linear.weight.shape[location == "input"]
-                attached = attach(model, linear, role, "r", *rotation(location, width))
+                attached = attach_transform(model, linear, role, "r", *rotation(location, width))
                 attached.rest(rests=rests)
         whole = experts(*given)
         assert torch.allclose(whole, plain) == rests
         for is_done in (False, True):
-            begin_stages(experts)
+            begin_calibration_stages(experts)
             for stage in (one for both in experts.stages for one in both):
                 stage.is_done = is_done
             torch.testing.assert_close(experts(*given), whole)
-            with stages_passed(model):
+            with stages_bypassed(model):
                 torch.testing.assert_close(experts(*given), whole)
             experts.end()

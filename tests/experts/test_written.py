@@ -22,11 +22,11 @@ from llmcompressor.checkpoint import block_stream
 from llmcompressor.entrypoints.verify import verify
 from llmcompressor.errors import DatasetError, TargetError
 from llmcompressor.logger import logger
-from llmcompressor.modeling.experts import LinearExperts
 from llmcompressor.modifiers.awq import AWQModifier
 from llmcompressor.modifiers.pruning import SparseGPTModifier
 from llmcompressor.modifiers.quantization import GPTQModifier, QuantizationModifier
 from llmcompressor.modifiers.rotation import SpinQuantModifier
+from llmcompressor.moe.linear_experts import LinearExperts
 from llmcompressor.quantization import column_solver as gptq_solve
 
 SERVED = tuple(mixtures.PREFIXES)
@@ -418,11 +418,11 @@ def test_calibrated_together_is_calibrated_alone(
     source: tuple[PreTrainedModel, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Waves of experts are for memory and speed: what is found does not depend on them."""
-    from llmcompressor.pipelines import experts
+    from llmcompressor.pipelines import moe_routing
 
     given = {"gptq": True, "moe_calibrate_all_experts": False}
     compressed(source[1], tmp_path / "together", **given)
-    monkeypatch.setattr(experts, "wave_of", lambda mixture, every: 1)
+    monkeypatch.setattr(moe_routing, "experts_per_wave", lambda mixture, every: 1)
     compressed(source[1], tmp_path / "alone", **given)
     for number in (1, 2):
         records = [
@@ -579,10 +579,10 @@ def test_experts_of_one_shape_are_solved_in_one_batch(
     source: tuple[PreTrainedModel, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sizes: list[int] = []
-    swept = gptq_solve._swept
+    swept = gptq_solve._solve_by_sweep
     monkeypatch.setattr(
         gptq_solve,
-        "_swept",
+        "_solve_by_sweep",
         lambda problems, options: (sizes.append(len(problems)), swept(problems, options))[1],
     )
     given = {"gptq": True, "ignore": ["lm_head", "re:.*self_attn.*"]}

@@ -9,8 +9,8 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from llmcompressor.checkpoint.experts import open_experts
-from llmcompressor.modeling.expert_search import find_mixtures
+from llmcompressor.checkpoint.moe_names import unfuse_stored_experts
+from llmcompressor.moe.linear_experts import find_stacked_moes
 
 _PLAIN: dict[str, Any] = {
     "vocab_size": 96,
@@ -190,7 +190,7 @@ def with_experts(name: str, **changes: Any) -> Any:
         for key, parameter in model.named_parameters():
             if parameter.ndim > 1 and (".mlp." in key or ".feed_forward." in key):
                 parameter.normal_(std=0.2)
-    open_experts(model, find_mixtures(model))
+    unfuse_stored_experts(model, find_stacked_moes(model))
     return model
 
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from llmcompressor.modeling.alignment import align
+from llmcompressor.modeling.weights import align_parameters
 
 
 def shifted(values: Tensor) -> nn.Parameter:
@@ -29,7 +29,7 @@ def test_what_lies_elsewhere_computes_the_same_afterwards(rows: int, outputs: in
     for make in (lambda one: one, lambda one: nn.Parameter(one.clone(), requires_grad=False)):
         model = nn.Sequential(linear(outputs=outputs))
         model[0].weight = make(model[0].weight)
-        align(model)
+        align_parameters(model)
         assert model[0].weight.data_ptr() % 64 == 0
         found.append(model(given))
     assert torch.equal(*found)
@@ -39,7 +39,7 @@ def test_parameters_that_share_memory_go_on_to_do_so() -> None:
     model = nn.Sequential(linear(), linear(), linear(seed=1))
     model[1].weight = nn.Parameter(model[0].weight.data, requires_grad=False)
     before = [one.clone() for one in model.parameters()]
-    align(model)
+    align_parameters(model)
     assert model[0].weight.data_ptr() == model[1].weight.data_ptr() != model[2].weight.data_ptr()
     assert all(map(torch.equal, before, model.parameters()))
 
@@ -51,7 +51,7 @@ def test_parts_of_one_memory_stay_parts_of_it() -> None:
     model.turned = nn.Parameter(model.fused.data.t(), requires_grad=False)
     model.register_buffer("lower", model.fused.data[4:])
     model.other = shifted(torch.ones(3))
-    align(model)
+    align_parameters(model)
     model.fused.fill_(1)
     assert [int(one.sum()) for one in (model.upper, model.turned, model.lower)] == [32, 64, 32]
     assert model.other.data_ptr() % 64 == 0
@@ -62,5 +62,5 @@ def test_what_is_as_it_should_be_is_not_copied() -> None:
     half.weight = shifted(half.weight.data)
     model = nn.Sequential(nn.Linear(4, 4), half)
     places = [one.data_ptr() for one in model.parameters()]
-    align(model)
+    align_parameters(model)
     assert [one.data_ptr() for one in model.parameters()] == places

@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from llmcompressor.modeling.call_order import CallOrder, first_tensor, watch_calls
+from llmcompressor.modeling.call_graph import CallOrder, first_tensor, trace_calls
 
 
 class Toy(nn.Module):
@@ -30,7 +30,7 @@ def _groups(model: Toy, **arguments) -> list[str]:
 
 def _watch(model: Toy, **arguments) -> CallOrder:
     modules = {module: name for name, module in model.named_children()}
-    return watch_calls(lambda: model(torch.ones(2, 3)), modules, **arguments)
+    return trace_calls(lambda: model(torch.ones(2, 3)), modules, **arguments)
 
 
 def test_modules_with_one_tensor_are_a_group_in_the_order_of_calls() -> None:
@@ -111,7 +111,7 @@ def test_what_is_not_called_is_in_no_group() -> None:
 
 def test_others_are_counted_without_being_grouped() -> None:
     model = Toy(lambda m, x: m.a(x) + m.b(x) + m.b(x), "ab")
-    order = watch_calls(lambda: model(torch.ones(1, 3)), {model.a: "a"}, also_count=[model.b])
+    order = trace_calls(lambda: model(torch.ones(1, 3)), {model.a: "a"}, also_count=[model.b])
     assert order.groups == ((model.a,),)
     assert order.calls == {model.a: 1, model.b: 2}
 

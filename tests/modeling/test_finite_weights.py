@@ -11,8 +11,8 @@ from torch import distributed
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from llmcompressor.modeling.finite_weights import first_nonfinite
-from llmcompressor.numerics.finite import is_finite
+from llmcompressor.modeling.weights import first_nonfinite
+from llmcompressor.numerics.extremes import is_finite
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])

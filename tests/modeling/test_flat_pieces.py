@@ -9,9 +9,16 @@ import pytest
 import torch
 from torch import nn
 
-from llmcompressor.modeling import flat_pieces, spread
+from llmcompressor.modeling import sharded
 from llmcompressor.modeling.hooks import HooksMixin
-from llmcompressor.modeling.spread import is_spread_as, local, spread_as, together, write, zero
+from llmcompressor.modeling.sharded import (
+    gather_shards,
+    is_sharded_like,
+    local_shard,
+    shard_like,
+    write_sharded,
+    zero_sharded,
+)
 
 
 def cut_up(parameter: Any, processes: int = 3) -> Any:
@@ -42,8 +49,8 @@ def test_pieces_are_cut_and_joined(as_process: Any, monkeypatch: pytest.MonkeyPa
     pieces = []
     for rank in range(4):
         as_process(rank)
-        pieces.append(flat_pieces.cut(values, parameter))
-        assert is_spread_as(pieces[-1], parameter)
+        pieces.append(sharded.partition_of(values, parameter))
+        assert is_sharded_like(pieces[-1], parameter)
     assert torch.equal(torch.cat(pieces)[:15].view(3, 5), values)
     assert pieces[-1].tolist()[3] == 0
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda group: 4)
@@ -54,7 +61,7 @@ def test_pieces_are_cut_and_joined(as_process: Any, monkeypatch: pytest.MonkeyPa
             one.copy_(two) for one, two in zip(parts, pieces, strict=True)
         ],
     )
-    assert torch.equal(together(pieces[0], parameter), values)
+    assert torch.equal(gather_shards(pieces[0], parameter), values)
 
 
 def test_a_piece_is_written_and_what_was_gathered_is_let_go(as_process: Any) -> None:
@@ -62,19 +69,19 @@ def test_a_piece_is_written_and_what_was_gathered_is_let_go(as_process: Any) -> 
     values = cut_up(parameter)
     parameter.data = values.clone()  # as while its module runs
     as_process(0)
-    write(parameter, values + 1)
+    write_sharded(parameter, values + 1)
     assert torch.equal(parameter.ds_tensor, (values + 1).flatten()[:8])
     assert parameter.numel() == 0, "the next forward gathers what was written"
-    zero(parameter)
-    assert not local(parameter).any()
+    zero_sharded(parameter)
+    assert not local_shard(parameter).any()
 
 
 def test_shapes_are_shown_and_hidden_again() -> None:
     model = nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 2))
     cut_up(model[0].weight)
-    assert flat_pieces.in_pieces(model)
-    assert flat_pieces.shape_of(model[0].weight) == (4, 6)
-    with flat_pieces.shapes_shown(model):
+    assert sharded.has_partitioned_parameters(model)
+    assert sharded.full_shape(model[0].weight) == (4, 6)
+    with sharded.full_shapes_reported(model):
         assert model[0].weight.shape == (4, 6)
         assert model[0].weight.untyped_storage().nbytes() <= 4, "it takes no memory"
         assert model[1].weight.any(), "what is whole stays as it is"
@@ -87,10 +94,10 @@ def test_a_whole_state_is_kept_by_who_wants_it() -> None:
     model[1].weight = model[0].weight
     values = cut_up(model[0].weight)
     model[0].weight.data = values.clone()  # gathered
-    state = spread.whole_state(model, keep=True)
+    state = sharded.full_state_dict(model, keep=True)
     assert torch.equal(state["0.weight"], values)
     assert state["0.weight"] is state["1.weight"]
-    assert spread.whole_state(model, keep=False) == {}
+    assert sharded.full_state_dict(model, keep=False) == {}
 
 
 def test_what_is_added_later_becomes_a_buffer() -> None:
@@ -99,16 +106,16 @@ def test_what_is_added_later_becomes_a_buffer() -> None:
     for parameter in (layer.weight, layer.bias):
         cut_up(parameter)
     layer.register_parameter("weight_scale", nn.Parameter(torch.ones(4, 1)))
-    flat_pieces.as_buffers(layer)
+    sharded.convert_to_buffers(layer)
     assert [name for name, _ in layer.named_parameters()] == ["weight", "bias"]
     assert "weight_scale" in layer.state_dict()
 
 
 def test_whole_tensors_are_left_alone() -> None:
     parameter = nn.Parameter(torch.randn(2, 3))
-    assert not flat_pieces.is_flat(parameter)
-    assert torch.equal(spread_as(torch.ones(2, 3), parameter), torch.ones(2, 3))
-    assert flat_pieces.shape_of(parameter) == (2, 3)
+    assert not sharded.is_partitioned(parameter)
+    assert torch.equal(shard_like(torch.ones(2, 3), parameter), torch.ones(2, 3))
+    assert sharded.full_shape(parameter) == (2, 3)
 
 
 def test_hooks_before_a_forward_come_after_those_that_gather() -> None:
@@ -120,7 +127,7 @@ def test_hooks_before_a_forward_come_after_those_that_gather() -> None:
     ours.register_hook(layer, lambda *_: seen.append("after"), "forward")
     layer.register_forward_pre_hook(lambda *_: seen.append("gather"))
     layer.register_forward_hook(lambda *_: seen.append("let go"))
-    ours.come_last()
+    ours.move_pre_hooks_last()
     layer(torch.ones(1, 2))
     assert seen == ["gather", "ours", "also ours", "after", "let go"]
     ours.remove_hooks()

@@ -10,8 +10,8 @@ import torch
 from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from llmcompressor.errors import TargetError
-from llmcompressor.modeling.flow import trace_flow
-from llmcompressor.modifiers.rotation.probe import Probe
+from llmcompressor.modeling.call_graph import trace_flow
+from llmcompressor.modifiers.rotation.probe import InvarianceProbe
 
 SIZES: dict[str, Any] = {
     "vocab_size": 50,
@@ -91,6 +91,6 @@ def test_what_a_models_own_code_raises_is_told(error: type[Exception]) -> None:
         def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
             raise error("no sound")
 
-    for tried in (trace_flow, Probe):
+    for tried in (trace_flow, InvarianceProbe):
         with pytest.raises(TargetError, match=r"Failing does not run .*no sound"):
             tried(Failing())

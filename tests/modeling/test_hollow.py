@@ -9,7 +9,7 @@ from torch.nn import Linear, functional
 from transformers import AutoConfig, AutoModelForCausalLM, Llama4TextConfig
 from transformers.models.llama4.modeling_llama4 import Llama4TextExperts
 
-from llmcompressor.modeling.hollow import hollow_weights, zero_products
+from llmcompressor.modeling.meta_weights import skip_zero_products, zero_weights
 
 
 @pytest.mark.parametrize("bias", [True, False])
@@ -17,16 +17,16 @@ def test_products_with_one_zero_are_those_of_torch(bias: bool) -> None:
     with torch.device("meta"):
         linear = Linear(8, 4, bias=bias)
     given = torch.randn(2, 3, 8)
-    with torch.no_grad(), hollow_weights(linear):
+    with torch.no_grad(), zero_weights(linear):
         expected = linear(given)
-        with zero_products():
+        with skip_zero_products():
             assert torch.equal(linear(given), expected)
 
 
 def test_no_weight_is_written_out() -> None:
     with torch.device("meta"):
         linear = Linear(2**20, 2**20)  # four terabytes
-    with torch.no_grad(), hollow_weights(linear), zero_products():
+    with torch.no_grad(), zero_weights(linear), skip_zero_products():
         assert not linear(torch.ones(1, 2**20)).any()
 
 
@@ -34,7 +34,7 @@ def test_other_weights_are_multiplied() -> None:
     given = torch.randn(3, 8)
     for weight in (torch.randn(4, 8), torch.ones(()).expand(4, 8)):
         expected = functional.linear(given, weight)
-        with zero_products():
+        with skip_zero_products():
             assert torch.equal(functional.linear(given, weight), expected)
             assert expected.any()
 
@@ -43,7 +43,7 @@ def test_other_weights_are_multiplied() -> None:
 def test_what_torch_refuses_is_refused(given: torch.Tensor) -> None:
     weight = torch.zeros(()).expand(4, 8)
     plain = functional.linear
-    with pytest.raises(RuntimeError), zero_products():
+    with pytest.raises(RuntimeError), skip_zero_products():
         functional.linear(given, weight)
     assert functional.linear is plain
 
@@ -70,9 +70,9 @@ def test_experts_that_are_skipped_return_what_they_would(is_bias: bool) -> None:
     (experts,) = [one for one in model.modules() if type(one).__name__.endswith("Experts")]
     stacks = list(experts.parameters())
     given, chosen = torch.randn(6, 32), torch.tensor([[0, 1], [2, 3]] * 3)
-    with torch.no_grad(), hollow_weights(model):
+    with torch.no_grad(), zero_weights(model):
         expected = experts(given, chosen, torch.rand(6, 2))
-    with torch.no_grad(), hollow_weights(model, skips_experts=True):
+    with torch.no_grad(), zero_weights(model, skips_experts=True):
         assert torch.equal(experts(given, chosen, torch.rand(6, 2)), expected)
         assert all(not any(one.stride()) for one in experts.parameters())  # no memory
     assert all(a is b for a, b in zip(stacks, experts.parameters(), strict=True))
@@ -84,9 +84,9 @@ def test_stacks_of_llama_4_are_skipped() -> None:
     with torch.device("meta"):
         experts = Llama4TextExperts(Llama4TextConfig(**sizes))
     given = torch.randn(4 * 6, 32)
-    with torch.no_grad(), hollow_weights(experts):
+    with torch.no_grad(), zero_weights(experts):
         expected = experts(given)
-    with torch.no_grad(), hollow_weights(experts, skips_experts=True):
+    with torch.no_grad(), zero_weights(experts, skips_experts=True):
         assert torch.equal(experts(given), expected)
         assert not any(any(one.stride()) for one in experts.parameters())
 
@@ -99,5 +99,5 @@ def test_experts_that_are_loaded_are_not_skipped() -> None:
     ids = torch.arange(8)[None]
     with torch.no_grad():
         expected = model(ids).logits
-        with hollow_weights(model, skips_experts=True):
+        with zero_weights(model, skips_experts=True):
             assert torch.equal(model(ids).logits, expected)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from llmcompressor.modeling.linear_calls import linear_replaced
+from llmcompressor.modeling.patches import replace_functional_linear
 
 GIVEN = torch.ones(1, 2)
 
@@ -20,7 +20,7 @@ def _standing_in(stack: ExitStack, factor: float) -> None:
     def product(given: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return given * factor
 
-    stack.enter_context(linear_replaced(lambda given, weight: len(weight) == 2, product))
+    stack.enter_context(replace_functional_linear(lambda given, weight: len(weight) == 2, product))
 
 
 def _first(rows: int = 2) -> float:

@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from llmcompressor.checkpoint.experts import open_experts
-from llmcompressor.modeling import mappings
-from llmcompressor.modeling.expert_search import find_mixtures
-from llmcompressor.modeling.mapped_places import SmoothSet, shown
-from llmcompressor.modeling.mappings import find_sets
-from llmcompressor.modeling.scaling import columns_of, divide_outputs, multiply_inputs
+from llmcompressor.checkpoint.moe_names import unfuse_stored_experts
+from llmcompressor.equalization import mappings
+from llmcompressor.equalization.mappings import find_smooth_sets
+from llmcompressor.equalization.probe import SmoothSet, format_names
+from llmcompressor.equalization.rescale import divide_outputs, input_channels, multiply_inputs
+from llmcompressor.moe.linear_experts import find_stacked_moes
 
 _ROUNDING = 2e-5
 """Share of the logits; norms and some routers compute in float32 whatever they are given."""
@@ -33,7 +33,7 @@ def build(name: str) -> Any:
                 parameter.add_(0.2 * torch.randn(parameter.shape))
             else:
                 parameter.normal_(std=0.2)
-    open_experts(model, find_mixtures(model))
+    unfuse_stored_experts(model, find_stacked_moes(model))
     return model
 
 
@@ -51,8 +51,8 @@ def seen(request: pytest.FixtureRequest) -> tuple[str, Any, list[SmoothSet]]:
     """An architecture, a model of it, and what its structure shows, whatever is listed here."""
     model = build(request.param)
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(mappings, "listed_names", lambda _: None)
-        found = find_sets(model, [inputs_of(model)])
+        patched.setattr(mappings, "architecture_mappings", lambda _: None)
+        found = find_smooth_sets(model, [inputs_of(model)])
     return request.param, model, found
 
 
@@ -66,8 +66,8 @@ def by_form_of_layer(found: list[SmoothSet]) -> list[dict[str, set[str]]]:
         parts = re.fullmatch(r"(.*?(?:layers|h)\.\d+)\.(.*)", one.name)
         assert parts is not None
         block, own = parts.groups()
-        readers = {shown([name.removeprefix(f"{block}.")]) for name in one.balance}
-        layers.setdefault(block, {})[shown([own])] = readers
+        readers = {format_names([name.removeprefix(f"{block}.")]) for name in one.balance}
+        layers.setdefault(block, {})[format_names([own])] = readers
     forms: list[dict[str, set[str]]] = []
     for layer in layers.values():
         if layer not in forms:
@@ -96,7 +96,7 @@ def test_norms_are_found_without_those_of_mixtures(seen: Seen) -> None:
         one.name for one in found if is_of_mixture(one) and any(".q_proj" in r for r in one.balance)
     ]
     assert bool(parallel) == (name == "Cohere2Moe")
-    fewer = find_sets(model, [inputs_of(model)], norms_only=True, mixtures=False)
+    fewer = find_smooth_sets(model, [inputs_of(model)], norms_only=True, mixtures=False)
     assert {one.name for one in fewer} == {*norms, *parallel}
 
 
@@ -142,5 +142,5 @@ class CorrectedRouter(nn.Module):
 def test_a_router_may_have_a_part_that_reads_nothing() -> None:
     bare = nn.Module()
     bare.register_parameter("correction", nn.Parameter(torch.zeros(1, 4)))
-    assert columns_of(CorrectedRouter(bare)) == 8
-    assert columns_of(CorrectedRouter(nn.LayerNorm(8))) is None
+    assert input_channels(CorrectedRouter(bare)) == 8
+    assert input_channels(CorrectedRouter(nn.LayerNorm(8))) is None

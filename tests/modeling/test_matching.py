@@ -24,7 +24,7 @@ from llmcompressor.modeling.matching import (
     match_modules_set,
     match_named_modules,
     matches,
-    near_matches,
+    suggest_targets,
     unmatched,
 )
 
@@ -188,14 +188,14 @@ def test_a_miss_is_an_error_that_says_what_was_meant(
 
 
 def test_parameter_patterns_are_explained(llama: LlamaForCausalLM) -> None:
-    assert "not parameter names" in near_matches(llama, "re:.*q_proj.weight")
+    assert "not parameter names" in suggest_targets(llama, "re:.*q_proj.weight")
 
 
 @pytest.mark.parametrize(
     "target", ["q_porj", "q_proj", "lm_haed", "re:layers.0", "re:.*q_proj.weight"]
 )
 def test_the_suggestion_works(llama: LlamaForCausalLM, target: str) -> None:
-    suggestion = near_matches(llama, target).split("'")[1]
+    suggestion = suggest_targets(llama, target).split("'")[1]
     assert list(match_named_modules(llama, suggestion))
 
 

@@ -12,14 +12,11 @@ import small_architectures as small
 import torch
 from torch import Tensor, nn
 
+from llmcompressor.equalization.mappings import find_smooth_sets, resolve_mappings
+from llmcompressor.equalization.probe import BlockRuns, Names, SmoothSet, block_probes
+from llmcompressor.equalization.rescale import divide_outputs, multiply_inputs
 from llmcompressor.errors import TargetError
-from llmcompressor.modeling.alike_experts import part_of_expert
-from llmcompressor.modeling.block_runs import BlockRuns
-from llmcompressor.modeling.mapped_places import Names, SmoothSet
-from llmcompressor.modeling.mappings import find_sets
-from llmcompressor.modeling.named_mappings import named_sets
-from llmcompressor.modeling.probes import probes_of
-from llmcompressor.modeling.scaling import divide_outputs, multiply_inputs
+from llmcompressor.moe.similar_experts import parse_expert_name
 
 NORM = "re:.*post_attention_layernorm$"
 UP_TO_DOWN: Names = ("re:.*up_proj$", ("re:.*down_proj$",))
@@ -76,14 +73,14 @@ def into_experts(sets: Iterable[SmoothSet]) -> list[SmoothSet]:
     return [
         one
         for one in sets
-        if part_of_expert(one.name) is None and any(map(part_of_expert, one.balance))
+        if parse_expert_name(one.name) is None and any(map(parse_expert_name, one.balance))
     ]
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_mappings_change_no_output(name: str) -> None:
     model = small.with_experts(name)
-    sets = named_sets(model, [PUBLISHED[name]])
+    sets = resolve_mappings(model, [PUBLISHED[name]])
     assert len(sets) == 2
     routed = into_experts(sets)
     assert routed
@@ -94,13 +91,13 @@ def test_published_mappings_change_no_output(name: str) -> None:
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_without_anyone_naming_them_they_are_found(name: str) -> None:
     model = small.with_experts(name)
-    named = named_sets(small.with_experts(name), [PUBLISHED[name]])
-    sets = find_sets(model)
+    named = resolve_mappings(small.with_experts(name), [PUBLISHED[name]])
+    sets = find_smooth_sets(model)
     found = {one.name: set(one.balance) for one in sets}
     for one in named:
         assert found[one.name] == set(one.balance)
     assert moved_by_scales(model, sets) < 1e-6
-    assert not into_experts(find_sets(model, mixtures=False))
+    assert not into_experts(find_smooth_sets(model, mixtures=False))
 
 
 def test_what_a_mixture_is_called_does_not_matter() -> None:
@@ -109,12 +106,12 @@ def test_what_a_mixture_is_called_does_not_matter() -> None:
         layer.mlp._modules["many"] = layer.mlp._modules.pop("experts")
         type(layer.mlp).experts = property(lambda self: self._modules["many"])
     try:
-        sets = find_sets(model)
+        sets = find_smooth_sets(model)
         [one, _] = [one for one in sets if one.name.endswith("post_attention_layernorm")]
         assert len(one.balance) == 1 + 2 * 8
         assert len(sets) == 2 * (2 + 8)
         some: Names = (NORM, ("re:.*mlp.gate$", "re:.*many.[01].(gate|up)_proj$"))
-        assert set(named_sets(model, [some])[0].balance) == set(one.balance)
+        assert set(resolve_mappings(model, [some])[0].balance) == set(one.balance)
     finally:
         del type(model.model.layers[0].mlp).experts
 
@@ -125,8 +122,8 @@ def test_a_router_that_is_not_named_takes_scales_too(name: str, said: list[str])
     counts = {"num_experts": 32, "num_local_experts": 32, "n_routed_experts": 32}
     model = small.with_experts(name, **counts)
     smooth, readers = PUBLISHED[name]
-    sets = named_sets(model, [(smooth, readers[1:])])
-    whole = named_sets(small.with_experts(name, **counts), [(smooth, readers)])
+    sets = resolve_mappings(model, [(smooth, readers[1:])])
+    whole = resolve_mappings(small.with_experts(name, **counts), [(smooth, readers)])
     assert [set(one.balance) for one in sets] == [set(one.balance) for one in whole]
     assert moved_by_scales(model, sets) < 1e-6
     [told] = [line for line in said if "does not name all" in line]
@@ -138,7 +135,7 @@ def test_experts_that_are_not_named_take_scales_too(some: str) -> None:
     """Also those that the trial looks at: an expert that is left out reads the norm, too."""
     model = small.with_experts("qwen3_moe")
     readers = ("re:.*mlp.gate$", f"re:.*experts.{some}.gate_proj$", f"re:.*experts.{some}.up_proj$")
-    sets = named_sets(model, [(NORM, readers)])
+    sets = resolve_mappings(model, [(NORM, readers)])
     assert {len(one.balance) for one in sets} == {1 + 2 * 8}
     assert moved_by_scales(model, sets) < 1e-6
 
@@ -146,17 +143,17 @@ def test_experts_that_are_not_named_take_scales_too(some: str) -> None:
 def test_what_is_to_be_ignored_takes_no_scales_for_others() -> None:
     model, (smooth, readers) = small.with_experts("qwen3_moe"), PUBLISHED["qwen3_moe"]
     with pytest.raises(TargetError, match=r"mlp\.gate reads .* too, and is to be ignored"):
-        named_sets(model, [(smooth, readers[1:])], ignore=["re:.*mlp.gate$"])
+        resolve_mappings(model, [(smooth, readers[1:])], ignore=["re:.*mlp.gate$"])
 
 
 def test_each_expert_alone_holds_whether_tokens_reach_it_or_not() -> None:
     model = small.with_experts("qwen3_moe", num_experts=32)
-    sets = named_sets(model, [UP_TO_DOWN])
+    sets = resolve_mappings(model, [UP_TO_DOWN])
     assert len(sets) == 2 * 32
     assert moved_by_scales(model, sets) < 1e-6
     wrong: Names = ("re:.*gate_proj$", ("re:.*down_proj$",))  # its SiLU lets no factor pass
     with pytest.raises(TargetError, match="would change"):
-        named_sets(model, [wrong])
+        resolve_mappings(model, [wrong])
 
 
 def runs_of(monkeypatch: pytest.MonkeyPatch, search: Callable[[], object]) -> tuple[int, int]:
@@ -187,11 +184,11 @@ def test_a_search_takes_as_much_for_many_experts(
     for experts in (4, 16):
         counts = dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), experts)
         model = small.with_experts(name, **counts)
-        every.add(runs_of(monkeypatch, partial(find_sets, model)))
-        only = partial(find_sets, model, norms_only=True, mixtures=False)
+        every.add(runs_of(monkeypatch, partial(find_smooth_sets, model)))
+        only = partial(find_smooth_sets, model, norms_only=True, mixtures=False)
         norms.add(runs_of(monkeypatch, only))
         mappings = [PUBLISHED[name], UP_TO_DOWN][: 1 if name == "gpt_oss" else 2]
-        named.add(runs_of(monkeypatch, partial(named_sets, model, mappings)))
+        named.add(runs_of(monkeypatch, partial(resolve_mappings, model, mappings)))
     assert len(every) == len(norms) == len(named) == 1
     [every_runs, _], [norm_runs, _], [named_runs, _] = *every, *norms, *named
     assert norm_runs < every_runs <= 40
@@ -202,7 +199,7 @@ def test_stacked_experts_are_told_of() -> None:
     with pytest.raises(
         TargetError, match=r"those of .*layers\.0\.mlp\.experts.* are in stacks"
     ) as told:
-        named_sets(small.build("qwen3_moe"), [PUBLISHED["qwen3_moe"]])
+        resolve_mappings(small.build("qwen3_moe"), [PUBLISHED["qwen3_moe"]])
     assert "targets mean the experts" in told.value.remedy
 
 
@@ -236,18 +233,18 @@ WHOLE: Names = ("re:.*norm$", ("re:.*router$", "re:.*up$"))
 
 def test_experts_of_a_list_stand_for_those_like_them() -> None:
     model = small.OneBlock(ListOfExperts([16] * 12))
-    [one] = named_sets(model, [WHOLE], batches=BATCH)
+    [one] = resolve_mappings(model, [WHOLE], batches=BATCH)
     assert len(one.balance) == 13
-    each = named_sets(model, [("re:.*up$", ("re:.*down$",))], batches=BATCH)
+    each = resolve_mappings(model, [("re:.*up$", ("re:.*down$",))], batches=BATCH)
     assert len(each) == 12
     with pytest.raises(TargetError, match=r"would change.*layers\.0\.router"):
-        named_sets(model, [("re:.*norm$", ("re:.*up$",))], batches=BATCH)
+        resolve_mappings(model, [("re:.*norm$", ("re:.*up$",))], batches=BATCH)
 
 
 def test_an_expert_of_another_form_that_nothing_reached_is_not_taken_at_its_word() -> None:
     """Four tokens cannot reach twelve experts of different widths."""
     model = small.OneBlock(ListOfExperts(range(16, 28)))
     with pytest.raises(TargetError, match=r"cannot be tried: no token reached .*experts\.\d"):
-        named_sets(model, [WHOLE], batches=BATCH)
-    assert not into_experts(find_sets(model, BATCH))
-    assert probes_of(model, BATCH)
+        resolve_mappings(model, [WHOLE], batches=BATCH)
+    assert not into_experts(find_smooth_sets(model, BATCH))
+    assert block_probes(model, BATCH)

@@ -6,9 +6,9 @@ from __future__ import annotations
 import pytest
 import small_architectures as small
 
+from llmcompressor.equalization.mappings import resolve_mappings
+from llmcompressor.equalization.probe import Names, SmoothSet
 from llmcompressor.errors import TargetError
-from llmcompressor.modeling.mapped_places import Names, SmoothSet
-from llmcompressor.modeling.named_mappings import named_sets
 
 V_TO_O: Names = ("re:.*v_proj$", ("re:.*o_proj$",))
 UP_TO_DOWN: Names = ("re:.*up_proj$", ("re:.*down_proj$",))
@@ -20,7 +20,7 @@ def test_grouped_heads_alone_are_refused_with_the_reason() -> None:
     rows, columns = attention.v_proj.out_features, attention.o_proj.in_features
     assert rows < columns
     with pytest.raises(TargetError) as caught:
-        named_sets(model, [V_TO_O])
+        resolve_mappings(model, [V_TO_O])
     told = str(caught.value)
     assert f"v_proj has {rows} rows" in told
     assert f"o_proj {columns} columns" in told
@@ -31,7 +31,7 @@ def test_grouped_heads_alone_are_refused_with_the_reason() -> None:
 
 def test_every_mapping_has_its_own_reason() -> None:
     with pytest.raises(TargetError) as caught:
-        named_sets(small.build("llama"), [V_TO_O, UP_TO_DOWN], ignore=["re:.*mlp.*"])
+        resolve_mappings(small.build("llama"), [V_TO_O, UP_TO_DOWN], ignore=["re:.*mlp.*"])
     assert "share keys and values" in caught.value.problem
     assert (
         "'re:.*up_proj$' -> ['re:.*down_proj$']: all that it matches is to be ignored"
@@ -40,7 +40,7 @@ def test_every_mapping_has_its_own_reason() -> None:
 
 
 def test_beside_others_it_is_left_out_and_told_of(said: list[str]) -> None:
-    found = named_sets(small.build("llama"), [V_TO_O, UP_TO_DOWN])
+    found = resolve_mappings(small.build("llama"), [V_TO_O, UP_TO_DOWN])
     assert {one.name.rpartition(".")[2] for one in found} == {"up_proj"}
     [told] = [line for line in said if "not smoothed" in line]
     assert "v_proj has" in told
@@ -48,7 +48,7 @@ def test_beside_others_it_is_left_out_and_told_of(said: list[str]) -> None:
 
 
 def test_with_a_value_for_each_head_it_is_smoothed(said: list[str]) -> None:
-    found = named_sets(small.build("llama_all_heads"), [V_TO_O])
+    found = resolve_mappings(small.build("llama_all_heads"), [V_TO_O])
     assert {one.name.rpartition(".")[2] for one in found} == {"v_proj"}
     assert not [line for line in said if "not smoothed" in line]
 
@@ -57,16 +57,16 @@ def test_a_fused_linear_with_grouped_heads_is_left_out_as_others_are(said: list[
     model = small.build("phi3", num_key_value_heads=2)
     fused: Names = ("re:.*qkv_proj$", ("re:.*o_proj$",))
     gate_up: Names = ("re:.*gate_up_proj$", ("re:.*down_proj$",))
-    found = named_sets(model, [fused, gate_up])
+    found = resolve_mappings(model, [fused, gate_up])
     assert {one.name.rpartition(".")[2] for one in found} == {"gate_up_proj"}
     [told] = [line for line in said if "not smoothed" in line]
     assert "qkv_proj has 32 rows of values" in told
     with pytest.raises(TargetError, match="share keys and values"):
-        named_sets(model, [fused])
-    assert len(named_sets(small.build("phi3"), [fused])) == 2
+        resolve_mappings(model, [fused])
+    assert len(resolve_mappings(small.build("phi3"), [fused])) == 2
     wrong: Names = ("re:.*gate_up_proj$", ("re:.*o_proj$",))
     with pytest.raises(TargetError, match="would change"):
-        named_sets(model, [wrong])
+        resolve_mappings(model, [wrong])
 
 
 QKV = ("re:.*q_proj$", "re:.*k_proj$", "re:.*v_proj$")
@@ -82,10 +82,10 @@ def test_a_mapping_may_mean_some_layers(layers: str) -> None:
     """Readers of the layers between are not joined with the norm before them."""
     model = small.build("llama", num_hidden_layers=3)
     numbers = [number for number in "012" if number in layers]
-    by_norm = named_sets(model, [(f"re:.*layers.{layers}.input_layernorm$", QKV)])
+    by_norm = resolve_mappings(model, [(f"re:.*layers.{layers}.input_layernorm$", QKV)])
     assert layers_of(by_norm) == [{number} for number in numbers]
     some = tuple(f"re:.*layers.{layers}.self_attn.{name}_proj$" for name in "qkv")
-    by_readers = named_sets(model, [("re:.*input_layernorm$", some)])
+    by_readers = resolve_mappings(model, [("re:.*input_layernorm$", some)])
     assert layers_of(by_readers) == layers_of(by_norm)
 
 
@@ -95,7 +95,7 @@ def test_what_holds_an_ignored_module_is_left_out_whole(own: str, layer: int) ->
     model = small.build("llama", num_hidden_layers=3)
     mapping: Names = ("re:.*input_layernorm$", QKV)
     ignore = [f"re:.*layers.{layer}.{own}"]
-    found = named_sets(model, [mapping], ignore=ignore)
+    found = resolve_mappings(model, [mapping], ignore=ignore)
     assert layers_of(found) == [{str(number)} for number in range(3) if number != layer]
 
 
@@ -104,7 +104,7 @@ def test_what_spans_blocks_is_refused() -> None:
     with pytest.raises(
         TargetError, match=r"joins nothing: no block .*layers\.0.*layers\.1"
     ) as told:
-        named_sets(small.build("llama"), [names])
+        resolve_mappings(small.build("llama"), [names])
     assert "leave mappings out" in told.value.remedy
 
 
@@ -122,8 +122,8 @@ def test_what_cannot_be_tried_is_not_taken_at_its_word(why: str, said: list[str]
     name, mapping = UNSEEN[why]
     model = small.build(name)
     with pytest.raises(TargetError, match=f"None of the mappings .*cannot be tried: .*{why}"):
-        named_sets(model, [mapping])
+        resolve_mappings(model, [mapping])
     text: Names = ("re:.*(language_)?model.layers.*up_proj$", ("re:.*down_proj$",))
-    assert len(named_sets(model, [mapping, text])) == 2
+    assert len(resolve_mappings(model, [mapping, text])) == 2
     [told] = [line for line in said if "not smoothed" in line]
     assert why in told

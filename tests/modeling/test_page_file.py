@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from llmcompressor.modeling import page_file
-from llmcompressor.modeling.page_file import PageFile
+from llmcompressor.modeling import offload
+from llmcompressor.modeling.offload import MmapStoragePool
 
 PAGE = mmap.PAGESIZE
 MIB = 2**20
@@ -28,7 +28,7 @@ def _values(count: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(count, generator=torch.Generator().manual_seed(seed))
 
 
-def _put(pages: PageFile, tensor: torch.Tensor) -> torch.Tensor | None:
+def _put(pages: MmapStoragePool, tensor: torch.Tensor) -> torch.Tensor | None:
     storage = pages.put(tensor.untyped_storage())
     if storage is None:
         return None
@@ -37,7 +37,7 @@ def _put(pages: PageFile, tensor: torch.Tensor) -> torch.Tensor | None:
 
 @pytest.mark.parametrize("count", [1, PAGE // 4, PAGE // 4 + 1, 3 * MIB])
 def test_values_are_there_and_can_be_written(count: int) -> None:
-    pages, tensor = PageFile(64 * MIB), _values(count)
+    pages, tensor = MmapStoragePool(64 * MIB), _values(count)
     held = _put(pages, tensor)
     assert held is not None
     assert held.untyped_storage().nbytes() == tensor.untyped_storage().nbytes()
@@ -50,7 +50,7 @@ def test_values_are_there_and_can_be_written(count: int) -> None:
 
 
 def test_many_storages_do_not_touch_each_other() -> None:
-    pages = PageFile(256 * MIB)
+    pages = MmapStoragePool(256 * MIB)
     tensors = [_values(1 + 997 * index, index) for index in range(200)]
     held = [_put(pages, tensor) for tensor in tensors]
     del held[::3]  # their places are taken by others
@@ -63,7 +63,7 @@ def test_many_storages_do_not_touch_each_other() -> None:
 
 
 def test_a_place_is_free_when_the_last_view_is_gone() -> None:
-    pages = PageFile(64 * MIB)
+    pages = MmapStoragePool(64 * MIB)
     held = _put(pages, _values(MIB))
     assert held is not None
     place, view = held.data_ptr(), held[5:]
@@ -79,7 +79,7 @@ def test_a_place_is_free_when_the_last_view_is_gone() -> None:
 
 
 def test_a_large_place_is_not_taken_by_what_is_small() -> None:
-    pages = PageFile(64 * MIB)
+    pages = MmapStoragePool(64 * MIB)
     large = _put(pages, _values(MIB))
     assert large is not None
     place = large.data_ptr()
@@ -90,8 +90,8 @@ def test_a_large_place_is_not_taken_by_what_is_small() -> None:
 
 
 def test_it_takes_no_more_than_its_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(page_file, "_EXTENT", MIB)
-    pages = PageFile(3 * MIB)
+    monkeypatch.setattr(offload, "_EXTENT", MIB)
+    pages = MmapStoragePool(3 * MIB)
     held = [_put(pages, _values(MIB // 4, index)) for index in range(4)]
     assert held[3] is None
     assert pages.bytes == 3 * MIB
@@ -107,7 +107,7 @@ def test_a_full_disk_is_no_room_and_leaves_nothing(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    pages = PageFile(256 * MIB)
+    pages = MmapStoragePool(256 * MIB)
     held = _put(pages, _values(MIB))
     monkeypatch.setattr(os, "posix_fallocate", full)
     assert _put(pages, _values(16 * MIB)) is None
@@ -121,7 +121,7 @@ def test_a_full_disk_is_no_room_and_leaves_nothing(
 
 
 def test_what_is_there_outlives_the_file_and_nothing_is_added() -> None:
-    pages = PageFile(64 * MIB)
+    pages = MmapStoragePool(64 * MIB)
     held = _put(pages, _values(MIB))
     pages.close()
     assert _put(pages, _values(MIB)) is None
@@ -140,7 +140,7 @@ def test_what_waits_does_not_count_as_the_memory_of_the_process() -> None:
         )
         return int(fields["RssFile"].split()[0]) + int(fields["RssShmem"].split()[0])
 
-    pages, before = PageFile(256 * MIB), mapped()
+    pages, before = MmapStoragePool(256 * MIB), mapped()
     held = [_put(pages, _values(4 * MIB, index)) for index in range(4)]
     assert mapped() - before < 4 * 1024
     assert all(bool(torch.isfinite(one).all()) for one in held if one is not None)

@@ -17,8 +17,7 @@ import torch
 from torch import nn
 
 from llmcompressor.errors import TargetError
-from llmcompressor.modeling.paused_forward import Pass, PausedForward, check_not_nested
-from llmcompressor.modeling.torch_state import TorchState
+from llmcompressor.modeling.paused_forward import Pass, PausedForward, TorchState, check_not_nested
 
 
 class Toy(nn.Module):

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from llmcompressor.errors import OutputError
-from llmcompressor.modeling.recomputed import Recomputed
-from llmcompressor.modeling.spilled import Shelf
+from llmcompressor.modeling.gradient_checkpointing import CheckpointedBlocks
+from llmcompressor.modeling.offload import TensorStore
 
 WIDTH, ROWS, BLOCKS = 8, 5, 3
 ALL, NOTHING = 10**9, 0
@@ -59,8 +59,8 @@ class Blocks:
         self.seen: list[tuple[int, int | None]] = []
         self._places = {block: place for place, block in enumerate(model.blocks)}
         self._own = {block: block.linear.weight.detach().clone() for block in model.blocks}
-        self.shelf = Shelf(budget)
-        self.way = Recomputed(list(model.blocks), self._arrive, self._inside, self.shelf)
+        self.shelf = TensorStore(budget)
+        self.way = CheckpointedBlocks(list(model.blocks), self._arrive, self._inside, self.shelf)
 
     def _arrive(self, block: nn.Module, then: nn.Module | None) -> None:
         self.seen.append((self._places[block], None if then is None else self._places[then]))
@@ -103,7 +103,7 @@ def test_the_gradients_are_those_of_one_graph(budget: int) -> None:
     model = model_of()
     blocks = Blocks(model, budget)
     x, matrix = leaves_of()
-    with blocks.way.made_of({block: [matrix] for block in model.blocks}):
+    with blocks.way.checkpointing({block: [matrix] for block in model.blocks}):
         found = torch.autograd.grad(model(x), (x, matrix))
     for one, other in zip(found, in_one_graph(), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
@@ -115,7 +115,7 @@ def test_blocks_come_in_order_and_back() -> None:
     model = model_of()
     blocks = Blocks(model, ALL)
     x, matrix = leaves_of()
-    with blocks.way.made_of({block: [matrix] for block in model.blocks}):
+    with blocks.way.checkpointing({block: [matrix] for block in model.blocks}):
         loss = model(x)
         assert blocks.seen == [(0, 1), (1, 2), (2, None), (2, None)]
         blocks.seen.clear()
@@ -128,7 +128,7 @@ def test_nothing_of_a_forward_is_kept_but_what_went_into_blocks() -> None:
     model = model_of()
     blocks = Blocks(model, NOTHING)
     x, matrix = leaves_of()
-    with blocks.way.made_of({block: [matrix] for block in model.blocks}):
+    with blocks.way.checkpointing({block: [matrix] for block in model.blocks}):
         loss = model(x)
     size = x.numel() * x.element_size()
     assert blocks.shelf.spilled == 2 * (BLOCKS + 1) * size
@@ -142,7 +142,7 @@ def test_without_gradients_nothing_is_kept_and_forwards_are_given_back() -> None
     blocks = Blocks(model, ALL)
     x, matrix = leaves_of()
     expected = model_of()
-    with torch.no_grad(), blocks.way.made_of({block: [matrix] for block in model.blocks}):
+    with torch.no_grad(), blocks.way.checkpointing({block: [matrix] for block in model.blocks}):
         model(x)
     assert blocks.shelf.peak == 0
     assert all("forward" not in vars(block) for block in model.blocks)
@@ -157,7 +157,7 @@ def test_what_exceeds_the_budget_waits_in_files_that_go(
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     given = [torch.randn(4, 6).t(), torch.randn(24), torch.randn(7)]
-    shelf = Shelf(24 * 4 * 2)
+    shelf = TensorStore(24 * 4 * 2)
     tickets = [shelf.put(one) for one in given]
     assert (shelf.peak, shelf.spilled) == (24 * 4 * 2, 7 * 4)
     assert not list(tmp_path.iterdir())  # what is killed now leaves none behind
@@ -176,11 +176,11 @@ def test_what_is_seen_stays_until_it_is_dropped(
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     given = [torch.randn(24), torch.randn(7)]  # one in memory, one in a file
-    shelf = Shelf(24 * 4)
+    shelf = TensorStore(24 * 4)
     tickets = [shelf.put(one) for one in given]
     for _ in range(2):
         for ticket, one in zip(tickets, given, strict=True):
-            assert torch.equal(shelf.see(ticket, one.device), one)
+            assert torch.equal(shelf.peek(ticket, one.device), one)
     assert not shelf.is_empty
     for ticket in tickets:
         shelf.drop(ticket)
@@ -195,7 +195,7 @@ def test_a_full_disk_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(os, "posix_fallocate", full)
-    shelf = Shelf(NOTHING)
+    shelf = TensorStore(NOTHING)
     with pytest.raises(OutputError, match="TMPDIR"):
         shelf.put(torch.ones(3))
     shelf.close()

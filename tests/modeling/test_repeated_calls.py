@@ -11,7 +11,7 @@ from torch import nn
 from transformers import DynamicCache, LlamaConfig, StaticCache
 from transformers.modeling_outputs import BaseModelOutput
 
-from llmcompressor.modeling.repeated_calls import for_another_run
+from llmcompressor.modeling.call_graph import copy_arguments
 
 STATES = torch.ones(1, 2, 3, 4)
 
@@ -20,7 +20,7 @@ def test_what_a_forward_writes_to_containers_and_caches_is_not_seen() -> None:
     cache = DynamicCache()
     cache.update(STATES, STATES, 0)
     own = ({"past": cache, "shared": UserDict(a=STATES)}, [STATES])
-    twin = for_another_run(own)
+    twin = copy_arguments(own)
     twin[0]["past"].update(STATES, STATES, 0)
     twin[0]["shared"]["b"] = STATES
     twin[1].append(STATES)
@@ -34,7 +34,7 @@ def test_what_a_cache_changes_in_place_is_its_own() -> None:
     config = LlamaConfig(num_hidden_layers=1, num_attention_heads=2, hidden_size=8)
     cache = StaticCache(config=config, max_cache_len=8)
     cache.update(STATES, STATES, 0)
-    twin = for_another_run(cache)
+    twin = copy_arguments(cache)
     twin.update(2 * STATES, 2 * STATES, 0)
     assert cache.get_seq_length() == 3
     assert float(cache.layers[0].keys.max()) == 1.0
@@ -46,7 +46,7 @@ def test_all_else_is_the_same() -> None:
     module, lock = nn.Linear(2, 2), threading.Lock()
     output = BaseModelOutput(last_hidden_state=STATES)
     own = {"states": STATES, "module": module, "lock": lock, "flag": True, "output": output}
-    twin = for_another_run(own)
+    twin = copy_arguments(own)
     assert twin is not own
     assert all(twin[name] is own[name] for name in ("states", "module", "lock", "flag"))
     assert twin["output"].last_hidden_state is STATES
@@ -54,14 +54,14 @@ def test_all_else_is_the_same() -> None:
 
 def test_what_is_one_thing_in_two_places_stays_one() -> None:
     cache = DynamicCache()
-    first, second = for_another_run(([cache], {"cache": cache}))
+    first, second = copy_arguments(([cache], {"cache": cache}))
     assert first[0] is second["cache"] is not cache
 
 
 def test_tensors_can_be_exchanged_at_any_depth() -> None:
     cache = DynamicCache()
     cache.update(STATES, STATES, 0)
-    twin = for_another_run({"cache": cache, "pair": (STATES, None)}, torch.Tensor.double)
+    twin = copy_arguments({"cache": cache, "pair": (STATES, None)}, torch.Tensor.double)
     assert twin["cache"].layers[0].keys.dtype is torch.float64
     assert twin["pair"][0].dtype is torch.float64
     assert cache.layers[0].keys.dtype is torch.float32

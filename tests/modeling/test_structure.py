@@ -10,12 +10,10 @@ import small_architectures as small
 import torch
 from torch import Tensor, nn
 
+from llmcompressor.equalization.mappings import find_smooth_sets, resolve_mappings
+from llmcompressor.equalization.probe import SmoothSet, block_probes
+from llmcompressor.equalization.rescale import divide_outputs, multiply_inputs
 from llmcompressor.errors import TargetError
-from llmcompressor.modeling.mapped_places import SmoothSet
-from llmcompressor.modeling.mappings import find_sets
-from llmcompressor.modeling.named_mappings import named_sets
-from llmcompressor.modeling.probes import probes_of
-from llmcompressor.modeling.scaling import divide_outputs, multiply_inputs
 
 QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 GATE_UP = ("mlp.gate_proj", "mlp.up_proj")
@@ -58,7 +56,7 @@ LINKS: dict[str, list[tuple[str, tuple[str, ...]]]] = {
 
 
 def links_of(model: nn.Module) -> list[list[tuple[str, tuple[str, ...]]]]:
-    probes = {id(probe): probe for probe in probes_of(model).values()}
+    probes = {id(probe): probe for probe in block_probes(model).values()}
     return [[(link.smooth, link.balance) for link in p.find()] for p in probes.values()]
 
 
@@ -73,7 +71,7 @@ def test_a_text_model_within_another_is_seen_as_by_itself() -> None:
     assert links_of(model) == [LINKS["llama_all_heads"]]
     own = tuple(f"re:.*language_model.*{name}$" for name in QKV)
     names = [("re:.*input_layernorm$", own)]
-    assert len(named_sets(model, names)) == 2
+    assert len(resolve_mappings(model, names)) == 2
     assert model.config.text_config.use_cache
 
 
@@ -129,7 +127,7 @@ def test_scaling_what_was_found_changes_no_output(name: str) -> None:
     ids = torch.arange(3, 19).reshape(2, 8)
     with torch.no_grad():
         before = model(input_ids=ids).logits
-        for one in find_sets(model):
+        for one in find_smooth_sets(model):
             scale = torch.rand(one.columns, generator=torch.Generator().manual_seed(3)) * 4 + 0.25
             for module in one.balance.values():
                 multiply_inputs(module, scale)
@@ -153,7 +151,7 @@ class TwiceRead(nn.Module):
 
 def test_a_norm_that_is_read_elsewhere_too_is_not_taken() -> None:
     model = small.OneBlock(TwiceRead())
-    probes = probes_of(model, [{"states": torch.zeros(1, 4, 8)}])
+    probes = block_probes(model, [{"states": torch.zeros(1, 4, 8)}])
     assert probes["layers.0"].find() == []
 
 
@@ -174,7 +172,7 @@ class CalledTwice(nn.Module):
 
 def test_a_module_that_is_called_twice() -> None:
     model = small.OneBlock(CalledTwice())
-    probes = probes_of(model, [{"states": torch.zeros(1, 4, 8)}])
+    probes = block_probes(model, [{"states": torch.zeros(1, 4, 8)}])
     found = [(link.smooth, link.balance) for link in probes["layers.0"].find()]
     assert found == [("norm", ("last",))]
 
@@ -197,11 +195,11 @@ def test_a_block_that_does_not_run_on_stand_ins_is_not_seen(warned: list[str]) -
     """That ends no run: the forward with its own weights may work all the same."""
     model = small.OneBlock(HalfOnly()).bfloat16()
     inputs = [{"states": torch.zeros(1, 4, 8, dtype=torch.bfloat16)}]
-    assert find_sets(model, inputs) == []
+    assert find_smooth_sets(model, inputs) == []
     assert "HalfOnly" in warned[0]
     assert "a kernel for 16 bits" in warned[0]
     with pytest.raises(TargetError, match=r"layers\.0 could not be run"):
-        named_sets(model, [("re:.*norm$", ("re:.*first$",))], batches=inputs)
+        resolve_mappings(model, [("re:.*norm$", ("re:.*first$",))], batches=inputs)
     assert torch.isfinite(model(**inputs[0])).all()
 
 
@@ -212,11 +210,11 @@ def sets(*found: SmoothSet) -> list[tuple[str, tuple[str, ...]]]:
 def test_listed_names_and_structure_agree() -> None:
     for name in ("llama_all_heads", "qwen3", "gemma3", "phi3", "cohere"):
         model: Any = small.build(name)
-        listed = sorted(sets(*find_sets(model)))
+        listed = sorted(sets(*find_smooth_sets(model)))
         other = type(model).__name__
         type(model).__name__ = "SomethingNew"
         try:
-            assert sorted(sets(*find_sets(model))) == listed
+            assert sorted(sets(*find_smooth_sets(model))) == listed
         finally:
             type(model).__name__ = other
 
@@ -241,10 +239,10 @@ ERRORS = {
 def test_wrong_mappings_are_refused(problem: str) -> None:
     text = problem.replace("nothing is called", "matches nothing")
     with pytest.raises(ValueError, match=text):
-        named_sets(small.build("llama"), ERRORS[problem])
+        resolve_mappings(small.build("llama"), ERRORS[problem])
 
 
 def test_grouped_heads_are_left_out_of_named_mappings() -> None:
     names = [("re:.*v_proj$", ("re:.*o_proj$",)), ("re:.*up_proj$", ("re:.*down_proj$",))]
-    found = named_sets(small.build("llama"), names)
+    found = resolve_mappings(small.build("llama"), names)
     assert {one.name.rpartition(".")[2] for one in found} == {"up_proj"}

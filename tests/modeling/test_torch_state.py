@@ -12,7 +12,7 @@ import greenlet
 import pytest
 import torch
 
-from llmcompressor.modeling.torch_state import SuspendedState, TorchState
+from llmcompressor.modeling.paused_forward import SuspendedState, TorchState
 
 STATES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "grad on": torch.enable_grad,
@@ -42,13 +42,13 @@ def _suspended_inside(state: AbstractContextManager[Any]) -> Iterator[Callable[[
 
     def look() -> TorchState:
         own = TorchState.capture()
-        suspended[0].give_back()
+        suspended[0].restore_own()
         seen = coroutine.switch(True)
         suspended[0] = SuspendedState(own)
         return seen
 
     yield look
-    suspended[0].give_back()
+    suspended[0].restore_own()
     coroutine.switch(False)
     assert coroutine.dead
 
@@ -99,7 +99,7 @@ def test_casts_of_weights_are_forgotten_at_a_switch() -> None:
     coroutine.switch()
     suspended = SuspendedState(home)
     weight.data = torch.zeros(2, 2)
-    suspended.give_back()
+    suspended.restore_own()
     coroutine.switch()
     assert seen[0].eq(2).all()
     assert seen[1].eq(0).all()

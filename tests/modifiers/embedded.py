@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from llmcompressor.evaluation.sources import cut_windows, sample_windows, tokenize
 from llmcompressor.evaluation.stdlib_text import calibration_passages, held_out_texts
-from llmcompressor.evaluation.windows import choose, cut, tokenize
 
 TOKENS = 256
 
@@ -38,8 +38,8 @@ def calibration(folder: Path, number: int, seed: int = 0) -> list[dict[str, Tens
 def held_out(folder: Path, number: int) -> Tensor:
     """``number`` windows of 256 tokens, ``[number, 256]``."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    windows = cut(tokenize(held_out_texts(), tokenizer), TOKENS)
-    return torch.tensor(choose(windows, number, seed=0))
+    windows = cut_windows(tokenize(held_out_texts(), tokenizer), TOKENS)
+    return torch.tensor(sample_windows(windows, number, seed=0))
 
 
 @torch.no_grad()

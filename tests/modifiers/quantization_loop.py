@@ -10,7 +10,7 @@ import torch
 from torch.optim import SGD, Optimizer
 
 from llmcompressor.core import CompressionSession, EventType
-from llmcompressor.modifiers.modifier import Modifier
+from llmcompressor.core.modifier import Modifier
 
 Batch = dict[str, torch.Tensor]
 Watch = Callable[[int], Any]

@@ -22,11 +22,11 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, XLMConfig, XLMWithLMHeadModel
 
 from llmcompressor import oneshot, plan, verify
-from llmcompressor.checkpoint.compress import compress, quantized_modules
 from llmcompressor.checkpoint.journal import Journal
+from llmcompressor.checkpoint.packing import compress, quantized_modules
 from llmcompressor.core.state import State
 from llmcompressor.errors import NonFiniteError, RecipeError
-from llmcompressor.modeling.call_order import first_tensor
+from llmcompressor.modeling.call_graph import first_tensor
 from llmcompressor.modifiers.autoround import AutoRoundModifier, tune
 from llmcompressor.modifiers.pruning import WandaPruningModifier
 from llmcompressor.modifiers.quantization import QuantizationModifier
@@ -178,7 +178,7 @@ def test_it_never_ends_worse_than_it_began() -> None:
 
 
 def test_the_seed_decides(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("llmcompressor.pipelines.merging.RUN_TOKENS", 48)
+    monkeypatch.setattr("llmcompressor.pipelines.batches.RUN_TOKENS", 48)
     first, again, other = (
         tiny.run(tiny.llama(num_hidden_layers=1), autoround(seed=seed, batch_size=2))
         for seed in (1, 1, 2)
@@ -189,12 +189,12 @@ def test_the_seed_decides(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_steps_take_calls_in_turn() -> None:
     options = tune.Options(iters=1, rate=1.0, samples=4, seed=0)
-    picks = tune._picks([2, 2, 2, 2, 2, 2], options)
+    picks = tune._step_batches([2, 2, 2, 2, 2, 2], options)
     rounds = [[next(picks) for _ in range(3)] for _ in range(2)]
     for one in rounds:
         assert [len(picked) for picked in one] == [2, 2, 2]
         assert sorted(index for picked in one for index in picked) == list(range(6))
-    assert next(tune._picks([2, 2], tune.Options(1, 1.0, 9, 0))) in ([0, 1], [1, 0])
+    assert next(tune._step_batches([2, 2], tune.Options(1, 1.0, 9, 0))) in ([0, 1], [1, 0])
 
 
 def test_a_block_makes_up_for_those_before_it() -> None:

@@ -16,12 +16,12 @@ from tests.thinned import few
 from torch import Tensor
 from transformers import MixtralConfig, MixtralForCausalLM
 
-from llmcompressor.modifiers.autoround import AutoRoundModifier, base, begin, shown
-from llmcompressor.modifiers.autoround.runner import BlockRunner
+from llmcompressor.modifiers.autoround import AutoRoundModifier, base, begin, tune
+from llmcompressor.modifiers.autoround.tune import BlockRunner
 from llmcompressor.modifiers.quantization import QuantizationModifier
 from llmcompressor.modifiers.sparsity import SparseGPTModifier
-from llmcompressor.numerics.autoround import Rounding
-from llmcompressor.pipelines.experts import experts_report
+from llmcompressor.numerics.autoround import RoundingParameters
+from llmcompressor.pipelines.moe_routing import experts_report
 from llmcompressor.quantization.column_solver import Options, Problem, Solution, solve
 
 WEIGHTS: dict[str, Any] = {"num_bits": 3, "strategy": "group", "group_size": 32}
@@ -65,14 +65,14 @@ def solutions(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Problem, Solution]]
 def beginnings(monkeypatch: pytest.MonkeyPatch) -> list[tuple[BlockRunner, Any, Any]]:
     """The block, what it was rounded to nearest with, and what was solved."""
     seen: list[tuple[BlockRunner, Any, Any]] = []
-    own = begin.solved_beginnings
+    own = begin.solve_block
 
     def watched(runner: BlockRunner, nearest: Any, order: Any) -> Any:
         found = own(runner, nearest, order)
         seen.append((runner, nearest, found))
         return found
 
-    monkeypatch.setattr("llmcompressor.modifiers.autoround.base.solved_beginnings", watched)
+    monkeypatch.setattr("llmcompressor.modifiers.autoround.base.solve_block", watched)
     return seen
 
 
@@ -86,7 +86,7 @@ def test_it_begins_with_the_codes_of_the_sweep(
     tiny.run(tiny.llama(num_hidden_layers=1), modifier, data=tiny.batches(number=2))
     (_, _, found), solved = beginnings[0], solutions[:4]
     assert [len(problem.weights) for problem, _ in solved] == [3, 1, 2, 1]
-    rounded = [Rounding.of(one.start).apply(one.start).values for one in found.values()]
+    rounded = [RoundingParameters.of(one.start).apply(one.start).values for one in found.values()]
     codes = {values.shape: [] for values in rounded}
     for _, solution in solved:
         for values in solution.weights:
@@ -126,7 +126,7 @@ def test_only_what_is_added_to_the_output_makes_up_for_it(
     tiny.run(tiny.llama(num_hidden_layers=1), autoround(), data=tiny.batches(number=1))
     runner = beginnings[0][0]
     for name, module in tiny.linears(runner.block).items():
-        assert begin._is_added(runner, module) is name.endswith("down_proj")
+        assert begin._is_added_to_output(runner, module) is name.endswith("down_proj")
     # four inputs, then the last one once more
     direct = [problem.missing_CR is not None for problem, _ in solutions]
     assert direct == [False, False, False, True, True]
@@ -140,7 +140,7 @@ def test_the_last_linear_makes_up_for_those_before_it(
     errors = []
     for added in (None, lambda runner, linear: False):
         if added is not None:
-            monkeypatch.setattr(begin, "_is_added", added)
+            monkeypatch.setattr(begin, "_is_added_to_output", added)
         modifier = autoround(iters=1, lr=1e-6)
         tiny.run(tiny.llama(num_hidden_layers=1), modifier)
         errors.append(next(iter(modifier.records.values())).error)
@@ -310,7 +310,7 @@ def test_what_they_are_shown_takes_no_more_than_it_may(
     solutions: list[tuple[Problem, Solution]],
 ) -> None:
     """Beyond it starved experts are rounded to nearest, others learned from what they get."""
-    monkeypatch.setattr(shown, "_MOST", 0)
+    monkeypatch.setattr(tune, "_MOST", 0)
     data, widest = tiny.batches(number=4), mixtures.COMMON["intermediate_size"]
     model, again = (mixtures.mixture("mixtral", mixtures=1) for _ in range(2))
     tiny.run(model, autoround(weights={"group_size": 8}), data=data)

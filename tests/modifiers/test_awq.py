@@ -20,8 +20,8 @@ from torch.nn import Module
 
 from llmcompressor import plan
 from llmcompressor.core import State
+from llmcompressor.equalization.probe import SmoothSet
 from llmcompressor.errors import RecipeError, TargetError
-from llmcompressor.modeling.mapped_places import SmoothSet
 from llmcompressor.modifiers import awq as old_path
 from llmcompressor.modifiers.awq.parents import ParentRuns
 from llmcompressor.modifiers.pruning import SparseGPTModifier

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import Module
 from transformers import TrainingArguments
 
-from llmcompressor.args.renamed import name_among
+from llmcompressor.args.parsing import current_name
 from llmcompressor.core import create_session
 from llmcompressor.modifiers.distillation import OutputDistillationModifier
 from llmcompressor.training import Trainer
@@ -153,6 +153,6 @@ def test_a_run_that_is_resumed_gives_equal_weights(tmp_path: Path) -> None:
 
 def test_layers_that_are_computed_again(tmp_path: Path) -> None:
     plain = trained(tmp_path, PROJECTED)
-    checkpointing = name_among(TrainingArguments.__dataclass_fields__, "activation_checkpointing")
+    checkpointing = current_name(TrainingArguments.__dataclass_fields__, "activation_checkpointing")
     again = trained(tmp_path, PROJECTED, **{checkpointing: True})
     expect_same(plain, again, 1e-5)

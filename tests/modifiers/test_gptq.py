@@ -22,10 +22,9 @@ from torch import Tensor
 from torch.nn import Linear
 
 from llmcompressor import callbacks, create_session
-from llmcompressor.checkpoint.compress import compress, quantized_modules
+from llmcompressor.checkpoint.packing import compress, quantized_modules
 from llmcompressor.core.state import State
 from llmcompressor.errors import LifecycleError, NonFiniteError, RecipeError, TargetError
-from llmcompressor.modeling.twin_inputs import aligned_reference
 from llmcompressor.modifiers import Modifier
 from llmcompressor.modifiers.awq.base import AWQModifier
 from llmcompressor.modifiers.gptq import GPTQModifier
@@ -38,6 +37,7 @@ from llmcompressor.numerics import gptq as gptq_numerics
 from llmcompressor.numerics import gram
 from llmcompressor.numerics.hessian import SingularHessianError
 from llmcompressor.observers import input_statistics
+from llmcompressor.pipelines.watchers import reference_input
 from llmcompressor.quantization import column_solver
 from llmcompressor.recipe import Recipe
 from llmcompressor.schemes.presets import PRESETS
@@ -295,7 +295,7 @@ def test_what_outputs_lack_corrects_as_the_cross_product_does(
         "four": {"targets": ["re:.*k_proj"], "weights": four},
     }
     counted: list[int] = []
-    add = gram.add_missing_product
+    add = gram.add_residual_product
 
     def add_and_count(missing_RC: Tensor, *tensors: Tensor) -> None:
         counted.append(len(missing_RC))
@@ -303,11 +303,11 @@ def test_what_outputs_lack_corrects_as_the_cross_product_does(
 
     def run(*, missing: bool) -> dict[str, Linear]:
         if not missing:
-            monkeypatch.setattr(input_statistics, "counts_missing", lambda *_: False)
+            monkeypatch.setattr(input_statistics, "prefers_output_residual", lambda *_: False)
         modifier = gptq(asymmetric=True, config_groups=groups, offload_hessians=offload)
         return tiny.linears(tiny.run(tiny.llama(**NARROW), modifier))
 
-    monkeypatch.setattr(input_statistics, "add_missing_product", add_and_count)
+    monkeypatch.setattr(input_statistics, "add_residual_product", add_and_count)
     found = run(missing=True)
     assert set(counted) == {32, 64}, "of q, k and v together, and of down_proj"
     for name, module in run(missing=False).items():
@@ -424,7 +424,7 @@ def test_what_cannot_be_factorized_is_rounded_and_recorded(
     def refuse(*args: Any, **kwargs: Any) -> None:
         raise SingularHessianError("no")
 
-    monkeypatch.setattr(gptq_numerics, "raise_dampening", refuse)
+    monkeypatch.setattr(gptq_numerics, "factorize_with_rising_dampening", refuse)
     modifier = gptq()
     model = tiny.run(tiny.llama(), modifier)
     nearest = QuantizationModifier(config_groups=GROUPS, ignore=["lm_head"])
@@ -446,7 +446,7 @@ def test_what_failed_is_let_go_of_before_the_next_try(
         tries.append((len(problems), sys.exc_info()[1]))
         raise SingularHessianError("no")
 
-    last = "_rounded" if module is column_solver else "_chosen_by_score"
+    last = "_rounded" if module is column_solver else "_prune_by_score"
     monkeypatch.setattr(module, "_swept" if module is column_solver else "_pruned", fail)
     monkeypatch.setattr(module, last, lambda *_: sys.exc_info()[1])
     problem = SimpleNamespace(gram_CC=torch.eye(2))
@@ -499,7 +499,7 @@ def test_inputs_of_two_streams_meet_only_where_their_tokens_are_the_same(
         reference_inputs={module: reference},
         batch_data={"input_ids": torch.zeros(2, 5, dtype=torch.int64)},
     )
-    found = aligned_reference(module, torch.zeros(shape), state)
+    found = reference_input(module, torch.zeros(shape), state)
     assert (found is reference) == used
 
 
@@ -507,7 +507,7 @@ def test_what_the_original_gets_lies_where_its_twin_does() -> None:
     """A pass that waits on the host leaves what is little of it on the device."""
     module = Linear(4, 4)
     state = State(reference_inputs={module: torch.zeros(2, 5, 4)})
-    found = aligned_reference(module, torch.zeros(2, 5, 4, device="meta"), state)
+    found = reference_input(module, torch.zeros(2, 5, 4, device="meta"), state)
     assert found is not None
     assert found.device.type == "meta"
 

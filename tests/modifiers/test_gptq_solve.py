@@ -10,8 +10,7 @@ import torch
 from compressed_tensors.quantization import QuantizationArgs
 from torch import Tensor
 
-from llmcompressor.numerics.asymmetric import corrected_weight
-from llmcompressor.numerics.gptq import sweep
+from llmcompressor.numerics.gptq import corrected_weight, sweep
 from llmcompressor.numerics.hessian import damp, upper_factor
 from llmcompressor.quantization import column_solver as module
 from llmcompressor.quantization.column_solver import Options, Problem, Solution, solve

@@ -15,10 +15,10 @@ from torch import nn
 
 from llmcompressor import modifiers
 from llmcompressor.core import Event, EventType, State
+from llmcompressor.core.contract import Granularity
+from llmcompressor.core.modifier import Phase
 from llmcompressor.errors import LifecycleError, RecipeError, TargetError
 from llmcompressor.modifiers import Modifier, ModifierFactory
-from llmcompressor.modifiers.granularity import Granularity
-from llmcompressor.modifiers.modifier import Phase
 from llmcompressor.modifiers.utils import HooksMixin
 
 
@@ -521,7 +521,7 @@ def test_a_class_that_has_a_name_of_the_packages_is_told(warned):
 
 
 def test_registered_classes_come_first(monkeypatch):
-    monkeypatch.setattr("llmcompressor.modifiers.factory._registered", {})
+    monkeypatch.setattr("llmcompressor.core.modifier_registry._registered", {})
     assert ModifierFactory.register("Spy", Pruner) is Pruner
     assert ModifierFactory.register(Pruner) is Pruner
     assert type(ModifierFactory.create("Spy")) is Pruner

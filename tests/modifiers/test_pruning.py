@@ -13,6 +13,7 @@ from tests.thinned import thinned
 from torch import nn
 
 from llmcompressor.core import Event, EventType, State, callbacks, create_session
+from llmcompressor.core.modifier_registry import ModifierFactory
 from llmcompressor.errors import (
     CheckpointError,
     LifecycleError,
@@ -20,13 +21,12 @@ from llmcompressor.errors import (
     RecipeError,
     TargetError,
 )
-from llmcompressor.modifiers.factory import ModifierFactory
 from llmcompressor.modifiers.pruning import (
     ConstantPruningModifier,
     GradualPruningModifier,
     MagnitudePruningModifier,
 )
-from llmcompressor.numerics.masks import parse_structure, zeros_of
+from llmcompressor.numerics.masks import num_zeros, parse_structure
 
 OPTIMIZERS = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.05),
@@ -118,7 +118,7 @@ ROUNDED = {name: 12 * 16 if name == "0.weight" else 16 * 8 for name in ("0.weigh
 
 def expected(modifier: MagnitudePruningModifier, index: float) -> dict[str, float]:
     return {
-        name: zeros_of(modifier.sparsity_at(index), size) / size for name, size in ROUNDED.items()
+        name: num_zeros(modifier.sparsity_at(index), size) / size for name, size in ROUNDED.items()
     }
 
 
@@ -163,7 +163,7 @@ def test_a_start_between_two_steps_counts_after_the_first_one_behind_it():
     loop = Loop(small_model(), modifier, steps_per_epoch=12).run(6)
     formula = [0.0, 0.0, 0.25, 0.5, 0.7, 0.7]  # after steps 1, 2 (0.167 epochs), 3 (0.25), …
     assert [found["2.weight"] for _, found in loop.after] == [
-        zeros_of(sparsity, 128) / 128 for sparsity in formula
+        num_zeros(sparsity, 128) / 128 for sparsity in formula
     ]
     assert modifier.ended
 
@@ -176,7 +176,7 @@ def test_a_stair_is_climbed_at_its_steps(steps_per_epoch):
     loop = Loop(small_model(), modifier, steps_per_epoch=steps_per_epoch).run(10)
     stair = [0.1] * 2 + [0.5] * 3 + [0.625] * 2 + [0.75] * 3
     assert [found["2.weight"] for _, found in loop.after] == [
-        zeros_of(sparsity, 128) / 128 for sparsity in stair
+        num_zeros(sparsity, 128) / 128 for sparsity in stair
     ]
 
 
@@ -331,7 +331,7 @@ def test_globally_all_weights_have_one_threshold():
     loop = Loop(model, modifier).run(10)
     for step, found in loop.after:
         zeros = sum(found[name] * size for name, size in ROUNDED.items())
-        assert zeros == zeros_of(modifier.sparsity_at(step), sum(ROUNDED.values()))
+        assert zeros == num_zeros(modifier.sparsity_at(step), sum(ROUNDED.values()))
     assert loop.after[-1][1]["0.weight"] > 0.9
     assert loop.after[-1][1]["2.weight"] < 0.5
 

@@ -16,7 +16,7 @@ from llmcompressor.core import Event, EventType, State
 from llmcompressor.errors import RecipeError, TargetError
 from llmcompressor.modifiers.pruning import ConstantPruningModifier, MagnitudePruningModifier
 from llmcompressor.modifiers.pruning.masked_weights import MaskedWeights
-from llmcompressor.modifiers.pruning.targets import find_places
+from llmcompressor.modifiers.pruning.targets import find_parameters
 from llmcompressor.numerics.grid import Grid
 from llmcompressor.numerics.masks import parse_structure
 from llmcompressor.numerics.scales import scales_from_range
@@ -46,7 +46,7 @@ LINEARS = [f"layers.{i}.{name}_proj.weight" for i in range(2) for name in "qk"]
 
 
 def names(targets: Any, ignore: Any = (), model: Any = None) -> list[str]:
-    return [place.name for place in find_places(model or Model(), targets, ignore)]
+    return [place.name for place in find_parameters(model or Model(), targets, ignore)]
 
 
 @pytest.mark.parametrize(
@@ -91,7 +91,7 @@ def test_a_tied_weight_is_found_once():
     model = Model()
     model.layers[1].q_proj.weight = model.layers[0].q_proj.weight
     assert names("Linear", model=model) == [*LINEARS[:2], LINEARS[3]]
-    places = find_places(model, ["head", "re:embed.weight"])
+    places = find_parameters(model, ["head", "re:embed.weight"])
     assert [place.name for place in places] == ["embed.weight"]
 
 
@@ -263,7 +263,7 @@ def test_conv1d_has_its_rows_in_columns():
         linear.weight.copy_(model.turned.weight.t())
     for structure in ("2:4", "filter", "channel", "block_2,4"):
         for module in (model.turned, linear):
-            weights = MaskedWeights(find_places(module, "re:weight"))
+            weights = MaskedWeights(find_parameters(module, "re:weight"))
             weights.grow(parse_structure(structure), 0.5, together=False)
             weights.drop()
         assert torch.equal(model.turned.weight.t(), linear.weight), structure
@@ -272,7 +272,7 @@ def test_conv1d_has_its_rows_in_columns():
 @pytest.mark.parametrize("symmetric", [True, False])
 def test_zeros_stay_zero_when_they_are_rounded(symmetric):
     """So a mask of the raw weight is one of what fake quantization makes of it."""
-    weights = MaskedWeights(find_places(layer := nn.Linear(16, 8), "re:weight"))
+    weights = MaskedWeights(find_parameters(layer := nn.Linear(16, 8), "re:weight"))
     weights.grow(parse_structure("2:4"), 0.5, together=False)
     grid, weight_RC = Grid("int", 4, symmetric=symmetric), layer.weight.detach() + 0.0
     weight_RC[0] = weight_RC[0].abs()  # a range with zero at its end

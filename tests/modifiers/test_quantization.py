@@ -16,11 +16,11 @@ from tests.thinned import few
 from torch import Tensor
 
 from llmcompressor.core import EventType, State, active_session
+from llmcompressor.core.modifier import Modifier
 from llmcompressor.errors import InputError, NonFiniteError, RecipeError, TargetError
 from llmcompressor.modifiers.autoround import AutoRoundModifier
 from llmcompressor.modifiers.gptq import GPTQModifier
 from llmcompressor.modifiers.hqq import HQQModifier
-from llmcompressor.modifiers.modifier import Modifier
 from llmcompressor.modifiers.quantization.rounding import QuantizationModifier
 from llmcompressor.quantization.parameters import observe_weight
 from llmcompressor.recipe import Recipe

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import Linear
 from transformers import AutoModelForCausalLM
 
-from llmcompressor.checkpoint.packed_zero_points import packed_zero_points_fit
+from llmcompressor.checkpoint.packing import patch_packed_zero_points
 from llmcompressor.checkpoint.save import save_checkpoint
 from llmcompressor.core import EventType
 from llmcompressor.errors import NonFiniteError, RecipeError, TargetError
@@ -160,7 +160,7 @@ def test_transformers_reads_the_same_logits(name: str, learned: bool, tmp_path: 
                 parameter.data = parameter.data.to(dtype)
         before = tiny.logits(model, data)
     save_checkpoint(model, tmp_path / "out")
-    with packed_zero_points_fit():
+    with patch_packed_zero_points():
         again = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=dtype)
     found = tiny.logits(again.eval(), data)
     assert float((found - before).norm() / before.norm()) < bound
@@ -393,7 +393,7 @@ def test_micro_batches_count_as_one_step() -> None:
 
 
 def test_searching_observers_are_asked_at_the_cadence_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    from llmcompressor.quantization import fake_weights
+    from llmcompressor.quantization import fake_quantize as fake_weights
 
     calls: list[Any] = []
     monkeypatch.setattr(

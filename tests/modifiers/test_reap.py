@@ -23,6 +23,7 @@ from transformers import (
 )
 
 from llmcompressor import oneshot, plan, verify
+from llmcompressor.core.outline import planned_structure
 from llmcompressor.core.state import State
 from llmcompressor.errors import (
     NonFiniteError,
@@ -30,10 +31,13 @@ from llmcompressor.errors import (
     RecipeError,
     TargetError,
 )
-from llmcompressor.modifiers.outlined import outlined
 from llmcompressor.modifiers.pruning import REAPPruningModifier
 from llmcompressor.modifiers.quantization import GPTQModifier, QuantizationModifier
-from llmcompressor.modifiers.reap.layers import counts_of, cut, find_layers
+from llmcompressor.modifiers.reap.layers import (
+    expert_count_attributes,
+    find_moe_layers,
+    prune_experts,
+)
 
 USELESS = ((1, 6), (0, 3))
 """Of the first and of the second mixture."""
@@ -149,7 +153,7 @@ def test_what_is_only_outlined_is_as_it_was_again(family: str) -> None:
     state, modifier = State(model=model), REAPPruningModifier(sparsity=0.5)
     modifier.initialize(state)
     before = look(model)
-    with outlined([modifier], state):
+    with planned_structure([modifier], state):
         assert count_of(model.config) == 4
         assert {len(one.experts.down_proj) for one in small.blocks(model)} == {4}
     assert look(model) == before
@@ -159,7 +163,7 @@ def test_what_is_only_outlined_is_as_it_was_again(family: str) -> None:
 def by_hand(model: Any, sparsity: float, *, propagates: bool) -> list[tuple[list[float], Any]]:
     """Mixture by mixture: S of each expert, which are left; these alone go on where it is asked."""
     found = []
-    for layer in find_layers(model):
+    for layer in find_moe_layers(model):
         calls: list[Any] = []
         handle = layer.experts.register_forward_pre_hook(
             lambda _, args, calls=calls: calls.append(args)
@@ -177,7 +181,7 @@ def by_hand(model: Any, sparsity: float, *, propagates: bool) -> list[tuple[list
         kept = sorted(order[int(small.EXPERTS * sparsity) :])
         found.append((saliency, kept))
         if propagates:
-            cut(model, layer, kept)
+            prune_experts(model, layer, kept)
     return found
 
 
@@ -230,11 +234,11 @@ def test_all_that_a_router_has_for_an_expert_goes_with_it(make: Any, tmp_path: P
     model = tiny.run(str(tmp_path / "model"), modifier, output_dir=tmp_path / "out")
     assert verify(tmp_path / "out").ok
     logits = tiny.logits(model, tiny.batches())
-    for layer, record in zip(find_layers(original), modifier.report().values(), strict=True):
-        cut(original, layer, record["kept"])
+    for layer, record in zip(find_moe_layers(original), modifier.report().values(), strict=True):
+        prune_experts(original, layer, record["kept"])
         counts = [vars(one)["num_experts"] for one in layer.around if "num_experts" in vars(one)]
         assert set(counts) <= {4}
-    for holder, name in counts_of(original, small.EXPERTS):
+    for holder, name in expert_count_attributes(original, small.EXPERTS):
         setattr(holder, name, 4)
     for layer in original.model.layers:
         router = getattr(layer, "router", None)
@@ -290,7 +294,7 @@ def test_what_is_passed_on_makes_a_difference() -> None:
 def part(model: Any, kind: str) -> str:
     """The name of a part of the last layer."""
     names = {module: name for name, module in model.named_modules()}
-    layer = find_layers(model)[-1]
+    layer = find_moe_layers(model)[-1]
     attention = re.sub(r"(layers\.\d+)\..*", r"\1.self_attn", names[layer.experts])
     own = {"experts": layer.experts, "router": layer.router, "holder": layer.parent}
     return attention if kind == "attention" else names[own[kind]]
@@ -371,10 +375,10 @@ def test_dropping_what_adds_least_costs_least() -> None:
     modifier = REAPPruningModifier(sparsity=0.25)
     best = tiny.run(small.mixture("mixtral"), modifier)
     worst = small.mixture("mixtral")
-    for layer in find_layers(worst):
+    for layer in find_moe_layers(worst):
         saliency = modifier.report()[layer.name]["saliency"]
         order = sorted(range(small.EXPERTS), key=saliency.__getitem__)
-        cut(worst, layer, sorted(order[:6]))
+        prune_experts(worst, layer, sorted(order[:6]))
     errors = [
         float((tiny.logits(model, tiny.batches()) - reference).square().mean())
         for model in (best, worst)

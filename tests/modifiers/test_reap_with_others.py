@@ -14,16 +14,16 @@ import tiny_mixtures as small
 import torch
 from transformers import AutoModelForCausalLM
 
+from llmcompressor.core.modifier import Modifier
 from llmcompressor.errors import RecipeError
-from llmcompressor.modeling.experts import LinearExperts
 from llmcompressor.modifiers.awq import AWQModifier
-from llmcompressor.modifiers.modifier import Modifier
 from llmcompressor.modifiers.pruning import REAPPruningModifier
 from llmcompressor.modifiers.quantization import GPTQModifier, QuantizationModifier
 from llmcompressor.modifiers.smoothquant import SmoothQuantModifier
 from llmcompressor.modifiers.sparsity import SparseGPTModifier, WandaPruningModifier
 from llmcompressor.modifiers.transform import QuIPModifier, SpinQuantModifier
-from llmcompressor.pipelines import experts
+from llmcompressor.moe.linear_experts import LinearExperts
+from llmcompressor.pipelines import moe_routing
 
 GROUPS = {
     "all": {
@@ -194,7 +194,12 @@ def test_experts_that_another_leaves_alone_are_dropped_too() -> None:
     first, second = (block.experts for block in small.blocks(model))
     assert len(first.down_proj) == first.num_experts == 4
     assert isinstance(second, LinearExperts)
-    assert second.num_experts == second.hollow.num_experts == model.config.num_experts == 4
+    assert (
+        second.num_experts
+        == second.original_without_weights.num_experts
+        == model.config.num_experts
+        == 4
+    )
     alone = reap()
     tiny.run(small.mixture("qwen3_moe"), alone)
     kept = [[one["kept"] for one in each.report().values()] for each in (modifier, alone)]
@@ -204,9 +209,9 @@ def test_experts_that_another_leaves_alone_are_dropped_too() -> None:
 def test_nothing_is_shown_while_experts_are_judged(monkeypatch: pytest.MonkeyPatch) -> None:
     """What other experts would make of a token is computed where their Linears are calibrated."""
     passes: list[bool] = []
-    begin = experts.begin_stages
+    begin = moe_routing.begin_calibration_stages
     monkeypatch.setattr(
-        experts, "begin_stages", lambda *given: (passes.append(True), begin(*given))
+        moe_routing, "begin_calibration_stages", lambda *given: (passes.append(True), begin(*given))
     )
     tiny.run(small.mixture("qwen3_moe"), reap(), *BEHIND["rtn"]())
     assert not passes

@@ -33,20 +33,20 @@ from transformers import (
 )
 
 from llmcompressor import plan, verify
+from llmcompressor.core.modifier import Modifier
 from llmcompressor.errors import RecipeError, TargetError
 from llmcompressor.logger import logger
-from llmcompressor.modifiers.modifier import Modifier
 from llmcompressor.modifiers.quantization import QuantizationModifier
 from llmcompressor.modifiers.rotation import NormMapping, QuIPModifier, SpinQuantModifier
-from llmcompressor.modifiers.rotation.mappings import (
+from llmcompressor.modifiers.rotation.plan import (
     NORM_MAPPING_REGISTRY,
     SPINQUANT_MAPPING_REGISTRY,
+    RescaledNorm,
+    RotationPlan,
     SpinQuantMapping,
 )
-from llmcompressor.modifiers.rotation.norms import RescaledNorm
-from llmcompressor.modifiers.rotation.plan import Plan
 from llmcompressor.modifiers.smoothquant import SmoothQuantModifier
-from llmcompressor.pipelines import mixtures
+from llmcompressor.pipelines import moe_selection
 from llmcompressor.recipe import Recipe
 
 DATA = batches(number=2)
@@ -284,7 +284,7 @@ def test_norms_that_are_at_fault_are_not_blamed_on_a_linear(
 
 def test_what_rounding_does_not_explain_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights that two modules share, where a trial that changes none of them cannot see it."""
-    monkeypatch.setattr(Plan, "fuse", lambda *_: None)
+    monkeypatch.setattr(RotationPlan, "fuse", lambda *_: None)
     with pytest.raises(TargetError, match="its outputs moved by"):
         run(lively(llama()), QuIPModifier(), data=DATA)
 
@@ -377,7 +377,7 @@ def test_experts_and_the_mlp_beside_them_rotate_too(experts: int) -> None:
 def test_experts_that_cannot_be_taken_apart_do_not_rotate(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(mixtures, "is_made_otherwise", lambda *_: True)
+    monkeypatch.setattr(moe_selection, "has_reordered_experts", lambda *_: True)
     torch.manual_seed(0)
     config = MixtralConfig(**SIZES, num_local_experts=4)
     model = lively(MixtralForCausalLM(config))

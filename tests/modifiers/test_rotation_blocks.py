@@ -15,7 +15,7 @@ from torch.nn import Module
 from transformers import AutoModelForCausalLM, BitNetConfig, BitNetForCausalLM
 
 from llmcompressor import oneshot, plan, verify
-from llmcompressor.checkpoint.block_weights import BlockWeights
+from llmcompressor.checkpoint.block_reader import BlockWeights
 from llmcompressor.errors import NonFiniteError, RecipeError, TargetError
 from llmcompressor.modifiers.gptq import base as gptq_base
 from llmcompressor.modifiers.quantization import GPTQModifier, QuantizationModifier

@@ -21,19 +21,19 @@ from torch.nn import Module
 from transformers import AutoModelForCausalLM
 
 from llmcompressor import oneshot, plan, verify
-from llmcompressor.checkpoint.block_weights import BlockWeights
+from llmcompressor.checkpoint.block_reader import BlockWeights
 from llmcompressor.core import create_session
 from llmcompressor.errors import DatasetError
-from llmcompressor.modeling.spilled import Shelf, Spill
+from llmcompressor.modeling.names import named_modules
+from llmcompressor.modeling.offload import SpillFiles, TensorStore
 from llmcompressor.modifiers.quantization import GPTQModifier, QuantizationModifier
 from llmcompressor.modifiers.rotation import learned
 from llmcompressor.modifiers.smoothquant import SmoothQuantModifier
 from llmcompressor.modifiers.transform import SpinQuantModifier
-from llmcompressor.names import named_modules
-from llmcompressor.numerics.cayley import orthogonality_error
+from llmcompressor.numerics.rotation import orthogonality_error
 from llmcompressor.numerics.straight_through import fake_quantize_matrix
-from llmcompressor.planning.trial import counted_memory
-from llmcompressor.quantization.parameters import extreme_parameters
+from llmcompressor.planning.trial import count_memory
+from llmcompressor.quantization.parameters import min_max_parameters
 from llmcompressor.schemes.bridge import grid_of, partition_of
 
 STEPS, BLOCKS = 2, 2
@@ -106,14 +106,16 @@ class Learning:
             session.initialize(model=model, recipe=[self.spin, rounded(scheme)])
         self.plan: Any = self.spin._plan
         start = {name: self.spin._made[name] for name in self.spin._learnable}
-        self.shelf = Shelf(budget)
-        self.way = learned._Learning(model, self.plan, start, lambda block, then: None, self.shelf)
+        self.shelf = TensorStore(budget)
+        self.way = learned._RotationOptimizer(
+            model, self.plan, start, lambda block, then: None, self.shelf
+        )
         self.names = {id(rotation): name for name, rotation in start.items()}
 
     def by_block(self) -> tuple[float, dict[str, Tensor]]:
         """The loss and its gradients as they are used."""
         leaves = self._leaves()
-        with learned._rounded_inputs(self.model), contextlib.closing(self.shelf):
+        with learned._fake_quantized_inputs(self.model), contextlib.closing(self.shelf):
             loss, found = self.way._loss(leaves, self.batch, descend=True)
         return loss, dict(zip(leaves, found, strict=True))  # type: ignore[arg-type]
 
@@ -121,7 +123,7 @@ class Learning:
         """As the formulas say it: all weights at once, as functions of the matrices."""
         leaves = self._leaves()
         inputs = {name: one for name, one in self.batch.items() if name != "labels"}
-        with learned._rounded_inputs(self.model):
+        with learned._fake_quantized_inputs(self.model):
             logits = functional_call(
                 self.model, self._weights(leaves), kwargs=inputs, tie_weights=False
             ).logits
@@ -163,7 +165,7 @@ class Learning:
         scheme: Any = getattr(module, "quantization_scheme", None)
         if scheme is None:
             return weight
-        found = extreme_parameters(weight, scheme.weights)
+        found = min_max_parameters(weight, scheme.weights)
         zero = None if scheme.weights.symmetric else found.zero_point
         way = grid_of(scheme.weights), partition_of(scheme.weights)
         return fake_quantize_matrix(weight, found.effective_scale, zero, *way)
@@ -318,7 +320,7 @@ def test_a_step_holds_one_block_however_many_there_are() -> None:
     def peak(blocks: int) -> int:
         model = with_gains(tiny.llama(num_hidden_layers=blocks))
         learning = Learning(model, "W4A16", budget=0)
-        with counted_memory() as counter:
+        with count_memory() as counter:
             learning.way.step(learning.batch, 0.1)
         learning.shelf.close()
         return counter.peak
@@ -389,7 +391,7 @@ def test_one_block_is_there_at_a_time_and_little_waits(
     compressed(str(source), RECIPES["rounded"](), tmp_path / "roomy")
     loaded: set[str] = set()
     came: list[str] = []
-    load, release, put = BlockWeights.load, BlockWeights.release, Spill.put
+    load, release, put = BlockWeights.load, BlockWeights.release, SpillFiles.put
 
     def loading(self: BlockWeights, block: str) -> None:
         load(self, block)
@@ -404,13 +406,13 @@ def test_one_block_is_there_at_a_time_and_little_waits(
 
     spilled: list[int] = []
 
-    def putting(self: Spill, storage: torch.UntypedStorage) -> Any:
+    def putting(self: SpillFiles, storage: torch.UntypedStorage) -> Any:
         spilled.append(storage.nbytes())
         return put(self, storage)
 
     monkeypatch.setattr(BlockWeights, "load", loading)
     monkeypatch.setattr(BlockWeights, "release", releasing)
-    monkeypatch.setattr(Spill, "put", putting)
+    monkeypatch.setattr(SpillFiles, "put", putting)
     compressed(str(source), RECIPES["rounded"](), tmp_path / "tight", activation_budget=1)
     assert not loaded
     assert len(spilled) == STEPS * BLOCKS

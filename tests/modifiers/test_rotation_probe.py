@@ -13,14 +13,14 @@ from tiny_llama import SIZES, batches, llama, run, traces
 from torch.nn import Linear, Module
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from llmcompressor.core.modifier import Modifier
 from llmcompressor.core.state import State
 from llmcompressor.errors import TargetError
 from llmcompressor.logger import logger
-from llmcompressor.modifiers.modifier import Modifier
 from llmcompressor.modifiers.quantization import QuantizationModifier
 from llmcompressor.modifiers.rotation import NormMapping, QuIPModifier, SpinQuantModifier
-from llmcompressor.modifiers.rotation.plan import Plan
-from llmcompressor.modifiers.rotation.probe import Probe, logits
+from llmcompressor.modifiers.rotation.plan import RotationPlan
+from llmcompressor.modifiers.rotation.probe import InvarianceProbe, probe_logits
 
 DATA = batches(number=2)
 HYBRID = {"head_dim": 16, "layer_types": ["linear_attention", "full_attention"]}
@@ -329,7 +329,7 @@ def test_rounding_does_not_count(dtype: torch.dtype) -> None:
     modifier = SpinQuantModifier(rotations=["R1", "R2", "R3", "R4"])
     plan = modifier.make_plan(model)
     before = copy.deepcopy(model.state_dict())
-    assert 0 < Probe(model).moved(plan) < 1e-5
+    assert 0 < InvarianceProbe(model).moved(plan) < 1e-5
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert not traces(model)
 
@@ -344,7 +344,7 @@ def test_one_block_is_wide_at_a_time() -> None:
     inside = first.mlp.down_proj.register_forward_pre_hook(
         lambda module, args: wide.append({one.dtype for one in first.parameters()})
     )
-    Probe(model).moved(Plan(torch.float32))
+    InvarianceProbe(model).moved(RotationPlan(torch.float32))
     handle.remove()
     inside.remove()
     narrow = {torch.bfloat16}
@@ -362,7 +362,7 @@ def test_a_model_that_needs_its_dtype_is_compared_in_it() -> None:
             return (args[0] * mask,)
 
         layer.mlp.register_forward_pre_hook(narrow)
-    probe = Probe(model)
+    probe = InvarianceProbe(model)
     assert 1e-3 < probe.moved(SpinQuantModifier(rotations=["R2"]).make_plan(model)) < 0.1
     assert probe.tolerance == 0.2
 
@@ -370,7 +370,7 @@ def test_a_model_that_needs_its_dtype_is_compared_in_it() -> None:
 def test_weights_that_are_asked_for_their_dtype_are_wide_throughout() -> None:
     """Mamba 2 casts to the dtype of its head before it calls it."""
     model = tiny("mamba2", torch.bfloat16, state_size=16, num_heads=8, head_dim=16, n_groups=1)
-    probe = Probe(model)
+    probe = InvarianceProbe(model)
     assert probe.moved(QuIPModifier(rotations=["v"]).make_plan(model)) < 1e-5
     assert probe.tolerance < 1e-3
 
@@ -389,9 +389,9 @@ def test_to_run_out_of_memory_says_nothing_of_the_model(
     def run_out(*_: Any) -> Any:
         raise torch.OutOfMemoryError("no room")
 
-    probe = Probe(lively(llama()))
+    probe = InvarianceProbe(lively(llama()))
     monkeypatch.setattr(probe, "_logits", run_out)
-    for ask in (probe.runs_wide, lambda: probe.moved(Plan(torch.float32))):
+    for ask in (probe.runs_in_float32, lambda: probe.moved(RotationPlan(torch.float32))):
         with pytest.raises(torch.OutOfMemoryError):
             ask()
     assert not warned
@@ -424,7 +424,7 @@ def test_what_overflows_is_an_error() -> None:
 
 def test_a_broken_forward_leaves_nothing_behind() -> None:
     model = lively(llama(torch.bfloat16))
-    wanted = logits(model)
+    wanted = probe_logits(model)
     last = model.model.layers[1].mlp.down_proj
     told: list[str] = []
 
@@ -437,5 +437,5 @@ def test_a_broken_forward_leaves_nothing_behind() -> None:
     with pytest.raises(TargetError, match=r"its forward fails \(RuntimeError: out of order\)"):
         SpinQuantModifier(rotations=["R2"]).initialize(State(model=model))
     handle.remove()
-    assert torch.equal(logits(model), wanted)
+    assert torch.equal(probe_logits(model), wanted)
     assert not traces(model)

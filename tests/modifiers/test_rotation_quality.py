@@ -17,8 +17,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from llmcompressor import oneshot
+from llmcompressor.core.modifier import Modifier
 from llmcompressor.evaluation.stdlib_text import held_out_texts
-from llmcompressor.modifiers.modifier import Modifier
 from llmcompressor.modifiers.quantization import QuantizationModifier
 from llmcompressor.modifiers.rotation import QuIPModifier, SpinQuantModifier
 
@@ -89,14 +89,14 @@ class Losses:
     """Loss above the dense model's after a recipe that ends in round-to-nearest."""
 
     def __init__(self, pico: Path, unseen: Tensor, dense: float) -> None:
-        self._pico, self._unseen, self._dense = pico, unseen, dense
+        self._pico, self._uncalled, self._dense = pico, unseen, dense
 
     def __call__(self, scheme: str, *modifiers: Modifier, data: Any = None) -> float:
         model = planted(self._pico)
         groups = {"group_0": {"targets": ["Linear"], **SCHEMES[scheme]}}
         quantize = QuantizationModifier(config_groups=groups, ignore=["lm_head"])
         oneshot(model=model, recipe=[*modifiers, quantize], dataset=data)
-        return loss(model, self._unseen) - self._dense
+        return loss(model, self._uncalled) - self._dense
 
 
 @pytest.fixture(scope="module")

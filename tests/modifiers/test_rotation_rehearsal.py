@@ -14,12 +14,12 @@ from tiny_llama import SIZES, llama
 from torch.nn import Linear
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from llmcompressor.core.modifier import Modifier
 from llmcompressor.core.state import State
 from llmcompressor.errors import TargetError
 from llmcompressor.modeling.blocks import find_blocks
-from llmcompressor.modifiers.modifier import Modifier
 from llmcompressor.modifiers.rotation import QuIPModifier, SpinQuantModifier
-from llmcompressor.planning.miniature import NoMiniature, Rehearsal, miniature_of
+from llmcompressor.planning.miniature import NoProxyModel, ProxyTrials, proxy_model_builder
 
 LARGE: dict[str, Any] = {
     "vocab_size": 32000,
@@ -62,7 +62,7 @@ def rehearsed(model: Any, modifier: Modifier) -> str:
     """What a plan of the model finds out."""
     with torch.device("meta"):
         hollow = model if next(model.parameters()).is_meta else type(model)(model.config)
-    rehearsal = Rehearsal(hollow.eval(), [modifier])
+    rehearsal = ProxyTrials(hollow.eval(), [modifier])
     modifier.initialize(State(model=hollow))
     return rehearsal(modifier)
 
@@ -186,16 +186,16 @@ def test_what_the_weights_decide_is_told_and_not_refused() -> None:
 def test_a_model_that_was_changed_is_not_judged_by_its_class() -> None:
     model = llama()
     model.model.layers[0].mlp.forward = lambda x: x
-    with pytest.raises(NoMiniature, match="a forward that its class has not"):
-        miniature_of(model)
+    with pytest.raises(NoProxyModel, match="a forward that its class has not"):
+        proxy_model_builder(model)
 
     class Doubled(Linear):
         pass
 
     other = large("llama")
     other.model.layers[7].mlp.up_proj.__class__ = Doubled
-    with pytest.raises(NoMiniature, match="other modules"):
-        miniature_of(other)
+    with pytest.raises(NoProxyModel, match="other modules"):
+        proxy_model_builder(other)
 
 
 def test_parts_that_only_the_large_model_has_are_left_to_the_run() -> None:
@@ -219,7 +219,7 @@ def test_parts_that_only_the_large_model_has_are_left_to_the_run() -> None:
 
 def test_a_small_model_is_small_and_has_blocks_of_every_kind() -> None:
     model = large("deepseek_v3", **{**LARGE_LATENT, "first_k_dense_replace": 3})
-    small = miniature_of(model)(0)
+    small = proxy_model_builder(model)(0)
     assert sum(one.numel() for one in small.parameters()) < 10_000_000
     kinds = [type(block.mlp).__name__ for block in find_blocks(small)]  # type: ignore[union-attr]
     assert kinds == ["DeepseekV3MLP"] * 3 + ["DeepseekV3MoE"]
@@ -230,7 +230,7 @@ def test_the_same_seed_gives_the_same_and_nothing_else_is_touched() -> None:
     torch.manual_seed(5)
     expected = torch.rand(3)
     torch.manual_seed(5)
-    build = miniature_of(model)
+    build = proxy_model_builder(model)
     one, other = build(0).state_dict(), build(0).state_dict()
     assert torch.equal(torch.rand(3), expected)
     assert all(torch.equal(one[name], other[name]) for name in one)

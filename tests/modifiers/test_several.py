@@ -14,14 +14,14 @@ from torch.nn import Module
 from torch.utils.data import DataLoader
 
 from llmcompressor import callbacks, create_session, oneshot
-from llmcompressor.checkpoint.packed_zero_points import packed_zero_points_fit
+from llmcompressor.checkpoint.packing import patch_packed_zero_points
+from llmcompressor.core.modifier import Modifier
 from llmcompressor.errors import InputError, TargetError
 from llmcompressor.modifiers import awq as one_class
-from llmcompressor.modifiers.modifier import Modifier
 from llmcompressor.modifiers.quantization import GPTQModifier, QuantizationModifier
 from llmcompressor.modifiers.smoothquant import SmoothQuantModifier
 from llmcompressor.modifiers.transform.awq import AWQMapping, AWQModifier
-from llmcompressor.pipelines.passes import passes_of
+from llmcompressor.pipelines.passes import split_into_passes
 
 ATTENTION = r"re:.*self_attn\.[qkvo]_proj$"
 MLP = r"re:.*mlp\.(gate|up|down)_proj$"
@@ -85,7 +85,7 @@ def test_a_checkpoint_is_compressed_as_a_model_is(tmp_path: Path) -> None:
         output_dir=tmp_path / "out",
     )
     model = tiny.run(tiny.llama(), *recipe())
-    with packed_zero_points_fit():
+    with patch_packed_zero_points():
         read = type(model).from_pretrained(tmp_path / "out")
     given = tiny.batches()
     assert torch.allclose(tiny.logits(read, given), tiny.logits(model, given), atol=1e-4)
@@ -164,9 +164,9 @@ def test_no_pass_is_made_for_what_has_lost_all_its_modules() -> None:
 
     for targets, number in ((["Linear"], 2), (["re:.*down_proj$"], 3)):
         modifiers = recipe(*targets)
-        assert len(passes_of(modifiers, "independent")) == 3
+        assert len(split_into_passes(modifiers, "independent")) == 3
         tiny.run(tiny.llama(), *modifiers)
-        assert len(passes_of(modifiers, "independent")) == number
+        assert len(split_into_passes(modifiers, "independent")) == number
 
 
 @pytest.mark.parametrize("changes", [{}, {"input_activations": CACHE}])

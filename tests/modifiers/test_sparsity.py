@@ -22,12 +22,10 @@ from llmcompressor.modifiers.gptq import GPTQModifier
 from llmcompressor.modifiers.hqq import HQQModifier
 from llmcompressor.modifiers.quantization import QuantizationModifier
 from llmcompressor.modifiers.sparsity import SparseGPTModifier, WandaPruningModifier
-from llmcompressor.modifiers.sparsity.matrices import matrix_of, tokens_of
 from llmcompressor.modifiers.sparsity.solve import Options, Problem, solve
-from llmcompressor.modifiers.sparsity.targets import find_layers
-from llmcompressor.numerics.masks import NofM
-from llmcompressor.numerics.owl import sparsities
-from llmcompressor.numerics.sparse_choice import Share, Sparsity
+from llmcompressor.modifiers.sparsity.targets import find_pruning_layers, matrix_inputs, matrix_of
+from llmcompressor.numerics.masks import NofM, Share, Sparsity
+from llmcompressor.numerics.wanda import owl_sparsities
 from llmcompressor.recipe import Recipe
 
 PAIRS: dict[str, Any] = {"sparsity": 0.5, "mask_structure": "2:4", "ignore": ["lm_head"]}
@@ -282,7 +280,7 @@ def test_a_profile_is_that_of_the_scores_of_each_layer() -> None:
     ratios = {
         layer: float((all_ > 3 * all_.mean()).double().mean()) for layer, all_ in joined.items()
     }
-    shares = sparsities(list(ratios.values()), [1] * 5, 0.5, 0.05)  # all layers are of one size
+    shares = owl_sparsities(list(ratios.values()), [1] * 5, 0.5, 0.05)  # all layers are of one size
     expected = dict(zip(ratios, shares, strict=True))
 
     tiny.run(
@@ -489,7 +487,7 @@ def test_the_patches_are_what_a_convolution_multiplies() -> None:
         (Conv2d(3, 4, 3, padding="same", padding_mode="circular", bias=False), pixels),
         (Conv1d(3, 4, 5, stride=2, padding=2, bias=False), sound),
     ):
-        tokens_TC = tokens_of(module, tensor, None)
+        tokens_TC = matrix_inputs(module, tensor, None)
         found = tokens_TC @ matrix_of(module).T
         expected = module(tensor).flatten(2).transpose(1, 2).flatten(0, 1)
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
@@ -516,7 +514,7 @@ def test_a_head_that_is_the_embedding_is_left_alone() -> None:
 def test_a_head_that_only_its_class_means_is_told(
     targets: Any, ignore: Any, is_told: bool, warned: list[str]
 ) -> None:
-    find_layers(tiny.llama(), targets, ignore, 0.5, None)
+    find_pruning_layers(tiny.llama(), targets, ignore, 0.5, None)
     told = [line for line in warned if line.startswith("lm_head, which gives the logits")]
     assert len(told) == is_told
 

@@ -12,8 +12,8 @@ from torch.nn import Linear, Module
 from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from llmcompressor.core.modifier import Modifier
 from llmcompressor.entrypoints.oneshot import oneshot
-from llmcompressor.modifiers.modifier import Modifier
 
 SIZES: dict[str, Any] = {
     "vocab_size": 96,

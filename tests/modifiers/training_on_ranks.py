@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import quantization_loop as loop
 import tiny_llama as tiny
 
-from llmcompressor.modeling.spread import whole
+from llmcompressor.modeling.sharded import gather_full
 from llmcompressor.modifiers.quantization import QuantizationModifier
 
 INT8 = {"num_bits": 8, "strategy": "tensor", "observer": "minmax"}
@@ -56,7 +56,7 @@ def train(world: int, rank: int, way: str) -> dict[str, Any]:
     losses = loop.train(session, wrapped, optimizer, data)
     ranges = modifier.figures(session.state)
     session.finalize()
-    tensors = {name: whole(one.detach()).clone() for name, one in model.named_parameters()}
+    tensors = {name: gather_full(one.detach()).clone() for name, one in model.named_parameters()}
     return {"losses": losses, "ranges": ranges, "tensors": tensors}
 
 

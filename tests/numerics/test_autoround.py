@@ -10,7 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from llmcompressor.numerics.autoround import Gradients, Rounding, Start, sign_step, start_within
+from llmcompressor.numerics.autoround import (
+    Gradients,
+    RoundingParameters,
+    RoundingStart,
+    sign_step,
+    start_at_codes,
+)
 from llmcompressor.numerics.grid import Grid
 from llmcompressor.numerics.partition import Partition, fake_quantize_matrix
 from llmcompressor.numerics.scales import scales_from_range
@@ -25,19 +31,21 @@ GRIDS = [
 PARTITIONS = [Partition(0, 0), Partition(1, 0), Partition(1, 8), Partition(4, 8), Partition(1, 7)]
 
 
-def start_of(grid: Grid, partition: Partition, *, stored: Any = torch.float32) -> Start:
+def start_of(grid: Grid, partition: Partition, *, stored: Any = torch.float32) -> RoundingStart:
     torch.manual_seed(0)
     weight_RC = torch.randn(8, 24)
     weight_RC[2] += 1.0
     scale, zero = scales_from_range(*partition.extremes(weight_RC), grid)
     # ranges that clamp some weights
-    return Start(weight_RC, 0.8 * scale, None if grid.symmetric else zero, grid, partition, stored)
+    return RoundingStart(
+        weight_RC, 0.8 * scale, None if grid.symmetric else zero, grid, partition, stored
+    )
 
 
-def moved(start: Start) -> Rounding:
+def moved(start: RoundingStart) -> RoundingParameters:
     """Offsets and factors from the inside of their bounds."""
     torch.manual_seed(1)
-    rounding = Rounding.of(start)
+    rounding = RoundingParameters.of(start)
     rounding.offset_RC.uniform_(-0.4, 0.4)
     rounding.high.uniform_(0.7, 0.95)
     rounding.low.uniform_(0.7, 0.95)
@@ -54,7 +62,7 @@ def limited(x: Tensor, grid: Grid) -> Tensor:
     return torch.where(inside, x, x.detach().clamp(grid.qmin, grid.qmax))
 
 
-def textbook(start: Start, rounding: Rounding) -> Tensor:
+def textbook(start: RoundingStart, rounding: RoundingParameters) -> Tensor:
     """The formula of the module's page, for autograd."""
     grid = start.grid
     if start.zero is None:
@@ -112,8 +120,8 @@ def test_at_the_start_it_rounds_to_nearest(
     weight_RC = torch.randn(8, 24).to(dtype)
     scale, zero = scales_from_range(*partition.extremes(weight_RC), grid)
     kept = None if grid.symmetric else zero
-    start = Start(weight_RC, scale, kept, grid, partition, dtype)
-    rounding = Rounding.of(start)
+    start = RoundingStart(weight_RC, scale, kept, grid, partition, dtype)
+    rounding = RoundingParameters.of(start)
     found_scale, found_zero = rounding.parameters(start)
     assert torch.equal(found_scale, scale.float())
     assert found_zero is None if kept is None else torch.equal(found_zero, zero.float())
@@ -125,8 +133,8 @@ def test_at_the_start_it_rounds_to_nearest(
 def test_no_weight_moves_further_than_one_step(grid: Grid) -> None:
     """An offset of half a step reaches the other neighbour, and nothing beyond it."""
     start = start_of(grid, Partition(1, 8))
-    nearest = Rounding.of(start).apply(start)
-    rounding = Rounding.of(start)
+    nearest = RoundingParameters.of(start).apply(start)
+    rounding = RoundingParameters.of(start)
     for sign in (-1, 1):
         rounding.offset_RC.fill_(sign * 0.5)
         level_RC = rounding.apply(start).level_RC
@@ -148,7 +156,7 @@ def test_scales_that_cannot_move_stay() -> None:
 
 def test_a_step_keeps_to_the_bounds() -> None:
     start = start_of(Grid("int", 3, symmetric=False), Partition(1, 8))
-    rounding = Rounding.of(start)
+    rounding = RoundingParameters.of(start)
     for _ in range(5):
         found = rounding.apply(start).gradients(start, torch.randn(8, 24), rounding)
         sign_step(rounding, found, rate=0.4)
@@ -168,8 +176,8 @@ def test_it_finds_roundings_that_rounding_to_nearest_does_not(symmetric: bool) -
     grid = Grid("int", 3, symmetric)
     scale, zero = scales_from_range(*partition.extremes(weight_RC), grid)
     kept = None if symmetric else zero
-    start = Start(weight_RC, scale, kept, grid, partition, torch.float32)
-    rounding, losses = Rounding.of(start), []
+    start = RoundingStart(weight_RC, scale, kept, grid, partition, torch.float32)
+    rounding, losses = RoundingParameters.of(start), []
     for step in range(iters):
         rounded = rounding.apply(start)
         error_TR = inputs_TC @ (rounded.values - weight_RC).T
@@ -186,8 +194,8 @@ def test_pruned_weights_stay_zero(grid: Grid) -> None:
     weight_RC[:, ::2] = 0
     scale, zero = scales_from_range(*partition.extremes(weight_RC), grid)
     kept = None if grid.symmetric else zero
-    start = Start(weight_RC, scale, kept, grid, partition, torch.float32)
-    rounding = Rounding.of(start)
+    start = RoundingStart(weight_RC, scale, kept, grid, partition, torch.float32)
+    rounding = RoundingParameters.of(start)
     for _ in range(5):
         found = rounding.apply(start).gradients(start, torch.randn(8, 24), rounding)
         sign_step(rounding, found, rate=0.4)
@@ -202,12 +210,12 @@ def test_a_start_within_is_rounded_to_its_codes(grid: Grid, partition: Partition
     """Whatever is wanted: near, far away, at the ends of the grid, or no number at all."""
     start = start_of(grid, partition)
     torch.manual_seed(3)
-    codes = Rounding.of(start).apply(replace(start, weight_RC=3 * torch.randn(8, 24)))
+    codes = RoundingParameters.of(start).apply(replace(start, weight_RC=3 * torch.randn(8, 24)))
     scale_RC = start.expand(start.scale)
     wanted_RC = codes.values + 2 * torch.randn(8, 24) * scale_RC
     wanted_RC[0, :4] = torch.tensor([torch.nan, torch.inf, -torch.inf, 0.0])
-    found = start_within(start, codes.values, wanted_RC)
-    rounded = Rounding.of(found).apply(found)
+    found = start_at_codes(start, codes.values, wanted_RC)
+    rounded = RoundingParameters.of(found).apply(found)
     assert torch.equal(rounded.level_RC, codes.level_RC)
     assert found.weight_RC.isfinite().all()
     spacing = 1.0 if rounded.spacing_RC is None else rounded.spacing_RC
@@ -219,14 +227,14 @@ def test_a_start_within_is_rounded_to_its_codes(grid: Grid, partition: Partition
 
 def test_a_start_within_takes_what_is_near_as_it_is() -> None:
     start = start_of(Grid("int", 3), Partition(1, 8))
-    codes_RC = Rounding.of(start).apply(start).values
+    codes_RC = RoundingParameters.of(start).apply(start).values
     near_RC = codes_RC + 0.4 * start.expand(start.scale)
-    assert torch.allclose(start_within(start, codes_RC, near_RC).weight_RC, near_RC)
+    assert torch.allclose(start_at_codes(start, codes_RC, near_RC).weight_RC, near_RC)
 
 
 def test_ranges_have_a_rate_of_their_own() -> None:
     start = start_of(Grid("int", 3), Partition(1, 8))
-    rounding = Rounding.of(start)
+    rounding = RoundingParameters.of(start)
     ones = torch.ones_like(start.scale)
     sign_step(rounding, Gradients(torch.ones(8, 24), ones, None), 0.25, 0.125)
     assert (rounding.offset_RC == -0.25).all()

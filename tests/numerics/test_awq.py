@@ -12,12 +12,12 @@ from torch import Tensor
 from llmcompressor.numerics.awq import (
     Bounds,
     Duo,
-    Readers,
+    StackedLinears,
     candidates,
     choose_scale,
     clip_bounds,
-    statistics_error,
-    weight_prominence,
+    output_error_from_gram,
+    relative_column_magnitude,
 )
 from llmcompressor.numerics.grid import Grid
 from llmcompressor.numerics.partition import Partition, fake_quantize_matrix
@@ -59,11 +59,11 @@ def weights() -> list[Tensor]:
     return [torch.randn(rows, COLUMNS, generator=generator) for rows in (24, 8)]
 
 
-def readers(weights: list[Tensor], inputs: Tensor, *, by_rows: bool = True) -> list[Readers]:
+def readers(weights: list[Tensor], inputs: Tensor, *, by_rows: bool = True) -> list[StackedLinears]:
     gram = inputs.T @ inputs
     if by_rows:
-        return [Readers(torch.cat(weights), gram, rounded, by_rows)]
-    return [Readers(weight, gram, rounded, by_rows) for weight in weights]
+        return [StackedLinears(torch.cat(weights), gram, rounded, by_rows)]
+    return [StackedLinears(weight, gram, rounded, by_rows) for weight in weights]
 
 
 @pytest.mark.parametrize("by_rows", [True, False])
@@ -71,7 +71,7 @@ def test_the_loss_is_that_of_the_outputs(
     by_rows: bool, weights: list[Tensor], inputs: Tensor
 ) -> None:
     scales = torch.rand(3, COLUMNS, generator=torch.Generator().manual_seed(2)) + 0.5
-    found = statistics_error(readers(weights, inputs, by_rows=by_rows))(scales)
+    found = output_error_from_gram(readers(weights, inputs, by_rows=by_rows))(scales)
     for scale, error in zip(scales, found, strict=True):
         outputs = sum(
             float(((inputs / scale) @ rounded(w * scale).T - inputs @ w.T).square().sum())
@@ -84,8 +84,10 @@ def test_the_loss_is_that_of_the_outputs(
 def test_the_best_candidate_is_chosen_and_beats_rounding(
     duo: bool, weights: list[Tensor], inputs: Tensor
 ) -> None:
-    grid = list(candidates(inputs.abs().mean(0), weight_prominence(weights, GROUP), 20, duo))
-    error_of = statistics_error(readers(weights, inputs))
+    grid = list(
+        candidates(inputs.abs().mean(0), relative_column_magnitude(weights, GROUP), 20, duo)
+    )
+    error_of = output_error_from_gram(readers(weights, inputs))
     found = choose_scale(error_of, grid, torch.ones(COLUMNS))
     assert len(grid) == 20
     assert found.error == pytest.approx(min(error_of(torch.stack([s for _, s in grid]))))
@@ -119,7 +121,7 @@ def test_no_candidate_is_zero_or_beyond_numbers(first: float, second: float) -> 
 
 
 def test_where_all_errors_are_nan_nothing_is_scaled(weights: list[Tensor]) -> None:
-    grid = candidates(torch.ones(COLUMNS) * 2, weight_prominence(weights, GROUP), 4, True)
+    grid = candidates(torch.ones(COLUMNS) * 2, relative_column_magnitude(weights, GROUP), 4, True)
     found = choose_scale(lambda scales: [float("nan")] * len(scales), grid, torch.ones(COLUMNS))
     assert found.candidate is None
     assert torch.equal(found.scale_C, torch.ones(COLUMNS))
@@ -127,7 +129,7 @@ def test_where_all_errors_are_nan_nothing_is_scaled(weights: list[Tensor]) -> No
 
 def test_prominence_is_between_zero_and_one_and_one_for_the_largest() -> None:
     weight = torch.tensor([[0.0, -8.0, 1.0, 4.0], [0.0, 2.0, 5.0, 5.0]])
-    found = weight_prominence([weight], 2)
+    found = relative_column_magnitude([weight], 2)
     torch.testing.assert_close(found, torch.tensor([0.0, 1.0, 0.625, 1.0]), atol=1e-5, rtol=0)
 
 
@@ -223,4 +225,6 @@ def test_prominence_is_that_of_a_loop() -> None:
                     begin = column // width * width
                     total[column] += abs(value) / max(map(abs, row[begin : begin + width]))
         expected = torch.tensor([one / 5 for one in total])
-        torch.testing.assert_close(weight_prominence(weights, group), expected, rtol=1e-5, atol=0)
+        torch.testing.assert_close(
+            relative_column_magnitude(weights, group), expected, rtol=1e-5, atol=0
+        )

@@ -7,7 +7,7 @@ import pytest
 import torch
 from tests.thinned import few
 
-from llmcompressor.numerics.bordered import bordered, has_bordered
+from llmcompressor.numerics.hadamard import bordered, has_bordered
 
 ORDERS = [n for n in range(2001) if has_bordered(n)]
 

@@ -5,12 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from llmcompressor.numerics.circulants import (
-    has_t_sequences,
-    has_williamson,
-    t_sequences,
-    williamson,
-)
+from llmcompressor.numerics.hadamard import has_t_sequences, has_williamson, t_sequences, williamson
 
 
 @pytest.mark.parametrize("t", [t for t in range(2, 130) if has_t_sequences(t)])

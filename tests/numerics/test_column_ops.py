@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from llmcompressor.numerics import column_ops as module
-from llmcompressor.numerics.column_ops import column_ops
+from llmcompressor.numerics import column_sweep as module
+from llmcompressor.numerics.column_sweep import column_ops
 
 SHAPES = [(5, 7), (3, 5, 7)]
 IDS = ["one weight", "a batch"]

@@ -7,12 +7,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from llmcompressor.numerics.column_ops import column_ops
 from llmcompressor.numerics.column_sweep import (
     Block,
     DecideColumn,
+    column_ops,
     columns_first,
-    in_order_again,
+    restore_column_order,
     rows_first,
     subtract_product,
     sweep_columns_,
@@ -42,7 +42,7 @@ def swept(
     ahead: list[Tensor] = []
 
     def enter(entered: Block) -> DecideColumn:
-        ahead.append(entered.ahead(slice(0, entered.now_BR.shape[-2])))
+        ahead.append(entered.lookahead(slice(0, entered.now_BR.shape[-2])))
 
         def decide(w_R: Tensor, b: int, out_R: Tensor) -> None:
             before.append(w_R.clone())
@@ -113,7 +113,7 @@ def test_a_weight_is_turned_and_turned_back(batch: tuple[int, ...], ordered: boo
         assert torch.equal(work_CR[(*member, c)], expected_R.float())
     assert torch.equal(rows_first(work_CR, order_C), weight_RC.float())
     if order_C is not None:
-        assert torch.equal(in_order_again(work_CR, order_C), weight_RC.float().mT)
+        assert torch.equal(restore_column_order(work_CR, order_C), weight_RC.float().mT)
 
 
 def test_a_product_is_subtracted_in_place() -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from llmcompressor.numerics import distillation as d
-from llmcompressor.numerics.token_mean import mean_of_rows, mean_over_tokens
+from llmcompressor.numerics.distillation import mean_of_rows, mean_over_tokens
 
 
 def rows(seed: int, count: int = 5, width: int = 7, dtype: torch.dtype = torch.float64) -> Tensor:

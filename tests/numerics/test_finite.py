@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from llmcompressor.numerics.finite import is_finite
+from llmcompressor.numerics.extremes import is_finite
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from llmcompressor.numerics.finite_fields import is_prime_power, power_of_prime, powers
+from llmcompressor.numerics.hadamard import is_prime_power, power_of_prime, powers
 
 
 @pytest.mark.parametrize("q", [3, 7, 8, 9, 25, 27, 81, 125, 343, 729])

@@ -12,12 +12,12 @@ from torch import Tensor
 from llmcompressor.numerics.gptq import (
     ColumnScales,
     activation_order,
-    descend,
+    coordinate_descent,
     sweep,
-    sweep_and_descend,
+    sweep_and_refine,
 )
 from llmcompressor.numerics.grid import Grid
-from llmcompressor.numerics.hessian import damp, raise_dampening, upper_factor
+from llmcompressor.numerics.hessian import damp, factorize_with_rising_dampening, upper_factor
 from llmcompressor.numerics.partition import Partition
 from llmcompressor.numerics.scales import scales_from_range
 
@@ -283,7 +283,7 @@ def row_errors(one: Case, rounded_RC: Tensor, dampening: float = DAMPENING) -> T
 
 def descended(one: Case, rounded_RC: Tensor, **changes: int) -> Tensor:
     """What a descent makes of it."""
-    return descend(
+    return coordinate_descent(
         one.weight_RC,
         rounded_RC,
         one.hessian_CC,
@@ -314,7 +314,7 @@ def test_a_descent_lowers_the_error_row_by_row_and_stays_on_the_grid(
 def test_a_descent_tells_by_how_much_the_loss_of_each_row_changed(grid: str, block: int) -> None:
     one = case("group", grid)
     start_RC = nearest(one.weight_RC, one.scales, one.grid)
-    found = descend(
+    found = coordinate_descent(
         one.weight_RC,
         start_RC,
         one.hessian_CC,
@@ -356,7 +356,7 @@ def test_a_descent_leaves_dead_columns_alone(dampening: float) -> None:
     one.hessian_CC[9], one.hessian_CC[:, 9] = 0, 0
     start_RC = nearest(one.weight_RC, one.scales, one.grid)
     start_RC[:, 9] = 0
-    found_RC = descend(
+    found_RC = coordinate_descent(
         one.weight_RC, start_RC, one.hessian_CC, one.scales, one.grid, dampening=dampening
     ).weight_RC
     assert not found_RC[:, 9].any()
@@ -373,7 +373,7 @@ def test_batches_descend_as_if_alone() -> None:
         torch.stack([one.scales.zero_RG for one in cases if one.scales.zero_RG is not None]),
         cases[0].scales.group_of_column_C,
     )
-    together = descend(
+    together = coordinate_descent(
         torch.stack([one.weight_RC for one in cases]),
         torch.stack(starts),
         torch.stack([one.hessian_CC for one in cases]),
@@ -405,7 +405,7 @@ def test_turned_once_it_is_the_sweep_and_then_the_descents(
     one = case(grid=grid)
     kept_RC = torch.rand(R, C) > 0.3
     order_C = activation_order(one.hessian_CC) if ordered else None
-    found, dampening = sweep_and_descend(
+    found, dampening = sweep_and_refine(
         one.weight_RC,
         one.hessian_CC,
         one.scales,
@@ -415,7 +415,9 @@ def test_turned_once_it_is_the_sweep_and_then_the_descents(
         order_C=order_C,
         kept_RC=kept_RC,
     )
-    factor_CC, expected_dampening = raise_dampening(one.hessian_CC, 0.02, order_C=order_C)
+    factor_CC, expected_dampening = factorize_with_rising_dampening(
+        one.hessian_CC, 0.02, order_C=order_C
+    )
     scales = one.scales
     if order_C is not None:
         scales = scales._replace(group_of_column_C=scales.group_of_column_C[order_C])
@@ -423,7 +425,7 @@ def test_turned_once_it_is_the_sweep_and_then_the_descents(
         one.weight_RC, factor_CC, scales, one.grid, order_C=order_C, kept_RC=kept_RC
     )
     for _ in range(rounds):
-        expected_RC, change_R = descend(
+        expected_RC, change_R = coordinate_descent(
             one.weight_RC,
             expected_RC,
             one.hessian_CC,

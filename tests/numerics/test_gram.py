@@ -11,7 +11,7 @@ from llmcompressor.numerics import gram as gram_module
 from llmcompressor.numerics.gram import (
     TokenBuffer,
     add_cross_product,
-    add_missing_product,
+    add_residual_product,
     add_symmetric_product,
     add_upper_product,
     mirror_upper_,
@@ -106,11 +106,11 @@ def test_what_an_output_lacks_is_the_cross_product_seen_from_it(
     y_TC, change_TC = torch.randn(tokens, 300).to(dtype), torch.randn(tokens, 300).to(dtype)
     weight_RC = torch.randn(rows, 300).to(dtype)
     missing_RC = torch.zeros(rows, 300)
-    add_missing_product(missing_RC, weight_RC, y_TC, change_TC)
+    add_residual_product(missing_RC, weight_RC, y_TC, change_TC)
     exact_RC = weight_RC.double() @ change_TC.double().T @ y_TC.double()
     assert relative(missing_RC, exact_RC) < (4e-6 if dtype is torch.float32 else 2.0**-8)
     before_RC = missing_RC.clone()
-    add_missing_product(missing_RC, weight_RC, y_TC, change_TC)
+    add_residual_product(missing_RC, weight_RC, y_TC, change_TC)
     assert relative(missing_RC, 2 * before_RC) < 1e-5, "it is added"
 
 
@@ -149,7 +149,7 @@ def test_every_token_leaves_a_buffer_once_and_in_order(sizes: list[int], chunk: 
 def test_products_of_ragged_data_are_of_few_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     """oneDNN keeps something for each size that it meets."""
     sizes: set[int] = set()
-    even = gram_module._even
+    even = gram_module._pad_tokens
 
     def noted(tokens_TC: Tensor) -> Tensor:
         found = even(tokens_TC)
@@ -157,7 +157,7 @@ def test_products_of_ragged_data_are_of_few_sizes(monkeypatch: pytest.MonkeyPatc
         assert not bool(found[len(tokens_TC) :].any())
         return found
 
-    monkeypatch.setattr(gram_module, "_even", noted)
+    monkeypatch.setattr(gram_module, "_pad_tokens", noted)
     for tokens in range(1, 1200, 7):
         add_symmetric_product(torch.zeros(2, 2), torch.ones(tokens, 2))
     assert len(sizes) == 16

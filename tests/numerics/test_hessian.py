@@ -11,7 +11,7 @@ from llmcompressor.numerics.hessian import (
     SingularHessianError,
     damp,
     dead_columns,
-    raise_dampening,
+    factorize_with_rising_dampening,
     upper_factor,
 )
 
@@ -94,7 +94,7 @@ def test_one_bad_member_of_a_batch_is_an_error() -> None:
 
 
 def test_dampening_is_left_alone_where_it_suffices() -> None:
-    found = raise_dampening(hessian(), 0.01)
+    found = factorize_with_rising_dampening(hessian(), 0.01)
     assert found.dampening == 0.01
     assert torch.equal(found.factor_CC, upper_factor(damp(hessian(), 0.01)))
 
@@ -114,7 +114,7 @@ def test_dampening_is_raised_tenfold_until_it_suffices(
 ) -> None:
     H_CC = indefinite(eigenvalue)
     before_CC = H_CC.clone()
-    found = raise_dampening(H_CC, first)
+    found = factorize_with_rising_dampening(H_CC, first)
     assert found.dampening == pytest.approx(settled)
     R_CC = found.factor_CC
     assert torch.allclose(R_CC @ R_CC.T, damp(H_CC, settled), atol=1e-9)
@@ -123,8 +123,10 @@ def test_dampening_is_raised_tenfold_until_it_suffices(
 
 def test_raising_ends_after_the_steps_given() -> None:
     with pytest.raises(SingularHessianError):
-        raise_dampening(indefinite(-0.5), 0.01, steps=2)
-    assert raise_dampening(indefinite(-0.5), 0.01, steps=3).dampening == pytest.approx(1.0)
+        factorize_with_rising_dampening(indefinite(-0.5), 0.01, steps=2)
+    assert factorize_with_rising_dampening(
+        indefinite(-0.5), 0.01, steps=3
+    ).dampening == pytest.approx(1.0)
 
 
 @pytest.mark.parametrize("batched", [False, True])
@@ -137,15 +139,18 @@ def test_an_order_gives_the_factor_of_the_matrix_with_rows_and_columns_moved(
         H_BCC[:, 5], H_BCC[:, :, 5] = 0, 0
     order_BC = H_BCC.diagonal(dim1=-2, dim2=-1).argsort(dim=-1, descending=True)
     moved = [
-        raise_dampening(H_CC[order_C][:, order_C], 0.01).factor_CC
+        factorize_with_rising_dampening(H_CC[order_C][:, order_C], 0.01).factor_CC
         for H_CC, order_C in zip(H_BCC, order_BC, strict=True)
     ]
     before_BCC = H_BCC.clone()
     if batched:
-        found = list(raise_dampening(H_BCC, 0.01, order_C=order_BC).factor_CC)
+        found = list(factorize_with_rising_dampening(H_BCC, 0.01, order_C=order_BC).factor_CC)
     else:
         pairs = zip(H_BCC, order_BC, strict=True)
-        found = [raise_dampening(H_CC, 0.01, order_C=o_C).factor_CC for H_CC, o_C in pairs]
+        found = [
+            factorize_with_rising_dampening(H_CC, 0.01, order_C=o_C).factor_CC
+            for H_CC, o_C in pairs
+        ]
     for R_CC, expected_CC in zip(found, moved, strict=True):
         assert torch.allclose(R_CC, expected_CC, rtol=1e-9, atol=1e-12)
     assert torch.equal(H_BCC, before_BCC)

@@ -6,10 +6,15 @@ from __future__ import annotations
 import pytest
 import torch
 
-from llmcompressor.numerics import instructions, linear, products
-from llmcompressor.numerics.instructions import multiplies
-from llmcompressor.numerics.linear import is_slow
-from llmcompressor.numerics.products import MANY_ALIKE, quick_dtype
+from llmcompressor.numerics import products
+from llmcompressor.numerics import products as instructions
+from llmcompressor.numerics import products as linear
+from llmcompressor.numerics.products import (
+    MANY_ALIKE,
+    fast_matmul_dtype,
+    has_multiply_instruction,
+    is_slow_dtype,
+)
 
 CPU = torch.device("cpu")
 
@@ -34,7 +39,7 @@ def test_what_the_processor_has(
     monkeypatch.setattr(instructions.platform, "machine", lambda: machine)
     for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported"):
         monkeypatch.setattr(torch.cpu, name, lambda: has)
-    assert multiplies.__wrapped__(dtype) is expected
+    assert has_multiply_instruction.__wrapped__(dtype) is expected
 
 
 def test_a_question_that_torch_has_lost_is_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -42,7 +47,7 @@ def test_a_question_that_torch_has_lost_is_no_answer(monkeypatch: pytest.MonkeyP
     monkeypatch.delattr(torch.cpu, "_is_amx_tile_supported")
     for has, expected in ((False, None), (True, True)):
         monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda has=has: has)
-        assert multiplies.__wrapped__(torch.bfloat16) is expected
+        assert has_multiply_instruction.__wrapped__(torch.bfloat16) is expected
 
 
 def test_torch_can_be_asked_for_every_instruction() -> None:
@@ -54,14 +59,14 @@ def test_torch_can_be_asked_for_every_instruction() -> None:
 @pytest.mark.parametrize(("has", "slow"), [(True, False), (False, True), (None, False)])
 def test_what_follows(has: bool | None, slow: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Only a sure answer changes how products are made."""
-    monkeypatch.setattr(linear, "multiplies", lambda dtype: has)
-    monkeypatch.setattr(products, "multiplies", lambda dtype: has)
+    monkeypatch.setattr(linear, "has_multiply_instruction", lambda dtype: has)
+    monkeypatch.setattr(products, "has_multiply_instruction", lambda dtype: has)
     products._multiplies_bfloat16.cache_clear()
     try:
-        assert is_slow(torch.bfloat16) is slow
+        assert is_slow_dtype(torch.bfloat16) is slow
         expected = torch.bfloat16 if has else torch.float32
-        assert quick_dtype(CPU, MANY_ALIKE) is expected
-        assert quick_dtype(CPU, MANY_ALIKE - 1) is torch.float32
-        assert quick_dtype(torch.device("mps"), 2**40) is torch.float32
+        assert fast_matmul_dtype(CPU, MANY_ALIKE) is expected
+        assert fast_matmul_dtype(CPU, MANY_ALIKE - 1) is torch.float32
+        assert fast_matmul_dtype(torch.device("mps"), 2**40) is torch.float32
     finally:
         products._multiplies_bfloat16.cache_clear()

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from llmcompressor.numerics import linear
-from llmcompressor.numerics.linear import wide_linear
-from llmcompressor.pipelines import quick_linears as quick
-from llmcompressor.pipelines.quick_linears import quick_linears
+from llmcompressor.numerics import products
+from llmcompressor.numerics.products import wide_linear
+from llmcompressor.pipelines import batches as quick
+from llmcompressor.pipelines.batches import float32_linears
 
 DTYPES = [torch.bfloat16, torch.float16]
 
@@ -21,7 +21,7 @@ DTYPES = [torch.bfloat16, torch.float16]
 @pytest.fixture
 def slow(monkeypatch: pytest.MonkeyPatch) -> None:
     """A processor that lacks the instructions."""
-    monkeypatch.setattr(quick, "is_slow", lambda dtype: dtype in DTYPES)
+    monkeypatch.setattr(quick, "is_slow_dtype", lambda dtype: dtype in DTYPES)
 
 
 @pytest.fixture
@@ -50,7 +50,7 @@ def operands(dtype: torch.dtype, *shape: int, rows: int = 40) -> tuple[Tensor, T
 def test_it_rounds_the_exact_result_once(
     dtype: torch.dtype, has_bias: bool, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(linear, "_PIECE_WEIGHTS", 7 * 48)  # several pieces, the last one smaller
+    monkeypatch.setattr(products, "_PIECE_WEIGHTS", 7 * 48)  # several pieces, the last one smaller
     x, weight, bias = operands(dtype, *shape)
     given = bias if has_bias else None
     exact = functional.linear(x.double(), weight.double(), None if given is None else bias.double())
@@ -81,7 +81,7 @@ def test_linears_of_a_model_are_widened_inside_only(
     plain = functional.linear
     with torch.no_grad():
         outside = module(x)
-        with quick_linears():
+        with float32_linears():
             inside = module(x)
             functional.linear(x[:, :20], weight)  # too few tokens
             functional.linear(x.float(), weight.float())
@@ -94,7 +94,7 @@ def test_linears_of_a_model_are_widened_inside_only(
 def test_gradients_and_other_modes_are_left_alone(slow: None, taken: list[tuple[int, ...]]) -> None:
     x, weight, _ = operands(torch.bfloat16, 128, 48)
     weight.requires_grad_()
-    with quick_linears():
+    with float32_linears():
         functional.linear(x, weight).sum().backward()
         with torch.inference_mode():
             functional.linear(x, weight)
@@ -107,7 +107,7 @@ def test_gradients_and_other_modes_are_left_alone(slow: None, taken: list[tuple[
 
 def test_it_is_restored_after_an_error(slow: None) -> None:
     plain = functional.linear
-    with pytest.raises(ValueError, match="inside"), quick_linears():
+    with pytest.raises(ValueError, match="inside"), float32_linears():
         raise ValueError("inside")
     assert functional.linear is plain
 
@@ -115,7 +115,7 @@ def test_it_is_restored_after_an_error(slow: None) -> None:
 def test_where_the_processor_has_the_instructions_nothing_is_replaced(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(quick, "is_slow", lambda dtype: False)
+    monkeypatch.setattr(quick, "is_slow_dtype", lambda dtype: False)
     plain = functional.linear
-    with quick_linears():
+    with float32_linears():
         assert functional.linear is plain

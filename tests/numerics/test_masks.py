@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from tests.thinned import thinned
 
 from llmcompressor.errors import InputError
-from llmcompressor.numerics import masks, selection
-from llmcompressor.numerics.masks import Source, grow_masks, parse_structure, zeros_of
+from llmcompressor.numerics import masks
+from llmcompressor.numerics import masks as selection
+from llmcompressor.numerics.masks import LazyWeight, grow_masks, num_zeros, parse_structure
 
 STRUCTURES = ["unstructured", "filter", "channel", "block_1,4", "block_4,2", "2:4", "1:4", "5:8"]
 
@@ -21,7 +22,7 @@ STRUCTURES = ["unstructured", "filter", "channel", "block_1,4", "block_4,2", "2:
 @pytest.fixture(autouse=True)
 def _small_chunks(monkeypatch):
     """Chunks smaller than the weights, so that their borders are tested too."""
-    monkeypatch.setattr(selection, "_CHUNK_ELEMENTS", 7)
+    monkeypatch.setattr(selection, "_SELECTION_CHUNK", 7)
     monkeypatch.setattr(selection, "_CPU_CHUNK_ELEMENTS", 7)
     monkeypatch.setattr(masks, "_CHUNK_ELEMENTS", 16)
 
@@ -32,7 +33,7 @@ def random(*shape, seed=0, dtype=torch.float32):
 
 
 def mask_of(weight, name, sparsity, before=None):
-    [mask] = grow_masks([Source.of(weight, before)], parse_structure(name), sparsity)
+    [mask] = grow_masks([LazyWeight.of(weight, before)], parse_structure(name), sparsity)
     assert mask.dtype == torch.bool
     assert mask.shape == weight.shape
     return mask
@@ -67,7 +68,7 @@ def textbook(weight, name, sparsity):
         groups = [[i] for i in sorted(itertools.chain(*allowed))]
     order = sorted(range(len(groups)), key=lambda u: (size[groups[u]].mean().item(), u))
     unit = len(groups[0])
-    number = zeros_of(sparsity, weight.numel() // unit)
+    number = num_zeros(sparsity, weight.numel() // unit)
     mask = torch.zeros(weight.numel(), dtype=torch.bool)
     for u in order[:number]:
         mask[groups[u]] = True
@@ -125,7 +126,7 @@ def test_masks_only_grow_and_are_exact_whatever_the_weights_do(name):
     for step, share in enumerate((0.0, 0.07, 0.2, 0.2, 0.45, 0.8, 1.0)):
         sparsity = share * (structure.full_sparsity or 1.0)
         mask = mask_of(random(8, 16, seed=step), name, sparsity, before)
-        assert int(mask.sum()) == zeros_of(sparsity, 128 // unit) * unit
+        assert int(mask.sum()) == num_zeros(sparsity, 128 // unit) * unit
         assert before is None or bool((mask | ~before).all())
         before = mask
 
@@ -187,7 +188,7 @@ def test_a_weight_that_is_not_contiguous():
 
 def together(weights, name, sparsity, before=None):
     before = before or [None] * len(weights)
-    sources = [Source.of(*pair) for pair in zip(weights, before, strict=True)]
+    sources = [LazyWeight.of(*pair) for pair in zip(weights, before, strict=True)]
     return list(grow_masks(sources, parse_structure(name), sparsity))
 
 
@@ -212,7 +213,7 @@ def test_one_threshold_grows_too():
     for step, sparsity in enumerate((0.1, 0.3, 0.6)):
         weights = [random(4, 8, seed=step), random(8, 12, seed=step + 9) * 2]
         found = together(weights, "block_2,4", sparsity, before)
-        assert sum(int(mask.sum()) for mask in found) == zeros_of(sparsity, 128 // 8) * 8
+        assert sum(int(mask.sum()) for mask in found) == num_zeros(sparsity, 128 // 8) * 8
         if before:
             assert all((new | ~old).all() for new, old in zip(found, before, strict=True))
         before = found

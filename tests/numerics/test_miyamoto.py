@@ -7,11 +7,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from llmcompressor.numerics.constructions import paley_1, sylvester
-from llmcompressor.numerics.miyamoto import (
+from llmcompressor.numerics.hadamard import (
     miyamoto_4,
     miyamoto_8,
     paired_paley,
+    paley_1,
+    sylvester,
     symmetric_paley,
 )
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from llmcompressor.numerics.orbits import (
+from llmcompressor.numerics.hadamard import (
     circulants,
     four_rows,
     has_circulants,

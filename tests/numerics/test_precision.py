@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from llmcompressor.numerics.precision import float32_by_default, full_float32_products
+from llmcompressor.numerics.products import float32_by_default, full_float32_products
 
 BACKENDS: Any = torch.backends
 

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from llmcompressor.numerics import products
-from llmcompressor.numerics.products import matmul, spread_matmul, subtract_matmul_
-from llmcompressor.numerics.quadratic import QuadraticForm
+from llmcompressor.numerics.cholesky import QuadraticForm
+from llmcompressor.numerics.products import matmul, parallel_matmul, subtract_matmul_
 
 SHAPES = [(64, 64, 512), (130, 257, 129), (16, 4096, 40), (5, 3, 2), (0, 4, 3), (3, 0, 4)]
 HAS_ONEDNN = torch.backends.mkldnn.is_available()
@@ -48,7 +48,7 @@ def test_it_is_the_product(
     operands = laid_out(left, left_layout), laid_out(right, right_layout)
     within = {"atol": 1e-5 * max(inner, 1), "rtol": 1e-5}
     assert torch.allclose(matmul(*operands, fewest=0).double(), exact, **within)
-    assert torch.allclose(spread_matmul(*operands, fewest=0).double(), exact, **within)
+    assert torch.allclose(parallel_matmul(*operands, fewest=0).double(), exact, **within)
     target = torch.ones(*batch, rows, columns)
     subtract_matmul_(target, *operands, fewest=0)
     assert torch.allclose(1 - target.double(), exact, **within)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from llmcompressor.numerics.grid import Grid
-from llmcompressor.numerics.recoding import needs_recoding, recoded
+from llmcompressor.numerics.packing import needs_recoding, recode
 
 HALVES = [torch.bfloat16, torch.float16]
 INTEGERS = [Grid("int", bits, symmetric) for bits in range(6, 17) for symmetric in (True, False)]
@@ -45,7 +45,7 @@ def decoded(grid: Grid, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor | No
 @pytest.mark.parametrize("grid", GRIDS, ids=str)
 def test_values_are_found_again(grid: Grid, dtype: torch.dtype) -> None:
     _, scale, zero, values = decoded(grid, dtype)
-    found = recoded(values, scale, zero, grid)
+    found = recode(values, scale, zero, grid)
     assert found.dtype is torch.float32
     assert torch.equal(found, grid.round(found)), "members of the grid"
     assert torch.equal(grid.dequantize(found, scale, zero), values)
@@ -77,5 +77,5 @@ def test_a_wider_scale_than_the_weight() -> None:
     codes = codes_of_all(grid).expand(ROWS, -1)
     scale = torch.rand(ROWS, 1) * 1e-3 + 1e-3
     values = grid.dequantize(codes, scale).bfloat16()
-    found = recoded(values, scale, None, grid)
+    found = recode(values, scale, None, grid)
     assert torch.equal(grid.dequantize(found, scale).bfloat16(), values)

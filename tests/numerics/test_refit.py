@@ -7,8 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from llmcompressor.numerics.gptq import ColumnScales
-from llmcompressor.numerics.refit import refit_scales
+from llmcompressor.numerics.gptq import ColumnScales, refit_scales
 
 ROWS, COLUMNS = 6, 24
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from llmcompressor.numerics.rescaling import column_squares, rescaling
+from llmcompressor.numerics.rotation import channel_rescaling, column_squares
 
 KANTOROVICH = 1.5625
 """(m + M)² / 4mM, where squares of rounded powers of two are from m = 1/2 to M = 2 of the best."""
@@ -32,7 +32,7 @@ def test_the_cost_is_near_the_least(seed: int, spread: float) -> None:
     least = float((column_square_C * square_C).sqrt().sum() ** 2)
     best_C = (square_C / column_square_C) ** 0.25
     assert cost(best_C, square_C, column_square_C) == pytest.approx(least)
-    found = cost(rescaling(square_C, column_square_C), square_C, column_square_C)
+    found = cost(channel_rescaling(square_C, column_square_C), square_C, column_square_C)
     assert least <= found <= KANTOROVICH * least
     if spread > 1:
         assert found < 0.9 * cost(torch.ones(96), square_C, column_square_C)
@@ -40,28 +40,28 @@ def test_the_cost_is_near_the_least(seed: int, spread: float) -> None:
 
 def test_planted_outliers_are_taken_back() -> None:
     square_C, column_square_C = drawn(0, 0.1)
-    plain_C = rescaling(square_C, column_square_C)
+    plain_C = channel_rescaling(square_C, column_square_C)
     planted_C = torch.ones(96, dtype=torch.float64)
     planted_C[[3, 77]] = torch.tensor([64.0, 0.25], dtype=torch.float64)
-    found_C = rescaling(square_C * planted_C**2, column_square_C / planted_C**2)
+    found_C = channel_rescaling(square_C * planted_C**2, column_square_C / planted_C**2)
     assert torch.equal(found_C, plain_C * planted_C)
 
 
 def test_powers_of_two_and_one_for_most_where_all_are_alike() -> None:
-    scale_C = rescaling(*drawn(0, 8.0))
+    scale_C = channel_rescaling(*drawn(0, 8.0))
     assert torch.equal(scale_C.log2(), scale_C.log2().round())
     assert len(scale_C.unique()) > 4
-    assert bool((rescaling(*drawn(0, 0.1)) == 1).all())
+    assert bool((channel_rescaling(*drawn(0, 0.1)) == 1).all())
 
 
 def test_what_is_zero_stays_and_counts_for_nothing() -> None:
     square_C, column_square_C = drawn(3, 4.0)
-    wanted_C = rescaling(square_C[2:], column_square_C[2:])
+    wanted_C = channel_rescaling(square_C[2:], column_square_C[2:])
     square_C[0] = column_square_C[1] = 0.0
-    found_C = rescaling(square_C, column_square_C)
+    found_C = channel_rescaling(square_C, column_square_C)
     assert found_C[:2].tolist() == [1, 1]
     assert torch.equal(found_C[2:], wanted_C)
-    assert bool((rescaling(torch.zeros(4), torch.ones(4)) == 1).all())
+    assert bool((channel_rescaling(torch.zeros(4), torch.ones(4)) == 1).all())
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])

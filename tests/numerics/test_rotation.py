@@ -11,15 +11,16 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from llmcompressor.numerics import rotation as module
-from llmcompressor.numerics.cayley import cayley_step, orthogonality_error
 from llmcompressor.numerics.hadamard import hadamard, random_orthogonal
 from llmcompressor.numerics.rotation import (
     Rotation,
+    cayley_step,
+    orthogonality_error,
     rotated_bias,
     rotated_weight,
-    rotating_bytes,
+    rotated_weight_peak_bytes,
 )
-from llmcompressor.planning.trial import counted_memory
+from llmcompressor.planning.trial import count_memory
 
 R, C, T = 24, 40, 7
 
@@ -131,9 +132,9 @@ def test_what_a_rotation_holds_is_foretold(
         return [Rotation.of_hadamard(order) if is_hadamard else whole] * count
 
     turns = {"inputs": some(512, inputs), "outputs": some(256, outputs)}
-    with counted_memory() as counted:
+    with count_memory() as counted:
         returned = rotated_weight(W, **turns, precision=precision)
-    foretold = rotating_bytes(W.numel(), **turns, precision=precision) + returned.nbytes
+    foretold = rotated_weight_peak_bytes(W.numel(), **turns, precision=precision) + returned.nbytes
     is_copied = precision != torch.float64 and not is_hadamard
     matrices = 4 * max(512**2 * inputs, 256**2 * outputs) if is_copied else 0
     assert foretold <= counted.peak + 16 * W.shape[1]

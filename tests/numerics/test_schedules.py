@@ -7,13 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmcompressor.numerics.schedules import (
-    linear,
-    multi_step,
-    polynomial,
-    polynomial_decay,
-    progress,
-)
+from llmcompressor.numerics.masks import linear, multi_step, polynomial, polynomial_decay, progress
 
 FORMS = [linear, polynomial, polynomial_decay]
 shares = st.floats(0, 1)

@@ -9,21 +9,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from llmcompressor.numerics import selection
-from llmcompressor.numerics.selection import Pool, find_cut, take
+from llmcompressor.numerics import masks
+from llmcompressor.numerics.masks import Pool, find_threshold, select_below
 
 
 @pytest.fixture(autouse=True)
 def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks smaller than the pools, so that their borders are tested too."""
-    monkeypatch.setattr(selection, "_CPU_CHUNK_ELEMENTS", 5)
+    monkeypatch.setattr(masks, "_CPU_CHUNK_ELEMENTS", 5)
 
 
 def taken(pools: list[Pool], budget: int, dtype: torch.dtype) -> list[Tensor]:
-    cut = find_cut(lambda: pools, budget, dtype)
+    cut = find_threshold(lambda: pools, budget, dtype)
     found = []
     for pool in pools:
-        units, cut = take(pool, cut)
+        units, cut = select_below(pool, cut)
         found.append(units)
     return found
 

@@ -7,9 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from llmcompressor.numerics.gptq import ColumnScales, descend
+from llmcompressor.numerics.gptq import ColumnScales, conditional_optimum, coordinate_descent
 from llmcompressor.numerics.grid import Grid
-from llmcompressor.numerics.settled import settled_weight
 
 
 def problem(rows: int = 5, columns: int = 12) -> tuple[Tensor, Tensor, Tensor]:
@@ -29,7 +28,7 @@ def loss(weight_RC: Tensor, rounded_RC: Tensor, hessian_CC: Tensor) -> float:
 def test_no_other_value_of_one_weight_is_better(dampening: float) -> None:
     weight_RC, rounded_RC, hessian_CC = problem()
     added = dampening * hessian_CC.diagonal().mean() * torch.eye(len(hessian_CC))
-    found_RC = settled_weight(weight_RC, rounded_RC, hessian_CC, dampening=dampening)
+    found_RC = conditional_optimum(weight_RC, rounded_RC, hessian_CC, dampening=dampening)
     for row, column in [(0, 0), (2, 7), (4, 11)]:
         least = None
         for step in (0.0, -0.01, 0.01):
@@ -44,30 +43,30 @@ def test_where_descent_rests_everything_rounds_to_its_own_code() -> None:
     weight_RC, rounded_RC, hessian_CC = problem()
     scales = ColumnScales(torch.full((5, 1), 0.5), None, torch.zeros(12, dtype=torch.int64))
     grid = Grid("int", 8)
-    before_RC = settled_weight(weight_RC, rounded_RC, hessian_CC)
+    before_RC = conditional_optimum(weight_RC, rounded_RC, hessian_CC)
     assert not torch.equal((before_RC * 2).round() / 2, rounded_RC)
     for _ in range(50):
-        rounded_RC = descend(weight_RC, rounded_RC, hessian_CC, scales, grid).weight_RC
-    found_RC = settled_weight(weight_RC, rounded_RC, hessian_CC)
+        rounded_RC = coordinate_descent(weight_RC, rounded_RC, hessian_CC, scales, grid).weight_RC
+    found_RC = conditional_optimum(weight_RC, rounded_RC, hessian_CC)
     assert torch.equal((found_RC * 2).round() / 2, rounded_RC)
 
 
 def test_a_dead_column_settles_where_the_weight_is() -> None:
     weight_RC, rounded_RC, hessian_CC = problem()
     hessian_CC[3] = hessian_CC[:, 3] = 0
-    found_RC = settled_weight(weight_RC, rounded_RC, hessian_CC, dampening=0.01)
+    found_RC = conditional_optimum(weight_RC, rounded_RC, hessian_CC, dampening=0.01)
     assert torch.allclose(found_RC[:, 3], weight_RC[:, 3], atol=1e-5)
 
 
 def test_a_batch_is_its_members() -> None:
     weight_RC, rounded_RC, hessian_CC = problem()
     other = 2 * hessian_CC + torch.eye(12)
-    both = settled_weight(
+    both = conditional_optimum(
         torch.stack([weight_RC, -weight_RC]),
         torch.stack([rounded_RC, -rounded_RC]),
         torch.stack([hessian_CC, other]),
         dampening=0.01,
     )
-    first = settled_weight(weight_RC, rounded_RC, hessian_CC, dampening=0.01)
-    second = settled_weight(-weight_RC, -rounded_RC, other, dampening=0.01)
+    first = conditional_optimum(weight_RC, rounded_RC, hessian_CC, dampening=0.01)
+    second = conditional_optimum(-weight_RC, -rounded_RC, other, dampening=0.01)
     assert torch.allclose(both, torch.stack([first, second]), atol=1e-5)

@@ -7,13 +7,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from llmcompressor.numerics.masks import NofM, zeros_of
-from llmcompressor.numerics.sparse_choice import (
+from llmcompressor.numerics.masks import (
+    NofM,
     Share,
     Sparsity,
-    keep_best,
-    keep_best_of_groups,
-    keep_best_of_rows,
+    keep_mask,
+    keep_mask_by_group,
+    keep_mask_by_row,
+    num_zeros,
 )
 
 B, C, R = 3, 24, 10
@@ -40,17 +41,17 @@ def problem(share_gone: float, seed: int = 0) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("share_gone", [0.0, 0.2, 0.9, 1.0])
 def test_each_share_of_each_member_of_a_batch_loses_its_least(share_gone: float) -> None:
     score_BCR, gone_BCR = problem(share_gone)
-    kept_BCR = keep_best(score_BCR, SHARES, gone_CR=gone_BCR if share_gone else None)
+    kept_BCR = keep_mask(score_BCR, SHARES, gone_CR=gone_BCR if share_gone else None)
     for score_CR, gone_CR, kept_CR in zip(score_BCR, gone_BCR, kept_BCR, strict=True):
         for rows, share in SHARES.spans():
             score, gone = score_CR[:, rows].flatten().tolist(), gone_CR[:, rows].flatten().tolist()
-            expected = least(score, gone, zeros_of(share, len(score)))
+            expected = least(score, gone, num_zeros(share, len(score)))
             assert kept_CR[:, rows].flatten().tolist() == expected
 
 
 def test_budgets_take_the_place_of_shares() -> None:
     score_BCR, _ = problem(0.0)
-    kept_BCR = keep_best(score_BCR, SHARES, budgets=[7, 0])
+    kept_BCR = keep_mask(score_BCR, SHARES, budgets=[7, 0])
     assert (~kept_BCR[:, :, :4]).flatten(1).sum(1).tolist() == [7] * B
     assert kept_BCR[:, :, 4:].all()
 
@@ -59,8 +60,8 @@ def test_budgets_take_the_place_of_shares() -> None:
 @pytest.mark.parametrize("group", GROUPS)
 def test_each_group_loses_its_least(group: NofM, share_gone: float) -> None:
     score_BCR, gone_BCR = problem(share_gone)
-    kept_BCR = keep_best_of_groups(score_BCR, group, gone_BCR if share_gone else None)
-    by_share = keep_best(score_BCR, Sparsity((Share(R, 0.1),), group), gone_CR=gone_BCR)
+    kept_BCR = keep_mask_by_group(score_BCR, group, gone_BCR if share_gone else None)
+    by_share = keep_mask(score_BCR, Sparsity((Share(R, 0.1),), group), gone_CR=gone_BCR)
     assert torch.equal(by_share, kept_BCR.bool())
     for batch in range(B):
         for row in range(R):
@@ -79,16 +80,16 @@ def test_each_row_loses_its_least(sparsity: float, share_gone: float) -> None:
     """Without ties: which of equals go is not said."""
     score_RC = torch.randperm(R * C, generator=torch.Generator().manual_seed(2)).view(R, C).float()
     gone_RC = torch.rand(R, C, generator=torch.Generator().manual_seed(3)) < share_gone
-    kept_RC = keep_best_of_rows(score_RC, sparsity, gone_RC if share_gone else None)
+    kept_RC = keep_mask_by_row(score_RC, sparsity, gone_RC if share_gone else None)
     for score_C, gone_C, kept_C in zip(score_RC, gone_RC, kept_RC, strict=True):
-        expected = least(score_C.tolist(), gone_C.tolist(), zeros_of(sparsity, C))
+        expected = least(score_C.tolist(), gone_C.tolist(), num_zeros(sparsity, C))
         assert kept_C.tolist() == expected
 
 
 def test_scores_are_left_as_they_are() -> None:
     score_BCR, gone_BCR = problem(0.3)
     before = score_BCR.clone()
-    keep_best(score_BCR, SHARES, gone_CR=gone_BCR)
-    keep_best_of_groups(score_BCR, NofM(2, 4), gone_BCR)
-    keep_best_of_rows(score_BCR, 0.5, gone_BCR)
+    keep_mask(score_BCR, SHARES, gone_CR=gone_BCR)
+    keep_mask_by_group(score_BCR, NofM(2, 4), gone_BCR)
+    keep_mask_by_row(score_BCR, 0.5, gone_BCR)
     assert torch.equal(score_BCR, before)

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from llmcompressor.numerics.hessian import SingularHessianError, damp, upper_factor
-from llmcompressor.numerics.masks import NofM
-from llmcompressor.numerics.sparse_choice import Share, Sparsity
+from llmcompressor.numerics.masks import NofM, Share, Sparsity
 from llmcompressor.numerics.sparse_fit import refit, sparse_fit
 from llmcompressor.numerics.sparsegpt import sparse_sweep
 

@@ -17,9 +17,9 @@ from llmcompressor.numerics.scales import ScaleFormat, scales_from_range
 from llmcompressor.numerics.straight_through import (
     fake_quantize,
     learned_scale,
-    step_gradient,
+    lsq_gradient_scale,
     storable_scale,
-    touch,
+    with_zero_gradients,
 )
 from llmcompressor.numerics.straight_through import fake_quantize_matrix as fake_matrix
 
@@ -164,7 +164,7 @@ def test_a_frozen_weight_gets_no_gradient_and_keeps_nothing() -> None:
 
 
 def test_the_gradient_scale_is_that_of_the_paper() -> None:
-    assert step_gradient(64, Grid("int", 8)) == pytest.approx((64 * 127) ** -0.5)
+    assert lsq_gradient_scale(64, Grid("int", 8)) == pytest.approx((64 * 127) ** -0.5)
 
 
 @pytest.mark.parametrize("p", [-80.0, -1.0, 0.0, 5.0])
@@ -199,7 +199,7 @@ def test_what_is_stored_is_stored_as_it_is_and_passes_gradients(scale_format: Sc
 
 def test_touching_gives_gradients_of_zero() -> None:
     x, other = torch.randn(3, requires_grad=True), torch.ones(2, requires_grad=True)
-    found = touch(x, other)
+    found = with_zero_gradients(x, other)
     assert torch.equal(found, x)
     found.sum().backward()
     assert torch.equal(x.grad, torch.ones(3))  # type: ignore[arg-type]

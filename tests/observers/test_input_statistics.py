@@ -9,7 +9,7 @@ from torch import Tensor
 
 from llmcompressor.errors import InputError, NonFiniteError
 from llmcompressor.numerics import gram
-from llmcompressor.observers.input_statistics import InputStatistics, counts_missing
+from llmcompressor.observers.input_statistics import InputStatistics, prefers_output_residual
 
 T, C = 300, 32
 
@@ -187,9 +187,11 @@ def test_what_outputs_lack_merges_to_the_whole() -> None:
 
 
 def test_with_many_rows_half_precision_or_one_stream_it_is_not() -> None:
-    assert counts_missing(16, 32, torch.bfloat16)
-    assert not counts_missing(17, 32, torch.bfloat16)
-    assert not counts_missing(16, 32, torch.float16), "an output may lack more than it can hold"
+    assert prefers_output_residual(16, 32, torch.bfloat16)
+    assert not prefers_output_residual(17, 32, torch.bfloat16)
+    assert not prefers_output_residual(16, 32, torch.float16), (
+        "an output may lack more than it can hold"
+    )
     alone = InputStatistics(C, "cpu", weights=[torch.ones(4, C)])
     assert alone.missing is alone.cross is None
     unread = InputStatistics(C, "cpu", twin=True, weights=[torch.ones(4, C, device="meta")])

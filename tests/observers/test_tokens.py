@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from llmcompressor.observers.tokens import (
-    alike_batches,
     count_tokens,
-    per_batch,
+    num_batch_tokens,
+    num_equal_batches,
     real_tokens,
+    split_batches,
     token_mask,
-    token_total,
 )
 
 MASK = torch.tensor([[True, True, False], [False, True, True]])
@@ -57,17 +57,17 @@ def test_a_row_of_padding_alone_leaves_nothing() -> None:
 
 def test_batches_that_were_run_as_one_come_apart_again() -> None:
     values, mask = torch.randn(5, 3, 4), torch.rand(5, 3) > 0.5
-    parts = list(per_batch(values, mask, (2, 1, 2)))
+    parts = list(split_batches(values, mask, (2, 1, 2)))
     assert [len(part) for part, _ in parts] == [2, 1, 2]
     assert torch.equal(torch.cat([part for part, _ in parts]), values)
     assert torch.equal(torch.cat([own for _, own in parts if own is not None]), mask)
-    assert [own for _, own in per_batch(values, None, (2, 1, 2))] == [None, None, None]
+    assert [own for _, own in split_batches(values, None, (2, 1, 2))] == [None, None, None]
 
 
 @pytest.mark.parametrize("sizes", [None, (5,), (2, 2)])
 def test_one_batch_or_another_layout_stays_whole(sizes: tuple[int, ...] | None) -> None:
     values = torch.randn(5, 3, 4)
-    ((part, own),) = per_batch(values, None, sizes)
+    ((part, own),) = split_batches(values, None, sizes)
     assert part is values
     assert own is None
 
@@ -81,12 +81,12 @@ def test_tokens_are_counted_as_they_are_taken(shape: tuple[int, ...], mask: Tens
 
 def test_batches_are_alike_if_they_have_one_size_and_no_padding() -> None:
     values = torch.randn(6, 3, 4)
-    assert alike_batches(values, None, (2, 2, 2)) == 3
-    assert alike_batches(values, None, (6,)) == 1
-    assert alike_batches(values, None, None) == 1
-    assert alike_batches(values, None, (4, 2)) == 1
-    assert alike_batches(values, torch.ones(6, 3, dtype=torch.bool), (2, 2, 2)) == 1
-    assert alike_batches(values[:5], None, (2, 2, 2)) == 1, "laid out otherwise"
+    assert num_equal_batches(values, None, (2, 2, 2)) == 3
+    assert num_equal_batches(values, None, (6,)) == 1
+    assert num_equal_batches(values, None, None) == 1
+    assert num_equal_batches(values, None, (4, 2)) == 1
+    assert num_equal_batches(values, torch.ones(6, 3, dtype=torch.bool), (2, 2, 2)) == 1
+    assert num_equal_batches(values[:5], None, (2, 2, 2)) == 1, "laid out otherwise"
 
 
 SIDES = {
@@ -147,8 +147,8 @@ def test_one_mask_for_all_rows_and_masks_of_other_sequences() -> None:
 def test_tokens_are_counted_whatever_the_mask(form: str) -> None:
     real = SIDES["left"]
     mask = real if form == "flat" else by_query(real, form, causal=True, opened=False)
-    total = token_total({"input_ids": torch.ones(2, 5), "attention_mask": mask})
+    total = num_batch_tokens({"input_ids": torch.ones(2, 5), "attention_mask": mask})
     assert total is not None
     assert int(total) == 8
-    assert int(token_total({"input_ids": torch.ones(2, 5)})) == 10  # type: ignore[arg-type]
-    assert token_total({"pixel_values": torch.ones(2, 5)}) is None
+    assert int(num_batch_tokens({"input_ids": torch.ones(2, 5)})) == 10  # type: ignore[arg-type]
+    assert num_batch_tokens({"pixel_values": torch.ones(2, 5)}) is None

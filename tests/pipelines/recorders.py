@@ -13,11 +13,11 @@ from torch import Tensor
 from torch.nn import Module
 
 from llmcompressor.args import DatasetArguments
-from llmcompressor.core.session_functions import create_session
-from llmcompressor.modeling.call_order import first_tensor
+from llmcompressor.core.contract import Granularity
+from llmcompressor.modeling.call_graph import first_tensor
 from llmcompressor.modifiers import Modifier
-from llmcompressor.modifiers.granularity import Granularity
 from llmcompressor.pipelines import PIPELINES
+from llmcompressor.session.functions import create_session
 
 
 class Recorder(Modifier):

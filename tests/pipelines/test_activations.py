@@ -19,10 +19,10 @@ from recorders import Recorder, run_pipeline
 from tests.thinned import thinned
 from torch import nn
 
+from llmcompressor.core.contract import Granularity
 from llmcompressor.errors import OutputError
-from llmcompressor.modeling.page_file import PageFile
+from llmcompressor.modeling.offload import MmapStoragePool
 from llmcompressor.modeling.paused_forward import Pass, PausedForward
-from llmcompressor.modifiers.granularity import Granularity
 from llmcompressor.modifiers.quantization import GPTQModifier
 from llmcompressor.pipelines import activations, sequential
 from llmcompressor.pipelines.activations import ActivationStore, held_tensors
@@ -247,13 +247,13 @@ def test_pages_of_files_change_nothing_to_the_bit(
     monkeypatch.setattr(activations, "_SMALLEST", 1024)
     architecture = tiny.ARCHITECTURES[name]
     runs, taken = [], []
-    put = PageFile.put
+    put = MmapStoragePool.put
 
-    def watched_put(pages: PageFile, storage: torch.UntypedStorage) -> Any:
+    def watched_put(pages: MmapStoragePool, storage: torch.UntypedStorage) -> Any:
         taken.append(storage.nbytes())
         return put(pages, storage)
 
-    monkeypatch.setattr(PageFile, "put", watched_put)
+    monkeypatch.setattr(MmapStoragePool, "put", watched_put)
     for most in (-1, activations.LITTLE):
         monkeypatch.setattr(sequential, "LITTLE", most)
         taken.clear()

@@ -17,11 +17,11 @@ from torch.nn import Module
 from torch.utils.data import DataLoader
 
 from llmcompressor import oneshot
+from llmcompressor.core.contract import Granularity
 from llmcompressor.modeling.blocks import find_blocks, sub_blocks
 from llmcompressor.modeling.paused_forward import Pass, PausedForward
-from llmcompressor.modifiers.granularity import Granularity
 from llmcompressor.modifiers.quantization import GPTQModifier
-from llmcompressor.pipelines.model_runs import calibration_mode
+from llmcompressor.pipelines.batches import calibration_mode
 
 NAMES = list(tiny.ARCHITECTURES)
 WITH_LINEARS = [name for name in NAMES if tiny.ARCHITECTURES[name].leaf == "Linear"]

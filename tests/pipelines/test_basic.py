@@ -14,13 +14,13 @@ from recorders import Recorder, hooks_left, plain_inputs, run_pipeline
 from llmcompressor import oneshot
 from llmcompressor.args.dataset_arguments import PIPELINES as SPELLINGS
 from llmcompressor.core import LifecycleCallbacks
-from llmcompressor.core.session_functions import create_session
 from llmcompressor.errors import DatasetError
-from llmcompressor.modeling.inputs import model_inputs
+from llmcompressor.modeling.call_graph import model_inputs
 from llmcompressor.modifiers.quantization import GPTQModifier, QuantizationModifier
 from llmcompressor.pipelines import PIPELINES, CalibrationPipeline, infer_pipeline
-from llmcompressor.pipelines.model_runs import calibration_mode, small_batch
-from llmcompressor.utils.helpers import DisableQuantization, calibration_forward_context
+from llmcompressor.pipelines.batches import calibration_mode, small_batch
+from llmcompressor.session.functions import create_session
+from llmcompressor.utils.devices import DisableQuantization, calibration_forward_context
 
 PIPELINES_WITH_DATA = ["basic", "sequential", "layer_sequential", "independent"]
 

@@ -12,7 +12,7 @@ from llmcompressor import oneshot
 from llmcompressor.core.state import State
 from llmcompressor.errors import NonFiniteError
 from llmcompressor.modifiers.quantization import GPTQModifier
-from llmcompressor.pipelines.finite_blocks import blocks_watched
+from llmcompressor.pipelines.watchers import check_finite_outputs
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
@@ -26,7 +26,7 @@ def test_a_token_that_is_not_finite_is_seen_unless_it_is_padding(
     state.token_mask[1, 0] = not is_padding
     block = model.model.layers[1]
     block.forward = lambda hidden_BTC: (hidden_BTC,)
-    with blocks_watched(model, state):
+    with check_finite_outputs(model, state):
         block(hidden_BTC)
         hidden_BTC[1, 0, 3] = value
         if is_padding:

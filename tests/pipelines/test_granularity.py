@@ -15,14 +15,14 @@ from torch.nn import Module
 from torch.utils.data import DataLoader
 
 from llmcompressor import oneshot
+from llmcompressor.core.contract import Granularity
 from llmcompressor.errors import TargetError
 from llmcompressor.modeling.blocks import find_blocks
-from llmcompressor.modeling.call_order import CallOrder, watch_calls
+from llmcompressor.modeling.call_graph import CallOrder, trace_calls
 from llmcompressor.modifiers import Modifier
-from llmcompressor.modifiers.granularity import Granularity
 from llmcompressor.modifiers.quantization import GPTQModifier, QuantizationModifier
 from llmcompressor.pipelines import activations, sequential
-from llmcompressor.pipelines.granularity import Plan, estimate_bytes, make_plan
+from llmcompressor.pipelines.granularity import StopPlan, estimate_bytes, plan_stops
 
 LINEAR, SUB_BLOCK, BLOCK = Granularity
 LAYER = [
@@ -33,12 +33,12 @@ LAYER = [
 ]
 
 
-def _plan(model: Module, **changes: Any) -> Plan:
+def _plan(model: Module, **changes: Any) -> StopPlan:
     names = tiny.leaves(model, "Linear", ["lm_head"])
     blocks = find_blocks(model)
     region = {inner: name for block, name in blocks.items() for inner in block.modules()}
     by_name = {name: module for module, name in names.items()}
-    order = watch_calls(
+    order = trace_calls(
         lambda: model(torch.ones(1, 4, dtype=torch.long)),
         names,
         region=lambda name: region[by_name[name]],
@@ -51,10 +51,10 @@ def _plan(model: Module, **changes: Any) -> Plan:
         "streams": 1,
         "budget": 10**9,
     }
-    return make_plan(names, order, blocks, **{**settings, **changes})
+    return plan_stops(names, order, blocks, **{**settings, **changes})
 
 
-def _shape(plan: Plan, model: Module) -> list[tuple[str, tuple[str, ...]]]:
+def _shape(plan: StopPlan, model: Module) -> list[tuple[str, tuple[str, ...]]]:
     names = {module: name for name, module in model.named_modules()}
     return [
         (unit.name, tuple(names[module].rpartition(".")[2] for module in unit.modules))
@@ -108,7 +108,7 @@ def test_cross_attention_shares_the_encoders_output_within_a_layer_only() -> Non
         names[m]: name for block, name in blocks.items() for m in block.modules() if m in names
     }
     batch = tiny.translation_batches()[0]
-    order = watch_calls(lambda: model(**batch), names, region=region.__getitem__)
+    order = trace_calls(lambda: model(**batch), names, region=region.__getitem__)
     shared = [
         tuple(names[module].removeprefix("decoder.block.") for module in group)
         for group in order.groups
@@ -157,7 +157,7 @@ def test_what_the_watched_batch_did_not_reach_stands_behind_its_neighbour() -> N
     model = nn.ModuleDict({name: nn.Linear(1, 1) for name in "xabcdy"})
     names = {module: name for name, module in model.items()}
     order = CallOrder(tuple((model[name],) for name in "ad"), {model["a"]: 1, model["d"]: 1})
-    plan = make_plan(
+    plan = plan_stops(
         names, order, {}, finest=LINEAR, forced=None, tokens=1, streams=1, budget=10**9
     )
     assert [unit.name for unit in plan.units] == list("xabcdy")

@@ -10,9 +10,9 @@ import tiny_models as tiny
 import torch
 from recorders import Recorder, plain_inputs, run_pipeline
 
-from llmcompressor.core.session_functions import active_session, create_session
 from llmcompressor.modifiers import Modifier
 from llmcompressor.pipelines.registry import PIPELINES
+from llmcompressor.session.functions import active_session, create_session
 
 
 class Free(Modifier):

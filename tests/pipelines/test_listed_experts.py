@@ -25,11 +25,11 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 
 from llmcompressor import oneshot
 from llmcompressor.errors import DatasetError, TargetError
-from llmcompressor.modeling.hollow import hollow_weights
-from llmcompressor.modeling.listed_experts import Manner, lists_of_alike, manners_of
+from llmcompressor.modeling.meta_weights import zero_weights
 from llmcompressor.modifiers.autoround import AutoRoundModifier
 from llmcompressor.modifiers.quantization import GPTQModifier, QuantizationModifier
-from llmcompressor.pipelines.experts import experts_report
+from llmcompressor.moe.module_list import CallConvention, call_conventions, find_expert_lists
+from llmcompressor.pipelines.moe_routing import experts_report
 
 PIPELINES = ["basic", "sequential", "layer_sequential", "independent"]
 EXPERTS = 3
@@ -500,18 +500,18 @@ def test_that_they_cannot_be_shown_all_tokens_is_said_once(
 
 
 MANNERS = {
-    Listed: Manner.ROWS,
-    OfMixtures: Manner.ROWS,
+    Listed: CallConvention.ROWS,
+    OfMixtures: CallConvention.ROWS,
     AddedBefore: None,
     OneAfterAnother: None,
-    Scaled: Manner.CALLS,
-    Deep: Manner.CALLS,
-    Halved: Manner.CALLS,
-    Overwritten: Manner.CALLS,
+    Scaled: CallConvention.CALLS,
+    Deep: CallConvention.CALLS,
+    Halved: CallConvention.CALLS,
+    Overwritten: CallConvention.CALLS,
     Own: None,
-    OwnOnly: Manner.MATRICES,
-    OwnErased: Manner.MATRICES,
-    Numberless: Manner.CALLS,
+    OwnOnly: CallConvention.MATRICES,
+    OwnErased: CallConvention.MATRICES,
+    Numberless: CallConvention.CALLS,
     Shown: None,
     InLayers: None,
     AtHalfLength: None,
@@ -526,8 +526,8 @@ def test_how_they_are_called_is_found_out_without_weights_too(kind: type[Listed]
     for device in ("cpu", "meta"):
         model = build(kind).to(device)
         run = partial(model, **tiny.text_batches()[0])
-        with hollow_weights(model):
-            manners = manners_of(list(lists_of_alike(model)), run)
+        with zero_weights(model):
+            manners = call_conventions(list(find_expert_lists(model)), run)
         found.append({one.name: manner for one, manner in manners.items()})
     assert found[0] == found[1]
     assert found[0].get(LIST) is MANNERS[kind]
@@ -553,7 +553,7 @@ def test_what_is_called_with_more_than_rows_is_shown_what_the_others_get(
         assert as_sets(seen) == as_sets(called)
         downs = recorder._inputs[f"{first}.{number}.down_proj"]
         assert [len(one) for one in downs] == [len(one) for one in seen]
-        if MANNERS[kind] is Manner.MATRICES:
+        if MANNERS[kind] is CallConvention.MATRICES:
             made = [one for other in (0, 1) for one in plain[f"{first}.{other}.down_proj"]]
             assert as_sets(downs) == as_sets(made)
         if twin and pipeline != "basic":  # the calls of two passes are not of one another

@@ -14,9 +14,8 @@ from torch import Tensor
 
 from llmcompressor.modifiers.quantization import GPTQModifier, QuantizationModifier
 from llmcompressor.observers.base import Observer
-from llmcompressor.pipelines import merging
-from llmcompressor.pipelines.batches import CalibrationBatches
-from llmcompressor.pipelines.merging import merge_batches
+from llmcompressor.pipelines import batches as merging
+from llmcompressor.pipelines.batches import CalibrationBatches, merge_batches
 
 LENGTH = 12
 COUNT = 5

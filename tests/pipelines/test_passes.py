@@ -13,7 +13,7 @@ from llmcompressor.modifiers.quantization import GPTQModifier, QuantizationModif
 from llmcompressor.modifiers.smoothquant import SmoothQuantModifier
 from llmcompressor.modifiers.transform import SpinQuantModifier
 from llmcompressor.pipelines import infer_pipeline
-from llmcompressor.pipelines.passes import passes_of, stretches_of
+from llmcompressor.pipelines.passes import split_at_rewrites, split_into_passes
 
 
 class Scaling(Modifier):
@@ -42,15 +42,18 @@ def names(passes: list[list[Modifier]]) -> list[list[str]]:
 @pytest.mark.parametrize("pipeline", ["independent", "sequential"])
 def test_what_learns_first_begins_a_pass_in_which_nobody_collects(pipeline: str) -> None:
     recipe = [Scaling(), learning(), rounding()]
-    assert names(passes_of(recipe, pipeline)) == [["Scaling"], ["SpinQuant", "Quantization"]]
+    assert names(split_into_passes(recipe, pipeline)) == [
+        ["Scaling"],
+        ["SpinQuant", "Quantization"],
+    ]
     recipe = [SmoothQuantModifier(), learning(), solving()]
-    assert names(passes_of(recipe, pipeline)) == [["SmoothQuant"], ["SpinQuant"], ["GPTQ"]]
+    assert names(split_into_passes(recipe, pipeline)) == [["SmoothQuant"], ["SpinQuant"], ["GPTQ"]]
 
 
 def test_in_memory_too_it_finds_what_stands_before_done() -> None:
     recipe = [Scaling(), learning(), rounding(), solving()]
     stretches = [["Scaling"], ["SpinQuant"], ["Quantization", "GPTQ"]]
-    assert names(stretches_of(recipe)) == stretches
+    assert names(split_at_rewrites(recipe)) == stretches
 
 
 def test_no_data_runs_through_the_model_for_what_takes_it_itself() -> None:

@@ -13,9 +13,9 @@ from tests.thinned import thinned
 from torch import nn
 from torch.nn import Module
 
+from llmcompressor.core.contract import Granularity
 from llmcompressor.modeling.paused_forward import Pass
-from llmcompressor.modifiers.granularity import Granularity
-from llmcompressor.pipelines.streams import OriginalWeights, input_capture
+from llmcompressor.pipelines.watchers import OriginalWeights, capture_inputs
 
 LEVELS = list(Granularity)
 NAMES = ["llama", "gemma3", "mixtral", "t5", "llava", "mamba"]
@@ -215,7 +215,7 @@ def test_original_weights_are_dropped_when_every_pass_has_had_them_and_not_befor
 
 def test_of_a_module_that_is_called_again_the_first_input_is_captured() -> None:
     linear, x = nn.Linear(2, 2), torch.ones(1, 2)
-    with input_capture([linear]) as captured:
+    with capture_inputs([linear]) as captured:
         linear(linear(x))
     assert captured == {linear: x}
     assert not linear._forward_pre_hooks

@@ -261,7 +261,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
 def build(name: str, seed: int = 0) -> Module:
     """A random model in evaluation mode; equal seeds give equal models."""
     torch.manual_seed(seed)
-    return ARCHITECTURES[name].make().eval()
+    return ARCHITECTURES[name].compute_rows().eval()
 
 
 def tensors_of(value: Any) -> list[Tensor]:

@@ -17,16 +17,16 @@ from tests.thinned import few, thinned
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from llmcompressor import oneshot, plan, verify
-from llmcompressor.checkpoint.reading import TensorReader
-from llmcompressor.checkpoint.run_report import REPORT_FILE
+from llmcompressor.checkpoint.model_config import REPORT_FILE
+from llmcompressor.checkpoint.tensor_files import TensorReader
 from llmcompressor.checkpoint.workspace import Workspace
 from llmcompressor.errors import TargetError
 from llmcompressor.modifiers.pruning import REAPPruningModifier
 from llmcompressor.modifiers.quantization import GPTQModifier, QuantizationModifier
 from llmcompressor.modifiers.smoothquant import SmoothQuantModifier
 from llmcompressor.modifiers.transform import QuIPModifier, SpinQuantModifier
+from llmcompressor.runtime.progress import format_bytes
 from llmcompressor.schemes import presets
-from llmcompressor.units import in_bytes
 
 PRESETS = ["W4A16", "W8A8", "FP8_DYNAMIC", "NVFP4A16"]
 PRESETS += [name for name in ("MXFP6A16",) if name in presets.PRESETS]
@@ -182,7 +182,7 @@ def test_of_tied_embeddings(head: str, tie: bool, as_object: bool, tmp_path: Pat
         more = tensors["lm_head.weight"].nbytes
         beyond = sum(written(tmp_path / "out").values()) - found.sizes.weights - more
         assert 0 < beyond < 256  # what the header says of it
-        assert f"({in_bytes(more)} more" in found.notes[0]
+        assert f"({format_bytes(more)} more" in found.notes[0]
     assert ("lm_head.weight" in tensors) == (not is_one)
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config["tie_word_embeddings"] is is_one

@@ -21,36 +21,40 @@ from tests.thinned import thinned
 from torch.nn import Linear, Module
 
 from llmcompressor.args import ModelArguments
-from llmcompressor.checkpoint.compress import compress, quantized_module
+from llmcompressor.checkpoint.packing import compress, quantized_module
+from llmcompressor.core.contract import CalibrationCost, ComputeCost, DataSize, Granularity
 from llmcompressor.core.state import State
-from llmcompressor.memory import TOLERATED
 from llmcompressor.modifiers.awq.base import AWQModifier
-from llmcompressor.modifiers.awq.base import _Moments as Moments
-from llmcompressor.modifiers.awq.effort import effort_of as awq_effort
-from llmcompressor.modifiers.demands import DataSize, Effort, Work
-from llmcompressor.modifiers.granularity import Granularity
+from llmcompressor.modifiers.awq.base import _InputMoments as Moments
+from llmcompressor.modifiers.awq.parents import awq_cost as awq_effort
 from llmcompressor.modifiers.hqq import HQQModifier
 from llmcompressor.modifiers.quantization import QuantizationModifier
-from llmcompressor.modifiers.sparsity.effort import effort_of as sparse_effort
+from llmcompressor.modifiers.sparsity.solve import sparsegpt_cost as sparse_effort
 from llmcompressor.modifiers.transform import QuIPModifier
-from llmcompressor.numerics.hessian import raise_dampening
-from llmcompressor.numerics.histogram import few_ranges_tried
-from llmcompressor.numerics.masks import NofM
-from llmcompressor.numerics.sparse_choice import Share, Sparsity
+from llmcompressor.numerics.hessian import factorize_with_rising_dampening
+from llmcompressor.numerics.histogram import try_few_ranges
+from llmcompressor.numerics.masks import NofM, Share, Sparsity
 from llmcompressor.numerics.sparse_fit import sparse_fit
 from llmcompressor.numerics.sparsegpt import sparse_sweep
 from llmcompressor.observers.input_statistics import InputStatistics
-from llmcompressor.planning.learning import PartLearning
-from llmcompressor.planning.machine import measure_rates
-from llmcompressor.planning.memory import Footprint, Load, estimate_phases
+from llmcompressor.planning.memory import PartMemory, RunMemory, estimate_phases
 from llmcompressor.planning.result import LearningPlan, Operations, PassPlan, Phase, Rates
-from llmcompressor.planning.subject import REST, Part, open_subject
-from llmcompressor.planning.timing import Traffic, estimate_time
-from llmcompressor.planning.trial import Peak, Trial, counted_memory, try_rounding
-from llmcompressor.planning.workload import BlockWork, Group, Unit, block_works, widths_of
-from llmcompressor.quantization.column_effort import effort_of
-from llmcompressor.quantization.column_solver import Options, Problem, solve
+from llmcompressor.planning.subject import REST, Part, open_planned_model
+from llmcompressor.planning.trial import PeakBytes, SchemeCost, count_memory, measure_scheme
+from llmcompressor.planning.workload import (
+    BlockWork,
+    Group,
+    PartLearning,
+    Traffic,
+    Unit,
+    block_works,
+    estimate_time,
+    measure_rates,
+    read_widths,
+)
+from llmcompressor.quantization.column_solver import Options, Problem, gptq_effort, solve
 from llmcompressor.quantization.parameters import observe_weight
+from llmcompressor.runtime.memory import TOLERATED
 
 MIB = 2**20
 
@@ -64,7 +68,7 @@ def scheme_of(preset: str) -> Any:
 
 
 def test_the_counter_sees_what_is_alive_at_once() -> None:
-    with counted_memory() as counter:
+    with count_memory() as counter:
         first = torch.zeros(MIB, dtype=torch.uint8)
         del first
         second = torch.zeros(2 * MIB, dtype=torch.uint8)
@@ -111,10 +115,10 @@ def test_the_workspace_of_gptq_is_that_of_its_solver(
         missing_CR=missing,
     )
     options = Options(128, 0.01, 0.05 if twin else None, refinements=refinements)
-    with counted_memory() as counter:
+    with count_memory() as counter:
         solve([problem], options)
 
-    planned = effort_of([weight], twin=twin, refinements=refinements, answered=answered)
+    planned = gptq_effort([weight], twin=twin, refinements=refinements, answered=answered)
     assert planned.workspace == pytest.approx(counter.peak, rel=0.12)
     held = sum(one.nbytes for one in (gram, cross, missing) if one is not None)
     copied = weight.nbytes if missing is not None else 0
@@ -129,13 +133,13 @@ def test_the_workspace_of_sparsegpt_is_that_of_its_solver(rows: int, group: NofM
     weight_RC = torch.randn(rows, columns, generator=generator)
     inputs_TC = torch.randn(1024, columns, generator=generator)
     hessian_CC = inputs_TC.T @ inputs_TC
-    with counted_memory() as counter:
+    with count_memory() as counter:
         sparse_fit(weight_RC, hessian_CC, Sparsity((Share(rows, 0.5),), group))
     planned = sparse_effort([weight_RC], twin=False, refinements=4, grouped=bool(group))
     assert planned.workspace == pytest.approx(counter.peak, rel=0.15)
 
-    with counted_memory() as counter:
-        factor_CC = raise_dampening(hessian_CC, 0.01).factor_CC
+    with count_memory() as counter:
+        factor_CC = factorize_with_rising_dampening(hessian_CC, 0.01).factor_CC
         sparse_sweep(weight_RC, factor_CC, Sparsity((Share(rows, 0.5),), group))
     planned = sparse_effort([weight_RC], twin=False, refinements=0, grouped=bool(group))
     assert planned.workspace == pytest.approx(counter.peak, rel=0.2)
@@ -157,7 +161,7 @@ def test_the_workspace_of_clipping_is_that_of_its_solver(
     tally.update(inputs_TC)
     scale_C = torch.rand(columns, generator=generator) + 0.5
     assert tally.gram.shape == (columns, columns)  # made whole before memory is counted
-    with torch.no_grad(), counted_memory() as counter:
+    with torch.no_grad(), count_memory() as counter:
         modifier._clip([linear], tally, scale_C)
     planned = awq_effort([], points=20, clipped=[linear.weight], group=group)
     assert planned.workspace == pytest.approx(counter.peak, rel=0.2)
@@ -166,7 +170,7 @@ def test_the_workspace_of_clipping_is_that_of_its_solver(
 @pytest.mark.parametrize("is_written", [True, False])
 def test_what_packing_takes_of_another_size_follows_from_the_trial(is_written: bool) -> None:
     scheme = scheme_of("W4A16")
-    trial = try_rounding(scheme, torch.bfloat16, torch.device("cpu"), is_written=is_written)
+    trial = measure_scheme(scheme, torch.bfloat16, torch.device("cpu"), is_written=is_written)
     linear = Linear(2048, 512, bias=False, dtype=torch.bfloat16)
     parameters = observe_weight(linear.weight.detach(), scheme.weights)
     own = {"weight": linear.weight.detach(), "weight_scale": parameters.scale}
@@ -174,15 +178,15 @@ def test_what_packing_takes_of_another_size_follows_from_the_trial(is_written: b
         vars(linear)["quantization_status"] = QuantizationStatus.FROZEN
     entry = quantized_module("it", linear, scheme)
     assert entry is not None
-    with counted_memory() as counter:
+    with count_memory() as counter:
         compress(entry, own)
 
     assert trial.packing.of(2048 * 512) == pytest.approx(counter.peak, rel=0.25)
     assert trial.seconds > 0
-    again = try_rounding(scheme, torch.bfloat16, torch.device("cpu"), is_written=is_written)
+    again = measure_scheme(scheme, torch.bfloat16, torch.device("cpu"), is_written=is_written)
     assert (again.rounding, again.packing) == (trial.rounding, trial.packing)
-    assert try_rounding(QuantizationScheme(targets=[]), torch.bfloat16, torch.device("cpu")) == (
-        Trial(0.0, Peak(0.0, 0.0, 0.0), Peak(0.0, 0.0, 0.0))
+    assert measure_scheme(QuantizationScheme(targets=[]), torch.bfloat16, torch.device("cpu")) == (
+        SchemeCost(0.0, PeakBytes(0.0, 0.0, 0.0), PeakBytes(0.0, 0.0, 0.0))
     )
 
 
@@ -196,11 +200,11 @@ def test_an_observer_that_takes_long_for_each_group_is_tried_on_few(group: int) 
     """It would be minutes for matrices as large as those of other observers."""
     scheme = histogram_of_groups(group)
     start = time.thread_time()
-    trial = try_rounding(scheme, torch.bfloat16, torch.device("cpu"))
+    trial = measure_scheme(scheme, torch.bfloat16, torch.device("cpu"))
     assert time.thread_time() - start < 30
 
     weight_RC = torch.randn(64, 1024, generator=torch.Generator().manual_seed(1)).bfloat16()
-    with counted_memory() as counter:
+    with count_memory() as counter:
         observe_weight(weight_RC, scheme.weights)
     assert trial.rounding.of(64 * 1024) == pytest.approx(counter.peak, rel=0.3)
 
@@ -209,9 +213,9 @@ def test_an_observer_that_takes_long_for_each_group_is_tried_on_few(group: int) 
 def test_what_is_tried_tells_of_larger_matrices(method: str) -> None:
     """What a search holds at once is bounded, and small matrices do not reach the bound."""
     scheme = histogram_of_groups(128, observer_kwargs={"method": method})
-    trial = try_rounding(scheme, torch.bfloat16, torch.device("cpu"))
+    trial = measure_scheme(scheme, torch.bfloat16, torch.device("cpu"))
     weight_RC = torch.randn(4096, 2048, generator=torch.Generator().manual_seed(1)).bfloat16()
-    with counted_memory() as counter, few_ranges_tried():
+    with count_memory() as counter, try_few_ranges():
         observe_weight(weight_RC, scheme.weights)
     assert trial.rounding.of(weight_RC.numel()) == pytest.approx(counter.peak, rel=0.4)
 
@@ -220,9 +224,9 @@ def test_what_is_tried_tells_of_larger_matrices(method: str) -> None:
 def test_a_search_of_few_ranges_takes_the_memory_of_the_whole(method: str) -> None:
     scheme = histogram_of_groups(64, observer_kwargs={"method": method})
     weight_RC = torch.randn(8, 1024, generator=torch.Generator().manual_seed(1))
-    with counted_memory() as whole:
+    with count_memory() as whole:
         best = observe_weight(weight_RC, scheme.weights)
-    with few_ranges_tried(), counted_memory() as few:
+    with try_few_ranges(), count_memory() as few:
         found = observe_weight(weight_RC, scheme.weights)
     assert few.peak == whole.peak
     assert not torch.equal(found.scale, best.scale)
@@ -247,9 +251,11 @@ class Block(Module):
 class Counting(QuantizationModifier):
     """Takes as many bytes and operations as there are columns."""
 
-    def effort(self, modules: Any, data: DataSize) -> Effort:
+    def effort(self, modules: Any, data: DataSize) -> CalibrationCost:
         columns = modules[0].in_features
-        return Effort(gram=columns, solve=len(modules), statistics=columns, workspace=columns)
+        return CalibrationCost(
+            gram=columns, solve=len(modules), statistics=columns, workspace=columns
+        )
 
 
 def works(level: Granularity | None) -> BlockWork:
@@ -257,7 +263,7 @@ def works(level: Granularity | None) -> BlockWork:
     names = {f"b.{name}" if name else "b": one for name, one in block.named_modules()}
     part = Part("b", names, 0, 0, 0)
     owners = {one: [0] for one in block.modules() if isinstance(one, Linear)}
-    widths = widths_of(published_config())
+    widths = read_widths(published_config())
     (work,) = block_works([part], widths, [Counting(scheme="W8A8")], owners, level, DataSize())
     return work
 
@@ -288,7 +294,13 @@ def test_coarser_levels_hold_more_at_once() -> None:
 def test_what_is_kept_goes_set_by_set() -> None:
     """At the first one all of it is there, beside what the parent returns."""
     groups = [
-        Group((Linear(8, 8),), Effort(kept=kept, outputs=outputs, scaled=5, running=2), 64, 0, 1.0)
+        Group(
+            (Linear(8, 8),),
+            CalibrationCost(kept=kept, outputs=outputs, scaled=5, running=2),
+            64,
+            0,
+            1.0,
+        )
         for kept, outputs in ((16, 32), (0, 0), (40, 8))
     ]
     unit = Unit(tuple(groups))
@@ -298,18 +310,18 @@ def test_what_is_kept_goes_set_by_set() -> None:
 
 
 def test_experts_see_their_share_of_the_tokens() -> None:
-    assert widths_of(published_config()).expert_share == 2 / 4
+    assert read_widths(published_config()).expert_share == 2 / 4
 
 
 # ---------------------------------------------------------------------- peaks
 
 
-def load(name: str, loaded: int, *, packed: int = 0, packing: int = 0) -> Load:
-    return Load(Part(name, {}, loaded, loaded, 0), packed, 0, packing)
+def load(name: str, loaded: int, *, packed: int = 0, packing: int = 0) -> PartMemory:
+    return PartMemory(Part(name, {}, loaded, loaded, 0), packed, 0, packing)
 
 
-def footprint(**changes: Any) -> Footprint:
-    plain = Footprint(
+def footprint(**changes: Any) -> RunMemory:
+    plain = RunMemory(
         base=1000 * MIB,
         is_streamed=True,
         present=0,
@@ -323,9 +335,9 @@ def footprint(**changes: Any) -> Footprint:
     return dataclasses.replace(plain, **changes)
 
 
-def data_free(own: Footprint, blocks: int) -> dict[str, Phase]:
+def data_free(own: RunMemory, blocks: int) -> dict[str, Phase]:
     loads = [load(f"b{index}", 400 * MIB, packed=100 * MIB) for index in range(blocks)]
-    one = PassPlan(["Rounding"], "datafree")
+    one = PassPlan(["RoundingParameters"], "datafree")
     phases = estimate_phases(own, [*loads, load(REST, 200 * MIB)], [(one, [])], {})
     return {phase.name: phase for phase in phases}
 
@@ -351,7 +363,7 @@ def test_a_model_in_memory_grows_with_its_blocks() -> None:
 @pytest.mark.parametrize(("packing", "kept"), [(10, 10), (500, TOLERATED // MIB)])
 def test_of_what_came_and_went_a_part_is_kept(packing: int, kept: int) -> None:
     loads = [load("b", 400 * MIB, packing=packing * MIB), load(REST, 200 * MIB)]
-    one = PassPlan(["Rounding"], "datafree")
+    one = PassPlan(["RoundingParameters"], "datafree")
     (save,) = [
         phase
         for phase in estimate_phases(footprint(), loads, [(one, [])], {})
@@ -374,8 +386,8 @@ def test_on_a_device_the_host_holds_what_is_read_and_written() -> None:
 
 def test_a_device_and_its_host_are_at_their_most_at_different_moments() -> None:
     block, rest = Part("b", {}, 100 * MIB, 100 * MIB, 0), Part(REST, {}, 50 * MIB, 50 * MIB, 0)
-    loads = [Load(block, 30 * MIB, 10 * MIB, 0)] * 3 + [Load(rest, 0, 200 * MIB, 0)]
-    one = PassPlan(["Rounding"], "datafree")
+    loads = [PartMemory(block, 30 * MIB, 10 * MIB, 0)] * 3 + [PartMemory(rest, 0, 200 * MIB, 0)]
+    one = PassPlan(["RoundingParameters"], "datafree")
     phases = estimate_phases(footprint(on_device=True), loads, [(one, [])], {})
     (save,) = (phase for phase in phases if phase.name == "save")
     assert save.device == (50 + 200) * MIB  # the head has no block beside it
@@ -388,7 +400,7 @@ def test_what_the_backward_read_is_gone_from_a_device_when_gradients_go_back(
 ) -> None:
     loads = [load("b", 400 * MIB), load(REST, 200 * MIB)]
     learning = LearningPlan(1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0)
-    one = PassPlan(["Learning"], "datafree", learning=learning)
+    one = PassPlan(["LearningCost"], "datafree", learning=learning)
     parts = [PartLearning(40 * MIB, 30 * MIB, 20 * MIB), PartLearning(0, 0)]
     own = footprint(on_device=on_device)
     phases = estimate_phases(own, loads, [(one, [])], {}, {0: parts})
@@ -400,7 +412,9 @@ def test_what_the_backward_read_is_gone_from_a_device_when_gradients_go_back(
 
 
 def test_calibration_adds_activations_statistics_and_the_solver() -> None:
-    group = Group((), Effort(solve=1, statistics=7 * MIB, workspace=11 * MIB), 0, 3 * MIB, 1.0)
+    group = Group(
+        (), CalibrationCost(solve=1, statistics=7 * MIB, workspace=11 * MIB), 0, 3 * MIB, 1.0
+    )
     work = BlockWork("b", 0, 0, 0, (Unit((group,)),))
     loads = [load("b", 400 * MIB), load(REST, 200 * MIB)]
     one = PassPlan(["M"], "sequential", "linear", "", 2, 2, 90 * MIB, 50 * MIB, 40 * MIB)
@@ -423,7 +437,7 @@ RATES = Rates("cpu", 1e9, 1e9, 1e9, disk_read=100.0, disk_write=50.0, spread=1.0
 def timed(*, is_streamed: bool, forward: int = 0) -> dict[str, float]:
     traffic = Traffic(1000, 500, rounding=2.0, first=100, is_streamed=is_streamed)
     operations = Operations(forward=forward)
-    return estimate_time(RATES, operations, [], 0, traffic, Work(), 0, 0)[0]
+    return estimate_time(RATES, operations, [], 0, traffic, ComputeCost(), 0, 0)[0]
 
 
 def test_reading_and_writing_beside_the_computing_are_waited_for_where_they_take_longer() -> None:
@@ -446,7 +460,7 @@ def test_matrices_that_stay_in_forwards_are_there_all_the_time(
     randomize: bool, llama_folder: Path
 ) -> None:
     """They do not go with their block, whether all blocks share one or each has its own."""
-    subject = open_subject(ModelArguments(model=str(llama_folder)))
+    subject = open_planned_model(ModelArguments(model=str(llama_folder)))
     before = subject.parts()
     modifier = QuIPModifier(rotations=["v"], targets=r"re:.*down_proj$", randomize=randomize)
     modifier.initialize(State(model=subject.model))
@@ -466,6 +480,6 @@ def test_what_hqq_holds_beside_a_weight(rows: int) -> None:
     modifier = HQQModifier(scheme="W4A16_ASYM", iters=2)
     modifier._schemes[linear] = scheme
     start = observe_weight(weight, scheme.weights)
-    with torch.no_grad(), counted_memory() as counter:
-        modifier._refined(weight, start)
+    with torch.no_grad(), count_memory() as counter:
+        modifier._refine(weight, start)
     assert modifier.beside([linear], together=True) == pytest.approx(counter.peak, rel=0.15)

@@ -26,7 +26,7 @@ from llmcompressor.core.state import State
 from llmcompressor.errors import CheckpointError
 from llmcompressor.modifiers.quantization import QuantizationModifier
 from llmcompressor.planning.matching import match_patterns
-from llmcompressor.planning.subject import Subject, open_subject
+from llmcompressor.planning.subject import PlannedModel, open_planned_model
 from llmcompressor.quantization import base
 from llmcompressor.schemes import assign, checks
 
@@ -40,9 +40,9 @@ def with_experts(config: dict[str, Any], count: int) -> dict[str, Any]:
     return found | {key: count for key in COUNTED if key in found}
 
 
-def opened(folder: Path, config: dict[str, Any], left_out: str = "nothing") -> Subject:
+def opened(folder: Path, config: dict[str, Any], left_out: str = "nothing") -> PlannedModel:
     tensors = {name: shape for name, shape in tensors_of(config).items() if left_out not in name}
-    return open_subject(ModelArguments(model=write_headers(folder, config, tensors)))
+    return open_planned_model(ModelArguments(model=write_headers(folder, config, tensors)))
 
 
 def counter(monkeypatch: pytest.MonkeyPatch, place: Any, name: str) -> list[int]:
@@ -87,7 +87,7 @@ def test_an_expert_of_another_shape_is_an_error(tmp_path: Path) -> None:
     odd = "model.layers.1.mlp.experts.2.up_proj.weight"
     tensors[odd] = (tensors[odd][0] + 1, tensors[odd][1])
     with pytest.raises(CheckpointError):
-        open_subject(ModelArguments(model=write_headers(tmp_path, config, tensors)))
+        open_planned_model(ModelArguments(model=write_headers(tmp_path, config, tensors)))
 
 
 def test_a_model_without_stacks_is_built_once(
@@ -122,7 +122,7 @@ def test_what_is_asked_of_modules_grows_with_forms(
     asked = [
         counter(monkeypatch, assign, "matching_targets"),
         counter(monkeypatch, checks, "_serving_key"),
-        counter(monkeypatch, base, "planned_linear"),
+        counter(monkeypatch, base, "quantized_linear_tensors"),
     ]
     counts = []
     quantized = []

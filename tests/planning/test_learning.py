@@ -13,16 +13,15 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from llmcompressor import plan
 from llmcompressor.core import create_session
 from llmcompressor.modeling.blocks import find_blocks
-from llmcompressor.modeling.spilled import Shelf
+from llmcompressor.modeling.offload import TensorStore
 from llmcompressor.modifiers.quantization import QuantizationModifier
 from llmcompressor.modifiers.rotation import learned
 from llmcompressor.modifiers.transform import SpinQuantModifier
-from llmcompressor.planning.learning import LearningContext, plan_learning
-from llmcompressor.planning.memory import Footprint, Load, estimate_phases
+from llmcompressor.planning.memory import PartMemory, RunMemory, estimate_phases
 from llmcompressor.planning.result import PassPlan
 from llmcompressor.planning.subject import REST, Part
-from llmcompressor.planning.trial import counted_memory
-from llmcompressor.planning.workload import BlockWork
+from llmcompressor.planning.trial import count_memory
+from llmcompressor.planning.workload import BlockWork, LearningContext, plan_learning
 
 BLOCKS, STEPS = 3, 4
 
@@ -77,16 +76,16 @@ def test_what_a_step_holds_is_what_was_counted(sizes: tuple[int, int, int], toke
     context = LearningContext(parts, works, tokens, 1, sizes[0], 2, 1.0, 10**9)
     found, own = plan_learning([modifier], context)
     assert found is not None
-    footprint = Footprint(0, True, 0, True, 0, 0, 0, 2, 0)
-    loads = [Load(part, 0, 0, 0) for part in parts]
+    footprint = RunMemory(0, True, 0, True, 0, 0, 0, 2, 0)
+    loads = [PartMemory(part, 0, 0, 0) for part in parts]
     passes = [(PassPlan(["SpinQuantModifier"], "datafree", learning=found), works)]
     phases = {one.name: one for one in estimate_phases(footprint, loads, passes, {}, {0: own})}
 
     start = {name: modifier._made[name] for name in modifier._learnable}
-    shelf = Shelf(10**9)
-    way = learned._Learning(model, modifier._plan, start, lambda block, then: None, shelf)  # type: ignore[arg-type]
+    shelf = TensorStore(10**9)
+    way = learned._RotationOptimizer(model, modifier._plan, start, lambda block, then: None, shelf)  # type: ignore[arg-type]
     batch = learned._with_labels(model, {"input_ids": torch.randint(3, sizes[2], (1, tokens))})
-    with learned._rounded_inputs(model), counted_memory() as counter:
+    with learned._fake_quantized_inputs(model), count_memory() as counter:
         way.step(batch, 0.1)
     before = found.held * 2 // 3  # matrices and momenta were there before
     assert phases["learn"].device - before == pytest.approx(counter.peak, rel=0.25)

@@ -17,10 +17,10 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from llmcompressor import oneshot, plan
+from llmcompressor.core.modifier import Modifier
 from llmcompressor.core.state import State
 from llmcompressor.entrypoints.plan import plan_from_arguments
 from llmcompressor.errors import ArgumentError, CheckpointError, InputError
-from llmcompressor.modifiers.modifier import Modifier
 from llmcompressor.modifiers.quantization import GPTQModifier, QuantizationModifier
 from llmcompressor.modifiers.sparsity import WandaPruningModifier
 from llmcompressor.planning.result import Match, Plan

@@ -11,11 +11,11 @@ import torch
 
 from llmcompressor import plan
 from llmcompressor.args import ModelArguments
-from llmcompressor.modeling import flow
-from llmcompressor.modeling.flow import trace_flow
+from llmcompressor.modeling import call_graph
+from llmcompressor.modeling.call_graph import trace_flow
 from llmcompressor.modifiers.rotation import SpinQuantModifier
 from llmcompressor.planning import miniature
-from llmcompressor.planning.subject import open_subject
+from llmcompressor.planning.subject import open_planned_model
 
 
 def spin(*names: str) -> SpinQuantModifier:
@@ -62,17 +62,17 @@ def test_a_matrix_that_is_not_loaded_is_not_gone_through(
 ) -> None:
     """Zeros for products with zeros: the flow is the same, and takes no time for wide models."""
     hollow = torch.zeros(()).expand(3, 2)
-    assert torch.equal(flow._nothing(torch.ones(5, 2), hollow), torch.zeros(5, 3))
-    assert flow._nothing(torch.ones(5, 2), hollow.clone()) is None
+    assert torch.equal(call_graph._zero_product(torch.ones(5, 2), hollow), torch.zeros(5, 3))
+    assert call_graph._zero_product(torch.ones(5, 2), hollow.clone()) is None
     # Small, and no 16-bit floats: all is multiplied in full once, and some processors are slow.
     config = {**published.DEEPSEEK_V3, "num_hidden_layers": 4, "n_routed_experts": 16}
     config |= {"hidden_size": 512, "intermediate_size": 512, "vocab_size": 1000}
     folder = published.write_headers(tmp_path / "model", config, published.tensors_of(config))
     wanted = ModelArguments(model=str(folder), precision="float32")
-    model = open_subject(wanted).model
+    model = open_planned_model(wanted).model
     short = trace_flow(model)
-    monkeypatch.setattr(flow, "_nothing", lambda *args: None)
-    small = open_subject(wanted).model
+    monkeypatch.setattr(call_graph, "_zero_product", lambda *args: None)
+    small = open_planned_model(wanted).model
     long = trace_flow(small)
     names, others = ({one: name for name, one in each.named_modules()} for each in (model, small))
     assert [names[one] for one in short.called] == [others[one] for one in long.called]

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from llmcompressor import plan
+from llmcompressor.planning.memory import Capacity, shortages
 from llmcompressor.planning.result import Phase
-from llmcompressor.planning.shortage import Capacity, shortages
 
 RTN = "modifiers:\n  QuantizationModifier: {targets: [Linear], scheme: W4A16, ignore: [lm_head]}\n"
 PHASES = [Phase("load", 100, 10, 0, 0.0), Phase("solve", 300, 70, 0, 0.0)]

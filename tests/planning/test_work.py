@@ -16,17 +16,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 from llmcompressor import oneshot, plan
+from llmcompressor.core.contract import DataSize
 from llmcompressor.core.state import State
 from llmcompressor.modifiers.autoround.base import TOKENS_PER_COLUMN, AutoRoundModifier
 from llmcompressor.modifiers.awq import AWQModifier
-from llmcompressor.modifiers.demands import DataSize
 from llmcompressor.modifiers.hqq import HQQModifier
 from llmcompressor.modifiers.pruning import REAPPruningModifier
 from llmcompressor.modifiers.quantization import GPTQModifier, QuantizationModifier
 from llmcompressor.modifiers.smoothquant import SmoothQuantModifier
 from llmcompressor.modifiers.transform import SpinQuantModifier
 from llmcompressor.numerics.awq import candidates
-from llmcompressor.pipelines import experts
+from llmcompressor.pipelines import moe_routing
 from llmcompressor.planning import passes, workload
 
 SAMPLES, LENGTH = 32, 32
@@ -161,7 +161,7 @@ def test_both_ways_of_scaling_are_planned_as_one_grid() -> None:
     for points in (2, 3, 10, 21):
         for duo in (True, False, "both"):
             (searching,) = AWQModifier(n_grid=points, duo_scaling=duo)
-            assert searching._points == len(list(candidates(ones, ones, points, duo)))
+            assert searching._candidate_count == len(list(candidates(ones, ones, points, duo)))
 
 
 def planned_visits(folder: Path, modifier: Any) -> int:
@@ -260,8 +260,8 @@ def test_what_is_planned_for_one_stop_is_solved_at_one(
     """The experts of a wave wait together: their statistics are all held, in waves of five here."""
     kind, make, more = RECIPES[name]
     source, data = folder_of(kind, tmp_path / "model"), rows()
-    for user in (workload, experts):
-        monkeypatch.setattr(user, "wave_of", lambda mixture, *, every: 5)
+    for user in (workload, moe_routing):
+        monkeypatch.setattr(user, "experts_per_wave", lambda mixture, *, every: 5)
     planned: list[int] = []
     block_works = workload.block_works
 

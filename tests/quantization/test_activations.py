@@ -12,12 +12,12 @@ import torch
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from torch.nn import Linear
 
+from llmcompressor.core.modifier import Modifier
 from llmcompressor.core.state import State
 from llmcompressor.errors import NonFiniteError, TargetError
-from llmcompressor.modifiers.modifier import Modifier
 from llmcompressor.observers.base import Observer
 from llmcompressor.quantization.activations import ActivationObservers
-from llmcompressor.quantization.attach import tap_attention
+from llmcompressor.quantization.attach import enable_attention_hooks
 from llmcompressor.schemes.presets import preset_scheme
 
 STATIC = QuantizationArgs(num_bits=8, strategy="tensor", observer="static_minmax")
@@ -200,7 +200,7 @@ def test_states_of_padding_do_not_count(
         modifier = Watching()
         own = ActivationObservers(modifier, State())
         for layer in model.model.layers:
-            tap_attention(model, layer.self_attn, queries=True)
+            enable_attention_hooks(model, layer.self_attn, queries=True)
         own.watch_attention(module, "attention", args, ("q", "k", "v"))
         for batch in batches:
             masked(own, batch["attention_mask"].bool())
@@ -220,7 +220,7 @@ def test_states_of_padding_do_not_count(
 def test_only_the_states_that_are_asked_for_are_observed(observers: ActivationObservers) -> None:
     model = tiny.llama()
     module = model.model.layers[0].self_attn
-    tap_attention(model, module, queries=False)
+    enable_attention_hooks(model, module, queries=False)
     observers.watch_attention(module, "attention", STATIC, ("k", "v"))
     tiny.logits(model, tiny.batches(number=1))
     assert set(observers.parameters(module)) == {"k_scale", "v_scale"}

@@ -30,11 +30,11 @@ from llmcompressor.quantization.attach import (
     attach_linear,
     cache_scheme,
     cached_attention_modules,
-    check_states,
-    planned_attention,
+    check_kv_shape_attributes,
+    disable_attention_hooks,
+    enable_attention_hooks,
+    quantized_attention_tensors,
     set_parameter,
-    tap_attention,
-    untap_attention,
 )
 from llmcompressor.quantization.parameters import WeightParameters, observe_weight
 from llmcompressor.schemes.presets import preset_scheme
@@ -151,11 +151,11 @@ def test_taps_change_nothing_and_come_off_without_a_trace(queries: bool) -> None
     found = cached_attention_modules(model)
     assert list(found.values()) == [f"model.layers.{layer}.self_attn" for layer in range(2)]
     for module in found:
-        tap_attention(model, module, queries=queries)
+        enable_attention_hooks(model, module, queries=queries)
     assert tiny.traces(model)
     assert torch.equal(tiny.logits(model, data), before)
     for module in found:
-        untap_attention(model, module)
+        disable_attention_hooks(model, module)
     assert tiny.traces(model) == {}
     assert model.config._attn_implementation == implementation
     assert torch.equal(tiny.logits(model, data), before)
@@ -166,8 +166,8 @@ def test_untapping_leaves_the_hooks_of_others() -> None:
     module = model.model.layers[0].self_attn
     calls: list[Module] = []
     module.register_forward_pre_hook(lambda module, args: calls.append(module))
-    tap_attention(model, module, queries=False)
-    untap_attention(model, module)
+    enable_attention_hooks(model, module, queries=False)
+    disable_attention_hooks(model, module)
     tiny.logits(model, tiny.batches(number=1))
     assert calls == [module]
 
@@ -177,7 +177,7 @@ def test_keys_are_rounded_on_their_scale_once_attached() -> None:
     model, data = tiny.llama(), tiny.batches(number=1)
     plain = cache_of(tiny.llama()(**data[0], use_cache=True))
     for module in cached_attention_modules(model):
-        tap_attention(model, module, queries=False)
+        enable_attention_hooks(model, module, queries=False)
         scales = {name: torch.tensor([0.01]) for name in ("k_scale", "v_scale")}
         attach_attention(module, FP8, scales)
     cache = cache_of(model(**data[0], use_cache=True))
@@ -192,10 +192,10 @@ def test_states_keep_their_dtype_where_an_attention_module_has_parameters_of_ano
     model, data = tiny.llama().to(torch.bfloat16), tiny.batches(number=1)
     for module in cached_attention_modules(model):
         module.sinks = torch.nn.Parameter(torch.zeros(4))
-        planned = planned_attention(model, module, cache_scheme(FP8), queries=False)
+        planned = quantized_attention_tensors(model, module, cache_scheme(FP8), queries=False)
         assert planned["k_scale"].dtype is planned["v_scale"].dtype is torch.bfloat16
         assert planned["sinks"].dtype is torch.float32
-        tap_attention(model, module, queries=False)
+        enable_attention_hooks(model, module, queries=False)
         scales = {name: torch.tensor([0.01]) for name in ("k_scale", "v_scale")}
         attach_attention(module, FP8, scales)
     cache = model(**data[0], use_cache=True).past_key_values
@@ -233,7 +233,7 @@ def test_a_copy_of_a_module_quantizes_its_inputs_by_itself(form: str) -> None:
 def test_a_copy_of_a_model_has_a_cache_of_its_own(form: str) -> None:
     model = tiny.llama()
     for module in cached_attention_modules(model):
-        tap_attention(model, module, queries=False)
+        enable_attention_hooks(model, module, queries=False)
         scales = {name: torch.tensor([0.25]) for name in ("k_scale", "v_scale")}
         attach_attention(module, FP8, scales)
     expected = tiny.logits(model, tiny.batches())
@@ -252,7 +252,7 @@ def test_a_configuration_that_tells_shapes_by_layers_alone_is_refused() -> None:
     model: Any = Module()
     model.config = config
     with pytest.raises(TargetError, match="Gemma4TextConfig does not tell for the model as a"):
-        check_states(model)
+        check_kv_shape_attributes(model)
 
 
 def test_each_part_of_a_model_gets_its_attention_function_back() -> None:
@@ -263,9 +263,9 @@ def test_each_part_of_a_model_gets_its_attention_function_back() -> None:
     assert model.config._attn_implementation == "sdpa"
     attention = list(cached_attention_modules(model))
     for module in attention:
-        tap_attention(model, module, queries=True)
+        enable_attention_hooks(model, module, queries=True)
     assert model.config._attn_implementation == config._attn_implementation == "ct_hooked_attention"
     for module in attention:
-        untap_attention(model, module)
+        disable_attention_hooks(model, module)
     assert model.config._attn_implementation == "sdpa"
     assert config._attn_implementation == "eager"

@@ -21,10 +21,13 @@ from torch import Tensor
 from torch.nn import Linear, Module
 
 from llmcompressor.numerics.scales import effective_scale
-from llmcompressor.numerics.straight_through import step_gradient
-from llmcompressor.quantization.fake_activations import FakeActivation
-from llmcompressor.quantization.fake_weights import WEIGHT_STEP, FakeWeights
-from llmcompressor.quantization.parameters import extreme_parameters, observe_weight
+from llmcompressor.numerics.straight_through import lsq_gradient_scale
+from llmcompressor.quantization.fake_quantize import (
+    WEIGHT_STEP,
+    ActivationFakeQuantizer,
+    WeightFakeQuantizer,
+)
+from llmcompressor.quantization.parameters import min_max_parameters, observe_weight
 from llmcompressor.schemes.bridge import grid_of, partition_of
 from llmcompressor.schemes.presets import PRESETS, preset_scheme
 
@@ -60,10 +63,14 @@ def activation(dtype: torch.dtype = torch.float32, *shape: int) -> Tensor:
     return torch.randn(*(shape or (2, 3, C)), dtype=torch.float64).to(dtype)
 
 
-def fake(args: QuantizationArgs, module: Module | None = None, **fields: Any) -> FakeActivation:
+def fake(
+    args: QuantizationArgs, module: Module | None = None, **fields: Any
+) -> ActivationFakeQuantizer:
     """The fake quantization of an input that has seen a step, of which parts will be clipped."""
     module = module or linear()
-    one = FakeActivation(module, "a.b", "input", args, learned=fields.get("learned", False))
+    one = ActivationFakeQuantizer(
+        module, "a.b", "input", args, learned=fields.get("learned", False)
+    )
     one.register()
     if one.observer is not None:
         one.collect(0.6 * activation(module.weight.dtype), None)
@@ -178,13 +185,13 @@ def test_static_activations_pass_gradients_as_defined(
         slope = differences(
             lambda s: (definition(definition.x, s) * weights).sum(), definition.scale
         )
-        g = step_gradient(C, grid_of(args))
+        g = lsq_gradient_scale(C, grid_of(args))
         found = getattr(module, one.step_name).grad  # of p, with s = s0 exp(p)
         assert torch.allclose(found.double(), g * slope * definition.scale, rtol=1e-3)
 
 
 def test_padding_is_not_observed() -> None:
-    one = FakeActivation(linear(), "a", "input", STATIC["tensor"], learned=False)
+    one = ActivationFakeQuantizer(linear(), "a", "input", STATIC["tensor"], learned=False)
     x, mask = activation(), torch.tensor([[True, True, False], [True, False, False]])
     one.collect(x, mask)
     one.commit([one.collected()])
@@ -194,7 +201,7 @@ def test_padding_is_not_observed() -> None:
 
 def test_states_of_attention_are_observed_without_padding_and_by_head() -> None:
     args = QuantizationArgs(num_bits=8, strategy="attn_head")
-    one = FakeActivation(linear(), "a", "k", args, learned=True)
+    one = ActivationFakeQuantizer(linear(), "a", "k", args, learned=True)
     assert not one.learned
     states, mask = activation(torch.float32, 2, 4, 3, 8), torch.tensor([[1, 1, 0], [1, 1, 1]]) > 0
     one.collect(states, mask)
@@ -210,15 +217,18 @@ def test_states_of_attention_are_observed_without_padding_and_by_head() -> None:
 
 
 def test_an_activation_that_was_never_observed_is_left_as_it_is() -> None:
-    one, x = FakeActivation(linear(), "a", "input", STATIC["tensor"], learned=False), activation()
+    one, x = (
+        ActivationFakeQuantizer(linear(), "a", "input", STATIC["tensor"], learned=False),
+        activation(),
+    )
     assert one(x) is x
 
 
 # ------------------------------------------------------------------ weights
 
 
-def weights_of(module: Linear, args: QuantizationArgs, **fields: Any) -> FakeWeights:
-    return FakeWeights(
+def weights_of(module: Linear, args: QuantizationArgs, **fields: Any) -> WeightFakeQuantizer:
+    return WeightFakeQuantizer(
         {module: args}, {module: "a.b"}, {}, **{"learned": False, "follow": True, **fields}
     )
 
@@ -229,7 +239,7 @@ def test_weights_are_rounded_as_they_will_be_stored(name: str, dtype: torch.dtyp
     module, args = linear(dtype), preset_scheme(name).weights
     weight = module.weight.detach()
     expected = observe_weight(weight, args)
-    quick = extreme_parameters(weight, args)
+    quick = min_max_parameters(weight, args)
     for field in ("scale", "zero_point", "global_scale"):
         one, other = getattr(expected, field), getattr(quick, field)
         assert (one is None and other is None) or torch.equal(one.float(), other.float())
@@ -265,7 +275,7 @@ def test_weights_get_gradients_as_defined(name: str, learned: bool) -> None:
             lambda s: (definition(definition.x, partition.expand(s, R, C)) * weights).sum(),
             scale.detach().double(),
         )
-        g = step_gradient(R * C // scale.numel(), grid)
+        g = lsq_gradient_scale(R * C // scale.numel(), grid)
         gradient = getattr(module, WEIGHT_STEP).grad
         first = found._present(module, module.weight).effective_scale
         expected = g * slope * first.double()
@@ -307,7 +317,7 @@ def test_fused_weights_share_the_global_scale_of_their_present_values() -> None:
     args = preset_scheme("NVFP4").weights
     a, b = linear(), linear()
     pair = (a, b)
-    found = FakeWeights(
+    found = WeightFakeQuantizer(
         {a: args, b: args}, {a: "a", b: "b"}, {a: pair, b: pair}, learned=False, follow=True
     )
     for factor in (1.0, 3.0):

@@ -25,12 +25,12 @@ from transformers.models.llama.modeling_llama import LlamaAttention
 from llmcompressor.quantization.attach import (
     attach_attention,
     cache_scheme,
-    planned_attention,
-    tap_attention,
-    untap_attention,
+    disable_attention_hooks,
+    enable_attention_hooks,
+    quantized_attention_tensors,
 )
-from llmcompressor.quantization.hooked_cache import hook_cache
-from llmcompressor.schemes.attention import cache_argument, is_cached_attention
+from llmcompressor.quantization.kv_cache import hook_cache
+from llmcompressor.schemes.attention import is_cached_attention, kv_cache_argument
 
 FP8 = QuantizationArgs(num_bits=8, type="float", strategy="tensor")
 SCALE = 0.01
@@ -54,7 +54,7 @@ class EarlierAttention(LlamaAttention):
 
 
 KINDS = {"cache": LaterAttention, "past_key_values": EarlierAttention}
-INSTALLED: Any = cache_argument(tiny.llama().model.layers[0].self_attn)
+INSTALLED: Any = kv_cache_argument(tiny.llama().model.layers[0].self_attn)
 
 
 def attention(kind: type[Module]) -> tuple[Any, Any, dict[str, Any]]:
@@ -86,7 +86,7 @@ def test_what_is_cached_is_rounded_by_each_name(name: str) -> None:
     model, module, inputs = attention(KINDS[name])
     assert is_cached_attention(module)
     plain, without = keys(module, name, inputs), module(**inputs)[0]
-    tap_attention(model, module, queries=False)
+    enable_attention_hooks(model, module, queries=False)
     assert torch.equal(keys(module, name, inputs), plain)
     attach(module, "k", "v")
     expected = fake_quantize(plain, torch.tensor([SCALE]), None, FP8)
@@ -100,7 +100,7 @@ def test_what_is_cached_is_rounded_by_each_name(name: str) -> None:
 def test_queries_are_rounded_by_each_name(name: str) -> None:
     model, module, inputs = attention(KINDS[name])
     plain = keys(module, name, inputs)
-    tap_attention(model, module, queries=True)
+    enable_attention_hooks(model, module, queries=True)
     assert hasattr(module, IMPL_ATTR)
     attach(module, "q", "k", "v")
     expected = fake_quantize(plain, torch.tensor([SCALE]), None, FP8)
@@ -113,10 +113,10 @@ def test_queries_are_rounded_by_each_name(name: str) -> None:
 def test_untapping_leaves_nothing(name: str, *, queries: bool) -> None:
     model, module, inputs = attention(KINDS[name])
     before = keys(module, name, inputs)
-    names = set(planned_attention(model, module, cache_scheme(FP8), queries=queries))
+    names = set(quantized_attention_tensors(model, module, cache_scheme(FP8), queries=queries))
     assert names == {"k_scale", "v_scale", *(["q_scale"] if queries else [])}
-    tap_attention(model, module, queries=queries)
-    untap_attention(model, module)
+    enable_attention_hooks(model, module, queries=queries)
+    disable_attention_hooks(model, module)
     assert not hasattr(module, KV_CACHE_ATTR)
     assert not module._forward_pre_hooks
     assert not module._forward_pre_hooks_with_kwargs
@@ -138,7 +138,7 @@ def test_a_model_of_the_installed_transformers_is_given_its_own_name() -> None:
     """Whatever it is, no warning comes of it: here warnings are errors."""
     model, data = tiny.llama(), tiny.batches(number=1)
     for layer in model.model.layers:
-        tap_attention(model, layer.self_attn, queries=True)
+        enable_attention_hooks(model, layer.self_attn, queries=True)
         attach(layer.self_attn, "q", "k", "v")
     cached = cache_of(model(**data[0], use_cache=True))
     assert cached.layers[1].keys.unique().numel() < 2**8

@@ -14,15 +14,15 @@ from tests.presets import WITH_WEIGHTS
 from torch import Tensor
 from torch.nn import Linear
 
-from llmcompressor.checkpoint.compress import QuantizedModule, compress
+from llmcompressor.checkpoint.packing import QuantizedModule, compress
 from llmcompressor.errors import NonFiniteError
 from llmcompressor.numerics.partition import fake_quantize_matrix
 from llmcompressor.numerics.scales import global_scale_from_amax
 from llmcompressor.observers import Observer
 from llmcompressor.quantization.parameters import (
     WeightParameters,
-    follows_extremes,
     observe_weight,
+    uses_only_extremes,
     weight_amax,
 )
 from llmcompressor.schemes.bridge import grid_of, needs_global_scale, partition_of
@@ -96,7 +96,7 @@ def test_the_short_way_finds_what_the_observer_finds(name: str, dtype: torch.dty
     weight_RC, args = weight(dtype), arguments(name)
     args = args.model_copy(update={"observer": "memoryless_minmax"})
     observer = Observer.load_from_registry("memoryless_minmax", base_name="weight", args=args)
-    assert follows_extremes(args)
+    assert uses_only_extremes(args)
     shared = global_scale_from_amax(weight_amax(weight_RC)) if needs_global_scale(args) else None
     scale, zero_point = observer.observe(weight_RC).qparams(shared, dtype=dtype)
     found = observe_weight(weight_RC, args)

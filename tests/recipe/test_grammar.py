@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from llmcompressor.core.modifier import Modifier
 from llmcompressor.errors import RecipeError
-from llmcompressor.modifiers.modifier import Modifier
 from llmcompressor.recipe import Recipe
 
 

@@ -10,8 +10,8 @@ import pytest
 from pydantic import Field
 
 import llmcompressor.recipe
+from llmcompressor.core.modifier import Modifier
 from llmcompressor.errors import RecipeError
-from llmcompressor.modifiers.modifier import Modifier
 from llmcompressor.recipe import Recipe, Stage
 
 
@@ -192,7 +192,7 @@ def test_repr_names_stages_and_modifiers(recipe):
 def test_expressions_load_without_modifiers_or_torch():
     code = (
         "import sys; from llmcompressor.recipe.expressions import evaluate; evaluate('1');"
-        "sys.exit(int('torch' in sys.modules or 'llmcompressor.modifiers.modifier' in sys.modules))"
+        "sys.exit(int('torch' in sys.modules or 'llmcompressor.core.modifier' in sys.modules))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 

@@ -22,9 +22,9 @@ from pydantic import (
     model_serializer,
 )
 
+from llmcompressor.core.modifier import Modifier
 from llmcompressor.errors import OutputError
 from llmcompressor.logger import logger
-from llmcompressor.modifiers.modifier import Modifier
 from llmcompressor.recipe import Recipe, Stage
 
 

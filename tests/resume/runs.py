@@ -24,7 +24,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3Moe
 
 from llmcompressor import oneshot
 from llmcompressor.checkpoint import block_writer, journal
-from llmcompressor.checkpoint.finished_blocks import FinishedBlocks
+from llmcompressor.checkpoint.block_stream import BlockRestorer
 from llmcompressor.modifiers.pruning import REAPPruningModifier
 from llmcompressor.modifiers.quantization import GPTQModifier, QuantizationModifier
 from llmcompressor.modifiers.rotation import learned as rotations
@@ -413,7 +413,7 @@ def _arm_end(strikes: Callable[[str], bool]) -> None:
     for name in ("rename", "replace", "unlink", "rmdir"):
         armed(Path, name)
     armed(shutil, "rmtree")
-    armed(FinishedBlocks, "hand_over")
+    armed(BlockRestorer, "attach_lazy_blocks")
 
 
 def tree(folder: Path) -> dict[str, str]:

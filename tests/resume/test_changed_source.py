@@ -15,8 +15,8 @@ from safetensors.torch import load_file, save_file
 
 from llmcompressor import oneshot
 from llmcompressor.checkpoint import journal
-from llmcompressor.checkpoint.block_weights import BlockWeights
-from llmcompressor.checkpoint.reading import TensorReader
+from llmcompressor.checkpoint.block_reader import BlockWeights
+from llmcompressor.checkpoint.tensor_files import TensorReader
 from llmcompressor.errors import CheckpointError, OutputError
 from llmcompressor.logger import logger
 from llmcompressor.modifiers.transform.awq import AWQ_MAPPING_REGISTRY, AWQMapping

@@ -19,7 +19,7 @@ from tests.thinned import few
 from transformers import AutoModelForCausalLM
 
 from llmcompressor import oneshot, plan
-from llmcompressor.checkpoint import block_writer, reading
+from llmcompressor.checkpoint import block_writer, tensor_files
 from llmcompressor.checkpoint.journal import Journal
 from llmcompressor.errors import CheckpointError, CompressorError, OutputError
 from llmcompressor.modifiers.quantization import GPTQModifier, QuantizationModifier
@@ -287,7 +287,7 @@ def test_a_shard_that_cannot_be_read_in_mid_run(
             raise OSError(errno.EIO, "Input/output error")
         return preadv(*arguments)
 
-    monkeypatch.setattr(reading.os, "preadv", failing)
+    monkeypatch.setattr(tensor_files.os, "preadv", failing)
     with pytest.raises(CheckpointError, match="cannot be read: Input/output error"):
         call(small, tmp_path / "output")
     monkeypatch.undo()
@@ -438,7 +438,7 @@ def test_what_was_moved_aside_goes_when_the_new_one_is_in_place(
 ) -> None:
     call(small, tmp_path / "output")
     (tmp_path / "output").rename(tmp_path / "output.old-vm-999999-0")
-    monkeypatch.setattr("llmcompressor.checkpoint.staging._owner", lambda: "vm-1")
+    monkeypatch.setattr("llmcompressor.checkpoint.atomic_output._owner", lambda: "vm-1")
     call(small, tmp_path / "output", overwrite=True)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "output"]
 

@@ -17,8 +17,8 @@ from runs import KILLED, RECIPES, Job, run, tree
 from safetensors.torch import load_file, save_file
 
 from llmcompressor import plan
-from llmcompressor.checkpoint.finished_run import RUN_FILE
-from llmcompressor.entrypoints import streamed
+from llmcompressor.checkpoint.workspace import RUN_FILE
+from llmcompressor.entrypoints import run as streamed
 from llmcompressor.errors import OutputError
 from llmcompressor.modifiers.quantization import QuantizationModifier
 from llmcompressor.modifiers.rotation import learned as rotations
@@ -30,7 +30,7 @@ SAID = "nothing is done again"
 @pytest.fixture
 def killed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Calls are as if they had been killed when all was done."""
-    monkeypatch.setattr(streamed, "forget_run", lambda folder: None)
+    monkeypatch.setattr(streamed, "remove_run_file", lambda folder: None)
 
 
 def stamps(folder: Path) -> dict[str, int]:

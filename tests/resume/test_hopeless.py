@@ -77,7 +77,9 @@ def test_a_module_that_no_batch_reaches_leaves_nothing(
         raise TargetError("No calibration batch reached x.", "Add data.")
 
     blocks = committed(monkeypatch)
-    monkeypatch.setattr("llmcompressor.pipelines.residency.Residency.visit_rest", unreached)
+    monkeypatch.setattr(
+        "llmcompressor.pipelines.block_loading.BlockLoader.finish_unvisited", unreached
+    )
     with pytest.raises(TargetError, match="No calibration batch"):
         call(model, tmp_path / "output")
     assert blocks

@@ -13,7 +13,7 @@ import pytest
 from runs import BLOCKS, KILLED, NEEDS_DATA, Job, run, tree
 from tests.thinned import few
 
-from llmcompressor.checkpoint.finished_run import RUN_FILE
+from llmcompressor.checkpoint.workspace import RUN_FILE
 
 Expected = Callable[[str], dict[str, str]]
 

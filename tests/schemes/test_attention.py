@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import EncoderDecoderCache
 
 from llmcompressor.errors import TargetError
-from llmcompressor.schemes.attention import cache_argument, is_cached_attention
+from llmcompressor.schemes.attention import is_cached_attention, kv_cache_argument
 from llmcompressor.schemes.checks import check_schemes
 from llmcompressor.schemes.resolve import resolve_schemes
 
@@ -96,7 +96,7 @@ class CacheAttention(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("module", "is_cached"),
+    ("module", "has_offload_caches"),
     [
         (FullAttention(), True),
         (InheritingAttention(), True),
@@ -130,10 +130,12 @@ def test_attention_with_a_cache_updates_it(module: nn.Module, is_cached: bool) -
 def test_the_argument_that_is_the_cache(
     module: Any, given: tuple[str, ...], name: str | None
 ) -> None:
-    assert cache_argument(module, dict.fromkeys(given)) == name
+    assert kv_cache_argument(module, dict.fromkeys(given)) == name
 
 
-@pytest.mark.parametrize(("layer", "is_cached"), [(0, False), (1, True), (2, True), (None, True)])
+@pytest.mark.parametrize(
+    ("layer", "has_offload_caches"), [(0, False), (1, True), (2, True), (None, True)]
+)
 def test_the_configuration_may_say_which_layers_are_linear(
     layer: int | None, is_cached: bool
 ) -> None:

@@ -18,9 +18,9 @@ from llmcompressor.schemes.checks import (
     check_tied,
     check_weights_quantizable,
     describe,
-    indivisible,
+    indivisible_modules,
     tied_weights,
-    warn_mixed_sets,
+    warn_mixed_fused_sets,
 )
 from llmcompressor.schemes.presets import preset_scheme
 from llmcompressor.schemes.resolve import resolve_schemes
@@ -37,7 +37,10 @@ def schemes_of(model: nn.Module, **fields: Any) -> dict[str, QuantizationScheme]
 def test_every_misfit_is_in_one_error() -> None:
     model = linears(a=192, b=256, c=320, d=64)
     schemes = schemes_of(model, scheme="W4A16")
-    assert [one[:3] for one in indivisible(model, schemes)] == [("a", 192, 128), ("c", 320, 128)]
+    assert [one[:3] for one in indivisible_modules(model, schemes)] == [
+        ("a", 192, 128),
+        ("c", 320, 128),
+    ]
     with pytest.raises(TargetError, match="bypass_divisibility_checks") as caught:
         check_schemes(model, schemes)
     assert "a: 192 columns, groups of 128" in str(caught.value)
@@ -97,7 +100,7 @@ def test_a_bypass_is_for_what_can_be_run_and_written(
 )
 def test_which_columns_fit(scheme: str, columns: int, fits: bool) -> None:
     model = linears(a=columns)
-    assert (not indivisible(model, schemes_of(model, scheme=scheme))) is fits
+    assert (not indivisible_modules(model, schemes_of(model, scheme=scheme))) is fits
 
 
 def test_blocks_of_weights_alone_may_be_ragged() -> None:
@@ -111,7 +114,7 @@ def test_embeddings_are_checked_by_their_width() -> None:
     schemes = schemes_of(model, config_groups={"g": preset_scheme("MXFP4A16", ["Embedding"])})
     check_divisible(model, schemes)
     model = nn.ModuleDict({"e": nn.Embedding(96, 10)})
-    assert [one[:3] for one in indivisible(model, schemes)] == [("e", 10, 32)]
+    assert [one[:3] for one in indivisible_modules(model, schemes)] == [("e", 10, 32)]
 
 
 def test_weights_without_float_values_are_refused() -> None:
@@ -213,7 +216,7 @@ def test_the_way_out_of_a_shared_weight_is_one(names: list[str]) -> None:
 def test_a_set_in_two_schemes_is_told_with_its_members(warned: list[str]) -> None:
     four, eight = preset_scheme("W4A16"), preset_scheme("W8A16")
     joined = [("x.q_proj", "x.k_proj", "x.v_proj"), ("x.gate_proj", "x.up_proj")]
-    warn_mixed_sets(
+    warn_mixed_fused_sets(
         {"x.q_proj": four, "x.k_proj": four, "x.v_proj": eight, "x.gate_proj": four}, joined
     )
     assert len(warned) == 1
@@ -227,7 +230,7 @@ def test_alike_is_what_a_reader_sees_alike(warned: list[str]) -> None:
         **{"a": resolve_schemes(config_groups={"g": written}).groups["g"]},
         **{"b": resolve_schemes(scheme="W4A16", weight_observer="mse").groups["group_0"]},
     }
-    warn_mixed_sets(schemes, [("a", "b"), ("c", "d")])
+    warn_mixed_fused_sets(schemes, [("a", "b"), ("c", "d")])
     assert not warned
 
 

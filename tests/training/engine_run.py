@@ -18,7 +18,7 @@ from pydantic import PrivateAttr
 from torch import Tensor
 
 from llmcompressor.core import EventType
-from llmcompressor.modeling.spread import whole
+from llmcompressor.modeling.sharded import gather_full
 from llmcompressor.modifiers import Modifier
 
 
@@ -42,7 +42,7 @@ class Witness(Modifier):
         return True
 
     def on_event(self, state, event, **kwargs):
-        weight = whole(state.model.model.layers[0].mlp.down_proj.weight).detach()
+        weight = gather_full(state.model.model.layers[0].mlp.down_proj.weight).detach()
         if event.type_ is EventType.BATCH_START:
             self._weight = weight.clone()
         elif event.type_ is EventType.OPTIM_PRE_STEP:

@@ -17,7 +17,7 @@ from transformers.utils import check_peft_version
 from llmcompressor import evaluate, oneshot, plan, train, verify
 from llmcompressor.core import CompressionSession
 from llmcompressor.errors import ArgumentError, CheckpointError, TargetError
-from llmcompressor.modeling.adapters import adapters_of
+from llmcompressor.modeling.patches import modules_with_adapters
 from llmcompressor.training import Trainer
 
 peft = pytest.importorskip("peft", reason="peft is an optional companion")
@@ -97,7 +97,7 @@ WHERE = [
     ids=["none", "added", "wrapped", "prompted", "merged"],
 )
 def test_where_adapters_are(make: Callable[[], Any], expected: list[str]) -> None:
-    assert adapters_of(make()) == expected
+    assert modules_with_adapters(make()) == expected
 
 
 @pytest.mark.parametrize("make", [wrapped, added, prompted])

@@ -29,7 +29,7 @@ from llmcompressor.modifiers.pruning import ConstantPruningModifier, MagnitudePr
 from llmcompressor.recipe import Recipe
 from llmcompressor.training import Trainer
 from llmcompressor.training.checks import check_trainer
-from llmcompressor.training.engine import ToldSteps, show_copies
+from llmcompressor.training.driver import PreStepHook, expose_fp32_copies
 
 installed = pytest.mark.skipif(
     find_spec("deepspeed") is None, reason="deepspeed is an optional companion"
@@ -256,7 +256,7 @@ class Engine:
 
 def test_it_is_told_before_the_engine_steps() -> None:
     engine = Engine()
-    told = ToldSteps(engine, lambda: engine.seen.append("told"))
+    told = PreStepHook(engine, lambda: engine.seen.append("told"))
     for _ in range(4):
         engine.backward()
     told.leave()
@@ -312,11 +312,11 @@ def test_a_copy_that_stands_in_groups_is_masked() -> None:
     model.bfloat16()
     copies = [each.detach().float() for each in model.parameters()]
     optimizer = SimpleNamespace(fp16_groups=[list(model.parameters())], fp32_groups=[copies])
-    show_copies(SimpleNamespace(optimizer=optimizer))
+    expose_fp32_copies(SimpleNamespace(optimizer=optimizer))
     pruning.update_event(state, event(EventType.BATCH_START))
     assert torch.equal(copies[0] == 0, model.weight == 0)
     assert copies[1].all(), "a bias is no target"
-    show_copies(SimpleNamespace(optimizer=torch.optim.SGD(model.parameters())))  # has none
+    expose_fp32_copies(SimpleNamespace(optimizer=torch.optim.SGD(model.parameters())))  # has none
 
 
 def test_a_flat_piece_is_masked(monkeypatch: pytest.MonkeyPatch) -> None:

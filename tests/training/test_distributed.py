@@ -25,7 +25,7 @@ from safetensors.torch import load_file
 from torch import multiprocessing
 from transformers import PreTrainedModel, TrainingArguments
 
-from llmcompressor.args.renamed import name_among
+from llmcompressor.args.parsing import current_name
 
 SCRIPT = Path(distributed_run.__file__)
 
@@ -79,7 +79,7 @@ PROJECTED = {
 }
 
 
-CHECKPOINTING = name_among(TrainingArguments.__dataclass_fields__, "activation_checkpointing")
+CHECKPOINTING = current_name(TrainingArguments.__dataclass_fields__, "activation_checkpointing")
 
 
 @pytest.mark.slow

@@ -17,7 +17,7 @@ from llmcompressor.core import EventType, active_session, callbacks, create_sess
 from llmcompressor.metrics import LambdaLogger, LoggerManager
 from llmcompressor.modifiers import Modifier
 from llmcompressor.training import SessionManagerMixIn, Trainer
-from llmcompressor.training.summary import summary
+from llmcompressor.training.callbacks import summary
 
 
 class Listener(Modifier):

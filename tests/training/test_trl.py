@@ -23,10 +23,10 @@ from transformers import (
 )
 
 from llmcompressor.args import DatasetArguments
-from llmcompressor.args.renamed import name_among
+from llmcompressor.args.parsing import current_name
 from llmcompressor.datasets import TextGenerationDataset
 from llmcompressor.errors import InputError
-from llmcompressor.modeling.embeddings import untie_embeddings
+from llmcompressor.modeling.weights import untie_embeddings
 from llmcompressor.training import SessionManagerMixIn
 
 trl = pytest.importorskip("trl", reason="trl is an optional companion")
@@ -69,7 +69,7 @@ SETTINGS = {
     "bf16": False,
     "seed": 7,
     # TRL's own default, which it gives by the older name.
-    name_among(TrainingArguments.__dataclass_fields__, "activation_checkpointing"): True,
+    current_name(TrainingArguments.__dataclass_fields__, "activation_checkpointing"): True,
 }
 
 

@@ -10,7 +10,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     offload_wrapper,
 )
 
-from llmcompressor.training.wrappers import take_off_checkpointing
+from llmcompressor.training.driver import remove_checkpoint_wrappers
 
 
 def test_modules_have_their_own_names_again() -> None:
@@ -22,6 +22,6 @@ def test_modules_have_their_own_names_again() -> None:
         wrapped = checkpoint_wrapper(layer)
         model.model.layers[number] = offload_wrapper(wrapped) if number else wrapped
     assert [name for name, _ in model.named_modules()] != names
-    take_off_checkpointing(model)
+    remove_checkpoint_wrappers(model)
     assert [name for name, _ in model.named_modules()] == names
     assert torch.equal(model(**batch).loss, expected)

@@ -13,7 +13,7 @@ import pytest
 import torch
 from checkpoint_samples import HIDDEN, INNER, Sample
 
-from llmcompressor.schemes.attention import takes_cache
+from llmcompressor.schemes.attention import has_kv_cache_argument
 from llmcompressor.verification import Deployment, Severity, cached_states
 from llmcompressor.verification.tried_loads import refuses_other_shapes
 
@@ -59,7 +59,7 @@ class Fault:
     def stand_in(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Have what transformers asks answer as ``cache_is_known`` says."""
         if self.cache_is_known is not None:
-            answer = takes_cache if self.cache_is_known else lambda module: False
+            answer = has_kv_cache_argument if self.cache_is_known else lambda module: False
             monkeypatch.setattr(cached_states, "is_cached_attention_module", answer)
 
 

@@ -16,7 +16,7 @@ from compressed_tensors.quantization import (
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
 from llmcompressor import oneshot, verify
-from llmcompressor.checkpoint.packed_zero_points import packed_zero_points_fit
+from llmcompressor.checkpoint.packing import patch_packed_zero_points
 from llmcompressor.modifiers.quantization import QuantizationModifier
 from llmcompressor.verification import Severity, tried_loads
 
@@ -45,7 +45,7 @@ def test_asking_takes_no_random_number_and_says_nothing(
 
 def test_where_the_place_fits_nothing_is_refused() -> None:
     tried_loads.refuses_packed_zero_points.cache_clear()
-    with packed_zero_points_fit():
+    with patch_packed_zero_points():
         assert not tried_loads.refuses_packed_zero_points()
     tried_loads.refuses_packed_zero_points.cache_clear()
 
@@ -58,7 +58,7 @@ def test_the_place_of_packed_zero_points(bits: int, rows: int) -> None:
     before = vars(PackedQuantizationCompressor)["compress"]
     shapes = []
     for device in ("meta", "cpu"):
-        with torch.device(device), packed_zero_points_fit():
+        with torch.device(device), patch_packed_zero_points():
             linear = torch.nn.Linear(64, 45, bias=False)
             initialize_module_for_quantization(linear, scheme)
             for name, each in linear.named_parameters():
@@ -115,7 +115,7 @@ def test_zero_points_in_one_row_of_words(rows: int, tmp_path: Path, said: list[s
     begun = next(number for number, line in enumerate(said) if "pipeline" in line)
     assert (told >= 0) == fails
     assert told < begun
-    with packed_zero_points_fit():
+    with patch_packed_zero_points():
         read = LlamaForSequenceClassification.from_pretrained(tmp_path / "out")
     read.config.pad_token_id = 0
     tokens = torch.arange(4)[None]

@@ -11,10 +11,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from llmcompressor.args.dataset_arguments import DatasetArguments
-from llmcompressor.args.model_arguments import ModelArguments
+from llmcompressor.args.model_arguments import ModelArguments, RecipeArguments, RunArguments
 from llmcompressor.args.parsing import parse_args, parse_arguments
-from llmcompressor.args.recipe_arguments import RecipeArguments
-from llmcompressor.args.run_arguments import RunArguments
 
 if TYPE_CHECKING:
     from llmcompressor.args.training_arguments import TrainingArguments

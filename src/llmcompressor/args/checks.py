@@ -24,21 +24,21 @@ from typing import TYPE_CHECKING, Any, NewType, SupportsIndex, TypeAlias
 from llmcompressor.errors import ArgumentError, did_you_mean
 
 __all__ = [
-    "About",
     "Check",
-    "Checked",
+    "CheckedFields",
+    "FieldHelp",
     "Named",
     "Text",
-    "about",
     "anything",
     "boolean",
+    "field_metadata",
     "integer",
+    "invalid_value",
     "mapping",
     "number",
     "one_of",
     "optional",
     "path",
-    "reject",
     "size",
     "string",
     "strings",
@@ -59,7 +59,7 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?(?:E\+?\d{1,2})?)\s*([KMGT]?)(i?)B?", re.IGNO
 _A_SIZE = "a whole number of bytes, or a size such as '8GiB'"
 
 
-class About(str):
+class FieldHelp(str):
     """The help text of a field, with its check.
 
     Attributes:
@@ -73,7 +73,7 @@ class About(str):
     off: str | None
 
 
-def about(help_text: str, check: Check, *, off: str | None = None) -> dict[str, Any]:
+def field_metadata(help_text: str, check: Check, *, off: str | None = None) -> dict[str, Any]:
     """Return the metadata of a field: its help for the command line, which carries its check.
 
     Args:
@@ -81,25 +81,25 @@ def about(help_text: str, check: Check, *, off: str | None = None) -> dict[str, 
         check: the check of its values.
         off: the help of ``--no-field``, for a field that is true by default.
     """
-    found = About(help_text)
+    found = FieldHelp(help_text)
     found.check, found.off = check, off
     return {"help": found}
 
 
-class Checked:
+class CheckedFields:
     """Base of dataclasses whose fields are checked on creation and on every assignment."""
 
     def __setattr__(self, name: str, value: Any) -> None:
         known: Mapping[str, dataclasses.Field[Any]] = getattr(self, "__dataclass_fields__", {})
         if name in known:
             found = known[name].metadata.get("help")
-            value = found.check(name, value) if isinstance(found, About) else value
+            value = found.check(name, value) if isinstance(found, FieldHelp) else value
         elif not name.startswith("_") and not hasattr(type(self), name):
             raise ArgumentError(f"There is no argument named {name!r}.", did_you_mean(name, known))
         super().__setattr__(name, value)
 
 
-def reject(name: str, value: Any, expected: str) -> ArgumentError:
+def invalid_value(name: str, value: Any, expected: str) -> ArgumentError:
     """Return the error for a value of the wrong kind or out of bounds."""
     shown = repr(value)
     if len(shown) > 80:
@@ -120,7 +120,7 @@ def optional(check: Check) -> Check:
 def boolean(name: str, value: Any) -> bool:
     """Check for ``True`` or ``False``, not for truthiness."""
     if not isinstance(value, bool):
-        raise reject(name, value, "True or False")
+        raise invalid_value(name, value, "True or False")
     return value
 
 
@@ -131,13 +131,13 @@ def integer(least: int, most: float = inf) -> Check:
         expected = f"a whole number of at least {least}"
         expected += f" and at most {most}" if most < inf else ""
         if isinstance(value, bool):
-            raise reject(name, value, expected)
+            raise invalid_value(name, value, expected)
         try:
             whole = operator.index(value)
         except TypeError:
-            raise reject(name, value, expected) from None
+            raise invalid_value(name, value, expected) from None
         if not least <= whole <= most:
-            raise reject(name, value, expected)
+            raise invalid_value(name, value, expected)
         return whole
 
     return check
@@ -149,7 +149,7 @@ def number(least: float, most: float) -> Check:
     def check(name: str, value: Any) -> float:
         is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
         if not is_number or not least <= value <= most:
-            raise reject(name, value, f"a number from {least} to {most}")
+            raise invalid_value(name, value, f"a number from {least} to {most}")
         return float(value)
 
     return check
@@ -158,14 +158,14 @@ def number(least: float, most: float) -> Check:
 def string(name: str, value: Any) -> str:
     """Check for a string that is not empty."""
     if not isinstance(value, str) or not value.strip():
-        raise reject(name, value, "a string that is not empty")
+        raise invalid_value(name, value, "a string that is not empty")
     return value
 
 
 def path(name: str, value: Any) -> str:
     """Check for a path, given as a string or a path object; stored as a string."""
     if not isinstance(value, (str, os.PathLike)) or not os.fspath(value):
-        raise reject(name, value, "a path")
+        raise invalid_value(name, value, "a path")
     return str(os.fspath(value))
 
 
@@ -173,14 +173,14 @@ def strings(name: str, value: Any) -> list[str]:
     """Check for one string or several; stored as a new list."""
     several = [value] if isinstance(value, str) else value
     if not isinstance(several, (list, tuple)) or not all(isinstance(s, str) for s in several):
-        raise reject(name, value, "a list of strings")
+        raise invalid_value(name, value, "a list of strings")
     return list(several)
 
 
 def mapping(name: str, value: Any) -> Mapping[str, Any]:
     """Check for a dict with string keys; stored as a new dict."""
     if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
-        raise reject(name, value, "a dict with string keys")
+        raise invalid_value(name, value, "a dict with string keys")
     return dict(value)
 
 
@@ -211,7 +211,7 @@ def size(name: str, value: Any) -> int:
     if isinstance(value, str):
         found = _SIZE.fullmatch(value.strip())
         if found is None:
-            raise reject(name, given, _A_SIZE)
+            raise invalid_value(name, given, _A_SIZE)
         digits, prefix, binary = found.groups()
         base = 1024 if binary else 1000
         value = Decimal(digits) * base ** " KMGT".index(prefix.upper() or " ")
@@ -219,5 +219,5 @@ def size(name: str, value: Any) -> int:
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     if isinstance(value, bool) or not isinstance(value, SupportsIndex) or operator.index(value) < 1:
-        raise reject(name, given, _A_SIZE)
+        raise invalid_value(name, given, _A_SIZE)
     return operator.index(value)

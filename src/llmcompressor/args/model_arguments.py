@@ -4,25 +4,28 @@
 from __future__ import annotations
 
 import os
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from llmcompressor.args.checks import (
-    Checked,
+    CheckedFields,
     Named,
     Text,
-    about,
     anything,
     boolean,
+    field_metadata,
+    invalid_value,
     one_of,
     optional,
     path,
-    reject,
+    size,
     string,
 )
 from llmcompressor.errors import ArgumentError
 
-__all__ = ["ModelArguments"]
+__all__ = ["RESUME", "ModelArguments", "RecipeArguments", "RunArguments"]
 
 if TYPE_CHECKING:
     _Token: TypeAlias = str | bool | None
@@ -52,7 +55,7 @@ def _model(name: str, value: Any) -> Any:
     if isinstance(value, (str, os.PathLike)):
         return path(name, value)
     if value is None or isinstance(value, (bool, int, float, list, tuple, dict)):
-        raise reject(name, value, "a path, a model's name on the hub, or a loaded model")
+        raise invalid_value(name, value, "a path, a model's name on the hub, or a loaded model")
     return value
 
 
@@ -69,7 +72,7 @@ def _token(name: str, value: Any) -> bool | str:
 
 
 @dataclass
-class ModelArguments(Checked):
+class ModelArguments(CheckedFields):
     """The model to compress, its precision, and the settings for saving it.
 
     ``tokenizer`` is an alias of ``processor``: its value is moved to ``processor``, and giving both
@@ -77,52 +80,54 @@ class ModelArguments(Checked):
     """
 
     model: Named = field(
-        metadata=about("The model: a path, a name on the hub, or a loaded model.", _model)
+        metadata=field_metadata("The model: a path, a name on the hub, or a loaded model.", _model)
     )
     config_name: str | None = field(
-        default=None, metadata=about("A configuration other than the model's own.", optional(path))
+        default=None,
+        metadata=field_metadata("A configuration other than the model's own.", optional(path)),
     )
     tokenizer: Named = field(
-        default=None, metadata=about("The tokenizer: its path, name or object.", anything)
+        default=None, metadata=field_metadata("The tokenizer: its path, name or object.", anything)
     )
     processor: Named = field(
-        default=None, metadata=about("The processor: its path, name or object.", anything)
+        default=None, metadata=field_metadata("The processor: its path, name or object.", anything)
     )
     precision: str = field(
         default="auto",
-        metadata=about(
+        metadata=field_metadata(
             "The weights' dtype when loaded: auto (as stored), float16, bfloat16 or float32.",
             precision_name,
         ),
     )
     tie_word_embeddings: bool = field(
         default=True,
-        metadata=about(
+        metadata=field_metadata(
             "Keep tied embeddings tied; False unties them, as targets that mean one of them do.",
             boolean,
             off="Untie the output head from the embedding.",
         ),
     )
     trust_remote_code_model: bool = field(
-        default=False, metadata=about("Run code that the model's folder brings.", boolean)
+        default=False, metadata=field_metadata("Run code that the model's folder brings.", boolean)
     )
     save_compressed: bool = field(
         default=True,
-        metadata=about(
+        metadata=field_metadata(
             "Save in compressed form, not as dense weights.",
             boolean,
             off="Save dense weights with their scales, instead of compressed ones.",
         ),
     )
     model_revision: str = field(
-        default="main", metadata=about("Branch, tag or commit on the hub.", string)
+        default="main", metadata=field_metadata("Branch, tag or commit on the hub.", string)
     )
     overwrite: bool = field(
-        default=False, metadata=about("Replace an output directory that is in use.", boolean)
+        default=False,
+        metadata=field_metadata("Replace an output directory that is in use.", boolean),
     )
     device: str | None = field(
         default=None,
-        metadata=about(
+        metadata=field_metadata(
             "Where the model computes, for instance cuda:0; not given: an accelerator if there "
             "is one, else the CPU.",
             optional(_device),
@@ -130,17 +135,17 @@ class ModelArguments(Checked):
     )
     cache_dir: str | None = field(
         default=None,
-        metadata=about(
+        metadata=field_metadata(
             "Where models from the hub are kept; not given: the hub's own cache.", optional(path)
         ),
     )
     use_auth_token: _Token = field(
         default=None,
-        metadata=about("A hub token, or True for the stored one.", optional(_token)),
+        metadata=field_metadata("A hub token, or True for the stored one.", optional(_token)),
     )
     distill_teacher: Named = field(
         default=None,
-        metadata=about(
+        metadata=field_metadata(
             "The teacher for distillation in train: a path, a name on the hub, or a model.",
             optional(_model),
         ),
@@ -155,3 +160,142 @@ class ModelArguments(Checked):
                 "Give only one of them.",
             )
         self.processor, self.tokenizer = self.tokenizer, None
+
+
+# --------------------
+# Arguments for the recipe, its values and its stages.
+
+
+def _recipe(name: str, value: Any) -> Any:
+    """Check for a path, recipe text, a recipe or modifiers; the recipe parser checks the rest."""
+    if isinstance(value, (bool, int, float)):
+        raise invalid_value(
+            name, value, "a path, recipe text, a Recipe, or one or several modifiers"
+        )
+    return os.fspath(value) if isinstance(value, os.PathLike) else value
+
+
+def _recipe_args(name: str, value: Any) -> dict[str, Any] | list[str]:
+    """Check for a dict or ``"key=value"`` strings; stored as a new dict or list."""
+    if isinstance(value, Mapping):
+        return dict(value)
+    several = [value] if isinstance(value, str) else value
+    if not isinstance(several, (list, tuple)) or not all(
+        isinstance(item, str) and "=" in item for item in several
+    ):
+        raise invalid_value(name, value, "a dict, or a list of 'key=value' strings")
+    return list(several)
+
+
+@dataclass
+class RecipeArguments(CheckedFields):
+    """The recipe to apply, its arguments, and its stage."""
+
+    recipe: Named = field(
+        default=None,
+        metadata=field_metadata(
+            "The recipe: a path, its text, a Recipe, or modifiers.", optional(_recipe)
+        ),
+    )
+    # HfArgumentParser uses the member before None
+    recipe_args: list[str] | None | str | dict[str, Any] = field(  # noqa: RUF036
+        default=None,
+        metadata=field_metadata(
+            "Values that override the recipe's own arguments, as key=value.", optional(_recipe_args)
+        ),
+    )
+    clear_sparse_session: bool = field(
+        default=False, metadata=field_metadata("Reset the session when done.", boolean)
+    )
+    stage: str | None = field(
+        default=None,
+        metadata=field_metadata("Run only this stage of the recipe.", optional(string)),
+    )
+
+
+# --------------------
+# Arguments for a run's use of the machine and for repeated runs.
+
+RESUME: Mapping[str, str] = {name: name for name in ("auto", "never", "must")}
+"""What to do with the progress of a run that was broken off."""
+
+_HOST = ("cpu", "host")
+_DEVICE = re.compile(r"(?:cuda:|xpu:)?(\d+)")
+
+
+def _max_memory(name: str, value: Any) -> dict[str | int, int]:
+    """Check for a size for the host, or sizes by device: accelerator numbers, "cpu" for it."""
+    if isinstance(value, str) and "=" in value:
+        pairs = _pairs(name, value)
+    elif isinstance(value, Mapping):
+        pairs = list(value.items())
+    else:
+        return {"cpu": size(name, value)}
+    limits: dict[str | int, int] = {}
+    for given, limit in pairs:
+        device = _device_key(name, value, given)
+        if device in limits:
+            raise ArgumentError(
+                f"The argument {name!r} gives more than one size for {_shown(device)}.",
+                "Name each device once.",
+            )
+        limits[device] = size(f"{name}[{given!r}]", limit)
+    return limits
+
+
+def _device_key(name: str, value: Any, given: Any) -> str | int:
+    """Return the number of an accelerator, or "cpu"."""
+    if str(given) in _HOST:
+        return "cpu"
+    found = _DEVICE.fullmatch(str(given))
+    if found is None:
+        raise invalid_value(name, value, 'sizes by device, such as {0: "40GiB", "cpu": "100GiB"}')
+    return int(found.group(1))
+
+
+def _shown(device: str | int) -> str:
+    return "the host (cpu)" if device == "cpu" else f"device {device}"
+
+
+def _pairs(name: str, value: str) -> list[tuple[str, str]]:
+    """Parse ``"0=40GiB,cpu=100GiB"``, as given on a command line, into pairs."""
+    parts = [part.partition("=") for part in value.split(",")]
+    if not all(equals for _, equals, _ in parts):
+        raise invalid_value(name, value, 'sizes by device, such as "0=40GiB,cpu=100GiB"')
+    return [(device.strip(), limit.strip()) for device, _, limit in parts]
+
+
+@dataclass
+class RunArguments(CheckedFields):
+    """The limits of a run on the machine, and the settings for repeated runs."""
+
+    max_memory: Named = field(
+        default=None,
+        metadata=field_metadata(
+            "The most memory to use: a size such as 40GiB for the host, or by device, "
+            "0=40GiB,cpu=100GiB. Not given: what is free.",
+            optional(_max_memory),
+        ),
+    )
+    resume: str = field(
+        default="auto",
+        metadata=field_metadata(
+            "A run on this output that was broken off: auto continues it, never throws its "
+            "progress away, must refuses to begin without one.",
+            one_of(RESUME),
+        ),
+    )
+    verify: bool = field(
+        default=True,
+        metadata=field_metadata(
+            "Read the written files again and check them at the end.",
+            boolean,
+            off="Do not read the written files again to check them.",
+        ),
+    )
+    dry_run: bool = field(
+        default=False,
+        metadata=field_metadata(
+            "Make and show the plan of the run; compress and write nothing.", boolean
+        ),
+    )

@@ -4,16 +4,56 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from llmcompressor.args.dataset_arguments import DatasetArguments
-from llmcompressor.args.model_arguments import ModelArguments
-from llmcompressor.args.recipe_arguments import RecipeArguments
-from llmcompressor.args.renamed import RENAMED, name_among
+from llmcompressor.args.model_arguments import ModelArguments, RecipeArguments
 from llmcompressor.errors import ArgumentError, did_you_mean
 
-__all__ = ["OLD_NAMES", "parse_args", "parse_arguments", "those_of_training"]
+__all__ = [
+    "OLD_NAMES",
+    "RENAMED",
+    "current_name",
+    "parse_args",
+    "parse_arguments",
+    "training_argument_names",
+]
+
+
+# --------------------
+# Arguments that transformers has renamed within the supported releases.
+
+RENAMED: Mapping[str, str] = {
+    "gradient_checkpointing": "activation_checkpointing",
+    "gradient_checkpointing_kwargs": "activation_checkpointing_kwargs",
+}
+"""Old name → new name. A release that has the new one may know the old one too, and warns of it."""
+
+
+def current_name(known: Container[str], name: str) -> str:
+    """Return the name of an argument that is among ``known``, whichever release is installed.
+
+    Args:
+        known: the names of a class's fields or of a function's parameters.
+        name: any of the argument's names.
+
+    >>> current_name({"gradient_checkpointing", "seed"}, "activation_checkpointing")
+    'gradient_checkpointing'
+    >>> both = {"gradient_checkpointing", "activation_checkpointing"}
+    >>> current_name(both, "gradient_checkpointing")
+    'activation_checkpointing'
+    >>> current_name({"seed"}, "seed")
+    'seed'
+    """
+    new = RENAMED.get(name, name)
+    if new in known:
+        return new
+    return next((old for old, other in RENAMED.items() if other == new and old in known), name)
+
+
+# --------------------
+# Parsing of an entrypoint's keyword arguments into argument dataclasses.
 
 
 class _OldName(NamedTuple):
@@ -105,7 +145,7 @@ def parse_args(
     return model, dataset, recipe, output_dir
 
 
-def those_of_training(names: Iterable[str], *classes: type) -> list[str]:
+def training_argument_names(names: Iterable[str], *classes: type) -> list[str]:
     """Return the names of training arguments that are no fields of ``classes``.
 
     ``run_stages`` is not among them: it requests that a model is trained too.
@@ -154,7 +194,7 @@ def _with_new_names(kwargs: Mapping[str, Any], known: set[str]) -> dict[str, Any
 
 def _renamed(known: set[str]) -> dict[str, _OldName]:
     """Return the aliases of present fields; a newer name than the field's is used silently."""
-    pairs = [(name, name_among(known, name)) for pair in RENAMED.items() for name in pair]
+    pairs = [(name, current_name(known, name)) for pair in RENAMED.items() for name in pair]
     return {
         name: _OldName(current, is_told=name in RENAMED)
         for name, current in pairs

@@ -3,38 +3,327 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import copy
+from collections.abc import (
+    Callable,
+    Collection,
+    ItemsView,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+    ValuesView,
+)
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
-from compressed_tensors.quantization import QuantizationStatus
+from compressed_tensors.compressors import BaseCompressor
+from compressed_tensors.config import CompressionFormat
+from compressed_tensors.quantization import (
+    QuantizationArgs,
+    QuantizationScheme,
+    QuantizationStatus,
+    QuantizationStrategy,
+)
 from compressed_tensors.transform import HadamardTransform
 from safetensors import safe_open
 from torch import Tensor
-from torch.nn import Module
+from torch.nn import Module, Parameter
+from torch.nn import functional as F  # noqa: N812
+from transformers import PreTrainedModel
 
-from llmcompressor.checkpoint.block_weights import REST, BlockWeights
-from llmcompressor.checkpoint.block_writer import BlockWriter
-from llmcompressor.checkpoint.blueprint import Blueprint
-from llmcompressor.checkpoint.compress import QuantizedModule
-from llmcompressor.checkpoint.finished_blocks import FinishedBlocks
-from llmcompressor.checkpoint.finished_run import FinishedRun, file_hashes, hash_of
+from llmcompressor.checkpoint.block_reader import REST, BlockWeights
+from llmcompressor.checkpoint.block_writer import (
+    BlockWriter,
+    ScratchBlocks,
+    non_weight_bytes,
+    unallocated_bytes,
+)
 from llmcompressor.checkpoint.journal import BlockEntry, ProgressEntry
-from llmcompressor.checkpoint.layout import LoadedName
-from llmcompressor.checkpoint.output_layout import OutputLayout
-from llmcompressor.checkpoint.prediction import Prediction, stored_block
-from llmcompressor.checkpoint.scratch_blocks import ScratchBlocks
-from llmcompressor.checkpoint.space import beside_weights, lacking
-from llmcompressor.checkpoint.workspace import Workspace
+from llmcompressor.checkpoint.manifest import OutputManifest, compress_block
+from llmcompressor.checkpoint.meta_model import MetaModel
+from llmcompressor.checkpoint.names import LoadedName, checkpoint_names, loaded_names
+from llmcompressor.checkpoint.packing import QuantizedModule
+from llmcompressor.checkpoint.source import TensorHeader
+from llmcompressor.checkpoint.tensor_files import OutputLayout, TensorReader
+from llmcompressor.checkpoint.workspace import CompletedRun, Workspace, file_hashes, hash_json
 from llmcompressor.logger import logger
-from llmcompressor.memory import TOLERATED, give_back_freed
-from llmcompressor.threads import one_thread
+from llmcompressor.modeling.names import named_modules
+from llmcompressor.runtime.memory import TOLERATED, malloc_trim
+from llmcompressor.runtime.threads import one_thread
 
-__all__ = ["BlockStream"]
+__all__ = [
+    "BlockRestorer",
+    "BlockStream",
+    "CompletedOutput",
+    "has_lazy_parameters",
+    "load_lazily",
+    "output_headers",
+]
+
+
+# --------------------
+# Lazy parameters: a block is loaded when one of its parameters is first accessed.
+#
+# After a run over a checkpoint the blocks are on disk and not in memory. The returned model is
+# complete all the same: a module's parameters are kept in a dict that loads their block on first
+# access, by a forward pass, by ``parameters()``, by ``state_dict()`` or by name.
+
+
+def load_lazily(block: Module, load: Callable[[], None]) -> None:
+    """Call ``load`` before the first access to a parameter of ``block``.
+
+    Args:
+        block: its parameters are on the meta device.
+        load: load the block's parameters.
+    """
+    modules = list(block.modules())
+
+    def read() -> None:
+        for module in modules:
+            if isinstance(module._parameters, _LazyParameters):
+                module._parameters = dict(dict.items(module._parameters))
+        load()
+
+    for module in modules:
+        if dict(module._parameters):
+            module._parameters = _LazyParameters(module, read)
+
+
+def has_lazy_parameters(module: Module) -> bool:
+    """Return True if a module's parameters have not been loaded yet."""
+    return isinstance(module._parameters, _LazyParameters)
+
+
+class _LazyParameters(dict[str, Any]):
+    """The lazy parameters of one module; any access to a value loads them.
+
+    A caller that holds this dict when that happens (the module itself, in the middle of a lookup)
+    reads the module's new parameters from then on.
+    """
+
+    def __init__(self, module: Module, read: Callable[[], None]) -> None:
+        super().__init__(module._parameters)
+        self._module = module
+        self._read = read
+
+    def _loaded(self) -> dict[str, Any]:
+        if self._module._parameters is self:
+            self._read()
+        return self._module._parameters
+
+    def __getitem__(self, name: str) -> Any:
+        return self._loaded()[name]
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        self._loaded()[name] = value
+
+    def __delitem__(self, name: str) -> None:
+        del self._loaded()[name]
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return self._loaded().get(name, default)
+
+    def pop(self, *arguments: Any) -> Any:
+        return self._loaded().pop(*arguments)
+
+    def items(self) -> ItemsView[str, Any]:  # type: ignore[override]
+        return self._loaded().items()
+
+    def values(self) -> ValuesView[Any]:  # type: ignore[override]
+        return self._loaded().values()
+
+    def copy(self) -> dict[str, Any]:
+        return self._loaded().copy()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Any]:
+        return copy.deepcopy(self._loaded(), memo)
+
+    def __reduce__(self) -> Any:
+        return dict, (self._loaded(),)
+
+
+# --------------------
+# Restoring of blocks from a written checkpoint into the model that they were made of.
+
+
+def output_headers(layout: OutputLayout, folder: Path) -> dict[str, TensorHeader]:
+    """Return the headers of an output's tensors."""
+    return {
+        name: TensorHeader(
+            place.stored.dtype,
+            place.stored.shape,
+            folder / place.file,
+            place.offset,
+            place.stored.nbytes,
+        )
+        for name, place in layout.places.items()
+    }
+
+
+class BlockRestorer:
+    """Restores blocks of a written checkpoint into the model, dense as they were in memory.
+
+    Args:
+        model: its modules are marked as quantized.
+        quantized: its quantized modules.
+        layout: the places of the checkpoint's tensors.
+        weights: the loader of the source's blocks.
+        device: the device to load weights to.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        quantized: Sequence[QuantizedModule],
+        layout: OutputLayout,
+        weights: BlockWeights,
+        device: torch.device | str,
+    ) -> None:
+        self._model = model
+        self._entries = {entry.name: entry for entry in quantized}
+        self._places = checkpoint_names(model, list(self._entries))
+        self._by_place = {place: name for name, place in self._places.items()}
+        self._names = {module: name for name, module in named_modules(model)}
+        self._layout = layout
+        self._weights = weights
+        self._device = torch.device(device)
+        self._plain = loaded_names(model, self._plain_names(), model.state_dict())
+
+    def names_of(self, block: str) -> list[str]:
+        """Return the stored tensors of a block; for :data:`REST` those outside all blocks."""
+        if block == REST:
+            inside_any = {name for one in self._weights.blocks for name in self.names_of(one)}
+            return [name for name in self._layout.places if name not in inside_any]
+        inside = f"{block}."
+        names = [name for name, own in self._plain.items() if own.target.startswith(inside)]
+        for name in self._layout.places:
+            module = self._module_of(name)
+            if module is not None and module.startswith(inside):
+                names.append(name)
+        return names
+
+    def restore(self, block: str, folder: Path, modules: Collection[Module] | None = None) -> None:
+        """Load a block from the written checkpoint into the model.
+
+        Args:
+            block: its name.
+            folder: the folder of the files.
+            modules: the modules to restore; the whole block if ``None``.
+        """
+        reader = self.reader(folder)
+        try:
+            self.restore_from(reader, block, modules)
+        finally:
+            reader.close()
+
+    def attach_lazy_blocks(self, folder: Path, blocks: Mapping[Module, str]) -> None:
+        """Make blocks load lazily from the written checkpoint.
+
+        Args:
+            folder: the checkpoint's present folder; it may be moved, replaced or removed later.
+            blocks: module of each → its name.
+        """
+        reader = self.reader(folder)
+        reader.open_all()
+        for module, name in blocks.items():
+            load_lazily(module, partial(self.restore_from, reader, name))
+
+    def reader(self, folder: Path) -> TensorReader:
+        """Return a reader of the checkpoint in ``folder``."""
+        return TensorReader(output_headers(self._layout, folder))
+
+    @torch.no_grad()
+    def restore_from(
+        self, reader: TensorReader, block: str, modules: Collection[Module] | None = None
+    ) -> None:
+        """Restore a block as :meth:`restore` does, with an open reader."""
+        packed: dict[str, dict[str, Tensor]] = {}
+        plain = {}
+        wanted = None if modules is None else {self._names[module] for module in modules}
+        for name in self.names_of(block):
+            module = self._module_of(name)
+            if module is None:
+                if wanted is None or self._plain[name].target.rpartition(".")[0] in wanted:
+                    plain[name] = reader.read(name)
+            elif modules is None or self._entries[module].module in modules:
+                packed.setdefault(module, {})[name.rpartition(".")[2]] = reader.read(name)
+        self._weights.put(plain, self._plain)
+        for module, tensors in packed.items():
+            self._unpack(self._entries[module], tensors)
+        self._weights.settle(block)
+
+    def _plain_names(self) -> Iterable[str]:
+        for name in self._layout.places:
+            if self._module_of(name) is None:
+                yield name
+
+    def _module_of(self, stored: str) -> str | None:
+        """Return the quantized module that a stored tensor belongs to, or ``None``."""
+        place, _, own = stored.rpartition(".")
+        module = self._by_place.get(place)
+        return module if module is not None and self._entries[module].owns_tensor(own) else None
+
+    def _unpack(self, entry: QuantizedModule, tensors: Mapping[str, Tensor]) -> None:
+        module, scheme = entry.module, entry.scheme
+        values: dict[str, Tensor] = dict(tensors)
+        dense = entry.is_attention or scheme.weights is None
+        if not dense and scheme.format != CompressionFormat.dense.value:
+            scale, own = tensors.get("weight_scale"), module._parameters.get("weight_scale")
+            if scale is not None and own is not None and scale.dtype is torch.float32:
+                values["weight_scale"] = scale.to(own.dtype)  # as loaders do
+            values |= _decompressed(values, scheme, module._parameters["weight"])
+        for name, present in list(module._parameters.items()):
+            if present is not None and name in values:
+                value = values[name].to(self._device, present.dtype).reshape(present.shape)
+                module._parameters[name] = Parameter(value, requires_grad=present.requires_grad)
+
+
+def _decompressed(
+    tensors: Mapping[str, Tensor], scheme: QuantizationScheme, weight: Tensor | None
+) -> dict[str, Tensor]:
+    """Return a module's tensors with its dense weight in place of the codes.
+
+    compressed-tensors decompresses whole groups only. Where the last group is incomplete, the codes
+    are padded to its end and the padding is cut off again.
+
+    Args:
+        tensors: own name → tensor, as stored.
+        scheme: the module's scheme, with its format.
+        weight: a weight of the dense shape.
+    """
+    compressor: Any = BaseCompressor.get_value_from_registry(scheme.format)
+    assert weight is not None
+    assert scheme.weights is not None
+    columns, missing = weight.shape[-1], _group_padding(scheme.weights, weight.shape[-1])
+    values = dict(tensors)
+    if missing:
+        name = "weight_packed" if "weight_packed" in values else "weight"
+        stored = values[name]
+        wider = -(-stored.shape[-1] * (columns + missing) // columns)
+        values[name] = F.pad(stored, (0, wider - stored.shape[-1]))
+        if "weight_shape" in values:
+            rows = int(values["weight_shape"][0])
+            values["weight_shape"] = torch.tensor([rows, columns + missing])
+    found: dict[str, Tensor] = compressor.decompress(values, scheme)
+    if missing:
+        found["weight"] = found["weight"][..., :columns].contiguous()
+    return found
+
+
+def _group_padding(weights: QuantizationArgs, columns: int) -> int:
+    """Number of columns that a row's last group lacks."""
+    if weights.strategy not in (QuantizationStrategy.GROUP, QuantizationStrategy.TENSOR_GROUP):
+        return 0
+    return -columns % int(weights.group_size)
+
+
+# --------------------
+# Block streaming: load one block at a time, hand it to a pipeline, write it, free it.
 
 _CPU = torch.device("cpu")
 _RETURNED_EVERY = 8
@@ -69,9 +358,9 @@ class BlockStream:
 
     def __init__(
         self,
-        blueprint: Blueprint,
+        blueprint: MetaModel,
         weights: BlockWeights,
-        prediction: Prediction,
+        prediction: OutputManifest,
         layout: OutputLayout,
         workspace: Workspace,
         report: Report,
@@ -90,10 +379,10 @@ class BlockStream:
         self._last = stages - 1
         self._compressed = compressed
         self._scratch = ScratchBlocks(workspace.scratch)
-        left = 0 if workspace.journal.is_ready else lacking(workspace.scratch, scratch)
-        beside = beside_weights(blueprint.source.directory, len(layout.places))
+        left = 0 if workspace.journal.is_ready else unallocated_bytes(workspace.scratch, scratch)
+        beside = non_weight_bytes(blueprint.source.directory, len(layout.places))
         self._writer = BlockWriter(workspace.files, layout, scratch=left, beside=beside)
-        self._restorer = FinishedBlocks(
+        self._restorer = BlockRestorer(
             self._model, prediction.quantized, layout, weights, weights.device
         )
         self.names: dict[Module, str] = {
@@ -197,7 +486,7 @@ class BlockStream:
         def let_go() -> None:
             while inside:
                 self._weights.release(self.names[inside.pop()])
-                give_back_freed()
+                malloc_trim()
 
         def visit(module: Module, then: Module | None) -> None:
             if module not in inside:
@@ -240,7 +529,7 @@ class BlockStream:
                 self._keep(block)
         self._weights.release(block)
         self._left += 1
-        give_back_freed(at_least=2 * TOLERATED if self._left % _RETURNED_EVERY else 0)
+        malloc_trim(at_least=2 * TOLERATED if self._left % _RETURNED_EVERY else 0)
         if block in self._inside:
             self._inside.remove(block)
             self._read_ahead()
@@ -274,7 +563,7 @@ class BlockStream:
                 found.setdefault(modifier, {}).update(records)
         return found
 
-    def remember_run(self, fingerprint: Mapping[str, Any]) -> None:
+    def write_run_identity(self, fingerprint: Mapping[str, Any]) -> None:
         """Store the identity of the finished run in the output; everything else is written already.
 
         Args:
@@ -285,11 +574,11 @@ class BlockStream:
             block: one.digest for (s, block), one in journal.entries.items() if s == self._last
         }
         chosen = journal.choices.items()  # without what the free memory decides
-        FinishedRun(
-            hash_of(fingerprint["source"]),
-            hash_of(fingerprint),
+        CompletedRun(
+            hash_json(fingerprint["source"]),
+            hash_json(fingerprint),
             self._weights.read_digest(),
-            hash_of(stored),
+            hash_json(stored),
             file_hashes(self._workspace.files, self._layout),
             {key: value for key, value in chosen if not key.endswith(".granularity")},
         ).write(self._workspace.files)
@@ -299,13 +588,13 @@ class BlockStream:
         self._writer.close()
         self._weights.close()
 
-    def hand_over(self, folder: Path) -> None:
+    def attach_lazy_blocks(self, folder: Path) -> None:
         """Make the model load its blocks lazily from the written checkpoint.
 
         Args:
             folder: the checkpoint's present folder.
         """
-        self._restorer.hand_over(folder, self.names)
+        self._restorer.attach_lazy_blocks(folder, self.names)
 
     # ------------------------------------------------------------------ helpers
 
@@ -321,7 +610,7 @@ class BlockStream:
         if self.stage == self._last:
             self._write(block, tensors)
             return
-        digest = self._scratch.write(self.stage, block, self._passed_on(block, tensors))
+        digest = self._scratch.write(self.stage, block, self._tensors_for_next_pass(block, tensors))
         self._commit(block, dict(self._report(self._modules_of(block))), digest)
 
     def _modules_of(self, block: str) -> list[str]:
@@ -335,7 +624,7 @@ class BlockStream:
 
     def _write(self, block: str, tensors: Mapping[str, Tensor]) -> None:
         entries = self._entries.get(block, [])
-        stored = stored_block(self._model, tensors, entries, self._prediction.plain_keys)
+        stored = compress_block(self._model, tensors, entries, self._prediction.plain_keys)
         for entry in entries:
             if entry.is_raw:  # its weight is rounded when it is read back
                 entry.module.quantization_status = QuantizationStatus.DECOMPRESSED
@@ -365,7 +654,9 @@ class BlockStream:
         self._weights.put(present, {name: LoadedName(name, merged=False) for name in present})
         self._weights.settle(block)
 
-    def _passed_on(self, block: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def _tensors_for_next_pass(
+        self, block: str, tensors: Mapping[str, Tensor]
+    ) -> dict[str, Tensor]:
         """Return the tensors that the next pass needs: all but the rotation matrices."""
         stay = tuple(
             f"{name}."
@@ -416,7 +707,7 @@ class BlockStream:
             if kept == entry.digest:
                 intact.add((stage, block))
             if stage == 0 and entry.source:  # all blocks must come from one source
-                self._weights.confirm(block, entry.source, entry.files)
+                self._weights.verify_digest(block, entry.source, entry.files)
         if len([block for stage, block in intact if stage == self._last]) <= len(self.names):
             last = (self._last, REST)  # a redone block may change the rest
             damaged = set(entries) - intact
@@ -431,3 +722,118 @@ class BlockStream:
             total = (self._last + 1) * len(self.names) + 1
             logger.info(f"{len(intact)} of {total} parts are finished already.")
         return intact
+
+
+# --------------------
+# A stream for an output that an earlier call completed: its model is loaded, nothing written.
+
+
+class CompletedOutput:
+    """A block stream in which every block is finished.
+
+    Args:
+        blueprint: the model; everything but its blocks is loaded.
+        weights: the blocks.
+        prediction: the tensors and modules of the output.
+        layout: the place of each tensor in the output.
+        run: the identity of the run that the output stores.
+
+    Attributes:
+        names: block → its name, in order.
+        stage: the index of the current pass.
+        one_by_one: each modifier sees the model as those before it leave it.
+    """
+
+    rest_is_finished = True
+    rounds = False
+
+    def __init__(
+        self,
+        blueprint: MetaModel,
+        weights: BlockWeights,
+        prediction: OutputManifest,
+        layout: OutputLayout,
+        run: CompletedRun,
+    ) -> None:
+        self._weights = weights
+        self._layout = layout
+        self._run = run
+        self._blocks = BlockRestorer(
+            blueprint.model, prediction.quantized, layout, weights, weights.device
+        )
+        self.names: dict[Module, str] = {
+            blueprint.model.get_submodule(name): name for name in weights.blocks
+        }
+        self.stage = 0
+        self.one_by_one = True
+
+    def is_unchanged(self, folder: Path) -> bool:
+        """Return True if the output and the original are both unchanged; reads all weights."""
+        if self._run.source != self._weights.read_digest():
+            return False
+        groups = {name: self._blocks.names_of(name) for name in [*self._weights.blocks, REST]}
+        return self._run.is_intact(folder, self._layout, groups)
+
+    def complete(self) -> None:
+        """Do nothing, as everything is written."""
+
+    def restore_rest(self, folder: Path) -> None:
+        """Load everything outside the blocks from the output."""
+        self._blocks.restore(REST, folder)
+
+    def attach_lazy_blocks(self, folder: Path) -> None:
+        """Make the model load its blocks lazily from the output."""
+        self._blocks.attach_lazy_blocks(folder, self.names)
+
+    def close(self) -> None:
+        """Stop reading the original."""
+        self._weights.close()
+
+    # ------------------------------------------------------------------ for pipelines
+
+    @property
+    def finished(self) -> Collection[str]:
+        """The names of all blocks."""
+        return set(self.names.values())
+
+    def decide(self, name: str, value: Any) -> Any:
+        """Return the recorded value of a choice that depended on the data."""
+        return self._run.choices.get(f"{self.stage}.{name}", value)
+
+    def enter(self, block: str) -> None:
+        """Refuse to load a block."""
+        _refuse_call(block)
+
+    def restore(self, block: str, modules: Collection[Module]) -> None:
+        """Refuse to restore modules."""
+        _refuse_call(block)
+
+    def leave(self, block: str) -> None:
+        """Refuse to write a block."""
+        _refuse_call(block)
+
+    def visiting(self) -> AbstractContextManager[None]:
+        """Refuse to run forward passes."""
+        _refuse_call("")
+
+    def visits(self) -> AbstractContextManager[Any]:
+        """Refuse to visit blocks."""
+        _refuse_call("")
+
+    def remember(
+        self, name: str, tensors: Mapping[str, Tensor], figures: Mapping[str, Any]
+    ) -> None:
+        """Refuse to save progress."""
+        _refuse_call(name)
+
+    def recall(self, name: str) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
+        """Refuse to load progress."""
+        _refuse_call(name)
+
+    def forget(self) -> None:
+        """Refuse to redo blocks."""
+        _refuse_call("")
+
+
+def _refuse_call(name: str) -> NoReturn:
+    raise AssertionError(f"everything is finished, and something is asked for: {name}")

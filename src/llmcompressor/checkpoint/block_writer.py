@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import queue
+import shutil
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -13,20 +14,90 @@ from pathlib import Path
 
 import torch
 import xxhash
+from safetensors.torch import save_file
 from torch import Tensor
 
-from llmcompressor.checkpoint.output_layout import OutputLayout
-from llmcompressor.checkpoint.reading import DTYPES, bytes_of, dtype_name
-from llmcompressor.checkpoint.space import check_space, lacking
-from llmcompressor.errors import CheckpointError
+from llmcompressor.checkpoint.journal import sync_folder
+from llmcompressor.checkpoint.side_files import side_files
+from llmcompressor.checkpoint.source import read_header
+from llmcompressor.checkpoint.tensor_files import (
+    DTYPES,
+    OutputLayout,
+    TensorReader,
+    bytes_of,
+    dtype_name,
+)
+from llmcompressor.errors import CheckpointError, OutputError
+from llmcompressor.runtime.progress import format_bytes
 
-__all__ = ["BlockWriter", "digest_of"]
+__all__ = [
+    "BlockWriter",
+    "ScratchBlocks",
+    "check_space",
+    "digest_of",
+    "non_weight_bytes",
+    "unallocated_bytes",
+]
+
+
+# --------------------
+# Check of free disk space before a run.
+
+_BLOCK = 4096
+_FILES = 8
+_PER_TENSOR = 512
+
+
+def check_space(place: Path, *, output: int, scratch: int = 0) -> None:
+    """Check that a disk has room for the output.
+
+    Args:
+        place: a path on that disk.
+        output: bytes still to be allocated for weight files.
+        scratch: bytes still to be allocated for blocks between two passes.
+
+    Raises:
+        OutputError: there is not enough.
+    """
+    there = next(one for one in (place, *place.parents) if one.exists())
+    free = shutil.disk_usage(there).free
+    if output + scratch > free:
+        between = f" and {format_bytes(scratch)} for blocks between passes" if scratch else ""
+        raise OutputError(
+            f"The output needs {format_bytes(output)} more{between}, and the disk that holds "
+            f"{place} "
+            f"has {format_bytes(free)} left.",
+            "Free some space or choose another output directory.",
+        )
+
+
+def non_weight_bytes(source: Path | None, tensors: int) -> int:
+    """Estimate the bytes of all files besides the weights: side files, index and report.
+
+    Args:
+        source: the folder of the original.
+        tensors: number of stored tensors; index, configuration and report have lines on each.
+    """
+    files = [] if source is None else side_files(source)
+    return (
+        sum(one.stat().st_size + _BLOCK for one in files) + tensors * _PER_TENSOR + _FILES * _BLOCK
+    )
+
+
+def unallocated_bytes(folder: Path, size: int) -> int:
+    """Return how many of ``size`` bytes the files of a folder have not allocated yet."""
+    files = folder.iterdir() if folder.is_dir() else ()
+    return max(0, size - sum(one.stat().st_blocks * 512 for one in files if one.is_file()))
+
+
+# --------------------
+# Background writer: stores blocks at their planned offsets and journals each once durable.
 
 _CHUNK = 2**26
 
 
 @dataclass(frozen=True)
-class _Job:
+class _WriteJob:
     tensors: Mapping[str, Tensor]
     commit: Callable[[str], None]
 
@@ -51,9 +122,11 @@ class BlockWriter:
     ) -> None:
         self._folder = folder
         self._layout = layout
-        check_space(folder, output=lacking(folder, layout.file_size + beside), scratch=scratch)
-        self._files = {file.name: self._create(file.name) for file in layout.files}
-        self._jobs: queue.Queue[_Job | None] = queue.Queue()
+        check_space(
+            folder, output=unallocated_bytes(folder, layout.file_size + beside), scratch=scratch
+        )
+        self._files = {file.name: self._allocate_file(file.name) for file in layout.files}
+        self._jobs: queue.Queue[_WriteJob | None] = queue.Queue()
         self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._work, name="block-writer", daemon=True)
         self._thread.start()
@@ -67,13 +140,13 @@ class BlockWriter:
         """
         self._raise_failure()
         on_host = {
-            name: self._as_planned(name, tensor.detach().to("cpu").contiguous())
+            name: self._cast_as_planned(name, tensor.detach().to("cpu").contiguous())
             for name, tensor in tensors.items()
         }
         for name, tensor in on_host.items():
             self._check_expected(name, tensor)
         self.flush()  # a longer queue would only take memory
-        self._jobs.put(_Job(on_host, commit))
+        self._jobs.put(_WriteJob(on_host, commit))
 
     def flush(self) -> None:
         """Wait until everything is durable and committed."""
@@ -104,7 +177,7 @@ class BlockWriter:
         while (job := self._jobs.get()) is not None:
             try:
                 if self._failure is None:
-                    self._do(job)
+                    self._write_job(job)
             except BaseException as error:  # raised again where the next block is handed over
                 self._failure = error
             finally:
@@ -112,7 +185,7 @@ class BlockWriter:
                 self._jobs.task_done()
         self._jobs.task_done()
 
-    def _do(self, job: _Job) -> None:
+    def _write_job(self, job: _WriteJob) -> None:
         digest = xxhash.xxh3_128()
         touched = set()
         for name in sorted(job.tensors):
@@ -131,7 +204,7 @@ class BlockWriter:
 
     # ------------------------------------------------------------------ files
 
-    def _as_planned(self, name: str, tensor: Tensor) -> Tensor:
+    def _cast_as_planned(self, name: str, tensor: Tensor) -> Tensor:
         """Return ``tensor`` in the planned float dtype if the cast is lossless, else unchanged.
 
         Some routers convert their own weights to float32 when they are called.
@@ -155,7 +228,7 @@ class BlockWriter:
                 "This is a defect of llmcompressor; the model was not written.",
             )
 
-    def _create(self, name: str) -> int:
+    def _allocate_file(self, name: str) -> int:
         """Open a file, allocate its full size and write its header; existing data is kept."""
         file = next(one for one in self._layout.files if one.name == name)
         descriptor = os.open(self._folder / name, os.O_RDWR | os.O_CREAT, 0o666)
@@ -193,3 +266,81 @@ def _write_all(descriptor: int, view: memoryview, offset: int) -> None:
     done = 0
     while done < len(view):
         done += os.pwrite(descriptor, view[done : done + _CHUNK], offset + done)
+
+
+# --------------------
+# Scratch files for blocks between two passes over a model, one file per block.
+
+
+class ScratchBlocks:
+    """Stores dense blocks, with the parameters that modifiers have added to them.
+
+    Args:
+        folder: the folder of the files; created on the first write.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def write(self, stage: int, block: str, tensors: Mapping[str, Tensor]) -> str:
+        """Store a block durably and return its hash.
+
+        Args:
+            stage: the pass that produced it.
+            block: its name.
+            tensors: name in the model → tensor.
+
+        Returns:
+            The hash of its data.
+        """
+        file = self._file(stage, block)
+        self._folder.mkdir(exist_ok=True)
+        new = file.with_suffix(".new")
+        save_file(_unaliased(tensors), new)
+        with new.open("rb") as stream:
+            os.fsync(stream.fileno())
+        new.replace(file)
+        sync_folder(self._folder)
+        return self._read(file)[1]
+
+    def read(self, stage: int, block: str) -> dict[str, Tensor]:
+        """Return the tensors of a block by their names in the model, on the CPU."""
+        return self._read(self._file(stage, block))[0]
+
+    def remove(self, stage: int, block: str) -> None:
+        """Delete a block's file, if it exists."""
+        self._file(stage, block).unlink(missing_ok=True)
+
+    def digest(self, stage: int, block: str) -> str | None:
+        """Return the hash of a block's data; ``None`` if it is missing or damaged."""
+        try:
+            return self._read(self._file(stage, block))[1]
+        except (OSError, CheckpointError):
+            return None
+
+    def _file(self, stage: int, block: str) -> Path:
+        return self._folder / f"{stage}-{block}.safetensors"
+
+    @staticmethod
+    def _read(file: Path) -> tuple[dict[str, Tensor], str]:
+        headers = read_header(file)
+        reader = TensorReader(headers)
+        digest = xxhash.xxh3_128()
+        try:
+            tensors = {name: reader.read(name, digest) for name in sorted(headers)}
+        finally:
+            reader.close()
+        return tensors, digest.hexdigest()
+
+
+def _unaliased(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return contiguous CPU tensors that share no memory."""
+    seen: set[int] = set()
+    apart = {}
+    for name, tensor in tensors.items():
+        value = tensor.detach().to("cpu").contiguous()
+        if value.data_ptr() in seen:
+            value = value.clone()
+        seen.add(value.data_ptr())
+        apart[name] = value
+    return apart

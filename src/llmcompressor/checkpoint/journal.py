@@ -23,7 +23,7 @@ import xxhash
 from llmcompressor.errors import OutputError
 from llmcompressor.logger import logger
 
-__all__ = ["BlockEntry", "Journal", "ProgressEntry", "differences"]
+__all__ = ["BlockEntry", "Journal", "ProgressEntry", "fingerprint_differences"]
 
 _RUN, _BLOCK, _CHOICE, _READY = "run", "block", "choice", "ready"
 _PROGRESS = "progress"
@@ -147,7 +147,7 @@ class Journal:
         if damaged:
             logger.warning(f"{damaged} damaged line(s) of {self._file}: what they say is redone.")
         if damaged or not self._file.read_bytes().endswith(b"\n"):
-            self._mend()
+            self._rewrite()
         if self.fingerprint is None:
             raise OutputError(
                 f"The journal {self._file} is damaged: it does not say what run it is of.",
@@ -172,7 +172,7 @@ class Journal:
             return False
         return True
 
-    def _mend(self) -> None:
+    def _rewrite(self) -> None:
         """Rewrite the journal from its intact lines, so that lines can be appended."""
         if self.fingerprint is None:
             return
@@ -187,13 +187,15 @@ class Journal:
         self._replace(lines)
 
 
-def differences(present: Mapping[str, Any], recorded: Mapping[str, Any]) -> Iterator[str]:
+def fingerprint_differences(
+    present: Mapping[str, Any], recorded: Mapping[str, Any]
+) -> Iterator[str]:
     """Yield one line for each item in which two fingerprints differ."""
-    now, then = dict(_flat(present)), dict(_flat(recorded))
+    now, then = dict(_flatten(present)), dict(_flatten(recorded))
     for name in {**then, **now}:
         if now.get(name) != then.get(name):
             old, new = _first_difference(then.get(name), now.get(name))
-            yield f"{name}: {_shown(old)} then, {_shown(new)} now"
+            yield f"{name}: {_shorten(old)} then, {_shorten(new)} now"
 
 
 def sync_folder(folder: Path) -> None:
@@ -205,10 +207,10 @@ def sync_folder(folder: Path) -> None:
         os.close(handle)
 
 
-def _flat(items: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def _flatten(items: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     for key, value in items.items():
         if isinstance(value, Mapping):
-            yield from _flat(value, f"{prefix}{key}.")
+            yield from _flatten(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value
 
@@ -223,7 +225,7 @@ def _first_difference(then: Any, now: Any) -> tuple[Any, Any]:
     return then, now
 
 
-def _shown(value: Any) -> str:
+def _shorten(value: Any) -> str:
     text = "nothing" if value is None else str(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
 

@@ -3,64 +3,157 @@
 
 from __future__ import annotations
 
+import copy
+import glob
 import os
 import pickle
 import re
 import struct
-from collections.abc import Mapping
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from accelerate.hooks import AlignDevicesHook, ModelHook, SequentialHook, remove_hook_from_module
+from accelerate.utils.modeling import named_module_tensors, set_module_tensor_to_device
+from accelerate.utils.offload import OffloadedWeightsLoader, PrefixedDataset
+from compressed_tensors.offload import remove_dispatch
+from compressed_tensors.offload.cache.base import OffloadCache
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
+from torch.distributed import get_world_size, is_initialized
 from torch.nn import Module, Parameter
-from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
+from transformers import AutoConfig, CompressedTensorsConfig, PretrainedConfig, PreTrainedModel
 
-from llmcompressor.checkpoint.layout import loaded_names
+from llmcompressor.checkpoint.names import loaded_names
+from llmcompressor.checkpoint.packing import patch_packed_zero_points
+from llmcompressor.checkpoint.side_files import SPEAKERS_FILE, module_folders
 from llmcompressor.checkpoint.source import (
+    CONFIG,
     SourceInfo,
     adapter_error,
-    check_config_plain,
+    check_config_unquantized,
+    check_dense,
     check_format,
+    code_tensors,
     holds_adapter,
     inspect_source,
     is_compressed_tensors,
+    is_empty_quantization,
     is_hub_id,
     local_directory,
     quantization_method,
+    quantization_settings,
     quantized_error,
-    says_nothing,
-    settings_of,
+    undeclared_error,
 )
-from llmcompressor.checkpoint.undeclared import check_dense, codes_in, undeclared_error
-from llmcompressor.checkpoint.unpacking import load_unpacked
 from llmcompressor.errors import ArgumentError, CheckpointError, did_you_mean
 from llmcompressor.logger import logger
-from llmcompressor.modeling.adapters import MERGE, adapters_of
-from llmcompressor.modeling.embeddings import untie_embeddings
-from llmcompressor.wording import listed
+from llmcompressor.modeling.patches import MERGE, modules_with_adapters
+from llmcompressor.modeling.weights import untie_embeddings
+from llmcompressor.runtime.memory import free_host_memory
+from llmcompressor.runtime.progress import format_bytes, join_names
 
 __all__ = [
     "AUTO_CLASSES",
     "LOADING_FAILURES",
     "check_complete",
-    "check_declared",
-    "check_object_declared",
-    "check_unadapted",
+    "check_model_declared",
+    "check_no_peft_adapters",
+    "check_quantization_declared",
     "check_unquantized",
-    "config_of",
-    "load_complete",
+    "codes_without_scheme",
+    "compressed_tensors_settings",
+    "copy_without_weights",
+    "decompress_weights",
+    "fetch",
+    "has_offload_caches",
+    "is_dispatched",
+    "is_offloaded",
+    "load_config",
+    "load_decompressed",
     "load_model",
+    "load_pretrained",
     "loading_error",
     "model_class",
-    "packing_of",
     "parse_precision",
     "read_config",
+    "remove_accelerate_hooks",
+    "remove_offload_caches",
     "untie_embeddings",
 ]
+
+
+# --------------------
+# Decompression of models in the compressed-tensors format while they are loaded.
+
+_SCALE = "weight_scale"
+
+
+def load_decompressed(
+    load: Callable[..., Any], settings: Mapping[str, Any], **arguments: Any
+) -> Any:
+    """Load a compressed model and decompress its weights, each by its own module's scheme.
+
+    Args:
+        load: a ``from_pretrained``.
+        settings: the ``quantization_config`` of the model.
+        arguments: arguments for ``load``.
+
+    Returns:
+        The result of ``load``. The modules keep their schemes.
+    """
+    # Since transformers 5.21 a single scheme is used to decompress all modules. That also handles
+    # models that cannot be loaded packed, as where a class's initialization accesses a weight.
+    if is_simple := _has_one_group(settings):
+        arguments["quantization_config"] = CompressedTensorsConfig(dequantize=True)
+    with patch_packed_zero_points(), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "You passed `quantization_config`")
+        loaded = load(**arguments)
+    model = loaded[0] if isinstance(loaded, tuple) else loaded
+    if not is_simple:
+        decompress_weights(model)
+    return loaded
+
+
+def decompress_weights(model: PreTrainedModel) -> None:
+    """Decompress the weights of a model that was loaded packed; its modules keep their schemes."""
+    quantizer: Any = model.hf_quantizer
+    if quantizer.quantization_config.is_quantization_compressed:  # else it was written dense
+        quantizer.compressor.decompress_model(model)
+    quantizer.remove_quantization_config(model)
+
+
+def codes_without_scheme(model: PreTrainedModel, names: Iterable[str]) -> list[str]:
+    """Return the code tensors whose scheme the model lost, as those of fused experts.
+
+    Args:
+        model: the result of :func:`load_decompressed`.
+        names: names of tensors that hold codes.
+    """
+    scales = {name: f"{name.rpartition('.')[0]}.{_SCALE}" for name in names}
+    found = loaded_names(model, scales.values(), model.state_dict())
+    lost = []
+    for name, scale in scales.items():
+        own = found.get(scale)
+        module = None if own is None else model.get_submodule(own.target.rpartition(".")[0])
+        if own is None or own.merged or not hasattr(module, "quantization_scheme"):
+            lost.append(name)
+    return lost
+
+
+def _has_one_group(settings: Mapping[str, Any]) -> bool:
+    groups = dict(settings.get("config_groups") or {}).values()
+    return len([one for one in groups if dict(one).get("weights")]) <= 1
+
+
+# --------------------
+# Loading of a model for compression: the class that its checkpoint names, with all weights.
 
 LOADING_FAILURES = (
     EOFError,
@@ -144,7 +237,7 @@ def load_model(
     """
     if not is_hub_id(model):
         inspect_source(model, allow_quantized=unpacks)
-        check_declared(model)
+        check_quantization_declared(model)
     hub: dict[str, Any] = {
         "revision": revision or "main",
         "cache_dir": cache_dir,
@@ -153,14 +246,14 @@ def load_model(
     }
     place = str(Path(model).expanduser()) if Path(model).expanduser().exists() else str(model)
     try:
-        config = config_of(config_name or place, **hub)
-        settings = packing_of(config) if unpacks else None
+        config = load_config(config_name or place, **hub)
+        settings = compressed_tensors_settings(config) if unpacks else None
         if settings is None:
-            check_config_plain(place, config.to_dict())
+            check_config_unquantized(place, config.to_dict())
         dtype = parse_precision(precision)
-        loaded = load_complete(place, config, settings=settings, dtype=dtype, **hub)
+        loaded = load_pretrained(place, config, settings=settings, dtype=dtype, **hub)
         if is_hub_id(model):  # the files are on this machine now
-            check_declared(place, revision=revision, cache_dir=cache_dir)
+            check_quantization_declared(place, revision=revision, cache_dir=cache_dir)
     except torch.OutOfMemoryError:
         raise
     except LOADING_FAILURES as error:
@@ -173,7 +266,7 @@ def load_model(
     return loaded
 
 
-def config_of(place: str | os.PathLike[str], **hub: Any) -> PretrainedConfig:
+def load_config(place: str | os.PathLike[str], **hub: Any) -> PretrainedConfig:
     """Return a model's configuration, without an empty ``quantization_config``.
 
     Args:
@@ -197,18 +290,22 @@ def config_of(place: str | os.PathLike[str], **hub: Any) -> PretrainedConfig:
         ) from error
     holders: tuple[Any, ...] = (config, getattr(config, "text_config", None))
     for one in holders:
-        if hasattr(one, "quantization_config") and says_nothing(one.quantization_config):
+        if hasattr(one, "quantization_config") and is_empty_quantization(one.quantization_config):
             del one.quantization_config
     return config
 
 
-def packing_of(config: PretrainedConfig) -> Mapping[str, Any] | None:
+def compressed_tensors_settings(config: PretrainedConfig) -> Mapping[str, Any] | None:
     """Return a model's compressed-tensors configuration; ``None`` where it has none."""
     written = config.to_dict()
-    return settings_of(written) if is_compressed_tensors(quantization_method(written)) else None
+    return (
+        quantization_settings(written)
+        if is_compressed_tensors(quantization_method(written))
+        else None
+    )
 
 
-def load_complete(
+def load_pretrained(
     place: str,
     config: PretrainedConfig,
     *,
@@ -220,7 +317,7 @@ def load_complete(
 
     Args:
         place: a folder, or the id of a model on the hub.
-        config: the result of :func:`config_of`.
+        config: the result of :func:`load_config`.
         trust_remote_code: run modelling code that comes with the checkpoint.
         settings: its quantization configuration, if it is to be decompressed.
         arguments: further ones of ``from_pretrained``.
@@ -229,12 +326,12 @@ def load_complete(
         CheckpointError: weights are missing or have another shape. For other faults transformers
             raises its own errors (:func:`loading_error`).
     """
-    check_format(place, settings_of(config.to_dict()))
+    check_format(place, quantization_settings(config.to_dict()))
     loader = model_class(config, trust_remote_code=trust_remote_code)
     loaded: PreTrainedModel
     load = partial(loader.from_pretrained, place)
     if settings is not None:
-        load = partial(load_unpacked, load, settings)
+        load = partial(load_decompressed, load, settings)
     loaded, info = load(
         config=config,
         ignore_mismatched_sizes=True,  # refused below, by name
@@ -246,21 +343,22 @@ def load_complete(
     return loaded
 
 
-def check_unadapted(model: Module) -> None:
+def check_no_peft_adapters(model: Module) -> None:
     """Refuse a model object with PEFT adapters.
 
     Raises:
         ArgumentError: it has some.
     """
-    if adapted := adapters_of(model):
+    if adapted := modules_with_adapters(model):
         raise ArgumentError(
-            f"The model has adapters (PEFT) at {listed(adapted)}, and compressed checkpoints hold "
+            f"The model has adapters (PEFT) at {join_names(adapted)}, and compressed checkpoints "
+            "hold "
             "the weights of a model without.",
             MERGE,
         )
 
 
-def check_declared(place: str | os.PathLike[str], **hub: Any) -> None:
+def check_quantization_declared(place: str | os.PathLike[str], **hub: Any) -> None:
     """Refuse a model with quantized weights whose ``config.json`` does not declare it.
 
     Args:
@@ -270,22 +368,22 @@ def check_declared(place: str | os.PathLike[str], **hub: Any) -> None:
     Raises:
         CheckpointError: transformers would read codes as weights.
     """
-    source = _undeclared(place, **hub)
+    source = _undeclared_source(place, **hub)
     if source is not None:
         check_dense(source.tensors)
 
 
-def check_object_declared(model: Module) -> None:
+def check_model_declared(model: Module) -> None:
     """Refuse a model object whose weights are undeclared codes of its source folder.
 
     Raises:
         CheckpointError: its weights are codes. A model that was dequantized since passes.
     """
     place = getattr(getattr(model, "config", None), "name_or_path", None)
-    source = _undeclared(place) if isinstance(place, str) and place else None
+    source = _undeclared_source(place) if isinstance(place, str) and place else None
     if source is None:
         return
-    name = next(codes_in(source.tensors), None)
+    name = next(code_tensors(source.tensors), None)
     if name is not None and _has_codes(model, name, source):
         error = undeclared_error(name, source.tensors[name])
         raise CheckpointError(
@@ -294,7 +392,7 @@ def check_object_declared(model: Module) -> None:
         )
 
 
-def _undeclared(place: str | os.PathLike[str], **hub: Any) -> SourceInfo | None:
+def _undeclared_source(place: str | os.PathLike[str], **hub: Any) -> SourceInfo | None:
     """Return the source in a folder that declares no quantization; ``None`` for others."""
     folder = local_directory(place, **hub)
     try:
@@ -324,7 +422,7 @@ def check_unquantized(model: PreTrainedModel) -> None:
     Raises:
         CheckpointError: it was loaded from a quantized checkpoint and not dequantized.
     """
-    check_object_declared(model)
+    check_model_declared(model)
     quantizer = getattr(model, "hf_quantizer", None)
     if quantizer is not None:
         method = getattr(quantizer.quantization_config, "quant_method", "an unnamed method")
@@ -339,12 +437,12 @@ def read_config(place: str | os.PathLike[str], *, trust_remote_code: bool) -> Pr
         CheckpointError: it cannot be read, or declares that the model is quantized.
     """
     try:
-        config = config_of(place, trust_remote_code=trust_remote_code)
+        config = load_config(place, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, ImportError) as error:
         if isinstance(error, CheckpointError):
             raise
         raise loading_error(str(place), error) from error
-    check_config_plain(str(place), config.to_dict())
+    check_config_unquantized(str(place), config.to_dict())
     return config
 
 
@@ -432,3 +530,243 @@ def loading_error(place: str, error: BaseException) -> CheckpointError:
             f"{near} {remedy}".strip(),
         )
     return CheckpointError(f"The model {place} cannot be loaded: {text}", remedy)
+
+
+# --------------------
+# Download of a model from the Hugging Face Hub.
+
+_OTHER_FORMATS = ["*.bin", "*.pt", "*.pth", "*.gguf", "*.h5", "*.msgpack", "*.onnx", "original/*"]
+
+_SPEAKING = "qwen2_5_omni"
+
+
+def fetch(
+    model: str,
+    *,
+    revision: str | None = None,
+    cache_dir: str | None = None,
+    token: str | bool | None = None,
+) -> Path:
+    """Download a model's files into the hub's cache, without its weights in other formats.
+
+    Args:
+        model: the model's id.
+        revision: a branch, tag or commit.
+        cache_dir: the cache's folder.
+        token: a token for models that are not public.
+
+    Returns:
+        The folder of the snapshot.
+
+    Raises:
+        CheckpointError: the hub cannot be reached, or does not have it.
+    """
+    download = partial(
+        snapshot_download, model, revision=revision, cache_dir=cache_dir, token=token
+    )
+    try:
+        found = Path(download(ignore_patterns=_OTHER_FORMATS))
+        # these are copied as they are, whatever their format
+        further = [f"{glob.escape(folder)}/*" for folder in module_folders(found)]
+        if _has_speaker_file(found):
+            further.append(SPEAKERS_FILE)
+        if further:
+            download(allow_patterns=further)
+    except (OSError, ValueError, HfHubHTTPError, LocalEntryNotFoundError) as error:
+        raise loading_error(model, error) from error
+    return found
+
+
+def _has_speaker_file(folder: Path) -> bool:
+    """Return True if the model's class loads its voices from a separate file."""
+    config = folder / CONFIG
+    return config.is_file() and f'"{_SPEAKING}"' in config.read_text(encoding="utf-8")
+
+
+# --------------------
+# Removal of accelerate's dispatch hooks from a model offloaded to memory or disk.
+#
+# The hooks load a weight for one forward pass and unload it again. Between forward passes the
+# weight is on the meta device and can be neither read nor written, and a run needs the weights
+# themselves.
+
+
+def is_dispatched(model: Module) -> bool:
+    """Return True if accelerate's hooks move the model's inputs or its weights."""
+    return any(True for one in model.modules() for _ in _align_hooks(one))
+
+
+def is_offloaded(model: Module) -> bool:
+    """Return True if accelerate's hooks offload weights, and do not merely move inputs."""
+    return any(hook.offload for one in model.modules() for hook in _align_hooks(one))
+
+
+def remove_accelerate_hooks(model: Module) -> None:
+    """Load all offloaded weights into memory and remove accelerate's hooks.
+
+    Weights on an accelerator stay there; offloaded ones are loaded into main memory.
+
+    Raises:
+        ArgumentError: main memory has no room for those on the disk.
+    """
+    away = [(one, hook) for one in model.modules() for hook in _align_hooks(one) if hook.offload]
+    _check_room_for_dispatched(away)
+    for module, hook in away:
+        for name, _ in _held_by_hook(module, hook):
+            value = hook.weights_map[name]
+            kept = value if _is_in_memory(hook.weights_map, name) else value.clone()  # a file's
+            set_module_tensor_to_device(module, name, "cpu", value=kept)
+        hook.offload = False  # else its removal would put the weights back where they were
+    remove_hook_from_module(model, recurse=True)
+    vars(model).pop("hf_device_map", None)  # transformers and its trainer rely on it
+    tie = getattr(model, "tie_weights", None)
+    if away and callable(tie):
+        tie()  # modules that shared a weight each have a copy now
+
+
+def _align_hooks(module: Module) -> Iterator[AlignDevicesHook]:
+    waiting: list[ModelHook | None] = [getattr(module, "_hf_hook", None)]
+    while waiting:
+        hook = waiting.pop()
+        if isinstance(hook, SequentialHook):
+            waiting.extend(hook.hooks)
+        elif isinstance(hook, AlignDevicesHook):
+            yield hook
+
+
+def _held_by_hook(module: Module, hook: AlignDevicesHook) -> list[tuple[str, Tensor]]:
+    """Return the tensors that the hook loads into the module."""
+    return list(
+        named_module_tensors(
+            module,
+            include_buffers=hook.offload_buffers,
+            recurse=hook.place_submodules,
+            remove_non_persistent=True,
+        )
+    )
+
+
+def _check_room_for_dispatched(away: list[tuple[Module, AlignDevicesHook]]) -> None:
+    on_disk = [
+        tensor.nbytes
+        for module, hook in away
+        for name, tensor in _held_by_hook(module, hook)
+        if not _is_in_memory(hook.weights_map, name)
+    ]
+    size, free = sum(on_disk), free_host_memory()
+    if size > free:
+        raise ArgumentError(
+            f"accelerate keeps {len(on_disk)} weights of the model on the disk "
+            f"({format_bytes(size)}), "
+            f"and main memory has {format_bytes(free)} left for them.",
+            "Give the folder of the model instead: it is read block by block.",
+        )
+
+
+def _is_in_memory(held: Any, name: str) -> bool:
+    """Return True if an offloaded weight is held in memory and not on the disk."""
+    while isinstance(held, PrefixedDataset):
+        held, name = held.dataset, f"{held.prefix}{name}"
+    return not isinstance(held, OffloadedWeightsLoader) or name in held.state_dict
+
+
+# --------------------
+# Removal of compressed-tensors' offload caches, which keep weights in memory or on disk.
+#
+# A module's tensors are loaded for each use of them. Writes to a loaded copy are lost, unless it
+# is the stored tensor itself. A run needs the weights themselves.
+
+
+def has_offload_caches(model: Module) -> bool:
+    """Return True if compressed-tensors offloads any tensor of the model."""
+    return any(True for _ in _caches(model))
+
+
+def remove_offload_caches(model: Module) -> None:
+    """Load all offloaded weights into memory and remove the caches.
+
+    Weights on an accelerator stay there; others are loaded into main memory.
+
+    Raises:
+        ArgumentError: main memory has no room for the weights to load.
+    """
+    caches = list(_caches(model))
+    _check_room(model)
+    copied: dict[int, Tensor] = {}
+    for cache in caches:
+        is_on_disk = cache.offload_device == "disk"
+        cache.onload_device = "cpu" if is_on_disk else cache.offload_device
+    away = [
+        (module, name)
+        for module in model.modules()
+        for cache in _caches_of(module)
+        for name, _ in _tensors_to_copy(cache)
+    ]
+    remove_dispatch(model, onload_tensors=True)
+    for module, name in away:
+        one = getattr(module, name)
+        if id(one) not in copied:  # it is a mapped file, or shared memory
+            copied[id(one)] = one
+            one.data = one.data.clone()
+    vars(model).pop("hf_device_map", None)  # transformers and its trainer rely on it
+    tie = getattr(model, "tie_weights", None)
+    if away and callable(tie):
+        tie()  # modules that shared a weight each have a copy now
+    logger.info(
+        "compressed-tensors kept the weights apart from the model: they are brought into memory, "
+        "and the model is offloaded no longer."
+    )
+
+
+def copy_without_weights(model: Module) -> Module:
+    """Return a copy of a model with parameters on the meta device and no offload caches."""
+    memo: dict[int, Any] = {}
+    for module in model.modules():
+        waiting = [cache.offloaded_values for cache in _caches_of(module)]
+        for one in (waiting[0] if waiting else module._parameters).values():
+            if one is not None:
+                empty = torch.empty_like(one.detach(), device="meta")
+                memo[id(one)] = Parameter(empty, requires_grad=one.requires_grad)
+        for name, one in (waiting[1] if waiting else {}).items():
+            if one is not None:
+                memo[id(one)] = module._buffers[name].to("cpu", copy=True)  # type: ignore[union-attr]
+    copied = copy.deepcopy(model, memo)
+    remove_dispatch(copied)
+    return copied
+
+
+def _caches_of(module: Module) -> list[OffloadCache]:
+    """Return the offload caches of a module's parameters and buffers."""
+    every: tuple[Any, ...] = (module._parameters, module._buffers)
+    return [one for one in every if isinstance(one, OffloadCache)]
+
+
+def _caches(model: Module) -> Iterator[OffloadCache]:
+    return (cache for module in model.modules() for cache in _caches_of(module))
+
+
+def _tensors_to_copy(cache: OffloadCache) -> list[tuple[str, Tensor]]:
+    """Return the tensors to copy: those on the disk or in memory shared between processes."""
+    return [
+        (str(name), one)
+        for name, one in cache.offloaded_values.items()
+        if one is not None and (one.is_meta or (one.device.type == "cpu" and one.is_shared()))
+    ]
+
+
+def _check_room(model: Module) -> None:
+    away = {
+        name: sum(one.nbytes for cache in _caches_of(module) for _, one in _tensors_to_copy(cache))
+        for name, module in model.named_modules()
+    }
+    held = [name or type(model).__name__ for name, size in away.items() if size]
+    size, free = sum(away.values()), free_host_memory()
+    if is_initialized():
+        free //= get_world_size()  # each process gets its own
+    if size > free:
+        raise ArgumentError(
+            f"compressed-tensors keeps the weights of {join_names(held)} on the disk or in shared "
+            f"memory ({format_bytes(size)}), and main memory has {format_bytes(free)} left for "
+            "them.",
+            "Give the folder of the model instead: it is read block by block.",
+        )

@@ -5,18 +5,29 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import transformers
+from huggingface_hub import CommitOperationAdd, HfApi
 from transformers import PretrainedConfig, PreTrainedModel
+from transformers.utils.hub import create_and_tag_model_card
 
-from llmcompressor.checkpoint.parts import levels_of
+from llmcompressor.checkpoint.names import config_levels
 from llmcompressor.logger import logger
-from llmcompressor.modeling.settings import setting, text_config
+from llmcompressor.modeling.weights import config_value, text_config
 
-__all__ = ["checkpoint_config", "json_text", "write_json"]
+__all__ = [
+    "REPORT_FILE",
+    "STORED_AS",
+    "checkpoint_config",
+    "json_text",
+    "push_files",
+    "read_report",
+    "write_json",
+    "write_report",
+]
 
 _QUANTIZATION_KEYS = ("quantization_config", "compression_config")
 _DTYPE_KEYS = ("dtype", "torch_dtype")
@@ -57,7 +68,7 @@ def checkpoint_config(
     """
     original = _read(source)
     config: dict[str, Any] = copy.deepcopy(original or json.loads(model.config.to_json_string()))
-    levels = levels_of(config, model.config)
+    levels = config_levels(config, model.config)
     own = levels[-1]
     if original:
         _patch_changes(own, model.config, copy.deepcopy(own))
@@ -113,7 +124,7 @@ def _patch_changes(
     """
     plain = {key: value for key, value in original.items() if key not in _QUANTIZATION_KEYS}
     try:
-        fresh = type(current).from_dict(_with_floats(copy.deepcopy(plain)))
+        fresh = type(current).from_dict(_decode_floats(copy.deepcopy(plain)))
     except Exception as error:  # configuration classes may be anybody's code
         logger.warning(
             f"config.json is kept as it was, since {type(current).__name__} cannot read it again "
@@ -129,38 +140,42 @@ def _patch_level(
 ) -> None:
     earlier = fresh.to_dict()
     for key, value in current.to_dict().items():
-        now = setting(current, key, value)
-        before = setting(fresh, key, earlier.get(key))
+        now = config_value(current, key, value)
+        before = config_value(fresh, key, earlier.get(key))
         if key in _RUN_TIME or key.startswith("_"):
             continue
         if isinstance(now, PretrainedConfig):
             if isinstance(before, PretrainedConfig) and isinstance(config.get(key), dict):
                 _patch_level(config[key], now, before)
-        elif isinstance(now, _PLAIN) and _is_json(now) and _text(now) != _text(before):
+        elif (
+            isinstance(now, _PLAIN)
+            and _is_json(now)
+            and _canonical_json(now) != _canonical_json(before)
+        ):
             logger.info(f"config.json: {key} becomes {now} (was {before}).")
-            names = [name for name in _names_of(current, key) if name in config]
-            config.update(dict.fromkeys(names or [key], json.loads(_text(now))))
+            names = [name for name in _attribute_names(current, key) if name in config]
+            config.update(dict.fromkeys(names or [key], json.loads(_canonical_json(now))))
 
 
-def _names_of(config: PretrainedConfig, key: str) -> list[str]:
+def _attribute_names(config: PretrainedConfig, key: str) -> list[str]:
     """Return the names of an attribute: the class's own, and its aliases in files."""
     aliases = config.attribute_map.items()
     return [key, *(alias for alias, real in aliases if real == key and alias != key)]
 
 
-def _with_floats(value: Any) -> Any:
+def _decode_floats(value: Any) -> Any:
     """Decode non-finite numbers, which transformers writes as ``{"__float__": "Infinity"}``.
 
-    >>> _with_floats({"limits": [0.0, {"__float__": "Infinity"}]})
+    >>> _decode_floats({"limits": [0.0, {"__float__": "Infinity"}]})
     {'limits': [0.0, inf]}
     """
     if isinstance(value, list):
-        return [_with_floats(one) for one in value]
+        return [_decode_floats(one) for one in value]
     if not isinstance(value, dict):
         return value
     if value.keys() == {_FLOAT} and isinstance(value[_FLOAT], str):
         return float(value[_FLOAT])
-    return {key: _with_floats(one) for key, one in value.items()}
+    return {key: _decode_floats(one) for key, one in value.items()}
 
 
 def _is_json(value: Any) -> bool:
@@ -172,7 +187,7 @@ def _is_json(value: Any) -> bool:
     return True
 
 
-def _text(value: Any) -> str:
+def _canonical_json(value: Any) -> str:
     """Return a text that is equal for values that JSON stores alike, as lists and tuples."""
     return json.dumps(value, default=repr)
 
@@ -216,3 +231,113 @@ def _patch_tie(levels: Sequence[dict[str, Any]], current: PretrainedConfig, *, t
     own = levels[-1]
     if text_config(current) is not current and isinstance(own.get("text_config"), dict):
         own["text_config"]["tie_word_embeddings"] = tied
+
+
+# --------------------
+# ``compression_report.json``: the report of a run, with those of earlier runs on its source.
+
+REPORT_FILE = "compression_report.json"
+STORED_AS = "stored_as"
+"""Module → its names in the files, where these are others; what is recorded goes by modules."""
+_EARLIER = "before"
+_OF_FILES = "verification"
+"""What a report says of the files beside it; of other files it says nothing."""
+
+
+def write_report(
+    folder: Path,
+    report: Mapping[str, Any] | None,
+    source: Path | None,
+    check: Callable[[Path], Mapping[str, Any]] | None,
+) -> None:
+    """Write the report of a run; no file if it is empty.
+
+    Args:
+        folder: the output, otherwise complete.
+        report: the run's report.
+        source: the folder of the source model, whose report is nested in this one.
+        check: verify the output and return findings, which become part of the report.
+    """
+    content = dict(report or {})
+    earlier = _report_of(source)
+    if earlier:
+        content[_EARLIER] = earlier
+    if check is not None:
+        content[_OF_FILES] = dict(check(folder))
+    if content:
+        write_json(folder / REPORT_FILE, content)
+
+
+def read_report(folder: Path) -> dict[str, Any] | None:
+    """Return the report of the run that wrote ``folder``, without earlier ones."""
+    found = _report_of(folder)
+    return {key: value for key, value in found.items() if key != _EARLIER} or None
+
+
+def _report_of(source: Path | None) -> dict[str, Any]:
+    file = None if source is None else source / REPORT_FILE
+    if file is None or not file.is_file():
+        return {}
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        logger.warning(f"{file} cannot be read, and what it tells is lost: {error!r:.200}")
+        return {}
+    if not isinstance(found, dict):
+        return {}
+    return {key: value for key, value in found.items() if key != _OF_FILES}
+
+
+# --------------------
+# Upload of a written checkpoint to the Hugging Face Hub.
+
+_CARD = "README.md"
+
+
+def push_files(
+    folder: Path,
+    names: Iterable[str],
+    repo_id: str,
+    *,
+    commit_message: str | None = None,
+    commit_description: str | None = None,
+    private: bool | None = None,
+    token: bool | str | None = None,
+    revision: str | None = None,
+    create_pr: bool = False,
+    tags: Sequence[str] | None = None,
+) -> None:
+    """Upload files unchanged, with a model card if there is none among them.
+
+    Args:
+        folder: the folder of the files.
+        names: their paths below ``folder``.
+        repo_id: the repository; it is created if it does not exist.
+        commit_message: by default "Upload model".
+        commit_description: more about the commit.
+        private: make a created repository private.
+        token: the token to log in with.
+        revision: the branch; it is created if it does not exist.
+        create_pr: open a pull request.
+        tags: tags of the model card.
+    """
+    api = HfApi(token=token)
+    repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
+    files = sorted(names)
+    operations = [
+        CommitOperationAdd(path_in_repo=name, path_or_fileobj=folder / name) for name in files
+    ]
+    if _CARD not in files:
+        card = create_and_tag_model_card(repo_id, None if tags is None else list(tags), token)  # type: ignore[arg-type]  # it takes a bool too
+        operations.append(CommitOperationAdd(_CARD, str(card).encode()))
+    if revision is not None and not revision.startswith("refs/pr") and not create_pr:
+        api.create_branch(repo_id=repo_id, branch=revision, exist_ok=True)
+    api.create_commit(
+        repo_id=repo_id,
+        operations=operations,
+        commit_message=commit_message or "Upload model",
+        commit_description=commit_description,
+        revision=revision,
+        create_pr=create_pr,
+    )
+    logger.info(f"Uploaded {len(operations)} files to {repo_id}.")

@@ -18,9 +18,9 @@ transformers loads it with. Wherever one is written, all are.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import compressed_tensors
 from compressed_tensors.config import CompressionFormat
@@ -31,22 +31,158 @@ from compressed_tensors.quantization import (
     QuantizationStatus,
 )
 from compressed_tensors.quantization.quant_config import get_vllm_module_type
+from compressed_tensors.utils.match import match_name, match_targets
 from torch import Tensor
 from torch.nn import Embedding, Linear, Module
+from torch.nn.modules.conv import _ConvNd
 from transformers import PreTrainedModel
 
-from llmcompressor.checkpoint.compress import QuantizedModule
-from llmcompressor.checkpoint.expert_groups import dense_experts, expert_stacks, found_for_experts
-from llmcompressor.checkpoint.experts import dense_closed
-from llmcompressor.checkpoint.layout import checkpoint_names, sources_of_plain
-from llmcompressor.checkpoint.other_names import other_names, readers, tied_names
+from llmcompressor.checkpoint.moe_names import dense_experts_fused
+from llmcompressor.checkpoint.names import (
+    checkpoint_names,
+    fused_source_modules,
+    loader_models,
+    merges_experts,
+    merges_weights,
+    names_in_loaders,
+    tied_head_names,
+)
+from llmcompressor.checkpoint.packing import QuantizedModule
+from llmcompressor.checkpoint.source import (
+    check_format,
+    is_compressed_tensors,
+    quantization_method,
+    quantization_settings,
+    quantized_error,
+)
+from llmcompressor.errors import CheckpointError
 from llmcompressor.logger import logger
-from llmcompressor.modeling.embeddings import embeddings
-from llmcompressor.modeling.fused import absent_partners, is_expert
-from llmcompressor.modeling.settings import text_config
-from llmcompressor.names import is_of_tower, named_modules, names_of
+from llmcompressor.modeling.fused import is_expert, missing_qkv_partners
+from llmcompressor.modeling.names import is_in_tower, name_aliases, named_modules, own_parameters
+from llmcompressor.modeling.weights import embeddings, text_config
 
-__all__ = ["build_quantization_config"]
+__all__ = [
+    "build_quantization_config",
+    "dense_experts_group",
+    "existing_quantization",
+    "expert_stacks",
+    "merge_quantization",
+    "order_groups_for_experts",
+]
+
+
+# --------------------
+# The config group that transformers applies to stacked experts.
+#
+# Where a checkpoint stores experts one by one and the model holds a stack, transformers has no
+# module to match by name. It applies one group to the experts of all layers: the first with a
+# pattern that contains ``experts``, else the first with a target that is no pattern, else the
+# first one. All other servers match names.
+
+_NOTHING = "re:(?!)experts"
+"""A target that matches no module, and that transformers takes to name experts."""
+
+
+Targets: TypeAlias = Sequence[str]
+
+
+def _mentions_experts(targets: Targets) -> bool:
+    return any(target.startswith("re:") and "experts" in target for target in targets)
+
+
+def _expert_group_index(groups: Sequence[Targets]) -> int | None:
+    """Return the index of the group that transformers applies to experts, or ``None``."""
+    by_class = [any(not target.startswith("re:") for target in targets) for targets in groups]
+    for which in ([_mentions_experts(targets) for targets in groups], by_class):
+        if any(which):
+            return which.index(True)
+    return 0 if groups else None
+
+
+def order_groups_for_experts(
+    groups: Sequence[Targets], of_experts: Collection[int]
+) -> list[tuple[int, list[str]]]:
+    """Order and extend groups so that transformers applies the right one to experts.
+
+    The group of the experts gets one more target, which matches nothing. It is moved to the front
+    where a group before it has a pattern with that word (for shared experts, say). Each module
+    matches the targets of one group only, so the order has no other effect.
+
+    Args:
+        groups: the targets of each group, in order.
+        of_experts: indices of the groups with experts. With two or more nothing is changed, as
+            transformers can apply only one.
+
+    Returns:
+        Index and targets of each group, in order.
+
+    >>> order_groups_for_experts([["re:.*attn.*"], ["re:.*mlp.*"]], {1})
+    [(0, ['re:.*attn.*']), (1, ['re:.*mlp.*', 're:(?!)experts'])]
+    """
+    found = [(index, list(targets)) for index, targets in enumerate(groups)]
+    if len(of_experts) != 1 or _expert_group_index(groups) in of_experts:
+        return found
+    (index,) = of_experts
+    own = found[index][1]
+    if not _mentions_experts(own):
+        own.append(_NOTHING)
+    if any(map(_mentions_experts, groups[:index])):
+        found.insert(0, found.pop(index))
+    return found
+
+
+def dense_experts_group(
+    classes: Sequence[PreTrainedModel],
+    schemes: Sequence[QuantizationScheme],
+    quantized: Collection[str],
+) -> dict[str, QuantizationScheme]:
+    """Return a group that matches nothing, to make transformers load experts as not quantized.
+
+    For the group that it applies to experts, transformers looks for packed tensors only, and leaves
+    dense experts random with no more than a warning; only for 8-bit floats it accepts dense weights
+    too. So this group must come first, also when group names are sorted. Some releases apply the
+    same group to any module whose tensors are merged while loading (one convolution of three), and
+    fail to load it.
+
+    Args:
+        classes: the model classes that load the checkpoint.
+        schemes: the groups.
+        quantized: the names of quantized modules in all of these classes.
+    """
+    has_experts = any(merges_experts(one) and expert_stacks(one, quantized) for one in classes)
+    if not (has_experts or any(merges_weights(one, quantized) for one in classes)):
+        return {}
+    if any(is_expert(name) for name in quantized):  # quantized experts need the group
+        return {}
+    taken = _expert_group_index([scheme.targets for scheme in schemes])
+    weights = schemes[taken].weights if taken is not None else None
+    if weights is not None and weights.type == "float" and weights.num_bits == 8:
+        return {}
+    return {
+        "experts_not_quantized" if has_experts else "dense_weights": QuantizationScheme(
+            targets=[_NOTHING],
+            weights=QuantizationArgs(num_bits=8, type="float", strategy="tensor"),
+            input_activations=QuantizationArgs(
+                num_bits=8, type="float", strategy="tensor", dynamic=True
+            ),
+            format=CompressionFormat.float_quantized.value,
+        )
+    }
+
+
+def expert_stacks(model: PreTrainedModel, quantized: Collection[str]) -> list[str]:
+    """Return the modules with stacked matrices of their own and no quantized module inside."""
+    return [
+        name
+        for name, module in named_modules(model)
+        if not isinstance(module, _ConvNd)
+        and any(parameter.ndim == 3 for parameter in own_parameters(module))
+        and not any(other.startswith(f"{name}.") for other in quantized)
+    ]
+
+
+# --------------------
+# The ``quantization_config`` of a written checkpoint.
 
 _INDEXED = re.compile(r"(?:^|\.)([^.\d]+\.\d+\..*)$")
 _IN_LAYER = re.compile(r"(\.\d+\.)experts\.")
@@ -111,8 +247,8 @@ def build_quantization_config(
     """
     transform = getattr(model, "transform_config", None)
     if not quantized:
-        return _transforms_alone(transform)
-    with dense_closed(model):
+        return _transform_only_config(transform)
+    with dense_experts_fused(model):
         return _as_json(_config(model, quantized, status, extra_ignore), transform)
 
 
@@ -122,30 +258,32 @@ def _config(
     status: QuantizationStatus,
     extra_ignore: Iterable[str],
 ) -> QuantizationConfig:
-    groups = _group([entry for entry in quantized if not entry.is_attention])
-    attention = _group([entry for entry in quantized if entry.is_attention and entry.has_group])
-    classes = readers(model)
-    others = other_names(model, classes)
+    groups = _group_by_scheme([entry for entry in quantized if not entry.is_attention])
+    attention = _group_by_scheme(
+        [entry for entry in quantized if entry.is_attention and entry.has_group]
+    )
+    classes = loader_models(model)
+    others = names_in_loaders(model, classes)
     candidates = _candidates(model, groups, others)
-    tied = tied_names(model, classes, others)  # Linears in a loader, stored in no file
-    ignore = [*_ignore(model, candidates, quantized, others), *tied, *extra_ignore]
+    tied = tied_head_names(model, classes, others)  # Linears in a loader, stored in no file
+    ignore = [*_ignored_names(model, candidates, quantized, others), *tied, *extra_ignore]
     _choose_targets(groups, candidates, ignore)
-    _name_absent(groups, candidates, ignore)
+    _target_missing_projections(groups, candidates, ignore)
     for group in attention:
         group.targets = _attention_targets(model, group)
 
     every = [*groups, *attention]
     schemes = [
         every[index].scheme.model_copy(update={"targets": targets})
-        for index, targets in found_for_experts(
-            [group.targets for group in every], _of_experts(groups)
+        for index, targets in order_groups_for_experts(
+            [group.targets for group in every], _groups_with_experts(groups)
         )
     ]
     named = {f"group_{index}": scheme for index, scheme in enumerate(schemes)}
     coded = [one for one in candidates if one.group is not None]
     names = {name for one in coded for name in (one.name, *one.others)}
     return QuantizationConfig(
-        config_groups={**dense_experts([model, *classes], schemes, names), **named},
+        config_groups={**dense_experts_group([model, *classes], schemes, names), **named},
         quantization_status=status,
         kv_cache_scheme=_kv_cache_scheme(quantized),
         format=_overall_format(groups).value,
@@ -158,12 +296,12 @@ def _as_json(config: QuantizationConfig, transform: Any) -> dict[str, Any]:
     if found.get("moe_sparsity_config", ...) is None:
         del found["moe_sparsity_config"]  # older loaders do not know it
     if config.kv_cache_scheme is not None:
-        found["kv_cache_scheme"] = _in_full(config.kv_cache_scheme)
+        found["kv_cache_scheme"] = _dump_all_keys(config.kv_cache_scheme)
     for name, scheme in config.config_groups.items():
         for own in ("weights", "input_activations", "output_activations"):
             args = getattr(scheme, own)
             if args is not None:
-                found["config_groups"][name][own] = _in_full(args)
+                found["config_groups"][name][own] = _dump_all_keys(args)
     return {
         **found,
         "quant_method": "compressed-tensors",
@@ -173,7 +311,7 @@ def _as_json(config: QuantizationConfig, transform: Any) -> dict[str, Any]:
     }
 
 
-def _in_full(args: QuantizationArgs) -> dict[str, Any]:
+def _dump_all_keys(args: QuantizationArgs) -> dict[str, Any]:
     """Return all keys of the arguments, in the order of the fields.
 
     compressed-tensors 0.20 omits ``None`` and inferred values, and what was inferred depends on how
@@ -185,7 +323,7 @@ def _in_full(args: QuantizationArgs) -> dict[str, Any]:
     return {name: zero if name == "zp_dtype" else each for name, each in found.items()}
 
 
-def _transforms_alone(transform: Any) -> dict[str, Any] | None:
+def _transform_only_config(transform: Any) -> dict[str, Any] | None:
     """Return the configuration of a model with online rotations and no quantization.
 
     Loaders fail on a configuration without groups, or on a group without weights. So there is one
@@ -208,7 +346,7 @@ def _transforms_alone(transform: Any) -> dict[str, Any] | None:
     return _as_json(config, transform)
 
 
-def _group(entries: Iterable[QuantizedModule]) -> list[_Group]:
+def _group_by_scheme(entries: Iterable[QuantizedModule]) -> list[_Group]:
     """Group modules with equal arguments and format; their targets are merged in order."""
     groups: list[_Group] = []
     group_of: dict[int, _Group] = {}  # modules of one group may share their scheme
@@ -229,7 +367,7 @@ def _group(entries: Iterable[QuantizedModule]) -> list[_Group]:
     return groups
 
 
-def _of_experts(groups: Sequence[_Group]) -> set[int]:
+def _groups_with_experts(groups: Sequence[_Group]) -> set[int]:
     """Return the indices of the groups that contain MoE experts."""
     return {
         index
@@ -280,7 +418,7 @@ def _served_name(stored: str) -> str:
     >>> _served_name("model.vision_tower.layers.3.mlp.up_proj")
     'vision_tower.layers.3.mlp.up_proj'
     """
-    if is_of_tower(stored):
+    if is_in_tower(stored):
         return stored.removeprefix("model.")
     match = _INDEXED.search(stored)
     tail = match.group(1) if match else stored.rpartition(".")[2]
@@ -306,7 +444,7 @@ def _matches_name(target: str, name: str) -> bool:
     return target == name
 
 
-class _Targets:
+class _TargetMatcher:
     """The targets of a group as loaders match them; a group may name thousands of modules."""
 
     def __init__(self, targets: Iterable[str]) -> None:
@@ -316,11 +454,11 @@ class _Targets:
         self._lower = [target.lower() for target in self._exact]
         self._served: dict[str, bool] = {}
 
-    def written_for(self, item: _Candidate, name: str) -> bool:
+    def matches_in_transformers(self, item: _Candidate, name: str) -> bool:
         """Return True if transformers matches the module by its name in one of the classes."""
         return self.means(name) or not self._exact.isdisjoint(item.classes)
 
-    def served_for(self, item: _Candidate) -> bool:
+    def matches_in_vllm(self, item: _Candidate) -> bool:
         """Return True if vLLM matches the module."""
         by_name = item.name in self._exact or item.stored in self._exact
         by_name &= _IN_LAYER.search(item.stored) is None
@@ -357,7 +495,7 @@ def _choose_targets(
     by_name = {item.name: item for item in candidates}
     for group in groups:
         own = [name for entry in group.members for name in by_name[entry.name].names]
-        more = (*_head_targets(group, candidates), *_held_targets(group))
+        more = (*_head_targets(group, candidates), *_layer_expert_targets(group))
         group.targets = list(dict.fromkeys([*own, *more]))
 
 
@@ -374,33 +512,33 @@ def _head_targets(group: _Group, candidates: Sequence[_Candidate]) -> list[str]:
 def _expert_targets(group: _Group) -> list[str]:
     """Return patterns for experts that the recipe targets by their names in other classes."""
     names = [entry.name for entry in group.members if "experts." in entry.name]
-    linears = [name for name in names if len({_own(one) for one in names_of(name)}) > 1]
-    met = _Targets(group.targets)
+    linears = [name for name in names if len({_last_name(one) for one in name_aliases(name)}) > 1]
+    met = _TargetMatcher(group.targets)
     is_met = "Linear" in group.targets
     unmet = [] if is_met else [name for name in linears if not met.means(name)]
-    own = sorted(set(map(_own, unmet)))
+    own = sorted(set(map(_last_name, unmet)))
     return [rf"re:.*experts\.\d+\.(?:{'|'.join(own)})$"] if own else []
 
 
-def _own(name: str) -> str:
+def _last_name(name: str) -> str:
     return name.rpartition(".")[2]
 
 
-def _held_targets(group: _Group) -> list[str]:
+def _layer_expert_targets(group: _Group) -> list[str]:
     """Return patterns for experts directly in a layer, which full names do not match in vLLM."""
     found: dict[str, None] = {}
     for name in (entry.name for entry in group.members):
         match = _IN_LAYER.search(name)
         if match is not None:
             own = re.escape(name.rpartition(".")[2])
-            found[rf"{_held(name[: match.end()])}\d+\.{own}$"] = None
+            found[rf"{_expert_prefix_pattern(name[: match.end()])}\d+\.{own}$"] = None
     return list(found)
 
 
-def _held(path: str) -> str:
+def _expert_prefix_pattern(path: str) -> str:
     r"""Return a pattern for a path after any prefix, with experts possibly in a module ``moe``.
 
-    >>> print(_held("model.layers.3.experts."))
+    >>> print(_expert_prefix_pattern("model.layers.3.experts."))
     re:(?:.*\.)?layers\.3\.(?:moe\.)?experts\.
     """
     match = _INDEXED.search(path)
@@ -413,8 +551,8 @@ def _held(path: str) -> str:
 def _is_unambiguous(
     groups: Sequence[_Group], candidates: Sequence[_Candidate], ignore: Sequence[str]
 ) -> bool:
-    left_out = _Targets(ignore)
-    every = [_Targets(group.targets) for group in groups]
+    left_out = _TargetMatcher(ignore)
+    every = [_TargetMatcher(group.targets) for group in groups]
     for item in candidates:
         is_ignored = left_out.means(item.name)
         wanted = set() if item.group is None else {item.group}
@@ -422,17 +560,19 @@ def _is_unambiguous(
             return False
         if is_ignored:
             continue
-        readings = [[own.served_for(item) for own in every]]
+        readings = [[own.matches_in_vllm(item) for own in every]]
         for name in (item.name, *item.others):
-            readings.append([own.written_for(item, name) for own in every])
+            readings.append([own.matches_in_transformers(item, name) for own in every])
         if any({index for index, hit in enumerate(hits) if hit} != wanted for hits in readings):
             return False
     return True
 
 
-def _absent(candidates: Sequence[_Candidate]) -> Iterator[tuple[_Candidate, _Candidate]]:
+def _missing_projections(
+    candidates: Sequence[_Candidate],
+) -> Iterator[tuple[_Candidate, _Candidate]]:
     """Yield each projection that a layer lacks, with the module that it would be fused with."""
-    absent = absent_partners([item.name for item in candidates])
+    absent = missing_qkv_partners([item.name for item in candidates])
     for item in candidates:
         for partner in absent.get(item.name, ()):
             own, other = (each.rpartition(".")[2] for each in (item.name, partner))
@@ -443,20 +583,20 @@ def _absent(candidates: Sequence[_Candidate]) -> Iterator[tuple[_Candidate, _Can
             yield replace(item, name=name, stored=stored, served=served, others=tuple(others)), item
 
 
-def _name_absent(
+def _target_missing_projections(
     groups: Sequence[_Group], candidates: Sequence[_Candidate], ignore: list[str]
 ) -> None:
     """Give key and value projections that a layer lacks the scheme of its queries."""
-    left_out = _Targets(ignore)
-    targets = [_Targets(group.targets) for group in groups]
-    for partner, item in _absent(candidates):
-        if item.group is not None and not targets[item.group].served_for(partner):
+    left_out = _TargetMatcher(ignore)
+    targets = [_TargetMatcher(group.targets) for group in groups]
+    for partner, item in _missing_projections(candidates):
+        if item.group is not None and not targets[item.group].matches_in_vllm(partner):
             groups[item.group].targets += partner.names
         elif item.group is None and left_out.means(item.stored):
             ignore += [name for name in partner.names if not left_out.means(name)]
 
 
-def _ignore(
+def _ignored_names(
     model: PreTrainedModel,
     candidates: Sequence[_Candidate],
     quantized: Sequence[QuantizedModule],
@@ -497,13 +637,13 @@ def _ignore(
     patterns = _fused_experts(model, stacks)
     names += [
         source
-        for source in _sources(model, plain, stacks, quantized_names)
+        for source in _fused_source_names(model, plain, stacks, quantized_names)
         if source not in taken and not any(_matches_name(pattern, source) for pattern in patterns)
     ]
     return [*names, *patterns]
 
 
-def _sources(
+def _fused_source_names(
     model: PreTrainedModel, plain: Sequence[str], stacks: Sequence[str], quantized: set[str]
 ) -> list[str]:
     """Return the checkpoint's own names for modules that fuse weights of unquantized modules."""
@@ -515,7 +655,7 @@ def _sources(
     for name in stacks:
         for own, parameter in model.get_submodule(name).named_parameters(recurse=False):
             tensors[f"{name}.{own}"] = parameter
-    return sources_of_plain(model, tensors, quantized)
+    return fused_source_modules(model, tensors, quantized)
 
 
 def _fused_experts(model: PreTrainedModel, stacks: Sequence[str]) -> list[str]:
@@ -524,7 +664,7 @@ def _fused_experts(model: PreTrainedModel, stacks: Sequence[str]) -> list[str]:
     patterns = []
     for name in stacks:
         for path in (f"{name}.", f"{stored[name]}."):
-            patterns.append(f"{_held(path)}.*")
+            patterns.append(f"{_expert_prefix_pattern(path)}.*")
     return list(dict.fromkeys(patterns))
 
 
@@ -556,3 +696,186 @@ def _overall_format(groups: Sequence[_Group]) -> CompressionFormat:
     if len(formats) > 1:
         return CompressionFormat.mixed_precision
     return CompressionFormat(next(iter(formats), CompressionFormat.dense.value))
+
+
+# --------------------
+# Further quantization of a partly quantized checkpoint, whose configuration is kept.
+#
+# The schemes of two runs are merged into one ``quantization_config``. Each module must match its
+# own scheme and no other, so a target that would also match a module of the other run (``Linear``
+# does) is replaced by the names of its modules.
+
+_COMPRESSED = "compressed"
+_REGEX = "re:"
+_NOT_KEPT = ("transform_config", "sparsity_config")
+
+
+def existing_quantization(model: str, config: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """Return the ``quantization_config`` of a partly quantized checkpoint; ``None`` without one.
+
+    Args:
+        model: the checkpoint's folder.
+        config: its ``config.json``.
+
+    Raises:
+        CheckpointError: it was quantized by another method, or part of it cannot be kept.
+    """
+    method = quantization_method(config)
+    if method is None:
+        return None
+    found = quantization_settings(config)
+    if not is_compressed_tensors(method) or not found:
+        raise quantized_error(model, method)
+    check_format(model, found)
+    problems = [f"a {name}" for name in _NOT_KEPT if found.get(name)]
+    if found.get("quantization_status") != _COMPRESSED:
+        problems.append(f"the status {found.get('quantization_status')!r}")
+    if problems:
+        raise CheckpointError(
+            f"The model {model} is quantized already, with {problems[0]}, which another scheme "
+            "beside it cannot keep.",
+            "Compress the original, unquantized model.",
+        )
+    return found
+
+
+def merge_quantization(
+    new: Mapping[str, Any],
+    modules: Mapping[str, Module],
+    old: Mapping[str, Any],
+    compressed: Mapping[str, Module],
+) -> dict[str, Any]:
+    """Merge two quantization configurations into one.
+
+    Args:
+        new: the configuration that this run writes.
+        modules: its modules, by name.
+        old: the source's configuration.
+        compressed: modules that were quantized before, by name; placeholders of their classes do.
+
+    Returns:
+        The groups of both, those of the source first, unless experts need another order.
+
+    Raises:
+        CheckpointError: the source has no scheme for one of its quantized modules.
+    """
+    before = _ConfigGroups(old, compressed)
+    after = _ConfigGroups(new, modules)
+    groups: dict[str, Mapping[str, Any]] = {**before.excluding(modules)}
+    of_experts = before.with_experts() & set(groups)
+    taken = set(groups)
+    added = after.excluding(compressed)
+    for number, (own, group) in enumerate(added.items(), start=len(groups)):
+        name = next(name for name in _group_names(number) if name not in taken)
+        taken.add(name)
+        groups[name] = group
+        if own in after.with_experts():
+            of_experts.add(name)
+    groups = _order_groups(groups, of_experts)
+    both = {**compressed, **modules}
+    ignore = old.get("ignore") or ()
+    wrong = _TargetNames(ignore).reaches(both)
+    kept = [entry for entry in ignore if entry not in wrong]
+    formats = {group["format"] for group in groups.values() if group.get("format")}
+    mixed = CompressionFormat.mixed_precision.value
+    return {
+        **new,
+        "config_groups": groups,
+        "format": mixed if len(formats) > 1 else next(iter(formats), new["format"]),
+        "kv_cache_scheme": old.get("kv_cache_scheme"),
+        "ignore": list(dict.fromkeys([*new["ignore"], *kept])),
+    }
+
+
+def _order_groups(
+    groups: Mapping[str, Mapping[str, Any]], of_experts: Collection[str]
+) -> dict[str, Mapping[str, Any]]:
+    names = list(groups)
+    found = order_groups_for_experts(
+        [groups[name]["targets"] for name in names], {names.index(name) for name in of_experts}
+    )
+    return {names[index]: {**groups[names[index]], "targets": targets} for index, targets in found}
+
+
+class _TargetNames:
+    """Targets or ignore entries, with the semantics of compressed-tensors.
+
+    Written configurations may list every module, so names are looked up in a set.
+    """
+
+    def __init__(self, entries: Iterable[str]) -> None:
+        self._plain = set(entries)
+        self._patterns = sorted(entry for entry in self._plain if entry.startswith(_REGEX))
+
+    def first(self, name: str, module: Module) -> str | None:
+        """Return the entry that matches a module: a name before a pattern before a class."""
+        if name in self._plain:
+            return name
+        found = match_targets(name, module, self._patterns)
+        return found[0] if found else self._class(module)
+
+    def reaches(self, modules: Mapping[str, Module]) -> set[str]:
+        """Return the entries that match any of ``modules``."""
+        found = self._plain & set(modules)
+        found |= {str(self._class(one)) for one in modules.values()} & self._plain
+        for entry in self._patterns:
+            if any(match_name(name, entry) for name in modules):
+                found.add(entry)
+        return found
+
+    def _class(self, module: Module) -> str | None:
+        names = [cls.__name__ for cls in type(module).__mro__ if issubclass(cls, Module)]
+        return next((name for name in names if name in self._plain), None)
+
+
+class _ConfigGroups:
+    """The config groups of one configuration and their modules."""
+
+    def __init__(self, config: Mapping[str, Any], modules: Mapping[str, Module]) -> None:
+        overall = config.get("format")
+        overall = None if overall == CompressionFormat.mixed_precision.value else overall
+        self._groups: dict[str, dict[str, Any]] = {
+            name: {**group, "format": group.get("format") or overall}
+            for name, group in config["config_groups"].items()
+        }
+        self._members: dict[str, dict[str, Module]] = {name: {} for name in self._groups}
+        self._assign(modules, _TargetNames(config.get("ignore") or ()))
+
+    def _assign(self, modules: Mapping[str, Module], ignore: _TargetNames) -> None:
+        by_target = {
+            target: name for name, group in self._groups.items() for target in group["targets"]
+        }
+        targets = _TargetNames(by_target)
+        for name, module in modules.items():
+            found = targets.first(name, module)
+            if found is None or ignore.first(name, module) is not None:
+                raise CheckpointError(
+                    f"The tensors of {name} are quantized, and the quantization_config does not "
+                    "say how.",
+                    "Compress the original, unquantized model.",
+                )
+            self._members[by_target[found]][name] = module
+
+    def with_experts(self) -> set[str]:
+        """Return the names of the groups that contain MoE experts."""
+        return {name for name, members in self._members.items() if any(map(is_expert, members))}
+
+    def excluding(self, others: Mapping[str, Module]) -> dict[str, dict[str, Any]]:
+        """Return the non-empty groups, with targets that match none of ``others``."""
+        apart = {}
+        for name, group in self._groups.items():
+            too_wide = _TargetNames(group["targets"]).reaches(others)
+            targets = [target for target in group["targets"] if target not in too_wide]
+            if too_wide:
+                kept, members = _TargetNames(targets), self._members[name]
+                targets += [one for one in members if kept.first(one, members[one]) is None]
+            if targets:
+                apart[name] = {**group, "targets": targets}
+        return apart
+
+
+def _group_names(first: int) -> Iterable[str]:
+    number = first
+    while True:
+        yield f"group_{number}"
+        number += 1

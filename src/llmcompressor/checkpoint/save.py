@@ -23,63 +23,83 @@ from torch import Tensor
 from torch.nn import Module
 from transformers import GenerationConfig, PreTrainedModel
 
-from llmcompressor.checkpoint.compress import (
+from llmcompressor.checkpoint.atomic_output import (
+    OnExisting,
+    check_output_dir,
+    check_path_argument,
+    staged_output,
+)
+from llmcompressor.checkpoint.generic_model import TreeModel
+from llmcompressor.checkpoint.manifest import (
+    OutputManifest,
+    PartitionedState,
+    module_kinds,
+    partition_state_dict,
+)
+from llmcompressor.checkpoint.model_config import (
+    STORED_AS,
+    checkpoint_config,
+    write_json,
+    write_report,
+)
+from llmcompressor.checkpoint.names import (
+    checkpoint_names,
+    drop_dequantizing_conversions,
+    renamed_modules,
+)
+from llmcompressor.checkpoint.packing import (
     QuantizedModule,
     compress,
+    is_on_grid,
     parse_format,
     quantized_modules,
+    warn_cast,
+    warn_off_grid,
 )
-from llmcompressor.checkpoint.contents import Contents, divide
-from llmcompressor.checkpoint.extras import (
-    copy_side_files,
-    extra_ignore,
-    extra_tensors,
-    layer_of,
-    load_tensors,
-)
-from llmcompressor.checkpoint.layout import checkpoint_names, forget_dequantizing, stored_as
-from llmcompressor.checkpoint.model_config import checkpoint_config, write_json
-from llmcompressor.checkpoint.on_grid import is_on_grid, warn_cast, warn_off_grid
-from llmcompressor.checkpoint.output_layout import OutputLayout
-from llmcompressor.checkpoint.prediction import Prediction, module_kinds
-from llmcompressor.checkpoint.processor import (
+from llmcompressor.checkpoint.quantization_config import build_quantization_config
+from llmcompressor.checkpoint.side_files import (
     PROCESSOR_FILES,
-    is_as_stored,
+    copy_side_files,
+    extra_ignore_patterns,
+    extra_tensors,
+    layer_prefix,
+    load_tensors,
+    matches_stored_files,
     processor_directory,
     replaced_files,
     write_processor,
 )
-from llmcompressor.checkpoint.quantization_config import build_quantization_config
-from llmcompressor.checkpoint.run_report import STORED_AS, write_report
-from llmcompressor.checkpoint.shards import ShardWriter, natural_key, parse_size
 from llmcompressor.checkpoint.source import (
     TensorHeader,
+    code_tensors,
     inspect_source,
     local_directory,
     quantization_method,
+    with_scales,
 )
-from llmcompressor.checkpoint.staging import OnExisting, check_output_dir, staged
-from llmcompressor.checkpoint.tree_model import TreeModel
-from llmcompressor.checkpoint.undeclared import codes_in, with_scales
-from llmcompressor.checkpoint.write_errors import check_named
+from llmcompressor.checkpoint.tensor_files import OutputLayout, ShardWriter, natural_key, parse_size
 from llmcompressor.errors import ArgumentError, CheckpointError, OutputError, did_you_mean
 from llmcompressor.logger import logger
-from llmcompressor.modeling.flat_pieces import in_pieces, shapes_shown
-from llmcompressor.modeling.inputs import model_dtype
-from llmcompressor.modeling.spread import was_loaded_spread, whole_state
-from llmcompressor.names import named_modules
-from llmcompressor.processes import passed_by, written_once
-from llmcompressor.wording import listed
+from llmcompressor.modeling.call_graph import model_dtype
+from llmcompressor.modeling.names import named_modules
+from llmcompressor.modeling.sharded import (
+    full_shapes_reported,
+    full_state_dict,
+    has_partitioned_parameters,
+    was_loaded_sharded,
+)
+from llmcompressor.runtime.processes import skip_write, write_once
+from llmcompressor.runtime.progress import join_names
 
 __all__ = [
     "DEFAULT_SHARD_SIZE",
     "SaveOptions",
     "modify_save_pretrained",
-    "options_of",
     "planned_config",
     "save_checkpoint",
-    "write_beside_weights",
+    "save_options",
     "write_checkpoint",
+    "write_non_weight_files",
 ]
 
 RECIPE_FILE = "recipe.yaml"
@@ -202,7 +222,7 @@ def save_checkpoint(
         on_existing = OnExisting.REPLACE
     else:
         on_existing = OnExisting.SPARE if was_free else OnExisting.REFUSE
-    with staged(target, on_existing=on_existing) as folder:
+    with staged_output(target, on_existing=on_existing) as folder:
         write_checkpoint(model, folder, options)
     logger.info(f"Saved {target}.")
     return target
@@ -233,7 +253,7 @@ def modify_save_pretrained(
         check: see there; called with ``kinds`` too, the kinds of the modules.
         once: see there.
     """
-    forget_dequantizing(model)
+    drop_dequantizing_conversions(model)
     dtype = model_dtype(model) if any(map(is_module_quantized, model.modules())) else None
     options = SaveOptions(
         recipe=recipe,
@@ -249,12 +269,12 @@ def modify_save_pretrained(
     object.__setattr__(model, "save_pretrained", partial(_save_pretrained, model))
     for name, part in named_modules(model):
         given = part.__dict__.get("save_pretrained")
-        is_free = given is None or getattr(given, "func", None) is _save_part
+        is_free = given is None or getattr(given, "func", None) is _save_submodel
         if part is not model and isinstance(part, PreTrainedModel) and is_free:
-            object.__setattr__(part, "save_pretrained", partial(_save_part, part, name))
+            object.__setattr__(part, "save_pretrained", partial(_save_submodel, part, name))
 
 
-def options_of(model: Module) -> SaveOptions | None:
+def save_options(model: Module) -> SaveOptions | None:
     """Return the save options of a model set up by :func:`modify_save_pretrained`, else ``None``.
 
     Args:
@@ -264,7 +284,7 @@ def options_of(model: Module) -> SaveOptions | None:
     return found
 
 
-def _save_part(part: PreTrainedModel, name: str, *args: Any, **kwargs: Any) -> None:
+def _save_submodel(part: PreTrainedModel, name: str, *args: Any, **kwargs: Any) -> None:
     """Save a submodel of a compressed model as transformers does, without its schemes."""
     if any(map(is_module_quantized, part.modules())):
         logger.warning(
@@ -327,15 +347,15 @@ def _save_pretrained(
         )
     if not safe_serialization or sparsity_config is not None:
         logger.warning("Only dense safetensors are written: the arguments for others do nothing.")
-    if state_dict is None and was_loaded_spread(model):
+    if state_dict is None and was_loaded_sharded(model):
         is_main_process = model.should_save_on_this_rank(is_main_process)
-        state_dict = whole_state(model, keep=is_main_process)
-    check_named("save_directory", save_directory)
+        state_dict = full_state_dict(model, keep=is_main_process)
+    check_path_argument("save_directory", save_directory)
     options: SaveOptions = getattr(model, _OPTIONS)
     place = Path(save_directory).expanduser().resolve()
     if not is_main_process:
         if options.once:
-            passed_by(place)
+            skip_write(place)
         return
     check = options.check
     options = replace(
@@ -346,7 +366,7 @@ def _save_pretrained(
         max_shard_size=max_shard_size,
     )
     warn_cast(model_dtype(model), options.dtype)
-    with written_once(place) if options.once else nullcontext(True) as is_mine:
+    with write_once(place) if options.once else nullcontext(True) as is_mine:
         if not is_mine:
             return
         written = _save_into(model, Path(save_directory), options, state_dict)
@@ -358,7 +378,7 @@ def _push(
     model: PreTrainedModel, directory: Path, names: Sequence[str], arguments: Mapping[str, Any]
 ) -> None:
     """Upload the written files; transformers' ``push_to_hub`` would write them again, dense."""
-    from llmcompressor.checkpoint.push import push_files  # noqa: PLC0415  # few ask for it
+    from llmcompressor.checkpoint.model_config import push_files  # noqa: PLC0415  # few ask for it
 
     folder = directory.expanduser().resolve()
     given = {"repo_id": folder.name, "tags": model.model_tags, **arguments}
@@ -381,7 +401,7 @@ def _save_into(
             f"The output directory {target} is the input model itself.",
             "Choose another output directory.",
         )
-    with staged(target, on_existing=OnExisting.MERGE) as folder:
+    with staged_output(target, on_existing=OnExisting.MERGE) as folder:
         write_checkpoint(model, folder, options, state_dict)
         files = (path for path in folder.rglob("*") if path.is_file())
         written = [path.relative_to(folder).as_posix() for path in files]
@@ -411,8 +431,8 @@ def write_checkpoint(
         options: the save options.
         state_dict: tensors to write instead of the model's own.
     """
-    state = _state(model, state_dict)
-    with shapes_shown(model):
+    state = _state_to_write(model, state_dict)
+    with full_shapes_reported(model):
         _write(model, folder, options, state)
 
 
@@ -422,12 +442,12 @@ def _write(
     forced = parse_format(options.quantization_format if options.save_compressed else "dense")
     quantized = quantized_modules(model, forced_format=forced)
     source = _source_directory(model, options)
-    contents = divide(model, quantized, state)
+    contents = partition_state_dict(model, quantized, state)
 
     writer = ShardWriter(folder, parse_size(options.max_shard_size))
-    for tensors in _in_order(model, contents):
+    for tensors in _sorted_tensors(model, contents):
         writer.add(tensors)
-    ignore = _carry_over(model, source, contents, quantized, writer)
+    ignore = _copy_extras(model, source, contents, quantized, writer)
     writer.close()
 
     quantization = _quantization(model, quantized, ignore, compressed=options.save_compressed)
@@ -436,14 +456,14 @@ def _write(
         folder / "config.json",
         checkpoint_config(model, source, tied=contents.tied, quantization=quantization),
     )
-    write_report(folder, _told(model, options), source, options.check)
+    write_report(folder, _report_with_stored_names(model, options), source, options.check)
 
 
-def write_beside_weights(
+def write_non_weight_files(
     model: PreTrainedModel,
     folder: Path,
     options: SaveOptions,
-    prediction: Prediction,
+    prediction: OutputManifest,
     layout: OutputLayout,
 ) -> None:
     """Write every file of a checkpoint except its weights.
@@ -462,20 +482,26 @@ def write_beside_weights(
     _write_side_files(model, folder, source, options)
     config = planned_config(model, source, prediction, compressed=options.save_compressed)
     write_json(folder / "config.json", config)
-    write_report(folder, _told(model, options), source, options.check)
+    write_report(folder, _report_with_stored_names(model, options), source, options.check)
 
 
-def _told(model: PreTrainedModel, options: SaveOptions) -> Mapping[str, Any] | None:
+def _report_with_stored_names(
+    model: PreTrainedModel, options: SaveOptions
+) -> Mapping[str, Any] | None:
     """Return the run's report, with the stored names of the modules in it."""
     report = options.report or {}
     records = [each for each in report.get("modifiers", {}).values() if isinstance(each, Mapping)]
     modules = [str(module) for each in records for module in each]
-    names = stored_as(model, modules) if modules else {}
+    names = renamed_modules(model, modules) if modules else {}
     return {**report, STORED_AS: names} if names else options.report
 
 
 def planned_config(
-    model: PreTrainedModel, source: Path | None, prediction: Prediction, *, compressed: bool = True
+    model: PreTrainedModel,
+    source: Path | None,
+    prediction: OutputManifest,
+    *,
+    compressed: bool = True,
 ) -> dict[str, Any]:
     """Return the ``config.json`` of a checkpoint whose tensors are known and not written yet.
 
@@ -505,8 +531,10 @@ def _quantization(
     return build_quantization_config(model, quantized, status=status, extra_ignore=ignore)
 
 
-def _state(model: PreTrainedModel, given: Mapping[str, Tensor] | None) -> dict[str, Tensor]:
-    if given is None and in_pieces(model):
+def _state_to_write(
+    model: PreTrainedModel, given: Mapping[str, Tensor] | None
+) -> dict[str, Tensor]:
+    if given is None and has_partitioned_parameters(model):
         raise CheckpointError(
             "The weights of the model are in pieces on several processes (DeepSpeed ZeRO stage 3).",
             "Save it by train's output_dir, or by the trainer's save_model with "
@@ -527,7 +555,9 @@ def _state(model: PreTrainedModel, given: Mapping[str, Tensor] | None) -> dict[s
     return state
 
 
-def _in_order(model: PreTrainedModel, contents: Contents) -> Iterator[dict[str, Tensor]]:
+def _sorted_tensors(
+    model: PreTrainedModel, contents: PartitionedState
+) -> Iterator[dict[str, Tensor]]:
     """Yield all tensors by checkpoint name, layer by layer; compressed only when reached."""
     stored = checkpoint_names(model, contents.compressed)
     pieces: dict[str, Callable[[], dict[str, Tensor]]] = {}
@@ -549,10 +579,10 @@ def _compressed(
     return {f"{stored}.{own}": tensor for own, tensor in compress(entry, tensors).items()}
 
 
-def _carry_over(
+def _copy_extras(
     model: PreTrainedModel,
     source: Path | None,
-    contents: Contents,
+    contents: PartitionedState,
     quantized: list[QuantizedModule],
     writer: ShardWriter,
 ) -> list[str]:
@@ -567,7 +597,7 @@ def _carry_over(
     for tensors in load_tensors(extras, headers):
         writer.add(tensors)
     names = checkpoint_names(model, [entry.name for entry in quantized])
-    return extra_ignore(extras, written, [*names, *names.values()])
+    return extra_ignore_patterns(extras, written, [*names, *names.values()])
 
 
 def _source_headers(
@@ -580,14 +610,14 @@ def _source_headers(
         found = inspect_source(source, allow_quantized=True)
         if quantization_method(found.config) is None:
             return found.tensors
-        return _without_codes(model, found.tensors, written)
+        return _drop_codes(model, found.tensors, written)
     except CheckpointError as error:
         # the model was complete when it was loaded; its folder has changed since
         logger.warning(f"Tensors that the model class does not own are not carried over. {error}")
         return {}
 
 
-def _without_codes(
+def _drop_codes(
     model: PreTrainedModel, tensors: Mapping[str, TensorHeader], written: Collection[str]
 ) -> Mapping[str, TensorHeader]:
     """Return a quantized source's tensors that are not codes or scales.
@@ -595,21 +625,22 @@ def _without_codes(
     The model itself holds their values. A layer that the model does not have is left out as a whole
     if a part of it is codes.
     """
-    codes = list(codes_in(tensors))
+    codes = list(code_tensors(tensors))
     modules = {name.rpartition(".")[0] for name in written}
     lost = [name for name in codes if name.rpartition(".")[0] not in modules]
     if lost:
         logger.warning(
-            f"Left out of the output: {listed(lost)}. {type(model).__name__} does not own them, "
+            f"Left out of the output: {join_names(lost)}. {type(model).__name__} does not own "
+            "them, "
             "and they are quantized in the source in a way that the output does not say."
         )
-    own = {layer_of(name) for name in written}
-    layers = {layer_of(name) for name in lost} - own - {None}
+    own = {layer_prefix(name) for name in written}
+    layers = {layer_prefix(name) for name in lost} - own - {None}
     dropped = with_scales(codes)
     return {
         name: header
         for name, header in tensors.items()
-        if name not in dropped and layer_of(name) not in layers
+        if name not in dropped and layer_prefix(name) not in layers
     }
 
 
@@ -618,7 +649,9 @@ def _write_side_files(
 ) -> None:
     processor = options.processor
     stored = None if processor is None else processor_directory(processor)
-    if stored is not None and not (_has_processor(stored) and is_as_stored(processor, stored)):
+    if stored is not None and not (
+        _has_processor(stored) and matches_stored_files(processor, stored)
+    ):
         logger.info(
             f"The {type(processor).__name__} is not as {stored} holds it: it is written as it is."
         )
@@ -632,14 +665,14 @@ def _write_side_files(
         copy_side_files(stored, folder, without=others)
     elif processor is not None and stored is None:
         write_processor(processor, folder)
-    if model.can_generate() and _generates_otherwise(model, folder):
+    if model.can_generate() and _generation_config_differs(model, folder):
         model.generation_config.to_json_file(folder / "generation_config.json")
     recipe = options.recipe() if callable(options.recipe) else options.recipe
     if recipe:
         (folder / RECIPE_FILE).write_text(recipe, encoding="utf-8")
 
 
-def _generates_otherwise(model: PreTrainedModel, folder: Path) -> bool:
+def _generation_config_differs(model: PreTrainedModel, folder: Path) -> bool:
     """Return True if the model's generation settings differ from the copied file."""
     if not (folder / "generation_config.json").exists():
         return True

@@ -11,36 +11,148 @@ import json
 import os
 import re
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub import try_to_load_from_cache
 
-from llmcompressor.checkpoint.undeclared import check_dense
 from llmcompressor.errors import CheckpointError, did_you_mean
 
 __all__ = [
-    "PieceHeader",
+    "SIDE_FILES",
+    "RowSliceHeader",
     "SourceInfo",
     "TensorHeader",
     "adapter_error",
-    "check_config_plain",
+    "check_config_unquantized",
+    "check_dense",
     "check_format",
     "check_no_adapter",
-    "check_plain",
+    "check_source_unquantized",
+    "code_tensors",
     "holds_adapter",
     "inspect_source",
     "is_compressed_tensors",
+    "is_empty_quantization",
     "is_hub_id",
     "local_directory",
     "quantization_method",
+    "quantization_settings",
     "quantized_error",
     "read_header",
-    "says_nothing",
-    "settings_of",
+    "undeclared_error",
+    "with_scales",
 ]
+
+
+# --------------------
+# Detection of quantized weights that ``config.json`` does not declare, from headers alone.
+#
+# Codes that are loaded as weights give meaningless numbers, and no error. Codes are
+#
+# - integers under a name that only packed weights have (``qweight``, …);
+# - a matrix of values of one byte or less, stored with its scales;
+# - such a matrix named ``weight``, unless its module is named like a table or a draft head: an
+#   embedding may be stored in float8 without scales, and no class loads a draft head.
+#
+# Other tensors of one byte (masks and tables in buffers) are not codes, nor is a dense weight that
+# is stored with scales: it has its values.
+
+SIDE_FILES = ("hf_quant_config.json", "quantize_config.json", "quant_config.json")
+"""What exporters write beside ``config.json``, of the weights that they have quantized."""
+
+_PACKED = frozenset({"weight_packed", "qweight", "W_q"})
+_INTEGER = re.compile(r"[IU]\d+")
+_NARROW = re.compile(r"[IU][48]|F[468](?:_.*)?")
+_TABLE = re.compile(r"(?!.*proj).*emb|wte|wpe")
+_DRAFT = re.compile(r"(?:.*\.)?(?:mtp|nextn|draft|eagle|medusa)")
+_MATRIX = 2
+
+
+def code_tensors(tensors: Mapping[str, TensorHeader]) -> Iterator[str]:
+    """Return the names of the tensors that hold codes.
+
+    Args:
+        tensors: name → header.
+    """
+    return (name for name, header in tensors.items() if _holds_codes(name, header, tensors))
+
+
+def with_scales(names: Iterable[str]) -> set[str]:
+    """Return the names of code tensors and the possible names of their scales.
+
+    >>> sorted(with_scales(["up.weight"]))[:3]
+    ['up.SCB', 'up.scale', 'up.scales']
+    """
+    found = set(names)
+    for name in list(found):
+        path, _, own = name.rpartition(".")
+        found |= {f"{path}.{scale}" if path else scale for scale in _scales_of(own)}
+    return found
+
+
+def _holds_codes(name: str, header: TensorHeader, tensors: Mapping[str, TensorHeader]) -> bool:
+    path, _, own = name.rpartition(".")
+    if own in _PACKED:
+        return _INTEGER.fullmatch(header.dtype) is not None
+    if len(header.shape) < _MATRIX or not _NARROW.fullmatch(header.dtype):
+        return False
+    beside = f"{path}." if path else ""
+    if any(f"{beside}{scale}" in tensors for scale in _scales_of(own)):
+        return True
+    is_weight = own == "weight" and len(header.shape) == _MATRIX
+    return is_weight and not _is_table(path) and not _DRAFT.match(path)
+
+
+def _is_table(path: str) -> bool:
+    """Return True if a module has the name of an embedding table.
+
+    >>> [_is_table(path) for path in ("model.embed_tokens", "wte", "embed_proj", "up_proj")]
+    [True, True, False, False]
+    """
+    return _TABLE.match(path.rpartition(".")[2]) is not None
+
+
+def _scales_of(own: str) -> tuple[str, ...]:
+    """Return the possible names of the scales of a tensor."""
+    names = (f"{own}_scale", f"{own}_scale_inv", f"{own}_scales")
+    if own == "weight":
+        return (*names, "scale", "scales", "SCB")
+    return (*names, f"{own.removesuffix('_blocks')}_scales") if own.endswith("_blocks") else names
+
+
+def check_dense(tensors: Mapping[str, TensorHeader]) -> None:
+    """Refuse tensors if one of them holds codes.
+
+    Args:
+        tensors: the tensors of a checkpoint that declares no quantization.
+
+    Raises:
+        CheckpointError: a tensor holds codes.
+    """
+    name = next(code_tensors(tensors), None)
+    if name is not None:
+        raise undeclared_error(name, tensors[name])
+
+
+def undeclared_error(name: str, header: TensorHeader) -> CheckpointError:
+    """Return the error for a tensor of codes that ``config.json`` does not declare."""
+    return CheckpointError(
+        f"The tensor {name} of {header.file} ({header.dtype}) is quantized already, though "
+        f"config.json does not say so{_declared_by(header.file.parent)}.",
+        "Compress the original, unquantized model.",
+    )
+
+
+def _declared_by(folder: Path) -> str:
+    found = next((name for name in SIDE_FILES if (folder / name).is_file()), None)
+    return "" if found is None else f" ({found} beside it does)"
+
+
+# --------------------
+# Inspection of a model's files before anything is loaded.
 
 CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
@@ -80,7 +192,7 @@ class TensorHeader:
 
 
 @dataclass(frozen=True)
-class PieceHeader(TensorHeader):
+class RowSliceHeader(TensorHeader):
     """A tensor that is a non-contiguous selection of rows of a matrix in a file.
 
     ``offset`` is the matrix's; ``shape`` and ``nbytes`` are those of the piece.
@@ -207,26 +319,26 @@ def inspect_source(
         )
     config = _read_json(config_file)
     if not allow_quantized:
-        check_config_plain(str(directory), config)
+        check_config_unquantized(str(directory), config)
     tensors = _tensors(directory, headers_only=headers_only)
     size = sum(file.stat().st_size for file in {header.file for header in tensors.values()})
     source = SourceInfo(directory.resolve(), config, tensors, size)
     if not allow_quantized:
-        check_plain(source)
+        check_source_unquantized(source)
     return source
 
 
-def check_plain(source: SourceInfo) -> None:
+def check_source_unquantized(source: SourceInfo) -> None:
     """Refuse a source that is quantized already, by its config or its headers.
 
     Raises:
         CheckpointError: it is.
     """
-    check_config_plain(str(source.directory), source.config)
+    check_config_unquantized(str(source.directory), source.config)
     check_dense(source.tensors)
 
 
-def check_config_plain(model: str, config: Mapping[str, Any]) -> None:
+def check_config_unquantized(model: str, config: Mapping[str, Any]) -> None:
     """Refuse a ``config.json`` that declares quantized weights.
 
     Raises:
@@ -234,11 +346,11 @@ def check_config_plain(model: str, config: Mapping[str, Any]) -> None:
     """
     method = quantization_method(config)
     if method is not None:
-        check_format(model, settings_of(config))
+        check_format(model, quantization_settings(config))
         raise quantized_error(model, method)
 
 
-def settings_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
+def quantization_settings(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the quantization configuration in ``config.json``; empty without one."""
     found = config.get("quantization_config") or config.get("compression_config")
     return found if isinstance(found, Mapping) else {}
@@ -258,7 +370,7 @@ def quantization_method(config: Mapping[str, Any]) -> str | None:
         (config, "compression_config"),
     ):
         settings = holder.get(key)
-        if says_nothing(settings):
+        if is_empty_quantization(settings):
             continue
         if not isinstance(settings, Mapping):
             raise CheckpointError(
@@ -270,7 +382,7 @@ def quantization_method(config: Mapping[str, Any]) -> str | None:
     return None
 
 
-def says_nothing(settings: Any) -> bool:
+def is_empty_quantization(settings: Any) -> bool:
     """Return True if a ``quantization_config`` describes no quantized or packed weights.
 
     An empty one does not. Nor does that of a model that an earlier release only pruned: it reports
@@ -448,7 +560,7 @@ def _read_json(file: Path) -> dict[str, Any]:
 def _tensors(directory: Path, *, headers_only: bool) -> dict[str, TensorHeader]:
     if (directory / SINGLE).is_file():
         own = read_header(directory / SINGLE, headers_only=headers_only)
-        return {**_beside_single(directory, headers_only=headers_only), **own}
+        return {**_indexed_with_single(directory, headers_only=headers_only), **own}
     if (directory / INDEX).is_file():
         return _indexed(directory, headers_only=headers_only)
     if any((directory / name).is_file() for name in _OTHER_WEIGHTS):
@@ -456,7 +568,7 @@ def _tensors(directory: Path, *, headers_only: bool) -> dict[str, TensorHeader]:
     raise _no_weights(directory)
 
 
-def _beside_single(directory: Path, *, headers_only: bool) -> dict[str, TensorHeader]:
+def _indexed_with_single(directory: Path, *, headers_only: bool) -> dict[str, TensorHeader]:
     """Return the tensors that an index names besides ``model.safetensors``.
 
     Draft layers are stored so. An index that does not name that file belongs to another set of

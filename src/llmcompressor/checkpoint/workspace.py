@@ -13,25 +13,51 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
-from llmcompressor.checkpoint.journal import Journal, differences
-from llmcompressor.checkpoint.staging import (
+import xxhash
+
+from llmcompressor.checkpoint.atomic_output import (
     MOVING,
-    put_in_place,
-    remove_at_once,
+    creation_errors,
+    disk_errors,
+    publish_folder,
+    remove_atomically,
     remove_stale,
     work_folder,
 )
-from llmcompressor.checkpoint.write_errors import creating, disk_errors
+from llmcompressor.checkpoint.block_writer import digest_of
+from llmcompressor.checkpoint.journal import Journal, fingerprint_differences
+from llmcompressor.checkpoint.model_config import write_json
+from llmcompressor.checkpoint.tensor_files import OutputLayout
 from llmcompressor.errors import InputError, OutputError
 from llmcompressor.logger import logger
-from llmcompressor.wording import listed
+from llmcompressor.runtime.progress import join_names
+
+__all__ = [
+    "RUN_FILE",
+    "CompletedRun",
+    "Workspace",
+    "file_hashes",
+    "files_folder",
+    "hash_json",
+    "is_being_published",
+    "open_workspace",
+    "remove_run_file",
+    "reserve_output",
+    "resumable_fingerprint",
+    "scratch_folder",
+    "stored_digests",
+    "was_published",
+]
 
 try:
     import fcntl
@@ -41,16 +67,6 @@ except ImportError as error:
         "llmcompressor runs on Linux and macOS."
     ) from error
 
-__all__ = [
-    "Workspace",
-    "files_of",
-    "fingerprint_of_progress",
-    "is_being_published",
-    "opened",
-    "reserved",
-    "scratch_of",
-    "was_published",
-]
 
 _JOURNAL, _LOCK, _FILES, _SCRATCH = "journal", "lock", "files", "scratch"
 
@@ -74,12 +90,12 @@ class Workspace:
     @property
     def files(self) -> Path:
         """The folder of the output's files: in the working folder, or the target once published."""
-        return self.target if self.is_published else files_of(self.folder)
+        return self.target if self.is_published else files_folder(self.folder)
 
     @property
     def scratch(self) -> Path:
         """The folder of blocks between two passes over the model."""
-        return scratch_of(self.folder)
+        return scratch_folder(self.folder)
 
     def start_afresh(self, fingerprint: Mapping[str, Any]) -> None:
         """Discard all progress and start a new journal."""
@@ -92,7 +108,7 @@ class Workspace:
 
     def publish(self, *, replace: bool) -> None:
         """Move the finished output to its final name and remove the working folder."""
-        put_in_place(self.files, self.target, replace=replace)
+        publish_folder(self.files, self.target, replace=replace)
         self.is_published = True
         self.remove()
 
@@ -102,7 +118,7 @@ class Workspace:
         A lock without the journal would look like a run that has not begun.
         """
         _remove_all_but(self.folder, _JOURNAL, _LOCK)
-        remove_at_once(self.folder, self.target.name)
+        remove_atomically(self.folder, self.target.name)
         remove_stale(self.target)
         self._lock.close()
 
@@ -122,18 +138,18 @@ class Workspace:
         self._lock.close()
 
 
-def files_of(folder: Path) -> Path:
+def files_folder(folder: Path) -> Path:
     """Return the folder of the output's files in a working folder."""
     return folder / _FILES
 
 
-def scratch_of(folder: Path) -> Path:
+def scratch_folder(folder: Path) -> Path:
     """Return the folder of scratch blocks in a working folder."""
     return folder / _SCRATCH
 
 
 @contextmanager
-def opened(
+def open_workspace(
     target: Path, fingerprint: Mapping[str, Any], *, resume: str = "auto"
 ) -> Iterator[Workspace]:
     """Open the workspace of a run, new or resumed.
@@ -158,13 +174,13 @@ def opened(
     with disk_errors(target):
         created = not folder.exists()
         missing = [path for path in folder.parents if not path.exists()]
-        lock = _begun(folder, target)
+        lock = _create_locked(folder, target)
         if resume == "never":
             journal.unlink(missing_ok=True)
         is_mine = False
         try:
             workspace = Workspace(target, folder, lock)
-            _compare(workspace, fingerprint)
+            _resume_or_start(workspace, fingerprint)
             is_mine = True
             yield workspace
         except BaseException as error:
@@ -185,7 +201,7 @@ def opened(
 
 
 @contextmanager
-def reserved(target: Path, *, resume: str = "auto") -> Iterator[None]:
+def reserve_output(target: Path, *, resume: str = "auto") -> Iterator[None]:
     """Lock an output directory for a run that keeps no progress.
 
     Args:
@@ -197,7 +213,7 @@ def reserved(target: Path, *, resume: str = "auto") -> Iterator[None]:
     """
     folder = work_folder(target)
     missing = [path for path in folder.parents if not path.exists()]
-    lock = _begun(folder, target)
+    lock = _create_locked(folder, target)
     try:
         if _has_progress(folder) and resume != "never":
             raise OutputError(
@@ -238,7 +254,7 @@ def is_being_published(target: Path) -> bool:
     return was_published(target) or (target in folder.parents and _is_ready(folder))
 
 
-def fingerprint_of_progress(target: Path) -> dict[str, Any] | None:
+def resumable_fingerprint(target: Path) -> dict[str, Any] | None:
     """Return the fingerprint of an interrupted run that can be resumed, or ``None``."""
     journal = work_folder(target.expanduser().resolve()) / _JOURNAL
     try:
@@ -280,16 +296,16 @@ def _has_progress(folder: Path) -> bool:
     return _is_ready(folder) or (journal.is_file() and Journal(journal).is_begun)
 
 
-def _compare(workspace: Workspace, fingerprint: Mapping[str, Any]) -> None:
+def _resume_or_start(workspace: Workspace, fingerprint: Mapping[str, Any]) -> None:
     recorded = workspace.journal.fingerprint
     if recorded is None:
         workspace.start_afresh(fingerprint)
         return
-    differing = list(differences(fingerprint, recorded))
+    differing = list(fingerprint_differences(fingerprint, recorded))
     if differing:
         raise OutputError(
             f"{workspace.folder} holds the progress of another run: "
-            f"{listed(differing, most=4, separator='; ')}.",
+            f"{join_names(differing, most=4, separator='; ')}.",
             "Repeat the call that was broken off, with the model and the data that it had, choose "
             'another output directory, or pass resume="never" (--resume never) to throw that '
             "progress away.",
@@ -297,20 +313,20 @@ def _compare(workspace: Workspace, fingerprint: Mapping[str, Any]) -> None:
     logger.info(f"Continuing the run in {workspace.folder}.")
     if workspace.target in workspace.folder.parents and workspace.journal.is_ready:
         if workspace.files.exists() and not workspace.is_published:
-            put_in_place(workspace.files, workspace.target, replace=False)
+            publish_folder(workspace.files, workspace.target, replace=False)
         workspace.is_published = True
     workspace.files.mkdir(exist_ok=True)
 
 
-def _begun(folder: Path, target: Path) -> IO[str]:
+def _create_locked(folder: Path, target: Path) -> IO[str]:
     """Return the lock of a working folder, which is created if necessary."""
-    with creating(target):
+    with creation_errors(target):
         _check_kinds(folder)
         folder.mkdir(parents=True, exist_ok=True)
-        return _locked(folder, target)
+        return _acquire_lock(folder, target)
 
 
-def _locked(folder: Path, target: Path) -> IO[str]:
+def _acquire_lock(folder: Path, target: Path) -> IO[str]:
     """Lock a working folder until the returned file is closed or the process ends."""
     lock = (folder / _LOCK).open("a+", encoding="utf-8")
     try:
@@ -328,3 +344,110 @@ def _locked(folder: Path, target: Path) -> IO[str]:
     lock.write(str(os.getpid()))
     lock.flush()
     return lock
+
+
+# --------------------
+# Identity of a completed run, stored in its output until the call has returned.
+#
+# A run may be killed after its output has got its name and before the call returns. The same call,
+# repeated, then recognizes the output as finished. A file of its own holds hashes of what decided
+# the output, of the tensors read and stored, and the choices that the data decided. Once the call
+# returns, the output is a directory in use like any other.
+
+RUN_FILE = ".llmcompressor.json"
+
+
+def hash_json(content: Any) -> str:
+    """Return a hash of JSON data that does not depend on the order of keys."""
+    return xxhash.xxh3_128_hexdigest(json.dumps(content, sort_keys=True).encode())
+
+
+@dataclass(frozen=True)
+class CompletedRun:
+    """The identity of a run whose output is complete.
+
+    Attributes:
+        origin: hash of the original's names and headers.
+        fingerprint: hash of everything that decides the bytes of the output.
+        source: hash of the tensors that were read.
+        stored: hash of the tensors that were written.
+        files: file of the output besides its weights → hash of its content.
+        choices: choices that the data decided during the run.
+    """
+
+    origin: str
+    fingerprint: str
+    source: str
+    stored: str
+    files: dict[str, str] = field(default_factory=dict)
+    choices: dict[str, Any] = field(default_factory=dict)
+
+    def write(self, folder: Path) -> None:
+        """Write the identity file into an output that is complete but for its name."""
+        write_json(folder / RUN_FILE, asdict(self))
+
+    @staticmethod
+    def read(folder: Path) -> CompletedRun | None:
+        """Return the identity stored in an output; ``None`` if it is missing or damaged."""
+        with suppress(OSError, ValueError, TypeError):
+            return CompletedRun(**json.loads((folder / RUN_FILE).read_text(encoding="utf-8")))
+        return None
+
+    def is_intact(
+        self, folder: Path, layout: OutputLayout, groups: Mapping[str, Iterable[str]]
+    ) -> bool:
+        """Return True if no file of an output was lost or changed since; reads all of its weights.
+
+        Args:
+            folder: the output.
+            layout: the layout of its weight files.
+            groups: block → names of its stored tensors.
+        """
+        with suppress(OSError):
+            if self.files == {name: _file_hash(folder / name) for name in self.files}:
+                return self.stored == hash_json(stored_digests(folder, layout, groups))
+        return False
+
+
+def remove_run_file(folder: Path) -> None:
+    """Remove the identity file, as the call that made the output has returned."""
+    (folder / RUN_FILE).unlink(missing_ok=True)
+
+
+def file_hashes(folder: Path, layout: OutputLayout) -> dict[str, str]:
+    """Return the hash of each file of an output, except its weights and the identity file."""
+    others = {RUN_FILE, *(file.name for file in layout.files)}
+    files = (path for path in sorted(folder.rglob("*")) if path.is_file())
+    names = [path.relative_to(folder).as_posix() for path in files]
+    return {name: _file_hash(folder / name) for name in names if name not in others}
+
+
+def _file_hash(file: Path) -> str:
+    return xxhash.xxh3_128_hexdigest(file.read_bytes())
+
+
+def stored_digests(
+    folder: Path, layout: OutputLayout, groups: Mapping[str, Iterable[str]]
+) -> dict[str, str]:
+    """Return the hash of each block's stored bytes; empty if a weight file has another layout.
+
+    Raises:
+        OSError: a file cannot be read.
+    """
+    opened: dict[str, int] = {}
+    try:
+        for file in layout.files:
+            opened[file.name] = os.open(folder / file.name, os.O_RDONLY)
+            if os.fstat(opened[file.name]).st_size != file.size:
+                return {}
+            if os.pread(opened[file.name], len(file.header), 0) != bytes(file.header):
+                return {}
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            found = {
+                block: pool.submit(digest_of, opened, layout, names)
+                for block, names in groups.items()
+            }
+            return {block: future.result() for block, future in found.items()}
+    finally:
+        for descriptor in opened.values():
+            os.close(descriptor)

@@ -12,14 +12,12 @@ import typer
 
 from llmcompressor import __version__
 from llmcompressor.args import DatasetArguments, ModelArguments, RecipeArguments, RunArguments
-from llmcompressor.cli.failures import reporting
+from llmcompressor.cli.commands import model_free_command, plan_command, show_plan, verify_command
+from llmcompressor.cli.failures import report_errors
 from llmcompressor.cli.help import GroupedCommand
-from llmcompressor.cli.model_free import model_free_command
-from llmcompressor.cli.options import call_arguments, output_place, parameters_of
-from llmcompressor.cli.plan import plan_command, show_plan
+from llmcompressor.cli.options import call_arguments, option_parameters, output_folder
 from llmcompressor.cli.train import run_command, train_command
-from llmcompressor.cli.verify import verify_command
-from llmcompressor.collecting import quick_imports
+from llmcompressor.runtime.collecting import quick_imports
 
 __all__ = ["app"]
 
@@ -101,10 +99,10 @@ def _oneshot_signature() -> inspect.Signature:
                     ),
                 ],
             ),
-            *parameters_of(RecipeArguments, panel="Recipe", required=["recipe"]),
-            *parameters_of(DatasetArguments, panel="Calibration data and pipeline"),
-            *parameters_of(ModelArguments, panel="Model", skip=["model"]),
-            *parameters_of(RunArguments, panel="Run"),
+            *option_parameters(RecipeArguments, panel="Recipe", required=["recipe"]),
+            *option_parameters(DatasetArguments, panel="Calibration data and pipeline"),
+            *option_parameters(ModelArguments, panel="Model", skip=["model"]),
+            *option_parameters(RunArguments, panel="Run"),
             inspect.Parameter(
                 "log_dir",
                 keyword,
@@ -120,7 +118,7 @@ def _oneshot_signature() -> inspect.Signature:
 
 def _oneshot(*, debug: bool, **given: Any) -> None:
     """Compress MODEL by a recipe and write the result."""
-    with reporting(debug=debug, resumable=True):
+    with report_errors(debug=debug, resumable=True):
         call = call_arguments(given, *_ARGUMENTS)
         if call.pop("dry_run", False):
             show_plan(call)
@@ -128,12 +126,12 @@ def _oneshot(*, debug: bool, **given: Any) -> None:
         with quick_imports():
             from llmcompressor.entrypoints.oneshot import oneshot  # noqa: PLC0415
         from llmcompressor.logger import configure_logger  # noqa: PLC0415
-        from llmcompressor.progress import other_bars_hidden  # noqa: PLC0415
+        from llmcompressor.runtime.progress import hide_tqdm_bars  # noqa: PLC0415
 
         configure_logger()
-        with other_bars_hidden():
+        with hide_tqdm_bars():
             oneshot(**call)
-        typer.echo(f"Written: {output_place(given)}")
+        typer.echo(f"Written: {output_folder(given)}")
 
 
 _signature = _oneshot_signature()
@@ -182,7 +180,7 @@ def _evaluate(
 
     Perplexity, and with --reference the distance from the original on the same text.
     """
-    with reporting(debug=debug):
+    with report_errors(debug=debug):
         text = _text_source(dataset, text_file)
         with quick_imports():
             from llmcompressor.entrypoints.evaluate import evaluate  # noqa: PLC0415
@@ -240,7 +238,7 @@ def _demo(
 
     In two ways, with calibration data that every Python has.
     """
-    with reporting(debug=debug):
+    with report_errors(debug=debug):
         from llmcompressor.cli.tables import print_demo  # noqa: PLC0415
 
         with quick_imports():

@@ -17,7 +17,7 @@ import typer
 
 from llmcompressor.errors import CompressorError
 
-__all__ = ["CANNOT_BE_USED", "INTERRUPTED", "TERMINATED", "UNFORESEEN", "reporting"]
+__all__ = ["CANNOT_BE_USED", "INTERRUPTED", "TERMINATED", "UNFORESEEN", "report_errors"]
 
 UNFORESEEN = 1
 CANNOT_BE_USED = 2
@@ -33,7 +33,7 @@ class _Terminated(KeyboardInterrupt):
 
 
 @contextmanager
-def reporting(*, debug: bool, resumable: bool = False) -> Iterator[None]:
+def report_errors(*, debug: bool, resumable: bool = False) -> Iterator[None]:
     """Convert errors of the body into a paragraph on standard error and an exit code.
 
     Args:
@@ -41,14 +41,14 @@ def reporting(*, debug: bool, resumable: bool = False) -> Iterator[None]:
         resumable: the same command resumes an interrupted run.
     """
     try:
-        with _sigterm_raised():
+        with _raise_on_sigterm():
             yield
     except (typer.Exit, typer.BadParameter):
         raise
     except KeyboardInterrupt as error:
         terminated = isinstance(error, _Terminated)
         what = "Terminated." if terminated else "Interrupted."
-        command = shlex.join(["llmcompressor", *_continuing(sys.argv[1:])])
+        command = shlex.join(["llmcompressor", *_resuming_arguments(sys.argv[1:])])
         _say(f"{what} Continue with: {command}" if resumable else what, debug)
         raise typer.Exit(TERMINATED if terminated else INTERRUPTED) from None
     except CompressorError as error:
@@ -61,7 +61,7 @@ def reporting(*, debug: bool, resumable: bool = False) -> Iterator[None]:
         raise typer.Exit(UNFORESEEN) from None
 
 
-def _continuing(arguments: Sequence[str]) -> list[str]:
+def _resuming_arguments(arguments: Sequence[str]) -> list[str]:
     """Return the arguments without those that would discard existing progress."""
     kept: list[str] = []
     for argument in arguments:
@@ -73,7 +73,7 @@ def _continuing(arguments: Sequence[str]) -> list[str]:
 
 
 @contextmanager
-def _sigterm_raised() -> Iterator[None]:
+def _raise_on_sigterm() -> Iterator[None]:
     """Raise an exception on SIGTERM inside; only the main thread gets signals."""
     if threading.current_thread() is not threading.main_thread():
         yield

@@ -17,12 +17,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from llmcompressor.args import DatasetArguments, ModelArguments, RecipeArguments, RunArguments
-from llmcompressor.args.parsing import OLD_NAMES, those_of_training
-from llmcompressor.args.renamed import RENAMED
+from llmcompressor.args.parsing import OLD_NAMES, RENAMED, training_argument_names
 from llmcompressor.cli import main
-from llmcompressor.cli.options import flags_of
-from llmcompressor.cli.train import OF_CALIBRATION
-from llmcompressor.cli.training_options import OPTIONS
+from llmcompressor.cli.options import flag_defaults
+from llmcompressor.cli.train import OF_CALIBRATION, OPTIONS
 
 __all__ = ["evaluate", "oneshot", "reindex", "run", "trace", "train", "translated"]
 
@@ -72,11 +70,11 @@ def translated(command: str, arguments: Sequence[str]) -> list[str]:
     given = dict(_by_present_names(_values(arguments)))
     left_out = set[str]()
     if command == "oneshot":
-        left_out.update(those_of_training(given, *_CLASSES))
+        left_out.update(training_argument_names(given, *_CLASSES))
     elif command == "train":
         left_out.update(set(given) & set(OF_CALIBRATION))
     flags: Mapping[str, bool] = {
-        name: default for one in _CLASSES for name, default in flags_of(one).items()
+        name: default for one in _CLASSES for name, default in flag_defaults(one).items()
     }
     line = [command, *given.pop("model", [])]
     for name, values in given.items():
@@ -172,7 +170,7 @@ def trace(arguments: Sequence[str] | None = None) -> None:
 
 def _copy(model: str, target: Path) -> None:
     """Copy a checkpoint; the folder has its name when it is complete."""
-    from llmcompressor.checkpoint.hub import fetch  # noqa: PLC0415  # loads torch
+    from llmcompressor.checkpoint.load import fetch  # noqa: PLC0415  # loads torch
     from llmcompressor.checkpoint.source import is_hub_id  # noqa: PLC0415
     from llmcompressor.errors import CheckpointError, OutputError  # noqa: PLC0415
 

@@ -29,9 +29,9 @@ from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
 import typer
 
-from llmcompressor.args.checks import About
+from llmcompressor.args.checks import FieldHelp
 
-__all__ = ["call_arguments", "flags_of", "output_place", "pairs", "parameters_of"]
+__all__ = ["call_arguments", "flag_defaults", "option_parameters", "output_folder", "parse_pairs"]
 
 Convert = Callable[[Any], Any]
 
@@ -45,7 +45,7 @@ class _Kind:
     metavar: str | None = None
 
 
-def parameters_of(
+def option_parameters(
     arguments: type, *, panel: str, skip: Sequence[str] = (), required: Sequence[str] = ()
 ) -> list[inspect.Parameter]:
     """Return a keyword parameter with a ``typer.Option`` for each field of a dataclass.
@@ -103,7 +103,7 @@ def call_arguments(given: Mapping[str, Any], *dataclass_types: type) -> dict[str
     return call
 
 
-def flags_of(arguments: type) -> dict[str, bool]:
+def flag_defaults(arguments: type) -> dict[str, bool]:
     """Return the fields of a dataclass whose options take no value, with their defaults."""
     hints = _hints(arguments)
     return {
@@ -113,10 +113,10 @@ def flags_of(arguments: type) -> dict[str, bool]:
     }
 
 
-def output_place(given: Mapping[str, Any]) -> str:
+def output_folder(given: Mapping[str, Any]) -> str:
     """Return the folder of the result; a stage of a recipe has a subfolder of its own.
 
-    >>> output_place({"output_dir": "out", "stage": "quant"})
+    >>> output_folder({"output_dir": "out", "stage": "quant"})
     'out/quant'
     """
     folder, stage = str(given["output_dir"]), given.get("stage")
@@ -137,13 +137,13 @@ def _kind(hint: Any, default: Any) -> _Kind:
             return _Kind(str, _true_or_text)
         return _Kind(bool, operator.not_ if default is True else _as_is)
     if plain & {int, float} and str not in plain:
-        return _number(int if int in plain else float, says_none)
+        return _number_kind(int if int in plain else float, says_none)
     if plain & {list, dict}:
-        return _several(plain, listed=get_origin(members[0]) is list)
+        return _list_kind(plain, listed=get_origin(members[0]) is list)
     return _Kind(str, _text_or_none if says_none else _as_is)
 
 
-def _number(number: type, says_none: bool) -> _Kind:
+def _number_kind(number: type, says_none: bool) -> _Kind:
     if not says_none:
         return _Kind(number, _as_is)
     return _Kind(
@@ -151,9 +151,9 @@ def _number(number: type, says_none: bool) -> _Kind:
     )
 
 
-def _several(plain: set[Any], *, listed: bool) -> _Kind:
+def _list_kind(plain: set[Any], *, listed: bool) -> _Kind:
     if list not in plain:
-        return _Kind(list[str], pairs, "<key=value>")
+        return _Kind(list[str], parse_pairs, "<key=value>")
     if dict not in plain:
         return _Kind(list[str], _split, "<str,...>")
     return _Kind(list[str], _as_is if listed else _one_or_many)
@@ -170,7 +170,7 @@ def _dashed(name: str) -> str:
 
 def _help(field: dataclasses.Field[Any], kind: _Kind) -> str:
     text = field.metadata.get("help") or ""
-    if kind.typed is bool and field.default is True and isinstance(text, About):
+    if kind.typed is bool and field.default is True and isinstance(text, FieldHelp):
         text = text.off or ""
     if kind.typed is bool or field.default in (None, dataclasses.MISSING):
         return text
@@ -209,10 +209,10 @@ def _one_or_many(values: Sequence[str]) -> str | list[str]:
     return values[0] if len(values) == 1 else list(values)
 
 
-def pairs(values: Sequence[str]) -> dict[str, Any]:
+def parse_pairs(values: Sequence[str]) -> dict[str, Any]:
     """Parse ``key=value`` items into a dict.
 
-    >>> pairs(["name=a", "depth=2"])
+    >>> parse_pairs(["name=a", "depth=2"])
     {'name': 'a', 'depth': 2}
     """
     pairs = {}

@@ -11,7 +11,7 @@ from rich.text import Text
 
 if TYPE_CHECKING:
     from llmcompressor.entrypoints.demo import DemoResult, DemoRow
-    from llmcompressor.evaluation.report import Report
+    from llmcompressor.evaluation.metrics import Report
     from llmcompressor.verification.report import VerificationReport
 
 __all__ = ["print_demo", "print_report", "print_verification"]

@@ -9,23 +9,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from llmcompressor.registry import lazy_page
+from llmcompressor.runtime.registry import lazy_exports
 
 if TYPE_CHECKING:
-    from llmcompressor.core.events.event import Event, EventType
-    from llmcompressor.core.lifecycle import CompressionLifecycle
-    from llmcompressor.core.model_layer import ModelParameterizedLayer
-    from llmcompressor.core.session import CompressionSession
-    from llmcompressor.core.session_functions import (
-        LifecycleCallbacks,
-        active_session,
-        callbacks,
-        create_session,
-        finalize,
-        initialize,
-        reset_session,
+    from llmcompressor.core.events import Event, EventType
+    from llmcompressor.core.state import (
+        Data,
+        Hardware,
+        ModelParameterizedLayer,
+        ModifiedState,
+        State,
     )
-    from llmcompressor.core.state import Data, Hardware, ModifiedState, State
 
 __all__ = [
     "CompressionLifecycle",
@@ -47,22 +41,22 @@ __all__ = [
 ]
 
 _HOMES = {
-    "CompressionLifecycle": ".lifecycle",
-    "CompressionSession": ".session",
+    "CompressionLifecycle": "llmcompressor.session.lifecycle:CompressionLifecycle",
+    "CompressionSession": "llmcompressor.session.session:CompressionSession",
     "Data": ".state",
-    "Event": ".events.event",
-    "EventType": ".events.event",
+    "Event": "llmcompressor.core.events:Event",
+    "EventType": "llmcompressor.core.events:EventType",
     "Hardware": ".state",
-    "LifecycleCallbacks": ".session_functions",
-    "ModelParameterizedLayer": ".model_layer",
+    "LifecycleCallbacks": "llmcompressor.session.functions:LifecycleCallbacks",
+    "ModelParameterizedLayer": "llmcompressor.core.state:ModelParameterizedLayer",
     "ModifiedState": ".state",
     "State": ".state",
-    "active_session": ".session_functions",
-    "callbacks": ".session_functions",
-    "create_session": ".session_functions",
-    "finalize": ".session_functions",
-    "initialize": ".session_functions",
-    "reset_session": ".session_functions",
+    "active_session": "llmcompressor.session.functions:active_session",
+    "callbacks": "llmcompressor.session.functions:callbacks",
+    "create_session": "llmcompressor.session.functions:create_session",
+    "finalize": "llmcompressor.session.functions:finalize",
+    "initialize": "llmcompressor.session.functions:initialize",
+    "reset_session": "llmcompressor.session.functions:reset_session",
 }
 
-__getattr__, __dir__ = lazy_page(globals(), _HOMES)
+__getattr__, __dir__ = lazy_exports(globals(), _HOMES)

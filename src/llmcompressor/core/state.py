@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.nn import Module
 
-__all__ = ["Data", "Hardware", "ModifiedState", "State"]
+__all__ = ["Data", "Hardware", "ModelParameterizedLayer", "ModifiedState", "State"]
 
 
 @dataclass
@@ -75,7 +75,7 @@ class Hardware:
             local_rank=int(os.environ.get("LOCAL_RANK", rank)),
             local_world_size=int(os.environ.get("LOCAL_WORLD_SIZE", world_size)),
             distributed=up,
-            distributed_strategy=_strategy_of(model) if up else "none",
+            distributed_strategy=_detect_strategy(model) if up else "none",
         )
 
 
@@ -93,7 +93,7 @@ def _devices_of(model: Module | None) -> list[torch.device]:
     return [accelerator or torch.device("cpu")]
 
 
-def _strategy_of(model: Module | None) -> str:
+def _detect_strategy(model: Module | None) -> str:
     wrappers = {
         "FullyShardedDataParallel": "fsdp",
         "FSDPModule": "fsdp",
@@ -148,7 +148,7 @@ class State:
             the modifier.
         smoothed: norms whose gain a modifier will divide by scales of its own.
         call_order: the order in which a forward calls modules, and which share an input tensor
-            (``llmcompressor.modeling.call_order.CallOrder``).
+            (``llmcompressor.modeling.call_graph.CallOrder``).
         activation_budget: bytes of activations that may be kept in main memory; ``None``: as
             the free memory allows.
         use_loss_mask: only tokens count whose ``loss_mask`` in a batch is 1.
@@ -157,7 +157,8 @@ class State:
         keeps_ties: the user has asked for tied embeddings to stay tied.
         progress: called by long work inside a modifier to report its progress.
         keeper: the source of the weights of blocks that are loaded one by one
-            (``llmcompressor.pipelines.residency.Keeper``); ``None`` if the model is in memory.
+            (``llmcompressor.pipelines.block_loading.BlockSource``); ``None`` if the model is in
+            memory.
     """
 
     model: Any = None
@@ -316,3 +317,24 @@ class ModifiedState:
     optimizer: Any = None
     loss: Any = None
     modifier_data: list[Any] = field(default_factory=list)
+
+
+# --------------------
+# A parameter, and the module that it belongs to.
+
+
+@dataclass
+class ModelParameterizedLayer:
+    """A parameter with its module, each by name.
+
+    Attributes:
+        layer_name: of the module.
+        layer: the module.
+        param_name: of the parameter, within the model.
+        param: the parameter.
+    """
+
+    layer_name: str
+    layer: Any
+    param_name: str
+    param: Any

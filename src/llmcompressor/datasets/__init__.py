@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from llmcompressor.registry import lazy_page
+from llmcompressor.runtime.registry import lazy_exports
 
 if TYPE_CHECKING:
     from llmcompressor.datasets.calibration import (
@@ -58,4 +58,4 @@ _HOMES = {
     "open_source": ".source",
 }
 
-__getattr__, __dir__ = lazy_page(globals(), _HOMES)
+__getattr__, __dir__ = lazy_exports(globals(), _HOMES)

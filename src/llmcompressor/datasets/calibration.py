@@ -11,20 +11,24 @@ import torch
 from torch.utils.data import DataLoader
 
 from llmcompressor.args import DatasetArguments
-from llmcompressor.datasets.batch_checks import BatchCheck, CheckedCollator, CheckedLoader
-from llmcompressor.datasets.collate import PaddingCollator, TruncationCollator, check_cuts
-from llmcompressor.datasets.encode import pad_id_of, padding_side_of, tokenizer_of
-from llmcompressor.datasets.media import placeholder_ids
-from llmcompressor.datasets.prepare import Preparation, prepare_samples
+from llmcompressor.datasets.collate import (
+    BatchCheck,
+    CheckedCollator,
+    CheckedLoader,
+    PaddingCollator,
+    TruncationCollator,
+    check_placeholders_kept,
+)
+from llmcompressor.datasets.prepare import Preparation, StreamedSamples, prepare_samples
+from llmcompressor.datasets.preprocess import placeholder_ids
 from llmcompressor.datasets.rows import Row, Stream
 from llmcompressor.datasets.samples import MAIN_INPUTS, Sample
-from llmcompressor.datasets.sampling import own_part, own_wanted
+from llmcompressor.datasets.sampling import own_sample_count, own_samples, split_for
 from llmcompressor.datasets.source import Source, is_loader, open_source
-from llmcompressor.datasets.splits import split_for
-from llmcompressor.datasets.streamed import StreamedSamples
+from llmcompressor.datasets.tokenizer import pad_id_of, padding_side_of, tokenizer_of
 from llmcompressor.errors import DatasetError
 from llmcompressor.logger import logger
-from llmcompressor.processes import Processes
+from llmcompressor.runtime.processes import Processes
 
 __all__ = ["load_calibration", "load_training", "make_collator", "template_of"]
 
@@ -78,7 +82,7 @@ def load_calibration(
     positions = model_max_length if in_table else None
     if is_loader(args.dataset):
         loader: DataLoader[Any] = args.dataset
-        _warn_of_unread(args)
+        _warn_without_effect(args)
         return CheckedLoader(
             loader, BatchCheck(vocab_size, positions), samples=args.num_calibration_samples
         )
@@ -89,7 +93,7 @@ def load_calibration(
     collator = make_collator(args, processor=processor, vocab_size=vocab_size, positions=positions)
     wanted = args.num_calibration_samples
     if processes is not None and not isinstance(source.rows, Stream):
-        wanted = own_wanted(source.rows, wanted, processes)
+        wanted = own_sample_count(source.rows, wanted, processes)
     samples = prepare_samples(
         source.rows,
         Preparation(
@@ -109,10 +113,10 @@ def load_calibration(
         distributed=processes is None,
     )
     if processes is not None and isinstance(source.rows, Stream):
-        samples = own_part(samples, wanted, processes)
+        samples = own_samples(samples, wanted, processes)
     if isinstance(collator, TruncationCollator):
         placeholders |= placeholder_ids(processor, tokenizer_of(processor))
-        check_cuts(samples, args.batch_size, collator.max_length, placeholders)
+        check_placeholders_kept(samples, args.batch_size, collator.max_length, placeholders)
     return DataLoader(
         samples,  # type: ignore[arg-type]  # a list works as a map-style data set
         batch_size=args.batch_size,
@@ -204,7 +208,7 @@ def make_collator(
     return TruncationCollator(args.max_seq_length)
 
 
-def _warn_of_unread(args: DatasetArguments) -> None:
+def _warn_without_effect(args: DatasetArguments) -> None:
     """Warn about arguments that have no effect on a DataLoader."""
     plain = DatasetArguments()
     preparing = (

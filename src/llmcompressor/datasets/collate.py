@@ -3,17 +3,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.data import DataLoader
 
-from llmcompressor.datasets.samples import SEQUENCES, Sample, cut, pad
+from llmcompressor.datasets.samples import (
+    IGNORED_LABEL,
+    MAIN_INPUTS,
+    SEQUENCES,
+    Sample,
+    pad,
+    truncate,
+)
 from llmcompressor.errors import DatasetError
+from llmcompressor.logger import logger
 
-__all__ = ["DataCollatorWithTruncation", "PaddingCollator", "TruncationCollator", "check_cuts"]
+__all__ = [
+    "BatchCheck",
+    "CheckedCollator",
+    "CheckedLoader",
+    "DataCollatorWithTruncation",
+    "NamedInputsCollator",
+    "PaddingCollator",
+    "TruncationCollator",
+    "check_placeholders_kept",
+    "llava_data_collator",
+    "mllama_data_collator",
+    "pixtral_data_collator",
+    "qwen2_vl_data_collator",
+]
 
 _LONGER = "Give a larger max_seq_length (--max-seq-length), or leave it out."
 _WHOLE = (
@@ -34,8 +58,8 @@ class TruncationCollator:
 
     def __call__(self, samples: Sequence[Sample]) -> dict[str, Any]:
         """Collate samples; token tensors are long ``[batch, tokens]``."""
-        batch = _joined(samples)
-        for name, rows in _cut(samples, self.max_length).items():
+        batch = _concatenate_others(samples)
+        for name, rows in _truncate_all(samples, self.max_length).items():
             batch[name] = _tensor(rows)
         return batch
 
@@ -59,10 +83,10 @@ class DataCollatorWithTruncation:
         from transformers import default_data_collator  # noqa: PLC0415  # not needed by calibration
 
         rows = [
-            {name: _listed(value) if name in SEQUENCES else value for name, value in one.items()}
+            {name: _as_list(value) if name in SEQUENCES else value for name, value in one.items()}
             for one in features
         ]
-        columns = _cut(rows, self.max_seq_length)
+        columns = _truncate_all(rows, self.max_seq_length)
         rows = [
             row | {name: column[number] for name, column in columns.items()}
             for number, row in enumerate(rows)
@@ -85,7 +109,7 @@ class PaddingCollator:
 
     def __call__(self, samples: Sequence[Sample]) -> dict[str, Any]:
         """Collate samples; token tensors are long ``[batch, tokens]``."""
-        batch = _joined(samples)
+        batch = _concatenate_others(samples)
         for name in _sequences(samples):
             length = max(len(sample[name]) for sample in samples)
             batch[name] = _tensor(
@@ -97,7 +121,7 @@ class PaddingCollator:
         return batch
 
 
-def check_cuts(
+def check_placeholders_kept(
     samples: Sequence[Sample], batch_size: int, max_length: int | None, placeholders: frozenset[int]
 ) -> None:
     """Refuse samples that would lose placeholders in a :class:`TruncationCollator`.
@@ -124,7 +148,7 @@ def check_cuts(
         shortest = min(len(one["input_ids"]) for one in batch if "input_ids" in one)
         asked = len(tokens) if max_length is None else max_length
         for length, remedy in ((asked, _LONGER), (shortest, _WHOLE)):
-            kept = cut(sample, "input_ids", length)
+            kept = truncate(sample, "input_ids", length)
             lost = sum(map(placeholders.__contains__, tokens)) - sum(
                 map(placeholders.__contains__, kept)
             )
@@ -137,17 +161,17 @@ def check_cuts(
                 )
 
 
-def _cut(samples: Sequence[Sample], max_length: int | None) -> dict[str, list[list[int]]]:
+def _truncate_all(samples: Sequence[Sample], max_length: int | None) -> dict[str, list[list[int]]]:
     """Truncate the sequences of a batch to the shortest one and to ``max_length``."""
     cut_rows = {}
     for name in _sequences(samples):
         shortest = min(len(sample[name]) for sample in samples)
         length = shortest if max_length is None else min(shortest, max_length)
-        cut_rows[name] = [cut(sample, name, length) for sample in samples]
+        cut_rows[name] = [truncate(sample, name, length) for sample in samples]
     return cut_rows
 
 
-def _listed(value: Any) -> Any:
+def _as_list(value: Any) -> Any:
     return value.tolist() if hasattr(value, "tolist") else value
 
 
@@ -166,7 +190,7 @@ def _sequences(samples: Sequence[Sample]) -> list[str]:
     ]
 
 
-def _joined(samples: Sequence[Sample]) -> dict[str, Any]:
+def _concatenate_others(samples: Sequence[Sample]) -> dict[str, Any]:
     """Concatenate all inputs that are not token sequences along their leading axis."""
     names = dict.fromkeys(
         name
@@ -182,3 +206,354 @@ def _joined(samples: Sequence[Sample]) -> dict[str, Any]:
         else:
             batch[name] = values[0] if len(values) == 1 else values
     return batch
+
+
+# --------------------
+# Validation of batches from a user's DataLoader or collator.
+
+
+@dataclass(frozen=True)
+class BatchCheck:
+    """Converts a batch to a mapping by input name, and refuses one that no model could take.
+
+    Attributes:
+        vocab_size: rows of the model's embedding; ``None`` if it has none.
+        positions: rows of the model's table of positions; ``None`` if it has none.
+        learns: check labels too, for training.
+    """
+
+    vocab_size: int | None = None
+    positions: int | None = None
+    learns: bool = False
+
+    def __call__(self, batch: Any, what: str, maker: str) -> Mapping[str, Any]:
+        """Check a batch and return it as a mapping.
+
+        Args:
+            batch: the batch as it was made.
+            what: description of the batch, for errors.
+            maker: what made the batch, for errors.
+
+        Raises:
+            DatasetError: it is no mapping, or its token ids do not fit the model.
+        """
+        named = _as_named_inputs(batch, maker)
+        if not named:
+            raise DatasetError(
+                f"{_capitalized(what)} is empty: it holds no input of the model.",
+                "Have it hold at least input_ids, or what else the model takes.",
+            )
+        if unnamed := [name for name in named if not isinstance(name, str)]:
+            raise DatasetError(
+                f"{_capitalized(what)} has {unnamed[0]!r} for the name of an input.",
+                "Name each as the model does, such as input_ids.",
+            )
+        ids = named.get("input_ids")
+        if ids is not None:
+            _check_token_id_shape(ids, what)
+            _check_token_inputs(named, ids, what)
+            self._check_vocabulary(ids, what)
+            self._check_labels(named.get("labels"), what)
+            self._check_length(ids, named.get("attention_mask"), what)
+        return named
+
+    def _check_vocabulary(self, ids: torch.Tensor, what: str) -> None:
+        if self.vocab_size is None:
+            return
+        outside = (ids < 0) | (ids >= self.vocab_size)
+        if bool(outside.any()):
+            row = int(outside.nonzero()[0, 0])
+            raise DatasetError(
+                f"Sample {row} of {what} holds the token id {int(ids[outside][0])}, and the "
+                f"model's vocabulary ends at {self.vocab_size - 1}.",
+                "Tokenize with the model's own tokenizer.",
+            )
+
+    def _check_labels(self, labels: Any, what: str) -> None:
+        if not self.learns or self.vocab_size is None or not isinstance(labels, torch.Tensor):
+            return
+        if labels.is_floating_point() or labels.ndim < 2:  # per sample, not per token
+            return
+        wrong = labels[(labels != IGNORED_LABEL) & ((labels < 0) | (labels >= self.vocab_size))]
+        if wrong.numel():
+            raise DatasetError(
+                f"{_capitalized(what)} holds {int(wrong[0])} in its labels, and the model's "
+                "vocabulary "
+                f"ends at {self.vocab_size - 1}.",
+                f"Label a token with its id, or with {IGNORED_LABEL} if it is not to be learned.",
+            )
+
+    def _check_length(self, ids: torch.Tensor, mask: Any, what: str) -> None:
+        if self.positions is None:
+            return
+        # Some models count positions by the mask: padding beyond the table is harmless.
+        longest = ids.shape[-1]
+        if isinstance(mask, torch.Tensor) and mask.shape == ids.shape:
+            longest = int(mask.sum(dim=-1).max())
+        if longest > self.positions:
+            raise DatasetError(
+                f"{_capitalized(what)} has samples of {longest} tokens, and the model has "
+                "positions "
+                f"for {self.positions}.",
+                "Cut them before they are put into a batch.",
+            )
+
+
+class CheckedLoader(DataLoader[Any]):
+    """Wraps a user's DataLoader and checks each of its batches.
+
+    Args:
+        loader: the user's loader; it is not changed.
+        check: the check of each batch.
+        samples: maximum number of samples from a loader without a length, which may be endless.
+    """
+
+    def __init__(
+        self, loader: DataLoader[Any], check: BatchCheck, samples: int | None = None
+    ) -> None:
+        # The loader's own settings (batch_size, dataset, ...) are attributes of this object too.
+        self.__dict__.update(loader.__dict__)
+        self._loader, self._batch_check = loader, check
+        self._most = None if samples is None or _has_length(loader) else samples
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        """Yield the user's batches."""
+        has_ids, taken = False, 0
+        for number, batch in enumerate(_with_batch_numbers(self._loader)):
+            what = f"batch {number} of the given DataLoader"
+            checked = self._batch_check(batch, what, "The DataLoader")
+            given = {name for name, value in checked.items() if value is not None}
+            if has_ids and not given & MAIN_INPUTS:
+                raise DatasetError(
+                    f"{_capitalized(what)} has no input_ids, and those before it have.",
+                    "Give all batches the model's inputs, or leave this one out.",
+                )
+            has_ids |= "input_ids" in given
+            yield checked
+            taken += _samples_of(checked)
+            if self._most is not None and taken >= self._most:
+                logger.warning(
+                    f"{taken} samples were taken of a DataLoader that does not say how many it "
+                    "has: as many as num_calibration_samples says, in whole batches."
+                )
+                return
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+
+@dataclass(frozen=True)
+class CheckedCollator:
+    """Wraps a user's collator and checks its batches.
+
+    A collator that converts a single sample to tensors without adding a batch axis is called
+    again with each value as a batch of one.
+
+    Attributes:
+        function: the user's collator; this object can be pickled if the collator can.
+        check: the check of each batch.
+    """
+
+    function: Callable[[Any], Any]
+    check: BatchCheck
+
+    def __call__(self, samples: Any) -> Mapping[str, Any]:
+        """Return the user's batch, checked."""
+        try:
+            batch = self.function(samples)
+        except DatasetError:
+            raise
+        except Exception as error:
+            raise DatasetError(
+                f"The data_collator fails on a batch of {len(samples)} samples: "
+                f"{type(error).__name__}: {error}.",
+                f"Correct it; {_describe_samples(samples)}.",
+            ) from error
+        if _lacks_batch_axis(batch) and (as_batch := _as_batch(samples)) is not None:
+            with suppress(Exception):  # the first result is refused below
+                batch = self.function(as_batch)
+        return self.check(batch, "a batch of the data_collator", "The data_collator")
+
+
+def _lacks_batch_axis(batch: Any) -> bool:
+    """Return True if the token ids have no batch axis."""
+    ids = batch.get("input_ids") if isinstance(batch, Mapping) else None
+    return isinstance(ids, torch.Tensor) and ids.ndim == 1
+
+
+def _as_batch(samples: Any) -> list[dict[str, Any]] | None:
+    """Turn each value of a single sample into a batch of one; ``None`` for several samples."""
+    if not isinstance(samples, (list, tuple)) or len(samples) != 1:
+        return None
+    [sample] = samples
+    return [{k: _batched(v) for k, v in sample.items()}] if isinstance(sample, Mapping) else None
+
+
+def _batched(value: Any) -> Any:
+    """Add a batch axis of one; arrays remain arrays."""
+    return value[None] if isinstance(value, (torch.Tensor, np.ndarray)) else [value]
+
+
+def _describe_samples(samples: Any) -> str:
+    """Describe the input of a collator, for an error."""
+    first = samples[0] if isinstance(samples, (list, tuple)) and samples else None
+    if not isinstance(first, Mapping):
+        return "it is given a list of samples"
+    return f"it is given a list of dicts with {', '.join(map(str, first))}"
+
+
+def _has_length(loader: DataLoader[Any]) -> bool:
+    try:
+        return len(loader) >= 0
+    except TypeError:  # its data set is a stream
+        return False
+
+
+def _samples_of(batch: Mapping[str, Any]) -> int:
+    """Number of samples of a batch; 1 if it holds no tensors."""
+    tensors = (value for value in batch.values() if isinstance(value, torch.Tensor) and value.ndim)
+    return next((len(value) for value in tensors), 1)
+
+
+def _with_batch_numbers(loader: Iterable[Any]) -> Iterator[Any]:
+    """Yield a loader's batches; its errors are raised with the number of the batch."""
+    batches = iter(loader)
+    number = 0
+    while True:
+        try:
+            batch = next(batches)
+        except StopIteration:
+            return
+        except Exception as error:
+            raise DatasetError(
+                f"The given DataLoader fails on batch {number}: {_reason(error)}.",
+                "Correct its dataset or its collate_fn; iterate over it once to see.",
+            ) from error
+        yield batch
+        number += 1
+
+
+def _reason(error: Exception) -> str:
+    """Message of an error, without the traceback of a DataLoader worker."""
+    text = str(error).strip()
+    if text.startswith("Caught ") and "Traceback" in text:
+        return text.splitlines()[-1].rstrip(".")
+    return f"{type(error).__name__}: {text}".rstrip(".")
+
+
+def _check_token_inputs(batch: Mapping[str, Any], ids: torch.Tensor, what: str) -> None:
+    """Refuse a mask, positions or token types whose shape differs from that of the token ids."""
+    for name in ("attention_mask", "position_ids", "token_type_ids"):
+        beside = batch.get(name)
+        if beside is None:
+            continue
+        if not isinstance(beside, torch.Tensor):
+            raise DatasetError(
+                f"{_capitalized(what)} has a {type(beside).__name__} for its {name}.",
+                "Give a tensor of the shape of input_ids.",
+            )
+        # Some models take masks and positions of more dimensions.
+        fits = beside.ndim > 2 or beside.shape[-1:] == ids.shape[-1:]
+        if ids.ndim == 2 and not fits:
+            raise DatasetError(
+                f"{_capitalized(what)} has {name} of shape {list(beside.shape)}, and input_ids of "
+                f"shape {list(ids.shape)}.",
+                "Give both for the same tokens.",
+            )
+        if beside.is_floating_point() and bool(beside.isnan().any()):
+            raise DatasetError(
+                f"{_capitalized(what)} has NaN in its {name}.",
+                "Give 1 for a token that counts, and 0 for one that does not.",
+            )
+
+
+def _check_token_id_shape(ids: Any, what: str) -> None:
+    """Refuse token ids that are not a filled integer tensor ``[samples, tokens]``."""
+    if not isinstance(ids, torch.Tensor):
+        raise DatasetError(
+            f"{_capitalized(what)} has a {type(ids).__name__} for its input_ids.",
+            "Give a tensor of torch.long, [samples, tokens].",
+        )
+    if ids.dtype not in (torch.long, torch.int):
+        raise DatasetError(
+            f"{_capitalized(what)} has input_ids of {ids.dtype}.",
+            "Token ids are whole numbers: give torch.long.",
+        )
+    if ids.is_meta:
+        raise DatasetError(
+            f"{_capitalized(what)} has input_ids on the meta device, which have no values.",
+            "Make them on the CPU.",
+        )
+    if not ids.numel():
+        raise DatasetError(
+            f"{_capitalized(what)} has no token: its input_ids are of shape {list(ids.shape)}.",
+            "Leave such batches out.",
+        )
+    if ids.ndim < 2:  # some models have several ids for each token
+        raise DatasetError(
+            f"{_capitalized(what)} has input_ids of shape {list(ids.shape)}.",
+            "Give them as [samples, tokens]; of one sample, [1, tokens].",
+        )
+
+
+def _as_named_inputs(batch: Any, maker: str) -> Mapping[str, Any]:
+    """Return a batch as a mapping by input name; an integer matrix is taken as token ids."""
+    if isinstance(batch, Mapping):
+        return batch
+    if isinstance(batch, torch.Tensor) and batch.ndim == 2 and not batch.is_floating_point():
+        return {"input_ids": batch}
+    raise DatasetError(
+        f"{maker} gives batches of type {type(batch).__name__}, so it is not known which input of "
+        "the model is which.",
+        "Have it give dictionaries, such as {'input_ids': ..., 'attention_mask': ...}.",
+    )
+
+
+def _capitalized(what: str) -> str:
+    return what[:1].upper() + what[1:]
+
+
+# --------------------
+# Single-sample collators with the inputs of multimodal model families.
+
+_TEXT = ("input_ids", "attention_mask")
+
+
+@dataclass(frozen=True)
+class NamedInputsCollator:
+    """Converts some columns of a single sample to tensors, and drops the others.
+
+    Attributes:
+        names: the columns.
+        bare_pictures: remove the sample axis of images.
+    """
+
+    names: tuple[str, ...]
+    bare_pictures: bool = False
+
+    def __call__(self, samples: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
+        """Collate a single sample."""
+        if len(samples) != 1:
+            raise DatasetError(
+                f"The data_collator takes one sample, and a batch has {len(samples)}.",
+                "Leave batch_size at 1.",
+            )
+        if lacking := [name for name in self.names if name not in samples[0]]:
+            raise DatasetError(
+                f"The data_collator needs {', '.join(lacking)}, and a sample has "
+                f"{', '.join(samples[0])}.",
+                "Take the collator of the model's own family.",
+            )
+        batch = {name: torch.as_tensor(samples[0][name]) for name in self.names}
+        if self.bare_pictures:
+            pixels = batch["pixel_values"]
+            batch["pixel_values"] = pixels.reshape(-1, *pixels.shape[-3:])
+        return batch
+
+
+llava_data_collator = NamedInputsCollator((*_TEXT, "pixel_values"))
+mllama_data_collator = NamedInputsCollator(
+    (*_TEXT, "pixel_values", "aspect_ratio_ids", "aspect_ratio_mask", "cross_attention_mask")
+)
+pixtral_data_collator = NamedInputsCollator((*_TEXT, "pixel_values"), bare_pictures=True)
+qwen2_vl_data_collator = NamedInputsCollator((*_TEXT, "pixel_values", "image_grid_thw"))

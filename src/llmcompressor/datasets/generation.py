@@ -7,13 +7,13 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ClassVar, TypeVar
 
 from llmcompressor.args import DatasetArguments
-from llmcompressor.datasets import table
-from llmcompressor.datasets.chat import ChatRenderer
+from llmcompressor.datasets import rows as table
 from llmcompressor.datasets.prepare import Preparation, prepare_samples
+from llmcompressor.datasets.preprocess import ChatRenderer
 from llmcompressor.datasets.rows import Row
 from llmcompressor.datasets.source import KIND_NAMES, open_source, rows_of, streamed_split
 from llmcompressor.errors import ArgumentError, DatasetError, did_you_mean
-from llmcompressor.registry import fold, resolve
+from llmcompressor.runtime.registry import normalize_name, resolve
 
 __all__ = ["TextGenerationDataset"]
 
@@ -161,7 +161,7 @@ class TextGenerationDataset:
                 "Give them as dataset_args.",
             )
         found = table.find(name)
-        if found is None and fold(name) in KIND_NAMES:
+        if found is None and normalize_name(name) in KIND_NAMES:
             found = TextGenerationDataset
         if found is None:
             raise DatasetError(

@@ -18,10 +18,10 @@ __all__ = [
     "HubRows",
     "HubStream",
     "dataset_of",
-    "files_of",
     "load_hub",
     "load_saved",
-    "quiet",
+    "progress_bars_hidden",
+    "resolve_files",
     "rows_by_split",
     "rows_of_frame",
     "rows_of_table",
@@ -99,7 +99,7 @@ def load_hub(
         DatasetError: it cannot be loaded, for any reason.
     """
     try:
-        with quiet():
+        with progress_bars_hidden():
             return datasets.load_dataset(path, config, split=split, streaming=streaming, **options)
     except Exception as error:  # network, permission, split, configuration: all end here
         raise _cannot_load(path, config, error) from error
@@ -115,7 +115,9 @@ def _cannot_load(path: str, config: str | None, error: Exception) -> DatasetErro
     )
 
 
-def files_of(folder: str, config: str | None) -> tuple[str, dict[str, list[str]], dict[str, Any]]:
+def resolve_files(
+    folder: str, config: str | None
+) -> tuple[str, dict[str, list[str]], dict[str, Any]]:
     """Resolve the files of a local copy of a hub data set without building it.
 
     Args:
@@ -130,7 +132,10 @@ def files_of(folder: str, config: str | None) -> tuple[str, dict[str, list[str]]
         DatasetError: there are no files, or no such configuration.
     """
     try:
-        with quiet(), TemporaryDirectory() as cache:  # a lock file is written even for reading
+        with (
+            progress_bars_hidden(),
+            TemporaryDirectory() as cache,
+        ):  # a lock file is written even for reading
             builder = datasets.load_dataset_builder(folder, config, cache_dir=cache)
     except Exception as error:
         raise _cannot_load(folder, config, error) from error
@@ -150,7 +155,7 @@ def rows_by_split(folder: str, config: str | None) -> dict[str, HubRows]:
 def load_saved(path: str) -> Any:
     """Load a data set that ``save_to_disk`` wrote."""
     try:
-        with quiet():
+        with progress_bars_hidden():
             return datasets.load_from_disk(path)
     except Exception as error:
         raise DatasetError(
@@ -159,7 +164,7 @@ def load_saved(path: str) -> Any:
 
 
 @contextmanager
-def quiet() -> Iterator[None]:
+def progress_bars_hidden() -> Iterator[None]:
     """Disable the library's progress bars while the body runs."""
     shown = datasets.are_progress_bars_disabled() is False
     datasets.disable_progress_bars()

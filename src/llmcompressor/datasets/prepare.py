@@ -11,16 +11,22 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 
-from llmcompressor.datasets.making import SampleMaker
-from llmcompressor.datasets.pack import Packer
-from llmcompressor.datasets.preparation import Preparation
+from torch.utils.data import IterableDataset, get_worker_info
+
 from llmcompressor.datasets.rows import Row, Rows, Stream
 from llmcompressor.datasets.samples import Sample
-from llmcompressor.datasets.sampling import draw_order, partition, same_everywhere, share, world
+from llmcompressor.datasets.sampling import (
+    draw_order,
+    has_same_rows_everywhere,
+    partition,
+    rank_and_world_size,
+    rank_order,
+)
+from llmcompressor.datasets.tokenize import Packer, Preparation, SampleMaker
 from llmcompressor.errors import DatasetError
 from llmcompressor.logger import logger
 
-__all__ = ["Preparation", "guarded", "prepare_samples"]
+__all__ = ["Preparation", "StreamedSamples", "iterate_stream", "prepare_samples"]
 
 _CHUNK = 64
 
@@ -53,7 +59,7 @@ def prepare_samples(
     args = preparation.args
     _warn_of_limit(preparation)
     packer = Packer(preparation.max_length) if args.concatenate_data else None
-    rank, size = world() if distributed else (0, 1)
+    rank, size = rank_and_world_size() if distributed else (0, 1)
     own = wanted
     if wanted is not None:
         start, stop = partition(wanted, rank, size)
@@ -61,14 +67,16 @@ def prepare_samples(
     numbered: Iterator[tuple[int, Row]]
     if isinstance(rows, Stream):
         stream = rows.shuffled(seed) if shuffle else rows
-        numbered = itertools.islice(enumerate(guarded(stream, preparation.name)), rank, None, size)
+        numbered = itertools.islice(
+            enumerate(iterate_stream(stream, preparation.name)), rank, None, size
+        )
     else:
         order = draw_order(len(rows), shuffle=shuffle, seed=seed)
-        if size > 1 and same_everywhere(rows, size):
+        if size > 1 and has_same_rows_everywhere(rows, size):
             # The number of rows that fill a rank's pieces is unknown: each rank shares all rows.
             first = len(order) if packer or wanted is None else wanted
-            order = share(order, first, rank, size)
-        numbered = _numbered(rows, order.tolist(), own)
+            order = rank_order(order, first, rank, size)
+        numbered = _fetch_in_order(rows, order.tolist(), own)
     return _collect(numbered, preparation, packer, own)
 
 
@@ -81,7 +89,9 @@ def _warn_of_limit(preparation: Preparation) -> None:
         )
 
 
-def _numbered(rows: Rows, order: Sequence[int], wanted: int | None) -> Iterator[tuple[int, Row]]:
+def _fetch_in_order(
+    rows: Rows, order: Sequence[int], wanted: int | None
+) -> Iterator[tuple[int, Row]]:
     """Yield the rows in an order, read in chunks of at most ``wanted`` rows."""
     chunk = _CHUNK if wanted is None else max(1, min(_CHUNK, wanted))
     for start in range(0, len(order), chunk):
@@ -89,7 +99,7 @@ def _numbered(rows: Rows, order: Sequence[int], wanted: int | None) -> Iterator[
         yield from zip(indices, rows.fetch(indices), strict=True)
 
 
-def guarded(stream: Stream, name: str) -> Iterator[Row]:
+def iterate_stream(stream: Stream, name: str) -> Iterator[Row]:
     """Yield the rows of a stream, with exceptions turned into errors about the data.
 
     Raises:
@@ -125,3 +135,54 @@ def _collect(
         samples += packer(made) if packer else made
     prepare.report(len(samples), wanted, packed=packer is not None)
     return samples[:wanted]
+
+
+# --------------------
+# Training samples of a stream, prepared lazily.
+
+_STREAM_CHUNK = 16
+
+
+class StreamedSamples(IterableDataset[Sample]):
+    """The samples of a stream in order; each iteration starts from the beginning.
+
+    With several workers, each prepares every n-th row.
+
+    Args:
+        rows: the raw data.
+        preparation: the settings.
+    """
+
+    def __init__(self, rows: Stream, preparation: Preparation) -> None:
+        self._rows = rows
+        self._preparation = preparation
+        self._given = 0  # samples of an earlier pass
+
+    def __iter__(self) -> Iterator[Sample]:
+        args = self._preparation.args
+        packer = Packer(self._preparation.max_length) if args.concatenate_data else None
+        prepare = SampleMaker(self._preparation)
+        worker = get_worker_info()
+        first, step = (0, 1) if worker is None else (worker.id, worker.num_workers)
+        numbered: Iterator[tuple[int, Row]]
+        rows_of_all = enumerate(iterate_stream(self._rows, self._preparation.name))
+        numbered = itertools.islice(rows_of_all, first, None, step)
+        count = 0
+        while rows := list(itertools.islice(numbered, _STREAM_CHUNK)):
+            made = prepare(rows)
+            for sample in packer(made) if packer else made:
+                count += 1
+                self._given = max(self._given, count)
+                yield sample
+        if not count and worker is None:  # one of several workers may get no row
+            self._refuse_end()
+
+    def _refuse_end(self) -> None:
+        name = self._preparation.name
+        if not self._given:
+            raise DatasetError(f"{name} has no samples.", "Give data that holds text.")
+        raise DatasetError(
+            f"{name} has ended after {self._given} samples, and cannot be read once more.",
+            "Give a data set that can, or train for no more steps than it has samples for "
+            "(max_train_samples takes them first).",
+        )

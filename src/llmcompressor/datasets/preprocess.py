@@ -5,19 +5,461 @@ from __future__ import annotations
 
 import copy
 import importlib.util
+import json
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from llmcompressor.datasets.chat import ChatRenderer, fault_of_chat, is_chat, tools_of, turns
-from llmcompressor.datasets.media import media_of
 from llmcompressor.datasets.rows import Row
 from llmcompressor.datasets.samples import MAIN_INPUTS
+from llmcompressor.datasets.tokenizer import parameters_of
 from llmcompressor.errors import DatasetError, did_you_mean
 from llmcompressor.logger import logger
 
-__all__ = ["RowPreparer", "load_function", "refuse_broken_chat"]
+__all__ = [
+    "CHATML",
+    "ChatRenderer",
+    "NoTokenizerError",
+    "RowPreparer",
+    "check_placeholders",
+    "collect_media",
+    "find_chat_fault",
+    "is_chat",
+    "load_function",
+    "normalize_turns",
+    "parse_tools",
+    "placeholder_ids",
+    "refuse_broken_chat",
+    "resolve_media",
+]
+
+
+# --------------------
+# Rendering of conversations with the tokenizer's chat template, or with ChatML.
+
+CHATML = (
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+"""Each turn between ``<|im_start|>role`` and ``<|im_end|>``."""
+
+_ROLES = {
+    "bot": "assistant",
+    "chatgpt": "assistant",
+    "gpt": "assistant",
+    "human": "user",
+    "model": "assistant",
+}
+
+_NO_CONTENT = frozenset({"from", "message", "name", "role", "text"})
+"""Keys of a turn that may have no other: what it says stands nowhere, or under a wrong name."""
+
+
+def is_chat(value: Any) -> bool:
+    """Return True for a list of turns with ``role`` and ``content``, or ``from`` and ``value``.
+
+    A turn that calls tools may have no ``content``, but at least one turn must have some.
+
+    >>> is_chat([{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "tool_calls": []}])
+    True
+    """
+    if not isinstance(value, Sequence) or isinstance(value, str):
+        return False
+    if not all(isinstance(turn, Mapping) and turn.keys() & {"role", "from"} for turn in value):
+        return False
+    return any(turn.keys() & {"content", "from"} for turn in value)
+
+
+def find_chat_fault(value: Any) -> str | None:
+    """Return the reason why a value is not a valid conversation; ``None`` if it is one.
+
+    A turn needs no ``content`` if it has something else than text, such as tool calls.
+
+    >>> find_chat_fault([{"content": "2 + 2?"}])
+    "turn 0 has no 'role', only content"
+    """
+    if not isinstance(value, Sequence) or isinstance(value, (str, bytes)):
+        return f"it is a {type(value).__name__}, and not a list of turns"
+    for place, turn in enumerate(value):
+        if not isinstance(turn, Mapping):
+            return f"turn {place} is a {type(turn).__name__}, and not a dict"
+        if not turn.keys() & {"role", "from"}:
+            return f"turn {place} has no 'role', only {', '.join(map(str, turn)) or 'nothing'}"
+        if "from" not in turn and not isinstance(turn["role"], str):
+            return f"turn {place} has a {type(turn['role']).__name__} for its role"
+        said = "value" if "from" in turn else "content"
+        if said not in turn and turn.keys() <= _NO_CONTENT:
+            return f"turn {place} has no {said!r}, only {', '.join(turn)}"
+    return None if is_chat(value) else "no turn has any content"
+
+
+def parse_tools(given: Any) -> list[Any] | None:
+    """Parse tool definitions: a list, a single one, or either as JSON.
+
+    Keys without a value, which tables add for the keys of other rows, are dropped.
+
+    Returns:
+        The definitions; an empty list if there are none, ``None`` for an invalid value.
+
+    >>> parse_tools('[{"name": "add", "parameters": {"a": null}}]')
+    [{'name': 'add', 'parameters': {}}]
+    """
+    found = given
+    if isinstance(given, str):
+        try:
+            found = json.loads(given) if given.strip() else None
+        except ValueError:
+            return None
+    if found is None:
+        return []
+    if isinstance(found, Mapping):
+        found = [found]
+    if not isinstance(found, Sequence) or isinstance(found, str):
+        return None
+    return [_without_none(tool) for tool in found]
+
+
+def _without_none(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _without_none(one) for key, one in value.items() if one is not None}
+    return [_without_none(one) for one in value] if isinstance(value, list) else value
+
+
+def normalize_turns(conversation: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Normalize a conversation to turns with ``role`` and ``content``.
+
+    >>> normalize_turns([{"from": "human", "value": "Hello"}, {"from": "gpt", "value": "Hi"}])
+    [{'role': 'user', 'content': 'Hello'}, {'role': 'assistant', 'content': 'Hi'}]
+
+    Raises:
+        DatasetError: it is not a valid conversation; names the turn.
+    """
+    fault = find_chat_fault(conversation)
+    if fault is not None:
+        raise DatasetError(
+            f"There is no conversation to render: {fault}.",
+            "Give a list of turns such as {'role': 'user', 'content': '...'}.",
+        )
+    plain = []
+    for turn in conversation:
+        if "from" in turn:
+            role, content = str(turn["from"]), turn.get("value")
+            plain.append({"role": _ROLES.get(role, role), "content": content or ""})
+        else:
+            plain.append({**turn, "content": turn.get("content") or ""})
+    return plain
+
+
+class NoTokenizerError(DatasetError):
+    """Raised if rows have to be tokenized and there is no tokenizer."""
+
+
+class ChatRenderer:
+    """Renders conversations with the chat template of a processor.
+
+    Args:
+        processor: a tokenizer, or a processor that has one; it is not changed.
+    """
+
+    def __init__(self, processor: Any) -> None:
+        self._processor = processor
+        self._warned = False
+
+    def __call__(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None = None
+    ) -> str:
+        """Render a conversation as text with special tokens.
+
+        Args:
+            messages: its turns.
+            tools: tool definitions, for templates that render them.
+        """
+        owner, template = self._template()
+        options: dict[str, Any] = {"tokenize": False, "add_generation_prompt": False}
+        names, takes_any = parameters_of(owner.apply_chat_template)
+        if tools and (takes_any or "tools" in names):
+            options["tools"] = list(tools)
+        if template is not None:
+            options["chat_template"] = template
+        given = (
+            list(messages) if template is None else [_join_text_parts(turn) for turn in messages]
+        )
+        try:
+            return _render(owner, given, options)
+        except Exception as error:  # a template can raise anything
+            raise DatasetError(
+                f"The chat template refuses a conversation: {error}.",
+                "Render it in a preprocessing_func.",
+            ) from error
+
+    def with_empty_system_turn(self, messages: Sequence[Mapping[str, Any]]) -> str:
+        """Render a conversation, with an empty system turn added if it has none.
+
+        Templates without system turns get the original conversation.
+        """
+        if messages[0]["role"] == "system":
+            return self(messages)
+        try:
+            return self([{"role": "system", "content": ""}, *messages])
+        except DatasetError:
+            return self(messages)
+
+    def _template(self) -> tuple[Any, str | None]:
+        """Return the object that renders, and a template to pass if it has none of its own."""
+        if self._processor is None:
+            raise NoTokenizerError(
+                "The data holds conversations, and there is no tokenizer to render them.",
+                "Give the model's tokenizer.",
+            )
+        inner = getattr(self._processor, "tokenizer", None)
+        candidates = [self._processor] if inner is None else [self._processor, inner]
+        for owner in candidates:
+            if getattr(owner, "chat_template", None):
+                return owner, None
+        if not hasattr(candidates[-1], "apply_chat_template"):
+            raise DatasetError(
+                f"A {type(candidates[-1]).__name__} cannot render conversations.",
+                "Render them in a preprocessing_func.",
+            )
+        if not self._warned:
+            logger.warning("The tokenizer has no chat template; ChatML is used.")
+            self._warned = True
+        return candidates[-1], CHATML
+
+
+def _join_text_parts(turn: Mapping[str, Any]) -> dict[str, Any]:
+    """Join the content of a turn to a single text, for templates that support nothing else.
+
+    Raises:
+        DatasetError: it has content other than text.
+    """
+    content = turn.get("content")
+    if content is None or isinstance(content, str):
+        return dict(turn)
+    parts = list(content) if isinstance(content, (list, tuple)) else [content]
+    for part in parts:
+        if _text_of(part) is None:
+            kind = part.get("type") if isinstance(part, Mapping) else None
+            raise DatasetError(
+                f"A turn holds {f'a part of type {kind!r}' if kind else f'a {type(part).__name__}'}"
+                ", and there is no chat template for anything but text.",
+                "Give the model's own processor, or make text of it in a preprocessing_func.",
+            )
+    return {**turn, "content": "\n".join(str(_text_of(part)) for part in parts)}
+
+
+def _text_of(part: Any) -> str | None:
+    """Text of a part of a turn's content; ``None`` if it is not text."""
+    if isinstance(part, Mapping) and part.get("type", "text") == "text":
+        part = part.get("text")
+    return part if isinstance(part, str) else None
+
+
+def _render(owner: Any, messages: list[Any], options: Mapping[str, Any]) -> str:
+    """Render messages, with lists of texts joined if the template does not support lists.
+
+    Such a template fails on a list, or renders its Python representation.
+    """
+    lists = [turn["content"] for turn in messages if _is_list_of_texts(turn.get("content"))]
+    try:
+        text = str(owner.apply_chat_template(messages, **options))
+    except Exception:
+        if not lists:
+            raise
+    else:
+        if not any(str(each) in text for each in lists):
+            return text
+    joined = [
+        _join_text_parts(turn) if _is_list_of_texts(turn.get("content")) else turn
+        for turn in messages
+    ]
+    return str(owner.apply_chat_template(joined, **options))
+
+
+def _is_list_of_texts(content: Any) -> bool:
+    return bool(content) and isinstance(content, list) and None not in map(_text_of, content)
+
+
+# --------------------
+# Images, videos and audio of multimodal rows.
+#
+# They are in columns of their own, or within a conversation: a part of a turn has a ``type`` and
+# holds the medium under one of a few keys. A chat template renders only a placeholder for it.
+
+_COLUMNS = {"image": "images", "video": "videos", "audio": "audio"}
+"""Type of a part → the processor's argument."""
+_SOURCES = ("url", "path", "base64")
+"""Where a part may say what it shows, besides under its own type."""
+_OTHER_NAMES = {
+    "image": "images",
+    "images": "image",
+    "video": "videos",
+    "videos": "video",
+    "audio": "audios",
+    "audios": "audio",
+}
+_PLACEHOLDERS = {
+    "image_token": ("image", "images"),
+    "boi_token": ("image", "images"),
+    "video_token": ("video", "videos"),
+    "audio_token": ("audio", "audios"),
+}
+"""A processor's attribute → the columns one of which its token stands for."""
+
+
+class _UnreadImage(str):
+    """Unread source of an image in a turn: a path, a URL, or base64 data."""
+
+    __slots__ = ()
+
+
+def collect_media(conversation: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
+    """Collect the media of a conversation in order, by the processor's argument names.
+
+    Nothing is read yet, as the row may be for a tokenizer. ``None`` marks a part without a
+    medium.
+    """
+    found: dict[str, list[Any]] = {}
+    for turn in conversation:
+        content = turn.get("content")
+        for part in content if isinstance(content, Sequence) else ():
+            kind = part.get("type") if isinstance(part, Mapping) else None
+            if kind in _COLUMNS:
+                found.setdefault(_COLUMNS[kind], []).append(_shown(part, kind))
+    return {
+        column: shown for column, shown in found.items() if any(one is not None for one in shown)
+    }
+
+
+def _shown(part: Mapping[str, Any], kind: str) -> Any:
+    given = (part.get(key) for key in (kind, *_SOURCES))
+    shown = next((one for one in given if one is not None), None)
+    return _UnreadImage(shown) if kind == "image" and isinstance(shown, str) else shown
+
+
+def resolve_media(row: Mapping[str, Any], known: Iterable[str]) -> dict[str, Any]:
+    """Rename media columns for a processor, and read the images of turns.
+
+    Args:
+        row: a prepared row.
+        known: the columns that the processor accepts; others are unchanged.
+
+    Raises:
+        DatasetError: only some parts of a conversation have media, or an image cannot be read.
+    """
+    known = frozenset(known)
+    made = _rename_media(row, known)
+    for column in known & {*_OTHER_NAMES} & made.keys():
+        value = made[column]
+        if isinstance(value, list) and not value:
+            made[column] = None
+        elif isinstance(value, list) and any(one is None for one in value):
+            missing = sum(one is None for one in value)
+            raise DatasetError(
+                f"{missing} of {len(value)} parts for {column} in a conversation do not say what "
+                "they show.",
+                f"Give all of them in the turns, or all in a column {column!r}.",
+            )
+        elif isinstance(value, list):
+            made[column] = [
+                _read_image(one) if isinstance(one, _UnreadImage) else one for one in value
+            ]
+    return _split_audio(made, known)
+
+
+def _split_audio(row: dict[str, Any], known: frozenset[str]) -> dict[str, Any]:
+    """Split audio values into arrays and the column ``sampling_rate``.
+
+    The datasets library has both in one value.
+    """
+    for column in known & {"audio", "audios"} & row.keys():
+        value = row[column]
+        sounds = [one for one in (value if isinstance(value, list) else [value]) if _is_sound(one)]
+        rates = {int(one["sampling_rate"]) for one in sounds}
+        if len(rates) > 1:
+            raise DatasetError(
+                f"its sounds have {' and '.join(map(str, sorted(rates)))} samples a second.",
+                "Bring them to one rate: datasets.Audio(sampling_rate=…) does.",
+            )
+        if sounds and row.get("sampling_rate") is None:
+            row["sampling_rate"] = rates.pop()
+        if isinstance(value, list):
+            row[column] = [one["array"] if _is_sound(one) else one for one in value]
+        elif sounds:
+            row[column] = value["array"]
+    return row
+
+
+def _is_sound(value: Any) -> bool:
+    """Return True for an audio value of the datasets library, decoded or not."""
+    if isinstance(value, Mapping):
+        return "array" in value and value.get("sampling_rate") is not None
+    return hasattr(value, "get_all_samples")
+
+
+def _read_image(shown: str) -> Any:
+    from transformers.image_utils import load_image  # noqa: PLC0415  # rarely needed
+
+    try:
+        return load_image(str(shown))
+    except Exception as error:  # of the file, its content or the network
+        raise DatasetError(
+            f"The picture {shown:.80} of a conversation cannot be read: {error!s:.200}.",
+            "Check the path, or give the picture itself.",
+        ) from error
+
+
+def _rename_media(row: Mapping[str, Any], known: frozenset[str]) -> dict[str, Any]:
+    """Rename media columns to the processor's names, such as ``image`` to ``images``."""
+    named = dict(row)
+    for name, other in _OTHER_NAMES.items():
+        if name not in known and other in known and named.get(other) is None and name in named:
+            named[other] = named.pop(name)
+    return named
+
+
+def placeholder_ids(*owners: Any) -> frozenset[int]:
+    """Ids of the placeholder tokens for images, videos and audio.
+
+    Args:
+        owners: processors or tokenizers that may define them.
+    """
+    known = (getattr(owner, f"{name}_id", None) for owner in owners for name in _PLACEHOLDERS)
+    return frozenset(number for number in known if isinstance(number, int))
+
+
+def check_placeholders(processor: Any, row: Mapping[str, Any], known: Iterable[str]) -> None:
+    """Refuse a text with placeholders for images, videos or audio that are not given.
+
+    The model would run on the bare placeholders.
+
+    Args:
+        processor: defines the placeholder tokens.
+        row: its inputs.
+        known: the columns that it accepts.
+
+    Raises:
+        DatasetError: names the placeholder token.
+    """
+    text, known = row.get("text"), frozenset(known)
+    for attribute, columns in _PLACEHOLDERS.items():
+        token = getattr(processor, attribute, None)
+        if not isinstance(token, str) or not token or not isinstance(text, str):
+            continue
+        if known.isdisjoint(columns):
+            continue  # for instance a tokenizer, for which the token is an ordinary one
+        if token in text and all(row.get(column) is None for column in columns):
+            raise DatasetError(
+                f"the text has {token}, and there is nothing that it stands for.",
+                f"Give it in a column {columns[-1]!r} or in the turns of the conversation.",
+            )
+
+
+# --------------------
+# Row preprocessing: the user's function or a template, then rendering to a column ``text``.
 
 _CHATS = ("messages", "conversations")
 
@@ -95,19 +537,19 @@ class RowPreparer:
         for name in self._remove & row.keys():
             del row[name]
         if self._text_column != "text":
-            self._name_text(row, where, is_made=_is_text_made(row, given))
+            self._rename_text_column(row, where, is_made=_is_text_made(row, given))
         column = self._text_column
         if "text" not in row:
             chats = [name for name in _CHATS if is_chat(row.get(name))]
             if chats:
                 column = chats[0]
                 row["text"] = row.pop(column)
-            elif _is_silent(row) and not self._main_inputs & row.keys():
+            elif _has_only_empty_chats(row) and not self._main_inputs & row.keys():
                 row["text"] = None
         conversation: Any = row.get("text")
         if is_chat(conversation):
             row["text"] = self._rendered(conversation, row.pop("tools", None), column, where)
-            for name, shown in media_of(turns(conversation)).items():
+            for name, shown in collect_media(normalize_turns(conversation)).items():
                 if row.get(name) is None:
                     row[name] = shown
         return row
@@ -124,18 +566,18 @@ class RowPreparer:
         """Render a conversation as text; errors name the sample."""
         _check_chat(conversation, column, where)
         try:
-            found = tools_of(tools)
+            found = parse_tools(tools)
             if found is None and not self._has_warned_of_tools:
                 logger.warning(
                     f"{where}: its column 'tools' is not used: it is no list of definitions."
                 )
                 self._has_warned_of_tools = True
-            return self._chat(turns(conversation), found)
+            return self._chat(normalize_turns(conversation), found)
         except DatasetError as error:
             problem = f"{where}, column {column!r}: {error.problem}"
             raise type(error)(problem, error.remedy) from error
 
-    def _name_text(self, row: Row, where: str, *, is_made: bool) -> None:
+    def _rename_text_column(self, row: Row, where: str, *, is_made: bool) -> None:
         """Rename the user's text column to ``text``; tokenized rows need none."""
         if is_made:
             if not self._has_warned:
@@ -177,7 +619,7 @@ class RowPreparer:
                 own = copy.deepcopy(row)  # the function may change what it is given
                 made = self._function(own)
                 if made is None:
-                    self._tell_of_none(row, own)
+                    self._warn_returned_none(row, own)
                 return _merged(own, made)
             return dict(row) if self._template is None else dict(self._template(row))
         except DatasetError as error:
@@ -193,7 +635,7 @@ class RowPreparer:
                 remedy = "Check that this is a copy of the data set that was named."
             raise DatasetError(f"{where} cannot be preprocessed: {error!r}.", remedy) from error
 
-    def _tell_of_none(self, given: Row, left: Row) -> None:
+    def _warn_returned_none(self, given: Row, left: Row) -> None:
         """Warn about a function that returned None without changing the row."""
         # by repr, as tensors have no single truth value; an image's address may hide the warning
         if self._has_warned_of_none or repr(given) != repr(left):
@@ -216,7 +658,7 @@ def refuse_broken_chat(row: Mapping[str, Any], where: str) -> None:
 
 
 def _check_chat(value: Any, column: str, where: str) -> None:
-    fault = fault_of_chat(value)
+    fault = find_chat_fault(value)
     if fault is not None:
         plain = f"say text_column={column!r} if it is plain text"
         other = plain if isinstance(value, str) else "make text of it with a preprocessing_func"
@@ -226,7 +668,7 @@ def _check_chat(value: Any, column: str, where: str) -> None:
         )
 
 
-def _is_silent(row: Row) -> bool:
+def _has_only_empty_chats(row: Row) -> bool:
     """Return True if a row has only empty conversations."""
     chats = [row[name] for name in _CHATS if name in row]
     return bool(chats) and not any(chats)

@@ -13,8 +13,22 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 from llmcompressor.errors import DatasetError
+from llmcompressor.runtime.registry import LazyRegistry, normalize_name
 
-__all__ = ["Chain", "Columns", "Items", "Row", "Rows", "Slice", "Stream", "as_row"]
+__all__ = [
+    "DATASETS",
+    "Chain",
+    "Columns",
+    "Items",
+    "Row",
+    "Rows",
+    "Slice",
+    "Stream",
+    "as_row",
+    "find",
+    "names",
+    "register",
+]
 
 Row: TypeAlias = dict[str, Any]
 
@@ -78,7 +92,7 @@ class Items:
             ) from error
 
 
-def _said(value: Any) -> str:
+def _describe(value: Any) -> str:
     return "None" if value is None else f"of type {type(value).__name__}"
 
 
@@ -94,7 +108,8 @@ class Columns:
         for name, values in self._columns.items():
             if not hasattr(values, "__len__"):
                 raise DatasetError(
-                    f"The column {name!r} of the data is {_said(values)}, and no list of values.",
+                    f"The column {name!r} of the data is {_describe(values)}, and no list of "
+                    "values.",
                     "Give each column one value for every sample.",
                 )
         lengths = {name: len(values) for name, values in self._columns.items()}
@@ -154,7 +169,7 @@ class Chain:
         return [fetched[position] for position in range(len(indices))]
 
 
-class _Part:
+class _IterableSlice:
     """A contiguous range of items that can be iterated repeatedly."""
 
     def __init__(self, items: Iterable[Any], start: int, stop: int | None) -> None:
@@ -176,9 +191,71 @@ class Stream:
 
     def cut(self, start: int, stop: int | None) -> Stream:
         """The rows from ``start`` on, up to but not including ``stop``."""
-        return Stream(_Part(self, start, stop))
+        return Stream(_IterableSlice(self, start, stop))
 
     def shuffled(self, seed: int) -> Stream:
         """Return the stream itself, as a plain iterator cannot be shuffled."""
         del seed
         return self
+
+
+# --------------------
+# Registry of named data sets, whose classes are imported lazily.
+
+_NAMED = "llmcompressor.datasets.named"
+
+DATASETS = LazyRegistry(
+    "data set",
+    {
+        "c4": f"{_NAMED}:C4",
+        "cnn_dailymail": f"{_NAMED}:CNNDailyMail",
+        "evolcodealpaca": f"{_NAMED}:EvolCodeAlpaca",
+        "flickr30k": f"{_NAMED}:Flickr30k",
+        "gsm8k": f"{_NAMED}:GSM8K",
+        "open_platypus": f"{_NAMED}:OpenPlatypus",
+        "peoples_speech": f"{_NAMED}:PeoplesSpeech",
+        "perfectblend": f"{_NAMED}:PerfectBlend",
+        "ultrachat_200k": f"{_NAMED}:UltraChat",
+        "wikitext": f"{_NAMED}:WikiText",
+    },
+)
+
+_ALSO = {
+    "abisee/cnn_dailymail": "cnn_dailymail",
+    "allenai/c4": "c4",
+    "flickr": "flickr30k",
+    "garage_baind/open_platypus": "open_platypus",
+    "huggingfaceh4/ultrachat_200k": "ultrachat_200k",
+    "lmms_lab/flickr30k": "flickr30k",
+    "mlabonne/open_perfectblend": "perfectblend",
+    "mlcommons/peoples_speech": "peoples_speech",
+    "open_perfectblend": "perfectblend",
+    "openai/gsm8k": "gsm8k",
+    "salesforce/wikitext": "wikitext",
+    "theblackcat102/evol_codealpaca_v1": "evolcodealpaca",
+    "ultrachat": "ultrachat_200k",
+}
+"""Other names, folded: the data sets' own on the hub among them."""
+
+_registered: dict[str, str] = {}
+
+
+def register(name: str, cls: Any) -> None:
+    """Register a third party's class as ``name``; it takes precedence over a built-in one."""
+    DATASETS.add(name, cls)
+    _registered[normalize_name(name)] = name
+
+
+def names() -> list[str]:
+    """All names that :func:`find` accepts, without aliases."""
+    return sorted({*DATASETS, *_registered.values()})
+
+
+def find(name: str) -> Any | None:
+    """Return the class of a data set by any of its names, or ``None``."""
+    folded = normalize_name(name)
+    if folded not in _registered:
+        folded = _ALSO.get(folded, folded)
+        if folded not in DATASETS:
+            return None
+    return DATASETS.load(folded)

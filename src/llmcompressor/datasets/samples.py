@@ -23,13 +23,14 @@ __all__ = [
     "SEQUENCES",
     "Sample",
     "add_labels",
-    "cut",
+    "check_token_ids",
     "from_processor",
     "from_tokenized",
     "num_tokens",
     "pad",
     "token_list",
-    "unbatched",
+    "truncate",
+    "without_batch_axis",
 ]
 
 Sample: TypeAlias = dict[str, Any]
@@ -137,7 +138,8 @@ def from_tokenized(
             sample[name] = tokens
         elif name == "input_ids":
             raise DatasetError(
-                f"{where} has input_ids that are no sequence of whole numbers: {_fault(value)}.",
+                f"{where} has input_ids that are no sequence of whole numbers: "
+                f"{_find_fault(value)}.",
                 "Give one sequence of token ids for each sample.",
             )
         elif name in _MASKS and (mask := _mask(value, name, where)) is not None:
@@ -146,13 +148,13 @@ def from_tokenized(
             sample[name] = tensor if batched else tensor.unsqueeze(0)
         elif tensor is None and (name in _MASKS or (name in SEQUENCES and _is_sequence(value))):
             raise DatasetError(
-                f"{where} has {name} that are no sequence of whole numbers: {_fault(value)}.",
+                f"{where} has {name} that are no sequence of whole numbers: {_find_fault(value)}.",
                 "Give one whole number for each token, or leave the column out.",
             )
     return _with_mask(sample, where, decodes="decoder_input_ids" in model_input_names)
 
 
-def _fault(value: Any) -> str:
+def _find_fault(value: Any) -> str:
     """Return the reason why a value is not a sequence of integers."""
     values = value.tolist() if hasattr(value, "tolist") else value
     if not isinstance(values, (list, tuple)):
@@ -242,7 +244,9 @@ def from_processor(
         tokens = token_list(value) if name in SEQUENCES else None
         sample[name] = tokens if tokens is not None else _batch_of_one(value)
         if name == "input_ids" and not _are_ids(sample[name]):
-            raise _unusable(where, f"input_ids where {_fault(value)}", "a sequence of token ids")
+            raise _unusable(
+                where, f"input_ids where {_find_fault(value)}", "a sequence of token ids"
+            )
     # A forward that only passes its arguments on names none of them.
     if MAIN_INPUTS.intersection(model_input_names) and not set(model_input_names) & sample.keys():
         made = ", ".join(sorted(map(str, sample))) or "nothing"
@@ -277,7 +281,7 @@ def _batch_of_one(value: Any) -> Any:
     return value if tensor is None else tensor
 
 
-def unbatched(sample: Sample) -> Sample:
+def without_batch_axis(sample: Sample) -> Sample:
     """Remove leading axes of one, as users' collators expect samples."""
     return {
         name: value[0] if name not in SEQUENCES and len(value) == 1 else value
@@ -337,7 +341,7 @@ def pad(sample: Sample, name: str, length: int, *, pad_id: int, side: str) -> li
     return missing + tokens if side == "left" else tokens + missing
 
 
-def cut(sample: Sample, name: str, length: int) -> list[int]:
+def truncate(sample: Sample, name: str, length: int) -> list[int]:
     """Return a sequence of a sample, truncated to ``length``, dropping left padding before text.
 
     The result begins with the first real token. If fewer than ``length`` tokens follow it, some
@@ -355,3 +359,37 @@ def _mask_of(sample: Sample, name: str) -> str:
     """Name of a sequence's mask; labels of encoder-decoder models use the decoder's."""
     of_decoder = name.startswith("decoder_") or (name == "labels" and "decoder_input_ids" in sample)
     return "decoder_attention_mask" if of_decoder else "attention_mask"
+
+
+# --------------------
+# Check of token ids against the model's vocabulary.
+
+_TOKENS = ("input_ids", "decoder_input_ids", "labels")
+
+
+def check_token_ids(sample: Mapping[str, Any], vocab_size: int | None, where: str) -> None:
+    """Refuse token ids outside ``[0, vocab_size)``.
+
+    Args:
+        sample: ``input_ids``, ``decoder_input_ids`` and ``labels`` are checked if present.
+            A label may also be the ignored one, -100.
+        vocab_size: rows of the model's embedding; ``None`` if unknown.
+        where: description of the sample, for the error.
+
+    Raises:
+        DatasetError: names the first id without an embedding.
+    """
+    if vocab_size is None:
+        return
+    for name in _TOKENS:
+        ids = token_list(sample[name]) if name in sample else None
+        if ids and name == "labels":
+            ids = [token for token in ids if token != IGNORED_LABEL]
+        if not ids or (min(ids) >= 0 and max(ids) < vocab_size):
+            continue
+        wrong = next(token for token in ids if not 0 <= token < vocab_size)
+        raise DatasetError(
+            f"{where} holds the token id {wrong} in its {name}, and the model's vocabulary ends at "
+            f"{vocab_size - 1}.",
+            "Tokenize with the model's own tokenizer.",
+        )

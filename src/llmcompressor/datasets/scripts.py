@@ -14,7 +14,7 @@ from llmcompressor.datasets.prepare import Preparation, prepare_samples
 from llmcompressor.datasets.source import is_loader, open_source
 from llmcompressor.errors import DatasetError
 from llmcompressor.logger import logger
-from llmcompressor.registry import resolve
+from llmcompressor.runtime.registry import resolve
 
 __all__ = ["format_calibration_data", "get_calibration_dataloader", "get_processed_dataset"]
 

@@ -11,21 +11,21 @@ from pathlib import Path
 from typing import Any
 
 from llmcompressor.args import DatasetArguments
-from llmcompressor.datasets import table
-from llmcompressor.datasets.chat import is_chat
-from llmcompressor.datasets.files import is_saved_dataset, read_path
-from llmcompressor.datasets.formats import KINDS, kind_of
+from llmcompressor.datasets import rows as table
+from llmcompressor.datasets.folders import is_saved_dataset, read_path
+from llmcompressor.datasets.preprocess import is_chat
+from llmcompressor.datasets.readers import KINDS, kind_of
 from llmcompressor.datasets.rows import Columns, Items, Rows, Stream
 from llmcompressor.datasets.samples import MAIN_INPUTS
-from llmcompressor.datasets.splits import cut, parse_split, pick_split, split_for
+from llmcompressor.datasets.sampling import cut, parse_split, pick_split, split_for
 from llmcompressor.errors import DatasetError, did_you_mean
 from llmcompressor.logger import logger
-from llmcompressor.registry import fold, resolve
+from llmcompressor.runtime.registry import normalize_name, resolve
 
 __all__ = [
     "KIND_NAMES",
     "Source",
-    "check_name",
+    "check_data_exists",
     "is_loader",
     "open_source",
     "rows_of",
@@ -105,13 +105,13 @@ def open_source(
     """
     data, split = args.dataset, split_for(role, args.splits)
     if is_loader(data):
-        _tell_unread(args, (*_WHERE, "splits"))
+        _warn_unread_arguments(args, (*_WHERE, "splits"))
     if is_loader(data) or (data is None and args.dataset_path is None):
         return None
     if isinstance(data, str) or data is None:
         source = _open_named(args, split, processor)
     else:
-        _tell_unread(args, _WHERE)
+        _warn_unread_arguments(args, _WHERE)
         source = Source("The given data", _rows_of_object(data, split))
     if not isinstance(source.rows, Stream) and not len(source.rows):
         if split is not None and "[" in split:
@@ -123,14 +123,14 @@ def open_source(
     return source
 
 
-def _tell_unread(args: DatasetArguments, names: Iterable[str]) -> None:
+def _warn_unread_arguments(args: DatasetArguments, names: Iterable[str]) -> None:
     """Warn about arguments for the location of data that have no effect on data objects."""
     for name in names:
         if getattr(args, name):
             logger.warning(f"{name} is not read: dataset is the data itself.")
 
 
-def check_name(args: DatasetArguments) -> None:
+def check_data_exists(args: DatasetArguments) -> None:
     """Refuse a name or path without data; nothing is read.
 
     Raises:
@@ -147,14 +147,14 @@ def check_name(args: DatasetArguments) -> None:
         return
     if not name or owner is not None or os.path.exists(os.path.expanduser(name)):
         return
-    if fold(name) in KIND_NAMES:
+    if normalize_name(name) in KIND_NAMES:
         raise DatasetError(
             f"The argument dataset={name!r} says what kind of files to read, but not which.",
             "Give their path with dataset_path.",
         )
     if not _HUB_NAME.fullmatch(name) or kind_of(Path(name)) is not None:
         raise DatasetError(
-            f"There is no data set, file or folder {_short(name)!r}.",
+            f"There is no data set, file or folder {_shortened(name)!r}.",
             f"{did_you_mean(name, table.names())} Data sets on the hub are named 'owner/name'.",
         )
 
@@ -163,42 +163,44 @@ def _check_path(path: str) -> None:
     where = os.path.expanduser(path)
     # Path.exists fails on a name that is too long
     if not path.startswith("dvc://") and not os.path.exists(where):
-        raise DatasetError(f"There is no file or folder {_short(where)}.", "Check dataset_path.")
+        raise DatasetError(
+            f"There is no file or folder {_shortened(where)}.", "Check dataset_path."
+        )
 
 
 def _open_named(args: DatasetArguments, split: str | None, processor: Any) -> Source:
     """Open data by name or path; a registered name takes precedence over a folder."""
-    check_name(args)
+    check_data_exists(args)
     name = args.dataset
     owner = table.find(name) if name else None
     if args.dataset_path is not None:
         kind = _kind(name) if name and owner is None else None
-        rows = _local(args, kind, split, owner=owner)
+        rows = _open_local(args, kind, split, owner=owner)
         return Source(f"The data {args.dataset_path}", rows, owner)
     if owner is not None:
         opened = owner(dataset_args=replace(args), split=split, processor=processor)
         return Source(f"The data set {name}", rows_of(opened.load_dataset(), opened.rest), owner)
     if os.path.exists(os.path.expanduser(name)):
-        return Source(f"The data {name}", _local(args, None, split, name))
+        return Source(f"The data {name}", _open_local(args, None, split, name))
     return Source(f"The data set {name}", _from_hub(args, name, split))
 
 
-def _short(name: str | Path) -> str:
+def _shortened(name: str | Path) -> str:
     """Shorten a name for messages, as a text given by mistake may be long."""
     text = str(name)
     return text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]}…"
 
 
 def _kind(name: str) -> str | None:
-    if fold(name) not in KIND_NAMES:
+    if normalize_name(name) not in KIND_NAMES:
         raise DatasetError(
             f"The argument dataset={name!r} names no kind of file that dataset_path could hold.",
             did_you_mean(name, [*KIND_NAMES, *table.names()]),
         )
-    return KIND_NAMES[fold(name)]
+    return KIND_NAMES[normalize_name(name)]
 
 
-def _local(
+def _open_local(
     args: DatasetArguments,
     kind: str | None,
     split: str | None,
@@ -221,15 +223,15 @@ def _local(
     if is_saved_dataset(where):
         saved = resolve("llmcompressor.datasets.hub:load_saved")(str(where))
         if isinstance(saved, Mapping):
-            split = _as_owner_calls_it(owner, args, split, saved)
+            split = _resolve_owner_split(owner, args, split, saved)
         return _rows_of_object(saved, split)
     config = args.dataset_config_name or getattr(owner, "config_name", None)
     splits = read_path(where, kind, args.raw_kwargs, config)
-    split = _as_owner_calls_it(owner, args, split, splits)
+    split = _resolve_owner_split(owner, args, split, splits)
     return pick_split(splits, split, f"The data {path}")
 
 
-def _as_owner_calls_it(
+def _resolve_owner_split(
     owner: Any, args: DatasetArguments, split: str | None, splits: Mapping[str, Any]
 ) -> str | None:
     """Map a split to a registered data set's own name for it, if the copy has only that.
@@ -299,13 +301,13 @@ def _rows_of_object(data: Any, split: str | None) -> Rows | Stream:
     if isinstance(data, Mapping) and not _has_columns(data):
         splits = {str(name): rows_of(value, None) for name, value in data.items()}
         return pick_split(splits, split, "The given data")
-    _tell_unknown(split, str(getattr(data, "split", None) or ""))
+    _warn_unknown_split(split, str(getattr(data, "split", None) or ""))
     if isinstance(data, Mapping):
         return cut(Items([dict(data)]) if _is_one_row(data) else Columns(data), split)
     return rows_of(data, split)
 
 
-def _tell_unknown(split: str | None, own: str) -> None:
+def _warn_unknown_split(split: str | None, own: str) -> None:
     """Warn about a split name that has no effect on data without splits."""
     # unnamed rows may be meant by the name of the whole set
     known = own.partition("[")[0] or _WHOLE

@@ -12,7 +12,7 @@ import sys
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from llmcompressor.registry import lazy_page
+from llmcompressor.runtime.registry import lazy_exports
 
 if TYPE_CHECKING:
     from llmcompressor.entrypoints.model_free import model_free_ptq
@@ -28,7 +28,7 @@ _HOMES = {
     "train": ".train",
 }
 
-__getattr__, __dir__ = lazy_page(globals(), _HOMES)
+__getattr__, __dir__ = lazy_exports(globals(), _HOMES)
 
 
 class _Page(ModuleType):

@@ -18,16 +18,15 @@ from types import MappingProxyType
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from llmcompressor.checkpoint.write_errors import check_named
+from llmcompressor.checkpoint.atomic_output import check_path_argument
 from llmcompressor.entrypoints.oneshot import oneshot
 from llmcompressor.errors import CheckpointError, OutputError
 from llmcompressor.evaluation import reader
-from llmcompressor.evaluation.measure import compare
-from llmcompressor.evaluation.memory import PeakMemory
-from llmcompressor.evaluation.report import Report
+from llmcompressor.evaluation.measure import PeakMemory, compare
+from llmcompressor.evaluation.metrics import Report
+from llmcompressor.evaluation.sources import cut_windows, sample_windows, tokenize
 from llmcompressor.evaluation.stdlib_text import calibration_passages, held_out_texts
-from llmcompressor.evaluation.windows import choose, cut, tokenize
-from llmcompressor.progress import other_bars_hidden
+from llmcompressor.runtime.progress import hide_tqdm_bars
 from llmcompressor.utils import dispatch_for_generation
 
 __all__ = ["RECIPES", "DemoResult", "DemoRow", "demo"]
@@ -115,7 +114,7 @@ def demo(
         Sizes, quality, times and memory.
     """
     with ExitStack() as stack:
-        stack.enter_context(other_bars_hidden())
+        stack.enter_context(hide_tqdm_bars())
         original = stack.enter_context(as_file(files("llmcompressor") / "data" / "pico-stdlib"))
         folder = _output_folder(output_dir, stack)
         passages = calibration_passages(num_calibration_samples, seed=seed)
@@ -137,7 +136,7 @@ def demo(
             original_perplexity=first.reference_perplexity or 0.0,
             rows=rows,
             prompt=_PROMPT,
-            completions=_read_alone(checkpoints),
+            completions=_generate_isolated(checkpoints),
             folder=None if output_dir is None else folder,
         )
 
@@ -145,7 +144,7 @@ def demo(
 def _output_folder(output_dir: str | Path | None, stack: ExitStack) -> Path:
     if output_dir is None:
         return Path(stack.enter_context(TemporaryDirectory(prefix="llmcompressor-demo-")))
-    check_named("output_dir", output_dir)
+    check_path_argument("output_dir", output_dir)
     folder = Path(output_dir)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise OutputError(f"{folder} is there already.", "Give a new folder, or remove it.")
@@ -176,7 +175,9 @@ def _measure(
     original: Path, checkpoints: Mapping[str, Path], num_windows: int
 ) -> dict[str, Report]:
     tokenizer = AutoTokenizer.from_pretrained(str(original))
-    windows = choose(cut(tokenize(held_out_texts(), tokenizer), _WINDOW), num_windows, seed=0)
+    windows = sample_windows(
+        cut_windows(tokenize(held_out_texts(), tokenizer), _WINDOW), num_windows, seed=0
+    )
     models = {
         name: dispatch_for_generation(AutoModelForCausalLM.from_pretrained(str(path), dtype=_DTYPE))
         for name, path in {"original": original, **checkpoints}.items()
@@ -185,7 +186,7 @@ def _measure(
     return compare(models, windows, reference=reference, batch_size=_BATCH)
 
 
-def _read_alone(checkpoints: Mapping[str, Path]) -> dict[str, str]:
+def _generate_isolated(checkpoints: Mapping[str, Path]) -> dict[str, str]:
     """Generate with each checkpoint, loaded by transformers in a process without this package."""
     request = {
         "prompt": _PROMPT,

@@ -14,26 +14,24 @@ from transformers import AutoTokenizer, PreTrainedModel
 
 from llmcompressor.args.checks import integer, optional
 from llmcompressor.args.model_arguments import precision_name
-from llmcompressor.checkpoint.hub import fetch
 from llmcompressor.checkpoint.load import (
     LOADING_FAILURES,
-    check_object_declared,
+    check_model_declared,
+    fetch,
     loading_error,
     parse_precision,
 )
 from llmcompressor.checkpoint.source import is_hub_id
-from llmcompressor.entrypoints.data_limits import vocabulary
-from llmcompressor.entrypoints.positions import positions_of
+from llmcompressor.entrypoints.arguments import position_limit, vocab_size_of
 from llmcompressor.entrypoints.verify import verify
 from llmcompressor.errors import ArgumentError, CheckpointError, CompressorError, DatasetError
 from llmcompressor.evaluation.measure import measure
-from llmcompressor.evaluation.models import check_kind, load_for_measuring
-from llmcompressor.evaluation.report import Report
-from llmcompressor.evaluation.sources import documents_of
-from llmcompressor.evaluation.windows import choose, cut
+from llmcompressor.evaluation.metrics import Report
+from llmcompressor.evaluation.models import check_not_encoder_decoder, load_for_evaluation
+from llmcompressor.evaluation.sources import cut_windows, sample_windows, tokenized_documents
 from llmcompressor.logger import logger
-from llmcompressor.modeling.adapters import adapters_of
-from llmcompressor.progress import other_bars_hidden
+from llmcompressor.modeling.patches import modules_with_adapters
+from llmcompressor.runtime.progress import hide_tqdm_bars
 from llmcompressor.utils import dispatch_for_generation
 from llmcompressor.verification.facts import Finding, Severity
 
@@ -97,21 +95,21 @@ def evaluate(
     """
     _check_numbers(max_seq_length=max_seq_length, num_samples=num_samples, batch_size=batch_size)
     dtype = parse_precision(precision_name("precision", precision))
-    with other_bars_hidden():
+    with hide_tqdm_bars():
         model = _load(checkpoint, trust_remote_code_model, dtype)
         original = None if reference is None else _load(reference, trust_remote_code_model, dtype)
-        length = _window(max_seq_length, [model, *([] if original is None else [original])])
+        length = _window_length(max_seq_length, [model, *([] if original is None else [original])])
         tokenizer = _tokenizer(tokenizer, checkpoint, reference, trust_remote_code_model)
-        documents = documents_of(
+        documents = tokenized_documents(
             dataset,
             tokenizer,
             text_column=text_column,
             config_name=dataset_config_name,
             split=split,
         )
-        windows = choose(cut(documents, length), num_samples, seed)
+        windows = sample_windows(cut_windows(documents, length), num_samples, seed)
         _check_windows(windows, model)
-        with _explained(checkpoint, reference, dtype=dtype):
+        with _explain_failures(checkpoint, reference, dtype=dtype):
             return measure(model, windows, reference=original, batch_size=batch_size)
 
 
@@ -129,9 +127,11 @@ def _check_numbers(**given: Any) -> None:
 def _load(
     source: str | Path | PreTrainedModel, trust_remote_code: bool, dtype: torch.dtype | str
 ) -> PreTrainedModel:
-    if isinstance(source, PreTrainedModel) or (isinstance(source, Module) and adapters_of(source)):
-        check_kind(getattr(source, "config", None), f"the {type(source).__name__}")
-        check_object_declared(source)
+    if isinstance(source, PreTrainedModel) or (
+        isinstance(source, Module) and modules_with_adapters(source)
+    ):
+        check_not_encoder_decoder(getattr(source, "config", None), f"the {type(source).__name__}")
+        check_model_declared(source)
         return cast("PreTrainedModel", source)  # a model with adapters runs like its base
     if not isinstance(source, str | Path):
         raise ArgumentError(
@@ -144,8 +144,8 @@ def _load(
     if not path.is_dir():
         path = Path(fetch(str(source)))
     try:
-        with _explained(source, dtype=dtype):
-            model = load_for_measuring(path, trust_remote_code=trust_remote_code, dtype=dtype)
+        with _explain_failures(source, dtype=dtype):
+            model = load_for_evaluation(path, trust_remote_code=trust_remote_code, dtype=dtype)
     except torch.OutOfMemoryError:
         raise
     except LOADING_FAILURES as error:
@@ -156,7 +156,7 @@ def _load(
 
 
 @contextmanager
-def _explained(*sources: Any, dtype: torch.dtype | str) -> Iterator[None]:
+def _explain_failures(*sources: Any, dtype: torch.dtype | str) -> Iterator[None]:
     """Explain failures of transformers by the verification rule that a checkpoint violates.
 
     If there is none, a dtype other than the checkpoint's own is the likeliest reason.
@@ -227,9 +227,9 @@ def _tokenizer(
     return None
 
 
-def _window(asked: int | None, models: Sequence[PreTrainedModel]) -> int:
+def _window_length(asked: int | None, models: Sequence[PreTrainedModel]) -> int:
     """Return the window length in tokens, checked against the positions of the models."""
-    for positions in map(positions_of, models):
+    for positions in map(position_limit, models):
         limit = positions.limit
         if asked is None or limit is None or asked <= limit:
             continue
@@ -242,7 +242,7 @@ def _window(asked: int | None, models: Sequence[PreTrainedModel]) -> int:
             f"max_seq_length is {asked}, and the model takes {limit} tokens: what it predicts "
             "beyond them is likely poor, and the perplexity is that of both."
         )
-    limits = [found.limit for found in map(positions_of, models) if found.limit is not None]
+    limits = [found.limit for found in map(position_limit, models) if found.limit is not None]
     return min([_WINDOW, *limits]) if asked is None else asked
 
 
@@ -251,7 +251,7 @@ def _check_windows(windows: Sequence[Sequence[int]], model: PreTrainedModel) -> 
         raise DatasetError(
             "The text to evaluate on is empty.", "Give a text with at least two tokens."
         )
-    known = vocabulary(model)
+    known = vocab_size_of(model)
     if known is None:
         return
     ends = (token for window in windows for token in (min(window), max(window)))

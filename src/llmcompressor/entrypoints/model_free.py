@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+import shutil
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +14,12 @@ import torch
 from compressed_tensors.quantization import QuantizationConfig, QuantizationScheme
 from torch.nn import Embedding, Linear, Module
 
-from llmcompressor.args.checks import path, reject
-from llmcompressor.checkpoint.blueprint import Blueprint
-from llmcompressor.checkpoint.existing_quantization import existing_quantization
-from llmcompressor.checkpoint.expert_stacks import ExpertStack, find_stacks, split_stacks
-from llmcompressor.checkpoint.hub import fetch
+from llmcompressor.args.checks import invalid_value, path
+from llmcompressor.checkpoint.generic_model import TreeModel, build_tree, tied_pair, untie_source
+from llmcompressor.checkpoint.load import fetch
+from llmcompressor.checkpoint.meta_model import MetaModel
+from llmcompressor.checkpoint.moe_names import FusedExperts, find_fused_experts, split_fused_experts
+from llmcompressor.checkpoint.quantization_config import existing_quantization
 from llmcompressor.checkpoint.source import (
     SourceInfo,
     TensorHeader,
@@ -24,13 +27,8 @@ from llmcompressor.checkpoint.source import (
     inspect_source,
     is_hub_id,
 )
-from llmcompressor.checkpoint.tree_model import TreeModel, build_tree, tied_pair, untied
-from llmcompressor.entrypoints.converting import check_converter, converted
-from llmcompressor.entrypoints.devices import named_device
-from llmcompressor.entrypoints.job import Job
-from llmcompressor.entrypoints.streamed import run_blueprint
-from llmcompressor.entrypoints.task import as_path
-from llmcompressor.entrypoints.transposed import refuse_transposed
+from llmcompressor.entrypoints.arguments import Job, as_path, parse_device, refuse_transposed
+from llmcompressor.entrypoints.run import run_blueprint
 from llmcompressor.errors import ArgumentError, CheckpointError, TargetError
 from llmcompressor.logger import logger
 from llmcompressor.modeling.matching import (
@@ -38,17 +36,91 @@ from llmcompressor.modeling.matching import (
     looks_like_pattern,
     matches,
     matches_name,
-    near_matches,
+    suggest_targets,
     unmatched,
 )
 from llmcompressor.modifiers.quantization import QuantizationModifier
-from llmcompressor.numerics.precision import float32_by_default
+from llmcompressor.numerics.products import float32_by_default
 from llmcompressor.recipe import Recipe
+from llmcompressor.runtime.progress import join_names
 from llmcompressor.schemes.assign import is_empty
 from llmcompressor.schemes.resolve import ResolvedSchemes
-from llmcompressor.wording import listed
 
-__all__ = ["model_free_ptq"]
+__all__ = ["converted_checkpoint", "model_free_ptq", "parse_converters"]
+
+
+# --------------------
+# Checkpoint conversion by compressed-tensors, before model-free quantization.
+#
+# Files are converted one by one into a temporary folder, with any object of the converter
+# interface.
+
+_NEEDED = ("process", "validate")
+
+
+def parse_converters(converter: Any) -> list[Any]:
+    """Return the argument ``converter`` as a list of converters.
+
+    Raises:
+        ArgumentError: an item is not a converter.
+    """
+    if converter is None:
+        return []
+    several = list(converter) if isinstance(converter, list | tuple) else [converter]
+    for one in several:
+        lacking = [name for name in _NEEDED if not callable(getattr(one, name, None))]
+        if lacking:
+            raise ArgumentError(
+                f"The argument 'converter' is a {type(one).__name__}, which has no "
+                f"{', '.join(lacking)}.",
+                "Give a converter of compressed_tensors.entrypoints.convert, or several in a list.",
+            )
+    return several
+
+
+@contextmanager
+def converted_checkpoint(
+    model: str, converters: Sequence[Any], beside: Path, *, device: str | None, workers: int
+) -> Iterator[str]:
+    """Convert a checkpoint into a folder next to the output, which is removed afterwards.
+
+    Args:
+        model: the checkpoint: a folder, or an id on the hub.
+        converters: result of :func:`parse_converters`; if empty, ``model`` itself is used.
+        beside: the output folder.
+        device: the device to compute on.
+        workers: number of files to convert at a time.
+
+    Raises:
+        CheckpointError: a converter refuses the checkpoint.
+    """
+    if not converters:
+        yield model
+        return
+    folder = fetch(model) if is_hub_id(model) else model
+    from compressed_tensors.entrypoints.convert import (  # noqa: PLC0415  # seldom needed
+        convert_checkpoint,
+    )
+
+    target = Path(f"{os.fspath(beside)}.converted")
+    names = ", ".join(type(one).__name__ for one in converters)
+    shutil.rmtree(target, ignore_errors=True)  # left by a run that was killed
+    try:
+        logger.info(f"Converted by {names} into {target}, which is removed in the end.")
+        try:
+            convert_checkpoint(folder, target, list(converters), workers, device or "cpu")
+        except (ValueError, KeyError, NotImplementedError) as error:
+            raise CheckpointError(
+                f"{names} cannot convert {model}: {error}",
+                "Correct the converter's targets and ignore, or leave it out.",
+            ) from error
+        yield str(target)
+    finally:
+        shutil.rmtree(target, ignore_errors=True)
+
+
+# --------------------
+# ``model_free_ptq``: quantize a checkpoint without its model class.
 
 _LINEAR = ["Linear"]
 _OF_A_STACK = 3
@@ -111,7 +183,7 @@ def model_free_ptq(
         model_free_ptq("./new-model", "./new-model-FP8", "FP8_BLOCK", ignore=["re:.*gate$"])
     """
     _check_workers(max_workers)
-    converters = check_converter(converter)
+    converters = parse_converters(converter)
     fields = _fields(scheme, config, () if ignore is None else ignore)
     modifier = QuantizationModifier(**fields)
     resolved = modifier.resolve_quantization_config()
@@ -129,7 +201,7 @@ def model_free_ptq(
         overwrite=overwrite,
     )
     assert job.output_dir is not None
-    with converted(
+    with converted_checkpoint(
         os.fspath(model_stub), converters, job.output_dir, device=chosen, workers=max_workers
     ) as folder:
         _quantize(job, _inspect(folder), fields, resolved)
@@ -143,7 +215,7 @@ def _quantize(
     blueprint = _blueprint(source, resolved)
     # The modifier checks again, but its remedy is a field of recipes, which users cannot set here.
     check_targets(blueprint.model, resolved.targets)
-    fields["ignore"] = _ignored(blueprint, resolved)
+    fields["ignore"] = _complete_ignore_list(blueprint, resolved)
     refuse_transposed(source, blueprint.model, fields["ignore"], resolved.targets)
     job.recipe = Recipe.from_modifiers(QuantizationModifier(**fields))
     run_blueprint(job, blueprint)
@@ -165,7 +237,7 @@ def _device(given: Any) -> str | None:
     several = [given] if isinstance(given, str | torch.device) else given
     if several is None:
         return None
-    devices = [named_device(one) for one in several] if isinstance(several, Sequence) else []
+    devices = [parse_device(one) for one in several] if isinstance(several, Sequence) else []
     if not devices:
         raise ArgumentError(
             f"The argument 'device' cannot be {given!r}.", 'Give a device such as "cuda:0".'
@@ -184,10 +256,10 @@ def _fields(scheme: Any, config: Any, ignore: str | Iterable[str]) -> dict[str, 
             'Give a preset, scheme="FP8_DYNAMIC", or several groups in config.',
         )
     if not isinstance(ignore, str | Iterable):
-        raise reject("ignore", ignore, "names, 're:' patterns or class names in a list")
+        raise invalid_value("ignore", ignore, "names, 're:' patterns or class names in a list")
     ignored = [ignore] if isinstance(ignore, str) else list(ignore)
     if isinstance(scheme, QuantizationScheme):
-        return {"config_groups": {"group_0": _targeted(scheme)}, "ignore": ignored}
+        return {"config_groups": {"group_0": _with_default_targets(scheme)}, "ignore": ignored}
     if scheme is not None:
         return {"scheme": scheme, "targets": _LINEAR, "ignore": ignored}
     groups, more = _groups(config)
@@ -204,19 +276,19 @@ def _groups(config: Any) -> tuple[dict[str, Any], list[str]]:
             "Give a QuantizationConfig, or a mapping with config_groups.",
         )
     if "config_groups" not in config:
-        return {name: _targeted(group) for name, group in config.items()}, []
+        return {name: _with_default_targets(group) for name, group in config.items()}, []
     for name in ("kv_cache_scheme", "transform_config"):
         if config.get(name):
             raise ArgumentError(
                 f"The config has a {name}, which weights alone do not tell.", "Use oneshot for it."
             )
     groups = config["config_groups"] or {}
-    return {name: _targeted(group) for name, group in groups.items()}, list(
+    return {name: _with_default_targets(group) for name, group in groups.items()}, list(
         config.get("ignore") or []
     )
 
 
-def _targeted(group: Any) -> Any:
+def _with_default_targets(group: Any) -> Any:
     """Return the group, with targets ``Linear`` if it has none."""
     if isinstance(group, QuantizationScheme) and not group.targets:
         return group.model_copy(update={"targets": _LINEAR})
@@ -257,37 +329,38 @@ def _inspect(model: str) -> SourceInfo:
     return source
 
 
-def _blueprint(source: SourceInfo, resolved: ResolvedSchemes) -> Blueprint:
+def _blueprint(source: SourceInfo, resolved: ResolvedSchemes) -> MetaModel:
     """Build the tree of the checkpoint's modules, with targeted stacks of experts unfused."""
-    stacks = find_stacks(source.tensors)
-    meant = [one for one in stacks if _is_meant(one, resolved)]
+    stacks = find_fused_experts(source.tensors)
+    meant = [one for one in stacks if _is_targeted(one, resolved)]
     if meant:
         count = sum(one.experts for one in meant)
         logger.info(f"{count} experts are stored in {len(meant)} stacks: each gets its own name.")
     kept = [one.name for one in stacks if one not in meant]
     if kept:
-        logger.info(f"Left as they are: the experts of {listed(kept)}.")
+        logger.info(f"Left as they are: the experts of {join_names(kept)}.")
     known = {name for one in stacks for name in (one.gate_up, one.down)}
-    _tell_of_stacks(
+    _warn_unknown_stacks(
         {name: one for name, one in source.tensors.items() if name not in known}, resolved
     )
     existing = existing_quantization(str(source.directory), source.config)
-    headers: Mapping[str, TensorHeader] = split_stacks(source.tensors, meant)
+    headers: Mapping[str, TensorHeader] = split_fused_experts(source.tensors, meant)
     pair = tied_pair(source.config, headers)
-    if pair is not None and _means_one_of(pair, resolved):
-        source, headers = untied(source, headers, pair)
+    if pair is not None and _targets_tied_pair(pair, resolved):
+        source, headers = untie_source(source, headers, pair)
         logger.info(
-            f"{listed(pair)} shared one weight, and one of them is to be quantized: each gets a "
+            f"{join_names(pair)} shared one weight, and one of them is to be quantized: each gets "
+            "a "
             "weight of its own, and config.json says tie_word_embeddings: false."
         )
     blueprint = build_tree(source, headers, existing)
     assert isinstance(blueprint.model, TreeModel)
     if blueprint.model.compressed:
-        logger.info(f"Quantized already, and kept: {listed(blueprint.model.compressed)}.")
+        logger.info(f"Quantized already, and kept: {join_names(blueprint.model.compressed)}.")
     return blueprint
 
 
-def _tell_of_stacks(headers: Mapping[str, TensorHeader], resolved: ResolvedSchemes) -> None:
+def _warn_unknown_stacks(headers: Mapping[str, TensorHeader], resolved: ResolvedSchemes) -> None:
     """Warn about targeted stacks of matrices whose layout is unknown."""
     stand_in = Linear(1, 1, device="meta")
     left = [
@@ -300,12 +373,13 @@ def _tell_of_stacks(headers: Mapping[str, TensorHeader], resolved: ResolvedSchem
     ]
     if left:
         logger.warning(
-            f"Left as they are: {listed(left)}. They have three dimensions, and nothing tells how "
+            f"Left as they are: {join_names(left)}. They have three dimensions, and nothing tells "
+            "how "
             "matrices lie in them. oneshot asks the model's class."
         )
 
 
-def _means_one_of(pair: tuple[str, str], resolved: ResolvedSchemes) -> bool:
+def _targets_tied_pair(pair: tuple[str, str], resolved: ResolvedSchemes) -> bool:
     """Return True if a tied head is targeted by name, or its embedding is targeted."""
     head, embedding = pair
     is_named = any(matches_name(head, target) for target in resolved.targets)
@@ -317,7 +391,7 @@ def _means_one_of(pair: tuple[str, str], resolved: ResolvedSchemes) -> bool:
     )
 
 
-def _is_meant(stack: ExpertStack, resolved: ResolvedSchemes) -> bool:
+def _is_targeted(stack: FusedExperts, resolved: ResolvedSchemes) -> bool:
     """Return True if an expert of a stack would be targeted as a module."""
     if any(matches_name(name, entry) for name in stack.whole for entry in resolved.ignore):
         return False
@@ -333,7 +407,7 @@ def _matches_any(name: str, module: Module, targets: Iterable[str]) -> bool:
     return any(matches(name, module, target) for target in targets)
 
 
-def _ignored(blueprint: Blueprint, resolved: ResolvedSchemes) -> list[str]:
+def _complete_ignore_list(blueprint: MetaModel, resolved: ResolvedSchemes) -> list[str]:
     """Return the ignore list, extended by possible embeddings that are not targeted by name.
 
     Raises:
@@ -347,7 +421,7 @@ def _ignored(blueprint: Blueprint, resolved: ResolvedSchemes) -> list[str]:
     tied = {entry for entry in idle if entry.rpartition(".")[2] == head}  # it may be in no file
     for entry in idle:
         is_plain = not (entry in tied or entry.startswith("re:") or looks_like_pattern(entry))
-        if is_plain and (hint := near_matches(model, entry)):  # others get a warning
+        if is_plain and (hint := suggest_targets(model, entry)):  # others get a warning
             raise TargetError(
                 f"The ignore entry {entry!r} matches no module of the checkpoint.", hint
             )
@@ -365,7 +439,7 @@ def _ignored(blueprint: Blueprint, resolved: ResolvedSchemes) -> list[str]:
     left = [name for name in (*model.doubtful, *model.tied) if name not in {*named, *ignored}]
     if left:
         logger.info(
-            f"Left unquantized: {listed(left)}; a norm, tied to an embedding, or like one. To "
+            f"Left unquantized: {join_names(left)}; a norm, tied to an embedding, or like one. To "
             "quantize what is not tied, target it by name."
         )
     return [*(entry for entry in resolved.ignore if entry not in tied), *left]
@@ -374,7 +448,8 @@ def _ignored(blueprint: Blueprint, resolved: ResolvedSchemes) -> list[str]:
 def _refuse_tied(heads: Sequence[str]) -> None:
     if heads:
         raise TargetError(
-            f"{listed(heads)} is tied to the embedding by config.json, so that readers do not look "
+            f"{join_names(heads)} is tied to the embedding by config.json, so that readers do not "
+            "look "
             "at the weight that is stored for it.",
             "Ignore it, or set tie_word_embeddings to false in config.json.",
         )

@@ -3,12 +3,17 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+import inspect
+import itertools
+import operator
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, get_args, get_type_hints
 
 import torch
 from torch.nn import Module
@@ -20,25 +25,85 @@ from llmcompressor.args import (
     RunArguments,
     parse_arguments,
 )
-from llmcompressor.core.session_functions import free_session
-from llmcompressor.entrypoints.in_memory import run_in_memory
-from llmcompressor.entrypoints.job import Job
-from llmcompressor.entrypoints.signature import with_arguments_of
-from llmcompressor.entrypoints.streamed import run_streamed, streamable
+from llmcompressor.args.checks import Text
+from llmcompressor.entrypoints.arguments import Job
+from llmcompressor.entrypoints.run import run_in_memory, run_streamed, streamable_source
 from llmcompressor.errors import ArgumentError, InputError
-from llmcompressor.logger import logged_to, logger, quiet
-from llmcompressor.modeling.spread import is_spread
-from llmcompressor.numerics.precision import float32_by_default, full_float32_products
-from llmcompressor.processes import Processes
+from llmcompressor.logger import log_to_file, logger, quiet
+from llmcompressor.modeling.sharded import is_sharded
+from llmcompressor.numerics.products import float32_by_default, full_float32_products
+from llmcompressor.runtime.processes import Processes
+from llmcompressor.session.functions import exclusive_session
 
-__all__ = ["Oneshot", "oneshot"]
+__all__ = ["Oneshot", "oneshot", "with_dataclass_signature"]
+
+
+# --------------------
+# Complete signatures of entry points for ``inspect.signature`` and ``help``.
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+_VARIABLE = inspect.Parameter.VAR_KEYWORD
+
+
+def with_dataclass_signature(*classes: type) -> Callable[[_Function], _Function]:
+    """Return a decorator that adds the fields of dataclasses to a function's signature.
+
+    They follow the function's own parameters as keyword-only parameters. ``**arguments`` is kept,
+    as it accepts the names of earlier releases.
+
+    Args:
+        classes: the dataclasses; for a field that several have, the first one counts.
+    """
+
+    def decorate(function: _Function) -> _Function:
+        found = inspect.signature(function, eval_str=True)
+        own = [one for one in found.parameters.values() if one.kind != _VARIABLE]
+        rest = [one for one in found.parameters.values() if one.kind == _VARIABLE]
+        shown = {one.name: one for one in own}
+        for one in itertools.chain.from_iterable(map(_parameters, classes)):
+            shown.setdefault(one.name, one)
+        signature = found.replace(parameters=[*shown.values(), *rest])
+        function.__signature__ = signature  # type: ignore[attr-defined]
+        return function
+
+    return decorate
+
+
+def _parameters(cls: type) -> Iterator[inspect.Parameter]:
+    hints = get_type_hints(cls)
+    for field in dataclasses.fields(cls):
+        if field.init:
+            yield inspect.Parameter(
+                field.name,
+                inspect.Parameter.KEYWORD_ONLY,
+                default=_default(field),
+                annotation=_shown(hints[field.name]),
+            )
+
+
+def _default(field: dataclasses.Field[Any]) -> Any:
+    if field.default_factory is not dataclasses.MISSING:
+        return field.default_factory()
+    return inspect.Parameter.empty if field.default is dataclasses.MISSING else field.default
+
+
+def _shown(hint: Any) -> Any:
+    """Remove the marker type for ``HfArgumentParser`` from a type hint."""
+    members = get_args(hint)
+    if Text not in members:
+        return hint
+    return functools.reduce(operator.or_, (one for one in members if one is not Text))
+
+
+# --------------------
+# ``oneshot``: apply a recipe to a model with calibration data, and write a servable checkpoint.
 
 _CLASSES = (ModelArguments, RecipeArguments, DatasetArguments, RunArguments)
 _TOKENIZERS = "TOKENIZERS_PARALLELISM"
 _AUTOCAST_DEVICES = ("cpu", "cuda")
 
 
-@with_arguments_of(*_CLASSES)
+@with_dataclass_signature(*_CLASSES)
 def oneshot(
     model: Any,
     recipe: Any = None,
@@ -100,7 +165,7 @@ class Oneshot(Job):
         model: the model that the run returned; ``None`` before.
     """
 
-    @with_arguments_of(*_CLASSES)
+    @with_dataclass_signature(*_CLASSES)
     def __init__(
         self,
         output_dir: str | Path | None = None,
@@ -108,13 +173,13 @@ class Oneshot(Job):
         **arguments: Any,
     ) -> None:
         self._given = {"output_dir": output_dir, "log_dir": log_dir, **arguments}
-        if not _is_dry(arguments) and not is_spread(arguments.get("model")):
-            self.processes = Processes.of_a_run()
-        with self.processes.telling():
+        if not _is_dry(arguments) and not is_sharded(arguments.get("model")):
+            self.processes = Processes.from_process_group()
+        with self.processes.notify_on_failure():
             super().__init__(output_dir, log_dir, **arguments)
         self.model: Any = None
-        _check_steps(type(self))
-        _quieten_tokenizers()
+        _check_no_unused_steps(type(self))
+        _disable_tokenizer_threads()
 
     def __call__(self) -> Any:
         """Load, calibrate, compress and save the model, or return the plan of a dry run."""
@@ -122,16 +187,16 @@ class Oneshot(Job):
             return _planned(self._given)
         model = self.model_args.model
         with (
-            self._with_others(),
-            logged_to(_log_file(self.log_dir) if self.processes.is_first else None),
-            free_session(),
-            _left_inference_mode(model),
-            _left_autocast(),
+            self._synchronized(),
+            log_to_file(_log_file(self.log_dir) if self.processes.is_first else None),
+            exclusive_session(),
+            _leave_inference_mode(model),
+            _leave_autocast(),
             float32_by_default(),
             full_float32_products(),
         ):
             source = self.open_data()
-            checkpoint = streamable(self)
+            checkpoint = streamable_source(self)
             if checkpoint is not None:
                 self.model = run_streamed(self, checkpoint, source)
             else:
@@ -139,29 +204,29 @@ class Oneshot(Job):
         return self.model
 
     @contextmanager
-    def _with_others(self) -> Iterator[None]:
+    def _synchronized(self) -> Iterator[None]:
         """Synchronize the start and the end of the run with all other processes."""
         processes = self.processes
         if processes.count == 1:
             yield
             return
-        with processes.telling(), torch.random.fork_rng(devices=[]):
+        with processes.notify_on_failure(), torch.random.fork_rng(devices=[]):
             told = {"recipe": self.recipe.yaml(), "output_dir": str(self.output_dir)}
             for name, found in told.items():
-                if len(set(processes.agree(name, found))) > 1:
+                if len(set(processes.all_gather(name, found))) > 1:
                     raise ArgumentError(
                         "The processes of torch.distributed make one model together, and were "
                         f"given different values of {name}.",
                         "Give all of them the same; for models of their own start them without a "
                         "process group.",
                     )
-            torch.set_rng_state(processes.agree("random numbers", torch.get_rng_state())[0])
+            torch.set_rng_state(processes.all_gather("random numbers", torch.get_rng_state())[0])
             with quiet(wanted=not processes.is_first):
                 yield
-                processes.agree("end")
+                processes.all_gather("end")
 
 
-def _check_steps(cls: type) -> None:
+def _check_no_unused_steps(cls: type) -> None:
     """Refuse a subclass that overrides a step which no run calls.
 
     Raises:
@@ -175,7 +240,7 @@ def _check_steps(cls: type) -> None:
         )
 
 
-def _quieten_tokenizers() -> None:
+def _disable_tokenizer_threads() -> None:
     """Disable parallelism of tokenizers, whose threads break in processes that are forked later."""
     if _TOKENIZERS not in os.environ:
         os.environ[_TOKENIZERS] = "false"
@@ -201,7 +266,7 @@ def _is_dry(arguments: Mapping[str, Any]) -> bool:
 
 
 @contextmanager
-def _left_inference_mode(model: Any) -> Iterator[None]:
+def _leave_inference_mode(model: Any) -> Iterator[None]:
     """Leave torch's inference mode, which forbids threads to write to each other's tensors.
 
     Raises:
@@ -220,7 +285,7 @@ def _left_inference_mode(model: Any) -> Iterator[None]:
 
 
 @contextmanager
-def _left_autocast() -> Iterator[None]:
+def _leave_autocast() -> Iterator[None]:
     """Leave torch's autocast, so that solvers compute in the dtype that they choose."""
     devices = [device for device in _AUTOCAST_DEVICES if torch.is_autocast_enabled(device)]
     if devices:

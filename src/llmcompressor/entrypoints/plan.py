@@ -12,23 +12,22 @@ from typing import Any
 
 import torch
 
-from llmcompressor.checkpoint.block_weights import BlockWeights
-from llmcompressor.collecting import without_collecting
-from llmcompressor.device_memory import free_device_memory
-from llmcompressor.entrypoints.devices import named_device
-from llmcompressor.entrypoints.job import Job
-from llmcompressor.entrypoints.limits import Limits
+from llmcompressor.checkpoint.block_reader import BlockWeights
+from llmcompressor.core.modifier import Modifier
+from llmcompressor.entrypoints.arguments import Job, parse_device
+from llmcompressor.entrypoints.run import MemoryLimits
 from llmcompressor.errors import InputError, TargetError
 from llmcompressor.logger import logger
 from llmcompressor.modeling.blocks import find_blocks
-from llmcompressor.modifiers.modifier import Modifier
-from llmcompressor.numerics.precision import float32_by_default
+from llmcompressor.numerics.products import float32_by_default
 from llmcompressor.pipelines.batches import CalibrationBatches
 from llmcompressor.pipelines.passes import BY_BLOCK
 from llmcompressor.planning.make import RECIPE, Request, make_plan, problem_of
 from llmcompressor.planning.result import Plan, Problem, Tokens
-from llmcompressor.planning.subject import Subject, open_subject
+from llmcompressor.planning.subject import PlannedModel, open_planned_model
 from llmcompressor.recipe import Recipe
+from llmcompressor.runtime.collecting import gc_disabled
+from llmcompressor.runtime.memory import free_device_memory
 from llmcompressor.verification import Deployment
 
 __all__ = ["plan", "plan_from_arguments"]
@@ -108,15 +107,15 @@ def _deployment(
 
 @float32_by_default()
 def _plan(arguments: Mapping[str, Any], deployment: Deployment | None, *, measure: bool) -> Plan:
-    job = _Draft(**arguments)
-    with without_collecting():
+    job = _DraftJob(**arguments)
+    with gc_disabled():
         subject = _subject(job)
     data = _Data(job, subject)
     tokens, batches = data()
     device = _device(job, subject)
-    limits = Limits(job.run_args.max_memory)
+    limits = MemoryLimits(job.run_args.max_memory)
     request = Request(
-        [_unused(modifier) for modifier in job.recipe.modifiers],
+        [_fresh_copy(modifier) for modifier in job.recipe.modifiers],
         _yaml(job.recipe),
         job.pipeline(),
         job.dataset_args,
@@ -135,19 +134,19 @@ def _plan(arguments: Mapping[str, Any], deployment: Deployment | None, *, measur
         limits.host,
         job.keeps_ties,
     )
-    with without_collecting():
+    with gc_disabled():
         found = make_plan(subject, request)
     return replace(found, notes=[*job.notes, *found.notes])
 
 
-def _subject(job: _Draft) -> Subject:
+def _subject(job: _DraftJob) -> PlannedModel:
     """Open the model, with experts unfused if the recipe targets them."""
-    with job.noting(RECIPE, TargetError):
-        return open_subject(job.model_args, job.recipe.modifiers)
-    return open_subject(job.model_args)
+    with job.recording_problems(RECIPE, TargetError):
+        return open_planned_model(job.model_args, job.recipe.modifiers)
+    return open_planned_model(job.model_args)
 
 
-class _Draft(Job):
+class _DraftJob(Job):
     """The checks of a run, with failures recorded as problems instead of raised."""
 
     def __init__(self, **arguments: Any) -> None:
@@ -156,7 +155,7 @@ class _Draft(Job):
         super().__init__(**arguments)
 
     @contextmanager
-    def noting(self, where: str, kind: type[InputError] = InputError) -> Iterator[None]:
+    def recording_problems(self, where: str, kind: type[InputError] = InputError) -> Iterator[None]:
         """Record an error in the body as a problem."""
         try:
             yield
@@ -164,12 +163,12 @@ class _Draft(Job):
             self.problems.append(problem_of(where, error))
 
     def _read_recipe(self) -> Recipe:
-        with self.noting(RECIPE):
+        with self.recording_problems(RECIPE):
             return super()._read_recipe()
         return Recipe()
 
     def _check_output(self, output_dir: str | Path | None) -> Path | None:
-        with self.noting("output_dir"):
+        with self.recording_problems("output_dir"):
             return super()._check_output(output_dir)
         return None
 
@@ -183,11 +182,11 @@ class _Draft(Job):
         return found
 
     def _check_data_needed(self) -> None:
-        with self.noting("dataset"):
+        with self.recording_problems("dataset"):
             super()._check_data_needed()
 
     def _check_pipeline(self) -> None:
-        with self.noting("pipeline"):
+        with self.recording_problems("pipeline"):
             super()._check_pipeline()
 
 
@@ -198,7 +197,7 @@ class _Data:
         samples: the first batch with each set of inputs.
     """
 
-    def __init__(self, job: _Draft, subject: Subject) -> None:
+    def __init__(self, job: _DraftJob, subject: PlannedModel) -> None:
         self._job = job
         self._model = subject.model
         self.samples: list[Mapping[str, Any]] = []
@@ -213,7 +212,7 @@ class _Data:
             return self._assumed("no data was given")
         if isinstance(data, Iterator):
             return self._assumed("the data can be read only once")
-        with job.noting("dataset"), _warnings_of_data(job.notes):
+        with job.recording_problems("dataset"), _collect_data_warnings(job.notes):
             return self._counted()
         return self._assumed("the data cannot be used")
 
@@ -222,7 +221,7 @@ class _Data:
         source = job.open_data()
         processor = job.load_processor()
         loaded = list(job.load_data(self._model, processor, source))
-        with job.noting("dataset"):
+        with job.recording_problems("dataset"):
             job.check_batches(loaded)
         kinds = {frozenset(batch): batch for batch in reversed(loaded)}
         self.samples = list(reversed(kinds.values()))
@@ -248,7 +247,7 @@ class _Data:
 
 
 @contextmanager
-def _warnings_of_data(notes: list[str]) -> Iterator[None]:
+def _collect_data_warnings(notes: list[str]) -> Iterator[None]:
     """Collect warnings of data preparation, which a run would log."""
     sink = logger.add(
         lambda message: notes.append(message.record["message"]),
@@ -261,7 +260,7 @@ def _warnings_of_data(notes: list[str]) -> Iterator[None]:
         logger.remove(sink)
 
 
-def _unused(modifier: Modifier) -> Modifier:
+def _fresh_copy(modifier: Modifier) -> Modifier:
     """Return a fresh copy of ``modifier``, because each can be used only once."""
     fields = {name: getattr(modifier, name) for name in modifier.model_fields_set}
     return type(modifier)(**fields)
@@ -271,14 +270,14 @@ def _yaml(recipe: Recipe) -> str:
     return recipe.yaml() if recipe.modifiers else ""
 
 
-def _is_streamed(job: Job, subject: Subject) -> bool:
+def _is_streamed(job: Job, subject: PlannedModel) -> bool:
     """Return True if blocks would be streamed one by one, given an output folder."""
     is_place = isinstance(job.model_args.model, str | os.PathLike)
     by_block = all(modifier.works_by_block for modifier in job.recipe.modifiers)
     return is_place and by_block and job.pipeline() in BY_BLOCK and not subject.whole
 
 
-def _device(job: Job, subject: Subject) -> torch.device:
+def _device(job: Job, subject: PlannedModel) -> torch.device:
     """Return the device on which the model would compute."""
     asked = job.model_args.device
     if asked is None and not torch.cuda.is_available():
@@ -286,10 +285,10 @@ def _device(job: Job, subject: Subject) -> torch.device:
     if subject.blueprint is not None and _is_streamed(job, subject):
         weights = BlockWeights(subject.blueprint, list(find_blocks(subject.model).values()))
         try:
-            return Limits(job.run_args.max_memory).choose_device(weights, asked)
+            return MemoryLimits(job.run_args.max_memory).choose_device(weights, asked)
         finally:
             weights.close()
     if asked is not None:
-        return named_device(asked)
+        return parse_device(asked)
     free = free_device_memory(torch.cuda.current_device())
     return torch.device("cuda" if subject.source_bytes <= free * _SHARE_FOR_WEIGHTS else "cpu")

@@ -14,6 +14,7 @@ is skipped if ``stages.json`` has the same inputs for it.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -22,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import xxhash
+from torch.nn import Module
 
 from llmcompressor.args import (
     DatasetArguments,
@@ -31,27 +33,229 @@ from llmcompressor.args import (
     TrainingArguments,
     parse_arguments,
 )
-from llmcompressor.core.session_functions import free_session
-from llmcompressor.entrypoints.job import Job
-from llmcompressor.entrypoints.model_prints import note_change
+from llmcompressor.checkpoint.journal import fingerprint_differences
+from llmcompressor.checkpoint.workspace import resumable_fingerprint
+from llmcompressor.core.modifier import Modifier
+from llmcompressor.entrypoints.arguments import Job, as_path, check_run_types, is_idle
+from llmcompressor.entrypoints.fingerprints import (
+    data_fingerprint,
+    folder_fingerprint,
+    is_result_of,
+    model_fingerprint,
+    path_fingerprint,
+    record_change,
+    type_fingerprint,
+    values_fingerprint,
+)
 from llmcompressor.entrypoints.oneshot import oneshot
-from llmcompressor.entrypoints.stage_record import StageRecord, shown, shown_model
-from llmcompressor.entrypoints.task import as_path, check_run_types, is_idle
-from llmcompressor.entrypoints.teacher import check_teacher, load_possibly_compressed
-from llmcompressor.entrypoints.training_run import run_training
+from llmcompressor.entrypoints.training_run import check_teacher, load_maybe_quantized, run_training
 from llmcompressor.entrypoints.training_task import NOT_OF_TRAINING, Training
-from llmcompressor.errors import ArgumentError, InputError, RecipeError
+from llmcompressor.errors import ArgumentError, InputError, OutputError, RecipeError
 from llmcompressor.logger import logger
 from llmcompressor.metrics import LoggerManager
 from llmcompressor.modifiers.distillation import OutputDistillationModifier
-from llmcompressor.modifiers.modifier import Modifier
 from llmcompressor.modifiers.rotation.base import RotationModifier
 from llmcompressor.planning.matching import unmatched_targets
-from llmcompressor.planning.subject import open_subject
+from llmcompressor.planning.subject import open_planned_model
 from llmcompressor.quantization.base import QuantizationMixin
 from llmcompressor.recipe import Recipe, Stage
+from llmcompressor.session.functions import exclusive_session
 
-__all__ = ["run_stages"]
+__all__ = ["StageRecord", "argument_record", "model_record", "run_stages"]
+
+
+# --------------------
+# ``stages.json``: the inputs of each stage, to detect stages that are finished already.
+
+_RECORD = "stages.json"
+_PATH = "path"
+_SHOWN = 16
+"""Items of a list that stand in the record; of a longer one a hash does."""
+
+
+class StageRecord:
+    """Reads and writes ``stages.json``, which is updated before a stage begins.
+
+    Args:
+        root: the folder of all stages.
+        must_exist: refuse to begin without a record.
+
+    Raises:
+        OutputError: it cannot be read, is required but missing, or the folder holds other files.
+    """
+
+    def __init__(self, root: Path, *, must_exist: bool) -> None:
+        self._root = root.expanduser().resolve()
+        self._file = self._root / _RECORD
+        self._stages: dict[str, Any] = {}
+        self._before: dict[str, Any] = {}
+        self._made: list[Path] = []
+        if self._root.exists() and not self._root.is_dir():
+            raise OutputError(f"The output {root} is a file.", "Choose another output directory.")
+        if self._file.is_file():
+            try:
+                self._stages = json.loads(self._file.read_text(encoding="utf-8"))["stages"]
+            except (ValueError, KeyError, TypeError) as error:
+                raise OutputError(
+                    f"{self._file} cannot be read: {error}.", "Choose another output directory."
+                ) from error
+        elif must_exist:
+            raise OutputError(
+                f"There is nothing to resume: {self._file} is not there.",
+                'Start with resume="auto" (the default).',
+            )
+        elif self._root.is_dir() and any(self._root.iterdir()):
+            raise OutputError(
+                f"The output directory {self._root} already holds files, which are no stages.",
+                "Choose another one.",
+            )
+
+    def settled(
+        self, stage: str, present: Mapping[str, Any], folder: Path, model: Any, *, goes_on: bool
+    ) -> dict[str, Any]:
+        """Return the inputs of a stage, with recorded values for those that changed or vanished.
+
+        A deleted folder or file counts as recorded. So does a model object that this stage itself
+        changed in an earlier call of this process, if the stage is finished or resumes from a
+        checkpoint that replaces the weights.
+
+        Args:
+            stage: its name.
+            present: its inputs as they are now.
+            folder: its output.
+            model: the model that it begins with.
+            goes_on: whether the stage resumes.
+        """
+        then, now = self._stages.get(stage, {}), dict(present)
+        recorded = then.get("model")
+        now["model"] = _recorded_if_gone(now["model"], recorded)
+        past = then.get("arguments", {})
+        now["arguments"] = {
+            name: _recorded_if_gone(value, past.get(name))
+            for name, value in now["arguments"].items()
+        }
+        if recorded != now["model"] and is_result_of(model, recorded):
+            known = {**now, "model": recorded}
+            is_kept = _is_finished(folder) or (goes_on and _goes_on_from(folder, recorded))
+            if is_kept and not list(fingerprint_differences(known, then)):
+                return known
+        return now
+
+    def is_finished(
+        self, stage: str, present: Mapping[str, Any], folder: Path, *, overwrite: bool
+    ) -> bool:
+        """Return True if a stage was finished with the same inputs.
+
+        Raises:
+            OutputError: it was finished with other inputs, and may not be overwritten.
+        """
+        if not _is_finished(folder):
+            return False
+        differing = list(fingerprint_differences(present, self._stages.get(stage, {})))
+        if differing and not overwrite:
+            raise OutputError(
+                f"The folder {folder} holds the stage {stage!r} of another run: "
+                f"{'; '.join(differing[:3])}.",
+                "Choose another output directory, or pass overwrite=True (--overwrite) to run it "
+                "again.",
+            )
+        return not differing
+
+    def begin(self, stage: str, present: Mapping[str, Any]) -> None:
+        """Record the inputs of a stage that begins."""
+        self._before = dict(self._stages)
+        self._stages[stage] = dict(present)
+        self._made = [each for each in (self._root, *self._root.parents) if not each.exists()]
+        self._write()
+
+    def take_back(self, folder: Path) -> None:
+        """Remove the record of the stage that began last, if it left nothing in its ``folder``."""
+        if any(self._root.glob(f"{folder.name}*")):
+            return
+        self._stages = self._before
+        if self._stages:
+            self._write()
+            return
+        self._file.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # something else is in it
+            for each in self._made:
+                each.rmdir()
+
+    def _write(self) -> None:
+        self._root.mkdir(parents=True, exist_ok=True)
+        new = self._file.with_suffix(".new")
+        new.write_text(json.dumps({"stages": self._stages}, indent=2) + "\n", encoding="utf-8")
+        new.replace(self._file)
+
+
+def argument_record(name: str, value: Any, written: Sequence[Path]) -> Any:
+    """Return the JSON value of an argument for the record; a fingerprint of data and models.
+
+    Args:
+        name: name of the argument.
+        value: its value.
+        written: folders that the stages write, whose contents are not read.
+    """
+    if name == "dataset":
+        return data_fingerprint(value)
+    if name == "dataset_path":
+        return None if value is None else path_fingerprint(value)
+    if name == "distill_teacher":
+        return model_record(value, written)
+    return _as_json(value)
+
+
+def model_record(model: Any, written: Sequence[Path]) -> Any:
+    """Return the JSON value of a model for the record: its fingerprint and its path.
+
+    Args:
+        model: an object, a folder, or an id on the hub.
+        written: folders that the stages themselves write.
+    """
+    if isinstance(model, Module):
+        return model_fingerprint(model)
+    if not isinstance(model, str | os.PathLike):
+        return _as_json(model)
+    place = Path(model).expanduser()
+    given = {_PATH: os.fspath(model)}
+    if place.is_dir() and place.resolve() not in [each.expanduser().resolve() for each in written]:
+        return {**given, **folder_fingerprint(place)}
+    return given
+
+
+def _as_json(value: Any) -> Any:
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
+        return {key: _as_json(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return (
+            [_as_json(one) for one in value] if len(value) <= _SHOWN else values_fingerprint(value)
+        )
+    return type_fingerprint(value)
+
+
+def _is_finished(folder: Path) -> bool:
+    return (folder / "config.json").is_file()
+
+
+def _goes_on_from(folder: Path, model: Any) -> bool:
+    """Return True if an interrupted training from this model left progress in the folder."""
+    progress = resumable_fingerprint(folder)
+    return progress is not None and progress.get("model") == model
+
+
+def _recorded_if_gone(now: Any, then: Any) -> Any:
+    """Return the recorded value of a path if the path no longer exists, else the present one."""
+    given = now.get(_PATH) if isinstance(now, Mapping) and set(now) == {_PATH} else now
+    is_gone = isinstance(given, str) and isinstance(then, Mapping)
+    return then if is_gone and then.get(_PATH) == given else now
+
+
+# --------------------
+# ``run_stages``: run all stages of a recipe in order, each into a folder of its own.
 
 _ONESHOT = (ModelArguments, DatasetArguments, RecipeArguments, RunArguments)
 _TRAIN = (*_ONESHOT, TrainingArguments)
@@ -145,15 +349,15 @@ class _Stage:
 
     def __init__(self, stage: Stage, whole: Recipe, given: Mapping[str, Any], root: Path) -> None:
         self.name = stage.name
-        self.kind = stage.run_type or _only_kind(stage)
+        self.kind = stage.run_type or _infer_run_type(stage)
         check_run_types(stage, self.kind)
-        self.bars_others = _bars_others(stage)
+        self.bars_others = _blocking_change(stage)
         self.recipe = Recipe([stage], args=whole.args)
         self.folder = root / f"stage_{stage.name}"
         self.is_finished = False
-        names = (_names(_ONESHOT) | {"log_dir"}) - _OF_TRAINING
+        names = (_argument_names(_ONESHOT) | {"log_dir"}) - _OF_TRAINING
         if self.kind == "train":
-            names = (_names(_TRAIN) | {"loggers"}) - set(NOT_OF_TRAINING)
+            names = (_argument_names(_TRAIN) | {"loggers"}) - set(NOT_OF_TRAINING)
         self.arguments = {name: value for name, value in given.items() if name in names}
         if self.arguments.get("resume") == "must":
             self.arguments["resume"] = "auto"  # it concerns all stages, and is checked for all
@@ -175,9 +379,11 @@ class _Stage:
         self.record = {
             "run_type": self.kind,
             "recipe": self.recipe.yaml(),
-            "model": shown_model(model, ()) if before is None else before.folder.name,
+            "model": model_record(model, ()) if before is None else before.folder.name,
             "stages_before": None if before is None else before.digest,
-            "arguments": {name: shown(name, kept[name], written) for name in sorted(kept)},
+            "arguments": {
+                name: argument_record(name, kept[name], written) for name in sorted(kept)
+            },
         }
 
     @property
@@ -236,7 +442,7 @@ def _run(plan: list[_Stage], record: StageRecord, model: Any) -> Any:
             continue
         logger.info(f"{what}.")
         result = None  # free the model of the stage before
-        with free_session() as session:
+        with exclusive_session() as session:
             session.reset()
         record.begin(stage.name, stage.record)
         try:
@@ -245,13 +451,13 @@ def _run(plan: list[_Stage], record: StageRecord, model: Any) -> Any:
             record.take_back(stage.folder)
             raise
         finally:
-            note_change(stage.model, stage.record["model"])
+            record_change(stage.model, stage.record["model"])
     if result is None:
         last = plan[-1]
         [args] = parse_arguments(
-            {"model": model} | _only(last.arguments, ModelArguments), ModelArguments
+            {"model": model} | _select_arguments(last.arguments, ModelArguments), ModelArguments
         )
-        result = load_possibly_compressed(str(last.folder), args).eval()
+        result = load_maybe_quantized(str(last.folder), args).eval()
     return result
 
 
@@ -307,11 +513,11 @@ def _warn_of_targets(plan: Sequence[_Stage], model: Any) -> None:
 
     Only the stage itself can refuse them, as stages before it may change the modules.
     """
-    first = _only(plan[0].arguments, ModelArguments)
+    first = _select_arguments(plan[0].arguments, ModelArguments)
     for stage in [one for one in plan if not one.is_finished][1:]:
         [args] = parse_arguments({"model": model} | first, ModelArguments)
         try:
-            model_now = open_subject(args, stage.matching).model
+            model_now = open_planned_model(args, stage.matching).model
         except InputError as error:  # the stage that loads the model reports it
             logger.debug(f"Targets of the stage {stage.name!r} are not looked for: {error}")
             continue
@@ -322,7 +528,7 @@ def _warn_of_targets(plan: Sequence[_Stage], model: Any) -> None:
             )
 
 
-def _bars_others(stage: Stage) -> str | None:
+def _blocking_change(stage: Stage) -> str | None:
     """Return the change by a stage that no later stage can start from, or ``None``."""
     if any(isinstance(one, QuantizationMixin) for one in stage.modifiers):
         return _QUANTIZED
@@ -339,17 +545,17 @@ def _rotates_online(modifier: Modifier) -> bool:
     return not set(getattr(modifier, "rotations", ())) <= _MULTIPLIED_IN
 
 
-def _only_kind(stage: Stage) -> Any:
+def _infer_run_type(stage: Stage) -> Any:
     only_there = [one for one in stage.modifiers if "oneshot" not in type(one).run_types]
     if any("train" not in type(one).run_types for one in stage.modifiers):
         only_there = [one for one in only_there if not is_idle(one, stage, "oneshot")]
     return "train" if only_there else "oneshot"
 
 
-def _names(classes: tuple[type[Any], ...]) -> set[str]:
+def _argument_names(classes: tuple[type[Any], ...]) -> set[str]:
     found = {field.name for cls in classes for field in dataclasses.fields(cls) if field.init}
     return found - set(_OF_THE_WHOLE) - {"output_dir"}
 
 
-def _only(arguments: Mapping[str, Any], cls: type[Any]) -> dict[str, Any]:
-    return {name: value for name, value in arguments.items() if name in _names((cls,))}
+def _select_arguments(arguments: Mapping[str, Any], cls: type[Any]) -> dict[str, Any]:
+    return {name: value for name, value in arguments.items() if name in _argument_names((cls,))}

@@ -13,17 +13,17 @@ from llmcompressor.args import (
     RunArguments,
     TrainingArguments,
 )
-from llmcompressor.entrypoints.signature import with_arguments_of
+from llmcompressor.entrypoints.oneshot import with_dataclass_signature
 from llmcompressor.entrypoints.training_run import run_training
 from llmcompressor.entrypoints.training_task import Training
 from llmcompressor.logger import logger
-from llmcompressor.numerics.precision import float32_by_default
-from llmcompressor.wording import listed
+from llmcompressor.numerics.products import float32_by_default
+from llmcompressor.runtime.progress import join_names
 
 __all__ = ["train"]
 
 
-@with_arguments_of(
+@with_dataclass_signature(
     ModelArguments, RecipeArguments, DatasetArguments, TrainingArguments, RunArguments
 )
 def train(
@@ -85,7 +85,8 @@ def train(
     staged = {"run_stages", "do_oneshot"} & {name for name, value in given.items() if value is True}
     if staged and given.get("stage") is not None:
         logger.warning(
-            f"The stage {given['stage']!r} alone is run, as stage says: {listed(sorted(staged))} "
+            f"The stage {given['stage']!r} alone is run, as stage says: "
+            f"{join_names(sorted(staged))} "
             "has no effect."
         )
     elif staged:

@@ -13,31 +13,180 @@ from typing import Any, TypeVar
 
 import torch
 from torch.nn import Module
-from transformers import PrinterCallback
+from transformers import AutoConfig, PrinterCallback, TrainerCallback
 from transformers.trainer_utils import rotate_checkpoints
 
-from llmcompressor.checkpoint.packed_zero_points import packed_zero_points_fit
-from llmcompressor.checkpoint.prediction import module_kinds
+from llmcompressor.args import ModelArguments
+from llmcompressor.checkpoint.load import (
+    check_complete,
+    check_quantization_declared,
+    loading_error,
+    model_class,
+)
+from llmcompressor.checkpoint.manifest import module_kinds
+from llmcompressor.checkpoint.packing import patch_packed_zero_points
 from llmcompressor.checkpoint.save import SaveOptions, modify_save_pretrained, write_checkpoint
-from llmcompressor.core.session import CompressionSession
-from llmcompressor.core.session_functions import session_of_run
-from llmcompressor.entrypoints.checking import check_saved, check_writable_model, check_written
-from llmcompressor.entrypoints.in_memory import check_finite, load_whole_model
-from llmcompressor.entrypoints.model_prints import note_change
-from llmcompressor.entrypoints.task import compression_report, report_of, undone_on_error
-from llmcompressor.entrypoints.teacher import load_teacher
-from llmcompressor.entrypoints.training_data import check_targets
-from llmcompressor.entrypoints.training_folder import TrainingFolder, opened_folder
-from llmcompressor.entrypoints.training_progress import TrainingBar
-from llmcompressor.entrypoints.training_task import Training
-from llmcompressor.errors import ArgumentError
+from llmcompressor.checkpoint.source import is_hub_id, quantization_method
+from llmcompressor.entrypoints.arguments import (
+    clean_up_on_error,
+    collect_reports,
+    compression_report,
+)
+from llmcompressor.entrypoints.fingerprints import record_change
+from llmcompressor.entrypoints.run import check_finite_weights, load_whole_model
+from llmcompressor.entrypoints.training_task import (
+    Training,
+    TrainingFolder,
+    check_labels,
+    open_training_folder,
+)
+from llmcompressor.entrypoints.verify import check_writable_model, verify_saved, verify_written
+from llmcompressor.errors import ArgumentError, CheckpointError
 from llmcompressor.logger import logger
-from llmcompressor.modeling.flat_pieces import in_pieces, shapes_shown
-from llmcompressor.modeling.spread import was_loaded_spread, whole_state
+from llmcompressor.modeling.sharded import (
+    full_shapes_reported,
+    full_state_dict,
+    has_partitioned_parameters,
+    was_loaded_sharded,
+)
+from llmcompressor.runtime.progress import Advance, progress
+from llmcompressor.session.functions import run_session
+from llmcompressor.session.session import CompressionSession
 from llmcompressor.training import Trainer
 from llmcompressor.training.optimizer import parameter_ids, without_new_parameters
 
-__all__ = ["run_training"]
+__all__ = ["TrainingBar", "check_teacher", "load_maybe_quantized", "load_teacher", "run_training"]
+
+
+# --------------------
+# Progress bar and log lines of a training.
+
+_SHOWN = ("loss", "eval_loss", "grad_norm", "learning_rate", "epoch")
+
+
+class TrainingBar(TrainerCallback):
+    """Shows steps and remaining time as a bar or log lines, and logs the trainer's metrics.
+
+    Args:
+        stack: closes the bar, also if the training fails.
+    """
+
+    def __init__(self, stack: ExitStack) -> None:
+        self._stack = stack
+        self._advance: Advance | None = None
+        self._done = 0
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Open the bar at the first step, or at the step of a resumed training."""
+        if not state.is_world_process_zero:
+            return
+        self._advance = self._stack.enter_context(progress(state.max_steps, "Training"))
+        self._done = state.global_step
+        self._advance(self._done)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Advance the bar by the steps taken."""
+        if self._advance is not None:
+            self._advance(state.global_step - self._done)
+            self._done = state.global_step
+
+    def on_log(
+        self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any
+    ) -> None:
+        """Show the loss in the bar and log the metrics."""
+        if self._advance is None or not logs:
+            return
+        if "loss" in logs:
+            self._advance(0, note=f"loss {float(logs['loss']):.4g}")
+        shown = [f"{name} {float(logs[name]):.4g}" for name in _SHOWN if name in logs]
+        if "loss" in logs or "eval_loss" in logs:
+            logger.info(f"Step {state.global_step}: {', '.join(shown)}")
+
+
+# --------------------
+# Loading of the teacher model for distillation, which may be a compressed checkpoint.
+
+
+def load_teacher(args: ModelArguments, device: torch.device | str | None) -> Module | None:
+    """Load the teacher model in evaluation mode.
+
+    Args:
+        args: ``distill_teacher`` is the teacher; it is loaded with the model's settings for
+            remote code, cache and token.
+        device: device for a teacher that is loaded here; a model object is not moved.
+
+    Returns:
+        The teacher; ``None`` if there is none.
+
+    Raises:
+        CheckpointError: it does not exist, cannot be loaded, or lacks weights.
+    """
+    given = args.distill_teacher
+    if given is None:
+        return None
+    check_teacher(given)
+    if isinstance(given, Module):
+        given.eval()
+        return given
+    path = Path(given).expanduser()
+    teacher = load_maybe_quantized(str(path) if path.exists() else str(given), args)
+    teacher.eval().requires_grad_(requires_grad=False)
+    found: Module = teacher if device is None else teacher.to(device)
+    return found
+
+
+def check_teacher(given: Any) -> None:
+    """Refuse an invalid teacher without reading its files.
+
+    Raises:
+        CheckpointError: it is neither a model nor the name of one, or its folder does not exist.
+    """
+    if isinstance(given, Module):
+        return
+    if not isinstance(given, str | Path):
+        raise CheckpointError(
+            f"The teacher is a {type(given).__name__}.",
+            "Pass a folder, the id of a model on the hub, or a loaded model as distill_teacher.",
+        )
+    if not Path(given).expanduser().exists() and not is_hub_id(given):
+        raise CheckpointError(f"There is no folder {given} with a teacher.", "Check the path.")
+
+
+def load_maybe_quantized(place: str, args: ModelArguments) -> Any:
+    """Load a model that may be quantized, with its weights on the CPU.
+
+    Args:
+        place: a folder, or an id on the hub.
+        args: settings for remote code, cache and token.
+
+    Raises:
+        CheckpointError: it cannot be loaded, lacks weights, or has quantized weights that its
+            configuration does not declare.
+    """
+    hub: dict[str, Any] = {
+        "cache_dir": args.cache_dir,
+        "token": args.use_auth_token,
+        "trust_remote_code": args.trust_remote_code_model,
+    }
+    try:
+        config = AutoConfig.from_pretrained(place, **hub)
+        loader = model_class(config, trust_remote_code=args.trust_remote_code_model)
+        with patch_packed_zero_points():
+            model, info = loader.from_pretrained(
+                place, config=config, dtype="auto", output_loading_info=True, **hub
+            )
+    except (OSError, ValueError, RuntimeError, ImportError) as error:
+        if isinstance(error, CheckpointError | torch.OutOfMemoryError):
+            raise
+        raise loading_error(place, error) from error
+    if quantization_method(config.to_dict()) is None:
+        check_complete(place, info)
+        check_quantization_declared(place, cache_dir=args.cache_dir)
+    return model
+
+
+# --------------------
+# Run of a training: load the model and its data, train with session events, and write it.
 
 T = TypeVar("T")
 _KEPT_FIGURES = ("train_loss", "task_loss", "perplexity", "train_samples", "eval_loss")
@@ -52,14 +201,14 @@ def run_training(task: Training) -> Module:
     Returns:
         The trained model, finalized.
     """
-    with session_of_run() as session:
+    with run_session() as session:
         session.reset()
         run = _Run(task, session)
         try:
-            with undone_on_error(session):
+            with clean_up_on_error(session):
                 model = run()
         finally:
-            note_change(task.model_args.model, run.began_with)
+            record_change(task.model_args.model, run.began_with)
         if task.recipe_args.clear_sparse_session:
             session.reset()
     return model
@@ -81,7 +230,7 @@ class _Trainer(Trainer):
         before = parameter_ids(model)
         optimizer = super().create_optimizer(*args, **kwargs)
         if self.session_has_begun is not None:
-            with without_new_parameters(model, before), shapes_shown(model):
+            with without_new_parameters(model, before), full_shapes_reported(model):
                 self.session_has_begun()
             self.session_has_begun = None
         return optimizer
@@ -120,20 +269,20 @@ class _Run:
         task = self.task
         device = _device(task)
         self.model = load_whole_model(task, device=str(device))
-        _place_given(self.model, task, device)
-        check_finite(self.model)
+        _move_given_model(self.model, task, device)
+        check_finite_weights(self.model)
         _check_precision(self.model, task)
         teacher = load_teacher(task.model_args, device)
         self.processor = task.load_processor()
-        with task.told_why():
+        with task.explain_missing_processor():
             train_samples, eval_samples = task.data.load(self.model, self.processor)
         if not task.learns_from_teacher:
-            check_targets(train_samples)
+            check_labels(train_samples)
         if not hasattr(train_samples, "__len__"):
             task.data.check_steps(task.args.max_steps)
         use_cache = getattr(self.model.config, "use_cache", None)
         fingerprint = task.fingerprint(self.model, teacher, train_samples)
-        folder = opened_folder(
+        folder = open_training_folder(
             task.output_dir,
             fingerprint,
             resume=task.run_args.resume,
@@ -142,8 +291,8 @@ class _Run:
         try:
             with folder as opened, ExitStack() as stack:
                 self.began_with = fingerprint["model"]
-                if _agreed(opened.is_written):
-                    return self._published(opened)
+                if _broadcast(opened.is_written):
+                    return self._publish_finished(opened)
                 trainer = self._trainer(opened, stack, teacher, train_samples, eval_samples)
                 figures = self._train(trainer, opened)
                 stack.close()  # the bar
@@ -200,7 +349,7 @@ class _Run:
     def _train(self, trainer: Trainer, folder: TrainingFolder) -> dict[str, Any]:
         """Train the model and return the metrics."""
         task = self.task
-        start = _agreed(task.resume_from or self._progress(folder))
+        start = _broadcast(task.resume_from or self._progress(folder))
         if start is not None:
             logger.info(f"Continuing the training at {start}.")
         began = time.monotonic()
@@ -209,14 +358,14 @@ class _Run:
         figures["train_runtime"] = round(time.monotonic() - began, 4)
         steps_before = 0 if start is None else _step_of(start)
         steps = trainer.state.global_step
-        _mend_loss(figures, steps, steps_before, replaced=trainer.loss_was_replaced)
+        _correct_mean_loss(figures, steps, steps_before, replaced=trainer.loss_was_replaced)
         samples: Any = trainer.train_dataset
         if hasattr(samples, "__len__"):
             figures["train_samples"] = len(samples)
         if not self.session.lifecycle.finalized:
             self.session.finalize()
         self.model.eval()
-        check_finite(self.model)
+        check_finite_weights(self.model)
         return figures
 
     def _progress(self, folder: TrainingFolder) -> Path | None:
@@ -234,7 +383,8 @@ class _Run:
         trainer.save_state()
         shown = {name: figures[name] for name in _KEPT_FIGURES if name in figures}
         report = (
-            compression_report(report_of(self.session.lifecycle.recipe.modifiers), self.model) or {}
+            compression_report(collect_reports(self.session.lifecycle.recipe.modifiers), self.model)
+            or {}
         )
         report["training"] = {"steps": trainer.state.global_step, **shown}
         said = ", ".join(f"{name} {value:.5g}" for name, value in shown.items())
@@ -246,11 +396,13 @@ class _Run:
             recipe=recipe,
             source=task.source,
             report=report,
-            check=check_saved if task.run_args.verify else None,
+            check=verify_saved if task.run_args.verify else None,
         )
         state = None
-        if task.output_dir is not None and (in_pieces(self.model) or was_loaded_spread(self.model)):
-            state = whole_state(self.model, keep=self.is_main)
+        if task.output_dir is not None and (
+            has_partitioned_parameters(self.model) or was_loaded_sharded(self.model)
+        ):
+            state = full_state_dict(self.model, keep=self.is_main)
         elif task.output_dir is not None and (
             trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
         ):
@@ -262,7 +414,7 @@ class _Run:
                 recipe=recipe,
                 source=task.source,
                 report=report,
-                check=partial(check_written, kinds=module_kinds(self.model))
+                check=partial(verify_written, kinds=module_kinds(self.model))
                 if task.run_args.verify
                 else None,
             )
@@ -276,13 +428,13 @@ class _Run:
         folder.publish(replace=task.model_args.overwrite, keep_checkpoints=task.keeps_checkpoints)
         logger.info(f"Saved {task.output_dir}.")
 
-    def _published(self, folder: TrainingFolder) -> Module:
+    def _publish_finished(self, folder: TrainingFolder) -> Module:
         """Publish the output of a training that was killed after writing it, and load the model."""
         logger.info("The training was done and its output written: it only gets its name.")
         if self.is_main:
             self._publish(folder)
-        _agreed(None)  # wait until it is published
-        with packed_zero_points_fit():
+        _broadcast(None)  # wait until it is published
+        with patch_packed_zero_points():
             model = type(self.model).from_pretrained(self.task.output_dir, dtype="auto")
         return model.eval()  # type: ignore[no-any-return]  # as it came from the loader
 
@@ -307,10 +459,10 @@ def _device(task: Training) -> torch.device:
     return torch.device("cpu") if sharded else computes
 
 
-def _place_given(model: Any, task: Training, device: torch.device) -> None:
+def _move_given_model(model: Any, task: Training, device: torch.device) -> None:
     """Move a model object to the trainer's device, unless it is on several devices already."""
     given = not isinstance(task.model_args.model, str | Path)
-    if not given or hasattr(model, "hf_device_map") or in_pieces(model):
+    if not given or hasattr(model, "hf_device_map") or has_partitioned_parameters(model):
         return
     here = {parameter.device.type for parameter in model.parameters()}
     if here != {device.type}:
@@ -339,7 +491,7 @@ def _check_precision(model: Module, task: Training) -> None:
         )
 
 
-def _agreed(found: T) -> T:
+def _broadcast(found: T) -> T:
     """Broadcast a value from the first process to all."""
     dist = torch.distributed
     if not (dist.is_available() and dist.is_initialized()):
@@ -354,7 +506,9 @@ def _step_of(checkpoint: Path) -> int:
     return int(name) if name.isdigit() else 0
 
 
-def _mend_loss(figures: dict[str, Any], steps: int, steps_before: int, *, replaced: bool) -> None:
+def _correct_mean_loss(
+    figures: dict[str, Any], steps: int, steps_before: int, *, replaced: bool
+) -> None:
     """Correct the mean loss of a resumed training, which the trainer divides by all steps."""
     taken = steps - steps_before
     if "train_loss" not in figures:

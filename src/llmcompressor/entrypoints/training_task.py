@@ -3,9 +3,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import platform
-from collections.abc import Mapping
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -13,21 +18,398 @@ from typing import Any
 import torch
 from torch.nn import Module
 
-from llmcompressor.args import TrainingArguments
+from llmcompressor.args import DatasetArguments, TrainingArguments
+from llmcompressor.checkpoint.atomic_output import fsync_tree, work_folder
+from llmcompressor.checkpoint.journal import BlockEntry
 from llmcompressor.checkpoint.source import inspect_source
-from llmcompressor.checkpoint.workspace import fingerprint_of_progress
-from llmcompressor.entrypoints.data_prints import data_print, values_print
-from llmcompressor.entrypoints.fingerprint import source_print
-from llmcompressor.entrypoints.model_prints import model_print, was_left_by
-from llmcompressor.entrypoints.task import Task
-from llmcompressor.entrypoints.training_data import TrainingData
-from llmcompressor.entrypoints.training_folder import checkpoint_to_resume
-from llmcompressor.errors import ArgumentError
+from llmcompressor.checkpoint.workspace import Workspace, open_workspace, resumable_fingerprint
+from llmcompressor.datasets import rows as table
+from llmcompressor.datasets.calibration import load_training, make_collator
+from llmcompressor.datasets.rows import Stream
+from llmcompressor.datasets.sampling import parse_split
+from llmcompressor.datasets.source import Source, is_loader, open_source
+from llmcompressor.entrypoints.arguments import Task, data_limits
+from llmcompressor.entrypoints.fingerprints import (
+    data_fingerprint,
+    is_result_of,
+    model_fingerprint,
+    source_fingerprint,
+    values_fingerprint,
+)
+from llmcompressor.errors import ArgumentError, DatasetError, OutputError
 from llmcompressor.logger import logger
 from llmcompressor.metrics import LoggerManager
 from llmcompressor.recipe import Recipe
 
-__all__ = ["NOT_OF_TRAINING", "Training"]
+__all__ = [
+    "NOT_OF_TRAINING",
+    "Training",
+    "TrainingData",
+    "TrainingFolder",
+    "check_labels",
+    "find_checkpoint",
+    "open_training_folder",
+]
+
+
+# --------------------
+# Data of ``train``: the splits for training and evaluation, opened before the model is loaded.
+
+_TRAIN = "train"
+_IGNORED = -100  # transformers' label of a position without a target
+_EVAL_ROLES = ("eval", "validation", "test")
+_NOTHING_TO_EVALUATE = "There is nothing to evaluate on: eval_strategy or do_eval is set"
+
+
+@dataclass(frozen=True)
+class _Role:
+    """Arguments and source of the training or the evaluation data."""
+
+    args: DatasetArguments
+    source: Source | None
+
+    @property
+    def is_stream(self) -> bool:
+        """True if the number of samples is unknown."""
+        rows = None if self.source is None else self.source.rows
+        streamed = self.args.streaming if rows is None else isinstance(rows, Stream)
+        return streamed and self.args.max_train_samples is None
+
+
+class TrainingData:
+    """Training data, and evaluation data if required.
+
+    Args:
+        args: the user's arguments.
+        evaluates: whether evaluation data is needed.
+
+    Raises:
+        DatasetError: there is no data, or none for evaluation.
+    """
+
+    def __init__(self, args: DatasetArguments, *, evaluates: bool) -> None:
+        if args.dataset is None and args.dataset_path is None:
+            raise DatasetError("Training needs data, and no dataset was given.", "Pass dataset=...")
+        if is_loader(args.dataset):
+            raise DatasetError(
+                "The dataset is a DataLoader, and training makes its own batches.",
+                "Pass the data set itself, and the loader's collate_fn as data_collator.",
+            )
+        self._train = _open_role(replace(args, splits=_train_split(args.splits)))
+        self._eval: _Role | None = None
+        if evaluates:
+            split = _eval_split(args.splits)
+            _refuse_the_same_data(args, split)
+            self._eval = _open_role(replace(args, splits=split, max_train_samples=None))
+
+    def check_steps(self, max_steps: int) -> None:
+        """Refuse a stream of unknown length without a number of steps.
+
+        Raises:
+            ArgumentError: the data is such a stream and ``max_steps`` is not given.
+        """
+        if self._train.is_stream and max_steps < 1:
+            raise ArgumentError(
+                "The data set is a stream, whose length is not known, so that the number of "
+                "training steps is not known either.",
+                "Give max_steps (--max-steps), or max_train_samples to take that many of it.",
+            )
+
+    def load(self, model: Module, processor: Any) -> tuple[Any, Any]:
+        """Load the training samples and the evaluation samples, which may be ``None``."""
+        train = _samples(self._train, model, processor)
+        return train, None if self._eval is None else _samples(self._eval, model, processor)
+
+    def collator(self, model: Module, processor: Any, *, given: bool) -> Any:
+        """Make the data collator, which pads by default.
+
+        Args:
+            model: the model.
+            processor: the tokenizer or processor.
+            given: whether the user named a collator; the default of calibration, which truncates
+                every sample to the shortest, would drop text.
+        """
+        args = self._train.args if given else replace(self._train.args, data_collator="padding")
+        limits = data_limits(model)
+        return make_collator(
+            args,
+            processor=processor,
+            vocab_size=limits["vocab_size"],
+            positions=limits["model_max_length"] if limits["in_table"] else None,
+            learns=True,
+        )
+
+
+def check_labels(samples: Any) -> None:
+    """Refuse training samples without any label; a stream is not read.
+
+    Raises:
+        DatasetError: all labels are -100, so that there is no loss.
+    """
+    if not hasattr(samples, "__len__") or not len(samples):
+        return
+    labels = (one.get("labels") if isinstance(one, Mapping) else None for one in samples)
+    if all(one is not None and bool((torch.as_tensor(one) == _IGNORED).all()) for one in labels):
+        raise DatasetError(
+            "No token of the training data has a label (all are -100), so there is nothing to "
+            "learn.",
+            "Give labels, or leave them out to have them made of the tokens; where the data has "
+            "prompts only, learn from a teacher (OutputDistillationModifier).",
+        )
+
+
+def _train_split(splits: Any) -> Any:
+    """Return the training split if ``splits`` is a mapping that has one, else ``splits``."""
+    return splits[_TRAIN] if isinstance(splits, Mapping) and _TRAIN in splits else splits
+
+
+def _eval_split(splits: Any) -> str:
+    if splits is None:
+        return "validation"
+    if isinstance(splits, Mapping):
+        found = [splits[role] for role in _EVAL_ROLES if role in splits]
+    elif isinstance(splits, str):
+        found = []
+    else:
+        found = [one for one in splits if parse_split(one)[0].name in _EVAL_ROLES]
+    if not found:
+        raise DatasetError(
+            f"{_NOTHING_TO_EVALUATE}, and splits names no split for it.",
+            "Name both, as in splits={'train': 'train', 'eval': 'validation'} "
+            "(--splits train=train --splits eval=validation).",
+        )
+    return str(found[0])
+
+
+def _refuse_the_same_data(args: DatasetArguments, split: str) -> None:
+    """Refuse to evaluate on the whole training data, where the data has no splits.
+
+    Every split of such data is all of it, whatever its name. A slice, or ``train``, is accepted.
+    """
+    parts = parse_split(split)
+    if _has_splits(args) or any(not part.whole or part.name == _TRAIN for part in parts):
+        return
+    raise DatasetError(
+        f"{_NOTHING_TO_EVALUATE}, and the data has no split {split!r}.",
+        "Give both in dataset, as in dataset={'train': ..., 'validation': ...}, or cut some of it "
+        "off, as in splits={'train': 'train[100:]', 'eval': 'train[:100]'} "
+        "(--splits 'train=train[100:]' --splits 'eval=train[:100]').",
+    )
+
+
+def _has_splits(args: DatasetArguments) -> bool:
+    """Return True if the data is opened by split name, so that missing splits raise on opening."""
+    data = args.dataset
+    if isinstance(data, Mapping):  # keys are splits or columns
+        return bool({_TRAIN, *_EVAL_ROLES} & set(data))
+    if data is not None and not isinstance(data, str):
+        return False
+    # Where save_to_disk wrote several data sets, there is a dataset_dict.json instead.
+    place = Path(args.dataset_path or str(data)).expanduser()
+    return not (place.is_file() or (place / "state.json").is_file())
+
+
+def _open_role(args: DatasetArguments) -> _Role:
+    """Open the raw data; a registered data set is opened later, as it may need the processor."""
+    registered = isinstance(args.dataset, str) and table.find(args.dataset) is not None
+    return _Role(args, None if registered else open_source(args, "train"))
+
+
+def _samples(role: _Role, model: Module, processor: Any) -> Any:
+    return load_training(role.args, processor=processor, source=role.source, **data_limits(model))
+
+
+# --------------------
+# Work folder of a training: ``NAME.partial`` next to its output, with the trainer's checkpoints.
+#
+# ::
+#
+#     NAME.partial/
+#         lock             held while a training is at work; it dies with its process
+#         journal          what run it is, and one line per complete checkpoint
+#         training/        the trainer's own folder: checkpoint-N, logs, state, metrics
+#         files/           the compressed checkpoint, written at the end; renamed to NAME
+#
+# The journal records when everything is written. A training that was killed after that only
+# renames the output when it is run again.
+
+STATE_FILE = "trainer_state.json"
+_TRAINING = "training"
+_CHECKPOINT = "checkpoint-"
+_BEST = "best_model_checkpoint"
+
+
+class TrainingFolder:
+    """The work folder of a training.
+
+    Attributes:
+        training: the trainer's output folder.
+    """
+
+    def __init__(self, training: Path, workspace: Workspace | None) -> None:
+        self.training = training
+        self._workspace = workspace
+
+    @property
+    def files(self) -> Path:
+        """Folder for the compressed checkpoint."""
+        assert self._workspace is not None, "only the main process writes the output"
+        return self._workspace.files
+
+    def note(self, step: int) -> None:
+        """Flush a complete checkpoint to disk and add it to the journal."""
+        if self._workspace is None:
+            return
+        name = f"{_CHECKPOINT}{step}"
+        fsync_tree(self.training / name)
+        self._workspace.journal.add(BlockEntry(block=name, digest="", source=""))
+
+    def drop_incomplete(self) -> None:
+        """Remove incomplete checkpoints of an earlier process, which are not in the journal.
+
+        A remaining one would be taken for the newest, and new checkpoints would be rotated out
+        before it.
+        """
+        noted = {f"{_CHECKPOINT}{step}" for step in self._noted_steps()}
+        if not noted:
+            shutil.rmtree(self.training, ignore_errors=True)
+            return
+        for path in self.training.glob(f"{_CHECKPOINT}*"):
+            if path.name not in noted:
+                shutil.rmtree(path)
+
+    def last_checkpoint(self) -> Path | None:
+        """Return the newest complete checkpoint, or ``None``."""
+        for step in sorted(self._noted_steps(), reverse=True):
+            checkpoint = self.training / f"{_CHECKPOINT}{step}"
+            if (checkpoint / STATE_FILE).is_file():
+                return checkpoint
+        return None
+
+    def _noted_steps(self) -> list[int]:
+        if self._workspace is None:
+            return []
+        return [int(name.removeprefix(_CHECKPOINT)) for _, name in self._workspace.journal.entries]
+
+    @property
+    def is_written(self) -> bool:
+        """True if the output is complete, and at most its renaming is missing."""
+        return self._workspace is not None and self._workspace.journal.is_ready
+
+    def mark_written(self) -> None:
+        """Flush the complete compressed checkpoint to disk and record it in the journal."""
+        assert self._workspace is not None, "only the main process writes the output"
+        fsync_tree(self._workspace.files)
+        self._workspace.journal.mark_ready()
+
+    def publish(self, *, replace: bool, keep_checkpoints: bool) -> None:
+        """Move the output and the trainer's other files to the final name.
+
+        It can be repeated after an interruption.
+
+        Args:
+            replace: replace an existing checkpoint of that name.
+            keep_checkpoints: move the trainer's checkpoints to the output too.
+        """
+        workspace = self._workspace
+        assert workspace is not None, "only the main process writes the output"
+        if workspace.is_published:
+            workspace.remove()
+            return
+        for path in sorted(self.training.iterdir()):
+            if keep_checkpoints or not path.name.startswith(_CHECKPOINT):
+                state = path if path.name == STATE_FILE else path / STATE_FILE
+                self._update_best_checkpoint(state, workspace.target if keep_checkpoints else None)
+                path.rename(workspace.files / path.name)
+        workspace.publish(replace=replace)
+
+    def _update_best_checkpoint(self, file: Path, output: Path | None) -> None:
+        """Update the path of the best checkpoint in a trainer state; ``None`` if it is dropped."""
+        if not file.is_file():
+            return
+        state = json.loads(file.read_text(encoding="utf-8"))
+        best = state.get(_BEST)
+        if best is None or Path(best).parent != self.training:
+            return  # there is none, or it belongs to the training that this one extends
+        state[_BEST] = None if output is None else str(output / Path(best).name)
+        new = file.with_suffix(".new")
+        # As transformers writes it.
+        new.write_text(json.dumps(state, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        new.replace(file)
+
+
+@contextmanager
+def open_training_folder(
+    target: Path | None, fingerprint: Mapping[str, Any], *, resume: str, is_main: bool
+) -> Iterator[TrainingFolder]:
+    """Open the work folder of a training that begins or resumes.
+
+    Args:
+        target: the output directory; without one a temporary folder is used.
+        fingerprint: identifies the training.
+        resume: see :func:`~llmcompressor.checkpoint.workspace.open_workspace`.
+        is_main: whether this process writes the output.
+
+    Raises:
+        OutputError: the folder is in use, belongs to another run, or is empty while ``resume`` is
+            ``"must"``.
+    """
+    if target is None:
+        with tempfile.TemporaryDirectory(prefix="llmcompressor-") as temporary:
+            yield TrainingFolder(Path(temporary), None)
+        return
+    training = work_folder(target) / _TRAINING
+    if not is_main:
+        yield TrainingFolder(training, None)
+        return
+    with open_workspace(target, fingerprint, resume=resume) as workspace:
+        folder = TrainingFolder(training, workspace)
+        if folder.is_written:
+            yield folder
+            return
+        if training.exists() and folder.last_checkpoint() is None:
+            logger.info(f"No checkpoint was written to {training}: the training begins anew.")
+        folder.drop_incomplete()
+        if resume == "must" and folder.last_checkpoint() is None:
+            raise OutputError(
+                f"There is nothing to resume: {training} holds no complete checkpoint.",
+                'Start with resume="auto" (the default).',
+            )
+        shutil.rmtree(workspace.files, ignore_errors=True)  # written at the end, at once
+        workspace.files.mkdir()
+        training.mkdir(exist_ok=True)
+        yield folder
+
+
+def find_checkpoint(given: str | Path, target: Path | None) -> Path:
+    """Find the checkpoint that the user named, also in the work folder of an unfinished training.
+
+    Args:
+        given: its folder; one below the output directory may still be in ``NAME.partial``.
+        target: the output directory.
+
+    Raises:
+        ArgumentError: the checkpoint does not exist; lists those that do.
+    """
+    path = Path(given).expanduser().resolve()
+    places = [path]
+    if target is not None:
+        training = work_folder(target) / _TRAINING
+        places += [training / path.name] if path.parent == target else []
+    for place in places:
+        if (place / STATE_FILE).is_file():
+            return place
+    known = [] if target is None else sorted(training.glob(f"{_CHECKPOINT}*"))
+    listed = f"There are: {', '.join(map(str, known))}." if known else "Check the path."
+    raise ArgumentError(
+        f"The argument 'resume_from_checkpoint' names {given}, which holds no checkpoint of a "
+        "training.",
+        listed,
+    )
+
+
+# --------------------
+# Arguments of ``train``, parsed and checked before any work.
 
 _OF_CALIBRATION = (
     "activation_budget",
@@ -167,7 +549,7 @@ class Training(Task):
                 f"The argument 'resume_from_checkpoint' cannot be {given!r}.",
                 "Give the folder of a checkpoint, or True for the last one.",
             )
-        return checkpoint_to_resume(os.fspath(given), self.output_dir)
+        return find_checkpoint(os.fspath(given), self.output_dir)
 
     def fingerprint(self, model: Module, teacher: Module | None, samples: Any) -> dict[str, Any]:
         """Return the fingerprint of the training, so that only the same training is resumed.
@@ -189,12 +571,15 @@ class Training(Task):
         return {
             "task": "train",
             "place": self.place,
-            "source": source_print(inspect_source(given)) if of_folder else None,
-            "model": self._print_when_begun(model_print(model)),
+            "source": source_fingerprint(inspect_source(given)) if of_folder else None,
+            "model": self._fingerprint_at_start(model_fingerprint(model)),
             "recipe": self.recipe.yaml() if self.recipe.modifiers else None,
             "teacher": None
             if teacher is None
-            else {"place": _place_of(self.model_args.distill_teacher), **model_print(teacher)},
+            else {
+                "place": _model_name(self.model_args.distill_teacher),
+                **model_fingerprint(teacher),
+            },
             "dtype": str(first.dtype).removeprefix("torch."),
             "device": first.device.type,
             "machine": platform.machine(),
@@ -206,19 +591,19 @@ class Training(Task):
             },
         }
 
-    def _print_when_begun(self, present: dict[str, str]) -> dict[str, str]:
+    def _fingerprint_at_start(self, present: dict[str, str]) -> dict[str, str]:
         if self.output_dir is None or self.run_args.resume == "never":
             return present
-        progress = fingerprint_of_progress(self.output_dir)
+        progress = resumable_fingerprint(self.output_dir)
         begun: dict[str, str] = {} if progress is None else progress.get("model", {})
-        return begun if was_left_by(self.model_args.model, begun) else present
+        return begun if is_result_of(self.model_args.model, begun) else present
 
     def _data(self, samples: Any) -> Any:
         """Fingerprint of all samples; a stream is not read."""
         if hasattr(samples, "__len__"):
-            return values_print(samples)
-        return data_print(self.dataset_args.dataset)
+            return values_fingerprint(samples)
+        return data_fingerprint(self.dataset_args.dataset)
 
 
-def _place_of(given: Any) -> str | None:
+def _model_name(given: Any) -> str | None:
     return str(given) if isinstance(given, str | Path) else None

@@ -4,15 +4,56 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torch.nn import Module
+from torch.nn.utils.parametrize import is_parametrized
+from transformers import PreTrainedModel
 
 from llmcompressor.args.checks import path
+from llmcompressor.checkpoint import save
+from llmcompressor.checkpoint.block_writer import check_space, non_weight_bytes
+from llmcompressor.checkpoint.manifest import OutputManifest, build_manifest
+from llmcompressor.checkpoint.moe_names import dense_experts_fused
+from llmcompressor.checkpoint.save import (
+    DEFAULT_SHARD_SIZE,
+    SaveOptions,
+    Text,
+    planned_config,
+    save_options,
+)
 from llmcompressor.checkpoint.source import local_directory
+from llmcompressor.checkpoint.tensor_files import layout_files, parse_size
+from llmcompressor.core.modifier import Modifier
+from llmcompressor.core.outline import planned_structure
+from llmcompressor.core.state import State
+from llmcompressor.errors import ArgumentError, CheckpointError, RecipeError
+from llmcompressor.logger import logger
+from llmcompressor.recipe import Recipe
+from llmcompressor.recipe.stages import rename_duplicates
+from llmcompressor.recipe.writing import to_yaml
+from llmcompressor.runtime.progress import join_names
+from llmcompressor.session.functions import active_session
+from llmcompressor.verification import TensorInfo, check_serving
+from llmcompressor.verification.built import bare_model
 from llmcompressor.verification.check import verify_files
-from llmcompressor.verification.facts import DEFAULT_TP, Deployment
-from llmcompressor.verification.report import VerificationReport
+from llmcompressor.verification.facts import DEFAULT_TP, SERVERS, Deployment, Finding, Severity
+from llmcompressor.verification.report import VerificationReport, merged
 
-__all__ = ["verify"]
+__all__ = [
+    "check_servable",
+    "check_writable_model",
+    "is_meant_unservable",
+    "modify_save_pretrained",
+    "verify",
+    "verify_saved",
+    "verify_written",
+    "warn_save_problems",
+]
 
 
 def verify(
@@ -67,3 +108,329 @@ def _folder(argument: str, given: str | os.PathLike[str]) -> str | os.PathLike[s
     """Return the folder of a model in the hub's cache; other values are returned unchanged."""
     model = path(argument, given)
     return local_directory(model) or model
+
+
+# --------------------
+# Checks of a run's output: serving limits before the run, the written files after it.
+
+_MOST_SHOWN = 5
+_OF_VALUES = {"S27", "S72"}
+"""Rules of servers that are about values: no recipe asks for breaking them."""
+_OF_STATES = {"L11"}
+"""Rules of what transformers leaves as it is: all else of the checkpoint is read."""
+_OF_SOME_RELEASES = {"L9", "L10", "L11"}
+"""Rules of what is read by other releases of the same server: reason to warn, not to refuse."""
+_REMEDIES = {
+    "L2": "Ignore these modules, take a scheme whose codes keep the name weight (W8A8, "
+    "FP8_DYNAMIC), or serve it with vLLM."
+}
+"""What the user of a recipe can do, where the rule itself can only speak of a checkpoint."""
+
+
+def verify_written(folder: Path, kinds: Mapping[str, str] | None = None) -> dict[str, Any]:
+    """Verify a written checkpoint and return a summary for the run's report.
+
+    What a server would refuse may be intended by the recipe: it was reported before
+    (:func:`check_servable`) and is part of the summary. Damaged or inconsistent files raise.
+
+    Args:
+        folder: the folder of the checkpoint.
+        kinds: kinds of its modules (:func:`~llmcompressor.checkpoint.manifest.module_kinds`).
+
+    Returns:
+        The verification report as a dict, without entries specific to this run.
+
+    Raises:
+        CheckpointError: a file, a tensor or a value is wrong.
+    """
+    report = verify_files(folder, kinds=kinds)
+    if broken := _broken(report):
+        raise CheckpointError(
+            f"What was written is not good: {_format_findings(broken).rstrip('.')}.",
+            "It was not given its name. Look at it with `llmcompressor verify`, or leave the check "
+            "out with verify=False (--no-verify).",
+        )
+    return _summarize_report(report)
+
+
+def verify_saved(folder: Path, kinds: Mapping[str, str] | None = None) -> dict[str, Any]:
+    """Like :func:`verify_written`, but log errors instead of raising, for ``save_pretrained``.
+
+    An exception could end the script and lose the model that was compressed in memory.
+    """
+    try:
+        report = verify_files(folder, kinds=kinds)
+    except Exception as error:  # of any kind: it must not discard the written files
+        logger.error(f"What save_pretrained has written could not be checked: {error!r:.500}")
+        return {}
+    if broken := _broken(report):
+        logger.error(
+            "What save_pretrained has written is not good: "
+            f"{_format_findings(broken).rstrip('.')}. Look at "
+            "it with `llmcompressor verify`."
+        )
+    return _summarize_report(report)
+
+
+def _broken(report: VerificationReport) -> list[Finding]:
+    return [
+        one
+        for one in report.findings
+        if one.severity is Severity.ERROR and (not one.server or one.rule in _OF_VALUES)
+    ]
+
+
+def _summarize_report(report: VerificationReport) -> dict[str, Any]:
+    """Log a summary of the verification, and return the part kept in the run's report."""
+    counts = ", ".join(f"{count} {name}s" for name, count in report.counts.items())
+    logger.info(
+        f"Verified {report.tensors} tensors of {report.bytes / 1e6:.1f} MB in "
+        f"{report.seconds:.1f} s: {counts}."
+    )
+    kept = report.as_dict()
+    for of_this_run in ("checkpoint", "reference", "seconds"):
+        kept.pop(of_this_run, None)
+    return kept
+
+
+def is_meant_unservable(modifiers: Iterable[Modifier]) -> bool:
+    """Return True if a modifier declares that its output is not meant to be served."""
+    return any(one.means_unservable for one in modifiers)
+
+
+def check_servable(
+    config: Mapping[str, Any], prediction: OutputManifest, *, is_meant: bool = False
+) -> None:
+    """Warn before a run about output that servers would refuse or run incorrectly.
+
+    Limits of transformers are reported too. Such a checkpoint is valid, but most users load theirs
+    with transformers first, whose errors do not tell the reason.
+
+    Args:
+        config: the ``config.json`` that will be written.
+        prediction: the tensors that will be written, and their modules.
+        is_meant: the output need not be servable.
+
+    Raises:
+        RecipeError: every server with known rules would refuse the output or run it incorrectly,
+            and ``is_meant`` is False.
+    """
+    ask = partial(
+        check_serving,
+        config,
+        {one.name: TensorInfo(one.dtype, one.shape) for one in prediction.stored},
+        kinds=prediction.kinds,
+    )
+    errors = _errors(ask())
+    of_transformers = ask(deployment=Deployment("transformers"))
+    limits = [one for one in of_transformers if one.severity is Severity.ERROR]
+    if limits and not is_meant:
+        _refuse_unservable(ask)
+    for each in merged(errors, by_rule=True):
+        logger.warning(
+            f"{each.first.server or 'No server'} would {'not ' if each.first.server else ''}serve "
+            f"this ({each.first.rule}). {_format_findings([each.first])}"
+            + (f" ({len(each.modules)} modules)" if each.modules[1:] else "")
+        )
+    is_taken = all(one.server != "vllm" for one in errors)
+    for each in merged((one for one in limits if one not in errors), by_rule=True):
+        remedy = _REMEDIES.get(each.first.rule, each.first.remedy)
+        remedy = remedy if is_taken or "vLLM" not in remedy else ""
+        failing = "round all of" if each.first.rule in _OF_STATES else "load or run"
+        logger.warning(
+            f"transformers would not {failing} this ({each.first.rule}). "
+            f"{join_names(each.modules)}: {each.first.message} {remedy}".strip()
+        )
+    if not limits:
+        _report_transformers_limits(of_transformers)
+
+
+def _report_transformers_limits(findings: Iterable[Finding]) -> None:
+    """Report differences of transformers' forward for a checkpoint that it can load.
+
+    Quality that is measured with transformers then differs from that of the recipe.
+    """
+    own = (one for one in findings if one.server == "transformers")
+    for each in merged(own, by_rule=True):
+        tell = logger.warning if each.first.severity is Severity.WARNING else logger.info
+        tell(
+            f"transformers would load this, with a limit ({each.first.rule}). "
+            f"{join_names(each.modules)}: {each.first.message} {each.first.remedy}".strip()
+        )
+
+
+def _refuse_unservable(ask: Callable[..., list[Finding]]) -> None:
+    """Raise if no server can serve the output."""
+    firsts = []
+    for server in SERVERS:
+        errors = _errors(ask(deployment=Deployment(server)))
+        found = [one for one in errors if one.rule not in _OF_SOME_RELEASES]
+        if not found:
+            return
+        firsts.append((server, found[0]))
+    reasons = "; ".join(
+        f"{server} ({one.rule}, {one.module}): {one.message.rstrip('.')}" for server, one in firsts
+    )
+    remedy = next((one.remedy for _, one in firsts if one.remedy), "Leave it as it is.")
+    raise RecipeError(
+        f"No server would serve what this recipe makes. {reasons}.",
+        f"{remedy} To write it all the same, leave the check out with verify=False (--no-verify).",
+    )
+
+
+def check_writable_model(
+    model: Module,
+    modifiers: Sequence[Modifier],
+    state: State,
+    source: str | None,
+    output_dir: str | Path,
+    *,
+    packed: bool,
+    is_meant: bool,
+) -> None:
+    """Check before a run that a model in memory can be written and served.
+
+    Args:
+        model: the model; only models of transformers are checked.
+        modifiers: of the recipe, initialized.
+        state: of the session.
+        source: the folder of the original model.
+        output_dir: the output folder.
+        packed: weights are packed, not written dense.
+        is_meant: as for :func:`check_servable`.
+
+    Raises:
+        ArgumentError: weights are parametrized, but not by the model's class.
+        OutputError: there is not enough disk space.
+        RecipeError: no server would serve the output.
+    """
+    if not isinstance(model, PreTrainedModel):
+        return
+    _check_unparametrized(model)
+    folder = None if source is None else Path(source)
+    prediction, config = _predict_output(model, modifiers, state, folder, packed=packed)
+    layout = layout_files(prediction.stored, parse_size(DEFAULT_SHARD_SIZE))
+    beside = non_weight_bytes(folder, len(prediction.stored))
+    check_space(Path(output_dir), output=layout.file_size + beside)
+    check_servable(config, prediction, is_meant=is_meant)
+
+
+def warn_save_problems(
+    model: Module, modifiers: Sequence[Modifier], state: State, source: str | None
+) -> None:
+    """Warn before a run about problems that ``save_pretrained`` of its model would have.
+
+    Args:
+        model: as for :func:`check_writable_model`, like all others.
+        modifiers: see there.
+        state: see there.
+        source: see there.
+    """
+    if not isinstance(model, PreTrainedModel):
+        return
+    folder = None if source is None else Path(source)
+    try:
+        _check_unparametrized(model)
+        prediction, config = _predict_output(model, modifiers, state, folder, packed=True)
+        check_servable(config, prediction, is_meant=True)
+    except Exception as error:  # of any kind: the model may be meant for use in memory only
+        said = " ".join(f"{error}".split()) or repr(error)
+        logger.warning(f"Its save_pretrained would fail, or write what no one reads. {said:.500}")
+
+
+def _predict_output(
+    model: PreTrainedModel,
+    modifiers: Sequence[Modifier],
+    state: State,
+    source: Path | None,
+    *,
+    packed: bool,
+) -> tuple[OutputManifest, dict[str, Any]]:
+    """Predict the tensors and the configuration that will be written."""
+    with planned_structure(modifiers, state), dense_experts_fused(model), ExitStack() as written:
+        for modifier in modifiers:
+            written.enter_context(modifier.as_written(state))
+        planned = [one for modifier in modifiers for one in modifier.planned(state)]
+        prediction = build_manifest(model, planned, {}, save_compressed=packed)
+        config = planned_config(model, source, prediction, compressed=packed)
+    return prediction, config
+
+
+def _check_unparametrized(model: PreTrainedModel) -> None:
+    """Refuse parametrized weights, whose names the model's class does not have."""
+    found = [name for name, one in model.named_modules() if is_parametrized(one)]
+    kind = type(model).__name__
+    bare = bare_model({**model.config.to_dict(), "architectures": [kind]}) if found else None
+    if bare is None:
+        return
+    own = {name for name, one in bare.named_modules() if is_parametrized(one)}
+    if foreign := [name for name in found if name not in own]:
+        raise ArgumentError(
+            f"Weights of {join_names(foreign)} are parametrized (torch.nn.utils.parametrize), "
+            "which "
+            f"{kind} does not do by itself: no reader would find what is written of them.",
+            "Call torch.nn.utils.parametrize.remove_parametrizations for each before.",
+        )
+
+
+def _errors(found: Iterable[Finding]) -> list[Finding]:
+    return [one for one in found if one.severity is Severity.ERROR]
+
+
+def _format_findings(findings: Iterable[Finding]) -> str:
+    told = (f"{one.module}: {one.message} {one.remedy}".strip() for one in findings)
+    return join_names(told, most=_MOST_SHOWN, separator="; ")
+
+
+# --------------------
+# ``modify_save_pretrained`` for scripts, with defaults from earlier runs.
+
+
+def modify_save_pretrained(
+    model: PreTrainedModel,
+    *,
+    recipe: Text = None,
+    source: str | os.PathLike[str] | None = None,
+    processor: Any | None = None,
+    report: Mapping[str, Any] | None = None,
+) -> None:
+    """Make ``model.save_pretrained`` write compressed checkpoints and verify them.
+
+    Arguments default to those of an earlier run of ``oneshot`` or ``train`` on the model.
+
+    Args:
+        model: the model. Copies of it, deep or through pickle, save compressed too.
+        recipe: the text of ``recipe.yaml``, or a function that returns it when saving. It
+            defaults to the recipes of separately compressed parts, or to that of the active
+            session, if the model has none.
+        source: the original model's folder or hub id; by default the one it was loaded from.
+        processor: the processor to write too; ``save_pretrained`` of a model writes none itself.
+        report: JSON data to save with the weights.
+    """
+    known = [one for one in map(save_options, model.modules()) if one is not None]
+    own = save_options(model) or SaveOptions()
+    save.modify_save_pretrained(
+        model,
+        recipe=recipe or own.recipe or _recipe_of_parts(known) or _recipe_of_session(model),
+        source=source or own.source,
+        processor=own.processor if processor is None else processor,
+        report=report or own.report,
+        check=known[0].check if known else verify_saved,  # a run may have left it out
+        once=any(one.once for one in known),
+    )
+
+
+def _recipe_of_parts(known: list[SaveOptions]) -> Text:
+    recipes = list(dict.fromkeys(one.recipe for one in known if one.recipe is not None))
+    return recipes[0] if len(recipes) == 1 else partial(_join_recipes, recipes) if recipes else None
+
+
+def _join_recipes(recipes: list[Any]) -> str:
+    texts = [one() if callable(one) else one for one in recipes]
+    stages = [stage for text in texts if text for stage in Recipe.create_instance(text).stages]
+    return to_yaml(rename_duplicates(stages))
+
+
+def _recipe_of_session(model: PreTrainedModel) -> str | None:
+    session = active_session()
+    return session.get_serialized_recipe() if session.state.model is model else None

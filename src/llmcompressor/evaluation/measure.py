@@ -3,21 +3,23 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import product
+from types import TracebackType
 
+import psutil
 import torch
 from torch import Tensor, nn
 
 from llmcompressor.errors import ArgumentError, NonFiniteError
-from llmcompressor.evaluation.metrics import Sums, sums_of_batch
-from llmcompressor.evaluation.models import check_causal, logits_of
-from llmcompressor.evaluation.report import Report
-from llmcompressor.evaluation.windows import Window, batches
-from llmcompressor.progress import progress
+from llmcompressor.evaluation.metrics import MetricSums, Report, batch_sums
+from llmcompressor.evaluation.models import check_causal, compute_logits
+from llmcompressor.evaluation.sources import Window, padded_batches
+from llmcompressor.runtime.progress import progress
 
-__all__ = ["compare", "measure"]
+__all__ = ["PeakMemory", "compare", "measure"]
 
 
 def measure(
@@ -67,23 +69,25 @@ def compare(
     """
     if batch_size < 1:
         raise ArgumentError(f"batch_size is {batch_size}.", "Give 1 or more.")
-    sums = dict.fromkeys(models, Sums())
+    sums = dict.fromkeys(models, MetricSums())
     steps = -(-len(windows) // batch_size)
     everything = [*models.values(), *([] if reference is None else [reference])]
-    with _evaluating(everything), progress(steps, "Evaluating") as advance:
+    with _eval_mode(everything), progress(steps, "Evaluating") as advance:
         for model, window in product(everything, windows[:1]):
             check_causal(model, window)
-        for ids_BT, mask_BT in batches(windows, batch_size):
-            reference_BTV = None if reference is None else logits_of(reference, ids_BT, mask_BT)
+        for ids_BT, mask_BT in padded_batches(windows, batch_size):
+            reference_BTV = (
+                None if reference is None else compute_logits(reference, ids_BT, mask_BT)
+            )
             for name, model in models.items():
-                logits_BTV = logits_of(model, ids_BT, mask_BT)
+                logits_BTV = compute_logits(model, ids_BT, mask_BT)
                 _check_vocabularies(name, logits_BTV, reference_BTV)
-                sums[name] += sums_of_batch(logits_BTV, ids_BT, mask_BT, reference_BTV)
+                sums[name] += batch_sums(logits_BTV, ids_BT, mask_BT, reference_BTV)
             advance()
     return {name: _report(name, sums[name], len(windows), reference) for name in models}
 
 
-def _report(name: str, sums: Sums, windows: int, reference: nn.Module | None) -> Report:
+def _report(name: str, sums: MetricSums, windows: int, reference: nn.Module | None) -> Report:
     if not sums.tokens:
         raise ArgumentError("There is no token to predict.", "Give windows of at least two tokens.")
     if not torch.isfinite(torch.tensor([sums.nll, sums.reference_nll, sums.kl])).all():
@@ -117,7 +121,7 @@ def _check_vocabularies(name: str, logits_BTV: Tensor, reference_BTV: Tensor | N
 
 
 @contextmanager
-def _evaluating(models: Sequence[nn.Module]) -> Iterator[None]:
+def _eval_mode(models: Sequence[nn.Module]) -> Iterator[None]:
     """Disable gradients and use eval mode in the body; each module's own mode is restored."""
     was_training = [module for model in models for module in model.modules() if module.training]
     for model in models:
@@ -128,3 +132,57 @@ def _evaluating(models: Sequence[nn.Module]) -> Iterator[None]:
     finally:
         for module in was_training:
             module.training = True
+
+
+# --------------------
+# Peak memory of the process while some code runs.
+
+_EVERY_S = 0.02
+
+
+class PeakMemory:
+    """Samples the resident memory of this process; on an accelerator, also the allocator's peak.
+
+    ::
+
+        with PeakMemory() as peak:
+            work()
+        print(peak.bytes)
+
+    Attributes:
+        bytes: most bytes resident at any sample, Python and its libraries included.
+        device_bytes: most bytes of the accelerator's memory in use, 0 without one.
+    """
+
+    def __init__(self) -> None:
+        self.bytes = 0
+        self.device_bytes = 0
+        self._process = psutil.Process()
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+
+    def __enter__(self) -> PeakMemory:
+        if torch.accelerator.is_available():
+            torch.accelerator.reset_peak_memory_stats()
+        self._sample()
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._done.set()
+        self._thread.join()
+        self._sample()
+        if torch.accelerator.is_available():
+            self.device_bytes = int(torch.accelerator.max_memory_allocated())
+
+    def _watch(self) -> None:
+        while not self._done.wait(_EVERY_S):
+            self._sample()
+
+    def _sample(self) -> None:
+        self.bytes = max(self.bytes, self._process.memory_info().rss)

@@ -7,19 +7,20 @@ of a float32 log-softmax, whatever the logits' dtype, and sums are kept in float
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import asdict, dataclass
 
 import torch
 from torch import Tensor
 
-__all__ = ["Sums", "predicted_positions", "sums_of_batch"]
+__all__ = ["MetricSums", "Report", "batch_sums", "predicted_positions"]
 
 # Float32 elements of one chunk of log-probabilities: 32 MiB, and a few such at a time.
 _CHUNK_ELEMENTS = 8 * 2**20
 
 
 @dataclass(frozen=True)
-class Sums:
+class MetricSums:
     """Sums over predicted tokens; adding two gives those of both sets of tokens.
 
     Attributes:
@@ -36,8 +37,8 @@ class Sums:
     kl: float = 0.0
     agreed: int = 0
 
-    def __add__(self, other: Sums) -> Sums:
-        return Sums(
+    def __add__(self, other: MetricSums) -> MetricSums:
+        return MetricSums(
             self.tokens + other.tokens,
             self.nll + other.nll,
             self.reference_nll + other.reference_nll,
@@ -60,12 +61,12 @@ def predicted_positions(mask_BT: Tensor) -> Tensor:
     return predicts_BT.flatten().nonzero().squeeze(1)
 
 
-def sums_of_batch(
+def batch_sums(
     logits_BTV: Tensor,
     ids_BT: Tensor,
     mask_BT: Tensor,
     reference_BTV: Tensor | None = None,
-) -> Sums:
+) -> MetricSums:
     """Compute the sums of one batch.
 
     With ``p`` the reference's and ``q`` the model's distribution of the next token, a token adds
@@ -84,13 +85,13 @@ def sums_of_batch(
     positions_N = predicted_positions(mask_BT)
     next_N = ids_BT.flatten()[positions_N + 1]
     rows = max(1, _CHUNK_ELEMENTS // vocabulary)
-    total = Sums()
+    total = MetricSums()
     for start in range(0, len(positions_N), rows):
         chunk = positions_N[start : start + rows]
         target = next_N[start : start + rows]
         log_q = _log_probabilities(logits_BTV, chunk)
         log_p = None if reference_BTV is None else _log_probabilities(reference_BTV, chunk)
-        total += _sums_of_rows(log_q, log_p, target)
+        total += _row_sums(log_q, log_p, target)
     return total
 
 
@@ -100,19 +101,80 @@ def _log_probabilities(logits_BTV: Tensor, rows_N: Tensor) -> Tensor:
     return torch.log_softmax(rows_NV.float(), dim=-1)
 
 
-def _sums_of_rows(log_q_NV: Tensor, log_p_NV: Tensor | None, target_N: Tensor) -> Sums:
+def _row_sums(log_q_NV: Tensor, log_p_NV: Tensor | None, target_N: Tensor) -> MetricSums:
     target_N1 = target_N.to(log_q_NV.device)[:, None]
     nll = -log_q_NV.gather(1, target_N1).sum(dtype=torch.float64).item()
     if log_p_NV is None:
-        return Sums(len(target_N), nll)
+        return MetricSums(len(target_N), nll)
     log_p_NV = log_p_NV.to(log_q_NV.device)
     p_NV = log_p_NV.exp()
     # A token that the reference excludes (p = 0) adds nothing, also where q excludes it too.
     terms_NV = torch.where(p_NV > 0, p_NV * (log_p_NV - log_q_NV), 0.0)
-    return Sums(
+    return MetricSums(
         len(target_N),
         nll,
         -log_p_NV.gather(1, target_N1).sum(dtype=torch.float64).item(),
         terms_NV.sum(dtype=torch.float64).item(),
         int((log_p_NV.argmax(-1) == log_q_NV.argmax(-1)).sum()),
     )
+
+
+# --------------------
+# Evaluation results as data.
+
+
+@dataclass(frozen=True)
+class Report:
+    """The metrics of a model on a text; those that need a reference are ``None`` without one.
+
+    Attributes:
+        tokens: number of predicted tokens, without padding and the first of each window.
+        windows: number of windows that the text was cut into.
+        loss: mean negative log-likelihood of a token, in nats.
+        reference_loss: the same for the reference.
+        kl_divergence: mean over the tokens of KL(reference || model), in nats.
+        top1_agreement: share of the tokens where both models' top-1 token is the same.
+    """
+
+    tokens: int
+    windows: int
+    loss: float
+    reference_loss: float | None = None
+    kl_divergence: float | None = None
+    top1_agreement: float | None = None
+
+    @property
+    def perplexity(self) -> float:
+        """``exp(loss)``."""
+        return _exp(self.loss)
+
+    @property
+    def reference_perplexity(self) -> float | None:
+        """``exp(reference_loss)``."""
+        return None if self.reference_loss is None else _exp(self.reference_loss)
+
+    @property
+    def loss_increase(self) -> float | None:
+        """The loss minus the reference's loss."""
+        return None if self.reference_loss is None else self.loss - self.reference_loss
+
+    def as_dict(self) -> dict[str, float | int | None]:
+        """Fields and derived metrics by name, ready for JSON."""
+        return {
+            **asdict(self),
+            "perplexity": self.perplexity,
+            "reference_perplexity": self.reference_perplexity,
+            "loss_increase": self.loss_increase,
+        }
+
+
+def _exp(loss: float) -> float:
+    """The exponential, infinite where it overflows.
+
+    >>> _exp(1e9)
+    inf
+    """
+    try:
+        return math.exp(loss)
+    except OverflowError:
+        return math.inf

@@ -14,17 +14,17 @@ from torch.nn import Module
 from transformers import PreTrainedModel
 
 from llmcompressor.checkpoint.load import (
-    check_declared,
-    config_of,
-    load_complete,
+    check_quantization_declared,
+    load_config,
+    load_pretrained,
     loading_error,
 )
-from llmcompressor.checkpoint.packed_zero_points import packed_zero_points_fit
+from llmcompressor.checkpoint.packing import patch_packed_zero_points
 from llmcompressor.errors import ArgumentError, CheckpointError
-from llmcompressor.modeling.embeddings import embeddings
-from llmcompressor.modeling.inputs import model_dtype
+from llmcompressor.modeling.call_graph import model_dtype
+from llmcompressor.modeling.weights import embeddings
 
-__all__ = ["check_causal", "check_kind", "load_for_measuring", "logits_of"]
+__all__ = ["check_causal", "check_not_encoder_decoder", "compute_logits", "load_for_evaluation"]
 
 _WANTED = "Give a model that goes on with a text."
 _CHANCE = 1e-3
@@ -36,7 +36,7 @@ _BY_ALL_TOKENS = 0.3
 _WIDE = 8
 
 
-def load_for_measuring(
+def load_for_evaluation(
     place: Path, *, trust_remote_code: bool, dtype: torch.dtype | str = "auto"
 ) -> PreTrainedModel:
     """Load the model of a folder, with the class of its configuration and all weights.
@@ -53,18 +53,18 @@ def load_for_measuring(
     """
     name = str(place)
     try:
-        config = config_of(name, trust_remote_code=trust_remote_code)
+        config = load_config(name, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, ImportError) as error:
         if isinstance(error, CheckpointError):
             raise
         raise loading_error(name, error) from error
-    check_kind(config, name)
-    check_declared(place)
-    with packed_zero_points_fit():
-        return load_complete(name, config, trust_remote_code=trust_remote_code, dtype=dtype)
+    check_not_encoder_decoder(config, name)
+    check_quantization_declared(place)
+    with patch_packed_zero_points():
+        return load_pretrained(name, config, trust_remote_code=trust_remote_code, dtype=dtype)
 
 
-def check_kind(config: Any, name: str) -> None:
+def check_not_encoder_decoder(config: Any, name: str) -> None:
     """Raise for an encoder-decoder model.
 
     Raises:
@@ -92,11 +92,11 @@ def check_causal(model: Module, window: Sequence[int]) -> None:
         CheckpointError: the logits of the first token depend on later tokens.
     """
     config: Any = getattr(model, "config", None)
-    first = logits_of(model, torch.tensor([list(window)]))[0, 0].float()
-    share = _share_of_rounding(model)
+    first = compute_logits(model, torch.tensor([list(window)]))[0, 0].float()
+    share = _rounding_tolerance(model)
     moves = (
-        float((first - logits_of(model, torch.tensor([ids]))[0, 0].float()).abs().max())
-        for ids in _gone_on_otherwise(window)
+        float((first - compute_logits(model, torch.tensor([ids]))[0, 0].float()).abs().max())
+        for ids in _other_continuations(window)
     )
     # a single one may be due to a router that routed the token elsewhere by rounding
     if all(move > share * float(first.abs().max()) for move in moves):
@@ -107,17 +107,17 @@ def check_causal(model: Module, window: Sequence[int]) -> None:
         )
 
 
-def _share_of_rounding(model: Module) -> float:
+def _rounding_tolerance(model: Module) -> float:
     """Share of a causal model's logit that rounding may change when later tokens change."""
     schemes = [getattr(module, "quantization_scheme", None) for module in model.modules()]
-    bits = [one.num_bits for scheme in schemes for one in _scaled_by_all_tokens(scheme)]
+    bits = [one.num_bits for scheme in schemes for one in _dynamic_per_tensor_args(scheme)]
     if bits:  # with fewer bits a quantization step is as wide as the change looked for
         return _BY_ALL_TOKENS if min(bits) >= _WIDE else math.inf
     is_quantized = any(schemes) or hasattr(getattr(model, "config", None), "quantization_config")
     return _ROUGHLY if is_quantized or model_dtype(model) != torch.float32 else _CHANCE
 
 
-def _scaled_by_all_tokens(scheme: Any) -> list[Any]:
+def _dynamic_per_tensor_args(scheme: Any) -> list[Any]:
     """Dynamic per-tensor arguments of inputs and outputs: one scale for all tokens of a call."""
     held = (getattr(scheme, name, None) for name in ("input_activations", "output_activations"))
     return [
@@ -125,14 +125,14 @@ def _scaled_by_all_tokens(scheme: Any) -> list[Any]:
     ]
 
 
-def _gone_on_otherwise(window: Sequence[int]) -> list[list[int]]:
+def _other_continuations(window: Sequence[int]) -> list[list[int]]:
     """Windows with the first token of ``window`` and another continuation of one token."""
     first, *rest = window
     others = [[one] * len(rest) for one in (first, rest[-1], 0 if first else 1)]
     return [[first, *other] for other in others if other != rest]
 
 
-def logits_of(model: Module, ids_BT: Tensor, mask_BT: Tensor | None = None) -> Tensor:
+def compute_logits(model: Module, ids_BT: Tensor, mask_BT: Tensor | None = None) -> Tensor:
     """The logits of a model for token ids, ``[B, T, V]``.
 
     Raises:

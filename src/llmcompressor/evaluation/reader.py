@@ -15,7 +15,7 @@ import sys
 from typing import Any
 
 
-def complete(folder: str, prompt: str, tokens: int) -> str:
+def generate_text(folder: str, prompt: str, tokens: int) -> str:
     """The greedy continuation of ``prompt`` by the model in ``folder``."""
     from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: PLC0415
 
@@ -30,7 +30,7 @@ def main() -> None:
     """Answer the request on standard input, and check that this package was not imported."""
     request = json.load(sys.stdin)
     answer = {
-        name: complete(folder, request["prompt"], request["tokens"])
+        name: generate_text(folder, request["prompt"], request["tokens"])
         for name, folder in request["checkpoints"].items()
     }
     if "llmcompressor" in sys.modules:

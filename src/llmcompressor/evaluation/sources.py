@@ -3,27 +3,91 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import random
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from llmcompressor.args import DatasetArguments
 from llmcompressor.datasets import Source, open_source
-from llmcompressor.datasets.chat import ChatRenderer
-from llmcompressor.datasets.encode import own_bos, tokenizer_of
-from llmcompressor.datasets.formats import KINDS, kind_of
-from llmcompressor.datasets.preprocess import RowPreparer, refuse_broken_chat
+from llmcompressor.datasets.preprocess import ChatRenderer, RowPreparer, refuse_broken_chat
+from llmcompressor.datasets.readers import KINDS, kind_of
 from llmcompressor.datasets.samples import from_tokenized
+from llmcompressor.datasets.tokenizer import automatic_bos, tokenizer_of
 from llmcompressor.errors import ArgumentError, DatasetError, did_you_mean
 from llmcompressor.evaluation.stdlib_text import held_out_texts
-from llmcompressor.evaluation.windows import Window, tokenize
 
-__all__ = ["documents_of"]
+__all__ = ["cut_windows", "padded_batches", "sample_windows", "tokenize", "tokenized_documents"]
+
+
+# --------------------
+# Windows of token ids cut from a text, and padded batches of them.
+
+Window = list[int]
+
+
+def tokenize(texts: Iterable[str], tokenizer: Any) -> Iterator[Window]:
+    """The token ids of each text, with the special tokens that the tokenizer adds."""
+    for text in texts:
+        yield list(tokenizer(text, verbose=False)["input_ids"])
+
+
+def cut_windows(documents: Iterable[Sequence[int]], length: int) -> list[Window]:
+    """Concatenate the documents and cut them into windows of ``length`` that do not overlap.
+
+    The rest is a shorter window, if it is long enough to predict a token.
+
+    >>> cut_windows([[1, 2, 3], [4, 5, 6, 7, 8]], 3)
+    [[1, 2, 3], [4, 5, 6], [7, 8]]
+    """
+    if length < 2:
+        raise ArgumentError(
+            f"max_seq_length is {length}: a window needs two tokens to predict one.",
+            "Give 2 or more.",
+        )
+    stream = [token for document in documents for token in document]
+    pieces = (stream[start : start + length] for start in range(0, len(stream), length))
+    return [piece for piece in pieces if len(piece) > 1]
+
+
+def sample_windows(windows: Sequence[Window], count: int | None, seed: int) -> list[Window]:
+    """Draw ``count`` of the windows by ``seed``, in their order; all for ``None``.
+
+    >>> sample_windows([[0, 1], [2, 3], [4, 5]], 2, seed=0)
+    [[2, 3], [4, 5]]
+    """
+    if count is not None and count < 1:
+        raise ArgumentError(f"num_samples is {count}.", "Give 1 or more, or None for all.")
+    if count is None or count >= len(windows):
+        return list(windows)
+    kept = random.Random(seed).sample(range(len(windows)), count)
+    return [windows[index] for index in sorted(kept)]
+
+
+def padded_batches(windows: Sequence[Window], size: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Batches of ``size`` windows, padded on the right.
+
+    Yields:
+        ``ids_BT`` long and ``mask_BT`` bool, true where a real token is. The padding
+        is token 0: a valid index, and never counted.
+    """
+    for start in range(0, len(windows), size):
+        chunk = [torch.tensor(window, dtype=torch.long) for window in windows[start : start + size]]
+        ids_BT = torch.nn.utils.rnn.pad_sequence(chunk, batch_first=True, padding_value=0)
+        lengths_B = torch.tensor([len(window) for window in chunk])
+        yield ids_BT, torch.arange(ids_BT.shape[1]) < lengths_B[:, None]
+
+
+# --------------------
+# Evaluation text: a user's source converted to documents of token ids.
 
 _ROWS_AT_A_TIME = 64
 
 
-def documents_of(
+def tokenized_documents(
     source: Any,
     tokenizer: Any,
     *,
@@ -48,15 +112,15 @@ def documents_of(
         ArgumentError: a configuration or split is named of what has none.
     """
     if source is None:
-        _refuse_parts("The text that comes with Python", config_name, split)
-        return _tokens([{"text": text} for text in held_out_texts()], tokenizer)
+        _refuse_config_and_split("The text that comes with Python", config_name, split)
+        return _tokenize_rows([{"text": text} for text in held_out_texts()], tokenizer)
     if isinstance(source, str | Path):
         path = Path(source).expanduser()
         if path.is_file() and kind_of(path) in (None, "text"):
-            _refuse_parts(f"The file {path} is one text, which", config_name, split)
-            return _tokens([{"text": _read_text(path)}], tokenizer)
+            _refuse_config_and_split(f"The file {path} is one text, which", config_name, split)
+            return _tokenize_rows([{"text": _read_text(path)}], tokenizer)
         if path.exists():
-            _refuse_parts(f"The data {path}", config_name, None)
+            _refuse_config_and_split(f"The data {path}", config_name, None)
         source = str(source)
     args = DatasetArguments(
         dataset=source, dataset_config_name=config_name, splits=split, text_column=text_column
@@ -67,10 +131,10 @@ def documents_of(
             "The argument dataset is a DataLoader, whose batches cannot be cut into windows.",
             "Give the data set itself.",
         )
-    return _tokens(_prepared(opened, args, tokenizer), tokenizer)
+    return _tokenize_rows(_rows_with_text(opened, args, tokenizer), tokenizer)
 
 
-def _refuse_parts(what: str, config_name: str | None, split: str | None) -> None:
+def _refuse_config_and_split(what: str, config_name: str | None, split: str | None) -> None:
     """Raise if a configuration or split is named of a source that has none."""
     for name, given, kind in (
         ("dataset_config_name", config_name, "configurations"),
@@ -85,22 +149,24 @@ def _read_text(path: Path) -> str:
     try:
         text = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
-        raise _no_text(path, f"it is not UTF-8 ({error.reason} at byte {error.start})") from None
+        raise _not_text_error(
+            path, f"it is not UTF-8 ({error.reason} at byte {error.start})"
+        ) from None
     except OSError as error:
         raise DatasetError(f"The file {path} cannot be read: {error}.", "Check it.") from error
     if "\0" in text:
-        raise _no_text(path, f"it holds a zero byte after {text.index(chr(0))} characters")
+        raise _not_text_error(path, f"it holds a zero byte after {text.index(chr(0))} characters")
     return text
 
 
-def _no_text(path: Path, why: str) -> DatasetError:
+def _not_text_error(path: Path, why: str) -> DatasetError:
     suffixes = ", ".join(s for kind, several in KINDS.items() if kind != "text" for s in several)
     return DatasetError(
         f"The file {path} is no text: {why}.", f"Give a text in UTF-8, or rows ({suffixes})."
     )
 
 
-def _prepared(
+def _rows_with_text(
     opened: Source, args: DatasetArguments, tokenizer: Any
 ) -> Iterator[Mapping[str, Any]]:
     """The rows with their ``text``: from a template, a rendered chat, or a named column."""
@@ -128,12 +194,12 @@ def _rows(opened: Source) -> Iterator[dict[str, Any]]:
         yield from rows.fetch(range(start, min(start + _ROWS_AT_A_TIME, len(rows))))
 
 
-def _tokens(rows: Iterable[Mapping[str, Any]], tokenizer: Any) -> Iterator[Window]:
-    bos = own_bos(tokenizer_of(tokenizer))
+def _tokenize_rows(rows: Iterable[Mapping[str, Any]], tokenizer: Any) -> Iterator[Window]:
+    bos = automatic_bos(tokenizer_of(tokenizer))
     for index, row in enumerate(rows):
         where = f"The data: sample {index}"
         if row.get("input_ids") is not None:
-            yield _real_tokens(row, where)
+            yield _unpadded_tokens(row, where)
         elif tokenizer is None:
             raise DatasetError(
                 "The data holds text, and the model came without its tokenizer.",
@@ -144,7 +210,7 @@ def _tokens(rows: Iterable[Mapping[str, Any]], tokenizer: Any) -> Iterator[Windo
             yield from tokenize([_text(row, where).removeprefix(bos)], tokenizer)
 
 
-def _real_tokens(row: Mapping[str, Any], where: str) -> Window:
+def _unpadded_tokens(row: Mapping[str, Any], where: str) -> Window:
     """Token ids of a row without its padding."""
     given = {name: row.get(name) for name in ("input_ids", "attention_mask")}
     sample = from_tokenized(given, (), use_loss_mask=False, keep_labels=False, where=where)

@@ -5,12 +5,12 @@ from llmcompressor.metrics.loggers import (
     BaseLogger,
     Entry,
     LambdaLogger,
+    LoggerManager,
     PythonLogger,
     SparsificationGroupLogger,
     TensorBoardLogger,
     WANDBLogger,
 )
-from llmcompressor.metrics.manager import LoggerManager
 
 __all__ = [
     "BaseLogger",

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from llmcompressor.registry import lazy_page
+from llmcompressor.runtime.registry import lazy_exports
 
 if TYPE_CHECKING:
-    from llmcompressor.modeling.fuse import center_embeddings, fuse_norm_linears
     from llmcompressor.modeling.fused import expert_sets, fused_partners, fused_sets
     from llmcompressor.modeling.matching import (
         check_targets,
@@ -19,14 +18,6 @@ if TYPE_CHECKING:
         match_named_modules,
         matches,
         unmatched,
-    )
-    from llmcompressor.modeling.stored_experts import patch_moe_mappings
-    from llmcompressor.modeling.unneeded import (
-        moe_calibration_context,
-        replace_modules_for_calibration,
-    )
-    from llmcompressor.modeling.unneeded import (
-        replace_modules_for_calibration as prepare_for_calibration,
     )
 
 __all__ = [
@@ -47,16 +38,19 @@ __all__ = [
 ]
 
 _HOMES = {
-    **dict.fromkeys(("center_embeddings", "fuse_norm_linears"), ".fuse"),
+    "center_embeddings": "llmcompressor.equalization.rescale:center_embeddings",
+    "fuse_norm_linears": "llmcompressor.equalization.rescale:fuse_norm_linears",
     **dict.fromkeys(("expert_sets", "fused_partners", "fused_sets"), ".fused"),
     **dict.fromkeys(
         ("check_targets", "match_modules_set", "match_named_modules", "matches", "unmatched"),
         ".matching",
     ),
-    "moe_calibration_context": ".unneeded",
-    "patch_moe_mappings": ".stored_experts",
-    "prepare_for_calibration": "llmcompressor.modeling.unneeded:replace_modules_for_calibration",
-    "replace_modules_for_calibration": ".unneeded",
+    "moe_calibration_context": "llmcompressor.moe.noop_compat:moe_calibration_context",
+    "patch_moe_mappings": "llmcompressor.moe.linear_experts:patch_moe_mappings",
+    "prepare_for_calibration": "llmcompressor.moe.noop_compat:replace_modules_for_calibration",
+    "replace_modules_for_calibration": (
+        "llmcompressor.moe.noop_compat:replace_modules_for_calibration"
+    ),
 }
 
-__getattr__, __dir__ = lazy_page(globals(), _HOMES)
+__getattr__, __dir__ = lazy_exports(globals(), _HOMES)

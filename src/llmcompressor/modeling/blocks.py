@@ -9,10 +9,10 @@ from torch.nn import Embedding, Module, ModuleDict, ModuleList
 
 from llmcompressor.errors import TargetError, did_you_mean
 from llmcompressor.modeling.matching import match_named_modules
+from llmcompressor.modeling.names import named_modules
 from llmcompressor.modeling.paused_forward import check_not_nested
-from llmcompressor.names import named_modules
 
-__all__ = ["block_of", "find_blocks", "is_bare_list", "sub_blocks"]
+__all__ = ["block_of", "find_blocks", "is_plain_container", "sub_blocks"]
 
 
 def find_blocks(model: Module, targets: Sequence[str] | None = None) -> dict[Module, str]:
@@ -39,28 +39,28 @@ def find_blocks(model: Module, targets: Sequence[str] | None = None) -> dict[Mod
         check_not_nested(found)
         return found
     names = getattr(model, "_no_split_modules", None)
-    blocks = dict(_outermost(model, names)) if names else {}
+    blocks = dict(_outermost_blocks(model, names)) if names else {}
     return blocks or dict(_listed_layers(model))
 
 
-def _outermost(model: Module, class_names: Collection[str]) -> Iterator[tuple[Module, str]]:
+def _outermost_blocks(model: Module, class_names: Collection[str]) -> Iterator[tuple[Module, str]]:
     inside: tuple[str, ...] = ()
     for name, module in named_modules(model):
         if name.startswith(inside) and inside:
             continue
         if type(module).__name__ not in class_names or not any(True for _ in module.children()):
             continue
-        if _is_repeated(name) or not _embeds(module):
+        if _is_in_list(name) or not _has_embedding(module):
             inside = (*inside, f"{name}.")
             yield module, name
 
 
-def _is_repeated(name: str) -> bool:
+def _is_in_list(name: str) -> bool:
     """Return True if a module is an entry of a list, or part of one."""
     return any(part.isdecimal() for part in name.split("."))
 
 
-def _embeds(module: Module) -> bool:
+def _has_embedding(module: Module) -> bool:
     """Return True if a module has an embedding of its own, which a head may be tied to."""
     return any(isinstance(part, Embedding) for part in module.children())
 
@@ -72,12 +72,12 @@ def _listed_layers(model: Module) -> Iterator[tuple[Module, str]]:
             continue
         for own, entry in module.named_children():
             is_matrix = not any(True for _ in entry.children())  # a part of something
-            if not (is_matrix or is_bare_list(entry)):
+            if not (is_matrix or is_plain_container(entry)):
                 inside = (*inside, f"{name}.{own}.")
                 yield entry, f"{name}.{own}"
 
 
-def is_bare_list(module: Module) -> bool:
+def is_plain_container(module: Module) -> bool:
     """Return True if a module is a ModuleList or ModuleDict without a forward of its own.
 
     Such a list is never called; its entries are.
@@ -93,7 +93,7 @@ def sub_blocks(block: Module, name: str, wanted: Collection[Module]) -> dict[Mod
     """
     parts: dict[Module, str] = {}
     for child_name, child in block.named_children():
-        if is_bare_list(child):
+        if is_plain_container(child):
             parts |= sub_blocks(child, f"{name}.{child_name}", wanted)
         elif any(module in wanted for module in child.modules()):
             parts[child] = f"{name}.{child_name}"

@@ -15,15 +15,15 @@ from collections.abc import Collection, Container, Iterator
 
 from torch.nn import Linear, Module
 
-from llmcompressor.names import named_modules
+from llmcompressor.modeling.names import named_modules
 
 __all__ = [
     "FUSED_SUFFIXES",
-    "absent_partners",
     "expert_sets",
     "fused_partners",
     "fused_sets",
     "is_expert",
+    "missing_qkv_partners",
 ]
 
 FUSED_SUFFIXES: tuple[tuple[str, ...], ...] = (
@@ -60,12 +60,12 @@ def fused_partners(name: str, present: Container[str] = ()) -> tuple[str, ...]:
     >>> fused_partners("layers.0.mlp.down_proj")
     ()
     """
-    return tuple(one for one in _joined(name, present) if one != name)
+    return tuple(one for one in _fused_names(name, present) if one != name)
 
 
-def _joined(name: str, present: Container[str]) -> Iterator[str]:
+def _fused_names(name: str, present: Container[str]) -> Iterator[str]:
     """``name`` and all names that may be fused with it, in the order of fusion."""
-    prefix, own = _parted(name)
+    prefix, own = _split_suffix(name)
     found = dict.fromkeys(
         each for suffixes in FUSED_SUFFIXES if own in suffixes for each in suffixes
     )
@@ -74,7 +74,7 @@ def _joined(name: str, present: Container[str]) -> Iterator[str]:
     return (f"{prefix}{suffix}" for suffix in found)
 
 
-def _parted(name: str) -> tuple[str, str]:
+def _split_suffix(name: str) -> tuple[str, str]:
     """Split a name into its prefix, with the dot, and the suffix that the tables list."""
     for nested in _FORGET_GATE[1:]:
         if name.endswith(f".{nested}"):
@@ -92,20 +92,20 @@ def fused_sets(model: Module) -> list[tuple[str, ...]]:
     known = set(linears)
     sets: dict[tuple[str, ...], None] = {}
     for name in linears:
-        present = tuple(each for each in _joined(name, known) if each in known)
+        present = tuple(each for each in _fused_names(name, known) if each in known)
         if len(present) > 1:
             sets[present] = None
     return list(sets)
 
 
-def absent_partners(present: Collection[str]) -> dict[str, tuple[str, ...]]:
+def missing_qkv_partners(present: Collection[str]) -> dict[str, tuple[str, ...]]:
     """Map each query whose attention lacks keys or values to the names these would have.
 
     Gemma 4's full attention uses the keys as values, and its last layers take both from another
     layer. Engines fuse q, k and v there as elsewhere, and look up the scheme of all three by name.
     In models without any such keys, as with latent attention, nothing is fused.
 
-    >>> absent_partners(["0.attn.q_proj", "0.attn.k_proj", "1.attn.q_proj", "1.cross.q_proj"])
+    >>> missing_qkv_partners(["0.attn.q_proj", "0.attn.k_proj", "1.attn.q_proj", "1.cross.q_proj"])
     {'0.attn.q_proj': ('0.attn.v_proj',), '1.attn.q_proj': ('1.attn.k_proj', '1.attn.v_proj')}
     """
     query, key, value = FUSED_SUFFIXES[0]

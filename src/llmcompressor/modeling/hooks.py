@@ -21,7 +21,7 @@ from torch.utils.hooks import RemovableHandle
 
 from llmcompressor.errors import InputError, LifecycleError, did_you_mean
 
-__all__ = ["HooksMixin", "has_output_hooks", "hooks_are_on", "run_input_hooks"]
+__all__ = ["HooksMixin", "has_output_hooks", "hooks_enabled", "run_input_hooks"]
 
 # Thread → the hooks that stay on in it; no entry while all hooks are on. It is keyed by thread
 # and not a context variable for two reasons. The pipelines run models in greenlets, which share
@@ -130,7 +130,7 @@ class HooksMixin(BaseModel):
         self._hooks.add(handle)
         return handle
 
-    def come_last(self) -> None:
+    def move_pre_hooks_last(self) -> None:
         """Move this object's pre-forward hooks after those that others registered since."""
         for handle in sorted(self._hooks, key=lambda one: one.id):
             table: Any = handle.hooks_dict_ref()
@@ -237,7 +237,7 @@ def run_input_hooks(
     return args, named
 
 
-def hooks_are_on() -> bool:
+def hooks_enabled() -> bool:
     """Return True if the hooks of modifiers are enabled in this thread."""
     return threading.get_ident() not in _kept_by_thread
 

@@ -11,7 +11,7 @@ target matches a module if it is
 
 The Linears of an expert have other names where the file calls them ``w1``, ``w3`` and ``w2``:
 ``gate_proj``, ``up_proj`` and ``down_proj``, and those below ``block_sparse_moe``; towers have
-those that transformers gave them before (:func:`llmcompressor.names.names_of`).
+those that transformers gave them before (:func:`llmcompressor.modeling.names.name_aliases`).
 
 There is no substring and no glob match. Helper modules of compressed-tensors (observers,
 caches, transforms) never match. A target that matches nothing is an error that lists what it
@@ -30,22 +30,22 @@ from torch.nn import Module
 
 from llmcompressor.errors import TargetError
 from llmcompressor.logger import logger
-from llmcompressor.names import Forms, Possible, means, named_modules
+from llmcompressor.modeling.names import NameForms, TargetIndex, matches_target, named_modules
 
 __all__ = [
     "as_targets",
     "check_targets",
     "common_parent",
+    "group_matches",
     "looks_like_pattern",
     "match_modules_set",
     "match_named_modules",
     "matches",
     "matches_class",
     "matches_name",
-    "near_matches",
-    "sets_of",
+    "suggest_targets",
     "unmatched",
-    "warn_of_containers",
+    "warn_of_parent_ignores",
 ]
 
 REGEX = "re:"
@@ -82,7 +82,7 @@ def matches_name(name: str, target: str) -> bool:
     """
     if target.startswith(REGEX):
         _compiled(target.removeprefix(REGEX))  # an invalid pattern raises with a helpful message
-    return means(target, name)
+    return matches_target(target, name)
 
 
 def matches_class(module: Module, target: str) -> bool:
@@ -101,7 +101,7 @@ def matches(name: str, module: Module, target: str) -> bool:
     )
 
 
-def _matching(name: str, module: Module, targets: Possible) -> list[str]:
+def _matching(name: str, module: Module, targets: TargetIndex) -> list[str]:
     return [target for target in targets.of(name, module) if matches(name, module, target)]
 
 
@@ -121,8 +121,8 @@ def match_named_modules(
         ``(name, module)`` in the order of ``model.named_modules()``, each module once.
     """
     wanted, unwanted = as_targets(targets), as_targets(ignore)
-    forms = Forms((*wanted, *unwanted))
-    meant, left_out = Possible(wanted), Possible(unwanted)
+    forms = NameForms((*wanted, *unwanted))
+    meant, left_out = TargetIndex(wanted), TargetIndex(unwanted)
     known: dict[object, bool] = {}
     for name, module in named_modules(model):
         form = (type(module), forms.of(name))
@@ -137,7 +137,7 @@ def match_named_modules(
 def unmatched(model: Module, targets: str | Iterable[str] | None) -> tuple[str, ...]:
     """The targets that match no module of ``model``, in their order."""
     left = dict.fromkeys(as_targets(targets))
-    forms, possible, seen = Forms(left), Possible(left), set()
+    forms, possible, seen = NameForms(left), TargetIndex(left), set()
     for name, module in named_modules(model):
         if not left:
             break
@@ -174,7 +174,7 @@ def check_targets(
         problem = f"{_listed('target', missing)} no module of {kind}."
         hints = _hints(model, missing)
         if not allow_unmatched:
-            hints = hints or f"It has weights in modules of class {_weighty_classes(model)}."
+            hints = hints or f"It has weights in modules of class {_classes_with_weights(model)}."
             if allow_unmatched is not None:
                 hints += " If that is meant, set allow_unmatched: true."
             raise TargetError(problem, hints)
@@ -185,10 +185,10 @@ def check_targets(
         logger.warning(f"{problem} {_hints(model, idle)}".strip())
     if ignore:
         meant = match_named_modules(model, targets)
-        warn_of_containers(model, as_targets(ignore), (name for name, _ in meant))
+        warn_of_parent_ignores(model, as_targets(ignore), (name for name, _ in meant))
 
 
-def warn_of_containers(model: Module, ignore: Iterable[str], meant: Iterable[str]) -> None:
+def warn_of_parent_ignores(model: Module, ignore: Iterable[str], meant: Iterable[str]) -> None:
     """Warn of ignore entries that match only the parents of targets, and so ignore nothing.
 
     An entry ignores the modules that it matches, but not their children.
@@ -201,7 +201,7 @@ def warn_of_containers(model: Module, ignore: Iterable[str], meant: Iterable[str
     names = set(meant)
     entries = as_targets(ignore)
     hits: dict[str, set[str]] = {entry: set() for entry in entries}
-    forms, possible = Forms(entries), Possible(entries)
+    forms, possible = NameForms(entries), TargetIndex(entries)
     known: dict[object, list[str]] = {}
     for name, module in named_modules(model):
         form = (type(module), forms.of(name))
@@ -211,22 +211,24 @@ def warn_of_containers(model: Module, ignore: Iterable[str], meant: Iterable[str
             hits[entry].add(name)
     left = names.difference(*hits.values())
     for entry, found in hits.items():
-        inside = [name for name in left if any(each in found for each in _above(name))]
+        inside = [name for name in left if any(each in found for each in _parent_names(name))]
         if inside and names.isdisjoint(found):
-            holder = next(each for each in _above(min(inside)) if each in found)
-            within = _within(holder, alike=len(found) > 1)
+            holder = next(each for each in _parent_names(min(inside)) if each in found)
+            within = _pattern_below(holder, alike=len(found) > 1)
             logger.warning(
                 f"The ignore entry {entry!r} leaves nothing out: it means "
                 f"{holder or 'the model'} itself, and not the {len(inside)} target(s) in what it "
-                f"matches. {_question([within])}"
+                f"matches. {_did_you_mean([within])}"
             )
 
 
-def _within(holder: str, *, alike: bool) -> str:
+def _pattern_below(holder: str, *, alike: bool) -> str:
     """A pattern for all modules below ``holder``; with ``alike``, below its like of any number.
 
-    >>> _within("model.layers.0.mlp", alike=True), _within("model.layers.0", alike=False)
-    ('re:model[.]layers[.][0-9]+[.]mlp[.]', 're:model[.]layers[.]0[.]')
+    >>> _pattern_below("model.layers.0.mlp", alike=True)
+    're:model[.]layers[.][0-9]+[.]mlp[.]'
+    >>> _pattern_below("model.layers.0", alike=False)
+    're:model[.]layers[.]0[.]'
     """
     if not holder:
         return f"{REGEX}.*"
@@ -234,10 +236,10 @@ def _within(holder: str, *, alike: bool) -> str:
     return REGEX + "".join(f"{part}[.]" for part in parts)
 
 
-def _above(name: str) -> Iterator[str]:
+def _parent_names(name: str) -> Iterator[str]:
     """Names of a module's parents, the nearest first.
 
-    >>> list(_above("model.layers.0"))
+    >>> list(_parent_names("model.layers.0"))
     ['model.layers', 'model', '']
     """
     while name:
@@ -245,7 +247,7 @@ def _above(name: str) -> Iterator[str]:
         yield name
 
 
-def _weighty_classes(model: Module) -> str:
+def _classes_with_weights(model: Module) -> str:
     owners = (each for each in model.modules() if any(True for _ in each.parameters(recurse=False)))
     return ", ".join(sorted({type(each).__name__ for each in owners}))
 
@@ -259,7 +261,7 @@ def _listed(noun: str, targets: Sequence[str]) -> str:
 
 
 def _hints(model: Module, targets: Sequence[str]) -> str:
-    index = _Index(model)
+    index = _NameIndex(model)
     hints = [(target, index.hint(target)) for target in targets]
     if len(hints) == 1:
         return hints[0][1]
@@ -275,12 +277,12 @@ def looks_like_pattern(target: str) -> bool:
     return not target.startswith(REGEX) and re.search(r"[*^$|\\]", target) is not None
 
 
-def near_matches(model: Module, target: str) -> str:
+def suggest_targets(model: Module, target: str) -> str:
     """A hint, in a sentence or two, at what ``target`` may have meant; empty if nothing is near."""
-    return _Index(model).hint(target)
+    return _NameIndex(model).hint(target)
 
 
-class _Index:
+class _NameIndex:
     """The names of a model, indexed for suggestions of near matches."""
 
     def __init__(self, model: Module) -> None:
@@ -304,7 +306,7 @@ class _Index:
             return self._pattern_hint(target.removeprefix(REGEX))
         if looks_like_pattern(target):
             return f"Patterns begin with 're:', as in {_glob_as_regex(target)!r}."
-        return _question(self._plain_suggestions(target))
+        return _did_you_mean(self._plain_suggestions(target))
 
     def _plain_suggestions(self, target: str) -> list[str]:
         tail = target.rpartition(".")[2]
@@ -331,14 +333,16 @@ class _Index:
         if of_parameter:
             hint = "Patterns match module names, not parameter names."
             bare = of_parameter.group(1)
-            return f"{hint} {_question([REGEX + bare])}" if self._any(bare) else hint
+            return f"{hint} {_did_you_mean([REGEX + bare])}" if self._any(bare) else hint
         floating = pattern.removeprefix("^")
         if any(_compiled(floating).search(name) for name in self._names):
             return (
                 "Patterns are anchored at the start of the full name. "
-                f"{_question([f'{REGEX}.*{floating}'])}"
+                f"{_did_you_mean([f'{REGEX}.*{floating}'])}"
             )
-        return _question(self._repaired(pattern) or self._with_literal(_longest_literal(pattern)))
+        return _did_you_mean(
+            self._repaired(pattern) or self._with_literal(_longest_literal(pattern))
+        )
 
     def _any(self, pattern: str) -> bool:
         return any(_compiled(pattern).match(name) for name in self._names)
@@ -371,7 +375,7 @@ def _closest(word: str, options: Iterable[str]) -> list[str]:
     return [by_folded[folded] for folded in near]
 
 
-def _question(suggestions: Iterable[str]) -> str:
+def _did_you_mean(suggestions: Iterable[str]) -> str:
     unique = list(dict.fromkeys(suggestions))[:_MOST_SUGGESTIONS]
     return f"Did you mean {' or '.join(repr(name) for name in unique)}?" if unique else ""
 
@@ -433,16 +437,16 @@ def match_modules_set(
     Raises:
         TargetError: the last set lacks a target, or a module matches two targets.
     """
-    unwanted = Possible(as_targets(ignore))
+    unwanted = TargetIndex(as_targets(ignore))
     hits = (
         (name, module, [target for target in targets if matches(name, module, target)])
         for name, module in model.named_modules()
         if not _matching(name, module, unwanted)
     )
-    yield from sets_of(hits, targets, allow_overlap=allow_overlap)
+    yield from group_matches(hits, targets, allow_overlap=allow_overlap)
 
 
-def sets_of(
+def group_matches(
     modules: Iterable[tuple[str, Module, Sequence[str]]],
     targets: Sequence[str],
     *,

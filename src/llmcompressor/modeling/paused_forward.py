@@ -28,14 +28,96 @@ from types import TracebackType
 from typing import Any
 
 import greenlet
+import torch
 from torch.nn import Module
+from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_mode
 
 from llmcompressor.errors import TargetError
-from llmcompressor.modeling.repeated_calls import for_another_run
-from llmcompressor.modeling.stubs import put_back
-from llmcompressor.modeling.torch_state import SuspendedState, TorchState
+from llmcompressor.modeling.call_graph import copy_arguments
+from llmcompressor.modeling.patches import restore_forward
 
-__all__ = ["Pass", "PausedForward", "Stop", "check_not_nested"]
+__all__ = ["Pass", "PausedForward", "Stop", "SuspendedState", "TorchState", "check_not_nested"]
+
+
+# --------------------
+# Torch's thread-local state, saved and restored at every switch between coroutines.
+#
+# Coroutines of one thread share what torch keeps per thread: grad mode, inference mode, autocast,
+# and the stack of function modes (a default device is one). A forward pass that is suspended
+# inside ``with torch.no_grad():`` would leak it to whoever runs next.
+
+_AUTOCAST_DEVICES = ("cpu", "cuda")
+
+
+@dataclass(frozen=True)
+class TorchState:
+    """A snapshot of torch's thread-local modes."""
+
+    grad: bool
+    inference: bool
+    autocast: tuple[tuple[str, bool, torch.dtype], ...]
+    function_modes: tuple[object, ...]
+
+    @classmethod
+    def capture(cls) -> TorchState:
+        """Capture the current state."""
+        return cls(
+            grad=torch.is_grad_enabled(),
+            inference=torch.is_inference_mode_enabled(),
+            autocast=tuple(
+                (device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
+                for device in _AUTOCAST_DEVICES
+            ),
+            function_modes=tuple(_get_current_function_mode_stack()),  # type: ignore[no-untyped-call]
+        )
+
+    def apply(self, current: TorchState) -> None:
+        """Apply this snapshot, inference mode excepted; cheap when nothing differs."""
+        if current.grad != self.grad:
+            torch.autograd.grad_mode.set_grad_enabled(self.grad)
+        if current.autocast != self.autocast:
+            for device, enabled, dtype in self.autocast:
+                torch.set_autocast_enabled(device, enabled)
+                torch.set_autocast_dtype(device, dtype)
+        if any(enabled for _, enabled, _ in (*self.autocast, *current.autocast)):
+            # It caches casts of weights, which may change while another coroutine runs.
+            torch.clear_autocast_cache()
+        if current.function_modes != self.function_modes:
+            for _ in current.function_modes:
+                _pop_mode()  # type: ignore[no-untyped-call]
+            for mode in self.function_modes:
+                _push_mode(mode)  # type: ignore[no-untyped-call]
+
+
+class SuspendedState:
+    """The torch state of a coroutine while another one runs.
+
+    Args:
+        home: the state to apply in its place.
+    """
+
+    def __init__(self, home: TorchState) -> None:
+        self._state = TorchState.capture()
+        self._guard: torch.inference_mode | None = None
+        if self._state.inference != home.inference:
+            # The only way to set this mode is a guard that restores, on leaving, what it found.
+            self._guard = torch.inference_mode(home.inference)
+            self._guard.__enter__()
+        home.apply(TorchState.capture())
+
+    def restore_own(self) -> None:
+        """Restore the coroutine's own state.
+
+        Inference mode can only be nested: it has to be the same now as in ``home``.
+        """
+        if self._guard is not None:
+            self._guard.__exit__(None, None, None)
+            self._guard = None
+        self._state.apply(TorchState.capture())
+
+
+# --------------------
+# Paused forward: the model's own forward, suspended at its target modules.
 
 
 @dataclass(eq=False)
@@ -132,7 +214,7 @@ class PausedForward:
 
     def _restore(self) -> None:
         for module, forward in self._saved.items():
-            put_back(module, forward)
+            restore_forward(module, forward)
         self._saved.clear()
         self._forwards.clear()
 
@@ -162,12 +244,12 @@ class PausedForward:
         """Mark ``module`` as done: later calls run it instead of suspending their pass."""
         self._pending.discard(module)
 
-    def retire(self, modules: Iterable[Module]) -> None:
+    def restore_forwards(self, modules: Iterable[Module]) -> None:
         """Restore the forwards of targets among ``modules``, which all passes have left."""
         for module in modules:
             if module in self._saved:
                 self._pending.discard(module)
-                put_back(module, self._saved.pop(module))
+                restore_forward(module, self._saved.pop(module))
 
     def unstarted(self) -> Sequence[Pass]:
         """Passes that have not begun."""
@@ -175,7 +257,7 @@ class PausedForward:
 
     def start(self, one: Pass) -> None:
         """Begin ``one``; it runs to its first stop."""
-        coroutine = greenlet.greenlet(lambda: _ignore(one.run()), parent=self._hub)
+        coroutine = greenlet.greenlet(lambda: _discard(one.run()), parent=self._hub)
         coroutine.gr_context = one.context
         one._coroutine = coroutine
         self._running[coroutine] = one
@@ -215,11 +297,11 @@ class PausedForward:
         assert one._suspended is not None
         home = TorchState.capture()
         try:
-            one._suspended.give_back()
+            one._suspended.restore_own()
             if with_hooks:
                 self._tried = one.module
                 return one.module(*one.args, **one.kwargs)
-            args, kwargs = for_another_run((one.args, one.kwargs))
+            args, kwargs = copy_arguments((one.args, one.kwargs))
             return self._forwards[one.module](*args, **kwargs)
         finally:
             self._tried = None
@@ -260,7 +342,7 @@ class PausedForward:
         home = TorchState.capture()
         try:
             if one._suspended is not None:
-                one._suspended.give_back()
+                one._suspended.restore_own()
             switch(*values)
         finally:
             one._suspended = SuspendedState(home)
@@ -273,7 +355,7 @@ class PausedForward:
             one = self.current
             if one is None:
                 if module is self._tried:  # its hooks get the arguments of the call itself
-                    args, kwargs = for_another_run((args, kwargs))
+                    args, kwargs = copy_arguments((args, kwargs))
                 return forward(*args, **kwargs)
             if module in self._pending:
                 one.module, one.args, one.kwargs = module, args, kwargs
@@ -290,7 +372,7 @@ class PausedForward:
         return paused
 
 
-def _ignore(_: object) -> None:
+def _discard(_: object) -> None:
     """Drop the model's output: it is not used, and can be large."""
 
 

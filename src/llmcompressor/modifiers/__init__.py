@@ -5,19 +5,19 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from llmcompressor.registry import lazy_page
+from llmcompressor.runtime.registry import lazy_exports
 
 if TYPE_CHECKING:
-    from llmcompressor.modifiers.factory import ModifierFactory
-    from llmcompressor.modifiers.modifier import Modifier
-    from llmcompressor.modifiers.modifier import Modifier as ModifierInterface
+    from llmcompressor.core.modifier import Modifier
+    from llmcompressor.core.modifier import Modifier as ModifierInterface
+    from llmcompressor.core.modifier_registry import ModifierFactory
 
 __all__ = ["Modifier", "ModifierFactory", "ModifierInterface"]
 
 _HOMES = {
-    "Modifier": ".modifier",
-    "ModifierFactory": ".factory",
-    "ModifierInterface": "llmcompressor.modifiers.modifier:Modifier",
+    "Modifier": "llmcompressor.core.modifier:Modifier",
+    "ModifierFactory": "llmcompressor.core.modifier_registry:ModifierFactory",
+    "ModifierInterface": "llmcompressor.core.modifier:Modifier",
 }
 
-__getattr__, __dir__ = lazy_page(globals(), _HOMES)
+__getattr__, __dir__ = lazy_exports(globals(), _HOMES)

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 r"""AutoRound: learned rounding directions of weights and learned clipping of ranges.
 
-Cheng et al., *Optimize Weight Rounding via Signed Gradient Descent*, arXiv:2309.05516. With an
+Cheng et al., *Optimize Weight RoundingParameters via Signed Gradient Descent*, arXiv:2309.05516.
+With an
 offset V of at most half a step for every weight and factors α, β of at most 1 for the ends of
 every range,
 
@@ -14,7 +15,7 @@ where [a, b] is the range of the initial scale and zero point: V = 0 and α = β
 On symmetric grids z = 0 and s is α times its initial value. On floating grids V is in units of the
 spacing of the values around W / s.
 
-Rounding uses straight-through gradients. With G the gradient by W', and
+RoundingParameters uses straight-through gradients. With G the gradient by W', and
 r = round(W / s + V + z) - z, an element has
 
 ==========  ================  ===================  ===========
@@ -41,7 +42,14 @@ from torch import Tensor
 from llmcompressor.numerics.grid import Grid
 from llmcompressor.numerics.partition import Partition
 
-__all__ = ["Gradients", "Rounded", "Rounding", "Start", "sign_step", "start_within"]
+__all__ = [
+    "Gradients",
+    "Rounded",
+    "RoundingParameters",
+    "RoundingStart",
+    "sign_step",
+    "start_at_codes",
+]
 
 _LEAST_FACTOR = 1e-3
 _LARGEST_OFFSET = 0.499
@@ -49,7 +57,7 @@ _LARGEST_OFFSET = 0.499
 
 
 @dataclass(frozen=True)
-class Start:
+class RoundingStart:
     """A weight with its initial scale and zero point.
 
     Args:
@@ -79,7 +87,7 @@ class Start:
 
 
 @dataclass(frozen=True)
-class Rounding:
+class RoundingParameters:
     """The learned parameters.
 
     Attributes:
@@ -93,16 +101,16 @@ class Rounding:
     low: Tensor
 
     @classmethod
-    def of(cls, start: Start) -> Rounding:
+    def of(cls, start: RoundingStart) -> RoundingParameters:
         """The initial parameters, without offset or clipping: rounding to nearest."""
         ones = torch.ones_like(start.scale, dtype=torch.float32)
         return cls(torch.zeros_like(start.weight_RC, dtype=torch.float32), ones, ones.clone())
 
-    def clone(self) -> Rounding:
+    def clone(self) -> RoundingParameters:
         """A copy that :func:`sign_step` does not change."""
-        return Rounding(self.offset_RC.clone(), self.high.clone(), self.low.clone())
+        return RoundingParameters(self.offset_RC.clone(), self.high.clone(), self.low.clone())
 
-    def parameters(self, start: Start) -> tuple[Tensor, Tensor | None]:
+    def parameters(self, start: RoundingStart) -> tuple[Tensor, Tensor | None]:
         """The scale as stored, in float32, and the zero point, float32 or ``None``."""
         scale = start.scale.float()
         if start.scale_dtype is None:
@@ -115,7 +123,7 @@ class Rounding:
         zero = (grid.qmin - least * self.low * (scale / stored)).clamp(grid.qmin, grid.qmax)
         return stored, zero.round()
 
-    def apply(self, start: Start) -> Rounded:
+    def apply(self, start: RoundingStart) -> Rounded:
         """Round the weight with these parameters."""
         scale, zero = self.parameters(start)
         grid, scale_RC = start.grid, start.expand(scale)
@@ -138,7 +146,7 @@ class Rounding:
 
 @dataclass(frozen=True)
 class Gradients:
-    """The gradients of a :class:`Rounding`; ``None`` for parts that are not learned."""
+    """The gradients of a :class:`RoundingParameters`; ``None`` for parts that are not learned."""
 
     offset_RC: Tensor
     high: Tensor | None
@@ -172,7 +180,9 @@ class Rounded:
         """W', float32."""
         return self.level_RC * self.scale_RC
 
-    def gradients(self, start: Start, gradient_RC: Tensor, rounding: Rounding) -> Gradients:
+    def gradients(
+        self, start: RoundingStart, gradient_RC: Tensor, rounding: RoundingParameters
+    ) -> Gradients:
         """Backpropagate the gradient by W', [R, C] of any floating dtype, to the parameters."""
         gradient_RC = gradient_RC.float()
         inside_RC = torch.where(self.inside_RC, gradient_RC, 0.0)
@@ -194,7 +204,7 @@ class Rounded:
 
 
 @torch.no_grad()
-def start_within(start: Start, codes_RC: Tensor, wanted_RC: Tensor) -> Start:
+def start_at_codes(start: RoundingStart, codes_RC: Tensor, wanted_RC: Tensor) -> RoundingStart:
     """A start that rounds to given codes and otherwise is as close as possible to other values.
 
     Args:
@@ -202,20 +212,22 @@ def start_within(start: Start, codes_RC: Tensor, wanted_RC: Tensor) -> Start:
         codes_RC: values on its grid, float32 ``[R, C]``.
         wanted_RC: the values to approach within half a step of the codes, ``[R, C]``.
     """
-    own = Rounding.of(replace(start, weight_RC=codes_RC)).apply(replace(start, weight_RC=codes_RC))
+    own = RoundingParameters.of(replace(start, weight_RC=codes_RC)).apply(
+        replace(start, weight_RC=codes_RC)
+    )
     reach_RC = _LARGEST_OFFSET * own.scale_RC
     if own.spacing_RC is not None:
         reach_RC = reach_RC * own.spacing_RC
     away_RC = (wanted_RC - own.values).nan_to_num_(0, 0, 0)
     found = replace(start, weight_RC=own.values + away_RC.clamp_(-reach_RC, reach_RC))
     # next to powers of two the grid of a float is finer on one side
-    kept_RC = Rounding.of(found).apply(found).level_RC == own.level_RC
+    kept_RC = RoundingParameters.of(found).apply(found).level_RC == own.level_RC
     return replace(start, weight_RC=torch.where(kept_RC, found.weight_RC, own.values))
 
 
 @torch.no_grad()
 def sign_step(
-    rounding: Rounding, gradients: Gradients, rate: float, range_rate: float | None = None
+    rounding: RoundingParameters, gradients: Gradients, rate: float, range_rate: float | None = None
 ) -> None:
     """Move every parameter against the sign of its gradient, in place, within its bounds.
 
@@ -238,14 +250,14 @@ def _steps(grid: Grid) -> float:
     return grid.qmax - grid.qmin
 
 
-def _range(start: Start) -> tuple[Tensor, Tensor]:
+def _range(start: RoundingStart) -> tuple[Tensor, Tensor]:
     """The initial ends a and b of the range, in steps."""
     assert start.zero is not None
     zero = start.zero.float()
     return start.grid.qmin - zero, start.grid.qmax - zero
 
 
-def _stored(scale: Tensor, start: Start) -> Tensor:
+def _stored(scale: Tensor, start: RoundingStart) -> Tensor:
     """``scale`` rounded to its stored dtype; one that would underflow keeps its initial value."""
     assert start.scale_dtype is not None
     stored = scale.to(start.scale_dtype).float()

@@ -33,9 +33,9 @@ from typing import Literal, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
+from llmcompressor.numerics.cholesky import QuadraticForm
 from llmcompressor.numerics.products import MANY_ALIKE, matmul
-from llmcompressor.numerics.quadratic import QuadraticForm
-from llmcompressor.threads import each_span
+from llmcompressor.runtime.threads import parallel_spans
 
 __all__ = [
     "CLIPPED_ROWS",
@@ -44,15 +44,15 @@ __all__ = [
     "Candidate",
     "Duo",
     "ErrorOf",
-    "Readers",
     "Round",
     "RoundWithin",
     "ScaleChoice",
+    "StackedLinears",
     "candidates",
     "choose_scale",
     "clip_bounds",
-    "statistics_error",
-    "weight_prominence",
+    "output_error_from_gram",
+    "relative_column_magnitude",
 ]
 
 Duo: TypeAlias = bool | Literal["both"]
@@ -100,7 +100,7 @@ class ScaleChoice(NamedTuple):
     """The error without scaling."""
 
 
-def weight_prominence(weights: Sequence[Tensor], group: int) -> Tensor:
+def relative_column_magnitude(weights: Sequence[Tensor], group: int) -> Tensor:
     """Mean absolute value of each column relative to the maximum of its group.
 
     Args:
@@ -110,7 +110,7 @@ def weight_prominence(weights: Sequence[Tensor], group: int) -> Tensor:
     Returns:
         float32 ``[C]``, from 0 to 1.
 
-    >>> weight_prominence([torch.tensor([[1.0, 2.0, 4.0, 4.0]])], 2)
+    >>> relative_column_magnitude([torch.tensor([[1.0, 2.0, 4.0, 4.0]])], 2)
     tensor([0.5000, 1.0000, 1.0000, 1.0000])
     """
     total_C = torch.zeros(weights[0].shape[-1], device=weights[0].device)
@@ -126,7 +126,7 @@ def weight_prominence(weights: Sequence[Tensor], group: int) -> Tensor:
     return total_C / rows
 
 
-def _grid(points: int, duo: Duo) -> Iterator[Candidate]:
+def _candidate_grid(points: int, duo: Duo) -> Iterator[Candidate]:
     if duo == "both":
         half = max(points // 2, 2)
         for index in range(half):
@@ -147,14 +147,14 @@ def candidates(
 
     Args:
         input_C: mean absolute input of each column, ``[C]``.
-        weight_C: result of :func:`weight_prominence`.
+        weight_C: result of :func:`relative_column_magnitude`.
         points: number of exponents, at least 2.
         duo: divide by weights (``True``), use inputs alone (``False``), or try both.
 
     Yields:
         The candidate and its scale, float32 ``[C]``, finite and positive.
     """
-    for candidate in _grid(points, duo):
+    for candidate in _candidate_grid(points, duo):
         scale_C = input_C.float().pow(candidate.ratio)
         if candidate.duo:
             scale_C = scale_C / (weight_C.float().pow(1 - candidate.ratio) + _FLOOR)
@@ -169,7 +169,7 @@ def _normalized(scale_C: Tensor) -> Tensor:
     return torch.where(torch.isfinite(scale_C) & (scale_C > 0), scale_C, 1.0)
 
 
-class Readers(NamedTuple):
+class StackedLinears(NamedTuple):
     """Linears with one input and the same rounding, their rows stacked."""
 
     weight_RC: Tensor
@@ -181,7 +181,7 @@ class Readers(NamedTuple):
     """Whether a row is rounded by itself, so that rows of several candidates can be stacked."""
 
 
-def statistics_error(readers: Sequence[Readers]) -> ErrorOf:
+def output_error_from_gram(readers: Sequence[StackedLinears]) -> ErrorOf:
     """The function that computes the output error of Linears with one input for given scales.
 
     Args:
@@ -199,7 +199,7 @@ def statistics_error(readers: Sequence[Readers]) -> ErrorOf:
 
             def judge(
                 span: slice,
-                one: Readers = one,
+                one: StackedLinears = one,
                 form: QuadraticForm = form,
                 found: dict[int, Tensor] = found,
             ) -> None:
@@ -207,7 +207,7 @@ def statistics_error(readers: Sequence[Readers]) -> ErrorOf:
 
             rows = len(one.weight_RC)
             width = _JUDGED_ROWS if one.by_rows else rows
-            each_span(judge, rows, one.weight_RC.device, width=width)
+            parallel_spans(judge, rows, one.weight_RC.device, width=width)
             for begin in sorted(found):
                 total_K += found[begin].cpu()
         return [float(total) for total in total_K]
@@ -215,7 +215,7 @@ def statistics_error(readers: Sequence[Readers]) -> ErrorOf:
     return error_of
 
 
-def _errors(one: Readers, form: QuadraticForm, rows: slice, scale_KC: Tensor) -> Tensor:
+def _errors(one: StackedLinears, form: QuadraticForm, rows: slice, scale_KC: Tensor) -> Tensor:
     """``tr(D G D^T)`` of some rows for each scale, float64 ``[K]``."""
     wide_RC = one.weight_RC[rows].detach().float()
     at_once = max(1, _AT_ONCE // wide_RC.numel()) if one.by_rows else 1
@@ -294,7 +294,7 @@ def clip_bounds(
         part = _clip_rows(weight_RC[span], gram_CC, round_, group, sweeps)
         found.low_RN[span], found.high_RN[span] = part.low_RN, part.high_RN
 
-    each_span(clip, rows, weight_RC.device, width=CLIPPED_ROWS)
+    parallel_spans(clip, rows, weight_RC.device, width=CLIPPED_ROWS)
     return found
 
 
@@ -317,8 +317,10 @@ def _clip_rows(
             # G is symmetric, and its rows are dense
             others_Rg = matmul(change_RC, gram_CC[span].T, fewest=MANY_ALIKE)
             others_Rg -= change_RC[:, span] @ own_gg
-            low_KR, high_KR = (_first_attempts if sweep == 0 else _attempts)(low_NR[n], high_NR[n])
-            change_KRg = _changes(
+            low_KR, high_KR = (_first_clip_fractions if sweep == 0 else _clip_fractions)(
+                low_NR[n], high_NR[n]
+            )
+            change_KRg = _rounding_errors(
                 weight_NRg[n], round_, low_KR * least_NR[n], high_KR * greatest_NR[n]
             )
             slope_KRg = matmul(change_KRg.flatten(0, 1), own_gg, fewest=MANY_ALIKE).reshape(
@@ -334,13 +336,13 @@ def _clip_rows(
     return Bounds((least_NR * low_NR).T, (greatest_NR * high_NR).T)
 
 
-def _first_attempts(low_R: Tensor, high_R: Tensor) -> tuple[Tensor, Tensor]:
+def _first_clip_fractions(low_R: Tensor, high_R: Tensor) -> tuple[Tensor, Tensor]:
     """The fractions of both bounds to try, the present ones first; ``[K, R]`` each."""
     parts_K1 = low_R.new_tensor([1.0, *_FRACTIONS]).unsqueeze(-1)
     return parts_K1 * low_R, parts_K1 * high_R
 
 
-def _attempts(low_R: Tensor, high_R: Tensor) -> tuple[Tensor, Tensor]:
+def _clip_fractions(low_R: Tensor, high_R: Tensor) -> tuple[Tensor, Tensor]:
     """The present fractions, and those with one of them changed; ``[K, R]`` each."""
     pairs = [(low_R, high_R)]
     pairs += [((low_R * step).clamp(max=1), high_R) for step in _STEPS]
@@ -348,7 +350,9 @@ def _attempts(low_R: Tensor, high_R: Tensor) -> tuple[Tensor, Tensor]:
     return torch.stack([low for low, _ in pairs]), torch.stack([high for _, high in pairs])
 
 
-def _changes(weight_Rg: Tensor, round_: RoundWithin, low_KR: Tensor, high_KR: Tensor) -> Tensor:
+def _rounding_errors(
+    weight_Rg: Tensor, round_: RoundWithin, low_KR: Tensor, high_KR: Tensor
+) -> Tensor:
     """The change of a group's weights by rounding within each pair of bounds, ``[K, R, g]``."""
     clamped_KRg = weight_Rg.clamp(low_KR.unsqueeze(-1), high_KR.unsqueeze(-1))
     rounded_JRg = round_(clamped_KRg.flatten(0, 1), low_KR.flatten(), high_KR.flatten())

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from llmcompressor.numerics.hessian import SingularHessianError
 
-__all__ = ["BATCH_ELEMENTS", "batches_alike", "together_or_apart", "wide_rows"]
+__all__ = ["BATCH_ELEMENTS", "batch_by_kind", "solve_batched_or_single", "stack_float32_rows"]
 
 Problem = TypeVar("Problem")
 Solution = TypeVar("Solution")
@@ -21,7 +21,7 @@ BATCH_ELEMENTS = 2**24
 """Elements of the Gram matrices of one batch: what is gained by batching ends there."""
 
 
-def batches_alike(
+def batch_by_kind(
     kinds: Sequence[object],
     columns: Sequence[int],
     limit: int = BATCH_ELEMENTS,
@@ -36,9 +36,9 @@ def batches_alike(
         limit: elements of the Gram matrices of one batch; a larger problem is a batch of its own.
         most: problems of one batch, whatever their elements, in place of ``limit``.
 
-    >>> list(batches_alike("aba", [2, 2, 2], limit=8))
+    >>> list(batch_by_kind("aba", [2, 2, 2], limit=8))
     [[0, 2], [1]]
-    >>> list(batches_alike("aaa", [2, 2, 2], most=2))
+    >>> list(batch_by_kind("aaa", [2, 2, 2], most=2))
     [[0, 1], [2]]
     """
     alike: dict[object, list[int]] = {}
@@ -50,13 +50,13 @@ def batches_alike(
             yield indices[start : start + size]
 
 
-def wide_rows(weights_RC: Sequence[Tensor]) -> Tensor:
+def stack_float32_rows(weights_RC: Sequence[Tensor]) -> Tensor:
     """The rows of all weights in one new float32 matrix, without intermediate copies.
 
     Args:
         weights_RC: any floating dtype, each ``[R_i, C]``.
 
-    >>> wide_rows([torch.ones(1, 2), torch.zeros(1, 2).bfloat16()]).tolist()
+    >>> stack_float32_rows([torch.ones(1, 2), torch.zeros(1, 2).bfloat16()]).tolist()
     [[1.0, 1.0], [0.0, 0.0]]
     """
     first, rows = weights_RC[0], [len(weight_RC) for weight_RC in weights_RC]
@@ -67,7 +67,7 @@ def wide_rows(weights_RC: Sequence[Tensor]) -> Tensor:
     return wide_RC
 
 
-def together_or_apart(
+def solve_batched_or_single(
     problems: Sequence[Problem],
     together: Callable[[Sequence[Problem]], list[Solution]],
     hopeless: Callable[[Problem], Solution],
@@ -84,4 +84,4 @@ def together_or_apart(
     # outside the handler: the exception, and the tensors of its frames, are freed
     if len(problems) == 1:
         return [hopeless(problems[0])]
-    return [together_or_apart([one], together, hopeless)[0] for one in problems]
+    return [solve_batched_or_single([one], together, hopeless)[0] for one in problems]

@@ -31,26 +31,134 @@ dimension solves many small weights with their own Hessians in one call.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple
+import contextlib
+import importlib
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from llmcompressor.numerics.column_ops import Column, ColumnOps
 from llmcompressor.numerics.products import subtract_matmul_
-from llmcompressor.threads import each_span, one_thread
+from llmcompressor.runtime.threads import one_thread, parallel_spans
 
 __all__ = [
     "Block",
+    "Column",
+    "ColumnOps",
     "DecideColumn",
     "EnterBlock",
+    "column_ops",
     "columns_first",
-    "in_order_again",
+    "restore_column_order",
     "rows_first",
     "subtract_product",
     "sweep_columns_",
 ]
+
+
+# --------------------
+# Column operations of a column sweep, in torch or, on the CPU, in numpy.
+#
+# For columns of a few thousand elements torch's call overhead exceeds the work itself. numpy has a
+# third of that overhead and works on the same memory: its arrays are views of the tensors.
+
+Column: TypeAlias = Any
+"""A tensor or an array, ``[..., R]``."""
+_SHORT = 2**14
+"""Elements of a column from which on the work itself takes longer than beginning it."""
+
+
+class ColumnOps(NamedTuple):
+    """Operations on columns. Each writes to existing memory, given as ``out``."""
+
+    view: Callable[[Tensor], Any]
+    """A tensor as these operations take it: the same memory."""
+    columns: Callable[[Tensor], Sequence[Column]]
+    """The columns of a tensor ``[..., K, R]``: K views."""
+    scratch: Callable[[Tensor], Any]
+    """Memory of the shape of a tensor for intermediate results."""
+    number: Callable[[float], Any]
+    """A number as these operations take it."""
+    multiply: Callable[..., Any]
+    """``multiply(a, b, out=c)``."""
+    add: Callable[..., Any]
+    subtract: Callable[..., Any]
+    round: Callable[..., Any]
+    """To integers, ties to even: ``round(a, out=c)``."""
+    clamp: Callable[..., Any]
+    """``clamp(a, least, greatest, out=c)``; the ends from ``number``."""
+    subtract_outer: Callable[[Any, Any, Column, Any], None]
+    """``target -= factor errorᵀ``: ``[..., K, R]``, ``[..., K]``, ``[..., R]``, and scratch."""
+
+
+def column_ops(work_CR: Tensor, *, by_torch: bool = False) -> ColumnOps:
+    """The faster operations for columns of ``work_CR``.
+
+    Args:
+        work_CR: float32 ``[..., C, R]``.
+        by_torch: always use torch.
+    """
+    length = work_CR[..., 0, :].numel()
+    short = work_CR.device.type == "cpu" and work_CR.dtype == torch.float32 and length < _SHORT
+    return _NUMPY if short and not by_torch else _TORCH
+
+
+def _outer_by_torch(target_KR: Tensor, factor_K: Tensor, error_R: Tensor, _: Tensor) -> None:
+    if target_KR.ndim == 2:
+        target_KR.addr_(factor_K, error_R, alpha=-1)
+    else:
+        target_KR.sub_(factor_K.unsqueeze(-1) * error_R.unsqueeze(-2))
+
+
+def _outer_by_numpy(target_KR: Any, factor_K: Any, error_R: Any, scratch_SR: Any) -> None:
+    product_KR = scratch_SR[..., : factor_K.shape[-1], :]
+    np.multiply(factor_K[..., None], error_R[..., None, :], out=product_KR)
+    np.subtract(target_KR, product_KR, out=target_KR)
+
+
+def _clip() -> Callable[..., Any]:
+    """Return numpy's low-level ``clip`` without its Python wrapper, which is six times as slow."""
+    with contextlib.suppress(ImportError, AttributeError):
+        found: Callable[..., Any] = importlib.import_module("numpy._core.umath").clip
+        return found
+    return np.clip
+
+
+def _columns_by_numpy(tensor_KR: Tensor) -> list[Any]:
+    array_KR = tensor_KR.numpy()
+    return [array_KR[..., k, :] for k in range(array_KR.shape[-2])]
+
+
+_TORCH = ColumnOps(
+    view=lambda tensor: tensor,
+    columns=lambda tensor_KR: tensor_KR.unbind(-2),
+    scratch=torch.empty_like,
+    number=float,
+    multiply=torch.mul,
+    add=torch.add,
+    subtract=torch.sub,
+    round=torch.round,
+    clamp=torch.clamp,
+    subtract_outer=_outer_by_torch,
+)
+_NUMPY = ColumnOps(
+    view=lambda tensor: tensor.numpy(),
+    columns=_columns_by_numpy,
+    scratch=lambda tensor: np.empty(tensor.shape, np.float32),
+    number=lambda value: np.array(value, np.float32),
+    multiply=np.multiply,
+    add=np.add,
+    subtract=np.subtract,
+    round=np.rint,
+    clamp=_clip(),
+    subtract_outer=_outer_by_numpy,
+)
+
+
+# --------------------
+# The column sweep of GPTQ and SparseGPT: fix one column, and let the later ones compensate.
 
 DecideColumn = Callable[[Column, int, Column], None]
 """Decides a column ``[..., R]``, given its number in the block, into the third argument."""
@@ -72,7 +180,7 @@ class Block(NamedTuple):
     shares_BB: Tensor
     """R_kc / R_cc, upper triangular, float32 ``[..., B, B]``."""
 
-    def ahead(self, columns: slice) -> Tensor:
+    def lookahead(self, columns: slice) -> Tensor:
         """The next columns, given that those of them decided first are not changed.
 
         In the papers' form, where every error is moved to all later columns, these are the present
@@ -138,7 +246,7 @@ def _subtract_by_rows(target_BR: Tensor, shares_KB: Tensor, change_KR: Tensor) -
     def subtract(span: slice) -> None:
         subtract_matmul_(target_BR[..., span], shares_BK, change_KR[..., span])
 
-    each_span(subtract, target_BR.shape[-1], target_BR.device)
+    parallel_spans(subtract, target_BR.shape[-1], target_BR.device)
 
 
 def _sweep_block(
@@ -175,7 +283,7 @@ def columns_first(weight_RC: Tensor, order_C: Tensor | None) -> Tensor:
         part_CS = weight_RC[..., rows, :].float().mT.contiguous()
         work_CR[..., rows] = part_CS if order_C is None else _in_order(part_CS, order_C)
 
-    each_span(turn, weight_RC.shape[-2], weight_RC.device)
+    parallel_spans(turn, weight_RC.shape[-2], weight_RC.device)
     return work_CR
 
 
@@ -190,11 +298,11 @@ def rows_first(work_CR: Tensor, order_C: Tensor | None) -> Tensor:
             part_CS = _in_order(part_CS, place_C)
         weight_RC[..., rows, :] = part_CS.mT.contiguous()
 
-    each_span(turn, work_CR.shape[-1], work_CR.device)
+    parallel_spans(turn, work_CR.shape[-1], work_CR.device)
     return weight_RC
 
 
-def in_order_again(work_CR: Tensor, order_C: Tensor) -> Tensor:
+def restore_column_order(work_CR: Tensor, order_C: Tensor) -> Tensor:
     """A copy with the columns of :func:`columns_first` in their original order."""
     return _in_order(work_CR, order_C.argsort(dim=-1))
 

@@ -4,7 +4,7 @@ r"""Distillation losses: transforms of outputs, and distances between student an
 ``N`` tokens (rows), ``D`` features or vocabulary entries. A comparison takes two tensors ``[N, D]``
 and returns one value per token, float32 ``[N]`` (float64 if the inputs are float64), which is
 smaller the better the student agrees. The mean over tokens is the loss; over many tokens it is
-computed in chunks (:mod:`llmcompressor.numerics.token_mean`).
+computed in chunks (:mod:`llmcompressor.numerics.distillation`).
 
 The softened distribution of Hinton et al. (arXiv:1503.02531, equation 1), with logits z and
 temperature T, is
@@ -21,6 +21,7 @@ and :func:`cross_entropy` need only one form of input.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -29,6 +30,8 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 __all__ = [
+    "CHUNK_ELEMENTS",
+    "CPU_CHUNK_ELEMENTS",
     "cosine_similarity",
     "cross_entropy",
     "identity",
@@ -37,11 +40,13 @@ __all__ = [
     "l1_distance",
     "l2_distance",
     "log_softmax",
+    "mean_of_rows",
+    "mean_over_tokens",
     "normalize",
     "softmax",
     "square_head",
     "squared_norm",
-    "wide",
+    "to_compute_dtype",
 ]
 
 _SMALLEST_NORM = 1e-12
@@ -50,7 +55,7 @@ _EXCLUDED = 1e30
 """A logit below minus this stands for an entry that cannot be."""
 
 
-def wide(input_ND: Tensor) -> Tensor:
+def to_compute_dtype(input_ND: Tensor) -> Tensor:
     """The tensor in the dtype of the computations: float64 stays, all others become float32."""
     return input_ND if input_ND.dtype == torch.float64 else input_ND.float()
 
@@ -69,12 +74,12 @@ def softmax(input_ND: Tensor, *, temperature: float = 1.0) -> Tensor:
     >>> softmax(torch.tensor([[0.0, 0.0]]))
     tensor([[0.5000, 0.5000]])
     """
-    return torch.softmax(wide(input_ND) / temperature, dim=-1)
+    return torch.softmax(to_compute_dtype(input_ND) / temperature, dim=-1)
 
 
 def log_softmax(input_ND: Tensor, *, temperature: float = 1.0) -> Tensor:
     """Log probabilities at a temperature."""
-    return torch.log_softmax(wide(input_ND) / temperature, dim=-1)
+    return torch.log_softmax(to_compute_dtype(input_ND) / temperature, dim=-1)
 
 
 def normalize(input_ND: Tensor, *, p: float = 2.0) -> Tensor:
@@ -84,7 +89,7 @@ def normalize(input_ND: Tensor, *, p: float = 2.0) -> Tensor:
     tensor([[0.6000, 0.8000],
             [0.0000, 0.0000]])
     """
-    return functional.normalize(wide(input_ND), p=p, dim=-1, eps=_SMALLEST_NORM)
+    return functional.normalize(to_compute_dtype(input_ND), p=p, dim=-1, eps=_SMALLEST_NORM)
 
 
 # ---- comparisons: [N, D], [N, D] → [N]
@@ -96,7 +101,7 @@ def l1_distance(student_ND: Tensor, teacher_ND: Tensor) -> Tensor:
     >>> l1_distance(torch.tensor([[1.0, 2.0]]), torch.tensor([[0.0, 4.0]]))
     tensor([3.])
     """
-    return (wide(student_ND) - wide(teacher_ND)).abs().sum(dim=-1)
+    return (to_compute_dtype(student_ND) - to_compute_dtype(teacher_ND)).abs().sum(dim=-1)
 
 
 def l2_distance(student_ND: Tensor, teacher_ND: Tensor) -> Tensor:
@@ -105,7 +110,9 @@ def l2_distance(student_ND: Tensor, teacher_ND: Tensor) -> Tensor:
     >>> l2_distance(torch.tensor([[3.0, 4.0]]), torch.zeros(1, 2))
     tensor([5.])
     """
-    length_N: Tensor = torch.linalg.vector_norm(wide(student_ND) - wide(teacher_ND), dim=-1)
+    length_N: Tensor = torch.linalg.vector_norm(
+        to_compute_dtype(student_ND) - to_compute_dtype(teacher_ND), dim=-1
+    )
     return length_N
 
 
@@ -115,7 +122,7 @@ def inner_product(student_ND: Tensor, teacher_ND: Tensor) -> Tensor:
     >>> inner_product(torch.tensor([[1.0, 2.0]]), torch.tensor([[3.0, 4.0]]))
     tensor([-11.])
     """
-    return -(wide(student_ND) * wide(teacher_ND)).sum(dim=-1)
+    return -(to_compute_dtype(student_ND) * to_compute_dtype(teacher_ND)).sum(dim=-1)
 
 
 def cosine_similarity(student_ND: Tensor, teacher_ND: Tensor) -> Tensor:
@@ -124,7 +131,9 @@ def cosine_similarity(student_ND: Tensor, teacher_ND: Tensor) -> Tensor:
     >>> cosine_similarity(torch.tensor([[2.0, 0.0]]), torch.tensor([[1.0, 0.0]]))
     tensor([0.])
     """
-    return 1 - functional.cosine_similarity(wide(student_ND), wide(teacher_ND), dim=-1)
+    return 1 - functional.cosine_similarity(
+        to_compute_dtype(student_ND), to_compute_dtype(teacher_ND), dim=-1
+    )
 
 
 def kl_divergence(student_ND: Tensor, teacher_ND: Tensor, *, temperature: float = 1.0) -> Tensor:
@@ -171,7 +180,7 @@ def cross_entropy(student_ND: Tensor, teacher_ND: Tensor, *, temperature: float 
 def _of_distributions(
     student_ND: Tensor, teacher_ND: Tensor, temperature: float, *, entropy: bool
 ) -> Tensor:
-    logits_ND, aims_ND = wide(student_ND), wide(teacher_ND)
+    logits_ND, aims_ND = to_compute_dtype(student_ND), to_compute_dtype(teacher_ND)
     if temperature != 1.0:
         logits_ND, aims_ND = logits_ND / temperature, aims_ND / temperature
     value_N: Tensor = _Divergence.apply(  # type: ignore[no-untyped-call] # torch's
@@ -236,7 +245,7 @@ def square_head(
     >>> square_head(torch.tensor([[1.0, 1.0]]), torch.tensor([[2.0, 0.0]]))
     tensor([0.5000])
     """
-    squares_N = squared_norm(wide(student_ND) - wide(teacher_ND))
+    squares_N = squared_norm(to_compute_dtype(student_ND) - to_compute_dtype(teacher_ND))
     if per_token:
         return squares_N / squared_norm(teacher_ND).clamp_min(_SMALLEST_NORM)
     if mean_square is None:
@@ -246,4 +255,151 @@ def square_head(
 
 def squared_norm(input_ND: Tensor) -> Tensor:
     """Sum of the squares of each row, ``[N]``."""
-    return wide(input_ND).square().sum(dim=-1)
+    return to_compute_dtype(input_ND).square().sum(dim=-1)
+
+
+# --------------------
+# The mean over tokens of a comparison of two tensors, in bounded memory.
+#
+# ``R`` rows of a tensor, ``N`` of them selected (real tokens), ``D`` features.
+#
+# A comparison of logits in float32 allocates several tensors of their size: with a vocabulary of
+# 128 k and 4 k tokens each is 2 GiB. Here rows are widened, compared and differentiated in chunks.
+# Only the gradient of the student's tensor, in that tensor's own dtype, is saved for the backward
+# pass, but neither float32 copies nor the teacher's tensor.
+
+Compare = Callable[[Tensor, Tensor], Tensor]
+"""``[N, D], [N, D] → [N]``, one value per token."""
+
+CHUNK_ELEMENTS = 4 * 2**20
+"""Elements of a chunk, 16 MiB in float32; a few such tensors exist at a time."""
+CPU_CHUNK_ELEMENTS = 2**19
+"""The same on a CPU, where they should fit into its cache."""
+
+
+def mean_over_tokens(
+    compare: Compare,
+    student_RD: Tensor,
+    teacher_RD: Tensor,
+    rows_N: Tensor | None = None,
+    chunk_elements: int | None = None,
+) -> Tensor:
+    """The mean of ``compare`` over the selected rows.
+
+    Args:
+        compare: returns one value per row, from the two rows alone.
+        student_RD: differentiated, any floating dtype.
+        teacher_RD: a constant, with the same number of rows.
+        rows_N: indices of the selected rows, long; by default all. Others get a gradient of zero.
+        chunk_elements: elements of the wider tensor per chunk; the default depends on the device.
+
+    Returns:
+        A float32 scalar, float64 if the student's tensor is; 0 if no row is selected.
+
+    >>> from llmcompressor.numerics.distillation import l1_distance
+    >>> student = torch.tensor([[1.0], [5.0]], requires_grad=True)
+    >>> loss = mean_over_tokens(l1_distance, student, torch.zeros(2, 1), torch.tensor([1]))
+    >>> loss.backward()
+    >>> loss.item(), student.grad.flatten()
+    (5.0, tensor([0., 1.]))
+    """
+    result: Tensor = _MeanOverTokens.apply(  # type: ignore[no-untyped-call] # torch's
+        student_RD, teacher_RD.detach(), rows_N, compare, chunk_elements
+    )
+    return result
+
+
+def mean_of_rows(
+    function: Callable[[Tensor], Tensor],
+    input_RD: Tensor,
+    rows_N: Tensor | None = None,
+    chunk_elements: int | None = None,
+) -> Tensor:
+    """The mean of ``function`` (``[N, D] → [N]``) over the selected rows, without gradient.
+
+    Args:
+        function: returns one value per row.
+        input_RD: any floating dtype.
+        rows_N: indices of the selected rows, long; by default all.
+        chunk_elements: elements per chunk; the default depends on the device.
+    """
+    with torch.no_grad():
+        sums = [
+            function(input_RD[chunk]).sum()
+            for chunk in _chunks(input_RD, input_RD, rows_N, chunk_elements)
+        ]
+        return _mean(sums, input_RD, rows_N)
+
+
+class _MeanOverTokens(torch.autograd.Function):
+    """Computes the gradient together with the value, chunk by chunk."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        student_RD: Tensor,
+        teacher_RD: Tensor,
+        rows_N: Tensor | None,
+        compare: Compare,
+        chunk_elements: int | None,
+    ) -> Tensor:
+        wanted = ctx.needs_input_grad[0]
+        gradient_RD = None
+        if wanted:
+            whole = rows_N is None
+            gradient_RD = (torch.empty_like if whole else torch.zeros_like)(student_RD)
+        sums = []
+        for chunk in _chunks(student_RD, teacher_RD, rows_N, chunk_elements):
+            with torch.set_grad_enabled(wanted):
+                part_ND = to_compute_dtype(student_RD[chunk].detach()).requires_grad_(wanted)
+                total = compare(part_ND, teacher_RD[chunk]).sum()
+            sums.append(total.detach())
+            if gradient_RD is not None:
+                (part_grad_ND,) = torch.autograd.grad(total, part_ND)
+                gradient_RD[chunk] = part_grad_ND.to(gradient_RD.dtype)
+        if gradient_RD is not None:
+            # Gradient of the sum, not of the mean, whose small numbers would underflow float16.
+            ctx.save_for_backward(gradient_RD)
+        ctx.count = _count(student_RD, rows_N)
+        ctx.chunk_elements = chunk_elements
+        return _mean(sums, student_RD, rows_N)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, None, None, None, None]:
+        if not ctx.needs_input_grad[0]:
+            return None, None, None, None, None
+        (gradient_RD,) = ctx.saved_tensors
+        scale = grad_output / max(ctx.count, 1)
+        if gradient_RD.dtype == scale.dtype:
+            return gradient_RD * scale, None, None, None, None
+        result_RD = torch.empty_like(gradient_RD)
+        for chunk in _chunks(gradient_RD, gradient_RD, None, ctx.chunk_elements):
+            result_RD[chunk] = (to_compute_dtype(gradient_RD[chunk]) * scale).to(result_RD.dtype)
+        return result_RD, None, None, None, None
+
+
+def _chunks(
+    first_RD: Tensor, second_RD: Tensor, rows_N: Tensor | None, elements: int | None
+) -> Iterator[Tensor | slice]:
+    """Indices of the selected rows, in chunks that limit the size of the wider tensor."""
+    if elements is None:
+        on_cpu = first_RD.device.type == "cpu"
+        elements = CPU_CHUNK_ELEMENTS if on_cpu else CHUNK_ELEMENTS
+    width = max(first_RD.shape[-1], second_RD.shape[-1], 1)
+    step = max(1, elements // width)
+    if rows_N is not None:
+        yield from (chunk for chunk in torch.split(rows_N, step) if len(chunk))
+        return
+    for start in range(0, len(first_RD), step):
+        yield slice(start, start + step)
+
+
+def _count(input_RD: Tensor, rows_N: Tensor | None) -> int:
+    return len(input_RD) if rows_N is None else len(rows_N)
+
+
+def _mean(sums: list[Tensor], like: Tensor, rows_N: Tensor | None) -> Tensor:
+    if not sums:
+        return to_compute_dtype(like.new_zeros(()))
+    return torch.stack(sums).sum() / _count(like, rows_N)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from llmcompressor.numerics.grid import float_layout
 
-__all__ = ["extremes_of_cells", "magnitudes_of_cells"]
+__all__ = ["extremes_of_cells", "is_finite", "magnitudes_of_cells"]
 
 _DIMS = (-3, -1)
 _SIGN = -(2**15)
@@ -108,3 +108,24 @@ def _parts(split: Tensor) -> Iterator[Tensor]:
     """Parts of several rows of cells each."""
     elements = max(split.numel() // split.shape[-4], 1)
     yield from torch.split(split, max(_AT_ONCE // elements, 1), dim=-4)
+
+
+# --------------------
+# Check for NaN and infinity in one pass over a tensor.
+
+
+def is_finite(tensor: Tensor) -> bool:
+    """Return True if ``tensor`` (any shape and dtype) holds neither NaN nor infinity.
+
+    Only minimum and maximum are checked: NaN propagates into both, infinity is one of them. They
+    are computed at memory bandwidth and without a temporary, unlike a sum of 16-bit values.
+
+    >>> is_finite(torch.tensor([1.0, float("nan")])), is_finite(torch.full((2,), 3e38))
+    (False, True)
+    """
+    if not tensor.is_floating_point() or tensor.numel() == 0 or tensor.is_meta:
+        return True
+    if tensor.element_size() == 1:
+        tensor = tensor.to(torch.float32)
+    least, greatest = tensor.detach().aminmax()
+    return bool(torch.isfinite(least) & torch.isfinite(greatest))

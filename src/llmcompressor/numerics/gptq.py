@@ -19,32 +19,49 @@ that as for any other error (joint sparsification and quantization, arXiv:2301.0
 
 from __future__ import annotations
 
+import contextlib
+import itertools
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from llmcompressor.numerics.column_ops import Column, ColumnOps, column_ops
+from llmcompressor.numerics.cholesky import FactoredSolver, cholesky
 from llmcompressor.numerics.column_sweep import (
+    Column,
+    ColumnOps,
     DecideColumn,
+    column_ops,
     columns_first,
-    in_order_again,
+    restore_column_order,
     rows_first,
     subtract_product,
     sweep_columns_,
 )
 from llmcompressor.numerics.grid import Grid
-from llmcompressor.numerics.hessian import raise_dampening, ridge
-from llmcompressor.numerics.products import OFTEN_ALIKE, spread_matmul
-from llmcompressor.threads import one_thread, wide_span
+from llmcompressor.numerics.hessian import (
+    SingularHessianError,
+    damp,
+    factorize_with_rising_dampening,
+    ridge,
+)
+from llmcompressor.numerics.products import OFTEN_ALIKE, matmul, parallel_matmul
+from llmcompressor.runtime.threads import one_thread, parallel_spans, wide_span
 
 __all__ = [
     "ColumnScales",
     "GptqResult",
     "activation_order",
-    "descend",
+    "conditional_optimum",
+    "coordinate_descent",
+    "corrected_weight",
+    "corrected_weight_with_retries",
+    "refit_scales",
+    "residual_corrected_weight",
+    "ridge_for_tokens",
     "sweep",
-    "sweep_and_descend",
+    "sweep_and_refine",
 ]
 
 
@@ -106,7 +123,7 @@ def sweep(
     """
     work_CR = columns_first(weight_RC, order_C)
     rounded_CR, loss_R = _sweep_(
-        work_CR, factor_CC, scales, grid, _turned(kept_RC, order_C), block, strip
+        work_CR, factor_CC, scales, grid, _transposed_mask(kept_RC, order_C), block, strip
     )
     del work_CR
     return GptqResult(rows_first(rounded_CR, order_C), loss_R)
@@ -127,18 +144,18 @@ def _sweep_(
     return sweep_columns_(
         work_CR,
         factor_CC,
-        lambda entered: _from_column(entered.first, round_column),
+        lambda entered: _with_column_offset(entered.first, round_column),
         ops,
         block=block,
         strip=strip,
     )
 
 
-def _turned(kept_RC: Tensor | None, order_C: Tensor | None) -> Tensor | None:
+def _transposed_mask(kept_RC: Tensor | None, order_C: Tensor | None) -> Tensor | None:
     return None if kept_RC is None else columns_first(kept_RC, order_C)
 
 
-def sweep_and_descend(
+def sweep_and_refine(
     weight_RC: Tensor,
     hessian_CC: Tensor,
     scales: ColumnScales,
@@ -175,9 +192,11 @@ def sweep_and_descend(
     Raises:
         SingularHessianError: if all dampenings fail.
     """
-    factor_CC, dampening = raise_dampening(hessian_CC, dampening, order_C=order_C, steps=steps)
+    factor_CC, dampening = factorize_with_rising_dampening(
+        hessian_CC, dampening, order_C=order_C, steps=steps
+    )
     work_CR = columns_first(weight_RC, order_C)
-    kept_CR = _turned(kept_RC, order_C)
+    kept_CR = _transposed_mask(kept_RC, order_C)
     in_order = scales if order_C is None else _permuted(scales, order_C)
     rounded_CR, loss_R = _sweep_(work_CR, factor_CC, in_order, grid, kept_CR, block, strip)
     del factor_CC  # as large as H, and no longer needed
@@ -185,8 +204,11 @@ def sweep_and_descend(
         del work_CR
         return GptqResult(rows_first(rounded_CR, order_C), loss_R), dampening
     if order_C is not None:
-        rounded_CR, kept_CR = in_order_again(rounded_CR, order_C), _turned(kept_RC, None)
-        work_CR = in_order_again(work_CR, order_C)
+        rounded_CR, kept_CR = (
+            restore_column_order(rounded_CR, order_C),
+            _transposed_mask(kept_RC, None),
+        )
+        work_CR = restore_column_order(work_CR, order_C)
     for _ in range(rounds):
         loss_R += _descend_(
             rounded_CR, work_CR, hessian_CC, scales, grid, dampening, kept_CR, block, strip
@@ -210,12 +232,12 @@ def _permuted(scales: ColumnScales, order_C: Tensor) -> ColumnScales:
     return ColumnScales(spread(scales.scale_RG), zero_RC, own_C)
 
 
-def _from_column(first: int, round_column: DecideColumn) -> DecideColumn:
+def _with_column_offset(first: int, round_column: DecideColumn) -> DecideColumn:
     """``round_column`` with column indices relative to the first column of a block."""
     return lambda w_R, b, out_R: round_column(w_R, first + b, out_R)
 
 
-def descend(
+def coordinate_descent(
     weight_RC: Tensor,
     rounded_RC: Tensor,
     hessian_CC: Tensor,
@@ -254,7 +276,7 @@ def descend(
     rounded_CR = columns_first(rounded_RC, None)
     change_CR = columns_first(weight_RC, None)
     torch.sub(rounded_CR, change_CR, out=change_CR)
-    kept_CR = _turned(kept_RC, None)
+    kept_CR = _transposed_mask(kept_RC, None)
     changed_R = _descend_(
         rounded_CR, change_CR, hessian_CC, scales, grid, dampening, kept_CR, block, strip
     )
@@ -284,7 +306,7 @@ def _descend_(
     width = wide_span(rounded_CR.shape[-1])
     for lo in range(0, columns, block):
         hi = min(lo + block, columns)
-        sums_BR = spread_matmul(
+        sums_BR = parallel_matmul(
             hessian_CC[..., lo:hi, :], change_CR, fewest=OFTEN_ALIKE, width=width
         )
         sums_BR += added_1.unsqueeze(-1) * change_CR[..., lo:hi, :]
@@ -296,7 +318,7 @@ def _descend_(
                 sums_BR,
                 (decided_BR, moved_BR),
                 step_C[..., lo:hi],
-                _from_column(lo, round_column),
+                _with_column_offset(lo, round_column),
                 ops,
                 strip,
             )
@@ -385,3 +407,261 @@ def _column_rounder(
         ops.multiply(out_R, kept_R[c], out=out_R)
 
     return round_kept
+
+
+# --------------------
+# Least-squares refit of scales to the codes of a weight.
+
+
+def refit_scales(
+    weight_RC: Tensor,
+    rounded_RC: Tensor,
+    hessian_CC: Tensor,
+    scales: ColumnScales,
+    *,
+    stored: torch.dtype,
+    dampening: float = 0.0,
+) -> tuple[Tensor, Tensor, Tensor]:
+    r"""The scale of each group that best fits its codes, given the scales of all the others.
+
+    A sweep rounds with scales that were chosen before it. With the codes V decided, Q = s V in a
+    group g, and D = Q − W, the error ``tr(D H Dᵀ)`` is quadratic in the scale:
+
+    .. math:: s_g \leftarrow s_g - \frac{V_g (H D^\top)_g}{V_g H_{gg} V_g^\top}
+
+    Groups are refitted from left to right, once. The error is that of the stored scale: if it is
+    not smaller, or the scale is not positive, the old scale is kept.
+
+    Args:
+        weight_RC: W, the unrounded weight, float32 ``[..., R, C]``.
+        rounded_RC: Q, values on the grid, float32 ``[..., R, C]``; not changed.
+        hessian_CC: H, float32 ``[..., C, C]``.
+        scales: scale and zero point of every row and column; groups of consecutive columns.
+        stored: the dtype in which scales are stored.
+        dampening: added to the diagonal of H, as a fraction of its mean.
+
+    Returns:
+        The scales, float32 ``[..., R, G]``; the dequantized weight with these scales; the change of
+        the loss of each row (never more than 0).
+    """
+    scale_RG = scales.scale_RG.float().clone()
+    found_RC = rounded_RC.clone()
+    saved_R = rounded_RC.new_zeros(rounded_RC.shape[:-1])
+    columns = list(_spans(scales.group_of_column_C))
+    added_1 = ridge(hessian_CC, dampening).unsqueeze(-1)
+
+    def refit(span: slice) -> None:
+        own_RG, own_RC = scale_RG[..., span, :], found_RC[..., span, :]
+        change_RC = own_RC - weight_RC[..., span, :]
+        for g, part in columns:
+            saved_R[..., span] += _refit_group(
+                own_RG[..., g], own_RC[..., part], change_RC, part, hessian_CC, added_1, stored
+            )
+
+    rows = rounded_RC.shape[-2]
+    parallel_spans(refit, rows, rounded_RC.device, width=wide_span(rows))
+    return scale_RG, found_RC, saved_R
+
+
+def _refit_group(
+    scale_R: Tensor,
+    found_RK: Tensor,
+    change_RC: Tensor,
+    columns: slice,
+    hessian_CC: Tensor,
+    added_1: Tensor,
+    stored: torch.dtype,
+) -> Tensor:
+    """Refit a group's scales, values and changes in place; return the change of the loss."""
+    codes_RK = (found_RK / scale_R.unsqueeze(-1)).nan_to_num_()
+    # H is symmetric, and its rows are contiguous
+    change_RK, hessian_CK = change_RC[..., columns], hessian_CC[..., columns, :].mT
+    slope_RK = matmul(change_RC, hessian_CK, fewest=OFTEN_ALIKE) + added_1 * change_RK
+    bent_RK = matmul(codes_RK, hessian_CK[..., columns, :]) + added_1 * codes_RK
+    slope_R = (slope_RK * codes_RK).sum(-1)
+    curvature_R = (bent_RK * codes_RK).sum(-1)
+    new_R = (scale_R - (slope_R / curvature_R).nan_to_num_(0, 0, 0)).to(stored).float()
+    moved_R = new_R - scale_R
+    gain_R = slope_R * moved_R + 0.5 * curvature_R * moved_R**2
+    better_R = (gain_R < 0) & (new_R > 0)
+    moved_R = moved_R.where(better_R, 0)
+    scale_R += moved_R
+    moved_RK = moved_R.unsqueeze(-1) * codes_RK
+    found_RK += moved_RK
+    change_RK += moved_RK
+    return gain_R.where(better_R, 0)
+
+
+def _spans(group_of_column_C: Tensor) -> Iterator[tuple[int, slice]]:
+    """Each group with its columns as a slice, since indexing would copy."""
+    lo = 0
+    for g, members in itertools.groupby(group_of_column_C.tolist()):
+        hi = lo + len(list(members))
+        yield g, slice(lo, hi)
+        lo = hi
+
+
+# --------------------
+# The optimal value of each weight, given the codes of all others.
+
+
+def conditional_optimum(
+    weight_RC: Tensor, rounded_RC: Tensor, hessian_CC: Tensor, *, dampening: float = 0.0
+) -> Tensor:
+    r"""The minimum of ``tr(D H Dᵀ)``, D = Q − W, over each single weight.
+
+    .. math:: \tilde w_c = q_c - (D H)_c / H_{cc}
+
+    Once coordinate descent (:func:`llmcompressor.numerics.gptq.coordinate_descent`) has converged,
+    each of
+    them rounds to its own code; its distance from the middle between two codes determines the cost
+    of the other code.
+
+    Args:
+        weight_RC: W, float32 ``[..., R, C]``.
+        rounded_RC: Q, float32 ``[..., R, C]``.
+        hessian_CC: H, float32 ``[..., C, C]``.
+        dampening: added to the diagonal of H, as a fraction of its mean, more than 0 if columns
+            are dead.
+
+    With a diagonal H it is the weight itself:
+
+    >>> import torch
+    >>> W, Q = torch.tensor([[0.4, 0.9]]), torch.tensor([[0.0, 1.0]])
+    >>> conditional_optimum(W, Q, torch.eye(2))
+    tensor([[0.4000, 0.9000]])
+    """
+    change_RC = rounded_RC - weight_RC
+    added_1 = ridge(hessian_CC, dampening).unsqueeze(-1)
+    slope_RC = matmul(change_RC, hessian_CC, fewest=OFTEN_ALIKE).addcmul_(change_RC, added_1)
+    curvature_C = hessian_CC.diagonal(dim1=-2, dim2=-1).unsqueeze(-2) + added_1
+    return rounded_RC - slope_RC / curvature_C
+
+
+# --------------------
+# Asymmetric calibration: weights that correct the error of the compressed model's inputs.
+#
+# In the original model a Linear gets inputs X; in the compressed one, whose earlier layers are
+# already rounded, it gets Y. Its target output is still W X. Minimizing
+#
+# .. math:: \lVert Y Q^\top - X W^\top \rVert_F^2  \qquad (\text{rows of } X, Y \text{ are tokens})
+#
+# over real-valued Q, with a ridge towards W, gives the weight to round instead of W:
+#
+# .. math:: W^* = W + W \left[ (G + \lambda I)^{-1} C \right]^\top,
+#       \qquad G = Y^\top Y,\; C = Y^\top (X - Y),\;
+#       \lambda = \text{ridge} \cdot \operatorname{mean}(\operatorname{diag} G).
+#
+# The ordinary sweep of W* on G then does the rest. Compare GPTAQ (arXiv:2504.02692, Eq. 9) and
+# Qronos (arXiv:2505.11695); the difference X − Y is accumulated, and not YᵀX, because it is small
+# and YᵀX − YᵀY would cancel.
+
+
+def ridge_for_tokens(ridge: float, gram_CC: Tensor, tokens: Sequence[int]) -> float | Tensor:
+    """The ridge for a number of tokens: at least C / T.
+
+    (G + λI)⁻¹C is a regression on C inputs from T tokens. With few tokens it fits their noise, and
+    its variance grows with C / T.
+
+    Args:
+        ridge: the requested ridge, as a fraction of the mean diagonal.
+        gram_CC: ``[C, C]``, or ``[B, C, C]`` with B numbers of tokens.
+        tokens: tokens of each Gram matrix, at least 1.
+
+    >>> import torch
+    >>> ridge_for_tokens(0.05, torch.eye(4), [40]), ridge_for_tokens(0.05, torch.eye(4), [4000])
+    (0.1, 0.05)
+    """
+    each = [max(ridge, gram_CC.shape[-1] / number) for number in tokens]
+    return each[0] if gram_CC.ndim == 2 else gram_CC.new_tensor(each).unsqueeze(-1)
+
+
+def corrected_weight(
+    weight_RC: Tensor, gram_CC: Tensor, cross_CC: Tensor, ridge: float | Tensor
+) -> Tensor:
+    """The weight W* whose outputs on Y approximate those of W on X.
+
+    Args:
+        weight_RC: W, float32 ``[..., R, C]``.
+        gram_CC: ``G = YᵀY``, float32 ``[..., C, C]``.
+        cross_CC: ``C = Yᵀ(X − Y)``, float32 ``[..., C, C]``; rows belong to Y.
+        ridge: λ as a fraction of the mean of the diagonal of G, more than 0; of each matrix
+            ``[..., 1]``.
+
+    Raises:
+        SingularHessianError: if ``G + λI`` is not positive definite.
+
+    With X = Y there is no correction:
+
+    >>> import torch
+    >>> W, Y = torch.ones(1, 2), torch.eye(2)
+    >>> corrected_weight(W, Y.T @ Y, Y.T @ (Y - Y), 0.01)
+    tensor([[1., 1.]])
+    """
+    lower_CC = _factored(gram_CC, ridge)
+    # R right-hand sides instead of C: (G + λ)⁻¹ C Wᵀ, the product first.
+    change_CR = parallel_matmul(cross_CC, weight_RC.mT)
+    return weight_RC + FactoredSolver(lower_CC).solve_(change_CR).mT
+
+
+def _factored(gram_CC: Tensor, ridge: float | Tensor) -> Tensor:
+    lower_CC = cholesky(damp(gram_CC, ridge), overwrite=True)
+    if lower_CC is None:
+        raise SingularHessianError("The Gram matrix with its ridge is not positive definite.")
+    return lower_CC
+
+
+def corrected_weight_with_retries(
+    weight_RC: Tensor, gram_CC: Tensor, cross_CC: Tensor, ridge: float | Tensor, *, steps: int = 4
+) -> Tensor:
+    """The same as :func:`corrected_weight`, with 10, 100, … times the ridge if it is too small.
+
+    Args:
+        weight_RC: W, float32 ``[..., R, C]``.
+        gram_CC: G, float32 ``[..., C, C]``.
+        cross_CC: C, float32 ``[..., C, C]``.
+        ridge: the first value.
+        steps: number of values to try.
+
+    Raises:
+        SingularHessianError: if all of them fail.
+    """
+    for step in range(steps - 1):
+        with contextlib.suppress(SingularHessianError):
+            return corrected_weight(weight_RC, gram_CC, cross_CC, ridge * 10**step)
+    return corrected_weight(weight_RC, gram_CC, cross_CC, ridge * 10 ** (steps - 1))
+
+
+def residual_corrected_weight(
+    weight_RC: Tensor,
+    gram_CC: Tensor,
+    missing_CR: Tensor,
+    ridge: float | Tensor,
+    *,
+    steps: int = 4,
+) -> Tensor:
+    """The weight that also compensates for a residual E of the sum to which its output is added.
+
+    With E the residual of each token: ``W + [(G + λI)⁻¹ Yᵀ E]ᵀ``, the minimum of
+    ``‖Y (Q − W)ᵀ − E‖²`` with a ridge towards W.
+
+    Args:
+        weight_RC: W, float32 ``[..., R, C]``.
+        gram_CC: ``G = YᵀY``, float32 ``[..., C, C]``.
+        missing_CR: ``YᵀE``, float32 ``[..., C, R]``; not changed.
+        ridge: λ as a fraction of the mean diagonal, more than 0; the first value.
+        steps: number of values to try, each ten times the one before.
+
+    Raises:
+        SingularHessianError: if all of them fail.
+
+    >>> import torch
+    >>> W, Y, E = torch.zeros(1, 2), torch.eye(2), torch.tensor([[3.0], [6.0]])
+    >>> residual_corrected_weight(W, Y.T @ Y, Y.T @ E, 0.5).round(decimals=4)
+    tensor([[2., 4.]])
+    """
+    for step in range(steps):
+        with contextlib.suppress(SingularHessianError):
+            lower_CC = _factored(gram_CC, ridge * 10**step)
+            return weight_RC + FactoredSolver(lower_CC).solve_(missing_CR.clone()).mT
+    raise SingularHessianError("The Gram matrix with its ridge is not positive definite.")

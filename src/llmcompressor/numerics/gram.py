@@ -17,7 +17,7 @@ float64            in float64, on any device
 
 The cross product (:func:`add_cross_product`) has no symmetry to exploit; its operands and sums are
 the same. It only corrects the weight, but a 16-bit result per chunk costs quality. If a weight has
-few rows (R), its output residual (:func:`add_missing_product`) takes ``2 R C`` multiplications per
+few rows (R), its output residual (:func:`add_residual_product`) takes ``2 R C`` multiplications per
 token in place of ``C²``.
 """
 
@@ -31,12 +31,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from llmcompressor.threads import each_on_one_thread
+from llmcompressor.runtime.threads import parallel_for
 
 __all__ = [
     "TokenBuffer",
     "add_cross_product",
-    "add_missing_product",
+    "add_residual_product",
     "add_symmetric_product",
     "add_upper_product",
     "mirror_upper_",
@@ -106,10 +106,10 @@ def _add_by_rows(total_CC: Tensor, left_TC: Tensor, right_TC: Tensor, *, upper: 
     float32, and processors with such instructions are up to four times as fast.
     """
     lefts, rights = (torch.split(one, _WIDE_TOKENS) for one in (left_TC, right_TC))
-    with _products_of(left_TC.dtype, total_CC.dtype):
+    with _allow_bfloat16_products(left_TC.dtype, total_CC.dtype):
         for left, right in zip(lefts, rights, strict=True):
-            wide_TC = _even(left).to(total_CC.dtype)
-            other_TC = wide_TC if right_TC is left_TC else _even(right).to(total_CC.dtype)
+            wide_TC = _pad_tokens(left).to(total_CC.dtype)
+            other_TC = wide_TC if right_TC is left_TC else _pad_tokens(right).to(total_CC.dtype)
 
             def add(
                 span: tuple[int, int], wide_TC: Tensor = wide_TC, other_TC: Tensor = other_TC
@@ -118,10 +118,10 @@ def _add_by_rows(total_CC: Tensor, left_TC: Tensor, right_TC: Tensor, *, upper: 
                 first = lo if upper else 0
                 total_CC[lo:hi, first:].addmm_(wide_TC[:, lo:hi].T, other_TC[:, first:])
 
-            each_on_one_thread(add, _spans(len(total_CC)))
+            parallel_for(add, _spans(len(total_CC)))
 
 
-def _even(tokens_TC: Tensor) -> Tensor:
+def _pad_tokens(tokens_TC: Tensor) -> Tensor:
     """The tokens, padded with rows of zeros, which add nothing to a sum over tokens."""
     lacking = -len(tokens_TC) % _EVEN_TOKENS
     return functional.pad(tokens_TC, (0, 0, 0, lacking)) if lacking else tokens_TC
@@ -134,7 +134,7 @@ def _spans(columns: int) -> list[tuple[int, int]]:
 
 
 @contextlib.contextmanager
-def _products_of(operands: torch.dtype, sums: torch.dtype) -> Iterator[None]:
+def _allow_bfloat16_products(operands: torch.dtype, sums: torch.dtype) -> Iterator[None]:
     """Allow bfloat16 operands in float32 products on a CPU that supports it, if they are exact."""
     if operands != torch.bfloat16 or sums != torch.float32:
         yield
@@ -164,7 +164,7 @@ def add_cross_product(cross_CC: Tensor, input_TC: Tensor, difference_TC: Tensor)
         cross_CC.addmm_(input_TC.to(cross_CC.dtype).T, difference_TC.to(cross_CC.dtype))
 
 
-def add_missing_product(
+def add_residual_product(
     missing_RC: Tensor, weight_RC: Tensor, input_TC: Tensor, difference_TC: Tensor
 ) -> None:
     """Add ``W (X − Y)ᵀ Y``, the output residual by input column, to ``missing_RC`` in place.
@@ -183,9 +183,12 @@ def add_missing_product(
         missing_RC += torch.mm(lacking_TR.T, input_TC, out_dtype=torch.float32)
         return
     inputs, differences = (torch.split(one, _WIDE_TOKENS) for one in (input_TC, difference_TC))
-    with _products_of(input_TC.dtype, missing_RC.dtype):
+    with _allow_bfloat16_products(input_TC.dtype, missing_RC.dtype):
         for input_SC, difference_SC in zip(inputs, differences, strict=True):
-            wide_SC, change_SC = _even(input_SC).to(missing_RC.dtype), _even(difference_SC)
+            wide_SC, change_SC = (
+                _pad_tokens(input_SC).to(missing_RC.dtype),
+                _pad_tokens(difference_SC),
+            )
 
             def add(
                 span: tuple[int, int], wide_SC: Tensor = wide_SC, change_SC: Tensor = change_SC
@@ -196,7 +199,7 @@ def add_missing_product(
 
             spans = _spans(len(missing_RC))
             if input_TC.device.type == "cpu":
-                each_on_one_thread(add, spans)
+                parallel_for(add, spans)
             else:
                 add((0, len(missing_RC)))
 

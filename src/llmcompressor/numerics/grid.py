@@ -154,7 +154,7 @@ class Grid:
         return 2.0 ** (math.floor(math.log2(self.qmax)) - self.floats.mantissa)
 
     @property
-    def is_fine(self) -> bool:
+    def needs_float32(self) -> bool:
         """True if 16-bit floats do not resolve all members, such as 32767 and 32768.
 
         Values are then divided in float32: loaders never divide a weight, they only multiply codes.
@@ -193,9 +193,9 @@ class Grid:
     def quotients(self, x: Tensor, scale: Tensor, zero: Tensor | None = None) -> Tensor:
         """A new tensor x / scale + zero, neither clamped nor rounded.
 
-        In float32 if the dtype of ``x`` does not resolve the codes (:attr:`is_fine`).
+        In float32 if the dtype of ``x`` does not resolve the codes (:attr:`needs_float32`).
         """
-        if self.is_fine and x.dtype in _HALF_DTYPES:
+        if self.needs_float32 and x.dtype in _HALF_DTYPES:
             x, scale = x.float(), scale.float()
         # converted first: dividing mixed dtypes is ten times as slow on a CPU
         wide = x.to(torch.result_type(x, scale))

@@ -23,14 +23,14 @@ import torch
 from torch import Tensor
 
 from llmcompressor.numerics.cholesky import cholesky
-from llmcompressor.threads import each_span
+from llmcompressor.runtime.threads import parallel_spans
 
 __all__ = [
-    "Damped",
+    "DampedFactor",
     "SingularHessianError",
     "damp",
     "dead_columns",
-    "raise_dampening",
+    "factorize_with_rising_dampening",
     "ridge",
     "upper_factor",
 ]
@@ -43,8 +43,8 @@ class SingularHessianError(ArithmeticError):
     """The damped Hessian has no Cholesky factor: it is not positive definite, or not finite."""
 
 
-class Damped(NamedTuple):
-    """The result of :func:`raise_dampening`: the factor and its dampening."""
+class DampedFactor(NamedTuple):
+    """The result of :func:`factorize_with_rising_dampening`: the factor and its dampening."""
 
     factor_CC: Tensor
     """Upper triangular R, float32 or float64, ``[..., C, C]``."""
@@ -71,14 +71,14 @@ def damp(hessian_CC: Tensor, dampening: float | Tensor) -> Tensor:
 
 def ridge(hessian_CC: Tensor, dampening: float | Tensor) -> Tensor:
     """λ: ``dampening`` times the mean of the diagonal, with 1 for dead columns; ``[..., 1]``."""
-    return dampening * _lively_diagonal(hessian_CC).mean(dim=-1, keepdim=True)
+    return dampening * _diagonal_with_live_columns(hessian_CC).mean(dim=-1, keepdim=True)
 
 
 def _damped_diagonal(hessian_CC: Tensor, dampening: float | Tensor) -> Tensor:
-    return _lively_diagonal(hessian_CC) + ridge(hessian_CC, dampening)
+    return _diagonal_with_live_columns(hessian_CC) + ridge(hessian_CC, dampening)
 
 
-def _lively_diagonal(hessian_CC: Tensor) -> Tensor:
+def _diagonal_with_live_columns(hessian_CC: Tensor) -> Tensor:
     """The diagonal, with 1 for dead columns."""
     diagonal_C = hessian_CC.diagonal(dim1=-2, dim2=-1)
     return diagonal_C.masked_fill(diagonal_C == 0, 1)
@@ -125,9 +125,9 @@ def _reverse_(values_N: Tensor) -> Tensor:
     return values_N
 
 
-def raise_dampening(
+def factorize_with_rising_dampening(
     hessian_CC: Tensor, dampening: float, *, order_C: Tensor | None = None, steps: int = 4
-) -> Damped:
+) -> DampedFactor:
     """Factorize with ``dampening``, then with 10, 100, … times as much until it succeeds.
 
     Args:
@@ -143,7 +143,7 @@ def raise_dampening(
     for step in range(steps):
         try:
             reversed_CC = _reversed(hessian_CC, order_C, fraction)
-            return Damped(_factor_of_reversed(reversed_CC), fraction)
+            return DampedFactor(_factor_of_reversed(reversed_CC), fraction)
         except SingularHessianError:
             if step == steps - 1:
                 raise
@@ -164,7 +164,7 @@ def _permuted(hessian_CC: Tensor, order_C: Tensor) -> Tensor:
         part_SC = hessian_CC.gather(-2, wide_SC)
         permuted_CC[..., rows, :] = part_SC.gather(-1, order_C.unsqueeze(-2).expand_as(part_SC))
 
-    each_span(permute, hessian_CC.shape[-2], hessian_CC.device)
+    parallel_spans(permute, hessian_CC.shape[-2], hessian_CC.device)
     return permuted_CC
 
 

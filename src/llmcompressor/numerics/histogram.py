@@ -26,7 +26,7 @@ from llmcompressor.errors import InputError
 from llmcompressor.numerics.grid import Grid
 from llmcompressor.numerics.scales import scales_from_range
 
-__all__ = ["Histogram", "entropy_range", "few_ranges_tried", "mse_range", "percentile_range"]
+__all__ = ["Histogram", "entropy_range", "mse_range", "percentile_range", "try_few_ranges"]
 
 _LEAST_EXPONENT = -126
 _CHUNK_ELEMENTS = 1 << 22
@@ -42,7 +42,7 @@ _tried = ContextVar("ranges tried", default=_RANGES_TRIED)
 
 
 @contextmanager
-def few_ranges_tried() -> Iterator[None]:
+def try_few_ranges() -> Iterator[None]:
     """Context manager: try only a few ranges, with the memory of the full search in less time.
 
     The result is not the best range; this is for measuring the memory of a search.
@@ -111,7 +111,7 @@ class Histogram:
         """The histogram with further values, [S, N]."""
         return self.merge(Histogram.of(values_SN, self.bins))
 
-    def some(self, rows: slice) -> Histogram:
+    def select_scales(self, rows: slice) -> Histogram:
         """The histogram of the scales in ``rows``."""
         return Histogram(self.counts[rows], self.exponent[rows], self.low[rows], self.high[rows])
 
@@ -242,14 +242,16 @@ def _best_range(
     """
     rows = max(_CELLS_AT_ONCE // (2 * histogram.bins), 1)
     parts = [
-        _best_of_some(histogram.some(slice(top, top + rows)), grid, error, least=least)
+        _best_range_of_chunk(
+            histogram.select_scales(slice(top, top + rows)), grid, error, least=least
+        )
         for top in range(0, len(histogram.low), rows)
     ]
     low_S, high_S = (torch.cat(each) for each in zip(*parts, strict=True))
     return low_S, high_S
 
 
-def _best_of_some(
+def _best_range_of_chunk(
     histogram: Histogram, grid: Grid, error: _Error, *, least: float
 ) -> tuple[Tensor, Tensor]:
     floor_S, ceiling_S = histogram.low.clamp(max=0.0), histogram.high.clamp(min=0.0)

@@ -36,27 +36,177 @@ import torch
 from torch import Tensor
 
 from llmcompressor.errors import InputError
-from llmcompressor.numerics.selection import Pool, find_cut, take
 
 __all__ = [
     "Blocks",
+    "LazyWeight",
     "NofM",
+    "Pool",
+    "SelectionThreshold",
+    "Share",
     "Slices",
-    "Source",
+    "Sparsity",
     "Structure",
     "Unstructured",
+    "find_threshold",
     "grow_masks",
+    "keep_mask",
+    "keep_mask_by_group",
+    "keep_mask_by_row",
+    "linear",
+    "multi_step",
+    "num_zeros",
     "parse_structure",
-    "zeros_of",
+    "polynomial",
+    "polynomial_decay",
+    "progress",
+    "select_below",
 ]
+
+
+# --------------------
+# Radix selection of the smallest scores within an exact budget, in bounded memory.
+#
+# The bits of a non-negative float, read as an integer, have the order of the floats. So the
+# threshold is found digit by digit (radix selection, 16 bits a digit): count how often each first
+# digit occurs, find the one in which the budget ends, count the second digits of the scores that
+# begin with it, and so on. Every score is read once per digit, in chunks and one pool after
+# another; nothing is sorted, joined or kept except 65 536 counts. Counts are integers, so the
+# result depends neither on the device nor on the chunks.
+#
+# Ties: scores are taken in the order of the pools, and within one by position in memory.
+#
+# Shapes: U units of one pool.
+
+_SELECTION_CHUNK = 1 << 22
+_CPU_CHUNK_ELEMENTS = 1 << 19
+"""On a CPU, where what is made of a chunk should fit into the cache."""
+_DIGIT = 16
+_KEYS = {torch.float32: torch.int32, torch.float64: torch.int64}
+_LARGEST_KEY = 1 << 63
+
+
+@dataclass(frozen=True)
+class Pool:
+    """Units of one tensor from which the smallest are selected.
+
+    Attributes:
+        score_U: floating dtype, any shape; the absolute value counts. No NaN.
+        free_U: bool, same shape; false for units that may not be selected.
+        size: cost of one unit in the budget.
+    """
+
+    score_U: Tensor
+    free_U: Tensor
+    size: int = 1
+
+
+@dataclass(frozen=True)
+class SelectionThreshold:
+    """The threshold at which a budget is exhausted.
+
+    Attributes:
+        key: units with a smaller key are selected.
+        spare: remaining budget for units with exactly this key.
+        dtype: float32 or float64, whose bits the keys are.
+    """
+
+    key: int
+    spare: int
+    dtype: torch.dtype
+
+
+def find_threshold(
+    pools: Callable[[], Iterable[Pool]], budget: int, dtype: torch.dtype
+) -> SelectionThreshold:
+    """Find the score at which ``budget`` is exhausted, from the smallest score on.
+
+    A unit that does not fit ends the selection: the next one is not tried in its place.
+
+    Args:
+        pools: called once per digit, so that pools can be computed one at a time.
+        budget: sum of the sizes that may be selected.
+        dtype: float32 or float64; scores are compared in it.
+
+    Returns:
+        The cut; :func:`take` of every pool, in the same order, selects the units.
+    """
+    if budget <= 0:
+        return SelectionThreshold(0, 0, dtype)
+    key, spare = 0, budget
+    bits = torch.finfo(dtype).bits
+    for shift in range(bits - _DIGIT, -1, -_DIGIT):
+        counts = torch.zeros(1 << _DIGIT, dtype=torch.int64)
+        for pool in pools():
+            counts += _digit_counts(pool, key, shift, dtype).cpu() * pool.size
+        sums = counts.cumsum(0)
+        digit = int(torch.searchsorted(sums, spare, right=True))
+        if digit == len(sums):
+            return SelectionThreshold(
+                _LARGEST_KEY, 0, dtype
+            )  # all fit; so it is only for the first digit
+        spare -= int(sums[digit - 1]) if digit else 0
+        key = (key << _DIGIT) | digit
+    return SelectionThreshold(key, spare, dtype)
+
+
+def select_below(pool: Pool, cut: SelectionThreshold) -> tuple[Tensor, SelectionThreshold]:
+    """Select the units of ``pool`` below the cut.
+
+    Returns:
+        Bool of the pool's shape, and the cut for the next pool, with the remaining budget.
+    """
+    taken_U = torch.zeros_like(pool.free_U, memory_format=torch.contiguous_format)
+    flat_U, spare = taken_U.view(-1), cut.spare
+    for at, key_U, free_U in _chunks(pool, cut.dtype):
+        if cut.key == _LARGEST_KEY:
+            flat_U[at] = free_U
+            continue
+        chosen_U = (key_U < cut.key) & free_U
+        if spare >= pool.size:
+            level_U = (key_U == cut.key) & free_U
+            found = int(level_U.sum())
+            fit = min(found, spare // pool.size)
+            if fit < found:
+                level_U[level_U.nonzero()[fit:]] = False
+            chosen_U |= level_U
+            spare -= fit * pool.size
+        flat_U[at] = chosen_U
+    return taken_U, SelectionThreshold(cut.key, spare, cut.dtype)
+
+
+def _digit_counts(pool: Pool, prefix: int, shift: int, dtype: torch.dtype) -> Tensor:
+    """Count of each digit that follows ``prefix`` in the keys of the free units, int64 [2^16]."""
+    counts = torch.zeros(1 << _DIGIT, dtype=torch.int64, device=pool.score_U.device)
+    first = shift == torch.finfo(dtype).bits - _DIGIT
+    for _, key_U, free_U in _chunks(pool, dtype):
+        head_U = key_U >> shift
+        counted_U = free_U if first else free_U & ((head_U >> _DIGIT) == prefix)
+        digit_U = (head_U & ((1 << _DIGIT) - 1))[counted_U]
+        counts += torch.bincount(digit_U, minlength=1 << _DIGIT)
+    return counts
+
+
+def _chunks(pool: Pool, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor, Tensor]]:
+    """Positions, keys (int32 or int64) and free masks of a bounded number of units at a time."""
+    score_U, free_U = pool.score_U.reshape(-1), pool.free_U.reshape(-1)
+    step = _CPU_CHUNK_ELEMENTS if score_U.device.type == "cpu" else _SELECTION_CHUNK
+    for low in range(0, len(score_U), step):
+        at = slice(low, low + step)
+        # abs() clears the sign, so that zero has one key; the copy also makes it contiguous.
+        yield at, score_U[at].to(dtype).abs().view(_KEYS[dtype]), free_U[at]
+
+
+# --------------------
+# Magnitude pruning masks: zero the weights of least magnitude, singly or in structures.
 
 _CHUNK_ELEMENTS = 1 << 20
 
 
-def zeros_of(sparsity: float, units: int) -> int:
+def num_zeros(sparsity: float, units: int) -> int:
     """Number of zeros among ``units`` at a sparsity in [0, 1].
 
-    >>> zeros_of(0.5, 10), zeros_of(0.26, 10), zeros_of(1.0, 10)
+    >>> num_zeros(0.5, 10), num_zeros(0.26, 10), num_zeros(1.0, 10)
     (5, 3, 10)
     """
     return min(units, round(sparsity * units))
@@ -252,7 +402,7 @@ def parse_structure(text: str) -> Structure:
 
 
 @dataclass(frozen=True)
-class Source:
+class LazyWeight:
     """A weight that is loaded when it is needed.
 
     Attributes:
@@ -268,7 +418,7 @@ class Source:
     read: Callable[[], tuple[Tensor, Tensor | None]]
 
     @classmethod
-    def of(cls, weight: Tensor, pruned: Tensor | None = None) -> Source:
+    def of(cls, weight: Tensor, pruned: Tensor | None = None) -> LazyWeight:
         """A source for a weight in memory."""
         zeros = 0 if pruned is None else int(pruned.sum())
         return cls(weight.shape, weight.dtype, zeros, lambda: (weight, pruned))
@@ -276,7 +426,7 @@ class Source:
 
 @torch.no_grad()
 def grow_masks(
-    sources: Sequence[Source], structure: Structure, sparsity: float
+    sources: Sequence[LazyWeight], structure: Structure, sparsity: float
 ) -> Iterator[Tensor]:
     """Masks under which the weights together have a sparsity, by increasing magnitude.
 
@@ -295,7 +445,7 @@ def grow_masks(
     """
     weights = sum(math.prod(source.shape) for source in sources)
     unit = math.gcd(*(structure.unit(source.shape) for source in sources))
-    budget = zeros_of(sparsity, weights // unit) * unit - sum(source.zeros for source in sources)
+    budget = num_zeros(sparsity, weights // unit) * unit - sum(source.zeros for source in sources)
     wide = any(source.dtype == torch.float64 for source in sources)
 
     # The pool of a single weight is kept; those of many would not fit into memory together.
@@ -304,10 +454,10 @@ def grow_masks(
     def pools() -> Iterable[Pool]:
         return kept or (structure.pool(*source.read()) for source in sources)
 
-    cut = find_cut(pools, budget, torch.float64 if wide else torch.float32)
+    cut = find_threshold(pools, budget, torch.float64 if wide else torch.float32)
     for source in sources:
         weight, pruned = source.read()
-        taken_U, cut = take(kept[0] if kept else structure.pool(weight, pruned), cut)
+        taken_U, cut = select_below(kept[0] if kept else structure.pool(weight, pruned), cut)
         mask = structure.spread(taken_U, weight.shape)
         yield mask if pruned is None else mask | pruned
 
@@ -328,3 +478,236 @@ def _unpruned(pruned: Tensor | None, dims: Sequence[int], score_U: Tensor) -> Te
     if pruned is None:
         return torch.ones_like(score_U, dtype=torch.bool)
     return ~pruned.amax(dim=list(dims))
+
+
+# --------------------
+# Sparsity schedules of a training, in closed form.
+#
+# With s_i the sparsity at the start, s_f that at the end and t in [0, 1] the progress:
+#
+# ===================  ====================================================
+# linear               s_i + (s_f - s_i) t
+# polynomial           s_i + (s_f - s_i) t^k
+# polynomial_decay     s_f + (s_i - s_f) (1 - t)^k
+# multi_step           the sparsity of the last step that was reached
+# ===================  ====================================================
+#
+# ``polynomial_decay`` with k = 3 is the cubic schedule of Zhu & Gupta, *To prune, or not to prune*
+# (arXiv:1710.01878), eq. 1: fast at first, when many weights are redundant, slow in the end. There
+# t = (i - start) / (n dt). All are exact at both ends, independent of rounding in between.
+
+
+def progress(index: float, start: float, end: float) -> float:
+    """The fraction of the window from ``start`` to ``end`` completed at ``index``, in [0, 1].
+
+    All three have the same unit, epochs or steps. An empty window is a jump.
+
+    >>> progress(3, 2, 4), progress(1, 2, 4), progress(9, 2, 4)
+    (0.5, 0.0, 1.0)
+    >>> progress(1.9, 2, 2), progress(2, 2, 2)
+    (0.0, 1.0)
+    """
+    if index >= end:
+        return 1.0
+    return max(0.0, (index - start) / (end - start)) if index > start else 0.0
+
+
+def linear(t: float, init: float, final: float) -> float:
+    """Linear schedule: the same increase at every step.
+
+    >>> linear(0.5, 0.25, 0.75)
+    0.5
+    """
+    return _interpolate(init, final, t)
+
+
+def polynomial(t: float, init: float, final: float, exponent: float = 2.0) -> float:
+    """Polynomial schedule: slow at first, fast in the end, for an exponent above 1.
+
+    >>> polynomial(0.5, 0.0, 0.8), polynomial(0.5, 0.0, 0.8, exponent=1)
+    (0.2, 0.4)
+    """
+    return _interpolate(init, final, t**exponent)
+
+
+def polynomial_decay(t: float, init: float, final: float, exponent: float = 3.0) -> float:
+    """Polynomial decay: fast at first, slow in the end, for an exponent above 1; cubic by default.
+
+    >>> polynomial_decay(0.5, 0.0, 1.0), polynomial_decay(0.5, 0.0, 1.0, exponent=1)
+    (0.875, 0.5)
+    """
+    return _interpolate(init, final, 1.0 - (1.0 - t) ** exponent)
+
+
+def multi_step(index: float, steps: Iterable[tuple[float, float]], init: float) -> float:
+    """Step schedule: the sparsity of the last of ``steps`` already reached, else ``init``.
+
+    Args:
+        index: current position in the training.
+        steps: pairs of an index and the sparsity from there on, in any order.
+        init: the sparsity before the first.
+
+    >>> [multi_step(i, [(2, 0.5), (4, 0.75)], 0.1) for i in (1, 2, 3.9, 4)]
+    [0.1, 0.5, 0.5, 0.75]
+    """
+    behind = [(at, sparsity) for at, sparsity in steps if at <= index]
+    return max(behind, key=lambda step: step[0])[1] if behind else init
+
+
+def _interpolate(init: float, final: float, share: float) -> float:
+    """Interpolate with exact ends: ``init`` at share 0 and ``final`` at share 1."""
+    return final if share >= 1.0 else init + (final - init) * share
+
+
+# --------------------
+# Selection of the weights to keep by score, with an exact number of zeros.
+#
+# Scores are transposed (``[..., C, R]``), as the solvers hold a weight, and the rows of several
+# weights may be stacked: each of them (a :class:`Share`) has its own sparsity.
+#
+# Shapes: R rows, C columns; M weights of a group, N of them zero; S rows of one share.
+
+
+@dataclass(frozen=True)
+class Share:
+    """Some rows of a stack, and the fraction of their weights that is to be zero."""
+
+    rows: int
+    sparsity: float
+
+
+@dataclass(frozen=True)
+class Sparsity:
+    """The target sparsity of a stack of weights.
+
+    Attributes:
+        shares: sparsities of its rows, from the first on.
+        group: N zeros in each M consecutive weights of a row, overriding the shares; ``None`` for
+            zeros anywhere.
+    """
+
+    shares: tuple[Share, ...]
+    group: NofM | None = None
+
+    def spans(self) -> Iterator[tuple[slice, float]]:
+        """The rows of each share, and its sparsity."""
+        start = 0
+        for share in self.shares:
+            yield slice(start, start + share.rows), share.sparsity
+            start += share.rows
+
+    def zeros(self, columns: int) -> list[int]:
+        """Number of zeros of each share in its first ``columns``."""
+        return [num_zeros(share.sparsity, share.rows * columns) for share in self.shares]
+
+
+def keep_mask(
+    score_CR: Tensor,
+    sparsity: Sparsity,
+    *,
+    gone_CR: Tensor | None = None,
+    budgets: Sequence[int] | None = None,
+) -> Tensor:
+    """Keep the weights with the highest scores in each share, or in each group of it.
+
+    Args:
+        score_CR: at least 0 and finite, float32 ``[..., C, R]``.
+        sparsity: the number of weights to remove.
+        gone_CR: bool, same shape: weights that are zero in any case, included in the number.
+        budgets: number of weights to remove of each share, for every member of a batch; by default
+            from ``sparsity``.
+
+    Returns:
+        Bool ``[..., C, R]``, true for kept weights. Of equal scores the first in memory are
+        removed.
+
+    >>> score = torch.tensor([[3.0], [1.0], [2.0], [4.0]])
+    >>> keep_mask(score, Sparsity((Share(1, 0.5),), NofM(2, 4))).flatten().tolist()
+    [True, False, False, True]
+    """
+    if sparsity.group is not None:
+        return keep_mask_by_group(score_CR, sparsity.group, gone_CR).bool()
+    kept_CR = torch.empty_like(score_CR, dtype=torch.bool)
+    if budgets is None:
+        budgets = sparsity.zeros(score_CR.shape[-2])
+    flat = (-1, *score_CR.shape[-2:])
+    gone_BCR = None if gone_CR is None else gone_CR.view(flat)
+    pairs = zip(score_CR.reshape(flat), kept_CR.view(flat), strict=True)
+    for batch, (each_CR, kept) in enumerate(pairs):
+        for (rows, _), budget in zip(sparsity.spans(), budgets, strict=True):
+            score_CS = each_CR[:, rows]
+            free_CS = torch.ones_like(score_CS, dtype=torch.bool)
+            if gone_BCR is not None:
+                free_CS = ~gone_BCR[batch, :, rows]
+                budget -= free_CS.numel() - int(free_CS.sum())  # noqa: PLW2901 - what is left
+            kept[:, rows] = free_CS & ~_least(score_CS, free_CS, budget)
+    return kept_CR
+
+
+def _least(score_CS: Tensor, free_CS: Tensor, budget: int) -> Tensor:
+    pool = Pool(score_CS, free_CS)
+    return select_below(pool, find_threshold(lambda: [pool], budget, torch.float32))[0]
+
+
+def keep_mask_by_row(score_RC: Tensor, sparsity: float, gone_RC: Tensor | None = None) -> Tensor:
+    """Keep the weights with the highest scores in each row; every row loses equally many.
+
+    Args:
+        score_RC: at least 0, ``[..., R, C]``.
+        sparsity: the fraction of a row that is to be zero.
+        gone_RC: bool, same shape: weights that are zero in any case, included in the number.
+
+    >>> keep_mask_by_row(torch.tensor([[3.0, 1.0], [5.0, 6.0]]), 0.5).tolist()
+    [[True, False], [False, True]]
+    """
+    if gone_RC is not None:
+        score_RC = score_RC.masked_fill(gone_RC, -1)
+    zeros = num_zeros(sparsity, score_RC.shape[-1])
+    least_RZ = score_RC.topk(zeros, dim=-1, largest=False, sorted=False).indices
+    kept_RC = torch.ones_like(score_RC, dtype=torch.bool).scatter_(-1, least_RZ, False)
+    return kept_RC if gone_RC is None else kept_RC & ~gone_RC
+
+
+def keep_mask_by_group(score_CR: Tensor, group: NofM, gone_CR: Tensor | None = None) -> Tensor:
+    """Mask of 1 for kept weights: all but the N lowest scores of each group of M columns.
+
+    Of equal scores the first are removed. Computed by M (M - 1) / 2 comparisons of whole columns,
+    which needs no sorting and reads memory in order. The mask is numeric and not bool, since a CPU
+    vectorizes only numbers here.
+
+    Args:
+        score_CR: at least 0, floating ``[..., C, R]``; M divides C.
+        group: N and M.
+        gone_CR: bool, same shape: ranked below every other weight, and never kept.
+
+    Returns:
+        0 and 1 in the dtype of ``score_CR``, ``[..., C, R]``.
+
+    Raises:
+        InputError: M does not divide the columns.
+
+    >>> score = torch.tensor([[3.0], [1.0], [2.0], [4.0]])
+    >>> keep_mask_by_group(score, NofM(2, 4)).flatten().tolist()
+    [1.0, 0.0, 0.0, 1.0]
+    """
+    M, C = group.group, score_CR.shape[-2]
+    if C % M:
+        raise InputError(
+            f"{C} columns do not make groups of {M}, which {group.zeros}:{M} asks for.",
+            "Leave this weight out, or choose groups whose size divides its columns.",
+        )
+    if gone_CR is not None:
+        score_CR = score_CR.masked_fill(gone_CR, -1)
+    score_GMR = score_CR.reshape(*score_CR.shape[:-2], -1, M, score_CR.shape[-1])
+    rank_GMR = torch.empty_like(score_GMR)
+    each_GR, ranks_GR = score_GMR.unbind(-2), rank_GMR.unbind(-2)
+    for number, rank_GR in enumerate(ranks_GR):
+        rank_GR.fill_(M - 1 - number)  # as if it were before all that follow
+    behind_GR = torch.empty_like(each_GR[0])
+    for later in range(1, M):
+        for earlier in range(later):
+            torch.le(each_GR[earlier], each_GR[later], out=behind_GR)
+            ranks_GR[later].add_(behind_GR)
+            ranks_GR[earlier].sub_(behind_GR)
+    kept_CR = rank_GMR.ge_(group.zeros).flatten(-3, -2)
+    return kept_CR if gone_CR is None else kept_CR.mul_(~gone_CR)

@@ -16,23 +16,60 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import platform
+import threading
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from llmcompressor.numerics.instructions import multiplies
-from llmcompressor.threads import SPAN, each_span
+from llmcompressor.runtime.threads import SPAN, parallel_for, parallel_spans
 
 __all__ = [
     "MANY_ALIKE",
     "OFTEN_ALIKE",
+    "fast_matmul_dtype",
+    "float32_by_default",
+    "full_float32_products",
+    "has_multiply_instruction",
+    "is_slow_dtype",
     "matmul",
+    "parallel_matmul",
     "prefers_onednn",
-    "quick_dtype",
-    "spread_matmul",
     "subtract_matmul_",
+    "wide_linear",
 ]
+
+
+# --------------------
+# Detection of the CPU's multiplication instructions through torch.
+
+_INSTRUCTIONS = {
+    torch.bfloat16: ("_is_avx512_bf16_supported", "_is_amx_tile_supported"),
+    torch.float16: ("_is_amx_fp16_supported",),
+}
+
+
+@functools.cache
+def has_multiply_instruction(dtype: torch.dtype) -> bool | None:
+    """Return True if the CPU has an instruction for products of ``dtype``; ``None`` if unknown.
+
+    Only x86 processors can be queried, and only for 16-bit dtypes. If torch lacks one of the
+    queries, the result is never ``False``.
+    """
+    names = _INSTRUCTIONS.get(dtype, ())
+    if not names or platform.machine().lower() not in ("x86_64", "amd64"):
+        return None
+    known = [getattr(torch.cpu, name, None) for name in names]
+    if any(has is not None and has() for has in known):
+        return True
+    return None if None in known else False
+
+
+# --------------------
+# Products of float32 matrices on the CPU, with its widest instructions.
 
 _FEWEST = 2**25
 """Multiply-adds from which on oneDNN is worth the memory that it takes for each shape it meets."""
@@ -55,7 +92,7 @@ def matmul(left_MK: Tensor, right_KN: Tensor, *, fewest: int = _FEWEST) -> Tenso
     >>> matmul(torch.ones(2, 3), torch.ones(3, 1)).tolist()
     [[3.0], [3.0]]
     """
-    if not (_gains(left_MK, right_KN, fewest) and prefers_onednn()):
+    if not (_may_use_onednn(left_MK, right_KN, fewest) and prefers_onednn()):
         return left_MK @ right_KN
     if left_MK.ndim == 2:
         return _by_onednn(left_MK, right_KN)
@@ -67,7 +104,7 @@ def subtract_matmul_(
     target_MN: Tensor, left_MK: Tensor, right_KN: Tensor, *, fewest: int = _FEWEST
 ) -> None:
     """Compute ``target -= L R``, for operands with at most one leading batch dimension."""
-    if _gains(left_MK, right_KN, fewest) and prefers_onednn():
+    if _may_use_onednn(left_MK, right_KN, fewest) and prefers_onednn():
         target_MN.sub_(matmul(left_MK, right_KN, fewest=fewest))
     elif target_MN.ndim == 2:
         target_MN.addmm_(left_MK, right_KN, alpha=-1)
@@ -75,7 +112,7 @@ def subtract_matmul_(
         target_MN.sub_(left_MK @ right_KN)
 
 
-def spread_matmul(
+def parallel_matmul(
     left_MK: Tensor,
     right_KN: Tensor,
     *,
@@ -97,16 +134,16 @@ def spread_matmul(
     columns = right_KN.shape[-1]
     out_MN = left_MK.new_empty(*left_MK.shape[:-1], columns) if out is None else out
     if left_MK.ndim == 2:
-        left_MK = _dense(left_MK)
+        left_MK = _without_gaps(left_MK)
 
     def multiply(span: slice) -> None:
         out_MN[..., span] = matmul(left_MK, right_KN[..., span], fewest=fewest)
 
-    each_span(multiply, columns, right_KN.device, width=width)
+    parallel_spans(multiply, columns, right_KN.device, width=width)
     return out_MN
 
 
-def _gains(left_MK: Tensor, right_KN: Tensor, fewest: int) -> bool:
+def _may_use_onednn(left_MK: Tensor, right_KN: Tensor, fewest: int) -> bool:
     """Return True if oneDNN may be faster for operands of this kind and size."""
     rows, inner = left_MK.shape[-2:]
     columns = right_KN.shape[-1]
@@ -122,11 +159,13 @@ def _gains(left_MK: Tensor, right_KN: Tensor, fewest: int) -> bool:
 
 def _by_onednn(left_MK: Tensor, right_KN: Tensor) -> Tensor:
     linear = torch.ops.mkldnn._linear_pointwise
-    product: Tensor = linear(_dense(left_MK), _dense(right_KN).T, None, "none", [], "")
+    product: Tensor = linear(
+        _without_gaps(left_MK), _without_gaps(right_KN).T, None, "none", [], ""
+    )
     return product
 
 
-def _dense(matrix_MK: Tensor) -> Tensor:
+def _without_gaps(matrix_MK: Tensor) -> Tensor:
     """The matrix without gaps between its rows or columns, with which oneDNN is slow."""
     if matrix_MK.is_contiguous() or matrix_MK.T.is_contiguous():
         return matrix_MK
@@ -139,7 +178,7 @@ def prefers_onednn() -> bool:
 
     This is the case on processors with AVX-512 that are not Intel's.
     """
-    if torch.backends.cpu.get_cpu_capability() != "AVX512" or _maker() in ("", "GenuineIntel"):
+    if torch.backends.cpu.get_cpu_capability() != "AVX512" or _cpu_vendor() in ("", "GenuineIntel"):
         return False
     with contextlib.suppress(AttributeError, RuntimeError, TypeError):
         one_NN = torch.ones(_NARROWEST, _NARROWEST)
@@ -147,7 +186,7 @@ def prefers_onednn() -> bool:
     return False
 
 
-def quick_dtype(device: torch.device, multiply_adds: int) -> torch.dtype:
+def fast_matmul_dtype(device: torch.device, multiply_adds: int) -> torch.dtype:
     """Bfloat16 if its products take at most half of the time of float32's; else float32.
 
     Only on x86 processors and accelerators with an instruction for it.
@@ -156,7 +195,7 @@ def quick_dtype(device: torch.device, multiply_adds: int) -> torch.dtype:
         device: device of the products.
         multiply_adds: of one product; small ones are not worth the conversion.
 
-    >>> quick_dtype(torch.device("cpu"), 1000)
+    >>> fast_matmul_dtype(torch.device("cpu"), 1000)
     torch.float32
     """
     quick = multiply_adds >= MANY_ALIKE and _multiplies_bfloat16(device.type)
@@ -167,13 +206,188 @@ def quick_dtype(device: torch.device, multiply_adds: int) -> torch.dtype:
 def _multiplies_bfloat16(device: str) -> bool:
     if device == "cuda":
         return bool(torch.cuda.is_bf16_supported(including_emulation=False))
-    return device == "cpu" and multiplies(torch.bfloat16) is True
+    return device == "cpu" and has_multiply_instruction(torch.bfloat16) is True
 
 
-def _maker() -> str:
+def _cpu_vendor() -> str:
     """The processor's vendor; an empty string if unknown."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("vendor_id"):
                 return line.partition(":")[2].strip()
     return ""
+
+
+# --------------------
+# A Linear with 16-bit operands, on processors that multiply 32-bit ones faster.
+#
+# x86 processors without an instruction for bfloat16 multiply it at about a quarter of the rate of
+# float32. The products of 16-bit operands are exact in float32 and are summed there in any case,
+# so widening the operands, multiplying, and rounding once gives the result of the 16-bit product
+# up to the order of the sums.
+#
+# Shapes: T tokens, C input and R output features.
+
+_PIECE_TOKENS = 256
+_PIECE_WEIGHTS = 2**21
+"""Elements of the weight that are widened at once: 8 MiB."""
+
+
+def is_slow_dtype(dtype: torch.dtype) -> bool:
+    """Return True if the CPU is known to have no instruction for products of ``dtype``."""
+    return has_multiply_instruction(dtype) is False
+
+
+def wide_linear(input_TC: Tensor, weight_RC: Tensor, bias_R: Tensor | None = None) -> Tensor:
+    """Compute ``x Wᵀ + b``, summed in float32 and rounded once.
+
+    The result is the same for any number of threads: the pieces depend on the shapes alone.
+
+    Args:
+        input_TC: ``[..., C]``, on the CPU, any floating dtype.
+        weight_RC: ``[R, C]``.
+        bias_R: ``[R]``, if there is one.
+
+    Returns:
+        ``[..., R]`` in the dtype of the input.
+
+    >>> wide_linear(torch.ones(2, 3, dtype=torch.bfloat16), torch.ones(1, 3).bfloat16()).tolist()
+    [[3.0], [3.0]]
+    """
+    rows, columns = weight_RC.shape
+    flat_TC = input_TC.reshape(-1, columns)
+    result_TR = flat_TC.new_empty(len(flat_TC), rows)
+    spans = [slice(lo, lo + _PIECE_TOKENS) for lo in range(0, len(flat_TC), _PIECE_TOKENS)]
+    step = max(_PIECE_WEIGHTS // columns, 1)
+    for lo in range(0, rows, step):
+        part = slice(lo, lo + step)
+        wide_CR = weight_RC[part].float().T
+        bias = None if bias_R is None else bias_R[part].float()
+
+        def multiply(
+            span: slice,
+            part: slice = part,
+            wide_CR: Tensor = wide_CR,
+            bias: Tensor | None = bias,
+        ) -> None:
+            piece_TC = flat_TC[span].float()
+            product = matmul(piece_TC, wide_CR, fewest=MANY_ALIKE)
+            result_TR[span, part] = product if bias is None else product.add_(bias)
+
+        parallel_for(multiply, spans)
+    return result_TR.view(*input_TC.shape[:-1], rows)
+
+
+# --------------------
+# Context managers for full float32 precision, whatever the process has set.
+
+_FULL, _INHERITED = "ieee", "none"
+
+
+class _MatmulPrecision:
+    """The process's settings before the first entry; several threads may be inside at once."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._within = 0
+        self._before: list[tuple[Any, str]] = []
+        self._coarse: str | None = None
+
+    def enter(self) -> None:
+        with self._lock:
+            self._within += 1
+            if self._within == 1:
+                self._coarse = _reduced_precision_setting()
+                self._before = [(one, one.fp32_precision) for one in _matmul_settings()]
+                if self._coarse is not None:  # otherwise reading it inside would raise
+                    torch.set_float32_matmul_precision("highest")
+                for one, _ in self._before:
+                    one.fp32_precision = _FULL
+
+    def leave(self) -> None:
+        with self._lock:
+            self._within -= 1
+            if self._within == 0:
+                if self._coarse is not None:
+                    torch.set_float32_matmul_precision(self._coarse)
+                for one, before in self._before:
+                    one.fp32_precision = _INHERITED
+                    if one.fp32_precision != before:
+                        one.fp32_precision = before
+
+
+_SETTINGS = _MatmulPrecision()
+
+
+def _reduced_precision_setting() -> str | None:
+    """The value of torch's older matmul precision setting if it allows reduced precision.
+
+    Torch refuses to read it if it disagrees with the newer settings.
+    """
+    try:
+        said = torch.get_float32_matmul_precision()
+    except RuntimeError:
+        return None
+    return said if said != "highest" else None
+
+
+def _matmul_settings() -> list[Any]:
+    """Torch's matmul settings objects, some of them undeclared."""
+    return [getattr(torch.backends, name).matmul for name in ("cuda", "mkldnn")]
+
+
+@contextlib.contextmanager
+def full_float32_products() -> Iterator[None]:
+    """Context manager: no TF32 or bfloat16 in products of float32 inside; restored afterwards.
+
+    Training scripts allow these for the process and leave them on
+    (``TrainingArguments(tf32=True)``, ``torch.set_float32_matmul_precision("high")``). With a
+    mantissa of ten bits the Schur complements of an ill-conditioned matrix are no longer positive,
+    and results differ between accelerators.
+    """
+    _SETTINGS.enter()
+    try:
+        yield
+    finally:
+        _SETTINGS.leave()
+
+
+class _DefaultDtype:
+    """The default dtype before the first entry."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._within = 0
+        self._before = torch.float32
+
+    def enter(self) -> None:
+        with self._lock:
+            self._within += 1
+            if self._within == 1:
+                self._before = torch.get_default_dtype()
+                torch.set_default_dtype(torch.float32)
+
+    def leave(self) -> None:
+        with self._lock:
+            self._within -= 1
+            if self._within == 0:
+                torch.set_default_dtype(self._before)
+
+
+_DEFAULT = _DefaultDtype()
+
+
+@contextlib.contextmanager
+def float32_by_default() -> Iterator[None]:
+    """Context manager: float32 is the default dtype of new tensors; restored afterwards.
+
+    Scripts that load a model set another default for the process
+    (``torch.set_default_dtype(torch.bfloat16)``) and leave it so. Sums would be kept in it, and
+    probes of a model's structure with random values would be lost in rounding. The dtype of a model
+    is that of its configuration or its weights.
+    """
+    _DEFAULT.enter()
+    try:
+        yield
+    finally:
+        _DEFAULT.leave()

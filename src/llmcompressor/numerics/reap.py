@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from llmcompressor.errors import InputError, NonFiniteError
-from llmcompressor.numerics.finite import is_finite
+from llmcompressor.numerics.extremes import is_finite
 
 __all__ = ["Saliency", "dropped_experts"]
 

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -29,7 +29,16 @@ from torch import Tensor
 
 from llmcompressor.numerics.hadamard import fast_hadamard, hadamard, split_order
 
-__all__ = ["Rotation", "rotated_bias", "rotated_weight", "rotating_bytes"]
+__all__ = [
+    "Rotation",
+    "cayley_step",
+    "channel_rescaling",
+    "column_squares",
+    "orthogonality_error",
+    "rotated_bias",
+    "rotated_weight",
+    "rotated_weight_peak_bytes",
+]
 
 _CHUNK = 1 << 22
 """Elements that are rotated at once: 32 MiB of float64."""
@@ -155,7 +164,7 @@ def rotated_weight(
     return result_RC
 
 
-def rotating_bytes(
+def rotated_weight_peak_bytes(
     elements: int,
     *,
     inputs: Sequence[Rotation] = (),
@@ -201,3 +210,131 @@ def rotated_bias(
     for rotation in outputs:
         wide_R = rotation(wide_R)
     return wide_R.to(bias_R.dtype)
+
+
+# --------------------
+# Cayley SGD with momentum: gradient steps on orthogonal matrices.
+#
+# Li, Fuxin and Todorovic, arXiv:2002.01113, algorithm 1, as used by SpinQuant (arXiv:2405.16406,
+# equation 3). With the gradient G of a loss at the orthogonal Q and momentum M
+#
+# .. math::
+#     M \leftarrow \beta M - G,\qquad
+#     \hat W = M Q^\top - \tfrac12\, Q\, (Q^\top M Q^\top),\qquad W = \hat W - \hat W^\top
+#
+# W is skew-symmetric, so its Cayley transform is orthogonal, and so is
+#
+# .. math:: Q' = (I - \tfrac{\alpha}{2} W)^{-1} (I + \tfrac{\alpha}{2} W)\, Q .
+#
+# The papers iterate to a fixed point; here the system is solved, in float64, which keeps Q
+# orthogonal up to rounding at any step size.
+#
+# Legend: N order.
+
+_MOST = 0.5
+"""The largest alpha ||W||: about half a radian per step."""
+
+
+def cayley_step(
+    Q_NN: Tensor, gradient_NN: Tensor, momentum_NN: Tensor, rate: float, *, decay: float = 0.9
+) -> tuple[Tensor, Tensor]:
+    """Take a step of Cayley SGD.
+
+    Args:
+        Q_NN: orthogonal, float64 ``[N, N]``.
+        gradient_NN: of the loss with respect to Q, ``[N, N]``.
+        momentum_NN: of the step before, float64 ``[N, N]``; zeros at first.
+        rate: alpha; reduced if the step would exceed half a radian.
+        decay: beta.
+
+    Returns:
+        The new Q and its momentum, float64, both new.
+
+    >>> Q, M = cayley_step(torch.eye(2).double(), torch.zeros(2, 2), torch.zeros(2, 2), 1.0)
+    >>> torch.equal(Q, torch.eye(2).double())
+    True
+    """
+    Q_NN = Q_NN.double()
+    M_NN = decay * momentum_NN.double() - gradient_NN.double()
+    half_NN = M_NN @ Q_NN.T - 0.5 * Q_NN @ (Q_NN.T @ M_NN @ Q_NN.T)
+    W_NN = half_NN - half_NN.T
+    size = float(torch.linalg.matrix_norm(W_NN))
+    alpha = min(rate, _MOST / size) if size > 0 else rate
+    eye_NN = torch.eye(len(Q_NN), dtype=torch.float64, device=Q_NN.device)
+    moved_NN = torch.linalg.solve(eye_NN - 0.5 * alpha * W_NN, Q_NN + 0.5 * alpha * W_NN @ Q_NN)
+    return moved_NN, W_NN @ Q_NN
+
+
+def orthogonality_error(Q_NN: Tensor) -> float:
+    """The largest entry of ``|Q Qᵀ - I|``.
+
+    >>> orthogonality_error(torch.eye(3))
+    0.0
+    """
+    wide_NN = Q_NN.double()
+    eye_NN = torch.eye(len(wide_NN), dtype=torch.float64, device=wide_NN.device)
+    return float((wide_NN @ wide_NN.T - eye_NN).abs().max())
+
+
+# --------------------
+# Rescaling of channels before a rotation mixes them.
+#
+# After a rotation V has made entries similar in size, the error of rounding the weight :math:`W D
+# V` and its inputs :math:`x D^{-1} V` is proportional to the sizes of both. With diagonal D,
+# column j of the weight of norm :math:`w_j` and channel j of the inputs of mean square :math:`h_j`
+# these are
+#
+# .. math:: \| W D \|_F^2 = \sum_j w_j^2 d_j^2, \qquad E \| x D^{-1} \|^2 = \sum_j h_j / d_j^2
+#
+# whose product is least, :math:`(\sum_j w_j \sqrt{h_j})^2`, if the terms of the two sums are
+# proportional: :math:`d_j^4 = h_j / w_j^2`, and any multiple of d (Chee et al., *QuIP*,
+# arXiv:2307.13304, the rescaling of its incoherence processing). Without D a channel with large
+# values and small weights is mixed with all others, which then share its rounding error.
+#
+# Legend: C channels, R rows of a weight.
+
+_RESCALE_CHUNK = 1 << 20
+"""Elements that are made wide at once: 8 MiB, twice."""
+
+
+def column_squares(weights: Iterable[Tensor]) -> Tensor:
+    """Sum of the squares of each column over several weights.
+
+    Args:
+        weights: at least one, each ``[R_i, C]``, any floating dtype.
+
+    Returns:
+        float64 ``[C]``.
+
+    >>> column_squares([torch.tensor([[1.0, -3.0]]), torch.tensor([[2.0, 0.0]])])
+    tensor([5., 9.], dtype=torch.float64)
+    """
+    parts = [
+        part_RC.double().square().sum(dim=0)
+        for weight_RC in weights
+        for part_RC in torch.split(weight_RC.detach(), max(1, _RESCALE_CHUNK // weight_RC.shape[1]))
+    ]
+    return torch.stack(parts).sum(dim=0)
+
+
+def channel_rescaling(square_C: Tensor, column_square_C: Tensor) -> Tensor:
+    """Factors on columns, and divisors of channels: powers of two, exact in any dtype.
+
+    Args:
+        square_C: mean squares of the channels, ``[C]``, h in the module's equation.
+        column_square_C: squared norms of the columns, ``[C]``, from :func:`column_squares`.
+
+    Returns:
+        float64 ``[C]``; 1 for most channels if their optima are similar, and for channels that are
+        zero or have only zero weights.
+
+    >>> channel_rescaling(torch.tensor([1.0, 1.0, 4096.0, 0.0]), torch.tensor([1.0, 1.0, 2**-12,
+    1.0])) tensor([ 1.,  1., 64.,  1.], dtype=torch.float64)
+    """
+    fourth_C = square_C.double() / column_square_C.double()
+    counts_C = fourth_C.isfinite() & (fourth_C > 0)
+    exponent_C = torch.where(counts_C, fourth_C, 1.0).log2() / 4
+    if not bool(counts_C.any()):
+        return torch.ones_like(exponent_C)
+    exponent_C = exponent_C - exponent_C[counts_C].median()
+    return torch.where(counts_C, exponent_C.round(), 0.0).exp2()

@@ -97,13 +97,13 @@ def scales_from_range(
         minimum, maximum = minimum.reshape(1), maximum.reshape(1)
     zero_dtype = zero_dtype or default_zero_dtype(grid)
     if scale_format is ScaleFormat.E8M0:
-        scale = _kept_power_of_two(torch.maximum(-minimum, maximum), grid, stored_in)
+        scale = _stored_power_of_two_scale(torch.maximum(-minimum, maximum), grid, stored_in)
         return scale, torch.zeros(scale.shape, dtype=zero_dtype, device=scale.device)
     scale, zero = _plain_scale(minimum, maximum, grid, zero_dtype)
     if global_scale is not None:
         scale = global_scale * scale
     stored_dtype = torch.float8_e4m3fn if scale_format is ScaleFormat.E4M3 else scale_dtype
-    scale = _through(scale, stored_dtype) if stored_dtype else scale
+    scale = _rounded_to_dtype(scale, stored_dtype) if stored_dtype else scale
     filled = fill_zeros(scale, _substitute(stored_dtype or scale.dtype))
     if stored_in is None:
         return filled, zero
@@ -111,7 +111,7 @@ def scales_from_range(
     if global_scale is not None or stored_dtype is torch.float8_e4m3fn:
         return kept, zero
     dtypes = (scale.dtype, stored_dtype or scale.dtype, stored_in)
-    return _kept(kept, scale, zero, (minimum, maximum), grid, dtypes)
+    return _round_up_small_scales(kept, scale, zero, (minimum, maximum), grid, dtypes)
 
 
 def global_scale_from_amax(amax: Tensor) -> Tensor:
@@ -186,7 +186,7 @@ def _plain_scale(
     return scale, _rounded_to(zero.nan_to_num(nan=0.0).clamp(grid.qmin, grid.qmax), zero_dtype)
 
 
-def _kept(
+def _round_up_small_scales(
     kept: Tensor,
     scale: Tensor,
     zero: Tensor,
@@ -236,7 +236,7 @@ def smallest_of(dtype: torch.dtype) -> float:
     return info.smallest_normal * info.eps
 
 
-def _kept_power_of_two(amax: Tensor, grid: Grid, stored_in: torch.dtype | None) -> Tensor:
+def _stored_power_of_two_scale(amax: Tensor, grid: Grid, stored_in: torch.dtype | None) -> Tensor:
     """The E8M0 scale; stored ones are also correct if ``amax`` is tiny in its dtype."""
     if stored_in is None:
         return _power_of_two_scale(amax, grid)
@@ -260,7 +260,7 @@ def _power_of_two_scale(amax: Tensor, grid: Grid) -> Tensor:
     return torch.where(scale == 0, 1.0, scale)
 
 
-def _through(scale: Tensor, dtype: torch.dtype) -> Tensor:
+def _rounded_to_dtype(scale: Tensor, dtype: torch.dtype) -> Tensor:
     """``scale`` rounded to the values of ``dtype``, in its own dtype."""
     if dtype is torch.float8_e4m3fn:
         return Grid("float", 8).round(scale)  # a CPU takes five times as long to cast and return

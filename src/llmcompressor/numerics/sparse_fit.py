@@ -47,10 +47,10 @@ from torch import Tensor
 from llmcompressor.numerics.cholesky import FactoredSolver, InverseSolver, cholesky
 from llmcompressor.numerics.column_sweep import columns_first, rows_first
 from llmcompressor.numerics.hessian import SingularHessianError, damp
+from llmcompressor.numerics.masks import Sparsity, keep_mask, keep_mask_by_group
 from llmcompressor.numerics.products import MANY_ALIKE, matmul
-from llmcompressor.numerics.sparse_choice import Sparsity, keep_best, keep_best_of_groups
 from llmcompressor.numerics.sparsegpt import SparseResult
-from llmcompressor.threads import each_span
+from llmcompressor.runtime.threads import parallel_spans
 
 __all__ = ["REFIT_STEPS", "ROUNDS_PER_FACTOR", "refit", "sparse_fit"]
 
@@ -92,7 +92,7 @@ def sparse_fit(
     """
     scaled = _scaled(weight_RC, hessian_CC, dampening)
     gone_CR = None if gone_RC is None else gone_RC.mT.contiguous()
-    start_CR, kept_CR = _split(scaled, sparsity, rounds, gone_CR, dtype)
+    start_CR, kept_CR = _admm(scaled, sparsity, rounds, gone_CR, dtype)
     return _refitted(scaled, start_CR, kept_CR, steps)
 
 
@@ -136,7 +136,7 @@ def _scaled(weight_RC: Tensor, hessian_CC: Tensor, dampening: float) -> _Scaled:
     return _Scaled(columns_first(weight_RC, None).mul_(scale_C1), hessian_CC, scale_C1)
 
 
-def _split(
+def _admm(
     problem: _Scaled,
     sparsity: Sparsity,
     rounds: int,
@@ -144,7 +144,7 @@ def _split(
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
     """The values and the mask at the end of the splitting."""
-    kept_CR = _kept(problem.weight_CR.abs(), sparsity, gone_CR)
+    kept_CR = _keep_mask(problem.weight_CR.abs(), sparsity, gone_CR)
     both_CR = problem.weight_CR * kept_CR
     solver, before, relaxation = None, _penalty(0, rounds), _relaxation(rounds)
     for begin in range(0, rounds, ROUNDS_PER_FACTOR):
@@ -164,30 +164,32 @@ def _split(
             )
             gone = None if gone_CR is None else gone_CR[..., rows].contiguous()
             if softer != 1:
-                _press_(both_CP, keeps_CP.clone(), softer)
+                _rescale_dual_(both_CP, keeps_CP.clone(), softer)
             for number in numbers:
-                apart_CP, step = _apart(both_CP, keeps_CP, weight_CP, solver), relaxation
+                apart_CP, step = _primal_residual(both_CP, keeps_CP, weight_CP, solver), relaxation
                 if number == rounds - 1:  # P(Z + (1 + ρ) (X - Z) + V)
                     step = 1 + penalty
-                    _press_(both_CP, keeps_CP, penalty)
+                    _rescale_dual_(both_CP, keeps_CP, penalty)
                 both_CP.add_(apart_CP, alpha=step)
-                keeps_CP = _kept(torch.abs(both_CP, out=apart_CP), sparsity, gone)
+                keeps_CP = _keep_mask(torch.abs(both_CP, out=apart_CP), sparsity, gone)
             both_CR[..., rows], kept_CR[..., rows] = both_CP, keeps_CP
 
         if sparsity.group is None:
             advance(slice(None))  # rows compete with each other
         else:
-            each_span(advance, both_CR.shape[-1], both_CR.device)
+            parallel_spans(advance, both_CR.shape[-1], both_CR.device)
         before = penalty
     return both_CR.mul_(kept_CR), kept_CR
 
 
-def _press_(both_CR: Tensor, kept_CR: Tensor, factor: float) -> None:
+def _rescale_dual_(both_CR: Tensor, kept_CR: Tensor, factor: float) -> None:
     """Multiply V / ρ in ``both_CR`` by ``factor``; ``kept_CR`` is overwritten."""
     both_CR.mul_(kept_CR.mul_(1 - factor).add_(factor))
 
 
-def _apart(both_CR: Tensor, kept_CR: Tensor, weight_CR: Tensor, solver: _Solver) -> Tensor:
+def _primal_residual(
+    both_CR: Tensor, kept_CR: Tensor, weight_CR: Tensor, solver: _Solver
+) -> Tensor:
     """The difference X - Z of a round.
 
     ``both_CR`` holds Z where it is kept and V / ρ elsewhere: each is zero where the other is not,
@@ -198,11 +200,11 @@ def _apart(both_CR: Tensor, kept_CR: Tensor, weight_CR: Tensor, solver: _Solver)
     return found_CR.addcmul_(both_CR, kept_CR, value=-1)
 
 
-def _kept(score_CR: Tensor, sparsity: Sparsity, gone_CR: Tensor | None) -> Tensor:
+def _keep_mask(score_CR: Tensor, sparsity: Sparsity, gone_CR: Tensor | None) -> Tensor:
     """Mask of 1 for kept weights, else 0, float32 as ``score_CR``."""
     if sparsity.group is not None:
-        return keep_best_of_groups(score_CR, sparsity.group, gone_CR)
-    return keep_best(score_CR, sparsity, gone_CR=gone_CR).to(score_CR.dtype)
+        return keep_mask_by_group(score_CR, sparsity.group, gone_CR)
+    return keep_mask(score_CR, sparsity, gone_CR=gone_CR).to(score_CR.dtype)
 
 
 def _penalty(number: int, rounds: int) -> float:
@@ -244,7 +246,7 @@ def _refitted(problem: _Scaled, value_CR: Tensor, kept_CR: Tensor, steps: int) -
             steps,
         )
 
-    each_span(descend, value_CR.shape[-1], value_CR.device)
+    parallel_spans(descend, value_CR.shape[-1], value_CR.device)
     value_CR.div_(problem.scale_C1)
     return SparseResult(
         rows_first(value_CR, None), rows_first(kept_CR, None).bool(), loss_R.clamp_min_(0).mul_(0.5)

@@ -26,15 +26,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from llmcompressor.numerics.column_ops import Column, column_ops
 from llmcompressor.numerics.column_sweep import (
     Block,
+    Column,
     DecideColumn,
+    column_ops,
     columns_first,
     rows_first,
     sweep_columns_,
 )
-from llmcompressor.numerics.sparse_choice import Sparsity, keep_best
+from llmcompressor.numerics.masks import Sparsity, keep_mask
 
 __all__ = ["SparseResult", "sparse_sweep"]
 
@@ -89,7 +90,7 @@ def sparse_sweep(
         asked = sparsity.zeros(hi)
         budgets = [all_ - before for all_, before in zip(asked, taken, strict=True)]
         gone_KR = None if gone_CR is None else gone_CR[..., lo:hi, :]
-        chosen_KR = keep_best(score_KR, sparsity, gone_CR=gone_KR, budgets=budgets)
+        chosen_KR = keep_mask(score_KR, sparsity, gone_CR=gone_KR, budgets=budgets)
         taken[:] = asked
         kept_CR[..., lo:hi, :] = chosen_KR
         return chosen_KR.to(values_KR.dtype)
@@ -101,7 +102,7 @@ def sparse_sweep(
         def decide(w_R: Column, b: int, out_R: Column) -> None:
             nonlocal columns_R
             if b % width == 0:
-                chosen_KR = choose(entered.ahead(slice(b, b + width)), entered.first + b)
+                chosen_KR = choose(entered.lookahead(slice(b, b + width)), entered.first + b)
                 columns_R = iter(ops.columns(chosen_KR))
             ops.multiply(w_R, next(columns_R), out=out_R)
 

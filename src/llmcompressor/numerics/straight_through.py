@@ -36,9 +36,9 @@ __all__ = [
     "fake_quantize",
     "fake_quantize_matrix",
     "learned_scale",
-    "step_gradient",
+    "lsq_gradient_scale",
     "storable_scale",
-    "touch",
+    "with_zero_gradients",
 ]
 
 _E4M3_LEAST, _E4M3_LARGEST = 2.0**-9, 448.0
@@ -63,7 +63,7 @@ def fake_quantize(
         zero: zero point, broadcastable to ``x``; ``None`` for none. Always a constant.
         grid: the grid to round to.
         through: an intermediate dtype of the values, as in loaders of packed floats.
-        gradient_scale: g, see :func:`step_gradient`.
+        gradient_scale: g, see :func:`lsq_gradient_scale`.
 
     Returns:
         New tensor of the shape and dtype of ``x``.
@@ -76,7 +76,7 @@ def fake_quantize(
     if not torch.is_grad_enabled() or not (x.requires_grad or scale.requires_grad):
         codes = grid.round_(grid.limit(x, scale, zero))
         return _values(codes, x.dtype, scale, zero, through)
-    function = _Learned if scale.requires_grad else _Fixed
+    function = _LearnedScale if scale.requires_grad else _ConstantScale
     result: Tensor = function.apply(  # type: ignore[no-untyped-call]  # torch's own
         x, scale, zero, grid, through, gradient_scale
     )
@@ -104,14 +104,14 @@ def fake_quantize_matrix(
     )
 
 
-def step_gradient(elements: int, grid: Grid) -> float:
+def lsq_gradient_scale(elements: int, grid: Grid) -> float:
     """LSQ's g = 1 / sqrt(N qmax), which keeps updates of scales and of values in proportion.
 
     Args:
         elements: N, the number of elements that share the scale.
         grid: the grid, for its largest member.
 
-    >>> step_gradient(14, Grid("int", 4)) == 1 / 98**0.5
+    >>> lsq_gradient_scale(14, Grid("int", 4)) == 1 / 98**0.5
     True
     """
     return 1.0 / math.sqrt(max(elements, 1) * max(grid.qmax, 1.0))
@@ -169,13 +169,13 @@ def storable_scale(
     return scale.to(dtype).clamp(min=info.smallest_normal)
 
 
-def touch(x: Tensor, *others: Tensor) -> Tensor:
+def with_zero_gradients(x: Tensor, *others: Tensor) -> Tensor:
     """Return ``x``, with gradients of zero for ``others`` in its backward.
 
     Data parallel training needs a gradient for every parameter, even for those that are not part of
     the forward yet.
     """
-    result: Tensor = _Touch.apply(x, *others)  # type: ignore[no-untyped-call]  # torch's own
+    result: Tensor = _WithZeroGradients.apply(x, *others)  # type: ignore[no-untyped-call]  # torch's own
     return result
 
 
@@ -209,7 +209,7 @@ def _replaced(x: Tensor, value: Tensor) -> Tensor:
     return result
 
 
-class _Fixed(torch.autograd.Function):
+class _ConstantScale(torch.autograd.Function):
     """Fake quantization with a constant scale. One bool per element is saved for the backward."""
 
     @staticmethod
@@ -234,7 +234,7 @@ class _Fixed(torch.autograd.Function):
         return torch.where(inside, gradient, 0.0), None, None, None, None, None
 
 
-class _Learned(torch.autograd.Function):
+class _LearnedScale(torch.autograd.Function):
     """Fake quantization with a learned scale (LSQ, equation 3)."""
 
     @staticmethod
@@ -280,7 +280,7 @@ class _Replaced(torch.autograd.Function):
         return gradient, None
 
 
-class _Touch(torch.autograd.Function):
+class _WithZeroGradients(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, *others: Tensor) -> Tensor:
         ctx.save_for_backward(*others)

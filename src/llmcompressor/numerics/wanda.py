@@ -12,14 +12,15 @@ error of a row is then the sum of its S² alone.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
-from llmcompressor.numerics.masks import NofM
-from llmcompressor.numerics.sparse_choice import keep_best_of_groups, keep_best_of_rows
-from llmcompressor.threads import each_span
+from llmcompressor.numerics.masks import NofM, keep_mask_by_group, keep_mask_by_row
+from llmcompressor.runtime.threads import parallel_spans
 
-__all__ = ["wanda_keeps", "wanda_prune", "wanda_score"]
+__all__ = ["outlier_count", "owl_sparsities", "wanda_mask", "wanda_prune", "wanda_score"]
 
 _ROWS = 128
 """Rows that are compared at once: what is made of them stays in a processor's cache."""
@@ -35,7 +36,7 @@ def wanda_score(weight_RC: Tensor, mean_square_C: Tensor) -> Tensor:
     return weight_RC.float().abs().mul_(mean_square_C.sqrt().unsqueeze(-2))
 
 
-def wanda_keeps(
+def wanda_mask(
     score_RC: Tensor,
     sparsity: float,
     group: NofM | None = None,
@@ -53,19 +54,19 @@ def wanda_keeps(
     Of equal scores in a group the first are removed.
 
     >>> import torch
-    >>> wanda_keeps(torch.tensor([[1.0, 4.0, 3.0, 2.0]]), 0.5, NofM(2, 4)).tolist()
+    >>> wanda_mask(torch.tensor([[1.0, 4.0, 3.0, 2.0]]), 0.5, NofM(2, 4)).tolist()
     [[False, True, True, False]]
     """
     if group is None:
-        return keep_best_of_rows(score_RC, sparsity, gone_RC)
-    return _kept_of_groups(score_RC, group, gone_RC).bool()
+        return keep_mask_by_row(score_RC, sparsity, gone_RC)
+    return _group_mask(score_RC, group, gone_RC).bool()
 
 
-def _kept_of_groups(score_RC: Tensor, group: NofM, gone_RC: Tensor | None = None) -> Tensor:
+def _group_mask(score_RC: Tensor, group: NofM, gone_RC: Tensor | None = None) -> Tensor:
     """Mask of 1 for kept weights, else 0, in the dtype of ``score_RC``."""
     gone_CR = None if gone_RC is None else gone_RC.mT
     # transposed in memory too: comparing adjacent members of a group is not vectorized
-    return keep_best_of_groups(score_RC.mT.contiguous(), group, gone_CR).mT.contiguous()
+    return keep_mask_by_group(score_RC.mT.contiguous(), group, gone_CR).mT.contiguous()
 
 
 def wanda_prune(
@@ -97,11 +98,81 @@ def wanda_prune(
         part_PC = weight_RC[span]
         score_PC = wanda_score(part_PC, mean_square_C)
         if group is None:
-            kept_PC = keep_best_of_rows(score_PC, sparsity).to(score_PC.dtype)
+            kept_PC = keep_mask_by_row(score_PC, sparsity).to(score_PC.dtype)
         else:
-            kept_PC = _kept_of_groups(score_PC, group)
+            kept_PC = _group_mask(score_PC, group)
         torch.mul(part_PC, kept_PC.to(part_PC.dtype), out=pruned_RC[span]).add_(0.0)  # not -0.0
         lost_R[span] = score_PC.mul_(kept_PC.sub_(1)).square_().sum(-1)
 
-    each_span(prune, rows, weight_RC.device, width=_ROWS)
+    parallel_spans(prune, rows, weight_RC.device, width=_ROWS)
     return pruned_RC, lost_R
+
+
+# --------------------
+# OWL: per-layer sparsities, lower for layers with more outliers.
+#
+# Yin et al., arXiv:2310.05175, Eq. 1 and Sec. 3.2. With A the scores of all weights of a layer
+# (:func:`~llmcompressor.numerics.wanda.wanda_score`) and A̅ their mean, the layer's outlier ratio
+# is
+#
+# .. math:: D = \frac{|\{A_{rc} > M \bar A\}|}{R\,C} .
+#
+# Ratios are scaled to a range of 2λ, the sparsity of a layer falls as its ratio rises, and the
+# mean over all weights is the target S:
+#
+# .. math:: s_i = S + \overline d - d_i, \qquad d_i = 2\lambda\,\frac{D_i - \min D}{\max D - \min
+# D} .
+#
+# Here each s is also clamped to S ± λ and to [0, 1], and the difference is distributed over the
+# layers that are not at a bound, so that the mean, weighted by parameters, is S.
+
+_HALVINGS = 200
+
+
+def outlier_count(score: Tensor, multiple: float, mean: float) -> int:
+    """Number of scores above ``multiple`` times the mean of their layer.
+
+    >>> import torch
+    >>> outlier_count(torch.tensor([1.0, 1.0, 1.0, 5.0]), multiple=2.0, mean=2.0)
+    1
+    """
+    return int((score > multiple * mean).sum())
+
+
+def owl_sparsities(
+    ratios: Sequence[float], weights: Sequence[int], target: float, spread: float
+) -> list[float]:
+    """The sparsity of each layer.
+
+    Args:
+        ratios: D of each layer.
+        weights: parameters of each layer.
+        target: S, in [0, 1].
+        spread: λ, at least 0.
+
+    Returns:
+        Values within ``target ± spread`` and [0, 1], lower where the ratio is higher, whose mean
+        weighted by parameters is ``target``.
+
+    >>> [round(s, 6) for s in owl_sparsities([0.0, 0.1], [100, 100], 0.5, 0.08)]
+    [0.58, 0.42]
+    """
+    least, most = min(ratios), max(ratios)
+    if most == least or spread == 0:
+        return [target] * len(ratios)
+    keeps = [2 * spread * (ratio - least) / (most - least) for ratio in ratios]
+    low, high = max(0.0, target - spread), min(1.0, target + spread)
+
+    def clipped(shift: float) -> list[float]:
+        return [min(high, max(low, shift - keep)) for keep in keeps]
+
+    def mean(shift: float) -> float:
+        total = sum(one * weight for one, weight in zip(clipped(shift), weights, strict=True))
+        return total / sum(weights)
+
+    # The mean increases with the shift: from low, where all are at the lower bound, to high.
+    below, above = low, high + 2 * spread
+    for _ in range(_HALVINGS):
+        middle = (below + above) / 2
+        below, above = (middle, above) if mean(middle) < target else (below, middle)
+    return clipped(above)

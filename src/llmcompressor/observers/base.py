@@ -19,14 +19,14 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from torch import Tensor
 
 from llmcompressor.errors import InputError, NonFiniteError, did_you_mean
-from llmcompressor.numerics.finite import is_finite
+from llmcompressor.numerics.extremes import is_finite
 from llmcompressor.numerics.scales import (
     global_scale_from_amax,
     parameter_dtype,
     scales_from_range,
 )
-from llmcompressor.observers.canonical import ACTIVATIONS, Canonical, Range, canonical
-from llmcompressor.registry import Table, resolve
+from llmcompressor.observers.canonical import ACTIVATIONS, CanonicalTensor, Range, to_canonical
+from llmcompressor.runtime.registry import LazyRegistry, resolve
 from llmcompressor.schemes.bridge import (
     grid_of,
     needs_global_scale,
@@ -46,7 +46,7 @@ __all__ = [
     "fused_global_scale",
 ]
 
-OBSERVERS = Table(
+OBSERVERS = LazyRegistry(
     "observer",
     {
         "memoryless_minmax": "llmcompressor.observers.min_max:MemorylessMinMaxObserver",
@@ -243,7 +243,7 @@ class Observer(ABC):
             InputError: nothing has been observed.
         """
         if not self.has_statistics:
-            raise self._nothing_seen()
+            raise self._no_observations_error()
         return {name: getattr(self, name) for name in self._stats_attrs}
 
     @torch.no_grad()
@@ -259,7 +259,7 @@ class Observer(ABC):
         """
         if x.numel() == 0:
             return self
-        observed = canonical(x.detach(), self.base_name, self.args)
+        observed = to_canonical(x.detach(), self.base_name, self.args)
         self._check_finite(observed.extremes)
         self._update(observed)
         self.observations += 1
@@ -288,7 +288,7 @@ class Observer(ABC):
         observation, whatever its number of batches and processes.
         """
         if x.numel():
-            found = self._measured(canonical(x.detach(), self.base_name, self.args))
+            found = self._measured(to_canonical(x.detach(), self.base_name, self.args))
             before = self._collected
             self._collected = found if before is None else self._joined(before, found)
         return self
@@ -332,7 +332,7 @@ class Observer(ABC):
             raise NonFiniteError(f"NaN or infinity in the {self.base_name} that was observed.")
 
     @abstractmethod
-    def _measured(self, observed: Canonical) -> Any:
+    def _measured(self, observed: CanonicalTensor) -> Any:
         """The statistics of one tensor that are buffered until the commit."""
 
     @abstractmethod
@@ -356,7 +356,7 @@ class Observer(ABC):
         """Restore the accumulated statistics from the result of :meth:`_saved`."""
 
     @abstractmethod
-    def _update(self, observed: Canonical) -> None:
+    def _update(self, observed: CanonicalTensor) -> None:
         """Accumulate a finite, non-empty tensor."""
 
     @abstractmethod
@@ -378,10 +378,10 @@ class Observer(ABC):
             InputError: nothing has been observed.
         """
         if self.observations == 0:
-            raise self._nothing_seen()
+            raise self._no_observations_error()
         return self._range()
 
-    def _nothing_seen(self) -> InputError:
+    def _no_observations_error(self) -> InputError:
         return InputError(
             f"The observer of the {self.base_name} has not seen any value.",
             "Check that the module is reached by the calibration data.",
@@ -480,7 +480,7 @@ class RangeObserver(Observer):
         self._state: Range | None = None
         self._dtype = torch.float32
 
-    def measure(self, observed: Canonical) -> Range:
+    def measure(self, observed: CanonicalTensor) -> Range:
         """The range of one tensor: by default its minimum and maximum."""
         return observed.extremes
 
@@ -491,14 +491,14 @@ class RangeObserver(Observer):
     def combine_peers(self, own: Range, other: Range, share: float) -> Range:
         """The merged range of two observers; ``share`` is the other's fraction of observations."""
         del share
-        return union(own, other)
+        return range_union(own, other)
 
     @torch.no_grad()
     def observe_each(self, x: Tensor, parts: int) -> Self:
         """The same as repeated :meth:`observe`; the extremes are computed in one pass."""
-        if self._looks_otherwise() or self.base_name not in ACTIVATIONS or x.numel() == 0:
+        if self._overrides_extremes() or self.base_name not in ACTIVATIONS or x.numel() == 0:
             return super().observe_each(x, parts)
-        whole = canonical(x.detach(), self.base_name, self.args)
+        whole = to_canonical(x.detach(), self.base_name, self.args)
         every = whole.extremes_of_each(parts)
         self._check_finite(every)
         for minimum, maximum in zip(*every, strict=True):
@@ -506,7 +506,7 @@ class RangeObserver(Observer):
         self.observations += parts
         return self
 
-    def _looks_otherwise(self) -> bool:
+    def _overrides_extremes(self) -> bool:
         """Return True if a subclass computes more from a tensor than its minimum and maximum."""
         own = type(self)
         return (
@@ -520,7 +520,7 @@ class RangeObserver(Observer):
         super().reset()
         self._state = None
 
-    def _update(self, observed: Canonical) -> None:
+    def _update(self, observed: CanonicalTensor) -> None:
         self._include(self.measure(observed))
 
     def _include(self, found: Range) -> None:
@@ -530,11 +530,11 @@ class RangeObserver(Observer):
         new = Range(minimum.to(kept), maximum.to(kept))
         self._state = new if self._state is None else self.combine(self._state, new)
 
-    def _measured(self, observed: Canonical) -> Range:
+    def _measured(self, observed: CanonicalTensor) -> Range:
         return self.measure(observed)
 
     def _joined(self, own: Range, other: Range) -> Range:
-        return union(Range(*own), Range(*other))
+        return range_union(Range(*own), Range(*other))
 
     def _take(self, measured: Range) -> None:
         self._check_finite(Range(*measured))
@@ -564,7 +564,7 @@ class RangeObserver(Observer):
         self._state, self._dtype = other._state, other._dtype
 
 
-def union(a: Range, b: Range) -> Range:
+def range_union(a: Range, b: Range) -> Range:
     """The smallest range that contains both."""
     return Range(torch.minimum(a.minimum, b.minimum), torch.maximum(a.maximum, b.maximum))
 

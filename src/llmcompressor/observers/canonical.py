@@ -32,11 +32,11 @@ from llmcompressor.schemes.bridge import partition_of
 __all__ = [
     "ACTIVATIONS",
     "ATTENTION_STATES",
-    "Canonical",
+    "CanonicalTensor",
     "Range",
-    "canonical",
     "flatten_for_calibration",
-    "laid_out",
+    "to_canonical",
+    "to_observations",
 ]
 
 ACTIVATIONS = frozenset({"input", "output"})
@@ -52,7 +52,7 @@ class Range(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Canonical:
+class CanonicalTensor:
     """An observed tensor in canonical form.
 
     Attributes:
@@ -81,7 +81,7 @@ class Canonical:
         return Range(minimum.reshape(shape), maximum.reshape(shape))
 
     @property
-    def widest(self) -> Range:
+    def range_for_scales(self) -> Range:
         """A range with the same scales as :attr:`extremes`, faster on symmetric grids."""
         if not self.symmetric:
             return self.extremes
@@ -100,7 +100,7 @@ class Canonical:
         return (self.partition.cells(ones) == 0).sum(-1).flatten()
 
 
-def canonical(x: Tensor, base_name: str, args: QuantizationArgs) -> Canonical:
+def to_canonical(x: Tensor, base_name: str, args: QuantizationArgs) -> CanonicalTensor:
     """Convert a tensor to its canonical form.
 
     Args:
@@ -139,21 +139,23 @@ def flatten_for_calibration(value: Tensor, base_name: str, args: QuantizationArg
     Raises:
         InputError: the strategy does not apply to such a tensor.
     """
-    return laid_out(canonical(value, base_name, args), base_name)
+    return to_observations(to_canonical(value, base_name, args), base_name)
 
 
-def laid_out(observed: Canonical, base_name: str) -> Tensor:
+def to_observations(observed: CanonicalTensor, base_name: str) -> Tensor:
     """``[observations, *scale, elements]``: one observation per token of an activation."""
     if base_name in ACTIVATIONS:
         return observed.matrix.reshape(len(observed.matrix), observed.scale_shape[-1], -1)
     return observed.values.reshape(1, *observed.scale_shape, -1)
 
 
-def _weight(x: Tensor, args: QuantizationArgs) -> Canonical:
+def _weight(x: Tensor, args: QuantizationArgs) -> CanonicalTensor:
     partition = partition_of(args)
     if x.ndim > 1:
         matrix = x.flatten(1)
-        return Canonical(matrix, partition, partition.shape(*matrix.shape), bool(args.symmetric))
+        return CanonicalTensor(
+            matrix, partition, partition.shape(*matrix.shape), bool(args.symmetric)
+        )
     if args.strategy == QuantizationStrategy.BLOCK:
         raise InputError(
             "A weight of one dimension cannot be cut into blocks.", "Use tensor, channel or group."
@@ -161,13 +163,13 @@ def _weight(x: Tensor, args: QuantizationArgs) -> Canonical:
     row = x.reshape(1, -1)
     # one row: its scales have no dimension for rows
     shape = partition.shape(*row.shape)
-    return Canonical(row, partition, shape[1:] or shape, bool(args.symmetric))
+    return CanonicalTensor(row, partition, shape[1:] or shape, bool(args.symmetric))
 
 
-def _activation(matrix: Tensor, base_name: str, args: QuantizationArgs) -> Canonical:
+def _activation(matrix: Tensor, base_name: str, args: QuantizationArgs) -> CanonicalTensor:
     C = matrix.shape[1]
     if args.strategy == QuantizationStrategy.TENSOR:
-        return Canonical(matrix, Partition(0, 0), (1,))
+        return CanonicalTensor(matrix, Partition(0, 0), (1,))
     if args.strategy in _GROUPED and args.group_size is not None:
         partition = Partition(0, args.group_size)
         if not partition.divides(*matrix.shape):
@@ -175,19 +177,19 @@ def _activation(matrix: Tensor, base_name: str, args: QuantizationArgs) -> Canon
                 f"{C} features of the {base_name} cannot be cut into groups of {args.group_size}.",
                 f"Choose a group_size that divides {C}, or ignore the module.",
             )
-        return Canonical(matrix, partition, (max(1, C // args.group_size),))
-    raise _unsuitable(args, base_name, "tensor, group or tensor_group")
+        return CanonicalTensor(matrix, partition, (max(1, C // args.group_size),))
+    raise _unsupported_strategy(args, base_name, "tensor, group or tensor_group")
 
 
-def _attention_states(matrix: Tensor, base_name: str, args: QuantizationArgs) -> Canonical:
+def _attention_states(matrix: Tensor, base_name: str, args: QuantizationArgs) -> CanonicalTensor:
     if args.strategy == QuantizationStrategy.TENSOR:
-        return Canonical(matrix, Partition(0, 0), (1,))
+        return CanonicalTensor(matrix, Partition(0, 0), (1,))
     if args.strategy == QuantizationStrategy.ATTN_HEAD:
-        return Canonical(matrix, Partition(1, 0), (matrix.shape[0], 1, 1))
-    raise _unsuitable(args, base_name, "tensor or attn_head")
+        return CanonicalTensor(matrix, Partition(1, 0), (matrix.shape[0], 1, 1))
+    raise _unsupported_strategy(args, base_name, "tensor or attn_head")
 
 
-def _unsuitable(args: QuantizationArgs, base_name: str, choices: str) -> InputError:
+def _unsupported_strategy(args: QuantizationArgs, base_name: str, choices: str) -> InputError:
     name = QuantizationStrategy(args.strategy).value if args.strategy else "None"
     return InputError(
         f"The strategy {name} has no static scales for the {base_name}.",

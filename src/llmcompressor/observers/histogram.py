@@ -12,7 +12,7 @@ from pydantic import Field
 from torch import Tensor
 
 from llmcompressor.errors import NonFiniteError
-from llmcompressor.numerics.finite import is_finite
+from llmcompressor.numerics.extremes import is_finite
 from llmcompressor.numerics.histogram import (
     Histogram,
     entropy_range,
@@ -20,7 +20,7 @@ from llmcompressor.numerics.histogram import (
     percentile_range,
 )
 from llmcompressor.observers.base import Observer, ObserverOptions
-from llmcompressor.observers.canonical import Canonical, Range
+from llmcompressor.observers.canonical import CanonicalTensor, Range
 from llmcompressor.schemes.bridge import grid_of
 
 __all__ = ["EntropyObserver", "HistogramObserver", "PercentileObserver"]
@@ -79,11 +79,11 @@ class HistogramObserver(Observer):
         super().reset()
         self._histogram = None
 
-    def _update(self, observed: Canonical) -> None:
+    def _update(self, observed: CanonicalTensor) -> None:
         self._include(self._counted(observed))
         self._scale_shape, self._dtype = observed.scale_shape, observed.matrix.dtype
 
-    def _counted(self, observed: Canonical) -> Histogram:
+    def _counted(self, observed: CanonicalTensor) -> Histogram:
         bins = self.options.bins
         is_asked_for = "bins" in self.options.model_fields_set
         if self.base_name == "weight" and not is_asked_for:  # it may have 10^5 scales
@@ -96,7 +96,7 @@ class HistogramObserver(Observer):
     def _include(self, seen: Histogram) -> None:
         self._histogram = seen if self._histogram is None else self._histogram.merge(seen)
 
-    def _measured(self, observed: Canonical) -> tuple[Tensor, ...]:
+    def _measured(self, observed: CanonicalTensor) -> tuple[Tensor, ...]:
         if not all(map(is_finite, observed.extremes)):  # non-finite values belong to no bin
             raise NonFiniteError(f"NaN or infinity in the {self.base_name} that was observed.")
         # an empty tensor stores the shape and the dtype of the scales

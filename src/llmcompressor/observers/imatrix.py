@@ -15,7 +15,7 @@ from torch import Tensor
 from llmcompressor.errors import InputError
 from llmcompressor.logger import logger
 from llmcompressor.observers.base import ObserverOptions
-from llmcompressor.observers.canonical import Canonical
+from llmcompressor.observers.canonical import CanonicalTensor
 from llmcompressor.observers.mse import (
     ExpandedSearchOptions,
     MemorylessMSEObserver,
@@ -53,7 +53,7 @@ class IMatrixMSEObserver(MemorylessMSEObserver):
     inclusive = True
     _has_warned = False
 
-    def error_weights(self, observed: Canonical) -> Tensor | None:
+    def error_weights(self, observed: CanonicalTensor) -> Tensor | None:
         """The importance of each element of the cells, in their layout."""
         unusable = self._unusable(observed.matrix.shape[1])
         if unusable is not None:

@@ -15,25 +15,25 @@ from llmcompressor.errors import InputError, NonFiniteError
 from llmcompressor.numerics.gram import (
     TokenBuffer,
     add_cross_product,
-    add_missing_product,
+    add_residual_product,
     add_upper_product,
     mirror_upper_,
 )
 
-__all__ = ["InputStatistics", "counts_missing"]
+__all__ = ["InputStatistics", "prefers_output_residual"]
 
 _WIDE_RANGE = (torch.bfloat16, torch.float32, torch.float64)
 """Dtypes that hold whatever an output may lack; float16 ends at 65504."""
 
 
-def counts_missing(rows: int, columns: int, dtype: torch.dtype) -> bool:
+def prefers_output_residual(rows: int, columns: int, dtype: torch.dtype) -> bool:
     """Return True if the output residual costs less to accumulate than the cross product.
 
     The residual has ``rows`` columns. It then needs no more multiplications and, including the copy
     of the weight, less memory in 16 bits.
 
-    >>> counts_missing(4096, 14336, torch.bfloat16), counts_missing(4096, 4096, torch.bfloat16)
-    (True, False)
+    >>> prefers_output_residual(4096, 14336, torch.bfloat16), prefers_output_residual(4096, 4096,
+    torch.bfloat16) (True, False)
     """
     return 2 * rows <= columns and dtype in _WIDE_RANGE
 
@@ -46,8 +46,8 @@ class InputStatistics:
         device: device of the sums and products.
         twin: also accumulate the cross product with the inputs of the original model.
         weights: weights of the Linears with this input, ``[R_i, C]``: the output residual is
-            accumulated in place of the cross product if :func:`counts_missing`. They are copied:
-            the residual is that of the present weights.
+            accumulated in place of the cross product if :func:`prefers_output_residual`. They are
+            copied: the residual is that of the present weights.
         name: name of the module, for errors.
 
     Attributes:
@@ -73,7 +73,7 @@ class InputStatistics:
         self.name = name
         self.is_twin = twin
         self._gram_CC = torch.zeros(columns, columns, dtype=torch.float32, device=device)
-        self._weight_RC = _stacked(weights, columns, device) if twin else None
+        self._weight_RC = _stacked_weights(weights, columns, device) if twin else None
         self._missing_RC: Tensor | None = None
         self._cross_CC: Tensor | None = None
         if self._weight_RC is not None:
@@ -95,24 +95,24 @@ class InputStatistics:
             chunk = self._buffer.add(input_TC)
         else:
             chunk = self._buffer.add(input_TC, input_TC if reference_TC is None else reference_TC)
-        self._multiply(chunk)
+        self._accumulate_chunk(chunk)
 
     @property
     def gram(self) -> Tensor:
         """``YᵀY``."""
-        self._settle()
+        self._flush()
         return self._gram_CC
 
     @property
     def cross(self) -> Tensor | None:
         """``Yᵀ(X − Y)``."""
-        self._settle()
+        self._flush()
         return self._cross_CC
 
     @property
     def missing(self) -> Tensor | None:
         """``Yᵀ(X − Y)Wᵀ``."""
-        self._settle()
+        self._flush()
         return None if self._missing_RC is None else self._missing_RC.mT
 
     def merge(self, other: InputStatistics) -> None:
@@ -133,13 +133,13 @@ class InputStatistics:
             self._missing_RC += other.missing.mT.to(self._missing_RC.device)
         self.tokens += other.tokens
 
-    def _settle(self) -> None:
-        self._multiply(self._buffer.drain())
+    def _flush(self) -> None:
+        self._accumulate_chunk(self._buffer.drain())
         if not self._symmetric:
             mirror_upper_(self._gram_CC)
             self._symmetric = True
 
-    def _multiply(self, chunk: list[Tensor] | None) -> None:
+    def _accumulate_chunk(self, chunk: list[Tensor] | None) -> None:
         if chunk is None:
             return
         device = self._gram_CC.device
@@ -159,14 +159,16 @@ class InputStatistics:
             add_cross_product(self._cross_CC, input_TC, difference_TC)
         elif self._missing_RC is not None and self._weight_RC is not None:
             weight_RC = self._weight_RC.to(input_TC.dtype)
-            add_missing_product(self._missing_RC, weight_RC, input_TC, difference_TC)
+            add_residual_product(self._missing_RC, weight_RC, input_TC, difference_TC)
 
 
-def _stacked(weights: Sequence[Tensor], columns: int, device: torch.device | str) -> Tensor | None:
+def _stacked_weights(
+    weights: Sequence[Tensor], columns: int, device: torch.device | str
+) -> Tensor | None:
     """A copy of the rows of all weights, if their output residual is accumulated."""
     rows = sum(map(len, weights))
     if not weights or any(weight.is_meta for weight in weights):
         return None
-    if not counts_missing(rows, columns, weights[0].dtype):
+    if not prefers_output_residual(rows, columns, weights[0].dtype):
         return None
     return torch.cat([weight.detach() for weight in weights]).to(device)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from llmcompressor.observers.base import ObserverOptions, RangeObserver, union
+from llmcompressor.observers.base import ObserverOptions, RangeObserver, range_union
 from llmcompressor.observers.canonical import Range
 
 __all__ = [
@@ -41,7 +41,7 @@ class StaticMinMaxObserver(RangeObserver):
 
     def combine(self, old: Range, new: Range) -> Range:
         """The smallest range that contains both."""
-        return union(old, new)
+        return range_union(old, new)
 
 
 class MinMaxObserver(RangeObserver):

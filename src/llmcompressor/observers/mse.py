@@ -10,7 +10,7 @@ from torch import Tensor
 
 from llmcompressor.numerics.range_search import ShrinkSearch, search_range
 from llmcompressor.observers.base import ObserverOptions
-from llmcompressor.observers.canonical import Canonical, Range
+from llmcompressor.observers.canonical import CanonicalTensor, Range
 from llmcompressor.observers.min_max import AverageOptions, MemorylessMinMaxObserver, average
 from llmcompressor.schemes.bridge import grid_of, scale_dtype_of, scale_format_of
 
@@ -69,7 +69,7 @@ class MemorylessMSEObserver(MemorylessMinMaxObserver):
     inclusive = False
     """Whether the most shrunk range is tried too."""
 
-    def measure(self, observed: Canonical) -> Range:
+    def measure(self, observed: CanonicalTensor) -> Range:
         """The shrunk range of each cell with the least error."""
         options = self.options
         minimum, maximum = search_range(
@@ -89,7 +89,7 @@ class MemorylessMSEObserver(MemorylessMinMaxObserver):
         )
         return Range(minimum.reshape(observed.scale_shape), maximum.reshape(observed.scale_shape))
 
-    def error_weights(self, observed: Canonical) -> Tensor | None:
+    def error_weights(self, observed: CanonicalTensor) -> Tensor | None:
         """Weights of the errors, see :func:`search_range`; ``None`` if all are equal."""
         del observed
         return None

@@ -29,29 +29,29 @@ from compressed_tensors.quantization import QuantizationArgs
 from torch import Tensor
 
 from llmcompressor.errors import InputError, NonFiniteError
-from llmcompressor.numerics.finite import is_finite
+from llmcompressor.numerics.extremes import is_finite
 from llmcompressor.numerics.scales import parameter_dtype, stored_scale
-from llmcompressor.observers.base import Observer, union
-from llmcompressor.observers.canonical import Canonical, Range, laid_out
+from llmcompressor.observers.base import Observer, range_union
+from llmcompressor.observers.canonical import CanonicalTensor, Range, to_observations
 from llmcompressor.schemes.bridge import grid_of, needs_global_scale, zero_dtype_of
 
-__all__ = ["StatisticsObserver", "completed", "keeps_statistics"]
+__all__ = ["StatisticsObserver", "complete_observer", "has_update_method"]
 
 
-def keeps_statistics(observer: type) -> bool:
+def has_update_method(observer: type) -> bool:
     """Return True if a class has one of the update methods and has not been completed yet."""
     said = any(hasattr(observer, name) for name in _FORMS)
     return said and not issubclass(observer, StatisticsObserver)
 
 
-def completed(observer: type) -> type:
+def complete_observer(observer: type) -> type:
     """A class of the same name that adds the missing methods of an observer to ``observer``."""
     own = {key: getattr(observer, key) for key in ("__module__", "__doc__", "__qualname__")}
     rest = next(rest for name, rest in _FORMS.items() if hasattr(observer, name))
-    return type(observer.__name__, (rest, observer, _Attributes), own)
+    return type(observer.__name__, (rest, observer, _StatisticsAttributes), own)
 
 
-class _Attributes:
+class _StatisticsAttributes:
     """Attributes and methods that a third-party class may use or override."""
 
     _act_sync_dict: Mapping[str, Any] = {}
@@ -85,7 +85,7 @@ class StatisticsObserver(Observer):
 
     def __init__(self, base_name: str, args: QuantizationArgs, **observer_kwargs: Any) -> None:
         super().__init__(base_name, args, **observer_kwargs)
-        if self._finds_parameters and needs_global_scale(args):
+        if self._has_own_qparams and needs_global_scale(args):
             raise InputError(
                 f"{type(self).__name__} finds scales by itself, and under a global scale, which "
                 "tensors share, they have to follow from ranges.",
@@ -94,7 +94,7 @@ class StatisticsObserver(Observer):
         self._begun = dict(vars(self))
 
     @property
-    def _finds_parameters(self) -> bool:
+    def _has_own_qparams(self) -> bool:
         """True if the class computes scales from its statistics by a ``get_qparams`` of its own."""
         return type(self).get_qparams is not Observer.get_qparams and not self._is_asked
 
@@ -102,10 +102,10 @@ class StatisticsObserver(Observer):
         self, global_scale: Tensor | None = None, *, dtype: torch.dtype | None = None
     ) -> tuple[Tensor, Tensor]:
         """Scale and zero point, from the class's own ``get_qparams`` if it has one."""
-        if not self._finds_parameters:
+        if not self._has_own_qparams:
             return super().qparams(global_scale, dtype=dtype)
         if self.observations == 0:
-            raise self._nothing_seen()
+            raise self._no_observations_error()
         scale, zero = self._found()
         kept = scale if dtype is None else stored_scale(scale, parameter_dtype(dtype))
         if not is_finite(kept):
@@ -157,15 +157,15 @@ class StatisticsObserver(Observer):
         vars(self).update(self._begun)
         super().reset()
 
-    def _update(self, observed: Canonical) -> None:
+    def _update(self, observed: CanonicalTensor) -> None:
         self._scale_shape = observed.scale_shape
-        self.update_statistics_from_observed(laid_out(observed, self.base_name))
+        self.update_statistics_from_observed(to_observations(observed, self.base_name))
 
-    def _measured(self, observed: Canonical) -> Range:
+    def _measured(self, observed: CanonicalTensor) -> Range:
         return observed.extremes
 
     def _joined(self, own: Range, other: Range) -> Range:
-        return union(Range(*own), Range(*other))
+        return range_union(Range(*own), Range(*other))
 
     def _take(self, measured: Range) -> None:
         self._check_finite(Range(*measured))
@@ -181,7 +181,7 @@ class StatisticsObserver(Observer):
             setattr(self, name, saved[name])
 
     def _range(self) -> Range:
-        if self._finds_parameters:
+        if self._has_own_qparams:
             grid, (scale, zero) = grid_of(self.args), self.qparams()
             ends = ((end - zero.to(scale.dtype)) * scale for end in (grid.qmin, grid.qmax))
             return Range(*ends)
@@ -193,7 +193,7 @@ class StatisticsObserver(Observer):
         share = other.observations / (self.observations + other.observations)
         for name in self._stats_attrs:
             pair = getattr(self, name), getattr(other, name)
-            setattr(self, name, _reduced(*pair, self._reduction_of(name), share))
+            setattr(self, name, _reduce_pair(*pair, self._reduction_of(name), share))
 
     def _reduction_of(self, name: str) -> str:
         usual = {"min_vals": "MIN", "max_vals": "MAX"}
@@ -213,7 +213,7 @@ class StatisticsObserver(Observer):
         self._load(other._saved())
 
 
-class _OfUpdates(StatisticsObserver):
+class _UpdateStatisticsAdapter(StatisticsObserver):
     """Adapter for a class with the earlier method ``update_statistics``."""
 
     if TYPE_CHECKING:
@@ -224,7 +224,7 @@ class _OfUpdates(StatisticsObserver):
         self.update_statistics(observed)
 
 
-class _OfRanges(StatisticsObserver):
+class _GetMinMaxAdapter(StatisticsObserver):
     """Adapter for a class with the method ``get_min_max``, which may keep further attributes."""
 
     if TYPE_CHECKING:
@@ -242,8 +242,8 @@ class _OfRanges(StatisticsObserver):
 
 _FORMS: Mapping[str, type[StatisticsObserver]] = {
     "update_statistics_from_observed": StatisticsObserver,
-    "update_statistics": _OfUpdates,
-    "get_min_max": _OfRanges,
+    "update_statistics": _UpdateStatisticsAdapter,
+    "get_min_max": _GetMinMaxAdapter,
 }
 """By the method that a class has, the newest first."""
 
@@ -255,5 +255,5 @@ _REDUCED: Mapping[str, Callable[[Tensor, Tensor, float], Tensor]] = {
 }
 
 
-def _reduced(own: Tensor, other: Tensor, kind: str, share: float) -> Tensor:
+def _reduce_pair(own: Tensor, other: Tensor, kind: str, share: float) -> Tensor:
     return _REDUCED[kind](own, other, share)

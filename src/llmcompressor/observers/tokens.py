@@ -9,7 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["alike_batches", "count_tokens", "per_batch", "real_tokens", "token_mask", "token_total"]
+__all__ = [
+    "count_tokens",
+    "num_batch_tokens",
+    "num_equal_batches",
+    "real_tokens",
+    "split_batches",
+    "token_mask",
+]
 
 _BY_QUERY = (3, 4)
 """Dimensions of masks that say for each query which keys it sees."""
@@ -27,7 +34,7 @@ def token_mask(batch: Mapping[str, Any], key: str = "attention_mask") -> Tensor 
     """
     mask, ids = batch.get(key), batch.get("input_ids")
     several = list(mask.values()) if isinstance(mask, Mapping) else [mask]
-    found = [one for one in map(_seen, several) if one is not None]
+    found = [one for one in map(_attended_positions, several) if one is not None]
     if not found:
         return None
     real = found[0]
@@ -38,7 +45,7 @@ def token_mask(batch: Mapping[str, Any], key: str = "attention_mask") -> Tensor 
     return None if bool(real.all()) else real
 
 
-def token_total(batch: Any) -> Tensor | None:
+def num_batch_tokens(batch: Any) -> Tensor | None:
     """Number of non-padding tokens of a batch, on the mask's device; ``None`` if unknown."""
     if not isinstance(batch, Mapping):
         return None
@@ -51,7 +58,7 @@ def token_total(batch: Any) -> Tensor | None:
     return torch.tensor(ids.numel(), device=ids.device) if isinstance(ids, Tensor) else None
 
 
-def _seen(mask: Any) -> Tensor | None:
+def _attended_positions(mask: Any) -> Tensor | None:
     """Bool ``[batch, tokens]``, true at attended positions; ``None`` if unknown.
 
     A query that attends to nothing often gets to attend to everything, so that no row of a softmax
@@ -101,7 +108,7 @@ def count_tokens(activation: Tensor, token_mask: Tensor | None) -> int:
     return activation.shape[:-1].numel()
 
 
-def per_batch(
+def split_batches(
     activation: Tensor, token_mask: Tensor | None, sizes: tuple[int, ...] | None
 ) -> Iterator[tuple[Tensor, Tensor | None]]:
     """Split an activation into the calibration batches that were run in one forward.
@@ -122,12 +129,12 @@ def per_batch(
     yield from zip(torch.split(activation, split), masks, strict=True)
 
 
-def alike_batches(
+def num_equal_batches(
     activation: Tensor, token_mask: Tensor | None, sizes: tuple[int, ...] | None
 ) -> int:
     """Number of batches run in one forward, if they have one size and no padding.
 
-    1 otherwise, and if :func:`per_batch` with the same arguments would yield one batch.
+    1 otherwise, and if :func:`split_batches` with the same arguments would yield one batch.
     """
     if sizes is None or token_mask is not None or len(activation) != sum(sizes):
         return 1

@@ -8,11 +8,10 @@ and does no mathematics.
 from typing import TYPE_CHECKING
 
 from llmcompressor.pipelines.registry import PIPELINES, CalibrationPipeline, infer_pipeline
-from llmcompressor.registry import lazy_page
+from llmcompressor.runtime.registry import lazy_exports
 
 if TYPE_CHECKING:
-    from llmcompressor.pipelines.basic import BasicPipeline, DataFreePipeline
-    from llmcompressor.pipelines.independent import IndependentPipeline
+    from llmcompressor.pipelines.basic import BasicPipeline, DataFreePipeline, IndependentPipeline
     from llmcompressor.pipelines.sequential import SequentialPipeline
 
 __all__ = [
@@ -28,8 +27,8 @@ __all__ = [
 _HOMES = {
     "BasicPipeline": "llmcompressor.pipelines.basic:BasicPipeline",
     "DataFreePipeline": "llmcompressor.pipelines.basic:DataFreePipeline",
-    "IndependentPipeline": "llmcompressor.pipelines.independent:IndependentPipeline",
+    "IndependentPipeline": "llmcompressor.pipelines.basic:IndependentPipeline",
     "SequentialPipeline": "llmcompressor.pipelines.sequential:SequentialPipeline",
 }
 
-__getattr__, __dir__ = lazy_page(globals(), _HOMES)
+__getattr__, __dir__ = lazy_exports(globals(), _HOMES)

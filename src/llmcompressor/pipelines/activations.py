@@ -24,10 +24,9 @@ import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 
-from llmcompressor.memory import TOLERATED, give_back_freed
-from llmcompressor.modeling.page_file import PageFile
+from llmcompressor.modeling.offload import MmapStoragePool, SpillFiles
 from llmcompressor.modeling.paused_forward import Pass
-from llmcompressor.modeling.spilled import Spill
+from llmcompressor.runtime.memory import TOLERATED, malloc_trim
 
 __all__ = ["LITTLE", "ActivationStore", "held_tensors"]
 
@@ -82,7 +81,7 @@ def _tensors_in(value: Any, depth: int) -> Iterator[Tensor]:
 
 
 @dataclass
-class _Parked:
+class _ParkedStorage:
     """A storage that was moved, and the tensors that view it."""
 
     tensors: list[Tensor]
@@ -116,14 +115,14 @@ class ActivationStore:
         streams: int = 1,
     ) -> None:
         self._budget = budget
-        self._pages = PageFile(LITTLE) if is_little else None
+        self._pages = MmapStoragePool(LITTLE) if is_little else None
         self._returns = is_little and streams > 1
         self._stays = fits and not is_little
         owned = () if self._stays else (tensor for tensor in keep if _is_plain(tensor))
         self._keep = {tensor.untyped_storage().data_ptr() for tensor in owned}
-        self._parked: dict[Pass, list[_Parked]] = {}
+        self._parked: dict[Pass, list[_ParkedStorage]] = {}
         self._held = 0
-        self._files = Spill()
+        self._files = SpillFiles()
         self.peak = 0
 
     @property
@@ -144,19 +143,21 @@ class ActivationStore:
             return
         storages = self._storages(one)
         if self._pages is not None:
-            _put(storages, self._pages)
+            _move_to_pages(storages, self._pages)
             if self._returns:
-                give_back_freed(at_least=_TOLERATED)
+                malloc_trim(at_least=_TOLERATED)
             return
         size = sum(tensors[0].untyped_storage().nbytes() for tensors in storages)
         in_files = self._held + size > self._budget
         records = self._parked[one] = []  # kept up to date: an error leaves nothing unaccounted
         for tensors in storages:
-            record = _Parked(tensors, tensors[0].untyped_storage().nbytes(), tensors[0].device)
+            record = _ParkedStorage(
+                tensors, tensors[0].untyped_storage().nbytes(), tensors[0].device
+            )
             if record.home.type != "cpu":
-                _exchange(tensors, torch.device("cpu"))
+                _move_storage(tensors, torch.device("cpu"))
             if in_files:
-                _point(tensors, self._files.put(tensors[0].untyped_storage()))
+                _set_storage(tensors, self._files.put(tensors[0].untyped_storage()))
                 record.in_file = True
             else:
                 self._held += record.bytes
@@ -167,7 +168,7 @@ class ActivationStore:
         """Load the activations of ``one`` back before it runs."""
         for record in self._parked.pop(one, []):
             if record.in_file or record.home.type != "cpu":
-                _exchange(record.tensors, record.home)
+                _move_storage(record.tensors, record.home)
             if not record.in_file:
                 self._held -= record.bytes
 
@@ -205,27 +206,27 @@ def _is_plain(tensor: Tensor) -> bool:
     return type(tensor) in (Tensor, Parameter) and tensor.layout is torch.strided and not special
 
 
-def _exchange(tensors: list[Tensor], device: torch.device) -> None:
+def _move_storage(tensors: list[Tensor], device: torch.device) -> None:
     """Move the storage that ``tensors`` share to ``device`` (or out of a file)."""
     old = tensors[0].untyped_storage()
     bytes_ = torch.empty(0, dtype=torch.uint8, device=old.device).set_(
         old, 0, (old.nbytes(),), (1,)
     )
     new = bytes_.to(device) if device != old.device else bytes_.clone()
-    _point(tensors, new.untyped_storage())
+    _set_storage(tensors, new.untyped_storage())
 
 
-def _put(storages: Iterable[list[Tensor]], pages: PageFile) -> None:
+def _move_to_pages(storages: Iterable[list[Tensor]], pages: MmapStoragePool) -> None:
     """Move storages into the pages of a file, where they stay."""
     for tensors in storages:
         storage = tensors[0].untyped_storage()
         place = None if pages.owns(storage) else pages.put(storage)
         if place is not None:
-            _point(tensors, place)
+            _set_storage(tensors, place)
     pages.let_go()
 
 
-def _point(tensors: list[Tensor], storage: torch.UntypedStorage) -> None:
+def _set_storage(tensors: list[Tensor], storage: torch.UntypedStorage) -> None:
     for tensor in tensors:
         view = torch.empty(0, dtype=tensor.dtype, device=storage.device)
         view.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())

@@ -27,29 +27,29 @@ from compressed_tensors.utils import get_num_attn_heads, get_num_kv_heads
 from torch import Tensor
 from torch.nn import Module
 
+from llmcompressor.core.modifier import Modifier
+from llmcompressor.equalization.probe import token_id_inputs
 from llmcompressor.errors import CompressorError, TargetError
 from llmcompressor.logger import logger
-from llmcompressor.modeling.hollow import hollow_weights, zero_products
+from llmcompressor.modeling.call_graph import model_inputs
 from llmcompressor.modeling.hooks import HooksMixin
-from llmcompressor.modeling.input_rotations import resting
-from llmcompressor.modeling.inputs import model_inputs
-from llmcompressor.modeling.probes import token_ids
-from llmcompressor.modifiers.modifier import Modifier
-from llmcompressor.names import named_modules
-from llmcompressor.pipelines.model_runs import calibration_mode, small_batch
-from llmcompressor.quantization.attach import tap_attention, untap_attention
-from llmcompressor.quantization.empty_cache import left_without_cache
+from llmcompressor.modeling.meta_weights import skip_zero_products, zero_weights
+from llmcompressor.modeling.names import named_modules
+from llmcompressor.modeling.patches import rotations_suspended
+from llmcompressor.pipelines.batches import calibration_mode, small_batch
+from llmcompressor.quantization.attach import disable_attention_hooks, enable_attention_hooks
+from llmcompressor.quantization.kv_cache import without_empty_caches
 
 if TYPE_CHECKING:
     from llmcompressor.core.state import State
 
-__all__ = ["try_attention"]
+__all__ = ["check_attention_forward"]
 
 _States = Mapping[Module, tuple[QuantizationArgs, bool]]
 """Attention module → how its states are quantized, and whether its queries are."""
 
 
-def try_attention(
+def check_attention_forward(
     model: Module,
     batches: Sequence[Mapping[str, Any]] | None,
     modifiers: Sequence[Modifier],
@@ -76,23 +76,23 @@ def try_attention(
         if state.quantizers.get(module) in modifiers
         and getattr(module, "quantization_status", None) is None
     }
-    given = (batches or token_ids(model)) if states else ()
+    given = (batches or token_id_inputs(model)) if states else ()
     if not given:
         return
-    trial = _Trial(model, small_batch(given[0]), states)
+    trial = _AttentionTrial(model, small_batch(given[0]), states)
     with contextlib.ExitStack() as written:
         for modifier in modifiers:  # including rotations of the states themselves
             written.enter_context(modifier.as_written(state))
         written.enter_context(calibration_mode(model))
-        written.enter_context(hollow_weights(model, skips_experts=True))
-        with HooksMixin.disable_hooks(), zero_products(), resting(model):
+        written.enter_context(zero_weights(model, skips_experts=True))
+        with HooksMixin.disable_hooks(), skip_zero_products(), rotations_suspended(model):
             for use_cache in (True, False):  # as in generation, and as in calibration
                 trial.run(use_cache=use_cache)
-            if needed := trial.what_readers_need():
+            if needed := trial.cache_warning():
                 tell(needed)
 
 
-class _Trial:
+class _AttentionTrial:
     def __init__(self, model: Module, batch: Mapping[str, Any], states: _States) -> None:
         self._model = model
         self._batch = batch
@@ -110,7 +110,7 @@ class _Trial:
             raise self._refusal(error, running, use_cache=use_cache) from error
         logger.debug(f"{type(self._model).__name__} was not tried out: {plain!r:.200}")
 
-    def what_readers_need(self) -> str:
+    def cache_warning(self) -> str:
         """Return a warning for a model that loaders can run with a cache only, else ``""``.
 
         Calibration gives attention without a cache an empty one; loaders give it a quantized cache
@@ -130,8 +130,8 @@ class _Trial:
         """Run the model with hooks on ``states`` and return the exception that its code raises."""
         self._running = None
         batch = {**self._batch, "use_cache": use_cache}
-        helping = contextlib.nullcontext() if helped else left_without_cache(states)
-        with _tapped(self._model, states), helping, self._watched(states):
+        helping = contextlib.nullcontext() if helped else without_empty_caches(states)
+        with _attention_hooks(self._model, states), helping, self._watched(states):
             try:
                 self._model(**model_inputs(self._model, batch))
             except (CompressorError, torch.OutOfMemoryError):  # the latter is not the model's fault
@@ -207,7 +207,7 @@ class _Trial:
 
 
 @contextlib.contextmanager
-def _tapped(model: Module, states: _States) -> Iterator[None]:
+def _attention_hooks(model: Module, states: _States) -> Iterator[None]:
     """Install the attention hooks while the body runs, where rotations have not installed them."""
     own = [
         module
@@ -216,8 +216,8 @@ def _tapped(model: Module, states: _States) -> Iterator[None]:
     ]
     try:
         for module in own:
-            tap_attention(model, module, queries=states[module][1])
+            enable_attention_hooks(model, module, queries=states[module][1])
         yield
     finally:
         for module in own:
-            untap_attention(model, module)
+            disable_attention_hooks(model, module)

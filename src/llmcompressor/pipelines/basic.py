@@ -7,24 +7,30 @@ from typing import TYPE_CHECKING, Any
 
 from torch.nn import Module
 
-from llmcompressor.core.session_functions import LifecycleCallbacks, active_session
+from llmcompressor.logger import logger
 from llmcompressor.modeling.blocks import find_blocks
-from llmcompressor.pipelines.batches import calibrating
-from llmcompressor.pipelines.calibrated import owners_of, watch_calibrated
-from llmcompressor.pipelines.coverage import scarcity_reported
-from llmcompressor.pipelines.experts import experts_watched
-from llmcompressor.pipelines.finite_blocks import blocks_watched
-from llmcompressor.pipelines.listed_experts import listed_experts_counted, listed_experts_shown
-from llmcompressor.pipelines.model_runs import calibration_mode
-from llmcompressor.pipelines.residency import Residency
-from llmcompressor.progress import progress
+from llmcompressor.pipelines.batches import calibration_batches, calibration_mode
+from llmcompressor.pipelines.block_loading import BlockLoader
+from llmcompressor.pipelines.moe_lists import broadcast_expert_inputs, count_listed_experts
+from llmcompressor.pipelines.moe_routing import expert_calibration
+from llmcompressor.pipelines.passes import group_joined, insert_surveys
+from llmcompressor.pipelines.registry import PIPELINES, infer_pipeline
+from llmcompressor.pipelines.targets import (
+    modifier_indices,
+    report_low_coverage,
+    trace_calibrated_modules,
+)
+from llmcompressor.pipelines.watchers import check_finite_outputs
+from llmcompressor.recipe import Recipe
+from llmcompressor.runtime.progress import progress
+from llmcompressor.session.functions import LifecycleCallbacks, active_session
 
 if TYPE_CHECKING:
     from torch.utils.data import DataLoader
 
     from llmcompressor.args import DatasetArguments
 
-__all__ = ["BasicPipeline", "DataFreePipeline"]
+__all__ = ["BasicPipeline", "DataFreePipeline", "IndependentPipeline"]
 
 
 class BasicPipeline:
@@ -41,20 +47,20 @@ class BasicPipeline:
         session = active_session()
         state, modifiers = session.state, session.lifecycle.recipe.modifiers
         with (
-            calibrating(
+            calibration_batches(
                 model, dataloader, state, use_loss_mask=dataset_args.use_loss_mask
             ) as batches,
-            experts_watched(model, state, modifiers, batches, dataset_args) as experts,
-            listed_experts_shown(model, state, modifiers, batches, dataset_args) as lists,
+            expert_calibration(model, state, modifiers, batches, dataset_args) as experts,
+            broadcast_expert_inputs(model, state, modifiers, batches, dataset_args) as lists,
         ):
-            owners, blocks = owners_of(modifiers, state), find_blocks(model)
-            state.call_order = watch_calibrated(model, batches, owners, blocks, lists).order
+            owners, blocks = modifier_indices(modifiers, state), find_blocks(model)
+            state.call_order = trace_calibrated_modules(model, batches, owners, blocks, lists).order
             LifecycleCallbacks.calibration_epoch_start()
             share = dataset_args.min_tokens_per_module
             with (
-                scarcity_reported(model, owners, batches, state, share),
-                listed_experts_counted(model, state, modifiers, batches, dataset_args, lists),
-                blocks_watched(model, state),
+                report_low_coverage(model, owners, batches, state, share),
+                count_listed_experts(model, state, modifiers, batches, dataset_args, lists),
+                check_finite_outputs(model, state),
                 progress(len(batches), "Calibrating") as advance,
             ):
                 for index, batch in enumerate(batches):
@@ -62,7 +68,7 @@ class BasicPipeline:
                     state.batch_sizes = batches.sizes(index)
                     batches.run(batch)
                     advance(1)
-            experts.all_ran()
+            experts.report_starved()
             LifecycleCallbacks.sequential_epoch_end(tuple(model.modules()))
             LifecycleCallbacks.calibration_epoch_end()
 
@@ -88,11 +94,11 @@ class DataFreePipeline:
             if state.keeper is None:
                 LifecycleCallbacks.sequential_epoch_end(tuple(model.modules()))
             else:
-                self._by_block(model, Residency(state.keeper, state, modifiers))
+                self._by_block(model, BlockLoader(state.keeper, state, modifiers))
             LifecycleCallbacks.calibration_epoch_end()
 
     @staticmethod
-    def _by_block(model: Module, residency: Residency) -> None:
+    def _by_block(model: Module, residency: BlockLoader) -> None:
         """Compress the model block by block; each block is loaded, compressed and freed."""
         names = residency.unfinished
         with progress(len(names), "Compressing") as advance:
@@ -102,6 +108,43 @@ class DataFreePipeline:
                 LifecycleCallbacks.sequential_epoch_end(residency.modules_of(name))
                 residency.leave(name)
                 advance(1)
-        residency.visit_rest()
+        residency.finish_unvisited()
         if not residency.rest_is_finished:
             LifecycleCallbacks.sequential_epoch_end(residency.others(model.modules()))
+
+
+# --------------------
+# Independent pipeline: modifiers run one after another, each with the pipeline it needs.
+
+
+class IndependentPipeline:
+    """Runs the modifiers of the recipe one by one, in recipe order.
+
+    A modifier that joins those before it runs together with them. All modifiers are initialized
+    before; during each run the session's recipe holds only the modifiers that run.
+    """
+
+    def __call__(
+        self,
+        model: Module,
+        dataloader: DataLoader[Any] | None,
+        dataset_args: DatasetArguments,
+    ) -> None:
+        """Run all modifiers of the active session."""
+        lifecycle = active_session().lifecycle
+        whole = lifecycle.recipe
+        try:
+            done = 0
+            for modifiers in group_joined(whole.modifiers):
+                name = infer_pipeline(modifiers)
+                for modifier in modifiers:
+                    done += 1
+                    logger.info(
+                        f"{type(modifier).__name__} ({done} of {len(whole.modifiers)}): "
+                        f"{name} pipeline."
+                    )
+                for some in insert_surveys([modifiers]):
+                    lifecycle.recipe = Recipe.from_modifiers(list(some))
+                    PIPELINES.load(name)()(model, dataloader, dataset_args)
+        finally:
+            lifecycle.recipe = whole

@@ -6,26 +6,189 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
 from torch import Tensor
 from torch.nn import Module
 
 from llmcompressor.errors import DatasetError
 from llmcompressor.logger import logger
-from llmcompressor.modeling.call_order import first_tensor
-from llmcompressor.modeling.inputs import model_inputs
+from llmcompressor.modeling.call_graph import first_tensor, model_inputs, without_cache
+from llmcompressor.modeling.patches import (
+    eval_mode,
+    marked_quantized,
+    quantization_disabled,
+    replace_functional_linear,
+)
+from llmcompressor.numerics.products import is_slow_dtype, wide_linear
 from llmcompressor.observers.tokens import token_mask
-from llmcompressor.pipelines.merging import merge_batches
-from llmcompressor.pipelines.model_runs import calibration_mode
-from llmcompressor.pipelines.quick_linears import quick_linears
-from llmcompressor.threads import short_waits
+from llmcompressor.runtime.threads import short_spin_waits
 
 if TYPE_CHECKING:
     from llmcompressor.core.state import State
 
-__all__ = ["CalibrationBatches", "calibrating"]
+__all__ = [
+    "CalibrationBatches",
+    "MergedBatch",
+    "calibration_batches",
+    "calibration_mode",
+    "float32_linears",
+    "merge_batches",
+    "small_batch",
+]
 
+
+# --------------------
+# Merging of small calibration batches into larger ones.
+#
+# Calibration usually runs one sample at a time, which is slow: operations are so short that launch
+# overhead and waiting for the slowest thread dominate. Text batches of the same shape are
+# therefore run as one. The sizes of the original batches are kept, for observers that count
+# batches.
+
+_MERGEABLE = frozenset(
+    {"input_ids", "attention_mask", "token_type_ids", "position_ids", "labels", "loss_mask"}
+)
+RUN_TOKENS = 2048
+"""Tokens that are run at once, where samples are shorter: enough for large products."""
+
+
+class MergedBatch(NamedTuple):
+    """Batches that are run as one."""
+
+    batch: Mapping[str, Any]
+    """Their tensors, one below the other."""
+    sizes: tuple[int, ...]
+    """How many samples each of them brought."""
+
+
+def merge_batches(
+    batches: Iterable[Mapping[str, Any]], tokens: int | None = None
+) -> Iterator[MergedBatch]:
+    """Merge successive batches of the same shape, up to ``tokens`` (``RUN_TOKENS``) tokens.
+
+    Only batches of plain text with samples of equal length are merged: nothing is padded and
+    nothing is reordered.
+
+    >>> ones = [{"input_ids": torch.ones(1, 4, dtype=torch.long)}] * 3
+    >>> [merged.sizes for merged in merge_batches(ones, tokens=8)]
+    [(1, 1), (1,)]
+    """
+    tokens = RUN_TOKENS if tokens is None else tokens
+    held: list[Mapping[str, Any]] = []
+    for batch in batches:
+        joined = [*held, batch]
+        if held and (_merge_key(batch) != _merge_key(held[0]) or _tokens(joined) > tokens):
+            yield _merged(held)
+            joined = [batch]
+        held = joined
+        if _merge_key(batch) is None:
+            yield _merged(held)
+            held = []
+    if held:
+        yield _merged(held)
+
+
+def _merge_key(batch: Mapping[str, Any]) -> object:
+    """Key that is equal for batches that can be merged; ``None`` if a batch cannot be merged."""
+    ids = batch.get("input_ids")
+    if not isinstance(ids, Tensor) or ids.ndim != 2 or not set(batch) <= _MERGEABLE:
+        return None
+    if any(not isinstance(v, Tensor) or v.shape != ids.shape for v in batch.values()):
+        return None
+    return tuple(sorted(batch)), ids.shape[1], ids.device
+
+
+def _tokens(batches: Iterable[Mapping[str, Any]]) -> int:
+    return sum(batch["input_ids"].numel() for batch in batches)
+
+
+def _merged(batches: list[Mapping[str, Any]]) -> MergedBatch:
+    if len(batches) == 1:
+        ids = batches[0].get("input_ids")
+        size = len(ids) if isinstance(ids, Tensor) and ids.ndim else 1
+        return MergedBatch(batches[0], (size,))
+    joined = {key: torch.cat([batch[key] for batch in batches]) for key in batches[0]}
+    return MergedBatch(joined, tuple(len(batch["input_ids"]) for batch in batches))
+
+
+# --------------------
+# Calibration mode of a model, and small batches for dry runs.
+
+_TEXT_KEYS = frozenset(
+    {"input_ids", "attention_mask", "token_type_ids", "position_ids", "labels", "loss_mask"}
+)
+_PROBE_TOKENS = 8
+
+
+@contextlib.contextmanager
+def calibration_mode(model: Module) -> Iterator[None]:
+    """Set evaluation mode, no gradients, no cache and no fake quantization while the body runs.
+
+    The model is marked as quantized, as some models run another forward then.
+
+    Modules that an earlier modifier has quantized run with its weights, but their activations
+    are not quantized, so that only the error of the weights is measured.
+    """
+    with (
+        eval_mode(model),
+        quantization_disabled(model),
+        torch.no_grad(),
+        without_cache(model),
+        marked_quantized(model),
+    ):
+        yield
+
+
+def small_batch(batch: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a small slice of a text batch for dry runs; other batches are returned whole."""
+    tensors = {key: value for key, value in batch.items() if isinstance(value, Tensor)}
+    if set(tensors) != set(batch) or not set(batch) <= _TEXT_KEYS:
+        return dict(batch)
+    if "input_ids" not in batch:
+        return dict(batch)
+    shape = batch["input_ids"].shape
+    if any(value.shape != shape for value in tensors.values()):  # masks of four dimensions
+        return dict(batch)
+    return {key: value[:1, :_PROBE_TOKENS] for key, value in batch.items()}
+
+
+# --------------------
+# Float32 matrix products for half-precision Linears on CPUs where that is faster.
+
+_DTYPES = (torch.bfloat16, torch.float16)
+_FEWEST_TOKENS = 64
+"""Below this, widening the weight takes longer than multiplying it."""
+
+
+@contextlib.contextmanager
+def float32_linears() -> Iterator[None]:
+    """Make ``torch.nn.functional.linear`` multiply in float32 where that is faster.
+
+    This applies to plain CPU tensors of many tokens without gradients; other calls are unchanged.
+    """
+    if not any(is_slow_dtype(dtype) for dtype in _DTYPES):
+        yield
+        return
+    with replace_functional_linear(_runs_in_fp32, wide_linear):
+        yield
+
+
+def _runs_in_fp32(given: Tensor, weight: Tensor) -> bool:
+    return (
+        given.dtype == weight.dtype
+        and given.device.type == weight.device.type == "cpu"
+        and is_slow_dtype(given.dtype)
+        and given.numel() >= _FEWEST_TOKENS * weight.shape[-1]
+        and not torch.is_inference_mode_enabled()
+        and not torch.is_autocast_enabled("cpu")
+        and not (torch.is_grad_enabled() and (given.requires_grad or weight.requires_grad))
+    )
+
+
+# --------------------
+# Calibration batches of a run, with the masks of their real (non-padding) tokens.
 
 _IGNORED_LABEL = -100
 """What stands in labels where there is nothing to predict."""
@@ -107,7 +270,7 @@ def _positions(batch: Mapping[str, Any]) -> int:
 
 
 @contextlib.contextmanager
-def calibrating(
+def calibration_batches(
     model: Module,
     dataloader: Iterable[Mapping[str, Any]] | None,
     state: State,
@@ -123,9 +286,9 @@ def calibrating(
     batches = CalibrationBatches(model, dataloader, use_loss_mask=use_loss_mask)
     with (
         calibration_mode(model),
-        quick_linears(),
-        short_waits(),
-        _two_masks(model, batches, state),
+        float32_linears(),
+        short_spin_waits(),
+        _encoder_decoder_masks(model, batches, state),
     ):
         try:
             yield batches
@@ -137,7 +300,9 @@ def calibrating(
 
 
 @contextlib.contextmanager
-def _two_masks(model: Module, batches: CalibrationBatches, state: State) -> Iterator[None]:
+def _encoder_decoder_masks(
+    model: Module, batches: CalibrationBatches, state: State
+) -> Iterator[None]:
     """Set ``state.token_mask`` per module in an encoder-decoder: the encoder's or the decoder's.
 
     Modules of the encoder use the encoder's mask, and so do the keys and values of cross
@@ -147,7 +312,7 @@ def _two_masks(model: Module, batches: CalibrationBatches, state: State) -> Iter
     if encoder is None:
         yield
         return
-    inside, padding = set(encoder.modules()), _padding_of(model)
+    inside, padding = set(encoder.modules()), _padding_token(model)
     # Keyed by batch: all batches pass the encoder before the first one enters the decoder.
     returned: dict[int, weakref.ref[Tensor]] = {}
 
@@ -162,7 +327,7 @@ def _two_masks(model: Module, batches: CalibrationBatches, state: State) -> Iter
         if batch is None:
             return
         encoded = returned.get(id(batch))
-        crossed = encoded is not None and _is_same(first_tensor(args, kwargs), encoded())
+        crossed = encoded is not None and _shares_data(first_tensor(args, kwargs), encoded())
         encodes = module in inside or crossed
         state.token_mask = token_mask(batch) if encodes else _decoder_mask(batch, padding)
 
@@ -183,33 +348,33 @@ def _decoder_mask(batch: Mapping[str, Any], padding: tuple[int, bool] | None) ->
 
     Args:
         batch: has decoder inputs, or labels from which they are made by a shift of one position.
-        padding: result of :func:`_padding_of`.
+        padding: result of :func:`_padding_token`.
     """
     if "decoder_attention_mask" in batch:
         return token_mask(batch, "decoder_attention_mask")
     labels, ids = batch.get("labels"), batch.get("decoder_input_ids")
-    if isinstance(labels, Tensor) and labels.ndim == 2 and _fits(labels, ids):
+    if isinstance(labels, Tensor) and labels.ndim == 2 and _labels_fit(labels, ids):
         wanted_BT = labels.ne(_IGNORED_LABEL)
-        return _up_to_last(
-            wanted_BT if padding is None else wanted_BT & _no_padding(labels, *padding)
+        return _mask_up_to_last(
+            wanted_BT if padding is None else wanted_BT & _non_padding_mask(labels, *padding)
         )
     if isinstance(ids, Tensor):
-        return None if padding is None else _up_to_last(_no_padding(ids, *padding))
+        return None if padding is None else _mask_up_to_last(_non_padding_mask(ids, *padding))
     return token_mask(batch)
 
 
-def _fits(labels: Tensor, ids: Any) -> bool:
+def _labels_fit(labels: Tensor, ids: Any) -> bool:
     return not isinstance(ids, Tensor) or ids.shape == labels.shape
 
 
-def _up_to_last(wanted_BT: Tensor) -> Tensor | None:
+def _mask_up_to_last(wanted_BT: Tensor) -> Tensor | None:
     """Mask of each row up to its last wanted token, always with the first; ``None`` if all True."""
     real_BT = wanted_BT.flip(-1).cumsum(-1).flip(-1) > 0
     real_BT[:, 0] = True  # the token that starts every sequence, often the padding token
     return None if bool(real_BT.all()) else real_BT
 
 
-def _no_padding(ids_BT: Tensor, padding: int, is_end: bool) -> Tensor:
+def _non_padding_mask(ids_BT: Tensor, padding: int, is_end: bool) -> Tensor:
     """Mask of non-padding tokens; if padding is the end token too, its first occurrence counts."""
     real_BT = ids_BT.ne(padding)
     if is_end:
@@ -217,7 +382,7 @@ def _no_padding(ids_BT: Tensor, padding: int, is_end: bool) -> Tensor:
     return real_BT
 
 
-def _padding_of(model: Module) -> tuple[int, bool] | None:
+def _padding_token(model: Module) -> tuple[int, bool] | None:
     """Return the padding token id and whether it is an end token too; ``None`` if undefined."""
     config = getattr(model, "config", None)
     padding, ends = (getattr(config, f"{name}_token_id", None) for name in ("pad", "eos"))
@@ -226,7 +391,7 @@ def _padding_of(model: Module) -> tuple[int, bool] | None:
     return padding, padding in (ends if isinstance(ends, list) else [ends])
 
 
-def _is_same(tensor: Tensor | None, other: Tensor | None) -> bool:
+def _shares_data(tensor: Tensor | None, other: Tensor | None) -> bool:
     """Return True if two tensors are the same or start at the same memory address."""
     if tensor is None or other is None:
         return False

@@ -22,30 +22,30 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 from torch.nn import Module
 
+from llmcompressor.core.contract import Granularity
+from llmcompressor.core.modifier import Modifier
 from llmcompressor.modeling.blocks import block_of, find_blocks, sub_blocks
-from llmcompressor.modeling.call_order import CallOrder
-from llmcompressor.modifiers.granularity import Granularity
-from llmcompressor.modifiers.modifier import Modifier
+from llmcompressor.modeling.call_graph import CallOrder
 
 if TYPE_CHECKING:
     from llmcompressor.core.state import State
 
 __all__ = [
-    "Choice",
-    "Plan",
-    "Unit",
+    "LevelChoice",
+    "StopPlan",
+    "StopUnit",
     "choose_level",
+    "count_forwards",
     "estimate_bytes",
-    "forwards_of",
-    "level_of_targets",
-    "make_plan",
-    "named_stops",
-    "undivided_of",
+    "infer_level",
+    "plan_stops",
+    "target_stops",
+    "whole_modules",
 ]
 
 
 @dataclass(frozen=True)
-class Unit:
+class StopUnit:
     """The modules that are calibrated and compressed at one stop."""
 
     stop: Module
@@ -67,17 +67,17 @@ class Unit:
 
 
 @dataclass(frozen=True)
-class Plan:
+class StopPlan:
     """The units of a model in call order, their level, and the reason for it."""
 
     level: Granularity
-    units: tuple[Unit, ...]
+    units: tuple[StopUnit, ...]
     reason: str
     bytes: int
     """About what the suspended passes hold at once."""
 
 
-def forwards_of(level: Granularity, streams: int, *, propagates: bool) -> int:
+def count_forwards(level: Granularity, streams: int, *, propagates: bool) -> int:
     """Number of forwards of the model over the data in one pass.
 
     Args:
@@ -90,7 +90,7 @@ def forwards_of(level: Granularity, streams: int, *, propagates: bool) -> int:
     return once + (streams - 1)
 
 
-def level_of_targets(targets: Iterable[Module], calibrated: Container[Module]) -> Granularity:
+def infer_level(targets: Iterable[Module], calibrated: Container[Module]) -> Granularity:
     """Return the level that ``sequential_targets`` imply.
 
     Args:
@@ -103,7 +103,7 @@ def level_of_targets(targets: Iterable[Module], calibrated: Container[Module]) -
     return Granularity.LINEAR if single else Granularity.BLOCK
 
 
-def named_stops(
+def target_stops(
     model: Module,
     named: Mapping[Module, str],
     calibrated: Container[Module],
@@ -118,23 +118,23 @@ def named_stops(
     Args:
         model: the model being calibrated.
         named: module → name of the targets.
-        calibrated: as for :func:`level_of_targets`.
+        calibrated: as for :func:`infer_level`.
         modifiers: of the pass.
         state: of the run.
         asked: the level that the user asked for, if any.
         at_blocks: every target is one stop as a whole, single Linears too.
     """
-    if not at_blocks and level_of_targets(named, calibrated) is Granularity.LINEAR:
+    if not at_blocks and infer_level(named, calibrated) is Granularity.LINEAR:
         return find_blocks(model), asked or Granularity.LINEAR
     own = _own_blocks(model, modifiers, state)
-    stops = _with_whole(model, named, own, undivided_of(modifiers, state))
+    stops = _replace_by_whole(model, named, own, whole_modules(modifiers, state))
     covered = {inner for stop in named for inner in stop.modules()}
     if any(block not in covered for block in own):  # targets are smaller than the blocks
         return stops, Granularity.SUB_BLOCK
     return stops, asked or Granularity.BLOCK
 
 
-def undivided_of(modifiers: Iterable[Modifier], state: State) -> set[Module]:
+def whole_modules(modifiers: Iterable[Modifier], state: State) -> set[Module]:
     """Modules that modifiers of a pass compress as a whole, in addition to the model's blocks."""
     return {one for modifier in modifiers for one in modifier.undivided(state)}
 
@@ -147,7 +147,7 @@ def _own_blocks(model: Module, modifiers: Iterable[Modifier], state: State) -> s
     return {block for block in blocks if not wanted.isdisjoint(block.modules())}
 
 
-def _with_whole(
+def _replace_by_whole(
     model: Module, stops: Mapping[Module, str], own: set[Module], undivided: set[Module]
 ) -> dict[Module, str]:
     """Replace stops by the whole modules that contain them, where modifiers need these.
@@ -181,7 +181,7 @@ def estimate_bytes(level: Granularity, modules: Sequence[Module], tokens: int, s
         tokens: of all calibration batches.
         streams: 1, or 2 with twin streams.
     """
-    matrices = [matrix for module in modules for matrix in _matrices_of(module)]
+    matrices = [matrix for module in modules for matrix in _weight_matrices(module)]
     columns = [matrix.shape[-1] for matrix in matrices]
     if not columns:
         return 0
@@ -196,7 +196,7 @@ def estimate_bytes(level: Granularity, modules: Sequence[Module], tokens: int, s
     return tokens * states * itemsize * streams
 
 
-def _matrices_of(module: Module) -> list[Tensor]:
+def _weight_matrices(module: Module) -> list[Tensor]:
     """The weight of a module, or all matrices of one without a weight (experts, attention)."""
     weight = getattr(module, "weight", None)
     held = module.parameters() if weight is None else [weight]
@@ -204,7 +204,7 @@ def _matrices_of(module: Module) -> list[Tensor]:
 
 
 @dataclass(frozen=True)
-class Choice:
+class LevelChoice:
     """A level and the reason for its choice."""
 
     level: Granularity
@@ -221,7 +221,7 @@ def choose_level(
     tokens: int,
     streams: int,
     budget: int,
-) -> Choice:
+) -> LevelChoice:
     """Choose the finest level that is allowed and whose activations fit.
 
     Args:
@@ -245,10 +245,10 @@ def choose_level(
             if sizes[level] <= budget
             else f"activations exceed {_mib(budget)} at any level; what exceeds it goes to files"
         )
-    return Choice(level, reason, sizes[level])
+    return LevelChoice(level, reason, sizes[level])
 
 
-def make_plan(
+def plan_stops(
     names: Mapping[Module, str],
     order: CallOrder,
     blocks: dict[Module, str],
@@ -263,7 +263,7 @@ def make_plan(
     to_end: bool = False,
     stages: Mapping[Module, tuple[Module, str]] | None = None,
     undivided: Container[Module] = (),
-) -> Plan:
+) -> StopPlan:
     """Choose the finest level that is allowed and fits, and lay out its units.
 
     Args:
@@ -293,7 +293,7 @@ def make_plan(
         level = chosen.level
         stops = _units(level, names, order, blocks, every_block=every_block, undivided=undivided)
     units = tuple(_with_gates(stops, order, gates or {}, to_end=to_end))
-    return Plan(chosen.level, tuple(units), chosen.reason, chosen.bytes)
+    return StopPlan(chosen.level, tuple(units), chosen.reason, chosen.bytes)
 
 
 def _mib(size: int) -> str:
@@ -302,14 +302,14 @@ def _mib(size: int) -> str:
 
 def _linear_units(
     names: Mapping[Module, str], order: CallOrder, stages: Mapping[Module, tuple[Module, str]]
-) -> list[Unit]:
+) -> list[StopUnit]:
     """Make one unit for each shared input, but a single one for experts solved together."""
-    units: dict[Module, Unit] = {}
-    for group in _with_unseen(names, order):
+    units: dict[Module, StopUnit] = {}
+    for group in _with_uncalled(names, order):
         stop, name = stages.get(group[0], (group[0], names[group[0]]))
         present = units.get(stop)
         together = (*present.modules, *group) if present else group
-        units[stop] = Unit(stop, name, together, runs_twice=group[0] in stages)
+        units[stop] = StopUnit(stop, name, together, runs_twice=group[0] in stages)
     return list(units.values())
 
 
@@ -321,8 +321,8 @@ def _units(
     *,
     every_block: bool,
     undivided: Container[Module],
-) -> list[Unit]:
-    groups = list(_with_unseen(names, order))
+) -> list[StopUnit]:
+    groups = list(_with_uncalled(names, order))
     stops = dict(blocks)
     if level is Granularity.SUB_BLOCK:
         stops = {
@@ -347,7 +347,7 @@ def _units(
     labels = {**names, **stops}
     # With modifiers that declare no modules, every stop runs twice, even a single Linear.
     return [
-        Unit(
+        StopUnit(
             stop, labels[stop], tuple(members), stop in stops and (every_block or _has_parts(stop))
         )
         for stop, members in units.items()
@@ -355,8 +355,8 @@ def _units(
 
 
 def _with_gates(
-    units: list[Unit], order: CallOrder, gates: Mapping[Module, str], *, to_end: bool
-) -> Iterator[Unit]:
+    units: list[StopUnit], order: CallOrder, gates: Mapping[Module, str], *, to_end: bool
+) -> Iterator[StopUnit]:
     """Yield the units, with gates that contain none of them inserted in call order."""
     called = {module: position for position, module in enumerate(order.calls)}
     stops = {unit.stop for unit in units}
@@ -371,18 +371,18 @@ def _with_gates(
         position = called.get(unit.stop, -1)
         while free and called.get(free[0], len(called)) < position:
             gate = free.pop(0)
-            yield Unit(gate, gates[gate], (), runs_twice=False, is_gate=True)
+            yield StopUnit(gate, gates[gate], (), runs_twice=False, is_gate=True)
         yield unit
     for gate in free:
         if to_end and gate in called:
-            yield Unit(gate, gates[gate], (), runs_twice=False, is_gate=True)
+            yield StopUnit(gate, gates[gate], (), runs_twice=False, is_gate=True)
 
 
 def _has_parts(module: Module) -> bool:
     return any(True for _ in module.children())
 
 
-def _with_unseen(names: Mapping[Module, str], order: CallOrder) -> Iterator[tuple[Module, ...]]:
+def _with_uncalled(names: Mapping[Module, str], order: CallOrder) -> Iterator[tuple[Module, ...]]:
     """Yield the groups in call order, with modules that were not called after their neighbour.
 
     Other batches may take other routes. A module that only they reach has to be compressed before

@@ -18,22 +18,29 @@ from typing import TYPE_CHECKING, Any
 
 from torch.nn import Module
 
-from llmcompressor.core.session_functions import active_session
+from llmcompressor.core.modifier import Modifier
 from llmcompressor.logger import logger
-from llmcompressor.modifiers.modifier import Modifier
 from llmcompressor.pipelines.registry import PIPELINES, infer_pipeline
 from llmcompressor.recipe import Recipe
+from llmcompressor.session.functions import active_session
 
 if TYPE_CHECKING:
     from llmcompressor.args import DatasetArguments
 
-__all__ = ["BY_BLOCK", "joined", "passes_of", "run_passes", "stretches_of", "with_surveys"]
+__all__ = [
+    "BY_BLOCK",
+    "group_joined",
+    "insert_surveys",
+    "run_passes",
+    "split_at_rewrites",
+    "split_into_passes",
+]
 
 BY_BLOCK = frozenset({"independent", "sequential", "layer_sequential", "datafree"})
 """The pipelines that need only one block at a time."""
 
 
-def passes_of(modifiers: Sequence[Modifier], pipeline: str) -> list[list[Modifier]]:
+def split_into_passes(modifiers: Sequence[Modifier], pipeline: str) -> list[list[Modifier]]:
     """Split the modifiers of a recipe into passes.
 
     Args:
@@ -45,22 +52,26 @@ def passes_of(modifiers: Sequence[Modifier], pipeline: str) -> list[list[Modifie
     passes: list[list[Modifier]] = [[]]
     for place, modifier in enumerate(modifiers):
         needs = modifier.requires_calibration_data
-        waits = needs or (pipeline != "independent" and _any_needs(modifiers[place:]))
-        taken = _any_needs(passes[-1])
+        waits = needs or (pipeline != "independent" and _any_needs_data(modifiers[place:]))
+        taken = _any_needs_data(passes[-1])
         alone = pipeline == "independent" and not _joins(modifier, passes[-1])
         apart = alone or any(_rewrites(one) for one in passes[-1])
-        first = _looks_first(modifier, passes[-1], pipeline)
-        if first or (waits and taken and apart) or (taken and _comes_behind(modifier, passes[-1])):
+        first = _needs_survey_pass(modifier, passes[-1], pipeline)
+        if (
+            first
+            or (waits and taken and apart)
+            or (taken and _needs_later_pass(modifier, passes[-1]))
+        ):
             passes.append([])
         passes[-1].append(modifier)
-    return with_surveys(passes)
+    return insert_surveys(passes)
 
 
-def _any_needs(modifiers: Sequence[Modifier]) -> bool:
+def _any_needs_data(modifiers: Sequence[Modifier]) -> bool:
     return any(one.requires_calibration_data for one in modifiers)
 
 
-def _looks_first(modifier: Modifier, others: Sequence[Modifier], pipeline: str) -> bool:
+def _needs_survey_pass(modifier: Modifier, others: Sequence[Modifier], pipeline: str) -> bool:
     """Return True if a modifier needs a pass over the others' results before its own pass."""
     if modifier.learns_first:
         return bool(others)
@@ -68,20 +79,20 @@ def _looks_first(modifier: Modifier, others: Sequence[Modifier], pipeline: str) 
     return modifier.surveys_first and any(seen)
 
 
-def _comes_behind(modifier: Modifier, others: Sequence[Modifier]) -> bool:
+def _needs_later_pass(modifier: Modifier, others: Sequence[Modifier]) -> bool:
     """Return True if a modifier must run after the calibration of the others, in a later pass."""
     is_open = any(one.leaves_open for one in others)
     return modifier.begins_a_pass or (is_open and not modifier.requires_calibration_data)
 
 
-def with_surveys(passes: Sequence[list[Modifier]]) -> list[list[Modifier]]:
+def insert_surveys(passes: Sequence[list[Modifier]]) -> list[list[Modifier]]:
     """Insert, before each pass, a pass of the modifiers that survey all data without changes."""
     surveys = [[modifier for modifier in one if modifier.surveys_first] for one in passes]
     pairs = zip(surveys, passes, strict=True)
     return [each for survey, one in pairs for each in (survey, one) if each or each is one]
 
 
-def joined(modifiers: Sequence[Modifier]) -> list[list[Modifier]]:
+def group_joined(modifiers: Sequence[Modifier]) -> list[list[Modifier]]:
     """Group the modifiers: each alone, except that joining modifiers share a group."""
     groups: list[list[Modifier]] = []
     for modifier in modifiers:
@@ -100,7 +111,7 @@ def _joins(modifier: Modifier, others: Sequence[Modifier]) -> bool:
     )
 
 
-def stretches_of(modifiers: Sequence[Modifier]) -> list[list[Modifier]]:
+def split_at_rewrites(modifiers: Sequence[Modifier]) -> list[list[Modifier]]:
     """Split the modifiers after each one that rewrites the inputs that others would collect.
 
     The list is also split before each modifier that surveys the model first, or that has to run
@@ -108,8 +119,8 @@ def stretches_of(modifiers: Sequence[Modifier]) -> list[list[Modifier]]:
     """
     stretches: list[list[Modifier]] = [[]]
     for modifier in modifiers:
-        first = _looks_first(modifier, stretches[-1], "sequential")
-        behind = _any_needs(stretches[-1]) and _comes_behind(modifier, stretches[-1])
+        first = _needs_survey_pass(modifier, stretches[-1], "sequential")
+        behind = _any_needs_data(stretches[-1]) and _needs_later_pass(modifier, stretches[-1])
         if first or behind or any(_rewrites(one) for one in stretches[-1]):
             stretches.append([])
         stretches[-1].append(modifier)
@@ -133,11 +144,11 @@ def run_passes(
     """Run all passes; while one runs, the session's recipe holds only its modifiers.
 
     Args:
-        passes: result of :func:`passes_of`.
+        passes: result of :func:`split_into_passes`.
         model: the model.
         batches: calibration batches.
         dataset_args: for the pipelines.
-        pipeline: as for :func:`passes_of`.
+        pipeline: as for :func:`split_into_passes`.
         begin: called with the number of each pass before it.
     """
     lifecycle = active_session().lifecycle

@@ -10,22 +10,22 @@ from typing import Any, TypeVar
 from torch.nn import Module
 
 from llmcompressor.args.dataset_arguments import PIPELINES as SPELLINGS
+from llmcompressor.core.modifier import Modifier
 from llmcompressor.logger import logger
-from llmcompressor.modifiers.modifier import Modifier
-from llmcompressor.registry import Table, fold
+from llmcompressor.runtime.registry import LazyRegistry, normalize_name
 
 _Class = TypeVar("_Class", bound=type)
 
 __all__ = ["PIPELINES", "CalibrationPipeline", "infer_pipeline"]
 
 
-class _Pipelines(Table):
+class _Pipelines(LazyRegistry):
     """Registry of pipelines whose names are accepted by the argument ``pipeline``."""
 
     def add(self, name: str, value: Any) -> None:
         """Register a pipeline, and its name for ``oneshot(pipeline=...)``."""
         super().add(name, value)
-        SPELLINGS.setdefault(fold(name), fold(name))
+        SPELLINGS.setdefault(normalize_name(name), normalize_name(name))
 
 
 PIPELINES = _Pipelines(
@@ -34,7 +34,7 @@ PIPELINES = _Pipelines(
         "basic": "llmcompressor.pipelines.basic:BasicPipeline",
         "datafree": "llmcompressor.pipelines.basic:DataFreePipeline",
         "data_free": "llmcompressor.pipelines.basic:DataFreePipeline",
-        "independent": "llmcompressor.pipelines.independent:IndependentPipeline",
+        "independent": "llmcompressor.pipelines.basic:IndependentPipeline",
         "sequential": "llmcompressor.pipelines.sequential:SequentialPipeline",
         "layer_sequential": "llmcompressor.pipelines.sequential:LayerSequentialPipeline",
     },
@@ -80,7 +80,7 @@ class CalibrationPipeline(ABC):
     ) -> Callable[..., None]:
         """Create the pipeline that the user names, or else the one that the modifiers need."""
         inferred = infer_pipeline(modifiers)
-        named = fold(user or inferred).replace("data_free", "datafree")
+        named = normalize_name(user or inferred).replace("data_free", "datafree")
         if named not in (inferred, "independent"):
             logger.warning("The pipeline is {}; these modifiers would run in {}.", user, inferred)
         return cls.load_from_registry(user or inferred)

@@ -19,45 +19,55 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn import Module
 
-from llmcompressor.core.session_functions import LifecycleCallbacks, active_session
+from llmcompressor.core.contract import Granularity
+from llmcompressor.core.modifier import Modifier
 from llmcompressor.errors import TargetError
 from llmcompressor.logger import logger
-from llmcompressor.memory import give_back_freed
 from llmcompressor.modeling.blocks import find_blocks
-from llmcompressor.modeling.call_order import CallOrder, first_tensor
-from llmcompressor.modeling.expert_stages import ExpertStage
+from llmcompressor.modeling.call_graph import CallOrder, first_tensor, model_device
 from llmcompressor.modeling.hooks import HooksMixin, has_output_hooks
-from llmcompressor.modeling.inputs import model_device
+from llmcompressor.modeling.offload import activation_budget, device_activation_budget
 from llmcompressor.modeling.paused_forward import Pass, PausedForward, Stop
-from llmcompressor.modeling.shown_lists import ShownLists
-from llmcompressor.modeling.spilled import activation_budget, room_on
-from llmcompressor.modifiers.granularity import Granularity
-from llmcompressor.modifiers.modifier import Modifier
+from llmcompressor.moe.expert_stops import ExpertStage
+from llmcompressor.moe.module_list import ExpertBroadcast
 from llmcompressor.pipelines.activations import LITTLE, ActivationStore
-from llmcompressor.pipelines.batches import CalibrationBatches, calibrating
-from llmcompressor.pipelines.calibrated import owners_of, watch_calibrated
-from llmcompressor.pipelines.coverage import check_called, scarcity_reported, warn_uncalled
-from llmcompressor.pipelines.early_hooks import EarlyHooks
-from llmcompressor.pipelines.experts import ExpertWatch, experts_watched
-from llmcompressor.pipelines.finite_blocks import blocks_watched, ends_behind
+from llmcompressor.pipelines.batches import CalibrationBatches, calibration_batches
+from llmcompressor.pipelines.block_loading import BlockLoader
 from llmcompressor.pipelines.granularity import (
-    Plan,
-    Unit,
-    forwards_of,
-    make_plan,
-    named_stops,
-    undivided_of,
+    StopPlan,
+    StopUnit,
+    count_forwards,
+    plan_stops,
+    target_stops,
+    whole_modules,
 )
-from llmcompressor.pipelines.listed_experts import (
-    listed_experts_counted,
-    listed_experts_shown,
-    settle_starved,
+from llmcompressor.pipelines.moe_lists import (
+    apply_starvation_policy,
+    broadcast_expert_inputs,
+    count_listed_experts,
 )
-from llmcompressor.pipelines.residency import Residency
-from llmcompressor.pipelines.starvation import Starvation
-from llmcompressor.pipelines.streams import OriginalWeights, input_capture
-from llmcompressor.progress import Advance, progress
-from llmcompressor.wording import listed
+from llmcompressor.pipelines.moe_routing import (
+    ExpertCalibration,
+    StarvationPolicy,
+    expert_calibration,
+)
+from llmcompressor.pipelines.targets import (
+    check_blocks_called,
+    modifier_indices,
+    report_low_coverage,
+    trace_calibrated_modules,
+    warn_uncalled_modules,
+)
+from llmcompressor.pipelines.watchers import (
+    EarlyHooks,
+    OriginalWeights,
+    capture_inputs,
+    check_finite_outputs,
+    end_passes_after,
+)
+from llmcompressor.runtime.memory import malloc_trim
+from llmcompressor.runtime.progress import Advance, join_names, progress
+from llmcompressor.session.functions import LifecycleCallbacks, active_session
 
 if TYPE_CHECKING:
     from torch.utils.data import DataLoader
@@ -91,16 +101,16 @@ class SequentialPipeline:
         state, modifiers = session.state, session.lifecycle.recipe.modifiers
         blocks, level = _stops(model, modifiers, state, dataset_args)
         with (
-            calibrating(
+            calibration_batches(
                 model, dataloader, state, use_loss_mask=dataset_args.use_loss_mask
             ) as batches,
-            experts_watched(model, state, modifiers, batches, dataset_args) as experts,
-            listed_experts_shown(
+            expert_calibration(model, state, modifiers, batches, dataset_args) as experts,
+            broadcast_expert_inputs(
                 model, state, modifiers, batches, dataset_args, blocks=blocks
             ) as lists,
         ):
             keeper = state.keeper
-            residency = None if keeper is None else Residency(keeper, state, modifiers)
+            residency = None if keeper is None else BlockLoader(keeper, state, modifiers)
             run = _prepare(
                 model,
                 batches,
@@ -112,7 +122,10 @@ class SequentialPipeline:
                 lists,
                 residency,
             )
-            run.experts, run.starvation = experts, Starvation.asked_for(dataset_args, batches)
+            run.experts, run.starvation = (
+                experts,
+                StarvationPolicy.from_arguments(dataset_args, batches),
+            )
             logger.info(
                 f"Sequential calibration: {len(run.plan.units)} stops at {run.plan.level} level "
                 f"({run.plan.reason}); {len(batches)} batches, {run.streams} stream(s): "
@@ -122,19 +135,19 @@ class SequentialPipeline:
             if residency is not None:
                 residency.begin()
             if run.has_work:
-                watched = _owners(modifiers, state, residency)
+                watched = _modules_to_calibrate(modifiers, state, residency)
                 with (
-                    scarcity_reported(
+                    report_low_coverage(
                         model, watched, batches, state, dataset_args.min_tokens_per_module
                     ),
-                    listed_experts_counted(model, state, modifiers, batches, dataset_args, lists),
-                    blocks_watched(model, state),
+                    count_listed_experts(model, state, modifiers, batches, dataset_args, lists),
+                    check_finite_outputs(model, state),
                     progress(len(run.plan.units), "Calibrating") as advance,
                 ):
-                    run.go(advance)
+                    run.run_units(advance)
             if residency is not None:
-                residency.visit_rest()
-            give_back_freed()
+                residency.finish_unvisited()
+            malloc_trim()
             LifecycleCallbacks.calibration_epoch_end()
 
 
@@ -152,15 +165,17 @@ def _prepare(
     dataset_args: DatasetArguments,
     blocks: dict[Module, str],
     forced: Granularity | None,
-    lists: ShownLists,
-    residency: Residency | None,
+    lists: ExpertBroadcast,
+    residency: BlockLoader | None,
 ) -> _SequentialRun:
-    owners = _owners(modifiers, state, residency)
-    calibrated = watch_calibrated(model, batches, owners, blocks, lists)
+    owners = _modules_to_calibrate(modifiers, state, residency)
+    calibrated = trace_calibrated_modules(model, batches, owners, blocks, lists)
     if residency is not None:
         loaded = state.keeper.names
-        check_called(calibrated, {one: name for one, name in loaded.items() if one in blocks})
-    warn_uncalled(calibrated, modifiers)
+        check_blocks_called(
+            calibrated, {one: name for one, name in loaded.items() if one in blocks}
+        )
+    warn_uncalled_modules(calibrated, modifiers)
     propagates = dataset_args.propagate_error and all(m.propagates_error for m in modifiers)
     state.propagates, state.call_order = propagates, calibrated.order
     streams = 2 if propagates and any(modifier.twin_streams for modifier in modifiers) else 1
@@ -169,11 +184,11 @@ def _prepare(
     to_end = undeclared or any(modifier.runs_to_end for modifier in modifiers)
     finest = max((m.finest_granularity for m in modifiers), default=Granularity.BLOCK)
     lay_out = partial(
-        make_plan,
+        plan_stops,
         calibrated.names,
         calibrated.order,
         blocks,
-        finest=Granularity.BLOCK if lists.at_blocks else finest,
+        finest=Granularity.BLOCK if lists.waits_at_blocks else finest,
         tokens=batches.tokens,
         streams=streams,
         budget=budget,
@@ -181,7 +196,7 @@ def _prepare(
         gates=None if residency is None else state.keeper.names,
         to_end=to_end,
         stages=calibrated.stages,
-        undivided=undivided_of(modifiers, state),
+        undivided=whole_modules(modifiers, state),
     )
     plan = lay_out(forced=forced)
     if residency is not None:  # the level decides the result: it stays that of the first attempt
@@ -214,19 +229,19 @@ def _stops(
     blocks = find_blocks(model, args.sequential_targets)
     if not args.sequential_targets:
         return blocks, level
-    owners = owners_of(modifiers, state)
+    owners = modifier_indices(modifiers, state)
     undeclared = any(_is_undeclared(one, state) for one in modifiers)
-    return named_stops(model, blocks, owners, modifiers, state, level, at_blocks=undeclared)
+    return target_stops(model, blocks, owners, modifiers, state, level, at_blocks=undeclared)
 
 
-def _owners(
-    modifiers: Sequence[Modifier], state: State, residency: Residency | None
+def _modules_to_calibrate(
+    modifiers: Sequence[Modifier], state: State, residency: BlockLoader | None
 ) -> dict[Module, list[int]]:
     """Modules to calibrate with their modifiers; streamed runs leave out finished blocks."""
     if residency is None:
-        return owners_of(modifiers, state)
+        return modifier_indices(modifiers, state)
     needing = [modifier for modifier in modifiers if modifier.requires_calibration_data]
-    owners = owners_of(needing, state)
+    owners = modifier_indices(needing, state)
     return {
         module: positions
         for module, positions in owners.items()
@@ -246,7 +261,7 @@ def _budget(dataset_args: DatasetArguments) -> int:
 
 def _resident_budget(device: torch.device, budget: int, limit: int | None) -> int:
     """Bytes of activations that may stay on the device of the passes."""
-    return room_on(device, limit) if device.type == "cuda" else budget
+    return device_activation_budget(device, limit) if device.type == "cuda" else budget
 
 
 @dataclass
@@ -256,7 +271,7 @@ class _SequentialRun:
     model: Module
     batches: CalibrationBatches
     state: State
-    plan: Plan
+    plan: StopPlan
     order: CallOrder
     streams: int
     propagates: bool
@@ -264,10 +279,10 @@ class _SequentialRun:
     to_end: bool
     undeclared: bool
     modifiers: Sequence[Modifier]
-    lists: ShownLists
-    residency: Residency | None = None
-    experts: ExpertWatch = field(default_factory=ExpertWatch)
-    starvation: Starvation = field(default_factory=Starvation)
+    lists: ExpertBroadcast
+    residency: BlockLoader | None = None
+    experts: ExpertCalibration = field(default_factory=ExpertCalibration)
+    starvation: StarvationPolicy = field(default_factory=StarvationPolicy)
 
     @property
     def has_work(self) -> bool:
@@ -277,7 +292,7 @@ class _SequentialRun:
             return True
         return self.to_end and not all_finished
 
-    def go(self, advance: Advance) -> None:
+    def run_units(self, advance: Advance) -> None:
         """Calibrate and compress all units of the plan in order."""
         units = {unit.stop: unit for unit in self.plan.units}
         device = model_device(self.model)
@@ -289,7 +304,7 @@ class _SequentialRun:
             is_little=fits and device.type == "cpu" and self.plan.bytes <= LITTLE,
             streams=self.streams,
         )
-        originals = OriginalWeights(len(self.batches), self.order.calls, self.lists.may_be_called)
+        originals = OriginalWeights(len(self.batches), self.order.calls, self.lists.is_layer_active)
         with (
             PausedForward(self._targets(), self._passes()) as forward,
             contextlib.nullcontext() if self.residency is None else self.residency.watching(),
@@ -312,7 +327,7 @@ class _SequentialRun:
                     advance()
                 missed = {unit for unit in units.values() if unit.stop in forward.pending_modules}
                 self._tell_unreached([unit for unit in units.values() if unit in missed])
-                stepper.settle_all()
+                stepper.free_all_blocks()
             finally:
                 hooks.close()
                 store.close()
@@ -330,7 +345,7 @@ class _SequentialRun:
     @property
     def forwards(self) -> int:
         """Number of forwards of the model over the data."""
-        return forwards_of(self.plan.level, self.streams, propagates=self.propagates)
+        return count_forwards(self.plan.level, self.streams, propagates=self.propagates)
 
     @property
     def watched(self) -> str:
@@ -364,13 +379,13 @@ class _SequentialRun:
         told |= {module for unit in self.plan.units for module in unit.modules}
         return (module for module in self.model.modules() if module not in told)
 
-    def _tell_unreached(self, units: Sequence[Unit]) -> None:
+    def _tell_unreached(self, units: Sequence[StopUnit]) -> None:
         """Pass modules that no batch reached to modifiers with a policy for them, or raise."""
         units = [unit for unit in units if not unit.is_gate]
         if not units:
             return
         missed = [unit.name for unit in units]
-        shown = listed(missed, most=8)
+        shown = join_names(missed, most=8)
         if not all(one.accepts_unreached(name) for name in missed for one in self.modifiers):
             raise TargetError(
                 f"No calibration batch reached {shown}.",
@@ -394,65 +409,65 @@ class _Stepper:
     store: ActivationStore
     originals: OriginalWeights
     hooks: EarlyHooks
-    units: Mapping[Module, Unit]
+    units: Mapping[Module, StopUnit]
 
     def next_stop(self) -> Stop | None:
         """Start passes that have not started, and return the first stop where passes wait."""
         for one in self.forward.unstarted():
-            self._around(one, partial(self.forward.start, one))
+            self._run_to_next_stop(one, partial(self.forward.start, one))
         return self.forward.next_stop()
 
-    def serve(self, stop: Stop, unit: Unit) -> None:
+    def serve(self, stop: Stop, unit: StopUnit) -> None:
         """Calibrate the unit, let the modifiers compress it, and resume every pass."""
         modules = self._calibrated(stop, unit) if unit.runs_twice else unit.modules
         if self.run.keeps_originals:
             self._keep_originals(unit)
-        give_back_freed(at_least=self.store.tolerated)
+        malloc_trim(at_least=self.store.tolerated)
         residency = self.run.residency
         is_finished = residency is not None and residency.is_finished(unit.stop)
         if not unit.is_gate:
             LifecycleCallbacks.sequential_epoch_end(modules)
         elif residency is not None and is_finished:
             residency.replace_finished(unit.stop)
-            _show_no_more(unit.stop.modules())
+            _mark_stages_done(unit.stop.modules())
         last = self._is_last(unit)
         self.forward.release(unit.stop)
         if last:
-            self._end_behind_block(stop, unit)
+            self._run_past_last_block(stop, unit)
             return  # modules after the last block, such as the head, need not run
         for one in stop.passes:
             if one.module is stop.module:  # original passes may have gone on already
                 # Modules of a gate did not run before; finished ones need no hooks any more.
-                self._send_on(one, hooks_on=unit.is_gate and not is_finished)
+                self._resume_pass(one, hooks_on=unit.is_gate and not is_finished)
 
-    def _end_behind_block(self, stop: Stop, unit: Unit) -> None:
+    def _run_past_last_block(self, stop: Stop, unit: StopUnit) -> None:
         """Run passes past the last block, up to the module whose output is checked."""
         block = next(
             (one for one in find_blocks(self.run.model) if unit.stop in set(one.modules())), None
         )
         if block is None:
             return
-        with ends_behind(self.run.model, block) as begin:
+        with end_passes_after(self.run.model, block) as begin:
             for one in stop.passes:
                 if one.module is stop.module and one.stream == self.run.watched:
                     begin()
-                    self._send_on(one)
+                    self._resume_pass(one)
 
-    def _calibrated(self, stop: Stop, unit: Unit) -> tuple[Module, ...]:
+    def _calibrated(self, stop: Stop, unit: StopUnit) -> tuple[Module, ...]:
         """Run the unit so that its hooks are called, and return its modules."""
-        self._see_routes(stop, unit)
+        self._count_routed_tokens(stop, unit)
         self._calibrate(stop, unit)
         modules = tuple(dict.fromkeys([*unit.stop.modules(), *unit.modules]))
-        _show_no_more(modules)
+        _mark_stages_done(modules)
         return modules
 
-    def _keep_originals(self, unit: Unit) -> None:
+    def _keep_originals(self, unit: StopUnit) -> None:
         whole = unit.runs_twice or unit.is_gate
         self.originals.keep([unit.stop] if whole else unit.modules)
         if isinstance(unit.stop, ExpertStage) and unit.stop.is_first:
-            self.originals.keep_for(unit.stop.follower, unit.modules)
+            self.originals.keep_for(unit.stop.last_stage, unit.modules)
 
-    def _see_routes(self, stop: Stop, unit: Unit) -> None:
+    def _count_routed_tokens(self, stop: Stop, unit: StopUnit) -> None:
         """Count the tokens routed to each expert of the unit and decide their inputs."""
         experts = self.run.experts
         mixtures = experts.undecided(unit.stop.modules())
@@ -462,9 +477,9 @@ class _Stepper:
             experts.survey(mixtures, partial(self._run_once, stop))
         lists = self.run.lists
         if undecided := lists.undecided(set(unit.stop.modules())):
-            with lists.surveying(), HooksMixin.disable_hooks():
+            with lists.counting_tokens(), HooksMixin.disable_hooks():
                 self._run_once(stop)
-            settle_starved(undecided, lists, self.run.starvation)
+            apply_starvation_policy(undecided, lists, self.run.starvation)
 
     def _run_once(self, stop: Stop) -> None:
         """Run the module at which passes wait, with the hooks that are enabled."""
@@ -491,25 +506,25 @@ class _Stepper:
             again = self.run.order.calls.get(residency.loaded[name], 1) > 1
             inside = residency.modules_of(name)
             if not again and self.forward.pending_modules.isdisjoint(inside):
-                self.forward.retire(inside)
+                self.forward.restore_forwards(inside)
                 residency.leave(name)
 
-    def settle_all(self) -> None:
+    def free_all_blocks(self) -> None:
         """Free all blocks that are still loaded, after everything was calibrated."""
         residency = self.run.residency
         if residency is None:
             return
         self.forward.stop()
         for name in list(residency.loaded):
-            self.forward.retire(residency.modules_of(name))
+            self.forward.restore_forwards(residency.modules_of(name))
             residency.leave(name)
 
-    def _is_last(self, unit: Unit) -> bool:
+    def _is_last(self, unit: StopUnit) -> bool:
         if self.run.to_end or self.forward.pending_modules != {unit.stop}:
             return False
         return unit.runs_twice or not any(has_output_hooks(module) for module in unit.modules)
 
-    def _calibrate(self, stop: Stop, unit: Unit) -> None:
+    def _calibrate(self, stop: Stop, unit: StopUnit) -> None:
         """Run the unit with all hooks on; an original pass goes straight on with its output."""
         references: dict[int, dict[Module, torch.Tensor]] = {}
         last = self._is_last(unit)
@@ -518,19 +533,19 @@ class _Stepper:
                 self.store.fetch(one)
                 brought = first_tensor(one.args, one.kwargs)  # the stop's call has begun: no hook
                 brought = None if brought is None else brought.clone()  # it may be added to
-                with input_capture([*unit.modules, unit.stop]) as captured:
+                with capture_inputs([*unit.modules, unit.stop]) as captured:
                     if last:
                         with self.originals.in_place(one, stop.module):
-                            self._try(one, None)
+                            self._calibrate_pass(one, None)
                     else:
-                        self._send_on(one, hooks_on=True)
+                        self._resume_pass(one, hooks_on=True)
                 if brought is not None:
                     captured[unit.stop] = brought
-                references[one.index] = self.run.lists.without_unpaired(captured)
+                references[one.index] = self.run.lists.drop_unpaired(captured)
             else:
-                self._try(one, references.pop(one.index, None))
+                self._calibrate_pass(one, references.pop(one.index, None))
 
-    def _try(self, one: Pass, references: Mapping[Module, torch.Tensor] | None) -> None:
+    def _calibrate_pass(self, one: Pass, references: Mapping[Module, torch.Tensor] | None) -> None:
         """Run the module at which ``one`` waits to call its hooks; the pass does not go on."""
         self.store.fetch(one)
         self._set_batch(one, references)
@@ -546,12 +561,12 @@ class _Stepper:
         watched = one.stream == self.run.watched
         return contextlib.nullcontext() if watched else HooksMixin.disable_hooks()
 
-    def _send_on(self, one: Pass, *, hooks_on: bool = False) -> None:
+    def _resume_pass(self, one: Pass, *, hooks_on: bool = False) -> None:
         """Resume ``one``: run the module at which it waits, and go on to the next stop."""
         assert one.module is not None
         self.store.fetch(one)
         inside = self._inside(one, one.module, hooks_on)
-        self._around(one, partial(self.forward.resume, one, inside))
+        self._run_to_next_stop(one, partial(self.forward.resume, one, inside))
 
     @contextlib.contextmanager
     def _inside(self, one: Pass, module: Module, hooks_on: bool) -> Iterator[None]:
@@ -559,7 +574,7 @@ class _Stepper:
         with quiet, self.originals.in_place(one, module):
             yield
 
-    def _around(self, one: Pass, step: Callable[[], None]) -> None:
+    def _run_to_next_stop(self, one: Pass, step: Callable[[], None]) -> None:
         """Run ``one`` to its next stop, with its batch set in the state for the hooks."""
         self._set_batch(one, self._reference_of(one))
         try:
@@ -587,7 +602,7 @@ class _Stepper:
         state.reference_inputs = references
 
 
-def _show_no_more(modules: Iterable[Module]) -> None:
+def _mark_stages_done(modules: Iterable[Module]) -> None:
     for module in modules:
         if isinstance(module, ExpertStage):
             module.is_done = True
@@ -596,7 +611,7 @@ def _show_no_more(modules: Iterable[Module]) -> None:
 class _WaitingInputs(Mapping[Module, torch.Tensor]):
     """Lazy mapping from modules at a stop to the input of the pass that waits there."""
 
-    def __init__(self, one: Pass, units: Mapping[Module, Unit]) -> None:
+    def __init__(self, one: Pass, units: Mapping[Module, StopUnit]) -> None:
         self._one = one
         self._units = units
 

@@ -13,35 +13,41 @@ import torch
 from torch.nn import Module
 
 from llmcompressor.args import DatasetArguments
-from llmcompressor.checkpoint.space import beside_weights, check_space, lacking
-from llmcompressor.checkpoint.staging import work_folder
-from llmcompressor.checkpoint.workspace import files_of, scratch_of
+from llmcompressor.checkpoint.atomic_output import work_folder
+from llmcompressor.checkpoint.block_writer import check_space, non_weight_bytes, unallocated_bytes
+from llmcompressor.checkpoint.workspace import files_folder, scratch_folder
+from llmcompressor.core.contract import ComputeCost, DataSize, PlannedModule
+from llmcompressor.core.modifier import Modifier
 from llmcompressor.core.state import State
-from llmcompressor.device_memory import free_device_memory
 from llmcompressor.errors import CompressorError, InputError, OutputError, TargetError
-from llmcompressor.host_memory import free_host_memory
-from llmcompressor.memory import give_back_freed
 from llmcompressor.modeling.blocks import find_blocks
-from llmcompressor.modifiers.demands import DataSize, PlannedModule, Work
-from llmcompressor.modifiers.modifier import Modifier
-from llmcompressor.names import own_parameters
+from llmcompressor.modeling.names import own_parameters
 from llmcompressor.numerics.gram import CHUNK_TOKENS
-from llmcompressor.pipelines.attention_trial import try_attention
-from llmcompressor.pipelines.merging import RUN_TOKENS
-from llmcompressor.pipelines.unreached import check_reached
-from llmcompressor.planning.machine import measure_rates
+from llmcompressor.pipelines.attention_trial import check_attention_forward
+from llmcompressor.pipelines.batches import RUN_TOKENS
+from llmcompressor.pipelines.targets import check_reached
 from llmcompressor.planning.matching import STACK, descriptions, match_patterns, module_rows
-from llmcompressor.planning.memory import Footprint, Load, estimate_phases
-from llmcompressor.planning.miniature import Rehearsal
+from llmcompressor.planning.memory import (
+    Capacity,
+    PartMemory,
+    RunMemory,
+    estimate_phases,
+    shortages,
+)
+from llmcompressor.planning.miniature import ProxyTrials
 from llmcompressor.planning.passes import PassContext, Passes, plan_passes
 from llmcompressor.planning.result import ModuleRow, Plan, Problem, Sizes, Tokens
-from llmcompressor.planning.serving import serving_notes
-from llmcompressor.planning.shortage import Capacity, shortages
-from llmcompressor.planning.sizes import Output, predict_output
-from llmcompressor.planning.subject import REST, Part, Subject
-from llmcompressor.planning.timing import Traffic, estimate_time, operations_of
-from llmcompressor.planning.trial import Trial, try_rounding
-from llmcompressor.planning.workload import widths_of
+from llmcompressor.planning.sizes import Output, predict_output, serving_notes
+from llmcompressor.planning.subject import REST, Part, PlannedModel
+from llmcompressor.planning.trial import SchemeCost, measure_scheme
+from llmcompressor.planning.workload import (
+    Traffic,
+    count_operations,
+    estimate_time,
+    measure_rates,
+    read_widths,
+)
+from llmcompressor.runtime.memory import free_device_memory, free_host_memory, malloc_trim
 from llmcompressor.verification import Deployment
 
 __all__ = ["RECIPE", "Request", "make_plan", "problem_of"]
@@ -111,20 +117,20 @@ def problem_of(where: str, error: CompressorError) -> Problem:
     return Problem(where, type(error).__name__, str(error), "")
 
 
-def make_plan(subject: Subject, request: Request) -> Plan:
+def make_plan(subject: PlannedModel, request: Request) -> Plan:
     """Make the plan of a run.
 
     Args:
         subject: the model.
         request: the other inputs of the plan.
     """
-    return _Maker(subject, request)()
+    return _PlanBuilder(subject, request)()
 
 
-class _Maker:
+class _PlanBuilder:
     """Builder of a plan."""
 
-    def __init__(self, subject: Subject, request: Request) -> None:
+    def __init__(self, subject: PlannedModel, request: Request) -> None:
         self._subject = subject
         self._request = request
         self._problems = list(request.problems)
@@ -132,20 +138,22 @@ class _Maker:
         self._state = State(model=subject.model, keeps_ties=request.keeps_ties)
         self._parts: Sequence[Part] | None = None
         self._state.data.calib = request.samples or None
-        self._widths = widths_of(subject.model.config)  # before modifiers change the model
+        self._widths = read_widths(subject.model.config)  # before modifiers change the model
         self._reads_ahead = True
         self._base = 0
-        self._rehearsal = Rehearsal(subject.model, request.modifiers)
+        self._rehearsal = ProxyTrials(subject.model, request.modifiers)
 
     def __call__(self) -> Plan:
         subject, request = self._subject, self._request
         # counted first: a modifier may untie the head, or add rotations
         parameters = sum(one.numel() for one in subject.model.parameters())
-        planned = _without_left([self._initialized(modifier) for modifier in request.modifiers])
+        planned = _without_overridden(
+            [self._initialized(modifier) for modifier in request.modifiers]
+        )
         self._all_initialized(are_all=None not in planned)
         everything = [one for each in planned for one in each or ()]
         names = [
-            _worked_on(subject.model, modifier, each or (), self._state)
+            _modified_names(subject.model, modifier, each or (), self._state)
             for modifier, each in zip(request.modifiers, planned, strict=True)
         ]
         words = descriptions(everything)
@@ -165,7 +173,7 @@ class _Maker:
             tokens=request.tokens,
         )
         # the run, too, holds the structure of the model and of its output
-        give_back_freed(at_least=0)
+        malloc_trim(at_least=0)
         self._base = psutil.Process().memory_info().rss
         self._note_stacks(rows)
         self._notes.extend(subject.notes)
@@ -249,7 +257,7 @@ class _Maker:
         request, state = self._request, self._state
         ready = [one for one in request.modifiers if one.initialized]
         try:
-            try_attention(
+            check_attention_forward(
                 self._subject.model, request.samples, ready, state, tell=self._notes.append
             )
         except TargetError as error:
@@ -324,18 +332,18 @@ class _Maker:
     ) -> Plan:
         subject, request = self._subject, self._request
         trials = self._trials(planned)
-        loads = _loads(parts, output, planned, trials, self._beside)
+        loads = _loads(parts, output, planned, trials, self._extra_bytes)
         passes, learned = plan_passes(request.modifiers, self._context(parts))
         tokens = request.tokens.tokens if request.tokens else 0
         context = request.tokens.longest if request.tokens else 0
         weights = sum(row.weights for row in plan.scheme_bytes)
         beside, again = self._work(parts)
-        operations = operations_of(passes, tokens, context, weights, beside)
+        operations = count_operations(passes, tokens, context, weights, beside)
         plan = replace(plan, passes=[one for one, _ in passes], operations=operations)
         seconds: Mapping[str, float] = {}
         if request.measure:
             rates = measure_rates(
-                request.device, subject.model.dtype, _existing(request.output_dir)
+                request.device, subject.model.dtype, _nearest_existing(request.output_dir)
             )
             words = descriptions(planned)
             rounding = sum(trials[words[id(one.scheme)]].seconds * _weights(one) for one in planned)
@@ -345,7 +353,7 @@ class _Maker:
                 rounding,
                 parts[-1].source + parts[0].source,
                 request.is_streamed,
-                _handling(passes, planned),
+                _python_overhead(passes, planned),
             )
             seconds, time = estimate_time(
                 rates, operations, passes, request.batches, traffic, beside, tokens, context
@@ -375,7 +383,7 @@ class _Maker:
         if target is None:
             return
         folder, scratch = work_folder(target), 0
-        beside = beside_weights(self._subject.directory, len(output.layout.places))
+        beside = non_weight_bytes(self._subject.directory, len(output.layout.places))
         if self._request.is_streamed:
             scratch = kept
         if self._request.is_streamed and scratches:  # with blocks of the size that modifiers leave
@@ -383,8 +391,8 @@ class _Maker:
         try:
             check_space(
                 folder,
-                output=lacking(files_of(folder), output.layout.file_size + beside),
-                scratch=lacking(scratch_of(folder), scratch),
+                output=unallocated_bytes(files_folder(folder), output.layout.file_size + beside),
+                scratch=unallocated_bytes(scratch_folder(folder), scratch),
             )
         except OutputError as error:
             self._problems.append(problem_of("output_dir", error))
@@ -404,9 +412,9 @@ class _Maker:
             widths.expert_share,
         )
 
-    def _work(self, parts: Sequence[Part]) -> tuple[Work, int]:
+    def _work(self, parts: Sequence[Part]) -> tuple[ComputeCost, int]:
         """Work of modifiers outside of calibration, and bytes that they read again."""
-        total, again = Work(), 0
+        total, again = ComputeCost(), 0
         for modifier in self._request.modifiers:
             for part in parts if modifier.initialized else ():
                 own = modifier.work(list(part.modules.values()), self._data)
@@ -414,20 +422,20 @@ class _Maker:
                 again += own.readings * part.source * self._request.is_streamed
         return total, again
 
-    def _beside(self, part: Part) -> int:
+    def _extra_bytes(self, part: Part) -> int:
         """Bytes that modifiers hold in addition to the weights of a part."""
         own, together = list(part.modules.values()), part.name != REST
         modifiers = [one for one in self._request.modifiers if one.initialized]
         return max((one.beside(own, together=together) for one in modifiers), default=0)
 
-    def _trials(self, planned: Sequence[PlannedModule]) -> dict[str, Trial]:
-        found: dict[str, Trial] = {}
+    def _trials(self, planned: Sequence[PlannedModule]) -> dict[str, SchemeCost]:
+        found: dict[str, SchemeCost] = {}
         words = descriptions(planned)
         for one in planned:
             key = words[id(one.scheme)]
             if key not in found:
                 dtype = next((p.dtype for p in one.module.parameters()), torch.float32)
-                found[key] = try_rounding(
+                found[key] = measure_scheme(
                     one.scheme,
                     dtype,
                     self._request.device,
@@ -460,12 +468,12 @@ class _Maker:
             room,
         )
 
-    def _footprint(self, sizes: Sizes, output: Output, passes: Passes) -> Footprint:
+    def _footprint(self, sizes: Sizes, output: Output, passes: Passes) -> RunMemory:
         subject, request = self._subject, self._request
         tokens = request.tokens
         longest = 0 if tokens is None else tokens.longest * request.args.batch_size
         limit = 0 if tokens is None else min(RUN_TOKENS, tokens.tokens)
-        return Footprint(
+        return RunMemory(
             self._base,
             request.is_streamed,
             subject.source_bytes if subject.is_in_memory else 0,
@@ -484,7 +492,7 @@ class _Maker:
         )
 
 
-def _without_left(
+def _without_overridden(
     planned: Sequence[list[PlannedModule] | None],
 ) -> list[list[PlannedModule] | None]:
     """Planned modules of each modifier, without those that a later modifier quantizes."""
@@ -507,9 +515,9 @@ def _loads(
     parts: Sequence[Part],
     output: Output,
     planned: Sequence[PlannedModule],
-    trials: Mapping[str, Trial],
+    trials: Mapping[str, SchemeCost],
     beside: Callable[[Part], int],
-) -> list[Load]:
+) -> list[PartMemory]:
     stored = output.stored_bytes
     words = descriptions(planned)
     by_name = {one.name: one for one in planned}
@@ -519,7 +527,7 @@ def _loads(
         packed = sum(stored.get(output.places.get(one.name, ""), 0) for one in own)
         sizes = [(trials[words[id(one.scheme)]], _weights(one)) for one in own]
         found.append(
-            Load(
+            PartMemory(
                 part,
                 packed,
                 max([beside(part), *(trial.rounding.of(size) for trial, size in sizes)]),
@@ -533,20 +541,20 @@ def _weights(planned: PlannedModule) -> int:
     return sum(one.numel() for one in own_parameters(planned.module) if one.ndim > 1)
 
 
-def _handling(passes: Passes, planned: Sequence[PlannedModule]) -> float:
+def _python_overhead(passes: Passes, planned: Sequence[PlannedModule]) -> float:
     """Seconds of Python overhead, independent of sizes."""
     calibrating = sum(1 for one, _ in passes if one.forwards)
     return _START_SECONDS + _PASS_SECONDS * calibrating + _MODULE_SECONDS * len(planned)
 
 
-def _existing(folder: Path | None) -> Path | None:
+def _nearest_existing(folder: Path | None) -> Path | None:
     """Return the nearest existing parent folder, which is on the output's disk."""
     while folder is not None and not folder.is_dir() and folder != folder.parent:
         folder = folder.parent
     return folder
 
 
-def _worked_on(
+def _modified_names(
     model: Module, modifier: Modifier, planned: Sequence[PlannedModule], state: State
 ) -> set[str]:
     """Names of modules that a modifier quantizes, or else calibrates, with their ancestors."""

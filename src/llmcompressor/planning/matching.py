@@ -11,17 +11,17 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.nn import Embedding, Linear, Module
 
+from llmcompressor.core.contract import PlannedModule
+from llmcompressor.core.modifier import Modifier
 from llmcompressor.errors import InputError
-from llmcompressor.modeling.matching import as_targets, check_targets, matches, near_matches
-from llmcompressor.modifiers.demands import PlannedModule
-from llmcompressor.modifiers.modifier import Modifier
-from llmcompressor.names import Forms, Possible, named_modules, own_parameters
+from llmcompressor.modeling.matching import as_targets, check_targets, matches, suggest_targets
+from llmcompressor.modeling.names import NameForms, TargetIndex, named_modules, own_parameters
 from llmcompressor.planning.result import Match, ModuleRow
 from llmcompressor.quantization.base import QuantizationMixin
 from llmcompressor.schemes.assign import (
     is_quantizable,
     is_router,
-    is_served_plain,
+    is_unquantized_when_served,
     matching_targets,
 )
 from llmcompressor.schemes.presets import format_of
@@ -32,7 +32,7 @@ __all__ = [
     "descriptions",
     "match_patterns",
     "module_rows",
-    "numberless",
+    "name_pattern",
     "unmatched_targets",
 ]
 
@@ -41,10 +41,10 @@ _MOST_NAMES = 3
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.)")
 
 
-def numberless(name: str) -> str:
+def name_pattern(name: str) -> str:
     """Replace the numbers of a module's name by ``*``, which is equal for all blocks.
 
-    >>> numberless("model.layers.12.mlp.experts.3.up_proj")
+    >>> name_pattern("model.layers.12.mlp.experts.3.up_proj")
     'model.layers.*.mlp.experts.*.up_proj'
     """
     return _NUMBER.sub("*", name)
@@ -124,7 +124,7 @@ def match_patterns(
         quantized = set(names)
         tallies = _tally(modules, targets, ignore, quantized)
         for (role, pattern), tally in tallies.items():
-            hint = "" if tally.matched else near_matches(model, pattern)
+            hint = "" if tally.matched else suggest_targets(model, pattern)
             found.append(
                 Match(
                     type(modifier).__name__,
@@ -155,7 +155,7 @@ def unmatched_targets(model: Module, modifiers: Iterable[Modifier]) -> Iterator[
                 yield str(error)
 
 
-class _Hits(NamedTuple):
+class _PatternHits(NamedTuple):
     """Patterns that match all modules of the same class and name form."""
 
     targets: list[str]
@@ -171,14 +171,14 @@ def _tally(
 ) -> dict[tuple[str, str], _Tally]:
     tallies = {("target", one): _Tally() for one in targets}
     tallies |= {("ignore", one): _Tally() for one in ignore}
-    forms = Forms((*targets, *ignore))
-    meant, left_out = Possible(targets), Possible(ignore)
-    known: dict[object, _Hits] = {}
+    forms = NameForms((*targets, *ignore))
+    meant, left_out = TargetIndex(targets), TargetIndex(ignore)
+    known: dict[object, _PatternHits] = {}
     for name, module in modules.items():
         form = (type(module), forms.of(name))
         if form not in known:
             near = meant.of(name, module)
-            known[form] = _Hits(
+            known[form] = _PatternHits(
                 [one for one in near if matches(name, module, one)],
                 matching_targets(name, module, near)[:1],
                 [one for one in left_out.of(name, module) if matches(name, module, one)],
@@ -219,7 +219,7 @@ def module_rows(
     words = descriptions(planned)
     formats = {key: str(format_of(one)) for key, one in unique.items()}
     patterns = [(modifier, *_patterns_of(modifier)) for modifier in modifiers]
-    wanted = [(one, Possible(targets), Possible(ignore)) for one, targets, ignore in patterns]
+    wanted = [(one, TargetIndex(targets), TargetIndex(ignore)) for one, targets, ignore in patterns]
     embedded = {
         id(parameter)
         for _, module in named_modules(model)
@@ -230,13 +230,13 @@ def module_rows(
     for name, module, weights in _matrices(model):
         scheme = schemes.get(name)
         if scheme is not None:
-            key = (numberless(name), words[id(scheme)], formats[id(scheme)], "")
+            key = (name_pattern(name), words[id(scheme)], formats[id(scheme)], "")
         else:
-            key = (numberless(name), "dense", "", _why_dense(name, module, wanted, embedded))
+            key = (name_pattern(name), "dense", "", _why_dense(name, module, wanted, embedded))
         rows.setdefault(key, []).append(weights)
     for one in planned:
         if one.is_attention:
-            rows.setdefault((numberless(one.name), describe(one.scheme), "", ""), []).append(0)
+            rows.setdefault((name_pattern(one.name), describe(one.scheme), "", ""), []).append(0)
     return [
         ModuleRow(pattern, scheme, form, len(sizes), sum(sizes), why)
         for (pattern, scheme, form, why), sizes in rows.items()
@@ -254,7 +254,7 @@ def _matrices(model: Module) -> Iterator[tuple[str, Module, int]]:
 def _why_dense(
     name: str,
     module: Module,
-    patterns: Sequence[tuple[Modifier, Possible, Possible]],
+    patterns: Sequence[tuple[Modifier, TargetIndex, TargetIndex]],
     embedded: Collection[int],
 ) -> str:
     """Return the reason why a module with a matrix is not quantized."""
@@ -266,7 +266,7 @@ def _why_dense(
             entry = next((one for one in near if matches(name, module, one)), None)
             if entry is not None:
                 return f"ignored by {entry!r}"
-    if targeted and is_served_plain(name, module):
+    if targeted and is_unquantized_when_served(name, module):
         kind = "a router" if is_router(name, module) else "a part of an indexer"
         return f"{kind}, which engines serve unquantized"
     if targeted and any(id(one) in embedded for one in own_parameters(module)):

@@ -14,7 +14,7 @@ a batch's activations   while it runs through a block
 statistics              from the first token of a unit until it is solved
 copies of a unit        from then on, with twin streams
 a solver's workspace    while a unit is solved
-learned parameters      before a pass; see :mod:`llmcompressor.planning.learning`
+learned parameters      before a pass; see :mod:`llmcompressor.planning.workload`
 packed tensors          of a block while it is packed, and of the one before while it is written
 freed memory            the part that is not returned to the system
 ======================  ==========================================================================
@@ -26,20 +26,21 @@ file is written.
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from operator import attrgetter
 from types import MappingProxyType
 
-from llmcompressor.memory import TOLERATED
-from llmcompressor.modifiers.granularity import Granularity
+from llmcompressor.core.contract import Granularity
 from llmcompressor.pipelines.activations import LITTLE
-from llmcompressor.planning.learning import PartLearning
 from llmcompressor.planning.result import LearningPlan, PassPlan, Phase
 from llmcompressor.planning.subject import REST, Part
-from llmcompressor.planning.workload import BlockWork, Unit
+from llmcompressor.planning.workload import BlockWork, PartLearning, Unit
+from llmcompressor.runtime.memory import TOLERATED
+from llmcompressor.runtime.progress import format_bytes
 
-__all__ = ["Footprint", "Load", "estimate_phases"]
+__all__ = ["Capacity", "PartMemory", "RunMemory", "estimate_phases", "shortages"]
 
 _WIDE_INPUTS = 4
 """Tensors as wide as the widest input that are alive at once in a forward: gate, up, their
@@ -66,7 +67,7 @@ _AHEAD = 1
 
 
 @dataclass(frozen=True)
-class Load:
+class PartMemory:
     """Memory that a part of a model needs.
 
     Attributes:
@@ -83,7 +84,7 @@ class Load:
 
 
 @dataclass(frozen=True)
-class Footprint:
+class RunMemory:
     """Properties of a run for the estimate of memory.
 
     Attributes:
@@ -122,7 +123,7 @@ class Footprint:
 
 
 @dataclass(frozen=True)
-class _Moment:
+class _MemoryUse:
     """Bytes held at a moment of the run.
 
     Attributes:
@@ -137,8 +138,8 @@ class _Moment:
 
 
 def estimate_phases(
-    footprint: Footprint,
-    loads: Sequence[Load],
+    footprint: RunMemory,
+    loads: Sequence[PartMemory],
     passes: Sequence[tuple[PassPlan, Sequence[BlockWork]]],
     seconds: Mapping[str, float],
     learned: Mapping[int, Sequence[PartLearning]] = MappingProxyType({}),
@@ -166,21 +167,21 @@ def estimate_phases(
             peaks["solve"] = _most(footprint, [peaks.get("solve"), solve])
     peaks["save"] = _saving(footprint, loads, passes)
     disk = _disk(footprint, loads, passes)
-    gone = _gone([one.part.loaded for one in loads[:-1]]) if footprint.is_streamed else 0
+    gone = _freed_bytes([one.part.loaded for one in loads[:-1]]) if footprint.is_streamed else 0
     return [
-        Phase(name, *_placed(footprint, peak, gone), disk[name], seconds.get(name, 0.0))
+        Phase(name, *_split_host_device(footprint, peak, gone), disk[name], seconds.get(name, 0.0))
         for name, peak in peaks.items()
     ]
 
 
 def _disk(
-    footprint: Footprint,
-    loads: Sequence[Load],
+    footprint: RunMemory,
+    loads: Sequence[PartMemory],
     passes: Sequence[tuple[PassPlan, Sequence[BlockWork]]],
 ) -> dict[str, int]:
     """Peak bytes on disk in each phase."""
     spilled = max(
-        (one.activations if _in_pages(footprint, one) else one.spilled for one, _ in passes),
+        (one.activations if _is_in_pages(footprint, one) else one.spilled for one, _ in passes),
         default=0,
     )
     learning = [one.learning for one, _ in passes if one.learning is not None]
@@ -197,7 +198,7 @@ def _disk(
     return disk
 
 
-def _most(footprint: Footprint, moments: Sequence[_Moment | None]) -> _Moment:
+def _most(footprint: RunMemory, moments: Sequence[_MemoryUse | None]) -> _MemoryUse:
     """Return the moment of peak memory; with a device, the peaks of both memories."""
     there = [one for one in moments if one is not None]
     most = max(there, key=lambda one: one.model + one.host)
@@ -206,7 +207,7 @@ def _most(footprint: Footprint, moments: Sequence[_Moment | None]) -> _Moment:
     return replace(most, model=max(one.model for one in there), host=max(one.host for one in there))
 
 
-def _gone(blocks: Sequence[int]) -> int:
+def _freed_bytes(blocks: Sequence[int]) -> int:
     """Bytes of the blocks that are freed when the last one is processed.
 
     The blocks are outside of the heap; tensors computed from them are not.
@@ -214,7 +215,7 @@ def _gone(blocks: Sequence[int]) -> int:
     return sum(blocks[: -1 - _AHEAD])
 
 
-def _placed(footprint: Footprint, moment: _Moment, gone: int) -> tuple[int, int]:
+def _split_host_device(footprint: RunMemory, moment: _MemoryUse, gone: int) -> tuple[int, int]:
     """Return the bytes on the host and on the device."""
     if footprint.on_device:
         return footprint.base + moment.host, moment.model
@@ -222,38 +223,38 @@ def _placed(footprint: Footprint, moment: _Moment, gone: int) -> tuple[int, int]
     return footprint.base + kept + moment.host + moment.model, 0
 
 
-def _resident(footprint: Footprint, loads: Sequence[Load], index: int) -> _Moment:
+def _resident(footprint: RunMemory, loads: Sequence[PartMemory], index: int) -> _MemoryUse:
     """Bytes of weights while a block is processed."""
     if not footprint.is_streamed:
-        return _Moment(sum(one.part.loaded for one in loads) - footprint.present, 0)
+        return _MemoryUse(sum(one.part.loaded for one in loads) - footprint.present, 0)
     own, rest = loads[index].part, loads[-1].part
     block = 0 if own.name == REST else own.loaded
     following = loads[index + 1].part if index + 1 < len(loads) else None
     ahead = 0
     if footprint.reads_ahead and following is not None and following.name != REST:
         ahead = following.source
-    return _Moment(rest.loaded + block, ahead)
+    return _MemoryUse(rest.loaded + block, ahead)
 
 
-def _loading(footprint: Footprint, loads: Sequence[Load]) -> _Moment:
+def _loading(footprint: RunMemory, loads: Sequence[PartMemory]) -> _MemoryUse:
     """Bytes while weights are loaded, including converted ones next to their originals."""
     if not footprint.is_streamed:
         whole = _resident(footprint, loads, 0)
         extra = 0 if footprint.present else max(one.part.converted for one in loads)
-        return _Moment(whole.model + extra, 0)
+        return _MemoryUse(whole.model + extra, 0)
     moments = []
     for index, one in enumerate(loads):
         held = _resident(footprint, loads, index)
-        moments.append(_Moment(held.model + one.part.converted, held.host))
+        moments.append(_MemoryUse(held.model + one.part.converted, held.host))
     return _most(footprint, moments)
 
 
 def _learning(
-    footprint: Footprint,
-    loads: Sequence[Load],
+    footprint: RunMemory,
+    loads: Sequence[PartMemory],
     learning: LearningPlan,
     parts: Sequence[PartLearning],
-) -> _Moment:
+) -> _MemoryUse:
     """Peak while learning: the backward through a part, or the step after it."""
     waiting = min(learning.activations, learning.budget)
     batches = footprint.tokens * _LEARNED_FROM if footprint.on_device else 0
@@ -267,45 +268,47 @@ def _learning(
         # the heap keeps memory that was just freed; a device holds only tensors
         more = max if footprint.on_device else operator.add
         passing = part.held + more(part.saved, part.workspace)
-        moments.append(_Moment(model + passing, held.host, passing))
+        moments.append(_MemoryUse(model + passing, held.host, passing))
         stepping = held.model + learning.held + batches + learning.stepping
-        moments.append(_Moment(stepping, held.host, learning.stepping))
+        moments.append(_MemoryUse(stepping, held.host, learning.stepping))
     return _most(footprint, moments)
 
 
 def _calibrating(
-    footprint: Footprint, loads: Sequence[Load], one: PassPlan, works: Sequence[BlockWork]
-) -> tuple[_Moment, _Moment]:
+    footprint: RunMemory, loads: Sequence[PartMemory], one: PassPlan, works: Sequence[BlockWork]
+) -> tuple[_MemoryUse, _MemoryUse]:
     """Peaks while tokens run through a unit, and while a unit is solved."""
-    calibrating, solving = [_Moment(0, 0)], [_Moment(0, 0)]
+    calibrating, solving = [_MemoryUse(0, 0)], [_MemoryUse(0, 0)]
     batches = footprint.tokens * _BATCHES if footprint.on_device else 0
     for index, work in enumerate(works):
         held = _resident(footprint, loads, index)
         for unit in work.units:
-            waiting, elsewhere = _waiting(footprint, one, unit), 0
-            if _exceeds(footprint, one, loads[-1]):  # except the compared original inputs
+            waiting, elsewhere = _waiting_bytes(footprint, one, unit), 0
+            if _exceeds_device_share(
+                footprint, one, loads[-1]
+            ):  # except the compared original inputs
                 waiting = unit.compared(footprint.run_tokens)
                 elsewhere = min(one.activations, one.budget)
             host = held.host + elsewhere
             buffered = unit.buffered * footprint.buffers
             present = held.model + batches + waiting + unit.statistics + buffered
-            running, own = _running(footprint, one, work, unit)
-            placed = partial(_kept, footprint, unit, held.model + batches + waiting)
+            running, own = _running_bytes(footprint, one, work, unit)
+            placed = partial(_split_kept_data, footprint, unit, held.model + batches + waiting)
             kept, kept_elsewhere = placed(unit.kept(footprint.tokens))
             model = present - int(own * waiting) + running + kept
-            calibrating.append(_Moment(model, host + kept_elsewhere, running))
+            calibrating.append(_MemoryUse(model, host + kept_elsewhere, running))
             present += unit.copied if one.streams > 1 else 0
             solved = unit.solving(footprint.run_tokens, device=footprint.on_device)
-            solving.append(_Moment(present + solved, host, running))
+            solving.append(_MemoryUse(present + solved, host, running))
             for data, further in unit.judging(
                 footprint.tokens, footprint.run_tokens, device=footprint.on_device
             ):
                 kept, kept_elsewhere = placed(data)
-                solving.append(_Moment(present + kept + further, host + kept_elsewhere, running))
+                solving.append(_MemoryUse(present + kept + further, host + kept_elsewhere, running))
     return _most(footprint, calibrating), _most(footprint, solving)
 
 
-def _kept(footprint: Footprint, unit: Unit, present: int, data: int) -> tuple[int, int]:
+def _split_kept_data(footprint: RunMemory, unit: Unit, present: int, data: int) -> tuple[int, int]:
     """Split the kept data into bytes on the model's device and on the host.
 
     Args:
@@ -324,7 +327,7 @@ def _kept(footprint: Footprint, unit: Unit, present: int, data: int) -> tuple[in
     return min(data, room), max(data - room, 0)
 
 
-def _waiting(footprint: Footprint, one: PassPlan, unit: Unit) -> int:
+def _waiting_bytes(footprint: RunMemory, one: PassPlan, unit: Unit) -> int:
     """Bytes of activations that wait while a unit is processed.
 
     On the host it is the estimate of the pipeline. On a device it is what a decoder layer holds at
@@ -333,7 +336,7 @@ def _waiting(footprint: Footprint, one: PassPlan, unit: Unit) -> int:
     """
     if not one.activations:
         return 0
-    estimate = _on_host(footprint, one)
+    estimate = _waiting_on_host(footprint, one)
     if not footprint.on_device or one.level not in _STATES_AT:
         return estimate
     states, hidden = _STATES_AT[Granularity(one.level)] * footprint.hidden, footprint.hidden
@@ -342,26 +345,28 @@ def _waiting(footprint: Footprint, one: PassPlan, unit: Unit) -> int:
     return min(footprint.tokens * one.streams * footprint.itemsize * states, one.budget)
 
 
-def _in_pages(footprint: Footprint, one: PassPlan) -> bool:
+def _is_in_pages(footprint: RunMemory, one: PassPlan) -> bool:
     """Return True if activations are so small that they wait in the pages of a file."""
     return not footprint.on_device and one.activations <= min(LITTLE, one.budget)
 
 
-def _on_host(footprint: Footprint, one: PassPlan) -> int:
+def _waiting_on_host(footprint: RunMemory, one: PassPlan) -> int:
     """Bytes of waiting activations in main memory, by the estimate of the pipeline."""
-    if not one.activations or not _in_pages(footprint, one):
+    if not one.activations or not _is_in_pages(footprint, one):
         return min(one.activations, one.budget)
     return one.activations * footprint.run_tokens // max(footprint.tokens, footprint.run_tokens)
 
 
-def _exceeds(footprint: Footprint, one: PassPlan, rest: Load) -> bool:
+def _exceeds_device_share(footprint: RunMemory, one: PassPlan, rest: PartMemory) -> bool:
     """Return True if activations are offloaded to the host, as they exceed the device's share."""
     if not footprint.on_device or footprint.limit is None:
         return False
     return one.activations > (footprint.limit - rest.part.loaded) * _SHARE_FOR_ACTIVATIONS
 
 
-def _running(footprint: Footprint, one: PassPlan, work: BlockWork, unit: Unit) -> tuple[int, float]:
+def _running_bytes(
+    footprint: RunMemory, one: PassPlan, work: BlockWork, unit: Unit
+) -> tuple[int, float]:
     """Bytes of a batch that runs through a block, and the share of waiting activations in it.
 
     On the host this is an upper bound, to which the C library's reserve was measured. A device
@@ -380,23 +385,71 @@ def _running(footprint: Footprint, one: PassPlan, work: BlockWork, unit: Unit) -
 
 
 def _saving(
-    footprint: Footprint,
-    loads: Sequence[Load],
+    footprint: RunMemory,
+    loads: Sequence[PartMemory],
     passes: Sequence[tuple[PassPlan, Sequence[BlockWork]]],
-) -> _Moment:
+) -> _MemoryUse:
     waiting = 0
     if footprint.is_streamed:
-        staying = (one for one, _ in passes if not _exceeds(footprint, one, loads[-1]))
-        waiting = max((_on_host(footprint, one) for one in staying), default=0)
+        staying = (one for one, _ in passes if not _exceeds_device_share(footprint, one, loads[-1]))
+        waiting = max((_waiting_on_host(footprint, one) for one in staying), default=0)
     moments = []
     for index, one in enumerate(loads):
         held = _resident(footprint, loads, index)
-        moments.append(_Moment(held.model + waiting + one.rounding, held.host, one.rounding))
+        moments.append(_MemoryUse(held.model + waiting + one.rounding, held.host, one.rounding))
         if footprint.is_streamed:
             before = loads[index - 1].packed if index else 0
             packed = one.packed + before + one.part.converted
         else:
             packed = min(footprint.shard, sum(each.packed for each in loads))
         model = held.model + waiting + one.packing
-        moments.append(_Moment(model, held.host + packed, one.packing))
+        moments.append(_MemoryUse(model, held.host + packed, one.packing))
     return _most(footprint, moments)
+
+
+# --------------------
+# Warnings about phases that exceed the available or allowed memory.
+
+
+@dataclass(frozen=True)
+class Capacity:
+    """Available amount of a kind of memory.
+
+    Attributes:
+        name: name of the memory in messages.
+        free: bytes that this process uses or can still allocate; ``None`` if unknown.
+        allowed: limit by the user in bytes; ``None`` without one.
+    """
+
+    name: str
+    free: int | None = None
+    allowed: int | None = None
+
+
+def shortages(phases: Sequence[Phase], host: Capacity, device: Capacity) -> Iterator[str]:
+    """Yield a message for each kind of memory that is too small.
+
+    Args:
+        phases: of the run.
+        host: main memory.
+        device: memory of the accelerator, if the run uses one.
+    """
+    for capacity, bytes_of in ((host, attrgetter("host")), (device, attrgetter("device"))):
+        most = max(phases, key=bytes_of, default=None)
+        if most is None:
+            continue
+        peak = bytes_of(most)
+        takes = f"{most.name.capitalize()} takes {format_bytes(peak)} of {capacity.name}"
+        if capacity.free is not None and peak > capacity.free:
+            yield (
+                f"{takes}, and {format_bytes(capacity.free)} are free here: on this machine the "
+                "run "
+                "would end for want of memory, or swap."
+            )
+        elif capacity.allowed is not None and peak > capacity.allowed:
+            yield (
+                f"{takes}, where max_memory allows {format_bytes(capacity.allowed)}: it holds "
+                "weights "
+                "and waiting activations within its limit, but not what solvers take, nor what "
+                "modifiers keep of the data."
+            )

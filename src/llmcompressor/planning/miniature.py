@@ -18,20 +18,19 @@ import torch
 from torch.nn import Module
 from transformers import PreTrainedModel
 
-from llmcompressor.checkpoint.blueprint import quiet_loading
-from llmcompressor.checkpoint.experts import open_experts
 from llmcompressor.checkpoint.load import untie_embeddings
+from llmcompressor.checkpoint.meta_model import no_progress_bars
+from llmcompressor.checkpoint.moe_names import unfuse_stored_experts
+from llmcompressor.core.modifier import Modifier
 from llmcompressor.errors import CompressorError, TargetError
 from llmcompressor.modeling.blocks import find_blocks
-from llmcompressor.modeling.embeddings import is_tied
-from llmcompressor.modeling.flow import trace_flow
-from llmcompressor.modeling.settings import setting, text_config
-from llmcompressor.modifiers.modifier import Modifier
-from llmcompressor.names import named_modules
+from llmcompressor.modeling.call_graph import trace_flow
+from llmcompressor.modeling.names import named_modules
+from llmcompressor.modeling.weights import config_value, has_tied_embeddings, text_config
 from llmcompressor.numerics.hadamard import has_hadamard
-from llmcompressor.pipelines.mixtures import meant_mixtures
+from llmcompressor.pipelines.moe_selection import targeted_moes
 
-__all__ = ["NoMiniature", "Rehearsal", "miniature_of"]
+__all__ = ["NoProxyModel", "ProxyTrials", "proxy_model_builder"]
 
 _SMALL = 4_000_000
 """Parameters of a model that is small as it is."""
@@ -58,11 +57,11 @@ _TOKEN_IDS = ("pad_token_id", "bos_token_id", "eos_token_id")
 Kind = tuple[Any, ...]
 
 
-class NoMiniature(Exception):  # noqa: N818  # a finding, not an error
+class NoProxyModel(Exception):  # noqa: N818  # a finding, not an error
     """Raised if there is no proxy model; the message is a clause with the reason."""
 
 
-class Rehearsal:
+class ProxyTrials:
     """Runs the trials of modifiers on a proxy model instead of the real weights.
 
     Args:
@@ -73,10 +72,10 @@ class Rehearsal:
     def __init__(self, model: PreTrainedModel, modifiers: Sequence[Modifier]) -> None:
         self._model = model
         self._unknown = ""
-        if any(map(_tries_out, modifiers)):
+        if any(map(_has_trial, modifiers)):
             try:
-                self._build = miniature_of(model, modifiers)
-            except (NoMiniature, CompressorError) as finding:
+                self._build = proxy_model_builder(model, modifiers)
+            except (NoProxyModel, CompressorError) as finding:
                 self._unknown = str(finding)
 
     def __call__(self, modifier: Modifier) -> str:
@@ -88,16 +87,16 @@ class Rehearsal:
         Raises:
             TargetError: the modifier would refuse the model.
         """
-        if self._unknown or not _tries_out(modifier):
-            return self._unknown if _tries_out(modifier) else ""
+        if self._unknown or not _has_trial(modifier):
+            return self._unknown if _has_trial(modifier) else ""
         return modifier.rehearse(self._model, self._build)
 
 
-def _tries_out(modifier: Modifier) -> bool:
+def _has_trial(modifier: Modifier) -> bool:
     return type(modifier).rehearse is not Modifier.rehearse
 
 
-def miniature_of(
+def proxy_model_builder(
     model: PreTrainedModel, modifiers: Sequence[Modifier] = ()
 ) -> Callable[[int], PreTrainedModel]:
     """Return a builder of proxy models in float32, with random initial values.
@@ -110,23 +109,23 @@ def miniature_of(
         A function from a seed to a proxy model.
 
     Raises:
-        NoMiniature: there is no proxy model for it.
+        NoProxyModel: there is no proxy model for it.
     """
     if any("forward" in vars(module) for module in model.modules()):
-        raise NoMiniature("a module of it has a forward that its class has not")
+        raise NoProxyModel("a module of it has a forward that its class has not")
     if sum(one.numel() for one in model.parameters()) <= _SMALL:
-        return _Builder(model, copy.deepcopy(model.config), modifiers)
+        return _ProxyBuilder(model, copy.deepcopy(model.config), modifiers)
     reasons = []
     for narrows_stream in (True, False):
         try:
-            with _as_no_miniature():
-                return _checked(model, modifiers, narrows_stream=narrows_stream)
-        except NoMiniature as finding:
+            with _as_no_proxy_model():
+                return _checked_builder(model, modifiers, narrows_stream=narrows_stream)
+        except NoProxyModel as finding:
             reasons.append(finding)
     raise reasons[0]
 
 
-class _Builder:
+class _ProxyBuilder:
     """Builds models of the same class with another configuration.
 
     Args:
@@ -139,12 +138,12 @@ class _Builder:
         self._class = type(model)
         self._config = config
         self._attention = model.config._attn_implementation
-        self._tied = is_tied(model)
+        self._tied = has_tied_embeddings(model)
         self._modifiers = modifiers
 
     def __call__(self, seed: int, device: str = "cpu") -> PreTrainedModel:
         """Build a model with the random values of a seed, or on the device ``meta``."""
-        with torch.random.fork_rng(devices=[]), torch.device(device), quiet_loading():
+        with torch.random.fork_rng(devices=[]), torch.device(device), no_progress_bars():
             torch.manual_seed(seed)
             built: PreTrainedModel = self._class._from_config(  # type: ignore[no-untyped-call]  # untyped in transformers
                 copy.deepcopy(self._config),
@@ -153,40 +152,40 @@ class _Builder:
             )
         if not self._tied:
             untie_embeddings(built)
-        open_experts(built, meant_mixtures(built, self._modifiers))
+        unfuse_stored_experts(built, targeted_moes(built, self._modifiers))
         built.train(mode=False)
         return built
 
 
-def _checked(
+def _checked_builder(
     model: PreTrainedModel, modifiers: Sequence[Modifier], *, narrows_stream: bool
-) -> _Builder:
+) -> _ProxyBuilder:
     """Return the builder of a proxy model for ``model``, checked for its modules and a forward."""
     config = copy.deepcopy(model.config)
     _shrink(config, _block_kinds(model), narrows_stream=narrows_stream)
-    build = _Builder(model, config, modifiers)
+    build = _ProxyBuilder(model, config, modifiers)
     small = build(0, "meta")
     if sum(one.numel() for one in small.parameters()) > _MOST:
-        raise NoMiniature("a few blocks of it, narrowed as far as is known how, are large still")
-    if not _alike(model, small):
-        raise NoMiniature("a small model of its class has other modules")
+        raise NoProxyModel("a few blocks of it, narrowed as far as is known how, are large still")
+    if not _has_same_structure(model, small):
+        raise NoProxyModel("a small model of its class has other modules")
     try:
         trace_flow(small)
     except TargetError:  # not on tokens alone: the large model is checked later
         if narrows_stream:
-            raise NoMiniature("a small model of its class does not run") from None
+            raise NoProxyModel("a small model of its class does not run") from None
     return build
 
 
 @contextmanager
-def _as_no_miniature() -> Iterator[None]:
-    """Turn any error of a class with unexpected sizes into NoMiniature."""
+def _as_no_proxy_model() -> Iterator[None]:
+    """Turn any error of a class with unexpected sizes into NoProxyModel."""
     try:
         yield
-    except (NoMiniature, CompressorError):
+    except (NoProxyModel, CompressorError):
         raise
     except Exception as error:
-        raise NoMiniature(
+        raise NoProxyModel(
             f"a small model of its class cannot be built ({type(error).__name__}: {error})"
         ) from error
 
@@ -194,7 +193,7 @@ def _as_no_miniature() -> Iterator[None]:
 # ---------------------------------------------------------------------- what is the same
 
 
-def _kind_of(block: Module) -> Kind:
+def _block_structure(block: Module) -> Kind:
     """Key of a block's structure, independent of widths and the number of experts."""
     parts = {
         (_without_numbers(name), type(one), frozenset(_present(one)))
@@ -216,11 +215,11 @@ def _block_kinds(model: Module) -> dict[str, list[Kind]]:
     """Structure keys of a model's blocks, by the name of their list."""
     found: dict[str, list[Kind]] = {}
     for block, name in find_blocks(model).items():
-        found.setdefault(name.rpartition(".")[0], []).append(_kind_of(block))
+        found.setdefault(name.rpartition(".")[0], []).append(_block_structure(block))
     return found
 
 
-def _alike(model: Module, small: Module) -> bool:
+def _has_same_structure(model: Module, small: Module) -> bool:
     """Return True if the small model has the large one's first blocks and other modules."""
     large_blocks, small_blocks = _block_kinds(model), _block_kinds(small)
     if large_blocks.keys() != small_blocks.keys():
@@ -230,7 +229,7 @@ def _alike(model: Module, small: Module) -> bool:
             return False
         if set(kinds) != set(large_blocks[name]):
             return False
-    return _kind_of(model) == _kind_of(small)
+    return _block_structure(model) == _block_structure(small)
 
 
 # ---------------------------------------------------------------------- smaller sizes
@@ -238,22 +237,22 @@ def _alike(model: Module, small: Module) -> bool:
 
 def _shrink(config: Any, blocks: Mapping[str, Sequence[Kind]], *, narrows_stream: bool) -> None:
     text = text_config(config)
-    depth = setting(text, "num_hidden_layers")
+    depth = config_value(text, "num_hidden_layers")
     if not isinstance(depth, int) or isinstance(depth, bool):
-        raise NoMiniature("its configuration does not say how many blocks it has")
+        raise NoProxyModel("its configuration does not say how many blocks it has")
     _shorten(text, _depth_needed(text, depth, blocks))
-    for other in _others(config, text):
+    for other in _other_configs(config, text):
         _shorten(other, 2)
     _narrow(text, narrows_stream=narrows_stream)
 
 
-def _others(config: Any, text: Any) -> Iterator[Any]:
+def _other_configs(config: Any, text: Any) -> Iterator[Any]:
     """Yield the nested configurations of other parts of a model (towers)."""
     for name in getattr(config, "sub_configs", None) or {}:
         inner = getattr(config, name, None)
         if inner is not None and inner is not text:
             yield inner
-            yield from _others(inner, text)
+            yield from _other_configs(inner, text)
 
 
 def _depth_needed(text: Any, depth: int, blocks: Mapping[str, Sequence[Kind]]) -> int:
@@ -271,7 +270,7 @@ def _depth_needed(text: Any, depth: int, blocks: Mapping[str, Sequence[Kind]]) -
 def _shorten(config: Any, depth: int) -> None:
     """Reduce the number of blocks in a configuration, and its lists with an entry per block."""
     for key in _DEPTHS:
-        whole = setting(config, key)
+        whole = config_value(config, key)
         if not isinstance(whole, int) or isinstance(whole, bool) or whole <= depth:
             continue
         for name, one in list(vars(config).items()):
@@ -285,20 +284,20 @@ def _shorten(config: Any, depth: int) -> None:
 
 
 def _narrow(text: Any, *, narrows_stream: bool) -> None:
-    heads, hidden = setting(text, "num_attention_heads"), setting(text, "hidden_size")
+    heads, hidden = config_value(text, "num_attention_heads"), config_value(text, "hidden_size")
     taken = {one for one in vars(text).values() if type(one) is int}
     if narrows_stream and isinstance(heads, int) and isinstance(hidden, int):
-        width = setting(text, "head_dim") or (hidden // heads if heads else 0)
+        width = config_value(text, "head_dim") or (hidden // heads if heads else 0)
         _narrow_stream(text, heads, hidden, width, taken)
     inner = iter(one for one in _INNER if one not in taken)
     made: dict[int, int] = {}
     for key in _INTERMEDIATE:
-        own = setting(text, key)
+        own = config_value(text, key)
         if type(own) is int and own > max(_INNER):
             if own not in made:
                 made[own] = next(inner)
             setattr(text, key, made[own])
-    if (setting(text, "vocab_size") or 0) > _VOCABULARY:
+    if (config_value(text, "vocab_size") or 0) > _VOCABULARY:
         text.vocab_size = _VOCABULARY
         for key in _TOKEN_IDS:
             if hasattr(text, key):
@@ -316,7 +315,7 @@ def _narrow_stream(text: Any, heads: int, hidden: int, width: int, taken: set[in
         others = {count * width, *taken}
         fitting = (one for one in [*asked, *_WIDTHS] if one < hidden and one not in others)
         stream = next((one for one in fitting if has_hadamard(one)), hidden)
-    groups = setting(text, "num_key_value_heads")
+    groups = config_value(text, "num_key_value_heads")
     if type(groups) is int and hasattr(text, "num_key_value_heads"):
         fewer = groups if groups < _GROUPS else _GROUPS
         text.num_key_value_heads = count if groups == heads else fewer
@@ -328,8 +327,8 @@ def _narrow_stream(text: Any, heads: int, hidden: int, width: int, taken: set[in
 
 
 def _fewer_experts(text: Any) -> None:
-    chosen = [setting(text, key) for key in _CHOSEN]
+    chosen = [config_value(text, key) for key in _CHOSEN]
     least = max([4, *(2 * one for one in chosen if type(one) is int)])
     for key in _COUNTS:
-        if type(setting(text, key)) is int and setting(text, key) > least:
+        if type(config_value(text, key)) is int and config_value(text, key) > least:
             setattr(text, key, least)

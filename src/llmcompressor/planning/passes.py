@@ -9,25 +9,31 @@ from dataclasses import dataclass, replace
 from torch.nn import Module
 
 from llmcompressor.args import DatasetArguments
+from llmcompressor.core.contract import DataSize, Granularity
+from llmcompressor.core.modifier import Modifier
 from llmcompressor.core.state import State
 from llmcompressor.modeling.blocks import find_blocks
-from llmcompressor.modeling.spilled import activation_budget
-from llmcompressor.modifiers.demands import DataSize
-from llmcompressor.modifiers.granularity import Granularity
-from llmcompressor.modifiers.modifier import Modifier
+from llmcompressor.modeling.offload import activation_budget
 from llmcompressor.pipelines import infer_pipeline
-from llmcompressor.pipelines.calibrated import owners_of
-from llmcompressor.pipelines.granularity import (
-    choose_level,
-    forwards_of,
-    named_stops,
+from llmcompressor.pipelines.granularity import choose_level, count_forwards, target_stops
+from llmcompressor.pipelines.moe_lists import needs_block_level
+from llmcompressor.pipelines.passes import (
+    group_joined,
+    insert_surveys,
+    split_at_rewrites,
+    split_into_passes,
 )
-from llmcompressor.pipelines.listed_experts import wait_at_blocks
-from llmcompressor.pipelines.passes import joined, passes_of, stretches_of, with_surveys
-from llmcompressor.planning.learning import LearningContext, PartLearning, plan_learning
+from llmcompressor.pipelines.targets import modifier_indices
 from llmcompressor.planning.result import PassPlan
 from llmcompressor.planning.subject import Part
-from llmcompressor.planning.workload import BlockWork, Widths, block_works
+from llmcompressor.planning.workload import (
+    BlockWork,
+    LearningContext,
+    PartLearning,
+    Widths,
+    block_works,
+    plan_learning,
+)
 
 __all__ = ["Learned", "PassContext", "Passes", "plan_passes"]
 
@@ -77,7 +83,7 @@ def plan_passes(modifiers: Sequence[Modifier], context: PassContext) -> tuple[Pa
     """
     passes: Passes = []
     learned: Learned = {}
-    for taking in _divided(modifiers, context):
+    for taking in _split_modifiers(modifiers, context):
         if not taking:
             continue
         one, works = _plan_pass(taking, context)
@@ -101,12 +107,12 @@ def _learning_context(context: PassContext, works: Sequence[BlockWork]) -> Learn
     )
 
 
-def _divided(modifiers: Sequence[Modifier], context: PassContext) -> list[list[Modifier]]:
+def _split_modifiers(modifiers: Sequence[Modifier], context: PassContext) -> list[list[Modifier]]:
     if context.is_streamed:
-        return passes_of(modifiers, context.pipeline)
+        return split_into_passes(modifiers, context.pipeline)
     if context.pipeline == "independent":
-        return with_surveys(joined(modifiers))
-    return with_surveys(stretches_of(modifiers))
+        return insert_surveys(group_joined(modifiers))
+    return insert_surveys(split_at_rewrites(modifiers))
 
 
 def _plan_pass(modifiers: list[Modifier], context: PassContext) -> tuple[PassPlan, list[BlockWork]]:
@@ -114,10 +120,10 @@ def _plan_pass(modifiers: list[Modifier], context: PassContext) -> tuple[PassPla
     names = [type(modifier).__name__ for modifier in modifiers]
     needing = [modifier for modifier in modifiers if modifier.collects]
     if name == "datafree" or not needing:
-        return PassPlan(names, name), _works(context, [], {}, None)
-    owners = owners_of(needing, context.state)
+        return PassPlan(names, name), _block_workloads(context, [], {}, None)
+    owners = modifier_indices(needing, context.state)
     if name == "basic":
-        works = _works(context, needing, owners, None)
+        works = _block_workloads(context, needing, owners, None)
         return PassPlan(names, name, "all at once", "asked for", forwards=1), works
     return _sequential(names, name, needing, owners, context)
 
@@ -136,7 +142,7 @@ def _sequential(
         one.runs_to_end or one.calibrated_modules(context.state) for one in modifiers
     )
     model = context.state.model
-    at_blocks = wait_at_blocks(
+    at_blocks = needs_block_level(
         model, context.state, modifiers, find_blocks(model), every=args.moe_calibrate_all_experts
     )
     finest = max(one.finest_granularity for one in modifiers)
@@ -155,15 +161,15 @@ def _sequential(
         str(chosen.level),
         chosen.reason,
         streams,
-        forwards_of(chosen.level, streams, propagates=propagates),
+        count_forwards(chosen.level, streams, propagates=propagates),
         chosen.bytes,
         budget,
         max(chosen.bytes - budget, 0),
     )
-    return plan, _works(context, modifiers, owners, chosen.level)
+    return plan, _block_workloads(context, modifiers, owners, chosen.level)
 
 
-def _works(
+def _block_workloads(
     context: PassContext,
     modifiers: Sequence[Modifier],
     owners: dict[Module, list[int]],
@@ -192,7 +198,7 @@ def _forced(
     level = None if asked == "auto" else Granularity(asked)
     if not context.stops:
         return level
-    return named_stops(state.model, context.stops, owners, modifiers, state, level)[1]
+    return target_stops(state.model, context.stops, owners, modifiers, state, level)[1]
 
 
 def _budget(context: PassContext) -> int:

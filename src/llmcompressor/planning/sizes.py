@@ -9,21 +9,21 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from llmcompressor.checkpoint.experts import dense_closed
-from llmcompressor.checkpoint.extras import side_files
-from llmcompressor.checkpoint.layout import LoadedName, checkpoint_names
+from llmcompressor.checkpoint.manifest import OutputManifest, build_manifest
 from llmcompressor.checkpoint.model_config import json_text
-from llmcompressor.checkpoint.output_layout import OutputLayout, lay_out
-from llmcompressor.checkpoint.prediction import Prediction, predict
+from llmcompressor.checkpoint.moe_names import dense_experts_fused
+from llmcompressor.checkpoint.names import LoadedName, checkpoint_names
 from llmcompressor.checkpoint.save import DEFAULT_SHARD_SIZE, planned_config
-from llmcompressor.checkpoint.shards import parse_size
-from llmcompressor.modifiers.demands import PlannedModule
-from llmcompressor.names import own_parameters
-from llmcompressor.planning.matching import descriptions, numberless
-from llmcompressor.planning.result import Dense, ModuleRow, SchemeBytes, Sizes
-from llmcompressor.planning.subject import Subject
+from llmcompressor.checkpoint.side_files import side_files
+from llmcompressor.checkpoint.tensor_files import OutputLayout, layout_files, parse_size
+from llmcompressor.core.contract import PlannedModule
+from llmcompressor.modeling.names import own_parameters
+from llmcompressor.planning.matching import descriptions, name_pattern
+from llmcompressor.planning.result import Dense, ModuleRow, SchemeBytes, ServingNote, Sizes
+from llmcompressor.planning.subject import PlannedModel
+from llmcompressor.verification import Deployment, TensorInfo, check_serving
 
-__all__ = ["Output", "predict_output"]
+__all__ = ["Output", "predict_output", "serving_notes"]
 
 
 @dataclass(frozen=True)
@@ -37,12 +37,12 @@ class Output:
         places: quantized module → the name under which its tensors are stored.
     """
 
-    prediction: Prediction
+    prediction: OutputManifest
     layout: OutputLayout
     config: Mapping[str, Any]
     places: Mapping[str, str]
 
-    def sizes(self, subject: Subject, recipe: str) -> Sizes:
+    def sizes(self, subject: PlannedModel, recipe: str) -> Sizes:
         """Return the bytes of the input and of the output's files."""
         own = (self.layout.index() or "", json_text(self.config), recipe)
         others = sum(len(text.encode()) for text in own)
@@ -94,11 +94,11 @@ class Output:
             owner = stored.name.rpartition(".")[0]
             if owner in quantized:
                 continue
-            key = numberless(owner)
+            key = name_pattern(owner)
             sizes[key] = sizes.get(key, 0) + stored.nbytes
             if key not in whys:
                 target = names[stored.name].target if stored.name in names else stored.name
-                own = _reason(numberless(target.rpartition(".")[0]), reasons)
+                own = _reason(name_pattern(target.rpartition(".")[0]), reasons)
                 whys[key] = _COPIED if stored.name in extras else own
         return [Dense(key, size, whys[key]) for key, size in sizes.items()]
 
@@ -121,7 +121,7 @@ def _own(planned: PlannedModule) -> tuple[int, int]:
 
 
 def predict_output(
-    subject: Subject,
+    subject: PlannedModel,
     planned: Sequence[PlannedModule],
     *,
     is_streamed: bool,
@@ -136,9 +136,31 @@ def predict_output(
         save_compressed: weights are packed, not written dense.
     """
     model = subject.model
-    with nullcontext() if is_streamed else dense_closed(model):
-        prediction = predict(model, planned, subject.headers, save_compressed=save_compressed)
+    with nullcontext() if is_streamed else dense_experts_fused(model):
+        prediction = build_manifest(
+            model, planned, subject.headers, save_compressed=save_compressed
+        )
         config = planned_config(model, subject.directory, prediction, compressed=save_compressed)
-    layout = lay_out(prediction.stored, parse_size(DEFAULT_SHARD_SIZE))
+    layout = layout_files(prediction.stored, parse_size(DEFAULT_SHARD_SIZE))
     names = [entry.name for entry in prediction.quantized]
     return Output(prediction, layout, config, checkpoint_names(model, names))
+
+
+# --------------------
+# Serving rules applied to a predicted checkpoint.
+
+
+def serving_notes(output: Output, deployment: Deployment | None = None) -> list[ServingNote]:
+    """Check the predicted configuration and headers against the serving rules.
+
+    Args:
+        output: the predicted checkpoint.
+        deployment: serving environment, as far as known.
+    """
+    headers = {one.name: TensorInfo(one.dtype, one.shape) for one in output.prediction.stored}
+    return [
+        ServingNote(one.rule, one.severity.value, one.server, one.module, one.message, one.remedy)
+        for one in check_serving(
+            output.config, headers, deployment=deployment, kinds=output.prediction.kinds
+        )
+    ]

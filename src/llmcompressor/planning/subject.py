@@ -15,36 +15,36 @@ from torch.nn import Module
 from transformers import PreTrainedModel
 
 from llmcompressor.args import ModelArguments
-from llmcompressor.checkpoint.blueprint import Blueprint, build_blueprint
-from llmcompressor.checkpoint.experts import open_blueprint, open_experts
-from llmcompressor.checkpoint.layout import LoadedName, forget_dequantizing
+from llmcompressor.checkpoint.block_reader import (
+    AssumedTie,
+    resolve_ties,
+    resolve_ties_by_config,
+    same_values,
+)
 from llmcompressor.checkpoint.load import (
-    check_unadapted,
+    check_no_peft_adapters,
     check_unquantized,
+    copy_without_weights,
     untie_embeddings,
 )
-from llmcompressor.checkpoint.offload_caches import copy_without_weights
-from llmcompressor.checkpoint.reading import DTYPES
+from llmcompressor.checkpoint.meta_model import MetaModel, build_meta_model
+from llmcompressor.checkpoint.moe_names import unfuse_meta_model, unfuse_stored_experts
+from llmcompressor.checkpoint.names import LoadedName, drop_dequantizing_conversions
 from llmcompressor.checkpoint.source import (
     TensorHeader,
     check_no_adapter,
     inspect_source,
     local_directory,
 )
-from llmcompressor.checkpoint.ties import (
-    BelievedTie,
-    same_values,
-    settle_ties,
-    settle_ties_by_config,
-)
+from llmcompressor.checkpoint.tensor_files import DTYPES
+from llmcompressor.core.modifier import Modifier
 from llmcompressor.errors import ArgumentError, CheckpointError
 from llmcompressor.modeling.blocks import find_blocks
-from llmcompressor.modifiers.modifier import Modifier
-from llmcompressor.names import named_modules, own_parameters
-from llmcompressor.pipelines.mixtures import dense_mixtures, meant_mixtures
-from llmcompressor.units import in_bytes
+from llmcompressor.modeling.names import named_modules, own_parameters
+from llmcompressor.pipelines.moe_selection import targeted_moes, unquantized_moes
+from llmcompressor.runtime.progress import format_bytes
 
-__all__ = ["REST", "Part", "Subject", "open_subject"]
+__all__ = ["REST", "Part", "PlannedModel", "open_planned_model"]
 
 REST = ""
 """The name of what lies in no block."""
@@ -72,7 +72,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Subject:
+class PlannedModel:
     """The planned model.
 
     Attributes:
@@ -98,9 +98,9 @@ class Subject:
     source_bytes: int
     is_in_memory: bool
     is_hollow: bool = False
-    blueprint: Blueprint | None = None
+    blueprint: MetaModel | None = None
     whole: str = ""
-    believed: Sequence[BelievedTie] = ()
+    believed: Sequence[AssumedTie] = ()
 
     @cached_property
     def module_names(self) -> Mapping[str, Module]:
@@ -127,8 +127,11 @@ class Subject:
         for name, module in self.module_names.items():
             members[region.get(module, REST)][name] = module
         source = self._source_of(members)
-        loaded = {name: _own_bytes(_coming(modules.values())) for name, modules in members.items()}
-        loaded[REST] += _own_bytes(_staying(self.model.modules()))
+        loaded = {
+            name: _own_bytes(_loaded_with_block(modules.values()))
+            for name, modules in members.items()
+        }
+        loaded[REST] += _own_bytes(_always_loaded(self.model.modules()))
         return [
             Part(name, modules, loaded[name], *source[name]) for name, modules in members.items()
         ]
@@ -147,7 +150,7 @@ class Subject:
         return found
 
 
-def open_subject(args: ModelArguments, modifiers: Sequence[Modifier] = ()) -> Subject:
+def open_planned_model(args: ModelArguments, modifiers: Sequence[Modifier] = ()) -> PlannedModel:
     """Open the model that the arguments name, without its weights.
 
     Args:
@@ -162,7 +165,7 @@ def open_subject(args: ModelArguments, modifiers: Sequence[Modifier] = ()) -> Su
     if isinstance(args.model, str | Path):
         return _from_folder(args, modifiers)
     if isinstance(args.model, Module):
-        check_unadapted(args.model)
+        check_no_peft_adapters(args.model)
     if not isinstance(args.model, PreTrainedModel):
         raise ArgumentError(
             f"The model is a {type(args.model).__name__}, which cannot be planned.",
@@ -171,7 +174,7 @@ def open_subject(args: ModelArguments, modifiers: Sequence[Modifier] = ()) -> Su
     return _from_object(args.model, modifiers, tie=args.tie_word_embeddings)
 
 
-def _from_folder(args: ModelArguments, modifiers: Sequence[Modifier]) -> Subject:
+def _from_folder(args: ModelArguments, modifiers: Sequence[Modifier]) -> PlannedModel:
     folder = local_directory(args.model, revision=args.model_revision, cache_dir=args.cache_dir)
     source = inspect_source(args.model if folder is None else folder, headers_only=True)
     check_no_adapter(source.directory)
@@ -181,7 +184,7 @@ def _from_folder(args: ModelArguments, modifiers: Sequence[Modifier]) -> Subject
             "what is planned from.",
             "Load the model with transformers and save it; it writes safetensors.",
         )
-    blueprint = build_blueprint(
+    blueprint = build_meta_model(
         source,
         config_name=args.config_name,
         precision=args.precision,
@@ -189,16 +192,16 @@ def _from_folder(args: ModelArguments, modifiers: Sequence[Modifier]) -> Subject
     )
     size = _file_bytes(source.tensors.values())
     is_hollow = source.size < size
-    believed = settle_ties_by_config(blueprint)
+    believed = resolve_ties_by_config(blueprint)
     if not args.tie_word_embeddings:
         untie_embeddings(blueprint.model)
-    mixtures = meant_mixtures(blueprint.model, modifiers)
-    whole = open_blueprint(
-        blueprint, mixtures, dense_mixtures(mixtures, blueprint.model, modifiers)
+    mixtures = targeted_moes(blueprint.model, modifiers)
+    whole = unfuse_meta_model(
+        blueprint, mixtures, unquantized_moes(mixtures, blueprint.model, modifiers)
     )
     if whole:
-        open_experts(blueprint.model, mixtures)
-    return Subject(
+        unfuse_stored_experts(blueprint.model, mixtures)
+    return PlannedModel(
         blueprint.model,
         str(args.model),
         source.directory,
@@ -213,12 +216,12 @@ def _from_folder(args: ModelArguments, modifiers: Sequence[Modifier]) -> Subject
     )
 
 
-def _tie_note(tie: BelievedTie) -> str:
+def _tie_note(tie: AssumedTie) -> str:
     owner = tie.target.rpartition(".")[0]
     return (
         f"The configuration ties {tie.target} to {tie.source}, and the files hold both. The plan "
         "reads no weights and takes them for one. The run compares them when it has loaded them: "
-        f"if they differ, it warns, keeps and writes both ({in_bytes(tie.nbytes)} more before "
+        f"if they differ, it warns, keeps and writes both ({format_bytes(tie.nbytes)} more before "
         f"anything is quantized), and {owner} is a module like others, which targets reach."
     )
 
@@ -231,14 +234,16 @@ def _file_bytes(headers: Iterable[TensorHeader]) -> int:
     return sum(ends.values())
 
 
-def _from_object(model: PreTrainedModel, modifiers: Sequence[Modifier], *, tie: bool) -> Subject:
+def _from_object(
+    model: PreTrainedModel, modifiers: Sequence[Modifier], *, tie: bool
+) -> PlannedModel:
     check_unquantized(model)
     hollow: Any = copy_without_weights(model)
-    forget_dequantizing(hollow)
-    settle_ties(hollow, lambda one, other: same_values(model, one, other))
+    drop_dequantizing_conversions(hollow)
+    resolve_ties(hollow, lambda one, other: same_values(model, one, other))
     if not tie:
         untie_embeddings(hollow)
-    open_experts(hollow, meant_mixtures(hollow, modifiers))
+    unfuse_stored_experts(hollow, targeted_moes(hollow, modifiers))
     place = str(getattr(model.config, "name_or_path", "") or "")
     folder = local_directory(place) if place else None
     headers: Mapping[str, TensorHeader] = {}
@@ -246,15 +251,15 @@ def _from_object(model: PreTrainedModel, modifiers: Sequence[Modifier], *, tie: 
         headers = inspect_source(folder, allow_quantized=True).tensors
     size = _own_bytes(hollow.modules())
     name = place or type(model).__name__
-    return Subject(hollow, name, folder, headers, {}, size, is_in_memory=True)
+    return PlannedModel(hollow, name, folder, headers, {}, size, is_in_memory=True)
 
 
-def _coming(modules: Iterable[Module]) -> Iterator[Module]:
+def _loaded_with_block(modules: Iterable[Module]) -> Iterator[Module]:
     """Modules whose parameters are loaded and freed with their block."""
     return (module for module in modules if not isinstance(module, HadamardTransform))
 
 
-def _staying(modules: Iterable[Module]) -> Iterator[Module]:
+def _always_loaded(modules: Iterable[Module]) -> Iterator[Module]:
     """Modules whose parameters are always loaded (online rotations)."""
     return (module for module in modules if isinstance(module, HadamardTransform))
 

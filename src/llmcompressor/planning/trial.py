@@ -18,14 +18,14 @@ from torch.nn import Linear
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from llmcompressor.checkpoint.compress import QuantizedModule, compress, quantized_module
+from llmcompressor.checkpoint.packing import QuantizedModule, compress, quantized_module
 from llmcompressor.errors import CompressorError
-from llmcompressor.numerics.histogram import few_ranges_tried
+from llmcompressor.numerics.histogram import try_few_ranges
 from llmcompressor.quantization.parameters import observe_weight
+from llmcompressor.runtime.threads import run_serially
 from llmcompressor.schemes.presets import format_of
-from llmcompressor.threads import in_turn
 
-__all__ = ["MemoryCounter", "Peak", "Trial", "counted_memory", "try_rounding"]
+__all__ = ["MemoryCounter", "PeakBytes", "SchemeCost", "count_memory", "measure_scheme"]
 
 _ROWS = (8, 32, 128, 512, 2048)
 """Of the matrices: what works on parts of a matrix takes less per weight of a large one."""
@@ -40,7 +40,7 @@ An observer that keeps something for every group may take a thousand times what 
 
 
 @dataclass(frozen=True)
-class Peak:
+class PeakBytes:
     """Peak bytes of intermediate tensors as a function of the number of weights.
 
     Attributes:
@@ -59,7 +59,7 @@ class Peak:
 
 
 @dataclass(frozen=True)
-class Trial:
+class SchemeCost:
     """Measured time and memory of a scheme.
 
     Attributes:
@@ -69,16 +69,16 @@ class Trial:
     """
 
     seconds: float
-    rounding: Peak
-    packing: Peak
+    rounding: PeakBytes
+    packing: PeakBytes
 
 
-_NOTHING = Trial(0.0, Peak(0.0, 0.0, 0.0), Peak(0.0, 0.0, 0.0))
+_NOTHING = SchemeCost(0.0, PeakBytes(0.0, 0.0, 0.0), PeakBytes(0.0, 0.0, 0.0))
 
 
-def try_rounding(
+def measure_scheme(
     scheme: Any, dtype: torch.dtype, device: torch.device, *, is_written: bool = True
-) -> Trial:
+) -> SchemeCost:
     """Measure a scheme: find scales for small random matrices, round and pack them.
 
     Args:
@@ -89,33 +89,33 @@ def try_rounding(
     """
     if scheme.weights is None:
         return _NOTHING
-    sizes = _heights(scheme.weights)
-    made = partial(_Matrix, scheme=scheme, dtype=dtype, device=device, is_written=is_written)
+    sizes = _row_counts(scheme.weights)
+    made = partial(_TrialMatrix, scheme=scheme, dtype=dtype, device=device, is_written=is_written)
     try:
         small, large = _measured([made(rows) for rows in sizes])
         seconds = _timed([made(rows) for rows in sizes])
     except CompressorError:
         return _NOTHING
-    return Trial(
+    return SchemeCost(
         seconds,
         _peak(small.weights, small.rounding, large.weights, large.rounding),
         _peak(small.weights, small.packing, large.weights, large.packing),
     )
 
 
-def _peak(few: int, small: int, many: int, large: int) -> Peak:
+def _peak(few: int, small: int, many: int, large: int) -> PeakBytes:
     """Fit a line through two measurements."""
     slope = max(large - small, 0) / (many - few)
-    return Peak(max(large - slope * many, 0.0), slope, small / few)
+    return PeakBytes(max(large - slope * many, 0.0), slope, small / few)
 
 
-def _fitting(args: Any) -> int:
+def _column_count(args: Any) -> int:
     """Number of columns, divisible by the scheme's group size."""
     group = args.group_size or 1
     return max(_COLUMNS // group, 1) * group if group > 0 else _COLUMNS
 
 
-def _heights(args: Any) -> list[int]:
+def _row_counts(args: Any) -> list[int]:
     """Numbers of rows to measure, at least two, as multiples of the scheme's block size."""
     block = args.block_structure[0] if args.block_structure else 1
     found = sorted({-(-rows // block) * block for rows in _ROWS})
@@ -129,7 +129,7 @@ class _Measured(NamedTuple):
 
 
 @dataclass(frozen=True)
-class _Matrix:
+class _TrialMatrix:
     """A random matrix to be quantized by a scheme."""
 
     rows: int
@@ -140,10 +140,10 @@ class _Matrix:
 
     @property
     def weights(self) -> int:
-        return self.rows * _fitting(self.scheme.weights)
+        return self.rows * _column_count(self.scheme.weights)
 
     def made(self) -> tuple[Tensor, QuantizedModule]:
-        columns = _fitting(self.scheme.weights)
+        columns = _column_count(self.scheme.weights)
         linear = Linear(columns, self.rows, bias=False, dtype=self.dtype, device="meta")
         if self.is_written and format_of(self.scheme) != "dense":
             vars(linear)["quantization_status"] = QuantizationStatus.FROZEN
@@ -154,16 +154,16 @@ class _Matrix:
         return weight_RC.to(self.device, self.dtype), entry
 
 
-def _measured(matrices: Sequence[_Matrix]) -> tuple[_Measured, _Measured]:
+def _measured(matrices: Sequence[_TrialMatrix]) -> tuple[_Measured, _Measured]:
     """Return the memory of the two largest matrices that are measured quickly."""
     found: list[_Measured] = []
     for matrix in matrices:
         weight_RC, entry = matrix.made()
         start = time.thread_time()  # of this thread: the machine may be busy
-        with few_ranges_tried():
-            with counted_memory() as rounding:
+        with try_few_ranges():
+            with count_memory() as rounding:
                 own = _rounded(weight_RC, matrix.scheme, entry)
-            with counted_memory() as packing:
+            with count_memory() as packing:
                 compress(entry, own)
         found.append(_Measured(matrix.weights, rounding.peak, packing.peak))
         is_long = time.thread_time() - start > _MOST_SECONDS
@@ -172,7 +172,7 @@ def _measured(matrices: Sequence[_Matrix]) -> tuple[_Measured, _Measured]:
     return found[-2], found[-1]
 
 
-def _timed(matrices: Sequence[_Matrix]) -> float:
+def _timed(matrices: Sequence[_TrialMatrix]) -> float:
     """Return the seconds per weight, without the counting of memory, which takes time."""
     seconds = 0.0
     for matrix in matrices:
@@ -245,12 +245,12 @@ class MemoryCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torc
 
 
 @contextmanager
-def counted_memory() -> Iterator[MemoryCounter]:
+def count_memory() -> Iterator[MemoryCounter]:
     """Count the bytes of all tensors that are created in the body, on any device.
 
     Parallel work runs sequentially, as tensors of other threads would not be counted and the
     result would vary.
     """
     counter = MemoryCounter()
-    with in_turn(), counter:
+    with run_serially(), counter:
         yield counter

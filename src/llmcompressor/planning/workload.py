@@ -3,27 +3,56 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
+import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import torch
 from torch.nn import Embedding, Linear, Module
 
+from llmcompressor.core.contract import (
+    CalibrationCost,
+    ComputeCost,
+    DataSize,
+    Granularity,
+    LearningCost,
+)
+from llmcompressor.core.modifier import Modifier
+from llmcompressor.logger import logger
 from llmcompressor.modeling.blocks import sub_blocks
-from llmcompressor.modeling.expert_forms import DOWN
-from llmcompressor.modeling.experts import LinearExperts
 from llmcompressor.modeling.fused import fused_partners, is_expert
-from llmcompressor.modeling.settings import setting, text_config
-from llmcompressor.modifiers.demands import DataSize, Effort
-from llmcompressor.modifiers.granularity import Granularity
-from llmcompressor.modifiers.modifier import Modifier
-from llmcompressor.names import own_parameters
-from llmcompressor.pipelines.experts import wave_of
+from llmcompressor.modeling.names import own_parameters
+from llmcompressor.modeling.weights import config_value, text_config
+from llmcompressor.moe.layouts import DOWN
+from llmcompressor.moe.linear_experts import LinearExperts
+from llmcompressor.numerics.gram import CHUNK_TOKENS
+from llmcompressor.observers.input_statistics import InputStatistics
+from llmcompressor.pipelines.batches import float32_linears
+from llmcompressor.pipelines.moe_routing import experts_per_wave
+from llmcompressor.planning.result import Estimate, LearningPlan, Operations, PassPlan, Rates
 from llmcompressor.planning.subject import REST, Part
-from llmcompressor.schemes.attention import updates_cache
+from llmcompressor.schemes.attention import updates_kv_cache
 
-__all__ = ["BlockWork", "Group", "Unit", "Widths", "block_works", "widths_of"]
+__all__ = [
+    "BlockWork",
+    "Group",
+    "LearningContext",
+    "PartLearning",
+    "Traffic",
+    "Unit",
+    "Widths",
+    "block_works",
+    "count_operations",
+    "estimate_time",
+    "measure_rates",
+    "plan_learning",
+    "read_widths",
+]
 
 _EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 _EXPERTS_PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k")
@@ -57,7 +86,7 @@ class Group:
     """
 
     modules: tuple[Module, ...]
-    effort: Effort
+    effort: CalibrationCost
     elements: int
     copied: int
     share: float
@@ -205,12 +234,12 @@ class BlockWork:
         return (group for unit in self.units for group in unit.groups)
 
 
-def widths_of(config: Any) -> Widths:
+def read_widths(config: Any) -> Widths:
     """Read the widths from a configuration of transformers."""
     text = text_config(config)
-    heads = int(setting(text, "num_attention_heads") or 0)
-    hidden = int(setting(text, "hidden_size") or 0)
-    width = int(setting(text, "head_dim") or (hidden // heads if heads else 0))
+    heads = int(config_value(text, "num_attention_heads") or 0)
+    hidden = int(config_value(text, "hidden_size") or 0)
+    width = int(config_value(text, "head_dim") or (hidden // heads if heads else 0))
     experts = _first(text, _EXPERT_COUNTS)
     chosen = _first(text, _EXPERTS_PER_TOKEN)
     share = chosen / experts if experts and chosen else 1.0
@@ -218,7 +247,7 @@ def widths_of(config: Any) -> Widths:
 
 
 def _first(config: Any, names: Iterable[str]) -> int:
-    values = (setting(config, name) for name in names)
+    values = (config_value(config, name) for name in names)
     return next((value for value in values if isinstance(value, int) and value > 0), 0)
 
 
@@ -257,14 +286,14 @@ def _block_work(
     seen: float,
 ) -> BlockWork:
     own = {name: module for name, module in part.modules.items() if module in owners}
-    waves = _waves(part, every=seen == 1)
+    waves = _expert_waves(part, every=seen == 1)
     entering = [enter for enter, _ in waves] if seen == 1 else []
     groups = [
         _group(names, [own[name] for name in names], modifiers, owners, data, seen)
         for names in _shared_inputs(own, entering)
     ]
-    forward, attention = _run_once(part.modules, widths)
-    forward_aside, attention_aside = _run_once(_aside(part, own, level), widths)
+    forward, attention = _forward_work(part.modules, widths)
+    forward_aside, attention_aside = _forward_work(_outside_stops(part, own, level), widths)
     inputs = [one.in_features for one in part.modules.values() if isinstance(one, Linear)]
     return BlockWork(
         part.name,
@@ -272,20 +301,22 @@ def _block_work(
         attention,
         max(inputs, default=0),
         tuple(_units(part, own, groups, level, [stage for wave in waves for stage in wave])),
-        int(seen * sum(_shown(one, owners) for one in part.modules.values())),
+        int(seen * sum(_all_token_work(one, owners) for one in part.modules.values())),
         0 if part.name == REST else forward_aside,
         attention_aside,
     )
 
 
-def _run_once(modules: Mapping[str, Module], widths: Widths) -> tuple[int, int]:
+def _forward_work(modules: Mapping[str, Module], widths: Widths) -> tuple[int, int]:
     """Return the multiply-adds per token of matrices, and of attention per token of context."""
-    attentions = sum(1 for one in modules.values() if updates_cache(one))
+    attentions = sum(1 for one in modules.values() if updates_kv_cache(one))
     forward = sum(_multiplications(name, one, widths) for name, one in modules.items())
     return forward, attentions * widths.heads
 
 
-def _aside(part: Part, own: Mapping[str, Module], level: Granularity | None) -> dict[str, Module]:
+def _outside_stops(
+    part: Part, own: Mapping[str, Module], level: Granularity | None
+) -> dict[str, Module]:
     """Modules of a block outside of its stops, at the sub-block level; empty at other levels.
 
     They are found by name, as modules that were removed from the block still count.
@@ -300,26 +331,26 @@ def _aside(part: Part, own: Mapping[str, Module], level: Granularity | None) -> 
     }
 
 
-def _waves(part: Part, *, every: bool) -> list[tuple[tuple[str, ...], tuple[str, ...]]]:
+def _expert_waves(part: Part, *, every: bool) -> list[tuple[tuple[str, ...], tuple[str, ...]]]:
     """Names of the input Linears and of the down projections, for each wave of experts."""
     names = {module: name for name, module in part.modules.items()}
     mixtures = [one for one in part.modules.values() if isinstance(one, LinearExperts)]
     waves = [
         (mixture, range(first, min(first + size, mixture.num_experts)))
         for mixture in mixtures
-        for size in [wave_of(mixture, every=every)]
+        for size in [experts_per_wave(mixture, every=every)]
         for first in range(0, mixture.num_experts, size)
     ]
     return [
         (
-            tuple(names[mixture.linear(one, role)] for one in wave for role in mixture.entrances),
+            tuple(names[mixture.linear(one, role)] for one in wave for role in mixture.input_roles),
             tuple(names[mixture.linear(one, DOWN)] for one in wave),
         )
         for mixture, wave in waves
     ]
 
 
-def _shown(module: Module, owners: Mapping[Module, object]) -> int:
+def _all_token_work(module: Module, owners: Mapping[Module, object]) -> int:
     """Multiply-adds for a token that all experts of an MoE module get, if they are calibrated.
 
     The input Linears of each expert are computed twice.
@@ -329,7 +360,7 @@ def _shown(module: Module, owners: Mapping[Module, object]) -> int:
     if all(inner is module or inner not in owners for inner in module.modules()):
         return 0
     form = module.form
-    return module.num_experts * form.hidden * form.intermediate * (2 * len(module.entrances) + 1)
+    return module.num_experts * form.hidden * form.intermediate * (2 * len(module.input_roles) + 1)
 
 
 def _shared_inputs(
@@ -377,10 +408,10 @@ def _group(
     )
 
 
-def _sum(efforts: Sequence[Effort]) -> Effort:
+def _sum(efforts: Sequence[CalibrationCost]) -> CalibrationCost:
     if len(efforts) == 1:
         return efforts[0]
-    return Effort(
+    return CalibrationCost(
         gram=sum(one.gram for one in efforts),
         cross=sum(one.cross for one in efforts),
         watch=sum(one.watch for one in efforts),
@@ -409,7 +440,7 @@ def _units(
     stages: Sequence[Sequence[str]],
 ) -> Iterator[Unit]:
     if level is Granularity.LINEAR or (level is not None and part.name == REST):
-        yield from _by_stage(own, groups, stages)
+        yield from _units_by_stage(own, groups, stages)
     elif level is Granularity.SUB_BLOCK:
         block = part.modules[part.name]
         stops = list(sub_blocks(block, part.name, set(own.values())))
@@ -422,7 +453,7 @@ def _units(
         yield Unit(tuple(groups))
 
 
-def _by_stage(
+def _units_by_stage(
     own: Mapping[str, Module], groups: Sequence[Group], stages: Sequence[Sequence[str]]
 ) -> Iterator[Unit]:
     """Yield a unit for each group, but a single one for the groups of a wave of experts."""
@@ -446,3 +477,395 @@ def _multiplications(name: str, module: Module, widths: Widths) -> int:
         elif parameter.ndim == 3:  # stacked matrices of experts
             found += int(parameter.numel() * widths.expert_share)
     return found
+
+
+# --------------------
+# Time estimate of a run from its operations, its traffic and the machine's measured rates.
+#
+# Prefetching and writing overlap with the computation of a streamed run; only their excess adds
+# time. The rates were measured for a second on an otherwise idle machine, so that the result is an
+# estimate within a stated factor.
+
+_VISIT_BYTES = 8
+"""Of one visit of a weight: float32 is read and written."""
+_STEP_SECONDS = 0.003
+"""Of Python, for one batch at one stop."""
+_DOUBT = 1.6
+"""The factor that measured runs stay within, besides the spread of the measurement."""
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Disk traffic and overhead of a run.
+
+    Attributes:
+        read: bytes of weights to read.
+        written: bytes of the output.
+        rounding: seconds to round and pack all weights.
+        first: bytes to read before computation can begin.
+        handling: seconds of Python overhead.
+        is_streamed: reading and writing overlap with computation.
+    """
+
+    read: int
+    written: int
+    rounding: float
+    first: int
+    is_streamed: bool
+    handling: float = 0.0
+
+
+def count_operations(
+    passes: Sequence[tuple[PassPlan, Sequence[BlockWork]]],
+    tokens: int,
+    context: int,
+    rounded: int,
+    beside: ComputeCost,
+) -> Operations:
+    """Count the multiply-adds of all passes.
+
+    Args:
+        passes: over the model, with the work of each part.
+        tokens: number of tokens of the calibration data.
+        context: number of tokens of a sample.
+        rounded: number of weights that are rounded.
+        beside: work of modifiers outside of calibration.
+    """
+    forward, solve = beside.forward, beside.solve
+    gram = cross = 0
+    for one, works in passes:
+        if not one.forwards:
+            continue
+        for work in works:
+            matrices, attention = work.run(one.forwards, one.streams)
+            per_token = matrices + attention * context + one.streams * work.shown
+            forward += tokens * per_token
+            for group in work.groups:
+                seen = int(tokens * group.share)
+                gram += seen * group.effort.gram
+                cross += seen * group.effort.cross if one.streams > 1 else 0
+                solve += group.effort.solve
+    learning = [one.learning for one, _ in passes if one.learning is not None]
+    learn = sum(one.forwards + one.products for one in learning)
+    return Operations(forward, gram, cross, solve, rounded, learn)
+
+
+def estimate_time(
+    rates: Rates,
+    operations: Operations,
+    passes: Sequence[tuple[PassPlan, Sequence[BlockWork]]],
+    batches: int,
+    traffic: Traffic,
+    beside: ComputeCost,
+    tokens: int,
+    context: int,
+) -> tuple[dict[str, float], Estimate]:
+    """Estimate the seconds of each phase, and their total with its range.
+
+    Args:
+        rates: measured rates of this machine.
+        operations: result of :func:`count_operations`.
+        passes: over the model.
+        batches: number of batches.
+        traffic: disk traffic and overhead.
+        beside: work of modifiers outside of calibration.
+        tokens: number of tokens of the calibration data.
+        context: number of tokens of a sample.
+    """
+    moments = operations.gram + operations.cross
+    stops = sum(len(work.units) for one, works in passes if one.forwards for work in works)
+    between = beside.attention + sum(
+        tokens * context * work.run(one.forwards, one.streams)[1]
+        for one, works in passes
+        for work in works
+        if one.forwards
+    )
+    calibrate = (operations.forward - between) / rates.model_products
+    calibrate += moments / (rates.statistics or rates.model_products)
+    calibrate += stops * batches * _STEP_SECONDS
+    calibrate += between / (rates.attention or rates.model_products)
+    groups = [group for _, works in passes for work in works for group in work.groups]
+    watched = sum(int(tokens * group.share) * group.effort.watch for group in groups)
+    calibrate += watched * _VISIT_BYTES / rates.memory
+    visits = beside.visits + sum(group.effort.visits for group in groups)
+    solve = operations.solve / rates.float32_products + visits * _VISIT_BYTES / rates.memory
+    reading = traffic.read / rates.disk_read
+    writing = traffic.written / rates.disk_write
+    saving = traffic.rounding + traffic.handling
+    computing = calibrate + solve + saving
+    if traffic.is_streamed:
+        first = traffic.first / rates.disk_read
+        reading = first + max(reading - first - computing, 0.0)
+        writing = max(writing - computing, 0.0)
+    seconds = {
+        "load": reading,
+        "calibrate": calibrate,
+        "solve": solve,
+        "save": saving + writing,
+    }
+    learning = [one.learning for one, _ in passes if one.learning is not None]
+    if learning:
+        seconds["learn"] = sum(_learning_seconds(rates, one, traffic) for one in learning)
+    whole = sum(seconds.values())
+    doubt = _DOUBT * rates.spread
+    return seconds, Estimate(whole, whole / doubt, whole * doubt)
+
+
+def _learning_seconds(rates: Rates, learning: LearningPlan, traffic: Traffic) -> float:
+    computing = learning.forwards / rates.model_products
+    computing += learning.products / rates.float32_products
+    computing += learning.visits * _VISIT_BYTES / rates.memory
+    reading = learning.read / rates.disk_read if traffic.is_streamed else 0.0
+    return max(computing, reading)
+
+
+# --------------------
+# Memory and work of learning before a pass, with forwards and backwards through streamed blocks.
+#
+# ======================
+# ========================================================================== held
+# during the backward through a part ======================
+# ========================================================================== learned parameters
+# all the time inputs of blocks        until the backward reaches them, up to the activation budget
+# a block's weights       computed from the learned parameters, in the model's dtype a batch's
+# activations   read by the backward through a block a weight's workspace    a weight and its
+# gradient, in float32 logits                  of the batch, with their gradients, during the
+# head's backward ======================
+# ==========================================================================
+
+_FORWARDS = 4
+"""Of a step, in products: forward, forward again, and a backward to inputs and to weights."""
+_MAKINGS = 4
+"""Of each weight in a step: three times the weight, once its gradient."""
+_SAVED = 1.5
+"""Elements that a backward reads, over those that go into Linears and come out of them."""
+_LOGITS = 8
+"""Bytes per logit in float32, its logarithm and its gradient; beside two of the model's."""
+_LOGITS_NARROW = 2
+
+
+@dataclass(frozen=True)
+class LearningContext:
+    """Model, data and budget for the estimate of learning.
+
+    Attributes:
+        parts: parts of the model.
+        works: work of each part.
+        tokens: tokens of a batch.
+        batches: number of batches.
+        width: width of the residual stream.
+        itemsize: of the model's dtype.
+        expert_share: share of the experts that a token is routed to.
+        budget: bytes of activations that stay in memory.
+    """
+
+    parts: Sequence[Part]
+    works: Sequence[BlockWork]
+    tokens: int
+    batches: int
+    width: int
+    itemsize: int
+    expert_share: float
+    budget: int
+
+
+@dataclass(frozen=True)
+class PartLearning:
+    """Memory that a part of the model needs in a learning step.
+
+    Attributes:
+        held: bytes of computed weights, then of their gradients.
+        workspace: further bytes while a weight is computed, or its gradient is propagated to
+            the rotations.
+        saved: bytes of activations saved for the backward, freed before the first gradient is
+            propagated to the rotations.
+    """
+
+    held: int
+    workspace: int
+    saved: int = 0
+
+
+def plan_learning(
+    modifiers: Sequence[Modifier], context: LearningContext
+) -> tuple[LearningPlan | None, list[PartLearning]]:
+    """Estimate the learning of a pass's modifiers, and the memory that each part needs for it."""
+    found = [(one, learning) for one in modifiers if (learning := one.learning()) is not None]
+    if not found:
+        return None, []
+    (modifier, learning), *_ = found
+    makings = [modifier.making(list(part.modules.values())) for part in context.parts]
+    parts = [
+        _part(part, making, context, modifier)
+        for part, making in zip(context.parts, makings, strict=True)
+    ]
+    return _plan(learning, makings, context), parts
+
+
+def _part(
+    part: Part, making: CalibrationCost, context: LearningContext, modifier: Modifier
+) -> PartLearning:
+    if part.name != REST:
+        return PartLearning(making.statistics, making.workspace, _saved_bytes(part, context))
+    single = (modifier.making([module]).statistics for module in part.modules.values())
+    return PartLearning(max(single, default=0), max(_logits_bytes(part, context), making.workspace))
+
+
+def _plan(
+    learning: LearningCost, makings: Sequence[CalibrationCost], context: LearningContext
+) -> LearningPlan:
+    blocks = [part for part in context.parts if part.name != REST]
+    compared = 2 * min(learning.compared, context.batches)
+    waiting = len(blocks) * context.tokens * context.width * context.itemsize
+    per_token = sum(_per_token(context))
+    made = sum(making.solve for making in makings)
+    made_times = learning.steps * _MAKINGS + compared
+    return LearningPlan(
+        steps=learning.steps,
+        compared=compared,
+        tokens=context.tokens,
+        activations=waiting,
+        budget=context.budget,
+        spilled=max(waiting - context.budget, 0),
+        held=learning.held,
+        stepping=learning.stepping,
+        kept=2 * learning.kept,  # a new file is written before the old one is removed
+        read=(2 * learning.steps + compared) * sum(part.source for part in blocks),
+        forwards=(learning.steps * _FORWARDS + compared) * context.tokens * per_token,
+        products=made_times * made + learning.steps * learning.products,
+        visits=made_times * sum(making.visits for making in makings),
+    )
+
+
+def _per_token(context: LearningContext) -> Iterator[int]:
+    """Yield the multiply-adds per token of each part, with the batch as context."""
+    for part, work in zip(context.parts, context.works, strict=True):
+        yield work.forward + work.attention * context.tokens
+        if part.name == REST:  # the head, which calibration does not run
+            yield sum(one.in_features * one.out_features for one in _learned_linears(part))
+
+
+def _saved_bytes(part: Part, context: LearningContext) -> int:
+    """Bytes of activations that the forward of a block saves for its backward."""
+    elements = sum(
+        (one.in_features + one.out_features) * (context.expert_share if is_expert(name) else 1)
+        for name, one in part.modules.items()
+        if isinstance(one, Linear)
+    )
+    return int(context.tokens * elements * _SAVED * context.itemsize)
+
+
+def _logits_bytes(part: Part, context: LearningContext) -> int:
+    outputs = sum(one.out_features for one in _learned_linears(part))
+    return context.tokens * outputs * (_LOGITS + _LOGITS_NARROW * context.itemsize)
+
+
+def _learned_linears(part: Part) -> list[Linear]:
+    return [one for one in part.modules.values() if isinstance(one, Linear)]
+
+
+# --------------------
+# Benchmark of this machine: products, memory and disk, measured in about a second.
+
+_SECONDS = 0.15
+"""Of each measurement of products or memory."""
+_TOKENS, _WIDTH = 512, 1024
+_HEADS, _HEAD = 8, 64
+_COPIED = 2**26
+_WRITTEN = 2**25
+_WRITES = 3
+
+
+def measure_rates(device: torch.device, dtype: torch.dtype, folder: Path | None = None) -> Rates:
+    """Measure products, memory and disk.
+
+    Args:
+        device: the device to compute on.
+        dtype: of the model.
+        folder: a folder on the disk of the output; by default that for temporary files.
+    """
+    spreads = []
+    found = []
+    for kind in (dtype, torch.float32):
+        with float32_linears():
+            rate, spread = _rate(_product(device, kind), _TOKENS * _WIDTH * _WIDTH, device)
+        found.append(rate)
+        spreads.append(spread)
+    source = torch.ones(_COPIED, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    memory, spread = _rate(lambda: target.copy_(source), 2 * _COPIED, device)
+    spreads.append(spread)
+    between, spread = _rate(_attention(device, dtype), _TOKENS * _TOKENS * _HEADS * _HEAD, device)
+    spreads.append(spread)
+    amount = CHUNK_TOKENS * (_WIDTH**2 * 36 // 64)  # block rows of a triangle
+    moments, spread = _rate(_moments(device, dtype), amount, device)
+    spreads.append(spread)
+    read, write = _disk(folder)
+    worst = max(spreads)
+    return Rates(str(device), found[0], found[1], memory, read, write, worst, between, moments)
+
+
+def _product(device: torch.device, dtype: torch.dtype) -> Callable[[], object]:
+    inputs = torch.ones(_TOKENS, _WIDTH, dtype=dtype, device=device)
+    weight = torch.ones(_WIDTH, _WIDTH, dtype=dtype, device=device)
+    return lambda: torch.nn.functional.linear(inputs, weight)
+
+
+def _attention(device: torch.device, dtype: torch.dtype) -> Callable[[], object]:
+    """Causal attention of a sample, counted as products of each token with all before it."""
+    states = torch.ones(1, _HEADS, _TOKENS, _HEAD, dtype=dtype, device=device)
+    return lambda: torch.nn.functional.scaled_dot_product_attention(
+        states, states, states, is_causal=True
+    )
+
+
+def _moments(device: torch.device, dtype: torch.dtype) -> Callable[[], object]:
+    inputs = torch.ones(CHUNK_TOKENS, _WIDTH, dtype=dtype, device=device)
+    statistics = InputStatistics(_WIDTH, device)
+    return lambda: statistics.update(inputs)
+
+
+def _rate(work: Callable[[], object], amount: int, device: torch.device) -> tuple[float, float]:
+    """Return the median rate of several trials, and the ratio of the best to the worst."""
+    work()
+    rates: list[float] = []
+    begin = time.perf_counter()
+    while len(rates) < 3 or time.perf_counter() - begin < _SECONDS:
+        start = time.perf_counter()
+        work()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        rates.append(amount / max(time.perf_counter() - start, 1e-9))
+    rates.sort()
+    tenth = len(rates) // 10
+    return rates[len(rates) // 2], rates[-1 - tenth] / rates[tenth]
+
+
+def _disk(folder: Path | None) -> tuple[float, float]:
+    """Measure bytes per second of reading and writing; defaults if writing fails."""
+    data = os.urandom(_WRITTEN)
+    reads, writes = [], []
+    try:
+        with tempfile.NamedTemporaryFile(dir=folder, prefix=".llmcompressor-plan-") as file:
+            for _ in range(_WRITES):
+                writes.append(_timed_write(file.fileno(), data))
+                reads.append(_timed_read(file.fileno()))
+    except OSError as error:
+        logger.debug(f"The disk could not be measured: {error}")
+        return 1e9, 5e8
+    return sorted(reads)[_WRITES // 2], sorted(writes)[_WRITES // 2]
+
+
+def _timed_write(descriptor: int, data: bytes) -> float:
+    start = time.perf_counter()
+    os.pwrite(descriptor, data, 0)
+    os.fsync(descriptor)
+    return len(data) / max(time.perf_counter() - start, 1e-9)
+
+
+def _timed_read(descriptor: int) -> float:
+    if hasattr(os, "posix_fadvise"):  # drop the written data from the page cache
+        os.posix_fadvise(descriptor, 0, _WRITTEN, os.POSIX_FADV_DONTNEED)
+    start = time.perf_counter()
+    done = len(os.pread(descriptor, _WRITTEN, 0))
+    return done / max(time.perf_counter() - start, 1e-9)

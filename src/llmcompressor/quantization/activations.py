@@ -12,15 +12,15 @@ from compressed_tensors.quantization import DynamicType, QuantizationArgs, Quant
 from torch import Tensor
 from torch.nn import Module
 
+from llmcompressor.core.modifier import Modifier
 from llmcompressor.core.state import State
 from llmcompressor.errors import NonFiniteError, TargetError
 from llmcompressor.logger import logger
-from llmcompressor.modeling.call_order import first_tensor
-from llmcompressor.modeling.experts import LinearExperts
+from llmcompressor.modeling.call_graph import first_tensor
 from llmcompressor.modeling.fused import is_expert
-from llmcompressor.modifiers.modifier import Modifier
+from llmcompressor.moe.linear_experts import LinearExperts
 from llmcompressor.observers.base import Observer
-from llmcompressor.observers.tokens import alike_batches, per_batch, real_tokens
+from llmcompressor.observers.tokens import num_equal_batches, real_tokens, split_batches
 from llmcompressor.schemes.bridge import default_observer, needs_global_scale
 
 __all__ = ["ActivationObservers"]
@@ -30,16 +30,16 @@ _NOTHING = 1e-35
 _NUMBER = re.compile(r"(?<=\bexperts\.)\d+(?=\.)")
 
 
-def _of_any_expert(name: str) -> str:
+def _expert_pattern(name: str) -> str:
     """The name of a module of an expert, with the expert's index replaced by ``*``.
 
-    >>> _of_any_expert("layers.0.experts.17.down_proj")
+    >>> _expert_pattern("layers.0.experts.17.down_proj")
     'layers.0.experts.*.down_proj'
     """
     return _NUMBER.sub("*", name)
 
 
-def _is_nothing(observer: Observer) -> bool:
+def _is_negligible_range(observer: Observer) -> bool:
     """Return True if the range is empty, or so small that its global scale overflows float32."""
     return not any(bool((bound.abs() > _NOTHING).any()) for bound in observer.range())
 
@@ -110,7 +110,7 @@ class ActivationObservers:
         """The static parameters of ``module``, by their names in the checkpoint."""
         found: dict[str, Tensor] = {}
         for base, observer in self._observers.get(module, {}).items():
-            self._check_seen(module, base, observer)
+            self._check_observed(module, base, observer)
             args = observer.args
             if needs_global_scale(args):
                 found[f"{base}_global_scale"] = self._global_scale(module, base, observer)
@@ -134,16 +134,20 @@ class ActivationObservers:
         assert found is not None
         if base != "input" or not is_expert(name):
             return found
-        mixture = _of_any_expert(name)
-        if not _is_nothing(observer):
+        mixture = _expert_pattern(name)
+        if not _is_negligible_range(observer):
             known = self._least.get(mixture, found)
             self._least[mixture] = torch.minimum(known, found)
             return found
         every = [self._least[mixture]] if mixture in self._least else []
         for other, observers in self._observers.items():
             own = observers.get("input")
-            if own is not None and _of_any_expert(self._names[other]) == mixture:
-                scale = own.global_scale() if own.observations and not _is_nothing(own) else None
+            if own is not None and _expert_pattern(self._names[other]) == mixture:
+                scale = (
+                    own.global_scale()
+                    if own.observations and not _is_negligible_range(own)
+                    else None
+                )
                 every += [] if scale is None else [scale]
         if not every:
             return found
@@ -177,18 +181,18 @@ class ActivationObservers:
         if activation is None:
             return
         state = self._state
-        alike = alike_batches(activation, state.token_mask, state.batch_sizes)
+        alike = num_equal_batches(activation, state.token_mask, state.batch_sizes)
         if alike > 1:
             self._feed(module, base, real_tokens(activation, None), alike)
             return
-        for part, mask in per_batch(activation, state.token_mask, state.batch_sizes):
+        for part, mask in split_batches(activation, state.token_mask, state.batch_sizes):
             self._feed(module, base, real_tokens(part, mask))
 
     @torch.no_grad()
     def _observe_states(self, module: Module, base: str, states_BHTD: Tensor) -> None:
         """Observe the real tokens of a batch as one sequence, whether padded or not."""
         state = self._state
-        for part_BHTD, mask_BT in per_batch(states_BHTD, state.token_mask, state.batch_sizes):
+        for part_BHTD, mask_BT in split_batches(states_BHTD, state.token_mask, state.batch_sizes):
             if mask_BT is not None and mask_BT.shape == part_BHTD.transpose(1, 2).shape[:2]:
                 states_NHD = part_BHTD.transpose(1, 2)[mask_BT]
                 part_BHTD = states_NHD.transpose(0, 1).unsqueeze(0)  # noqa: PLW2901 - one canonical form
@@ -207,11 +211,11 @@ class ActivationObservers:
                 "a bad weight upstream, or load the model with precision='float32'."
             ) from error
 
-    def _check_seen(self, module: Module, base: str, observer: Observer) -> None:
+    def _check_observed(self, module: Module, base: str, observer: Observer) -> None:
         if not observer.observations:
             name = self._names[module]
             remedy = "Add data that uses it"
-            if is_expert(name) and self._is_taken_apart(name):
+            if is_expert(name) and self._is_unfused_expert(name):
                 remedy = (
                     "Set moe_calibrate_all_experts, or choose all_tokens or neighbours for "
                     "starved_experts (rtn shows a starved expert nothing)"
@@ -227,7 +231,7 @@ class ActivationObservers:
                 f"{remedy}, or put it on the recipe's ignore list.",
             )
 
-    def _is_taken_apart(self, name: str) -> bool:
+    def _is_unfused_expert(self, name: str) -> bool:
         """Return True if a module belongs to an unfused expert, which can receive any token."""
         parts = name.split(".")
         holders = (".".join(parts[:end]) for end in range(len(parts)))

@@ -32,15 +32,16 @@ from torch.nn import Module
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from llmcompressor.errors import TargetError
-from llmcompressor.names import named_modules
-from llmcompressor.quantization.empty_cache import answer_as_empty
-from llmcompressor.quantization.hooked_cache import (
-    give_quantized_cache,
+from llmcompressor.modeling.names import named_modules
+from llmcompressor.quantization.kv_cache import (
     hook_cache,
     initialize_attention,
+    make_cache_portable,
+    make_forward_portable,
+    provide_empty_cache,
+    replace_cache_argument,
 )
 from llmcompressor.quantization.parameters import WeightParameters
-from llmcompressor.quantization.portable import make_cache_portable, make_forward_portable
 from llmcompressor.schemes.attention import is_cached_attention
 
 __all__ = [
@@ -48,13 +49,13 @@ __all__ = [
     "attach_linear",
     "cache_scheme",
     "cached_attention_modules",
-    "check_queries",
-    "check_states",
-    "planned_attention",
-    "planned_linear",
+    "check_kv_shape_attributes",
+    "check_replaceable_attention",
+    "disable_attention_hooks",
+    "enable_attention_hooks",
+    "quantized_attention_tensors",
+    "quantized_linear_tensors",
     "set_parameter",
-    "tap_attention",
-    "untap_attention",
 ]
 
 KV_CACHE_TARGETS = ["re:.*(self_attn|attention)$"]
@@ -64,8 +65,8 @@ KV_CACHE_TARGETS = ["re:.*(self_attn|attention)$"]
 _SCALE_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _CACHE_HOOKS = (
     QuantizedKVCache.__module__,
-    give_quantized_cache.__module__,
-    answer_as_empty.__module__,
+    replace_cache_argument.__module__,
+    provide_empty_cache.__module__,
 )
 
 
@@ -116,7 +117,7 @@ def cached_attention_modules(model: Module) -> dict[Module, str]:
     return {module: name for name, module in named_modules(model) if is_cached_attention(module)}
 
 
-def check_states(model: Any) -> None:
+def check_kv_shape_attributes(model: Any) -> None:
     """Refuse a model whose configuration lacks the shape of its keys and values.
 
     compressed-tensors reads three attributes. Some configurations use other names for them, have
@@ -138,7 +139,7 @@ def check_states(model: Any) -> None:
         ) from error
 
 
-def check_queries(model: Any) -> None:
+def check_replaceable_attention(model: Any) -> None:
     """Refuse a model whose attention function loaders cannot replace.
 
     compressed-tensors sets one attention function for the whole model and calls the previous one by
@@ -161,7 +162,7 @@ def check_queries(model: Any) -> None:
     )
 
 
-def tap_attention(model: Any, module: Module, *, queries: bool) -> None:
+def enable_attention_hooks(model: Any, module: Module, *, queries: bool) -> None:
     """Make the states of an attention module accessible to hooks; nothing is quantized yet.
 
     Raises:
@@ -182,8 +183,8 @@ def tap_attention(model: Any, module: Module, *, queries: bool) -> None:
     make_cache_portable(module)
 
 
-def untap_attention(model: Any, module: Module) -> None:
-    """Undo :func:`tap_attention` after an aborted calibration."""
+def disable_attention_hooks(model: Any, module: Module) -> None:
+    """Undo :func:`enable_attention_hooks` after an aborted calibration."""
     for name in (KV_CACHE_ATTR, IMPL_ATTR):
         module._modules.pop(name, None)
     for key, hook in list(module._forward_pre_hooks.items()):
@@ -223,7 +224,7 @@ def cache_scheme(args: QuantizationArgs) -> QuantizationScheme:
     return QuantizationScheme(targets=list(KV_CACHE_TARGETS), input_activations=args)
 
 
-def planned_linear(module: Module, scheme: QuantizationScheme) -> dict[str, Tensor]:
+def quantized_linear_tensors(module: Module, scheme: QuantizationScheme) -> dict[str, Tensor]:
     """The tensors, on the meta device, that a Linear or Embedding will have once it is quantized.
 
     Args:
@@ -232,20 +233,20 @@ def planned_linear(module: Module, scheme: QuantizationScheme) -> dict[str, Tens
     """
     copy = _meta_copy(module)
     initialize_module_for_quantization(copy, scheme, force_zero_point=False)
-    return _own_tensors(copy)
+    return _meta_parameters(copy)
 
 
-def planned_attention(
+def quantized_attention_tensors(
     model: Any, module: Module, scheme: QuantizationScheme, *, queries: bool
 ) -> dict[str, Tensor]:
-    """The same as :func:`planned_linear` for an attention module."""
+    """The same as :func:`quantized_linear_tensors` for an attention module."""
     copy = _meta_copy(module)
-    tap_attention(model, copy, queries=queries)
+    enable_attention_hooks(model, copy, queries=queries)
     try:
-        _reserve_states(copy, scheme)
-        return _own_tensors(copy)
+        _register_state_parameters(copy, scheme)
+        return _meta_parameters(copy)
     finally:
-        untap_attention(model, copy)
+        disable_attention_hooks(model, copy)
 
 
 def _meta_copy(module: Module) -> Module:
@@ -268,7 +269,7 @@ def _meta_copy(module: Module) -> Module:
     return copy
 
 
-def _own_tensors(module: Module) -> dict[str, Tensor]:
+def _meta_parameters(module: Module) -> dict[str, Tensor]:
     parameters = {name: value for name, value in module._parameters.items() if value is not None}
     return {name: value.detach().to("meta") for name, value in parameters.items()}
 
@@ -282,20 +283,20 @@ def attach_attention(
     """Mark an attention module's keys and values (and queries) as quantized.
 
     Args:
-        module: prepared by :func:`tap_attention`.
+        module: prepared by :func:`enable_attention_hooks`.
         args: how its states are quantized.
         states: ``k_scale``, ``v_scale``, ``q_scale`` and zero points.
         scheme: the scheme that targets it; by default one for the KV cache alone.
     """
     if scheme is None:
         scheme = cache_scheme(args)
-    _reserve_states(module, scheme)
+    _register_state_parameters(module, scheme)
     for name, value in states.items():
         set_parameter(module, name, value)
     module.quantization_status = QuantizationStatus.DECOMPRESSED
 
 
-def _reserve_states(module: Module, scheme: QuantizationScheme) -> None:
+def _register_state_parameters(module: Module, scheme: QuantizationScheme) -> None:
     """Register the scales and zero points of an attention module, still without values.
 
     States are rounded in the dtype of their scales and keep it, so scales have the dtype of the

@@ -15,54 +15,56 @@ from pydantic import Field, PrivateAttr
 from torch import Tensor
 from torch.nn import Embedding, Module
 
+from llmcompressor.core.contract import CalibrationCost, DataSize, Granularity, PlannedModule
 from llmcompressor.core.events import Event
+from llmcompressor.core.modifier import Modifier
 from llmcompressor.core.state import State
 from llmcompressor.errors import LifecycleError, NonFiniteError, RecipeError, TargetError
 from llmcompressor.logger import logger
-from llmcompressor.modeling.finite_weights import nonfinite
 from llmcompressor.modeling.fused import expert_sets, fused_partners, fused_sets, is_expert
 from llmcompressor.modeling.matching import check_targets
-from llmcompressor.modeling.quantized_mark import mark_quantized
-from llmcompressor.modifiers.demands import DataSize, Effort, PlannedModule
-from llmcompressor.modifiers.granularity import Granularity
-from llmcompressor.modifiers.modifier import Modifier
-from llmcompressor.names import named_modules
-from llmcompressor.numerics.finite import is_finite
+from llmcompressor.modeling.names import named_modules
+from llmcompressor.modeling.patches import mark_quantized
+from llmcompressor.modeling.weights import nonfinite_names
+from llmcompressor.numerics.extremes import is_finite
 from llmcompressor.numerics.scales import global_scale_from_amax
 from llmcompressor.observers.canonical import Range
-from llmcompressor.progress import progress
 from llmcompressor.quantization.activations import ActivationObservers
 from llmcompressor.quantization.attach import (
     attach_attention,
     attach_linear,
     cache_scheme,
     cached_attention_modules,
-    check_queries,
-    check_states,
-    planned_attention,
-    planned_linear,
-    tap_attention,
-    untap_attention,
+    check_kv_shape_attributes,
+    check_replaceable_attention,
+    disable_attention_hooks,
+    enable_attention_hooks,
+    quantized_attention_tensors,
+    quantized_linear_tensors,
+)
+from llmcompressor.quantization.ownership import (
+    Quantizer,
+    have_same_values,
+    previous_quantizer,
+    untie_quantized_embeddings,
 )
 from llmcompressor.quantization.parameters import (
     WeightParameters,
     check_observers,
+    needs_input_importance,
     observe_weight,
-    weighs_inputs,
+    weight_amax_with_headroom,
     weight_of,
     weight_range,
-    weight_span,
 )
-from llmcompressor.quantization.shared_caches import SharedCaches
-from llmcompressor.quantization.taking_over import Quantizer, are_alike, taken_from
-from llmcompressor.quantization.untying import untie_what_is_meant
+from llmcompressor.quantization.shared_caches import SharedKVCaches
+from llmcompressor.runtime.progress import join_names, progress
 from llmcompressor.schemes.assign import is_empty
 from llmcompressor.schemes.attention import CACHED_ATTENTION
 from llmcompressor.schemes.bridge import default_observer, needs_global_scale
-from llmcompressor.schemes.checks import check_schemes, warn_mixed_sets
+from llmcompressor.schemes.checks import check_schemes, warn_mixed_fused_sets
 from llmcompressor.schemes.presets import format_of
 from llmcompressor.schemes.resolve import ResolvedSchemes, resolve_schemes
-from llmcompressor.wording import listed
 
 __all__ = ["SAYING_HOW", "QuantizationMixin"]
 
@@ -142,7 +144,7 @@ class QuantizationMixin(Modifier):
     _global_scales: dict[Module, Tensor] = PrivateAttr(default_factory=dict)
     _ranges: dict[Module, Range] = PrivateAttr(default_factory=dict)
     _attention: dict[Module, str] = PrivateAttr(default_factory=dict)
-    _shared: SharedCaches = PrivateAttr(default_factory=SharedCaches)
+    _shared: SharedKVCaches = PrivateAttr(default_factory=SharedKVCaches)
     _observers_known: bool = PrivateAttr(False)
     _observers: ActivationObservers | None = PrivateAttr(None)
 
@@ -207,7 +209,7 @@ class QuantizationMixin(Modifier):
         if self._was_left and not self._schemes and not self._attention:
             return False
         resolved = self._with_observers()
-        weighs = any(weighs_inputs(scheme.weights) for scheme in resolved.groups.values())
+        weighs = any(needs_input_importance(scheme.weights) for scheme in resolved.groups.values())
         return weighs or resolved.requires_calibration_data
 
     @property
@@ -238,15 +240,15 @@ class QuantizationMixin(Modifier):
         """The Linears and Embeddings to be quantized."""
         return list(self._schemes)
 
-    def effort(self, modules: Sequence[Module], data: DataSize) -> Effort:
+    def effort(self, modules: Sequence[Module], data: DataSize) -> CalibrationCost:
         """The cost of observing the ranges of inputs with a static scale."""
         weighing = [
             weight_of(one).shape[-1]
             for one in modules
-            if one in self._schemes and weighs_inputs(self._schemes[one].weights)
+            if one in self._schemes and needs_input_importance(self._schemes[one].weights)
         ]
         squares = _FLOAT * max(weighing, default=0)  # of the inputs' columns
-        return Effort(watch=self.watched_values(modules), statistics=squares)
+        return CalibrationCost(watch=self.watched_values(modules), statistics=squares)
 
     def watched_values(self, modules: Sequence[Module]) -> int:
         """Number of values observed per token of the inputs of ``modules``, for static scales."""
@@ -257,7 +259,7 @@ class QuantizationMixin(Modifier):
             observer = None if args is None else default_observer(args, "input")
             if observer is not None:
                 looks.append(columns * (_EXTREMES if observer.endswith("minmax") else _SEARCHED))
-            elif weighs_inputs(scheme.weights):
+            elif needs_input_importance(scheme.weights):
                 looks.append(columns * _EXTREMES)
         return max(looks)
 
@@ -269,8 +271,8 @@ class QuantizationMixin(Modifier):
         check_targets(
             model, resolved.targets, resolved.ignore, allow_unmatched=self.allow_unmatched
         )
-        self._tell_idle_targets(resolved.targets)
-        untie_what_is_meant(state, resolved)
+        self._warn_unused_targets(resolved.targets)
+        untie_quantized_embeddings(state, resolved)
         schemes = resolved.schemes_by_module(model)
         check_schemes(model, schemes, bypass_divisibility=self.bypass_divisibility_checks)
         modules = dict(named_modules(model))
@@ -279,7 +281,7 @@ class QuantizationMixin(Modifier):
         own, names = self._schemes, self._names  # access to pydantic's private fields is slow
         for name, scheme in schemes.items():
             module = modules[name]
-            taken[module] = taken_from(state, module, name, scheme, self)
+            taken[module] = previous_quantizer(state, module, name, scheme, self)
             self._check_inputs(module, name, scheme)
             if module in attention:
                 self._attention[module] = name
@@ -288,20 +290,20 @@ class QuantizationMixin(Modifier):
             names[module] = name
         self._check_all_attention(attention)
         if self._attention:
-            check_queries(model)
+            check_replaceable_attention(model)
         if resolved.kv_cache_scheme is not None:
             self._add_caches(state, attention, schemes, resolved.kv_cache_scheme)
         for module, name in self._attention.items():
             self._check_cache_free(state, module, name)
         if self._attention:
-            check_states(model)
+            check_kv_shape_attributes(model)
         self._check_finite()
         self._find_fused(modules)
         for name, scheme in schemes.items():  # last: an error above leaves the model untouched
             modules[name].quantization_scheme = scheme
         states = {module: self._attention_args(module) for module in self._attention}
         state.cached |= states
-        self._shared = SharedCaches(model, {one: args for one, (args, _) in states.items()})
+        self._shared = SharedKVCaches(model, {one: args for one, (args, _) in states.items()})
         names |= self._shared.names
         self._take(taken)
         state.quantizers.update(dict.fromkeys((*own, *self._attention), self))
@@ -321,7 +323,7 @@ class QuantizationMixin(Modifier):
             )
 
     def leave(self, module: Module) -> None:
-        """Leave a module to a later modifier (:mod:`llmcompressor.quantization.taking_over`)."""
+        """Leave a module to a later modifier (:mod:`llmcompressor.quantization.ownership`)."""
         for each in (self._schemes, self._names, self._fused):
             each.pop(module, None)
         self._was_left = True
@@ -340,7 +342,7 @@ class QuantizationMixin(Modifier):
         own = {self._names[module] for module in self._schemes}
         joined = [*fused_sets(state.model), *expert_sets(state.model)]
         firsts = ((names, next(filter(schemes.__contains__, names), None)) for names in joined)
-        warn_mixed_sets(schemes, [names for names, first in firsts if first in own])
+        warn_mixed_fused_sets(schemes, [names for names, first in firsts if first in own])
 
     def _check_all_attention(self, attention: Mapping[Module, str]) -> None:
         """Refuse quantized queries in some layers only: all share one attention function."""
@@ -351,7 +353,8 @@ class QuantizationMixin(Modifier):
         ]
         if self._attention and left:
             raise TargetError(
-                f"The attention of some layers is to be quantized, but not that of {listed(left)}, "
+                "The attention of some layers is to be quantized, but not that of "
+                f"{join_names(left)}, "
                 "and readers run all layers with one attention function.",
                 "Target all of them, or quantize keys and values alone with kv_cache_scheme.",
             )
@@ -372,8 +375,8 @@ class QuantizationMixin(Modifier):
             )
         for module, name in attention.items():
             if module not in self._attention:
-                taken_from(state, module, name, cache_scheme(cache), self)
-            elif not are_alike(schemes[name].input_activations, cache):
+                previous_quantizer(state, module, name, cache_scheme(cache), self)
+            elif not have_same_values(schemes[name].input_activations, cache):
                 raise TargetError(
                     f"The scheme of {name} and kv_cache_scheme quantize its keys and values "
                     "differently.",
@@ -406,7 +409,7 @@ class QuantizationMixin(Modifier):
             for module, name in self._names.items()
             if isinstance(weight := getattr(module, "weight", None), Tensor)
         }
-        bad = nonfinite(weights)
+        bad = nonfinite_names(weights)
         if bad:
             raise NonFiniteError(
                 f"The weight of {bad[0]} holds NaN or infinity. Nothing can be made of it: "
@@ -423,9 +426,9 @@ class QuantizationMixin(Modifier):
             names = [own, *(name for name in fused_partners(own, modules) if name in modules)]
             members = [modules[name] for name in names]
             self._fused[module] = tuple(filter(self._needs_global_scale, members))
-            self._check_one_owner(names, members)
+            self._check_fused_in_one_modifier(names, members)
 
-    def _tell_idle_targets(self, used: Iterable[str]) -> None:
+    def _warn_unused_targets(self, used: Iterable[str]) -> None:
         """Warn that ``targets`` has no effect because each group has targets of its own."""
         given = [self.targets] if isinstance(self.targets, str) else list(self.targets)
         if self.scheme is None and self.config_groups is None:
@@ -433,11 +436,12 @@ class QuantizationMixin(Modifier):
         if "targets" in self.model_fields_set and given != ["Linear"] and {*given} != {*used}:
             what = "scheme" if self.config_groups is None else "config_groups"
             logger.warning(
-                f"{type(self).__name__}: targets ({listed(given)}) has no effect beside {what}, "
-                f"which has targets of its own ({listed(used)})."
+                f"{type(self).__name__}: targets ({join_names(given)}) has no effect beside "
+                f"{what}, "
+                f"which has targets of its own ({join_names(used)})."
             )
 
-    def _check_one_owner(self, names: Sequence[str], members: Sequence[Module]) -> None:
+    def _check_fused_in_one_modifier(self, names: Sequence[str], members: Sequence[Module]) -> None:
         """Refuse fused modules with a global scale that several modifiers quantize."""
         taken = [
             name
@@ -446,7 +450,8 @@ class QuantizationMixin(Modifier):
         ]
         if taken:
             raise RecipeError(
-                f"{names[0]} is served as one with {listed(taken)}, which another modifier of the "
+                f"{names[0]} is served as one with {join_names(taken)}, which another modifier of "
+                "the "
                 "recipe quantizes, and all of them need one global scale.",
                 "Let one modifier quantize them; it can have a group of config_groups for each.",
             )
@@ -487,7 +492,7 @@ class QuantizationMixin(Modifier):
         if found is None:
             args = self._schemes[module].weights
             assert args is not None
-            return weight_span(weight_of(module).detach(), args)
+            return weight_amax_with_headroom(weight_of(module).detach(), args)
         return found.maximum.amax().float().reshape(1)
 
     # ------------------------------------------------------------------ while
@@ -501,7 +506,7 @@ class QuantizationMixin(Modifier):
             )
         for module, name in self._attention.items():
             args, queries = self._attention_args(module)
-            tap_attention(state.model, module, queries=queries)
+            enable_attention_hooks(state.model, module, queries=queries)
             bases = ("q", "k", "v") if queries else ("k", "v")
             self._observers.watch_attention(module, name, args, bases)
 
@@ -540,7 +545,7 @@ class QuantizationMixin(Modifier):
         group: tuple[Module, ...] = state.call_order.group_of(module)
         return next(one for one in group if one in self._schemes)
 
-    def look_at(self, module: Module) -> None:
+    def cache_weight_range(self, module: Module) -> None:
         """Compute the extremes of a weight with a shared global scale, for :meth:`observe`.
 
         Each weight is then read only once. None of them may change in between.
@@ -592,7 +597,7 @@ class QuantizationMixin(Modifier):
             form = tuple((key, one.shape, one.dtype) for key, one in _own_parameters(module))
             key = (type(module), form, id(scheme))
             if key not in alike:
-                alike[key] = planned_linear(module, scheme)
+                alike[key] = quantized_linear_tensors(module, scheme)
             tensors = alike[key]
             plans.append(PlannedModule(names[module], module, scheme, tensors))
         of_attention = {}
@@ -600,7 +605,7 @@ class QuantizationMixin(Modifier):
             args, queries = self._attention_args(module)
             own = getattr(module, "quantization_scheme", None) if queries else None
             scheme = own if own is not None else cache_scheme(args)
-            tensors = planned_attention(state.model, module, scheme, queries=queries)
+            tensors = quantized_attention_tensors(state.model, module, scheme, queries=queries)
             of_attention[module] = tensors
             plans.append(
                 PlannedModule(name, module, scheme, tensors, is_attention=True, has_group=queries)
@@ -676,7 +681,7 @@ class QuantizationMixin(Modifier):
             if getattr(module, "quantization_status", None) is None:
                 module.__dict__.pop("quantization_scheme", None)
                 if module in attention:
-                    untap_attention(state.model, module)
+                    disable_attention_hooks(state.model, module)
         if self._finished:
             mark_quantized(state.model)
         return True

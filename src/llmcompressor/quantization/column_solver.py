@@ -10,29 +10,35 @@ import torch
 from compressed_tensors.quantization import QuantizationStrategy
 from torch import Tensor
 
-from llmcompressor.numerics.asymmetric import (
-    corrected_weight_with_raise,
-    refitted_weight_with_raise,
-    ridge_for,
-)
+from llmcompressor.core.contract import CalibrationCost
 from llmcompressor.numerics.batching import (
     BATCH_ELEMENTS,
-    batches_alike,
-    together_or_apart,
-    wide_rows,
+    batch_by_kind,
+    solve_batched_or_single,
+    stack_float32_rows,
 )
-from llmcompressor.numerics.gptq import ColumnScales, activation_order, sweep_and_descend
+from llmcompressor.numerics.cholesky import PANEL
+from llmcompressor.numerics.gptq import (
+    ColumnScales,
+    activation_order,
+    conditional_optimum,
+    corrected_weight_with_retries,
+    refit_scales,
+    residual_corrected_weight,
+    ridge_for_tokens,
+    sweep_and_refine,
+)
+from llmcompressor.numerics.gram import CHUNK_TOKENS
 from llmcompressor.numerics.grid import Grid
 from llmcompressor.numerics.hessian import (
     dead_columns,
 )
-from llmcompressor.numerics.refit import refit_scales
-from llmcompressor.numerics.settled import settled_weight
+from llmcompressor.observers.input_statistics import prefers_output_residual
 from llmcompressor.quantization.parameters import WeightParameters
+from llmcompressor.runtime.threads import SPAN, one_thread
 from llmcompressor.schemes.bridge import grid_of, partition_of
-from llmcompressor.threads import one_thread
 
-__all__ = ["Options", "Problem", "Solution", "rounds_of", "solve"]
+__all__ = ["Options", "Problem", "Solution", "gptq_effort", "refinement_rounds", "solve"]
 
 
 @dataclass(frozen=True)
@@ -44,7 +50,7 @@ class Options:
     ridge: float | None
     """λ of asymmetric calibration as a fraction of the mean diagonal; ``None`` without it."""
     refinements: int | None = 0
-    """Rounds of coordinate descent after the sweep; see :func:`rounds_of`."""
+    """Rounds of coordinate descent after the sweep; see :func:`refinement_rounds`."""
     refit: bool = False
     """Whether scales are fitted again to the codes, where that can be done and pays."""
     batch: int | None = None
@@ -130,7 +136,7 @@ def solve(problems: Sequence[Problem], options: Options) -> list[Solution]:
     """
     idle = [bool(dead_columns(problem.gram_CC).all()) for problem in problems]
     solutions = {
-        index: replace(_rounded(problem), is_idle=True)
+        index: replace(_round_to_nearest(problem), is_idle=True)
         for index, problem in enumerate(problems)
         if idle[index]
     }
@@ -148,18 +154,18 @@ _BATCH_ELEMENTS = BATCH_ELEMENTS
 def _batches(problems: Sequence[Problem], most: int | None = None) -> Iterator[list[int]]:
     kinds = [problem.kind for problem in problems]
     columns = [problem.shape[1] for problem in problems]
-    return batches_alike(kinds, columns, _BATCH_ELEMENTS, most=most)
+    return batch_by_kind(kinds, columns, _BATCH_ELEMENTS, most=most)
 
 
 def _solve_batch(problems: Sequence[Problem], options: Options) -> list[Solution]:
     def swept(some: Sequence[Problem]) -> list[Solution]:
         with one_thread(some[0].gram_CC.device):
-            return _swept(some, options)
+            return _solve_by_sweep(some, options)
 
-    return together_or_apart(problems, swept, _rounded)
+    return solve_batched_or_single(problems, swept, _round_to_nearest)
 
 
-def _rounded(problem: Problem) -> Solution:
+def _round_to_nearest(problem: Problem) -> Solution:
     """Round to nearest, for problems that cannot be factorized or whose inputs are all zero."""
     pairs = zip(problem.weights, problem.parameters, strict=True)
     weights = [parameters.round(weight).float() for weight, parameters in pairs]
@@ -169,30 +175,30 @@ def _rounded(problem: Problem) -> Solution:
     return Solution(weights, loss, None)
 
 
-def _swept(problems: Sequence[Problem], options: Options) -> list[Solution]:
+def _solve_by_sweep(problems: Sequence[Problem], options: Options) -> list[Solution]:
     """Solve all ``problems`` at once; a single one without a batch dimension."""
     gram_CC = _stack([problem.gram_CC for problem in problems])
-    weight_RC = _stack([wide_rows(problem.weights) for problem in problems])
-    kept_RC = _kept(problems)
+    weight_RC = _stack([stack_float32_rows(problem.weights) for problem in problems])
+    kept_RC = _unpruned_mask(problems)
     if options.ridge is not None:
-        weight_RC = _corrected(problems, weight_RC, gram_CC, options.ridge)
+        weight_RC = _error_corrected_weight(problems, weight_RC, gram_CC, options.ridge)
     weight_RC.masked_fill_(dead_columns(gram_CC).unsqueeze(-2), 0)
     order_C = activation_order(gram_CC) if problems[0].ordered else None
-    scales = _columns(problems)
-    (rounded_RC, loss_R), dampening = sweep_and_descend(
+    scales = _stacked_column_scales(problems)
+    (rounded_RC, loss_R), dampening = sweep_and_refine(
         weight_RC,
         gram_CC,
         scales,
         problems[0].grid,
         dampening=options.dampening,
-        rounds=rounds_of(options.refinements, problems[0].grid.bits),
+        rounds=refinement_rounds(options.refinements, problems[0].grid.bits),
         order_C=order_C,
         kept_RC=kept_RC,
-        steps=_steps(problems),
+        steps=_dampening_attempts(problems),
         block=options.block_size,
     )
     scale_RG = None
-    if options.refit and all(map(_refits, problems)):
+    if options.refit and all(map(_can_refit_scales, problems)):
         stored = problems[0].parameters[0].scale.dtype
         scale_RG, rounded_RC, change_R = refit_scales(
             weight_RC, rounded_RC, gram_CC, scales, stored=stored, dampening=dampening
@@ -200,7 +206,7 @@ def _swept(problems: Sequence[Problem], options: Options) -> list[Solution]:
         loss_R = loss_R + change_R
     settled_RC = None
     if options.settles:
-        settled_RC = settled_weight(weight_RC, rounded_RC, gram_CC, dampening=dampening)
+        settled_RC = conditional_optimum(weight_RC, rounded_RC, gram_CC, dampening=dampening)
         if kept_RC is not None:
             settled_RC.masked_fill_(~kept_RC, 0)
     if len(problems) == 1:
@@ -220,26 +226,26 @@ def _swept(problems: Sequence[Problem], options: Options) -> list[Solution]:
     ]
 
 
-def _corrected(
+def _error_corrected_weight(
     problems: Sequence[Problem], weight_RC: Tensor, gram_CC: Tensor, ridge: float
 ) -> Tensor:
     """The weight to round instead of the original: it corrects the error of earlier layers."""
-    by_tokens = ridge_for(ridge, gram_CC, [problem.tokens for problem in problems])
+    by_tokens = ridge_for_tokens(ridge, gram_CC, [problem.tokens for problem in problems])
     missing = [one.missing_CR for one in problems if one.missing_CR is not None]
     cross = [one.cross_CC for one in problems if one.cross_CC is not None]
-    steps = _steps(problems)
+    steps = _dampening_attempts(problems)
     if missing:
-        return refitted_weight_with_raise(
+        return residual_corrected_weight(
             weight_RC, gram_CC, _stack(missing), by_tokens, steps=steps
         )
     if cross:
-        return corrected_weight_with_raise(
+        return corrected_weight_with_retries(
             weight_RC, gram_CC, _stack(cross), by_tokens, steps=steps
         )
     return weight_RC
 
 
-def _refits(problem: Problem) -> bool:
+def _can_refit_scales(problem: Problem) -> bool:
     """Return True if refitting the scales to the codes is possible and reduces the error.
 
     With codes of 8 bits the refitted scale differs by less than the resolution of bfloat16.
@@ -247,11 +253,11 @@ def _refits(problem: Problem) -> bool:
     return problem.has_own_scales and problem.grid.bits < FINE_BITS
 
 
-def rounds_of(asked: int | None, bits: int) -> int:
+def refinement_rounds(asked: int | None, bits: int) -> int:
     """Rounds of coordinate descent on a grid; by default one on grids of few bits.
 
-    >>> rounds_of(None, 3), rounds_of(None, 4), rounds_of(2, 4), rounds_of(2, 8)
-    (1, 0, 2, 0)
+    >>> refinement_rounds(None, 3), refinement_rounds(None, 4), refinement_rounds(2, 4),
+    refinement_rounds(2, 8) (1, 0, 2, 0)
     """
     if bits >= FINE_BITS:
         return 0
@@ -268,12 +274,12 @@ _STEPS = 4
 """How often dampening is tried before giving up."""
 
 
-def _steps(problems: Sequence[Problem]) -> int:
+def _dampening_attempts(problems: Sequence[Problem]) -> int:
     """The number of dampenings to try; one in a batch, so that no member affects the others."""
     return _STEPS if len(problems) == 1 else 1
 
 
-def _kept(problems: Sequence[Problem]) -> Tensor | None:
+def _unpruned_mask(problems: Sequence[Problem]) -> Tensor | None:
     """Bool mask of the weights that are not pruned, stacked; ``None`` if none is pruned.
 
     A weight counts as pruned from 5 percent of exact zeros on: rounding to 16 bits makes a few.
@@ -297,7 +303,7 @@ def _stack(tensors: Sequence[Tensor]) -> Tensor:
     return tensors[0] if len(tensors) == 1 else torch.stack(list(tensors))
 
 
-def _columns(problems: Sequence[Problem]) -> ColumnScales:
+def _stacked_column_scales(problems: Sequence[Problem]) -> ColumnScales:
     """The scales of stacked rows, and of stacked problems."""
     stacked = []
     for problem in problems:
@@ -308,7 +314,7 @@ def _columns(problems: Sequence[Problem]) -> ColumnScales:
         groups_C = each[0].group_of_column_C
         if not all(torch.equal(one.group_of_column_C, groups_C) for one in each):
             columns = problem.shape[1]
-            each = [_one_per_column(one) for one in each]
+            each = [_scale_per_column(one) for one in each]
             groups_C = torch.arange(columns, device=groups_C.device)
         zeros = [one.zero_RG for one in each if one.zero_RG is not None]
         scale_RG = torch.cat([one.scale_RG for one in each])
@@ -323,7 +329,7 @@ def _columns(problems: Sequence[Problem]) -> ColumnScales:
     )
 
 
-def _one_per_column(scales: ColumnScales) -> ColumnScales:
+def _scale_per_column(scales: ColumnScales) -> ColumnScales:
     own_C = torch.arange(len(scales.group_of_column_C), device=scales.scale_RG.device)
     zero_RC = None if scales.zero_RG is None else scales.zero_RG[:, scales.group_of_column_C]
     return ColumnScales(scales.scale_RG[:, scales.group_of_column_C], zero_RC, own_C)
@@ -345,3 +351,86 @@ def _solution(
     settled = None if settled_RC is None else list(torch.split(settled_RC, rows))
     weights = list(torch.split(rounded_RC, rows))
     return Solution(weights, float(loss_R.sum()), dampening, scales, settled=settled)
+
+
+# --------------------
+# Cost model of GPTQ, for C columns, R rows of all Linears with one input, and T tokens.
+#
+# =====================================  =======================================  =================
+# step                                   multiply-adds                            further bytes
+# =====================================  =======================================  =================
+# second moments                         T C² · 36/64 (block rows of a triangle)  4 C² cross
+# products (twin streams)          T C²                                     4 C² or output
+# residuals, where R ≤ C / 2   2 T R C                                  4 R C and a copy correction
+# (twin streams)              C³/3 + 2 R C², or C³/3 + R C²            8 C² + 11 R C factorization
+# C³/3                                     4 C² + 4 P² + 4 R C sweep
+# R C²/2                                   4C²+12RC + 4P(R + C) refinement
+# R C² per round                           4 C² + 33 R C / 2 transposing back
+# none                                     12 or 16 RC + 8SC refit of scales, on an accelerator
+# R C² of groups of g columns              16 R C + 20 R g =====================================
+# =======================================  =================
+#
+# The second moments stay allocated while solving; of the further bytes the largest term counts. P
+# is the width of a panel of the factorization, or C if that is less; S are the rows that all
+# threads together transpose at a time.
+
+_FLOAT = 4
+_VISITS_OF_SWEEP = 24
+_VISITS_OF_REFINEMENT = 26
+
+
+def gptq_effort(
+    weights: Sequence[Tensor],
+    *,
+    twin: bool,
+    refinements: int,
+    group: int = 0,
+    batch: int | None = None,
+    answered: bool = False,
+) -> CalibrationCost:
+    """The cost of solving Linears with one input.
+
+    Args:
+        weights: each ``[R_i, C]``; only shapes and dtypes are used.
+        twin: with the inputs of the original model.
+        refinements: rounds of coordinate descent.
+        group: columns that share a scale; 0 for all.
+        batch: problems of one shape solved together; by default as many as are small.
+        answered: whether output residuals are accumulated where that costs less.
+    """
+    if not weights:
+        return CalibrationCost()
+    columns = weights[0].shape[-1]
+    elements = sum(weight.numel() for weight in weights)
+    square, streams = columns**2, 2 if twin else 1
+    solve = square * columns // 3 + elements * columns // 2
+    solve += refinements * elements * columns
+    rows, itemsize = elements // columns, weights[0].element_size()
+    cross = compared = 0
+    if twin and answered and prefers_output_residual(rows, columns, weights[0].dtype):
+        cross, compared = 2 * elements, (_FLOAT + itemsize) * elements
+        solve += square * columns // 3 + elements * columns
+    elif twin:
+        cross, compared = square, _FLOAT * square
+        solve += square * columns // 3 + 2 * elements * columns
+    buffered = streams * CHUNK_TOKENS * columns * itemsize
+    turned = columns * min(rows, SPAN * torch.get_num_threads())
+    panel = min(columns, PANEL)
+    largest = max(
+        4 * square + 4 * panel**2 + 4 * elements,
+        8 * square + 11 * elements if twin else 0,
+        4 * square + 12 * elements + 4 * panel * (rows + columns),
+        (4 * square + 33 * elements // 2) if refinements else 0,
+        (16 if refinements else 12) * elements + 8 * turned,
+    )
+    return CalibrationCost(
+        gram=square * 36 // 64,
+        cross=cross,
+        solve=solve,
+        visits=elements * (_VISITS_OF_SWEEP + refinements * _VISITS_OF_REFINEMENT),
+        statistics=_FLOAT * square + compared,
+        buffered=buffered,
+        workspace=largest,
+        on_device=max(largest, 16 * elements + 20 * rows * (min(group, columns) or columns)),
+        at_once=batch or max(1, BATCH_ELEMENTS // square),
+    )

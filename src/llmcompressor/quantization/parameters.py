@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from llmcompressor.errors import InputError, NonFiniteError, RecipeError
-from llmcompressor.numerics.finite import is_finite
+from llmcompressor.numerics.extremes import is_finite
 from llmcompressor.numerics.gptq import ColumnScales
 from llmcompressor.numerics.partition import dequantize_matrix, quantize_matrix
 from llmcompressor.numerics.scales import (
@@ -21,7 +21,7 @@ from llmcompressor.numerics.scales import (
     scales_from_range,
 )
 from llmcompressor.observers.base import OBSERVERS, Observer, RangeObserver
-from llmcompressor.observers.canonical import Range, canonical
+from llmcompressor.observers.canonical import Range, to_canonical
 from llmcompressor.schemes.bridge import (
     default_observer,
     grid_of,
@@ -36,15 +36,15 @@ from llmcompressor.schemes.resolve import BASE_NAMES, ResolvedSchemes
 __all__ = [
     "WeightParameters",
     "check_observers",
-    "extreme_parameters",
-    "follows_extremes",
+    "min_max_parameters",
+    "needs_input_importance",
     "observe_weight",
     "range_parameters",
-    "weighs_inputs",
+    "uses_only_extremes",
     "weight_amax",
+    "weight_amax_with_headroom",
     "weight_of",
     "weight_range",
-    "weight_span",
 ]
 
 _FROM_EXTREMES = ("observe", "measure", "qparams")
@@ -121,7 +121,7 @@ def weight_amax(weight_RC: Tensor) -> Tensor:
     return torch.maximum(-least, greatest).float().reshape(1)
 
 
-def weight_span(weight_RC: Tensor, args: QuantizationArgs) -> Tensor:
+def weight_amax_with_headroom(weight_RC: Tensor, args: QuantizationArgs) -> Tensor:
     """The largest absolute value that the scales of a weight have to cover, float32 ``[1]``.
 
     Its absolute maximum; more if the observer also tries ranges beyond the extremes: a global scale
@@ -158,7 +158,7 @@ def check_observers(resolved: ResolvedSchemes, modifier: str = "") -> None:
             raise RecipeError(f"{owner}field {where!r}: {error.problem}", error.remedy) from error
 
 
-def weighs_inputs(args: QuantizationArgs | None) -> bool:
+def needs_input_importance(args: QuantizationArgs | None) -> bool:
     """Return True if the observer of a weight uses input importance, which requires data."""
     if args is None:
         return False
@@ -200,7 +200,7 @@ def observe_weight(
     observer.importance = importance_C
     observer.observe(weight_RC)
     if needs_global_scale(args) and global_scale is None:
-        global_scale = global_scale_from_amax(weight_span(weight_RC, args))
+        global_scale = global_scale_from_amax(weight_amax_with_headroom(weight_RC, args))
     scale, zero_point = observer.qparams(global_scale, dtype=weight_RC.dtype)
     return WeightParameters(args, scale, zero_point, global_scale)
 
@@ -209,15 +209,15 @@ def weight_range(weight_RC: Tensor, args: QuantizationArgs) -> Range | None:
     """Minimum and maximum of each cell of a weight, in the shape of its scales.
 
     Returns:
-        ``None`` if its observer uses more than the extremes (:func:`follows_extremes`). On
+        ``None`` if its observer uses more than the extremes (:func:`uses_only_extremes`). On
         symmetric grids both bounds have the largest absolute value.
     """
-    if not follows_extremes(args):
+    if not uses_only_extremes(args):
         return None
-    return canonical(weight_RC.detach(), "weight", args).widest
+    return to_canonical(weight_RC.detach(), "weight", args).range_for_scales
 
 
-def follows_extremes(args: QuantizationArgs) -> bool:
+def uses_only_extremes(args: QuantizationArgs) -> bool:
     """Return True if the observer of a weight uses its extremes alone: one cheap pass over it."""
     name = default_observer(args, "weight")
     observer = None if name is None else OBSERVERS.load(name)
@@ -229,7 +229,7 @@ def follows_extremes(args: QuantizationArgs) -> bool:
 
 
 @torch.no_grad()
-def extreme_parameters(
+def min_max_parameters(
     weight_RC: Tensor,
     args: QuantizationArgs,
     global_scale: Tensor | None = None,
@@ -247,7 +247,7 @@ def extreme_parameters(
         stored_in: dtype of the scales, if ``weight_RC`` is temporarily in another one.
     """
     weight_RC = weight_RC.detach()
-    found = canonical(weight_RC, "weight", args).widest
+    found = to_canonical(weight_RC, "weight", args).range_for_scales
     return range_parameters(found, weight_RC, args, global_scale, stored_in=stored_in)
 
 

@@ -16,19 +16,19 @@ from compressed_tensors.quantization import QuantizationArgs, QuantizationStatus
 from torch import Tensor
 from torch.nn import Module, Parameter
 
-from llmcompressor.modifiers.demands import PlannedModule
-from llmcompressor.names import named_modules
+from llmcompressor.core.contract import PlannedModule
+from llmcompressor.modeling.names import named_modules
 from llmcompressor.quantization.attach import cache_scheme
-from llmcompressor.schemes.attention import source_layer
+from llmcompressor.schemes.attention import kv_source_layer
 
-__all__ = ["SharedCaches"]
+__all__ = ["SharedKVCaches"]
 
 _STATES = frozenset(
     f"{base}_{part}" for base in ("k", "v") for part in ("scale", "zero_point", "global_scale")
 )
 
 
-class SharedCaches:
+class SharedKVCaches:
     """The attention modules that read the caches of others, and their parameters in the checkpoint.
 
     Args:
@@ -47,17 +47,17 @@ class SharedCaches:
         self._source: dict[Module, Module] = {}
         self._states: dict[Module, dict[str, Tensor]] = {}
         static = (one for one, args in self._args.items() if args.dynamic is not True)
-        places = {_place(one): one for one in static}
+        places = {_attention_key(one): one for one in static}
         for name, module in named_modules(model) if model is not None and places else ():
-            layer = source_layer(module)
-            source = None if layer is None else places.get((*_place(module)[:2], layer))
+            layer = kv_source_layer(module)
+            source = None if layer is None else places.get((*_attention_key(module)[:2], layer))
             if source is not None:
                 self.names[module], self._source[module] = name, source
 
     __hash__ = None  # type: ignore[assignment]  # modifiers are compared by their fields
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, SharedCaches) and vars(self) == vars(other)
+        return isinstance(other, SharedKVCaches) and vars(self) == vars(other)
 
     def planned(self, tensors: Mapping[Module, Mapping[str, Tensor]]) -> list[PlannedModule]:
         """The entries of these modules in the checkpoint.
@@ -92,7 +92,7 @@ class SharedCaches:
             adopt: marks that attention as quantized; its values were written by an earlier run.
             keeper: holds the blocks of that run.
         """
-        for module, source in self._ours(modules):
+        for module, source in self._shared_pairs(modules):
             if source not in self._states:
                 adopt(source)
                 _restore(keeper, source)
@@ -108,14 +108,14 @@ class SharedCaches:
             modules: of a block, or of the model.
             adopt: does the same for the attention they read from.
         """
-        for module, source in self._ours(modules):
+        for module, source in self._shared_pairs(modules):
             adopt(source)
             forms = _states_of(source)
             device = next(module.parameters()).device
             empty = {own: torch.empty_like(one, device=device) for own, one in forms.items()}
             self._mark(module, source, empty)
 
-    def _ours(self, modules: Iterable[Module]) -> list[tuple[Module, Module]]:
+    def _shared_pairs(self, modules: Iterable[Module]) -> list[tuple[Module, Module]]:
         return [(one, self._source[one]) for one in modules if one in self._source]
 
     def _mark(self, module: Any, source: Module, states: Mapping[str, Tensor]) -> None:
@@ -125,7 +125,7 @@ class SharedCaches:
         module.quantization_status = QuantizationStatus.DECOMPRESSED
 
 
-def _place(module: Any) -> tuple[type, int, Any]:
+def _attention_key(module: Any) -> tuple[type, int, Any]:
     """A key that identifies an attention module in a model: class, configuration and layer."""
     return type(module), id(getattr(module, "config", None)), getattr(module, "layer_idx", None)
 

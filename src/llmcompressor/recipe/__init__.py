@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from llmcompressor.registry import lazy_page
+from llmcompressor.runtime.registry import lazy_exports
 
 if TYPE_CHECKING:
     from llmcompressor.recipe.arguments import RecipeArgs as RecipeArgsInput
@@ -25,4 +25,4 @@ _HOMES = {
 }
 
 # On demand, so that the expressions can be used without loading the modifiers.
-__getattr__, __dir__ = lazy_page(globals(), _HOMES)
+__getattr__, __dir__ = lazy_exports(globals(), _HOMES)

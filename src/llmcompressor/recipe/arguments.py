@@ -21,7 +21,7 @@ from llmcompressor.recipe.expressions import evaluate, is_expression, names_in
 __all__ = [
     "Arguments",
     "RecipeArgs",
-    "escape",
+    "escape_expressions",
     "names_used",
     "parse_overrides",
     "reject_unknown_overrides",
@@ -94,7 +94,7 @@ class Arguments(Mapping[str, object]):
         return value
 
     def _resolve_text(self, text: str) -> object:
-        parts = _split(text)
+        parts = _split_expressions(text)
         if all(isinstance(part, str) for part in parts):
             return text
         spoken = [part for part in parts if not isinstance(part, str) or part.strip()]
@@ -151,7 +151,7 @@ def _parse_pair(text: object) -> tuple[str, object]:
 def names_used(value: object) -> frozenset[str]:
     """Names that the ``eval(...)`` expressions anywhere in the value refer to."""
     if isinstance(value, str):
-        expressions = [part for part in _split(value) if isinstance(part, _Expression)]
+        expressions = [part for part in _split_expressions(value) if isinstance(part, _Expression)]
         return frozenset().union(*(names_in(part.source) for part in expressions))
     if isinstance(value, Mapping):
         return frozenset().union(*(names_used(item) for item in value.values()))
@@ -176,16 +176,16 @@ def reject_unknown_overrides(overrides: Mapping[str, object], known: Iterable[st
             )
 
 
-def escape(text: str) -> str:
+def escape_expressions(text: str) -> str:
     """Escape a text so that it reads back as itself, also when it contains ``eval(``.
 
-    >>> escape("plain"), escape("eval(x)")
+    >>> escape_expressions("plain"), escape_expressions("eval(x)")
     ('plain', "eval('eval(x)')")
     """
     return f"eval({text!r})" if _OPENING.search(text) else text
 
 
-def _split(text: str) -> list[str | _Expression]:
+def _split_expressions(text: str) -> list[str | _Expression]:
     """Split a text at its ``eval(...)`` expressions.
 
     An expression ends at the first closing parenthesis up to which it can be parsed, so that
@@ -194,14 +194,14 @@ def _split(text: str) -> list[str | _Expression]:
     parts: list[str | _Expression] = []
     position = 0
     while opening := _OPENING.search(text, position):
-        end = _closing(text, opening.end())
+        end = _closing_parenthesis(text, opening.end())
         parts += [text[position : opening.start()], _Expression(text[opening.end() : end])]
         position = end + 1
     parts.append(text[position:])
     return [part for part in parts if part != ""]
 
 
-def _closing(text: str, start: int) -> int:
+def _closing_parenthesis(text: str, start: int) -> int:
     end = text.find(")", start)
     while end >= 0:
         if is_expression(text[start:end]):

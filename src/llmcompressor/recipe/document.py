@@ -89,9 +89,9 @@ class RecipeLoader(yaml.SafeLoader):
         pending, node.value = node.value, []  # a mapping that merges itself adds nothing
         for key, value in pending:
             if key.tag == f"{_YAML}merge":
-                for source in reversed(_merged(value)):
+                for source in reversed(_merge_sources(value)):
                     self.flatten_mapping(source)
-                    merged |= {_identity(pair[0]): pair for pair in source.value}
+                    merged |= {_key_identity(pair[0]): pair for pair in source.value}
             else:
                 own.append((key, value))
         node.value = [*merged.values(), *own]
@@ -100,7 +100,7 @@ class RecipeLoader(yaml.SafeLoader):
 _Pair = tuple[yaml.Node, yaml.Node]
 
 
-def _merged(value: yaml.Node) -> list[yaml.MappingNode]:
+def _merge_sources(value: yaml.Node) -> list[yaml.MappingNode]:
     """The mappings under a merge key."""
     sources = value.value if isinstance(value, yaml.SequenceNode) else [value]
     mappings = [source for source in sources if isinstance(source, yaml.MappingNode)]
@@ -110,7 +110,7 @@ def _merged(value: yaml.Node) -> list[yaml.MappingNode]:
     return mappings
 
 
-def _identity(key: yaml.Node) -> object:
+def _key_identity(key: yaml.Node) -> object:
     """Return a key that is equal for YAML keys written alike."""
     return (key.tag, key.value) if isinstance(key, yaml.ScalarNode) else key
 
@@ -121,7 +121,7 @@ def add_number_resolvers(target: type[Any]) -> None:
     target.add_implicit_resolver(f"{_YAML}float", _FLOAT, list("-+.0123456789"))
 
 
-def _only_item(loader: RecipeLoader, suffix: str, node: yaml.Node) -> object:
+def _pickled_argument(loader: RecipeLoader, suffix: str, node: yaml.Node) -> object:
     """The only argument of a pickled Python object, as in recipes saved by other tools.
 
     ``!!python/object/apply:compressed_tensors...QuantizationType [int]`` reads as ``int``: the
@@ -143,7 +143,7 @@ def _tuple_items(loader: RecipeLoader, node: yaml.Node) -> list[Any]:
 
 add_number_resolvers(RecipeLoader)
 for _module in ("compressed_tensors.quantization.", "torch.device"):
-    RecipeLoader.add_multi_constructor(f"{_YAML}python/object/apply:{_module}", _only_item)
+    RecipeLoader.add_multi_constructor(f"{_YAML}python/object/apply:{_module}", _pickled_argument)
 RecipeLoader.add_constructor(f"{_YAML}python/tuple", _tuple_items)
 
 
@@ -225,16 +225,16 @@ def parse_text(text: str, *, source: str = "The recipe", extension: str = "") ->
 
 def _load(text: str, extension: str) -> Any:
     if extension == ".json":
-        return json.loads(text, object_pairs_hook=_unique)
+        return json.loads(text, object_pairs_hook=_reject_duplicate_keys)
     if extension not in (".yaml", ".yml") and text.lstrip()[:1] in ("{", "["):
         try:
-            return json.loads(text, object_pairs_hook=_unique)
+            return json.loads(text, object_pairs_hook=_reject_duplicate_keys)
         except json.JSONDecodeError:
             pass  # YAML has mappings in braces too, with fewer quotes
     return yaml.load(text, RecipeLoader)
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _reject_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     mapping = dict(pairs)
     if len(mapping) < len(pairs):
         names = [name for name, _ in pairs]
@@ -289,10 +289,10 @@ def copy_document(document: Any) -> Any:
     Raises:
         RecipeError: it is too large, or contains itself.
     """
-    return _Copier().copy(document)
+    return _BoundedCopier().copy(document)
 
 
-class _Copier:
+class _BoundedCopier:
     """Copies a document, and raises if it is too deep or too large."""
 
     def __init__(self) -> None:

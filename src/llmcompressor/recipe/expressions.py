@@ -44,7 +44,7 @@ class _RefusedError(Exception):
     """The reason why an expression is not evaluated, for the RecipeError."""
 
 
-def _counting(name: str) -> Function:
+def _bounded_combinatoric(name: str) -> Function:
     """``math.<name>`` limited to small arguments, as its result grows like a factorial."""
     function = cast("Function", getattr(math, name))
 
@@ -69,7 +69,7 @@ _MATH_PLAIN = (
     "log log10 log1p log2 pow prod radians remainder sin sinh sqrt tan tanh trunc"
 )
 _MATH: dict[str, Function] = {name: getattr(math, name) for name in _MATH_PLAIN.split()}
-_MATH |= {name: _counting(name) for name in ("comb", "factorial", "perm")}
+_MATH |= {name: _bounded_combinatoric(name) for name in ("comb", "factorial", "perm")}
 _MATH_CONSTANTS = {name: getattr(math, name) for name in ("e", "inf", "nan", "pi", "tau")}
 # "e" by itself is more likely a forgotten argument than Euler's number.
 _BARE_CONSTANTS = {name: _MATH_CONSTANTS[name] for name in ("inf", "pi", "tau")}
@@ -200,8 +200,8 @@ class _Evaluator:
     def value(self, node: ast.expr) -> Any:
         handler = _HANDLERS.get(type(node))
         if handler is None:
-            raise _RefusedError(f"{_kind(node)} is not allowed in a recipe")
-        return _bounded(handler(self, node))
+            raise _RefusedError(f"{_node_description(node)} is not allowed in a recipe")
+        return _check_size(handler(self, node))
 
     def constant(self, node: ast.Constant) -> object:
         if node.value is not None and not isinstance(node.value, (bool, int, float, str)):
@@ -258,7 +258,7 @@ class _Evaluator:
             raise _RefusedError(f"the operator {type(node.op).__name__} is not allowed")
         left, right = self.value(node.left), self.value(node.right)
         # Only numbers: "%" and "*" on strings and lists make large things out of small ones.
-        if not (isinstance(node.op, ast.Add) and _joinable(left, right)):
+        if not (isinstance(node.op, ast.Add) and _can_concatenate(left, right)):
             _require_numbers(left, right)
         return operation(left, right)
 
@@ -313,7 +313,7 @@ def _math_name(node: ast.Attribute) -> str:
     raise _RefusedError(f"the attribute '.{node.attr}' is not allowed: only those of math are")
 
 
-def _kind(node: ast.expr) -> str:
+def _node_description(node: ast.expr) -> str:
     """Name a kind of node for a message: ``Lambda`` → "a lambda"."""
     words = {
         ast.Subscript: "a subscript",
@@ -327,7 +327,7 @@ def _kind(node: ast.expr) -> str:
     return words.get(type(node), f"a {type(node).__name__}")
 
 
-def _joinable(left: object, right: object) -> bool:
+def _can_concatenate(left: object, right: object) -> bool:
     return any(isinstance(left, kind) and isinstance(right, kind) for kind in (str, list, tuple))
 
 
@@ -340,7 +340,7 @@ def _non_numbers(values: Iterable[object]) -> list[object]:
     return [value for value in values if not isinstance(value, (int, float))]
 
 
-def _bounded(value: Any) -> Any:
+def _check_size(value: Any) -> Any:
     """The value, if its size is reasonable and it is not a complex number."""
     if isinstance(value, complex):
         raise _RefusedError("the result is a complex number")

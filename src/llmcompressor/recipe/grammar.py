@@ -23,13 +23,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from llmcompressor.core.modifier import Modifier
+from llmcompressor.core.modifier_registry import ModifierFactory
 from llmcompressor.errors import RecipeError, did_you_mean
-from llmcompressor.modifiers.factory import ModifierFactory
-from llmcompressor.modifiers.modifier import Modifier
 from llmcompressor.recipe.arguments import Arguments, names_used
 from llmcompressor.recipe.stages import DEFAULT_STAGE, Stage, parse_run_type, stage_name
 
-__all__ = ["Document", "declared_names", "read_document"]
+__all__ = ["ParsedRecipe", "declared_names", "parse_document"]
 
 METADATA_KEYS = frozenset(
     {"author", "authors", "date", "description", "license"}
@@ -50,7 +50,7 @@ _EXPECTED_IN_STAGE = "A stage has `modifiers` or `GROUP_modifiers`, `run_type` a
 
 
 @dataclass(frozen=True)
-class Document:
+class ParsedRecipe:
     """The stages and arguments that a recipe's mapping describes.
 
     Args:
@@ -63,7 +63,7 @@ class Document:
 
 
 @dataclass
-class _Draft:
+class _StageDraft:
     """A stage while it is parsed."""
 
     name: str
@@ -96,7 +96,7 @@ def declared_names(document: object) -> frozenset[str]:
     return names
 
 
-def read_document(document: Any, overrides: Mapping[str, object], source: str) -> Document:
+def parse_document(document: Any, overrides: Mapping[str, object], source: str) -> ParsedRecipe:
     """Build the modifiers that a document describes.
 
     Args:
@@ -109,28 +109,28 @@ def read_document(document: Any, overrides: Mapping[str, object], source: str) -
             there is no modifier in it.
     """
     if document in ({}, []):
-        return Document((), {})
+        return ParsedRecipe((), {})
     _require_mapping(document, source)
-    return _Reader(overrides, source).read(document)
+    return _RecipeParser(overrides, source).read(document)
 
 
-class _Reader:
+class _RecipeParser:
     """Parses one document; ``args`` holds the values for its expressions."""
 
     def __init__(self, overrides: Mapping[str, object], source: str) -> None:
         self._overrides = overrides
         self._source = source
         self._top: Mapping[str, object] = {}
-        self._drafts: dict[str, _Draft] = {}
+        self._drafts: dict[str, _StageDraft] = {}
         self._args: list[Arguments] = []
 
-    def read(self, document: Mapping[str, Any]) -> Document:
+    def read(self, document: Mapping[str, Any]) -> ParsedRecipe:
         _check_keys(document, TOP_KEYS, f"{self._source} has", _EXPECTED)
         self._top = self._mapping(document.get("args"), "args")
         args = self._arguments({})
         for key, value in document.items():
             if _is_group_key(key):
-                draft = self._drafts.setdefault(DEFAULT_STAGE, _Draft(DEFAULT_STAGE))
+                draft = self._drafts.setdefault(DEFAULT_STAGE, _StageDraft(DEFAULT_STAGE))
                 self._read_group(draft, key, value, args)
             elif _is_stage_key(key):
                 self._read_stage(key, value)
@@ -140,7 +140,7 @@ class _Reader:
         self._require_modifiers(document)
         stages = tuple(draft.finish() for draft in self._drafts.values())
         used = {name: value for args in self._args for name, value in args.used.items()}
-        return Document(stages, {**used, **self._overrides})
+        return ParsedRecipe(stages, {**used, **self._overrides})
 
     def _read_stage(self, key: Any, value: Any) -> None:
         name = stage_name(key) if isinstance(key, str) else ""
@@ -151,7 +151,7 @@ class _Reader:
         body = self._mapping(value, where)
         _check_keys(body, STAGE_KEYS, f"{where[0].upper()}{where[1:]} has", _EXPECTED_IN_STAGE)
         args = self._arguments(self._mapping(body.get("args"), f"`args` of {where}"))
-        draft = self._drafts[name] = _Draft(name, args.resolve(body.get("run_type")))
+        draft = self._drafts[name] = _StageDraft(name, args.resolve(body.get("run_type")))
         for group, modifiers in body.items():
             if _is_group_key(group):
                 self._read_group(draft, group, modifiers, args)
@@ -165,11 +165,11 @@ class _Reader:
         self._args.append(Arguments({**self._top, **own, **self._overrides}))
         return self._args[-1]
 
-    def _read_group(self, draft: _Draft, key: str, value: Any, args: Arguments) -> None:
+    def _read_group(self, draft: _StageDraft, key: str, value: Any, args: Arguments) -> None:
         match = _GROUP_KEY.match(key)
         group = match["name"] if match else draft.name
         for class_name, fields in self._entries(key, value):
-            draft.modifiers += _create(class_name, args.resolve(fields), group)
+            draft.modifiers += _create_modifiers(class_name, args.resolve(fields), group)
         if value in ({}, []):
             draft.empty_on_purpose = True
 
@@ -177,13 +177,13 @@ class _Reader:
         """The (class name, fields) pairs of a group, given as a mapping or a list."""
         if not isinstance(value, (Mapping, list, tuple)):
             raise RecipeError(
-                f"`{key}` in the recipe is {_shown(value)} where modifiers are expected.",
+                f"`{key}` in the recipe is {_describe_value(value)} where modifiers are expected.",
                 "Write class names with their fields below it, indented; or `{}` for none.",
             )
         for item in [value] if isinstance(value, Mapping) else value:
             if not isinstance(item, Mapping):
                 raise RecipeError(
-                    f"An item of `{key}` in the recipe is {_shown(item)}, not a modifier.",
+                    f"An item of `{key}` in the recipe is {_describe_value(item)}, not a modifier.",
                     "Write each as `- ClassName: {field: value}`.",
                 )
             for class_name, fields in item.items():
@@ -199,7 +199,7 @@ class _Reader:
             return {}
         if not isinstance(value, Mapping):
             raise RecipeError(
-                f"In the recipe, {what} is {_shown(value)} where a mapping is expected.",
+                f"In the recipe, {what} is {_describe_value(value)} where a mapping is expected.",
                 "Write `name: value` lines below it, indented.",
             )
         return value
@@ -209,12 +209,12 @@ class _Reader:
         if any(draft.modifiers or draft.empty_on_purpose for draft in drafts):
             return
         raise RecipeError(
-            f"{self._source} has no modifiers: its keys are {_listed(document)}.",
+            f"{self._source} has no modifiers: its keys are {_format_keys(document)}.",
             f"{_EXPECTED} Write `modifiers: {{}}` for a recipe that does nothing.",
         )
 
 
-def _create(class_name: str, fields: Mapping[str, Any], group: str) -> list[Modifier]:
+def _create_modifiers(class_name: str, fields: Mapping[str, Any], group: str) -> list[Modifier]:
     given = {key: value for key, value in fields.items() if key not in DERIVED_FIELDS}
     for key in given:
         if not isinstance(key, str):
@@ -231,7 +231,7 @@ def _require_mapping(document: Any, source: str) -> None:
             f"{source} is a list.", "Put the list under the key `modifiers`: `modifiers: [...]`."
         )
     what = "neither a recipe nor a file" if isinstance(document, str) else "not a recipe"
-    raise RecipeError(f"{source} is {_shown(document)}: {what}.", _EXPECTED)
+    raise RecipeError(f"{source} is {_describe_value(document)}: {what}.", _EXPECTED)
 
 
 def _check_keys(body: Mapping[Any, Any], known: frozenset[str], has: str, expected: str) -> None:
@@ -241,7 +241,7 @@ def _check_keys(body: Mapping[Any, Any], known: frozenset[str], has: str, expect
     if unknown:
         keys = "an unrecognized key" if len(unknown) == 1 else "unrecognized keys"
         hints = [hint for key in unknown if (hint := _suggest(str(key), known, top=top))]
-        raise RecipeError(f"{has} {keys}: {_listed(unknown)}.", " ".join([*hints, expected]))
+        raise RecipeError(f"{has} {keys}: {_format_keys(unknown)}.", " ".join([*hints, expected]))
 
 
 def _is_known(key: object, known: frozenset[str], *, top: bool) -> bool:
@@ -274,10 +274,10 @@ def _values(value: object) -> list[object]:
     return list(value.values()) if isinstance(value, Mapping) else []
 
 
-def _listed(keys: Any) -> str:
+def _format_keys(keys: Any) -> str:
     return ", ".join(f"`{key}`" for key in keys)
 
 
-def _shown(value: object) -> str:
+def _describe_value(value: object) -> str:
     kinds = {str: "the text", list: "the list", int: "the number", float: "the number"}
     return "empty" if value is None else f"{kinds.get(type(value), 'the value')} {value!r:.60}"

@@ -6,28 +6,29 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from llmcompressor.core.modifier import Modifier
 from llmcompressor.errors import OutputError, RecipeError
 from llmcompressor.logger import logger
-from llmcompressor.modifiers.modifier import Modifier
 from llmcompressor.recipe.arguments import RecipeArgs, parse_overrides, reject_unknown_overrides
 from llmcompressor.recipe.document import copy_document, looks_like_path, parse_text, read_file
-from llmcompressor.recipe.grammar import declared_names, read_document
+from llmcompressor.recipe.grammar import declared_names, parse_document
 from llmcompressor.recipe.stages import (
     DEFAULT_STAGE,
     Stage,
-    check_complete,
     check_order,
-    combine,
-    number_clashes,
+    check_required_later,
+    concatenate_stages,
+    rename_duplicates,
     select_stage,
     stage_name,
 )
 from llmcompressor.recipe.writing import modifier_fields, to_mapping, to_yaml
 
-__all__ = ["Recipe", "RecipeInput", "earlier_stages"]
+__all__ = ["Recipe", "RecipeInput", "applied_stages", "renew_recipe"]
 
 RecipeInput: TypeAlias = (
     "Recipe | Modifier | Mapping[str, Any] | str | os.PathLike[str] | Iterable[RecipeInput] | None"
@@ -104,19 +105,19 @@ class Recipe:
             RecipeError: names what is wrong and where, before any work is done.
         """
         overrides = parse_overrides(recipe_args)
-        pieces = list(_pieces(path_or_modifiers))
-        reject_unknown_overrides(overrides, _known_names(pieces))
-        parts = [_build(piece, modifier_group_name, overrides) for piece in pieces]
+        pieces = list(_read_inputs(path_or_modifiers))
+        reject_unknown_overrides(overrides, _argument_names(pieces))
+        parts = [_build_recipe(piece, modifier_group_name, overrides) for piece in pieces]
         if len(parts) == 1 and target_stage is None:
-            check_complete(parts[0].stages)
+            check_required_later(parts[0].stages)
             return parts[0]
-        stages = combine(part.stages for part in parts)
+        stages = concatenate_stages(part.stages for part in parts)
         args = {name: value for part in parts for name, value in part.args.items()}
         if target_stage is not None:
             check_order(stages)
             stages = (select_stage(stages, target_stage),)
         recipe = cls(stages, args=args)
-        check_complete(stages)
+        check_required_later(stages)
         return recipe
 
     @classmethod
@@ -180,7 +181,7 @@ class Recipe:
         """
         stages = self._stages
         if existing_recipe_path is not None:
-            stages = number_clashes([*earlier_stages(existing_recipe_path), *stages])
+            stages = rename_duplicates([*applied_stages(existing_recipe_path), *stages])
         text = to_yaml(stages)
         if file_path is not None:
             try:
@@ -192,7 +193,7 @@ class Recipe:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Recipe):
             return NotImplemented
-        mine, theirs = _content(self), _content(other)
+        mine, theirs = _comparable_content(self), _comparable_content(other)
         return mine == theirs or repr(mine) == repr(theirs)  # NaN differs from itself
 
     def __bool__(self) -> bool:
@@ -207,7 +208,7 @@ class Recipe:
         return f"Recipe({stages})"
 
 
-class _Text:
+class _ParsedText:
     """A parsed document, and its name in error messages."""
 
     def __init__(self, document: Any, source: str) -> None:
@@ -215,21 +216,21 @@ class _Text:
         self.source = source
 
 
-def _pieces(given: Any) -> Iterator[Recipe | Modifier | _Text]:
+def _read_inputs(given: Any) -> Iterator[Recipe | Modifier | _ParsedText]:
     """The parts of the user's input, in order, with files and texts parsed."""
     if given is None:
         return
     if isinstance(given, (Recipe, Modifier)):
         yield given
     elif isinstance(given, Mapping):
-        yield _Text(copy_document(given), "The recipe")
+        yield _ParsedText(copy_document(given), "The recipe")
     elif isinstance(given, os.PathLike):
-        yield _Text(read_file(given), f"The recipe {os.fspath(given)}")
+        yield _ParsedText(read_file(given), f"The recipe {os.fspath(given)}")
     elif isinstance(given, str):
         yield _read_string(given)
     elif isinstance(given, Iterable) and not isinstance(given, (bytes, bytearray)):
         for item in given:
-            yield from _pieces(item)
+            yield from _read_inputs(item)
     else:
         remedy = "Give a path, a text in YAML or JSON, a mapping, modifiers, or a list of these."
         if isinstance(given, type) and issubclass(given, Modifier):
@@ -237,29 +238,29 @@ def _pieces(given: Any) -> Iterator[Recipe | Modifier | _Text]:
         raise RecipeError(f"A recipe cannot be made of {given!r:.80}.", remedy)
 
 
-def _read_string(text: str) -> _Text:
+def _read_string(text: str) -> _ParsedText:
     if looks_like_path(text) or ("\n" not in text and os.path.isfile(text)):
-        return _Text(read_file(text.strip()), f"The recipe {text.strip()}")
-    return _Text(parse_text(text), "The recipe")
+        return _ParsedText(read_file(text.strip()), f"The recipe {text.strip()}")
+    return _ParsedText(parse_text(text), "The recipe")
 
 
-def _known_names(pieces: Iterable[Recipe | Modifier | _Text]) -> set[str]:
+def _argument_names(pieces: Iterable[Recipe | Modifier | _ParsedText]) -> set[str]:
     names: set[str] = set()
     for piece in pieces:
         if isinstance(piece, Recipe):
             names |= set(piece.args)
-        elif isinstance(piece, _Text):
+        elif isinstance(piece, _ParsedText):
             names |= declared_names(piece.document)
     return names
 
 
-def _build(
-    piece: Recipe | Modifier | _Text, group: str | None, overrides: Mapping[str, object]
+def _build_recipe(
+    piece: Recipe | Modifier | _ParsedText, group: str | None, overrides: Mapping[str, object]
 ) -> Recipe:
     if isinstance(piece, Modifier):
         return Recipe.from_modifiers(piece, group)
-    if isinstance(piece, _Text):
-        document = read_document(piece.document, overrides, piece.source)
+    if isinstance(piece, _ParsedText):
+        document = parse_document(piece.document, overrides, piece.source)
         return Recipe(document.stages, args=document.args)
     for name, value in overrides.items():
         if name in piece.args and piece.args[name] != value:
@@ -279,7 +280,7 @@ def _flatten(modifiers: Any) -> Iterator[Any]:
         yield modifiers
 
 
-def earlier_stages(path: str | os.PathLike[str]) -> tuple[Stage, ...]:
+def applied_stages(path: str | os.PathLike[str]) -> tuple[Stage, ...]:
     """The stages of a recipe that was applied before; none, with a warning, if unreadable."""
     try:
         document = read_file(path)
@@ -312,8 +313,32 @@ def _check_imported(document: Any) -> None:
             _check_imported(value)
 
 
-def _content(recipe: Recipe) -> list[Any]:
+def _comparable_content(recipe: Recipe) -> list[Any]:
     return [
         (stage.name, stage.run_type, [(type(m), modifier_fields(m)) for m in stage.modifiers])
         for stage in recipe.stages
     ]
+
+
+# --------------------
+# Renewed recipes: copies of used modifiers, as each modifier runs only once.
+
+
+def renew_recipe(recipe: Recipe) -> Recipe:
+    """The recipe with a new modifier in place of each that has been initialized.
+
+    A modifier can be run only once. With this, one recipe serves several models, or a further
+    attempt after an error.
+    """
+    if not any(modifier.initialized for modifier in recipe.modifiers):
+        return recipe
+    stages = [
+        replace(stage, modifiers=tuple(map(_renew_modifier, stage.modifiers)))
+        for stage in recipe.stages
+    ]
+    return Recipe(stages, args=recipe.args)
+
+
+def _renew_modifier(modifier: Modifier) -> Modifier:
+    fields = {name: getattr(modifier, name) for name in modifier.model_fields_set}
+    return type(modifier)(**fields) if modifier.initialized else modifier

@@ -8,22 +8,22 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias, cast, get_args
 
+from llmcompressor.core.modifier import Modifier
 from llmcompressor.errors import RecipeError, did_you_mean
-from llmcompressor.modifiers.modifier import Modifier
 
 __all__ = [
     "DEFAULT_STAGE",
     "RunType",
     "Stage",
-    "check_complete",
     "check_order",
-    "combine",
-    "free_name",
+    "check_required_later",
+    "concatenate_stages",
     "infer_run_type",
-    "number_clashes",
     "parse_run_type",
+    "rename_duplicates",
     "select_stage",
     "stage_name",
+    "unique_name",
 ]
 
 RunType: TypeAlias = Literal["oneshot", "train"]
@@ -92,7 +92,7 @@ def parse_run_type(value: object, name: str) -> RunType | None:
     )
 
 
-def combine(parts: Iterable[Sequence[Stage]]) -> tuple[Stage, ...]:
+def concatenate_stages(parts: Iterable[Sequence[Stage]]) -> tuple[Stage, ...]:
     """Concatenate the stages of several recipes.
 
     Adjacent stages with the same name and run type are merged; a name that recurs later gets a
@@ -105,22 +105,22 @@ def combine(parts: Iterable[Sequence[Stage]]) -> tuple[Stage, ...]:
             joined[-1] = replace(last, modifiers=last.modifiers + stage.modifiers)
         else:
             joined.append(stage)
-    return number_clashes(joined)
+    return rename_duplicates(joined)
 
 
-def number_clashes(stages: Iterable[Stage]) -> tuple[Stage, ...]:
+def rename_duplicates(stages: Iterable[Stage]) -> tuple[Stage, ...]:
     """The same stages with unique names; none are merged."""
     named: dict[str, Stage] = {}
     for stage in stages:
-        name = free_name(stage.name, named)
+        name = unique_name(stage.name, named)
         named[name] = replace(stage, name=name)
     return tuple(named.values())
 
 
-def free_name(name: str, taken: Collection[str]) -> str:
+def unique_name(name: str, taken: Collection[str]) -> str:
     """The name, with a number appended if it is taken.
 
-    >>> free_name("quant", {"quant", "quant_1"})
+    >>> unique_name("quant", {"quant", "quant_1"})
     'quant_2'
     """
     free, number = name, 0
@@ -162,7 +162,7 @@ def check_order(stages: Iterable[Stage]) -> None:
         before |= {parent.__name__: name for parent in type(modifier).__mro__}
 
 
-def check_complete(stages: Iterable[Stage]) -> None:
+def check_required_later(stages: Iterable[Stage]) -> None:
     """Check that the later modifiers that a modifier needs are there.
 
     Raises:

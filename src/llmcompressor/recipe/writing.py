@@ -17,12 +17,12 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import to_jsonable_python
 
+from llmcompressor.core.modifier import Modifier
+from llmcompressor.core.modifier_registry import ModifierFactory
 from llmcompressor.logger import logger
-from llmcompressor.modifiers.factory import ModifierFactory
-from llmcompressor.modifiers.modifier import Modifier
-from llmcompressor.recipe.arguments import escape
+from llmcompressor.recipe.arguments import escape_expressions
 from llmcompressor.recipe.document import add_number_resolvers
-from llmcompressor.recipe.stages import Stage, free_name, infer_run_type
+from llmcompressor.recipe.stages import Stage, infer_run_type, unique_name
 
 __all__ = ["modifier_fields", "to_mapping", "to_yaml"]
 
@@ -72,7 +72,7 @@ def to_mapping(stages: Iterable[Stage]) -> dict[str, Any]:
 
     Texts that look like expressions are escaped.
     """
-    mapping: dict[str, Any] = _escaped(
+    mapping: dict[str, Any] = _escape_all(
         {f"{stage.name}_stage": _stage_mapping(stage) for stage in stages}
     )
     return mapping
@@ -86,7 +86,7 @@ def modifier_fields(modifier: Modifier) -> dict[str, Any]:
     """
 
     def spelled(value: Any) -> Any:
-        plain = _spelled(value)
+        plain = _plain_form(value)
         if plain is None:
             _warn_of_loss(modifier, value)
         return plain
@@ -94,16 +94,16 @@ def modifier_fields(modifier: Modifier) -> dict[str, Any]:
     try:
         dumped = modifier.model_dump(mode="json", fallback=spelled)
     except Exception:  # bytes that are no text, or whatever a serializer of a user's raises
-        dumped = _dumped_one_by_one(modifier, spelled)
-    fields: dict[str, Any] = _plain(modifier, dumped)
+        dumped = _dump_fields_singly(modifier, spelled)
+    fields: dict[str, Any] = _restore_dropped(modifier, dumped)
     return {
         name: value
         for name, value in fields.items()
-        if name not in _LABELS and not name.endswith("_") and not _is_idle(modifier, name)
+        if name not in _LABELS and not name.endswith("_") and not _has_no_effect(modifier, name)
     }
 
 
-def _is_idle(modifier: Modifier, name: str) -> bool:
+def _has_no_effect(modifier: Modifier, name: str) -> bool:
     if name not in modifier.moved:
         return False
     return bool(getattr(modifier, name) == type(modifier).model_fields[name].default)
@@ -116,18 +116,18 @@ def _warn_of_loss(modifier: Modifier, value: Any) -> None:
     )
 
 
-def _dumped_one_by_one(modifier: Modifier, spelled: Callable[[Any], Any]) -> dict[str, Any]:
+def _dump_fields_singly(modifier: Modifier, spelled: Callable[[Any], Any]) -> dict[str, Any]:
     """Serialize fields one by one; one that cannot be serialized logs a warning and is ``None``."""
     dumped: dict[str, Any] = {}
     for name in type(modifier).model_fields:
         try:
             dumped.update(modifier.model_dump(mode="json", include={name}, fallback=spelled))
         except Exception:  # of any kind; hours of work must not be lost by it
-            dumped[name] = _unserialized(modifier, getattr(modifier, name), spelled)
+            dumped[name] = _dump_without_serializer(modifier, getattr(modifier, name), spelled)
     return dumped
 
 
-def _unserialized(modifier: Modifier, value: Any, spelled: Callable[[Any], Any]) -> Any:
+def _dump_without_serializer(modifier: Modifier, value: Any, spelled: Callable[[Any], Any]) -> Any:
     """Serialize a value whose own serializer fails; warn if that is impossible."""
     try:
         return to_jsonable_python(value, fallback=spelled)
@@ -151,7 +151,7 @@ def _stage_mapping(stage: Stage) -> dict[str, Any]:
     mapping: dict[str, Any] = {}
     if stage.run_type != infer_run_type(stage.name):
         mapping["run_type"] = stage.run_type
-    for group, modifiers in _groups(stage).items():
+    for group, modifiers in _group_runs(stage).items():
         entries = [(_class_name(modifier), modifier_fields(modifier)) for modifier in modifiers]
         repeated = len({name for name, _ in entries}) < len(entries)
         key = f"{group}_modifiers"
@@ -161,7 +161,7 @@ def _stage_mapping(stage: Stage) -> dict[str, Any]:
     return mapping
 
 
-def _groups(stage: Stage) -> dict[str, list[Modifier]]:
+def _group_runs(stage: Stage) -> dict[str, list[Modifier]]:
     """Consecutive modifiers of one group; a group that recurs gets a number."""
     runs: dict[str, list[Modifier]] = {}
     current = None
@@ -169,12 +169,12 @@ def _groups(stage: Stage) -> dict[str, list[Modifier]]:
         group = modifier.group or stage.name
         if group != current:
             current = group
-            run = runs[free_name(group, runs)] = []
+            run = runs[unique_name(group, runs)] = []
         run.append(modifier)
     return runs
 
 
-def _plain(value: Any, dumped: Any) -> Any:
+def _restore_dropped(value: Any, dumped: Any) -> Any:
     """Correct ``dumped``, the serialized form of ``value``.
 
     Models lose their empty fields and those without a plain form, and sets are sorted. Values that
@@ -192,16 +192,16 @@ def _plain(value: Any, dumped: Any) -> Any:
             )
         }
     if dumped is None and value is not None:
-        return _spelled(value)
+        return _plain_form(value)
     if isinstance(value, (set, frozenset)):
         return sorted(dumped, key=repr)
     if isinstance(value, Mapping) and isinstance(dumped, dict) and len(value) == len(dumped):
         return {  # JSON has texts for keys, YAML has numbers too
-            key if isinstance(key, int) else name: _plain(item, plain)
+            key if isinstance(key, int) else name: _restore_dropped(item, plain)
             for (key, item), (name, plain) in zip(value.items(), dumped.items(), strict=True)
         }
     if isinstance(value, (list, tuple)) and isinstance(dumped, list) and len(value) == len(dumped):
-        return [_plain(item, plain) for item, plain in zip(value, dumped, strict=True)]
+        return [_restore_dropped(item, plain) for item, plain in zip(value, dumped, strict=True)]
     return dumped
 
 
@@ -213,11 +213,11 @@ def _plain_field(value: Any, name: str, dumped: Mapping[str, Any]) -> Any:
     """
     if _is_of_torch(value, "dtype"):
         return str(value)
-    item = dumped[name] if name in dumped else to_jsonable_python(value, fallback=_spelled)
-    return _plain(value, item)
+    item = dumped[name] if name in dumped else to_jsonable_python(value, fallback=_plain_form)
+    return _restore_dropped(value, item)
 
 
-def _spelled(value: Any) -> str | float | None:
+def _plain_form(value: Any) -> str | float | None:
     """The plain form of a value that pydantic cannot serialize; ``None`` if it has none."""
     if _is_of_torch(value, "dtype", "device"):
         return str(value).removeprefix("torch.")
@@ -235,12 +235,12 @@ def _is_null_by_default(info: FieldInfo) -> bool:
     return not info.is_required() and info.default_factory is None and info.default is None
 
 
-def _escaped(value: Any) -> Any:
+def _escape_all(value: Any) -> Any:
     """Escape texts that look like expressions, at any depth."""
     if isinstance(value, str):
-        return escape(value)
+        return escape_expressions(value)
     if isinstance(value, dict):
-        return {key: _escaped(item) for key, item in value.items()}
+        return {key: _escape_all(item) for key, item in value.items()}
     if isinstance(value, list):
-        return [_escaped(item) for item in value]
+        return [_escape_all(item) for item in value]
     return value

@@ -38,9 +38,15 @@ from torch.nn import Embedding, Linear, Module
 
 from llmcompressor.errors import TargetError
 from llmcompressor.logger import logger
-from llmcompressor.names import Forms, Possible, means, named_modules, names_of
+from llmcompressor.modeling.names import (
+    NameForms,
+    TargetIndex,
+    matches_target,
+    name_aliases,
+    named_modules,
+)
+from llmcompressor.runtime.progress import join_names
 from llmcompressor.schemes.attention import is_cached_attention
-from llmcompressor.wording import listed
 
 __all__ = [
     "SchemeLookup",
@@ -48,11 +54,11 @@ __all__ = [
     "is_empty",
     "is_quantizable",
     "is_router",
-    "is_served_plain",
+    "is_unquantized_when_served",
+    "match_schemes",
     "matching_targets",
     "output_head",
-    "reached",
-    "weight_of",
+    "weight_without_onloading",
 ]
 
 _ROUTER = re.compile(r"(?:.*\.)?(?:(?:gate|router)(?:\..+)?|router_gate|shared_expert_gate)")
@@ -70,7 +76,7 @@ def is_router(name: str, module: Module) -> bool:
     return bool(_ROUTER.fullmatch(name) or _ROUTER_CLASS.search(type(module).__name__))
 
 
-def is_served_plain(name: str, module: Module) -> bool:
+def is_unquantized_when_served(name: str, module: Module) -> bool:
     """Return True if serving engines build a module unquantized.
 
     These are MoE routers and parts of the indexer, which selects the tokens of sparse attention.
@@ -78,7 +84,7 @@ def is_served_plain(name: str, module: Module) -> bool:
     return is_router(name, module) or _INDEXER.fullmatch(name) is not None
 
 
-def weight_of(module: Module) -> torch.Tensor | None:
+def weight_without_onloading(module: Module) -> torch.Tensor | None:
     """The module's weight on its present device; an offloaded weight is not moved."""
     weight: object = None
     if type(module._parameters) is dict:  # nothing of it is offloaded
@@ -101,7 +107,7 @@ class SchemeLookup:
 
     def __init__(self, groups: Iterable[QuantizationScheme], ignore: Iterable[str]) -> None:
         self._by_target = {target: scheme for scheme in groups for target in scheme.targets}
-        self._targets, self._ignore = Possible(self._by_target), Possible(ignore)
+        self._targets, self._ignore = TargetIndex(self._by_target), TargetIndex(ignore)
 
     def of(self, name: str, module: Module) -> QuantizationScheme | None:
         """The scheme of a module; ``None`` if no target matches it or an ignore entry does."""
@@ -115,14 +121,14 @@ def matching_targets(name: str, module: Module, targets: Iterable[str]) -> list[
     """The targets that match a module; the first one decides.
 
     The order is that of compressed-tensors: names before patterns before classes, over all names
-    under which a module can be matched (:func:`llmcompressor.names.names_of`).
+    under which a module can be matched (:func:`llmcompressor.modeling.names.name_aliases`).
     """
     every = list(targets)
     matched: list[str] = match_targets(name, module, every)
-    if len(names_of(name)) == 1:
+    if len(name_aliases(name)) == 1:
         return matched
     by_name = sorted(
-        {target for target in every if means(target, name)},
+        {target for target in every if matches_target(target, name)},
         key=lambda target: (target.startswith("re:"), target),
     )
     by_class = (one for one in matched if one not in by_name and not one.startswith("re:"))
@@ -151,30 +157,32 @@ def assign_schemes(
     """
     schemes = list(groups)
     by_target = {target: scheme for scheme in schemes for target in scheme.targets}
-    found = _Walk(model, by_target, list(ignore)).run()
+    found = _SchemeMatcher(model, by_target, list(ignore)).run()
     if not allow_unquantizable:
-        _refuse_useless(found)
-    _report(found)
+        _refuse_unquantizable_targets(found)
+    _log_matches(found)
     if not found.schemes and not may_be_empty and not all(map(is_empty, schemes)):
-        others = {type(one).__name__ for one in found.modules.values() if _is_unreadable(one)}
+        others = {
+            type(one).__name__ for one in found.modules.values() if _is_unsupported_matrix(one)
+        }
         raise TargetError(
             f"No module of {type(model).__name__} is left to quantize by "
             f"{', '.join(map(repr, by_target))}: what matches is ignored or cannot be quantized"
-            f"{_unreadable(others)}.",
+            f"{_unsupported_classes_note(others)}.",
             "Correct targets or ignore; Linear and Embedding modules can be quantized.",
         )
-    return _with_named_heads(_fitted(found.modules, found.schemes), found.heads)
+    return _with_named_heads(_with_narrow_groups(found.modules, found.schemes), found.heads)
 
 
-def reached(
+def match_schemes(
     model: Module, groups: Iterable[QuantizationScheme], ignore: Sequence[str] = ()
 ) -> dict[str, QuantizationScheme]:
     """The scheme of every matched module by full name, without checks and without logging."""
     by_target = {target: scheme for scheme in groups for target in scheme.targets}
-    return _Walk(model, by_target, list(ignore)).run().schemes
+    return _SchemeMatcher(model, by_target, list(ignore)).run().schemes
 
 
-class _Matched(NamedTuple):
+class _TargetMatch(NamedTuple):
     """The targets that match all modules of one class and name form."""
 
     targets: list[str]
@@ -185,7 +193,7 @@ class _Matched(NamedTuple):
 
 
 @dataclass
-class _Walk:
+class _SchemeMatcher:
     """A walk over the modules of a model that collects matches for the log and for errors."""
 
     model: Module
@@ -204,14 +212,14 @@ class _Walk:
     def __post_init__(self) -> None:
         self.modules = dict(named_modules(self.model))
         embeddings = (each for each in self.modules.values() if isinstance(each, Embedding))
-        self._embedded = {id(weight_of(each)) for each in embeddings}
+        self._embedded = {id(weight_without_onloading(each)) for each in embeddings}
         self._head = output_head(self.model)
-        self._possible = Possible(self.by_target)
-        self._left_out = Possible(self.ignore)
+        self._possible = TargetIndex(self.by_target)
+        self._left_out = TargetIndex(self.ignore)
 
-    def run(self) -> _Walk:
-        forms = Forms([*self.by_target, *self.ignore])
-        known: dict[object, _Matched] = {}
+    def run(self) -> _SchemeMatcher:
+        forms = NameForms([*self.by_target, *self.ignore])
+        known: dict[object, _TargetMatch] = {}
         for name, module in self.modules.items():
             form = (type(module), forms.of(name))
             if form not in known:
@@ -225,21 +233,21 @@ class _Walk:
                 self.useful.update(found.targets)
                 self._assign(name, module, found)
             else:
-                self._note_useless(name, module, found.targets)
+                self._note_unquantizable(name, module, found.targets)
         return self
 
-    def _note_useless(self, name: str, module: Module, targets: list[str]) -> None:
+    def _note_unquantizable(self, name: str, module: Module, targets: list[str]) -> None:
         for target in targets:
             self.useless.setdefault(target, set()).add(type(module).__name__)
-        if _is_unreadable(module):
+        if _is_unsupported_matrix(module):
             self.unreadable[name] = type(module).__name__
 
-    def _match(self, name: str, module: Module) -> _Matched:
+    def _match(self, name: str, module: Module) -> _TargetMatch:
         matched = matching_targets(name, module, self._possible.of(name, module))
         ignore = self._left_out.of(name, module)
-        return _Matched(
+        return _TargetMatch(
             matched,
-            [target for target in matched if means(target, name)],
+            [target for target in matched if matches_target(target, name)],
             bool(matched) and bool(matching_targets(name, module, ignore)),
         )
 
@@ -254,7 +262,7 @@ class _Walk:
             and is_narrow_match(self.model, scheme.targets, name, module)
         )
 
-    def _assign(self, name: str, module: Module, found: _Matched) -> None:
+    def _assign(self, name: str, module: Module, found: _TargetMatch) -> None:
         matched, by_name = found.targets, found.by_name
         scheme = self.by_target[matched[0]]
         if is_empty(scheme):
@@ -264,13 +272,13 @@ class _Walk:
         # A class of its own, such as Llama4Router, names the module as well as its name does.
         own_class = type(module).__name__ in set(matched) - {"Linear"}
         if isinstance(module, Linear) and not by_name and not own_class:
-            if is_served_plain(name, module):
+            if is_unquantized_when_served(name, module):
                 self.served_plain.append(name)
                 return
-            if id(weight_of(module)) in self._embedded:
+            if id(weight_without_onloading(module)) in self._embedded:
                 self.tied_heads.append(name)
                 return
-            if module is self._head or _last(name) == "lm_head":
+            if module is self._head or _leaf_name(name) == "lm_head":
                 self.heads[name] = scheme
         self.schemes[name] = scheme
 
@@ -291,33 +299,33 @@ def is_quantizable(module: Module) -> bool:
     Whisper) are Embeddings that also take the length of a cache or a mask.
     """
     kind: Any = type(module)  # hashable, whatever it is a class of
-    return isinstance(module, Linear | Embedding) and _takes_one(kind)
+    return isinstance(module, Linear | Embedding) and _has_single_input_forward(kind)
 
 
 @functools.cache
-def _takes_one(kind: Any) -> bool:
+def _has_single_input_forward(kind: Any) -> bool:
     parameters = list(inspect.signature(kind.forward).parameters.values())
     return len(parameters) == 2 and parameters[1].kind is not inspect.Parameter.VAR_KEYWORD
 
 
-def _is_unreadable(module: Module) -> bool:
+def _is_unsupported_matrix(module: Module) -> bool:
     """Return True if the weight is a matrix and compressed-tensors cannot quantize its class."""
     if is_quantizable(module):
         return False
-    weight = weight_of(module)
+    weight = weight_without_onloading(module)
     return weight is not None and weight.ndim > 1
 
 
-def _unreadable(classes: Iterable[str]) -> str:
+def _unsupported_classes_note(classes: Iterable[str]) -> str:
     """A part of a message on matrices that stay unquantized; empty if there are none."""
     names = ", ".join(sorted(set(classes)))
     return f"; no reader knows a quantized {names}" if names else ""
 
 
-def _refuse_useless(found: _Walk) -> None:
+def _refuse_unquantizable_targets(found: _SchemeMatcher) -> None:
     for target, classes in found.useless.items():
         if target not in found.useful:
-            reason = _unreadable(classes & set(found.unreadable.values()))
+            reason = _unsupported_classes_note(classes & set(found.unreadable.values()))
             raise TargetError(
                 f"The target {target!r} matches only modules of class "
                 f"{', '.join(sorted(classes))}, which its scheme cannot be applied to{reason}.",
@@ -326,21 +334,22 @@ def _refuse_useless(found: _Walk) -> None:
             )
 
 
-def _report(found: _Walk) -> None:
+def _log_matches(found: _SchemeMatcher) -> None:
     if found.served_plain:
         logger.info(
             f"Left unquantized: {len(found.served_plain)} router gate(s) or the like, which "
-            f"engines serve unquantized ({listed(found.served_plain)}). To quantize one, target it "
+            f"engines serve unquantized ({join_names(found.served_plain)}). To quantize one, "
+            "target it "
             "by name."
         )
     if found.unreadable:
         logger.info(
             f"Left unquantized: {len(found.unreadable)} module(s) that targets match "
-            f"({listed(found.unreadable)}){_unreadable(found.unreadable.values())}."
+            f"({join_names(found.unreadable)}){_unsupported_classes_note(found.unreadable.values())}."
         )
     if found.tied_heads:
         logger.warning(
-            f"Left unquantized: {listed(found.tied_heads)}, whose weight is the input "
+            f"Left unquantized: {join_names(found.tied_heads)}, whose weight is the input "
             "embedding's. Add it to ignore, or pass tie_word_embeddings=False to quantize it."
         )
     if found.contested:
@@ -360,7 +369,7 @@ def _with_named_heads(
     patterns: dict[int, list[str]] = {}
     for name, scheme in heads.items():
         if schemes[name] is scheme:
-            patterns.setdefault(id(scheme), []).append(f"re:.*{re.escape(_last(name))}$")
+            patterns.setdefault(id(scheme), []).append(f"re:.*{re.escape(_leaf_name(name))}$")
     # Names stand before classes: loaders report a target as unmatched if another came first.
     named = {
         id(scheme): scheme.model_copy(update={"targets": [*patterns[id(scheme)], *scheme.targets]})
@@ -370,11 +379,11 @@ def _with_named_heads(
     return {name: named.get(id(scheme), scheme) for name, scheme in schemes.items()}
 
 
-def _last(name: str) -> str:
+def _leaf_name(name: str) -> str:
     return name.rpartition(".")[2]
 
 
-def _fitted(
+def _with_narrow_groups(
     modules: Mapping[str, Module], schemes: Mapping[str, QuantizationScheme]
 ) -> dict[str, QuantizationScheme]:
     """The schemes, with a scheme of their own for matrices narrower than their group."""
@@ -387,8 +396,8 @@ def _fitted(
             continue
         key = (id(scheme), columns)
         if key not in narrowed:
-            is_narrow = any(_is_narrow(args, columns) for _, args in _grouped(scheme))
-            narrowed[key] = _narrow(scheme, columns) if is_narrow else None
+            is_narrow = any(_is_narrow(args, columns) for _, args in _grouped_arguments(scheme))
+            narrowed[key] = _with_group_size(scheme, columns) if is_narrow else None
         own = narrowed[key]
         if own is not None:
             own.targets.append(name)
@@ -397,18 +406,18 @@ def _fitted(
         if narrow is None:
             continue
         logger.info(
-            f"{listed(narrow.targets)}: {columns} columns are fewer than a group has; each row "
+            f"{join_names(narrow.targets)}: {columns} columns are fewer than a group has; each row "
             "is one group there."
         )
     return fitted
 
 
 def _columns(module: Module) -> int | None:
-    weight = weight_of(module)
+    weight = weight_without_onloading(module)
     return weight.shape[-1] if weight is not None and weight.dim() == 2 else None
 
 
-def _grouped(scheme: QuantizationScheme) -> Iterator[tuple[str, QuantizationArgs]]:
+def _grouped_arguments(scheme: QuantizationScheme) -> Iterator[tuple[str, QuantizationArgs]]:
     for field_name in ("weights", "input_activations"):
         args = getattr(scheme, field_name)
         if args is not None and args.strategy == "group" and args.group_size:
@@ -420,10 +429,10 @@ def _is_narrow(args: QuantizationArgs, columns: int) -> bool:
     return bool(columns < args.group_size and args.scale_dtype != torch.uint8)
 
 
-def _narrow(scheme: QuantizationScheme, columns: int) -> QuantizationScheme:
+def _with_group_size(scheme: QuantizationScheme, columns: int) -> QuantizationScheme:
     update: dict[str, object] = {
         name: args.model_copy(update={"group_size": columns})
-        for name, args in _grouped(scheme)
+        for name, args in _grouped_arguments(scheme)
         if _is_narrow(args, columns)
     }
     return scheme.model_copy(update={**update, "targets": []})

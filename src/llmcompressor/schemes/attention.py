@@ -14,12 +14,12 @@ from torch.nn import Module
 
 __all__ = [
     "CACHED_ATTENTION",
-    "cache_argument",
+    "has_kv_cache_argument",
     "is_cached_attention",
-    "source_layer",
+    "kv_cache_argument",
+    "kv_source_layer",
     "state_strategies",
-    "takes_cache",
-    "updates_cache",
+    "updates_kv_cache",
 ]
 
 CACHED_ATTENTION = (
@@ -43,7 +43,7 @@ def state_strategies(args: QuantizationArgs) -> tuple[str, ...]:
     return ("tensor", "attn_head") if args.dynamic is False else ("tensor", "token")
 
 
-def takes_cache(module: Module) -> bool:
+def has_kv_cache_argument(module: Module) -> bool:
     """Return True if a module has the form of attention with a KV cache argument.
 
     The test is that of compressed-tensors, with every known name of the argument: the installed
@@ -53,10 +53,10 @@ def takes_cache(module: Module) -> bool:
         return True
     is_attention = "attention" in type(module).__name__.lower()
     has_states = any(hasattr(module, name) for name in _PROJECTIONS)
-    return is_attention and has_states and cache_argument(module) is not None
+    return is_attention and has_states and kv_cache_argument(module) is not None
 
 
-def cache_argument(module: Module, given: Mapping[str, Any] | None = None) -> str | None:
+def kv_cache_argument(module: Module, given: Mapping[str, Any] | None = None) -> str | None:
     """The name of the argument through which a module gets its KV cache.
 
     Args:
@@ -72,12 +72,14 @@ def cache_argument(module: Module, given: Mapping[str, Any] | None = None) -> st
     return next((name for name in (taken, *_ARGUMENTS) if name in (given or ())), taken)
 
 
-def updates_cache(module: Module) -> bool:
+def updates_kv_cache(module: Module) -> bool:
     """Return True if a method of the module's class calls an ``update``, or its code is hidden."""
     kind: Any = type(module)
-    if not takes_cache(module) or _layer_type(module) == "linear_attention":
+    if not has_kv_cache_argument(module) or _layer_type(module) == "linear_attention":
         return False
-    return not hasattr(inspect.unwrap(kind.forward), "__code__") or "update" in _names_of(kind)
+    return not hasattr(inspect.unwrap(kind.forward), "__code__") or "update" in _referenced_names(
+        kind
+    )
 
 
 def is_cached_attention(module: Module) -> bool:
@@ -88,16 +90,16 @@ def is_cached_attention(module: Module) -> bool:
     cache (self- or cross-attention) does not find it in the quantized cache that loaders insert.
     """
     kind: Any = type(module)  # hashable, whatever it is a class of
-    return updates_cache(module) and not _names_of(kind) & _HALVES
+    return updates_kv_cache(module) and not _referenced_names(kind) & _HALVES
 
 
-def source_layer(module: Module) -> int | None:
+def kv_source_layer(module: Module) -> int | None:
     """The layer whose keys and values this attention reads, if it computes none of its own.
 
     Taken from the attributes of transformers' attention, or else from the configuration: the last
     layer of the same type before the final layers that share a cache.
     """
-    if not getattr(module, "is_kv_shared_layer", False) or takes_cache(module):
+    if not getattr(module, "is_kv_shared_layer", False) or has_kv_cache_argument(module):
         return None
     told = getattr(module, "kv_shared_layer_index", None)
     if isinstance(told, int):
@@ -118,17 +120,17 @@ def _layer_type(module: Module) -> str | None:
 
 
 @cache
-def _names_of(kind: Any) -> frozenset[str]:
+def _referenced_names(kind: Any) -> frozenset[str]:
     """The names that the methods of a class refer to."""
     own = kind.__mro__[: kind.__mro__.index(Module)]
     methods = (inspect.unwrap(each) for one in own for each in vars(one).values() if callable(each))
     codes = (getattr(method, "__code__", None) for method in methods)
-    return frozenset(name for code in codes if code is not None for name in _names(code))
+    return frozenset(name for code in codes if code is not None for name in _names_in_code(code))
 
 
-def _names(code: CodeType) -> Iterator[str]:
+def _names_in_code(code: CodeType) -> Iterator[str]:
     """The names that a function and its nested functions refer to."""
     yield from code.co_names
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
-            yield from _names(constant)
+            yield from _names_in_code(constant)

@@ -12,25 +12,25 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from llmcompressor.errors import TargetError
 from llmcompressor.logger import logger
-from llmcompressor.names import named_modules
-from llmcompressor.schemes.assign import is_quantizable, output_head, weight_of
+from llmcompressor.modeling.names import named_modules
+from llmcompressor.runtime.progress import join_names
+from llmcompressor.schemes.assign import is_quantizable, output_head, weight_without_onloading
 from llmcompressor.schemes.attention import is_cached_attention, state_strategies
 from llmcompressor.schemes.presets import format_of
-from llmcompressor.wording import listed
 
 __all__ = [
-    "Misfit",
-    "are_apart_untied",
+    "IndivisibleModule",
+    "are_separate_after_untying",
     "check_attention",
     "check_divisible",
     "check_schemes",
     "check_tied",
     "check_weights_quantizable",
     "describe",
-    "holds_ragged",
-    "indivisible",
+    "indivisible_modules",
+    "supports_ragged_groups",
     "tied_weights",
-    "warn_mixed_sets",
+    "warn_mixed_fused_sets",
 ]
 
 Schemes = Mapping[str, QuantizationScheme]
@@ -74,12 +74,12 @@ def check_weights_quantizable(model: Module, schemes: Schemes) -> None:
     for name, module in _submodules(model, schemes):
         if schemes[name].weights is None:
             continue
-        reason = _why_not(module)
+        reason = _unquantizable_reason(module)
         if reason:
             wrong.append(f"{name} ({type(module).__name__}: {reason})")
     if wrong:
         raise TargetError(
-            f"These modules cannot be quantized: {listed(wrong)}.",
+            f"These modules cannot be quantized: {join_names(wrong)}.",
             "Ignore them, or load the model with its weights in floating point.",
         )
 
@@ -100,7 +100,8 @@ def check_attention(model: Module, schemes: Schemes) -> None:
             wrong.setdefault((strategy, state_strategies(args)), []).append(name)
     for (strategy, allowed), names in wrong.items():
         raise TargetError(
-            f"The scheme of {listed(names)} has the strategy {strategy!r}, which queries, keys and "
+            f"The scheme of {join_names(names)} has the strategy {strategy!r}, which queries, "
+            "keys and "
             "values cannot.",
             f"Use {' or '.join(allowed)}.",
         )
@@ -115,7 +116,8 @@ def _check_unparametrized(model: Module, schemes: Schemes) -> None:
     ]
     if found:
         raise TargetError(
-            f"The weights of {listed(found)} are parametrized (torch.nn.utils.parametrize): they "
+            f"The weights of {join_names(found)} are parametrized (torch.nn.utils.parametrize): "
+            "they "
             "are computed whenever they are read, and cannot be quantized.",
             'Call torch.nn.utils.parametrize.remove_parametrizations(module, "weight") for each '
             "before; ignore those that the model's class parametrizes itself.",
@@ -129,8 +131,8 @@ def _submodules(model: Module, names: Iterable[str]) -> Iterator[tuple[str, Modu
         yield name, known[name] if name in known else model.get_submodule(name)
 
 
-def _why_not(module: Module) -> str:
-    weight = weight_of(module)
+def _unquantizable_reason(module: Module) -> str:
+    weight = weight_without_onloading(module)
     if not isinstance(module, Linear | Embedding) or weight is None:
         return "no Linear or Embedding with a weight"
     if not is_quantizable(module):
@@ -142,7 +144,7 @@ def _why_not(module: Module) -> str:
     return ""
 
 
-class Misfit(NamedTuple):
+class IndivisibleModule(NamedTuple):
     """A module whose number of columns is not divisible by its group size.
 
     Attributes:
@@ -159,7 +161,7 @@ class Misfit(NamedTuple):
     is_bound: bool
 
 
-def indivisible(model: Module, schemes: Schemes) -> list[Misfit]:
+def indivisible_modules(model: Module, schemes: Schemes) -> list[IndivisibleModule]:
     """The modules whose number of columns is not divisible by their group size, in order.
 
     Blocks are padded, so they always fit. Matrices narrower than the group already got a group of
@@ -168,29 +170,29 @@ def indivisible(model: Module, schemes: Schemes) -> list[Misfit]:
     misfits = []
     sizes: dict[int, tuple[int, int]] = {}
     for name, module in _submodules(model, schemes):
-        weight, scheme = weight_of(module), schemes[name]
+        weight, scheme = weight_without_onloading(module), schemes[name]
         if weight is None or weight.dim() != 2:
             continue
         columns = weight.shape[-1]
         if id(scheme) not in sizes:
-            sizes[id(scheme)] = (_group(scheme.weights), _group(scheme.input_activations))
+            sizes[id(scheme)] = (_group_size(scheme.weights), _group_size(scheme.input_activations))
         size, of_inputs = ((size if size and columns % size else 0) for size in sizes[id(scheme)])
         if size or of_inputs:
-            is_bound = bool(of_inputs) or not holds_ragged(format_of(scheme), columns)
-            misfits.append(Misfit(name, columns, max(size, of_inputs), is_bound))
+            is_bound = bool(of_inputs) or not supports_ragged_groups(format_of(scheme), columns)
+            misfits.append(IndivisibleModule(name, columns, max(size, of_inputs), is_bound))
     return misfits
 
 
-def holds_ragged(form: str, columns: int) -> bool:
+def supports_ragged_groups(form: str, columns: int) -> bool:
     """Return True if a format supports a smaller last group in weights with ``columns`` columns.
 
-    >>> [holds_ragged("nvfp4-pack-quantized", columns) for columns in (40, 41)]
+    >>> [supports_ragged_groups("nvfp4-pack-quantized", columns) for columns in (40, 41)]
     [True, False]
     """
     return form in _RAGGED and not (form in _PAIRED and columns % 2)
 
 
-def _group(args: QuantizationArgs | None) -> int:
+def _group_size(args: QuantizationArgs | None) -> int:
     if args is None or args.strategy not in ("group", "tensor_group"):
         return 0
     return int(args.group_size)
@@ -207,7 +209,7 @@ def check_divisible(model: Module, schemes: Schemes, *, bypass: bool = False) ->
     Raises:
         TargetError: lists every such module with its columns and its group size.
     """
-    misfits = indivisible(model, schemes)
+    misfits = indivisible_modules(model, schemes)
     bound = [one for one in misfits if one.is_bound]
     if not misfits or (bypass and not bound):
         return
@@ -243,7 +245,7 @@ def tied_weights(model: Module, schemes: Schemes) -> list[tuple[str, ...]]:
     """
     owners: dict[int, list[str]] = {}
     for name, module in named_modules(model, remove_duplicate=False):
-        weight = weight_of(module)
+        weight = weight_without_onloading(module)
         if weight is not None:
             owners.setdefault(id(weight), []).append(name)
     weighty = {name for name, scheme in schemes.items() if scheme.weights is not None}
@@ -268,18 +270,20 @@ def check_tied(model: Module, schemes: Schemes) -> None:
     )
     if more:
         problem += f" So it is with {more} more {'set' if more == 1 else 'sets'} of modules."
-    raise TargetError(problem, _way_out(model, schemes, sets))
+    raise TargetError(problem, _untying_remedy(model, schemes, sets))
 
 
-def _way_out(model: Module, schemes: Schemes, sets: Sequence[Sequence[str]]) -> str:
+def _untying_remedy(model: Module, schemes: Schemes, sets: Sequence[Sequence[str]]) -> str:
     """The remedy in the error message: untie the embeddings, if that separates all weights."""
-    if are_apart_untied(model, schemes, sets):
+    if are_separate_after_untying(model, schemes, sets):
         return "Pass tie_word_embeddings=False to give each its own weight, or ignore it."
-    meant = listed(name for names in sets for name in names if name in schemes)
+    meant = join_names(name for names in sets for name in names if name in schemes)
     return f"Nothing gives each a weight of its own: add all of them to ignore ({meant})."
 
 
-def are_apart_untied(model: Module, schemes: Schemes, sets: Sequence[Sequence[str]]) -> bool:
+def are_separate_after_untying(
+    model: Module, schemes: Schemes, sets: Sequence[Sequence[str]]
+) -> bool:
     """Return True if untying the embeddings leaves no weight to be quantized shared.
 
     Args:
@@ -298,7 +302,7 @@ def are_apart_untied(model: Module, schemes: Schemes, sets: Sequence[Sequence[st
     return all(len(names) < 2 or not schemes.keys() & set(names) for names in left)
 
 
-def warn_mixed_sets(schemes: Schemes, joined: Iterable[Sequence[str]]) -> None:
+def warn_mixed_fused_sets(schemes: Schemes, joined: Iterable[Sequence[str]]) -> None:
     """Warn about modules that are served as one but quantized differently.
 
     Engines look up one scheme for the fused matrix: some refuse mixed schemes, others load one of
@@ -316,7 +320,7 @@ def warn_mixed_sets(schemes: Schemes, joined: Iterable[Sequence[str]]) -> None:
             if own not in keys:
                 keys[own] = _serving_key(scheme)
         if len({keys[own] for own in present}) > 1:
-            mixed.append(_mixture({name: describe(schemes.get(name)) for name in names}))
+            mixed.append(_describe_mixed({name: describe(schemes.get(name)) for name in names}))
     if mixed:
         logger.warning(
             "These modules are served as one but would be quantized differently, which vLLM "
@@ -326,11 +330,11 @@ def warn_mixed_sets(schemes: Schemes, joined: Iterable[Sequence[str]]) -> None:
         )
 
 
-def _mixture(kinds: Mapping[str, str]) -> str:
+def _describe_mixed(kinds: Mapping[str, str]) -> str:
     by_kind: dict[str, list[str]] = {}
     for name, kind in kinds.items():
         by_kind.setdefault(kind, []).append(name)
-    return ", ".join(f"{listed(names)} {kind}" for kind, names in by_kind.items())
+    return ", ".join(f"{join_names(names)} {kind}" for kind, names in by_kind.items())
 
 
 def _serving_key(scheme: QuantizationScheme | None) -> str:
@@ -353,12 +357,16 @@ def describe(scheme: QuantizationScheme | None) -> str:
     """
     if scheme is None:
         return "not quantized"
-    weights = f"in {_words(scheme.weights)}" if scheme.weights else "in full"
-    inputs = f" with {_words(scheme.input_activations)} inputs" if scheme.input_activations else ""
+    weights = f"in {_describe_arguments(scheme.weights)}" if scheme.weights else "in full"
+    inputs = (
+        f" with {_describe_arguments(scheme.input_activations)} inputs"
+        if scheme.input_activations
+        else ""
+    )
     return weights + inputs
 
 
-def _words(args: QuantizationArgs) -> str:
+def _describe_arguments(args: QuantizationArgs) -> str:
     # Enum members where a default was taken, their values where a user wrote one.
     kind, strategy = (str(getattr(each, "value", each)) for each in (args.type, args.strategy))
     size = args.group_size or args.block_structure or ""

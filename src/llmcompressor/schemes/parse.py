@@ -17,7 +17,7 @@ from pydantic import BaseModel, ValidationError
 
 from llmcompressor.errors import InputError, RecipeError, did_you_mean
 from llmcompressor.logger import logger
-from llmcompressor.schemes.formats import misfit
+from llmcompressor.schemes.bridge import format_mismatch
 from llmcompressor.schemes.presets import (
     check_6_bit_floats,
     format_of,
@@ -25,13 +25,13 @@ from llmcompressor.schemes.presets import (
     preset_scheme,
 )
 
-__all__ = ["check_actorder", "names_list", "parse_args", "parse_group", "parse_scheme"]
+__all__ = ["check_actorder", "parse_args", "parse_group", "parse_names", "parse_scheme"]
 
 ARGUMENT_FIELDS = ("weights", "input_activations", "output_activations")
 _WEIGHT_STRATEGIES = ("tensor", "channel", "group", "block", "tensor_group")
 
 
-def names_list(value: Any, where: str) -> list[str]:
+def parse_names(value: Any, where: str) -> list[str]:
     """Return a name or a list of names as a list.
 
     Raises:
@@ -106,23 +106,23 @@ def parse_scheme(value: Mapping[str, Any], where: str) -> QuantizationScheme:
     fields = dict(value)
     if fields.get("targets") is None:
         raise RecipeError(f"{where} has no targets.", "Say which modules it is for: targets: [...]")
-    fields["targets"] = names_list(fields["targets"], f"{where}.targets")
+    fields["targets"] = parse_names(fields["targets"], f"{where}.targets")
     for name in ARGUMENT_FIELDS:
         if fields.get(name) is not None:
             fields[name] = parse_args(fields[name], f"{where}.{name}")
-    return _checked(_validated(QuantizationScheme, fields, where), where)
+    return _checked_scheme(_validated(QuantizationScheme, fields, where), where)
 
 
 def parse_group(name: str, value: Any, where: str) -> QuantizationScheme:
     """Parse an entry of ``config_groups``: a scheme, a mapping, or the targets of a preset."""
     if isinstance(value, QuantizationScheme):
         _refuse_empty_pattern(value.targets, f"{where}.targets")
-        return _checked(value, where)
+        return _checked_scheme(value, where)
     if isinstance(value, Mapping):
         return parse_scheme(value, where)
     if not is_preset(name):
         _refuse_group(name, value, where)
-    return preset_scheme(name, names_list(value, where))
+    return preset_scheme(name, parse_names(value, where))
 
 
 def _refuse_group(name: str, value: Any, where: str) -> None:
@@ -139,7 +139,7 @@ def _refuse_group(name: str, value: Any, where: str) -> None:
     )
 
 
-def _checked(scheme: QuantizationScheme, where: str) -> QuantizationScheme:
+def _checked_scheme(scheme: QuantizationScheme, where: str) -> QuantizationScheme:
     """Refuse schemes that the classes accept but that no weight or no format supports."""
     for name in ARGUMENT_FIELDS:
         if (args := getattr(scheme, name)) is not None:
@@ -147,7 +147,7 @@ def _checked(scheme: QuantizationScheme, where: str) -> QuantizationScheme:
     _refuse_static_groups(scheme, where)
     checked = _with_checked_weights(scheme, where)
     if checked.weights is not None:
-        wrong = misfit(checked, format_of(checked))
+        wrong = format_mismatch(checked, format_of(checked))
         if wrong is not None:
             raise RecipeError(f"The format of {where} does not fit: {wrong[0]}.", wrong[1])
     return checked
@@ -172,7 +172,7 @@ def _with_checked_weights(scheme: QuantizationScheme, where: str) -> Quantizatio
             "Use 2 bits or more.",
         )
     if weights.type == "float" and weights.num_bits in _FLOAT_SCALES:
-        return scheme.model_copy(update={"weights": _storable_float(weights, where)})
+        return scheme.model_copy(update={"weights": _with_float_scale_dtype(weights, where)})
     if weights.strategy == "tensor_group":
         raise RecipeError(
             f"{where}.weights has the strategy tensor_group, but is no 4-bit float: other formats "
@@ -208,7 +208,7 @@ _FLOAT_SCALES = {
 _NVFP4 = ", or tensor_group with group_size 16 and scale_dtype torch.float8_e4m3fn (NVFP4)"
 
 
-def _storable_float(weights: QuantizationArgs, where: str) -> QuantizationArgs:
+def _with_float_scale_dtype(weights: QuantizationArgs, where: str) -> QuantizationArgs:
     """The arguments with the scale's dtype filled in.
 
     Raises:
@@ -250,21 +250,26 @@ def _validated(cls: Any, fields: dict[str, Any], where: str) -> Any:
             warnings.simplefilter("always")
             made = cls(**fields)
     except ValidationError as error:
-        raise RecipeError(f"{where} is not valid: {_reasons(error)}.") from error
+        raise RecipeError(f"{where} is not valid: {_validation_reasons(error)}.") from error
     except (NotImplementedError, TypeError, ValueError) as error:
-        raise RecipeError(f"{where} is not valid: {_sentence(error)}.") from error
+        raise RecipeError(f"{where} is not valid: {_first_line_of_message(error)}.") from error
     for warning in caught:
         logger.warning(f"{where}: {warning.message}")
     return made
 
 
-def _reasons(error: ValidationError) -> str:
+def _validation_reasons(error: ValidationError) -> str:
     return "; ".join(
-        ": ".join([*map(str, each["loc"]), _sentence(each["msg"].removeprefix("Value error, "))])
+        ": ".join(
+            [
+                *map(str, each["loc"]),
+                _first_line_of_message(each["msg"].removeprefix("Value error, ")),
+            ]
+        )
         for each in error.errors(include_url=False, include_context=False)
     )
 
 
-def _sentence(message: object) -> str:
+def _first_line_of_message(message: object) -> str:
     """The first line of a message without its full stop; the rest repeats the whole object."""
     return str(message).strip().partition("\n")[0].rstrip(".")

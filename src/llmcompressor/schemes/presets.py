@@ -50,7 +50,7 @@ __all__ = [
     "can_store_6_bit_floats",
     "check_6_bit_floats",
     "format_of",
-    "is_packed",
+    "is_bit_packed",
     "is_preset",
     "preset_scheme",
     "with_format",
@@ -85,7 +85,7 @@ class Preset:
         return with_format(scheme)
 
 
-def _int_groups(bits: int, *, symmetric: bool = True) -> Arguments:
+def _grouped_int_arguments(bits: int, *, symmetric: bool = True) -> Arguments:
     return {
         "num_bits": bits,
         "type": "int",
@@ -95,7 +95,7 @@ def _int_groups(bits: int, *, symmetric: bool = True) -> Arguments:
     }
 
 
-def _tokens(bits: int, kind: str) -> Arguments:
+def _per_token_arguments(bits: int, kind: str) -> Arguments:
     return {"num_bits": bits, "type": kind, "strategy": "token", "dynamic": True}
 
 
@@ -136,7 +136,7 @@ _NVFP4: Arguments = {
 }
 
 
-def _mx(bits: int) -> Arguments:
+def _mx_arguments(bits: int) -> Arguments:
     """Arguments of the OCP microscaling (MX) formats: 32 values share a power-of-two scale."""
     return {
         "num_bits": bits,
@@ -148,37 +148,41 @@ def _mx(bits: int) -> Arguments:
     }
 
 
-def _build() -> dict[str, Preset]:
-    w8a8 = Preset({"num_bits": 8, "type": "int", "strategy": "channel"}, _tokens(8, "int"))
+def _build_presets() -> dict[str, Preset]:
+    w8a8 = Preset(
+        {"num_bits": 8, "type": "int", "strategy": "channel"}, _per_token_arguments(8, "int")
+    )
     presets = {"UNQUANTIZED": Preset(), "W8A8": w8a8, "INT8": w8a8}
     for bits in range(2, 9):
-        presets[f"W{bits}A16"] = Preset(_int_groups(bits))
-        presets[f"W{bits}A16_ASYM"] = Preset(_int_groups(bits, symmetric=False))
+        presets[f"W{bits}A16"] = Preset(_grouped_int_arguments(bits))
+        presets[f"W{bits}A16_ASYM"] = Preset(_grouped_int_arguments(bits, symmetric=False))
     for bits in range(2, 8):
-        presets[f"W{bits}A8"] = Preset(_int_groups(bits), _tokens(8, "int"))
+        presets[f"W{bits}A8"] = Preset(_grouped_int_arguments(bits), _per_token_arguments(8, "int"))
     for bits in range(2, 5):
-        presets[f"W{bits}A4"] = Preset(_int_groups(bits), _tokens(4, "int"))
+        presets[f"W{bits}A4"] = Preset(_grouped_int_arguments(bits), _per_token_arguments(4, "int"))
     presets |= {
-        "W4AFP8": Preset(_int_groups(4), _tokens(8, "float")),
+        "W4AFP8": Preset(_grouped_int_arguments(4), _per_token_arguments(8, "float")),
         "FP8": Preset(_FP8_TENSOR, {**_FP8_TENSOR, "observer": "static_minmax"}),
-        "FP8_DYNAMIC": Preset({**_FP8_TENSOR, "strategy": "channel"}, _tokens(8, "float")),
+        "FP8_DYNAMIC": Preset(
+            {**_FP8_TENSOR, "strategy": "channel"}, _per_token_arguments(8, "float")
+        ),
         "FP8_BLOCK": _FP8_BLOCK,
         "NVFP4A16": Preset(_NVFP4),
         "NVFP4": Preset(_NVFP4, {**_NVFP4, "dynamic": "local", "observer": "static_minmax"}),
-        "MXFP4A16": Preset(_mx(4)),
-        "MXFP4": Preset(_mx(4), {**_mx(4), "dynamic": True}),
-        "MXFP8A16": Preset(_mx(8)),
-        "MXFP8": Preset(_mx(8), {**_mx(8), "dynamic": True}),
+        "MXFP4A16": Preset(_mx_arguments(4)),
+        "MXFP4": Preset(_mx_arguments(4), {**_mx_arguments(4), "dynamic": True}),
+        "MXFP8A16": Preset(_mx_arguments(8)),
+        "MXFP8": Preset(_mx_arguments(8), {**_mx_arguments(8), "dynamic": True}),
     }
     return presets | {name: one for name, one in _NEWER.items() if name in PRESET_SCHEMES}
 
 
 _NEWER = {
-    "MXFP4XFP8": Preset(_mx(4), _FP8_BLOCK.input_activations),
-    "MXFP6A16": Preset(_mx(6)),
-    "MXFP6A8": Preset(_mx(6), {**_mx(8), "dynamic": True}),
+    "MXFP4XFP8": Preset(_mx_arguments(4), _FP8_BLOCK.input_activations),
+    "MXFP6A16": Preset(_mx_arguments(6)),
+    "MXFP6A8": Preset(_mx_arguments(6), {**_mx_arguments(8), "dynamic": True}),
 }
-PRESETS: Mapping[str, Preset] = MappingProxyType(_build())
+PRESETS: Mapping[str, Preset] = MappingProxyType(_build_presets())
 """Every preset that the installed compressed-tensors knows, by its name in capitals."""
 
 
@@ -214,7 +218,7 @@ def preset_scheme(name: str, targets: str | Iterable[str] = ("Linear",)) -> Quan
     return preset.scheme([targets] if isinstance(targets, str) else targets)
 
 
-def is_packed(scheme: QuantizationScheme) -> bool:
+def is_bit_packed(scheme: QuantizationScheme) -> bool:
     """Return True if integer weights are written bit-packed although activations are quantized.
 
     compressed-tensors by default stores every integer weight with quantized activations as one byte
@@ -228,10 +232,10 @@ def is_packed(scheme: QuantizationScheme) -> bool:
     activations = scheme.input_activations or scheme.output_activations
     if not (weights and activations and weights.type == "int" and weights.num_bits < 8):
         return False
-    return not _is_for_processors(scheme)
+    return not _is_for_vllm_cpu_kernel(scheme)
 
 
-def _is_for_processors(scheme: QuantizationScheme) -> bool:
+def _is_for_vllm_cpu_kernel(scheme: QuantizationScheme) -> bool:
     """Return True if only vLLM's CPU kernel for W4A8 supports a scheme, and no packed kernel."""
     weights, inputs = scheme.weights, scheme.input_activations
     return (
@@ -247,7 +251,7 @@ def _is_for_processors(scheme: QuantizationScheme) -> bool:
 
 def with_format(scheme: QuantizationScheme) -> QuantizationScheme:
     """The scheme, with an explicit format where compressed-tensors would choose another."""
-    if scheme.format is None and is_packed(scheme):
+    if scheme.format is None and is_bit_packed(scheme):
         return scheme.model_copy(update={"format": _PACKED})
     return scheme
 
@@ -255,8 +259,8 @@ def with_format(scheme: QuantizationScheme) -> QuantizationScheme:
 def format_of(scheme: QuantizationScheme) -> str:
     """The compression format in which a module of ``scheme`` is written.
 
-    In this order: the scheme's own ``format``; bit-packed if :func:`is_packed`; the first match in
-    the order in which compressed-tensors tries its formats.
+    In this order: the scheme's own ``format``; bit-packed if :func:`is_bit_packed`; the first
+    match in the order in which compressed-tensors tries its formats.
 
     >>> format_of(preset_scheme("W4A8")), format_of(preset_scheme("W8A8"))
     ('pack-quantized', 'int-quantized')
@@ -267,7 +271,7 @@ def format_of(scheme: QuantizationScheme) -> str:
         return "dense"
     if scheme.weights.type == "float":
         return _float_format(scheme)
-    if is_packed(scheme):
+    if is_bit_packed(scheme):
         return _PACKED
     if scheme.input_activations is not None:
         return "int-quantized"

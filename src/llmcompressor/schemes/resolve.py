@@ -18,14 +18,14 @@ from torch.nn import Module
 
 from llmcompressor.errors import RecipeError, did_you_mean
 from llmcompressor.logger import logger
-from llmcompressor.schemes.assign import SchemeLookup, assign_schemes, is_empty, reached
+from llmcompressor.schemes.assign import SchemeLookup, assign_schemes, is_empty, match_schemes
 from llmcompressor.schemes.attention import state_strategies
 from llmcompressor.schemes.bridge import default_observer
 from llmcompressor.schemes.parse import (
     ARGUMENT_FIELDS,
-    names_list,
     parse_args,
     parse_group,
+    parse_names,
     parse_scheme,
 )
 from llmcompressor.schemes.presets import is_preset, preset_scheme, with_format
@@ -105,9 +105,9 @@ class ResolvedSchemes:
             allow_unquantizable=self.allow_unmatched,
         )
 
-    def reached(self, model: Module) -> dict[str, QuantizationScheme]:
+    def match_schemes(self, model: Module) -> dict[str, QuantizationScheme]:
         """The matches that :meth:`schemes_by_module` starts from, unchecked and without logging."""
-        return reached(model, self.groups.values(), self.ignore)
+        return match_schemes(model, self.groups.values(), self.ignore)
 
 
 def resolve_schemes(
@@ -156,12 +156,16 @@ def resolve_schemes(
             "is for that one alone: move it here.",
         )
     _check_shared_targets(groups)
-    overrides = _Overrides.from_fields(weight_observer, input_observer, output_observer, observer)
-    complete = {name: overrides.applied(with_format(group)) for name, group in groups.items()}
+    overrides = _ObserverOverrides.from_fields(
+        weight_observer, input_observer, output_observer, observer
+    )
+    complete = {
+        name: overrides.with_observers(with_format(group)) for name, group in groups.items()
+    }
     overrides.warn_unused()
     return ResolvedSchemes(
         groups=complete,
-        ignore=tuple(names_list(ignore, "ignore")) if ignore else (),
+        ignore=tuple(parse_names(ignore, "ignore")) if ignore else (),
         kv_cache_scheme=_cache_arguments(kv_cache_scheme),
         bypass_divisibility_checks=bypass_divisibility_checks,
         allow_unmatched=allow_unmatched,
@@ -203,17 +207,17 @@ def _groups_of_scheme(
     if isinstance(scheme, QuantizationScheme):
         return {"group_0": parse_group("group_0", scheme, "scheme")}
     if isinstance(scheme, str):
-        return {"group_0": preset_scheme(scheme, names_list(targets, "targets"))}
+        return {"group_0": preset_scheme(scheme, parse_names(targets, "targets"))}
     if not isinstance(scheme, Mapping) or not scheme:
         raise RecipeError(
             f"scheme is {scheme!r}.",
             "Give a preset's name, or a mapping from presets to their targets.",
         )
     if not any(is_preset(str(key)) for key in scheme) and set(scheme) & set(_SCHEME_FIELDS):
-        fields = {"targets": names_list(targets, "targets"), **scheme}
+        fields = {"targets": parse_names(targets, "targets"), **scheme}
         return {"group_0": parse_scheme(fields, "scheme")}
     return {
-        f"group_{index}": preset_scheme(str(name), names_list(value, f"scheme.{name}"))
+        f"group_{index}": preset_scheme(str(name), parse_names(value, f"scheme.{name}"))
         for index, (name, value) in enumerate(scheme.items())
     }
 
@@ -245,10 +249,10 @@ def _cache_arguments(value: QuantizationArgs | Mapping[str, Any] | None) -> Quan
             f"kv_cache_scheme has the strategy {strategy!r}, which keys and values cannot.",
             f"Use {' or '.join(allowed)}.",
         )
-    return _observed(args, "k")
+    return _with_observer(args, "k")
 
 
-def _observed(
+def _with_observer(
     args: QuantizationArgs, base_name: str, override: str | None = None
 ) -> QuantizationArgs:
     """A copy of ``args`` with its observer; without one if all scales are dynamic."""
@@ -257,7 +261,7 @@ def _observed(
 
 
 @dataclass
-class _Overrides:
+class _ObserverOverrides:
     """The observers that a modifier sets for all its schemes, and a record of those used."""
 
     by_field: Mapping[str, str]
@@ -271,7 +275,7 @@ class _Overrides:
         input_observer: str | None,
         output_observer: str | None,
         observer: Mapping[str, str] | str | None,
-    ) -> _Overrides:
+    ) -> _ObserverOverrides:
         given = (weight_observer, input_observer, output_observer)
         pairs = zip(ARGUMENT_FIELDS, given, strict=True)
         single = {name: value for name, value in pairs if value is not None}
@@ -286,13 +290,13 @@ class _Overrides:
         named = _observer_fields(observer)
         return cls(named, {argument: keys[argument] for argument in named})
 
-    def applied(self, scheme: QuantizationScheme) -> QuantizationScheme:
+    def with_observers(self, scheme: QuantizationScheme) -> QuantizationScheme:
         """A copy of ``scheme`` with an observer in every argument."""
         update: dict[str, QuantizationArgs] = {}
         for name in ARGUMENT_FIELDS:
             args = getattr(scheme, name)
             if args is not None:
-                update[name] = _observed(args, BASE_NAMES[name], self.by_field.get(name))
+                update[name] = _with_observer(args, BASE_NAMES[name], self.by_field.get(name))
                 if args.dynamic is not True:
                     self.used.add(name)
         return scheme.model_copy(update=update)

@@ -8,7 +8,6 @@ ready to be saved, and the modifiers' reports can be read from
 ``active_session().lifecycle.recipe.modifiers``. When it raises, the session is reset.
 """
 
-from llmcompressor.training.mixin import SessionManagerMixIn
-from llmcompressor.training.trainer import Trainer
+from llmcompressor.training.mixin import SessionManagerMixIn, Trainer
 
 __all__ = ["SessionManagerMixIn", "Trainer"]

@@ -22,7 +22,14 @@ import transformers
 from llmcompressor.errors import CheckpointError
 from llmcompressor.logger import logger
 
-__all__ = ["SESSION_FILE", "checkpoint_to_resume", "read_session", "step_of", "write_session"]
+__all__ = [
+    "SESSION_FILE",
+    "DataPosition",
+    "checkpoint_to_resume",
+    "read_session",
+    "step_of",
+    "write_session",
+]
 
 SESSION_FILE = "session_state.pt"
 _STATE_FILE = "trainer_state.json"
@@ -89,7 +96,7 @@ def checkpoint_to_resume(asked: str | os.PathLike[str] | bool | None, runs: Path
     if asked is True:
         return _last_complete(runs)
     folder = Path(asked)
-    lack = _lack(folder)
+    lack = _why_incomplete(folder)
     if lack:
         raise CheckpointError(
             f"Training cannot be resumed from {folder}: {lack}.",
@@ -110,7 +117,7 @@ def _last_complete(runs: Path) -> Path:
     steps = {int(match[1]): path for path in found if (match := _FOLDER.fullmatch(path.name))}
     unfinished: list[str] = []
     for step in sorted(steps, reverse=True):
-        lack = _lack(steps[step])
+        lack = _why_incomplete(steps[step])
         if lack is None:
             if unfinished:
                 logger.warning(f"Resuming from {steps[step]}, not from {'; '.join(unfinished)}.")
@@ -123,7 +130,7 @@ def _last_complete(runs: Path) -> Path:
     )
 
 
-def _lack(folder: Path) -> str | None:
+def _why_incomplete(folder: Path) -> str | None:
     """Return the reason why a folder is no complete checkpoint, or ``None`` if it is."""
     if not folder.is_dir():
         return "there is no such folder"
@@ -136,3 +143,51 @@ def _lack(folder: Path) -> str | None:
     except (ValueError, KeyError, TypeError):
         return f"it was not finished, {_STATE_FILE} breaks off"
     return None
+
+
+# --------------------
+# Position of a training in its data.
+#
+# transformers computes the position by dividing the steps by those of an epoch. A stream has no
+# known number of steps in an epoch: once it has started again, its position has to be counted.
+
+_KEY = "data_place"
+
+
+class DataPosition:
+    """Counts the passes over the data and the micro-batches of the current pass.
+
+    Args:
+        passes: completed passes.
+        batches: micro-batches of the current pass in this process.
+
+    Attributes:
+        resumed: the passes and batches at the time of the resumed checkpoint, if it has them.
+    """
+
+    def __init__(self, passes: int = 0, batches: int = 0) -> None:
+        self._passes, self._batches = passes, batches
+        self._begun = False
+        self.resumed: tuple[int, int] | None = None
+
+    @classmethod
+    def read(cls, saved: Mapping[str, Any]) -> DataPosition:
+        """Restore the position from the result of :meth:`record`."""
+        found = saved.get(_KEY)
+        place = cls() if found is None else cls(*found)
+        place.resumed = None if found is None else (place._passes, place._batches)
+        return place
+
+    def record(self) -> dict[str, list[int]]:
+        """Return the position for a checkpoint."""
+        return {_KEY: [self._passes, self._batches]}
+
+    def begin_pass(self) -> None:
+        """Start the next pass; the first one starts at the restored position."""
+        if self._begun:
+            self._passes, self._batches = self._passes + 1, 0
+        self._begun = True
+
+    def take_batch(self) -> None:
+        """Count a micro-batch."""
+        self._batches += 1

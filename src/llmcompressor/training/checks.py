@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 from torch.nn import Module
 
-from llmcompressor.core.events.event import reached
+from llmcompressor.core.events import has_reached
+from llmcompressor.core.modifier import Modifier
 from llmcompressor.errors import ArgumentError, RecipeError, TargetError
 from llmcompressor.logger import logger
-from llmcompressor.modifiers.modifier import Modifier
-from llmcompressor.pipelines.mixtures import ignore_of, meant_mixtures
-from llmcompressor.wording import listed
+from llmcompressor.pipelines.moe_selection import ignore_suggestion, targeted_moes
+from llmcompressor.runtime.progress import join_names
 
 if TYPE_CHECKING:
     from transformers import Trainer
@@ -25,7 +25,7 @@ __all__ = [
     "check_experts",
     "check_trainable",
     "check_trainer",
-    "warn_of_other_epochs",
+    "warn_if_epoch_changed",
     "warn_of_schedules",
     "zero_stage",
 ]
@@ -75,13 +75,13 @@ def check_experts(model: Module, modifiers: Sequence[Modifier]) -> None:
     Raises:
         TargetError: the targets match experts.
     """
-    mixtures = meant_mixtures(model, modifiers)
+    mixtures = targeted_moes(model, modifiers)
     if mixtures:
-        names = listed(one.name for one in mixtures)
+        names = join_names(one.name for one in mixtures)
         raise TargetError(
             f"The experts of {names} lie in stacks while the model is trained. The recipe's "
             "targets mean them, and they would stay as they are.",
-            f"Ignore them: {ignore_of(mixtures)}; oneshot compresses experts.",
+            f"Ignore them: {ignore_suggestion(mixtures)}; oneshot compresses experts.",
         )
 
 
@@ -96,7 +96,7 @@ def check_trainer(trainer: Trainer, modifiers: Sequence[Modifier]) -> None:
         ArgumentError: an argument is not supported.
     """
     args = trainer.args
-    _check_spread(trainer, modifiers)
+    _check_sharding(trainer, modifiers)
     _check_adapters(trainer.model)
     _check_labels(trainer)
     if args.auto_find_batch_size:
@@ -113,7 +113,7 @@ def check_trainer(trainer: Trainer, modifiers: Sequence[Modifier]) -> None:
         )
 
 
-def _check_spread(trainer: Trainer, modifiers: Sequence[Modifier]) -> None:
+def _check_sharding(trainer: Trainer, modifiers: Sequence[Modifier]) -> None:
     """Refuse flattened parameter shards, and warn of an ignored distributed configuration."""
     for name, asked, on in (
         ("deepspeed", trainer.args.deepspeed, trainer.is_deepspeed_enabled),
@@ -130,7 +130,7 @@ def _check_spread(trainer: Trainer, modifiers: Sequence[Modifier]) -> None:
             'Use version 2: fsdp_config={"version": 2, ...}.',
         )
     if trainer.is_deepspeed_enabled:
-        _check_pieces(trainer, modifiers)
+        _check_zero3_settings(trainer, modifiers)
 
 
 def check_trainable(model: Module) -> None:
@@ -185,7 +185,7 @@ def _check_adapters(model: Any) -> None:
         ) from error
 
 
-def _check_pieces(trainer: Trainer, modifiers: Sequence[Modifier]) -> None:
+def _check_zero3_settings(trainer: Trainer, modifiers: Sequence[Modifier]) -> None:
     """Refuse settings of ZeRO stage 3 in which a process's shard is not a part of the weight."""
     changing = [type(one).__name__ for one in modifiers if one.changes_weights]
     state = trainer.accelerator.state
@@ -216,7 +216,7 @@ def _number(value: Any) -> float:
     return float(value) if isinstance(value, int | float) else 0.0
 
 
-def warn_of_other_epochs(saved: Mapping[str, Any], steps_per_epoch: int | None) -> None:
+def warn_if_epoch_changed(saved: Mapping[str, Any], steps_per_epoch: int | None) -> None:
     """Warn if the length of an epoch has changed since the checkpoint."""
     if saved["steps_per_epoch"] != steps_per_epoch:
         logger.warning(
@@ -234,7 +234,7 @@ def warn_of_schedules(
     unit = "steps" if steps_per_epoch is None else "epochs"
     for modifier in modifiers:
         name = type(modifier).__name__
-        if modifier.start is not None and reached(modifier.start, length):
+        if modifier.start is not None and has_reached(modifier.start, length):
             logger.warning(
                 f"{name} never starts: its start is {modifier.start:g} and the training has "
                 f"{length:g} {unit}."
@@ -247,7 +247,7 @@ def warn_of_schedules(
                 f"{name} only observes, to step {acts}, and the training ends at step {max_steps}: "
                 "nothing is trained with what it computes. Lower num_calibration_steps."
             )
-        elif modifier.end is not None and not reached(length, modifier.end):
+        elif modifier.end is not None and not has_reached(length, modifier.end):
             logger.warning(
                 f"{name} does not come to its end at {modifier.end:g}: the training has "
                 f"{length:g} {unit}."
@@ -261,4 +261,4 @@ def _first_step(start: float, steps_per_unit: int) -> int:
     (3, 4)
     """
     step = math.ceil(start * steps_per_unit)
-    return step - 1 if step and reached((step - 1) / steps_per_unit, start) else step
+    return step - 1 if step and has_reached((step - 1) / steps_per_unit, start) else step

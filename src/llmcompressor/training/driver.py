@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,31 +11,113 @@ from typing import Any
 from torch import Tensor
 from torch.nn import Module
 
-from llmcompressor.core import CompressionSession, EventType, Hardware
-from llmcompressor.core.resuming import check_same_recipe
+from llmcompressor.core.events import EventType
+from llmcompressor.core.modifier import Modifier
+from llmcompressor.core.state import Hardware
 from llmcompressor.errors import CheckpointError, InputError, LifecycleError
 from llmcompressor.logger import logger
-from llmcompressor.modeling.compiled import compile_anew
-from llmcompressor.modeling.flat_pieces import shapes_shown
-from llmcompressor.modifiers.modifier import Modifier
+from llmcompressor.modeling.patches import reset_compiled
+from llmcompressor.modeling.sharded import full_shapes_reported, has_partitioned_parameters
 from llmcompressor.recipe import Recipe
-from llmcompressor.training.checkpoints import SESSION_FILE, read_session, step_of
+from llmcompressor.session.resuming import check_same_recipe
+from llmcompressor.session.session import CompressionSession
+from llmcompressor.training.checkpoints import SESSION_FILE, DataPosition, read_session, step_of
 from llmcompressor.training.checks import (
     check_can_train,
     check_experts,
     check_trainable,
-    warn_of_other_epochs,
+    warn_if_epoch_changed,
     warn_of_schedules,
 )
-from llmcompressor.training.data_place import DataPlace
-from llmcompressor.training.engine import ToldSteps, have_gathered, show_copies
-from llmcompressor.training.loss import RunLoss, StepLoss, mean_of, scaled_back
+from llmcompressor.training.loss import RunLoss, StepLoss, micro_batch_mean, scale_to_share
 
-__all__ = ["Inputs", "SessionDriver", "modifiers_to_apply"]
+__all__ = [
+    "PreStepHook",
+    "SessionDriver",
+    "SessionInputs",
+    "expose_fp32_copies",
+    "gather_with_deepspeed",
+    "modifiers_to_apply",
+    "remove_checkpoint_wrappers",
+]
+
+
+# --------------------
+# Hooks into DeepSpeed's engine, which steps by itself at the end of the backward pass.
+#
+# The trainer's own event comes after the step, so listeners that have to act before it hook in
+# here.
+
+_OF_A_TRAINING = ("optimizer", "scheduler", "gradient_clipping")
+
+
+class PreStepHook:
+    """Calls a function before each step of an engine.
+
+    Args:
+        engine: a DeepSpeed engine; its ``step`` is replaced until :meth:`leave`.
+        before: called when the gradients of all micro-batches of a step are accumulated.
+    """
+
+    def __init__(self, engine: Any, before: Callable[[], None]) -> None:
+        self._engine, step = engine, engine.step
+
+        def told(*args: Any, **kwargs: Any) -> Any:
+            if engine.is_gradient_accumulation_boundary():
+                before()
+            return step(*args, **kwargs)
+
+        engine.step = told
+
+    def leave(self) -> None:
+        """Restore the engine's own ``step``."""
+        del self._engine.step
+
+
+def expose_fp32_copies(engine: Any) -> None:
+    """Attach the optimizer's float32 master weights to the parameters, as ``fp32_copy``.
+
+    Without ZeRO (stage 0) the engine keeps them in groups parallel to those of the 16-bit weights,
+    without a link between the two; its other stages provide a link themselves.
+
+    Args:
+        engine: a DeepSpeed engine.
+    """
+    optimizer = engine.optimizer
+    lows, highs = (getattr(optimizer, name, ()) for name in ("fp16_groups", "fp32_groups"))
+    for low, high in zip(lows, highs, strict=False):
+        for parameter, copy in zip(low, high, strict=True):
+            parameter.fp32_copy = copy
+
+
+def gather_with_deepspeed(model: Module | None, engine: Any) -> None:
+    """Let DeepSpeed gather a second model's weights while its modules run.
+
+    A teacher that was loaded with ZeRO stage 3 is sharded into flat pieces, and only an engine
+    gathers them.
+
+    Args:
+        model: the second model; it may be unsharded, or have an engine already.
+        engine: the engine of the trained model, whose configuration is used.
+    """
+    if (
+        model is None
+        or not has_partitioned_parameters(model)
+        or hasattr(model, "ds_inflight_param_registry")
+    ):
+        return
+    import deepspeed  # noqa: PLC0415  # an optional companion
+
+    config = {name: value for name, value in engine.config.items() if name not in _OF_A_TRAINING}
+    deepspeed.initialize(model=model, config=config)
+
+
+# --------------------
+# The driver of a session through one training run of a trainer.
 
 
 @dataclass(frozen=True)
-class Inputs:
+class SessionInputs:
     """The inputs of a session besides the model and its optimizer.
 
     Attributes:
@@ -69,11 +151,11 @@ class SessionDriver:
     """
 
     def __init__(
-        self, session: CompressionSession, inputs: Inputs, checkpoint: Path | None = None
+        self, session: CompressionSession, inputs: SessionInputs, checkpoint: Path | None = None
     ) -> None:
         self.session = session
         self.begun = False
-        self.place = DataPlace()
+        self.place = DataPosition()
         self._inputs = inputs
         self._in_micro_batch = False
         self._warned_of_loss = False
@@ -81,13 +163,13 @@ class SessionDriver:
         self._step_done = True
         self._step, self._first_step = StepLoss(), True
         self.run_loss = RunLoss()
-        self._engine: ToldSteps | None = None
+        self._engine: PreStepHook | None = None
         self._steps_per_epoch: int | None = None
         self._max_steps: int | None = None
         check_can_train(self._modifiers())
         self._saved = None if checkpoint is None else self._read(checkpoint)
         if self._saved is not None:
-            self.place = DataPlace.read(self._saved)
+            self.place = DataPosition.read(self._saved)
 
     # ---- beginning and end
 
@@ -109,8 +191,8 @@ class SessionDriver:
             session.reset()  # the state of an earlier run
         self.begun = True
         if self._saved is not None:
-            warn_of_other_epochs(self._saved, self._steps_per_epoch)
-        with shapes_shown(model):
+            warn_if_epoch_changed(self._saved, self._steps_per_epoch)
+        with full_shapes_reported(model):
             going_on = session.initialize(
                 recipe=inputs.recipe,
                 model=model,
@@ -149,11 +231,11 @@ class SessionDriver:
         session.state.hardware = Hardware.detect(wrapped)
         session.state.hardware.distributed_strategy = self._inputs.distributed_strategy
         if self._inputs.distributed_strategy in ("deepspeed", "zero3"):
-            self._engine = ToldSteps(wrapped, lambda: self.send(EventType.OPTIM_PRE_STEP))
-            show_copies(wrapped)
-            have_gathered(session.state.teacher_model, wrapped)
+            self._engine = PreStepHook(wrapped, lambda: self.send(EventType.OPTIM_PRE_STEP))
+            expose_fp32_copies(wrapped)
+            gather_with_deepspeed(session.state.teacher_model, wrapped)
             for modifier in self._modifiers_now():
-                modifier.come_last()  # the engine's hooks gather the weights
+                modifier.move_pre_hooks_last()  # the engine's hooks gather the weights
         if self._saved is not None:
             session.lifecycle.load_state_dict(self._saved)
             self._saved = None
@@ -161,7 +243,7 @@ class SessionDriver:
             session.state.start = global_step / (self._steps_per_epoch or 1)
             session.lifecycle.global_step = global_step
 
-    def return_to(self, checkpoint: Path) -> None:
+    def restore_checkpoint(self, checkpoint: Path) -> None:
         """Restore the modifiers to a checkpoint whose weights were loaded into the model again.
 
         No batch may follow: hooks that ``on_initialize`` registered are removed.
@@ -178,7 +260,7 @@ class SessionDriver:
             )
         for modifier in modifiers:
             modifier.remove_hooks()
-        with shapes_shown(self.session.state.model):
+        with full_shapes_reported(self.session.state.model):
             self.session.initialize(resumes=True)
         self.session.lifecycle.load_state_dict(saved)
 
@@ -193,7 +275,7 @@ class SessionDriver:
         """Reset the session after an error, removing all hooks and scales."""
         self._leave_engine()
         if self.begun:
-            self.session.break_off()
+            self.session.abort()
 
     # ---- events
 
@@ -204,7 +286,7 @@ class SessionDriver:
         if self._step_done:
             self._step, self._step_done = StepLoss(), False
         self.session.event(EventType.BATCH_START, batch_data=inputs)
-        self._have_hooks_seen()
+        self._recompile_if_hooks_changed()
         self._in_micro_batch = True
 
     @property
@@ -241,22 +323,22 @@ class SessionDriver:
         share, token_weight, targets = (
             None if one is None else one.to(loss.device) for one in (share, token_weight, targets)
         )
-        shown = mean_of(loss, share, targets)
+        shown = micro_batch_mean(loss, share, targets)
         given = {} if token_weight is None else {"token_weight": token_weight}
         final: Tensor = self.session.event(EventType.LOSS_CALCULATED, loss=shown, **given).loss
         self._step.add(shown, final, share, targets)
-        return loss if final is shown else scaled_back(final, share)
+        return loss if final is shown else scale_to_share(final, share)
 
     def backward_done(self) -> None:
         """Free the graph of the loss."""
         if self._in_micro_batch:
-            self._loss_was_hidden()
+            self._report_hidden_loss()
         self._in_micro_batch = False
         loss = self.session.state.loss
         if self.begun and isinstance(loss, Tensor):
             self.session.state.loss = loss.detach()
 
-    def _loss_was_hidden(self) -> None:
+    def _report_hidden_loss(self) -> None:
         """Report a ``compute_loss`` that precedes the mixin's and hides the loss from it."""
         what = (
             "The trainer's own compute_loss hides that of SessionManagerMixIn: no modifier sees "
@@ -276,7 +358,7 @@ class SessionDriver:
         """Send an event without data."""
         if self.begun:
             self.session.event(event_type)
-            self._have_hooks_seen()
+            self._recompile_if_hooks_changed()
 
     def before_step(self) -> None:
         """Send that the optimizer is about to step, unless an engine has sent it."""
@@ -288,7 +370,7 @@ class SessionDriver:
         self.send(EventType.OPTIM_POST_STEP)
         self._step_done = True
         self.run_loss.add(self._step)
-        if self._first_step and self._step.has_nothing:
+        if self._first_step and self._step.has_no_loss:
             logger.warning(
                 "No token of the first step has a label (all are -100): there is no loss, and "
                 "nothing is learned from it."
@@ -310,11 +392,11 @@ class SessionDriver:
             self._engine.leave()
             self._engine = None
 
-    def _have_hooks_seen(self) -> None:
+    def _recompile_if_hooks_changed(self) -> None:
         """Recompile a compiled model if hooks were added or removed, as it would not notice."""
         hooks = frozenset[int]().union(*(one.hook_ids for one in self._modifiers_now()))
         if hooks != self._hooks:
-            compile_anew()
+            reset_compiled()
         self._hooks = hooks
 
     def _modifiers_now(self) -> list[Modifier]:
@@ -352,3 +434,24 @@ def modifiers_to_apply(session: CompressionSession, recipe: Recipe | None) -> li
         return recipe.modifiers
     lifecycle = session.lifecycle
     return [] if lifecycle.finalized else lifecycle.recipe.modifiers
+
+
+# --------------------
+# Wrappers that accelerate puts around modules of a distributed model.
+
+_INNER = "_checkpoint_wrapped_module"
+
+
+def remove_checkpoint_wrappers(model: Module) -> None:
+    """Remove FSDP's activation checkpointing wrappers from a model.
+
+    The wrapper removes its name from the names of parameters but not from those of modules, so in a
+    checkpoint the two would not match.
+
+    Args:
+        model: the trained model; no backward pass may follow.
+    """
+    for module in list(model.modules()):
+        for name, child in module._modules.items():
+            while child is not None and _INNER in child._modules:  # one within another
+                child = module._modules[name] = child._modules[_INNER]  # noqa: PLW2901

@@ -31,18 +31,18 @@ from torch import Tensor
 from transformers import Trainer
 
 from llmcompressor.errors import DatasetError
-from llmcompressor.observers.tokens import token_total
+from llmcompressor.observers.tokens import num_batch_tokens
 
 __all__ = [
     "RunLoss",
     "StepLoss",
-    "loss_expected",
-    "mean_of",
+    "count_step_tokens",
+    "count_targets",
+    "explain_missing_loss",
+    "micro_batch_mean",
     "micro_batch_share",
-    "scaled_back",
-    "targets_of",
+    "scale_to_share",
     "token_weight",
-    "tokens_of_step",
 ]
 
 _IGNORED = -100  # transformers' label of a position without a target
@@ -51,7 +51,7 @@ _NO_SHARE = 2.0**-20  # in place of zero; a power of two, so that nothing is rou
 
 
 @contextmanager
-def loss_expected() -> Iterator[None]:
+def explain_missing_loss() -> Iterator[None]:
     """Raise a clear error if the model returned no loss, because a batch has no labels."""
     try:
         yield
@@ -77,18 +77,18 @@ def micro_batch_share(
     Returns:
         A scalar; ``None`` where the loss is the mean already.
     """
-    if num_items_in_batch is None or not _by_items(trainer):
+    if num_items_in_batch is None or not _divides_by_items(trainer):
         return None
     processes = _averaged_processes(trainer)
     if trainer.current_gradient_accumulation_steps == 1 and processes == 1:
         return None
-    targets = targets_of(trainer, inputs)
+    targets = count_targets(trainer, inputs)
     # A step without any target has a share of zero too, not one of 0 / 0.
     least = torch.as_tensor(num_items_in_batch).clamp(min=1)
     return None if targets is None else targets * processes / least.to(targets.device)
 
 
-def _by_items(trainer: Trainer) -> bool:
+def _divides_by_items(trainer: Trainer) -> bool:
     """Return True if the loss is divided by the targets of the whole step (``training_step``).
 
     The trainer's own flag counts from the release on whose ``training_step`` uses it.
@@ -99,7 +99,7 @@ def _by_items(trainer: Trainer) -> bool:
     return bool(trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None)
 
 
-def targets_of(trainer: Trainer, inputs: Mapping[str, Any]) -> Tensor | None:
+def count_targets(trainer: Trainer, inputs: Mapping[str, Any]) -> Tensor | None:
     """Return the number of targets in a micro-batch.
 
     Args:
@@ -117,7 +117,7 @@ def targets_of(trainer: Trainer, inputs: Mapping[str, Any]) -> Tensor | None:
     return labels.ne(_IGNORED).sum()
 
 
-def tokens_of_step(trainer: Trainer, batches: Iterable[Any]) -> Tensor | None:
+def count_step_tokens(trainer: Trainer, batches: Iterable[Any]) -> Tensor | None:
     """Return the number of non-padding tokens in the micro-batches of a step, on all processes.
 
     Args:
@@ -127,7 +127,7 @@ def tokens_of_step(trainer: Trainer, batches: Iterable[Any]) -> Tensor | None:
     Returns:
         A scalar; ``None`` where it is unknown.
     """
-    counts = [token_total(batch) for batch in batches]
+    counts = [num_batch_tokens(batch) for batch in batches]
     known = [count for count in counts if count is not None]
     if not known or len(known) < len(counts):
         return None
@@ -149,22 +149,22 @@ def token_weight(
     Args:
         trainer: the trainer, which defines how the loss is built.
         inputs: the micro-batch.
-        tokens_in_step: the result of :func:`tokens_of_step`.
+        tokens_in_step: the result of :func:`count_step_tokens`.
         share: the result of :func:`micro_batch_share`.
 
     Returns:
         A scalar; ``None`` where no factor is needed.
     """
-    own = token_total(inputs)
+    own = num_batch_tokens(inputs)
     if share is None or own is None or tokens_in_step is None:
         return None
     of_tokens = (
         own.to(share.device) * _averaged_processes(trainer) / tokens_in_step.to(share.device)
     )
-    return of_tokens / _unit(share)
+    return of_tokens / _nonzero_share(share)
 
 
-def _unit(share: Tensor) -> Tensor:
+def _nonzero_share(share: Tensor) -> Tensor:
     """Return the share, with a small number in place of zero."""
     return torch.where(share > 0, share, _NO_SHARE)
 
@@ -205,19 +205,19 @@ class StepLoss:
             own: the model's own loss, a mean.
             final: the loss after the modifiers.
             share: the result of :func:`micro_batch_share`.
-            targets: the result of :func:`targets_of`; with 0 the model has no loss of its own.
+            targets: the result of :func:`count_targets`; with 0 the model has no loss of its own.
         """
         self.is_empty = False
         weight: Tensor | float = 1.0 if share is None else share
         counts = weight if targets is None else weight * targets.gt(0)
         self._own = self._own + own.detach() * counts
-        self._final = self._final + scaled_back(final.detach(), share)
+        self._final = self._final + scale_to_share(final.detach(), share)
         self._own_weight = self._own_weight + counts
         self._weight = self._weight + weight
         self.is_replaced |= final is not own
 
     @property
-    def has_nothing(self) -> bool:
+    def has_no_loss(self) -> bool:
         """True if there were micro-batches, and none had a loss; this waits for the device."""
         return not (self.is_empty or self.is_replaced or float(self._own_weight))
 
@@ -274,7 +274,7 @@ class RunLoss:
         self.is_replaced |= step.is_replaced
 
     @property
-    def has_nothing(self) -> bool:
+    def has_no_loss(self) -> bool:
         """True if there were steps, and none had a finite loss."""
         return bool(self._steps) and not float(self._finite_steps)
 
@@ -298,20 +298,20 @@ def _exp(value: float) -> float:
         return math.inf
 
 
-def mean_of(loss: Tensor, share: Tensor | None, targets: Tensor | None = None) -> Tensor:
+def micro_batch_mean(loss: Tensor, share: Tensor | None, targets: Tensor | None = None) -> Tensor:
     """Return the mean over the micro-batch from its part of the step's loss.
 
     Args:
         loss: the trainer's loss.
         share: the result of :func:`micro_batch_share`.
-        targets: the result of :func:`targets_of`. With 0 the mean, 0 / 0, is replaced by zero.
+        targets: the result of :func:`count_targets`. With 0 the mean, 0 / 0, is replaced by zero.
     """
-    mean = loss if share is None else loss / _unit(share)
+    mean = loss if share is None else loss / _nonzero_share(share)
     if targets is None:
         return mean
     return torch.where(targets.to(mean.device) > 0, mean, torch.zeros_like(mean))
 
 
-def scaled_back(mean: Tensor, share: Tensor | None) -> Tensor:
-    """Scale a mean over the micro-batch to its part of the step's loss; undoes :func:`mean_of`."""
-    return mean if share is None else mean * _unit(share)
+def scale_to_share(mean: Tensor, share: Tensor | None) -> Tensor:
+    """Scale a micro-batch mean to its part of the loss; undoes :func:`micro_batch_mean`."""
+    return mean if share is None else mean * _nonzero_share(share)

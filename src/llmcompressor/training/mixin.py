@@ -11,48 +11,51 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+import transformers
 from torch import Tensor
 from torch.nn import Module
 from transformers import PreTrainedModel
 from transformers.trainer_callback import ProgressCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, TrainOutput, has_length
 
-from llmcompressor.checkpoint.layout import forget_dequantizing
+from llmcompressor.checkpoint.names import drop_dequantizing_conversions
 from llmcompressor.checkpoint.save import modify_save_pretrained
-from llmcompressor.core import active_session
 from llmcompressor.errors import ArgumentError
 from llmcompressor.logger import logger
 from llmcompressor.metrics import BaseLogger, LoggerManager
-from llmcompressor.modeling.adapters import adapters_of
-from llmcompressor.modeling.spread import was_loaded_spread
-from llmcompressor.progress import other_bars_hidden
+from llmcompressor.modeling.patches import modules_with_adapters
+from llmcompressor.modeling.sharded import was_loaded_sharded
 from llmcompressor.recipe import Recipe
 from llmcompressor.recipe.arguments import RecipeArgs
-from llmcompressor.recipe.recipe import RecipeInput
-from llmcompressor.recipe.unused import unused
-from llmcompressor.training.callbacks import ProgressLines, SessionEvents
+from llmcompressor.recipe.recipe import RecipeInput, renew_recipe
+from llmcompressor.runtime.progress import hide_tqdm_bars
+from llmcompressor.session.functions import active_session
+from llmcompressor.training.callbacks import ProgressLines, SessionEvents, summary
 from llmcompressor.training.checkpoints import checkpoint_to_resume, write_session
 from llmcompressor.training.checks import check_can_train, check_trainer, zero_stage
-from llmcompressor.training.driver import Inputs, SessionDriver, modifiers_to_apply
+from llmcompressor.training.driver import (
+    SessionDriver,
+    SessionInputs,
+    modifiers_to_apply,
+    remove_checkpoint_wrappers,
+)
 from llmcompressor.training.loss import (
     RunLoss,
-    loss_expected,
+    count_step_tokens,
+    count_targets,
+    explain_missing_loss,
     micro_batch_share,
-    targets_of,
     token_weight,
-    tokens_of_step,
 )
 from llmcompressor.training.optimizer import bare_optimizer, parameter_ids, train_new_parameters
-from llmcompressor.training.summary import summary
-from llmcompressor.training.wrappers import take_off_checkpointing
+
+__all__ = ["SessionManagerMixIn", "Trainer"]
 
 if TYPE_CHECKING:
     # The mixin precedes a trainer among the bases of a class, whichever trainer that is.
     from transformers import Trainer as _Base
 else:
     _Base = object
-
-__all__ = ["SessionManagerMixIn"]
 
 
 class SessionManagerMixIn(_Base):
@@ -151,7 +154,9 @@ class SessionManagerMixIn(_Base):
         """
         folder = checkpoint_to_resume(resume_from_checkpoint, Path(self.args.output_dir or "."))
         driver = self._driver = self._new_driver(folder)
-        forget_dequantizing(self.model)  # checkpoints of the training are written by transformers
+        drop_dequantizing_conversions(
+            self.model
+        )  # checkpoints of the training are written by transformers
         makes_optimizer = getattr(self, "optimizer", None) is None
         try:
             output = super().train(None if folder is None else str(folder), *args, **kwargs)
@@ -164,8 +169,8 @@ class SessionManagerMixIn(_Base):
         finally:
             self._driver, self._weights_to_load = None, None
         model = self.accelerator.unwrap_model(self.model)
-        take_off_checkpointing(model)
-        is_whole = isinstance(model, PreTrainedModel) and not adapters_of(model)
+        remove_checkpoint_wrappers(model)
+        is_whole = isinstance(model, PreTrainedModel) and not modules_with_adapters(model)
         if is_whole and driver.session.lifecycle.recipe.modifiers:
             # from here on, for save_model too; checkpoints of the training hold what is trained
             modify_save_pretrained(model, recipe=driver.session.get_serialized_recipe())
@@ -185,7 +190,7 @@ class SessionManagerMixIn(_Base):
     def _tell_losses(metrics: dict[str, float], losses: RunLoss) -> None:
         """Correct the metrics if the trainer reports a loss that did not exist."""
         metrics.update(losses.figures())
-        if losses.has_nothing and metrics.pop("train_loss", None) is not None:
+        if losses.has_no_loss and metrics.pop("train_loss", None) is not None:
             logger.warning(
                 "No step had a loss that is a number: either no token had a label, or the training "
                 "has diverged. There is no train_loss."
@@ -203,11 +208,11 @@ class SessionManagerMixIn(_Base):
     def _new_driver(self, checkpoint: Path | None) -> SessionDriver:
         # Modifiers can be used once: a second training reads the recipe again.
         recipe, self._next_recipe = self._next_recipe or self._read_recipe(), None
-        recipe = None if recipe is None else unused(recipe)
+        recipe = None if recipe is None else renew_recipe(recipe)
         session = active_session()
         if modifiers := modifiers_to_apply(session, recipe):
             check_trainer(self, modifiers)
-        inputs = Inputs(
+        inputs = SessionInputs(
             recipe=recipe,
             teacher=self.teacher,
             train_data=self.train_dataset,
@@ -218,7 +223,7 @@ class SessionManagerMixIn(_Base):
         return SessionDriver(session, inputs, checkpoint)
 
     def _strategy(self) -> str:
-        if self.is_fsdp_enabled or was_loaded_spread(self.model):
+        if self.is_fsdp_enabled or was_loaded_sharded(self.model):
             return "fsdp"
         if self.is_deepspeed_enabled:
             return "zero3" if zero_stage(self.accelerator.state) == 3 else "deepspeed"
@@ -302,7 +307,7 @@ class SessionManagerMixIn(_Base):
         """Override to count the tokens of the step."""
         samples, items = super().get_batch_samples(*args, **kwargs)
         if self._driver is not None:
-            self._tokens_in_step = tokens_of_step(self, samples)
+            self._tokens_in_step = count_step_tokens(self, samples)
         return samples, items
 
     def compute_loss(
@@ -319,10 +324,10 @@ class SessionManagerMixIn(_Base):
         share = weight = targets = None
         if driver is not None and in_training:
             driver.batch_on_device(inputs)
-            targets = targets_of(self, inputs)  # now: labels may be removed later
+            targets = count_targets(self, inputs)  # now: labels may be removed later
             share = micro_batch_share(self, inputs, num_items_in_batch)
             weight = token_weight(self, inputs, self._tokens_in_step, share)
-        with loss_expected():
+        with explain_missing_loss():
             result: Any = super().compute_loss(
                 model,
                 inputs,
@@ -349,7 +354,7 @@ class SessionManagerMixIn(_Base):
                 write_session(Path(self._get_output_dir(trial=trial)) / name, saved)
             # No process may write into the folder while it may still look complete.
             self.accelerator.wait_for_everyone()
-        with other_bars_hidden():  # one bar per file would interrupt that of the training
+        with hide_tqdm_bars():  # one bar per file would interrupt that of the training
             super()._save_checkpoint(model, *args, **kwargs)
 
     def _save_rng_state(self, *args: Any, **kwargs: Any) -> None:
@@ -361,10 +366,21 @@ class SessionManagerMixIn(_Base):
         """Override to restore the modifiers' state of the same step too."""
         super()._load_best_model()
         if self._driver is not None and self._driver.begun:
-            self._driver.return_to(Path(self.state.best_model_checkpoint or ""))
+            self._driver.restore_checkpoint(Path(self.state.best_model_checkpoint or ""))
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Override to add the modifiers' metrics to the loss of a training."""
         if self._driver is not None and self._driver.begun and "loss" in logs:
             logs = {**logs, **self._driver.figures()}
         super().log(logs, *args, **kwargs)
+
+
+# --------------------
+# transformers' ``Trainer`` with a recipe.
+
+
+class Trainer(SessionManagerMixIn, transformers.Trainer):
+    """``transformers.Trainer`` that applies a recipe while it trains.
+
+    It takes the arguments of both of its bases.
+    """

@@ -11,7 +11,7 @@ from accelerate.optimizer import AcceleratedOptimizer
 from torch.nn import Module, Parameter
 
 from llmcompressor.errors import ArgumentError
-from llmcompressor.modeling.spread import is_in_parts
+from llmcompressor.modeling.sharded import is_dtensor
 
 __all__ = ["bare_optimizer", "parameter_ids", "train_new_parameters", "without_new_parameters"]
 
@@ -51,9 +51,9 @@ def train_new_parameters(
         return new
     groups = getattr(optimizer, "param_groups", None)
     if groups is None:
-        _add_to_stand_in(optimizer, new)
+        _add_to_placeholder(optimizer, new)
         return new
-    undecayed = [g for g in groups if g.get("weight_decay") == 0 and not _is_spread(g)]
+    undecayed = [g for g in groups if g.get("weight_decay") == 0 and not _is_sharded(g)]
     if undecayed or has_scheduler:
         (undecayed or groups[-1:])[0]["params"].extend(new)
     else:
@@ -85,11 +85,11 @@ def without_new_parameters(model: Module, before: Set[int]) -> Iterator[None]:
             module._parameters[name] = parameter
 
 
-def _is_spread(group: dict[str, Any]) -> bool:
-    return any(is_in_parts(parameter) for parameter in group["params"])
+def _is_sharded(group: dict[str, Any]) -> bool:
+    return any(is_dtensor(parameter) for parameter in group["params"])
 
 
-def _add_to_stand_in(optimizer: Any, new: list[Parameter]) -> None:
+def _add_to_placeholder(optimizer: Any, new: list[Parameter]) -> None:
     params = getattr(optimizer, "params", None)
     if not isinstance(params, list):
         raise ArgumentError(

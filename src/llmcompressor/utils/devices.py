@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -15,16 +16,30 @@ from accelerate import (
 from accelerate.hooks import remove_hook_from_submodules
 from accelerate.utils import convert_file_size_to_int
 from torch import nn
+from torch.nn import Module
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from llmcompressor.device_memory import free_device_memory, give_back_device_memory
 from llmcompressor.logger import logger
+from llmcompressor.modeling.call_graph import without_cache as disable_cache
+from llmcompressor.modeling.patches import eval_mode as eval_context
+from llmcompressor.modeling.patches import quantization_disabled as DisableQuantization  # noqa: N812  # its name in scripts
+from llmcompressor.modeling.weights import embeddings as get_embeddings
+from llmcompressor.modeling.weights import untie_embeddings
+from llmcompressor.runtime.memory import empty_device_cache, free_device_memory
 
 __all__ = [
+    "DisableQuantization",
     "best_device",
     "calculate_offload_device_map",
+    "calibration_forward_context",
     "custom_offload_device_map",
+    "disable_cache",
     "dispatch_for_generation",
+    "eval_context",
+    "get_embeddings",
+    "get_no_split_params",
+    "targets_embeddings",
+    "untie_word_embeddings",
 ]
 
 # Generation needs more than the weights: the cache, the activations and the allocator's slack.
@@ -67,16 +82,16 @@ def dispatch_for_generation(
     if target.type == "cpu":
         return model
     remove_hook_from_submodules(model)
-    give_back_device_memory()
+    empty_device_cache()
     free = {index: free_device_memory(index) for index in range(torch.accelerator.device_count())}
-    if target.type == "mps" or _bytes_of(model) <= _SHARE_FOR_WEIGHTS * free[target.index]:
+    if target.type == "mps" or _model_bytes(model) <= _SHARE_FOR_WEIGHTS * free[target.index]:
         nn.Module.to(model, target)
         return model
     keep_whole = no_split_modules or sorted(model._no_split_modules or ())
     memory: dict[int | str, int | str] = {
         index: int(_SHARE_FOR_WEIGHTS * free_bytes) for index, free_bytes in free.items()
     }
-    memory["cpu"] = _bytes_of(model)
+    memory["cpu"] = _model_bytes(model)
     device_map = infer_auto_device_map(model, max_memory=memory, no_split_module_classes=keep_whole)
     logger.info(
         "The model does not fit {}: it is spread over {}.", target, set(device_map.values())
@@ -113,13 +128,13 @@ def calculate_offload_device_map(
     available = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
     if not available:
         return {"": "cpu"}
-    model = _hollow(model_stub, torch_dtype, model_cls, model_kwargs)
+    model = _meta_model(model_stub, torch_dtype, model_cls, model_kwargs)
     reserved = _gram_bytes(model) if reserve_for_hessians else 0
     memory = {
         index: max(0, int(_SHARE_FOR_WEIGHTS * free_device_memory(index)) - reserved)
         for index in range(min(num_gpus, available))
     }
-    return _spread(model, memory)
+    return _infer_device_map(model, memory)
 
 
 def custom_offload_device_map(
@@ -148,11 +163,11 @@ def custom_offload_device_map(
         return {"": "cpu"}
     dtype = model_kwargs.pop("torch_dtype", "auto")
     dtype = model_kwargs.pop("dtype", dtype)
-    model = _hollow(model_stub, dtype, model_cls, model_kwargs)
-    return _spread(model, dict.fromkeys(range(min(num_gpus, available)), limit))
+    model = _meta_model(model_stub, dtype, model_cls, model_kwargs)
+    return _infer_device_map(model, dict.fromkeys(range(min(num_gpus, available)), limit))
 
 
-def _hollow(stub: str, dtype: Any, model_cls: Any, given: dict[str, Any]) -> PreTrainedModel:
+def _meta_model(stub: str, dtype: Any, model_cls: Any, given: dict[str, Any]) -> PreTrainedModel:
     """Return a model on the meta device; a dtype of ``"auto"`` is that of its configuration."""
     config = AutoConfig.from_pretrained(stub, **given)
     make = getattr(model_cls, "from_config", None) or model_cls._from_config
@@ -164,14 +179,14 @@ def _hollow(stub: str, dtype: Any, model_cls: Any, given: dict[str, Any]) -> Pre
     return model
 
 
-def _spread(model: PreTrainedModel, memory: Mapping[int, int]) -> dict[str, int | str]:
+def _infer_device_map(model: PreTrainedModel, memory: Mapping[int, int]) -> dict[str, int | str]:
     limits: dict[int | str, int | str] = dict(memory.items())
-    limits["cpu"] = _bytes_of(model)
+    limits["cpu"] = _model_bytes(model)
     whole = sorted(model._no_split_modules or ())
     return dict(infer_auto_device_map(model, max_memory=limits, no_split_module_classes=whole))
 
 
-def _bytes_of(model: nn.Module) -> int:
+def _model_bytes(model: nn.Module) -> int:
     tensors = {id(t): t for t in (*model.parameters(), *model.buffers())}
     return sum(t.nbytes for t in tensors.values())
 
@@ -184,3 +199,60 @@ def _gram_bytes(model: nn.Module) -> int:
             block = ".".join(name.split(".")[:3])
             by_block[block] = by_block.get(block, 0) + 4 * module.in_features**2
     return max(by_block.values(), default=0)
+
+
+# --------------------
+# Contexts for forward passes in user scripts, and a model's embeddings.
+
+
+@contextmanager
+def calibration_forward_context(model: Module) -> Iterator[None]:
+    """Run a model for calibration inside: no gradients, evaluation mode, no cache.
+
+    Attention and the output head run as the model is configured.
+    """
+    with torch.no_grad(), disable_cache(model), eval_context(model):
+        yield
+
+
+def untie_word_embeddings(model: PreTrainedModel) -> None:
+    """Untie the input and output embeddings, in the model and in its configuration.
+
+    A model without accessible embeddings is left unchanged, with a warning.
+    """
+    if None in get_embeddings(model):
+        logger.warning(
+            "{} does not tell its input and output embeddings: they cannot be untied.",
+            type(model).__name__,
+        )
+        return
+    untie_embeddings(model)
+
+
+def targets_embeddings(
+    model: PreTrainedModel,
+    targets: Iterable[tuple[str, Module]],
+    check_input: bool = True,
+    check_output: bool = True,
+) -> bool:
+    """Return True if any of the modules is an embedding of the model.
+
+    Args:
+        model: the model.
+        targets: modules, with their names.
+        check_input: look for the input embeddings.
+        check_output: look for the output embeddings.
+    """
+    inputs, outputs = get_embeddings(model)
+    sought = [inputs] * check_input + [outputs] * check_output
+    found = {module for _, module in targets}
+    return any(one in found for one in sought if one is not None)
+
+
+def get_no_split_params(model: Module) -> str | list[str]:
+    """The classes of modules that are to stay on one device: decoder layers.
+
+    Returns:
+        Their names; ``"__ALL__"`` for a model that names none.
+    """
+    return sorted(getattr(model, "_no_split_modules", None) or ()) or "__ALL__"

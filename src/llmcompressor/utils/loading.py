@@ -4,11 +4,14 @@
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
+import torch
 from compressed_tensors.offload import remove_dispatch
 from compressed_tensors.quantization import QuantizationMetadata
 from transformers import (
@@ -16,11 +19,20 @@ from transformers import (
     AutoModelForCausalLM,
     PreTrainedModel,
 )
+from transformers.initialization import TORCH_INIT_FUNCTIONS
 
-from llmcompressor.checkpoint.source import check_format, says_nothing
-from llmcompressor.checkpoint.unpacking import load_unpacked
+from llmcompressor.checkpoint.load import load_decompressed
+from llmcompressor.checkpoint.source import check_format, is_empty_quantization
+from llmcompressor.utils.devices import best_device
 
-__all__ = ["is_model_ct_quantized_from_path", "load_context"]
+__all__ = [
+    "get_high_precision",
+    "is_model_ct_quantized_from_path",
+    "load_context",
+    "patch_transformers_logger_level",
+    "skip_weights_download",
+    "skip_weights_initialize",
+]
 
 # Device maps by which scripts keep weights off the accelerator: here that is the default.
 _OFFLOADED = frozenset({"auto_offload", "auto", "cpu"})
@@ -51,14 +63,14 @@ def load_context(model_cls: Any = AutoModelForCausalLM) -> Iterator[None]:
             config = _config(name, arguments)
             settings = _settings(config)
             check_format(str(name), settings)
-            if hasattr(config, "quantization_config") and says_nothing(settings):
+            if hasattr(config, "quantization_config") and is_empty_quantization(settings):
                 del config.quantization_config
                 arguments["config"], settings = config, {}
         if settings.get("quant_method") != "compressed-tensors":
             return original(name, *args, **arguments)
-        loaded = load_unpacked(partial(original, name, *args), settings, **arguments)
+        loaded = load_decompressed(partial(original, name, *args), settings, **arguments)
         model = loaded[0] if isinstance(loaded, tuple) else loaded
-        _forget_schemes(model)
+        _remove_schemes(model)
         if "device_map" not in arguments:
             remove_dispatch(model, onload_tensors=True)  # from the caches of decompression
         return loaded
@@ -92,7 +104,7 @@ def _for_compression(given: dict[str, Any]) -> dict[str, Any]:
     return arguments
 
 
-def _forget_schemes(model: PreTrainedModel) -> None:
+def _remove_schemes(model: PreTrainedModel) -> None:
     for module in model.modules():
         if hasattr(module, "quantization_scheme"):
             QuantizationMetadata.clear_quantization(module)
@@ -113,3 +125,76 @@ def _settings(config: Any) -> dict[str, Any]:
     """Return the quantization configuration as a dict; empty if there is none."""
     found = getattr(config, "quantization_config", None) or {}
     return dict(found if isinstance(found, dict) else found.to_dict())
+
+
+# --------------------
+# Models without weights, to try a script or a recipe before the weights are downloaded.
+
+_OF_BUILDING = ("attn_implementation", "experts_implementation", "trust_remote_code")
+_OF_HUB = ("cache_dir", "revision", "subfolder", "token", "trust_remote_code")
+
+
+@contextmanager
+def skip_weights_download(model_class: Any = AutoModelForCausalLM) -> Iterator[None]:
+    """Make ``model_class.from_pretrained`` build a model with random weights inside.
+
+    Args:
+        model_class: the class whose ``from_pretrained`` will be called.
+    """
+    found = vars(model_class).get("from_pretrained")
+
+    def build(cls: Any, name: Any, *args: Any, **kwargs: Any) -> PreTrainedModel:
+        """Return a model with the configuration of ``name``."""
+        hub = {key: kwargs[key] for key in _OF_HUB if key in kwargs}
+        config = kwargs.get("config") or AutoConfig.from_pretrained(name, **hub)
+        given = {key: kwargs[key] for key in _OF_BUILDING if key in kwargs}
+        dtype = kwargs.get("dtype", kwargs.get("torch_dtype", "auto"))
+        given["dtype"] = config.dtype if dtype in ("auto", None) else dtype
+        make = getattr(cls, "from_config", None) or cls._from_config
+        model: PreTrainedModel = make(config, **given)
+        model.name_or_path = model.config._name_or_path = str(name)
+        torch.nn.Module.eval(model)
+        return model
+
+    model_class.from_pretrained = classmethod(build)
+    try:
+        yield
+    finally:
+        if found is None:
+            del model_class.from_pretrained
+        else:
+            model_class.from_pretrained = found
+
+
+@contextmanager
+def skip_weights_initialize(use_zeros: bool = False) -> Iterator[None]:
+    """Disable torch's weight initialization functions inside.
+
+    Args:
+        use_zeros: fill tensors with zeros instead of leaving them unchanged.
+    """
+
+    def skip(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return tensor.fill_(0) if use_zeros else tensor
+
+    with ExitStack() as stack, torch.no_grad():
+        for name in TORCH_INIT_FUNCTIONS:
+            stack.enter_context(patch.object(torch.nn.init, name, skip))
+        yield
+
+
+@contextmanager
+def patch_transformers_logger_level(level: int = logging.ERROR) -> Iterator[None]:
+    """Set the log level of transformers' model loading inside."""
+    logger = logging.getLogger("transformers.modeling_utils")
+    before = logger.level
+    logger.setLevel(level)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
+
+
+def get_high_precision() -> torch.dtype:
+    """Return the widest float dtype of :func:`~llmcompressor.utils.devices.best_device`."""
+    return torch.float32 if best_device().type == "mps" else torch.float64

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from llmcompressor.errors import InputError
-from llmcompressor.modeling.spread import whole
+from llmcompressor.modeling.sharded import gather_full
 
 __all__ = ["ModuleSparsificationInfo", "tensor_sparsity", "tensors_to_device"]
 
@@ -61,7 +61,7 @@ def tensor_sparsity(tens: Tensor, dim: int | Sequence[int] | None = None) -> Ten
     Raises:
         InputError: the tensor has no such dimension, or one is named twice.
     """
-    zeros = whole(tens) == 0
+    zeros = gather_full(tens) == 0
     if dim is None:
         return zeros.sum() / zeros.numel()
     kept = [dim] if isinstance(dim, int) else list(dim)
@@ -98,7 +98,7 @@ class ModuleSparsificationInfo:
     @cached_property
     def params_sparse(self) -> int:
         """Number of zeros in the trainable parameters."""
-        return sum(int((whole(one) == 0).sum()) for one in self.trainable_params.values())
+        return sum(int((gather_full(one) == 0).sum()) for one in self.trainable_params.values())
 
     @property
     def params_sparse_percent(self) -> float:

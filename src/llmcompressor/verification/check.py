@@ -11,7 +11,7 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
 
 from llmcompressor.errors import CheckpointError
-from llmcompressor.progress import progress
+from llmcompressor.runtime.progress import progress
 from llmcompressor.verification.decode import Codes, codes_of
 from llmcompressor.verification.expected import expected_tensors, misfits
 from llmcompressor.verification.facts import Deployment, Finding, Severity

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llmcompressor.progress import other_bars_hidden
+from llmcompressor.runtime.progress import hide_tqdm_bars
 from llmcompressor.verification.config_changes import quiet_transformers
 
 __all__ = [
@@ -164,7 +164,7 @@ def _load_or_fail(
         "ignore": [],
     }
     config: Any = PretrainedConfig
-    with quiet_transformers(), other_bars_hidden():
+    with quiet_transformers(), hide_tqdm_bars():
         model, info = _tiny_class().from_pretrained(
             None,
             config=config(quantization_config=settings),

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """AutoRound: learn the rounding of weights block by block by signed gradient descent.
 
-Cheng et al., *Optimize Weight Rounding via Signed Gradient Descent for the Quantization of LLMs*,
+Cheng et al., *Optimize Weight RoundingParameters via Signed Gradient Descent for the Quantization
+of LLMs*,
 arXiv:2309.05516; see :mod:`llmcompressor.numerics.autoround` for the equations. The objective is
 the distance between each block's output, given the output of the tuned blocks before it, and the
 output of the original model at that block.
@@ -19,49 +20,53 @@ from pydantic import Field, PrivateAttr
 from torch import Tensor
 from torch.nn import Linear, Module
 
+from llmcompressor.core.contract import MOVED_TO_THE_RUN, CalibrationCost, DataSize, Granularity
 from llmcompressor.core.events import Event
+from llmcompressor.core.modifier import RecordedMixin
 from llmcompressor.core.state import State
 from llmcompressor.errors import NonFiniteError, RecipeError, TargetError
 from llmcompressor.logger import logger
 from llmcompressor.modeling.blocks import find_blocks
-from llmcompressor.modeling.call_order import CallOrder, first_tensor
-from llmcompressor.modeling.expert_places import ExpertPlace, expert_places
-from llmcompressor.modeling.experts import LinearExperts
-from llmcompressor.modeling.repeated_calls import for_another_run
+from llmcompressor.modeling.call_graph import CallOrder, copy_arguments, first_tensor
 from llmcompressor.modifiers.autoround.begin import (
     REFINEMENTS,
-    Beginning,
-    beginning_of,
-    learns_ranges,
-    solved_again,
-    solved_beginnings,
-    solved_for_shown,
+    InitialRounding,
+    has_learnable_scales,
+    nearest_initialization,
+    solve_block,
+    solve_experts,
+    solve_last_linear,
 )
-from llmcompressor.modifiers.autoround.runner import BlockRunner, Call
-from llmcompressor.modifiers.autoround.shown import ShownInputs, shown_bytes
-from llmcompressor.modifiers.autoround.tune import Options, Tuned, rounded_errors, tune_block
-from llmcompressor.modifiers.demands import DataSize, Effort
-from llmcompressor.modifiers.granularity import Granularity
-from llmcompressor.modifiers.recorded import RecordedMixin
-from llmcompressor.modifiers.renamed_fields import MOVED_TO_THE_RUN
-from llmcompressor.numerics.autoround import Rounded, Rounding, Start
+from llmcompressor.modifiers.autoround.tune import (
+    BlockRunner,
+    Call,
+    ExpertInputs,
+    Options,
+    TuningResult,
+    expert_input_bytes,
+    rounded_errors,
+    tune_block,
+)
+from llmcompressor.moe.linear_experts import LinearExperts
+from llmcompressor.moe.module_list import ExpertPosition, expert_positions
+from llmcompressor.numerics.autoround import Rounded, RoundingParameters, RoundingStart
 from llmcompressor.observers.tokens import real_tokens
 from llmcompressor.quantization.base import QuantizationMixin
-from llmcompressor.quantization.column_effort import effort_of
+from llmcompressor.quantization.column_solver import gptq_effort
 from llmcompressor.quantization.parameters import (
     WeightParameters,
     check_observers,
-    follows_extremes,
+    needs_input_importance,
     observe_weight,
-    weighs_inputs,
+    uses_only_extremes,
     weight_of,
 )
+from llmcompressor.runtime.progress import join_names
 from llmcompressor.schemes.bridge import grid_of
-from llmcompressor.wording import listed
 
 __all__ = ["AutoRoundModifier", "TuneRecord"]
 
-_NONE_SHOWN = ShownInputs({}, None)
+_NONE_SHOWN = ExpertInputs({}, None)
 """One for all modifiers that have not begun: they are equal if their fields are."""
 _SHRUNK_TO = 0.5
 """The least part of a weight's range that tuning may begin with."""
@@ -148,7 +153,7 @@ class AutoRoundModifier(RecordedMixin, QuantizationMixin):
     _widest: dict[Module, int] = PrivateAttr(default_factory=dict)
     _experts: dict[Module, int] = PrivateAttr(default_factory=dict)
     """Linear of an expert → how many experts its block has."""
-    _shown: ShownInputs = PrivateAttr(default_factory=lambda: _NONE_SHOWN)
+    _shown: ExpertInputs = PrivateAttr(default_factory=lambda: _NONE_SHOWN)
 
     def model_post_init(self, context: Any, /) -> None:
         """Refuse weight observers that need to see inputs first."""
@@ -156,7 +161,7 @@ class AutoRoundModifier(RecordedMixin, QuantizationMixin):
         resolved = self.resolve_quantization_config()
         check_observers(resolved)
         for name, scheme in resolved.groups.items():
-            if weighs_inputs(scheme.weights):
+            if needs_input_importance(scheme.weights):
                 raise RecipeError(
                     f"the weight observer of {name} weighs errors by inputs, and ranges are "
                     "learned here",
@@ -190,7 +195,7 @@ class AutoRoundModifier(RecordedMixin, QuantizationMixin):
         """Tuning records by module name."""
         return dict(self._records)
 
-    def effort(self, modules: Sequence[Module], data: DataSize) -> Effort:
+    def effort(self, modules: Sequence[Module], data: DataSize) -> CalibrationCost:
         """Cost of solving, if there are enough tokens for it, and of tuning.
 
         Each step takes one forward and two backward products, and the bytes that the backward
@@ -200,17 +205,17 @@ class AutoRoundModifier(RecordedMixin, QuantizationMixin):
         weights = [weight_of(one) for one in modules if self._is_tuned(one)]
         elements, widths = sum(map(Tensor.numel, weights)), sum(sum(one.shape) for one in weights)
         itemsize = max((one.element_size() for one in weights), default=0)
-        solved, runs, begins = Effort(), 0, 0
-        if weights and self._solves_first(data.real, self._widest.get(modules[0], 0)):
-            solved = effort_of(weights, twin=True, refinements=REFINEMENTS, batch=1)
+        solved, runs, begins = CalibrationCost(), 0, 0
+        if weights and self._initializes_with_gptq(data.real, self._widest.get(modules[0], 0)):
+            solved = gptq_effort(weights, twin=True, refinements=REFINEMENTS, batch=1)
             runs, begins = _RUNS * elements, _SOLVED
-        summed = self._sums_calls(data)
-        shown, counted = self._counts_shown(modules, data) if runs else (0, 0)
+        summed = self._accumulates_calls(data)
+        shown, counted = self._expert_statistics_cost(modules, data) if runs else (0, 0)
         scaled = {
             device: (_TUNED[device] + begins + summed * _SUMMED[device]) * elements
             for device in (False, True)
         }
-        return Effort(
+        return CalibrationCost(
             gram=solved.gram + runs + counted,
             cross=solved.cross,
             solve=solved.solve + 3 * self.iters * _STEP_TOKENS * elements,
@@ -231,7 +236,7 @@ class AutoRoundModifier(RecordedMixin, QuantizationMixin):
             inside = [module for module in block.modules() if self._is_tuned(module)]
             widest = max((weight_of(one).shape[-1] for one in inside), default=0)
             self._widest |= dict.fromkeys(inside, widest)
-            places = expert_places(block)
+            places = expert_positions(block)
             self._experts |= {
                 one: len({(place.mixture, place.expert) for place in places.values()})
                 for one in inside
@@ -245,21 +250,21 @@ class AutoRoundModifier(RecordedMixin, QuantizationMixin):
             )
         return True
 
-    def _counts_shown(self, modules: Sequence[Module], data: DataSize) -> tuple[int, int]:
+    def _expert_statistics_cost(self, modules: Sequence[Module], data: DataSize) -> tuple[int, int]:
         """Bytes and multiply-adds per token of the statistics of experts with few tokens."""
         if modules[0] not in self._experts:
             return 0, 0
         columns, experts = weight_of(modules[0]).shape[-1], self._experts[modules[0]]
         routed = data.expert_share * data.real
-        return shown_bytes(columns, experts), int(columns**3 / 2 / max(routed, columns))
+        return expert_input_bytes(columns, experts), int(columns**3 / 2 / max(routed, columns))
 
-    def _sums_calls(self, data: DataSize) -> bool:
+    def _accumulates_calls(self, data: DataSize) -> bool:
         """Return True if a step needs more than one call of the block for its samples."""
         return (
             data.batch < data.tokens and data.samples * data.batch < self.batch_size * data.tokens
         )
 
-    def _solves_first(self, tokens: int, columns: int) -> bool:
+    def _initializes_with_gptq(self, tokens: int, columns: int) -> bool:
         """Return True if there are enough tokens to initialize with GPTQ."""
         return self.iters > 0 and tokens >= TOKENS_PER_COLUMN * columns
 
@@ -270,18 +275,20 @@ class AutoRoundModifier(RecordedMixin, QuantizationMixin):
         super().on_calibration_start(state, event, **kwargs)
         self._order = state.call_order
         finished = () if state.keeper is None else state.keeper.finished
-        places: dict[Module, ExpertPlace] = {}
+        places: dict[Module, ExpertPosition] = {}
         for block, name in find_blocks(state.model).items():
             inside = [module for module in block.modules() if self._is_tuned(module)]
             if inside and name not in finished:
                 self._blocks[block] = name
                 self._block_of |= dict.fromkeys(inside, block)
                 self.register_hook(block, self._hook(state), "forward", with_kwargs=True)
-                found = expert_places(block)
+                found = expert_positions(block)
                 places |= {one: found[one] for one in inside if one in found}
-        self._shown = ShownInputs(places if self.iters else {}, self._order)
+        self._shown = ExpertInputs(places if self.iters else {}, self._order)
         for leader in self._shown.leaders:
-            self.register_hook(leader, self._count_shown(state), "forward_pre", with_kwargs=True)
+            self.register_hook(
+                leader, self._expert_input_hook(state), "forward_pre", with_kwargs=True
+            )
 
     def _is_tuned(self, module: Module) -> bool:
         return self._has_weight_scheme(module) and isinstance(module, Linear)
@@ -294,13 +301,15 @@ class AutoRoundModifier(RecordedMixin, QuantizationMixin):
             own = first_tensor(args, kwargs)
             other = (state.reference_inputs or {}).get(module)
             same = other is None or own is None or other.shape != own.shape
-            reference = None if same else _kept(other)
-            call = Call(_kept(args), _kept(kwargs), state.token_mask, reference)
+            reference = None if same else _detached_on_cpu(other)
+            call = Call(
+                _detached_on_cpu(args), _detached_on_cpu(kwargs), state.token_mask, reference
+            )
             self._calls.setdefault(module, []).append(call)
 
         return keep_call
 
-    def _count_shown(self, state: State) -> Any:
+    def _expert_input_hook(self, state: State) -> Any:
         @torch.no_grad()
         def count(module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             given = first_tensor(args, kwargs)
@@ -332,12 +341,13 @@ class AutoRoundModifier(RecordedMixin, QuantizationMixin):
         names = {module: f"{inner}.weight" for inner, module in block.named_modules()}
         runner = BlockRunner(block, calls)
         nearest = {
-            names[one]: beginning_of(
-                one, self.observe(one) if runner.is_rounded(names[one]) else self._nearest(one)
+            names[one]: nearest_initialization(
+                one,
+                self.observe(one) if runner.is_nearest_expert(names[one]) else self._nearest(one),
             )
             for one in members
         }
-        error_nearest = sum(rounded_errors(runner, _starts(nearest))) / runner.values
+        error_nearest = sum(rounded_errors(runner, _starts_by_name(nearest))) / runner.values
         if not error_nearest < float("inf"):
             raise NonFiniteError(
                 f"What {name} returns holds NaN or infinity. Look for a bad weight upstream, or "
@@ -353,27 +363,27 @@ class AutoRoundModifier(RecordedMixin, QuantizationMixin):
             self.seed ^ zlib.crc32(name.encode()),
             _RANGE_SHARE if begun is not learned else 1.0,
         )
-        tuned = tune_block(runner, _starts(begun), before, options)
-        _tell_unreached(name, tuned.unreached)
+        tuned = tune_block(runner, _starts_by_name(begun), before, options)
+        _warn_of_missing_gradients(name, tuned.unreached)
         if begun is not learned:
-            begun, tuned = self._solve_again(runner, learned, begun, tuned)
+            begun, tuned = self._refine_last_linear(runner, learned, begun, tuned)
         rows, error_begun = sum(call.rows for call in calls), sum(before) / runner.values
         for module in members:
             key = names[module]
             if key in held:
-                start, rounding, iteration = held[key], Rounding.of(held[key].start), 0
+                start, rounding, iteration = held[key], RoundingParameters.of(held[key].start), 0
             else:
                 start, rounding, iteration = begun[key], tuned.roundings[key], tuned.iteration
             rounded = rounding.apply(start.start)
-            moved = self._write(module, start, rounded, _level(nearest[key]))
+            moved = self._write(module, start, rounded, _initial_codes(nearest[key]))
             self._records[self._names[module]] = TuneRecord(
                 name, rows, iteration, tuned.error, error_begun, error_nearest, moved
             )
-        _log(name, tuned, error_nearest)
+        _log_error(name, tuned, error_nearest)
 
     def _hold(
-        self, name: str, runner: BlockRunner, nearest: Mapping[str, Beginning]
-    ) -> dict[str, Beginning]:
+        self, name: str, runner: BlockRunner, nearest: Mapping[str, InitialRounding]
+    ) -> dict[str, InitialRounding]:
         """Weights of experts with too few routed tokens, rounded as they will be written.
 
         They are solved for all tokens that calibration gave them, or rounded to nearest if that is
@@ -382,51 +392,53 @@ class AutoRoundModifier(RecordedMixin, QuantizationMixin):
         modules = {runner.block.get_submodule(key.removesuffix(".weight")): key for key in nearest}
         few = self._shown.held(modules)
         shown = [([modules[one] for one in own], seen) for own, seen in self._shown.of(few)]
-        held = solved_for_shown(runner, {modules[one]: nearest[modules[one]] for one in few}, shown)
-        _tell_rounded(
+        held = solve_experts(runner, {modules[one]: nearest[modules[one]] for one in few}, shown)
+        _warn_of_nearest_experts(
             name,
-            no_room=len(self._shown.without_room(few)),
+            no_room=len(self._shown.over_budget(few)),
             too_little=sum(held[key] is nearest[key] for key in held),
         )
-        held |= {key: one for key, one in nearest.items() if runner.is_rounded(key)}
+        held |= {key: one for key, one in nearest.items() if runner.is_nearest_expert(key)}
         self._shown.drop(modules)
-        runner.hold({key: runner.weight(key, _values(one)) for key, one in held.items()})
+        runner.set_held_weights(
+            {key: runner.weight(key, _initially_rounded(one)) for key, one in held.items()}
+        )
         return held
 
     def _begin(
-        self, runner: BlockRunner, nearest: Mapping[str, Beginning]
-    ) -> tuple[Mapping[str, Beginning], list[float]]:
+        self, runner: BlockRunner, nearest: Mapping[str, InitialRounding]
+    ) -> tuple[Mapping[str, InitialRounding], list[float]]:
         """The initial rounding of the weights, and its squared error for each call.
 
         This is GPTQ's solution, unless its error at the block's output is larger than that of
         rounding to nearest, or there are so few tokens that it would overfit them.
         """
-        plain = rounded_errors(runner, _starts(nearest))
+        plain = rounded_errors(runner, _starts_by_name(nearest))
         widest = max((one.start.weight_RC.shape[-1] for one in nearest.values()), default=0)
-        if not self._solves_first(runner.seen, widest):
+        if not self._initializes_with_gptq(runner.seen, widest):
             return nearest, plain
-        solved = solved_beginnings(runner, nearest, self._order)
-        before = rounded_errors(runner, _starts(solved))
+        solved = solve_block(runner, nearest, self._order)
+        before = rounded_errors(runner, _starts_by_name(solved))
         return (solved, before) if sum(before) < sum(plain) else (nearest, plain)
 
-    def _solve_again(
+    def _refine_last_linear(
         self,
         runner: BlockRunner,
-        nearest: Mapping[str, Beginning],
-        begun: Mapping[str, Beginning],
-        tuned: Tuned,
-    ) -> tuple[Mapping[str, Beginning], Tuned]:
+        nearest: Mapping[str, InitialRounding],
+        begun: Mapping[str, InitialRounding],
+        tuned: TuningResult,
+    ) -> tuple[Mapping[str, InitialRounding], TuningResult]:
         """Solve the last Linear again for the learned weights of the others, if that is better."""
         weights = {
             key: runner.weight(key, rounding.apply(begun[key].start).values)
             for key, rounding in tuned.roundings.items()
         }
-        again = {**begun, **solved_again(runner, nearest, self._order, weights)}
+        again = {**begun, **solve_last_linear(runner, nearest, self._order, weights)}
         roundings = {
-            key: rounding if again[key] is begun[key] else Rounding.of(again[key].start)
+            key: rounding if again[key] is begun[key] else RoundingParameters.of(again[key].start)
             for key, rounding in tuned.roundings.items()
         }
-        error = sum(rounded_errors(runner, _starts(again), roundings)) / runner.values
+        error = sum(rounded_errors(runner, _starts_by_name(again), roundings)) / runner.values
         if not error < tuned.error:
             return begun, tuned
         return again, replace(tuned, roundings=roundings, error=error)
@@ -439,7 +451,7 @@ class AutoRoundModifier(RecordedMixin, QuantizationMixin):
         """
         found = self.observe(module)
         args = found.args
-        if self.disable_opt_rtn or not follows_extremes(args) or not learns_ranges(found):
+        if self.disable_opt_rtn or not uses_only_extremes(args) or not has_learnable_scales(found):
             return found
         grid = grid_of(args)
         widest = (grid.qmax - grid.qmin) / (2 * grid.qmax) if args.symmetric else 1.0
@@ -451,7 +463,7 @@ class AutoRoundModifier(RecordedMixin, QuantizationMixin):
 
     @torch.no_grad()
     def _write(
-        self, module: Module, begun: Beginning, rounded: Rounded, nearest_RC: Tensor
+        self, module: Module, begun: InitialRounding, rounded: Rounded, nearest_RC: Tensor
     ) -> float:
         """Write the learned weight; return the share of codes that differ from nearest rounding."""
         found = begun.parameters
@@ -475,23 +487,23 @@ class AutoRoundModifier(RecordedMixin, QuantizationMixin):
         self._order = None
 
 
-def _starts(begun: Mapping[str, Beginning]) -> dict[str, Start]:
+def _starts_by_name(begun: Mapping[str, InitialRounding]) -> dict[str, RoundingStart]:
     return {key: one.start for key, one in begun.items()}
 
 
 @torch.no_grad()
-def _values(begun: Beginning) -> Tensor:
+def _initially_rounded(begun: InitialRounding) -> Tensor:
     """A weight with its initial rounding applied."""
-    return Rounding.of(begun.start).apply(begun.start).values
+    return RoundingParameters.of(begun.start).apply(begun.start).values
 
 
 @torch.no_grad()
-def _level(begun: Beginning) -> Tensor:
+def _initial_codes(begun: InitialRounding) -> Tensor:
     """The initial codes of a weight, minus the zero point."""
-    return Rounding.of(begun.start).apply(begun.start).level_RC
+    return RoundingParameters.of(begun.start).apply(begun.start).level_RC
 
 
-def _kept(value: Any) -> Any:
+def _detached_on_cpu(value: Any) -> Any:
     """Detach the tensors of call arguments; offload floating-point ones to main memory."""
 
     def put_away(tensor: Tensor) -> Tensor:
@@ -499,10 +511,10 @@ def _kept(value: Any) -> Any:
         # tensors made in inference mode cannot take part in autograd
         return kept.clone() if kept.is_inference() else kept
 
-    return for_another_run(value, put_away)
+    return copy_arguments(value, put_away)
 
 
-def _tell_rounded(block: str, *, no_room: int, too_little: int) -> None:
+def _warn_of_nearest_experts(block: str, *, no_room: int, too_little: int) -> None:
     """Warn that Linears of experts are rounded to nearest although their policy is another one."""
     if no_room:
         logger.warning(
@@ -516,18 +528,19 @@ def _tell_rounded(block: str, *, no_room: int, too_little: int) -> None:
         )
 
 
-def _tell_unreached(block: str, weights: Sequence[str]) -> None:
+def _warn_of_missing_gradients(block: str, weights: Sequence[str]) -> None:
     """Warn about weights that no gradient has reached."""
     if weights:
         names = (f"{block}.{one.removesuffix('.weight')}" for one in weights)
         logger.warning(
-            f"No gradient reaches {listed(names)}, which stay rounded as they began: the model's "
+            f"No gradient reaches {join_names(names)}, which stay rounded as they began: the "
+            "model's "
             "own code computes them in torch.no_grad() or torch.inference_mode(), or the block's "
             "output does not depend on them. GPTQModifier learns nothing by gradients."
         )
 
 
-def _log(name: str, tuned: Tuned, nearest: float) -> None:
+def _log_error(name: str, tuned: TuningResult, nearest: float) -> None:
     share = tuned.error / nearest if nearest else 1.0
     logger.info(
         f"{name}: the error of its output is {share:.3f} of that of rounding to nearest "

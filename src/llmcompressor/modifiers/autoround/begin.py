@@ -7,7 +7,7 @@ block's output (the last one of an MLP) is solved for the whole residual of the 
 others for the output of the original ones.
 
 Learning starts not from the codes, but for each weight from the value that is optimal given all
-other codes (:mod:`llmcompressor.numerics.settled`), clamped to within half a step of its code. With
+other codes (:mod:`llmcompressor.numerics.gptq`), clamped to within half a step of its code. With
 zero offsets it rounds to GPTQ's code, and its distance to the next code is what moving there would
 cost.
 """
@@ -22,9 +22,9 @@ import torch
 from torch import Tensor
 from torch.nn import Linear, Module
 
-from llmcompressor.modeling.call_order import CallOrder, first_tensor
-from llmcompressor.modifiers.autoround.runner import BlockRunner, Call
-from llmcompressor.numerics.autoround import Rounding, Start, start_within
+from llmcompressor.modeling.call_graph import CallOrder, first_tensor
+from llmcompressor.modifiers.autoround.tune import BlockRunner, Call
+from llmcompressor.numerics.autoround import RoundingParameters, RoundingStart, start_at_codes
 from llmcompressor.numerics.scales import ScaleFormat
 from llmcompressor.observers.input_statistics import InputStatistics
 from llmcompressor.observers.tokens import real_tokens
@@ -34,12 +34,12 @@ from llmcompressor.schemes.bridge import grid_of, partition_of, scale_dtype_of, 
 
 __all__ = [
     "REFINEMENTS",
-    "Beginning",
-    "beginning_of",
-    "learns_ranges",
-    "solved_again",
-    "solved_beginnings",
-    "solved_for_shown",
+    "InitialRounding",
+    "has_learnable_scales",
+    "nearest_initialization",
+    "solve_block",
+    "solve_experts",
+    "solve_last_linear",
 ]
 
 REFINEMENTS = 4
@@ -51,7 +51,7 @@ bits."""
 
 
 @dataclass(frozen=True)
-class Beginning:
+class InitialRounding:
     """Parameters of a weight and the starting point of its learning.
 
     Attributes:
@@ -60,33 +60,33 @@ class Beginning:
     """
 
     parameters: WeightParameters
-    start: Start
+    start: RoundingStart
 
 
-def beginning_of(module: Module, parameters: WeightParameters) -> Beginning:
+def nearest_initialization(module: Module, parameters: WeightParameters) -> InitialRounding:
     """Start from the weight itself: without offsets it is rounded to nearest."""
     args = parameters.args
     stored = scale_dtype_of(args) or parameters.scale.dtype
-    start = Start(
+    start = RoundingStart(
         weight_of(module).detach(),
         parameters.effective_scale,
         None if args.symmetric else parameters.zero_point,
         grid_of(args),
         partition_of(args),
-        stored if learns_ranges(parameters) else None,
+        stored if has_learnable_scales(parameters) else None,
     )
-    return Beginning(parameters, start)
+    return InitialRounding(parameters, start)
 
 
-def learns_ranges(parameters: WeightParameters) -> bool:
+def has_learnable_scales(parameters: WeightParameters) -> bool:
     """Return True if scales are plain numbers, which small factors can change."""
     return scale_format_of(parameters.args) is ScaleFormat.PLAIN
 
 
 @torch.no_grad()
-def solved_beginnings(
-    runner: BlockRunner, nearest: Mapping[str, Beginning], order: CallOrder | None
-) -> dict[str, Beginning]:
+def solve_block(
+    runner: BlockRunner, nearest: Mapping[str, InitialRounding], order: CallOrder | None
+) -> dict[str, InitialRounding]:
     """Solve the Linears of a block one after the other.
 
     Args:
@@ -99,55 +99,62 @@ def solved_beginnings(
         Starting points under the same names. Weights that no token reaches stay as in ``nearest``.
     """
     found, weights = dict(nearest), dict[str, Tensor]()
-    for stage in _stages(runner, nearest, order):
-        groups = [_Group(names, runner.block.get_submodule(_module(names[0]))) for names in stage]
-        direct = len(groups) == 1 and len(stage[0]) == 1 and _is_added(runner, groups[0].leader)
-        _collect(runner, groups, weights, direct=direct)
+    for stage in _solve_stages(runner, nearest, order):
+        groups = [
+            _InputGroup(names, runner.block.get_submodule(_module_name(names[0])))
+            for names in stage
+        ]
+        direct = (
+            len(groups) == 1
+            and len(stage[0]) == 1
+            and _is_added_to_output(runner, groups[0].leader)
+        )
+        _collect_statistics(runner, groups, weights, direct=direct)
         for group in groups:
-            for name, begun in _solved(runner, group, nearest):
+            for name, begun in _solve_group(runner, group, nearest):
                 found[name] = begun
             group.clear()
         for name in (name for names in stage for name in names):
-            rounded = Rounding.of(found[name].start).apply(found[name].start)
+            rounded = RoundingParameters.of(found[name].start).apply(found[name].start)
             weights[name] = runner.weight(name, rounded.values)
     return found
 
 
 @torch.no_grad()
-def solved_again(
+def solve_last_linear(
     runner: BlockRunner,
-    nearest: Mapping[str, Beginning],
+    nearest: Mapping[str, InitialRounding],
     order: CallOrder | None,
     weights: Mapping[str, Tensor],
-) -> dict[str, Beginning]:
+) -> dict[str, InitialRounding]:
     """Solve the last Linear again, for the inputs that the learned weights before it produce.
 
     Args:
         runner: the block.
-        nearest: as for :func:`solved_beginnings`.
-        order: as for :func:`solved_beginnings`.
+        nearest: as for :func:`solve_block`.
+        order: as for :func:`solve_block`.
         weights: all learned weights, in the dtype that the block computes in.
 
     Returns:
         The new starting point; empty unless it is one Linear whose output is added to the block's.
     """
-    last = _stages(runner, nearest, order)[-1]
+    last = _solve_stages(runner, nearest, order)[-1]
     if len(last) != 1 or len(last[0]) != 1:
         return {}
-    group = _Group(last[0], runner.block.get_submodule(_module(last[0][0])))
-    if not _is_added(runner, group.leader):
+    group = _InputGroup(last[0], runner.block.get_submodule(_module_name(last[0][0])))
+    if not _is_added_to_output(runner, group.leader):
         return {}
     others = {name: weight for name, weight in weights.items() if name not in group.names}
-    _collect(runner, [group], others, direct=True)
-    return dict(_solved(runner, group, nearest))
+    _collect_statistics(runner, [group], others, direct=True)
+    return dict(_solve_group(runner, group, nearest))
 
 
 @torch.no_grad()
-def solved_for_shown(
+def solve_experts(
     runner: BlockRunner,
-    nearest: Mapping[str, Beginning],
+    nearest: Mapping[str, InitialRounding],
     shown: Iterable[tuple[Sequence[str], InputStatistics]],
-) -> dict[str, Beginning]:
+) -> dict[str, InitialRounding]:
     """Solve Linears of experts for all tokens that calibration gave them.
 
     Args:
@@ -160,14 +167,14 @@ def solved_for_shown(
     """
     found = dict(nearest)
     for sharing, statistics in shown:
-        for names in _alike(runner, sharing, nearest, apart=False):
-            group = _Group(names, runner.block.get_submodule(_module(names[0])))
+        for names in _group_by_grid(runner, sharing, nearest, apart=False):
+            group = _InputGroup(names, runner.block.get_submodule(_module_name(names[0])))
             group.statistics = statistics
-            found |= dict(_solved(runner, group, nearest))
+            found |= dict(_solve_group(runner, group, nearest))
     return found
 
 
-class _Group:
+class _InputGroup:
     """Weights that share an input, and the statistics collected for them."""
 
     def __init__(self, names: Sequence[str], leader: Module) -> None:
@@ -180,32 +187,36 @@ class _Group:
         self.statistics = self.missing_CR = None
 
 
-def _module(name: str) -> str:
+def _module_name(name: str) -> str:
     return name.removesuffix(".weight")
 
 
-def _stages(
-    runner: BlockRunner, names: Mapping[str, Beginning], order: CallOrder | None
+def _solve_stages(
+    runner: BlockRunner, names: Mapping[str, InitialRounding], order: CallOrder | None
 ) -> list[list[list[str]]]:
     """Groups of weights that share an input; the same position of all experts is one stage.
 
     While calls are recorded all experts get the same tokens; here each gets its own.
     """
-    name_of = {runner.block.get_submodule(_module(name)): name for name in names}
+    name_of = {runner.block.get_submodule(_module_name(name)): name for name in names}
     shared = [] if order is None else [[m for m in one if m in name_of] for one in order.groups]
     seen = {module for group in shared for module in group}
     shared += [[module] for module in name_of if module not in seen]
     stages: dict[object, list[list[str]]] = {}
     for group in shared:
-        for own in _alike(runner, (name_of[one] for one in group), names, apart=True):
+        for own in _group_by_grid(runner, (name_of[one] for one in group), names, apart=True):
             place = runner.experts.get(own[0])
             key = own[0] if place is None else (place.mixture, place.path)
             stages.setdefault(key, []).append(own)
     return list(stages.values())
 
 
-def _alike(
-    runner: BlockRunner, names: Iterable[str], nearest: Mapping[str, Beginning], *, apart: bool
+def _group_by_grid(
+    runner: BlockRunner,
+    names: Iterable[str],
+    nearest: Mapping[str, InitialRounding],
+    *,
+    apart: bool,
 ) -> list[list[str]]:
     """Group weights that share an input by grid and partition, and by expert if ``apart``."""
     found: dict[object, list[str]] = {}
@@ -216,7 +227,7 @@ def _alike(
     return list(found.values())
 
 
-def _is_added(runner: BlockRunner, linear: Module) -> bool:
+def _is_added_to_output(runner: BlockRunner, linear: Module) -> bool:
     """Return True if a Linear's output is added to the block's output; tested by doubling it."""
     outputs: list[Tensor] = []
 
@@ -238,9 +249,9 @@ def _is_added(runner: BlockRunner, linear: Module) -> bool:
     return bool(off_BTC.norm() <= _ADDED * added_BTC.norm())
 
 
-def _collect(
+def _collect_statistics(
     runner: BlockRunner,
-    groups: Sequence[_Group],
+    groups: Sequence[_InputGroup],
     weights: Mapping[str, Tensor],
     *,
     direct: bool,
@@ -248,16 +259,16 @@ def _collect(
     """Accumulate second moments of the groups' inputs, given the weights before them."""
     leaders = [group.leader for group in groups]
     for index, call in enumerate(runner.calls):
-        output_BTC, inputs = _watched(runner, call, weights, leaders)
+        output_BTC, inputs = _run_with_inputs(runner, call, weights, leaders)
         references: dict[Module, list[Tensor]] = {}
         if not direct:
-            references = _watched(runner, call.original, None, leaders)[1]
+            references = _run_with_inputs(runner, call.original, None, leaders)[1]
         for group in groups:
             own = inputs[group.leader]
             others = references.get(group.leader, [])
             for number, tensor in enumerate(own):
                 other = others[number] if len(others) == len(own) else None
-                _count(group, call, tensor, other)
+                _accumulate_tokens(group, call, tensor, other)
             if direct:
                 missing_TC = runner.missing(index, real_tokens(output_BTC, call.mask))
                 product_CR = real_tokens(own[0], call.mask).float().mT @ missing_TC
@@ -265,7 +276,7 @@ def _collect(
                 group.missing_CR = product_CR if present is None else present.add_(product_CR)
 
 
-def _watched(
+def _run_with_inputs(
     runner: BlockRunner, call: Call, weights: Mapping[str, Tensor] | None, leaders: Sequence[Module]
 ) -> tuple[Tensor, dict[Module, list[Tensor]]]:
     """The block's output for a call, and the inputs of some of its modules."""
@@ -284,7 +295,9 @@ def _watched(
             handle.remove()
 
 
-def _count(group: _Group, call: Call, tensor: Tensor, other: Tensor | None) -> None:
+def _accumulate_tokens(
+    group: _InputGroup, call: Call, tensor: Tensor, other: Tensor | None
+) -> None:
     """Accumulate the tokens of one call, without the reference if they may be routed otherwise."""
     if other is not None and (other.shape != tensor.shape or _is_routed(call, tensor)):
         other = None
@@ -302,9 +315,9 @@ def _is_routed(call: Call, tensor: Tensor) -> bool:
     return tensor.ndim == 2 and given is not None and len(tensor) != given[..., 0].numel()
 
 
-def _solved(
-    runner: BlockRunner, group: _Group, nearest: Mapping[str, Beginning]
-) -> Iterator[tuple[str, Beginning]]:
+def _solve_group(
+    runner: BlockRunner, group: _InputGroup, nearest: Mapping[str, InitialRounding]
+) -> Iterator[tuple[str, InitialRounding]]:
     """Solve the sweep of a group; yield nothing if it could only be rounded to nearest.
 
     An expert that gets fewer tokens than it has columns would be overfitted to them.
@@ -312,7 +325,7 @@ def _solved(
     statistics, routed = group.statistics, group.names[0] in runner.experts
     if statistics is None or statistics.tokens < (statistics.gram.shape[-1] if routed else 1):
         return
-    members = [(name, runner.block.get_submodule(_module(name))) for name in group.names]
+    members = [(name, runner.block.get_submodule(_module_name(name))) for name in group.names]
     problem = Problem(
         weights=[weight_of(module).detach() for _, module in members],
         parameters=[nearest[name].parameters for name in group.names],
@@ -327,15 +340,15 @@ def _solved(
         return
     for number, (name, module) in enumerate(members):
         assert isinstance(module, Linear)
-        yield name, _begun(module, nearest[name].parameters, solution, number)
+        yield name, _initialize_from_solution(module, nearest[name].parameters, solution, number)
 
 
-def _begun(
+def _initialize_from_solution(
     module: Module, parameters: WeightParameters, solution: Solution, number: int
-) -> Beginning:
+) -> InitialRounding:
     if solution.scales is not None:
         parameters = replace(parameters, scale=solution.scales[number])
-    plain = beginning_of(module, parameters)
+    plain = nearest_initialization(module, parameters)
     assert solution.settled is not None
     codes_RC, wanted_RC = solution.weights[number], solution.settled[number]
-    return Beginning(parameters, start_within(plain.start, codes_RC, wanted_RC))
+    return InitialRounding(parameters, start_at_codes(plain.start, codes_RC, wanted_RC))

@@ -8,17 +8,196 @@ comes once before any comes again.
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.func import functional_call
+from torch.nn import Module
 
-from llmcompressor.modifiers.autoround.runner import BlockRunner
-from llmcompressor.numerics.autoround import Gradients, Rounding, Start, sign_step
+from llmcompressor.modeling.call_graph import CallOrder, copy_arguments, first_tensor
+from llmcompressor.modeling.hooks import HooksMixin
+from llmcompressor.moe.linear_experts import LinearExperts
+from llmcompressor.moe.module_list import ExpertPosition, expert_positions
+from llmcompressor.numerics.autoround import Gradients, RoundingParameters, RoundingStart, sign_step
+from llmcompressor.observers.input_statistics import InputStatistics
+from llmcompressor.observers.tokens import real_tokens
+from llmcompressor.quantization.parameters import weight_of
 
-__all__ = ["Options", "Tuned", "rounded_errors", "tune_block"]
+__all__ = [
+    "BlockRunner",
+    "Call",
+    "ExpertInputs",
+    "Options",
+    "TuningResult",
+    "expert_input_bytes",
+    "fix_batch_if_needed",
+    "rounded_errors",
+    "tune_block",
+]
+
+
+# --------------------
+# Repeated runs of a block on its recorded calls with replaced weights.
+#
+# The error of weights is the squared change of the block's output over the real tokens of a call.
+
+_BATCHED = 3
+"""Dimensions of ``[batch, tokens, C]``."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """Recorded arguments of a block's forward.
+
+    Attributes:
+        args: positional arguments; floating-point tensors may be in main memory.
+        kwargs: keyword arguments; floating-point tensors may be in main memory.
+        mask: bool ``[batch, tokens]`` of the real tokens; ``None``: all are.
+        reference: input of the block in the original model, in place of the first tensor; ``None``
+            if it is the same.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    mask: Tensor | None
+    reference: Tensor | None = None
+
+    @property
+    def original(self) -> Call:
+        """The same call in the original model."""
+        if self.reference is None:
+            return self
+        for place, value in enumerate(self.args):
+            if isinstance(value, Tensor):
+                args = (*self.args[:place], self.reference, *self.args[place + 1 :])
+                return Call(args, self.kwargs, self.mask)
+        first = next(name for name, value in self.kwargs.items() if isinstance(value, Tensor))
+        return Call(self.args, {**self.kwargs, first: self.reference}, self.mask)
+
+    @property
+    def rows(self) -> int:
+        """Number of samples in the batch."""
+        tensor = first_tensor(self.args, dict(self.kwargs))
+        return 1 if tensor is None or tensor.ndim < _BATCHED else len(tensor)
+
+
+class BlockRunner:
+    """A block and the calls that it is run on.
+
+    A CPU takes several times as long for 16-bit products and their gradients, so there the block
+    computes in float32, with its own weights cast.
+
+    Args:
+        block: it is not changed.
+        calls: at least one.
+
+    Attributes:
+        block: the same.
+        calls: the same.
+        targets: output of the original block for each call, ``[tokens, C]``, in main memory.
+        values: number of values in ``targets``.
+        seen: number of tokens.
+        experts: weight → its place in the MoE, for weights of experts.
+    """
+
+    def __init__(self, block: Module, calls: Sequence[Call]) -> None:
+        self.block, self.calls = block, calls
+        parameters = dict(block.named_parameters())
+        self._device = next(iter(parameters.values())).device
+        self._dtype = torch.float32 if self._device.type == "cpu" else None
+        self._own = {name: one.dtype for name, one in parameters.items()}
+        self._plain = {
+            name: self._to_compute_dtype(one.detach()) for name, one in parameters.items()
+        }
+        self._held: dict[str, Tensor] = {}
+        places = expert_positions(block)
+        self.experts = {
+            f"{name}.weight": places[module]
+            for name, module in block.named_modules()
+            if module in places
+        }
+        with torch.no_grad():
+            self.targets = [self.tokens(call.original, None).cpu() for call in calls]
+        self.values = max(1, sum(target.numel() for target in self.targets))
+        self.seen = sum(map(len, self.targets))
+
+    def weight(self, name: str, values: Tensor) -> Tensor:
+        """A weight's new values, rounded to its dtype and cast to the compute dtype."""
+        weight_RC: Tensor = self._to_compute_dtype(values.to(self._own[name]))
+        return weight_RC
+
+    def is_nearest_expert(self, name: str) -> bool:
+        """Return True if a weight is of a starved expert with the policy ``rtn``."""
+        return name in self.experts and self.experts[name].policy == "rtn"
+
+    def set_held_weights(self, weights: Mapping[str, Tensor]) -> None:
+        """Use these weights in place of the block's own unless others are given."""
+        self._held = dict(weights)
+
+    def error(self, index: int, weights: Mapping[str, Tensor]) -> Tensor:
+        """Squared error of the output of a call, float32."""
+        return self.missing(index, self.tokens(self.calls[index], weights)).square().sum()
+
+    def missing(self, index: int, output_TC: Tensor) -> Tensor:
+        """Residual of a call's output: the original output minus this one, float32."""
+        return (self.targets[index].to(self._device) - output_TC).float()
+
+    def tokens(self, call: Call, weights: Mapping[str, Tensor] | None) -> Tensor:
+        """The block's output for the real tokens of a call, with weights as in :meth:`run`."""
+        return real_tokens(self.run(call, weights), call.mask)
+
+    def run(self, call: Call, weights: Mapping[str, Tensor] | None) -> Tensor:
+        """The first output tensor of the block with replaced weights.
+
+        Args:
+            call: the recorded call.
+            weights: replacements, in addition to the held ones; ``None``: the original weights
+                only.
+        """
+        args, kwargs = self._to_compute_dtype(call.args), self._to_compute_dtype(dict(call.kwargs))
+        others = {} if weights is None else {**self._held, **weights}
+        with HooksMixin.disable_hooks(), _routed_tokens_only(self.block):
+            output = functional_call(
+                self.block, {**self._plain, **others}, args, kwargs, tie_weights=False
+            )
+        if isinstance(output, Mapping):
+            output = tuple(output.values())
+        tensor = first_tensor(tuple(output) if isinstance(output, tuple | list) else (output,), {})
+        assert tensor is not None
+        return tensor
+
+    def _to_compute_dtype(self, value: Any) -> Any:
+        """Move floating-point tensors to the block's device and compute dtype."""
+
+        def cast(tensor: Tensor) -> Tensor:
+            floating = tensor.is_floating_point()
+            return tensor.to(self._device, self._dtype or tensor.dtype) if floating else tensor
+
+        return copy_arguments(value, cast)
+
+
+@contextlib.contextmanager
+def _routed_tokens_only(block: Module) -> Iterator[None]:
+    """While the body runs, experts get only their routed tokens, as outside of calibration."""
+    mixtures = [
+        one for one in block.modules() if isinstance(one, LinearExperts) and one.calibrating
+    ]
+    for one in mixtures:
+        one.calibrating = False
+    try:
+        yield
+    finally:
+        for one in mixtures:
+            one.calibrating = True
+
+
+# --------------------
+# Learn the rounding of all Linears of a block from the block's output.
 
 
 @dataclass(frozen=True)
@@ -41,7 +220,7 @@ class Options:
 
 
 @dataclass(frozen=True)
-class Tuned:
+class TuningResult:
     """Result of tuning a block.
 
     Attributes:
@@ -51,7 +230,7 @@ class Tuned:
         unreached: weights that no gradient has reached, except single experts.
     """
 
-    roundings: Mapping[str, Rounding]
+    roundings: Mapping[str, RoundingParameters]
     error: float
     iteration: int
     unreached: tuple[str, ...] = ()
@@ -59,18 +238,21 @@ class Tuned:
 
 def rounded_errors(
     runner: BlockRunner,
-    starts: Mapping[str, Start],
-    roundings: Mapping[str, Rounding] | None = None,
+    starts: Mapping[str, RoundingStart],
+    roundings: Mapping[str, RoundingParameters] | None = None,
 ) -> list[float]:
     """Squared error of each call with ``roundings``; by default with the initial rounding."""
     if roundings is None:
-        roundings = {name: Rounding.of(one) for name, one in starts.items()}
+        roundings = {name: RoundingParameters.of(one) for name, one in starts.items()}
     return _Tuner(runner, starts).errors(roundings)
 
 
 def tune_block(
-    runner: BlockRunner, starts: Mapping[str, Start], before: Sequence[float], options: Options
-) -> Tuned:
+    runner: BlockRunner,
+    starts: Mapping[str, RoundingStart],
+    before: Sequence[float],
+    options: Options,
+) -> TuningResult:
     """Learn the rounding of some weights of a block.
 
     Args:
@@ -85,21 +267,21 @@ def tune_block(
         calls.
     """
     tuner = _Tuner(runner, starts)
-    nearest = {name: Rounding.of(start) for name, start in starts.items()}
-    found = Tuned(nearest, sum(before) / runner.values, 0)
+    nearest = {name: RoundingParameters.of(start) for name, start in starts.items()}
+    found = TuningResult(nearest, sum(before) / runner.values, 0)
     if not 0 < sum(before) < math.inf or not (options.iters and starts):
         return found
     for roundings, iteration in tuner.candidates(before, options):
         error = sum(tuner.errors(roundings)) / runner.values
         if error < found.error:
-            found = Tuned(roundings, error, iteration)
+            found = TuningResult(roundings, error, iteration)
     return replace(found, unreached=tuner.unreached())
 
 
 class _Tuner:
     """Weights of a block, and the error of their roundings."""
 
-    def __init__(self, runner: BlockRunner, starts: Mapping[str, Start]) -> None:
+    def __init__(self, runner: BlockRunner, starts: Mapping[str, RoundingStart]) -> None:
         self._runner, self._starts = runner, starts
         self._reached: set[str] = set()
 
@@ -115,7 +297,7 @@ class _Tuner:
         return tuple(missing)
 
     @torch.no_grad()
-    def errors(self, roundings: Mapping[str, Rounding]) -> list[float]:
+    def errors(self, roundings: Mapping[str, RoundingParameters]) -> list[float]:
         """Squared error of each call."""
         weights = {
             name: self._runner.weight(name, one.apply(self._starts[name]).values)
@@ -126,14 +308,14 @@ class _Tuner:
 
     def candidates(
         self, before: Sequence[float], options: Options
-    ) -> Iterator[tuple[dict[str, Rounding], int]]:
+    ) -> Iterator[tuple[dict[str, RoundingParameters], int]]:
         """Yield the roundings with the least error of their own step, then the last ones.
 
         Calls differ in difficulty, so errors are relative to the initial ones.
         """
-        roundings = {name: Rounding.of(start) for name, start in self._starts.items()}
-        best, least, best_step = dict[str, Rounding](), 1.0, 0
-        picks = _picks([call.rows for call in self._runner.calls], options)
+        roundings = {name: RoundingParameters.of(start) for name, start in self._starts.items()}
+        best, least, best_step = dict[str, RoundingParameters](), 1.0, 0
+        picks = _step_batches([call.rows for call in self._runner.calls], options)
         for step in range(options.iters):
             picked = next(picks)
             found, error = self._gradients(roundings, picked)
@@ -149,7 +331,7 @@ class _Tuner:
         yield roundings, options.iters
 
     def _gradients(
-        self, roundings: Mapping[str, Rounding], picked: Sequence[int]
+        self, roundings: Mapping[str, RoundingParameters], picked: Sequence[int]
     ) -> tuple[dict[str, Gradients], float]:
         """Gradients of the error of some calls, and that error."""
         with torch.no_grad():
@@ -177,7 +359,7 @@ class _Tuner:
         return by_name, total
 
 
-def _picks(rows: Sequence[int], options: Options) -> Iterator[list[int]]:
+def _step_batches(rows: Sequence[int], options: Options) -> Iterator[list[int]]:
     """Indices of the calls of each step."""
     generator = torch.Generator().manual_seed(options.seed)
     waiting: list[int] = []
@@ -188,3 +370,130 @@ def _picks(rows: Sequence[int], options: Options) -> Iterator[list[int]]:
                 waiting = torch.randperm(len(rows), generator=generator).tolist()
             picked.append(waiting.pop())
         yield picked
+
+
+# --------------------
+# Batch preparation that AutoRound scripts call.
+
+_Batch = TypeVar("_Batch")
+
+
+def fix_batch_if_needed(batch: _Batch) -> _Batch:
+    """Return the batch unchanged: its mask determines which tokens count."""
+    return batch
+
+
+# --------------------
+# Input statistics of experts that too few tokens are routed to.
+#
+# The objective of learning is the block's output, on which an expert acts only through the tokens
+# routed to it. If these are few, the learned rounding generalizes poorly. Calibration passes more
+# tokens through such an expert; their statistics are collected here, to solve it instead.
+
+_MOST = 2**32
+"""Bytes of second moments at once. Whole blocks are tuned: no waves of experts bound them here."""
+_FLOAT = 4
+_INPUTS = 2
+"""Of an expert: before its first matrices, and before the last."""
+
+
+def expert_input_bytes(columns: int, experts: int) -> int:
+    """Upper bound of the bytes for the second moments of one expert input, within the total budget.
+
+    >>> expert_input_bytes(1024, 8), expert_input_bytes(7168, 256)
+    (4194304, 8388608)
+    """
+    return min(_FLOAT * columns**2, _MOST // (_INPUTS * experts))
+
+
+class ExpertInputs:
+    """Second moments of the inputs of experts with few tokens.
+
+    Few means fewer than the widest Linear of the expert has columns, or too few by the policy for
+    starved experts. Statistics of experts that turn out to have enough tokens are dropped on the
+    way.
+
+    Args:
+        places: Linears of experts and their places in the MoE.
+        order: which of them share an input; ``None``: none do.
+    """
+
+    def __init__(self, places: Mapping[Module, ExpertPosition], order: CallOrder | None) -> None:
+        self._places = places
+        self._groups: dict[Module, list[Module]] = {}
+        self._leaders: dict[Module, Module] = {}
+        for module in places:
+            group = (module,) if order is None else order.group_of(module)
+            leader = next(one for one in group if one in places)
+            self._groups.setdefault(leader, []).append(module)
+            self._leaders[module] = leader
+        self._found: dict[Module, InputStatistics] = {}
+        self._left_out: set[Module] = set()
+        self._widest: dict[tuple[Module, int], int] = {}
+        for module, place in places.items():
+            expert, columns = (place.mixture, place.expert), weight_of(module).shape[-1]
+            self._widest[expert] = max(columns, self._widest.get(expert, 0))
+
+    @property
+    def leaders(self) -> Sequence[Module]:
+        """The first Linear of each group that shares an input."""
+        return list(self._groups)
+
+    def add(self, leader: Module, input_TC: Tensor) -> None:
+        """Accumulate an input of a group, as long as one of its experts has few tokens.
+
+        Args:
+            leader: one of :attr:`leaders`.
+            input_TC: real tokens, ``[T, C]``.
+        """
+        if not any(map(self._has_few_tokens, self._groups[leader])):
+            self._found.pop(leader, None)
+        elif leader in self._found or self._start_within_budget(leader):
+            self._found[leader].update(input_TC)
+
+    def held(self, modules: Collection[Module]) -> list[Module]:
+        """The subset of ``modules`` that is not learned.
+
+        That is every starved expert, and every other expert with few tokens that has statistics.
+        """
+        return [
+            one
+            for one in modules
+            if self._has_few_tokens(one)
+            and (self._places[one].policy is not None or self._leaders[one] in self._found)
+        ]
+
+    def over_budget(self, modules: Collection[Module]) -> list[Module]:
+        """The subset of ``modules`` whose statistics exceeded the memory budget."""
+        return [one for one in modules if self._leaders.get(one) in self._left_out]
+
+    def of(self, modules: Sequence[Module]) -> Iterator[tuple[list[Module], InputStatistics]]:
+        """Groups of ``modules`` that share an input, with its statistics, if there are any."""
+        groups: dict[Module, list[Module]] = {}
+        for module in modules:
+            groups.setdefault(self._leaders[module], []).append(module)
+        for leader, members in groups.items():
+            if leader in self._found:
+                yield members, self._found[leader]
+
+    def drop(self, modules: Collection[Module]) -> None:
+        """Free the statistics of ``modules``."""
+        for module in modules:
+            self._found.pop(self._leaders.get(module, module), None)
+
+    def _has_few_tokens(self, module: Module) -> bool:
+        place = self._places.get(module)
+        if place is None or not place.sees_unrouted_tokens:
+            return False
+        return place.policy is not None or place.tokens < self._widest[place.mixture, place.expert]
+
+    def _start_within_budget(self, leader: Module) -> bool:
+        """Start statistics for a group, if they fit the memory budget."""
+        weight_RC = weight_of(leader)
+        widths = [weight_RC.shape[-1], *(weight_of(one).shape[-1] for one in self._found)]
+        if leader in self._left_out or _FLOAT * sum(one**2 for one in widths) > _MOST:
+            self._left_out.add(leader)
+            return False
+        name = self._places[leader].path
+        self._found[leader] = InputStatistics(widths[0], weight_RC.device, name=name)
+        return True

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from llmcompressor.core.modifier import Modifier
 from llmcompressor.modifiers.awq import base
 from llmcompressor.modifiers.awq.base import AWQ_MAPPING_REGISTRY, AWQMapping
-from llmcompressor.modifiers.modifier import Modifier
 
 __all__ = ["AWQ_MAPPING_REGISTRY", "AWQMapping", "AWQModifier"]
 

@@ -18,30 +18,40 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor
 from torch.nn import Linear, Module
 
+from llmcompressor.core.contract import (
+    MOVED_TO_THE_RUN,
+    CalibrationCost,
+    ComputeCost,
+    DataSize,
+    Granularity,
+)
 from llmcompressor.core.events import Event
+from llmcompressor.core.modifier import Modifier
+from llmcompressor.core.modifier_registry import ModifierFactory
 from llmcompressor.core.state import State
+from llmcompressor.equalization.base import SmoothingMixin, quantized_modules
+from llmcompressor.equalization.mappings import WRITTEN, find_smooth_sets
+from llmcompressor.equalization.probe import Names, SmoothSet
 from llmcompressor.errors import RecipeError, TargetError
 from llmcompressor.logger import logger
-from llmcompressor.modeling.mapped_places import Names, SmoothSet
-from llmcompressor.modeling.mappings import find_sets
-from llmcompressor.modeling.written_mappings import WRITTEN
-from llmcompressor.modifiers.awq.effort import VISITS, effort_of, run_products, running
-from llmcompressor.modifiers.awq.parents import ParentRuns, parent_of
-from llmcompressor.modifiers.demands import DataSize, Effort, Work
-from llmcompressor.modifiers.factory import ModifierFactory
-from llmcompressor.modifiers.granularity import Granularity
-from llmcompressor.modifiers.modifier import Modifier
-from llmcompressor.modifiers.renamed_fields import MOVED_TO_THE_RUN
+from llmcompressor.modifiers.awq.parents import (
+    VISITS,
+    ParentRuns,
+    awq_cost,
+    forward_products,
+    parent_of,
+    with_rerun_cost,
+)
 from llmcompressor.numerics.awq import (
     Bounds,
-    Readers,
     Round,
     RoundWithin,
+    StackedLinears,
     candidates,
     choose_scale,
     clip_bounds,
-    statistics_error,
-    weight_prominence,
+    output_error_from_gram,
+    relative_column_magnitude,
 )
 from llmcompressor.numerics.scales import global_scale_from_amax, parameter_dtype
 from llmcompressor.observers.canonical import Range
@@ -49,15 +59,13 @@ from llmcompressor.observers.input_statistics import InputStatistics
 from llmcompressor.quantization.base import SAYING_HOW, QuantizationMixin
 from llmcompressor.quantization.parameters import (
     WeightParameters,
-    extreme_parameters,
+    min_max_parameters,
     range_parameters,
     weight_amax,
     weight_of,
 )
-from llmcompressor.registry import Additions
+from llmcompressor.runtime.registry import UserOverrides
 from llmcompressor.schemes.bridge import needs_global_scale, partition_of
-from llmcompressor.smoothing.base import SmoothingMixin
-from llmcompressor.smoothing.quantized import quantized_before
 
 __all__ = [
     "AWQ_MAPPING_REGISTRY",
@@ -98,14 +106,14 @@ class AWQMapping:
             )
 
 
-def _written(names: Sequence[Names]) -> list[AWQMapping]:
+def _to_mappings(names: Sequence[Names]) -> list[AWQMapping]:
     return [AWQMapping(smooth, list(balance)) for smooth, balance in names]
 
 
-default_mappings = _written(WRITTEN["LlamaForCausalLM"])
+default_mappings = _to_mappings(WRITTEN["LlamaForCausalLM"])
 """Those of Llama and of what is built as it is."""
-AWQ_MAPPING_REGISTRY: Additions[list[AWQMapping]] = Additions(
-    {name: partial(_written, names) for name, names in WRITTEN.items()}
+AWQ_MAPPING_REGISTRY: UserOverrides[list[AWQMapping]] = UserOverrides(
+    {name: partial(_to_mappings, names) for name, names in WRITTEN.items()}
 )
 """Mappings that users add for a model's class, by its name. Those of known classes can be read;
 unless some are added, they are found from the model."""
@@ -130,14 +138,14 @@ def get_layer_mappings_from_model(model: Module) -> list[AWQMapping]:
     """
     if (known := AWQ_MAPPING_REGISTRY.get(type(model).__name__)) is not None:
         return known
-    return [AWQMapping(one.name, list(one.balance)) for one in find_sets(model)]
+    return [AWQMapping(one.name, list(one.balance)) for one in find_smooth_sets(model)]
 
 
-def _registered(model: Module) -> list[AWQMapping] | None:
+def _registered_mappings(model: Module) -> list[AWQMapping] | None:
     return AWQ_MAPPING_REGISTRY.added(type(model).__name__)
 
 
-class _Moments:
+class _InputMoments:
     """Second moments and mean absolute values of the inputs."""
 
     def __init__(self, columns: int, device: torch.device | str, name: str) -> None:
@@ -171,11 +179,11 @@ def _device_name(given: Any) -> Any:
     return str(given) if isinstance(given, torch.device) else given
 
 
-def _fields_of_quantizing() -> set[str]:
+def _quantization_fields() -> set[str]:
     return QuantizationMixin.model_fields.keys() - AWQModifier.model_fields.keys()
 
 
-def _check_says_how(fields: Mapping[str, Any]) -> None:
+def _check_configures_quantization(fields: Mapping[str, Any]) -> None:
     """Refuse fields of the quantizing modifier that do not configure quantization."""
     if any(fields.get(name) is not None for name in SAYING_HOW):
         return
@@ -222,9 +230,9 @@ class AWQModifier(SmoothingMixin):
 
     @model_validator(mode="before")
     @classmethod
-    def _refuse_fields_of_quantizing(cls, given: Any) -> Any:
+    def _refuse_quantization_fields(cls, given: Any) -> Any:
         """Refuse fields of quantization: this class only scales; ``modifiers.awq`` does both."""
-        theirs = _fields_of_quantizing()
+        theirs = _quantization_fields()
         if isinstance(given, Mapping) and (named := [name for name in given if name in theirs]):
             raise RecipeError(
                 f"this class scales alone and takes no {' or '.join(named)}",
@@ -241,11 +249,11 @@ class AWQModifier(SmoothingMixin):
             RecipeError: some are of a modifier that quantizes, and none of them says how.
         """
         common = {key: fields.pop(key) for key in tuple(fields) if key in Modifier.model_fields}
-        theirs = _fields_of_quantizing()
+        theirs = _quantization_fields()
         quantizing = {key: fields.pop(key) for key in tuple(fields) if key in theirs}
         own: list[Modifier] = [cls(**common, **fields)]
         if quantizing:
-            _check_says_how(quantizing)
+            _check_configures_quantization(quantizing)
             own.append(ModifierFactory.create("QuantizationModifier", **common, **quantizing))
         return own
 
@@ -265,17 +273,17 @@ class AWQModifier(SmoothingMixin):
         """The mappings as smooth target and balance targets."""
         mappings = self.mappings
         if mappings is None:
-            mappings = _registered(model)
+            mappings = _registered_mappings(model)
         if mappings is None:
             return None
         return [(one.smooth_layer, tuple(one.balance_layers)) for one in mappings]
 
     def registered(self, model: Module) -> Any:
         """Mappings registered for the class of ``model``, if they are used."""
-        found = None if self.mappings is not None else _registered(model)
+        found = None if self.mappings is not None else _registered_mappings(model)
         return None if found is None else [asdict(one) for one in found]
 
-    def wanted_sets(self) -> list[SmoothSet]:
+    def sets_to_smooth(self) -> list[SmoothSet]:
         """Sets with a Linear that a subsequent modifier quantizes."""
         return [one for one in self._sets if any(map(_weight_args, one.balance.values()))]
 
@@ -289,36 +297,36 @@ class AWQModifier(SmoothingMixin):
         own = (module for module in self._names if module not in self._settled)
         return [module for module in own if _clip_args(module)]
 
-    def effort(self, modules: Sequence[Module], data: DataSize) -> Effort:
+    def effort(self, modules: Sequence[Module], data: DataSize) -> CalibrationCost:
         """Second moments, a product per candidate and Linear, and clip attempts of its groups."""
-        quantized = {each for one in self.wanted_sets() for each in one.balance.values()}
+        quantized = {each for one in self.sets_to_smooth() for each in one.balance.values()}
         clipped = [module for module in modules if self.clip and _clip_args(module)]
         judged = quantized if self.loss == "statistics" else set[Module]()
-        found = effort_of(
+        found = awq_cost(
             [weight_of(module) for module in modules if module in judged],
-            points=self._points,
+            points=self._candidate_count,
             clipped=[weight_of(module) for module in clipped],
-            group=_group_of(clipped[0]) if clipped else 0,
+            group=_columns_per_scale(clipped[0]) if clipped else 0,
         )
         found = replace(found, watch=super().effort(modules, data).watch)
         smoothed = [module for module in modules if module in quantized]
         if self.loss == "statistics" or not smoothed:
             return found
         weights = [weight_of(one) for one in smoothed]
-        return running(found, weights, self.offload_device)
+        return with_rerun_cost(found, weights, self.offload_device)
 
-    def work(self, modules: Sequence[Module], data: DataSize) -> Work:
+    def work(self, modules: Sequence[Module], data: DataSize) -> ComputeCost:
         """With ``loss: output`` the parent of a set is rerun on all data for every candidate."""
         scaled = super().work(modules, data)
         if self.loss == "statistics":
             return scaled
         inside, parents = set(modules), {name: module for module, name in self._names.items()}
-        runs = self._points + 1
-        for one in self.wanted_sets():
+        runs = self._candidate_count + 1
+        for one in self.sets_to_smooth():
             if one.smooth in inside:
                 elements = sum(weight_of(each).numel() for each in one.balance.values())
-                products, attention = run_products(parent_of(one, parents), data)
-                scaled += Work(
+                products, attention = forward_products(parent_of(one, parents), data)
+                scaled += ComputeCost(
                     forward=runs * data.tokens * (products + attention),
                     attention=runs * data.tokens * attention,
                     visits=runs * VISITS * elements,
@@ -326,13 +334,13 @@ class AWQModifier(SmoothingMixin):
         return scaled
 
     @property
-    def _points(self) -> int:
+    def _candidate_count(self) -> int:
         """Number of candidate scales of a set."""
         return 2 * max(self.n_grid // 2, 2) if self.duo_scaling == "both" else self.n_grid
 
     def on_initialize(self, state: State, **kwargs: Any) -> bool:
         """Note which weights are quantized already: these are not clipped."""
-        self._settled = quantized_before(state)
+        self._settled = quantized_modules(state)
         return super().on_initialize(state, **kwargs)
 
     def on_all_initialized(self, state: State) -> None:
@@ -343,7 +351,7 @@ class AWQModifier(SmoothingMixin):
             RecipeError: they quantize it in a way that the search cannot evaluate.
         """
         super().on_all_initialized(state)
-        if not self.wanted_sets():
+        if not self.sets_to_smooth():
             raise TargetError(
                 "AWQModifier has nothing to work for: no later modifier quantizes the weights of "
                 "a Linear in its mappings.",
@@ -359,14 +367,14 @@ class AWQModifier(SmoothingMixin):
         super().on_calibration_start(state, event, **kwargs)
         if self.loss == "output":
             self._parents = ParentRuns(state, self._names, self.offload_device)
-            for one in self.wanted_sets():
+            for one in self.sets_to_smooth():
                 parent = self._parents.watch(one)
                 if parent is not None:
                     hook = self._parents.hook
                     self.register_hook(parent, hook, "forward_pre", with_kwargs=True)
 
     def _check_strategies(self) -> None:
-        for one in self.wanted_sets():
+        for one in self.sets_to_smooth():
             for name, module in one.balance.items():
                 args = _weight_args(module)
                 if args is not None and args.strategy == "tensor" and self.duo_scaling:
@@ -376,11 +384,11 @@ class AWQModifier(SmoothingMixin):
                         "Set duo_scaling: false.",
                     )
 
-    def new_tally(self, columns: int, device: torch.device, name: str) -> _Moments:
+    def new_statistics(self, columns: int, device: torch.device, name: str) -> _InputMoments:
         """Statistics with second moments of the inputs."""
-        return _Moments(columns, self.offload_device or device, name)
+        return _InputMoments(columns, self.offload_device or device, name)
 
-    def scale_of(self, one: SmoothSet, tallies: Mapping[Module, Any]) -> Tensor | None:
+    def compute_scale(self, one: SmoothSet, tallies: Mapping[Module, Any]) -> Tensor | None:
         """The best scale of the grid, evaluated on the Linears that are quantized."""
         members = [module for module in one.balance.values() if _weight_args(module)]
         weights = [weight_of(module).detach() for module in members]
@@ -389,13 +397,13 @@ class AWQModifier(SmoothingMixin):
         sizes_C = torch.stack([tally.sizes for tally in distinct]).sum(dim=0)
         grid = candidates(
             sizes_C.to(weights[0].device) / tokens,
-            weight_prominence(weights, _group_of(members[0])),
+            relative_column_magnitude(weights, _columns_per_scale(members[0])),
             self.n_grid,
             self.duo_scaling,
         )
         ones_C = torch.ones(one.columns, device=weights[0].device)
         if self._parents is None:
-            error_of = statistics_error(list(_readers(members, tallies)))
+            error_of = output_error_from_gram(list(_balance_batches(members, tallies)))
             found = choose_scale(error_of, grid, ones_C)
         else:
             rounds = {each: _rounding(each) for each in members}
@@ -415,13 +423,15 @@ class AWQModifier(SmoothingMixin):
         return found.scale_C
 
     @torch.no_grad()
-    def after_sets(self) -> None:
+    def after_scales(self) -> None:
         """Find clip bounds for Linears whose scale is known, or that have none."""
         ready: dict[Any, list[Module]] = {}
         for module in [one for one in self._to_clip if one in self._seen]:
-            args, one = _clip_args(module), next(reversed(self.sets_of(module)), None)
+            args, one = _clip_args(module), next(reversed(self.sets_read_by(module)), None)
             if args is not None and (one is None or one.name in self._records):
-                ready.setdefault((self.leader(module), one, _key_of(args)), []).append(module)
+                ready.setdefault((self.leader(module), one, _quantization_key(args)), []).append(
+                    module
+                )
         for (leader, one, _), members in ready.items():
             tally = self._tallies.get(leader)
             if tally is not None and tally.tokens:
@@ -429,14 +439,16 @@ class AWQModifier(SmoothingMixin):
         done = {module for members in ready.values() for module in members}
         self._to_clip = [module for module in self._to_clip if module not in done]
 
-    def _clip(self, members: Sequence[Module], tally: _Moments, scale_C: Tensor | None) -> None:
+    def _clip(
+        self, members: Sequence[Module], tally: _InputMoments, scale_C: Tensor | None
+    ) -> None:
         """Find clip bounds of Linears that share input, scale and rounding, stacked by rows."""
         weight_RC = torch.cat([weight_of(module).detach() for module in members])
         gram_CC = tally.gram.to(weight_RC.device)
         if scale_C is not None:
             weight_RC = (weight_RC.float() * scale_C).to(weight_RC.dtype)
             gram_CC = gram_CC / scale_C / scale_C.unsqueeze(-1)
-        group = _group_of(members[0]) or weight_RC.shape[-1]
+        group = _columns_per_scale(members[0]) or weight_RC.shape[-1]
         group = min(group, weight_RC.shape[-1])
         found = clip_bounds(weight_RC, gram_CC, _rounding_within(members[0], weight_RC), group)
         rows = [len(weight_of(module)) for module in members]
@@ -483,7 +495,7 @@ def _rounding(module: Module) -> Round:
     stored = parameter_dtype(weight_of(module).dtype)
 
     def rounded(weight_RC: Tensor) -> Tensor:
-        return _round_wide(extreme_parameters(weight_RC, args, stored_in=stored), weight_RC)
+        return _round_in_float32(min_max_parameters(weight_RC, args, stored_in=stored), weight_RC)
 
     return rounded
 
@@ -497,18 +509,18 @@ def _rounding_within(module: Module, whole_RC: Tensor) -> RoundWithin:
 
     def rounded(weight_RC: Tensor, least_R: Tensor, greatest_R: Tensor) -> Tensor:
         ends = Range(least_R.unsqueeze(-1), greatest_R.unsqueeze(-1))
-        return _round_wide(
+        return _round_in_float32(
             range_parameters(ends, weight_RC, args, shared, stored_in=stored), weight_RC
         )
 
     return rounded
 
 
-def _round_wide(found: WeightParameters, weight_RC: Tensor) -> Tensor:
+def _round_in_float32(found: WeightParameters, weight_RC: Tensor) -> Tensor:
     return replace(found, scale=found.scale.float()).round(weight_RC)
 
 
-def _group_of(module: Module) -> int:
+def _columns_per_scale(module: Module) -> int:
     """Number of columns that share a scale in a row; 0 for all."""
     args = _weight_args(module)
     assert args is not None
@@ -525,22 +537,24 @@ def _clip_args(module: Module) -> QuantizationArgs | None:
     return args if partition.rows == 1 and columns % width == 0 else None
 
 
-def _key_of(args: QuantizationArgs) -> str:
+def _quantization_key(args: QuantizationArgs) -> str:
     """Key that is equal for weights with the same quantization arguments."""
     return str(args.model_dump_json())
 
 
-def _readers(members: Sequence[Module], tallies: Mapping[Module, Any]) -> Iterator[Readers]:
+def _balance_batches(
+    members: Sequence[Module], tallies: Mapping[Module, Any]
+) -> Iterator[StackedLinears]:
     """Batch Linears that share inputs and rounding into one if rows are rounded independently."""
     alike: dict[Any, list[Module]] = {}
     for module in members:
         args = _weight_args(module)
         assert args is not None
         by_rows = partition_of(args).rows == 1 and not needs_global_scale(args)
-        own = _key_of(args) if by_rows else module
+        own = _quantization_key(args) if by_rows else module
         alike.setdefault((tallies[module], own), []).append(module)
     for (tally, own), modules in alike.items():
         gram_CC = tally.gram.to(weight_of(modules[0]).device)
         weights = [weight_of(module).detach() for module in modules]
         for weight_RC in weights if len(weights) > _STACKED else [torch.cat(weights)]:
-            yield Readers(weight_RC, gram_CC, _rounding(modules[0]), isinstance(own, str))
+            yield StackedLinears(weight_RC, gram_CC, _rounding(modules[0]), isinstance(own, str))

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import reduce
 from typing import Any
 
@@ -18,25 +18,30 @@ import torch
 from torch import Tensor
 from torch.nn import Module, ModuleDict, ModuleList
 
+from llmcompressor.core.contract import CalibrationCost, DataSize
 from llmcompressor.core.state import State
-from llmcompressor.modeling.call_order import first_tensor
+from llmcompressor.equalization.probe import SmoothSet
+from llmcompressor.equalization.rescale import swapped_parameters
+from llmcompressor.modeling.call_graph import copy_arguments, first_tensor
 from llmcompressor.modeling.hooks import HooksMixin
-from llmcompressor.modeling.mapped_places import SmoothSet
 from llmcompressor.modeling.matching import common_parent
-from llmcompressor.modeling.repeated_calls import for_another_run
-from llmcompressor.modeling.scaling import swapped
-from llmcompressor.modeling.spilled import Shelf, room_on
-from llmcompressor.numerics.awq import ErrorOf, Round
+from llmcompressor.modeling.names import own_parameters
+from llmcompressor.modeling.offload import TensorStore, device_activation_budget
+from llmcompressor.moe.linear_experts import LinearExperts
+from llmcompressor.numerics.awq import CLIP_ATTEMPTS, CLIPPED_ROWS, ErrorOf, Round
+from llmcompressor.numerics.cholesky import WIDTH
+from llmcompressor.numerics.gram import CHUNK_TOKENS
 from llmcompressor.observers.tokens import real_tokens
+from llmcompressor.schemes.attention import updates_kv_cache
 
-__all__ = ["ParentRuns", "parent_of"]
+__all__ = ["VISITS", "ParentRuns", "awq_cost", "forward_products", "parent_of", "with_rerun_cost"]
 
 _EVERYTHING = sys.maxsize
 """Bytes that no data exceeds."""
 
 
 @dataclass(frozen=True)
-class _Call:
+class _ParentCall:
     """Recorded arguments of a parent's forward.
 
     Attributes:
@@ -55,7 +60,7 @@ class _Call:
 
     def with_input(self, tensor: Tensor | None) -> tuple[list[Any], dict[str, Any]]:
         """The arguments to call the parent with."""
-        own_args, own_kwargs = for_another_run((self.args, dict(self.kwargs)))
+        own_args, own_kwargs = copy_arguments((self.args, dict(self.kwargs)))
         args = [tensor if value is _INPUT else value for value in own_args]
         return args, {
             key: tensor if value is _INPUT else value for key, value in own_kwargs.items()
@@ -84,9 +89,9 @@ class ParentRuns:
         self._state = state
         self._modules = {name: module for module, name in names.items()}
         self._device = device
-        self._calls: dict[Module, list[_Call]] = {}
+        self._calls: dict[Module, list[_ParentCall]] = {}
         self._sets: dict[Module, set[str]] = {}
-        self._shelf = Shelf(_EVERYTHING)
+        self._shelf = TensorStore(_EVERYTHING)
         self.tokens = 0
 
     def watch(self, one: SmoothSet) -> Module | None:
@@ -100,15 +105,15 @@ class ParentRuns:
 
     def hook(self, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Record a call of a parent."""
-        args, kwargs = for_another_run((args, kwargs))
+        args, kwargs = copy_arguments((args, kwargs))
         given, mask = first_tensor(args, kwargs), self._state.token_mask
         if given is None:
-            self._calls[module].append(_Call(args, kwargs, None, mask))
+            self._calls[module].append(_ParentCall(args, kwargs, None, mask))
             return
         if self._shelf.is_empty:  # measure the free memory while nothing of a block is kept
-            room = room_on(given.device, self._state.device_memory)
-            self._shelf = Shelf(_EVERYTHING, room if self._device is None else _EVERYTHING)
-        call = _Call(
+            room = device_activation_budget(given.device, self._state.device_memory)
+            self._shelf = TensorStore(_EVERYTHING, room if self._device is None else _EVERYTHING)
+        call = _ParentCall(
             tuple(_INPUT if value is given else value for value in args),
             {key: _INPUT if value is given else value for key, value in kwargs.items()},
             self._put(given),
@@ -149,9 +154,9 @@ class ParentRuns:
                 scaled_RC = (weight.detach().float() * scale_C).to(weight.dtype)
                 back_RC = round_(scaled_RC).float() / scale_C
                 changes[module] = {"weight": back_RC.to(weight.dtype)}
-            with swapped(changes):
+            with swapped_parameters(changes):
                 pairs = zip(plain, self._outputs(parent), strict=True)
-                return sum(self._squared_change(old, new_TC) for old, new_TC in pairs)
+                return sum(self._squared_error(old, new_TC) for old, new_TC in pairs)
 
         try:
             yield lambda scale_KC: [error_of(scale_C) for scale_C in scale_KC]
@@ -159,15 +164,15 @@ class ParentRuns:
             for ticket in plain:
                 self._shelf.drop(ticket)
 
-    def _squared_change(self, old: int, new_TC: Tensor) -> float:
-        return float((new_TC - self._shelf.see(old, new_TC.device)).float().square().sum())
+    def _squared_error(self, old: int, new_TC: Tensor) -> float:
+        return float((new_TC - self._shelf.peek(old, new_TC.device)).float().square().sum())
 
     def _outputs(self, parent: Module) -> Iterator[Tensor]:
         """Yield the parent's output for each recorded call, ``[tokens, C]``."""
         device = next(parent.parameters()).device
         for call in self._calls[parent]:
             kept = call.ticket
-            args, kwargs = call.with_input(None if kept is None else self._shelf.see(kept, device))
+            args, kwargs = call.with_input(None if kept is None else self._shelf.peek(kept, device))
             with torch.no_grad(), HooksMixin.disable_hooks():
                 output = parent(*args, **kwargs)
             values = output if isinstance(output, tuple | list) else (output,)
@@ -194,3 +199,142 @@ def parent_of(one: SmoothSet, modules: Mapping[str, Module]) -> Module:
     while isinstance(modules[name], ModuleList | ModuleDict):
         name = name.rpartition(".")[0]
     return modules[name]
+
+
+# --------------------
+# Cost model of AWQ: T tokens, C columns, R rows of all Linears with one input.
+#
+# =================  =======================================  ===============================
+# step               multiply-adds                            bytes
+# =================  =======================================  ===============================
+# second moments     T C² · 36/64 (block rows of a triangle)  4 C²
+# one candidate      R C (C + W) / 2, blocks of W columns     4 C (C + W) / 2; 16 R C elsewhere
+# clipping, a sweep  R C (C + (K + 1) g), groups of g         2 of the weight, 4 C² and, of the
+#                    columns, K attempts                      rows at once, 12 C + 20 K g each
+# =================  =======================================  ===============================
+#
+# With ``loss: output`` a candidate instead reruns the set's parent on all tokens and takes 8
+# passes over the weights. The calls of the parents are kept for all tokens until their sets are
+# done, together with the original outputs of the current parent; the outputs of a candidate are
+# compared batch by batch. Attention masks and position embeddings belong to the paused forwards.
+#
+# On an accelerator all rows are processed at once.
+#
+# Before rows are clipped, float32 copies of the weight (8 R C) or of the moments (8 C²) are
+# scaled.
+
+_FLOAT = 4
+_MATRIX = 2
+"""Dimensions; what has more is a stack of experts' matrices."""
+VISITS = 8
+"""Passes over a weight for one candidate: scaled, extremes, rounded, compared."""
+
+
+def awq_cost(
+    weights: Sequence[Tensor], *, points: int, clipped: Sequence[Tensor] = (), group: int = 0
+) -> CalibrationCost:
+    """Cost of finding the scale of Linears with one input, and the clip bounds of their groups.
+
+    Args:
+        weights: weights that the scale is evaluated on, each ``[R_i, C]``; only their shapes
+            matter.
+        points: number of candidates.
+        clipped: weights that are clipped.
+        group: columns of them that share a scale; 0 for all.
+    """
+    every = [*weights, *clipped]
+    if not every:
+        return CalibrationCost()
+    columns = every[0].shape[-1]
+    searched = _search_cost(weights, columns, points)
+    ends = _clipping_cost(clipped, columns, min(group, columns) or columns)
+    return CalibrationCost(
+        gram=columns**2 * 36 // 64,
+        solve=searched.solve + ends.solve,
+        visits=searched.visits + ends.visits,
+        statistics=_FLOAT * columns**2,
+        buffered=CHUNK_TOKENS * columns * every[0].element_size(),
+        workspace=max(searched.workspace, ends.workspace),
+        on_device=max(one.workspace_on(device=True) for one in (searched, ends)),
+    )
+
+
+def forward_products(parent: Module, data: DataSize) -> tuple[int, int]:
+    """Multiply-adds of a module for one token: with weights, and between tokens.
+
+    Args:
+        parent: an attention, an MLP, an MoE or a Linear; only its shapes matter.
+        data: has the cost of attention and the share of experts that a token is routed to.
+    """
+    mixtures = [one for one in parent.modules() if isinstance(one, LinearExperts)]
+    experts = {inner for mixture in mixtures for inner in mixture.modules()}
+    found = attention = 0
+    for module in parent.modules():
+        attention += data.attention if updates_kv_cache(module) else 0
+        for one in own_parameters(module):
+            routed = module in experts or one.ndim > _MATRIX
+            matrix = one.numel() if one.ndim >= _MATRIX else 0
+            found += int(matrix * (data.expert_share if routed else 1))
+    return found, attention
+
+
+def with_rerun_cost(
+    found: CalibrationCost, weights: Sequence[Tensor], place: str | None
+) -> CalibrationCost:
+    """Add the bytes for rerunning the parent of some Linears to ``found``.
+
+    Args:
+        found: the other costs.
+        weights: weights of the Linears, which share one input; only their shapes matter.
+        place: device for the parent's inputs and outputs; ``None``: wherever there is room.
+    """
+    columns, itemsize = weights[0].shape[-1], weights[0].element_size()
+    rows = [weight.shape[0] for weight in weights]
+    returned = columns if len(weights) > 1 else rows[0]  # output of a parent, or a Linear
+    elements = [weight.numel() for weight in weights]
+    inside = sum(rows) + max(rows) if len(weights) > 1 else returned
+    compared = 3 * itemsize * returned + 2 * _FLOAT * returned  # both outputs, and their difference
+    on_host = place is not None and place.startswith("cpu")
+    is_counted = place is None or on_host  # memory of another accelerator is not counted
+    return replace(
+        found,
+        kept=itemsize * columns * is_counted,
+        scaled=itemsize * sum(elements) + 3 * _FLOAT * max(elements),
+        outputs=itemsize * returned * is_counted,
+        running=itemsize * columns + max(itemsize * inside, compared),
+        offloads=on_host,
+    )
+
+
+def _search_cost(weights: Sequence[Tensor], columns: int, points: int) -> CalibrationCost:
+    if not weights:
+        return CalibrationCost()
+    elements = sum(weight.numel() for weight in weights)
+    form = columns * (columns + WIDTH) // 2
+    return CalibrationCost(
+        solve=(points + 1) * elements * (columns + WIDTH) // 2,
+        visits=(points + 1) * VISITS * elements,
+        workspace=_FLOAT * max(form, 4 * max(weight.numel() for weight in weights)),
+    )
+
+
+def _clipping_cost(weights: Sequence[Tensor], columns: int, group: int) -> CalibrationCost:
+    if not weights:
+        return CalibrationCost()
+    elements = sum(weight.numel() for weight in weights)
+    tries, square = sum(CLIP_ATTEMPTS), columns**2
+    rows = elements // columns
+    itemsize = weights[0].element_size()
+
+    def bytes_of(at_once: int) -> int:
+        """Bytes with this many rows clipped at once."""
+        own = at_once * (12 * columns + 20 * max(CLIP_ATTEMPTS) * group)
+        clipping = 4 * square + 8 * elements // group + own
+        return elements * itemsize + max(8 * elements, 8 * square, clipping)
+
+    return CalibrationCost(
+        solve=elements * (len(CLIP_ATTEMPTS) * columns + (tries + len(CLIP_ATTEMPTS)) * group),
+        visits=tries * VISITS * elements,
+        workspace=bytes_of(min(rows, CLIPPED_ROWS * torch.get_num_threads())),
+        on_device=bytes_of(rows),
+    )

@@ -18,33 +18,30 @@ from torch import Tensor
 from torch.nn import Module
 from torch.utils.hooks import RemovableHandle
 
-from llmcompressor.core.events import Event, EventType
-from llmcompressor.core.events.event import reached
+from llmcompressor.core.events import Event, EventType, has_reached
+from llmcompressor.core.modifier import Modifier
 from llmcompressor.core.state import State
 from llmcompressor.errors import InputError, RecipeError, TargetError
-from llmcompressor.modeling.compiled import compile_anew
+from llmcompressor.modeling.patches import reset_compiled
 from llmcompressor.modifiers.distillation.capture import (
-    Outputs,
-    run_teacher,
-    token_rows,
-    waits_elsewhere,
-)
-from llmcompressor.modifiers.distillation.checks import (
+    OutputCapture,
+    OutputDistance,
+    Pair,
+    Projections,
+    Target,
+    check_projection,
+    check_widths,
     expect_gradient,
     expect_whole_parameters,
-    teacher_of,
-)
-from llmcompressor.modifiers.distillation.comparing import Measure
-from llmcompressor.modifiers.distillation.pairing import (
-    Pair,
-    Target,
-    check_widths,
+    has_other_hooks,
+    micro_batch_weight,
     pair_modules,
+    run_teacher,
+    task_loss,
+    teacher_of,
+    token_rows,
 )
-from llmcompressor.modifiers.distillation.projection import Projections, check_projection
-from llmcompressor.modifiers.distillation.weight import micro_batch_weight, task_loss
-from llmcompressor.modifiers.modifier import Modifier
-from llmcompressor.numerics.straight_through import touch
+from llmcompressor.numerics.straight_through import with_zero_gradients
 from llmcompressor.observers.tokens import token_mask
 
 __all__ = ["OutputDistillationModifier"]
@@ -92,10 +89,10 @@ class OutputDistillationModifier(Modifier):
     distill_scale: float = Field(default=1.0, ge=0, allow_inf_nan=False)
     offload_layer_output: bool = False
 
-    _measure: Measure = PrivateAttr()
+    _measure: OutputDistance = PrivateAttr()
     _pairs: list[Pair] = PrivateAttr(default_factory=list)
-    _student: Outputs | None = PrivateAttr(None)
-    _teacher: Outputs | None = PrivateAttr(None)
+    _student: OutputCapture | None = PrivateAttr(None)
+    _teacher: OutputCapture | None = PrivateAttr(None)
     _projections: Projections | None = PrivateAttr(None)
     _catching: set[RemovableHandle] = PrivateAttr(default_factory=set)
     _cut: bool | None = PrivateAttr(None)
@@ -116,7 +113,7 @@ class OutputDistillationModifier(Modifier):
         return value
 
     @model_validator(mode="after")
-    def _read_measure(self) -> Self:
+    def _create_distance(self) -> Self:
         arguments = dict(self.comparison_args or {})
         if self.temperature is not None:
             if self.comparison not in _TEMPERED:
@@ -128,7 +125,7 @@ class OutputDistillationModifier(Modifier):
                 raise RecipeError("there are two temperatures", "Leave out comparison_args'.")
             arguments["temperature"] = self.temperature
         check_projection(self.projection, self.projection_args)
-        self._measure = Measure.read(
+        self._measure = OutputDistance.read(
             self.transforms, self.transforms_args, self.comparison, arguments
         )
         return self
@@ -162,7 +159,7 @@ class OutputDistillationModifier(Modifier):
 
     def should_start(self, event: Event) -> bool:
         """Start as the base class does; the default start is the beginning."""
-        return reached(event.current_index, self.start or 0) and not self.should_end(event)
+        return has_reached(event.current_index, self.start or 0) and not self.should_end(event)
 
     def on_start(self, state: State, event: Event, **kwargs: Any) -> None:
         """Register hooks on the modules of both models."""
@@ -176,9 +173,9 @@ class OutputDistillationModifier(Modifier):
             self._student.open()
             self._teacher.open()
         elif event.type_ is EventType.LOSS_CALCULATED:
-            state.loss = self._combined(state, self._student, self._teacher, kwargs)
+            state.loss = self._combined_loss(state, self._student, self._teacher, kwargs)
         elif event.type_ is EventType.BATCH_END:
-            self._drop()
+            self._free_outputs()
 
     def on_end(self, state: State, event: Event, **kwargs: Any) -> None:
         """Remove the hooks."""
@@ -212,11 +209,11 @@ class OutputDistillationModifier(Modifier):
     # ---- hooks
 
     def _attach(self) -> None:
-        compile_anew()
-        self._student = Outputs(
+        reset_compiled()
+        self._student = OutputCapture(
             {pair.student: pair.student_name for pair in self._pairs}, "student"
         )
-        self._teacher = Outputs(
+        self._teacher = OutputCapture(
             {pair.teacher: pair.teacher_name for pair in self._pairs},
             "teacher",
             self.offload_layer_output,
@@ -231,15 +228,15 @@ class OutputDistillationModifier(Modifier):
         self._student = self._teacher = None
         self._cut = None
 
-    def _drop(self) -> None:
+    def _free_outputs(self) -> None:
         for outputs in (self._student, self._teacher):
             if outputs is not None:
                 outputs.close()
 
     # ---- the loss
 
-    def _combined(
-        self, state: State, student: Outputs, teacher: Outputs, given: Mapping[str, Any]
+    def _combined_loss(
+        self, state: State, student: OutputCapture, teacher: OutputCapture, given: Mapping[str, Any]
     ) -> Tensor:
         """``orig_scale · loss + distill_scale · mean over pairs``."""
         batch = state.batch_data
@@ -249,10 +246,10 @@ class OutputDistillationModifier(Modifier):
                 "Send callbacks.batch_start(batch_data=...) before the forward.",
             )
         student.is_open = False  # ignore outputs that are recomputed in the backward pass
-        self._ask_teacher(state.teacher_model, batch, teacher)
+        self._run_teacher(state.teacher_model, batch, teacher)
         mask_BT = token_mask(batch) if isinstance(batch, Mapping) else None
-        losses = [self._compared(pair, student, teacher, mask_BT) for pair in self._pairs]
-        self._drop()
+        losses = [self._pair_loss(pair, student, teacher, mask_BT) for pair in self._pairs]
+        self._free_outputs()
         distance = torch.stack([loss.to(losses[0].device) for loss in losses]).mean()
         task = task_loss(state.loss, batch)
         self._note(task, distance, losses)
@@ -262,27 +259,29 @@ class OutputDistillationModifier(Modifier):
         added = self._scale * weight * distance.to(task.device)
         # Zero times NaN is NaN, so a loss with weight 0 is left out. Its graph stays: data
         # parallel training expects a gradient for every parameter.
-        return self.orig_scale * task + added if self.orig_scale else touch(added, task)
+        return (
+            self.orig_scale * task + added if self.orig_scale else with_zero_gradients(added, task)
+        )
 
     @property
     def _scale(self) -> float:
         summed = self.comparison == "square_head" and self.distill_scale == 1.0
         return float(len(self._pairs)) if summed else self.distill_scale
 
-    def _ask_teacher(self, teacher: Module, batch: Any, outputs: Outputs) -> None:
+    def _run_teacher(self, teacher: Module, batch: Any, outputs: OutputCapture) -> None:
         """Run the teacher on this batch, once for all modifiers that need its outputs."""
         if outputs.complete:
             return  # captured in the forward for another modifier
-        cut = bool(self._cut) and not waits_elsewhere(teacher.modules(), outputs)
+        cut = bool(self._cut) and not has_other_hooks(teacher.modules(), outputs)
         run_teacher(teacher, batch, outputs, may_stop=cut)
         if self._cut is None:
             # Only a complete forward shows that no module is called twice. Offloading hooks free
             # their weights at the end of the forward, so it may not stop early.
-            self._cut = outputs.once_each and not hasattr(teacher, "_hf_hook")
+            self._cut = outputs.each_called_once and not hasattr(teacher, "_hf_hook")
         outputs.is_open = False
 
-    def _compared(
-        self, pair: Pair, student: Outputs, teacher: Outputs, mask_BT: Tensor | None
+    def _pair_loss(
+        self, pair: Pair, student: OutputCapture, teacher: OutputCapture, mask_BT: Tensor | None
     ) -> Tensor:
         """The mean distance over tokens for one pair."""
         ours = student.of(pair.student)

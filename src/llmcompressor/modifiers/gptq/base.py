@@ -3,7 +3,7 @@
 
 Frantar et al., arXiv:2210.17323. The objective for a Linear with weight W and inputs X is the error
 of its output, ``‖(Q − W) Xᵀ‖²``; see :mod:`llmcompressor.numerics.gptq` for the equations and
-:mod:`llmcompressor.numerics.asymmetric` for asymmetric calibration.
+:mod:`llmcompressor.numerics.gptq` for asymmetric calibration.
 """
 
 from __future__ import annotations
@@ -18,31 +18,32 @@ from pydantic import Field, PrivateAttr, StrictBool, field_validator
 from torch import Tensor
 from torch.nn import Linear, Module
 
-from llmcompressor.core.events import Event
-from llmcompressor.core.state import State
-from llmcompressor.errors import RecipeError
-from llmcompressor.logger import logger
-from llmcompressor.modeling.call_order import CallOrder, first_tensor
-from llmcompressor.modeling.twin_inputs import aligned_reference
-from llmcompressor.modifiers.demands import DataSize, Effort
-from llmcompressor.modifiers.recorded import RecordedMixin
-from llmcompressor.modifiers.renamed_fields import (
+from llmcompressor.core.contract import (
     DEFAULT_DAMPENING,
     EARLIER_DAMPENING,
     MOVED_TO_THE_RUN,
+    CalibrationCost,
     DampeningFraction,
+    DataSize,
 )
+from llmcompressor.core.events import Event
+from llmcompressor.core.modifier import RecordedMixin
+from llmcompressor.core.state import State
+from llmcompressor.errors import RecipeError
+from llmcompressor.logger import logger
+from llmcompressor.modeling.call_graph import CallOrder, first_tensor
 from llmcompressor.numerics.grid import Grid
 from llmcompressor.observers.input_statistics import InputStatistics
 from llmcompressor.observers.tokens import real_tokens
+from llmcompressor.pipelines.watchers import reference_input
 from llmcompressor.quantization.base import QuantizationMixin
-from llmcompressor.quantization.column_effort import effort_of
 from llmcompressor.quantization.column_solver import (
     FINE_BITS,
     Options,
     Problem,
     Solution,
-    rounds_of,
+    gptq_effort,
+    refinement_rounds,
     solve,
 )
 from llmcompressor.quantization.parameters import WeightParameters, weight_of
@@ -135,7 +136,7 @@ class GPTQModifier(RecordedMixin, QuantizationMixin):
 
     @field_validator("actorder", mode="before")
     @classmethod
-    def _refuse_removed_orders(cls, value: Any) -> Any:
+    def _refuse_removed_actorders(cls, value: Any) -> Any:
         check_actorder(value, "actorder")
         return None if value is False else value
 
@@ -169,10 +170,10 @@ class GPTQModifier(RecordedMixin, QuantizationMixin):
         resolved = super()._resolve()
         for scheme in resolved.groups.values():
             if scheme.weights is not None:
-                scheme.weights.actorder = self._order_of(scheme.weights.actorder)
+                scheme.weights.actorder = self._resolve_actorder(scheme.weights.actorder)
         return resolved
 
-    def _order_of(self, asked: Any) -> Any:
+    def _resolve_actorder(self, asked: Any) -> Any:
         """The activation order of a scheme; it may override the default, not the recipe."""
         if asked is None:
             return self.actorder
@@ -185,15 +186,15 @@ class GPTQModifier(RecordedMixin, QuantizationMixin):
             )
         return asked
 
-    def effort(self, modules: Sequence[Module], data: DataSize) -> Effort:
+    def effort(self, modules: Sequence[Module], data: DataSize) -> CalibrationCost:
         """Second moments, and one factorization and sweep for all Linears that share an input."""
         solved = [module for module in modules if self._is_solved(module)]
         schemes = [args for args in map(self._weight_args, solved) if args is not None]
         bits = [grid_of(args).bits for args in schemes]
-        found = effort_of(
+        found = gptq_effort(
             [weight_of(module) for module in solved],
             twin=self.twin_streams,
-            refinements=max((rounds_of(self.refinements, one) for one in bits), default=0),
+            refinements=max((refinement_rounds(self.refinements, one) for one in bits), default=0),
             batch=self._batch,
             answered=True,
             group=max([0, *(args.group_size or 0 for args in schemes)]),
@@ -237,10 +238,10 @@ class GPTQModifier(RecordedMixin, QuantizationMixin):
             refit=self.refit_scales,
             batch=self._batch,
         )
-        for members, found, solution in self._solved(solved, state.fitted, options):
+        for members, found, solution in self._solve_groups(solved, state.fitted, options):
             self._write(members, found, solution)
 
-    def _solved(
+    def _solve_groups(
         self, modules: Sequence[Module], fitted: set[Module], options: Options
     ) -> list[tuple[list[Module], Sequence[WeightParameters], Solution]]:
         """Solve the groups of ``modules``; their second moments are freed before."""
@@ -262,7 +263,7 @@ class GPTQModifier(RecordedMixin, QuantizationMixin):
             tensor = first_tensor(args, kwargs)
             if tensor is None:
                 return
-            reference = aligned_reference(module, tensor, state)
+            reference = reference_input(module, tensor, state)
             tokens_TC = real_tokens(tensor, state.token_mask)
             if reference is not None:
                 reference = real_tokens(reference, state.token_mask)
@@ -281,7 +282,7 @@ class GPTQModifier(RecordedMixin, QuantizationMixin):
 
         They include the output residual only for weights that do not change before they are solved.
         """
-        together = self._together(module)
+        together = self._modules_with_same_input(module)
         weights = [] if changing.intersection(together) else [weight_of(one) for one in together]
         device = "cpu" if self.offload_hessians else tensor.device
         return InputStatistics(
@@ -290,9 +291,9 @@ class GPTQModifier(RecordedMixin, QuantizationMixin):
 
     def _leader(self, module: Module) -> Module:
         """The first of this modifier's modules that share ``module``'s input."""
-        return next(iter(self._together(module)))
+        return next(iter(self._modules_with_same_input(module)))
 
-    def _together(self, module: Module) -> Sequence[Module]:
+    def _modules_with_same_input(self, module: Module) -> Sequence[Module]:
         """Modules of this modifier that share ``module``'s input, including itself."""
         if self._order is None:
             return [module]
@@ -319,14 +320,14 @@ class GPTQModifier(RecordedMixin, QuantizationMixin):
             statistics = self._statistics.get(leader)
             if statistics is None or statistics.tokens == 0:
                 for module in members:
-                    self._starve(module)
+                    self._round_unreached(module)
                 continue
             device = weight_of(members[0]).device
             importance_C = statistics.gram.diagonal() / statistics.tokens
             cross = missing = None
             if not fitted.issuperset(members):
                 cross, missing = statistics.cross, statistics.missing
-            together = self._together(leader)
+            together = self._modules_with_same_input(leader)
             if missing is not None and list(members) != list(together):
                 missing = missing[:, self._rows_of(members, together)]
             yield (
@@ -349,7 +350,7 @@ class GPTQModifier(RecordedMixin, QuantizationMixin):
         rows = dict(zip(together, torch.split(torch.arange(sum(counts)), counts), strict=True))
         return torch.cat([rows[member] for member in members])
 
-    def _starve(self, module: Module) -> None:
+    def _round_unreached(self, module: Module) -> None:
         """Round a module that no token reached to nearest, with a warning and a record."""
         name = self._names[module]
         logger.warning(f"{name} was shown no calibration token; its weight is rounded to nearest.")

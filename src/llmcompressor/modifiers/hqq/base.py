@@ -17,21 +17,21 @@ from pydantic import Field, PrivateAttr
 from torch import Tensor
 from torch.nn import Module
 
+from llmcompressor.core.contract import ComputeCost, DataSize
+from llmcompressor.core.modifier import RecordedMixin
 from llmcompressor.core.state import State
 from llmcompressor.errors import RecipeError
-from llmcompressor.modifiers.demands import DataSize, Work
-from llmcompressor.modifiers.recorded import RecordedMixin
 from llmcompressor.numerics.hqq import CHUNK_ELEMENTS, HalfQuadratic, lp_error, refine_cells
 from llmcompressor.numerics.scales import ScaleFormat
 from llmcompressor.quantization.base import QuantizationMixin
 from llmcompressor.quantization.parameters import (
     WeightParameters,
     check_observers,
-    weighs_inputs,
+    needs_input_importance,
     weight_of,
 )
+from llmcompressor.runtime.threads import parallel_for
 from llmcompressor.schemes.bridge import grid_of, partition_of, scale_format_of
-from llmcompressor.threads import each_on_one_thread
 
 __all__ = ["HQQModifier", "RefineRecord"]
 
@@ -96,10 +96,10 @@ class HQQModifier(RecordedMixin, QuantizationMixin):
         """Refinement records by module name."""
         return dict(self._records)
 
-    def work(self, modules: Sequence[Module], data: DataSize) -> Work:
+    def work(self, modules: Sequence[Module], data: DataSize) -> ComputeCost:
         """Passes of the refinement rounds over every weight."""
         weights = [weight_of(one) for one in modules if self._has_weight_scheme(one)]
-        return Work(visits=_VISITS * self.iters * sum(one.numel() for one in weights))
+        return ComputeCost(visits=_VISITS * self.iters * sum(one.numel() for one in weights))
 
     def beside(self, modules: Sequence[Module], *, together: bool) -> int:
         """Bytes of a round on some cells, or of the error of a whole weight."""
@@ -114,10 +114,10 @@ class HQQModifier(RecordedMixin, QuantizationMixin):
 
         @torch.no_grad()
         def find(module: Module) -> None:
-            found[module] = self._refined(weight_of(module).detach(), self.observe(module))
+            found[module] = self._refine(weight_of(module).detach(), self.observe(module))
 
         if all(weight_of(module).device.type == "cpu" for module in modules):
-            each_on_one_thread(find, modules)
+            parallel_for(find, modules)
         else:
             for module in modules:
                 find(module)
@@ -126,7 +126,7 @@ class HQQModifier(RecordedMixin, QuantizationMixin):
             self.keep(module, parameters)
             self._records[self._names[module]] = record
 
-    def _refined(
+    def _refine(
         self, weight_RC: Tensor, start: WeightParameters
     ) -> tuple[WeightParameters, RefineRecord]:
         grid, partition = grid_of(start.args), partition_of(start.args)
@@ -157,7 +157,7 @@ def _check_weights(name: str, args: QuantizationArgs) -> None:
             "quantization is for integers",
             "Take an integer scheme (W4A16_ASYM), or QuantizationModifier.",
         )
-    if weighs_inputs(args):
+    if needs_input_importance(args):
         raise RecipeError(
             f"the observer {args.observer} of {name} weighs errors by calibration data, and "
             "half-quadratic quantization uses none",

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from llmcompressor.registry import lazy_page
+from llmcompressor.runtime.registry import lazy_exports
 
 __all__ = [
     "ConstantPruningModifier",
@@ -25,4 +25,4 @@ _HOMES = {
     "WandaPruningModifier": "llmcompressor.modifiers.sparsity.wanda:WandaPruningModifier",
 }
 
-__getattr__, __dir__ = lazy_page(globals(), _HOMES)
+__getattr__, __dir__ = lazy_exports(globals(), _HOMES)

@@ -21,13 +21,17 @@ from pydantic import Field, PrivateAttr, field_validator, model_validator
 from torch.nn import Module
 
 from llmcompressor.core.events import Event, EventType
+from llmcompressor.core.modifier import Modifier
 from llmcompressor.core.state import State
 from llmcompressor.errors import LifecycleError, RecipeError
 from llmcompressor.logger import logger
 from llmcompressor.modeling.matching import as_targets
-from llmcompressor.modifiers.modifier import Modifier
 from llmcompressor.modifiers.pruning.masked_weights import MaskedWeights
-from llmcompressor.modifiers.pruning.targets import Place, find_places, means_class
+from llmcompressor.modifiers.pruning.targets import (
+    ParameterLocation,
+    find_parameters,
+    matches_by_class,
+)
 
 __all__ = ["MaskingModifier"]
 
@@ -70,7 +74,7 @@ class MaskingModifier(Modifier):
 
     @field_validator("start")
     @classmethod
-    def _start_somewhere(cls, start: float | None) -> float:
+    def _check_start(cls, start: float | None) -> float:
         if start is not None and start < 0:
             raise RecipeError(
                 f"start is {start:g}: a training begins at 0",
@@ -105,7 +109,7 @@ class MaskingModifier(Modifier):
 
     def means(self, name: str, module: Module, holders: Mapping[str, Module]) -> bool:
         """Return True if a target matches it by class; a stack's own name means the whole stack."""
-        return means_class(name, module, self.targets, self.ignore)
+        return matches_by_class(name, module, self.targets, self.ignore)
 
     # ---- the course of a training
 
@@ -115,12 +119,12 @@ class MaskingModifier(Modifier):
         Raises:
             TargetError: a target matches no parameter, or one that cannot be pruned.
         """
-        self._weights = MaskedWeights(find_places(state.model, self.targets, self.ignore))
+        self._weights = MaskedWeights(find_parameters(state.model, self.targets, self.ignore))
         if state.hardware.distributed_strategy == "deepspeed":
-            self._mask_gradients_as_they_come(self._weights)
+            self._register_gradient_hooks(self._weights)
         return True
 
-    def _mask_gradients_as_they_come(self, weights: MaskedWeights) -> None:
+    def _register_gradient_hooks(self, weights: MaskedWeights) -> None:
         for place in weights.places:
             if place.parameter.requires_grad:
                 self.register_hook(place.parameter, partial(weights.masked_gradient, place), "hook")
@@ -135,7 +139,7 @@ class MaskingModifier(Modifier):
     def on_update(self, state: State, event: Event, **kwargs: Any) -> None:
         """Choose masks when they are due; drop them at the end."""
         self.choose_if_due(event)
-        if self.ended and not self.holds_on:
+        if self.ended and not self.keeps_masks_after_end:
             self.weights.drop()
 
     def choose_if_due(self, event: Event) -> None:
@@ -158,9 +162,9 @@ class MaskingModifier(Modifier):
                 f"({self.start:g})."
             )
             return True
-        measured = self.weights.measured()
+        measured = self.weights.measure_sparsity()
         if not self.weights.held:
-            self._tell_of_growth(measured)
+            self._warn_of_regrown_weights(measured)
         self._records = {
             place.record: {"sparsity": sparsity, "structure": self.structure_name, "stored": STORED}
             for place, sparsity in measured.items()
@@ -179,7 +183,7 @@ class MaskingModifier(Modifier):
         """Choose the masks at ``index``."""
 
     @property
-    def holds_on(self) -> bool:
+    def keeps_masks_after_end(self) -> bool:
         """Return True if masks are kept after the end."""
         return False
 
@@ -228,7 +232,7 @@ class MaskingModifier(Modifier):
 
     # ---- inner workings
 
-    def _tell_of_growth(self, measured: Mapping[Place, float]) -> None:
+    def _warn_of_regrown_weights(self, measured: Mapping[ParameterLocation, float]) -> None:
         weights = [math.prod(place.shape) for place in measured]
         zeros = sum(map(operator.mul, weights, measured.values()))
         left = zeros / sum(weights)

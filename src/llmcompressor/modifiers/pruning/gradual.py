@@ -19,15 +19,14 @@ from typing import Any, ClassVar, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from llmcompressor.core.events import Event
-from llmcompressor.core.events.event import reached
+from llmcompressor.core.events import Event, has_reached
 from llmcompressor.core.state import State
 from llmcompressor.errors import RecipeError, TargetError
 from llmcompressor.logger import logger
 from llmcompressor.modifiers.pruning.base import MaskingModifier
-from llmcompressor.modifiers.pruning.schedule import Schedule, Window, make_schedule
+from llmcompressor.modifiers.pruning.masked_weights import Schedule, ScheduleWindow, make_schedule
 from llmcompressor.numerics.masks import Structure, parse_structure
-from llmcompressor.wording import listed
+from llmcompressor.runtime.progress import join_names
 
 __all__ = ["ConstantPruningModifier", "MagnitudePruningModifier"]
 
@@ -58,7 +57,8 @@ class ConstantPruningModifier(MaskingModifier):
         dense = [name for name, sparsity in self.weights.sparsities().items() if not sparsity]
         if len(dense) == len(self.weights.places):
             logger.warning(
-                f"{type(self).__name__} has nothing to keep: no weight is zero in {listed(dense)}."
+                f"{type(self).__name__} has nothing to keep: no weight is zero in "
+                f"{join_names(dense)}."
             )
 
 
@@ -137,7 +137,7 @@ class MagnitudePruningModifier(MaskingModifier):
     def schedule(self) -> Schedule:
         """The schedule, from an index to the share of zeros."""
         assert self.end is not None
-        window = Window(
+        window = ScheduleWindow(
             start=self.start or 0.0,
             end=self.end,
             update=self.update,
@@ -162,7 +162,7 @@ class MagnitudePruningModifier(MaskingModifier):
                 unfit.append(f"{place.name} ({reason})")
         if unfit:
             raise TargetError(
-                f"The mask structure {self.mask_structure} does not fit {listed(unfit)}.",
+                f"The mask structure {self.mask_structure} does not fit {join_names(unfit)}.",
                 "Ignore these, or choose another structure.",
             )
         return True
@@ -174,7 +174,7 @@ class MagnitudePruningModifier(MaskingModifier):
         already.
         """
         super().on_event(state, event, **kwargs)
-        if not self.ended and reached(event.current_index, self.start or 0.0):
+        if not self.ended and has_reached(event.current_index, self.start or 0.0):
             self.choose_if_due(event)
 
     def sparsity_at(self, index: float) -> float:
@@ -190,10 +190,10 @@ class MagnitudePruningModifier(MaskingModifier):
             return False
         if self.update is None or self._is_over(index):
             return True
-        return _multiples(index, self.update) > _multiples(last, self.update)
+        return _count_multiples(index, self.update) > _count_multiples(last, self.update)
 
     def _is_over(self, index: float) -> bool:
-        return self.end is not None and reached(index, self.end)
+        return self.end is not None and has_reached(index, self.end)
 
     def choose(self, index: float) -> None:
         """Mask the share of weights that the schedule prescribes."""
@@ -211,7 +211,7 @@ class MagnitudePruningModifier(MaskingModifier):
         return super().on_finalize(state, **kwargs)
 
     @property
-    def holds_on(self) -> bool:
+    def keeps_masks_after_end(self) -> bool:
         """Return True if the recipe keeps the masks after the end."""
         return self.leave_enabled
 
@@ -221,7 +221,7 @@ class MagnitudePruningModifier(MaskingModifier):
         return self.mask_structure
 
 
-def _multiples(index: float, update: float) -> int:
+def _count_multiples(index: float, update: float) -> int:
     """Number of multiples of ``update`` at or below ``index``, with a tolerance for rounding."""
     quotient = index / update
     return math.floor(quotient + _ROUNDING * max(1.0, abs(quotient)))

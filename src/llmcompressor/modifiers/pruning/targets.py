@@ -20,19 +20,19 @@ from torch.nn import Embedding, Module, Parameter
 
 from llmcompressor.errors import TargetError
 from llmcompressor.logger import logger
-from llmcompressor.modeling.flat_pieces import shape_of
 from llmcompressor.modeling.matching import (
     as_targets,
     matches,
     matches_class,
     matches_name,
-    near_matches,
+    suggest_targets,
 )
-from llmcompressor.names import named_modules
+from llmcompressor.modeling.names import named_modules
+from llmcompressor.modeling.sharded import full_shape
+from llmcompressor.runtime.progress import join_names
 from llmcompressor.schemes.assign import is_router
-from llmcompressor.wording import listed
 
-__all__ = ["Place", "find_places", "means_class"]
+__all__ = ["ParameterLocation", "find_parameters", "matches_by_class"]
 
 ALL = "__ALL__"
 ALL_PRUNABLE = frozenset({"__ALL_PRUNABLE__", "__ALL_QUANTIZABLE__"})
@@ -43,7 +43,7 @@ _HELPERS = ("_scale", "_zero_point", "_g_idx", "_step")
 
 
 @dataclass(frozen=True)
-class Place:
+class ParameterLocation:
     """Location of a parameter, which remains valid when the parameter object is replaced.
 
     Attributes:
@@ -72,8 +72,8 @@ class Place:
             parametrized = getattr(self.module, "parametrizations", {})
             if self.attribute in parametrized:
                 found = parametrized[self.attribute].original
-        if found is None or shape_of(found) != self.shape:
-            raise _cut_up(self.name)
+        if found is None or full_shape(found) != self.shape:
+            raise _sharded_error(self.name)
         return found
 
     @property
@@ -82,7 +82,7 @@ class Place:
         return self.name.removesuffix(".weight")
 
 
-def means_class(
+def matches_by_class(
     name: str,
     module: Module,
     targets: str | Iterable[str],
@@ -93,8 +93,8 @@ def means_class(
     Args:
         name: name of a module that is currently stored in another form.
         module: a placeholder for it.
-        targets: as in :func:`find_places`.
-        ignore: as in :func:`find_places`.
+        targets: as in :func:`find_parameters`.
+        ignore: as in :func:`find_parameters`.
     """
     if any(matches(name, module, entry) for entry in as_targets(ignore)):
         return False
@@ -103,9 +103,9 @@ def means_class(
     )
 
 
-def find_places(
+def find_parameters(
     model: Module, targets: str | Iterable[str], ignore: str | Iterable[str] | None = None
-) -> list[Place]:
+) -> list[ParameterLocation]:
     """The parameters that a target matches and no ignore entry does, in model order, each once.
 
     Args:
@@ -117,12 +117,12 @@ def find_places(
     Raises:
         TargetError: a target matches no parameter, none is left, or one cannot be pruned.
     """
-    index = _Parameters(model)
+    index = _ParameterIndex(model)
     chosen: set[int] = set()
     for target in as_targets(targets):
         found = index.of(target)
         if not found:
-            raise _unmatched(model, target, index)
+            raise _unmatched_error(model, target, index)
         chosen.update(found)
     ignored = {
         number
@@ -130,11 +130,11 @@ def find_places(
         for entry in as_targets(ignore)
         if matches_name(place.name, entry) or matches(index.owners[number], place.module, entry)
     }
-    _tell_spared(index, chosen - ignored)
-    places: dict[int, Place] = {}
-    for number in sorted(chosen - ignored - index.skipped):
+    _log_left_out(index, chosen - ignored)
+    places: dict[int, ParameterLocation] = {}
+    for number in sorted(chosen - ignored - index.unnamed_heads_and_routers):
         places.setdefault(id(index.parameters[number]), index.places[number])
-        _check(index.places[number].name, index.parameters[number])
+        _check_dtype(index.places[number].name, index.parameters[number])
     if not places:
         raise TargetError(
             f"No parameter of {type(model).__name__} is left to prune by "
@@ -145,22 +145,22 @@ def find_places(
     return list(places.values())
 
 
-class _Parameters:
+class _ParameterIndex:
     """All parameters of a model, by index in model order."""
 
     def __init__(self, model: Module) -> None:
         self.modules = list(named_modules(model))
         self.owners: list[str] = []
-        self.places: list[Place] = []
+        self.places: list[ParameterLocation] = []
         self.parameters: list[Parameter] = []
         for owner, module in self.modules:
             for attribute, parameter in module._parameters.items():
                 if parameter is not None and not attribute.endswith(_HELPERS):
                     name = f"{owner}.{attribute}" if owner else attribute
                     turned = matches_class(module, "Conv1D")
-                    shape = shape_of(parameter)
+                    shape = full_shape(parameter)
                     self.owners.append(owner)
-                    self.places.append(Place(name, module, attribute, shape, turned))
+                    self.places.append(ParameterLocation(name, module, attribute, shape, turned))
                     self.parameters.append(parameter)
         embeddings = (module for _, module in self.modules if isinstance(module, Embedding))
         self._embeddings = {id(each.weight) for each in embeddings}
@@ -169,7 +169,7 @@ class _Parameters:
         self.named: set[int] = set()
 
     @property
-    def skipped(self) -> set[int]:
+    def unnamed_heads_and_routers(self) -> set[int]:
         """Tied heads and routers that no target names."""
         return (self.heads | self.routers) - self.named
 
@@ -187,13 +187,13 @@ class _Parameters:
             }
         else:
             found = self._where(lambda place: matches_name(place.name, target))
-        self._note_spared(found, target)
+        self._note_heads_and_routers(found, target)
         return found
 
-    def _where(self, holds: Callable[[Place], bool]) -> set[int]:
+    def _where(self, holds: Callable[[ParameterLocation], bool]) -> set[int]:
         return {number for number, place in enumerate(self.places) if holds(place)}
 
-    def _note_spared(self, found: set[int], target: str) -> None:
+    def _note_heads_and_routers(self, found: set[int], target: str) -> None:
         for number in found:
             place, owner = self.places[number], self.owners[number]
             if is_router(owner, place.module):
@@ -208,23 +208,23 @@ class _Parameters:
                 self.named.add(number)
 
 
-def _is_prunable(place: Place) -> bool:
+def _is_prunable(place: ParameterLocation) -> bool:
     by_class = any(matches_class(place.module, name) for name in PRUNABLE_CLASSES)
     return place.attribute == "weight" and by_class
 
 
-def _tell_spared(index: _Parameters, chosen: set[int]) -> None:
+def _log_left_out(index: _ParameterIndex, chosen: set[int]) -> None:
     for spared, why, then in (
         (index.heads, "whose weight is the input embedding", "to prune both"),
         (index.routers, "which decide where tokens go", "to prune it"),
     ):
-        skipped = sorted(spared & index.skipped & chosen)
+        skipped = sorted(spared & index.unnamed_heads_and_routers & chosen)
         if skipped:
-            names = listed(index.places[number].name for number in skipped)
+            names = join_names(index.places[number].name for number in skipped)
             logger.info(f"Left unpruned: {names}, {why}. Name it {then}.")
 
 
-def _check(name: str, parameter: Parameter) -> None:
+def _check_dtype(name: str, parameter: Parameter) -> None:
     if not parameter.is_floating_point() or parameter.element_size() < 2:
         raise TargetError(
             f"{name} cannot be pruned: its dtype is {parameter.dtype}.",
@@ -232,7 +232,7 @@ def _check(name: str, parameter: Parameter) -> None:
         )
 
 
-def _cut_up(name: str) -> TargetError:
+def _sharded_error(name: str) -> TargetError:
     return TargetError(
         f"{name} cannot be pruned: its module no longer holds it in the shape it had, as under "
         "FSDP version 1.",
@@ -240,27 +240,27 @@ def _cut_up(name: str) -> TargetError:
     )
 
 
-def _unmatched(model: Module, target: str, index: _Parameters) -> TargetError:
+def _unmatched_error(model: Module, target: str, index: _ParameterIndex) -> TargetError:
     kind = type(model).__name__
     reached = [name for name, module in index.modules if matches(name, module, target)]
     if reached:
         inner = list(_prunable_below(reached, index))
         return TargetError(
-            f"The target {target!r} matches modules of {kind} ({listed(reached)}), and none of "
+            f"The target {target!r} matches modules of {kind} ({join_names(reached)}), and none of "
             "them has a weight that is pruned by its module.",
             f"Name those inside, as {inner[0]!r}."
             if inner
             else "Name its parameter in full, as 're:.*NAME.weight'.",
         )
     bare = target.removesuffix("$").removesuffix(".weight").removesuffix("\\")
-    hint = near_matches(model, bare) if bare else ""
+    hint = suggest_targets(model, bare) if bare else ""
     return TargetError(
         f"The target {target!r} matches no module and no parameter of {kind}.",
-        hint or f"Its parameters are {listed([place.name for place in index.places])}.",
+        hint or f"Its parameters are {join_names([place.name for place in index.places])}.",
     )
 
 
-def _prunable_below(reached: Sequence[str], index: _Parameters) -> Iterator[str]:
+def _prunable_below(reached: Sequence[str], index: _ParameterIndex) -> Iterator[str]:
     for number, place in enumerate(index.places):
         if _is_prunable(place) and index.owners[number].startswith(tuple(f"{n}." for n in reached)):
             yield index.owners[number]

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from llmcompressor.registry import lazy_page
+from llmcompressor.runtime.registry import lazy_exports
 
 __all__ = ["GPTQModifier", "QuantizationMixin", "QuantizationModifier"]
 
@@ -13,4 +13,4 @@ _HOMES = {
     "QuantizationModifier": "llmcompressor.modifiers.quantization.rounding:QuantizationModifier",
 }
 
-__getattr__, __dir__ = lazy_page(globals(), _HOMES)
+__getattr__, __dir__ = lazy_exports(globals(), _HOMES)

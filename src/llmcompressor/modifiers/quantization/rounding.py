@@ -22,12 +22,16 @@ from torch.nn import Linear, Module
 from llmcompressor.core.events import Event
 from llmcompressor.core.state import State
 from llmcompressor.errors import NonFiniteError
-from llmcompressor.modeling.call_order import first_tensor
-from llmcompressor.numerics.finite import is_finite
+from llmcompressor.modeling.call_graph import first_tensor
+from llmcompressor.numerics.extremes import is_finite
 from llmcompressor.observers.tokens import real_tokens
-from llmcompressor.quantization.parameters import WeightParameters, weighs_inputs, weight_of
-from llmcompressor.quantization.trainable import TrainableMixin
-from llmcompressor.threads import each_on_one_thread, one_thread
+from llmcompressor.quantization.parameters import (
+    WeightParameters,
+    needs_input_importance,
+    weight_of,
+)
+from llmcompressor.quantization.qat import TrainableMixin
+from llmcompressor.runtime.threads import one_thread, parallel_for
 
 __all__ = ["QuantizationModifier"]
 
@@ -40,7 +44,7 @@ class QuantizationModifier(TrainableMixin):
     The weights are rounded when calibration ends: activation scales and other statistics are
     measured on the original model. In a training, weights and activations are fake-quantized in
     every forward instead, with straight-through gradients
-    (:class:`~llmcompressor.quantization.aware.AwareTraining`).
+    (:class:`~llmcompressor.quantization.qat.QuantizationAwareTraining`).
 
     Example::
 
@@ -65,7 +69,7 @@ class QuantizationModifier(TrainableMixin):
         """Also observe the inputs of weights whose observer weights errors by them."""
         super().on_calibration_start(state, event, **kwargs)
         for module, scheme in self._schemes.items():
-            weighs = weighs_inputs(scheme.weights)
+            weighs = needs_input_importance(scheme.weights)
             leader = self.leader(module, state)
             watched = leader in self._tokens
             if weighs and not watched and isinstance(module, Linear):  # embeddings get row numbers
@@ -89,9 +93,9 @@ class QuantizationModifier(TrainableMixin):
             module, leader = pair
             found[module] = self.observe(module, self._importance(leader))
 
-        _each(self.look_at, modules, modules)
+        _for_each(self.cache_weight_range, modules, modules)
         self.find_global_scales(modules)
-        _each(find, list(zip(modules, leaders, strict=True)), modules)
+        _for_each(find, list(zip(modules, leaders, strict=True)), modules)
         with one_thread(torch.device("cpu")):  # many small tensors
             for module in modules:
                 self.keep(module, found[module])
@@ -124,11 +128,11 @@ class QuantizationModifier(TrainableMixin):
         return add_squares
 
 
-def _each(work: Callable[[T], None], items: Sequence[T], modules: Sequence[Module]) -> None:
+def _for_each(work: Callable[[T], None], items: Sequence[T], modules: Sequence[Module]) -> None:
     """Call ``work`` on every item, one per module; in parallel on the CPU."""
     if all(weight_of(module).device.type == "cpu" for module in modules):
         # one thread per weight: threads that share one would wait for the prefetching thread
-        each_on_one_thread(work, items)
+        parallel_for(work, items)
         return
     for item in items:
         work(item)

@@ -18,23 +18,22 @@ from pydantic import Field, PrivateAttr, field_validator
 from torch import Tensor
 from torch.nn import Module
 
+from llmcompressor.core.contract import CalibrationCost, DataSize, Granularity
 from llmcompressor.core.events import Event
+from llmcompressor.core.modifier import Modifier
 from llmcompressor.core.state import State
 from llmcompressor.errors import NonFiniteError, RecipeError, TargetError
 from llmcompressor.logger import logger
 from llmcompressor.modeling.blocks import find_blocks
 from llmcompressor.modeling.hooks import HooksMixin
 from llmcompressor.modeling.matching import as_targets, check_targets, matches
-from llmcompressor.modifiers.demands import DataSize, Effort
-from llmcompressor.modifiers.granularity import Granularity
-from llmcompressor.modifiers.modifier import Modifier
 from llmcompressor.modifiers.reap.layers import (
     MoeLayer,
-    counts_of,
-    cut,
-    find_layers,
-    mixed,
-    names_of,
+    expert_count_attributes,
+    find_moe_layers,
+    listed_names,
+    prune_experts,
+    run_experts,
 )
 from llmcompressor.numerics.reap import Saliency, dropped_experts
 
@@ -109,10 +108,10 @@ class REAPPruningModifier(Modifier):
         """Modules with router and experts: a pause between them would keep stale routes."""
         return [layer.parent for layer in self._layers.values()]
 
-    def effort(self, modules: Sequence[Module], data: DataSize) -> Effort:
+    def effort(self, modules: Sequence[Module], data: DataSize) -> CalibrationCost:
         """Cost of computing the output of each routed expert separately."""
         layers = [self._layers[one] for one in modules if one in self._layers]
-        return Effort(
+        return CalibrationCost(
             gram=sum(layer.products for layer in layers),
             watch=_LOOKS * sum((layer.top_k or 1) * layer.router_width for layer in layers),
         )
@@ -130,7 +129,7 @@ class REAPPruningModifier(Modifier):
 
     def on_initialize(self, state: State, **kwargs: Any) -> bool:
         """Find the MoE layers, and refuse those that could not be written or run when pruned."""
-        every = find_layers(state.model)
+        every = find_moe_layers(state.model)
         ignored = as_targets(self.ignore)
         check_targets(state.model, None, ignored)
         mine = [
@@ -152,8 +151,8 @@ class REAPPruningModifier(Modifier):
             )
         self._check_counts(state.model, every, mine)
         for layer in mine:
-            self._check_left(layer, layer.top_k)
-            _check_plain(layer, state.turned)
+            self._check_remaining(layer, layer.top_k)
+            _check_unmodified(layer, state.turned)
         self._layers = {layer.experts: layer for layer in mine}
         blocks = find_blocks(state.model)
         self._in_blocks = any(layer.parent in blocks for layer in mine)
@@ -162,7 +161,7 @@ class REAPPruningModifier(Modifier):
     def outline(self, state: State) -> None:
         """Reduce each MoE to the number of remaining experts, whichever these are."""
         for layer in self._layers.values():
-            cut(state.model, layer, range(self._number_left(layer)))
+            prune_experts(state.model, layer, range(self._kept_count(layer)))
         self._tell(state.model)
 
     def _check_counts(
@@ -175,20 +174,20 @@ class REAPPruningModifier(Modifier):
             raise TargetError(
                 "A configuration has one number of experts for all mixtures, and "
                 + (
-                    f"{names_of(others)} would keep theirs."
+                    f"{listed_names(others)} would keep theirs."
                     if others
                     else f"this model's have {sorted(counts)}."
                 ),
                 "Prune all mixtures that have as many experts, or none.",
             )
-        if hasattr(model, "config") and not counts_of(model, counts.pop()):
+        if hasattr(model, "config") and not expert_count_attributes(model, counts.pop()):
             raise TargetError(
                 f"The configuration of {type(model).__name__} does not tell how many experts its "
                 "mixtures have: the number could not be changed.",
                 "Leave REAPPruningModifier out.",
             )
 
-    def _check_left(self, layer: MoeLayer, top_k: int | None) -> None:
+    def _check_remaining(self, layer: MoeLayer, top_k: int | None) -> None:
         """Refuse a sparsity that drops nothing, or leaves too few experts to route a token to."""
         size = layer.count // layer.groups
         gone = len(dropped_experts(torch.zeros(layer.count), self.sparsity, layer.groups))
@@ -229,8 +228,8 @@ class REAPPruningModifier(Modifier):
         @torch.no_grad()
         def count(module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             layer = self._layers[module]
-            hidden_TH, index_TK, weight_TK = _routes(layer.name, args, kwargs)
-            self._check_left(layer, index_TK.shape[-1])
+            hidden_TH, index_TK, weight_TK = _parse_routing(layer.name, args, kwargs)
+            self._check_remaining(layer, index_TK.shape[-1])
             mask = state.token_mask
             if mask is not None and mask.numel() == len(hidden_TH):
                 real_T = mask.flatten().to(hidden_TH.device)
@@ -240,7 +239,7 @@ class REAPPruningModifier(Modifier):
 
             def run(*routed: Tensor) -> Tensor:
                 with HooksMixin.disable_hooks():
-                    return mixed(module, *routed)
+                    return run_experts(module, *routed)
 
             self._found[module].add(run, hidden_TH, index_TK, weight_TK)
 
@@ -257,15 +256,15 @@ class REAPPruningModifier(Modifier):
         """Drop experts of the MoE layers among ``modules``."""
         for layer in self._mine(modules):
             if layer.experts in self._found:
-                record = self._choose(layer)
+                record = self._choose_experts(layer)
                 if state.keeper is not None:
-                    record = state.keeper.decide(_key(layer), record)
+                    record = state.keeper.decide(_journal_key(layer), record)
                 self._take(state.model, layer, record)
 
     def adopt(self, state: State, modules: Iterable[Module]) -> None:
         """Apply the choice of experts of an earlier run."""
         for layer in self._mine(modules):
-            record = state.keeper.decide(_key(layer), None)
+            record = state.keeper.decide(_journal_key(layer), None)
             assert record is not None, "it was written before its block was"
             self._take(state.model, layer, record)
 
@@ -276,7 +275,7 @@ class REAPPruningModifier(Modifier):
         ]
 
     def _take(self, model: Module, layer: MoeLayer, record: Mapping[str, Any]) -> None:
-        cut(model, layer, record["kept"])
+        prune_experts(model, layer, record["kept"])
         self._kept[layer.experts] = record["kept"]
         self._records[layer.name] = dict(record)
         self._found.pop(layer.experts, None)
@@ -303,17 +302,17 @@ class REAPPruningModifier(Modifier):
     def _tell(self, model: Module) -> None:
         """Set the number of experts in the configuration."""
         first = next(iter(self._layers.values()))
-        for config, name in counts_of(model, first.count):
-            setattr(config, name, self._number_left(first))
+        for config, name in expert_count_attributes(model, first.count):
+            setattr(config, name, self._kept_count(first))
 
-    def _number_left(self, layer: MoeLayer) -> int:
+    def _kept_count(self, layer: MoeLayer) -> int:
         return len(self._left(layer, torch.zeros(layer.count)))
 
     def _left(self, layer: MoeLayer, saliency_E: Tensor) -> list[int]:
         gone = set(dropped_experts(saliency_E, self.sparsity, layer.groups))
         return [number for number in range(layer.count) if number not in gone]
 
-    def _choose(self, layer: MoeLayer) -> dict[str, Any]:
+    def _choose_experts(self, layer: MoeLayer) -> dict[str, Any]:
         """The record of an MoE layer: saliencies, tokens, and kept and dropped experts."""
         found = self._found[layer.experts]
         saliency_E = found.mean()
@@ -332,12 +331,12 @@ class REAPPruningModifier(Modifier):
         }
 
 
-def _key(layer: MoeLayer) -> str:
+def _journal_key(layer: MoeLayer) -> str:
     """Key of a layer's choice of experts in the run's journal."""
     return f"experts of {layer.name}"
 
 
-def _check_plain(layer: MoeLayer, turned: Mapping[Module, str]) -> None:
+def _check_unmodified(layer: MoeLayer, turned: Mapping[Module, str]) -> None:
     """Refuse experts for which an earlier modifier has prepared something per expert.
 
     Args:
@@ -358,7 +357,7 @@ def _check_plain(layer: MoeLayer, turned: Mapping[Module, str]) -> None:
         )
 
 
-def _routes(
+def _parse_routing(
     name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Tokens ``[T, H]``, expert indices ``[T, K]`` and weights ``[T, K]`` of a call."""

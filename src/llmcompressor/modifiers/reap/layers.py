@@ -20,11 +20,11 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 
 from llmcompressor.errors import TargetError
-from llmcompressor.modeling.experts import LinearExperts
-from llmcompressor.modeling.settings import text_config
-from llmcompressor.wording import listed
+from llmcompressor.modeling.weights import text_config
+from llmcompressor.moe.linear_experts import LinearExperts
+from llmcompressor.runtime.progress import join_names
 
-__all__ = ["MoeLayer", "counts_of", "cut", "find_layers", "mixed"]
+__all__ = ["MoeLayer", "expert_count_attributes", "find_moe_layers", "prune_experts", "run_experts"]
 
 _STACK = 3
 _ROUTED_ARGUMENTS = 3
@@ -81,12 +81,12 @@ class MoeLayer:
         now = (
             self.experts.num_experts
             if isinstance(self.experts, LinearExperts)
-            else _stacked(self.experts)
+            else _stacked_expert_count(self.experts)
         )
         return (self.top_k or 1) * every // (now or 1)
 
 
-def find_layers(model: Module) -> list[MoeLayer]:
+def find_moe_layers(model: Module) -> list[MoeLayer]:
     """The MoE layers of a model, in model order.
 
     Raises:
@@ -95,14 +95,14 @@ def find_layers(model: Module) -> list[MoeLayer]:
     modules = dict(model.named_modules())
     found = []
     for name, module in modules.items():
-        if not _takes_routes(module) or not name:
+        if not _has_routed_forward(module) or not name:
             continue
-        count = _stacked(module)
+        count = _stacked_expert_count(module)
         if count is None:
             _refuse_separate(name, module)
             continue
         parent = modules[name.rpartition(".")[0]]
-        router, around = _router(name, module, parent, count)
+        router, around = _find_router(name, module, parent, count)
         found.append(
             MoeLayer(
                 name,
@@ -111,15 +111,15 @@ def find_layers(model: Module) -> list[MoeLayer]:
                 router,
                 around,
                 count,
-                groups=_told((router, *around, parent), model, _GROUPS) or 1,
-                chosen_groups=_told((router, *around, parent), model, _CHOSEN_GROUPS) or 1,
-                top_k=_told((router, *around, parent), model, _CHOSEN),
+                groups=_first_setting((router, *around, parent), model, _GROUPS) or 1,
+                chosen_groups=_first_setting((router, *around, parent), model, _CHOSEN_GROUPS) or 1,
+                top_k=_first_setting((router, *around, parent), model, _CHOSEN),
             )
         )
     return found
 
 
-def counts_of(model: Any, count: int) -> list[tuple[Any, str]]:
+def expert_count_attributes(model: Any, count: int) -> list[tuple[Any, str]]:
     """Configurations that hold the number of experts, with the name of the attribute."""
     config = getattr(model, "config", None)
     if config is None:
@@ -130,12 +130,12 @@ def counts_of(model: Any, count: int) -> list[tuple[Any, str]]:
         for part in parts
         if part is not None
         for name, value in vars(part).items()
-        if _is_count(name, value, count)
+        if _is_expert_count(name, value, count)
     ]
 
 
 @torch.no_grad()
-def cut(model: Module, layer: MoeLayer, kept: Sequence[int]) -> None:
+def prune_experts(model: Module, layer: MoeLayer, kept: Sequence[int]) -> None:
     """Keep only the experts ``kept`` of an MoE layer; the configuration is not changed.
 
     A ``range`` stands for a number of experts only: stacks are narrowed without copying.
@@ -143,23 +143,23 @@ def cut(model: Module, layer: MoeLayer, kept: Sequence[int]) -> None:
     inside = {layer.experts}
     if isinstance(layer.experts, LinearExperts):
         layer.experts.keep(kept)
-        inside.add(layer.experts.hollow)
+        inside.add(layer.experts.original_without_weights)
     for name, parameter in layer.experts._parameters.items():
         if parameter is not None:
-            _replace(layer.experts, name, parameter, 0, kept)
-    for module, name, tensor, dimension in _scores(layer):
-        _replace(module, name, tensor, dimension, kept)
+            _slice_tensor(layer.experts, name, parameter, 0, kept)
+    for module, name, tensor, dimension in _per_expert_tensors(layer):
+        _slice_tensor(module, name, tensor, dimension, kept)
     path = layer.name.split(".")
     holders = [model.get_submodule(".".join(path[:depth])) for depth in range(len(path))]
     for module in {*holders, *layer.around, *layer.router.modules(), *inside}:
         for name, value in list(vars(module).items()):
-            if _is_count(name, value, layer.count) or (
+            if _is_expert_count(name, value, layer.count) or (
                 module is layer.router and name == "out_features" and value == layer.count
             ):
                 setattr(module, name, len(kept))
 
 
-def mixed(experts: Module, *routed: Tensor) -> Tensor:
+def run_experts(experts: Module, *routed: Tensor) -> Tensor:
     """The output of the experts, given tokens, expert indices and weights.
 
     It calls the forward of their class, because a pipeline may have replaced that of the module.
@@ -173,7 +173,7 @@ def mixed(experts: Module, *routed: Tensor) -> Tensor:
 # ---------------------------------------------------------------------- finding
 
 
-def _takes_routes(module: Module) -> bool:
+def _has_routed_forward(module: Module) -> bool:
     """Return True if a forward takes tokens, expert indices and weights."""
     if isinstance(module, LinearExperts):
         return module.form.routed
@@ -186,7 +186,7 @@ def _takes_routes(module: Module) -> bool:
     )
 
 
-def _stacked(module: Module) -> int | None:
+def _stacked_expert_count(module: Module) -> int | None:
     """Number of experts that a module holds (or held) as stacks; ``None`` if it holds none."""
     if isinstance(module, LinearExperts):
         return module.num_experts
@@ -207,7 +207,7 @@ def _refuse_separate(name: str, module: Module) -> None:
         )
 
 
-def _router(
+def _find_router(
     name: str, experts: Module, parent: Module, count: int
 ) -> tuple[Module, tuple[Module, ...]]:
     """The module with a row per expert, and the modules between it and ``parent``, inner first."""
@@ -236,7 +236,7 @@ def _router(
     return router, tuple(beside[holder] for holder in holders)
 
 
-def _told(modules: Sequence[Module], model: Any, names: Sequence[str]) -> int | None:
+def _first_setting(modules: Sequence[Module], model: Any, names: Sequence[str]) -> int | None:
     """The first positive integer attribute among ``names``; modules before the configuration."""
     config: Any = getattr(model, "config", None)
     text = text_config(config)
@@ -248,7 +248,7 @@ def _told(modules: Sequence[Module], model: Any, names: Sequence[str]) -> int | 
     return None
 
 
-def _is_count(name: str, value: object, count: int) -> bool:
+def _is_expert_count(name: str, value: object, count: int) -> bool:
     """Return True if an attribute is the number of experts."""
     if type(value) is not int or value != count or "expert" not in name:
         return False
@@ -258,7 +258,7 @@ def _is_count(name: str, value: object, count: int) -> bool:
 # ---------------------------------------------------------------------- cutting
 
 
-def _scores(layer: MoeLayer) -> Iterator[tuple[Module, str, Tensor, int]]:
+def _per_expert_tensors(layer: MoeLayer) -> Iterator[tuple[Module, str, Tensor, int]]:
     """Tensors of the router and of the layer with one entry per expert, and that dimension."""
     for module in (*layer.router.modules(), *layer.around, layer.parent):
         tensors: Mapping[str, Any] = {**module._parameters, **module._buffers}
@@ -271,7 +271,9 @@ def _scores(layer: MoeLayer) -> Iterator[tuple[Module, str, Tensor, int]]:
                 yield module, name, tensor, 1
 
 
-def _replace(module: Module, name: str, old: Tensor, dimension: int, kept: Sequence[int]) -> None:
+def _slice_tensor(
+    module: Module, name: str, old: Tensor, dimension: int, kept: Sequence[int]
+) -> None:
     if isinstance(kept, range):
         new = old.detach().narrow(dimension, kept.start, len(kept))
     else:
@@ -282,6 +284,6 @@ def _replace(module: Module, name: str, old: Tensor, dimension: int, kept: Seque
         module._buffers[name] = new
 
 
-def names_of(layers: Sequence[MoeLayer]) -> str:
+def listed_names(layers: Sequence[MoeLayer]) -> str:
     """Names of some layers, for messages."""
-    return listed(layer.name for layer in layers)
+    return join_names(layer.name for layer in layers)

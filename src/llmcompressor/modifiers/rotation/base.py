@@ -16,35 +16,34 @@ from compressed_tensors.transform import TransformLocation, TransformScheme
 from pydantic import Field, PrivateAttr, field_validator
 from torch.nn import Linear, Module
 
+from llmcompressor.core.contract import ComputeCost, DataSize, Granularity
 from llmcompressor.core.events import Event
+from llmcompressor.core.modifier import Modifier
 from llmcompressor.core.state import State
 from llmcompressor.errors import RecipeError, TargetError, did_you_mean
 from llmcompressor.logger import logger
 from llmcompressor.modeling.blocks import find_blocks
-from llmcompressor.modeling.expert_stages import stages_passed
-from llmcompressor.modifiers.demands import DataSize, Work
-from llmcompressor.modifiers.granularity import Granularity
-from llmcompressor.modifiers.modifier import Modifier
-from llmcompressor.modifiers.rotation.effort import rotating_work, trial_work
+from llmcompressor.modeling.names import named_modules
+from llmcompressor.modifiers.rotation.effort import fusion_cost, trial_cost
 from llmcompressor.modifiers.rotation.online import (
     ONLINE_DTYPE,
     add_schemes,
     drop_schemes,
-    has_online,
-    is_readable,
+    has_online_rotation,
+    is_loadable_order,
 )
-from llmcompressor.modifiers.rotation.plan import Plan
+from llmcompressor.modifiers.rotation.plan import RotationPlan
 from llmcompressor.modifiers.rotation.probe import (
     NARROW_TOLERANCE,
-    Probe,
-    distance,
+    InvarianceProbe,
     is_loaded,
-    logits,
+    probe_logits,
+    relative_distance,
 )
-from llmcompressor.modifiers.rotation.rehearsal import rehearse
-from llmcompressor.names import named_modules
+from llmcompressor.modifiers.rotation.rehearsal import check_on_proxy
+from llmcompressor.moe.expert_stops import stages_bypassed
 from llmcompressor.numerics.hadamard import has_hadamard, random_orthogonal, usable_block_sizes
-from llmcompressor.numerics.rotation import Rotation, rotating_bytes
+from llmcompressor.numerics.rotation import Rotation, rotated_weight_peak_bytes
 
 __all__ = ["RotationModifier", "TransformType"]
 
@@ -94,7 +93,7 @@ class RotationModifier(Modifier):
     transform_block_size: int | None = Field(default=None, gt=1)
     seed: int = Field(default=0, ge=0, lt=2**32)
 
-    _plan: Plan | None = PrivateAttr(None)
+    _plan: RotationPlan | None = PrivateAttr(None)
     _made: dict[str, Rotation] = PrivateAttr(default_factory=dict)
     _moved: float | None = PrivateAttr(None)
     _tried: bool = PrivateAttr(False)
@@ -133,12 +132,12 @@ class RotationModifier(Modifier):
     def on_initialize(self, state: State, **kwargs: Any) -> bool:
         """Find the parts of the model and make every matrix; a failure changes nothing."""
         model = state.model
-        self._check_raw(model)
+        self._check_unquantized(model)
         self._smoothed = {name for name, one in named_modules(model) if one in state.smoothed}
         self._plan = self.make_plan(model)
-        self._check_online(state, self._plan)
+        self._check_online_rotations(state, self._plan)
         if is_loaded(model):
-            self._try_out(model, self._plan, by_part=True)
+            self._check_invariance(model, self._plan, by_part=True)
         self.prepare(model)
         turned = (one.module for one in self._plan.online)
         state.turned.update(dict.fromkeys(turned, type(self).__name__))
@@ -155,7 +154,7 @@ class RotationModifier(Modifier):
         add_schemes(model, {name: self._plan.schemes[name] for name in turned_alike})
         if not is_loaded(model):  # the output is predicted from the model before the run
             self._check_blocks(model, self._plan)
-            self._plan.stand_by(model, _device_of(model))
+            self._plan.attach_resting(model, _device_of(model))
         return True
 
     def as_written(self, state: State) -> AbstractContextManager[None]:
@@ -181,12 +180,12 @@ class RotationModifier(Modifier):
     def _rotate_whole(self, state: State) -> None:
         model, plan = state.model, self._plan
         assert plan is not None
-        before = logits(model)
+        before = probe_logits(model)
         plan.attach(model)
         if self.learnable:
             self.learn(state, plan)
         plan.fuse()
-        self._moved = distance(before, logits(model))
+        self._moved = relative_distance(before, probe_logits(model))
         self._check_rounding(model)
         logger.info(
             f"{type(self).__name__}: {plan.rotated_weights} weights rotated, {len(plan.online)} "
@@ -201,7 +200,7 @@ class RotationModifier(Modifier):
         assert plan is not None
         if not state.keeper.finished:  # an interrupted run has checked its rotations already
             with state.keeper.visiting():
-                self._try_out(state.model, plan, by_part=False)
+                self._check_invariance(state.model, plan, by_part=False)
         plan.rest(rests=False)
         if self.learnable:
             self.learn(state, plan)
@@ -225,11 +224,11 @@ class RotationModifier(Modifier):
         self._plan.fuse(fresh)
         self._rotated |= fresh
 
-    def work(self, modules: Sequence[Module], data: DataSize) -> Work:
+    def work(self, modules: Sequence[Module], data: DataSize) -> ComputeCost:
         """Compute for the trial of the rotations, and for fusing them into the weights."""
         assert self._plan is not None
-        rotating = rotating_work(self._plan, modules, _PRECISIONS[self.precision])
-        return rotating + trial_work(self._plan, modules)
+        rotating = fusion_cost(self._plan, modules, _PRECISIONS[self.precision])
+        return rotating + trial_cost(self._plan, modules)
 
     def beside(self, modules: Sequence[Module], *, together: bool) -> int:
         """Peak bytes for rotating weights, or for the trial of a part in float32 before."""
@@ -244,7 +243,7 @@ class RotationModifier(Modifier):
                 continue
             sizes.append(size)
             held = functools.partial(
-                rotating_bytes, size, inputs=fusion.inputs, outputs=fusion.outputs
+                rotated_weight_peak_bytes, size, inputs=fusion.inputs, outputs=fusion.outputs
             )
             rotating.append(held(precision=self._plan.precision) + size * _itemsize(one))
             turning.append(held(precision=torch.float32, is_apart=False))
@@ -255,7 +254,7 @@ class RotationModifier(Modifier):
         """Mark the weights of ``modules`` as rotated."""
         self._rotated.update(modules)
 
-    def _check_blocks(self, model: Module, plan: Plan) -> None:
+    def _check_blocks(self, model: Module, plan: RotationPlan) -> None:
         """Refuse norms whose gains would be fused into weights of another block.
 
         Raises:
@@ -275,7 +274,7 @@ class RotationModifier(Modifier):
                     )
 
     @abstractmethod
-    def make_plan(self, model: Any) -> Plan:
+    def make_plan(self, model: Any) -> RotationPlan:
         """Plan all rotations of the model.
 
         Raises:
@@ -285,7 +284,7 @@ class RotationModifier(Modifier):
     def prepare(self, model: Any) -> None:
         """Make structural changes that subsequent modifiers have to see from the start."""
 
-    def learn(self, state: State, plan: Plan) -> None:
+    def learn(self, state: State, plan: RotationPlan) -> None:
         """Replace rotations of the plan by learned ones."""
 
     def report(self) -> dict[str, Any]:
@@ -301,8 +300,8 @@ class RotationModifier(Modifier):
 
     # ------------------------------------------------------------------ what cannot be rotated
 
-    def refusal(
-        self, model: Any, fault: str, find: Callable[[Plan], str | None] | None = None
+    def invariance_error(
+        self, model: Any, fault: str, find: Callable[[RotationPlan], str | None] | None = None
     ) -> TargetError:
         """The error for a model whose outputs would change.
 
@@ -322,7 +321,7 @@ class RotationModifier(Modifier):
         """Advice on modules that cannot have a rotation in their forward."""
         return "Leave it out of the recipe."
 
-    def _try_out(self, model: Any, plan: Plan, *, by_part: bool) -> None:
+    def _check_invariance(self, model: Any, plan: RotationPlan, *, by_part: bool) -> None:
         """Check that the rotated model will produce the same outputs.
 
         Args:
@@ -333,13 +332,13 @@ class RotationModifier(Modifier):
         Raises:
             TargetError: outputs would change, or the model does not run on token ids alone.
         """
-        with stages_passed(model):
-            probe = Probe(model)
-            self.check_called(model, plan, probe)
+        with stages_bypassed(model):
+            probe = InvarianceProbe(model)
+            self.check_modules_called(model, plan, probe)
             self.check_outputs(model, plan, probe, by_part=by_part)
         self._tried = True
 
-    def check_called(self, model: Any, plan: Plan, probe: Probe) -> None:
+    def check_modules_called(self, model: Any, plan: RotationPlan, probe: InvarianceProbe) -> None:
         """Refuse online rotations in modules whose forward is bypassed.
 
         Raises:
@@ -356,7 +355,9 @@ class RotationModifier(Modifier):
                 self.without(model, wrong),
             )
 
-    def check_outputs(self, model: Any, plan: Plan, probe: Probe, *, by_part: bool) -> None:
+    def check_outputs(
+        self, model: Any, plan: RotationPlan, probe: InvarianceProbe, *, by_part: bool
+    ) -> None:
         """Refuse a model whose outputs would change.
 
         Raises:
@@ -364,14 +365,14 @@ class RotationModifier(Modifier):
         """
         fault = probe.fault(plan)
         if fault is not None:
-            raise self.refusal(model, fault, probe.fault if by_part else None)
+            raise self.invariance_error(model, fault, probe.fault if by_part else None)
 
     def rehearse(self, model: Any, build: Callable[[int], Any]) -> str:
         """Try the rotations without weights, on a small model; see :func:`.rehearsal.rehearse`."""
         assert self._plan is not None
-        return rehearse(self, model, self._plan, build)
+        return check_on_proxy(self, model, self._plan, build)
 
-    def standing_in(self, small: Any) -> tuple[Self, Plan]:
+    def for_small_model(self, small: Any) -> tuple[Self, RotationPlan]:
         """A copy of this modifier and its plan, for a small model of the same class.
 
         Blocks of channels shrink to what its widths allow: a model that is invariant under larger
@@ -410,7 +411,7 @@ class RotationModifier(Modifier):
             return
         rounds = {dtype, self.torch_precision} & NARROW_TOLERANCE.keys()
         if not self._tried or (math.isfinite(self._moved) and not rounds):
-            raise self.refusal(model, f"its {told}")
+            raise self.invariance_error(model, f"its {told}")
         if not math.isfinite(self._moved):
             raise TargetError(
                 f"{type(self).__name__}: rotated, {type(model).__name__} overflows in {dtype}.",
@@ -495,7 +496,7 @@ class RotationModifier(Modifier):
             online: some of its rotations stay in the forward.
         """
         kind = scheme.type
-        if kind == "hadamard" and not all(map(_is_sylvesters, rotations)):
+        if kind == "hadamard" and not all(map(_is_sylvester, rotations)):
             kind = "random-hadamard"
         if kind == "random-matrix" and online:
             kind = "random-hadamard"
@@ -504,7 +505,7 @@ class RotationModifier(Modifier):
 
     # ------------------------------------------------------------------ checks
 
-    def _check_raw(self, model: Module) -> None:
+    def _check_unquantized(self, model: Module) -> None:
         for name, module in named_modules(model):
             if getattr(module, "quantization_scheme", None) is not None:
                 raise TargetError(
@@ -513,9 +514,11 @@ class RotationModifier(Modifier):
                     "is not quantized.",
                 )
 
-    def _check_online(self, state: State, plan: Plan) -> None:
+    def _check_online_rotations(self, state: State, plan: RotationPlan) -> None:
         model, turned = state.model, state.turned
-        taken = [one for one in plan.online if one.module in turned or has_online(one.module)]
+        taken = [
+            one for one in plan.online if one.module in turned or has_online_rotation(one.module)
+        ]
         if taken:
             owner = turned.get(taken[0].module)
             by = f" from {owner}, and {type(self).__name__} would add another" if owner else ""
@@ -525,9 +528,11 @@ class RotationModifier(Modifier):
                 self.without(model, names),
             )
         for one in plan.online:
-            if not is_readable(one.rotation.order):
+            if not is_loadable_order(one.rotation.order):
                 sizes = [
-                    n for n in usable_block_sizes(one.rotation.order, most=64) if is_readable(n)
+                    n
+                    for n in usable_block_sizes(one.rotation.order, most=64)
+                    if is_loadable_order(n)
                 ]
                 raise TargetError(
                     f"Readers cannot build a rotation of {one.rotation.order} channels, which "
@@ -538,7 +543,7 @@ class RotationModifier(Modifier):
                 )
 
 
-def _is_sylvesters(rotation: Rotation) -> bool:
+def _is_sylvester(rotation: Rotation) -> bool:
     signs_N = rotation.signs_N
     power_of_two = rotation.order & (rotation.order - 1) == 0
     return power_of_two and signs_N is not None and bool((signs_N > 0).all())

@@ -24,18 +24,20 @@ from torch.nn import Embedding, Linear, Module
 
 from llmcompressor.errors import RecipeError, TargetError
 from llmcompressor.modeling.matching import match_named_modules
-from llmcompressor.modifiers.rotation.plan import Online, Plan
+from llmcompressor.modifiers.rotation.plan import OnlineRotation, RotationPlan
 from llmcompressor.numerics.rotation import Rotation
 
 if TYPE_CHECKING:
     from llmcompressor.modifiers.rotation.base import RotationModifier
 
-__all__ = ["plan_of_config"]
+__all__ = ["plan_from_config"]
 
 _ATTENTION = (TransformLocation.Q_ATTN, TransformLocation.K_CACHE)
 
 
-def plan_of_config(modifier: RotationModifier, model: Any, config: TransformConfig) -> Plan:
+def plan_from_config(
+    modifier: RotationModifier, model: Any, config: TransformConfig
+) -> RotationPlan:
     """Plan the rotations of the schemes of ``config``.
 
     Args:
@@ -47,7 +49,7 @@ def plan_of_config(modifier: RotationModifier, model: Any, config: TransformConf
         RecipeError: a scheme has an unknown type, or needs several matrices.
         TargetError: targets match nothing, or modules of the wrong kind or width.
     """
-    plan = Plan(modifier.torch_precision)
+    plan = RotationPlan(modifier.torch_precision)
     for name, scheme in config.config_groups.items():
         if scheme.randomize:
             raise RecipeError(
@@ -65,15 +67,15 @@ def plan_of_config(modifier: RotationModifier, model: Any, config: TransformConf
                     "Correct its targets.",
                 )
             for module_name, module in found:
-                order = _order(modifier, scheme, args, module_name, module)
+                order = _matrix_order(modifier, scheme, args, module_name, module)
                 rotation = modifier.rotation(name, order, module_name, kind=scheme.type)
                 orders[order] = rotation
-                _add(plan, name, args, module_name, module, rotation)
+                _add_rotation(plan, name, args, module_name, module, rotation)
         plan.schemes[name] = modifier.written(scheme, list(orders.values()), online=online)
     return plan
 
 
-def _order(
+def _matrix_order(
     modifier: RotationModifier,
     scheme: TransformScheme,
     args: TransformArgs,
@@ -106,8 +108,13 @@ def _order(
     return int(scheme.head_dim)
 
 
-def _add(
-    plan: Plan, scheme: str, args: TransformArgs, name: str, module: Module, rotation: Rotation
+def _add_rotation(
+    plan: RotationPlan,
+    scheme: str,
+    args: TransformArgs,
+    name: str,
+    module: Module,
+    rotation: Rotation,
 ) -> None:
     location = TransformLocation(args.location)
     if location is TransformLocation.WEIGHT_INPUT:
@@ -117,4 +124,4 @@ def _add(
         own = plan.of(module)
         (own.inputs if isinstance(module, Embedding) else own.outputs).append(turned)
     else:
-        plan.online.append(Online(module, name, scheme, location, rotation, args.inverse))
+        plan.online.append(OnlineRotation(module, name, scheme, location, rotation, args.inverse))

@@ -12,8 +12,8 @@ and rounded weights from them, runs one batch forward and backward, and takes a 
 
 A step takes the time of a training batch, plus computing each weight three times. Either all blocks
 are in memory, or one at a time: the forward saves the inputs of each block, and the backward visits
-the blocks in reverse order (:mod:`llmcompressor.modeling.recomputed`). If blocks are loaded on
-demand, progress is saved in the run's journal.
+the blocks in reverse order (:mod:`llmcompressor.modeling.gradient_checkpointing`). If blocks are
+loaded on demand, progress is saved in the run's journal.
 """
 
 from __future__ import annotations
@@ -32,21 +32,241 @@ from torch.nn import Linear, Module
 from llmcompressor.errors import DatasetError, NonFiniteError
 from llmcompressor.logger import logger
 from llmcompressor.modeling.blocks import find_blocks
-from llmcompressor.modeling.inputs import model_device
-from llmcompressor.modeling.recomputed import Arrive, Recomputed
-from llmcompressor.modeling.spilled import Shelf, activation_budget, room_on
-from llmcompressor.modeling.stubs import stubbed
-from llmcompressor.modifiers.rotation.plan import Plan
-from llmcompressor.modifiers.rotation.turned import Turned
-from llmcompressor.numerics.cayley import cayley_step
-from llmcompressor.numerics.rotation import Rotation
+from llmcompressor.modeling.call_graph import model_device
+from llmcompressor.modeling.gradient_checkpointing import Arrive, CheckpointedBlocks
+from llmcompressor.modeling.offload import TensorStore, activation_budget, device_activation_budget
+from llmcompressor.modeling.patches import forward_overridden
+from llmcompressor.modifiers.rotation.plan import Fusion, RotationPlan, cached_gain
+from llmcompressor.numerics.rotation import Rotation, cayley_step
+from llmcompressor.numerics.straight_through import fake_quantize_matrix
 from llmcompressor.observers.tokens import token_mask
-from llmcompressor.progress import progress
-from llmcompressor.quantization.fake_activations import dynamic_fake_quantize
-from llmcompressor.schemes.bridge import needs_global_scale
-from llmcompressor.threads import short_waits
+from llmcompressor.quantization.fake_quantize import dynamic_fake_quantize
+from llmcompressor.quantization.parameters import min_max_parameters
+from llmcompressor.runtime.progress import progress
+from llmcompressor.runtime.threads import short_spin_waits
+from llmcompressor.schemes.bridge import grid_of, needs_global_scale, partition_of
 
-__all__ = ["COMPARED", "Learned", "check_predictable", "learn_rotations"]
+__all__ = [
+    "COMPARED",
+    "PIECE",
+    "LearningResult",
+    "RotatedParameters",
+    "check_next_tokens",
+    "learn_rotations",
+]
+
+
+# --------------------
+# Rotated and fake-quantized weights as differentiable functions of the learned rotations.
+#
+# A weight is computed when it is used, and recomputed in float32 for its gradient: intermediate
+# results are held for one weight at a time.
+
+PIECE = 1 << 22
+"""Elements of a weight that are made at once where its rows stand for themselves: 16 MiB."""
+_NORM = "weight"
+
+
+class RotatedParameters:
+    """The parameters of a model under the rotations that are being learned.
+
+    Args:
+        plan: the rotations that are fused into weights.
+        learned: name → a learned rotation of the plan.
+    """
+
+    def __init__(self, plan: RotationPlan, learned: Mapping[str, Rotation]) -> None:
+        self._plan = plan
+        self._gains = plan.gains()  # before norms are replaced by ones
+        self._names = {id(rotation): name for name, rotation in learned.items()}
+        self._offsets = {norm.module: norm.offset for norm in plan.norms}
+
+    def sources(self, modules: Iterable[Module]) -> list[str]:
+        """Names of the learned rotations that affect parameters of ``modules``."""
+        found: dict[str, None] = {}
+        for module in modules:
+            fusion = self._plan.fusions.get(module)
+            if fusion is not None:
+                found |= dict.fromkeys(self._learned_names_in(fusion))
+        return list(found)
+
+    @contextlib.contextmanager
+    def inside(self, modules: Iterable[Module], leaves: Mapping[str, Tensor]) -> Iterator[None]:
+        """Give ``modules`` their rotated parameters while the body runs; none is trained.
+
+        Args:
+            modules: their own parameters are loaded.
+            leaves: name → the current rotation, float32.
+        """
+        changes = [(module, self._values(module, leaves)) for module in modules]
+        before = [(module, dict(module._parameters)) for module, _ in changes]
+        try:
+            for module, values in changes:
+                for name, value in values.items():
+                    module._parameters[name] = value  # type: ignore[assignment]  # in the graph
+            yield
+        finally:
+            for module, own in before:
+                module._parameters.update(own)
+
+    def _learned_names_in(self, fusion: Fusion) -> list[str]:
+        return self._learned_names_of((*fusion.inputs, *fusion.outputs))
+
+    def _learned_names_of(self, rotations: Iterable[Rotation]) -> list[str]:
+        names = (self._names.get(id(one)) for one in rotations)
+        return list(dict.fromkeys(name for name in names if name is not None))
+
+    def _values(self, module: Module, leaves: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        own = {name: one for name, one in module._parameters.items() if one is not None}
+        found = {name: one.detach() for name, one in own.items()}
+        if module in self._offsets and _NORM in own:
+            found[_NORM] = torch.full_like(found[_NORM], 1.0 - self._offsets[module])
+        fusion = self._plan.fusions.get(module)
+        if fusion is None:
+            return found
+        names = self._learned_names_in(fusion)
+        scheme: Any = getattr(module, "quantization_scheme", None)
+        args = None if scheme is None else scheme.weights
+        makers: dict[str, _RotatedParameter] = {
+            "weight": _RotatedWeight(
+                found["weight"], fusion, self._names, names, self._gain(fusion), args
+            )
+        }
+        if "bias" in own and isinstance(module, Linear) and fusion.outputs:
+            turning = self._learned_names_of(fusion.outputs)  # input rotations do not affect it
+            makers["bias"] = _RotatedBias(found["bias"], fusion, self._names, turning)
+        for name, maker in makers.items():
+            found[name] = _RecomputedParameter.apply(maker, *(leaves[one] for one in maker.names))  # type: ignore[no-untyped-call]
+        return found
+
+    def _gain(self, fusion: Fusion) -> Tensor | None:
+        return None if fusion.norm is None else cached_gain(fusion.norm, self._gains)
+
+
+@dataclass(frozen=True)
+class _RotatedParameter:
+    """Computation of one rotated parameter.
+
+    Attributes:
+        own: the original parameter.
+        fusion: its factors.
+        names_of: rotation's id → the name that it is learned by.
+        names: names of the learned rotations that are passed as leaves.
+    """
+
+    own: Tensor
+    fusion: Fusion
+    names_of: Mapping[int, str]
+    names: Sequence[str]
+
+    @property
+    def row_chunks(self) -> list[slice]:
+        """Slices of rows that can be computed independently, in order."""
+        return [slice(None)]
+
+    def compute_rows(self, rows: slice, leaves: Sequence[Tensor]) -> Tensor:
+        """Compute some rows, in the parameter's dtype."""
+        raise NotImplementedError
+
+    def apply_rotation(self, x: Tensor, rotation: Rotation, leaves: Sequence[Tensor]) -> Tensor:
+        """Rotate ``x``, by the learned matrix if the rotation is learned."""
+        name = self.names_of.get(id(rotation))
+        if name is None:
+            return rotation(x)
+        leaf = leaves[self.names.index(name)]
+        return (x.reshape(*x.shape[:-1], -1, rotation.order) @ leaf).flatten(-2)
+
+
+@dataclass(frozen=True)
+class _RotatedBias(_RotatedParameter):
+    """A bias under rotations of the output."""
+
+    def compute_rows(self, rows: slice, leaves: Sequence[Tensor]) -> Tensor:
+        """Compute the bias, in its dtype."""
+        value = self.own.float()
+        for rotation in self.fusion.outputs:
+            value = self.apply_rotation(value, rotation, leaves)
+        return value.to(self.own.dtype)
+
+
+@dataclass(frozen=True)
+class _RotatedWeight(_RotatedParameter):
+    """A weight under its norm's gain, rotations and fake quantization.
+
+    Attributes:
+        gain: fused factor of the norm before it, ``[C]``.
+        args: its quantization arguments; ``None`` if it is not quantized.
+    """
+
+    gain: Tensor | None
+    args: Any
+
+    @property
+    def row_chunks(self) -> list[slice]:
+        """All rows together if outputs are rotated, or scales span several rows; else chunks."""
+        rows, columns = self.own.shape
+        if self.fusion.outputs or self.args is not None:
+            return [slice(None)]
+        step = max(1, PIECE // columns)
+        return [slice(low, min(low + step, rows)) for low in range(0, rows, step)]
+
+    def compute_rows(self, rows: slice, leaves: Sequence[Tensor]) -> Tensor:
+        """Compute some rows of the weight, rotated and fake-quantized."""
+        weight = self.own[rows].float()
+        if self.gain is not None:
+            weight = weight * self.gain.to(weight)
+        for rotation in self.fusion.inputs:
+            weight = self.apply_rotation(weight, rotation, leaves)
+        for rotation in self.fusion.outputs:
+            weight = self.apply_rotation(weight.T, rotation, leaves).T
+        return self._rounded(weight).to(self.own.dtype)
+
+    def _rounded(self, weight: Tensor) -> Tensor:
+        if self.args is None:
+            return weight
+        parameters = min_max_parameters(weight, self.args)
+        return fake_quantize_matrix(
+            weight,
+            parameters.effective_scale,
+            None if self.args.symmetric else parameters.zero_point,
+            grid_of(self.args),
+            partition_of(self.args),
+            through=parameters.through,
+        )
+
+
+class _RecomputedParameter(torch.autograd.Function):
+    """Autograd function that computes a parameter in chunks, and recomputes it for its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, maker: _RotatedParameter, *leaves: Tensor) -> Tensor:
+        ctx.maker, ctx.leaves = maker, leaves
+        pieces = maker.row_chunks
+        if len(pieces) == 1:
+            return maker.compute_rows(pieces[0], leaves)
+        made = torch.empty_like(maker.own)
+        for piece in pieces:
+            made[piece] = maker.compute_rows(piece, leaves)
+        return made
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        sums: list[Tensor] = []
+        for piece in ctx.maker.row_chunks:
+            with torch.enable_grad():
+                leaves = [one.detach().requires_grad_() for one in ctx.leaves]
+                made = ctx.maker.compute_rows(piece, leaves)
+                found = torch.autograd.grad(made, leaves, gradient[piece])
+            if not sums:
+                sums = list(found)
+                continue
+            for total, one in zip(sums, found, strict=True):
+                total.add_(one)
+        return None, *sums
+
+
+# --------------------
+# Learned rotations: minimize the loss of the quantized model over orthogonal matrices.
 
 _IGNORED = -100
 COMPARED = 8
@@ -57,7 +277,7 @@ _SHARE_OF_KEEPING = 0.1
 
 
 @dataclass(frozen=True)
-class Learned:
+class LearningResult:
     """Result of learning rotations.
 
     Attributes:
@@ -74,7 +294,7 @@ class Learned:
 
 def learn_rotations(
     model: Any,
-    plan: Plan,
+    plan: RotationPlan,
     start: Mapping[str, Rotation],
     batches: Iterable[Mapping[str, Any]] | None,
     *,
@@ -84,7 +304,7 @@ def learn_rotations(
     budget: int | None = None,
     use_loss_mask: bool = False,
     device_memory: int | None = None,
-) -> Learned:
+) -> LearningResult:
     """Learn the rotations of ``start``; all other rotations stay fixed.
 
     Args:
@@ -104,25 +324,27 @@ def learn_rotations(
         DatasetError: there is no batch, or none with a token to predict.
         NonFiniteError: the loss is NaN or infinite.
     """
-    data = _to_learn_from(model, list(batches or ()), use_loss_mask=use_loss_mask)
-    compared = _to_compare_on(data, steps)
-    record = _Record(keeper)
-    shelf = Shelf(activation_budget(budget), room_on(model_device(model), device_memory))
+    data = _training_batches(model, list(batches or ()), use_loss_mask=use_loss_mask)
+    compared = _comparison_batches(data, steps)
+    record = _LearningProgress(keeper)
+    shelf = TensorStore(
+        activation_budget(budget), device_activation_budget(model_device(model), device_memory)
+    )
     with (
-        _arriving(keeper) as arrive,
+        _block_visits(keeper) as arrive,
         contextlib.closing(shelf),
-        _rounded_inputs(model),
-        short_waits(),
+        _fake_quantized_inputs(model),
+        short_spin_waits(),
     ):
-        learning = _Learning(model, plan, start, arrive, shelf)
-        if not record.continues(learning):
+        learning = _RotationOptimizer(model, plan, start, arrive, shelf)
+        if not record.resume_into(learning):
             record.loss_before = learning.mean_loss(compared)
             record.keep(learning)
         with progress(steps - record.steps, "Learning rotations") as advance:
             for step in range(record.steps, steps):
                 loss = learning.step(data[step % len(data)], rate * (1 - step / steps))
                 record.steps = step + 1
-                record.keep_at_times(learning, last=step + 1 == steps)
+                record.save_if_due(learning, last=step + 1 == steps)
                 advance(1, note=f"loss {loss:.4f}")
         if record.loss_after is None:
             record.loss_after = learning.mean_loss(compared)
@@ -131,16 +353,16 @@ def learn_rotations(
     told = f"Rotations learned in {steps} steps: loss {before:.4f} before, {after:.4f} after"
     if not _is_better(after, before):
         logger.warning(f"{told}. They are no better, so the first ones are kept.")
-        return Learned(dict(start), before, after)
+        return LearningResult(dict(start), before, after)
     logger.info(f"{told}.")
-    return Learned(learning.rotations(), before, after)
+    return LearningResult(learning.rotations(), before, after)
 
 
-def _to_compare_on(data: Sequence[Any], steps: int) -> Sequence[Any]:
+def _comparison_batches(data: Sequence[Any], steps: int) -> Sequence[Any]:
     """Comparison batches, held out from the steps if there are enough batches.
 
-    >>> list(_to_compare_on(range(104), steps=100)), len(_to_compare_on(range(60), steps=100))
-    ([100, 101, 102, 103], 8)
+    >>> list(_comparison_batches(range(104), steps=100)), len(_comparison_batches(range(60),
+    steps=100)) ([100, 101, 102, 103], 8)
     """
     return data[steps : steps + COMPARED] or data[:COMPARED]
 
@@ -150,7 +372,7 @@ def _is_better(after: float, before: float) -> bool:
     return after < before
 
 
-class _Record:
+class _LearningProgress:
     """Progress of the learning, saved in the run's journal.
 
     Args:
@@ -170,7 +392,7 @@ class _Record:
         self._took = 0.0
         self._since = time.monotonic()
 
-    def continues(self, learning: _Learning) -> bool:
+    def resume_into(self, learning: _RotationOptimizer) -> bool:
         """Resume an earlier run into ``learning``, if there is one; return True if so."""
         if self._keeper is None:
             return False
@@ -186,12 +408,12 @@ class _Record:
             logger.info(f"Learning goes on behind step {self.steps}.")
         return True
 
-    def keep_at_times(self, learning: _Learning, *, last: bool) -> None:
+    def save_if_due(self, learning: _RotationOptimizer, *, last: bool) -> None:
         """Save the progress, unless saving would take a large share of the time."""
         if last or (time.monotonic() - self._since) * _SHARE_OF_KEEPING >= self._took:
             self.keep(learning)
 
-    def keep(self, learning: _Learning) -> None:
+    def keep(self, learning: _RotationOptimizer) -> None:
         """Save the progress; it is durable on return."""
         if self._keeper is None:
             return
@@ -202,7 +424,7 @@ class _Record:
         self._took = self._since - began
 
 
-class _Learning:
+class _RotationOptimizer:
     """Optimizer state of the learned rotations.
 
     Args:
@@ -214,17 +436,22 @@ class _Learning:
     """
 
     def __init__(
-        self, model: Any, plan: Plan, start: Mapping[str, Rotation], arrive: Arrive, shelf: Shelf
+        self,
+        model: Any,
+        plan: RotationPlan,
+        start: Mapping[str, Rotation],
+        arrive: Arrive,
+        shelf: TensorStore,
     ) -> None:
         device = model_device(model)
         self._model = model
         self._matrices = {name: one.matrix().contiguous().to(device) for name, one in start.items()}
         self._momenta = {name: torch.zeros_like(one) for name, one in self._matrices.items()}
-        self._turned = Turned(plan, start)
+        self._turned = RotatedParameters(plan, start)
         blocks = list(find_blocks(model))
         self._names = {block: self._turned.sources(block.modules()) for block in blocks}
-        self._blocks = Recomputed(blocks, arrive, self._inside, shelf)
-        self._others = _Others(model, plan, self._turned)
+        self._blocks = CheckpointedBlocks(blocks, arrive, self._inside, shelf)
+        self._others = _NonBlockModules(model, plan, self._turned)
 
     def step(self, batch: Mapping[str, Any], rate: float) -> float:
         """Take one step on one batch; return the loss before it."""
@@ -271,7 +498,7 @@ class _Learning:
         """The loss, and with ``descend`` its gradients by matrix."""
         made_of = {block: [leaves[one] for one in own] for block, own in self._names.items()}
         while True:
-            with self._blocks.made_of(made_of), self._others.turned(leaves):
+            with self._blocks.checkpointing(made_of), self._others.turned(leaves):
                 loss = _loss(self._model, batch)
                 if self._others.find_uncalled():
                     continue
@@ -283,7 +510,7 @@ class _Learning:
                 return float(loss.detach()), torch.autograd.grad(loss, wanted, allow_unused=True)
 
 
-class _Others:
+class _NonBlockModules:
     """Rotated parameters outside of blocks: swapped in while a module is called, or permanently.
 
     Args:
@@ -292,7 +519,7 @@ class _Others:
         turned: computes the rotated parameters.
     """
 
-    def __init__(self, model: Module, plan: Plan, turned: Turned) -> None:
+    def __init__(self, model: Module, plan: RotationPlan, turned: RotatedParameters) -> None:
         inside = {part for block in find_blocks(model) for part in block.modules()}
         outside = [module for module in model.modules() if module not in inside]
         self._turned = turned
@@ -316,7 +543,7 @@ class _Others:
 
             return turned
 
-        with stubbed(self._calls, stub), self._turned.inside(self._standing, leaves):
+        with forward_overridden(self._calls, stub), self._turned.inside(self._standing, leaves):
             yield
 
     def find_uncalled(self) -> bool:
@@ -328,7 +555,7 @@ class _Others:
 
 
 @contextlib.contextmanager
-def _arriving(keeper: Any) -> Iterator[Arrive]:
+def _block_visits(keeper: Any) -> Iterator[Arrive]:
     """Yield the function that loads a block; a no-op if all are in memory."""
     if keeper is None:
         yield lambda block, then: None
@@ -338,14 +565,14 @@ def _arriving(keeper: Any) -> Iterator[Arrive]:
 
 
 @contextlib.contextmanager
-def _rounded_inputs(model: Module) -> Iterator[None]:
+def _fake_quantized_inputs(model: Module) -> Iterator[None]:
     """Fake-quantize the inputs of quantized modules while the body runs."""
     quantized = [m for m in model.modules() if getattr(m, "quantization_scheme", None) is not None]
     if not quantized:
         logger.warning(
             "No later modifier quantizes anything: rotations are learned for nothing to be rounded."
         )
-    handles = [module.register_forward_pre_hook(_round_input) for module in quantized]
+    handles = [module.register_forward_pre_hook(_fake_quantize_input) for module in quantized]
     try:
         yield
     finally:
@@ -353,7 +580,7 @@ def _rounded_inputs(model: Module) -> Iterator[None]:
             handle.remove()
 
 
-def check_predictable(batches: Sequence[Mapping[str, Any]], *, use_loss_mask: bool) -> None:
+def check_next_tokens(batches: Sequence[Mapping[str, Any]], *, use_loss_mask: bool) -> None:
     """Refuse data without a next token to predict.
 
     Raises:
@@ -366,7 +593,7 @@ def check_predictable(batches: Sequence[Mapping[str, Any]], *, use_loss_mask: bo
             "Rotations are learned by predicting next tokens, and a sample has no input_ids.",
             "Give text, or tokens.",
         )
-    if any(_has_next(_labels(batch, use_loss_mask=use_loss_mask)) for batch in batches):
+    if any(_has_target(_labels(batch, use_loss_mask=use_loss_mask)) for batch in batches):
         return
     raise DatasetError(
         "Rotations are learned by predicting next tokens, and no sample has one to predict.",
@@ -376,7 +603,7 @@ def check_predictable(batches: Sequence[Mapping[str, Any]], *, use_loss_mask: bo
     )
 
 
-def _has_next(labels: Tensor) -> bool:
+def _has_target(labels: Tensor) -> bool:
     return bool((labels[:, 1:] != _IGNORED).any())
 
 
@@ -388,7 +615,7 @@ def _labels(batch: Mapping[str, Any], *, use_loss_mask: bool) -> Tensor:
     return labels
 
 
-def _to_learn_from(
+def _training_batches(
     model: Any, batches: Sequence[Mapping[str, Any]], *, use_loss_mask: bool
 ) -> list[dict[str, Any]]:
     """The batches that have a token to predict.
@@ -396,9 +623,9 @@ def _to_learn_from(
     Raises:
         DatasetError: there is none.
     """
-    check_predictable(batches, use_loss_mask=use_loss_mask)
+    check_next_tokens(batches, use_loss_mask=use_loss_mask)
     every = [_with_labels(model, batch, use_loss_mask=use_loss_mask) for batch in batches]
-    data = [batch for batch in every if _has_next(batch["labels"])]
+    data = [batch for batch in every if _has_target(batch["labels"])]
     if len(data) < len(batches):
         logger.warning(
             f"Rotations are learned without {len(batches) - len(data)} of {len(batches)} batches, "
@@ -426,7 +653,7 @@ def _loss(model: Any, batch: Mapping[str, Any]) -> Tensor:
     )
 
 
-def _round_input(module: Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+def _fake_quantize_input(module: Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
     """Fake-quantize the input of a quantized module, with dynamic scales."""
     scheme: Any = module.quantization_scheme
     activations = scheme.input_activations

@@ -32,20 +32,20 @@ from torch.nn import Module, Parameter
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from llmcompressor.errors import TargetError
-from llmcompressor.modeling.input_rotations import RESTS
+from llmcompressor.modeling.patches import RESTS
 from llmcompressor.numerics.rotation import Rotation
-from llmcompressor.quantization.attach import tap_attention, untap_attention
+from llmcompressor.quantization.attach import disable_attention_hooks, enable_attention_hooks
 
 __all__ = [
-    "Attached",
+    "AttachedTransform",
     "add_schemes",
-    "attach",
-    "check_states_visible",
+    "attach_transform",
+    "check_attention_hookable",
     "drop_schemes",
-    "has_online",
-    "is_readable",
-    "share",
+    "has_online_rotation",
+    "is_loadable_order",
     "stored_weight",
+    "tie_transforms",
 ]
 
 ONLINE_DTYPE = torch.float32
@@ -54,13 +54,13 @@ ONLINE_DTYPE = torch.float32
 _LARGEST_KNOWN = 256
 
 
-def is_readable(order: int) -> bool:
+def is_loadable_order(order: int) -> bool:
     """Return True if loaders can build a ``random-hadamard`` transform of this size.
 
     They have Hadamard matrices of every multiple of 4 up to 256, and powers of two times those.
 
-    >>> is_readable(11008), is_readable(29568), is_readable(16), is_readable(90)
-    (True, False, True, False)
+    >>> is_loadable_order(11008), is_loadable_order(29568), is_loadable_order(16),
+    is_loadable_order(90) (True, False, True, False)
     """
     odd = order // (order & -order)
     return order in (1, 2) or (order % 4 == 0 and (odd == 1 or 4 * odd <= _LARGEST_KNOWN))
@@ -78,7 +78,7 @@ def stored_weight(rotation: Rotation, device: torch.device) -> Parameter:
     return Parameter(matrix, requires_grad=False)
 
 
-def check_states_visible(model: Any) -> None:
+def check_attention_hookable(model: Any) -> None:
     """Refuse a model whose queries and keys cannot be hooked.
 
     compressed-tensors replaces the attention function, which has to be one of those that
@@ -105,7 +105,7 @@ def check_states_visible(model: Any) -> None:
 
 
 @dataclass(frozen=True)
-class Attached:
+class AttachedTransform:
     """A rotation in the forward of a module.
 
     Attributes:
@@ -123,7 +123,7 @@ class Attached:
         self.transform.__dict__[RESTS] = rests
 
 
-def attach(
+def attach_transform(
     model: Any,
     module: Module,
     module_name: str,
@@ -131,7 +131,7 @@ def attach(
     scheme: TransformScheme,
     args: TransformArgs,
     weight: Any,
-) -> Attached:
+) -> AttachedTransform:
     """Add a rotation to the forward of a module.
 
     Args:
@@ -150,32 +150,32 @@ def attach(
     tapped = states and IMPL_ATTR not in module._modules
     if tapped:
         try:
-            tap_attention(model, module, queries=True)
+            enable_attention_hooks(model, module, queries=True)
         except BaseException:
-            untap_attention(model, module)
+            disable_attention_hooks(model, module)
             raise
     module.register_module(own_name, transform)
     if location is TransformLocation.INPUT:
-        turn = partial(_turn_input, own_name, module_name)
+        turn = partial(_rotate_input, own_name, module_name)
         handle = module.register_forward_pre_hook(turn, prepend=True)
     elif location is TransformLocation.OUTPUT:
-        handle = module.register_forward_hook(partial(_turn_output, own_name, module_name))
+        handle = module.register_forward_hook(partial(_rotate_output, own_name, module_name))
     else:
         queries = location is TransformLocation.Q_ATTN
         states_of = getattr(module, IMPL_ATTR if queries else KV_CACHE_ATTR)
-        hook = _turn_queries if queries else _turn_keys
+        hook = _rotate_queries if queries else _rotate_keys
         handle = states_of.register_forward_pre_hook(partial(hook, own_name))
 
     def remove() -> None:
         handle.remove()
         del module._modules[own_name]
         if tapped:
-            untap_attention(model, module)
+            disable_attention_hooks(model, module)
 
-    return Attached(f"{module_name}.{own_name}", transform, remove)
+    return AttachedTransform(f"{module_name}.{own_name}", transform, remove)
 
 
-def _turn_input(
+def _rotate_input(
     name: str, module_name: str, module: Module, args: tuple[Any, ...]
 ) -> tuple[Any, ...]:
     if not args or not isinstance(args[0], Tensor):
@@ -184,15 +184,15 @@ def _turn_input(
             "rotation of its input could act on.",
             "Put it on the ignore list.",
         )
-    return (_turned(module, name, args[0]), *args[1:])
+    return (_apply_transform(module, name, args[0]), *args[1:])
 
 
-def _turned(module: Module, name: str, values: Tensor) -> Tensor:
+def _apply_transform(module: Module, name: str, values: Tensor) -> Tensor:
     transform = getattr(module, name)
     return values if transform.__dict__.get(RESTS) else transform(values)
 
 
-def _turn_output(
+def _rotate_output(
     name: str, module_name: str, module: Module, args: tuple[Any, ...], output: Tensor
 ) -> Tensor:
     if not isinstance(output, Tensor):
@@ -201,20 +201,20 @@ def _turn_output(
             "one tensor, which a rotation of its output could act on.",
             "Put it on the ignore list.",
         )
-    return _turned(module, name, output)
+    return _apply_transform(module, name, output)
 
 
-def _turn_queries(name: str, tapped: Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+def _rotate_queries(name: str, tapped: Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
     attention, query, *rest = args
-    return (attention, _turned(attention, name, query), *rest)
+    return (attention, _apply_transform(attention, name, query), *rest)
 
 
-def _turn_keys(name: str, cache: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+def _rotate_keys(name: str, cache: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
     keys, *rest = args
-    return (_turned(cache.attn_module(), name, keys), *rest)
+    return (_apply_transform(cache.attn_module(), name, keys), *rest)
 
 
-def share(attached: Iterable[Attached]) -> None:
+def tie_transforms(attached: Iterable[AttachedTransform]) -> None:
     """Mark transforms with the same matrix as tied, so that it is stored once.
 
     Args:
@@ -228,28 +228,30 @@ def share(attached: Iterable[Attached]) -> None:
             transform._tied_weights_keys = {"weight": first[id(weight)]}  # type: ignore[assignment]  # read by transformers
 
 
-def has_online(module: Module) -> bool:
+def has_online_rotation(module: Module) -> bool:
     """Return True if a module has a rotation in its forward already."""
     return any(isinstance(child, HadamardTransform) for child in module.children())
 
 
 def add_schemes(model: Any, schemes: Mapping[str, TransformScheme]) -> None:
     """Add transforms to those in the model's configuration."""
-    _write(model, {**_written(model), **schemes})
+    _set_config_schemes(model, {**_config_schemes(model), **schemes})
 
 
 def drop_schemes(model: Any, names: Iterable[str]) -> None:
     """Remove transforms that :func:`add_schemes` has added."""
     gone = set(names)
-    _write(model, {name: one for name, one in _written(model).items() if name not in gone})
+    _set_config_schemes(
+        model, {name: one for name, one in _config_schemes(model).items() if name not in gone}
+    )
 
 
-def _written(model: Any) -> dict[str, TransformScheme]:
+def _config_schemes(model: Any) -> dict[str, TransformScheme]:
     config = getattr(model, "transform_config", None)
     return dict(config.config_groups) if config is not None else {}
 
 
-def _write(model: Any, schemes: dict[str, TransformScheme]) -> None:
+def _set_config_schemes(model: Any, schemes: dict[str, TransformScheme]) -> None:
     if schemes:
         model.transform_config = TransformConfig(config_groups=schemes)
     elif getattr(model, "transform_config", None) is not None:

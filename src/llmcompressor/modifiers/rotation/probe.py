@@ -21,12 +21,18 @@ from torch.overrides import TorchFunctionMode
 from llmcompressor.errors import CompressorError, TargetError
 from llmcompressor.logger import logger
 from llmcompressor.modeling.blocks import find_blocks
-from llmcompressor.modeling.flow import FORWARD_FAILURES, probe_inputs
-from llmcompressor.modifiers.rotation.norms import Norm, gain_of
-from llmcompressor.modifiers.rotation.plan import Plan
-from llmcompressor.numerics.precision import full_float32_products
+from llmcompressor.modeling.call_graph import FORWARD_FAILURES, probe_inputs
+from llmcompressor.modifiers.rotation.plan import Norm, RotationPlan, cached_gain
+from llmcompressor.numerics.products import full_float32_products
 
-__all__ = ["NARROW_TOLERANCE", "TOLERANCE", "Probe", "distance", "is_loaded", "logits"]
+__all__ = [
+    "NARROW_TOLERANCE",
+    "TOLERANCE",
+    "InvarianceProbe",
+    "is_loaded",
+    "probe_logits",
+    "relative_distance",
+]
 
 TOLERANCE = 2e-4
 """How far float32 outputs may move. Random orders of summation move them by 1e-7 to 1e-5."""
@@ -36,7 +42,7 @@ NARROW_TOLERANCE = {torch.float16: 0.05, torch.bfloat16: 0.2}
 _WIDE = 4
 
 
-class Probe:
+class InvarianceProbe:
     """A model with its original outputs, to try plans on; it is not changed.
 
     A model that does not run in float32 is compared in its own dtype.
@@ -53,9 +59,9 @@ class Probe:
 
     def __init__(self, model: Any) -> None:
         self._model = model
-        watch = _watched(model)
+        watch = _record_reads(model)
         self.read_uncalled = watch.read
-        self._units = list(_units(model, watch))
+        self._units = list(_swap_units(model, watch))
         self._wide = True
         self._before: Tensor | None = None
 
@@ -65,7 +71,7 @@ class Probe:
         dtype = torch.float32 if self._wide else next(self._model.parameters()).dtype
         return max(TOLERANCE, NARROW_TOLERANCE.get(dtype, 0.0))
 
-    def fault(self, plan: Plan) -> str | None:
+    def fault(self, plan: RotationPlan) -> str | None:
         """The reason why outputs would change, as a clause; ``None`` if they would not.
 
         Raises:
@@ -79,7 +85,7 @@ class Probe:
             return f"its forward fails ({type(error).__name__}: {error})"
         return None if moved <= self.tolerance else f"its outputs move by {moved:.2g} of their size"
 
-    def runs_wide(self) -> bool:
+    def runs_in_float32(self) -> bool:
         """Return True if the original model runs in float32."""
         try:
             self._own_logits()
@@ -89,24 +95,24 @@ class Probe:
             return False
         return self._wide
 
-    def moved(self, plan: Plan) -> float:
+    def moved(self, plan: RotationPlan) -> float:
         """Relative change of the outputs with the rotations of ``plan``."""
         before = self._own_logits()
         with plan.attached(self._model):
-            return distance(before, self._logits(plan))
+            return relative_distance(before, self._logits(plan))
 
     def _own_logits(self) -> Tensor:
         if self._before is None:
-            self._before = self._wide_logits()
+            self._before = self._float32_logits()
         if self._before is None:
             self._wide = False
-            self._before = self._logits(Plan(torch.float32))
+            self._before = self._logits(RotationPlan(torch.float32))
         return self._before
 
-    def _wide_logits(self) -> Tensor | None:
+    def _float32_logits(self) -> Tensor | None:
         """The model's outputs in float32; ``None`` if it does not run in it."""
         try:
-            return self._logits(Plan(torch.float32))
+            return self._logits(RotationPlan(torch.float32))
         except (CompressorError, torch.OutOfMemoryError):  # not faults of the model
             raise
         except FORWARD_FAILURES as error:
@@ -116,15 +122,15 @@ class Probe:
             )
             return None
 
-    def _logits(self, plan: Plan) -> Tensor:
+    def _logits(self, plan: RotationPlan) -> Tensor:
         gains = plan.gains()  # before norms are replaced by ones
         norms = {norm.module: norm for norm in plan.norms}
 
         def values(module: Module) -> dict[str, Tensor]:
-            return _values(module, plan, gains, norms, wide=self._wide)
+            return _planned_tensors(module, plan, gains, norms, wide=self._wide)
 
-        with full_float32_products(), _given(self._units, values):
-            return logits(self._model)
+        with full_float32_products(), _swapped_while_running(self._units, values):
+            return probe_logits(self._model)
 
 
 def is_loaded(model: Module) -> bool:
@@ -132,7 +138,7 @@ def is_loaded(model: Module) -> bool:
     return not any(parameter.is_meta for parameter in model.parameters())
 
 
-def logits(model: Any) -> Tensor:
+def probe_logits(model: Any) -> Tensor:
     """The model's logits (or first output) on a few tokens, float64."""
     was_training = [module for module in model.modules() if module.training]
     try:
@@ -147,7 +153,7 @@ def logits(model: Any) -> Tensor:
     return first.double()
 
 
-def distance(before: Tensor, after: Tensor) -> float:
+def relative_distance(before: Tensor, after: Tensor) -> float:
     """Relative distance ||after - before|| / ||before||."""
     return float((after - before).norm() / before.norm().clamp(min=1e-30))
 
@@ -155,7 +161,7 @@ def distance(before: Tensor, after: Tensor) -> float:
 # ---------------------------------------------------------------------- reads of weights
 
 
-class _Watch(TorchFunctionMode):
+class _ReadRecorder(TorchFunctionMode):
     """Record which modules run, and whose parameters are read while they do not.
 
     Args:
@@ -212,16 +218,16 @@ class _Watch(TorchFunctionMode):
         result = func(*args, **(kwargs or {}))
         if self._arriving:  # its weights are being loaded
             return result
-        reads = any(isinstance(one, Tensor) for one in _flat([result]))
+        reads = any(isinstance(one, Tensor) for one in _flatten([result]))
         if reads or isinstance(result, torch.dtype):
-            for one in _flat([*args, *(kwargs or {}).values()]):
+            for one in _flatten([*args, *(kwargs or {}).values()]):
                 owners = self._owners.get(id(one)) if isinstance(one, Parameter) else None
                 if owners and owners.isdisjoint(self._running):
                     (self.read if reads else self.asked).update(owners)
         return result
 
 
-def _flat(values: Sequence[Any]) -> Iterator[Any]:
+def _flatten(values: Sequence[Any]) -> Iterator[Any]:
     for value in values:
         if isinstance(value, list | tuple):
             yield from value
@@ -229,9 +235,9 @@ def _flat(values: Sequence[Any]) -> Iterator[Any]:
             yield value
 
 
-def _watched(model: Any) -> _Watch:
+def _record_reads(model: Any) -> _ReadRecorder:
     """Run one forward of the original model under a :class:`_Watch`."""
-    watch = _Watch(model)
+    watch = _ReadRecorder(model)
     handles = []
     for module in model.modules():
         handles.append(module.register_forward_pre_hook(watch.before, prepend=True))
@@ -239,7 +245,7 @@ def _watched(model: Any) -> _Watch:
     handles.extend(block.register_forward_pre_hook(watch.arrive) for block in find_blocks(model))
     try:
         with watch:
-            logits(model)
+            probe_logits(model)
     except (CompressorError, torch.OutOfMemoryError):  # not faults of the model
         raise
     except FORWARD_FAILURES as error:
@@ -259,7 +265,9 @@ def _watched(model: Any) -> _Watch:
 _Units = Sequence[tuple[Module | None, list[Module]]]
 
 
-def _units(model: Module, watch: _Watch) -> Iterator[tuple[Module | None, list[Module]]]:
+def _swap_units(
+    model: Module, watch: _ReadRecorder
+) -> Iterator[tuple[Module | None, list[Module]]]:
     """Modules that are called → the parts to swap while they run; ``None``: swap permanently."""
     inside: set[Module] = set()
     for block in find_blocks(model):
@@ -275,7 +283,9 @@ def _units(model: Module, watch: _Watch) -> Iterator[tuple[Module | None, list[M
 
 
 @contextlib.contextmanager
-def _given(units: _Units, values: Callable[[Module], dict[str, Tensor]]) -> Iterator[None]:
+def _swapped_while_running(
+    units: _Units, values: Callable[[Module], dict[str, Tensor]]
+) -> Iterator[None]:
     """Swap parameters and buffers of modules while their unit runs."""
     parts_of = {unit: parts for unit, parts in units if unit is not None}
     running: dict[Module, contextlib.ExitStack] = {}
@@ -314,9 +324,9 @@ def _swapped(changes: Mapping[Module, Mapping[str, Tensor]]) -> Iterator[None]:
             own[name] = value
 
 
-def _values(
+def _planned_tensors(
     module: Module,
-    plan: Plan,
+    plan: RotationPlan,
     gains: dict[Module, Tensor | None],
     norms: Mapping[Module, Norm],
     *,
@@ -335,7 +345,7 @@ def _values(
                 found[name] = one.detach().float()
     norm = norms.get(module)
     if norm is not None:
-        for name, value_C in norm.without(gain_of(norm, gains)).items():
+        for name, value_C in norm.without(cached_gain(norm, gains)).items():
             own = found.get(name, module._parameters[name])
             assert own is not None
             found[name] = value_C.to(own.dtype)

@@ -33,14 +33,12 @@ from llmcompressor.modeling.matching import (
     match_named_modules,
     matches_name,
 )
+from llmcompressor.modeling.names import named_modules
 from llmcompressor.modifiers.rotation.base import RotationModifier, TransformType
-from llmcompressor.modifiers.rotation.from_config import plan_of_config
-from llmcompressor.modifiers.rotation.norms import norms_before
-from llmcompressor.modifiers.rotation.plan import Plan
-from llmcompressor.modifiers.rotation.targets import short_targets
-from llmcompressor.names import named_modules
+from llmcompressor.modifiers.rotation.from_config import plan_from_config
+from llmcompressor.modifiers.rotation.plan import RotationPlan, norms_feeding, short_targets
+from llmcompressor.runtime.progress import join_names
 from llmcompressor.schemes.assign import is_router
-from llmcompressor.wording import listed
 
 __all__ = ["QuIPModifier"]
 
@@ -55,7 +53,7 @@ class QuIPModifier(RotationModifier):
         randomize: use random matrices per module; modules that servers fuse (q, k and v; gate and
             up) share one.
         rescale: move large gains of norms into the weights after them before these are rotated
-            (:mod:`llmcompressor.numerics.rescaling`), for all readers of a norm; norms that an
+            (:mod:`llmcompressor.numerics.rotation`), for all readers of a norm; norms that an
             earlier modifier of the recipe smooths keep theirs.
 
     Example::
@@ -73,7 +71,7 @@ class QuIPModifier(RotationModifier):
 
     @field_validator("rotations", mode="before")
     @classmethod
-    def _read_rotations(cls, value: Any) -> Any:
+    def _parse_rotations(cls, value: Any) -> Any:
         if not isinstance(value, str | Iterable | None):
             return value  # pydantic reports the expected type
         names = [value] if isinstance(value, str) else list(value or ())
@@ -92,7 +90,7 @@ class QuIPModifier(RotationModifier):
             )
         return value
 
-    def make_plan(self, model: Any) -> Plan:
+    def make_plan(self, model: Any) -> RotationPlan:
         """Plan the matrices of all targeted modules."""
         targets, ignore = list(as_targets(self.targets)), list(as_targets(self.ignore))
         check_targets(model, targets, ignore)
@@ -102,7 +100,8 @@ class QuIPModifier(RotationModifier):
         ]
         if routers:
             logger.info(
-                f"Left as they are: {len(routers)} router(s) ({listed(routers)}), which engines "
+                f"Left as they are: {len(routers)} router(s) ({join_names(routers)}), which "
+                "engines "
                 "serve without rotations. To rotate one, target it by name."
             )
             ignore += routers
@@ -122,11 +121,11 @@ class QuIPModifier(RotationModifier):
                 sets.setdefault(first if rotation == "v" else name, []).append(name)
             for number, names in enumerate(sets.values()):
                 schemes[f"{rotation}_{number}"] = self._scheme(rotation, names, [])
-        plan = plan_of_config(self, model, TransformConfig(config_groups=schemes))
-        _check_shared(model, plan)
+        plan = plan_from_config(self, model, TransformConfig(config_groups=schemes))
+        _check_tied_weights(model, plan)
         if self.rescale and "v" in self.rotations:
             turned = {one.module for one in plan.online if one.location is TransformLocation.INPUT}
-            plan.take_over(norms_before(model, turned, self._smoothed))
+            plan.fuse_norms(norms_feeding(model, turned, self._smoothed))
         return plan
 
     def prepare(self, model: Any) -> None:
@@ -162,16 +161,16 @@ class QuIPModifier(RotationModifier):
             )
         return [name for name, _ in others]
 
-    def refusal(
-        self, model: Any, fault: str, find: Callable[[Plan], str | None] | None = None
+    def invariance_error(
+        self, model: Any, fault: str, find: Callable[[RotationPlan], str | None] | None = None
     ) -> TargetError:
         """Name one module at fault, found by bisection: modules are rotated independently."""
         assert self._plan is not None
         names = {one.module: one.module_name for one in self._plan.online}
         if find is None:
-            return super().refusal(model, fault, find)
+            return super().invariance_error(model, fault, find)
         suspects = list(names)
-        if self._plan.norms and find(self._plan.only(suspects)) is None:
+        if self._plan.norms and find(self._plan.restricted_to(suspects)) is None:
             return TargetError(
                 f"QuIPModifier: with its norms rescaled {type(model).__name__} computes something "
                 f"else ({fault}).",
@@ -179,7 +178,7 @@ class QuIPModifier(RotationModifier):
             )
         while len(suspects) > 1:
             half = suspects[: len(suspects) // 2]
-            at_fault = find(self._plan.only(half)) is not None
+            at_fault = find(self._plan.restricted_to(half)) is not None
             suspects = half if at_fault else suspects[len(half) :]
         name = names[suspects[0]]
         return TargetError(
@@ -210,7 +209,7 @@ class QuIPModifier(RotationModifier):
         )
 
 
-def _check_shared(model: Module, plan: Plan) -> None:
+def _check_tied_weights(model: Module, plan: RotationPlan) -> None:
     """Refuse a tied weight whose modules would be rotated differently.
 
     Raises:
@@ -228,7 +227,7 @@ def _check_shared(model: Module, plan: Plan) -> None:
                 raise TargetError(
                     f"QuIPModifier: {name} and {other} share their weight, and would not be "
                     "rotated alike.",
-                    f"Put {listed(turned)} on the ignore list, or untie them.",
+                    f"Put {join_names(turned)} on the ignore list, or untie them.",
                 )
 
 

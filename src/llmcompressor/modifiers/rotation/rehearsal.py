@@ -18,16 +18,16 @@ import torch
 from torch.nn import Module
 
 from llmcompressor.errors import CompressorError, TargetError
-from llmcompressor.modeling.flow import trace_flow
-from llmcompressor.modifiers.rotation.plan import Plan
-from llmcompressor.modifiers.rotation.probe import TOLERANCE, Probe
-from llmcompressor.names import named_modules
-from llmcompressor.threads import one_thread
+from llmcompressor.modeling.call_graph import trace_flow
+from llmcompressor.modeling.names import named_modules
+from llmcompressor.modifiers.rotation.plan import RotationPlan
+from llmcompressor.modifiers.rotation.probe import TOLERANCE, InvarianceProbe
+from llmcompressor.runtime.threads import one_thread
 
 if TYPE_CHECKING:
     from llmcompressor.modifiers.rotation.base import RotationModifier
 
-__all__ = ["rehearse"]
+__all__ = ["check_on_proxy"]
 
 _SEEDS = (0, 1, 2)
 _CERTAIN = 50 * TOLERANCE
@@ -36,12 +36,12 @@ _NOISE = 0.3
 _SEEN = "That was seen on a small model of its class, with random weights."
 
 
-class _Undecided(Exception):  # noqa: N818  # a result, not an error
+class _InconclusiveError(Exception):  # a result, not an error
     """The reason why the small model is inconclusive, as a clause."""
 
 
-def rehearse(
-    modifier: RotationModifier, model: Any, plan: Plan, build: Callable[[int], Any]
+def check_on_proxy(
+    modifier: RotationModifier, model: Any, plan: RotationPlan, build: Callable[[int], Any]
 ) -> str:
     """Check on small models whether outputs are invariant under the rotations.
 
@@ -58,27 +58,29 @@ def rehearse(
         TargetError: they are not, with the message of the run.
     """
     with one_thread(torch.device("cpu")):  # too small for more threads
-        return _rehearsed(modifier, model, plan, build)
+        return _check_seeds(modifier, model, plan, build)
 
 
-def _rehearsed(
-    modifier: RotationModifier, model: Any, plan: Plan, build: Callable[[int], Any]
+def _check_seeds(
+    modifier: RotationModifier, model: Any, plan: RotationPlan, build: Callable[[int], Any]
 ) -> str:
     fault: TargetError | None = None
     for seed in _SEEDS:
         try:
-            fault = _fault(modifier, model, plan, build(seed))
-        except _Undecided as finding:
+            fault = _proxy_fault(modifier, model, plan, build(seed))
+        except _InconclusiveError as finding:
             return str(finding)
         except CompressorError as error:
             return str(error)
         if fault is None:
-            return _of_values(modifier, model, plan, build(seed))
+            return _value_dependent_fault(modifier, model, plan, build(seed))
     assert fault is not None
     raise TargetError(f"{fault.problem} {_SEEN}", fault.remedy)
 
 
-def _of_values(modifier: RotationModifier, model: Any, plan: Plan, small: Any) -> str:
+def _value_dependent_fault(
+    modifier: RotationModifier, model: Any, plan: RotationPlan, small: Any
+) -> str:
     """A violation that a small model shows only after its constant parameters were perturbed."""
     generator = torch.Generator().manual_seed(0)
     for parameter in small.parameters():
@@ -86,8 +88,8 @@ def _of_values(modifier: RotationModifier, model: Any, plan: Plan, small: Any) -
             noise = torch.randn(parameter.shape, generator=generator)
             parameter.data.add_(noise, alpha=_NOISE)
     try:
-        fault = _fault(modifier, model, plan, small)
-    except (_Undecided, CompressorError):  # perturbed values may break the model itself
+        fault = _proxy_fault(modifier, model, plan, small)
+    except (_InconclusiveError, CompressorError):  # perturbed values may break the model itself
         return ""
     if fault is None:
         return ""
@@ -97,20 +99,22 @@ def _of_values(modifier: RotationModifier, model: Any, plan: Plan, small: Any) -
     )
 
 
-def _fault(modifier: RotationModifier, model: Any, plan: Plan, small: Any) -> TargetError | None:
+def _proxy_fault(
+    modifier: RotationModifier, model: Any, plan: RotationPlan, small: Any
+) -> TargetError | None:
     """The error that the run would raise on the small model, ``None`` if it would not."""
     try:
-        standing, own = modifier.standing_in(small)
+        standing, own = modifier.for_small_model(small)
     except CompressorError:
         raise
     except Exception as error:
-        raise _Undecided(f"a small model of its class does not run ({error})") from error
-    if not _is_alike(_form(plan, model), _form(own, small), small):
-        raise _Undecided("other parts of a small model would be rotated")
+        raise _InconclusiveError(f"a small model of its class does not run ({error})") from error
+    if not _is_same_plan(_plan_signature(plan, model), _plan_signature(own, small), small):
+        raise _InconclusiveError("other parts of a small model would be rotated")
     probe = _probe(model, small)
     try:
-        standing.check_called(small, own, probe)
-        if _passes(probe, own):
+        standing.check_modules_called(small, own, probe)
+        if _is_invariant(probe, own):
             return None
         standing.check_outputs(small, own, probe, by_part=True)
     except TargetError as error:
@@ -118,7 +122,7 @@ def _fault(modifier: RotationModifier, model: Any, plan: Plan, small: Any) -> Ta
     return None
 
 
-def _passes(probe: Probe, plan: Plan) -> bool:
+def _is_invariant(probe: InvarianceProbe, plan: RotationPlan) -> bool:
     """Return True if outputs are clearly invariant, False if they clearly are not."""
     try:
         moved = probe.moved(plan)
@@ -127,26 +131,28 @@ def _passes(probe: Probe, plan: Plan) -> bool:
     except Exception:
         return False
     if not math.isfinite(moved):
-        raise _Undecided("a small model of its class computes NaN or infinity")
+        raise _InconclusiveError("a small model of its class computes NaN or infinity")
     if TOLERANCE < moved <= _CERTAIN:
-        raise _Undecided("a small model of its class leaves it open")
+        raise _InconclusiveError("a small model of its class leaves it open")
     return moved <= TOLERANCE
 
 
-def _probe(model: Any, small: Any) -> Probe:
+def _probe(model: Any, small: Any) -> InvarianceProbe:
     """A probe with the original outputs of the small model."""
     try:
-        probe = Probe(small)
+        probe = InvarianceProbe(small)
     except TargetError as error:
         try:
             trace_flow(model)
         except TargetError:
             raise error from error  # the large model does not run on tokens either
-        raise _Undecided(f"a small model of its class does not run ({error.problem})") from error
+        raise _InconclusiveError(
+            f"a small model of its class does not run ({error.problem})"
+        ) from error
     except Exception as error:
-        raise _Undecided(f"a small model of its class does not run ({error})") from error
-    if not probe.runs_wide():
-        raise _Undecided("a small model of its class does not run in float32")
+        raise _InconclusiveError(f"a small model of its class does not run ({error})") from error
+    if not probe.runs_in_float32():
+        raise _InconclusiveError("a small model of its class does not run in float32")
     return probe
 
 
@@ -155,7 +161,7 @@ def _probe(model: Any, small: Any) -> Probe:
 _Form = dict[tuple[str, ...], Any]
 
 
-def _form(plan: Plan, model: Module) -> _Form:
+def _plan_signature(plan: RotationPlan, model: Module) -> _Form:
     """Size-independent form of a plan: (kind, module name, ...) → details."""
     names = {module: name for name, module in named_modules(model)}
     found: _Form = {}
@@ -169,15 +175,15 @@ def _form(plan: Plan, model: Module) -> _Form:
     return found
 
 
-def _is_alike(large: _Form, small: _Form, model: Module) -> bool:
+def _is_same_plan(large: _Form, small: _Form, model: Module) -> bool:
     """Return True if both plans agree on common modules, and on the kinds of modules changed."""
     names = {name for name, _ in named_modules(model)}
     if {key: one for key, one in large.items() if key[1] in names} != small:
         return False
-    return {_pattern(key) for key in large} == {_pattern(key) for key in small}
+    return {_name_pattern(key) for key in large} == {_name_pattern(key) for key in small}
 
 
-def _pattern(key: tuple[str, ...]) -> tuple[str, ...]:
+def _name_pattern(key: tuple[str, ...]) -> tuple[str, ...]:
     what, name, *place = key
     parts = ("*" if part.isdecimal() else part for part in name.split("."))
     return (what, ".".join(parts), *place)

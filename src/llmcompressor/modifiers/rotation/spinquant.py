@@ -28,36 +28,41 @@ from compressed_tensors.transform import (
 from pydantic import Field, PrivateAttr, field_validator, model_validator
 from torch.nn import Module
 
+from llmcompressor.core.contract import CalibrationCost, LearningCost
 from llmcompressor.core.state import State
 from llmcompressor.errors import RecipeError, TargetError
-from llmcompressor.modeling.embeddings import untie_embeddings
 from llmcompressor.modeling.matching import match_named_modules
-from llmcompressor.modeling.settings import text_config
-from llmcompressor.modifiers.demands import Effort, Learning
+from llmcompressor.modeling.weights import text_config, untie_embeddings
 from llmcompressor.modifiers.rotation.base import RotationModifier
-from llmcompressor.modifiers.rotation.from_config import plan_of_config
+from llmcompressor.modifiers.rotation.effort import learning_cost, recomputation_cost
+from llmcompressor.modifiers.rotation.from_config import plan_from_config
 from llmcompressor.modifiers.rotation.learned import (
-    Learned,
-    check_predictable,
+    LearningResult,
+    check_next_tokens,
     learn_rotations,
 )
-from llmcompressor.modifiers.rotation.learning_effort import learning_of, making_of
-from llmcompressor.modifiers.rotation.mappings import (
+from llmcompressor.modifiers.rotation.online import check_attention_hookable
+from llmcompressor.modifiers.rotation.plan import (
     NORM_MAPPING_REGISTRY,
     SAY_PARTS,
     SPINQUANT_MAPPING_REGISTRY,
     NormMapping,
+    OnlineRotation,
+    RotationPlan,
     SpinQuantMapping,
+    down_projections,
+    find_heads,
+    short_targets,
 )
-from llmcompressor.modifiers.rotation.online import check_states_visible
-from llmcompressor.modifiers.rotation.parts import down_projections, find_heads
-from llmcompressor.modifiers.rotation.plan import Online, Plan
-from llmcompressor.modifiers.rotation.stream import Stream, find_stream, unseen_linears
-from llmcompressor.modifiers.rotation.targets import short_targets
+from llmcompressor.modifiers.rotation.stream import (
+    ResidualStream,
+    find_residual_stream,
+    untraced_linears,
+)
 from llmcompressor.numerics.rotation import Rotation
-from llmcompressor.quantization.attach import cached_attention_modules, check_states
+from llmcompressor.quantization.attach import cached_attention_modules, check_kv_shape_attributes
+from llmcompressor.runtime.progress import join_names
 from llmcompressor.schemes.attention import CACHED_ATTENTION
-from llmcompressor.wording import listed
 
 __all__ = ["SpinQuantModifier"]
 
@@ -102,13 +107,13 @@ class SpinQuantModifier(RotationModifier):
     learning_steps: int = Field(default=100, gt=0)
     learning_rate: float = Field(default=0.15, gt=0, allow_inf_nan=False)
 
-    _stream: Stream | None = PrivateAttr(None)
+    _stream: ResidualStream | None = PrivateAttr(None)
     _learnable: dict[str, int] = PrivateAttr(default_factory=dict)
-    _outcome: Learned | None = PrivateAttr(None)
+    _outcome: LearningResult | None = PrivateAttr(None)
 
     @field_validator("rotations", mode="before")
     @classmethod
-    def _read_rotations(cls, value: Any) -> Any:
+    def _parse_rotations(cls, value: Any) -> Any:
         if not isinstance(value, str | Iterable | None):
             return value  # pydantic reports the expected type
         names = [value] if isinstance(value, str) else list(value or ())
@@ -150,18 +155,18 @@ class SpinQuantModifier(RotationModifier):
 
     # ------------------------------------------------------------------ plan
 
-    def make_plan(self, model: Any) -> Plan:
+    def make_plan(self, model: Any) -> RotationPlan:
         """Plan the matrices of all rotations, and the fusion of norm gains before them."""
         if self.transform_config is not None:
-            plan = plan_of_config(self, model, self.transform_config)
+            plan = plan_from_config(self, model, self.transform_config)
             stream = self._find_stream(model)
-            plan.take_over(stream.norms.values())
+            plan.fuse_norms(stream.norms.values())
             return plan
         self._learnable = {}
-        return self._plan_of(model, self.rotations)
+        return self._plan_rotations(model, self.rotations)
 
-    def _plan_of(self, model: Any, names: Sequence[str]) -> Plan:
-        plan = Plan(self.torch_precision)
+    def _plan_rotations(self, model: Any, names: Sequence[str]) -> RotationPlan:
+        plan = RotationPlan(self.torch_precision)
         for name in names:  # rotations of an input act in this order
             {"R1": self._plan_r1, "R2": self._plan_r2, "R3": self._plan_r3, "R4": self._plan_r4}[
                 name
@@ -173,8 +178,8 @@ class SpinQuantModifier(RotationModifier):
         if self._stream is not None:
             untie_embeddings(model)
 
-    def refusal(
-        self, model: Any, fault: str, find: Callable[[Plan], str | None] | None = None
+    def invariance_error(
+        self, model: Any, fault: str, find: Callable[[RotationPlan], str | None] | None = None
     ) -> TargetError:
         """Name the rotations at fault, found by trying each alone."""
         if self.transform_config is not None:
@@ -185,13 +190,13 @@ class SpinQuantModifier(RotationModifier):
             )
         faults: dict[str, str | None] = dict.fromkeys(self.rotations, fault)
         if find is None and len(self.rotations) > 1:
-            return self._refusal_of_some(model, fault)
+            return self._ambiguous_invariance_error(model, fault)
         if find is not None and len(self.rotations) > 1:
-            faults = {name: find(self._plan_of(model, [name])) for name in self.rotations}
+            faults = {name: find(self._plan_rotations(model, [name])) for name in self.rotations}
         guilty = [name for name in self.rotations if faults[name]] or list(self.rotations)
         reasons = "; ".join(f"{name}: {_REASONS[name]}" for name in guilty)
-        if "R1" in guilty and (unseen := unseen_linears(model, self._find_stream(model))):
-            reasons += f"; these Linears of its width were not: {listed(unseen)}"
+        if "R1" in guilty and (unseen := untraced_linears(model, self._find_stream(model))):
+            reasons += f"; these Linears of its width were not: {join_names(unseen)}"
         remedy = f"Leave {' and '.join(guilty)} out of rotations"
         remedy += f", or s{SAY_PARTS[1:]}" if "R1" in guilty else "."
         return TargetError(
@@ -200,7 +205,7 @@ class SpinQuantModifier(RotationModifier):
             remedy,
         )
 
-    def _refusal_of_some(self, model: Any, fault: str) -> TargetError:
+    def _ambiguous_invariance_error(self, model: Any, fault: str) -> TargetError:
         """The error if the rotation at fault is unknown: online ones cannot be tried alone."""
         together = " and ".join(self.rotations)
         reasons = "; ".join(f"{name}, if {_REASONS[name]}" for name in self.rotations)
@@ -218,13 +223,13 @@ class SpinQuantModifier(RotationModifier):
         """The parts of ``model``: from the recipe, or registered for its class."""
         return self.mappings or SPINQUANT_MAPPING_REGISTRY.added(type(model).__name__)
 
-    def _norms(self, model: Any) -> list[NormMapping] | None:
+    def _norm_mappings_for(self, model: Any) -> list[NormMapping] | None:
         """The norm mappings of ``model``: from the recipe, or registered for its class."""
         return self.norm_mappings or NORM_MAPPING_REGISTRY.added(type(model).__name__)
 
     def registered(self, model: Any) -> Any:
         """Mappings registered for the class of ``model``, if they are used."""
-        parts, norms = (self._parts(model), self._norms(model))
+        parts, norms = (self._parts(model), self._norm_mappings_for(model))
         found = {
             "mappings": None if self.mappings or parts is None else parts.model_dump(),
             "norm_mappings": None
@@ -233,18 +238,18 @@ class SpinQuantModifier(RotationModifier):
         }
         return found if any(found.values()) else None
 
-    def _find_stream(self, model: Any) -> Stream:
+    def _find_stream(self, model: Any) -> ResidualStream:
         if self._stream is None:
-            self._stream = find_stream(
+            self._stream = find_residual_stream(
                 model,
                 self._parts(model),
-                self._norms(model),
+                self._norm_mappings_for(model),
             )
         return self._stream
 
-    def _plan_r1(self, plan: Plan, model: Any) -> None:
+    def _plan_r1(self, plan: RotationPlan, model: Any) -> None:
         stream = self._find_stream(model)
-        plan.take_over(stream.norms.values())
+        plan.fuse_norms(stream.norms.values())
         order = self.block_of(stream.width, "the residual stream (R1)")
         rotation = self.rotation("R1", order, "the residual stream (R1)")
         self._learnable[f"R1/{order}"] = order
@@ -254,17 +259,19 @@ class SpinQuantModifier(RotationModifier):
             plan.of(module).outputs.append(rotation)
         writing = [*stream.embeddings.values(), *stream.writers.values()]
         apply = [
-            _args(short_targets(model, writing), "weight_output"),
-            _args(short_targets(model, stream.readers.values()), "weight_input", inverse=True),
+            _transform_args(short_targets(model, writing), "weight_output"),
+            _transform_args(
+                short_targets(model, stream.readers.values()), "weight_input", inverse=True
+            ),
         ]
         plan.schemes["R1"] = self._scheme(rotation, apply, self.transform_block_size)
 
-    def _plan_r2(self, plan: Plan, model: Any) -> None:
+    def _plan_r2(self, plan: RotationPlan, model: Any) -> None:
         every = find_heads(model, self._parts(model))
         apart = self.randomize or self.learnable
         for number, heads in enumerate(every):
             what = f"a head of {heads.name} (R2)"
-            order = self._head_order(heads.head_dim, what)
+            order = self._head_block_size(heads.head_dim, what)
             key = f"R2_{number}" if apart else "R2"
             rotation = self.rotation(key, order, what)
             self._learnable[f"{key}/{order}"] = order
@@ -277,12 +284,12 @@ class SpinQuantModifier(RotationModifier):
             values_names = [values_name] if apart else [one.values[0] for one in ours]
             output_names = [output_name] if apart else [one.output[0] for one in ours]
             apply = [
-                _args(short_targets(model, values_names), "weight_output"),
-                _args(short_targets(model, output_names), "weight_input", inverse=True),
+                _transform_args(short_targets(model, values_names), "weight_output"),
+                _transform_args(short_targets(model, output_names), "weight_input", inverse=True),
             ]
             plan.schemes[key] = self._scheme(rotation, apply, order)
 
-    def _plan_r3(self, plan: Plan, model: Any) -> None:
+    def _plan_r3(self, plan: RotationPlan, model: Any) -> None:
         attention = self._attention(model)
         self._check_attention(model)
         config = text_config(model.config)
@@ -292,22 +299,22 @@ class SpinQuantModifier(RotationModifier):
             what = f"a head of {name} (R3)"
             own = width or getattr(module, "head_dim", None)
             own = own or config.hidden_size // config.num_attention_heads
-            order = self._head_order(own, what)
+            order = self._head_block_size(own, what)
             key = f"R3_{number}" if self.randomize else "R3"
             rotation = self.rotation(key, order, what)
             places = (TransformLocation.Q_ATTN, TransformLocation.K_CACHE)
-            plan.online += [Online(module, name, key, place, rotation) for place in places]
+            plan.online += [OnlineRotation(module, name, key, place, rotation) for place in places]
             if self.randomize or not number:
                 ours = [name] if self.randomize else list(attention.values())
                 targets = short_targets(model, ours)
-                apply = [_args(targets, place.value) for place in places]
+                apply = [_transform_args(targets, place.value) for place in places]
                 plan.schemes[key] = self._scheme(rotation, apply, order, online=True)
 
     @staticmethod
     def _check_attention(model: Any) -> None:
-        check_states_visible(model)
+        check_attention_hookable(model)
         try:
-            check_states(model)
+            check_kv_shape_attributes(model)
         except (TargetError, AttributeError, RuntimeError) as error:  # layers differ
             config = type(model.config.get_text_config(decoder=True)).__name__
             raise TargetError(
@@ -330,7 +337,7 @@ class SpinQuantModifier(RotationModifier):
             )
         return attention
 
-    def _plan_r4(self, plan: Plan, model: Any) -> None:
+    def _plan_r4(self, plan: RotationPlan, model: Any) -> None:
         found = down_projections(model, self._parts(model))
         groups: dict[str, list[str]] = {}
         rotations = {}
@@ -341,16 +348,19 @@ class SpinQuantModifier(RotationModifier):
             key = f"R4_{number}" if self.randomize else f"R4_{order}" if several else "R4"
             rotation = rotations[key] = self.rotation(key, order, what)
             plan.of(module).inputs.append(rotation)
-            plan.online.append(Online(module, name, key, TransformLocation.INPUT, rotation))
+            plan.online.append(OnlineRotation(module, name, key, TransformLocation.INPUT, rotation))
             groups.setdefault(key, []).append(name)
         for key, names in groups.items():
             targets = short_targets(model, names)
-            apply = [_args(targets, "input"), _args(targets, "weight_input", inverse=True)]
+            apply = [
+                _transform_args(targets, "input"),
+                _transform_args(targets, "weight_input", inverse=True),
+            ]
             plan.schemes[key] = self._scheme(
                 rotations[key], apply, self.transform_block_size, online=True
             )
 
-    def _head_order(self, width: int, what: str) -> int:
+    def _head_block_size(self, width: int, what: str) -> int:
         """Block size within a head: wider blocks would mix heads."""
         size = self.transform_block_size
         return width if size is None or size >= width else self.block_of(width, what)
@@ -371,18 +381,18 @@ class SpinQuantModifier(RotationModifier):
     def check_data(self, batches: Sequence[Mapping[str, Any]], *, use_loss_mask: bool) -> None:
         """Refuse data without next tokens to predict, if rotations are learned."""
         if self.learnable:
-            check_predictable(batches, use_loss_mask=use_loss_mask)
+            check_next_tokens(batches, use_loss_mask=use_loss_mask)
 
-    def learning(self) -> Learning | None:
+    def learning(self) -> LearningCost | None:
         """Cost of the learning steps, for all learned matrices."""
         if not self.learnable:
             return None
-        return learning_of(self._learnable.values(), steps=self.learning_steps)
+        return learning_cost(self._learnable.values(), steps=self.learning_steps)
 
-    def making(self, modules: Sequence[Module]) -> Effort:
+    def making(self, modules: Sequence[Module]) -> CalibrationCost:
         """Cost of computing weights from the learned matrices."""
         assert self._plan is not None
-        return making_of(self._plan, modules)
+        return recomputation_cost(self._plan, modules)
 
     def report(self) -> dict[str, Any]:
         """The base report, with the losses before and after learning."""
@@ -392,14 +402,14 @@ class SpinQuantModifier(RotationModifier):
             found[""] |= dict(zip(("loss_before", "loss_after"), losses, strict=True))
         return found
 
-    def learn(self, state: State, plan: Plan) -> None:
+    def learn(self, state: State, plan: RotationPlan) -> None:
         """Learn R1 and R2 by Cayley SGD, under the quantization of subsequent modifiers.
 
         If an earlier run has finished all blocks, only the types of the schemes are updated.
         """
         keeper = state.keeper
         if keeper is not None and keeper.rest_is_finished:
-            self._name_learned(state.model, plan, keeper.decide(_LEARNED, []))
+            self._mark_learned_schemes(state.model, plan, keeper.decide(_LEARNED, []))
             return
         start = {name: self._made[name] for name in self._learnable}
         self._outcome = outcome = learn_rotations(
@@ -424,9 +434,9 @@ class SpinQuantModifier(RotationModifier):
         new = [name for name, one in learned.items() if one is not start[name]]
         if keeper is not None:
             new = keeper.decide(_LEARNED, new)
-        self._name_learned(state.model, plan, new)
+        self._mark_learned_schemes(state.model, plan, new)
 
-    def _name_learned(self, model: Any, plan: Plan, new: Sequence[str]) -> None:
+    def _mark_learned_schemes(self, model: Any, plan: RotationPlan, new: Sequence[str]) -> None:
         """Set the type of schemes with learned matrices to ``random-matrix``."""
         for key in list(plan.schemes):
             if any(name.startswith(f"{key}/") for name in new):
@@ -435,5 +445,5 @@ class SpinQuantModifier(RotationModifier):
             model.transform_config.config_groups.update(plan.schemes)
 
 
-def _args(targets: list[str], location: str, *, inverse: bool = False) -> TransformArgs:
+def _transform_args(targets: list[str], location: str, *, inverse: bool = False) -> TransformArgs:
     return TransformArgs(targets=targets, location=location, inverse=inverse)

@@ -20,28 +20,32 @@ from typing import Any
 import torch
 from torch.nn import Embedding, Linear, Module
 
+from llmcompressor.equalization.rescale import norm_offset, swapped_parameters
 from llmcompressor.errors import TargetError
 from llmcompressor.modeling.blocks import find_blocks
-from llmcompressor.modeling.embeddings import embeddings
-from llmcompressor.modeling.expert_search import find_mixtures
-from llmcompressor.modeling.flow import Flow, trace_flow
+from llmcompressor.modeling.call_graph import DataFlow, trace_flow
 from llmcompressor.modeling.fused import is_expert
 from llmcompressor.modeling.matching import match_named_modules
-from llmcompressor.modeling.scaling import norm_offset, swapped
-from llmcompressor.modeling.settings import text_config
-from llmcompressor.modifiers.rotation.mappings import SAY_PARTS, NormMapping, SpinQuantMapping
-from llmcompressor.modifiers.rotation.norms import Norm
-from llmcompressor.modifiers.rotation.parts import ATTENTION_WRITERS, MLP_WRITERS
-from llmcompressor.names import named_modules
+from llmcompressor.modeling.names import named_modules
+from llmcompressor.modeling.weights import embeddings, text_config
+from llmcompressor.modifiers.rotation.plan import (
+    ATTENTION_WRITERS,
+    MLP_WRITERS,
+    SAY_PARTS,
+    Norm,
+    NormMapping,
+    SpinQuantMapping,
+)
+from llmcompressor.moe.linear_experts import find_stacked_moes
 
-__all__ = ["Stream", "find_stream", "unseen_linears"]
+__all__ = ["ResidualStream", "find_residual_stream", "untraced_linears"]
 
 _EXPERT_READERS = ("gate_proj", "up_proj", "w1", "w3", "gate_up_proj")
 _NORM_CHECK = 4
 
 
 @dataclass
-class Stream:
+class ResidualStream:
     """The residual stream: the modules that read it and write to it.
 
     Attributes:
@@ -66,11 +70,11 @@ class Stream:
         }
 
 
-def find_stream(
+def find_residual_stream(
     model: Any,
     mapping: SpinQuantMapping | None = None,
     norm_mappings: Iterable[NormMapping] | None = None,
-) -> Stream:
+) -> ResidualStream:
     """Find the residual stream of a language model.
 
     Args:
@@ -85,16 +89,16 @@ def find_stream(
     names = {module: name for name, module in named_modules(model)}
     begin, head = embeddings(model)
     if mapping is not None:
-        begin = _only(model, mapping.embedding, "embedding")
-        head = _only(model, mapping.lm_head, "lm_head")
+        begin = _single_match(model, mapping.embedding, "embedding")
+        head = _single_match(model, mapping.lm_head, "lm_head")
     if not isinstance(begin, Embedding):
         raise TargetError(f"{type(model).__name__} has no input embedding that is one.", SAY_PARTS)
     width = begin.embedding_dim
     flow = trace_flow(model)
-    writers = _writers(model, names, width, mapping)
-    fed = _norms_of(model, names, width, flow, writers, norm_mappings)
+    writers = _find_writers(model, names, width, mapping)
+    fed = _norm_readers(model, names, width, flow, writers, norm_mappings)
     norms = {
-        names[norm]: Norm(norm, _offset(norm, names[norm], width), readers)
+        names[norm]: Norm(norm, _measure_norm_offset(norm, names[norm], width), readers)
         for norm, readers in fed.items()
     }
     first: dict[Module, str] = {
@@ -102,14 +106,14 @@ def find_stream(
         for module in flow.called
         if isinstance(module, Embedding) and module.embedding_dim == width
     }
-    stream = Stream(width, first or {begin: names[begin]}, norms, writers, head)
-    _check(model, stream, flow, names)
+    stream = ResidualStream(width, first or {begin: names[begin]}, norms, writers, head)
+    _check_rotatable(model, stream, flow, names)
     if mapping is not None:
-        _check_said(model, stream, mapping)
+        _check_mapping(model, stream, mapping)
     return stream
 
 
-def unseen_linears(model: Module, stream: Stream) -> list[str]:
+def untraced_linears(model: Module, stream: ResidualStream) -> list[str]:
     """Linears as wide as the stream that neither read it nor write to it, as far as traced.
 
     Linears that follow others of that width are among them.
@@ -124,7 +128,7 @@ def unseen_linears(model: Module, stream: Stream) -> list[str]:
     ]
 
 
-def _check_said(model: Module, stream: Stream, mapping: SpinQuantMapping) -> None:
+def _check_mapping(model: Module, stream: ResidualStream, mapping: SpinQuantMapping) -> None:
     """Refuse mappings whose readers have no norm of the stream before them."""
     targets = [mapping.attn_q, mapping.attn_k, mapping.attn_v, *mapping.mlp_in, mapping.lm_head]
     readers = stream.readers
@@ -151,7 +155,7 @@ def _check_text_only(model: Any) -> None:
         )
 
 
-def _only(model: Module, target: str, role: str) -> Module:
+def _single_match(model: Module, target: str, role: str) -> Module:
     found = dict(match_named_modules(model, [target]))
     if len(found) != 1:
         raise TargetError(
@@ -161,7 +165,7 @@ def _only(model: Module, target: str, role: str) -> Module:
     return next(iter(found.values()))
 
 
-def _writers(
+def _find_writers(
     model: Module, names: Mapping[Module, str], width: int, mapping: SpinQuantMapping | None
 ) -> dict[Module, str]:
     if mapping is not None:
@@ -177,17 +181,17 @@ def _writers(
     }
 
 
-def _norms_of(
+def _norm_readers(
     model: Module,
     names: Mapping[Module, str],
     width: int,
-    flow: Flow,
+    flow: DataFlow,
     writers: Mapping[Module, str],
     given: Iterable[NormMapping] | None,
 ) -> dict[Module, dict[Module, str]]:
     """Norm of the stream → the modules that read it."""
     if given is not None:
-        return _given_norms(model, given)
+        return _norms_from_mappings(model, given)
     found: dict[Module, dict[Module, str]] = {}
     owner = {name: module for module, name in names.items()}
     for module, name in names.items():
@@ -204,7 +208,9 @@ def _norms_of(
     return found
 
 
-def _given_norms(model: Module, given: Iterable[NormMapping]) -> dict[Module, dict[Module, str]]:
+def _norms_from_mappings(
+    model: Module, given: Iterable[NormMapping]
+) -> dict[Module, dict[Module, str]]:
     found: dict[Module, dict[Module, str]] = {}
     for mapping in given:
         linears = list(match_named_modules(model, mapping.linears))
@@ -237,7 +243,7 @@ def _is_norm(module: Module, width: int) -> bool:
     return "Norm" in type(module).__name__ and not module._modules
 
 
-def _feeder_above(owner: Mapping[str, Module], flow: Flow, name: str) -> Module | None:
+def _feeder_above(owner: Mapping[str, Module], flow: DataFlow, name: str) -> Module | None:
     while name:
         name = name.rpartition(".")[0]
         feeder = flow.feeder.get(owner[name]) if name in owner else None
@@ -246,7 +252,7 @@ def _feeder_above(owner: Mapping[str, Module], flow: Flow, name: str) -> Module 
     return None
 
 
-def _offset(norm: Module, name: str, width: int) -> float:
+def _measure_norm_offset(norm: Module, name: str, width: int) -> float:
     """The constant that an RMS norm adds to its weight, measured by running it."""
     weight_C = norm._parameters.get("weight")
     if norm._parameters.get("bias") is not None:
@@ -258,7 +264,7 @@ def _offset(norm: Module, name: str, width: int) -> float:
     x = torch.randn(_NORM_CHECK, width, generator=generator)
     x = x if weight_C is None or weight_C.is_meta else x.to(weight_C.device)
     ones = {} if weight_C is None else {norm: {"weight": torch.ones_like(x[0])}}
-    with torch.no_grad(), swapped(ones):
+    with torch.no_grad(), swapped_parameters(ones):
         centres = torch.allclose(norm(x), norm(x + 1), atol=1e-3)
     if centres:
         raise TargetError(
@@ -268,7 +274,10 @@ def _offset(norm: Module, name: str, width: int) -> float:
         )
     if weight_C is None:
         return 0.0
-    with torch.no_grad(), swapped(ones):  # in float32: narrower weights would round the factors
+    with (
+        torch.no_grad(),
+        swapped_parameters(ones),
+    ):  # in float32: narrower weights would round the factors
         offset = norm_offset(norm, (x,), {})
     if offset is None:
         raise TargetError(
@@ -279,7 +288,9 @@ def _offset(norm: Module, name: str, width: int) -> float:
     return offset
 
 
-def _check(model: Module, stream: Stream, flow: Flow, names: Mapping[Module, str]) -> None:
+def _check_rotatable(
+    model: Module, stream: ResidualStream, flow: DataFlow, names: Mapping[Module, str]
+) -> None:
     """Refuse a stream that cannot be rotated, and name the reason."""
     readers = stream.readers
     for module, name in names.items():
@@ -290,7 +301,7 @@ def _check(model: Module, stream: Stream, flow: Flow, names: Mapping[Module, str
                 "stream: its gains cannot be moved into a Linear, nor past a rotation.",
                 "Leave R1 out of rotations.",
             )
-    stacked = find_mixtures(model)
+    stacked = find_stacked_moes(model)
     if stacked:
         raise TargetError(
             f"The experts {stacked[0].name} are stacked in one tensor, which R1 does not rotate, "
@@ -319,7 +330,7 @@ def _check(model: Module, stream: Stream, flow: Flow, names: Mapping[Module, str
         raise TargetError(f"{wrong[0]} does not read {stream.width} channels.", SAY_PARTS)
 
 
-def _ends_in_reader(stream: Stream, model: Module) -> bool:
+def _ends_in_reader(stream: ResidualStream, model: Module) -> bool:
     inside = {module for block in find_blocks(model) for module in block.modules()}
     return any(module not in inside for module in stream.readers)
 

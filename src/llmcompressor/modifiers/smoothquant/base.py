@@ -17,20 +17,19 @@ from torch import Tensor
 from torch.nn import Module
 
 from llmcompressor.core.state import State
+from llmcompressor.equalization.base import SmoothingMixin
+from llmcompressor.equalization.mappings import WRITTEN, find_smooth_sets, norm_mappings
+from llmcompressor.equalization.probe import Names, SmoothSet
 from llmcompressor.errors import NonFiniteError, RecipeError
-from llmcompressor.modeling.call_order import first_tensor
-from llmcompressor.modeling.mapped_places import Names, SmoothSet
-from llmcompressor.modeling.mappings import find_sets
-from llmcompressor.modeling.written_mappings import WRITTEN, norms_of
+from llmcompressor.modeling.call_graph import first_tensor
 from llmcompressor.numerics.smoothing import (
     column_range,
     log_equalization_scales,
     smoothquant_scales,
 )
-from llmcompressor.observers.tokens import per_batch
+from llmcompressor.observers.tokens import split_batches
 from llmcompressor.quantization.parameters import weight_of
-from llmcompressor.registry import Additions
-from llmcompressor.smoothing.base import SmoothingMixin
+from llmcompressor.runtime.registry import UserOverrides
 
 __all__ = [
     "DEFAULT_SMOOTHQUANT_MAPPINGS",
@@ -71,14 +70,14 @@ class LayerMap(NamedTuple):
     smooth_layers: str
 
 
-def _written(names: Sequence[Names]) -> list[SmoothQuantMapping]:
-    return [SmoothQuantMapping(smooth, list(balance)) for smooth, balance in norms_of(names)]
+def _to_mappings(names: Sequence[Names]) -> list[SmoothQuantMapping]:
+    return [SmoothQuantMapping(smooth, list(balance)) for smooth, balance in norm_mappings(names)]
 
 
-DEFAULT_SMOOTHQUANT_MAPPINGS = _written(WRITTEN["LlamaForCausalLM"])
+DEFAULT_SMOOTHQUANT_MAPPINGS = _to_mappings(WRITTEN["LlamaForCausalLM"])
 """Those of Llama and of what is built as it is."""
-MAPPINGS_REGISTRY: Additions[Sequence[Any]] = Additions(
-    {name: partial(_written, names) for name, names in WRITTEN.items()}
+MAPPINGS_REGISTRY: UserOverrides[Sequence[Any]] = UserOverrides(
+    {name: partial(_to_mappings, names) for name, names in WRITTEN.items()}
 )
 """Mappings that users add for a model's class, by its name. Those of known classes can be read;
 unless some are added, they are found from the model."""
@@ -101,7 +100,7 @@ def get_layer_mappings_from_model(model: Module) -> Sequence[Any]:
     """
     if (known := MAPPINGS_REGISTRY.get(type(model).__name__)) is not None:
         return known
-    found = find_sets(model, norms_only=True, mixtures=False)
+    found = find_smooth_sets(model, norms_only=True, mixtures=False)
     return [SmoothQuantMapping(one.name, list(one.balance)) for one in found]
 
 
@@ -159,8 +158,8 @@ class SmoothQuantModifier(SmoothingMixin):
 
     @field_validator("mappings", mode="before")
     @classmethod
-    def _read_mappings(cls, value: Any) -> Any:
-        return [_read_mapping(one) for one in value] if isinstance(value, list | tuple) else value
+    def _parse_mappings(cls, value: Any) -> Any:
+        return [_parse_mapping(one) for one in value] if isinstance(value, list | tuple) else value
 
     @field_validator("ignore", mode="before")
     @classmethod
@@ -190,7 +189,7 @@ class SmoothQuantModifier(SmoothingMixin):
         return True
 
     @property
-    def into_mixtures(self) -> bool:
+    def includes_moe(self) -> bool:
         """Always False: a scale shared by all experts widens their weights' ranges."""
         return False
 
@@ -199,7 +198,7 @@ class SmoothQuantModifier(SmoothingMixin):
         mappings = self.mappings
         added = MAPPINGS_REGISTRY.added(type(model).__name__)
         if mappings is None and added is not None:
-            mappings = [_read_mapping(one) for one in added]
+            mappings = [_parse_mapping(one) for one in added]
         if mappings is None:
             return None
         return [(smooth, tuple(balance)) for balance, smooth in mappings]
@@ -210,7 +209,7 @@ class SmoothQuantModifier(SmoothingMixin):
 
     # ------------------------------------------------------------------ while
 
-    def new_tally(self, columns: int, device: torch.device, name: str) -> _Extremes:
+    def new_statistics(self, columns: int, device: torch.device, name: str) -> _Extremes:
         """Statistics with the extremes of every channel."""
         return _Extremes(columns, device, name)
 
@@ -226,7 +225,7 @@ class SmoothQuantModifier(SmoothingMixin):
             if tensor is None:
                 return
             sizes = state.batch_sizes
-            parts = list(per_batch(tensor, state.token_mask, sizes))
+            parts = list(split_batches(tensor, state.token_mask, sizes))
             each = len(sizes) if sizes is not None and len(parts) == 1 else 1
             for part, mask in parts:
                 if seen.get(module, 0) < limit:
@@ -235,7 +234,7 @@ class SmoothQuantModifier(SmoothingMixin):
 
         return collect_some
 
-    def scale_of(self, one: SmoothSet, tallies: Mapping[Module, Any]) -> Tensor | None:
+    def compute_scale(self, one: SmoothSet, tallies: Mapping[Module, Any]) -> Tensor | None:
         """Scales by equation 4 of the paper, or its logarithmic variant."""
         distinct = list(dict.fromkeys(tallies.values()))
         range_C = torch.stack([tally.range for tally in distinct]).amax(dim=0)
@@ -261,12 +260,12 @@ class LogarithmicEqualizationModifier(SmoothQuantModifier):
     algorithm: Literal["smoothquant", "log_equalization"] = "log_equalization"
 
 
-def _read_mapping(value: Any) -> Any:
+def _parse_mapping(value: Any) -> Any:
     """Convert a mapping of any accepted form to ``(balance targets, smooth target)``."""
     if isinstance(value, SmoothQuantMapping):
-        return _read_mapping([value.balance_layers, value.smooth_layer])
+        return _parse_mapping([value.balance_layers, value.smooth_layer])
     if isinstance(value, Mapping):
-        return _read_mapping(SmoothQuantMapping(**value))
+        return _parse_mapping(SmoothQuantMapping(**value))
     if isinstance(value, list | tuple) and len(value) == 2:
         balance, smooth = value
         if isinstance(smooth, list | tuple) and len(smooth) == 1:

@@ -13,19 +13,24 @@ from pydantic import Field, PrivateAttr, field_validator, model_validator
 from torch import Tensor
 from torch.nn import Module
 
+from llmcompressor.core.contract import MOVED_TO_THE_RUN, Granularity
 from llmcompressor.core.events import Event
+from llmcompressor.core.modifier import Modifier, RecordedMixin
 from llmcompressor.core.state import State
 from llmcompressor.errors import RecipeError
 from llmcompressor.logger import logger
-from llmcompressor.modeling.call_order import CallOrder, first_tensor
+from llmcompressor.modeling.call_graph import CallOrder, first_tensor
 from llmcompressor.modeling.fused import is_expert
-from llmcompressor.modifiers.granularity import Granularity
-from llmcompressor.modifiers.modifier import Modifier
-from llmcompressor.modifiers.recorded import RecordedMixin
-from llmcompressor.modifiers.renamed_fields import MOVED_TO_THE_RUN
-from llmcompressor.modifiers.sparsity.matrices import matrix_of, reads_rows, tokens_of, write
-from llmcompressor.modifiers.sparsity.profile import Profile
-from llmcompressor.modifiers.sparsity.targets import Layers, find_layers, means_linear
+from llmcompressor.modifiers.sparsity.targets import (
+    OutlierProfile,
+    PruningLayers,
+    find_pruning_layers,
+    has_row_tokens,
+    matches_linear,
+    matrix_inputs,
+    matrix_of,
+    write_matrix,
+)
 from llmcompressor.numerics.masks import NofM, parse_structure
 from llmcompressor.numerics.wanda import wanda_prune
 
@@ -92,18 +97,18 @@ class OneShotPruningModifier(RecordedMixin, Modifier):
     sequential_targets: str | list[str] | None = None
 
     _group: NofM | None = PrivateAttr(None)
-    _layers: Layers = PrivateAttr(default_factory=lambda: Layers({}, {}, {}))
+    _layers: PruningLayers = PrivateAttr(default_factory=lambda: PruningLayers({}, {}, {}))
     _statistics: dict[Module, Any] = PrivateAttr(default_factory=dict)
     _order: CallOrder | None = PrivateAttr(None)
     _records: dict[str, SparsityRecord] = PrivateAttr(default_factory=dict)
     _finished: set[Module] = PrivateAttr(default_factory=set)
-    _profile: Profile | None = PrivateAttr(None)
+    _profile: OutlierProfile | None = PrivateAttr(None)
 
     # ------------------------------------------------------------------ fields
 
     @field_validator("sparsity", mode="before")
     @classmethod
-    def _check_no_switch(cls, value: Any) -> Any:
+    def _refuse_bool(cls, value: Any) -> Any:
         each = value if isinstance(value, list) else [value]
         if any(isinstance(one, bool) for one in each):  # otherwise true would mean 1: every weight
             raise RecipeError(
@@ -127,12 +132,12 @@ class OneShotPruningModifier(RecordedMixin, Modifier):
     @field_validator("mask_structure")
     @classmethod
     def _check_structure(cls, value: str) -> str:
-        _group_of(value)
+        _parse_group(value)
         return value
 
     @model_validator(mode="after")
-    def _check_together(self) -> Self:
-        self._group = _group_of(self.mask_structure)
+    def _check_profile_fields(self) -> Self:
+        self._group = _parse_group(self.mask_structure)
         if self._group is not None:
             self._check_group(self._group)
         given = (self.sparsity_profile, self.owl_m, self.owl_lmbda)
@@ -181,7 +186,7 @@ class OneShotPruningModifier(RecordedMixin, Modifier):
 
     def means(self, name: str, module: Module, holders: Mapping[str, Module]) -> bool:
         """Return True if a target matches it, its weight or a module that contains it."""
-        return means_linear(name, {**holders, name: module}, self.targets, self.ignore)
+        return matches_linear(name, {**holders, name: module}, self.targets, self.ignore)
 
     def calibrated_modules(self, state: State) -> list[Module]:
         """The modules that are pruned."""
@@ -215,14 +220,14 @@ class OneShotPruningModifier(RecordedMixin, Modifier):
         Raises:
             TargetError: a target matches nothing, or a module cannot be pruned.
         """
-        self._layers = find_layers(
+        self._layers = find_pruning_layers(
             state.model, self.targets, self.ignore, self.sparsity, self._group
         )
         if self.sparsity_profile is not None:
             assert self.owl_m is not None
             assert self.owl_lmbda is not None
             assert isinstance(self.sparsity, float)
-            self._profile = Profile(self._layers, self.sparsity, self.owl_m, self.owl_lmbda)
+            self._profile = OutlierProfile(self._layers, self.sparsity, self.owl_m, self.owl_lmbda)
         return True
 
     # ------------------------------------------------------------------ while
@@ -265,10 +270,12 @@ class OneShotPruningModifier(RecordedMixin, Modifier):
             if self._group is None and self.sparsity_of(module) == 0:  # nothing to prune
                 self._record(module, tokens=tokens, loss=0.0, dampening=None)
             elif tokens == 0:
-                self._prune_blindly(module, "was shown no calibration token", tokens=0, loss=None)
+                self._prune_by_magnitude(
+                    module, "was shown no calibration token", tokens=0, loss=None
+                )
             elif not bool(self.mean_square(self._statistics[self._leader(module)]).any()):
                 why = "got inputs that were zero in every calibration token"
-                self._prune_blindly(module, why, tokens=tokens, loss=0.0)
+                self._prune_by_magnitude(module, why, tokens=tokens, loss=0.0)
             else:
                 wanted.append(module)
         self.prune(wanted)
@@ -288,7 +295,7 @@ class OneShotPruningModifier(RecordedMixin, Modifier):
     def prune(self, modules: Sequence[Module]) -> None:
         """Prune modules that have calibration tokens."""
 
-    def reference_of(self, module: Module, tensor: Tensor, state: State) -> Tensor | None:
+    def reference_input(self, module: Module, tensor: Tensor, state: State) -> Tensor | None:
         """The original model's input of ``module``, ``None`` if it is not needed."""
         return None
 
@@ -358,10 +365,10 @@ class OneShotPruningModifier(RecordedMixin, Modifier):
 
     def _leader(self, module: Module) -> Module:
         """The first of this modifier's modules that get the same tokens as ``module``."""
-        if self._order is None or not reads_rows(module):
+        if self._order is None or not has_row_tokens(module):
             return module
         group = self._order.group_of(module)
-        return next(one for one in group if one in self._layers.names and reads_rows(one))
+        return next(one for one in group if one in self._layers.names and has_row_tokens(one))
 
     def _tokens(self, module: Module) -> int:
         statistics = self._statistics.get(self._leader(module))
@@ -373,8 +380,8 @@ class OneShotPruningModifier(RecordedMixin, Modifier):
             tensor = first_tensor(args, kwargs)
             if tensor is None:
                 return
-            reference = None if self._is_surveying else self.reference_of(module, tensor, state)
-            tokens_TC = tokens_of(module, tensor, state.token_mask)
+            reference = None if self._is_surveying else self.reference_input(module, tensor, state)
+            tokens_TC = matrix_inputs(module, tensor, state.token_mask)
             if module not in self._statistics:
                 self._statistics[module] = self.new_statistics(
                     tokens_TC.shape[-1],
@@ -383,12 +390,14 @@ class OneShotPruningModifier(RecordedMixin, Modifier):
                     twin=reference is not None,
                 )
             if reference is not None:
-                reference = tokens_of(module, reference, state.token_mask)
+                reference = matrix_inputs(module, reference, state.token_mask)
             self._statistics[module].update(tokens_TC, reference)
 
         return collect
 
-    def _prune_blindly(self, module: Module, why: str, *, tokens: int, loss: float | None) -> None:
+    def _prune_by_magnitude(
+        self, module: Module, why: str, *, tokens: int, loss: float | None
+    ) -> None:
         """Prune a module without useful statistics by magnitude, with a warning and a record."""
         name = self._layers.names[module]
         logger.warning(f"{name} {why}; it is pruned by magnitude.")
@@ -407,7 +416,7 @@ class OneShotPruningModifier(RecordedMixin, Modifier):
         dampening: float | None,
     ) -> None:
         """Write a pruned matrix to the module, and record it."""
-        write(module, weight_RC)
+        write_matrix(module, weight_RC)
         self._record(module, tokens=tokens, loss=loss, dampening=dampening)
 
     def _record(
@@ -423,7 +432,7 @@ class OneShotPruningModifier(RecordedMixin, Modifier):
         )
 
 
-def _group_of(structure: str) -> NofM | None:
+def _parse_group(structure: str) -> NofM | None:
     """The N:M groups of a mask structure; ``None`` for unstructured zeros."""
     if structure.strip().lower() in _ANYWHERE:
         return None

@@ -9,20 +9,27 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from llmcompressor.numerics.asymmetric import corrected_weight_with_raise, ridge_for
-from llmcompressor.numerics.batching import batches_alike, together_or_apart, wide_rows
+from llmcompressor.core.contract import CalibrationCost
+from llmcompressor.numerics.batching import (
+    BATCH_ELEMENTS,
+    batch_by_kind,
+    solve_batched_or_single,
+    stack_float32_rows,
+)
+from llmcompressor.numerics.gptq import corrected_weight_with_retries, ridge_for_tokens
+from llmcompressor.numerics.gram import CHUNK_TOKENS
 from llmcompressor.numerics.hessian import (
     SingularHessianError,
     dead_columns,
-    raise_dampening,
+    factorize_with_rising_dampening,
 )
-from llmcompressor.numerics.products import quick_dtype
-from llmcompressor.numerics.sparse_choice import Sparsity, keep_best
-from llmcompressor.numerics.sparse_fit import sparse_fit
+from llmcompressor.numerics.masks import Sparsity, keep_mask
+from llmcompressor.numerics.products import fast_matmul_dtype
+from llmcompressor.numerics.sparse_fit import REFIT_STEPS, ROUNDS_PER_FACTOR, sparse_fit
 from llmcompressor.numerics.sparsegpt import SparseResult, sparse_sweep
-from llmcompressor.threads import one_thread
+from llmcompressor.runtime.threads import SPAN, one_thread
 
-__all__ = ["Options", "Problem", "Solution", "solve"]
+__all__ = ["Options", "Problem", "Solution", "solve", "sparsegpt_cost"]
 
 _STEPS = 4
 """How often dampening is tried before giving up."""
@@ -79,7 +86,7 @@ def solve(problems: Sequence[Problem], options: Options) -> list[Solution]:
     """Solve ``problems``; small ones of one kind in one batch."""
     solutions: dict[int, Solution] = {}
     kinds = [problem.kind for problem in problems]
-    for batch in batches_alike(kinds, [problem.gram_CC.shape[-1] for problem in problems]):
+    for batch in batch_by_kind(kinds, [problem.gram_CC.shape[-1] for problem in problems]):
         found = _solve_batch([problems[index] for index in batch], options)
         solutions.update(zip(batch, found, strict=True))
     return [solutions[index] for index in range(len(problems))]
@@ -88,30 +95,32 @@ def solve(problems: Sequence[Problem], options: Options) -> list[Solution]:
 def _solve_batch(problems: Sequence[Problem], options: Options) -> list[Solution]:
     def pruned(some: Sequence[Problem]) -> list[Solution]:
         with one_thread(some[0].gram_CC.device):
-            return _pruned(some, options)
+            return _solve_stacked(some, options)
 
-    return together_or_apart(problems, pruned, lambda one: _chosen_by_score(one, options))
+    return solve_batched_or_single(problems, pruned, lambda one: _prune_by_score(one, options))
 
 
-def _pruned(problems: Sequence[Problem], options: Options) -> list[Solution]:
+def _solve_stacked(problems: Sequence[Problem], options: Options) -> list[Solution]:
     """Solve all of ``problems`` at once; a single one without a batch dimension."""
     steps = _STEPS if len(problems) == 1 else 1  # do not raise the dampening for a whole batch
     gram_CC = _stack([problem.gram_CC for problem in problems])
-    weight_RC = _stack([wide_rows(one.weights) for one in problems])
+    weight_RC = _stack([stack_float32_rows(one.weights) for one in problems])
     gone_RC = weight_RC == 0 if options.preserve else None
     if problems[0].cross_CC is not None:
         cross_CC = _stack([p.cross_CC for p in problems if p.cross_CC is not None])
-        ridge = ridge_for(options.ridge, gram_CC, [problem.tokens for problem in problems])
-        weight_RC = corrected_weight_with_raise(weight_RC, gram_CC, cross_CC, ridge, steps=steps)
+        ridge = ridge_for_tokens(options.ridge, gram_CC, [problem.tokens for problem in problems])
+        weight_RC = corrected_weight_with_retries(weight_RC, gram_CC, cross_CC, ridge, steps=steps)
     weight_RC.masked_fill_(dead_columns(gram_CC).unsqueeze(-2), 0)
     sparsity = problems[0].sparsity
     if options.refinements == 0:
-        factor_CC, dampening = raise_dampening(gram_CC, options.dampening, steps=steps)
+        factor_CC, dampening = factorize_with_rising_dampening(
+            gram_CC, options.dampening, steps=steps
+        )
         result = sparse_sweep(
             weight_RC, factor_CC, sparsity, gone_RC=gone_RC, block=options.block_size
         )
     else:
-        result, dampening = _fitted(weight_RC, gram_CC, sparsity, gone_RC, options, steps)
+        result, dampening = _fit_with_raise(weight_RC, gram_CC, sparsity, gone_RC, options, steps)
     batched = gram_CC.ndim == 3
     weights = result.weight_RC if batched else result.weight_RC.unsqueeze(0)
     losses = result.loss_R if batched else result.loss_R.unsqueeze(0)
@@ -121,7 +130,7 @@ def _pruned(problems: Sequence[Problem], options: Options) -> list[Solution]:
     ]
 
 
-def _fitted(
+def _fit_with_raise(
     weight_RC: Tensor,
     gram_CC: Tensor,
     sparsity: Sparsity,
@@ -131,7 +140,7 @@ def _fitted(
 ) -> tuple[SparseResult, float]:
     """Fit with the dampening raised tenfold while it is too small."""
     dampening = options.dampening
-    dtype = quick_dtype(gram_CC.device, weight_RC.shape[-1] ** 2 * weight_RC.shape[-2])
+    dtype = fast_matmul_dtype(gram_CC.device, weight_RC.shape[-1] ** 2 * weight_RC.shape[-2])
     for step in range(steps):
         try:
             result = sparse_fit(
@@ -152,13 +161,13 @@ def _fitted(
     raise AssertionError("unreachable: the last step returns or raises")
 
 
-def _chosen_by_score(problem: Problem, options: Options) -> Solution:
+def _prune_by_score(problem: Problem, options: Options) -> Solution:
     """Wanda's mask without compensation: the fallback if no factorization succeeds."""
     weight_RC = torch.cat([weight.float() for weight in problem.weights])
     gone_CR = (weight_RC == 0).mT if options.preserve else None
     norm_C = problem.gram_CC.diagonal().clamp_min(0).sqrt()
     score_CR = (weight_RC.abs() * norm_C).mT.contiguous()
-    kept_CR = keep_best(score_CR, problem.sparsity, gone_CR=gone_CR)
+    kept_CR = keep_mask(score_CR, problem.sparsity, gone_CR=gone_CR)
     pruned_RC = weight_RC * kept_CR.mT
     change_RC = pruned_RC - weight_RC
     loss_R = 0.5 * ((change_RC @ problem.gram_CC) * change_RC).sum(dim=-1)
@@ -175,3 +184,82 @@ def _solution(
 
 def _stack(tensors: Sequence[Tensor]) -> Tensor:
     return tensors[0] if len(tensors) == 1 else torch.stack(list(tensors))
+
+
+# --------------------
+# Cost model of SparseGPT: C columns, R rows of all Linears with one input, T tokens.
+#
+# =====================================  =======================================
+# ================== step                                   multiply-adds
+# further bytes =====================================  =======================================
+# ================== second moments                         T C² · 36/64 (block rows of a triangle)
+# 4 C² cross products (twin streams)          T C²                                     4 C²
+# correction (twin streams)              C³/3 + 2 R C²                            less than below a
+# factor, for three rounds             C³/3                                     20 C² + 12 R C a
+# round, choosing in groups            R C²                                     12 C² + 14RC + 16SC
+# a round, choosing anywhere             R C²                                     16 C² + 21RC +
+# 20E the fit at the end                     3 R C²                                   4 C² + 21 R C
+# the sweep, where there are no rounds   C³/3 + R C²/2                            4 C² + 17 R C the
+# same, choosing anywhere                                                     4C² + 13RC + 28PR
+# =====================================  =======================================
+# ==================
+#
+# S are the rows that all threads together work on; E is R C, and 2¹⁹ at most; P are the columns of
+# a block.
+
+_FLOAT = 4
+_VISITS_OF_SWEEP = 24
+_VISITS_OF_ROUND = 24
+_CHOSEN_AT_ONCE = 2**19
+_BLOCK = 128
+
+
+def sparsegpt_cost(
+    matrices: Sequence[Tensor], *, twin: bool, refinements: int, grouped: bool
+) -> CalibrationCost:
+    """Cost of pruning Linears with one input.
+
+    Args:
+        matrices: each ``[R_i, C]``; only their shapes matter.
+        twin: also use the inputs of the original model.
+        refinements: rounds of splitting.
+        grouped: weights are compared within N:M groups only.
+    """
+    if not matrices:
+        return CalibrationCost()
+    columns = max(matrix.shape[1] for matrix in matrices)
+    elements = sum(matrix.numel() for matrix in matrices)
+    square, streams = columns**2, 2 if twin else 1
+    cube, products = square * columns, elements * columns
+    if refinements:
+        factors = -(-refinements // ROUNDS_PER_FACTOR)
+        solve = factors * cube // 3 + (refinements + 1 + REFIT_STEPS) * products
+    else:
+        solve = cube // 3 + products // 2
+    if twin:
+        solve += cube // 3 + 2 * products
+    return CalibrationCost(
+        gram=square * 36 // 64,
+        cross=square if twin else 0,
+        solve=solve,
+        visits=elements * (refinements * _VISITS_OF_ROUND or _VISITS_OF_SWEEP),
+        statistics=_FLOAT * square * streams,
+        buffered=streams * CHUNK_TOKENS * columns * matrices[0].element_size(),
+        workspace=_workspace(columns, elements, refinements, grouped=grouped),
+        at_once=max(1, BATCH_ELEMENTS // square),
+    )
+
+
+def _workspace(columns: int, elements: int, refinements: int, *, grouped: bool) -> int:
+    """The largest of the table's byte counts over all steps that occur."""
+    square = columns**2
+    if refinements == 0:
+        end = 4 * square + 17 * elements
+        in_block = 4 * square + 13 * elements + 28 * _BLOCK * elements // columns
+        return end if grouped else max(end, in_block)
+    at_once = columns * min(elements // columns, SPAN * torch.get_num_threads())
+    if grouped:
+        in_round = 12 * square + 14 * elements + 16 * at_once
+    else:
+        in_round = 16 * square + 21 * elements + 20 * min(elements, _CHOSEN_AT_ONCE)
+    return max(20 * square + 12 * elements, in_round, 4 * square + 21 * elements)

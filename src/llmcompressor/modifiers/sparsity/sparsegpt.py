@@ -4,7 +4,7 @@
 The objective for a Linear with weight W and inputs X is the error of its output, ``‖(Q − W) Xᵀ‖²``,
 over sparse Q. See :mod:`llmcompressor.numerics.sparse_fit` for the solver,
 :mod:`llmcompressor.numerics.sparsegpt` for the sweep of the paper, and
-:mod:`llmcompressor.numerics.asymmetric` for asymmetric calibration.
+:mod:`llmcompressor.numerics.gptq` for asymmetric calibration.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from pydantic import Field
 from torch import Tensor
 from torch.nn import Module
 
-from llmcompressor.core.state import State
-from llmcompressor.logger import logger
-from llmcompressor.modeling.twin_inputs import aligned_reference
-from llmcompressor.modifiers.demands import DataSize, Effort
-from llmcompressor.modifiers.renamed_fields import (
+from llmcompressor.core.contract import (
     DEFAULT_DAMPENING,
     EARLIER_DAMPENING,
+    CalibrationCost,
     DampeningFraction,
+    DataSize,
 )
+from llmcompressor.core.state import State
+from llmcompressor.logger import logger
 from llmcompressor.modifiers.sparsity.base import OneShotPruningModifier
-from llmcompressor.modifiers.sparsity.effort import effort_of
-from llmcompressor.modifiers.sparsity.matrices import matrix_of
-from llmcompressor.modifiers.sparsity.solve import Options, Problem, Solution, solve
-from llmcompressor.numerics.sparse_choice import Share, Sparsity
+from llmcompressor.modifiers.sparsity.solve import Options, Problem, Solution, solve, sparsegpt_cost
+from llmcompressor.modifiers.sparsity.targets import matrix_of
+from llmcompressor.numerics.masks import Share, Sparsity
 from llmcompressor.observers.input_statistics import InputStatistics
+from llmcompressor.pipelines.watchers import reference_input
 
 __all__ = ["SparseGPTModifier"]
 
@@ -73,9 +73,9 @@ class SparseGPTModifier(OneShotPruningModifier):
         """Return True with asymmetric calibration, which needs the original model's inputs."""
         return bool(self.asymmetric) and not self._is_surveying
 
-    def effort(self, modules: Sequence[Module], data: DataSize) -> Effort:
+    def effort(self, modules: Sequence[Module], data: DataSize) -> CalibrationCost:
         """Second moments, and the factorizations and solves for modules that share an input."""
-        return effort_of(
+        return sparsegpt_cost(
             [matrix_of(module) for module in modules],
             twin=bool(self.asymmetric),
             refinements=self.refinements,
@@ -91,9 +91,9 @@ class SparseGPTModifier(OneShotPruningModifier):
         """The diagonal of the second moments, per token."""
         return statistics.gram.diagonal() / statistics.tokens
 
-    def reference_of(self, module: Module, tensor: Tensor, state: State) -> Tensor | None:
+    def reference_input(self, module: Module, tensor: Tensor, state: State) -> Tensor | None:
         """The original model's input of ``module``, if that model is run."""
-        return None if self.asymmetric is False else aligned_reference(module, tensor, state)
+        return None if self.asymmetric is False else reference_input(module, tensor, state)
 
     def fits_original(self, module: Module) -> bool:
         """Return True if the inputs of both models were observed."""

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
+from llmcompressor.core.contract import CalibrationCost, DataSize
 from llmcompressor.errors import NonFiniteError
-from llmcompressor.modifiers.demands import DataSize, Effort
 from llmcompressor.modifiers.sparsity.base import OneShotPruningModifier
-from llmcompressor.modifiers.sparsity.matrices import matrix_of, matrix_shape
+from llmcompressor.modifiers.sparsity.targets import matrix_of, matrix_shape
 from llmcompressor.numerics.wanda import wanda_prune
-from llmcompressor.threads import each_on_one_thread
+from llmcompressor.runtime.threads import parallel_for
 
 __all__ = ["WandaPruningModifier"]
 
@@ -43,7 +43,7 @@ class _ColumnSquares:
             sums_NC[number] = wide_TC.mul_(wide_TC).sum(dim=0)
 
         if tokens_TC.device.type == "cpu":
-            each_on_one_thread(add_up, range(len(pieces)))
+            parallel_for(add_up, range(len(pieces)))
         else:
             for number in range(len(pieces)):
                 add_up(number)
@@ -93,11 +93,11 @@ class WandaPruningModifier(OneShotPruningModifier):
                 dampening=None,
             )
 
-    def effort(self, modules: Sequence[Module], data: DataSize) -> Effort:
+    def effort(self, modules: Sequence[Module], data: DataSize) -> CalibrationCost:
         """A pass over every weight, and sums by input column."""
         shapes = [matrix_shape(module) for module in modules]
         columns = max((shape[1] for shape in shapes), default=0)
         elements = sum(rows * width for rows, width in shapes)
-        return Effort(
+        return CalibrationCost(
             gram=columns, visits=_VISITS * elements, statistics=4 * columns, workspace=13 * elements
         )

@@ -10,10 +10,10 @@ from typing import Any
 
 from pydantic import Field
 
+from llmcompressor.core.contract import Granularity
+from llmcompressor.core.modifier import Modifier
 from llmcompressor.core.state import State
 from llmcompressor.logger import logger
-from llmcompressor.modifiers.granularity import Granularity
-from llmcompressor.modifiers.modifier import Modifier
 
 __all__ = ["IMatrixGatherer"]
 

@@ -1,0 +1,483 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Block-wise loading of weights into a model that was built on the meta device.
+
+A block's tensors are read from the checkpoint just before a forward pass enters it and freed when
+all batches have left it. A thread reads the next block meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import xxhash
+from compressed_tensors.transform import HadamardTransform
+from torch import Tensor
+from torch.nn import Module, Parameter
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import convert_and_load_state_dict_in_model
+from transformers.modeling_utils import LoadStateDictConfig
+
+from llmcompressor.checkpoint.meta_model import MetaModel, meta_parameter, no_progress_bars
+from llmcompressor.checkpoint.names import LoadedName
+from llmcompressor.checkpoint.tensor_files import TensorReader
+from llmcompressor.errors import CheckpointError, NonFiniteError
+from llmcompressor.logger import logger
+from llmcompressor.modeling.blocks import find_blocks
+from llmcompressor.modeling.weights import first_nonfinite
+from llmcompressor.numerics.extremes import is_finite
+from llmcompressor.runtime.progress import progress
+
+__all__ = [
+    "REST",
+    "AssumedTie",
+    "BlockWeights",
+    "resolve_ties",
+    "resolve_ties_by_config",
+    "same_values",
+]
+
+
+# --------------------
+# Resolution of tied parameters that the checkpoint stores twice: tied only if equal.
+#
+# transformers decides so too, but it needs the values, which a model built on the meta device does
+# not have.
+
+
+@dataclass(frozen=True)
+class AssumedTie:
+    """Two stored tensors that are assumed to be tied without reading them.
+
+    Attributes:
+        source: the parameter that is kept.
+        target: the parameter that the configuration ties to it.
+        nbytes: the bytes of one of them, in the model's dtype.
+    """
+
+    source: str
+    target: str
+    nbytes: int
+
+
+def resolve_ties(model: PreTrainedModel, equal: Callable[[str, str], bool | None]) -> None:
+    """Tie two parameters as configured if they are equal, and untie them otherwise.
+
+    Args:
+        model: the model.
+        equal: return if two parameters, by name, are equal; ``None`` to leave them as they are.
+    """
+    tied: dict[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
+    for target, source in list(tied.items()):
+        path, _, own = target.rpartition(".")
+        first, second = model.get_parameter(source), model.get_parameter(target)
+        if first is second:
+            continue
+        same = equal(source, target)
+        if same:
+            model.get_submodule(path)._parameters[own] = first
+        elif same is not None:
+            logger.warning(
+                f"The configuration ties {target} to {source}, but they have different values: "
+                "they stay apart."
+            )
+            tied.pop(target)
+
+
+def resolve_ties_by_config(blueprint: MetaModel) -> list[AssumedTie]:
+    """Do the same as :func:`resolve_ties`, by the configuration alone.
+
+    Nothing is read: stored tensors are assumed to be equal if their shapes are.
+
+    Args:
+        blueprint: the model, without weights.
+
+    Returns:
+        The pairs that are assumed to be tied, though the files hold both.
+    """
+    headers = blueprint.source.tensors
+    rest = blueprint.tensors_of(None, list(find_blocks(blueprint.model).values()))
+    places = {blueprint.names[name].target: name for name in rest}
+    believed = []
+
+    def equal(source: str, target: str) -> bool | None:
+        if source not in places or target not in places:
+            return None  # those of a block are never both stored
+        if headers[places[source]].shape != headers[places[target]].shape:
+            return False
+        nbytes = blueprint.model.get_parameter(target).nbytes
+        believed.append(AssumedTie(source, target, nbytes))
+        return True
+
+    resolve_ties(blueprint.model, equal)
+    return believed
+
+
+def same_values(model: PreTrainedModel, source: str, target: str) -> bool | None:
+    """Return True if two parameters are equal; ``None`` where one of them is on the meta device."""
+    first, second = model.get_parameter(source), model.get_parameter(target)
+    return None if first.is_meta or second.is_meta else torch.equal(first, second)
+
+
+# --------------------
+# Block-wise loading of weights into a model that was built on the meta device.
+
+REST = ""
+"""The name of what lies in no block: embeddings, the last norm, the head."""
+
+
+class BlockWeights:
+    """Load and free the weights of a model block by block.
+
+    Args:
+        blueprint: the model, without weights.
+        blocks: names of the modules that are loaded one by one, in order.
+        device: the device to load weights to.
+
+    Attributes:
+        device: the device that weights are loaded to.
+        reads_ahead: enables :meth:`read_ahead`.
+        digests: block → hash of its tensors as they were read.
+        files: block → file that it was read from → the file's stamp before reading.
+    """
+
+    def __init__(
+        self, blueprint: MetaModel, blocks: Sequence[str], device: torch.device | str = "cpu"
+    ) -> None:
+        self._blueprint = blueprint
+        self._model = blueprint.model
+        self._blocks = list(blocks)
+        self.device = torch.device(device)
+        self._names = {name: blueprint.tensors_of(name, blocks) for name in blocks}
+        self._names[REST] = blueprint.tensors_of(None, blocks)
+        self._reader = TensorReader(blueprint.source.tensors)
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="read-ahead")
+        self._ahead: dict[str, Future[_ReadBlock]] = {}
+        self.reads_ahead = True
+        self.digests: dict[str, str] = {}
+        self.files: dict[str, Mapping[str, str]] = {}
+        self._rest: Mapping[str, str] = {}
+        self._stamps: dict[str, str] = {}
+
+    @property
+    def blocks(self) -> Sequence[str]:
+        """Names of the blocks, in order."""
+        return self._blocks
+
+    def source_bytes(self, block: str) -> int:
+        """Bytes of a block's tensors in the checkpoint."""
+        headers = self._blueprint.source.tensors
+        return sum(headers[name].nbytes for name in self._names[block])
+
+    @property
+    def fingerprint(self) -> dict[str, str]:
+        """The hashes of what was read so far: block, or name of a tensor outside blocks → hash."""
+        blocks = {block: digest for block, digest in self.digests.items() if block != REST}
+        return {**self._rest, **blocks}
+
+    def read_digest(self) -> str:
+        """Return one hash over the tensors of all blocks, reading the blocks not read yet.
+
+        Raises:
+            CheckpointError: a file cannot be read.
+        """
+        hashes = _TensorHashes()
+        for block in self._blocks:
+            if block not in self.digests:
+                self.digests[block] = self._read(block).hashes.together
+            hashes.by_name[block] = self.digests[block]
+        return hashes.together
+
+    def load_rest(self) -> None:
+        """Load everything outside the blocks, and resolve which embeddings are tied."""
+        self.load(REST)
+        resolve_ties(self._model, partial(same_values, self._model))
+
+    def check(self) -> None:
+        """Read every weight once, so that a damaged checkpoint fails before any work is done.
+
+        Raises:
+            CheckpointError: a file cannot be read.
+            NonFiniteError: a tensor holds NaN or infinity.
+        """
+        headers = self._blueprint.source.tensors
+        with progress(sum(map(len, self._names.values())), "Checking weights") as advance:
+            for block in self._names:
+                hashes = _TensorHashes()
+                for name in self._names[block]:
+                    tensor = hashes.read(self._reader, name)
+                    if tensor.is_floating_point() and not is_finite(tensor):
+                        raise NonFiniteError(
+                            f"The weight {name} in {headers[name].file} holds NaN or infinity. "
+                            "The checkpoint is damaged or was saved in a dtype too narrow for it: "
+                            "get it anew."
+                        )
+                    advance(1)
+                self.digests[block] = hashes.together
+
+    def load(self, block: str) -> None:
+        """Read a block's tensors and put them into the model.
+
+        Raises:
+            CheckpointError: a file cannot be read, was written to meanwhile, or the block is not
+                complete.
+            NonFiniteError: a tensor holds NaN or infinity.
+        """
+        future = self._ahead.pop(block, None)
+        read = future.result() if future is not None else self._read(block)
+        if block not in self.digests:  # no earlier hash to compare with
+            self._check_files_unchanged(read.files)
+        self._check_digest(block, read.hashes.together)
+        self.files[block] = read.files
+        if block == REST:
+            self._rest = read.hashes.by_name
+        self.put(read.tensors, self._blueprint.names)
+        self.settle(block)
+        self._fill_tied(block)
+        self._check(block)
+
+    def verify_digest(self, block: str, digest: str, files: Mapping[str, str]) -> None:
+        """Check that a block is unchanged since an earlier run read it.
+
+        It is read only where its files may have changed since and this run has not read it yet.
+
+        Args:
+            block: its name.
+            digest: the hash of its tensors in the earlier run.
+            files: the stamps of its files in the earlier run.
+
+        Raises:
+            CheckpointError: the hash differs, or a file cannot be read.
+        """
+        if block not in self.digests and files != self._reader.file_stamps(self._names[block]):
+            self.digests[block] = self._read(block).hashes.together
+        self._check_digest(block, digest)
+
+    def read_ahead(self, block: str) -> None:
+        """Start to read a block on a thread, for :meth:`load` to pick up."""
+        if self.reads_ahead and block not in self._ahead:
+            self._ahead[block] = self._pool.submit(self._read, block)
+
+    def after(self, block: str) -> str | None:
+        """Return the name of the next block, or ``None`` for the last one."""
+        position = self._blocks.index(block) + 1
+        return self._blocks[position] if position < len(self._blocks) else None
+
+    def release(self, block: str) -> None:
+        """Free a block's tensors, except those shared with other parts of the model.
+
+        Online rotation matrices stay too: one block holds them for all.
+        """
+        module = self._model.get_submodule(block)
+        outside = self._shared_outside(module)
+        for inner in module.modules():
+            if isinstance(inner, HadamardTransform):
+                continue
+            for name, parameter in inner._parameters.items():
+                if parameter is not None and id(parameter) not in outside:
+                    inner._parameters[name] = meta_parameter(parameter)
+
+    def close(self) -> None:
+        """Stop the reading thread and close the files."""
+        self._pool.shutdown(wait=True, cancel_futures=True)
+        self._ahead.clear()
+        self._reader.close()
+
+    # ------------------------------------------------------------------ helpers
+
+    def _read(self, block: str) -> _ReadBlock:
+        names, hashes = self._names[block], _TensorHashes()
+        files = self._reader.file_stamps(
+            names
+        )  # before the data, so that a write meanwhile is noticed
+        return _ReadBlock({name: hashes.read(self._reader, name) for name in names}, hashes, files)
+
+    def _check_files_unchanged(self, files: Mapping[str, str]) -> None:
+        """Check that files have not changed since this run first read from them."""
+        for file, stamp in files.items():
+            if self._stamps.setdefault(file, stamp) != stamp:
+                raise CheckpointError(
+                    f"{file} was written to or replaced while this run reads it.",
+                    "Start the same call again when the file is as it is to be: what is finished "
+                    "is compared with it, and kept where nothing is another.",
+                )
+
+    def _check_digest(self, block: str, digest: str) -> None:
+        if self.digests.setdefault(block, digest) != digest:
+            raise CheckpointError(
+                f"The weights of {block or 'the model'} are not what they were when this run "
+                "began.",
+                'Restore them, or throw the progress away with resume="never" (--resume never).',
+            )
+
+    @torch.no_grad()
+    def put(self, tensors: Mapping[str, Tensor], names: Mapping[str, LoadedName]) -> None:
+        """Assign checkpoint tensors to the model's parameters and buffers.
+
+        Args:
+            tensors: name in the checkpoint → tensor.
+            names: the tensor of the model that each becomes.
+        """
+        merged = {name: tensor for name, tensor in tensors.items() if names[name].merged}
+        for name, tensor in tensors.items():
+            if name not in merged:
+                self._put(names[name].target, tensor)
+        if merged:
+            self._convert(merged)
+
+    def _put(self, target: str, tensor: Tensor) -> None:
+        """Assign one tensor to a parameter or buffer, converted to its dtype."""
+        path, _, own = target.rpartition(".")
+        module = self._model.get_submodule(path)
+        present = module._parameters.get(own)
+        if present is None:
+            buffer = module._buffers[own]
+            assert buffer is not None
+            module._buffers[own] = tensor.to(self.device, buffer.dtype)
+            return
+        value = tensor.to(self.device, present.dtype)
+        module._parameters[own] = Parameter(value, requires_grad=value.is_floating_point())
+
+    def _convert(self, tensors: Mapping[str, Tensor]) -> None:
+        """Merge, split or permute tensors with transformers' weight conversion, and load them."""
+        model: Any = self._model
+        conversions = getattr(model, "_weight_conversions", None)
+        mapping: Any = get_model_conversion_mapping(model)
+        config = LoadStateDictConfig(
+            device_map={"": self.device},
+            dtype=self._blueprint.dtype,
+            dtype_plan=model._get_dtype_plan(self._blueprint.dtype),
+            weight_mapping=mapping,
+        )
+        with no_progress_bars():
+            info, _ = convert_and_load_state_dict_in_model(model, dict(tensors), config)
+        model._weight_conversions = conversions
+        if info.conversion_errors:
+            name, error = next(iter(info.conversion_errors.items()))
+            raise CheckpointError(f"The tensors of {name} cannot be merged: {error}")
+
+    def settle(self, block: str) -> None:
+        """Re-tie the parameters that were tied before ``block`` was loaded."""
+        for owners in self._blueprint.shared:
+            loaded = [
+                module._parameters[name] for module, name in owners if not _is_empty(module, name)
+            ]
+            if loaded:
+                for module, name in owners:
+                    module._parameters[name] = loaded[0]
+
+    def _fill_tied(self, block: str) -> None:
+        """Fill tied parameters whose tensor the file stores under another block's name."""
+        inside = {self._model.get_submodule(name) for name in self._own_modules(block)}
+        paths: dict[Module, str] = {}
+        for owners in self._blueprint.stored_once:
+            lacking = [one for one in owners if one[0] in inside and _is_empty(*one)]
+            if not lacking:
+                continue
+            paths = paths or {module: path for path, module in self._model.named_modules()}
+            targets = {f"{paths[module]}.{own}": (module, own) for module, own in owners}
+            names = self._blueprint.names
+            stored = [name for name, loaded in names.items() if loaded.target in targets]
+            if stored:
+                self._load_into(stored, targets[names[stored[0]].target], lacking)
+        self.settle(block)
+
+    def _load_into(
+        self,
+        stored: Sequence[str],
+        lender: tuple[Module, str],
+        places: Sequence[tuple[Module, str]],
+    ) -> None:
+        """Load a stored tensor into other places than its own; its own place keeps its value."""
+        module, own = lender
+        kept = module._parameters[own]
+        self.put({name: self._reader.read(name) for name in stored}, self._blueprint.names)
+        read = module._parameters[own]
+        assert read is not None
+        module._parameters[own] = kept
+        for place, name in places:
+            place._parameters[name] = Parameter(
+                read.detach().clone(), requires_grad=read.requires_grad
+            )
+
+    def _shared_outside(self, module: Module) -> set[int]:
+        """Return the ids of a module's parameters that other parts of the model share."""
+        inside = set(module.modules())
+        return {
+            id(owner._parameters[name])
+            for owners in self._blueprint.shared
+            if any(other not in inside for other, _ in owners)
+            for owner, name in owners
+        }
+
+    def _check(self, block: str) -> None:
+        module = self._model.get_submodule(block)
+        names = self._own_modules(block)
+        empty = [
+            f"{name}.{own}"
+            for name in names
+            for own, parameter in self._model.get_submodule(name)._parameters.items()
+            if parameter is not None and parameter.is_meta
+        ]
+        if empty:
+            raise CheckpointError(
+                f"The checkpoint has nothing for {empty[0]} ({len(empty)} such tensors).",
+                "Check that config.json belongs to these weights.",
+            )
+        bad = first_nonfinite(self._model, names)
+        if bad is not None:
+            raise NonFiniteError(
+                f"The weight {bad} holds NaN or infinity: the {type(module).__name__} would "
+                "compute nothing. Check the checkpoint it was read from."
+            )
+
+    def _own_modules(self, block: str) -> list[str]:
+        """Return the names of a block's modules, or for the rest of those outside all blocks."""
+        if block:
+            inner = self._model.get_submodule(block).named_modules(prefix=block)
+            return [name for name, _ in inner]
+        inside = tuple(f"{name}." for name in self._blocks)
+        return [
+            name
+            for name, _ in self._model.named_modules()
+            if not (inside and f"{name}.".startswith(inside))
+        ]
+
+
+class _TensorHashes:
+    """Collects the hashes of tensors while they are read."""
+
+    def __init__(self) -> None:
+        self.by_name: dict[str, str] = {}
+
+    def read(self, reader: TensorReader, name: str) -> Tensor:
+        """Read a tensor and record its hash."""
+        digest = xxhash.xxh3_128()
+        tensor = reader.read(name, digest)
+        self.by_name[name] = digest.hexdigest()
+        return tensor
+
+    @property
+    def together(self) -> str:
+        """Hash over all tensors read."""
+        lines = [f"{name} {digest}" for name, digest in self.by_name.items()]
+        return xxhash.xxh3_128_hexdigest("\n".join(lines).encode())
+
+
+@dataclass(frozen=True)
+class _ReadBlock:
+    """A block that has been read but is not in the model yet."""
+
+    tensors: dict[str, Tensor]
+    hashes: _TensorHashes
+    files: Mapping[str, str]
+
+
+def _is_empty(module: Module, name: str) -> bool:
+    parameter = module._parameters[name]
+    return parameter is None or parameter.is_meta

@@ -1,0 +1,448 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Unfusing of MoE experts into Linears, in a model and in the map of its checkpoint.
+
+A checkpoint stores the matrices of experts one by one or in stacks. Either way each becomes the
+weight of a Linear: by its own name, or as a piece of the stack, read from its place in the file
+when it is needed.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any, NamedTuple
+
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import Concatenate, Transpose, WeightConverter
+
+from llmcompressor.checkpoint.meta_model import MetaModel
+from llmcompressor.checkpoint.names import (
+    LoadedName,
+    checkpoint_names,
+    expert_linear_names,
+    stacking_converters,
+)
+from llmcompressor.checkpoint.source import RowSliceHeader, TensorHeader
+from llmcompressor.errors import CheckpointError
+from llmcompressor.moe.layouts import StackedLinear, StackedMoE, StackLayout
+from llmcompressor.moe.linear_experts import LinearExperts, fuse_experts, unfuse_experts
+
+__all__ = [
+    "FusedExperts",
+    "dense_experts_fused",
+    "find_fused_experts",
+    "fuse_dense_experts",
+    "split_fused_experts",
+    "unfuse_meta_model",
+    "unfuse_stored_experts",
+]
+
+_PER_EXPERT = re.compile(r"\.(\d+)\.(\w+\.(?:weight|bias))$")
+
+
+def unfuse_stored_experts(
+    model: PreTrainedModel, mixtures: Sequence[StackedMoE]
+) -> dict[str, LinearExperts]:
+    """Replace ``mixtures`` by experts made of Linears.
+
+    Returns:
+        Name → the new module.
+    """
+    converters = stacking_converters(model) if mixtures else []
+    opened = {}
+    for mixture in mixtures:
+        made = unfuse_experts(mixture, expert_linear_names(mixture, converters))
+        model.set_submodule(mixture.name, made)
+        opened[mixture.name] = made
+    return opened
+
+
+def fuse_dense_experts(model: PreTrainedModel) -> None:
+    """Fuse the experts that are not quantized into stacks again."""
+    for name, module in _dense_experts(model):
+        model.set_submodule(name, fuse_experts(module))
+
+
+@contextmanager
+def dense_experts_fused(model: PreTrainedModel) -> Iterator[None]:
+    """Fuse dense experts as :func:`fuse_dense_experts` does, without data, while the body runs."""
+    dense = _dense_experts(model)
+    try:
+        for name, module in dense:
+            model.set_submodule(name, fuse_experts(module, hollow=True))
+        yield
+    finally:
+        for name, module in dense:
+            model.set_submodule(name, module)
+
+
+def _dense_experts(model: PreTrainedModel) -> list[tuple[str, LinearExperts]]:
+    return [
+        (name, module)
+        for name, module in model.named_modules()
+        if isinstance(module, LinearExperts)
+        and not any(hasattr(linear, "quantization_scheme") for linear in module.modules())
+    ]
+
+
+def unfuse_meta_model(
+    blueprint: MetaModel, mixtures: Sequence[StackedMoE], dense: Collection[str] = ()
+) -> str:
+    """Unfuse MoEs of a model on the meta device, and map their weights to file offsets.
+
+    Args:
+        blueprint: the model.
+        mixtures: the MoEs that can be unfused.
+        dense: names of the MoEs that are not to be quantized.
+
+    Returns:
+        The reason why it is impossible, with nothing changed; empty on success.
+    """
+    if not mixtures:
+        return ""
+    model = blueprint.model
+    converters = stacking_converters(model)
+    names = {one.name: expert_linear_names(one, converters) for one in mixtures}
+    finder = _PieceFinder({one.name: one for one in mixtures}, names, model)
+    cut: dict[str, list[_PlacedTensor]] = {}
+    for name, header in blueprint.source.tensors.items():
+        own = blueprint.names.get(name)
+        pieces = None if own is None else finder.pieces_of(name, own, header)
+        if isinstance(pieces, str):
+            return pieces
+        if pieces and pieces[0].name != name and own is not None:
+            holder = own.target.rpartition(".")[0]
+            if holder in dense:
+                return f"{name} is a stack of experts that is to be written as one again"
+        cut[name] = pieces or [_PlacedTensor(name, own, header)]
+    unfuse_stored_experts(model, mixtures)
+    _rename_pieces(model, cut)
+    every = [piece for pieces in cut.values() for piece in pieces]
+    tensors = {piece.name: piece.header for piece in every}
+    blueprint.source = replace(blueprint.source, tensors=tensors)
+    blueprint.names = {piece.name: piece.own for piece in every if piece.own is not None}
+    return ""
+
+
+def _rename_pieces(model: PreTrainedModel, cut: dict[str, list[_PlacedTensor]]) -> None:
+    """Give pieces of stacks the names that a checkpoint would have for them."""
+    split = {name: pieces for name, pieces in cut.items() if pieces[0].name != name}
+    targets = {piece.target for pieces in split.values() for piece in pieces}
+    modules = {target.rpartition(".")[0] for target in targets}
+    places = checkpoint_names(model, sorted(modules))
+    for name, pieces in split.items():
+        cut[name] = [
+            piece._replace(name=f"{places[module]}.{kind}")
+            for piece in pieces
+            for module, _, kind in [piece.target.rpartition(".")]
+        ]
+
+
+class _PlacedTensor(NamedTuple):
+    """A checkpoint tensor: its new name, the model's tensor it becomes, its place in a file."""
+
+    name: str
+    own: LoadedName | None
+    header: TensorHeader
+
+    @property
+    def target(self) -> str:
+        """Name of the model's tensor that it becomes; empty without one."""
+        return "" if self.own is None else self.own.target
+
+
+class _PieceFinder:
+    """Maps checkpoint tensors to the Linears of unfused MoEs."""
+
+    def __init__(
+        self,
+        mixtures: Mapping[str, StackedMoE],
+        names: Mapping[str, Mapping[str, str]],
+        model: PreTrainedModel,
+    ) -> None:
+        self._mixtures = mixtures
+        self._names = names
+        self._turned = _transposing_patterns(model)
+        self._joined = _concatenating_patterns(model)
+
+    def pieces_of(
+        self, name: str, own: LoadedName, header: TensorHeader
+    ) -> list[_PlacedTensor] | str | None:
+        """Return the matrices in a tensor, a message if they are unknown, or ``None``."""
+        holder, _, stack = own.target.rpartition(".")
+        mixture = self._mixtures.get(holder)
+        if mixture is None or mixture.form is None or stack not in mixture.form.stacks:
+            return None
+        wanted = mixture.module._parameters[stack]
+        assert wanted is not None
+        single = _PER_EXPERT.search(name)
+        if own.merged and single is not None:
+            target = f"{holder}.{single.group(1)}.{single.group(2)}"
+            return [_PlacedTensor(name, LoadedName(target, merged=False), header)]
+        if own.pattern in self._joined:
+            place, count = self._joined[own.pattern]
+            return self._cut_joined(mixture, stack, name, header, place, count)
+        if own.merged and own.pattern not in self._turned:
+            return f"transformers makes {own.target} of {name} in a way that is not known here"
+        turned = _is_transposed(header, wanted, mixture.form, stack)
+        if turned is None:
+            return f"{name} has the shape {list(header.shape)}, not {list(wanted.shape)}"
+        return list(self._cut(mixture, stack, name, header, turned=turned))
+
+    def _cut_joined(
+        self,
+        mixture: StackedMoE,
+        stack: str,
+        name: str,
+        header: TensorHeader,
+        place: int,
+        count: int,
+    ) -> list[_PlacedTensor] | str:
+        """Return the matrices in one of ``count`` stacks that are concatenated by rows."""
+        form, wanted = mixture.form, mixture.module._parameters[stack]
+        assert form is not None
+        assert wanted is not None
+        experts, rows, columns = wanted.shape
+        share = rows // count
+        if form.transposed or tuple(header.shape) != (experts, share, columns):
+            return f"{name} has the shape {list(header.shape)}, not {[experts, share, columns]}"
+        first = place * share
+        own = [
+            replace(part, rows=slice(part.rows.start - first, part.rows.stop - first))
+            for part in form.parts
+            if part.stack == stack and first <= part.rows.start <= part.rows.stop <= first + share
+        ]
+        if sum(part.rows.stop - part.rows.start for part in own) != share:
+            return f"{name} holds no whole matrices of {stack}"
+        return list(self._cut(mixture, stack, name, header, turned=False, parts=own))
+
+    def _cut(
+        self,
+        mixture: StackedMoE,
+        stack: str,
+        name: str,
+        header: TensorHeader,
+        *,
+        turned: bool,
+        parts: Sequence[StackedLinear] | None = None,
+    ) -> Iterator[_PlacedTensor]:
+        form = mixture.form
+        assert form is not None
+        kind = "bias" if stack.endswith("_bias") else "weight"
+        for expert in range(form.experts):
+            for part in form.parts if parts is None else parts:
+                if part.stack == stack.removesuffix("_bias"):
+                    own = self._names[mixture.name][part.role]
+                    target = f"{mixture.name}.{expert}.{own}.{kind}"
+                    piece = _piece(header, expert, part, turned=turned)
+                    placed = LoadedName(target, merged=False)
+                    yield _PlacedTensor(f"{name}:{expert}:{part.role}", placed, piece)
+
+
+def _is_transposed(
+    header: TensorHeader, wanted: Tensor, form: StackLayout, stack: str
+) -> bool | None:
+    """Return True if the file holds matrices ``[in, out]``; ``None`` if it holds something else."""
+    if stack.endswith("_bias"):
+        return False if tuple(header.shape) == tuple(wanted.shape) else None
+    if tuple(header.shape) == tuple(wanted.shape):
+        return form.transposed
+    if tuple(header.shape) == tuple(wanted.mT.shape):
+        return not form.transposed
+    return None
+
+
+def _piece(header: TensorHeader, expert: int, part: StackedLinear, *, turned: bool) -> TensorHeader:
+    """Return the header of one Linear's part of a stack: a range of the file, or selected rows."""
+    experts, *matrix = header.shape
+    size = header.nbytes // experts if experts else 0
+    rows = len(range(*part.rows.indices(matrix[-1] if turned else matrix[0])))
+    shape = (rows, *(matrix[:1] if turned else matrix[1:]))
+    nbytes = size // prod(matrix) * prod(shape) if prod(matrix) else 0
+    offset = header.offset + expert * size
+    if not turned and part.rows.step is None:
+        start = part.rows.start * (size // matrix[0])
+        return TensorHeader(header.dtype, shape, header.file, offset + start, nbytes)
+    return RowSliceHeader(
+        header.dtype,
+        shape,
+        header.file,
+        offset,
+        nbytes,
+        matrix=tuple(matrix),
+        turned=turned,
+        rows=(part.rows.start, part.rows.stop, part.rows.step or 1),
+    )
+
+
+def _concatenating_patterns(model: PreTrainedModel) -> dict[str, tuple[int, int]]:
+    """Return the patterns of stacks that are concatenated by rows: pattern → (position, count)."""
+    entries: list[Any] = get_model_conversion_mapping(model, add_legacy=False)
+    return {
+        pattern: (place, len(entry.source_patterns))
+        for entry in entries
+        if isinstance(entry, WeightConverter)
+        and [type(one) for one in entry.operations] == [Concatenate]
+        and getattr(entry.operations[0], "dim", None) == 1
+        for place, pattern in enumerate(entry.source_patterns)
+    }
+
+
+def _transposing_patterns(model: PreTrainedModel) -> set[str]:
+    """Return the patterns of tensors that are only transposed while loading."""
+    entries: list[Any] = get_model_conversion_mapping(model, add_legacy=False)
+    return {
+        pattern
+        for entry in entries
+        if isinstance(entry, WeightConverter)
+        and all(isinstance(one, Transpose) for one in entry.operations)
+        for pattern in entry.source_patterns
+    }
+
+
+# --------------------
+# Fused 3-D expert tensors of a checkpoint, viewed as one matrix per expert and projection.
+#
+# A stack is a pair of tensors below one module::
+#
+#     P.gate_up_proj  [experts, 2 * intermediate, hidden]   gate above up
+#     P.down_proj     [experts, hidden, intermediate]
+#
+# It becomes ``P.N.gate_proj.weight``, ``P.N.up_proj.weight`` ``[intermediate, hidden]`` and
+# ``P.N.down_proj.weight`` ``[hidden, intermediate]``. Each of them is a contiguous
+# piece of the file, so only a header with its offset has to be made: no tensor is read as a whole.
+#
+# The two shapes alone identify this layout: the transposed one, ``[experts, hidden, 2 *
+# intermediate]``, would need ``intermediate = 0`` to look the same.
+
+_GATE_UP = "gate_up_proj"
+_DOWN = "down_proj"
+_DIMENSIONS = 3
+
+
+@dataclass(frozen=True)
+class FusedExperts:
+    """The fused experts of one MoE.
+
+    Attributes:
+        name: the module that holds them.
+        gate_up: the gate and up projections, ``None`` if there are none.
+        down: the down projections, ``None`` if there are none.
+        experts: number of experts.
+        problem: the reason why they cannot be unfused; empty if they can.
+    """
+
+    name: str
+    gate_up: str | None
+    down: str | None
+    experts: int
+    problem: str
+
+    @property
+    def modules(self) -> list[str]:
+        """Names of the Linears that the stack is unfused into."""
+        parts = ("gate_proj", "up_proj", "down_proj")
+        return [f"{self.name}.{number}.{part}" for number in range(self.experts) for part in parts]
+
+    @property
+    def whole(self) -> list[str]:
+        """Names by which a recipe may refer to the fused stack."""
+        return [self.name, f"{self.name}.{_GATE_UP}", f"{self.name}.{_DOWN}"]
+
+
+def find_fused_experts(headers: Mapping[str, TensorHeader]) -> list[FusedExperts]:
+    """Return the fused expert stacks of a checkpoint.
+
+    Args:
+        headers: its tensors.
+    """
+    found: dict[str, dict[str, str]] = {}
+    for name, header in headers.items():
+        holder, _, own = name.removesuffix(".weight").rpartition(".")
+        if len(header.shape) == _DIMENSIONS and holder and own in (_GATE_UP, _DOWN):
+            found.setdefault(holder, {})[own] = name
+    return [_make_stack(holder, tensors, headers) for holder, tensors in found.items()]
+
+
+def split_fused_experts(
+    headers: Mapping[str, TensorHeader], stacks: Collection[FusedExperts]
+) -> dict[str, TensorHeader]:
+    """Return a checkpoint's tensors with expert stacks replaced by their matrices.
+
+    Args:
+        headers: its tensors.
+        stacks: the stacks to unfuse.
+
+    Raises:
+        CheckpointError: a stack has another layout, or a name is taken already.
+    """
+    by_tensor = {name: one for one in stacks for name in (one.gate_up, one.down) if name}
+    view: dict[str, TensorHeader] = {}
+    for name, header in headers.items():
+        stack = by_tensor.get(name)
+        pieces = {name: header} if stack is None else dict(_pieces(stack, name, header))
+        taken = next((piece for piece in pieces if piece in view or piece in headers), None)
+        if stack is not None and taken is not None:
+            raise CheckpointError(
+                f"The experts of {stack.name} are stored together, and {taken} beside them.",
+                f"Ignore them: ignore=['re:.*{stack.name}'].",
+            )
+        view |= pieces
+    return view
+
+
+def _make_stack(
+    holder: str, tensors: Mapping[str, str], headers: Mapping[str, TensorHeader]
+) -> FusedExperts:
+    experts = max(headers[name].shape[0] for name in tensors.values())
+    problem = _problem(holder, tensors, headers)
+    return FusedExperts(holder, tensors.get(_GATE_UP), tensors.get(_DOWN), experts, problem)
+
+
+def _problem(holder: str, tensors: Mapping[str, str], headers: Mapping[str, TensorHeader]) -> str:
+    if len(tensors) == 1:
+        return f"{next(iter(tensors.values()))} has no partner, so its layout is not known"
+    biased = next(
+        (f"{holder}.{own}_bias" for own in tensors if f"{holder}.{own}_bias" in headers), None
+    )
+    if biased is not None:
+        return f"they have biases ({biased}), and how such experts interleave gate and up varies"
+    gate_up, down = headers[tensors[_GATE_UP]], headers[tensors[_DOWN]]
+    experts, rows, hidden = gate_up.shape
+    if down.shape == (experts, hidden, rows // 2) and rows % 2 == 0:
+        return ""
+    shapes = f"{list(gate_up.shape)} and {list(down.shape)}"
+    if down.shape == (experts, hidden // 2, rows) and hidden % 2 == 0:
+        return f"they are stored transposed ({shapes}), so that a matrix is not in one piece"
+    return f"the shapes {shapes} do not belong together"
+
+
+def _pieces(
+    stack: FusedExperts, name: str, header: TensorHeader
+) -> Iterator[tuple[str, TensorHeader]]:
+    """Yield the matrices of one 3-D tensor, in file order."""
+    if stack.problem:
+        raise CheckpointError(
+            f"The experts of {stack.name} cannot be taken apart: {stack.problem}.",
+            f"Ignore them: ignore=['{stack.name}'], or store one matrix per expert.",
+        )
+    parts = ("gate_proj", "up_proj") if name == stack.gate_up else (_DOWN,)
+    experts, rows, columns = header.shape
+    size = header.nbytes // (experts * len(parts)) if experts else 0
+    for number in range(experts):
+        for place, part in enumerate(parts):
+            yield (
+                f"{stack.name}.{number}.{part}.weight",
+                TensorHeader(
+                    header.dtype,
+                    (rows // len(parts), columns),
+                    header.file,
+                    header.offset + (number * len(parts) + place) * size,
+                    size,
+                ),
+            )

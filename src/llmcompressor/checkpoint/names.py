@@ -1,0 +1,775 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Names and shapes of tensors in a checkpoint, where they differ from the module tree.
+
+transformers renames, fuses and splits tensors while loading, and does the reverse while saving. The
+tensors of a compressed module can be renamed but not fused or split (packed words and scales have
+no meaning across modules). So they, and the tensors that would be fused with them, keep the
+partition of the module tree.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import json
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import transformers
+from torch import Tensor
+from torch.nn import Embedding, Linear
+from transformers import (
+    CONFIG_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    PretrainedConfig,
+    PreTrainedModel,
+)
+from transformers.conversion_mapping import (
+    get_checkpoint_conversion_mapping,
+    get_model_conversion_mapping,
+)
+from transformers.core_model_loading import (
+    Concatenate,
+    MergeModulelist,
+    PrefixChange,
+    WeightConverter,
+    WeightRenaming,
+    rename_source_key,
+    revert_weight_conversion,
+)
+from transformers.quantizers.base import MODULES_TO_PATCH_FOR_QUANTIZATION
+
+from llmcompressor.checkpoint.source import inspect_source, local_directory
+from llmcompressor.errors import CheckpointError
+from llmcompressor.logger import logger
+from llmcompressor.modeling.names import distinguishes_digits, named_modules
+from llmcompressor.moe.layouts import StackedMoE
+from llmcompressor.moe.linear_experts import LinearExperts
+
+__all__ = [
+    "LoadedName",
+    "checkpoint_layout",
+    "checkpoint_names",
+    "config_levels",
+    "drop_dequantizing_conversions",
+    "expert_linear_names",
+    "fused_source_modules",
+    "has_reordered_experts",
+    "loaded_names",
+    "loader_models",
+    "loads_experts_one_by_one",
+    "merges_experts",
+    "merges_weights",
+    "names_in_loaders",
+    "owned_by_model",
+    "record_prefix",
+    "renamed_modules",
+    "split_tensor_names",
+    "stacked_names",
+    "stacking_converters",
+    "stacks_tensors",
+    "tied_head_names",
+]
+
+# a letter with a digit, as in w1: no pattern that has it can tell one layer from another by it
+_LETTERED = re.compile(r"(?<!\\)[A-Za-z_]\d+")
+_STAND_INS = "123456789"
+_EXPERT = re.compile(r"((?:.*\.)?experts)\.(?:\d+|\*)(?:\.|$)")
+
+
+@dataclass(frozen=True)
+class _Transforms:
+    """A model's weight conversions; the names of all layers and experts are looked up once.
+
+    Attributes:
+        renamings: the transforms that change a name.
+        converters: the transforms that merge or split tensors.
+        reverse: map from the module tree to the checkpoint.
+    """
+
+    renamings: list[WeightRenaming]
+    converters: list[WeightConverter]
+    reverse: bool
+    _known: dict[tuple[str, bool], tuple[str, str | None]] = field(default_factory=dict)
+
+    def name(self, key: str, *, convert: bool) -> tuple[str, str | None]:
+        """Return a tensor's new name, and the pattern by which it is merged or split."""
+        if self._depends_on_numbers:
+            return self._renamed(key, convert=convert)
+        owner, dot, own = key.rpartition(".")
+        if own.isdigit():
+            owner, dot, own = key, "", ""
+        form, numbers = _canonical_name(owner)
+        form += dot + own
+        if (form, convert) not in self._known:
+            self._known[form, convert] = self._renamed(form, convert=convert)
+        renamed, pattern = self._known[form, convert]
+        if not numbers:
+            return renamed, pattern
+        return ".".join([numbers.get(part, part) for part in renamed.split(".")]), pattern
+
+    def loaded(
+        self, key: str, state: dict[str, Any], prefix: str, *, convert: bool = True
+    ) -> tuple[str, str | None]:
+        """Map a name as :meth:`name` does, with the base model's prefix as ``state`` has it."""
+        renamed, pattern = self.name(key, convert=convert)
+        if f"{prefix}.{renamed}" in state or (
+            renamed.startswith(prefix) and renamed[len(prefix) + 1 :] in state
+        ):
+            converters = self.converters if convert else []
+            renamed, pattern = rename_source_key(key, self.renamings, converters, prefix, state)
+        return str(renamed), pattern
+
+    def _renamed(self, key: str, *, convert: bool) -> tuple[str, str | None]:
+        converters = self.converters if convert else []
+        renamed, pattern = rename_source_key(key, self.renamings, converters, reverse=self.reverse)
+        return str(renamed), pattern
+
+    @functools.cached_property
+    def _depends_on_numbers(self) -> bool:
+        """True if a transform may depend on the number of a layer or an expert."""
+        return any(
+            distinguishes_digits(_LETTERED.sub("", text))
+            for one in (*self.renamings, *self.converters)
+            for text in (
+                *one.source_patterns,
+                *one.target_patterns,
+                getattr(one, "scope_prefix", None) or "",
+            )
+        )
+
+
+@functools.lru_cache(maxsize=2**17)  # a module has several tensors, and each is asked for often
+def _canonical_name(key: str) -> tuple[str, dict[str, str]]:
+    """Return a name with canonical layer and expert numbers, and the numbers that they replace.
+
+    >>> _canonical_name("layers.47.experts.5.w1.weight")
+    ('layers.11.experts.2.w1.weight', {'11': '47', '2': '5'})
+    """
+    parts, numbers = key.split("."), dict[str, str]()
+    for place, part in enumerate(parts):
+        if part.isdigit():
+            # of the same length: a pattern may match a single digit only
+            if len(numbers) == len(_STAND_INS):
+                return key, {}
+            stand_in = _STAND_INS[len(numbers)] * len(part)
+            numbers[stand_in] = part
+            parts[place] = stand_in
+    return ".".join(parts), numbers
+
+
+def _transforms(model: PreTrainedModel, *, reverse: bool) -> _Transforms:
+    """Return fresh transforms, since some store what they have matched."""
+    found: list[Any] | None = getattr(model, "_weight_conversions", None)
+    if found is None:
+        found = get_model_conversion_mapping(model, add_legacy=not reverse)
+        if reverse:
+            # the prefix in the checkpoint of a model that was never loaded is unknown
+            found = [entry for entry in found if not isinstance(entry, PrefixChange)]
+    if reverse:
+        found = [entry.reverse_transform() for entry in reversed(found)]
+    return _Transforms(
+        [entry for entry in found if isinstance(entry, WeightRenaming)],
+        [entry for entry in found if isinstance(entry, WeightConverter)],
+        reverse,
+    )
+
+
+def drop_dequantizing_conversions(model: Any) -> None:
+    """Make a model that was dequantized while loading be saved as it is now.
+
+    transformers records what it did to each tensor and reverts it when the model is saved. What is
+    not compressed would be quantized again as the files were, without a warning.
+
+    Args:
+        model: any model; only a dequantized transformers model is changed.
+    """
+    found = getattr(model, "_weight_conversions", None) or ()
+    is_dequantized = getattr(model, "hf_quantizer", None) is None and any(map(_dequantizes, found))
+    if not is_dequantized:
+        return
+    prefixes = [_patterns(entry) for entry in found if isinstance(entry, PrefixChange)]
+    model._weight_conversions = [
+        entry
+        for entry in get_model_conversion_mapping(model, add_legacy=False)
+        if not isinstance(entry, PrefixChange) or _patterns(entry) in prefixes
+    ]
+
+
+def _dequantizes(transform: Any) -> bool:
+    return any(hasattr(one, "hf_quantizer") for one in getattr(transform, "operations", ()))
+
+
+def _patterns(transform: Any) -> tuple[list[str], list[str]]:
+    return list(transform.source_patterns), list(transform.target_patterns)
+
+
+def stacks_tensors(kind: str) -> bool:
+    """Return True if transformers stacks tensors while loading models of a type or class."""
+    conversions_of: Any = get_checkpoint_conversion_mapping
+    return any(map(_is_stacking, conversions_of(kind) or ()))
+
+
+def _is_stacking(transform: Any) -> bool:
+    """Return True if a transform's first operation stacks tensors."""
+    return (
+        isinstance(transform, WeightConverter) and type(transform.operations[0]) is MergeModulelist
+    )
+
+
+def stacked_names(model: PreTrainedModel, names: Mapping[str, LoadedName]) -> list[list[str]]:
+    """Return the checkpoint tensors that each stack is built from.
+
+    Args:
+        model: the model.
+        names: the result of :func:`loaded_names`.
+    """
+    patterns = {
+        pattern
+        for converter in _transforms(model, reverse=False).converters
+        if _is_stacking(converter)
+        for pattern in converter.source_patterns
+    }
+    stacks: dict[tuple[str, str | None], list[str]] = {}
+    for name, own in names.items():
+        if own.pattern in patterns:
+            stacks.setdefault((own.target, own.pattern), []).append(name)
+    return list(stacks.values())
+
+
+def checkpoint_names(model: PreTrainedModel, module_names: Iterable[str]) -> dict[str, str]:
+    """Return the name of each module's tensors in a checkpoint."""
+    transforms = _transforms(model, reverse=True)
+    names = {}
+    for name in module_names:
+        renamed, _ = transforms.name(f"{name}.weight", convert=False)
+        names[name] = renamed.removesuffix(".weight") if renamed.endswith(".weight") else name
+    return names
+
+
+def renamed_modules(model: PreTrainedModel, modules: Iterable[str]) -> dict[str, list[str]]:
+    """Return the modules that have other names in a checkpoint, and those names.
+
+    Args:
+        model: the model.
+        modules: names of its modules. Experts count as one, whether they are modules or stacked.
+
+    Returns:
+        Module name → the names of its tensors' modules in a checkpoint, where they differ.
+    """
+    owned: dict[str, list[str]] = {}
+    for key in model.state_dict():
+        owned.setdefault(_collapse_expert(key.rpartition(".")[0]), []).append(key)
+    transforms = _transforms(model, reverse=True)
+    found = {}
+    for module in sorted({_collapse_expert(module) for module in modules} & owned.keys()):
+        targets = (transforms.name(key, convert=True)[0] for key in owned[module])
+        names = {_collapse_expert(target.rpartition(".")[0]) for target in targets}
+        if names != {module}:
+            found[module] = sorted(names)
+    return found
+
+
+def _collapse_expert(name: str) -> str:
+    """Return the module that holds all experts for an expert's module, else the module itself.
+
+    >>> _collapse_expert("h.0.mlp.experts.*.up"), _collapse_expert("h.0.mlp.shared_experts.up")
+    ('h.0.mlp.experts', 'h.0.mlp.shared_experts.up')
+    """
+    found = _EXPERT.match(name)
+    return name if found is None else found[1]
+
+
+def checkpoint_layout(
+    model: PreTrainedModel, tensors: Mapping[str, Tensor], compressed: Iterable[str]
+) -> dict[str, Tensor]:
+    """Return uncompressed tensors under the names and in the shapes of a checkpoint.
+
+    Args:
+        model: the model they come from.
+        tensors: name in the module tree → tensor, without those of compressed modules.
+        compressed: names of the compressed modules.
+
+    Returns:
+        Name in the checkpoint → tensor.
+    """
+    transforms = _transforms(model, reverse=True)
+    fused_with_compressed = set()
+    for module in compressed:
+        for own in ("weight", "bias"):
+            target, pattern = transforms.name(f"{module}.{own}", convert=True)
+            if pattern is not None:
+                fused_with_compressed.add(target)
+
+    apart: dict[str, Tensor] = {}
+    rest: dict[str, Tensor] = {}
+    for key, tensor in tensors.items():
+        target, pattern = transforms.name(key, convert=True)
+        keep = pattern is not None and (
+            target in fused_with_compressed or _is_inside_linear(model, key)
+        )
+        (apart if keep else rest)[key] = tensor
+    result: dict[str, Tensor] = dict(revert_weight_conversion(model, rest))
+    for key, tensor in apart.items():
+        result[transforms.name(key, convert=False)[0]] = tensor
+    return result
+
+
+def _is_inside_linear(model: PreTrainedModel, key: str) -> bool:
+    """Return True if a tensor belongs to a module inside a Linear, such as a rotation matrix.
+
+    It is named after the Linear, but takes no part in the conversion of the Linear's weight.
+    """
+    owner = key.rpartition(".")[0].rpartition(".")[0]
+    try:
+        return isinstance(model.get_submodule(owner), torch.nn.Linear)
+    except AttributeError:
+        return False
+
+
+def fused_source_modules(
+    model: PreTrainedModel, tensors: Mapping[str, Tensor], compressed: Iterable[str]
+) -> list[str]:
+    """Return modules that exist only in a checkpoint, where one tensor fuses several modules.
+
+    A module that is written unfused, because a part of it is compressed, is not among them.
+
+    Args:
+        model: the model.
+        tensors: name in the module tree → tensor, without those of compressed modules.
+        compressed: names of the compressed modules.
+    """
+    transforms = _transforms(model, reverse=True)
+    # only the names that transformers' own operations give are needed, no values
+    stand_ins = {
+        name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+        for name, tensor in tensors.items()
+        if not name.endswith(".weight") or transforms.name(name, convert=True)[1] is not None
+    }
+    if not stand_ins:
+        return []
+    apart = {
+        transforms.name(name, convert=False)[0] for name in stand_ins if name.endswith(".weight")
+    }
+    return [
+        name.removesuffix(".weight")
+        for name in checkpoint_layout(model, stand_ins, compressed)
+        if name.endswith(".weight") and name not in apart
+    ]
+
+
+def split_tensor_names(model: PreTrainedModel) -> dict[str, list[str]]:
+    """Return each fused checkpoint tensor and the model's tensors that it is converted to."""
+    transforms = _transforms(model, reverse=True)
+    found: dict[str, list[str]] = {}
+    for name in model.state_dict():
+        target, pattern = transforms.name(name, convert=True)
+        if pattern is not None:
+            found.setdefault(target, []).append(name)
+    return found
+
+
+def merges_experts(model: PreTrainedModel) -> bool:
+    """Return True if the checkpoint stores one ``….weight`` per expert and the model a stack."""
+    return any(
+        all("experts" in pattern for pattern in converter.source_patterns)
+        and any(pattern.endswith(".weight") for pattern in converter.source_patterns)
+        for converter in _transforms(model, reverse=False).converters
+    )
+
+
+def merges_weights(model: PreTrainedModel, quantized: Collection[str]) -> bool:
+    """Return True if the model merges plain weights into tensors that are stored separately.
+
+    Args:
+        model: the model.
+        quantized: its quantized modules, which are skipped, as experts are.
+    """
+    transforms = _transforms(model, reverse=True)
+    patterns = {
+        pattern
+        for converter in transforms.converters
+        if all(_is_plain_weight(target) for target in converter.target_patterns)
+        for pattern in converter.source_patterns
+    }
+    return bool(patterns) and any(
+        transforms.name(name, convert=True)[1] in patterns
+        for name in model.state_dict()
+        if name.rpartition(".")[0] not in quantized
+    )
+
+
+def _is_plain_weight(pattern: str) -> bool:
+    return pattern.endswith(".weight") and "experts" not in pattern
+
+
+def owned_by_model(
+    model: PreTrainedModel, keys: Iterable[str], state: Mapping[str, Tensor]
+) -> set[str]:
+    """Return the names of a checkpoint's tensors that ``model`` loads.
+
+    Args:
+        model: the model.
+        keys: names in the checkpoint.
+        state: the model's state dict.
+    """
+    every = list(keys)
+    owned = set(loaded_names(model, every, state))
+    opened = {
+        f"{name}.{stack}"
+        for name, module in named_modules(model)
+        if isinstance(module, LinearExperts)
+        for stack in module.form.stacks
+    }
+    if opened:  # expert stacks that were unfused into Linears
+        transforms = _transforms(model, reverse=False)
+        given: dict[str, Any] = dict.fromkeys([*state, *opened])
+        prefix = model.base_model_prefix
+        for key in set(every) - owned:
+            renamed, _ = transforms.loaded(key, given, prefix)
+            if renamed in opened:
+                owned.add(key)
+    return owned
+
+
+class LoadedName(NamedTuple):
+    """The tensor of the model that a checkpoint tensor is loaded into."""
+
+    target: str
+    """The model's tensor that it becomes, or becomes a part of."""
+    merged: bool
+    """Whether it is merged with others, or split, on the way."""
+    pattern: str | None = None
+    """The pattern by which it is."""
+
+
+def loaded_names(
+    model: PreTrainedModel, keys: Iterable[str], state: Mapping[str, Tensor]
+) -> dict[str, LoadedName]:
+    """Return the model's tensor for each checkpoint tensor that the model loads.
+
+    Args:
+        model: the model.
+        keys: names in the checkpoint.
+        state: the model's state dict.
+    """
+    transforms = _transforms(model, reverse=False)
+    own_names, prefix = dict(state), model.base_model_prefix
+    names = {}
+    for key in keys:
+        renamed, pattern = transforms.loaded(key, own_names, prefix)
+        if renamed in state:
+            names[key] = LoadedName(renamed, pattern is not None, pattern)
+        elif key in state:
+            names[key] = LoadedName(key, False)
+        elif pattern is not None:  # part of a stack that was unfused
+            alone, _ = transforms.loaded(key, own_names, prefix, convert=False)
+            if alone in state:
+                names[key] = LoadedName(alone, False)
+    return names
+
+
+# --------------------
+# Submodels: models that are a part of their folder's model, such as its language model.
+#
+# Such a model is written into a copy of the whole: its tensors under their names there, its
+# settings in their place in the whole's ``config.json``, and all else unchanged.
+
+
+def config_levels(config: dict[str, Any], current: PretrainedConfig) -> list[dict[str, Any]]:
+    """Return the levels of a ``config.json`` from its top down to that of ``current``.
+
+    It is the top alone for a model that is no submodel. As in transformers, the submodel is found
+    by the ``base_config_key`` of its configuration class, and by model types.
+    """
+    kind = current.model_type
+    if not kind or config.get("model_type") in (None, kind):
+        return [config]
+    found = _find_levels(config, kind, getattr(current, "base_config_key", "") or "")
+    return [config] if found is None else [config, *found]
+
+
+def _find_levels(config: dict[str, Any], kind: str, key: str) -> list[dict[str, Any]] | None:
+    named = config.get(key)
+    if isinstance(named, dict) and named.get("model_type") in (None, kind):
+        return [named]
+    for level in config.values():
+        if not isinstance(level, dict):
+            continue
+        if level.get("model_type") == kind:
+            return [level]
+        deeper = _find_levels(level, kind, key)
+        if deeper is not None:
+            return [level, *deeper]
+    return None
+
+
+def record_prefix(model: PreTrainedModel) -> None:
+    """Record the prefix that transformers removed from a submodel's tensor names while loading.
+
+    transformers records a prefix from a class's own table itself, but not the base model prefix
+    (``language_model`` of Llama 4's text model).
+    """
+    place, prefix = model.config.name_or_path, model.base_model_prefix
+    conversions: list[Any] | None = getattr(model, "_weight_conversions", None)
+    if not place or not prefix or conversions is None:
+        return  # it was not loaded from a folder
+    folder = local_directory(place, revision=getattr(model.config, "_commit_hash", None))
+    if folder is None:
+        return
+    try:
+        source = inspect_source(folder, allow_quantized=True)
+    except CheckpointError:
+        return  # the model was complete when it was loaded; saving reports it
+    is_part = len(config_levels(dict(source.config), model.config)) > 1
+    if is_part and _is_prefix_lost(prefix, _stored_weights(model), source.tensors):
+        # applied first while loading, and last while saving
+        conversions[:0] = [PrefixChange(prefix_to_remove=prefix)]
+
+
+def _stored_weights(model: PreTrainedModel) -> Collection[str]:
+    weights = [name for name in model.state_dict() if name.endswith(".weight")]
+    modules = checkpoint_names(model, [name.removesuffix(".weight") for name in weights])
+    return [f"{name}.weight" for name in modules.values()]
+
+
+def _is_prefix_lost(prefix: str, names: Collection[str], source: Mapping[str, Any]) -> bool:
+    """Return True if a folder has most of these tensors only after a prefix."""
+    behind = sum(f"{prefix}.{name}" in source for name in names)
+    return behind > sum(name in source for name in names)
+
+
+# --------------------
+# Module names in the other classes that load a checkpoint.
+#
+# transformers matches targets and ignore entries against the names of the class that it builds.
+# That may be the language model alone (``AutoModelForCausalLM`` of Qwen 3.5), the whole that a
+# model is a part of, or the class of ``config.json``. These classes are built on the meta device
+# for their module names, and for the heads that they tie to an embedding, which are unknown where
+# files alone are quantized.
+
+_NOT_READ = {"quantization_config", "compression_config"}
+
+
+def loader_models(model: PreTrainedModel) -> tuple[PreTrainedModel, ...]:
+    """Build the other classes that load a model's checkpoint, on the meta device."""
+    built = (_build_on_meta(kind, settings) for kind, settings in _loader_classes(model))
+    return tuple(one for one in built if one is not None)
+
+
+def names_in_loaders(
+    model: PreTrainedModel, classes: Iterable[PreTrainedModel]
+) -> dict[str, tuple[str, ...]]:
+    """Return the names that other classes have for each module of the checkpoint.
+
+    Names that the model, or the checkpoint, has for any module are left out.
+
+    Args:
+        model: the model that is written.
+        classes: the result of :func:`readers`.
+    """
+    own = [name for name, _ in named_modules(model, remove_duplicate=False)]
+    known = {*checkpoint_names(model, own).values()}
+    found: dict[str, dict[str, None]] = {}
+    for built in classes:
+        for name, others in _names_of_class(built, known):
+            found.setdefault(name, {}).update(dict.fromkeys(others))
+    taken = {*own, *known}
+    return {
+        name: tuple(other for other in others if other not in taken)
+        for name, others in found.items()
+    }
+
+
+def tied_head_names(
+    model: PreTrainedModel,
+    classes: Iterable[PreTrainedModel],
+    others: Mapping[str, Collection[str]],
+) -> list[str]:
+    """Return the heads that another class ties to an embedding and the model does not have.
+
+    Args:
+        model: the model that is written.
+        classes: the result of :func:`readers`.
+        others: the result of :func:`names_in_loaders`.
+    """
+    named = named_modules(model, remove_duplicate=False)
+    own = [name for name, module in named if getattr(module, "weight", None) is not None]
+    stored = checkpoint_names(model, own).values()  # a head may have a bias only
+    known = {*own, *stored, *(other for name in stored for other in others.get(name, ()))}
+    return [name for built in classes for name in _tied_heads(built) if name not in known]
+
+
+def _tied_heads(built: PreTrainedModel) -> Iterator[str]:
+    ties: Mapping[str, str] = getattr(built, "all_tied_weights_keys", None) or {}
+    modules = dict(built.named_modules(remove_duplicate=False))
+    for target, source in ties.items():
+        head, embedding = (one.removesuffix(".weight") for one in (target, source))
+        if isinstance(modules.get(head), Linear) and isinstance(modules.get(embedding), Embedding):
+            yield head
+
+
+def _names_of_class(
+    built: PreTrainedModel, known: Collection[str]
+) -> Iterator[tuple[str, list[str]]]:
+    """Yield each checkpoint module with the names of the modules that load its weight."""
+    state = built.state_dict()
+    weights = loaded_names(built, [f"{name}.weight" for name in known], state)
+    split = split_tensor_names(built)
+    for name, loaded in weights.items():
+        places = dict.fromkeys([loaded.target, *split.get(name, ())])
+        yield (
+            name.removesuffix(".weight"),
+            [one.removesuffix(".weight") for one in places if one.endswith(".weight")],
+        )
+
+
+def _loader_classes(model: PreTrainedModel) -> Iterator[tuple[Any, Any]]:
+    """Yield the other classes that load the checkpoint, each with its configuration."""
+    settings, named = _written_config(model)
+    if settings is None:
+        return
+    kinds = [getattr(transformers, str(name), None) for name in named[:1]]
+    mapping: Any = MODEL_FOR_CAUSAL_LM_MAPPING
+    text = mapping.get(type(settings), None)
+    parts = getattr(settings, "sub_configs", None) or {}
+    if getattr(text, "config_class", None) is not parts.get("text_config", ...):
+        text = None  # as in transformers' auto classes, which pass only the part then
+    for kind in kinds:
+        if isinstance(kind, type) and issubclass(kind, PreTrainedModel) and kind is not text:
+            yield from () if isinstance(model, kind) else [(kind, settings)]
+    if text is not None and not isinstance(model, text):
+        yield text, settings.get_text_config()
+
+
+def _written_config(model: PreTrainedModel) -> tuple[Any, list[str]]:
+    """Return the configuration and the class names that the written checkpoint will have.
+
+    It is the model's own, unless the model is a part of what the file describes, or is made of it.
+    """
+    place, content = model.config.name_or_path, None
+    if place:
+        with contextlib.suppress(OSError, ValueError):  # reported where it is needed
+            content = json.loads((Path(place) / "config.json").read_text(encoding="utf-8"))
+    if not isinstance(content, Mapping):
+        content = {}
+    is_part = len(config_levels(dict(content), model.config)) > 1
+    if model.config.model_type and not is_part:
+        return model.config, []  # it is written with its own class
+    kind = content.get("model_type")
+    if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
+        return None, []
+    try:
+        plain = {key: value for key, value in content.items() if key not in _NOT_READ}
+        return CONFIG_MAPPING[kind].from_dict(copy.deepcopy(plain)), content.get(
+            "architectures"
+        ) or []
+    except Exception as error:  # what a class refuses may be of any kind
+        logger.debug(f"config.json is not read for other names of modules: {error!r:.200}")
+        return None, []
+
+
+def _build_on_meta(kind: Any, settings: Any) -> PreTrainedModel | None:
+    try:
+        with torch.device("meta"):
+            found: PreTrainedModel = kind._from_config(copy.deepcopy(settings))
+    except Exception as error:  # a class of any kind
+        logger.debug(f"{kind.__name__} is not asked for names of modules: {error!r:.200}")
+        return None
+    return found
+
+
+# --------------------
+# Names of expert matrices in the checkpoints of a family, from transformers' own tables.
+#
+# Where transformers stacks tensors that a checkpoint stores per expert, its table has their
+# patterns: ``.experts.*.w1.weight`` and ``.experts.*.w3.weight`` become ``.experts.gate_up_proj``.
+# Without a table, checkpoints store stacks; servers then accept the names ``gate_proj``,
+# ``up_proj`` and ``down_proj``.
+
+_PER_EXPERT = re.compile(r"\*\\?\.(\w+)\\?\.weight\$?$")
+
+
+def stacking_converters(model: PreTrainedModel) -> list[WeightConverter]:
+    """Return the model's weight converters that stack tensors of single experts."""
+    found: list[Any] = get_model_conversion_mapping(model, add_legacy=False)
+    return [
+        entry
+        for entry in found
+        if isinstance(entry, WeightConverter) and type(entry.operations[0]) is MergeModulelist
+    ]
+
+
+def expert_linear_names(mixture: StackedMoE, converters: list[WeightConverter]) -> dict[str, str]:
+    """Return the checkpoint names of the Linears of an MoE, by role.
+
+    Args:
+        mixture: an MoE that can be unfused.
+        converters: the result of :func:`stacking_converters`.
+    """
+    assert mixture.form is not None
+    names = {part.role: part.role for part in mixture.form.parts}
+    for stack in dict.fromkeys(part.stack for part in mixture.form.parts):
+        roles = [part.role for part in mixture.form.parts if part.stack == stack]
+        for converter in converters:
+            sources = _source_names(converter, f"{mixture.name}.{stack}")
+            if len(sources) == len(roles):
+                names |= dict(zip(roles, sources, strict=True))
+    return names
+
+
+def loads_experts_one_by_one(mixture: StackedMoE, converters: list[WeightConverter]) -> bool:
+    """Return True if transformers loads the quantized experts of an MoE one by one."""
+    assert mixture.form is not None
+    if type(mixture.module).__name__ in MODULES_TO_PATCH_FOR_QUANTIZATION:
+        return True
+    stack = f"{mixture.name}.{mixture.form.parts[0].stack}"
+    return any(_source_names(converter, stack) for converter in converters)
+
+
+def has_reordered_experts(mixture: StackedMoE, model: PreTrainedModel) -> bool:
+    """Return True if a stack is built from single experts, but not in the order of its experts.
+
+    An expert's number in the checkpoint then differs from its number in the model.
+    """
+    assert mixture.form is not None
+    stacks = {f"{mixture.name}.{part.stack}" for part in mixture.form.parts}
+    found: list[Any] = get_model_conversion_mapping(model, add_legacy=False)
+    return any(
+        not _is_plain_stacking(entry) and any(_source_names(entry, stack) for stack in stacks)
+        for entry in found
+        if isinstance(entry, WeightConverter)
+    )
+
+
+def _is_plain_stacking(converter: WeightConverter) -> bool:
+    first, *rest = converter.operations
+    return type(first) is MergeModulelist and all(isinstance(one, Concatenate) for one in rest)
+
+
+def _source_names(converter: Any, target: str) -> list[str]:
+    """Return the names that a converter builds ``target`` from; empty for another target."""
+    if not _is_in_scope(converter, target):
+        return []
+    patterns = [
+        str(one).replace("\\", "").rstrip("$") for one in converter._original_target_patterns
+    ]
+    if not any(target.endswith(pattern.lstrip("^")) for pattern in patterns):
+        return []
+    found = [_PER_EXPERT.search(str(one)) for one in converter._original_source_patterns]
+    return [one.group(1) for one in found if one is not None]
+
+
+def _is_in_scope(converter: Any, target: str) -> bool:
+    """Return True if a converter's scope includes a tensor.
+
+    The parts of a composite model (language model, vision tower) have tables of their own, and both
+    may have experts.
+    """
+    scope, base = converter.scope_prefix, converter.base_model_prefix
+    return not scope or target.startswith((f"{scope}.", f"{base}.{scope}."))

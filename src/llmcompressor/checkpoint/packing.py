@@ -1,0 +1,725 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compression of a quantized module's tensors to their stored form, by compressed-tensors.
+
+Nothing here changes the model.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from math import ceil
+from typing import Any
+
+import torch
+from compressed_tensors.compressors import BaseCompressor, PackedQuantizationCompressor
+from compressed_tensors.compressors.mx_utils import compress_mx_scale
+from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
+from compressed_tensors.config import CompressionFormat
+from compressed_tensors.modeling import IMPL_ATTR
+from compressed_tensors.quantization import (
+    DynamicType,
+    QuantizationArgs,
+    QuantizationScheme,
+    QuantizationStatus,
+    QuantizationStrategy,
+)
+from compressed_tensors.quantization.utils import is_module_quantized
+from torch import Tensor
+from torch.nn import Embedding, Linear, Module
+
+from llmcompressor.errors import (
+    ArgumentError,
+    LifecycleError,
+    NonFiniteError,
+    did_you_mean,
+)
+from llmcompressor.logger import logger
+from llmcompressor.numerics.extremes import is_finite
+from llmcompressor.numerics.grid import Grid
+from llmcompressor.numerics.packing import (
+    can_pack,
+    needs_recoding,
+    pack_e2m1,
+    pack_e2m3,
+    pack_integers,
+    recode,
+)
+from llmcompressor.numerics.partition import Partition, dequantize_matrix, fake_quantize_matrix
+from llmcompressor.numerics.scales import effective_scale, smallest_of
+from llmcompressor.runtime.progress import join_names
+from llmcompressor.runtime.threads import parallel_for
+from llmcompressor.schemes.assign import weight_without_onloading
+from llmcompressor.schemes.attention import has_kv_cache_argument, kv_source_layer
+from llmcompressor.schemes.bridge import (
+    PACKED_ZEROS,
+    format_mismatch,
+    grid_of,
+    partition_of,
+    scale_dtype_of,
+)
+from llmcompressor.schemes.checks import supports_ragged_groups
+from llmcompressor.schemes.presets import format_of
+
+__all__ = [
+    "QuantizedModule",
+    "compress",
+    "compute_codes",
+    "is_on_grid",
+    "parse_format",
+    "patch_packed_zero_points",
+    "quantized_module",
+    "quantized_modules",
+    "warn_cast",
+    "warn_off_grid",
+]
+
+
+# --------------------
+# Quantized codes of a weight, computed in cache-sized pieces on all cores.
+#
+# Rounding a matrix takes half a dozen elementwise operations. Over the whole matrix each of them
+# reads and writes main memory; piece by piece only the first reads and the last writes it. Each
+# piece is processed by one thread: torch's own parallelism synchronizes all threads after every
+# operation, which is slow when a core is busy elsewhere.
+
+_ELEMENTS = 2**19
+"""Of a piece: small enough for caches, large enough that starting operations takes no time."""
+
+
+def compute_codes(
+    matrix_RC: Tensor,
+    scale: Tensor,
+    zero: Tensor | None,
+    quotients: Callable[[Tensor, Tensor, Tensor | None], Tensor],
+    partition: Partition,
+    convert: Callable[[Tensor], Tensor],
+) -> Tensor:
+    """Return the codes of a matrix in their stored form.
+
+    Args:
+        matrix_RC: ``[R, C]``, floating dtype.
+        scale: effective scale, of the partition's shape.
+        zero: zero point of that shape, or ``None``.
+        quotients: from weight, scale and zero point to the value that is rounded, elementwise,
+            such as :meth:`Grid.limit`.
+        partition: which elements share a scale.
+        convert: from the quotients of some rows, clamped to the grid, to their stored form;
+            rows stay rows.
+
+    Returns:
+        The results of ``convert``, concatenated along the rows.
+    """
+    R, C = matrix_RC.shape
+    if matrix_RC.device.type != "cpu" or R * C <= _ELEMENTS:
+        return convert(partition.apply(quotients, matrix_RC, scale, zero))
+    spans = list(_row_spans(R, C, partition))
+
+    def work(span: tuple[int, int]) -> Tensor:
+        first, last = span
+        cell = _scales_of_rows(scale, span, R, partition)
+        offset = None if zero is None else _scales_of_rows(zero, span, R, partition)
+        return convert(partition.apply(quotients, matrix_RC[first:last], cell, offset))
+
+    row = convert(torch.zeros(1, C))
+    stored = row.new_empty((R, *row.shape[1:]))
+
+    def store(span: tuple[int, int]) -> None:
+        stored[span[0] : span[1]] = work(span)
+
+    parallel_for(store, spans)
+    return stored
+
+
+def _row_spans(R: int, C: int, partition: Partition) -> Iterator[tuple[int, int]]:
+    """Yield the first and last row of each piece; no group is split."""
+    height = partition.rows if 0 < partition.rows < R else 1
+    rows = max(_ELEMENTS // (C * height), 1) * height
+    for first in range(0, R, rows):
+        yield first, min(first + rows, R)
+
+
+def _scales_of_rows(scale: Tensor, span: tuple[int, int], R: int, partition: Partition) -> Tensor:
+    """Return the scales of the rows in ``span``."""
+    if partition.rows == 0 or scale.ndim < 2 or scale.shape[0] == 1 < R:
+        return scale
+    first, last = span
+    return scale[first // partition.rows : -(-last // partition.rows)]
+
+
+# --------------------
+# Compression of a quantized module's tensors to their stored form, by compressed-tensors.
+
+_PARTS = ("scale", "zero_point", "global_scale")
+_BASES = ("weight", "input", "output", "q", "k", "v")
+_FP4_FORMATS = {
+    CompressionFormat.nvfp4_pack_quantized.value,
+    CompressionFormat.mxfp4_pack_quantized.value,
+}
+_MXFP6 = "mxfp6-pack-quantized"  # of compressed-tensors 0.20 and newer
+_MX_FORMATS = {
+    CompressionFormat.mxfp4_pack_quantized.value,
+    _MXFP6,
+    CompressionFormat.mxfp8_quantized.value,
+}
+_PACKED = CompressionFormat.pack_quantized.value
+_PLAIN_FORMATS = {
+    CompressionFormat.naive_quantized.value,
+    CompressionFormat.int_quantized.value,
+    CompressionFormat.float_quantized.value,
+}
+_WORD = 32
+_NO_READER = {"sparse-bitmask", "sparse-24-bitmask", "marlin-24", "mixed-precision"}
+
+
+@dataclass(frozen=True)
+class QuantizedModule:
+    """A quantized module and the form in which it is written.
+
+    Attributes:
+        name: its name in the module tree.
+        module: the module.
+        scheme: a copy of its scheme with ``format`` filled in.
+        is_attention: attention with quantized queries, keys or values, and no own weight.
+        has_group: it needs a config group. Attention with only a quantized cache needs none, as
+            ``kv_cache_scheme`` describes it.
+    """
+
+    name: str
+    module: Module
+    scheme: QuantizationScheme
+    is_attention: bool = False
+    has_group: bool = True
+
+    @property
+    def is_raw(self) -> bool:
+        """True if the weight has not been rounded yet."""
+        status = getattr(self.module, "quantization_status", None)
+        return status is QuantizationStatus.FROZEN
+
+    def owns_tensor(self, own: str) -> bool:
+        """Return True if a tensor of the module is written with its quantization parameters.
+
+        Attention has other tensors too (sinks). They are written as in an unquantized model, where
+        a checkpoint may have another name for them.
+        """
+        return not self.is_attention or _is_qparam(own)
+
+
+def parse_format(name: str | None) -> CompressionFormat | None:
+    """Return the compression format named ``name``.
+
+    Raises:
+        ArgumentError: there is no such format, or no loader supports it any more.
+    """
+    if name is None:
+        return None
+    known = sorted(item.value for item in CompressionFormat if item.value not in _NO_READER)
+    value = getattr(name, "value", name)
+    if value not in known:
+        raise ArgumentError(
+            f"There is no format named {value!r} that readers take.", did_you_mean(value, known)
+        )
+    return CompressionFormat(value)
+
+
+def quantized_modules(
+    model: Module, *, forced_format: CompressionFormat | None = None
+) -> list[QuantizedModule]:
+    """Return all quantized modules of ``model`` in module order, shared ones once per name.
+
+    Raises:
+        ArgumentError: the forced format cannot store the scheme of one of them.
+    """
+    found = []
+    for name, module in model.named_modules(remove_duplicate=False):
+        if not is_module_quantized(module):
+            continue
+        entry = quantized_module(
+            name,
+            module,
+            module.quantization_scheme,
+            has_group=hasattr(module, IMPL_ATTR),
+            forced_format=forced_format,
+        )
+        if entry is not None:
+            found.append(entry)
+    if forced_format is not None:
+        _warn_of_forced_format(found, forced_format)
+    return found
+
+
+def _warn_of_forced_format(entries: Sequence[QuantizedModule], forced: CompressionFormat) -> None:
+    """Warn once of the modules whose forced format differs from their own."""
+    if forced is CompressionFormat.dense:
+        return
+    changed = {}
+    for entry in entries:
+        own = format_of(entry.module.quantization_scheme)
+        if entry.scheme.format == forced.value != own:
+            changed[entry.name] = own
+    if changed:
+        logger.warning(
+            f"quantization_format: {len(changed)} modules ({next(iter(changed))}, …) are written "
+            f"as {forced.value} instead of {', '.join(sorted(set(changed.values())))}. Servers "
+            "may read only the latter."
+        )
+
+
+def quantized_module(
+    name: str,
+    module: Module,
+    scheme: Any,
+    *,
+    has_group: bool = True,
+    forced_format: CompressionFormat | None = None,
+) -> QuantizedModule | None:
+    """Return how a module is written; ``None`` with a warning if no format supports its kind.
+
+    Args:
+        name: its name in the module tree.
+        module: the module.
+        scheme: its quantization scheme.
+        has_group: for attention: a scheme of the recipe targets it.
+        forced_format: one format for all modules, instead of the default for each scheme.
+
+    Raises:
+        ArgumentError: the forced format cannot store such weights.
+    """
+    if isinstance(module, Linear | Embedding):
+        chosen = _format(scheme, forced_format, name)
+        _check_groups(name, module, scheme, chosen)
+        copy = scheme.model_copy(update={"format": chosen.value})
+        return QuantizedModule(name, module, copy)
+    if has_kv_cache_argument(module) or kv_source_layer(module) is not None:
+        copy = scheme.model_copy(update={"format": CompressionFormat.dense.value})
+        return QuantizedModule(name, module, copy, True, has_group)
+    logger.warning(
+        f"{name} ({type(module).__name__}) is written dense: the format holds compressed "
+        "weights of Linear and Embedding modules only."
+    )
+    return None
+
+
+def _format(
+    scheme: QuantizationScheme, forced: CompressionFormat | None, name: str
+) -> CompressionFormat:
+    if forced is None or scheme.weights is None:
+        return CompressionFormat(format_of(scheme))
+    wrong = format_mismatch(scheme, forced.value)
+    if wrong is not None:
+        raise ArgumentError(f"quantization_format does not fit {name}: {wrong[0]}.", wrong[1])
+    return forced
+
+
+def _check_groups(
+    name: str, module: Module, scheme: QuantizationScheme, chosen: CompressionFormat
+) -> None:
+    """Refuse a forced format that supports whole groups only if the last group is incomplete.
+
+    For the default format the modifier checked this when it was initialized.
+    """
+    weights = scheme.weights
+    if weights is None or weights.strategy != QuantizationStrategy.GROUP.value:
+        return
+    own = format_of(scheme)
+    if chosen.value in (own, CompressionFormat.dense.value):
+        return
+    weight = weight_without_onloading(module)
+    if weight is None:
+        return
+    columns = weight.shape[-1]
+    if columns % weights.group_size and not supports_ragged_groups(chosen.value, columns):
+        raise ArgumentError(
+            f"quantization_format does not fit {name}: {chosen.value} holds whole groups of "
+            f"{weights.group_size}, and there are {columns} columns.",
+            f"Leave it out, and it is {own}.",
+        )
+
+
+def compress(entry: QuantizedModule, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return a module's tensors in compressed form.
+
+    Args:
+        entry: the module and its scheme.
+        tensors: own name → tensor (``weight`` [rows, columns] on the grid, its scales, ``bias``);
+            on the meta device the result has shapes and dtypes only.
+
+    Returns:
+        Own name → tensor as the format defines them, without parameters that a loader of this
+        scheme does not expect.
+
+    Raises:
+        LifecycleError: a scale that the scheme needs is missing.
+        NonFiniteError: a scale is NaN, infinite or negative.
+    """
+    expected = _expected_parameters(entry)
+    own = {key: tensor for key, tensor in tensors.items() if key in expected or not _is_qparam(key)}
+    if not any(tensor.is_meta for tensor in own.values()):
+        _check_scales(entry, own, expected)
+    if not entry.is_attention and entry.scheme.weights is not None:
+        own = _pack(entry, own)
+        _widen_scale(own, entry.scheme.weights)
+    return {key: tensor.reshape(1) if tensor.ndim == 0 else tensor for key, tensor in own.items()}
+
+
+def _widen_scale(own: dict[str, Tensor], weights: QuantizationArgs) -> None:
+    """Store the scale in the scheme's scale dtype if every value of the weight's dtype fits in it.
+
+    The value itself stays representable in the weight's dtype, in which loaders keep scales.
+    """
+    scale, named = own["weight_scale"], scale_dtype_of(weights)
+    if named is not None and torch.promote_types(scale.dtype, named) == named:
+        own["weight_scale"] = scale.to(named)
+
+
+def _pack(entry: QuantizedModule, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the stored tensors of a module.
+
+    compressed-tensors defines what is stored, given a weight on the meta device. The codes are
+    computed here where possible, as compressed-tensors takes several times as long.
+    """
+    scheme, on_meta = entry.scheme, own["weight"].is_meta
+    compressor: Any = BaseCompressor.get_value_from_registry(scheme.format)
+    codes = None if on_meta else _packed_codes(entry, own)
+    if codes is None and not on_meta:
+        return _packed_by_compressor(compressor, own, entry)
+    packed = _packed_structure(own, scheme)
+    if codes is not None:
+        packed["weight_packed" if "weight_packed" in packed else "weight"] = codes
+    zero = packed.get("weight_zero_point")
+    if zero is not None and scheme.format == _PACKED and scheme.weights.strategy in PACKED_ZEROS:
+        # compressed-tensors leaves these alone where the weight has no data
+        packed["weight_zero_point"] = _packed_zero(zero, scheme.weights.num_bits)
+    return packed
+
+
+def _packed_structure(own: Mapping[str, Tensor], scheme: QuantizationScheme) -> dict[str, Tensor]:
+    """Return the stored tensors of a module; the codes of its weight have no data."""
+    forms = tuple((name, tuple(tensor.shape), tensor.dtype) for name, tensor in own.items())
+    structure = _structure_of(scheme.model_dump_json(), forms)
+    packed = {
+        name: own[name].to(tensor.dtype) if name in own and name != "weight" else tensor.clone()
+        for name, tensor in structure.items()
+    }
+    if scheme.format in _MX_FORMATS:  # their scales are stored as exponents
+        scale, dtype = _to_float32(own["weight_scale"]), structure["weight_scale"].dtype
+        packed["weight_scale"] = compress_mx_scale(scale, dtype)
+    return packed
+
+
+@functools.lru_cache(maxsize=256)  # a model has few forms, and this takes milliseconds
+def _structure_of(
+    scheme_json: str, forms: tuple[tuple[str, tuple[int, ...], torch.dtype], ...]
+) -> dict[str, Tensor]:
+    """Return the stored tensors, on the meta device, for names, shapes and dtypes."""
+    scheme = QuantizationScheme.model_validate_json(scheme_json)
+    compressor: Any = BaseCompressor.get_value_from_registry(scheme.format)
+    own = {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape, dtype in forms}
+    packed: dict[str, Tensor] = compressor.compress(own, scheme)
+    return packed
+
+
+def _packed_zero(zero: Tensor, bits: int) -> Tensor:
+    if zero.is_meta:
+        words = -(-zero.shape[0] * bits // _WORD)
+        return zero.new_empty((words, *zero.shape[1:]), dtype=torch.int32)
+    packed: Tensor = pack_to_int32(zero, bits, packed_dim=0).contiguous()
+    return packed
+
+
+def _packed_codes(entry: QuantizedModule, own: Mapping[str, Tensor]) -> Tensor | None:
+    """Return the weight's codes as stored; ``None`` if only compressed-tensors can pack them.
+
+    A weight that lies on its grid was rounded to the model's dtype. Dividing it by its scale in
+    that dtype loses half a unit twice: in bfloat16 some 8-bit codes come out one off. In float32
+    the quotient is within half a code of the original code, or that code is searched for
+    (:mod:`llmcompressor.numerics.packing`). A weight that was not rounded yet is divided in its
+    own dtype, as a loader would do. Where that code could not be recovered from the rounded weight,
+    the weight is rounded first, so that a model in memory gives the same file.
+    """
+    weights, weight = entry.scheme.weights, own["weight"]
+    convert = _code_packer(entry.scheme, weight.shape[-1])
+    if convert is None or weight.ndim != 2:
+        return None
+    grid = grid_of(weights)
+    scale = effective_scale(own["weight_scale"], own.get("weight_global_scale"))
+    zero = None if weights.symmetric else own["weight_zero_point"]
+    quotients = grid.limit
+    if entry.is_raw:
+        if _must_round_first(grid, weight.dtype):
+            quotients = partial(_rounded_quotients, grid)
+    elif needs_recoding(grid, weight.dtype):
+        quotients = partial(_recode, grid)
+    else:
+        weight = _to_float32(weight)
+        scale = effective_scale(_to_float32(own["weight_scale"]), own.get("weight_global_scale"))
+    if weights.strategy == QuantizationStrategy.TENSOR.value:
+        scale = scale.reshape(1)
+        zero = None if zero is None else zero.reshape(1)
+    return compute_codes(weight, scale, zero, quotients, partition_of(weights), convert)
+
+
+def _must_round_first(grid: Grid, dtype: torch.dtype) -> bool:
+    """Return True if several codes may stand for one value, so that the choice is a convention.
+
+    A model in memory has only the values, so the code that the values give is chosen.
+    """
+    is_shifted_float = grid.kind == "float" and not grid.symmetric
+    return grid.needs_float32 or is_shifted_float or needs_recoding(grid, dtype)
+
+
+def _rounded_quotients(grid: Grid, x: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
+    """Return the codes of unrounded values, computed from the rounded values."""
+    rounded = grid.fake_quantize(x, scale, zero)
+    if needs_recoding(grid, x.dtype):
+        return recode(rounded, scale, zero, grid)
+    return grid.limit(_to_float32(rounded), _to_float32(scale), zero)
+
+
+def _recode(grid: Grid, x: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
+    return recode(x, scale, zero, grid)
+
+
+def _to_float32(tensor: Tensor) -> Tensor:
+    return tensor.to(torch.float32)
+
+
+def _code_packer(scheme: QuantizationScheme, columns: int) -> Callable[[Tensor], Tensor] | None:
+    """Return the function from clamped quotients to the format's stored form."""
+    weights = scheme.weights
+    grid = grid_of(weights)
+    if scheme.format in _FP4_FORMATS:
+        return pack_e2m1
+    if scheme.format == _MXFP6:
+        return pack_e2m3
+    if scheme.format in _PLAIN_FORMATS:
+        dtype = weights.pytorch_dtype()
+        if grid.kind == "float":
+            return lambda quotients: quotients.to(dtype)  # rounds to nearest, ties to even
+        return lambda quotients: grid.round_(quotients).to(dtype)
+    if scheme.format == _PACKED:
+        bits = weights.num_bits
+        pack = pack_integers if can_pack(columns, bits) else pack_to_int32
+        return lambda quotients: pack(grid.round_(quotients).to(torch.int8), bits)
+    return None
+
+
+def _packed_by_compressor(
+    compressor: Any, own: Mapping[str, Tensor], entry: QuantizedModule
+) -> dict[str, Tensor]:
+    """Pack a weight with compressed-tensors, from a float32 weight and float32 scales."""
+    weights, weight = entry.scheme.weights, own["weight"]
+    wide = _with_wide_scales(own)
+    scale = effective_scale(own["weight_scale"], own.get("weight_global_scale"))
+    zero = None if weights.symmetric else own["weight_zero_point"]
+    grid, partition = grid_of(weights), partition_of(weights)
+    if entry.is_raw:
+        weight = fake_quantize_matrix(weight, scale, zero, grid, partition)
+        own = {**own, "weight": weight}
+    wide["weight"] = _to_float32(weight)
+    if needs_recoding(grid, weight.dtype):
+        codes = partition.apply(partial(_recode, grid), weight, scale, zero)
+        wide["weight"] = dequantize_matrix(codes, _to_float32(scale), zero, grid, partition)
+    packed: dict[str, Tensor] = compressor.compress(wide, entry.scheme)
+    _keep_dtypes(packed, own)
+    return packed
+
+
+def _with_wide_scales(own: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {
+        name: _to_float32(tensor) if name.endswith("_scale") else tensor
+        for name, tensor in own.items()
+    }
+
+
+def _keep_dtypes(packed: dict[str, Tensor], own: Mapping[str, Tensor]) -> None:
+    """Restore the dtype of tensors that were only widened for the arithmetic."""
+    for name, tensor in own.items():
+        if name in packed and packed[name].dtype is torch.float32:
+            packed[name] = tensor
+
+
+def _is_qparam(key: str) -> bool:
+    base, _, part = key.partition("_")
+    return base in _BASES and (part in _PARTS or part in {"g_idx", "shape"})
+
+
+def _args_by_base(entry: QuantizedModule) -> dict[str, QuantizationArgs]:
+    scheme = entry.scheme
+    if entry.is_attention:
+        bases = ("q", "k", "v") if entry.has_group else ("k", "v")
+        return dict.fromkeys(bases, scheme.input_activations)
+    pairs: dict[str, Any] = {
+        "weight": scheme.weights,
+        "input": scheme.input_activations,
+        "output": scheme.output_activations,
+    }
+    return {base: args for base, args in pairs.items() if args is not None}
+
+
+def _expected_parameters(entry: QuantizedModule) -> set[str]:
+    expected = set()
+    for base, args in _args_by_base(entry).items():
+        if args.strategy == QuantizationStrategy.TENSOR_GROUP.value and args.dynamic is not True:
+            expected.add(f"{base}_global_scale")
+        if args.dynamic in (True, DynamicType.LOCAL, DynamicType.LOCAL.value):
+            continue
+        expected.add(f"{base}_scale")
+        if not args.symmetric:
+            expected.add(f"{base}_zero_point")
+    return expected
+
+
+def _check_scales(
+    entry: QuantizedModule, tensors: Mapping[str, Tensor], expected: set[str]
+) -> None:
+    missing = sorted(expected - set(tensors))
+    if missing:
+        raise LifecycleError(
+            f"The module {entry.name} was never calibrated: it has no {', '.join(missing)}. "
+            "Run the recipe on the model before saving it."
+        )
+    for key in sorted(expected):
+        if not key.endswith("_scale"):
+            continue
+        scale = tensors[key]
+        if not is_finite(scale) or float(scale.to(torch.float32).amin()) < 0:
+            raise NonFiniteError(
+                f"The {key} of {entry.name} is not finite or negative, so its values are lost. "
+                "Check the weights and the calibration data that reach this module."
+            )
+
+
+# --------------------
+# Round-trip check that a quantized weight still matches its codes and scales when written.
+#
+# Codes are computed from the weight in memory and the scales that it was rounded with. If the
+# weight was changed since, the file would silently hold another weight than the model.
+
+_OF_A_STEP = 0.25
+_OF_A_FLOAT = 2.0**-6
+"""Off by more of its size, a float of eight bits or fewer was not rounded to one."""
+_OF_A_VALUE = 2.0**-7
+"""Codes less their zero point, and what they stand for, were rounded to the model's dtype:
+bfloat16 may be off by 2^-9 of each, and a scale in it too."""
+_LEAST = 2.0**-12
+
+
+def is_on_grid(entry: QuantizedModule, own: Mapping[str, Tensor]) -> bool:
+    """Return True if a module's weight equals its quantized and dequantized value.
+
+    Args:
+        entry: the module and its scheme.
+        own: own name → tensor, as for :func:`.compress.compress`.
+
+    Returns:
+        True too for a weight that is not rounded yet or has no data.
+    """
+    weights, weight = entry.scheme.weights, own.get("weight")
+    if entry.is_raw or entry.is_attention or weights is None or weight is None:
+        return True
+    if weight.is_meta or weight.ndim != 2 or "weight_scale" not in own:
+        return True
+    grid, wide = grid_of(weights), torch.float32
+    scale = effective_scale(own["weight_scale"].to(wide), own.get("weight_global_scale"))
+    zero = None if weights.symmetric else own["weight_zero_point"]
+    if weights.strategy == "tensor":
+        scale, zero = scale.reshape(1), None if zero is None else zero.reshape(1)
+
+    # the spacing of a dtype's subnormal numbers
+    apart = smallest_of(weight.dtype)
+
+    def far(x: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
+        return _is_off_grid(grid, x.to(wide), scale, zero, apart).to(wide)
+
+    off = compute_codes(weight, scale, zero, far, partition_of(weights), _any_of_row)
+    return not bool(off.any())
+
+
+def warn_off_grid(names: Iterable[str]) -> None:
+    """Warn of weights that changed after they were quantized."""
+    names = list(names)
+    if names:
+        logger.warning(
+            f"Something has changed the weights of {join_names(names)} after they were quantized: "
+            "they are stored as the nearest that their scales can hold, which is not what the "
+            "model in memory computes with. Change weights before the modifier that quantizes them."
+        )
+
+
+def warn_cast(dtype: torch.dtype, before: torch.dtype | None) -> None:
+    """Warn if a model was cast after it was quantized.
+
+    Args:
+        dtype: the model's dtype.
+        before: its dtype when it was quantized; ``None`` if unknown or not quantized.
+    """
+    if before is not None and dtype is not before:
+        names = [str(one).removeprefix("torch.") for one in (before, dtype)]
+        logger.warning(
+            f"The model was cast from {names[0]} to {names[1]} after it was quantized: weights and "
+            "scales were rounded once more, so that readers compute something else than the model "
+            f"in memory. Quantize it in {names[1]} (precision={names[1]!r})."
+        )
+
+
+def _is_off_grid(grid: Grid, x: Tensor, scale: Tensor, zero: Tensor | None, apart: float) -> Tensor:
+    distance = (x - grid.fake_quantize(x, scale, zero)).abs()
+    if grid.kind == "float":
+        return distance > _OF_A_FLOAT * x.abs() + _LEAST * scale + apart / 2
+    return distance > _OF_A_STEP * scale + _OF_A_VALUE * x.abs()
+
+
+def _any_of_row(far: Tensor) -> Tensor:
+    return far.any(-1, keepdim=True)
+
+
+# --------------------
+# Workaround for loading packed zero points, which compressed-tensors does not pack on meta.
+#
+# transformers determines the shape of each tensor by compressing a model on the meta device. There
+# compressed-tensors packs the codes but not the zero points, so its own files do not fit; since
+# transformers 5.23 that fails the load.
+
+_PACKED_STRATEGIES = ("group", "channel")
+_lock = threading.RLock()
+"""The method is one for all threads: what one puts in its place another would put back."""
+
+
+@contextmanager
+def patch_packed_zero_points() -> Iterator[None]:
+    """Let ``from_pretrained`` load packed zero points, whatever the release, inside."""
+    _lock.acquire()
+    own = vars(PackedQuantizationCompressor)["compress"]
+
+    def compress(
+        cls: Any, state_dict: dict[str, Tensor], scheme: QuantizationScheme
+    ) -> dict[str, Tensor]:
+        found: dict[str, Tensor] = own.__func__(cls, state_dict, scheme)
+        zero, scale = found.get("weight_zero_point"), found.get("weight_scale")
+        args = scheme.weights
+        if (
+            args is None
+            or args.symmetric
+            or args.strategy not in _PACKED_STRATEGIES
+            or zero is None
+        ):
+            return found
+        if zero.is_meta and scale is not None and zero.shape == scale.shape:
+            rows = ceil(zero.shape[0] * args.num_bits / 32)
+            found["weight_zero_point"] = torch.empty(
+                (rows, *zero.shape[1:]), dtype=torch.int32, device="meta"
+            )
+        return found
+
+    PackedQuantizationCompressor.compress = classmethod(compress)
+    try:
+        yield
+    finally:
+        PackedQuantizationCompressor.compress = own
+        _lock.release()

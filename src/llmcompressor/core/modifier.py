@@ -1,0 +1,879 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Base class of all compression techniques."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from abc import abstractmethod
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict
+from enum import Enum
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, get_args, get_origin
+
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    PrivateAttr,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
+
+from llmcompressor.core.contract import (
+    CalibrationCost,
+    ComputeCost,
+    DataSize,
+    Granularity,
+    LearningCost,
+    PlannedModule,
+)
+from llmcompressor.core.events import Event, EventType, has_reached
+from llmcompressor.core.state import State
+from llmcompressor.errors import InputError, LifecycleError, RecipeError, TargetError, did_you_mean
+from llmcompressor.logger import logger
+from llmcompressor.modeling.hooks import HooksMixin
+from llmcompressor.modeling.patches import MERGE, modules_with_adapters
+from llmcompressor.runtime.progress import join_names
+
+if TYPE_CHECKING:
+    from torch.nn import Module
+
+__all__ = [
+    "Modifier",
+    "Phase",
+    "RecordedMixin",
+    "declared",
+    "to_recipe_error",
+    "types_in_annotation",
+]
+
+
+# --------------------
+# Property that a subclass may replace by a field of the same name.
+#
+# A property of a base class takes precedence over the instance dictionary, and so over a field of
+# the same name in a subclass, such as ``requires_calibration_data: bool = True``. This descriptor
+# does not: it only supplies the default.
+
+if TYPE_CHECKING:
+    declared = property
+else:
+
+    class declared:  # noqa: N801 - used like property
+        """A property that a subclass may override with a field.
+
+        It exists on instances only: pydantic would warn about a field that shadows one of
+        the class.
+        """
+
+        def __init__(self, default: Callable[[Any], Any]) -> None:
+            self._default = default
+            self.__doc__ = default.__doc__
+
+        def __get__(self, instance: Any, owner: type | None = None) -> Any:
+            if instance is None:
+                raise AttributeError(self._default.__name__)
+            return self._default(instance)
+
+
+# --------------------
+# Field types of modifiers, and error messages for invalid fields.
+
+
+def types_in_annotation(annotation: Any) -> set[Any]:
+    """The set of types that an annotation is made of.
+
+    >>> types_in_annotation(float | list[int] | None) == {float, list, int, type(None)}
+    True
+    """
+    if annotation is Any:
+        return {bool, int, float}
+    if get_origin(annotation) is Literal:
+        return {type(value) for value in get_args(annotation)}
+    annotation = getattr(annotation, "__value__", annotation)  # of a type alias
+    parts = get_args(annotation)
+    outer = getattr(annotation, "__origin__", None) if parts else annotation
+    kinds = {kind for part in parts for kind in types_in_annotation(part)}
+    return kinds | {outer} if isinstance(outer, type) else kinds
+
+
+def to_recipe_error(cls: type[BaseModel], error: ValidationError) -> RecipeError:
+    """Turn a pydantic error into a ``RecipeError`` that lists the problems of each field."""
+    problems: dict[str, list[str]] = {}
+    remedies: list[str] = []
+    unknown: list[str] = []
+    for detail in error.errors(include_url=False):
+        field = str(detail["loc"][0]) if detail["loc"] else ""
+        cause = detail.get("ctx", {}).get("error")
+        if detail["type"] == "extra_forbidden":
+            reason = "it has no such field"
+            unknown.append(field)
+        elif detail["type"] == "missing":
+            reason = "it is required"
+            remedies.append(f"Give {field}.")
+        elif isinstance(cause, InputError):
+            reason = cause.problem.rstrip(".")
+            remedies.append(cause.remedy)
+        else:
+            reason = str(cause or detail["msg"]).rstrip(".")
+            if field:
+                reason += f" (given: {detail['input']!r})"
+                remedies.append(_default_hint(cls, field))
+        problems.setdefault(field, []).append(reason)
+    told = [
+        (f"field {field!r}: " if field else "") + ", or ".join(dict.fromkeys(reasons))
+        for field, reasons in problems.items()
+    ]
+    said = " ".join(dict.fromkeys(filter(None, [_nearest_fields(cls, unknown), *remedies])))
+    return RecipeError(f"{cls.__name__}: {'; '.join(told)}.", said)
+
+
+def _default_hint(cls: type[BaseModel], field: str) -> str:
+    known = cls.model_fields.get(field)
+    if known is None or known.is_required():
+        return f"Correct {field}."
+    default = known.get_default(call_default_factory=True, validated_data={})
+    return f"Correct {field}, or leave it out for its default, {default!r}."
+
+
+def _nearest_fields(cls: type[BaseModel], unknown: Sequence[str]) -> str:
+    """Suggest close matches for each unknown field, then list all fields once."""
+    if not unknown:
+        return ""
+    fields = sorted(cls.model_fields)
+    hints = {field: did_you_mean(field, fields) for field in unknown}
+    near = {field: hint for field, hint in hints.items() if not hint.startswith("Choose")}
+    if not near:
+        return hints[unknown[0]]
+    if len(unknown) > 1:  # name the field that each hint is for
+        near = {field: f"For {field!r}, d{hint[1:]}" for field, hint in near.items()}
+    return f"{' '.join(near.values())} The fields are: {', '.join(fields)}."
+
+
+# --------------------
+# Base class of all compression techniques.
+
+
+class Phase(Enum):
+    """Lifecycle phases of a modifier, in order."""
+
+    CREATED = "created"
+    INITIALIZED = "initialized"
+    STARTED = "started"
+    ENDED = "ended"
+    FINALIZED = "finalized"
+
+
+_LIKE_A_METHOD = 0.8
+"""How much like one of the lifecycle a name must be: the share of letters in common."""
+
+
+def _phase_property(phase: Phase) -> property:
+    """Property that reads, enters or clears one phase of a modifier."""
+
+    def read(modifier: Modifier) -> bool:
+        return phase in modifier._passed
+
+    def write(modifier: Modifier, entered: bool) -> None:
+        left = tuple(one for one in modifier._passed if one is not phase)
+        modifier._passed = (*left, phase) if entered else left
+
+    return property(read, write, doc=f"The same as ``{phase.value}``.")
+
+
+class Modifier(HooksMixin):
+    """A technique that changes a model; its fields are its arguments in a recipe.
+
+    A subclass implements :meth:`on_initialize` and whichever of the other ``on_…`` methods it
+    needs. The lifecycle calls :meth:`initialize`, :meth:`update_event` and :meth:`finalize`; these
+    track the phase and call the ``on_…`` methods.
+
+    Everything that a pipeline has to know about a modifier is declared here, as class data or
+    properties. A subclass may have fields instead of properties: ``requires_calibration_data``,
+    ``finest_granularity``, ``takes_whole_blocks``, ``propagates_error``, ``twin_streams``,
+    ``surveys_first``, ``must_precede`` and :meth:`calibrated_modules`.
+
+    Attributes:
+        index: position in the recipe, if it is given there.
+        group: recipe group that the modifier belongs to.
+        start: when to start, in epochs if the run has them, else in optimizer steps.
+        end: when to end, in the same unit.
+        update: interval between updates, in the same unit.
+        propagates_error: later modules are calibrated with this modifier's error in their inputs.
+        run_types: the kinds of run that it works in: ``oneshot``, ``train``, or both.
+        renamed: field name of an earlier release → current name; both are accepted.
+        moved: field of an earlier release without effect → its replacement, which a warning names.
+        idle_types: kinds of run in which it has nothing to do and is left out with a warning.
+        must_precede: names of modifier classes that may not come before it in a recipe.
+        needs_later: names of modifier classes, one of which has to come later in the recipe.
+        rewrites_inputs: it changes inputs that others would collect in the same pass, so that they
+            have to run in a later pass.
+        joins: names of modifier classes whose pass it shares, module by module, if it comes after
+            them, although each needs data.
+        uses_teacher: it learns from the session's teacher, so tokens without a label count too.
+        changes_weights: it changes weights of the model. In a training each process's shard then
+            has to be the weight itself, and the model may have no adapters.
+    """
+
+    model_config = ConfigDict(extra="forbid", ignored_types=(declared,))
+
+    propagates_error: ClassVar[bool] = True
+    run_types: ClassVar[frozenset[str]] = frozenset({"oneshot", "train"})
+    renamed: ClassVar[Mapping[str, str]] = MappingProxyType({})
+    moved: ClassVar[Mapping[str, str]] = MappingProxyType({})
+    idle_types: ClassVar[frozenset[str]] = frozenset()
+    must_precede: ClassVar[frozenset[str]] = frozenset()
+    needs_later: ClassVar[frozenset[str]] = frozenset()
+    rewrites_inputs: ClassVar[bool] = False
+    joins: ClassVar[frozenset[str]] = frozenset()
+    leaves_open: ClassVar[bool] = False
+    begins_a_pass: ClassVar[bool] = False
+    needs_time: ClassVar[bool] = False
+    uses_teacher: ClassVar[bool] = False
+    changes_weights: ClassVar[bool] = False
+
+    index: int | None = None
+    group: str | None = None
+    start: float | None = None
+    end: float | None = None
+    update: float | None = None
+
+    # All phases entered, so that a finalized modifier still knows if it has started.
+    _passed: tuple[Phase, ...] = PrivateAttr((Phase.CREATED,))
+    _latest: Event | None = PrivateAttr(None)
+    _is_given_data: bool = PrivateAttr(False)
+
+    if not TYPE_CHECKING:  # type checkers see the constructor that pydantic derives
+
+        def __init__(self, **fields: Any) -> None:
+            try:
+                super().__init__(**fields)
+            except ValidationError as error:
+                raise to_recipe_error(type(self), error) from error
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
+        """Warn about methods named almost like lifecycle hooks, which are never called."""
+        super().__pydantic_init_subclass__(**kwargs)
+        known = [name for name in vars(Modifier) if name.startswith("on_")]
+        for name in (name for name in vars(cls) if name.startswith("on")):
+            near = difflib.get_close_matches(name, known, n=1, cutoff=_LIKE_A_METHOD)
+            if near and not hasattr(Modifier, name):
+                logger.warning(
+                    f"The lifecycle calls no {cls.__name__}.{name}. Did you mean {near[0]}?"
+                )
+
+    @classmethod
+    def model_validate(cls, obj: Any, **kwargs: Any) -> Self:
+        """Validate as pydantic does, but raise a ``RecipeError`` for a wrong field."""
+        try:
+            return super().model_validate(obj, **kwargs)
+        except ValidationError as error:
+            raise to_recipe_error(cls, error) from error
+
+    @model_validator(mode="before")
+    @classmethod
+    def _rename_legacy_fields(cls, given: Any) -> Any:
+        """Map field names of earlier releases to their current names."""
+        if not isinstance(given, Mapping) or not given.keys() & cls.renamed.keys():
+            return given
+        for old in given.keys() & cls.renamed.keys():
+            if (new := cls.renamed[old]) in given:
+                raise ValueError(f"{old} is the earlier name of {new}, and both are given")
+        return {cls.renamed.get(name, name): value for name, value in given.items()}
+
+    @classmethod
+    def from_fields(cls, **fields: Any) -> list[Modifier]:
+        """The modifiers that a recipe entry with these fields expands to: usually one."""
+        return [cls(**fields)]
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _refuse_bool_for_number(cls, given: Any, info: ValidationInfo) -> Any:
+        """Refuse a boolean for a number: pydantic would convert it."""
+        kinds = types_in_annotation(cls.model_fields[str(info.field_name)].annotation)
+        if isinstance(given, bool) and bool not in kinds and kinds & {int, float}:
+            raise ValueError("it is a number, not true or false")
+        return given
+
+    @model_validator(mode="after")
+    def _refuse_empty_names(self) -> Self:
+        """Refuse empty names and patterns, which would match the whole model."""
+        for field in ("targets", "ignore"):
+            given = getattr(self, field, None)
+            if given == "" and field == "ignore":
+                continue  # an empty string ignores nothing
+            named = [given] if isinstance(given, str) else given
+            if isinstance(named, list | tuple) and any(one in ("", "re:") for one in named):
+                raise RecipeError(
+                    f"{field} is {given!r}: an empty name or pattern stands for the whole model",
+                    "Give a name, a class name such as Linear, or a 're:' pattern; 're:.*' means "
+                    "all.",
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _check_numbers(self) -> Self:
+        for name in ("start", "end", "update"):
+            value = getattr(self, name)
+            if value is not None and math.isnan(value):
+                raise RecipeError(f"{name} is not a number (nan).", f"Give {name} as one.")
+        return self
+
+    @model_validator(mode="after")
+    def _check_window(self) -> Self:
+        if self.start is not None and self.end is not None and self.end < self.start:
+            raise RecipeError(
+                f"end ({self.end:g}) lies before start ({self.start:g})",
+                "Leave out the end for a modifier that never ends by itself.",
+            )
+        return self
+
+    # ---- traits that pipelines read
+
+    @declared
+    def requires_calibration_data(self) -> bool:
+        """Return True if calibration data has to run through the model."""
+        return self._is_given_data
+
+    def be_given_data(self) -> None:
+        """Request that calibration data run through the model for this modifier.
+
+        It has no effect on a class that overrides :attr:`requires_calibration_data`.
+        """
+        self._is_given_data = True
+
+    @declared
+    def learns_first(self) -> bool:
+        """Return True if it consumes the calibration batches itself when its pass begins.
+
+        No data is run through the model for it then. It begins a pass, so that it finds the model
+        as all modifiers before it have left it.
+        """
+        return False
+
+    @declared
+    def collects(self) -> bool:
+        """Return True if a pipeline has to run data through the model for it."""
+        return self.requires_calibration_data and not self.learns_first
+
+    @declared
+    def finest_granularity(self) -> Granularity:
+        """The smallest part of a model that this modifier can work on at a time."""
+        return Granularity.BLOCK
+
+    @declared
+    def takes_whole_blocks(self) -> bool:
+        """Return True if it works on the model's own blocks, whatever sequential targets are given.
+
+        It works neither on parts of blocks nor on modules that hold several. Its finest granularity
+        is the block then.
+        """
+        return False
+
+    def undivided(self, state: State) -> Sequence[Module]:
+        """Modules within which a forward may not be paused; only their boundaries can be stops."""
+        return ()
+
+    @declared
+    def twin_streams(self) -> bool:
+        """Return True if it needs the original model's inputs alongside the compressed one's."""
+        return False
+
+    def accepts_unreached(self, name: str) -> bool:
+        """Return True if it can process the module ``name`` although no token reached it."""
+        return False
+
+    @declared
+    def observing_steps(self) -> int:
+        """Number of optimizer steps of a training that it only observes, from its start on."""
+        return 0
+
+    @declared
+    def runs_to_end(self) -> bool:
+        """Return True if it observes modules up to the end of the model's forward."""
+        return False
+
+    def calibrated_modules(self, state: State) -> list[Module]:
+        """The modules whose inputs or outputs this modifier observes."""
+        return []
+
+    def means(self, name: str, module: Module, holders: Mapping[str, Module]) -> bool:
+        """Return True if its targets would match a Linear called ``name``.
+
+        This decides whether experts that are stored as stacks are unfused. A modifier without
+        targets of its own returns False and takes the layout that the others need.
+
+        Args:
+            name: name of an expert's Linear.
+            module: a placeholder for it.
+            holders: the modules that would contain it, by name, for targets that match containers.
+        """
+        return False
+
+    @declared
+    def means_unservable(self) -> bool:
+        """Return True if its fields explicitly request an output that no server loads."""
+        return False
+
+    @declared
+    def devices(self) -> Mapping[str, str]:
+        """Field → the device that it names, which the machine has to have."""
+        return {}
+
+    @declared
+    def writes(self) -> Mapping[str, str]:
+        """Field → the file that it names, which is written in addition to the output."""
+        return {}
+
+    def registered(self, model: Module) -> Any:
+        """Values registered for the class of ``model`` in place of fields, as JSON values.
+
+        They determine the result as fields do, but are not part of the recipe.
+        """
+        del model
+
+    @declared
+    def works_by_block(self) -> bool:
+        """Return True if :meth:`finish` completes single blocks; others need not be loaded."""
+        return False
+
+    @declared
+    def surveys_first(self) -> bool:
+        """Return True if it needs a pass over all data that changes nothing before its own."""
+        return False
+
+    @declared
+    def changes_at_once(self) -> bool:
+        """Return True if a pass continues with the changed module.
+
+        Otherwise the module stays as it was until all passes have left its block.
+        """
+        return True
+
+    @declared
+    def changes_structure(self) -> bool:
+        """Return True if it has an :meth:`outline`, so parts of the model will be removed."""
+        return type(self).outline is not Modifier.outline
+
+    def outline(self, state: State) -> None:
+        """Change a model's structure as the run will, independently of the weights' values.
+
+        Called after :meth:`initialize` and undone later: subsequent modifiers are initialized, and
+        the output is predicted, on that structure. Parameters may be on the meta device, and have
+        to be replaced, not written to; the configuration is changed with them.
+        """
+
+    def rehearse(self, model: Any, build: Callable[[int], Any]) -> str:
+        """Check without weights whether it would refuse the model for what it computes.
+
+        Args:
+            model: the model that it was initialized on, without weights.
+            build: builds a small model of the same class, with random weights from a seed.
+
+        Returns:
+            The reason why that is unknown, as a clause; empty if it would accept the model.
+
+        Raises:
+            TargetError: it would refuse the model, whatever the weights are.
+        """
+        return ""
+
+    def check_data(self, batches: Sequence[Mapping[str, Any]], *, use_loss_mask: bool) -> None:
+        """Refuse calibration data that is unusable for this modifier, before any work is done.
+
+        It need not be initialized.
+
+        Args:
+            batches: all of them.
+            use_loss_mask: only tokens whose ``loss_mask`` in a batch is 1 count.
+
+        Raises:
+            DatasetError: names what is missing.
+        """
+
+    def planned(self, state: State) -> list[PlannedModule]:
+        """The planned storage of the modules, before anything was done to them."""
+        return []
+
+    def effort(self, modules: Sequence[Module], data: DataSize) -> CalibrationCost:
+        """Estimate the cost of calibrating and solving ``modules``, which share one input.
+
+        Args:
+            modules: some of :meth:`calibrated_modules`; their weights may be on the meta device.
+            data: the calibration data.
+        """
+        return CalibrationCost()
+
+    def work(self, modules: Sequence[Module], data: DataSize) -> ComputeCost:
+        """Estimate the compute for a part of the model that :meth:`effort` does not count.
+
+        Args:
+            modules: modules of the part; their weights may be on the meta device.
+            data: the calibration data.
+        """
+        return ComputeCost()
+
+    def learning(self) -> LearningCost | None:
+        """The cost of learning, if it :attr:`learns_first`."""
+        return None
+
+    def making(self, modules: Sequence[Module]) -> CalibrationCost:
+        """Estimate the cost of recomputing the weights of ``modules`` once while it learns.
+
+        Args:
+            modules: modules of a part of the model; their weights may be on the meta device.
+
+        Returns:
+            ``solve``: multiply-adds. ``visits``: passes over single weights. ``statistics``: bytes
+            of the recomputed weights. ``workspace``: further bytes while one weight, or its
+            gradient, is computed.
+        """
+        return CalibrationCost()
+
+    def beside(self, modules: Sequence[Module], *, together: bool) -> int:
+        """Peak bytes held in addition to the weights that it reads or changes without data.
+
+        Args:
+            modules: modules of a part of the model; their weights may be on the meta device.
+            together: the part is a block; otherwise it is what lies outside of all blocks.
+        """
+        return 0
+
+    def as_written(self, state: State) -> AbstractContextManager[None]:
+        """While the body runs, the model holds the extra tensors that this will have written."""
+        del state
+        return nullcontext()
+
+    def finish(self, state: State, modules: Iterable[Module], *, written: bool = False) -> None:
+        """Bring ``modules``, which have seen all data, into the form in which they are stored.
+
+        Called for the modules of a block before it is freed, if :attr:`works_by_block`.
+
+        Args:
+            state: state of the run.
+            modules: the modules to finish.
+            written: they are packed right away by the writer, which rounds what is not rounded.
+        """
+
+    def adopt(self, state: State, modules: Iterable[Module]) -> None:
+        """Mark ``modules`` as finished: an earlier run has written them."""
+
+    def report(self) -> dict[str, Any]:
+        """The report of the work done, by module name; empty for nothing."""
+        return {}
+
+    def report_of(self, names: Container[str]) -> dict[str, Any]:
+        """The part of :meth:`report` for ``names``, requested when a block is done."""
+        return {name: record for name, record in self.report().items() if name in names}
+
+    def figures(self, state: State) -> dict[str, float]:
+        """Metrics of this training step to log, by tag: a sparsity, a loss."""
+        return {}
+
+    # ---- state in a training checkpoint
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state that a resumed training cannot recompute.
+
+        It may hold tensors, numbers, strings, and dictionaries and lists of these; phases are saved
+        separately.
+        """
+        return {}
+
+    def load_state_dict(self, state: State, saved: Mapping[str, Any]) -> None:
+        """Restore what :meth:`state_dict` returned.
+
+        Called after :meth:`initialize`, with the phases restored. ``on_start`` is not called again,
+        so hooks that it registered have to be registered here.
+
+        Args:
+            state: state of the run; its model has the weights of the checkpoint.
+            saved: what :meth:`state_dict` returned, on the CPU.
+        """
+
+    # ---- phases
+
+    @property
+    def phase(self) -> Phase:
+        """The current phase of this modifier."""
+        return self._passed[-1]
+
+    @property
+    def passed_phases(self) -> tuple[str, ...]:
+        """Names of all phases that were entered, for a checkpoint."""
+        return tuple(phase.value for phase in self._passed)
+
+    @property
+    def initialized(self) -> bool:
+        """Return True if it was initialized."""
+        return Phase.INITIALIZED in self._passed
+
+    @property
+    def started(self) -> bool:
+        """Return True if it has started."""
+        return Phase.STARTED in self._passed
+
+    @property
+    def ended(self) -> bool:
+        """Return True if it has ended."""
+        return Phase.ENDED in self._passed
+
+    @property
+    def finalized(self) -> bool:
+        """Return True if it was finalized."""
+        return Phase.FINALIZED in self._passed
+
+    # Modifiers written for earlier releases set these. Properties, not fields.
+    initialized_ = _phase_property(Phase.INITIALIZED)  # type: ignore[pydantic-field]
+    started_ = _phase_property(Phase.STARTED)  # type: ignore[pydantic-field]
+    ended_ = _phase_property(Phase.ENDED)  # type: ignore[pydantic-field]
+    finalized_ = _phase_property(Phase.FINALIZED)  # type: ignore[pydantic-field]
+
+    # ---- called by the lifecycle
+
+    def initialize(self, state: State, **kwargs: Any) -> None:
+        """Prepare for a run; start at once if the schedule starts at the first step.
+
+        Raises:
+            TargetError: it changes weights, and the model has adapters.
+            LifecycleError: it was initialized or finalized before, or reports a failure.
+        """
+        self._expect_not(Phase.FINALIZED, "initialized")
+        self._expect_not(Phase.INITIALIZED, "initialized")
+        self._warn_of_moved_fields()
+        if self.changes_weights:
+            self._check_adapters(state.model)
+        try:
+            self._initialize(state, kwargs)
+        except BaseException:
+            self.remove_hooks()
+            raise
+
+    def _initialize(self, state: State, given: Mapping[str, Any]) -> None:
+        if not self.on_initialize(state, **given):
+            raise LifecycleError(
+                f"{self._name}.on_initialize did not return true: it reports a failure, or "
+                "lacks a `return True`."
+            )
+        self._enter(Phase.INITIALIZED)
+        event = _first_event(EventType.INITIALIZE, state)
+        if self.should_start(event) and not state.resumes:
+            self._start(state, event, given)
+
+    def _warn_of_moved_fields(self) -> None:
+        for field, instead in self.moved.items():
+            if field in self.model_fields_set and getattr(self, field) is not None:
+                logger.warning(f"The field {field!r} of {self._name} has no effect: {instead}")
+
+    def _check_adapters(self, model: Any) -> None:
+        adapted = [] if model is None else modules_with_adapters(model)
+        if adapted:
+            raise TargetError(
+                f"{self._name} changes weights, and the model has adapters (PEFT) at "
+                f"{join_names(adapted)}: only these would be trained and saved.",
+                f"{MERGE} Distillation works beside them.",
+            )
+
+    def resume(self, state: State, phases: Iterable[str], saved: Mapping[str, Any]) -> None:
+        """Resume from a checkpoint, with its phases and state.
+
+        Args:
+            state: state of the run.
+            phases: :attr:`passed_phases` of the checkpoint.
+            saved: what :meth:`state_dict` returned.
+
+        Raises:
+            LifecycleError: it was not initialized, or was finalized.
+        """
+        self._expect_initialized("resumed")
+        self._expect_not(Phase.FINALIZED, "resumed")
+        self._passed = tuple(Phase(name) for name in phases)
+        self.load_state_dict(state, saved)
+
+    def update_event(self, state: State, event: Event, **kwargs: Any) -> None:
+        """Handle an event of the run.
+
+        Raises:
+            LifecycleError: it was not initialized, or was finalized.
+        """
+        self._expect_initialized("updated")
+        self._expect_not(Phase.FINALIZED, "updated")
+        self._latest = event
+        self.on_event(state, event, **kwargs)
+        if not self._calibrate(state, event, kwargs):
+            self._follow_schedule(state, event, kwargs)
+
+    def finalize(self, state: State, **kwargs: Any) -> None:
+        """End if it has not ended yet, clean up, and remove every hook.
+
+        Raises:
+            LifecycleError: it was not initialized, was finalized before, or reports a failure.
+        """
+        self._expect_not(Phase.FINALIZED, "finalized")
+        self._expect_initialized("finalized")
+        try:
+            if self.started and not self.ended:
+                latest = self._latest or _first_event(EventType.FINALIZE, state)
+                self._end(state, latest.new_instance(type_=EventType.FINALIZE), kwargs)
+            # None is accepted: a long run is not lost for a forgotten `return`.
+            if self.on_finalize(state, **kwargs) is False:
+                raise LifecycleError(f"{self._name}.on_finalize reports a failure.")
+        finally:
+            self.remove_hooks()
+        self._enter(Phase.FINALIZED)
+
+    def should_start(self, event: Event) -> bool:
+        """Return True if the index of ``event`` lies in ``[start, end)``; never without a start."""
+        if self.start is None:
+            return False
+        return has_reached(event.current_index, self.start) and not self.should_end(event)
+
+    def should_end(self, event: Event) -> bool:
+        """Return True if the index of ``event`` has reached ``end``; never without an end."""
+        return self.end is not None and has_reached(event.current_index, self.end)
+
+    # ---- implemented by techniques
+
+    @abstractmethod
+    def on_initialize(self, state: State, **kwargs: Any) -> bool:
+        """Prepare for the run.
+
+        Returns:
+            True when the modifier is ready.
+        """
+
+    def on_all_initialized(self, state: State) -> None:
+        """Called when every modifier of the recipe is initialized, so their targets are known."""
+
+    def on_finalize(self, state: State, **kwargs: Any) -> bool:
+        """Clean up at the end of the run.
+
+        Returns:
+            False only if that failed.
+        """
+        return True
+
+    def on_event(self, state: State, event: Event, **kwargs: Any) -> None:
+        """Called with every event, before any other hook."""
+
+    def on_start(self, state: State, event: Event, **kwargs: Any) -> None:
+        """Called once, when the schedule reaches ``start``."""
+
+    def on_update(self, state: State, event: Event, **kwargs: Any) -> None:
+        """Called with every training event from start to end."""
+
+    def on_end(self, state: State, event: Event, **kwargs: Any) -> None:
+        """Called once, when the schedule reaches ``end``, or at finalization at the latest."""
+
+    def on_calibration_start(self, state: State, event: Event, **kwargs: Any) -> None:
+        """Called before the first calibration batch."""
+
+    def on_sequential_epoch_end(
+        self, state: State, event: Event, modules: Iterable[Module], **kwargs: Any
+    ) -> None:
+        """Called when ``modules`` have seen all calibration batches."""
+
+    def on_calibration_end(self, state: State, event: Event, **kwargs: Any) -> None:
+        """Called after the last calibration batch."""
+
+    # ---- inner workings
+
+    @property
+    def _name(self) -> str:
+        return type(self).__name__
+
+    def _enter(self, phase: Phase) -> None:
+        if phase not in self._passed:
+            self._passed = (*self._passed, phase)
+
+    def _expect_initialized(self, what: str) -> None:
+        if not self.initialized:
+            raise LifecycleError(
+                f"{self._name} cannot be {what}: it is not initialized. Call initialize first."
+            )
+
+    def _expect_not(self, phase: Phase, what: str) -> None:
+        if phase in self._passed:
+            raise LifecycleError(
+                f"{self._name} cannot be {what}: it was {phase.value} before. "
+                "Create a new one for another run."
+            )
+
+    def _calibrate(self, state: State, event: Event, kwargs: Mapping[str, Any]) -> bool:
+        """Dispatch a calibration event; return False for any other event."""
+        if event.type_ is EventType.CALIBRATION_EPOCH_START:
+            self.on_calibration_start(state, event, **kwargs)
+            self._enter(Phase.STARTED)
+        elif event.type_ is EventType.SEQUENTIAL_EPOCH_END:
+            self.on_sequential_epoch_end(state, event, **{"modules": [], **kwargs})
+        elif event.type_ is EventType.CALIBRATION_EPOCH_END:
+            self.on_calibration_end(state, event, **kwargs)
+            self._enter(Phase.ENDED)
+        else:
+            return False
+        return True
+
+    def _follow_schedule(self, state: State, event: Event, kwargs: Mapping[str, Any]) -> None:
+        at_start = event.type_ is EventType.BATCH_START
+        at_end = event.type_ is EventType.BATCH_END
+        if at_start and not self.started and self.should_start(event):
+            self._start(state, event, kwargs)
+        elif at_end and self._is_running and self.should_end(event):
+            self._end(state, event, kwargs)
+        elif (at_start or at_end) and self._window_was_missed(event):
+            self._start(state, event, kwargs)
+            self._end(state, event, kwargs)
+        elif not self._is_running:
+            return
+        self.on_update(state, event, **kwargs)
+
+    @property
+    def _is_running(self) -> bool:
+        return self.started and not self.ended
+
+    def _window_was_missed(self, event: Event) -> bool:
+        """Return True if the whole window has passed without a batch that began inside it."""
+        untouched = not self.started and not self.ended
+        return untouched and self.start is not None and self.should_end(event)
+
+    def _start(self, state: State, event: Event, kwargs: Mapping[str, Any]) -> None:
+        self.on_start(state, event, **kwargs)
+        self._enter(Phase.STARTED)
+
+    def _end(self, state: State, event: Event, kwargs: Mapping[str, Any]) -> None:
+        self.on_end(state, event, **kwargs)
+        self._enter(Phase.ENDED)
+
+
+def _first_event(kind: EventType, state: State) -> Event:
+    """An event at index 0, before any step."""
+    return Event(
+        type_=kind, steps_per_epoch=state.steps_per_epoch, batches_per_step=state.batches_per_step
+    )
+
+
+# --------------------
+# Mixin for modifiers that keep one record per module.
+
+
+class RecordedMixin:
+    """Report dataclass records as plain dictionaries; has to precede ``Modifier`` in the bases."""
+
+    @property
+    def records(self) -> Mapping[str, Any]:
+        """Records by module name."""
+        raise NotImplementedError
+
+    def report(self) -> dict[str, Any]:
+        """The fields of every record, by module name."""
+        return {name: asdict(record) for name, record in self.records.items()}
+
+    def report_of(self, names: Container[str]) -> dict[str, Any]:
+        """The fields of the records of ``names``."""
+        found = self.records.items()
+        return {name: asdict(record) for name, record in found if name in names}

@@ -1,0 +1,434 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Conversion of rows to samples: preprocessing, tokenization, labels, padding and checks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from llmcompressor.args import DatasetArguments
+from llmcompressor.datasets.preprocess import (
+    ChatRenderer,
+    NoTokenizerError,
+    RowPreparer,
+    check_placeholders,
+    find_chat_fault,
+    resolve_media,
+)
+from llmcompressor.datasets.rows import Row
+from llmcompressor.datasets.samples import (
+    MAIN_INPUTS,
+    SEQUENCES,
+    Sample,
+    add_labels,
+    check_token_ids,
+    from_processor,
+    from_tokenized,
+    num_tokens,
+    pad,
+    token_list,
+    truncate,
+    without_batch_axis,
+)
+from llmcompressor.datasets.tokenizer import Encoder, pad_id_of, padding_side_of, tokenizer_of
+from llmcompressor.errors import DatasetError
+from llmcompressor.logger import logger
+
+__all__ = ["Packer", "Preparation", "SampleMaker"]
+
+
+# --------------------
+# Settings for the conversion of raw rows to samples.
+
+_NO_LIMIT = 1 << 24
+"""Tokenizers without a limit say so with a number beyond any sequence."""
+
+
+@dataclass(frozen=True)
+class Preparation:
+    """Settings for the conversion of rows to samples.
+
+    Attributes:
+        args: the user's arguments.
+        processor: the tokenizer or processor; may be ``None`` for tokenized data.
+        name: name of the data in messages.
+        template: a registered data set's function from a row to text.
+        model_input_names: the inputs that the model takes; empty if unknown.
+        main_inputs: names of inputs; a row that has one of them needs no processor.
+        vocab_size: rows of the model's embedding; ``None`` if unknown.
+        model_max_length: maximum number of tokens of the model; ``None`` if unknown.
+        for_training: add labels.
+        in_table: the model has a table of ``model_max_length`` positions, and fails beyond.
+    """
+
+    args: DatasetArguments
+    processor: Any = None
+    name: str = "The data"
+    template: Callable[[Row], Mapping[str, Any]] | None = None
+    model_input_names: Collection[str] = ()
+    main_inputs: frozenset[str] = MAIN_INPUTS
+    vocab_size: int | None = None
+    model_max_length: int | None = None
+    for_training: bool = False
+    in_table: bool = False
+
+    @property
+    def model_limit(self) -> int | None:
+        """Maximum number of tokens of the model and the tokenizer; ``None`` if unlimited."""
+        tokenizer_limit = getattr(tokenizer_of(self.processor), "model_max_length", None)
+        limits = [
+            limit
+            for limit in (self.model_max_length, tokenizer_limit)
+            if isinstance(limit, int) and 0 < limit < _NO_LIMIT
+        ]
+        return min(limits, default=None)
+
+    @property
+    def max_length(self) -> int | None:
+        """Maximum number of tokens of a sample, by the user, the model and the tokenizer."""
+        limits = (self.model_limit, self.args.max_seq_length)
+        return min((limit for limit in limits if limit is not None), default=None)
+
+
+# --------------------
+# Conversion of rows to samples: preprocessing, tokenization, labels, padding and checks.
+
+
+class SampleMaker:
+    """Converts rows to samples, and counts those that are empty or too long for the model."""
+
+    def __init__(self, preparation: Preparation) -> None:
+        self._it = preparation
+        args = preparation.args
+        self._rows = RowPreparer(
+            function=args.preprocessing_func,
+            template=preparation.template,
+            text_column=args.text_column,
+            remove_columns=args.remove_columns,
+            chat=ChatRenderer(preparation.processor),
+            main_inputs=preparation.main_inputs,
+        )
+        self._encoder: Encoder | None = None
+        self._read = self._empty = self._long = self._longest = 0
+        self._first_empty = ""
+        # A user's own collator gets tokenized rows unchanged.
+        self._as_given = (
+            callable(args.data_collator)
+            and not preparation.for_training
+            and not args.concatenate_data
+        )
+
+    def __call__(self, numbered: Sequence[tuple[int, Row]]) -> list[Sample]:
+        """Convert rows to samples; rows without tokens are dropped."""
+        self._read += len(numbered)
+        made: dict[int, Sample] = {}
+        raw: dict[int, Row] = {}
+        for index, given in numbered:
+            where = self._where(index)
+            row = self._rows(given, where)
+            if self._is_tokenized(row, where):
+                made[index] = self._tokenized(row, where)
+            elif not _is_blank(row):
+                raw[index] = row
+        made.update(self._encoded(raw))
+        kept = []
+        for index, _ in numbered:
+            if index in made and num_tokens(made[index]) != 0:
+                check_token_ids(made[index], self._it.vocab_size, self._where(index))
+                kept.append(made[index])
+            else:
+                self._empty += 1
+                self._first_empty = self._first_empty or self._describe_empty(
+                    index, made.get(index)
+                )
+        return kept
+
+    def report(self, samples: int, wanted: int | None, *, packed: bool) -> None:
+        """Warn about dropped and long samples, and raise if no sample is left."""
+        name = self._it.name
+        if not samples and packed and self._read > self._empty:
+            raise DatasetError(
+                f"{name} has fewer than {self._it.max_length} tokens in all, which is one sample.",
+                "Give more data, or a smaller max_seq_length.",
+            )
+        if not samples:
+            problem = f"All {self._read} samples are without tokens" if self._read else "no sample"
+            first = f" ({self._first_empty})" if self._first_empty else ""
+            raise DatasetError(f"{name} is empty: {problem}{first}.", "Give data that holds text.")
+        self._rows.report()
+        if self._empty:
+            logger.warning(f"{name}: {self._empty} samples without tokens are left out.")
+        if self._long:
+            logger.warning(self._describe_long())
+        if wanted is not None and samples < wanted:
+            logger.warning(f"{name}: {wanted} samples were asked for, there are only {samples}.")
+
+    def _where(self, index: int) -> str:
+        return f"{self._it.name}: sample {index}"
+
+    @staticmethod
+    def _describe_empty(index: int, sample: Sample | None) -> str:
+        if sample is None:
+            return f"sample {index} has a text without a word"
+        if not token_list(sample["input_ids"]):
+            return f"sample {index} has empty input_ids"
+        return f"the attention_mask of sample {index} is 0 everywhere"
+
+    def _is_tokenized(self, row: Row, where: str) -> bool:
+        """Return True if a row is tokenized already."""
+        inputs = self._it.main_inputs & row.keys()
+        given = {name for name in inputs if row[name] is not None}
+        if inputs and not given and row.get("text") is None:
+            raise DatasetError(
+                f"{where} has no value (None) in its column {min(inputs)!r}.",
+                "Give the token ids of each sample, or leave such samples out.",
+            )
+        return bool(given) and ("input_ids" in given or "text" not in row)
+
+    def _tokenized(self, row: Row, where: str) -> Sample:
+        if self._as_given:
+            return row
+        sample = from_tokenized(
+            row,
+            self._it.model_input_names,
+            use_loss_mask=self._it.args.use_loss_mask,
+            keep_labels=self._it.for_training,
+            where=where,
+        )
+        if not self._it.for_training:
+            return self._within_limit(sample)
+        prompt = row.get("prompt")
+        ids = self._own_encoder(where).ids(prompt) if isinstance(prompt, str) else None
+        sample = self._within_limit(self._truncate_for_training(add_labels(sample, ids)))
+        return without_batch_axis(sample) if callable(self._it.args.data_collator) else sample
+
+    def _truncate_for_training(self, sample: Sample) -> Sample:
+        """Truncate a training sample to ``max_seq_length``, which training collators do not do."""
+        asked = self._it.args.max_seq_length
+        if asked is None or self._it.args.concatenate_data:
+            return sample
+        return _truncate_sample(sample, asked)
+
+    def _within_limit(self, sample: Sample) -> Sample:
+        """Truncate a tokenized sample to the model's table of positions, and count long samples."""
+        limit = self._it.model_max_length
+        if limit is None or self._it.args.concatenate_data:
+            return sample
+        length = len(sample.get("input_ids", ()))
+        if self._cuts and self._it.args.max_seq_length is not None:
+            length = min(length, self._it.args.max_seq_length)
+        if length <= limit:
+            return sample
+        self._long, self._longest = self._long + 1, max(self._longest, length)
+        if not self._it.in_table:
+            return sample
+        return _truncate_sample(sample, limit)
+
+    def _describe_long(self) -> str:
+        limit = self._it.model_max_length
+        said = (
+            f"{self._it.name}: {self._long} samples that came tokenized have up to "
+            f"{self._longest} tokens, and the model takes {limit}"
+        )
+        if self._it.in_table:
+            return f"{said}: they are cut to {limit}."
+        remedy = f" max_seq_length={limit} cuts them." if self._cuts else ""
+        return f"{said}: they are used as they are.{remedy}"
+
+    @property
+    def _cuts(self) -> bool:
+        """True if samples are truncated to ``max_seq_length``, here or by the collator."""
+        return self._it.for_training or self._it.args.data_collator == "truncation"
+
+    def _encoded(self, rows: Mapping[int, Row]) -> dict[int, Sample]:
+        """Run rows of text, images or audio through the processor."""
+        if not rows:
+            return {}
+        encoder = self._own_encoder(self._where(next(iter(rows))))
+        known = encoder.columns
+        rows = {index: _with_media(row, known, self._where(index)) for index, row in rows.items()}
+        for index, row in rows.items():
+            where = self._where(index)
+            self._rows.check_columns(row, known, where)
+            _check_text(row, where)
+            _check_media(row, self._it.processor, known, where)
+        try:
+            outputs = encoder(list(rows.values()))
+        except DatasetError:
+            raise
+        except Exception as error:
+            first = self._where(next(iter(rows)))
+            raise DatasetError(
+                f"{first} (or one of the {len(rows) - 1} after it) is refused by the "
+                f"processor: {error!r}.",
+                "Check the data, or prepare it in a preprocessing_func.",
+            ) from error
+        return {
+            index: self._finished(output, rows[index], encoder, self._where(index))
+            for index, output in zip(rows, outputs, strict=True)
+        }
+
+    def _finished(
+        self, outputs: Mapping[str, Any], row: Row, encoder: Encoder, where: str
+    ) -> Sample:
+        it = self._it
+        sample = from_processor(
+            outputs, it.model_input_names, keep_labels=it.for_training, where=where
+        )
+        if it.for_training:
+            prompt = row.get("prompt")
+            sample = add_labels(sample, encoder.ids(prompt) if isinstance(prompt, str) else None)
+        if it.args.pad_to_max_length and not it.args.concatenate_data:
+            sample = self._padded(sample)
+        return without_batch_axis(sample) if callable(it.args.data_collator) else sample
+
+    def _padded(self, sample: Sample) -> Sample:
+        length = self._it.max_length
+        if length is None:
+            raise DatasetError(
+                "The length to pad to is not known: the tokenizer has no limit.",
+                "Give max_seq_length.",
+            )
+        pad_id = pad_id_of(self._it.processor, self._it.vocab_size)
+        side = padding_side_of(self._it.processor)
+        return {
+            name: pad(sample, name, length, pad_id=pad_id, side=side)
+            if name in SEQUENCES and isinstance(value, list)
+            else value
+            for name, value in sample.items()
+        }
+
+    def _own_encoder(self, where: str) -> Encoder:
+        if self._encoder is None:
+            if self._it.processor is None:
+                raise NoTokenizerError(
+                    f"{where} is not tokenized, and there is no tokenizer.",
+                    "Give the model's tokenizer, or data with input_ids.",
+                )
+            self._encoder = Encoder(
+                self._it.processor,
+                max_length=self._it.max_length,
+                cut_media=self._it.args.max_seq_length is not None,
+            )
+        return self._encoder
+
+
+def _truncate_sample(sample: Sample, length: int) -> Sample:
+    """Truncate each sequence of a sample to ``length`` tokens."""
+    return {
+        name: truncate(sample, name, length)
+        if name in SEQUENCES and isinstance(value, list)
+        else value
+        for name, value in sample.items()
+    }
+
+
+def _is_blank(row: Row) -> bool:
+    """Return True if a row has nothing but a blank text."""
+    if "text" not in row:
+        return False
+    text = row["text"]
+    media = any(name in row for name in ("images", "image", "audio", "videos", "video"))
+    return not media and (text is None or (isinstance(text, str) and not text.strip()))
+
+
+def _check_text(row: Row, where: str) -> None:
+    text = row.get("text")
+    if text is not None and not isinstance(text, str):
+        turns = isinstance(text, list) and any(isinstance(one, Mapping) for one in text)
+        fault = f": {find_chat_fault(text)}" if turns else ""
+        raise DatasetError(
+            f"{where} has a {type(text).__name__} for its text{fault}.",
+            "Make a string of it with a preprocessing_func, or name another text_column.",
+        )
+    if text is not None and not text.isascii():
+        _check_unicode(text, where)
+
+
+def _with_media(row: Row, known: frozenset[str], where: str) -> Row:
+    try:
+        return resolve_media(row, known)
+    except DatasetError as error:
+        raise DatasetError(f"{where}: {error.problem}", error.remedy) from error
+
+
+def _check_media(row: Row, processor: Any, known: frozenset[str], where: str) -> None:
+    try:
+        check_placeholders(processor, row, known)
+    except DatasetError as error:
+        raise DatasetError(f"{where}: {error.problem}", error.remedy) from error
+
+
+def _check_unicode(text: str, where: str) -> None:
+    """Refuse lone surrogates, which Python strings allow but tokenizers do not."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise DatasetError(
+            f"{where} has {text[error.start]!r} in its text, at {error.start}: it is no character "
+            "by itself.",
+            "Read the text with errors='replace', or clean it in a preprocessing_func.",
+        ) from error
+
+
+# --------------------
+# Packing of samples into sequences of fixed length.
+
+
+class Packer:
+    """Concatenates samples in order and yields pieces of ``length`` tokens.
+
+    Padding is dropped, and so is an incomplete piece at the end.
+    """
+
+    def __init__(self, length: int | None) -> None:
+        if length is None:
+            raise DatasetError(
+                "Data can only be concatenated into pieces of a known length.",
+                "Give max_seq_length.",
+            )
+        self._length = length
+        self._held: Sample = {}
+
+    def __call__(self, samples: Iterable[Sample]) -> Iterator[Sample]:
+        """Add samples and yield the pieces that are complete."""
+        for sample in samples:
+            if not all(isinstance(value, list) for value in sample.values()):
+                raise DatasetError(
+                    "Only text can be concatenated, and the data holds images or sound.",
+                    "Give concatenate_data=False.",
+                )
+            joined = _without_padding(sample)
+            if not self._held:
+                self._held = {name: [] for name in joined}
+            if self._held.keys() != sample.keys():
+                raise DatasetError(
+                    f"Samples with {', '.join(sample)} cannot be joined to samples with "
+                    f"{', '.join(self._held)}.",
+                    "Give all samples the same columns.",
+                )
+            for name, tokens in joined.items():
+                self._held[name] += tokens
+            yield from self._complete()
+
+    def _complete(self) -> Iterator[Sample]:
+        count = min(map(len, self._held.values())) // self._length
+        for start in range(0, count * self._length, self._length):
+            yield {
+                name: tokens[start : start + self._length] for name, tokens in self._held.items()
+            }
+        self._held = {name: tokens[count * self._length :] for name, tokens in self._held.items()}
+
+
+def _without_padding(sample: Sample) -> Sample:
+    """Drop the padding of a sample, which could fill whole pieces between texts."""
+    mask = sample.get("attention_mask")
+    if mask is None or all(mask):
+        return sample
+    return {
+        name: [token for token, real in zip(tokens, mask, strict=True) if real]
+        if len(tokens) == len(mask)
+        else tokens
+        for name, tokens in sample.items()
+    }

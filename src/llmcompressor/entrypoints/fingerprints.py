@@ -1,0 +1,502 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fingerprint of a run: everything that determines its output, so that only the same resumes."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import platform
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+import xxhash
+from torch import Tensor
+from torch.nn import Module, Parameter
+
+from llmcompressor.args import DatasetArguments
+from llmcompressor.checkpoint.side_files import PROCESSOR_FILES
+from llmcompressor.checkpoint.source import CONFIG, SourceInfo, inspect_source
+from llmcompressor.checkpoint.tensor_files import bytes_of
+from llmcompressor.datasets import rows
+from llmcompressor.datasets.source import KIND_NAMES
+from llmcompressor.errors import CheckpointError
+from llmcompressor.modeling.sharded import full_shape, gather_full, local_shard
+from llmcompressor.numerics.products import is_slow_dtype
+from llmcompressor.runtime.registry import normalize_name
+
+__all__ = [
+    "DATA",
+    "WEIGHTS",
+    "Sampling",
+    "data_fingerprint",
+    "file_fingerprint",
+    "folder_fingerprint",
+    "is_result_of",
+    "model_fingerprint",
+    "path_fingerprint",
+    "record_change",
+    "run_fingerprint",
+    "source_fingerprint",
+    "type_fingerprint",
+    "update_with_file",
+    "update_with_tensor",
+    "values_fingerprint",
+]
+
+_LIBRARIES = ("llmcompressor", "torch", "transformers", "compressed-tensors")
+_version = functools.cache(version)  # reads the package's metadata anew each time
+_CALIBRATION = (
+    "pipeline",
+    "sequential_targets",
+    "sequential_granularity",
+    "propagate_error",
+    "use_loss_mask",
+    "moe_calibrate_all_experts",
+    "starved_experts",
+    "min_tokens_per_module",
+)
+"""Arguments that change what is found for a given set of batches."""
+
+
+def run_fingerprint(
+    source: SourceInfo,
+    *,
+    recipe: str | None,
+    batches: Iterable[Mapping[str, Any]] | None,
+    dataset_args: DatasetArguments,
+    dtype: torch.dtype,
+    device: torch.device,
+    output: Mapping[str, Any],
+) -> dict[str, Any]:
+    """Return the fingerprint of a run, the first entry of its journal.
+
+    Args:
+        source: the original checkpoint.
+        recipe: as YAML.
+        batches: calibration batches.
+        dataset_args: calibration arguments.
+        dtype: of the model.
+        device: the device to compute on.
+        output: options that determine how the output is written.
+    """
+    prints: dict[str, Any] = {
+        "source": source_fingerprint(source),
+        "recipe": recipe,
+        "dtype": str(dtype).removeprefix("torch."),
+        "device": device.type,
+        "machine": platform.machine(),
+        "versions": {name: _version(name) for name in _LIBRARIES},
+        "output": dict(output),
+    }
+    if batches is not None:
+        prints["calibration"] = {name: getattr(dataset_args, name) for name in _CALIBRATION}
+        prints["data"] = _data(batches)
+        prints["seed"] = dataset_args.seed
+        if device.type == "cpu":  # it determines the summation order of products
+            prints["threads"] = torch.get_num_threads()
+            prints["widened"] = is_slow_dtype(dtype)
+    return json.loads(json.dumps(prints))  # type: ignore[no-any-return]  # as when read back
+
+
+def source_fingerprint(source: SourceInfo) -> dict[str, str]:
+    """Fingerprint of a checkpoint by file: size and a hash of the header, without the data.
+
+    Args:
+        source: the checkpoint; its ``config.json`` is hashed as a whole.
+    """
+    by_file: dict[str, list[str]] = {}
+    for name, header in source.tensors.items():
+        entry = f"{name} {header.dtype} {header.shape} {header.offset}"
+        by_file.setdefault(str(header.file), []).append(entry)
+    prints = {}
+    for file in sorted(by_file):
+        path = next(h.file for h in source.tensors.values() if str(h.file) == file)
+        digest = xxhash.xxh3_64_hexdigest("\n".join(sorted(by_file[file])).encode())
+        prints[path.name] = f"{path.stat().st_size} bytes, header {digest}"
+    config = source.directory / CONFIG
+    prints[CONFIG] = xxhash.xxh3_64_hexdigest(config.read_bytes())
+    return prints
+
+
+def _data(batches: Iterable[Mapping[str, Any]]) -> str:
+    """Number of batches and a hash of their values."""
+    digest = xxhash.xxh3_128()
+    count = 0
+    for batch in batches:
+        count += 1
+        for name in sorted(batch):
+            value = batch[name]
+            if isinstance(value, Tensor):
+                digest.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
+                digest.update(bytes_of(value.detach().cpu().contiguous()))
+            else:
+                digest.update(f"{name} {value!r}".encode())
+    return f"{count} batches, {digest.hexdigest()}"
+
+
+# --------------------
+# Sampled hashing of large data: small data is hashed completely, larger data in windows.
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """Selection of bytes to hash: all up to a size, else evenly spread windows.
+
+    A change between two windows is not detected.
+
+    Attributes:
+        all_up_to: size in bytes up to which all bytes are hashed.
+        windows: number of windows for larger data, including the first and the last bytes.
+        window: bytes of each window.
+    """
+
+    all_up_to: int
+    windows: int
+    window: int
+
+    def parts(self, nbytes: int) -> Iterator[tuple[int, int]]:
+        """Yield the first byte and the number of bytes of each hashed part.
+
+        >>> list(Sampling(8, 3, 2).parts(8)), list(Sampling(8, 3, 2).parts(100))
+        ([(0, 8)], [(0, 2), (49, 2), (98, 2)])
+        """
+        if nbytes <= self.all_up_to:
+            yield 0, nbytes
+            return
+        for place in range(self.windows):
+            yield place * (nbytes - self.window) // (self.windows - 1), self.window
+
+
+WEIGHTS = Sampling(all_up_to=2**18, windows=16, window=2**12)
+"""Of each tensor of a model."""
+
+DATA = Sampling(all_up_to=2**26, windows=256, window=2**16)
+"""Of each file of a data set."""
+
+
+def update_with_tensor(digest: xxhash.xxh3_128, tensor: Tensor, sampling: Sampling) -> None:
+    """Add the sampled values of a tensor to a hash; only the sampled parts are moved to the CPU.
+
+    Args:
+        digest: hash to update.
+        tensor: any shape and dtype, on any device but meta.
+        sampling: selects the bytes.
+    """
+    flat = tensor.detach().contiguous().reshape(-1)
+    if not flat.numel():
+        return
+    raw = flat.as_strided((flat.numel(),), (1,)).view(torch.uint8)  # one element has any stride
+    parts = [raw[start : start + count] for start, count in sampling.parts(raw.numel())]
+    digest.update(bytes_of(torch.cat(parts).cpu() if len(parts) > 1 else parts[0].cpu()))
+
+
+def update_with_file(
+    digest: xxhash.xxh3_128, file: Path, sampling: Sampling, start: int = 0, nbytes: int = -1
+) -> None:
+    """Add the sampled bytes of a file, or of a range in it, to a hash.
+
+    Args:
+        digest: hash to update.
+        file: the file.
+        sampling: selects the bytes.
+        start: first byte of the range.
+        nbytes: length of the range; negative for the rest of the file.
+    """
+    length = file.stat().st_size - start if nbytes < 0 else nbytes
+    with file.open("rb", buffering=0) as stream:
+        for first, count in sampling.parts(length):
+            stream.seek(start + first)
+            digest.update(stream.read(count))
+
+
+def file_fingerprint(file: Path, sampling: Sampling) -> str:
+    """Return a file's size and a hash of its sampled bytes."""
+    digest = xxhash.xxh3_128()
+    update_with_file(digest, file, sampling)
+    return f"{file.stat().st_size} bytes, {digest.hexdigest()}"
+
+
+# --------------------
+# Fingerprints of model folders and loaded models, from sampled weights.
+#
+# Tensors of up to 256 KiB are hashed completely, larger ones in 16 windows of 4 KiB spread evenly,
+# including the first and the last bytes. That detects other, fine-tuned and merged weights; a
+# change of a few values of a large matrix may lie between the windows.
+
+_NO_MATTER = frozenset(
+    {"_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version", "use_cache"}
+)
+"""Settings that saving and training change, and that decide nothing beside the tensors."""
+
+_changed: WeakKeyDictionary[Module, dict[str, list[dict[str, str]]]] = WeakKeyDictionary()
+"""Model object → as a run has left it → its prints when such runs began."""
+
+
+def model_fingerprint(model: Module) -> dict[str, str]:
+    """Return the fingerprint of a loaded model.
+
+    A model that is sharded over processes is gathered tensor by tensor, so all of them have to
+    call this function.
+
+    Args:
+        model: weights on the meta device count by name, shape and dtype only.
+
+    Returns:
+        ``class``; ``config``, a hash of it, if there is one; ``tensors``, their number and a hash
+        of their names, shapes and dtypes; ``weights``, a hash of their sampled values.
+    """
+    return _fingerprint(_unwrapped(model), gather_full)
+
+
+def folder_fingerprint(folder: Path) -> dict[str, Any]:
+    """Return the fingerprint of a model's folder from all headers and a sample of each tensor.
+
+    Args:
+        folder: if it holds no readable model, sizes and samples of its files are used.
+
+    Returns:
+        ``files``, the size and a hash of the header of each and a hash of ``config.json``;
+        ``weights``, a hash of sampled values; ``processor``, a hash of the tokenizer's or
+        processor's files, if there are any.
+    """
+    try:
+        source = inspect_source(folder, allow_quantized=True)
+    except CheckpointError:  # the loader reports it
+        return {"files": {each.name: file_fingerprint(each, WEIGHTS) for each in _files(folder)}}
+    found: dict[str, Any] = {
+        "files": source_fingerprint(source),
+        "weights": _stored_weights(source),
+    }
+    processor = xxhash.xxh3_128()
+    names = [name for name in sorted(PROCESSOR_FILES) if (folder / name).is_file()]
+    for name in names:
+        processor.update(f"{name} {(folder / name).stat().st_size}\n".encode())
+        processor.update((folder / name).read_bytes())
+    return {**found, "processor": processor.hexdigest()} if names else found
+
+
+def record_change(model: Any, begun: Mapping[str, str] | None) -> None:
+    """Record that a run may have changed a model object, whether it succeeded or failed.
+
+    Args:
+        model: the object; the name of a model is ignored.
+        begun: its fingerprint at the start of the run; ``None`` if none was computed.
+    """
+    model = _unwrapped(model)
+    if begun is None or not isinstance(model, Module):
+        return
+    try:
+        left = _key(model)
+    except RuntimeError:  # of a broken accelerator; the run's own error is raised
+        return
+    known = _changed.setdefault(model, {}).setdefault(left, [])
+    if begun not in known:
+        known.append(dict(begun))
+
+
+def is_result_of(model: Any, begun: Any) -> bool:
+    """Return True if the object is in the state in which a run from that fingerprint left it.
+
+    Args:
+        model: the object.
+        begun: its :func:`model_fingerprint` at the start of the run.
+
+    Returns:
+        ``False`` also if it was changed since by other code.
+    """
+    model = _unwrapped(model)
+    if not isinstance(model, Module) or model not in _changed:
+        return False
+    return begun in _changed[model].get(_key(model), ())
+
+
+def _unwrapped(model: Any) -> Any:
+    """Return the model without torch.compile's wrapper, which renames all parameters."""
+    return getattr(model, "_orig_mod", model)
+
+
+def _key(model: Module) -> str:
+    """Key of a model's state from the local shards, as other processes may have ended."""
+    return json.dumps(_fingerprint(model, local_shard))
+
+
+def _fingerprint(model: Module, values_of: Callable[[Tensor], Tensor]) -> dict[str, str]:
+    names, weights = xxhash.xxh3_128(), xxhash.xxh3_128()
+    count = 0
+    for name, tensor in _tensors(model):
+        count += 1
+        names.update(f"{name} {tensor.dtype} {full_shape(tensor)}\n".encode())
+        values = values_of(tensor)
+        if not values.is_meta and type(values) in (Tensor, Parameter):
+            update_with_tensor(weights, values, WEIGHTS)
+    found = {"class": type(model).__name__}
+    config: Any = getattr(model, "config", None)
+    if hasattr(config, "to_dict"):
+        text = json.dumps(_settings(config.to_dict()), sort_keys=True, default=_kind)
+        found["config"] = xxhash.xxh3_64_hexdigest(text.encode())
+    found["tensors"] = f"{count}, {names.hexdigest()}"
+    found["weights"] = weights.hexdigest()
+    return found
+
+
+def _tensors(model: Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield the parameters and the persistent buffers with their names."""
+    yield from model.named_parameters()
+    for prefix, module in model.named_modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if name not in module._non_persistent_buffers_set:
+                yield f"{prefix}.{name}" if prefix else name, buffer
+
+
+def _settings(config: Any) -> Any:
+    if isinstance(config, Mapping):
+        kept = {str(name): each for name, each in config.items() if name not in _NO_MATTER}
+        return {name: _settings(each) for name, each in kept.items()}
+    return config
+
+
+def _kind(value: Any) -> str:
+    return type(value).__name__
+
+
+def _stored_weights(source: SourceInfo) -> str:
+    digest = xxhash.xxh3_128()
+    for name, header in sorted(source.tensors.items()):
+        digest.update(name.encode())
+        update_with_file(digest, header.file, WEIGHTS, header.offset, header.nbytes)
+    if not source.tensors:  # of another format
+        for file in sorted(source.directory.glob("*.bin")):
+            digest.update(f"{file.name} {file_fingerprint(file, WEIGHTS)}".encode())
+    return digest.hexdigest()
+
+
+def _files(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.iterdir() if path.is_file())
+
+
+# --------------------
+# Fingerprints of data sets, computed without preparing them.
+#
+# ==================================
+# ===============================================================
+# a name of a data set, or on the hub the name
+# a path                              size and hash of each file: of all its bytes up to 64 MiB,
+# else
+#                                     of 256 windows of 64 KiB that lie evenly over it
+# a ``datasets.Dataset``              the fingerprint that the library keeps of it
+# a list, a mapping, a data frame     a hash of its values, down to tensors and images
+# anything else                       its class, and its length if it has one
+# ==================================
+# ===============================================================
+#
+# The last kind are generators, streams, loaders and custom classes: reading them could exhaust
+# them, or yield other values each time.
+
+
+def data_fingerprint(data: Any) -> Any:
+    """Return the fingerprint of a data set as a JSON value.
+
+    Args:
+        data: any value of the argument ``dataset`` or ``dataset_path``.
+    """
+    if data is None:
+        return None
+    if isinstance(data, str | os.PathLike):
+        name = os.fspath(data)
+        known = rows.find(name) is not None or normalize_name(name) in KIND_NAMES
+        return name if known or not Path(name).expanduser().exists() else path_fingerprint(name)
+    if isinstance(data, Mapping) and all(isinstance(name, str) for name in data):
+        return {
+            name: values_fingerprint(each) if _is_value(each) else data_fingerprint(each)
+            for name, each in data.items()
+        }
+    return values_fingerprint(data) if _is_value(data) else type_fingerprint(data)
+
+
+def path_fingerprint(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Fingerprint of a path: ``path`` as given and, if it exists, ``files`` with size and hash."""
+    given, place = os.fspath(path), Path(path).expanduser()
+    if place.is_file():
+        return {"path": given, "files": file_fingerprint(place, DATA)}
+    if not place.is_dir():
+        return {"path": given}
+    digest, count = xxhash.xxh3_128(), 0
+    for file in sorted(one for one in place.rglob("*") if one.is_file()):
+        count += 1
+        digest.update(f"{file.relative_to(place)} {file_fingerprint(file, DATA)}\n".encode())
+    return {"path": given, "files": f"{count} files, {digest.hexdigest()}"}
+
+
+def values_fingerprint(values: Any) -> str:
+    """Fingerprint of values: their type, number and a hash of all of them."""
+    digest = xxhash.xxh3_128()
+    _update(digest, values)
+    size = f" of {len(values)}" if hasattr(values, "__len__") else ""
+    return f"{type(values).__name__}{size}, {digest.hexdigest()}"
+
+
+def type_fingerprint(value: Any) -> str:
+    """Fingerprint of an object without reading it: class, length, and that of ``datasets``."""
+    size = f" of {len(value)}" if hasattr(value, "__len__") else ""
+    return f"{type(value).__name__}{size} {getattr(value, '_fingerprint', '')}".strip()
+
+
+def _is_value(data: Any) -> bool:
+    """Return True if all values are in memory, so that reading them has no side effect."""
+    return isinstance(data, str | list | tuple | Tensor | np.ndarray) or _is_frame(data)
+
+
+def _is_frame(data: Any) -> bool:
+    of_pandas = f"{type(data).__module__}.".startswith("pandas.")
+    return of_pandas and hasattr(data, "to_dict")
+
+
+def _update(digest: xxhash.xxh3_128, value: Any) -> None:
+    """Add a value to a hash, with type and length so that adjacent values stay distinct."""
+    if isinstance(value, Tensor):
+        digest.update(f"tensor {value.dtype} {tuple(value.shape)};".encode())
+        digest.update(bytes_of(value.detach().cpu().contiguous()))
+    elif isinstance(value, np.ndarray) and not value.dtype.hasobject:
+        digest.update(f"array {value.dtype} {value.shape};".encode())
+        digest.update(np.ascontiguousarray(value).data)
+    elif isinstance(value, list | tuple | np.ndarray):
+        _update_with_items(digest, value)
+    elif isinstance(value, Mapping):
+        digest.update(f"mapping {len(value)};".encode())
+        for name, each in value.items():
+            _update(digest, name)
+            _update(digest, each)
+    elif _is_frame(value):
+        _update(digest, value.to_dict("list"))
+    elif isinstance(value, str | bytes):
+        text = value.encode("utf-8", "surrogatepass") if isinstance(value, str) else value
+        digest.update(f"{type(value).__name__} {len(text)};".encode())
+        digest.update(text)
+    elif value is None or isinstance(value, bool | int | float | np.generic):
+        digest.update(f"{value!r};".encode())
+    elif hasattr(value, "tobytes") and hasattr(value, "mode"):  # an image
+        digest.update(f"image {value.mode} {value.size};".encode())
+        digest.update(value.tobytes())
+    else:
+        digest.update(f"{type_fingerprint(value)};".encode())
+
+
+def _update_with_items(digest: xxhash.xxh3_128, items: Any) -> None:
+    digest.update(f"list {len(items)};".encode())
+    if len(items) and type(items[0]) is int:
+        try:
+            digest.update(array("q", items).tobytes())  # token ids: most of a data set
+        except (TypeError, OverflowError):
+            pass
+        else:
+            return
+    for each in items:
+        _update(digest, each)

@@ -1,0 +1,435 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Call order of modules in a forward, and the modules that share an input tensor.
+
+q, k and v share one input, and so do gate and up: their input statistics are the same, and they can
+be solved together. Sharing is not guessed from names but observed in one small forward.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import inspect
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+from torch.nn.functional import linear
+from torch.overrides import TorchFunctionMode
+
+from llmcompressor.errors import CompressorError, TargetError
+from llmcompressor.modeling.meta_weights import zero_weights
+from llmcompressor.modeling.weights import text_config
+
+__all__ = [
+    "FORWARD_FAILURES",
+    "CallOrder",
+    "DataFlow",
+    "copy_arguments",
+    "first_tensor",
+    "main_input_names",
+    "model_device",
+    "model_dtype",
+    "model_inputs",
+    "probe_inputs",
+    "tensor_version",
+    "trace_calls",
+    "trace_flow",
+    "without_cache",
+]
+
+
+@dataclass(frozen=True)
+class CallOrder:
+    """Modules in call order, grouped by shared input, as :func:`trace_calls` records them."""
+
+    groups: tuple[tuple[Module, ...], ...]
+    """Modules with one and the same input, in the order of the first call of each group."""
+    calls: Mapping[Module, int]
+    """How often each module was called."""
+
+    @property
+    def order(self) -> tuple[Module, ...]:
+        """All modules that were called, by the first call of their group."""
+        return tuple(module for group in self.groups for module in group)
+
+    def split(self, key: Callable[[Module], object]) -> CallOrder:
+        """The same calls, with each group split by ``key``."""
+        groups: list[tuple[Module, ...]] = []
+        for group in self.groups:
+            parts: dict[object, list[Module]] = {}
+            for module in group:
+                parts.setdefault(key(module), []).append(module)
+            groups += [tuple(part) for part in parts.values()]
+        return CallOrder(tuple(groups), self.calls)
+
+    def group_of(self, module: Module) -> tuple[Module, ...]:
+        """The modules that share ``module``'s input, itself included."""
+        return self._group_by_module.get(module, (module,))
+
+    @cached_property
+    def _group_by_module(self) -> Mapping[Module, tuple[Module, ...]]:
+        return {module: group for group in reversed(self.groups) for module in group}
+
+
+def first_tensor(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None:
+    """The input of a Linear-like call: its first tensor argument."""
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, Tensor):
+            return value
+    return None
+
+
+def trace_calls(
+    run: Callable[[], object],
+    modules: Mapping[Module, str],
+    region: Callable[[str], object] = lambda name: name.rpartition(".")[0],
+    also_count: Iterable[Module] = (),
+) -> CallOrder:
+    """Run a forward and record which of ``modules`` share an input.
+
+    Args:
+        run: runs the model once, on something small.
+        modules: module → name.
+        region: modules are grouped only within one region (by default: one parent).
+        also_count: further modules whose calls are counted; they are grouped with none.
+    """
+    groups: list[list[Module]] = []
+    seen: list[tuple[weakref.ref[Tensor], int, object, list[Module]]] = []
+    calls: dict[Module, int] = {}
+
+    def record(module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        calls[module] = calls.get(module, 0) + 1
+        tensor = first_tensor(args, kwargs)
+        if calls[module] > 1:
+            _split_from_group(groups, module)
+            return
+        place = region(modules[module])
+        if tensor is not None:
+            for reference, version, other_place, group in reversed(seen):
+                same = reference() is tensor and version == tensor_version(tensor)
+                if same and other_place == place:
+                    group.append(module)
+                    return
+        groups.append([module])
+        if tensor is not None:
+            seen.append((weakref.ref(tensor), tensor_version(tensor), place, groups[-1]))
+            del seen[:-64]  # calls this far apart share no input in practice
+
+    def count(module: Module, args: tuple[Any, ...]) -> None:
+        calls[module] = calls.get(module, 0) + 1
+
+    handles = [module.register_forward_pre_hook(count) for module in set(also_count) - set(modules)]
+    handles += [module.register_forward_pre_hook(record, with_kwargs=True) for module in modules]
+    try:
+        with torch.no_grad():
+            run()
+    finally:
+        for handle in handles:
+            handle.remove()
+    return CallOrder(tuple(tuple(group) for group in groups if group), calls)
+
+
+def tensor_version(tensor: Tensor) -> int:
+    """Number of in-place writes to a tensor; 0 where torch does not count (inference mode)."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _split_from_group(groups: list[list[Module]], module: Module) -> None:
+    """Move a module that is called again to a group of its own, as it has several inputs."""
+    for position, group in enumerate(groups):
+        if module in group and len(group) > 1:
+            first = group[0] is module
+            group.remove(module)
+            groups.insert(position if first else position + 1, [module])
+            return
+
+
+# --------------------
+# Data flow between modules: whose output is whose input, traced in one small forward.
+#
+# A tensor that is passed on, or a view of it, has the same storage, so a norm is found to feed the
+# Linears that read it, whatever they are called. Casts are followed too; sums and products make
+# new tensors and end the trace. No weight is read; those that are not loaded count as zero.
+
+_TOKENS = 8
+_CASTS = (
+    Tensor.to,
+    Tensor.float,
+    Tensor.half,
+    Tensor.bfloat16,
+    Tensor.double,
+    Tensor.type,
+    Tensor.type_as,
+)
+
+FORWARD_FAILURES = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    LookupError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
+"""What a forward raises that was not made for what it got."""
+
+
+@dataclass
+class DataFlow:
+    """The data flow that a forward showed.
+
+    Attributes:
+        feeder: module → the leaf whose output, a view or a cast of it, was its first input.
+        called: every module that was called, in order of its first call.
+    """
+
+    feeder: dict[Module, Module] = field(default_factory=dict)
+    called: dict[Module, None] = field(default_factory=dict)
+
+
+def probe_inputs(model: Module) -> dict[str, Any]:
+    """Model inputs for a probe: one row of token ids."""
+    config: Any = getattr(model, "config", None)
+    text = text_config(config)
+    vocabulary = int(getattr(text, "vocab_size", None) or _TOKENS)
+    device = next((p.device for p in model.parameters() if not p.is_meta), torch.device("cpu"))
+    ids = (torch.arange(_TOKENS, device=device) * 7 + 3).remainder(vocabulary).unsqueeze(0)
+    takes_cache = "use_cache" in inspect.signature(model.forward).parameters
+    return {"input_ids": ids, **({"use_cache": False} if takes_cache else {})}
+
+
+def trace_flow(model: Module) -> DataFlow:
+    """Run ``model`` on a few tokens and trace which leaf module feeds which module.
+
+    Raises:
+        TargetError: the model does not run on token ids alone.
+    """
+    trail = _FlowTracer()
+    handles = []
+    for module in model.modules():
+        handles.append(module.register_forward_pre_hook(trail.before, with_kwargs=True))
+        if not module._modules:
+            handles.append(module.register_forward_hook(trail.after))
+    was_training = [module for module in model.modules() if module.training]
+    try:
+        with torch.no_grad(), zero_weights(model), trail:
+            model.eval()
+            model(**probe_inputs(model))
+    except (CompressorError, torch.OutOfMemoryError):  # by loading weights, or memory
+        raise
+    except FORWARD_FAILURES as error:
+        raise TargetError(
+            f"{type(model).__name__} does not run on token ids alone ({error}), so that it cannot "
+            "be seen which norm feeds which Linear.",
+            "Rotations need a language model that takes input_ids.",
+        ) from error
+    finally:
+        for handle in handles:
+            handle.remove()
+        for module in was_training:
+            module.training = True
+    return trail.flow
+
+
+class _FlowTracer(TorchFunctionMode):
+    """Follows the outputs of leaf modules by their storage, through views and casts.
+
+    Attributes:
+        flow: the traced data flow.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.flow = DataFlow()
+        self._source: dict[int, Module] = {}
+        self._alive: list[Tensor] = []  # or a later tensor could reuse the same storage
+
+    def before(self, module: Module, args: Any, kwargs: Any) -> None:
+        """Record the call of a module and the leaf that feeds it."""
+        tensor = first_tensor(args, kwargs)
+        self.flow.called.setdefault(module)
+        if (
+            tensor is not None
+            and (feeder := self._source.get(_storage_pointer(tensor))) is not None
+        ):
+            self.flow.feeder.setdefault(module, feeder)
+
+    def after(self, module: Module, _: Any, output: Any) -> None:
+        """Follow the output of a leaf."""
+        if isinstance(output, Tensor):
+            self._follow(output, module)
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Run a torch function; the cast of a followed tensor is followed."""
+        result = _zero_product(*args) if func is linear and not kwargs else None
+        if result is None:
+            result = func(*args, **(kwargs or {}))
+        if func in _CASTS and isinstance(result, Tensor):
+            feeder = self._source.get(_storage_pointer(args[0]))
+            if feeder is not None:
+                self._follow(result, feeder)
+        return result
+
+    def _follow(self, tensor: Tensor, feeder: Module) -> None:
+        self._alive.append(tensor)
+        self._source.setdefault(_storage_pointer(tensor), feeder)
+
+
+def _zero_product(input_XC: Any, weight_RC: Any = None, bias_R: Any = None) -> Tensor | None:
+    """The product with a weight that is not loaded: zeros, without multiplying.
+
+    ``None`` if the weight is another one.
+    """
+    if not isinstance(weight_RC, Tensor) or weight_RC.ndim != 2 or any(weight_RC.stride()):
+        return None
+    fits = input_XC.dtype == weight_RC.dtype and input_XC.shape[-1] == weight_RC.shape[1]
+    if not fits or weight_RC[0, 0] != 0 or (bias_R is not None and any(bias_R.stride())):
+        return None
+    made: Tensor = input_XC.new_zeros(*input_XC.shape[:-1], weight_RC.shape[0])
+    return made
+
+
+def _storage_pointer(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage().data_ptr())
+
+
+# --------------------
+# Copied arguments for runs of a module outside of the model's own forward.
+#
+# A forward may write to its arguments: keys and values to a cache, or to a dict that later blocks
+# read. A module that is run twice on the same arguments would find its own writes.
+
+
+def copy_arguments(value: Any, of_tensor: Callable[[Tensor], Tensor] = lambda one: one) -> Any:
+    """Copy arguments, so that a forward can write to them without side effects.
+
+    Containers and stateful objects are copied. Tensors are shared, except those that such an object
+    holds, which it may change in place.
+
+    Args:
+        value: what a module is called with.
+        of_tensor: what to put in place of each tensor, at any depth.
+    """
+    return _ArgumentCopier(of_tensor).of(value)
+
+
+class _ArgumentCopier:
+    """Copies of values, one for each object.
+
+    Args:
+        of_tensor: what to put in place of each tensor.
+    """
+
+    def __init__(self, of_tensor: Callable[[Tensor], Tensor]) -> None:
+        self._of_tensor = of_tensor
+        self._made: dict[int, Any] = {}
+
+    def of(self, value: Any, *, is_held: bool = False) -> Any:
+        """The copy of a value; ``is_held`` if a stateful object holds it."""
+        if isinstance(value, Tensor):
+            return self._of_tensor(value.clone() if is_held else value)
+        if id(value) in self._made:
+            return self._made[id(value)]
+        if type(value) in (tuple, list, set):
+            twin = type(value)(self.of(item, is_held=is_held) for item in value)
+            self._made[id(value)] = twin
+            return twin
+        is_mapping = isinstance(value, MutableMapping)
+        if not is_mapping and not _is_stateful(value):
+            return value
+        try:
+            twin = copy.copy(value)
+        except TypeError:  # what cannot be copied: a lock, a handle
+            return value
+        self._made[id(value)] = twin
+        if is_mapping:
+            for key, item in value.items():
+                twin[key] = self.of(item, is_held=is_held)
+        else:
+            for name, item in vars(value).items():
+                vars(twin)[name] = self.of(item, is_held=True)
+        return twin
+
+
+def _is_stateful(value: Any) -> bool:
+    """Return True if a value is an object with attributes that a forward may set: a cache, say."""
+    named = hasattr(value, "__dict__")
+    return named and not isinstance(value, Module | type | Enum) and not callable(value)
+
+
+# --------------------
+# Model inputs: the entries of a batch that a forward takes, on its device and in its dtype.
+
+
+def model_device(model: Module) -> torch.device:
+    """The device for the model's inputs: that of its first loaded parameter."""
+    parameter = next((one for one in model.parameters() if not one.is_meta), None)
+    return torch.device("cpu") if parameter is None else parameter.device
+
+
+def model_dtype(model: Module) -> torch.dtype:
+    """The dtype of the model's first floating parameter; float32 if it has none."""
+    return next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+
+
+def model_inputs(model: Module, batch: Mapping[str, Any]) -> dict[str, Any]:
+    """The entries of a batch that ``model.forward`` takes, on the model's device.
+
+    Labels are left out, as no loss is needed, unless the model derives its decoder inputs from
+    them.
+    """
+    parameters = inspect.signature(model.forward).parameters
+    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    device = model_device(model)
+    dtype = model_dtype(model)
+    inputs = {}
+    for key, value in batch.items():
+        if key not in parameters and not (takes_all and key not in ("loss_mask", "text", "prompt")):
+            continue
+        inputs[key] = _to_device(value, device, dtype) if isinstance(value, Tensor) else value
+    if "decoder_input_ids" in inputs or "decoder_input_ids" not in parameters:
+        inputs.pop("labels", None)
+    return inputs
+
+
+def _to_device(value: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """Move a tensor to a device; floating tensors (images, audio) also get the model's dtype."""
+    return value.to(device, dtype) if value.is_floating_point() else value.to(device)
+
+
+def main_input_names(model: Module) -> frozenset[str]:
+    """Names of the model's main inputs, as its class declares them."""
+    named = getattr(model, "main_input_name", None) or ()
+    return frozenset({named} if isinstance(named, str) else named)
+
+
+@contextlib.contextmanager
+def without_cache(model: Module) -> Iterator[None]:
+    """Disable the generation cache of a model, and of models within it, in the body."""
+    configs = _cache_configs(model)
+    try:
+        for config, _ in configs:
+            config.use_cache = False
+        yield
+    finally:
+        for config, value in configs:
+            config.use_cache = value
+
+
+def _cache_configs(model: Module) -> list[tuple[Any, bool]]:
+    """Every configuration in the model that has a ``use_cache``, with its value."""
+    found: dict[int, tuple[Any, bool]] = {}
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        if config is not None and isinstance(getattr(config, "use_cache", None), bool):
+            found.setdefault(id(config), (config, config.use_cache))
+    return list(found.values())

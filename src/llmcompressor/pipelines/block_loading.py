@@ -1,0 +1,217 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Block loading: blocks are in memory only while batches pass through them.
+
+The source of the weights (a stream over a checkpoint) loads a block when a pass enters it, and
+stores it when all passes have left it and every modifier is done with it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, Protocol
+
+from torch import Tensor
+from torch.nn import Module
+
+from llmcompressor.core.modifier import Modifier
+
+if TYPE_CHECKING:
+    from llmcompressor.core.state import State
+
+__all__ = ["BlockLoader", "BlockSource"]
+
+
+class BlockSource(Protocol):
+    """The source of blocks' weights, which loads and stores them."""
+
+    names: Mapping[Module, str]
+    """Block → name, in order."""
+    one_by_one: bool
+    """Whether each modifier sees the model as those before it leave it (``independent``)."""
+
+    @property
+    def finished(self) -> Collection[str]:
+        """Names of the blocks that an earlier run has finished."""
+
+    @property
+    def rest_is_finished(self) -> bool:
+        """True if an earlier run has finished everything, modules outside of blocks too."""
+
+    @property
+    def rounds(self) -> bool:
+        """True if weights are quantized when they are written, and need not be before."""
+
+    def decide(self, name: str, value: Any) -> Any:
+        """Return the value that the run recorded for ``name`` at its start, or record ``value``."""
+
+    def enter(self, block: str) -> None:
+        """Load the original weights of a block."""
+
+    def restore(self, block: str, modules: Collection[Module]) -> None:
+        """Load the compressed weights of a block's modules from an earlier run."""
+
+    def leave(self, block: str) -> None:
+        """Store a finished block and free its weights."""
+
+    def visiting(self) -> AbstractContextManager[None]:
+        """Load each block when a forward calls it while the body runs; nothing is written."""
+
+    def visits(self) -> AbstractContextManager[Callable[[Module, Module | None], None]]:
+        """Like :meth:`visiting`, but yield a function that loads a block and prefetches another."""
+
+    def remember(
+        self, name: str, tensors: Mapping[str, Tensor], figures: Mapping[str, Any]
+    ) -> None:
+        """Save the progress of the current pass under ``name``, replacing what was saved before."""
+
+    def recall(self, name: str) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
+        """Return the progress last saved under ``name`` in this pass, also by an earlier run."""
+
+    def forget(self) -> None:
+        """Discard the recorded progress of the current pass and of all later ones."""
+
+
+class BlockLoader:
+    """Loads blocks when passes enter them, and finishes and frees them when passes have left.
+
+    Args:
+        keeper: the source of the weights.
+        state: passed to the modifiers.
+        modifiers: those that finish a block before it is written.
+    """
+
+    def __init__(self, keeper: BlockSource, state: State, modifiers: Sequence[Modifier]) -> None:
+        self._keeper = keeper
+        self._state = state
+        self._modifiers = modifiers
+        self._region = {
+            inner: name for block, name in keeper.names.items() for inner in block.modules()
+        }
+        self._blocks = {name: block for block, name in keeper.names.items()}
+        self._visited: set[str] = set()
+        self._early = [
+            one
+            for one in _modifiers_before_data(modifiers)
+            if keeper.one_by_one or one.changes_at_once
+        ]
+        self.loaded: dict[str, Module] = {}
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """Load every block when it is called while the body runs."""
+        handles = [
+            block.register_forward_pre_hook(self._arrive, prepend=True)
+            for block in self._keeper.names
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def block_of(self, module: Module) -> str | None:
+        """Name of the block that contains a module; ``None`` outside of blocks."""
+        return self._region.get(module)
+
+    def is_finished(self, module: Module) -> bool:
+        """Return True if an earlier run has finished the block that contains a module."""
+        return self._region.get(module) in self._keeper.finished
+
+    def replace_finished(self, module: Module) -> None:
+        """Replace the original weights of a finished block by the compressed ones.
+
+        Only weights with which passes would have gone on are replaced. Removed parts are removed
+        first.
+        """
+        name = self._region[module]
+        inside = set(self.modules_of(name))
+        outlining = [one for one in self._modifiers if one.changes_structure]
+        if self._state.propagates:
+            for modifier in outlining:
+                modifier.adopt(self._state, self.modules_of(name))
+        changed = {
+            one
+            for modifier in self._modifiers
+            if modifier.changes_at_once and modifier not in [*self._early, *outlining]
+            for one in modifier.calibrated_modules(self._state)
+            if one in inside
+        }
+        if changed:
+            self._keeper.restore(name, changed)
+
+    def enter(self, name: str) -> None:
+        """Load a block unless it is loaded."""
+        if name in self.loaded:
+            return
+        self.loaded[name] = self._blocks[name]
+        self._visited.add(name)
+        self._keeper.enter(name)
+        self._finish(self._early, self.modules_of(name))
+
+    def leave(self, name: str) -> None:
+        """Finish a block with all modifiers, write it and free it."""
+        self.loaded.pop(name)
+        if name in self._keeper.finished:
+            self._adopt(self.modules_of(name))
+        else:
+            self._finish(self._modifiers, self.modules_of(name), written=self._keeper.rounds)
+        self._keeper.leave(name)
+
+    def begin(self) -> None:
+        """Finish modules outside of blocks with the modifiers that work before calibration."""
+        if not self.rest_is_finished:
+            self._finish(self._early, self.others(self._state.model.modules()))
+
+    def finish_unvisited(self) -> None:
+        """Finish the blocks that no pass has entered.
+
+        They are loaded, finished and freed. Blocks that an earlier run has finished are then marked
+        as quantized. That comes last because a marked module quantizes its inputs.
+        """
+        for name in self.unfinished:
+            if name not in self._visited:
+                self.enter(name)
+                self.leave(name)
+        for name in self._keeper.finished:
+            self._adopt(self.modules_of(name))
+        if self.rest_is_finished:
+            self._adopt(self.others(self._state.model.modules()))
+
+    def _adopt(self, modules: Sequence[Module]) -> None:
+        for modifier in self._modifiers:
+            modifier.adopt(self._state, modules)
+
+    def _finish(
+        self, modifiers: Sequence[Modifier], modules: Sequence[Module], *, written: bool = False
+    ) -> None:
+        for modifier in modifiers:
+            modifier.finish(self._state, modules, written=written)
+
+    @property
+    def unfinished(self) -> list[str]:
+        """Names of the blocks that no earlier run has finished, in order."""
+        return [name for name in self._blocks if name not in self._keeper.finished]
+
+    @property
+    def rest_is_finished(self) -> bool:
+        """True if an earlier run has finished everything, modules outside of blocks too."""
+        return self._keeper.rest_is_finished
+
+    def modules_of(self, name: str) -> tuple[Module, ...]:
+        """All modules of a block, itself included."""
+        return tuple(self._blocks[name].modules())
+
+    def others(self, modules: Iterable[Module]) -> tuple[Module, ...]:
+        """The modules among ``modules`` outside of all blocks."""
+        return tuple(module for module in modules if module not in self._region)
+
+    def _arrive(self, module: Module, args: object) -> None:
+        self.enter(self._region[module])
+
+
+def _modifiers_before_data(modifiers: Sequence[Modifier]) -> list[Modifier]:
+    """Modifiers without data that precede the first one with data, which may see their changes."""
+    needing = [place for place, one in enumerate(modifiers) if one.requires_calibration_data]
+    return list(modifiers[: needing[0]]) if needing else []

@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The machine: memory, threads, processes, progress, and tables of names to import."""

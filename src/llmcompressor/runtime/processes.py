@@ -1,0 +1,244 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Coordination of the processes of one distributed run.
+
+Each process has the whole model and does all of the work, so that all end with the same weights.
+They synchronize a few times in a run: at the start, for their data, and when the output is
+complete.
+
+A synchronization uses the store of the ``torch.distributed`` process group. Unlike collectives it
+waits as long as the others need, and a failed process notifies the others at once and waits for
+nobody. Only large data is sent by collectives.
+"""
+
+from __future__ import annotations
+
+import io
+import itertools
+import pickle
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from llmcompressor.errors import ProcessError
+from llmcompressor.logger import logger
+
+__all__ = ["Processes", "rank_and_world_size", "skip_write", "write_once"]
+
+_ROOT = "llmcompressor"
+_LONGEST_PAUSE = 0.5
+"""Seconds between two looks into the store."""
+_PATIENCE = 60.0
+"""Seconds after which a process that waits for others says so."""
+_numbers = itertools.count()
+_saves: Counter[Path] = Counter()
+_here = threading.local()
+"""``at_work``: the runs that this thread is in."""
+
+
+def rank_and_world_size() -> tuple[int, int]:
+    """Return the rank of this process and the number of processes."""
+    from torch import distributed  # noqa: PLC0415  # importing the package loads no torch
+
+    if distributed.is_available() and distributed.is_initialized():
+        return distributed.get_rank(), distributed.get_world_size()
+    return 0, 1
+
+
+class Processes:
+    """The processes of one run; a single one by default.
+
+    Attributes:
+        rank: the rank of this process.
+        count: the number of processes.
+    """
+
+    def __init__(self, rank: int = 0, count: int = 1, run: str = "") -> None:
+        self.rank = rank
+        self.count = count
+        self._run = f"{_ROOT}/{run}"
+        self._round = 0
+
+    @classmethod
+    def from_process_group(cls) -> Processes:
+        """Return the processes of the process group; a nested run has only its own process."""
+        rank, count = rank_and_world_size()
+        if count == 1 or getattr(_here, "at_work", None):
+            return cls()
+        return cls(rank, count, f"run {next(_numbers)}")
+
+    @property
+    def is_first(self) -> bool:
+        """True for the process that writes and logs."""
+        return self.rank == 0
+
+    @contextmanager
+    def notify_on_failure(self) -> Iterator[None]:
+        """Notify the other processes if the body fails; they raise when they next synchronize."""
+        if self.count == 1:
+            yield
+            return
+        _here.at_work = getattr(_here, "at_work", 0) + 1
+        try:
+            yield
+        except ProcessError:
+            raise  # the others know already
+        except BaseException as error:
+            with suppress(RuntimeError):  # the store is closed already
+                _store().set(self._failed, _failure_message(self.rank, error))
+            raise
+        finally:
+            _here.at_work -= 1
+
+    def all_gather(self, on: str, value: Any = None) -> list[Any]:
+        """Gather a small value of each process, in the order of their ranks.
+
+        Args:
+            on: the subject; all processes must call with the same subjects in the same order.
+            value: this process's value.
+
+        Raises:
+            ProcessError: another process has failed, has ended, or has another subject.
+        """
+        if self.count == 1:
+            return [value]
+        self._round += 1
+        keys = [f"{self._run}/{self._round}/{rank}" for rank in range(self.count)]
+        with _store_errors():
+            store = _store()
+            store.set(keys[self.rank], pickle.dumps((on, value)))
+            _wait(keys, self._failed, f"the other processes ({on})")
+            found = [pickle.loads(store.get(key)) for key in keys]
+        if {asked for asked, _ in found} != {on}:
+            raise ProcessError(
+                "The processes of a run do different things: "
+                f"{', '.join(f'{rank}: {asked}' for rank, (asked, _) in enumerate(found))}. Give "
+                "all of them the same model, recipe and arguments."
+            )
+        return [value for _, value in found]
+
+    def pooled(self, batches: Sequence[Any], digest: str) -> tuple[Sequence[Any], int]:
+        """Return the batches of all processes in the order of their ranks, in main memory.
+
+        Args:
+            batches: the batches of this process.
+            digest: the hash of their values.
+
+        Returns:
+            The batches, with equal ones of several processes once, and the number of different
+            sets; this process's own batches if all are equal.
+        """
+        digests = self.all_gather("calibration data", digest)
+        first = [digests.index(each) for each in dict.fromkeys(digests)]
+        if len(first) == 1:
+            return batches, 1
+        import torch  # noqa: PLC0415  # importing the package loads no torch
+
+        packed = io.BytesIO()
+        torch.save(list(batches) if self.rank in first else [], packed)
+        self.all_gather("sending calibration data")  # nothing can fail from here on
+        parts = _gather_bytes(packed.getvalue(), self.count)
+        pool: list[Any] = []
+        for rank in first:
+            part = io.BytesIO(parts[rank])
+            pool += torch.load(part, map_location="cpu", weights_only=False)
+        return pool, len(first)
+
+    @property
+    def _failed(self) -> str:
+        return f"{self._run}/failed"
+
+
+@contextmanager
+def write_once(place: Path) -> Iterator[bool]:
+    """Yield True in the one process that is to write; the others wait until it has written.
+
+    The first process to arrive writes. A place may also be written by some of the processes only.
+
+    Args:
+        place: the path to write.
+
+    Raises:
+        ProcessError: the writing process has failed.
+    """
+    rank, count = rank_and_world_size()
+    if count == 1:
+        yield True
+        return
+    _saves[place] += 1
+    key = f"{_ROOT}/saved/{_saves[place]}/{place}"
+    with _store_errors():
+        is_mine = _store().add(f"{key}/asked", 1) == 1
+    if not is_mine:
+        with _store_errors():
+            _wait([f"{key}/done"], f"{key}/failed", f"the process that writes {place}")
+        yield False
+        return
+    try:
+        yield True
+    except BaseException as error:
+        with suppress(RuntimeError):
+            _store().set(f"{key}/failed", _failure_message(rank, error))
+        raise
+    with _store_errors():
+        _store().set(f"{key}/done", b"")
+
+
+def skip_write(place: Path) -> None:
+    """Skip one write of ``place``, leaving it to the other processes."""
+    _saves[place] += 1
+
+
+def _gather_bytes(packed: bytes, count: int) -> list[Any]:
+    """Gather bytes of all processes through main memory, whatever the group's backend."""
+    from torch import distributed  # noqa: PLC0415  # see above
+
+    is_own = distributed.get_backend() != "gloo" and distributed.is_gloo_available()
+    group = distributed.new_group(backend="gloo") if is_own else None
+    parts: list[Any] = [None] * count
+    try:
+        distributed.all_gather_object(parts, packed, group=group)
+    finally:
+        if is_own:
+            distributed.destroy_process_group(group)
+    return parts
+
+
+def _store() -> Any:
+    from torch.distributed.distributed_c10d import _get_default_store  # noqa: PLC0415  # see above
+
+    return _get_default_store()
+
+
+def _failure_message(rank: int, error: BaseException) -> str:
+    return f"Process {rank} has failed: {type(error).__name__}: {error}"
+
+
+@contextmanager
+def _store_errors() -> Iterator[None]:
+    """Convert errors of the store, which lives in one of the processes."""
+    try:
+        yield
+    except ProcessError:
+        raise
+    except (RuntimeError, ValueError) as error:
+        raise ProcessError(f"The other processes cannot be reached any more: {error}") from error
+
+
+def _wait(keys: list[str], failed: str, whom: str) -> None:
+    begun, pause, has_told = time.monotonic(), 0.005, False
+    store = _store()
+    while not store.check(keys):
+        if store.check([failed]):
+            raise ProcessError(store.get(failed).decode(errors="replace"))
+        if not has_told and time.monotonic() - begun > _PATIENCE:
+            has_told = True
+            logger.warning(
+                f"Waiting for {whom}. Where torch.distributed has a process group, all of its "
+                "processes have to call oneshot; one that works alone destroys the group first."
+            )
+        time.sleep(pause)
+        pause = min(2 * pause, _LONGEST_PAUSE)

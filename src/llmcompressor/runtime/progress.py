@@ -1,0 +1,220 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Progress of a long job: a bar on a terminal, otherwise an occasional log line.
+
+::
+
+    with progress(len(blocks), "Compressing") as advance:
+        for block in blocks:
+            advance(0, note=block.name)  # the block now at work, not yet counted
+            compress(block)
+            advance()
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Protocol
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+from tqdm import tqdm
+
+from llmcompressor.logger import is_quiet, logger
+
+__all__ = ["Advance", "format_bytes", "hide_tqdm_bars", "join_names", "progress"]
+
+_LOG_EVERY_S = 10.0
+
+# The display already on screen: a job within a job adds a line to it instead of a second display.
+_shown: ContextVar[Progress | None] = ContextVar("llmcompressor_progress", default=None)
+
+
+class Advance(Protocol):
+    """The callable that :func:`progress` yields."""
+
+    def __call__(self, by: int = 1, note: str | None = None) -> None:
+        """Count ``by`` steps as done; ``note`` replaces the note, none keeps it."""
+
+
+class _LogLines:
+    """Progress without a terminal: at most one log line every ten seconds."""
+
+    def __init__(self, total: int, description: str, clock: Callable[[], float]) -> None:
+        self._total = total
+        self._description = description
+        self._clock = clock
+        self._start = self._last = clock()
+        self._done = 0
+        self._note = ""
+
+    def __call__(self, by: int = 1, note: str | None = None) -> None:
+        self._done += by
+        self._note = self._note if note is None else note
+        now = self._clock()
+        if now - self._last < _LOG_EVERY_S:
+            return
+        self._last = now
+        elapsed = now - self._start
+        known = 0 < self._done <= self._total
+        left = elapsed / self._done * (self._total - self._done) if known else None
+        logger.info(
+            "{}: {}/{}{}, {} elapsed, {} left",
+            self._description,
+            self._done,
+            self._total,
+            f" ({self._note})" if self._note else "",
+            _minutes(elapsed),
+            "?" if left is None else _minutes(left),
+        )
+
+
+def _minutes(seconds: float) -> str:
+    """Format seconds as minutes and seconds.
+
+    >>> _minutes(83.4)
+    '1:23'
+    """
+    return f"{int(seconds) // 60}:{int(seconds) % 60:02d}"
+
+
+def _display() -> Progress:
+    """Create a display on standard error: description, bar, count, times and note."""
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=24),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+        TextColumn("[dim]{task.fields[note]}"),
+        console=Console(stderr=True),
+        transient=True,
+    )
+
+
+@contextmanager
+def progress(
+    total: int,
+    description: str,
+    *,
+    terminal: bool | None = None,
+    clock: Callable[[], float] = time.monotonic,
+) -> Iterator[Advance]:
+    """Show the progress of a job of ``total`` steps while the body runs.
+
+    Args:
+        total: the number of steps.
+        description: the job, in a word or two.
+        terminal: show a bar (true) or log lines (false); by default a bar if standard error is a
+            terminal.
+        clock: a clock in seconds, for the log lines.
+
+    Yields:
+        ``advance(by=1, note=None)``, which counts ``by`` steps as done and shows ``note``, usually
+        the name of the current module.
+    """
+    if is_quiet():
+        yield _LogLines(total, description, clock)  # logs nothing
+        return
+    display = _shown.get()
+    if display is None:
+        terminal = Console(stderr=True).is_terminal if terminal is None else terminal
+        if not terminal:
+            yield _LogLines(total, description, clock)
+            return
+        display = _display()
+        with display:
+            _shown.set(display)
+            try:
+                yield _ProgressLine(display, total, description)
+            finally:
+                _shown.set(None)
+        return
+    line = _ProgressLine(display, total, description)
+    try:
+        yield line
+    finally:
+        line.remove()
+
+
+class _ProgressLine:
+    """A line of the progress display."""
+
+    def __init__(self, display: Progress, total: int, description: str) -> None:
+        self._display = display
+        self._id = display.add_task(description, total=total, note="")
+
+    def __call__(self, by: int = 1, note: str | None = None) -> None:
+        if note is not None:
+            self._display.update(self._id, note=note)
+        self._display.advance(self._id, by)
+
+    def remove(self) -> None:
+        """Remove the line from the display."""
+        self._display.remove_task(self._id)
+
+
+@contextmanager
+def hide_tqdm_bars() -> Iterator[None]:
+    """Hide the progress bars of other libraries (all made with tqdm) inside.
+
+    They would interrupt our own bar, and count steps that mean nothing to the user.
+    """
+    own = vars(tqdm)["__init__"]  # it may be a partial method of someone else
+    original = tqdm.__init__
+
+    def hidden(self: tqdm, *args: object, **kwargs: object) -> None:
+        original(self, *args, **{**kwargs, "disable": True})
+
+    tqdm.__init__ = hidden
+    try:
+        yield
+    finally:
+        tqdm.__init__ = own
+
+
+# --------------------
+# Formatting of lists in messages.
+
+
+def join_names(names: Iterable[str], most: int = 6, separator: str = ", ") -> str:
+    """Join names for a message; of a long list the first ones and the number of the rest.
+
+    >>> join_names("abcdefgh")
+    'a, b, c, d, e, f and 2 more'
+    >>> join_names(["a, b", "c", "d"], most=2, separator="; ")
+    'a, b; c; and 1 more'
+    """
+    every = list(names)
+    shown, rest = separator.join(every[:most]), len(every) - most
+    if rest <= 0:
+        return shown
+    return f"{shown}{separator if separator != ', ' else ' '}and {rest} more"
+
+
+# --------------------
+# Formatting of sizes.
+
+
+def format_bytes(size: int) -> str:
+    """Format a number of bytes with a suitable unit.
+
+    >>> format_bytes(7_348_736), format_bytes(1_319_560_307_784), format_bytes(0)
+    ('7.35 MB', '1.32 TB', '0 B')
+    """
+    value, unit = float(size), "B"
+    for larger in ("kB", "MB", "GB", "TB"):
+        if value < 1000:
+            break
+        value, unit = value / 1000, larger
+    return f"{size} B" if unit == "B" else f"{value:.3g} {unit}"

@@ -1,0 +1,453 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The lifecycle of a run: the valid order of calls, and the run's progress."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import MISSING, dataclass, field, fields
+from typing import Any
+
+from llmcompressor.core.events import Event, EventType
+from llmcompressor.core.modifier import Modifier
+from llmcompressor.core.outline import StructureChanges
+from llmcompressor.core.state import Hardware, State
+from llmcompressor.errors import InputError
+from llmcompressor.logger import logger
+from llmcompressor.recipe.arguments import RecipeArgs
+from llmcompressor.recipe.recipe import Recipe, RecipeInput, renew_recipe
+from llmcompressor.session.resuming import check_same_recipe, recipe_record
+
+__all__ = ["CompressionLifecycle"]
+
+_BATCH_ORDER = (
+    EventType.BATCH_START,
+    EventType.LOSS_CALCULATED,
+    EventType.OPTIM_PRE_STEP,
+    EventType.OPTIM_POST_STEP,
+    EventType.BATCH_END,
+)
+
+_PLACES = ("device", "distributed_strategy")
+_METHOD_FOR = {EventType.INITIALIZE: "initialize", EventType.FINALIZE: "finalize"}
+
+
+@dataclass
+class CompressionLifecycle:
+    """Takes a recipe's modifiers through one run.
+
+    Attributes:
+        state: the workspace shared with the modifiers.
+        recipe: the recipe being applied.
+        initialized_: whether :meth:`initialize` was called.
+        finalized: whether :meth:`finalize` was called.
+        global_step: optimizer steps taken since the run began.
+        global_batch: batches seen since the run began.
+    """
+
+    state: State = field(default_factory=State)
+    recipe: Recipe = field(default_factory=Recipe)
+    initialized_: bool = False
+    finalized: bool = False
+    global_step: int = 0
+    global_batch: int = 0
+
+    _last: EventType = field(default=EventType.BATCH_END, init=False, repr=False)
+    _seen_event: bool = field(default=False, init=False, repr=False)
+    _seen_batch: bool = field(default=False, init=False, repr=False)
+    _told_step: bool = field(default=False, init=False, repr=False)
+    # True while a calibration has begun and not ended.
+    _calibrates: bool = field(default=False, init=False, repr=False)
+    # The caller's own settings of the hardware; the rest is detected with every update.
+    _places: dict[str, Any] = field(default_factory=dict, init=False, repr=False)
+    # The source of the recipe, for the next stage of the same recipe.
+    _source: tuple[RecipeInput, RecipeArgs] | None = field(default=None, init=False, repr=False)
+
+    def initialize(
+        self,
+        recipe: RecipeInput = None,
+        recipe_stage: str | None = None,
+        recipe_args: RecipeArgs = None,
+        **kwargs: Any,
+    ) -> list[Any]:
+        """Fill the state, read the recipe and initialize its modifiers.
+
+        While initialized, a further call only updates the state.
+
+        Args:
+            recipe: a recipe in any form; ``None`` for an empty one, or after a reset for
+                another stage for the recipe that stayed.
+            recipe_stage: the stage to take.
+            recipe_args: values for the recipe's arguments.
+            **kwargs: fields of the state; unknown ones are passed to the modifiers.
+
+        Returns:
+            What the modifiers returned, without ``None``.
+
+        Raises:
+            InputError: the lifecycle was finalized, or an epoch is to have no step.
+            RecipeError: the recipe cannot be used.
+        """
+        self._expect_not_finalized("initialize")
+        _check_counts(kwargs)
+        self._places |= {name: kwargs[name] for name in _PLACES if kwargs.get(name) is not None}
+        self.state.hardware = Hardware.detect(kwargs.get("model", self.state.model))
+        unknown = self.state.update(**{**kwargs, **self._places})
+        if not self._seen_event:
+            self._set_start_progress()
+        if self.initialized_:
+            return []
+        self._read_recipe(recipe, recipe_stage, recipe_args)
+        results = self._initialize_modifiers(unknown)
+        self.initialized_ = True
+        return results
+
+    def event(
+        self, event_type: EventType, global_step: int | None = None, **kwargs: Any
+    ) -> list[Any]:
+        """Send an event to every modifier, in recipe order.
+
+        Args:
+            event_type: the kind of event.
+            global_step: optimizer steps taken; counted by the lifecycle if not given.
+            **kwargs: goes to the modifiers; ``batch_data`` and ``loss`` also to the state.
+
+        Returns:
+            What the modifiers returned, without ``None``.
+
+        Raises:
+            InputError: the event may not come now; nothing has changed then.
+        """
+        self._validate(event_type, kwargs)
+        if global_step is not None:
+            Event(global_step=global_step)  # raises for an invalid number of steps
+        self._advance(event_type, global_step)
+        self._note(event_type, kwargs)
+        event = Event(
+            type_=event_type,
+            steps_per_epoch=self.state.steps_per_epoch,
+            batches_per_step=self.state.batches_per_step,
+            invocations_per_step=self.state.invocations_per_step or 1,
+            global_step=self.global_step,
+            global_batch=self.global_batch,
+        )
+        results = self._call(lambda each: each.update_event(self.state, event, **kwargs))
+        if event_type in (EventType.BATCH_END, EventType.CALIBRATION_EPOCH_END):
+            self.state.batch_data = None
+        return results
+
+    def finalize(self, **kwargs: Any) -> list[Any]:
+        """Finalize every modifier, once. If one fails, a further call resumes with that one.
+
+        Args:
+            **kwargs: goes to the modifiers.
+
+        Returns:
+            What the modifiers returned, without ``None``.
+
+        Raises:
+            InputError: the lifecycle was not initialized, or was finalized before.
+        """
+        self._expect_initialized("finalize")
+        self._expect_not_finalized("finalize")
+        for modifier in self._active():
+            _warn_of_lost_calibration(modifier, began=self._calibrates)
+        self._warn_of_lost_steps()
+        try:
+            results = self._call(
+                lambda each: None if each.finalized else each.finalize(state=self.state, **kwargs)
+            )
+        except BaseException:
+            self._remove_hooks()
+            raise
+        self.finalized = True
+        return results
+
+    def reset(self) -> None:
+        """Finalize all active modifiers and return to the initial state.
+
+        An error in one modifier is logged, and the others are finalized all the same.
+        """
+        for modifier in self._active():
+            try:
+                modifier.finalize(state=self.state)
+            except Exception as error:
+                logger.warning(f"{type(modifier).__name__} failed to finalize: {error}")
+        for each in fields(self):
+            fresh = each.default if each.default_factory is MISSING else each.default_factory()
+            setattr(self, each.name, fresh)
+
+    def reset_stage(self) -> None:
+        """Prepare for another stage: reset everything but the state and the recipe."""
+        state, recipe, source = self.state, self.recipe, self._source
+        self.reset()
+        self.state, self.recipe, self._source = state, recipe, source
+        self.state.start = self.state.loss = self.state.batch_data = None
+        self.state.resumes = False
+
+    # ---- checkpoints
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state that a resumed run needs, taken between two batches.
+
+        It holds the progress, the recipe, and each modifier's class, fields, phases and own state,
+        in types that ``torch.load(weights_only=True)`` reads. In a distributed run every process
+        calls this, as modifiers may gather sharded state. The result is the same on each.
+
+        Raises:
+            InputError: the lifecycle was not initialized, or was finalized.
+            LifecycleError: the state of a modifier cannot be saved.
+        """
+        self._expect_initialized("save the state of the run")
+        self._expect_not_finalized("save the state of the run")
+        return {
+            "global_step": self.global_step,
+            "global_batch": self.global_batch,
+            "seen_batch": self._seen_batch,
+            "steps_per_epoch": self.state.steps_per_epoch,
+            **recipe_record(self.recipe),
+        }
+
+    def check_resumable(self, saved: Mapping[str, Any]) -> None:
+        """Raise for a checkpoint of another recipe; nothing is changed.
+
+        Raises:
+            RecipeError: names the modifier, the field and both values.
+        """
+        check_same_recipe(saved["modifiers"], self.recipe.modifiers)
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        """Resume where :meth:`state_dict` was taken; the model has the checkpoint's weights by now.
+
+        The phases are restored, and ``on_start`` is not called again for them.
+
+        Args:
+            saved: what :meth:`state_dict` returned.
+
+        Raises:
+            InputError: the lifecycle was not initialized with ``resumes=True``.
+            RecipeError: the checkpoint is of another recipe.
+        """
+        self._expect_initialized("load the state of a run")
+        self._expect_not_finalized("load the state of a run")
+        if not self.state.resumes:
+            raise InputError(
+                "The state of a run is loaded into one that does not resume: its modifiers may "
+                "have started already.",
+                "Call session.initialize(..., resumes=True) first.",
+            )
+        self.check_resumable(saved)
+        self.global_step, self.global_batch = saved["global_step"], saved["global_batch"]
+        self._seen_batch, self._seen_event = saved["seen_batch"], True
+        self._told_step = True  # or a run with nothing left to do would be warned of lost steps
+        self._last = EventType.BATCH_END
+        for modifier, record in zip(self.recipe.modifiers, saved["modifiers"], strict=True):
+            modifier.resume(self.state, record["phases"], record["state"])
+            _warn_of_lost_start(modifier)
+        self.state.resumes = False
+
+    # ---- the recipe
+
+    def _read_recipe(self, recipe: RecipeInput, stage: str | None, arguments: RecipeArgs) -> None:
+        is_next_stage = recipe is None
+        if recipe is None and self._source is not None:
+            recipe, before = self._source
+            arguments = before if arguments is None else arguments
+        if recipe is None and stage is not None:
+            raise InputError(
+                f"recipe_stage is {stage!r}, and there is no recipe.", "Give the recipe too."
+            )
+        if recipe is None:
+            self.recipe = Recipe()
+            return
+        if isinstance(recipe, Iterator):  # it is read again for the next stage
+            recipe = list(recipe)
+        created = Recipe.create_instance(recipe, target_stage=stage, recipe_args=arguments)
+        self.recipe = renew_recipe(created) if is_next_stage else created
+        self._source = (recipe, arguments)
+
+    def _initialize_modifiers(self, given: Mapping[str, Any]) -> list[Any]:
+        """Initialize each modifier on the structure that the ones before it will leave."""
+        outline = StructureChanges(self.state)
+
+        def initialize(modifier: Any) -> Any:
+            result = modifier.initialize(state=self.state, **given)
+            outline.add(modifier)
+            return result
+
+        try:
+            results = self._call(initialize)
+            for modifier in list(self.recipe.modifiers):
+                modifier.on_all_initialized(self.state)
+            return results
+        except BaseException:
+            self._remove_hooks()
+            raise
+        finally:
+            outline.undo()
+
+    def _call(self, call: Callable[[Modifier], Any]) -> list[Any]:
+        results = [call(modifier) for modifier in list(self.recipe.modifiers)]
+        return [result for result in results if result is not None]
+
+    def _remove_hooks(self) -> None:
+        for modifier in list(self.recipe.modifiers):
+            modifier.remove_hooks()
+
+    def _active(self) -> Iterator[Modifier]:
+        for modifier in list(self.recipe.modifiers):
+            if modifier.initialized and not modifier.finalized:
+                yield modifier
+
+    # ---- valid order
+
+    def _validate(self, event_type: EventType, kwargs: dict[str, Any]) -> None:
+        if not isinstance(event_type, EventType):
+            names = [each.name for each in EventType if each not in _METHOD_FOR]
+            raise InputError(
+                f"{event_type!r} is no EventType.",
+                f"Send one of EventType.{', EventType.'.join(names)}.",
+            )
+        if event_type in _METHOD_FOR:
+            method = _METHOD_FOR[event_type]
+            raise InputError(
+                f"{event_type.name} is not an event that can be sent.",
+                f"Call session.{method}() instead.",
+            )
+        self._expect_initialized(f"send {event_type.name}")
+        self._expect_not_finalized(f"send {event_type.name}")
+        if event_type is EventType.LOSS_CALCULATED and kwargs.get("loss") is None:
+            raise InputError(
+                "LOSS_CALCULATED came without a loss.",
+                "Call callbacks.loss_calculated(loss=...) with the loss of this batch.",
+            )
+        if event_type is EventType.CALIBRATION_EPOCH_START:
+            self._refuse_rewritten_statistics()
+        if event_type in _BATCH_ORDER and not self._is_in_order(event_type):
+            order = " -> ".join(each.name for each in _BATCH_ORDER)
+            raise InputError(
+                f"{event_type.name} cannot come after {self._last.name}.",
+                f"Call the events of a batch in this order: {order}.",
+            )
+
+    def _refuse_rewritten_statistics(self) -> None:
+        """Raise if one calibration serves a modifier and another that changes its statistics."""
+        rewriting = None
+        for modifier in self.recipe.modifiers:
+            if rewriting is not None and modifier.collects:
+                raise InputError(
+                    f"{type(rewriting).__name__} changes what {type(modifier).__name__}, behind "
+                    "it, collects, and both would collect it in one calibration.",
+                    "Calibrate for one after the other: in a session for each, or with oneshot, "
+                    "whose pipelines do so.",
+                )
+            if modifier.rewrites_inputs and modifier.collects:
+                rewriting = modifier
+
+    def _is_in_order(self, event_type: EventType) -> bool:
+        if event_type is EventType.BATCH_START:
+            return self._last is not EventType.BATCH_START
+        return _BATCH_ORDER.index(self._last) <= _BATCH_ORDER.index(event_type)
+
+    def _expect_initialized(self, what: str) -> None:
+        if not self.initialized_:
+            raise InputError(
+                f"Cannot {what} before the session is initialized.",
+                "Call session.initialize(recipe=..., model=...) first.",
+            )
+
+    def _expect_not_finalized(self, what: str) -> None:
+        if self.finalized:
+            raise InputError(
+                f"Cannot {what} after the session was finalized.",
+                "Call session.reset() for a new run, or session.reset_stage() for another stage.",
+            )
+
+    # ---- progress
+
+    def _set_start_progress(self) -> None:
+        """Set the progress to the start of a resumed run.
+
+        Called again with every update, until the first event.
+        """
+        state = self.state
+        here = Event(steps_per_epoch=state.steps_per_epoch, batches_per_step=state.batches_per_step)
+        # A negative start marks a run that is not resumed.
+        here.current_index = max(state.start or 0, 0)
+        self.global_step, self.global_batch = here.global_step, here.global_batch
+
+    def _advance(self, event_type: EventType, global_step: int | None) -> None:
+        if event_type in _BATCH_ORDER:
+            self._last = event_type
+        self._seen_event = True
+        if event_type is EventType.CALIBRATION_EPOCH_START:
+            self._calibrates = True
+        elif event_type is EventType.CALIBRATION_EPOCH_END:
+            self._calibrates = False
+        if event_type is EventType.BATCH_START:
+            self.global_batch += self._seen_batch
+            self._seen_batch = True
+        if global_step is not None:
+            self.global_step = global_step
+        elif event_type is EventType.OPTIM_POST_STEP:
+            self.global_step += 1
+        self._told_step |= global_step is not None or event_type is EventType.OPTIM_POST_STEP
+
+    def _warn_of_lost_steps(self) -> None:
+        """Warn of schedules that never advanced because no optimizer step was reported."""
+        scheduled = [type(one).__name__ for one in self.recipe.modifiers if one.start is not None]
+        if scheduled and self.global_batch and not self._told_step:
+            logger.warning(
+                f"{self.global_batch + 1} batches were told of and no step of the optimizer, so "
+                f"the schedule of {', '.join(scheduled)} stayed at step {self.global_step}. Call "
+                "callbacks.optim_post_step() after optimizer.step(), or give global_step with an "
+                "event."
+            )
+
+    def _note(self, event_type: EventType, given: dict[str, Any]) -> None:
+        """Store the current batch and loss in the state."""
+        if event_type is EventType.BATCH_START or given.get("batch_data") is not None:
+            self.state.batch_data = given.get("batch_data")
+        if given.get("loss") is not None:
+            self.state.loss = given["loss"]
+
+
+def _check_counts(given: Mapping[str, Any]) -> None:
+    """Raise for invalid counts, before anything is changed."""
+    counts = ("steps_per_epoch", "batches_per_step", "invocations_per_step")
+    Event(**{name: given[name] for name in counts if given.get(name) is not None})
+    start = given.get("start")
+    if start is not None and not (isinstance(start, int | float) and math.isfinite(start)):
+        raise InputError(
+            f"start is {start!r}, and is where a run begins.",
+            "Give a number of epochs where the run has them, else of steps; or leave it out.",
+        )
+
+
+def _warn_of_lost_calibration(modifier: Modifier, *, began: bool) -> None:
+    """Warn of a calibration that was not begun, or not completed."""
+    name, kind = type(modifier).__name__, type(modifier)
+    if modifier.start is not None:
+        return
+    ends = kind.on_calibration_end is not Modifier.on_calibration_end
+    remedy = (
+        "Use oneshot, or run the data between callbacks.calibration_epoch_start() and "
+        "callbacks.calibration_epoch_end()."
+    )
+    if not modifier.started and modifier.requires_calibration_data:
+        logger.warning(f"{name} did nothing: it needs calibration, and none has begun. {remedy}")
+    elif began and ends and not modifier.ended:
+        logger.warning(f"{name} is not complete: its calibration came to no end. {remedy}")
+
+
+def _warn_of_lost_start(modifier: Modifier) -> None:
+    """Warn that the setup of ``on_start`` is missing in the resumed run."""
+    kind = type(modifier)
+    sets_up = kind.on_start is not Modifier.on_start
+    knows_how_to_resume = kind.load_state_dict is not Modifier.load_state_dict
+    if modifier.started and not modifier.ended and sets_up and not knows_how_to_resume:
+        logger.warning(
+            f"{kind.__name__} had started before the checkpoint, and on_start is not called again: "
+            f"what it had set up, such as hooks, is missing. Put it in {kind.__name__}."
+            "load_state_dict too."
+        )
