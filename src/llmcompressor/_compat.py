@@ -46,6 +46,8 @@ datasets.utils
     from llmcompressor.datasets.collate import DataCollatorWithTruncation
     from llmcompressor.datasets.sampling import LengthAwareSampler
 
+modeling.call_order
+    from llmcompressor.modeling.call_graph import first_tensor
 modeling.deepseekv32, modeling.granite4, modeling.kimi_k3, modeling.moe, modeling.patch
 modeling.deepseek_v3
     from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3MoE as CalibrationDeepseekV3MoE
