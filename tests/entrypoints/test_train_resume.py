@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
 import shutil
@@ -69,6 +70,19 @@ def test_interrupted_at_any_step(
     assert not any("begins anew" in line for line in said), "nothing is kept without a checkpoint"
     assert _kept(output) == whole
     assert list(tmp_path.iterdir()) == [output]
+
+
+def test_the_loss_of_a_resumed_training_is_that_of_its_steps(
+    one_block: Path, tmp_path: Path
+) -> None:
+    output = tmp_path / "out"
+    _break(one_block, output, 4)
+    train(str(one_block), _recipe(), **_given(output))
+    found = json.loads((output / "train_results.json").read_text())
+    state = json.loads((output / "trainer_state.json").read_text())
+    losses = {one["step"]: one["loss"] for one in state["log_history"] if "loss" in one}
+    since = [loss for step, loss in losses.items() if step > 4]  # of 5, from checkpoint-4
+    assert found["train_loss"] == pytest.approx(sum(since) / len(since), abs=1e-3)
 
 
 def test_killed_before_the_first_checkpoint(

@@ -358,7 +358,9 @@ class _Run:
         figures["train_runtime"] = round(time.monotonic() - began, 4)
         steps_before = 0 if start is None else _step_of(start)
         steps = trainer.state.global_step
-        _correct_mean_loss(figures, steps, steps_before, replaced=trainer.loss_was_replaced)
+        taken = steps - steps_before
+        divided_by = taken if _counts_own_steps(trainer) else steps
+        _correct_mean_loss(figures, divided_by, taken, replaced=trainer.loss_was_replaced)
         samples: Any = trainer.train_dataset
         if hasattr(samples, "__len__"):
             figures["train_samples"] = len(samples)
@@ -506,17 +508,24 @@ def _step_of(checkpoint: Path) -> int:
     return int(name) if name.isdigit() else 0
 
 
+def _counts_own_steps(trainer: Trainer) -> bool:
+    """Return True if the trainer divides the loss by the steps since it was resumed.
+
+    transformers does so since 5.20; before, it divides by all steps of the training.
+    """
+    return hasattr(trainer, "_initial_global_step")
+
+
 def _correct_mean_loss(
-    figures: dict[str, Any], steps: int, steps_before: int, *, replaced: bool
+    figures: dict[str, Any], divided_by: int, taken: int, *, replaced: bool
 ) -> None:
-    """Correct the mean loss of a resumed training, which the trainer divides by all steps."""
-    taken = steps - steps_before
+    """Correct the mean loss of a resumed training to that of the steps taken since."""
     if "train_loss" not in figures:
         return
     if taken <= 0:
         del figures["train_loss"]
         return
-    figures["train_loss"] *= steps / taken
+    figures["train_loss"] *= divided_by / taken
     if not replaced:  # a replaced loss is no cross entropy; the trainer reports that one itself
         _add_perplexity(figures, "train_loss", "perplexity")
 
