@@ -134,7 +134,7 @@ def _what_stays_the_same_is_asked_once() -> Iterator[None]:
         yield
         return
     from llmcompressor.planning import make
-    from llmcompressor.verification import built
+    from llmcompressor.verification import transformers_model
 
     def headers_for(kind: object, settings: Any, headers: Any) -> object:
         told = json.dumps(settings.to_dict(), sort_keys=True, default=str)
@@ -142,7 +142,7 @@ def _what_stays_the_same_is_asked_once() -> Iterator[None]:
 
     with (
         _asked_once(make, "measure_rates", lambda device, dtype, folder=None: (device, dtype)),
-        _asked_once(built, "_load", headers_for),
+        _asked_once(transformers_model, "_load", headers_for),
     ):
         yield
 

@@ -13,6 +13,7 @@ import torch
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from safetensors.torch import load_file
 from tests.caches import as_read, is_passed_over
+from tests.releases import refuses_packed_zero_points
 from transformers import (
     AutoModelForCausalLM,
     PreTrainedModel,
@@ -23,7 +24,6 @@ from transformers import (
 from llmcompressor.checkpoint.packing import patch_packed_zero_points
 from llmcompressor.checkpoint.save import save_checkpoint
 from llmcompressor.schemes.presets import preset_scheme
-from llmcompressor.verification.tried_loads import refuses_packed_zero_points
 
 READER = """
 import sys, torch, transformers

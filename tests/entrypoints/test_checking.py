@@ -12,6 +12,7 @@ import torch
 from compressed_tensors.quantization.quant_scheme import PRESET_SCHEMES
 from safetensors.torch import load_file
 from tests.caches import as_read, is_passed_over
+from tests.releases import refuses_packed_zero_points
 from torch.nn.utils.parametrize import register_parametrization
 from transformers import (
     AudioFlamingo3Config,
@@ -28,7 +29,6 @@ from transformers import (
 from llmcompressor import oneshot
 from llmcompressor.errors import RecipeError
 from llmcompressor.modifiers.quantization import QuantizationModifier
-from llmcompressor.verification.tried_loads import refuses_packed_zero_points
 
 ATTENTION = "transformer.h.0.self_attention.query_key_value"
 

@@ -16,6 +16,7 @@ import small_models as small
 import torch
 from tests.caches import as_read, is_passed_over
 from tests.entrypoints.test_read_back import READER, is_of_unknown_attention, read_by_the_package
+from tests.releases import refuses_packed_zero_points
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -23,7 +24,6 @@ from llmcompressor import oneshot, verify
 from llmcompressor.checkpoint.packing import patch_packed_zero_points
 from llmcompressor.logger import logger
 from llmcompressor.verification.facts import Severity
-from llmcompressor.verification.tried_loads import refuses_packed_zero_points
 
 
 @dataclass(frozen=True)

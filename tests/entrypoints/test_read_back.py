@@ -22,6 +22,7 @@ import torch
 from safetensors.torch import load_file
 from tests.caches import as_read, is_passed_over
 from tests.presets import LIKE_OTHERS
+from tests.releases import refuses_packed_zero_points
 from tests.thinned import few
 from torch import Tensor
 from transformers import AutoModelForCausalLM
@@ -31,7 +32,6 @@ from llmcompressor.checkpoint.packing import patch_packed_zero_points
 from llmcompressor.modifiers.quantization import GPTQModifier, QuantizationModifier
 from llmcompressor.schemes.presets import PRESETS
 from llmcompressor.verification import Severity
-from llmcompressor.verification.tried_loads import refuses_packed_zero_points
 
 DECODED = """
 def decoded(model, tokens):

@@ -102,11 +102,14 @@ def _t5() -> Sample:
         shapes[f"{path}.1.DenseReluDense.wi"] = (INNER, HIDDEN)
         shapes[f"{path}.1.DenseReluDense.wo"] = (HIDDEN, INNER)
     built = ["SampleForConditionalGeneration"]
-    return made(shapes, model_type="t5", architectures=built, num_hidden_layers=1)
+    return made(
+        shapes, model_type="t5", architectures=built, num_hidden_layers=1, ignore=("lm_head",)
+    )
 
 
 def _moe(preset: str, model_type: str = "qwen3_moe", **more: Any) -> Sample:
-    return made(sparse(), preset, model_type=model_type, num_experts=3, **more)
+    sizes = {"moe_intermediate_size": INNER, "head_dim": HIDDEN // HEADS, "num_experts": 3}
+    return made(sparse(), preset, model_type=model_type, **sizes, **more)
 
 
 MADE: dict[str, Callable[[], Sample]] = {

@@ -19,7 +19,7 @@ from transformers.models.auto import modeling_auto
 from llmcompressor import verify
 from llmcompressor.modifiers.quantization import QuantizationModifier
 from llmcompressor.verification import Severity, TensorInfo
-from llmcompressor.verification.built import build, is_of_another_type
+from llmcompressor.verification.transformers_model import build, is_of_another_type
 
 SIZES: dict[str, Any] = {
     "vocab_size": 96,

@@ -15,7 +15,7 @@ from transformers import CONFIG_MAPPING
 
 from llmcompressor import verify
 from llmcompressor.modifiers.quantization import QuantizationModifier
-from llmcompressor.verification.config_changes import config_changes
+from llmcompressor.verification.transformers_model import config_changes
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],

@@ -13,9 +13,9 @@ from compressed_tensors.quantization import QuantizationScheme
 from torch import Tensor
 
 from llmcompressor.schemes.presets import PRESETS, format_of, preset_scheme
-from llmcompressor.verification.decode import Codes, codes_of
+from llmcompressor.verification.expected import Codes, codes_of
 from llmcompressor.verification.files import open_checkpoint
-from llmcompressor.verification.rules.base import View
+from llmcompressor.verification.rules.view import View
 
 NAME = "model.layers.0.mlp.up_proj"
 QUANTIZED = sorted(set(PRESETS) - {"UNQUANTIZED"})
@@ -80,7 +80,7 @@ def test_many_parts_are_one_weight(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     sample = made({NAME: (333, 256)}, "W4A16_ASYM")
     found = codes(sample, tmp_path)
     whole = decoded(found)
-    monkeypatch.setattr("llmcompressor.verification.decode.CHUNK", 1)
+    monkeypatch.setattr("llmcompressor.verification.expected.CHUNK", 1)
     assert len(list(found.parts())) == 11
     assert torch.equal(decoded(found), whole)
 

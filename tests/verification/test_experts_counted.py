@@ -10,7 +10,7 @@ import pytest
 from transformers import AutoConfig
 
 from llmcompressor.verification import Deployment, TensorInfo, check_serving
-from llmcompressor.verification.module_classes import experts_by_class
+from llmcompressor.verification.transformers_model import module_classes
 
 SIZES = {
     "vocab_size": 96,
@@ -136,9 +136,14 @@ def test_plain_experts_of_a_shared_list_are_not_loaded(
     assert said == ([] if is_taken else [EXPERTS])
 
 
+def stacked(config: dict[str, Any], path: str) -> int | None:
+    classes = module_classes(config)
+    return None if classes is None else classes.experts(path)
+
+
 def test_the_class_tells_how_many_it_stacks() -> None:
     path = f"{EXPERTS}.0"
-    assert experts_by_class(two_in_one_list(), f"{path}.up_proj") == 8
-    assert experts_by_class(with_a_bare_one(), f"{path}.up_proj") == 5
-    assert experts_by_class(with_a_bare_one(), f"{path}.down_proj") == 4
-    assert experts_by_class(nobody(), f"{path}.up_proj") is None
+    assert stacked(two_in_one_list(), f"{path}.up_proj") == 8
+    assert stacked(with_a_bare_one(), f"{path}.up_proj") == 5
+    assert stacked(with_a_bare_one(), f"{path}.down_proj") == 4
+    assert stacked(nobody(), f"{path}.up_proj") is None

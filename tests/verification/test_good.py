@@ -106,7 +106,7 @@ def test_transformers_unpacks_experts_of_small_floats(
     assert verify(folder, mixtral_folder, serve="transformers").ok
 
 
-def test_experts_for_arm_are_served_where_no_other_device_is_named(
+def test_experts_for_arm_are_served_on_unknown_devices(
     mixtral_folder: Path, compressed: Run
 ) -> None:
     inputs = {"num_bits": 8, "strategy": "token", "dynamic": True, "symmetric": False}
@@ -220,7 +220,7 @@ def test_each_expert_is_judged_by_its_own_scheme(
         ({"strategy": "group", "group_size": 32}, 64, 4, ("S64", "Experts of 64 split over 4")),
     ],
 )
-def test_experts_of_several_schemes_have_the_sizes_of_their_codes(
+def test_experts_of_several_schemes_have_their_sizes(
     cells: dict[str, Any],
     inner: int,
     devices: int,

@@ -20,8 +20,7 @@ from llmcompressor.modifiers.quantization import QuantizationModifier
 from llmcompressor.modifiers.smoothquant import SmoothQuantModifier
 from llmcompressor.recipe import Recipe
 from llmcompressor.verification import Severity
-from llmcompressor.verification.files import open_checkpoint
-from llmcompressor.verification.history import DROPS, Run
+from llmcompressor.verification.files import DROPS, Run, open_checkpoint
 from llmcompressor.verification.reference import Work, work_of
 
 REPORT = "compression_report.json"

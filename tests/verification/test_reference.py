@@ -286,7 +286,7 @@ def test_a_plain_part_of_what_is_one_tensor_in_the_original(
     assert ("R4", name) in bad(sample.write(tmp_path / "bad"), split_folder)
 
 
-def test_tensors_that_the_class_has_no_place_for_in_its_layers_are_not_lost(
+def test_tensors_without_a_place_in_the_class_are_kept(
     compressed: Callable[..., Path], tmp_path: Path
 ) -> None:
     """Gemma 4's last layers take keys and values of others; its files hold some of their own."""
@@ -323,7 +323,7 @@ def test_tensors_that_the_class_has_no_place_for_in_its_layers_are_not_lost(
     assert ("R1", f"{attention}.q_norm.weight") in gone
 
 
-def test_experts_whose_stacks_are_named_and_joined_otherwise_in_the_original(
+def test_stacks_of_other_names_in_the_original_are_found(
     compressed: Callable[..., Path], tmp_path: Path
 ) -> None:
     """Its file has a stack of gate, of up and of down; the class joins two and renames one."""

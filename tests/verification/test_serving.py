@@ -19,8 +19,8 @@ from llmcompressor.errors import ArgumentError
 from llmcompressor.schemes.presets import PRESETS
 from llmcompressor.verification import Deployment, Finding, Severity, check_serving
 from llmcompressor.verification.rules import RULES
-from llmcompressor.verification.rules.base import TENSORS, WRITTEN
-from llmcompressor.verification.rules.schemes import served_scheme
+from llmcompressor.verification.rules.server_table import served as served_row
+from llmcompressor.verification.rules.view import TENSORS, WRITTEN
 from llmcompressor.verification.scheme import parse_groups
 
 BY_HEADERS = {rule.number for rule in RULES if rule.needs not in (TENSORS, WRITTEN)}
@@ -73,7 +73,7 @@ def severity(sample: Sample, folder: Path, rule: str, **facts: object) -> set[Se
     return {one.severity for one in found if one.rule == rule}
 
 
-def test_8_bit_inputs_of_mxfp4_weights_are_not_what_vllm_computes_with(tmp_path: Path) -> None:
+def test_vllm_computes_mxfp4_weights_without_8_bit_inputs(tmp_path: Path) -> None:
     sample = made(dense(), "MXFP4")
     b200 = Deployment(server="vllm", gpu="b200", tp=(1,))
 
@@ -146,9 +146,9 @@ def test_the_reason_is_that_of_the_scheme(
 ) -> None:
     group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs, "format": form}
     (parsed,) = parse_groups({"config_groups": {"group_0": group}, "format": form})
-    served = served_scheme(parsed.scheme)
+    served = served_row(parsed.scheme)
     assert bool(served.name) == (not says)
-    assert says in served.reason
+    assert says in served.why(parsed.scheme)
 
 
 @pytest.mark.parametrize("preset", ["W4A16_ASYM", "FP8", "NVFP4"])
@@ -285,7 +285,7 @@ def test_without_a_stated_dtype_that_of_the_weights_counts(tmp_path: Path) -> No
     assert "L4" not in rules(sample, tmp_path, dtype="bfloat16")
 
 
-def test_rotations_that_transformers_leaves_out_are_its_own_limit(tmp_path: Path) -> None:
+def test_rotations_left_out_are_a_limit_of_transformers(tmp_path: Path) -> None:
     sample = made(dense(), "W8A8")
     online = {"targets": ["re:.*down_proj$"], "location": "input"}
     sample.settings["transform_config"] = {
@@ -316,7 +316,7 @@ def test_a_rotation_may_be_shared_by_weights_in_several_forms(tmp_path: Path) ->
     assert not [name for name in missing if name.endswith("down_proj")]
 
 
-def test_an_ignored_parent_is_told_where_something_below_it_is_not(tmp_path: Path) -> None:
+def test_an_ignored_parent_of_quantized_modules_is_told(tmp_path: Path) -> None:
     """The router of a mixture may be a module with one matrix; writers then list both."""
     sample = made(sparse(), model_type="granitemoe")
     router = "model.layers.0.mlp.router"

@@ -13,7 +13,7 @@ import torch
 import transformers as hf
 
 from llmcompressor import model_free_ptq, verify
-from llmcompressor.verification.built import text_class
+from llmcompressor.verification.transformers_model import text_class
 
 PLAIN = "model.language_model.layers.0.linear_attn.out_proj"
 CODED = "model.language_model.layers.1.mlp.up_proj"

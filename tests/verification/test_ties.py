@@ -12,7 +12,7 @@ from checkpoint_samples import Sample, dense, made
 
 from llmcompressor.verification import Severity
 from llmcompressor.verification.check import verify_files
-from llmcompressor.verification.ties import equal
+from llmcompressor.verification.values import equal
 
 CONFIG, HEAD = ("R5", "config.json"), ("R5", "lm_head.weight")
 EMBEDDING = "model.embed_tokens.weight"

@@ -772,7 +772,7 @@ class CompletedOutput:
         if self._run.source != self._weights.read_digest():
             return False
         groups = {name: self._blocks.names_of(name) for name in [*self._weights.blocks, REST]}
-        return self._run.is_intact(folder, self._layout, groups)
+        return self._run.is_whole(folder, self._layout, groups)
 
     def complete(self) -> None:
         """Do nothing, as everything is written."""

@@ -393,7 +393,7 @@ class CompletedRun:
             return CompletedRun(**json.loads((folder / RUN_FILE).read_text(encoding="utf-8")))
         return None
 
-    def is_intact(
+    def is_whole(
         self, folder: Path, layout: OutputLayout, groups: Mapping[str, Iterable[str]]
     ) -> bool:
         """Return True if no file of an output was lost or changed since; reads all of its weights.

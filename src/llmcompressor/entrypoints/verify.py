@@ -39,10 +39,10 @@ from llmcompressor.recipe.writing import to_yaml
 from llmcompressor.runtime.progress import join_names
 from llmcompressor.session.functions import active_session
 from llmcompressor.verification import TensorInfo, check_serving
-from llmcompressor.verification.built import bare_model
 from llmcompressor.verification.check import verify_files
 from llmcompressor.verification.facts import DEFAULT_TP, SERVERS, Deployment, Finding, Severity
 from llmcompressor.verification.report import VerificationReport, merged
+from llmcompressor.verification.transformers_model import bare_model
 
 __all__ = [
     "check_servable",

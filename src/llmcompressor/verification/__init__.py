@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from llmcompressor.verification.check import verify_files
     from llmcompressor.verification.facts import Deployment, Finding, Severity, TensorInfo
     from llmcompressor.verification.report import VerificationReport
-    from llmcompressor.verification.serving import check_serving
+    from llmcompressor.verification.rules import check_serving
 
 __all__ = [
     "Deployment",
@@ -32,7 +32,7 @@ _HOMES = {
     "Severity": "facts",
     "TensorInfo": "facts",
     "VerificationReport": "report",
-    "check_serving": "serving",
+    "check_serving": "rules",
     "verify_files": "check",
 }
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from llmcompressor.verification import files, reference, values
 from llmcompressor.verification.facts import Severity
 from llmcompressor.verification.rules import NOT_CHECKED, RULES
-from llmcompressor.verification.rules.base import VERSIONS, Rule
+from llmcompressor.verification.rules.view import VERSIONS, Rule, place_of
 
 __all__ = ["CATALOGUE", "Line", "markdown"]
 
@@ -29,7 +29,7 @@ _DECIDED = {
 
 @dataclass(frozen=True)
 class Line:
-    """One rule.
+    """A rule for the documentation.
 
     Attributes:
         number: its number.
@@ -55,7 +55,7 @@ def _of_rule(rule: Rule) -> Line:
 
 
 def _said(number: str) -> str:
-    """How bad a breach is of what is checked beside the data; the check itself says so."""
+    """Severity of a breach of what is checked with the data; the check itself says so."""
     return (Severity.WARNING if number in _WARNINGS else Severity.ERROR).value
 
 
@@ -75,18 +75,11 @@ def _lines() -> tuple[Line, ...]:
         *_of_titles(reference.TITLES, "the original"),
     ]
     merged: dict[str, Line] = {}
-    for line in sorted(every, key=_order):
-        known = merged.get(line.number)
-        title = line.title if known is None else f"{known.title}; {line.title}"
+    for line in sorted(every, key=lambda line: place_of(line.number)):
+        known = merged.get(line.number, line).title
+        title = known if line.title == known else f"{known}; {line.title}"
         merged[line.number] = replace(line, title=title)
     return tuple(merged.values())
-
-
-def _order(line: Line) -> tuple[int, int, str]:
-    """Files, consistency, values, reference, then the servers' in their own order."""
-    letter = "FCVRSTLG".index(line.number[0])
-    digits = "".join(each for each in line.number if each.isdigit())
-    return letter, int(digits), line.number
 
 
 CATALOGUE = _lines()

@@ -12,21 +12,20 @@ from dataclasses import dataclass, field, replace
 
 from llmcompressor.errors import CheckpointError
 from llmcompressor.runtime.progress import progress
-from llmcompressor.verification.decode import Codes, codes_of
-from llmcompressor.verification.expected import expected_tensors, misfits
+from llmcompressor.verification.expected import Codes, codes_of, expected_tensors, misfits
 from llmcompressor.verification.facts import Deployment, Finding, Severity
 from llmcompressor.verification.files import Files, open_checkpoint
-from llmcompressor.verification.layout import Entry
+from llmcompressor.verification.modules import Entry
 from llmcompressor.verification.reference import Reference, WeightError
 from llmcompressor.verification.report import VerificationReport
-from llmcompressor.verification.rules.base import View
+from llmcompressor.verification.rules import check_view
+from llmcompressor.verification.rules.view import View
 from llmcompressor.verification.scheme import Scheme, settings_of
-from llmcompressor.verification.serving import check_view
-from llmcompressor.verification.ties import check_tie
 from llmcompressor.verification.values import (
     check_codes,
     check_plain,
     check_scales,
+    check_tie,
     unexplained,
 )
 
@@ -37,7 +36,7 @@ _MOST_WORKERS = 4
 
 @dataclass
 class _Done:
-    """What is known of one module after its data was read."""
+    """Result of reading the data of one module."""
 
     findings: list[Finding] = field(default_factory=list)
     used: set[str] = field(default_factory=set)
@@ -191,7 +190,7 @@ def _read(
 
 
 def _says_something(view: View, entry: Entry, own: str) -> bool:
-    """Whether nothing comes through where a plain tensor is zero."""
+    """True if nothing comes through where a plain tensor is zero."""
     if own != "weight":
         return False
     if entry.kind in ("embedding", "head"):

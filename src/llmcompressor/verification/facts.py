@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What rules are told, and what they answer."""
+"""Deployment, headers and findings: the input of the rules and their output."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ Tensors: TypeAlias = "Callable[[str], Tensor]"
 
 
 class Severity(StrEnum):
-    """How bad a finding is.
+    """Severity of a finding.
 
     An error: what was checked is refused or goes wrong. A warning: it does so somewhere that was
     not asked about, or it may be meant. A note: it is slow, or good to know.
@@ -82,7 +82,7 @@ class TensorInfo:
 
     @property
     def numel(self) -> int:
-        """How many elements it has."""
+        """Number of elements."""
         count = 1
         for size in self.shape:
             count *= size
@@ -91,7 +91,7 @@ class TensorInfo:
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that is wrong.
+    """Finding: a thing that is wrong.
 
     Attributes:
         rule: the rule's number: ``S30`` as in the serving rules, or ``F``, ``C``, ``V``, ``R``,
@@ -124,7 +124,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Deployment:
-    """Where a checkpoint is to be served, as far as it is known.
+    """Deployment of a checkpoint, as far as it is known.
 
     Attributes:
         server: ``vllm``, ``transformers`` or ``sglang``; all of them if ``None``.
@@ -180,15 +180,15 @@ class Deployment:
 
     @property
     def is_tp_given(self) -> bool:
-        """Whether the sizes were chosen."""
+        """True if the sizes were chosen."""
         return self.tp != DEFAULT_TP
 
     def concerns(self, server: str) -> bool:
-        """Whether the rules of ``server`` are checked."""
+        """True if the rules of ``server`` are checked."""
         return not server or self.server is None or self.server == server
 
     def tp_severity(self, tp: int) -> Severity:
-        """How bad it is that the checkpoint cannot be split ``tp`` ways."""
+        """Severity of a checkpoint that cannot be split ``tp`` ways."""
         return Severity.ERROR if tp == 1 or self.is_tp_given else Severity.WARNING
 
     @property

@@ -14,25 +14,32 @@ import torch
 import yaml
 from torch import Tensor
 
-from llmcompressor.verification.class_model import passes_over
-from llmcompressor.verification.config_changes import ABSENT, config_changes
-from llmcompressor.verification.converted import Converted, Made
-from llmcompressor.verification.decode import CHUNK, Codes, Part
-from llmcompressor.verification.dropped import DroppedExperts
+from llmcompressor.verification.expected import CHUNK, Codes, Part
 from llmcompressor.verification.facts import Finding, Severity
-from llmcompressor.verification.families import text_settings
-from llmcompressor.verification.files import DTYPES, Files, tensor_chunks
-from llmcompressor.verification.history import (
+from llmcompressor.verification.files import (
     DROPS,
+    DTYPES,
     Changed,
+    Files,
     Run,
     runs_since,
+    tensor_chunks,
     without_prefixes,
 )
-from llmcompressor.verification.layout import PLAIN_FLOATS
+from llmcompressor.verification.modules import PLAIN_FLOATS, text_settings
 from llmcompressor.verification.scheme import Args
-from llmcompressor.verification.stacks import USUAL, ExpertRows, Source, sources_in, stacks_of
-from llmcompressor.verification.ties import HEADS, Twins, compare_tie, equal, same_tensor
+from llmcompressor.verification.stacked_tensors import (
+    USUAL,
+    Converted,
+    DroppedExperts,
+    ExpertRows,
+    Made,
+    Source,
+    sources_in,
+    stacks_of,
+)
+from llmcompressor.verification.transformers_model import ABSENT, config_changes, passes_over
+from llmcompressor.verification.values import HEADS, Twins, compare_tie, equal, same_tensor
 
 __all__ = ["TITLES", "Reference", "WeightError", "Work"]
 
@@ -86,7 +93,7 @@ _LEAST_ROW_COSINE = 0.1
 
 
 class Work(Enum):
-    """What may have been done to the weights, by the recipe that lies beside them."""
+    """Kind of change to the weights, by the recipe that lies beside them."""
 
     NEAREST = "rounded to the nearest"
     SOLVED = "solved for"
@@ -107,7 +114,7 @@ _MOVES = frozenset(
 
 
 def work_of(files: Files, runs: Sequence[Run] = (), original: Files | None = None) -> Work:
-    """What is known of what was done to a checkpoint's weights since the original.
+    """The kind of change to a checkpoint's weights since the original.
 
     Args:
         files: the checkpoint; the recipe in its folder has the stages of all runs or, where the
@@ -148,7 +155,7 @@ def _stages_of(files: Files) -> list[tuple[str, list[str]]]:
 
 @dataclass(frozen=True)
 class WeightError:
-    """How far a decoded weight is from the original.
+    """Distance of a decoded weight from the original.
 
     Attributes:
         module: the module.
@@ -198,7 +205,7 @@ class Reference:
             self._by_tail.setdefault(without_prefixes(name), []).append(name)
 
     def find(self, name: str, shape: Sequence[int] | None = None) -> list[Source]:
-        """Where the original of a tensor may be; more than one way only within a stack.
+        """Places of the original of a tensor; more than one only within a stack.
 
         Args:
             name: the tensor's name in the checkpoint, for a module's weight ``….weight``.
@@ -293,7 +300,7 @@ class Reference:
         return list(self._judge(name, codes.args, sums)), _error(name, sums)
 
     def _made(self, name: str, shape: Sequence[int]) -> Source | None:
-        """What transformers makes of the original's tensors, or a part of that."""
+        """A tensor that transformers makes of the original's, or a part of it."""
         found = self._converted.find(name)
         stacks = stacks_of(name) if found is None else ()
         made = (self._converted.find_expert(stack, name, shape) for stack in stacks)
@@ -330,7 +337,7 @@ class Reference:
         return max((torch.finfo(kind).eps / 2 for kind in kinds if kind), default=0.0)
 
     def _tied(self, name: str) -> Source | None:
-        """What the original holds under another name: for a head the input embedding, say."""
+        """The original under another name: for a head the input embedding, say."""
         if name.rpartition(".")[0].endswith(HEADS):
             for each, place in self.files.places.items():
                 is_embedding = each.endswith(("embed_tokens.weight", "wte.weight"))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What came of a verification."""
+"""Report of a verification."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def _where(modules: tuple[str, ...]) -> str:
 
 @dataclass(frozen=True)
 class VerificationReport:
-    """What was found in a checkpoint.
+    """Report of what was found in a checkpoint.
 
     Attributes:
         checkpoint: its folder.
@@ -95,12 +95,12 @@ class VerificationReport:
 
     @property
     def ok(self) -> bool:
-        """Whether there is no error."""
+        """True if there is no error."""
         return not any(finding.severity is Severity.ERROR for finding in self.findings)
 
     @property
     def counts(self) -> dict[str, int]:
-        """How many findings of each severity."""
+        """Number of findings of each severity."""
         found = Counter(finding.severity for finding in self.findings)
         return {severity.value: found[severity] for severity in _ORDER}
 

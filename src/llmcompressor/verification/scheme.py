@@ -1,20 +1,34 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ``quantization_config`` as data, read leniently: a broken one is described, not refused."""
+"""Schemes of the ``quantization_config``, and the group that each server gives to a module.
+
+The configuration is read leniently: a broken one is described, not refused. Three procedures find
+a group, each as its reader has it: vLLM 0.33 (names in the order of the file, then joined shards,
+then classes as substrings of vLLM's own), SGLang 0.5 (classes before joined shards) and
+compressed-tensors, so transformers (exact names, patterns, classes, each sorted).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
+
+from llmcompressor.verification.modules import CROSS, EXPERT, Entry, Family, served_name
 
 __all__ = [
     "ACTIVATION_FORMATS",
     "FORMATS",
     "Args",
+    "Choice",
     "Group",
+    "Resolver",
     "Scheme",
+    "compiled",
     "parse_args",
     "parse_groups",
+    "served_class",
     "settings_of",
 ]
 
@@ -63,32 +77,32 @@ class Args:
 
     @property
     def is_static(self) -> bool:
-        """Whether scales are stored."""
+        """True if scales are stored."""
         return self.dynamic is False
 
     @property
     def is_nvfp4(self) -> bool:
-        """Whether these are 4-bit floats in two-level groups of 16."""
+        """True if these are 4-bit floats in two-level groups of 16."""
         return self._is("float", 4, "tensor_group", 16)
 
     @property
     def is_mxfp4(self) -> bool:
-        """Whether these are 4-bit floats with a power of two per 32."""
+        """True if these are 4-bit floats with a power of two per 32."""
         return self._is("float", 4, "group", 32)
 
     @property
     def is_mxfp6(self) -> bool:
-        """Whether these are 6-bit floats with a power of two per 32."""
+        """True if these are 6-bit floats with a power of two per 32."""
         return self._is("float", 6, "group", 32)
 
     @property
     def is_mxfp8(self) -> bool:
-        """Whether these are 8-bit floats with a power of two per 32."""
+        """True if these are 8-bit floats with a power of two per 32."""
         return self._is("float", 8, "group", 32) and self.scale_dtype == "torch.uint8"
 
     @property
     def is_mx(self) -> bool:
-        """Whether these are floats of any width with a power of two per 32."""
+        """True if these are floats of any width with a power of two per 32."""
         return self.is_mxfp4 or self.is_mxfp6 or self.is_mxfp8
 
     def _is(self, kind: str, bits: int, strategy: str, group: int) -> bool:
@@ -107,7 +121,7 @@ class Args:
 
 @dataclass(frozen=True)
 class Scheme:
-    """How a module is quantized: two of them are equal if servers cannot tell them apart."""
+    """Scheme of a module: two of them are equal if servers cannot tell them apart."""
 
     weights: Args | None = None
     inputs: Args | None = None
@@ -130,7 +144,7 @@ class Group:
 
     @property
     def is_attention(self) -> bool:
-        """Whether vLLM skips it: one target, an attention class, and no weights."""
+        """True if vLLM skips it: one target, an attention class, and no weights."""
         return (
             self.scheme.weights is None
             and len(self.targets) == 1
@@ -207,3 +221,294 @@ def parse_groups(settings: Mapping[str, Any]) -> list[Group]:
 
 def _text(value: Any) -> str | None:
     return str(value) if value else None
+
+
+_CLASSES = {
+    "qkv_proj": "QKVParallelLinear",
+    "gate_up_proj": "MergedColumnParallelLinear",
+    "o_proj": "RowParallelLinear",
+    "down_proj": "RowParallelLinear",
+}
+_CLASS_OF = {"embedding": "VocabParallelEmbedding", "head": "ParallelLMHead", "gate": "GateLinear"}
+_PLAIN_CLASS = {"linear": "Linear", "head": "Linear", "embedding": "Embedding"}
+_TAKEN = frozenset({"linear", "embedding"})
+"""What compressed-tensors quantizes, of all that targets may name."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Choice of a server for a module.
+
+    Attributes:
+        group: the group it gets, ``None`` if it stays unquantized.
+        ignored: it is on the list of what to ignore.
+        mixed: some of the shards it is joined from are ignored, others not.
+    """
+
+    group: Group | None = None
+    ignored: bool = False
+    mixed: bool = False
+
+
+def compiled(pattern: str) -> re.Pattern[str] | None:
+    """The expression behind ``re:``, ``None`` if it is none or cannot be read."""
+    if not pattern.startswith("re:"):
+        return None
+    try:
+        return re.compile(pattern[3:])
+    except re.error:
+        return None
+
+
+def served_class(kind: str, path: str) -> str:
+    """The class of vLLM that stands for a module.
+
+    >>> served_class("linear", "model.layers.0.self_attn.qkv_proj")
+    'QKVParallelLinear'
+    """
+    last = path.rpartition(".")[2]
+    return _CLASS_OF.get(kind) or _CLASSES.get(last, "ColumnParallelLinear")
+
+
+_SIMPLE = re.compile(r"(?:\(\?:\.\*\\\.\)\?)?(?P<body>(?:\w|\\\W|\.\*?|[\^$])+)")
+
+
+def _needed(pattern: str) -> str:
+    r"""A part of every name that a pattern matches; empty unless the pattern is a simple one.
+
+    A mixture of experts has a pattern for each of its layers, and ten thousands of names.
+
+    >>> _needed(r"(?:.*\.)?layers\.3\.experts\..*"), _needed("lm_head|.*gate"), _needed(".*up?")
+    ('layers.3.experts.', '', '')
+    """
+    simple = _SIMPLE.fullmatch(pattern)
+    parts = re.findall(r"(?:\w|\\\W)+", simple["body"]) if simple else []
+    return max((re.sub(r"\\(\W)", r"\1", part) for part in parts), key=len, default="")
+
+
+class _Names:
+    """Names and patterns, asked by name."""
+
+    def __init__(self, texts: Iterable[str]) -> None:
+        self.texts = list(texts)
+        self.position: dict[str, int] = {}
+        self.patterns: list[tuple[int, str, re.Pattern[str]]] = []
+        for index, text in enumerate(self.texts):
+            expression = compiled(text)
+            if expression is not None:
+                self.patterns.append((index, _needed(expression.pattern), expression))
+            else:
+                self.position.setdefault(text, index)
+
+    def first(self, name: str) -> int | None:
+        """Position of the first text that equals or matches ``name``."""
+        best = self.position.get(name)
+        for index, needed, expression in self.patterns:
+            if best is not None and index > best:
+                break
+            if needed in name and expression.match(name):
+                return index
+        return best
+
+
+class Resolver:
+    """Answers for one configuration.
+
+    Args:
+        config: the whole ``config.json``.
+        groups: its groups, in order.
+        ignore: names and patterns to ignore.
+        family: how vLLM builds the architecture.
+        present: paths of the checkpoint's modules; one that none of the others is beside that it
+            would be joined with is joined with nothing, as a gate of attention.
+    """
+
+    def __init__(
+        self,
+        config: Mapping[str, Any],
+        groups: Sequence[Group],
+        ignore: Sequence[str],
+        family: Family,
+        present: Collection[str] = (),
+    ) -> None:
+        self.config = config
+        self.groups = groups
+        self.ignore = ignore
+        self.family = family
+        self._shards = frozenset(shard for shards in family.fused.values() for shard in shards)
+        self._experts: dict[str, Choice] = {}
+        self._of_class: dict[str, Group | None] = {}
+        shards = [name for name in present if name.rpartition(".")[2] in self._shards]
+        self._present = frozenset([*shards, *map(self.served, shards)])
+
+    @cached_property
+    def _targets(self) -> dict[str, Group]:
+        """Target → group, as a dict of vLLM: a later group takes a target, its place stays."""
+        found: dict[str, Group] = {}
+        for group in self.groups:
+            if not group.is_attention:
+                found.update(dict.fromkeys(group.targets, group))
+        return found
+
+    @cached_property
+    def _served_targets(self) -> _Names:
+        return _Names(self._renamed(self._targets))
+
+    @cached_property
+    def _served_ignore(self) -> _Names:
+        return _Names(self._renamed(self.ignore))
+
+    @cached_property
+    def _plain_ignore(self) -> _Names:
+        return _Names(self.ignore)
+
+    @cached_property
+    def _sorted_targets(self) -> list[str]:
+        return sorted(self._targets, key=lambda text: ("re:" in text, text))
+
+    @cached_property
+    def _plain_targets(self) -> _Names:
+        return _Names(self._sorted_targets)
+
+    def _renamed(self, texts: Iterable[str]) -> list[str]:
+        """Only entries with a dot that are no patterns are renamed (S18), none as by S18a."""
+        plain = replace(self.family, lookup={})
+        return [
+            text
+            if text.startswith("re:") or "." not in text
+            else served_name(text, self.config, plain)
+            for text in texts
+        ]
+
+    def served(self, name: str) -> str:
+        """The path under which vLLM looks ``name`` up."""
+        return served_name(name, self.config, self.family)
+
+    @property
+    def shards(self) -> Collection[str]:
+        """Own names of modules that vLLM joins with others."""
+        return self._shards
+
+    def unit(self, name: str) -> tuple[str, tuple[str, ...]]:
+        """The joined module that ``name`` is part of and its shards; itself if there is none."""
+        parent, dot, last = name.rpartition(".")
+        fused = CROSS.get(parent.rpartition(".")[2], self.family.fused)
+        key = next((key for key, shards in fused.items() if last in shards), None)
+        if key is None or EXPERT.match(name):
+            return name, ()
+        shards = tuple(f"{parent}{dot}{shard}" for shard in fused[key])
+        if name in self._present and not self._present & (set(shards) - {name}):
+            return name, ()
+        return f"{parent}{dot}{key}", shards
+
+    def vllm(self, entry: Entry) -> Choice:
+        """Choice of vLLM 0.33 for a module."""
+        found = EXPERT.match(entry.name)
+        if found is not None:
+            return self._of_experts(found["experts"])
+        path, shards = self.unit(self.served(entry.name))
+        return self._joined(path, shards, entry.kind, class_first=False)
+
+    def sglang(self, entry: Entry) -> Choice:
+        """Choice of SGLang 0.5 for a module."""
+        path, shards = self.unit(self.served(entry.name))
+        return self._joined(path, shards, entry.kind, class_first=True)
+
+    def alone(self, entry: Entry) -> Choice:
+        """Choice of vLLM for a shard if it were joined with nothing."""
+        return self._joined(self.served(entry.name), (), entry.kind, class_first=False)
+
+    def _of_experts(self, experts: str) -> Choice:
+        """The choice for a whole mixture: expert 0 stands for all (S62)."""
+        if experts not in self._experts:
+            served = self.served(f"{experts}.0.gate_proj").rpartition(".0.")[0]
+            each = [
+                self._joined(f"{served}.0.{own}", (), "linear", class_first=False)
+                for own in self.family.experts
+            ]
+            first = each[0]
+            mixed = any(other.ignored != first.ignored for other in each[1:])
+            self._experts[experts] = Choice(first.group, first.ignored, mixed)
+        return self._experts[experts]
+
+    def _joined(
+        self, path: str, shards: tuple[str, ...], kind: str, *, class_first: bool
+    ) -> Choice:
+        ignored, mixed = self._is_ignored(path, shards, suffixes=class_first)
+        if ignored:
+            return Choice(ignored=True, mixed=mixed)
+        name = self._named(path)
+        if name is not None:
+            return Choice(name, mixed=mixed)
+        by_shards, by_class = self._by_shards(shards), self._by_class(path, kind)
+        first, second = (by_class, by_shards) if class_first else (by_shards, by_class)
+        return Choice(first or second, mixed=mixed)
+
+    def _is_ignored(
+        self, path: str, shards: tuple[str, ...], *, suffixes: bool
+    ) -> tuple[bool, bool]:
+        if self._ignores(path, suffixes):
+            return True, False
+        flags = [self._ignores(shard, suffixes) for shard in shards]
+        return bool(flags) and all(flags), any(flags) and not all(flags)
+
+    def _ignores(self, path: str, suffixes: bool) -> bool:
+        if self._served_ignore.first(path) is not None:
+            return True
+        if not suffixes:
+            return False
+        tails = path.split(".")
+        known = self._served_ignore.position
+        return any(".".join(tails[index:]) in known for index in range(1, len(tails)))
+
+    def _named(self, path: str) -> Group | None:
+        position = self._served_targets.first(path)
+        return None if position is None else self._in_order[position]
+
+    @cached_property
+    def _in_order(self) -> list[Group]:
+        return list(self._targets.values())
+
+    def _by_shards(self, shards: tuple[str, ...]) -> Group | None:
+        found = [self._named(shard) for shard in shards]
+        return found[0] if found and all(group is not None for group in found) else None
+
+    def _by_class(self, path: str, kind: str) -> Group | None:
+        cls = served_class(kind, path)
+        if cls not in self._of_class:
+            self._of_class[cls] = self._first_for(cls)
+        return self._of_class[cls]
+
+    def _first_for(self, cls: str) -> Group | None:
+        for target, group in self._targets.items():
+            expression = compiled(target)
+            if expression.match(cls) if expression else target.lower() in cls.lower():
+                return group
+        return None
+
+    def transformers(self, entry: Entry, own: Sequence[tuple[str, str]] = ()) -> Choice:
+        """Choice of compressed-tensors, and so of transformers, for a module.
+
+        Args:
+            entry: the module.
+            own: the modules of the class that have their weight from it, and what they are. Of
+                several that differ, it is one of which something else is made than is stored.
+        """
+        if not own:
+            names = (entry.name, self.served(entry.name))
+            return self._by_class_or_name(_PLAIN_CLASS.get(entry.kind, ""), names)
+        choices = [
+            self._by_class_or_name(_PLAIN_CLASS[kind], (name,)) if kind in _TAKEN else Choice()
+            for name, kind in own
+        ]
+        strange = (one for one in choices if (one.group is None) is entry.is_quantized)
+        return next(strange, choices[0])
+
+    def _by_class_or_name(self, cls: str, names: Sequence[str]) -> Choice:
+        if cls in self.ignore or any(self._plain_ignore.first(name) is not None for name in names):
+            return Choice(ignored=True)
+        for name in names:
+            position = self._plain_targets.first(name)
+            if position is not None:
+                return Choice(self._targets[self._sorted_targets[position]])
+        return Choice(self._targets.get(cls))

@@ -1,21 +1,166 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The data of one module: scales, zero points, codes, plain floats."""
+"""Values of a module: scales, zero points, codes, plain floats, tied embeddings."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from math import frexp
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from llmcompressor.verification.decode import Codes
+from llmcompressor.verification.expected import CHUNK, Codes
 from llmcompressor.verification.facts import Finding, Severity
 from llmcompressor.verification.files import Files, tensor_chunks
-from llmcompressor.verification.layout import PLAIN_FLOATS, Entry
+from llmcompressor.verification.modules import PLAIN_FLOATS, Entry, text_settings
+from llmcompressor.verification.transformers_model import ModelNames, class_model
 
-__all__ = ["TITLES", "check_codes", "check_plain", "check_scales", "unexplained"]
+__all__ = [
+    "HEADS",
+    "TITLES",
+    "Twins",
+    "check_codes",
+    "check_plain",
+    "check_scales",
+    "check_tie",
+    "compare_tie",
+    "equal",
+    "same_tensor",
+    "unexplained",
+]
+
+HEADS = ("lm_head", "embed_out", "proj_out", "decoder")
+"""What output heads are called; the last two in Whisper, and in BERT and its kin."""
+
+_EMBEDDINGS = (
+    "embed_tokens.weight",
+    "embed_in.weight",
+    "shared.weight",
+    "tok_embeddings.weight",
+    "word_embeddings.weight",
+    "wte.weight",
+)
+_UNTIE = "Write tie_word_embeddings: false into config.json."
+
+
+def equal(ours: Tensor, theirs: Tensor) -> bool:
+    """True if two tensors are the same, in the dtype of the first."""
+    if ours.dtype != theirs.dtype:
+        theirs = theirs.to(ours.dtype)
+    # of one dimension at least: the bytes of a single number cannot be viewed
+    bytes_of = [one.reshape(-1).contiguous().view(torch.uint8) for one in (ours, theirs)]
+    return (ours.shape == theirs.shape and torch.equal(*bytes_of)) or torch.equal(ours, theirs)
+
+
+def same_tensor(files: Files, name: str, others: Files, other: str) -> bool:
+    """True if two tensors of one or two checkpoints have the same values."""
+    first, second = files.places[name].info, others.places[other].info
+    if first.shape != second.shape or {name} & files.broken or {other} & others.broken:
+        return False
+    pairs = zip(tensor_chunks(files, name, CHUNK), tensor_chunks(others, other, CHUNK), strict=True)
+    return all(equal(ours, theirs) for ours, theirs in pairs)
+
+
+class Twins:
+    """Ties of a class besides the head: blocks that share their weights, say.
+
+    Args:
+        files: the checkpoint, which may hold such weights once.
+    """
+
+    def __init__(self, files: Files) -> None:
+        self._files = files
+
+    def find(self, name: str) -> str | None:
+        """The tensor that is stored for another one; ``None`` if there is none."""
+        tied, stored, places = self._tables
+        own = stored(name)
+        first = tied.get(own, own)
+        group = [first, *(target for target, source in tied.items() if source == first)]
+        return next((places[one] for one in group if one in places), None) if tied else None
+
+    @cached_property
+    def _tables(self) -> tuple[Mapping[str, str], Callable[[str], str], Mapping[str, str]]:
+        """Tied tensor → the one it is tied to; how the file's names are changed; model → file."""
+        model = class_model(self._files.config)
+        tied: Mapping[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
+        if not tied:
+            return {}, str, {}
+        # one that is split, as its parts are called by the class, is no twin of the first of them
+        stored = ModelNames(model, converted=False).first
+        return tied, stored, {stored(name): name for name in self._files.places}
+
+
+def _said(config: Mapping[str, Any]) -> bool | None:
+    """The tie in ``config.json``; ``None`` if it says nothing, or two things.
+
+    >>> _said({"tie_word_embeddings": False, "text_config": {"tie_word_embeddings": True}})
+    """
+    holders = (config, text_settings(config))
+    said = {bool(each["tie_word_embeddings"]) for each in holders if "tie_word_embeddings" in each}
+    return said.pop() if len(said) == 1 else None
+
+
+def _is_head(name: str) -> bool:
+    return name.rpartition(".")[0].rpartition(".")[2] in HEADS
+
+
+def _own_heads(files: Files) -> Iterator[str]:
+    """Plain output heads with the shape of an embedding, and the content of none."""
+    plain = {
+        name: place.info.shape
+        for name, place in files.places.items()
+        if place.info.dtype in PLAIN_FLOATS and len(place.info.shape) == 2
+    }
+    plain = {name: shape for name, shape in plain.items() if name not in files.broken}
+    for name, shape in plain.items():
+        if not (_is_head(name) and name.endswith(".weight")):
+            continue
+        alike = [each for each in plain if each.endswith(_EMBEDDINGS) and plain[each] == shape]
+        if alike and not any(same_tensor(files, name, files, each) for each in alike):
+            yield name
+
+
+def check_tie(files: Files) -> list[Finding]:
+    """R5 by the checkpoint alone: a head of its own that readers may not use.
+
+    No error: there are models whose own files are like that, and a run keeps them.
+    """
+    if not _said(files.config):
+        return []
+    said = (
+        "It is not the input embedding, and config.json ties the two: vLLM takes the embedding, "
+        "transformers the head."
+    )
+    return [
+        Finding("R5", name, said, f"{_UNTIE[:-1]}, or remove the head.", Severity.WARNING)
+        for name in _own_heads(files)
+    ]
+
+
+def compare_tie(files: Files, original: Files) -> Iterator[Finding]:
+    """R5 against the original: what is said has changed, and what is stored does not explain it.
+
+    A run may give the head a matrix of its own, and then writes both and says so.
+    """
+    ours, theirs = _said(files.config), _said(original.config)
+    is_apart = any(True for _ in _own_heads(original))
+    if ours and is_apart and not theirs:
+        said = "It ties the embeddings, and the original's head is a matrix of its own."
+        yield Finding("R5", "config.json", said, _UNTIE, Severity.ERROR)
+    if ours is False and theirs and not any(_is_head(name) for name in files.places):
+        said = "It does not tie the embeddings, as the original does, and there is no head."
+        yield Finding(
+            "R5",
+            "config.json",
+            said,
+            "Write tie_word_embeddings: true into config.json.",
+            Severity.ERROR,
+        )
+
 
 TITLES = {
     "S27": "integers are offset by half their range",
@@ -98,7 +243,7 @@ def check_scales(files: Files, entry: Entry) -> list[Finding]:
 
 
 def _bad_small_scale(bits: Tensor) -> str:
-    """What is wrong with scales that are 8-bit floats, by their bits.
+    """The fault of scales that are 8-bit floats, by their bits.
 
     They may be zero for groups of zeros, but not all of them.
     """
@@ -112,7 +257,7 @@ def _bad_small_scale(bits: Tensor) -> str:
 
 
 def _bad_scale(scale: Tensor, own: str) -> str:
-    """What is wrong with a scale."""
+    """The fault of a scale."""
     bad = int((~torch.isfinite(scale)).sum())
     if bad:
         return f"{bad} of {scale.numel()} values that are not finite"
@@ -143,7 +288,7 @@ def check_codes(codes: Codes) -> list[Finding]:
 
 
 def unexplained(findings: list[Finding], error: float | None) -> list[Finding]:
-    """What is left of findings about codes once they were compared with the original.
+    """Findings about codes that a comparison with the original leaves.
 
     Args:
         findings: of :func:`check_codes`.
@@ -156,7 +301,7 @@ def unexplained(findings: list[Finding], error: float | None) -> list[Finding]:
 
 
 class _Pass:
-    """What one pass over the codes of a module sees.
+    """Pass over the codes of a module.
 
     Args:
         codes: the codes.
@@ -173,7 +318,7 @@ class _Pass:
 
     @property
     def is_blank(self) -> bool:
-        """Whether every bit of the codes is zero, as in a buffer that nobody wrote to."""
+        """True if every bit of the codes is zero, as in a buffer that nobody wrote to."""
         return self.is_constant and self._first == 0
 
     def look(self, raw: Tensor, start: int) -> None:
@@ -252,7 +397,7 @@ def _say_of_blank_rows(say: _Say, codes: Codes, rows: list[int]) -> None:
 
 
 def _is_unset(scale: Tensor, first: float, is_zero: bool) -> bool:
-    """Whether equal scales beside codes of zero bits are none that a weight gave.
+    """True if equal scales beside codes of zero bits are none that a weight gave.
 
     They are an untouched buffer; or the codes mean zero, there is one scale for all, and it is
     neither tiny nor one of the powers of two that stand in for a scale of zero.
@@ -264,7 +409,7 @@ def _is_unset(scale: Tensor, first: float, is_zero: bool) -> bool:
 
 
 def _check_untouched(say: _Say, codes: Codes, scale: Tensor, seen: _Pass) -> None:
-    """V1, and S72 for zero scales of groups that are not zero."""
+    """Untouched scales (V1), and S72 for zero scales of groups that are not zero."""
     if seen.is_constant:
         return
     first = float(scale.reshape(-1)[0].float()) if scale.numel() else 0.0
@@ -290,7 +435,7 @@ def _is_constant(scale: Tensor) -> bool:
 
 
 def _has_codes_without_scale(codes: Codes, scale: Tensor) -> bool:
-    """Whether a group with a scale of zero has a code other than zero (4-bit floats)."""
+    """True if a group with a scale of zero has a code other than zero (4-bit floats)."""
     if codes.stored != "weight_packed" or scale.ndim != 2 or not codes.args.group:
         return False
     zero = scale.view(torch.uint8) & 127 == 0
@@ -319,7 +464,7 @@ def _check_used(say: _Say, codes: Codes, scale: Tensor, seen: _Pass) -> None:
 
 
 def _check_zero_points(say: _Say, codes: Codes, zero: Tensor, seen: _Pass) -> None:
-    """V2."""
+    """Zero points in range and calculated (V2)."""
     limit = 2 ** (codes.args.bits - 1)
     wide = zero.to(torch.int16) if zero.dtype is torch.int8 else zero
     if zero.dtype is torch.int8 and bool(((wide >= limit) | (wide < -limit)).any()):
@@ -355,7 +500,7 @@ def _check_packing(say: _Say, codes: Codes) -> None:
 
 
 def _is_finite(values: Tensor) -> bool:
-    """Whether all of them are, by their bits: an exponent of ones is infinity or no number."""
+    """True if all of them are, by their bits: an exponent of ones is infinity or no number."""
     integers, ones = _EXPONENTS[values.dtype]
     bits = values.contiguous().view(integers)
     return not values.numel() or int((bits & torch.iinfo(integers).max).amax()) < ones

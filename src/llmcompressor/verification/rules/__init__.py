@@ -1,57 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rules of servers, one module per section of their specification.
-
-:data:`RULES` is the table; :data:`NOT_CHECKED` says of every other number why it is not there.
-"""
+"""Rules of servers: the table of all, and their check against a checkpoint or a plan."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from types import MappingProxyType
+from typing import Any
 
-from llmcompressor.verification.rules import (
-    attention,
-    classes,
-    config,
-    embeddings,
-    experts,
-    formats,
-    kernels,
-    loading,
-    lookup,
-    parallel,
-    presence,
-    schemes,
-    sglang,
-    sizes,
-    tensors,
-    transformers,
-    transforms,
-)
-from llmcompressor.verification.rules.base import Rule
+from llmcompressor.verification.facts import Deployment, Finding, Severity, TensorInfo, Tensors
+from llmcompressor.verification.rules import presence, sglang, structure, transformers, vllm
+from llmcompressor.verification.rules.view import TENSORS, WRITTEN, Rule, View, rules
 
-__all__ = ["NOT_CHECKED", "RULES"]
+__all__ = ["NOT_CHECKED", "RULES", "check_serving", "check_view"]
 
-RULES: tuple[Rule, ...] = (
-    *config.RULES,
-    *sizes.RULES,
-    *classes.RULES,
-    *lookup.RULES,
-    *schemes.RULES,
-    *formats.RULES,
-    *tensors.RULES,
-    *parallel.RULES,
-    *kernels.RULES,
-    *attention.RULES,
-    *embeddings.RULES,
-    *experts.RULES,
-    *presence.RULES,
-    *transforms.RULES,
-    *transformers.RULES,
-    *loading.RULES,
-    *attention.OF_TRANSFORMERS,
-    *embeddings.OF_TRANSFORMERS,
-    *sglang.RULES,
-)
+_SECTIONS = (presence, sglang, structure, transformers, vllm)
+"""Their import enters the rules into the table."""
+RULES: tuple[Rule, ...] = rules()
 
 NOT_CHECKED = MappingProxyType(
     {
@@ -63,3 +27,50 @@ NOT_CHECKED = MappingProxyType(
         "G8": "The same settings as S5 and S6, which are checked.",
     }
 )
+
+
+def check_serving(
+    config: Mapping[str, Any],
+    headers: Mapping[str, TensorInfo],
+    *,
+    tensors: Tensors | None = None,
+    deployment: Deployment | None = None,
+    kinds: Mapping[str, str] | None = None,
+) -> list[Finding]:
+    """Findings about what servers would refuse or get wrong.
+
+    Args:
+        config: the content of ``config.json``, with its ``quantization_config``.
+        headers: every tensor's name, dtype and shape.
+        tensors: reads a small tensor by name; without it rules about values are left out.
+        deployment: where it is to be served; every server and 1, 2, 4 and 8 devices otherwise.
+        kinds: path of a module → ``linear`` or ``embedding``, where the model itself is at hand.
+            Otherwise the class that the configuration names is asked, then the names.
+
+    Returns:
+        The findings, rule by rule.
+
+    >>> check_serving({"model_type": "llama"}, {"lm_head.weight": TensorInfo("BF16", (8, 4))})
+    []
+    """
+    return check_view(View(config, headers, tensors, deployment, kinds))
+
+
+def check_view(view: View) -> list[Finding]:
+    """As :func:`check_serving`, for a view that has been made."""
+    return [finding for rule in RULES for finding in _findings(rule, view)]
+
+
+def _findings(rule: Rule, view: View) -> Iterator[Finding]:
+    if not view.deployment.concerns(rule.server):
+        return
+    if rule.needs in (TENSORS, WRITTEN) and view.tensors is None:
+        return
+    for problem in rule.check(view):
+        severity = problem.severity or rule.severity
+        aside = rule.is_limit and view.deployment.server is None
+        if aside and severity is Severity.ERROR and problem.severity is None:
+            severity = Severity.WARNING
+        yield Finding(
+            rule.number, problem.module, problem.message, problem.remedy, severity, rule.server
+        )

@@ -3,17 +3,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 
-from llmcompressor.verification.rules.base import Problem, Rule, View, joined
-from llmcompressor.verification.rules.transforms import in_the_forward
+from llmcompressor.verification.rules.server_table import served
+from llmcompressor.verification.rules.view import Problem, View, joined, rule
+from llmcompressor.verification.rules.vllm import in_the_forward
 from llmcompressor.verification.scheme import Scheme, parse_args
 
-__all__ = ["RULES"]
+__all__: list[str] = []
 
 
-def orders_agree(view: View) -> Iterator[Problem]:
-    """G1."""
+@rule("G1", "classes before joined shards choose the same", server="sglang", is_limit=True)
+def _orders_agree(view: View) -> Iterator[Problem]:
     for entry in view.matrices:
         if entry.is_expert or view.is_plain(entry):
             continue
@@ -28,8 +29,8 @@ def orders_agree(view: View) -> Iterator[Problem]:
             )
 
 
-def everything_is_listed(view: View) -> Iterator[Problem]:
-    """G2."""
+@rule("G2", "what is unquantized is ignored", server="sglang", is_limit=True)
+def _everything_is_listed(view: View) -> Iterator[Problem]:
     if not any(group.scheme.weights is not None for group in view.groups):
         return
     for entry in view.matrices:
@@ -46,8 +47,8 @@ def everything_is_listed(view: View) -> Iterator[Problem]:
             )
 
 
-def shards_are_ignored_together(view: View) -> Iterator[Problem]:
-    """G3."""
+@rule("G3", "shards are ignored together", server="sglang", is_limit=True)
+def _shards_are_ignored_together(view: View) -> Iterator[Problem]:
     for path, shards in view.joined.items():
         if view.choice(shards[0], "sglang").mixed:
             yield Problem(
@@ -57,8 +58,8 @@ def shards_are_ignored_together(view: View) -> Iterator[Problem]:
             )
 
 
-def embeddings_are_plain(view: View) -> Iterator[Problem]:
-    """G4."""
+@rule("G4", "embeddings stay plain", server="sglang", is_limit=True)
+def _embeddings_are_plain(view: View) -> Iterator[Problem]:
     for entry in view.quantized:
         if entry.kind == "embedding":
             yield Problem(
@@ -68,8 +69,13 @@ def embeddings_are_plain(view: View) -> Iterator[Problem]:
             )
 
 
-def schemes_are_served(view: View) -> Iterator[Problem]:
-    """G5."""
+@rule(
+    "G5",
+    "Linears have a scheme that is served, and no rotation in the forward",
+    server="sglang",
+    is_limit=True,
+)
+def _schemes_are_served(view: View) -> Iterator[Problem]:
     if online := in_the_forward(view):
         yield Problem(
             "transform_config",
@@ -86,51 +92,30 @@ def schemes_are_served(view: View) -> Iterator[Problem]:
         for choice in [view.choice(entry)]
         if choice.group is not None
     }
-    for group in view.groups:
-        if group.name not in linears:
-            continue
-        least, reason = _linear(group.scheme)
-        if reason:
-            yield Problem(group.name, f"{reason} It is {group.scheme}.", "Serve it with vLLM.")
-        elif capability is not None and capability < least:
+    for group in (group for group in view.groups if group.name in linears and group.scheme.weights):
+        row = served(group.scheme, server="sglang")
+        if not row.name:
+            said = f"{row.why(group.scheme)} It is {group.scheme}."
+            yield Problem(group.name, said, "Serve it with vLLM.")
+        elif capability is not None and capability < row.least:
             yield Problem(
                 group.name,
-                f"SGLang needs capability {least} for it; this device has {capability}.",
+                f"SGLang needs capability {row.least} for it; this device has {capability}.",
                 "Serve it on another device.",
             )
 
 
-def _linear(scheme: Scheme) -> tuple[int, str]:
-    """The least capability, or why SGLang has no scheme for Linears."""
-    weights, inputs = scheme.weights, scheme.inputs
-    if weights is None:
-        return 0, ""
-    if weights.is_mx:
-        return 0, "SGLang has no MX schemes for Linears."
-    if weights.kind == "float":
-        full = 100 if weights.is_nvfp4 else 89
-        return (80 if inputs is None else full), ""
-    reason = ""
-    if inputs is None and not (scheme.format == "pack-quantized" and weights.bits in (4, 8)):
-        reason = "SGLang reads packed integers of 4 and 8 bits alone."
-    elif inputs is not None and (weights.bits != 8 or scheme.outputs is not None):
-        reason = "SGLang has no integer schemes with quantized inputs but W8A8."
-    return 80, reason
-
-
-def experts_are_served(view: View) -> Iterator[Problem]:
-    """G6."""
+@rule("G6", "experts have a scheme that is served", server="sglang", is_limit=True)
+def _experts_are_served(view: View) -> Iterator[Problem]:
     for path, experts in view.mixtures.items():
         yield from _unlike(view, path)
         entry = next(iter(next(iter(experts.values())).values()))
         group = view.choice(entry).group
         if not entry.is_quantized or group is None or group.scheme.weights is None:
             continue
-        weights, inputs = group.scheme.weights, group.scheme.inputs
-        if weights.kind == "int" and inputs is not None and inputs.kind == "int":
-            yield Problem(
-                path, "SGLang serves integer experts with integer inputs on NPUs alone.", "Use FP8."
-            )
+        row = served(group.scheme, "experts", "sglang")
+        if not row.name:
+            yield Problem(path, row.reason, row.remedy)
         elif entry.last in ("w1", "w2", "w3") and view.choice(entry, "sglang").group is None:
             yield Problem(
                 path,
@@ -149,45 +134,12 @@ def _unlike(view: View, path: str) -> Iterator[Problem]:
         )
 
 
-def head_and_cache(view: View) -> Iterator[Problem]:
-    """G7."""
-    for entry in view.quantized:
-        scheme = view.scheme(entry)
-        weights = scheme.weights if scheme is not None else None
-        if entry.kind == "head" and weights is not None and weights.strategy == "block":
-            yield Problem(entry.name, "SGLang refuses a head in blocks.", "Leave it unquantized.")
-    cache = parse_args(view.settings.get("kv_cache_scheme"))
-    if cache is None:
-        return
-    fits = (cache.kind, cache.bits, cache.strategy, cache.dynamic) == ("float", 8, "tensor", False)
-    if not (fits and cache.symmetric):
-        yield Problem(
-            "kv_cache_scheme",
-            "SGLang ignores caches but of static symmetric 8-bit floats per tensor.",
-            "Quantize the cache in that way.",
-        )
-
-
-def _rule(number: str, title: str, check: Callable[[View], Iterable[Problem]]) -> Rule:
-    return Rule(
-        number,
-        title,
-        check,
-        server="sglang",
-        is_limit=True,
-    )
-
-
-RULES = (
-    _rule("G1", "classes before joined shards choose the same", orders_agree),
-    _rule("G2", "what is unquantized is ignored", everything_is_listed),
-    _rule("G3", "shards are ignored together", shards_are_ignored_together),
-    _rule("G4", "embeddings stay plain", embeddings_are_plain),
-    _rule(
-        "G5",
-        "Linears have a scheme that is served, and no rotation in the forward",
-        schemes_are_served,
-    ),
-    _rule("G6", "experts have a scheme that is served", experts_are_served),
-    _rule("G7", "heads and caches are served", head_and_cache),
-)
+@rule("G7", "heads and caches are served", server="sglang", is_limit=True)
+def _head_and_cache(view: View) -> Iterator[Problem]:
+    heads = ((entry, view.scheme(entry)) for entry in view.quantized if entry.kind == "head")
+    found = [(entry.name, "head", scheme) for entry, scheme in heads if scheme is not None]
+    cache = Scheme(parse_args(view.settings.get("kv_cache_scheme")))
+    for name, kind, scheme in [*found, ("kv_cache_scheme", "cache", cache)]:
+        row = served(scheme, kind, "sglang")
+        if scheme.weights is not None and not row.name:
+            yield Problem(name, row.reason, row.remedy)

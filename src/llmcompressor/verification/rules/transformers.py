@@ -1,50 +1,457 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Section 12: transformers (T1 to T6)."""
+"""Limits of transformers: the report of its trial load, and what shows in no load.
+
+Numbers say which part of the report a finding is: a weight that the file has none for (T4), codes
+that are not looked for (T5), experts (T6), a module that cannot be initialized (L1, L2), states of
+attention (L7, L11), shapes (L9), conversions (L10). After the load a quantized module is unpacked
+in the first forward: to another dtype than its inputs have (L4), or not at all (L6).
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from functools import lru_cache, partial
+from math import prod
 
-from llmcompressor.verification.built import text_class
-from llmcompressor.verification.conversions import stacks_quantized
-from llmcompressor.verification.expected import expected_tensors, is_stored_so, misfits
+import torch
+from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
+
+from llmcompressor.verification.expected import is_stored_so
 from llmcompressor.verification.facts import Severity
-from llmcompressor.verification.layout import Entry
-from llmcompressor.verification.module_classes import (
-    Own,
-    led_astray,
-    modules_by_class,
-    takes_experts,
+from llmcompressor.verification.modules import Entry
+from llmcompressor.verification.rules.presence import KNOWN
+from llmcompressor.verification.rules.structure import raw_groups, where
+from llmcompressor.verification.rules.view import FLOATS, Problem, View, joined, rule
+from llmcompressor.verification.rules.vllm import in_the_forward, unrotated_states
+from llmcompressor.verification.scheme import parse_args
+from llmcompressor.verification.transformers_model import (
+    ModelNames,
+    build,
+    class_model,
+    reader_config,
+    text_class,
 )
-from llmcompressor.verification.resolve import Choice
-from llmcompressor.verification.rules.base import Problem, Rule, View, joined
-from llmcompressor.verification.rules.config import raw_groups, where
-from llmcompressor.verification.rules.tensors import KNOWN
-from llmcompressor.verification.scheme import Args, Group, Scheme
+from llmcompressor.verification.trial_load import Failure, TrialLoad, trial_load
 
-__all__ = [
-    "RULES",
-    "experts_are_linears",
-    "is_small_float",
-    "loaded_mixtures",
-    "taken_for_experts",
-]
+__all__ = ["one_row_unpacks"]
 
 _GROUP_KEYS = frozenset({"targets", "weights", "input_activations", "output_activations", "format"})
 _AS_LINEARS = frozenset({"llama4", "llama4_text"})
 """Values of ``model_type`` whose stacks are replaced by Linears where anything is quantized."""
-_ANEW = "Compress the model anew."
-_NO_ZERO_POINTS = (
-    "transformers leaves the zero points of packed experts in the file, and fails to unpack the "
-    "codes without them."
-)
-_NUMBER = re.compile(r"\d+")
-_STACK = re.compile(r"(?P<experts>(?:.*\.)?experts)\.(?:gate_up_proj|down_proj)$")
+_STATES = frozenset(f"{one}_{own}" for one in "qkv" for own in ("scale", "zero_point"))
+_SCALES = tuple(_STATES)
+_EXPERTS = re.compile(r"((?:.*\.)?experts)\.")
+_ENCODER = re.compile(r"(?:.*\.)?encoder\.")
+_FLOAT32_BUFFERS = {"ctrl": "transformer.pos_encoding"}
+"""``model_type`` → a buffer that is made in float32, and cast in the forward by assignment."""
+_SCHEME = "Write the scheme that it was compressed with into config.json."
+_UNPACKED = "Load it with quantization_config=CompressedTensorsConfig(dequantize=True)"
+_ANEW = 'Compress the model in bfloat16, with precision="bfloat16" (--precision bfloat16)'
+_OTHER_RELEASE = "Serve it with vLLM, or load it with another release of transformers."
+_OF_CONFIG = ("ValidationError", "error:")
+"""Names of exceptions that speak of the configuration, of pydantic and of patterns."""
+_TOLD = {
+    "T4": "no weight is initialized at random",
+    "T5": "quantized modules are found",
+    "T6": "experts are restored",
+    "L1": "embeddings are not packed",
+    "L2": "weights that initialization names are not packed",
+    "L4": "weights and buffers have the dtype of the model",
+    "L7": "keys and values that are rounded have scales",
+    "L9": "tensors have the shape of their place",
+    "L10": "tables of the class convert what is stored",
+    "L11": "states that are to be rounded are",
+}
+"""Parts of the trial load's report."""
 
 
-def keys_are_known(view: View) -> Iterator[Problem]:
-    """T1."""
+class _Told:
+    """Findings of the trial load of a checkpoint, by their number.
+
+    Args:
+        view: the checkpoint.
+    """
+
+    def __init__(self, view: View) -> None:
+        self.view = view
+        self.found: dict[str, list[Problem]] = defaultdict(list)
+        self.trial = view.trial
+        if self.trial is not None:
+            self._tell(self.trial, reader_config(view.config), "transformers")
+            self._caches(self.trial)
+            self._dtypes(self.trial)
+            self._text_class()
+
+    def _text_class(self) -> None:
+        """The class of the text alone, which ``AutoModelForCausalLM`` makes of a larger model."""
+        config = text_class(self.view.config)
+        if config is None:
+            return
+        config["quantization_config"] = self.view.settings
+        trial = trial_load(config, self.view.headers, self.view.dtype)
+        if trial is not None:
+            known = {number: {one.module for one in each} for number, each in self.found.items()}
+            before = {number: len(each) for number, each in self.found.items()}
+            self._tell(
+                replace(trial, failures=(), conversions={}),
+                config,
+                f"{trial.reader}, which AutoModelForCausalLM makes of it,",
+            )
+            for number, each in self.found.items():
+                start = before.get(number, 0)
+                each[start:] = [
+                    one for one in each[start:] if one.module not in known.get(number, ())
+                ]
+
+    def _tell(self, trial: TrialLoad, config: Mapping[str, object], reader: str) -> None:
+        if trial.is_clean:
+            return
+        self.reader, self.places, self.caches = reader, _Places(self.view, config), trial.caches
+        plain = build(config, self.view.plain) if self.view.plain else None
+        self.is_plain_whole = plain is not None
+        own = (*plain.missing, *plain.wrong, *plain.unexpected) if plain else ()
+        self.wrong = {name.rpartition(".")[0] for name in own if not name.endswith(_SCALES)}
+        self.tied = frozenset(getattr(class_model(config), "all_tied_weights_keys", None) or ())
+        for failure in trial.failures:
+            self._failure(failure)
+        for name, said in trial.conversions.items():
+            self._conversion(name, said)
+        for module, names in _by_module(trial.missing):
+            if module not in self.wrong:
+                self._missing(module, names)
+        for module, names in _by_module(trial.unexpected):
+            if module not in self.wrong:
+                self._unexpected(module, names, is_random=f"{module}.weight" in trial.missing)
+        for name, (ours, theirs) in trial.mismatched.items():
+            if name.rpartition(".")[0] not in self.wrong:
+                self._mismatch(name, ours, theirs)
+
+    def _say(
+        self, number: str, module: str, message: str, remedy: str, severity: Severity | None = None
+    ) -> None:
+        if not self.view.is_draft(module):
+            self.found[number].append(Problem(module, message, remedy, severity))
+
+    def _failure(self, failure: Failure) -> None:
+        said = f"{self.reader} fails to load it: {failure.message}."
+        paths = map(self.places.module, failure.modules)
+        entries = [self.view.entries[path] for path in paths if path in self.view.entries]
+        coded = [entry for entry in entries if entry.is_quantized]
+        for module in () if coded or not failure.is_quantized else failure.modules:
+            if entries or f"{module}.weight" in self.tied:  # else S70 says that it is not there
+                self._say("T4", module, said, f"Add {module} to ignore.")
+        if not failure.is_quantized:
+            every = self.view.entries.items() if failure.is_of_tables else ()
+            split = [name for name, one in every if len(self.view.own_modules(one)) > 1]
+            for name in split or ["quantization_config"]:
+                number = "T1" if failure.message.startswith(_OF_CONFIG) else "L10"
+                self._say(number, name, said, _OTHER_RELEASE)
+        for entry in coded:
+            if entry.kind == "embedding":
+                remedy = (
+                    "Give it a form that keeps the name weight (format: int-quantized, or 8-bit "
+                    "floats), ignore it, or serve it with vLLM."
+                )
+                self._say("L1", entry.name, said, remedy)
+            else:
+                remedy = "Ignore it, write 8-bit codes, or serve it with vLLM."
+                self._say("L2", entry.name, said, remedy)
+
+    def _conversion(self, name: str, said: str) -> None:
+        mixture = self.places.mixture(name)
+        if mixture:
+            self._expert(mixture, f"cannot be made of what is stored: {said}")
+        else:
+            module = self.places.module(name.rpartition(".")[0])
+            said = f"{self.reader} cannot make its {name} of what is stored: {said}."
+            self._say("L10", module, said, _OTHER_RELEASE)
+
+    def _expert(self, path: str, what: str) -> None:
+        known = {one.module for one in self.found["T6"]}
+        if path not in known:
+            self._say(
+                "T6", path, f"Its experts in {self.reader} {what}.", _of_experts(self.view, path)
+            )
+
+    def _missing(self, module: str, names: list[str]) -> None:
+        mixture, path = self.places.mixture(f"{module}.{names[0]}"), self.places.module(module)
+        entry = self.view.entries.get(path)
+        names = [name for name in names if name in KNOWN or name in _STATES or name == "weight"]
+        if mixture:
+            self._expert(mixture, "are random: not all of their stacks are loaded")
+        elif _STATES.intersection(names):
+            self._without_scales(path, names)
+        elif names and entry is not None and entry.is_quantized:
+            self._without_codes(entry, names)
+        elif names == ["weight"]:  # where plain weights are missed too, S70 says so
+            said = f"It becomes a part of another weight in {self.reader}, which looks for codes"
+            for one in self.places.parts[module] if self.is_plain_whole else ():
+                self._say("L10", one, f"{said} there: it is not loaded.", _of_parts(self.view))
+        elif names and (entry is not None or f"{module}.weight" in self.tied):
+            self._say(
+                "T4",
+                path,
+                f"{self.reader} looks for its codes ({joined(names)}), and the file holds a plain "
+                "weight.",
+                f"Add {'it' if module == path else module} to ignore.",
+            )
+
+    def _without_scales(self, path: str, names: list[str]) -> None:
+        if self.view.is_linear_attention(path):
+            return  # it keeps another state, which is not rounded
+        said = f"the file holds no {joined(names)}: they are random there."
+        self._say(
+            "L7",
+            path,
+            f"{self.reader} quantizes its keys and values too, and {said}",
+            "Leave kv_cache_scheme out, or serve it with vLLM.",
+        )
+
+    def _without_codes(self, entry: Entry, names: list[str]) -> None:
+        misfits = (one for one in self.view.misfits if one.entry.name == entry.name)
+        lacking = {one.own for one in misfits if one.what == "missing"}
+        severity = self._severity(entry)
+        if "weight" in names:
+            said = f"It is quantized, and {self.reader} looks for a plain weight: random there."
+            remedy = "Give it a target in one group, and take it off ignore."
+            self._say("T5", entry.name, said, remedy, severity)
+        elif not lacking.issuperset(names):  # S70 says so for every reader
+            said = f"{self.reader} looks for its {joined(names)}, which the file has not"
+            self._say("T4", entry.name, f"{said}: it is random there.", _SCHEME, severity)
+
+    def _severity(self, entry: Entry) -> Severity | None:
+        """A warning where the configuration is right, and one reader loses codes all the same."""
+        if self.view.deployment.server == "transformers":
+            return None
+        group = self.view.choice(entry, "transformers").group
+        is_right = (
+            group is not None
+            and group.scheme == self.view.written(entry)
+            and is_stored_so(entry, group.scheme)
+        )
+        return Severity.WARNING if is_right else None
+
+    def _unexpected(self, module: str, names: list[str], *, is_random: bool) -> None:
+        own = [name for name in names if name in KNOWN]
+        mixture = self.places.mixture(f"{module}.{names[0]}")
+        path = self.places.module(module)
+        if _STATES.intersection(names):
+            if module not in self.caches:
+                self._unrounded(path)
+        elif mixture and any(name.startswith("weight") for name in own):
+            self._expert(mixture, f"are read without {joined(own)}, which is left out")
+        elif mixture or not own or is_random or not self._is_coded(path):
+            return
+        elif self.view.entries[path].form == "coded" and "weight_scale" in own:
+            said = f"It is quantized, and {self.reader} takes its codes for weights."
+            remedy = f"Give {module} the target that the module has, and take it off ignore."
+            self._say("T5", path, said, remedy, self._severity(self.view.entries[path]))
+        else:
+            codes = any(name.startswith("weight") for name in own)
+            said = f"It has a {joined(own)}, which {self.reader} leaves out."
+            said += " Its codes are read wrong." if codes else ""
+            self._say("T4", path, said, _SCHEME, None if codes else Severity.WARNING)
+
+    def _is_coded(self, path: str) -> bool:
+        entry = self.view.entries.get(path)
+        return entry is not None and entry.is_quantized
+
+    def _unrounded(self, path: str) -> None:
+        said = (
+            "The installed transformers and compressed-tensors leave its keys and values as they "
+            "are: the latter does not know its forward for that of attention with a cache."
+        )
+        remedy = (
+            "Serve it with vLLM, or read it with a transformers whose attention takes "
+            "past_key_values."
+        )
+        self._say("L11", path, said, remedy)
+
+    def _caches(self, trial: TrialLoad) -> None:
+        """Keys and values whose scales are found in the forward, so that none is unexpected."""
+        cache = parse_args(self.view.settings.get("kv_cache_scheme"))
+        is_whole = trial.missing or trial.unexpected or not trial.failures
+        if cache is not None and not cache.is_static and not trial.caches and is_whole:
+            for path in self.view.attentions:
+                self._unrounded(path)
+
+    def _mismatch(self, name: str, ours: tuple[int, ...], theirs: tuple[int, ...]) -> None:
+        module, _, own = name.rpartition(".")
+        mixture, path = self.places.mixture(name), self.places.module(module)
+        said = f"Its {own} has the shape {list(ours)}, not {list(theirs)} as in {self.reader}"
+        if mixture:
+            self._expert(
+                mixture, f"have another shape: {list(ours)} of what is stored, not {list(theirs)}"
+            )
+        elif prod(ours) == 1:
+            self._say(
+                "L9", path, f"{said}: it fails to load.", "Store it as [1], or serve it with vLLM."
+            )
+        elif own == "weight_zero_point":
+            one = _is_weights_of_one_group(self.view)
+            way = _UNPACKED if one else "Compress it symmetrically (symmetric: true)"
+            self._say("L9", path, f"{said}: it fails to load.", f"{way}, or serve it with vLLM.")
+        else:
+            self._say("T4", path, f"{said}.", _SCHEME)
+
+    def _dtypes(self, trial: TrialLoad) -> None:
+        view = self.view
+        if not trial.dtypes or view.dtype not in FLOATS.values():
+            return
+        places = _Places(view, reader_config(view.config))
+        for path, dtype in trial.dtypes.items():
+            mixture = places.mixture(path)
+            anew = f"{_ANEW}." if dtype == "bfloat16" else f"Load it with dtype=torch.{dtype}."
+            said = f"transformers unpacks it to {dtype}, and the model computes in {view.dtype}: "
+            if mixture:
+                said += 'with experts_implementation="eager" the first forward fails.'
+                other = f"load it with dtype=torch.{dtype}"
+                remedy = f"Leave experts_implementation at its default, grouped_mm. Or: {other}."
+                if mixture not in {one.module for one in self.found["L4"]}:
+                    self._say("L4", mixture, said, remedy, Severity.WARNING)
+                continue
+            if dtype == "bfloat16" and not view.mixtures:
+                anew = f"Load it with dtype=torch.bfloat16. Or: {anew}"
+            if dtype == "float32":
+                anew = (
+                    'Compress the model in float32, with precision="float32" (--precision float32).'
+                )
+            self._say("L4", places.module(path), f"{said}the first forward fails.", anew)
+
+
+class _Places:
+    """Modules of the file for the names of a class.
+
+    Args:
+        view: the checkpoint.
+        config: the ``config.json`` of the class.
+    """
+
+    def __init__(self, view: View, config: Mapping[str, object]) -> None:
+        self.modules: dict[str, str] = {}
+        self.parts: dict[str, list[str]] = defaultdict(list)
+        self.stacks: dict[str, str] = {}
+        model = class_model(config)
+        if model is None:
+            return
+        names = ModelNames(model)
+        for path, entry in view.entries.items():
+            if not entry.is_expert and not view.is_draft(path):
+                for name in names.every(f"{path}.weight"):
+                    self.modules.setdefault(name.rpartition(".")[0], path)
+                    self.parts[name.rpartition(".")[0]].append(path)
+        for path, experts in view.mixtures.items():
+            index, own = next(iter(experts.items()))
+            for one in own:
+                for name in names.every(f"{path}.{index}.{one}.weight"):
+                    self.stacks[name] = path
+
+    def module(self, path: str) -> str:
+        """The module of the file that a module of the class has its weight from."""
+        return self.modules.get(path, path)
+
+    def mixture(self, name: str) -> str:
+        """The mixture that a tensor of the class belongs to, empty if to none."""
+        if name in self.stacks:
+            return self.stacks[name]
+        found = _EXPERTS.match(name)
+        path = found[1] if found is not None else name.rpartition(".")[0]
+        of_stacks = {stack.rpartition(".")[0]: own for stack, own in self.stacks.items()}
+        return of_stacks.get(path, path if found is not None else "")
+
+
+def _by_module(names: frozenset[str]) -> Iterator[tuple[str, list[str]]]:
+    found: dict[str, list[str]] = defaultdict(list)
+    for name in sorted(names):
+        module, _, own = name.rpartition(".")
+        found[module].append(own)
+    yield from found.items()
+
+
+def _of_parts(view: View) -> str:
+    """Remedy for plain weights that are joined where anything is quantized."""
+    if any(entry.is_expert for entry in view.quantized):  # one group is for both
+        return "Give the experts 8-bit floats, or serve it with vLLM."
+    return (
+        "Put a group of 8-bit floats first whose pattern says 'experts' and matches nothing, or "
+        "serve it with vLLM."
+    )
+
+
+def _of_experts(view: View, path: str) -> str:
+    """Remedy for experts that are not restored."""
+    if path not in view.mixtures:
+        return "Quantize the experts too, or serve it with vLLM."
+    entries = [entry for own in view.mixtures[path].values() for entry in own.values()]
+    schemes = [scheme.weights for scheme in view.expert_schemes[path]]
+    if not any(entry.is_quantized for entry in entries):
+        return "Put a group of 8-bit floats first whose pattern says 'experts' and matches nothing."
+    if any(one is not None and not one.symmetric for one in schemes):
+        return "Compress the experts symmetrically (symmetric: true), or serve it with vLLM."
+    return (
+        "Serve it with vLLM, or quantize all experts of a layer alike, in the first group that has "
+        "a pattern with 'experts' in it."
+    )
+
+
+def _told_as(number: str, view: View) -> list[Problem]:
+    return view.once(_Told).found.get(number, [])
+
+
+for _number, _title in _TOLD.items():
+    if _number not in ("L4", "L9"):
+        _is_limit = _number not in ("T4", "T5")
+        rule(_number, _title, server="transformers", is_limit=_is_limit)(partial(_told_as, _number))
+
+
+@rule("L4", _TOLD["L4"], server="transformers", is_limit=True)
+def _dtypes_meet(view: View) -> Iterator[Problem]:
+    yield from _told_as("L4", view)
+    buffer = _FLOAT32_BUFFERS.get(str(view.text.get("model_type") or ""))
+    if buffer and view.settings and view.dtype != "float32":
+        yield Problem(
+            buffer,
+            "It stays float32 where anything is quantized, and the model computes in "
+            f"{view.dtype}: the first forward fails.",
+            "Load it with dtype=torch.float32.",
+        )
+
+
+@rule("L9", _TOLD["L9"], server="transformers", is_limit=True)
+def _zero_points_are_unpacked(view: View) -> Iterator[Problem]:
+    yield from _told_as("L9", view)
+    for entry, scheme in view.coded():
+        zero = entry.own.get("weight_zero_point")
+        if zero is None or zero.dtype != "I32" or entry.is_expert or scheme.weights is None:
+            continue
+        is_one_row = zero.shape[0] == 1 < zero.numel and entry.rows != 1
+        if is_one_row and scheme.weights.bits == 4 and not one_row_unpacks():
+            yield Problem(
+                entry.name,
+                f"Its {entry.rows} rows have their zero points in one row of {zero.numel} words, "
+                "which this compressed-tensors fails to unpack: the first forward is an error.",
+                "Compress it symmetrically (symmetric: true), or ignore it.",
+            )
+
+
+@lru_cache(maxsize=1)
+def one_row_unpacks() -> bool:
+    """True if compressed-tensors unpacks zero points of 4 bits whose words are one row.
+
+    torch calls the transposed row contiguous, and some releases then fail to view it as bytes.
+    """
+    try:
+        unpack_from_int32(torch.zeros(1, 2, dtype=torch.int32), 4, torch.Size((8, 2)), packed_dim=0)
+    except RuntimeError:
+        return False
+    return True
+
+
+@rule("T1", "the configuration is found, has groups, and known keys", server="transformers")
+def _keys_are_known(view: View) -> Iterator[Problem]:
     yield from where(view)
     if not view.settings:
         return
@@ -54,16 +461,20 @@ def keys_are_known(view: View) -> Iterator[Problem]:
             "It has neither config_groups nor kv_cache_scheme.",
             "Write the groups, or leave quantization_config out.",
         )
+    refused = False
     for name, raw in raw_groups(view):
         unknown = sorted(set(raw) - _GROUP_KEYS) if isinstance(raw, Mapping) else []
+        refused |= bool(unknown)
         if unknown:
             yield Problem(
                 name, f"The group has keys that are refused: {joined(unknown)}.", "Remove them."
             )
+    if not refused:
+        yield from _told_as("T1", view)
 
 
-def status_is_compressed(view: View) -> Iterator[Problem]:
-    """T2."""
+@rule("T2", "quantization_status is compressed", server="transformers")
+def _status_is_compressed(view: View) -> Iterator[Problem]:
     status = view.settings.get("quantization_status")
     if view.settings and view.quantized and status != "compressed":
         yield Problem(
@@ -74,410 +485,145 @@ def status_is_compressed(view: View) -> Iterator[Problem]:
         )
 
 
-def nothing_is_random(view: View) -> Iterator[Problem]:
-    """T4: every module that is looked for compressed has its tensors, and no others."""
-    yield from _plain_instead(view)
-    for entry in view.quantized:
-        group = view.choice(entry, "transformers").group
-        if entry.is_expert or view.is_draft(entry.name) or group is None:
-            continue  # T6 speaks of experts, T5 of what is not found
-        if group.scheme.weights is not None:
-            yield from _other_codes(view, entry, group)
-    for entry, choice, own, reader in _by_text_class(view):
-        if choice.group is not None and not entry.is_quantized and _has_codes(choice.group):
-            yield Problem(
-                entry.name,
-                f"{reader} looks for its codes ({choice.group.name}), and the file holds a plain "
-                "weight.",
-                f"Add {own} to ignore.",
-            )
-
-
-def _has_codes(group: Group) -> bool:
-    return group.scheme.weights is not None and group.scheme.format != "dense"
-
-
-def _by_text_class(view: View) -> Iterator[tuple[Entry, Choice, str, str]]:
-    """What becomes of modules in the class of the text alone, if that is what many load.
-
-    The module, what the class makes of it, the class's name for it, and who reads it so. What
-    becomes the same of it in the class that ``config.json`` names is left out.
-    """
-    config = text_class(view.config) if view.groups else None
-    modules = modules_by_class(config) if config is not None else None
-    if config is None or modules is None:
+@rule("T6", _TOLD["T6"], server="transformers", is_limit=True)
+def _experts_are_rounded(view: View) -> Iterator[Problem]:
+    if {str(one.get("model_type") or "") for one in (view.config, view.text)} & _AS_LINEARS:
         return
-    reader = f"{config['architectures'][0]}, which AutoModelForCausalLM makes of it,"
-    for entry in view.matrices:
-        own = () if entry.is_expert or view.is_draft(entry.name) else modules(entry.name)
-        choice = view.resolver.transformers(entry, own) if own else None
-        if choice is not None and choice.group != view.choice(entry, "transformers").group:
-            yield entry, choice, _names(own), reader
-
-
-def _names(own: Iterable[Own]) -> str:
-    return joined(name for name, _ in own)
-
-
-def _other_codes(view: View, entry: Entry, group: Group) -> Iterator[Problem]:
-    """The codes that transformers looks for are not those that a module has."""
-    scheme = group.scheme
-    if not is_stored_so(entry, scheme):
-        yield Problem(
-            entry.name,
-            f"transformers looks for codes of {group.name} ({scheme.format}), and they are not "
-            "stored so: its weight is random there.",
-            "Write the scheme that it was compressed with into config.json.",
-        )
-        return
-    columns = view.columns(entry, scheme)
-    if entry.rows is None or columns is None:
-        return
-    wanted = expected_tensors(scheme, entry.rows, columns)
-    is_own = view.written(entry) == scheme
-    for own, what, sentence in misfits(entry.own, wanted):
-        # what its own scheme lacks, S70 and C1 say for every reader
-        is_wide = what == "shape" and entry.own[own].numel > 1  # one number may lie in any shape
-        if is_wide or (what == "missing" and not is_own):
-            yield Problem(entry.name, f"{sentence} transformers looks for {scheme}.", _ANEW)
-    for own in sorted((KNOWN & set(entry.own)) - set(wanted) - {"weight_g_idx"}):
-        is_of_codes = own.startswith("weight")
-        yield Problem(
-            entry.name,
-            f"It has a {own}, which transformers leaves out: {group.name} has none."
-            + (" Its codes are read wrong." if is_of_codes else ""),
-            "Write the scheme that it was compressed with into config.json.",
-            None if is_of_codes else Severity.WARNING,
-        )
-
-
-def _plain_instead(view: View) -> Iterator[Problem]:
-    yield from _tied_head(view)
-    for entry in view.matrices:
-        if entry.is_quantized or entry.is_expert or view.is_draft(entry.name):
-            continue
-        group = view.choice(entry, "transformers").group
-        if group is None or not _has_codes(group):
-            continue
-        if entry.kind == "gate" and not view.own_modules(entry):
-            continue  # often of a class of its own, which the target Linear does not reach
-        own = view.own_modules(entry)
-        # what is ignored by the name of the file alone is not ignored there
-        is_renamed = entry.name not in (name for name, _ in own) and bool(own)
-        yield Problem(
-            entry.name,
-            f"transformers looks for its codes ({group.name}), and the file holds a plain weight.",
-            f"Add {_names(own) if is_renamed else 'it'} to ignore.",
-        )
-
-
-def _tied_head(view: View) -> Iterator[Problem]:
-    """A head that takes the embedding for its weight is there for transformers all the same."""
-    name = view.built.tied_head if view.built is not None else ""
-    stored = view.entries.get(name)
-    if not name or not view.settings or (stored is not None and stored in view.matrices):
-        return  # a bias of its own may be all that is stored
-    group = view.choice(Entry(name, {}, "head", "dense"), "transformers").group
-    if group is not None and group.scheme.weights is not None and group.scheme.format != "dense":
-        yield Problem(
-            name,
-            f"It is tied to the embedding, and transformers looks for its codes ({group.name}).",
-            "Add it to ignore.",
-        )
-
-
-def selection_is_the_same(view: View) -> Iterator[Problem]:
-    """T5."""
-    if not view.settings:
-        return  # S1 says so for all of them
-    for entry in view.quantized:
-        if entry.is_expert:
-            continue
-        choice = view.choice(entry, "transformers")
-        if choice.group is None:
-            why = "ignores it" if choice.ignored else "finds no target for it"
-            yield Problem(
-                entry.name,
-                f"It is quantized, and transformers {why}: its weight is random there.",
-                "Give it a target in one group, and take it off ignore.",
-            )
-    for entry, choice, own, reader in _by_text_class(view):
-        if entry.is_quantized:
-            why = "ignores" if choice.ignored else "finds no target, or another one, for"
-            yield Problem(
-                entry.name,
-                f"It is quantized, and {reader} {why} {own}: its weight is random there.",
-                f"Give {own} the target that the module has, and take it off ignore.",
-            )
-    yield from _astray(view)
-
-
-def _astray(view: View) -> Iterator[Problem]:
-    """Codes and scales whose names are not changed as that of a weight in their place would be."""
-    first: dict[tuple[str, ...], str] = {}
-    likeness = {}
-    for entry in view.quantized:
-        if not entry.is_expert and not view.is_draft(entry.name):
-            own = sorted(set(entry.own) - {"weight", "bias"})
-            form = (_NUMBER.sub("*", entry.name), *own)
-            likeness[entry.name] = first.setdefault(form, entry.name)
-    lost = led_astray(view.config, {path: own for (_, *own), path in first.items()})
-    for name, like in likeness.items():
-        if like in lost:
-            yield Problem(
-                name,
-                f"transformers gives its {joined(lost[like])} to no module, since it has another "
-                "name for that of a weight alone: they are random there.",
-                "Ignore it, or serve it with vLLM.",
-                None if view.deployment.server == "transformers" else Severity.WARNING,
-            )
-
-
-def taken_for_experts(view: View) -> Group | None:
-    """The group that transformers takes for experts, ``None`` if there are no groups.
-
-    It is named by a pattern, else by anything else, else it is the first in the file.
-    """
-    for group in view.groups:
-        if any(text.startswith("re:") and "experts" in text for text in group.targets):
-            return group
-    for group in view.groups:
-        if any(not text.startswith("re:") for text in group.targets):
-            return group
-    return view.groups[0] if view.groups else None
-
-
-def _types(view: View) -> set[str]:
-    return {str(holder.get("model_type") or "") for holder in (view.config, view.text)}
-
-
-def experts_are_linears(view: View) -> bool:
-    """Whether transformers makes Linears of quantized experts, instead of unpacking them."""
-    return bool(_types(view) & _AS_LINEARS)
-
-
-def experts_are_restored(view: View) -> Iterator[Problem]:
-    """T6."""
-    if experts_are_linears(view):
-        yield from _left_in_stacks(view)
-        return
-    for path, expert in loaded_mixtures(view):
-        if not all(takes_experts(view.config, entry.name) for entry in expert):
+    for path in (path for path in view.mixtures if not view.is_draft(path)):
+        schemes = list(view.expert_schemes[path])
+        forms: dict[str, set[bool]] = defaultdict(set)
+        for name, entry in (one for own in view.mixtures[path].values() for one in own.items()):
+            forms[name].add(entry.is_quantized)
+        if torn := [name for name, found in forms.items() if len(found) > 1]:
             yield Problem(
                 path,
-                "Its experts are stored one by one, and transformers has no table for them and "
-                "looks for their stacks: they are random there.",
-                "Ignore the experts, or serve it with vLLM.",
+                f"The {joined(torn)} of some of its experts are quantized and of others not, and "
+                "transformers makes one stack of those of one kind alone.",
+                "Quantize all experts of a layer alike, or none.",
             )
-        elif view.settings and not stacks_quantized(view.config):
+        if any(scheme.inputs is not None for scheme in schemes):
             yield Problem(
                 path,
-                "transformers fails to stack these experts, plain or quantized, where anything is "
-                "quantized: its table insists on tensors that are no part of a stack.",
+                "transformers does not round what goes into its experts: it computes with their "
+                "weights alone.",
                 "Serve it with vLLM.",
+                Severity.NOTE,
             )
-        elif view.settings:
-            yield from _merged(view, path)
+        if any(scheme.outputs is not None for scheme in schemes):
+            yield Problem(
+                path,
+                "transformers does not round what comes out of its experts: it computes with their "
+                "weights alone.",
+                "Leave the outputs of experts unquantized.",
+                Severity.WARNING,
+            )
 
 
-def _left_in_stacks(view: View) -> Iterator[Problem]:
-    found = [_STACK.match(name) for name in view.headers] if view.settings else []
-    paths = {match["experts"] for match in found if match is not None}
-    for path in sorted(path for path in paths if not view.is_draft(path)):
-        yield Problem(
-            path,
-            "Its experts lie in stacks, and transformers looks for them one by one where anything "
-            "is quantized: they are random there.",
-            "Quantize the experts too, or serve it with vLLM.",
-        )
-
-
-def loaded_mixtures(view: View) -> Iterator[tuple[str, list[Entry]]]:
-    """Paths of the mixtures that transformers loads, with the projections of one expert."""
-    for path, experts in view.mixtures.items():
-        if not view.is_draft(path):
-            yield path, list(next(iter(experts.values())).values())
-
-
-def _merged(view: View, path: str) -> Iterator[Problem]:
-    """Experts that transformers unpacks one by one and stacks, one stack for each projection."""
-    taken = taken_for_experts(view)
-    forms: dict[str, set[bool]] = {}
-    for own in view.mixtures[path].values():
-        for name, entry in own.items():
-            forms.setdefault(name, set()).add(entry.is_quantized)
-    torn = [name for name, found in forms.items() if len(found) > 1]
-    if torn:
-        yield Problem(
-            path,
-            f"The {joined(torn)} of some of its experts are quantized and of others not, and "
-            "transformers makes one stack of those of one kind alone.",
-            "Quantize all experts of a layer alike, or none.",
-        )
-        return
-    plain = [name for name, found in forms.items() if not any(found)]
-    if plain:
-        what = "experts" if len(plain) == len(forms) else joined(plain)
-        yield from _dense_experts(path, what, taken)
-    yield from _coded_experts(view, path, taken)
-
-
-def _coded_experts(view: View, path: str, taken: Group | None) -> Iterator[Problem]:
-    schemes: list[Scheme] = []
-    lost: list[str] = []
-    is_read = True
-    for scheme, having in view.expert_schemes[path].items():
-        coded = [entry for entry in having.values() if entry.is_quantized]
-        if coded and scheme.weights is not None:
-            schemes.append(scheme)
-            for entry in coded:
-                lost += _lost(entry, scheme, scheme.weights)
-            if taken is not None and not _is_read_alike(taken.scheme, scheme):
-                is_read &= all(_has_whole_rows(view, each, scheme, taken.scheme) for each in coded)
-    for reason in dict.fromkeys(lost):
-        other = "Compress the experts symmetrically (symmetric: true), or serve"
-        start = other if reason == _NO_ZERO_POINTS else "Serve"
-        yield Problem(path, reason, f"{start} it with vLLM.")
-    yield from _not_rounded(path, schemes)
-    if taken is not None and not is_read and len(schemes) > 1:
-        yield Problem(
-            path,
-            f"Its projections have different schemes, and transformers takes {taken.name} for all "
-            "of them.",
-            "Quantize all experts of a layer alike.",
-        )
-    elif taken is not None and not is_read:
-        yield Problem(
-            path,
-            f"transformers takes {taken.name} for its experts, which have another scheme.",
-            "Name the experts by a pattern with 'experts' in it, in the first group that has "
-            "such a pattern.",
-        )
-
-
-def _not_rounded(path: str, schemes: Iterable[Scheme]) -> Iterator[Problem]:
-    if any(scheme.inputs is not None for scheme in schemes):
-        yield Problem(
-            path,
-            "transformers does not round what goes into its experts: it computes with their "
-            "weights alone.",
-            "Serve it with vLLM.",
-            Severity.NOTE,
-        )
-    if any(scheme.outputs is not None for scheme in schemes):
-        yield Problem(
-            path,
-            "transformers does not round what comes out of its experts: it computes with their "
-            "weights alone.",
-            "Leave the outputs of experts unquantized.",
-            Severity.WARNING,
-        )
-
-
-def is_small_float(args: Args | None) -> bool:
-    """Whether something is quantized to floats of 8 bits."""
-    return args is not None and (args.kind, args.bits) == ("float", 8)
-
-
-def _is_read_alike(one: Scheme, other: Scheme) -> bool:
-    """Whether transformers makes the same weights of experts: how inputs are rounded is no matter.
-
-    8-bit floats are multiplied with their scales, whatever these are shared by.
-    """
-    if is_small_float(one.weights) and is_small_float(other.weights):
-        return True
-    return (one.weights, one.format) == (other.weights, other.format)
-
-
-def _has_whole_rows(view: View, entry: Entry, written: Scheme, taken: Scheme) -> bool:
-    """Whether packed codes that have one scale for a row, or for all, are unpacked as they should.
-
-    Such a scale stands for any group of the row, however wide: only that groups are whole is asked.
-    """
-    one, other, scale = written.weights, taken.weights, entry.own.get("weight_scale")
-    if one is None or other is None or scale is None:
-        return False
-    if {written.format, taken.format} != {"pack-quantized"}:
-        return False
-    if (one.kind, one.bits, one.symmetric) != (other.kind, other.bits, other.symmetric):
-        return False
-    if scale.numel != 1 and scale.shape != (entry.rows, 1):
-        return False
-    columns = view.columns(entry, written)
-    if other.strategy == "group":
-        return columns is not None and other.group > 0 and columns % other.group == 0
-    return other.strategy in ("channel", "tensor")
-
-
-def _dense_experts(path: str, what: str, taken: Group | None) -> Iterator[Problem]:
-    if taken is not None and is_small_float(taken.scheme.weights):
-        return
-    yield Problem(
-        path,
-        f"Its {what} are plain, and transformers looks for codes of {taken.name}: they are not "
-        "loaded there."
-        if taken is not None
-        else f"Its {what} are plain, and without any group transformers fails to load them.",
-        "Put a group of 8-bit floats first whose pattern says 'experts' and matches nothing.",
-        Severity.ERROR,
-    )
-
-
-def _lost(entry: Entry, scheme: Scheme, weights: Args) -> Iterator[str]:
-    if weights.is_nvfp4:
-        yield "transformers loses the global scales of NVFP4 experts: they are scaled wrong."
-    if not weights.symmetric and entry.form == "packed":
-        yield _NO_ZERO_POINTS
-    if scheme.format in ("int-quantized", "naive-quantized") and weights.kind == "int":
-        yield "transformers does not find unpacked integer experts, and fails to load."
-    strategy = weights.strategy
-    if weights.kind == "float" and entry.form != "packed" and _has_parts(entry, strategy):
-        yield f"transformers multiplies {strategy} scales of experts without expanding them."
-    if weights.is_mxfp8:  # those of 4 bits are packed, and unpacked as they should be
-        yield "transformers takes the exponents of MXFP8 experts for scales, and fails to load."
-    is_odd = weights.kind == "int" and weights.bits in (3, 5, 6, 7)
-    if is_odd and entry.form == "packed" and "weight_shape" not in entry.own:
-        yield f"Without weight_shape the width of {weights.bits}-bit experts is not known."
-
-
-def _has_parts(entry: Entry, strategy: str) -> bool:
-    """Whether a scale is not as wide as what it is multiplied with there: a row, or all of it."""
-    scale = entry.own.get("weight_scale")
-    if strategy == "block":
-        return scale is None or scale.numel != 1
-    return strategy == "group" and (scale is None or scale.shape[-1] != 1)
-
-
-RULES = (
-    Rule(
-        "T1",
-        "the configuration is found, has groups, and known keys",
-        keys_are_known,
-        server="transformers",
-    ),
-    Rule(
-        "T2",
-        "quantization_status is compressed",
-        status_is_compressed,
-        server="transformers",
-    ),
-    Rule(
-        "T4",
-        "no weight is initialized at random",
-        nothing_is_random,
-        server="transformers",
-    ),
-    Rule(
-        "T5",
-        "quantized modules are found",
-        selection_is_the_same,
-        server="transformers",
-    ),
-    Rule(
-        "T6",
-        "experts are restored",
-        experts_are_restored,
-        server="transformers",
-        is_limit=True,
-    ),
+@rule(
+    "L3",
+    "encoders are unpacked before they run",
+    server="transformers",
+    severity=Severity.WARNING,
 )
+def _encoders_are_unpacked(view: View) -> Iterator[Problem]:
+    if view.config.get("is_encoder_decoder") is not True:
+        return
+    for entry in view.quantized:
+        if _ENCODER.match(entry.name):
+            yield Problem(
+                entry.name,
+                "transformers unpacks it at the first forward of the whole model, and generate "
+                "calls the encoder before that and fails.",
+                f"{_UNPACKED}, or call the model once before generate."
+                if _is_weights_of_one_group(view)
+                else "Call the model once before generate.",
+            )
+
+
+def _is_weights_of_one_group(view: View) -> bool:
+    """True if weights can be unpacked while they load, and no more is lost by that.
+
+    Since 5.21 one group is taken for all Linears then, and no inputs are rounded.
+    """
+    found = [group.scheme for group in view.groups if group.scheme.weights is not None]
+    return len(found) == 1 and found[0].inputs is None and found[0].outputs is None
+
+
+def _passes_over_states(view: View) -> bool:
+    return bool(_told_as("L11", view))
+
+
+@rule(
+    "L5",
+    "attention that is rounded with zero points computes in float16",
+    server="transformers",
+    is_limit=True,
+)
+def _rounded_states_keep_their_dtype(view: View) -> Iterator[Problem]:
+    named = [name for name in view.headers if name.endswith(".q_zero_point")]
+    if view.dtype == "float16" or (named and _passes_over_states(view)):
+        return
+    for name in named:
+        yield Problem(
+            name.rpartition(".")[0],
+            "transformers rounds queries, keys and values with zero points to float16, and the "
+            f"model computes in {view.dtype}: the first forward fails.",
+            "Quantize attention symmetrically, or load it with dtype=torch.float16.",
+        )
+
+
+@rule("L6", "columns are whole groups", server="transformers", is_limit=True)
+def _groups_are_whole(view: View) -> Iterator[Problem]:
+    for entry, scheme in view.coded():
+        args, columns = scheme.weights, view.columns(entry, scheme)
+        if args is None or columns is None or args.strategy not in ("group", "tensor_group"):
+            continue
+        if args.group and columns % args.group:
+            yield Problem(
+                entry.name,
+                f"Its {columns} columns are no whole number of groups of {args.group}: "
+                "transformers refuses it where it is unpacked.",
+                "Use a group size that divides the columns.",
+            )
+
+
+@rule("L8", "what is tied is quantized alike", server="transformers", is_limit=True)
+def _tied_are_alike(view: View) -> Iterator[Problem]:
+    small = {f"{one.name}.weight" for one in view.quantized if one.own.get("weight") is not None}
+    small = {name for name in small if view.headers[name].dtype == "F8_E4M3"}
+    model = class_model(view.config) if small else None
+    if model is None:
+        return
+    names = ModelNames(model)
+    held = {names.first(name): name for name in view.headers}
+    for target, source in model.all_tied_weights_keys.items():
+        pair = [held[name] for name in (source, target) if name in held]
+        if len(pair) > 1 and len(small.intersection(pair)) == 1:
+            coded, other = sorted(pair, key=lambda name: name not in small)
+            yield Problem(
+                coded.removesuffix(".weight"),
+                f"transformers compares it with {other}, as of one tensor, and fails to load it: "
+                "8-bit floats are compared with no others.",
+                "Give it integers (format: int-quantized), or ignore it.",
+            )
+
+
+@rule("S77", "transformers applies no transforms", server="transformers", is_limit=True)
+def _transforms_are_applied(view: View) -> Iterator[Problem]:
+    online = in_the_forward(view)
+    if online:
+        yield Problem(
+            "transform_config",
+            "transformers drops transform_config, and its outputs are wrong: the weights are "
+            f"rotated for {joined(online)}, which it does not apply.",
+            "Serve it with vLLM, which applies it, or use rotations that are multiplied into the "
+            "weights alone (R1, R2).",
+        )
+    missed = unrotated_states(view, are_rounded=not _passes_over_states(view))
+    if missed:
+        yield Problem(
+            "transform_config",
+            "transformers drops transform_config, and does not turn queries and keys "
+            f"({joined(missed)}): {next(iter(missed.values()))}.",
+            "Leave the rotation of queries and keys out.",
+        )

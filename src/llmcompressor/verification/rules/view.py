@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a rule is, and the view of a checkpoint that its check gets."""
+"""View of a checkpoint that the rules read, and what a rule is."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeAlias, TypeVar
 
-from llmcompressor.verification.built import Built, build
 from llmcompressor.verification.expected import (
     Expected,
     columns_of,
@@ -18,11 +17,32 @@ from llmcompressor.verification.expected import (
     misfits,
 )
 from llmcompressor.verification.facts import Deployment, Severity, TensorInfo, Tensors
-from llmcompressor.verification.families import Family, family_of, text_settings
-from llmcompressor.verification.layout import EXPERT, Entry, entries_of, is_doubtful
-from llmcompressor.verification.module_classes import Own, kind_by_class, modules_by_class
-from llmcompressor.verification.resolve import Choice, Resolver, compiled
-from llmcompressor.verification.scheme import Group, Scheme, parse_groups, settings_of
+from llmcompressor.verification.modules import (
+    EXPERT,
+    Entry,
+    Family,
+    entries_of,
+    family_of,
+    is_doubtful,
+    text_settings,
+)
+from llmcompressor.verification.scheme import (
+    Choice,
+    Group,
+    Resolver,
+    Scheme,
+    compiled,
+    parse_groups,
+    settings_of,
+)
+from llmcompressor.verification.transformers_model import (
+    Built,
+    Own,
+    build,
+    module_classes,
+    reader_config,
+)
+from llmcompressor.verification.trial_load import TrialLoad, trial_load
 
 __all__ = [
     "CONFIG",
@@ -37,6 +57,9 @@ __all__ = [
     "Rule",
     "View",
     "joined",
+    "place_of",
+    "rule",
+    "rules",
 ]
 
 CONFIG, HEADERS, TENSORS, DEPLOYMENT = "config", "headers", "tensors", "deployment"
@@ -52,7 +75,7 @@ FLOATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat1
 
 @dataclass(frozen=True)
 class Problem:
-    """One breach of a rule.
+    """A breach of a rule.
 
     Attributes:
         module: what breaches it.
@@ -97,6 +120,36 @@ class Rule:
     def holds_for(self) -> str:
         """The releases of its server that it holds for, empty if it is about files as such."""
         return self.versions or VERSIONS.get(self.server, "")
+
+
+Result = TypeVar("Result")
+Check: TypeAlias = "Callable[[View], Iterable[Problem]]"
+_TABLE: list[Rule] = []
+
+
+def rule(number: str, title: str, **facts: Any) -> Callable[[Check], Check]:
+    """Enter a check into the table of rules; ``facts`` are the other fields of :class:`Rule`."""
+
+    def enter(check: Check) -> Check:
+        _TABLE.append(Rule(number, title, check, **facts))
+        return check
+
+    return enter
+
+
+def rules() -> tuple[Rule, ...]:
+    """Every rule of the imported modules, by section and number."""
+    return tuple(sorted(_TABLE, key=lambda one: place_of(one.number)))
+
+
+def place_of(number: str) -> tuple[int, int, str]:
+    """Sort key of a rule: files, consistency, values, reference, then servers.
+
+    >>> sorted(["S18a", "T1", "S2", "F3", "S18"], key=place_of)
+    ['F3', 'S2', 'S18', 'S18a', 'T1']
+    """
+    digits = "".join(each for each in number if each.isdigit())
+    return "FCVRSTLG".index(number[0]), int(digits), number
 
 
 @dataclass(frozen=True)
@@ -145,6 +198,7 @@ class View:
         self.tensors = tensors
         self.deployment = deployment or Deployment()
         self._kinds = kinds or {}
+        self._once: dict[Callable[[View], Any], Any] = {}
         self._choices: dict[tuple[str, str], Choice] = {}
         self._columns: dict[str, tuple[Scheme, int | None]] = {}
         self._stored_shapes: dict[str, tuple[int, ...]] = {}
@@ -167,7 +221,7 @@ class View:
 
     @cached_property
     def family(self) -> Family:
-        """How vLLM builds the architecture."""
+        """The architecture as vLLM builds it."""
         experts = {entry.last for entry in self.entries.values() if entry.is_expert}
         return family_of(self.config, {entry.last for entry in self.entries.values()}, experts)
 
@@ -191,7 +245,8 @@ class View:
             return named
         by_class = None
         if not all(entry.name in self._kinds for entry in doubtful):
-            by_class = kind_by_class(self.config)
+            classes = module_classes(self.config)
+            by_class = None if classes is None else classes.kind
         selected = {
             entry.name: "linear" for entry in doubtful if self._is_selected_as_linear(entry)
         }
@@ -203,7 +258,7 @@ class View:
         return entries_of(self.headers, kind)
 
     def _is_selected_as_linear(self, entry: Entry) -> bool:
-        """Whether a module that holds codes can have been selected as a Linear alone.
+        """True if a module that holds codes can have been selected as a Linear alone.
 
         Neither its name is a target nor ``Embedding``, and ``Linear`` is.
         """
@@ -243,7 +298,7 @@ class View:
 
     @cached_property
     def is_tied(self) -> bool:
-        """Whether input and output embeddings are one tensor."""
+        """True if input and output embeddings are one tensor."""
         for holder in (self.text, self.config):
             if "tie_word_embeddings" in holder:
                 return bool(holder["tie_word_embeddings"])
@@ -262,7 +317,7 @@ class View:
         return FLOATS.get(next(stored, ""), "bfloat16")
 
     def choice(self, entry: Entry, server: str = "vllm") -> Choice:
-        """What a server makes of a module."""
+        """Choice of a server for a module."""
         key = (server, entry.name)
         if key not in self._choices:
             more = (self.own_modules(entry),) if server == "transformers" else ()
@@ -280,7 +335,8 @@ class View:
 
     @cached_property
     def _modules_of(self) -> Callable[[str], tuple[Own, ...]] | None:
-        return modules_by_class(self.config) if self.groups else None
+        classes = module_classes(self.config) if self.groups else None
+        return None if classes is None else classes.modules
 
     def scheme(self, entry: Entry) -> Scheme | None:
         """The scheme that vLLM looks up for a module."""
@@ -320,7 +376,7 @@ class View:
         return group.scheme if group is not None else None
 
     def is_plain(self, entry: Entry) -> bool:
-        """Whether vLLM builds a module without a scheme, whatever the configuration says."""
+        """True if vLLM builds a module without a scheme, whatever the configuration says."""
         if entry.kind == "gate":
             return not self.family.gate_is_quantizable
         if entry.kind == "head":
@@ -328,7 +384,7 @@ class View:
         return any(pattern.fullmatch(entry.name) for pattern in self._plain_patterns)
 
     def is_draft(self, name: str) -> bool:
-        """Whether a module or tensor lies in a draft layer, which transformers does not load."""
+        """True if a module or tensor lies in a draft layer, which transformers does not load."""
         if self.family.draft and re.match(self.family.draft, name):
             return True
         layer, count = _LAYER.match(name), self.size("num_hidden_layers")
@@ -336,13 +392,31 @@ class View:
 
     @cached_property
     def built(self) -> Built | None:
-        """What transformers' class makes of the headers; ``None`` where it cannot be asked.
+        """The class of transformers with the headers; ``None`` where it cannot be built.
 
         A checkpoint that is only planned is not asked about: what it is made from was loaded so.
         """
         if self.tensors is None or (self.settings and not self.is_compressed_tensors):
             return None
-        return build(self.config, self.plain) if self.plain else None
+        if not self.plain:
+            return None
+        trial = self.trial if self.deployment.concerns("transformers") else None
+        is_clean = trial is not None and trial.is_clean
+        return build(self.config, self.plain, is_clean=is_clean)
+
+    @cached_property
+    def trial(self) -> TrialLoad | None:
+        """The report of transformers' trial load; ``None`` where there is nothing to try."""
+        if not self.is_compressed_tensors if self.settings else not self.mixtures:
+            return None
+        return trial_load(reader_config(self.config), self.headers, self.dtype, self.plain)
+
+    def once(self, compute: Callable[[View], Result]) -> Result:
+        """Compute what several rules need of the checkpoint, once."""
+        if compute not in self._once:
+            self._once[compute] = compute(self)
+        found: Result = self._once[compute]
+        return found
 
     @cached_property
     def plain(self) -> dict[str, TensorInfo] | None:
@@ -361,7 +435,7 @@ class View:
         return found
 
     def is_transposed(self, entry: Entry) -> bool:
-        """Whether a module's weight is stored ``[in, out]``; codes are ``[out, in]`` always."""
+        """True if a module's weight is stored ``[in, out]``; codes are ``[out, in]`` always."""
         is_named = entry.form == "dense" and entry.last in self.family.transposed
         return is_named and entry.kind == "linear"
 
@@ -400,7 +474,7 @@ class View:
 
     @cached_property
     def misfits(self) -> list[Misfit]:
-        """Where the tensors of quantized modules are not those of their schemes."""
+        """Tensors of quantized modules that are not those of their schemes."""
         found = []
         # a large mixture has thousands of modules of a few shapes
         known: dict[tuple[int, int, int], dict[str, Expected]] = {}
@@ -479,7 +553,7 @@ class View:
             for entry in self.matrices
             if entry.last in ("k_proj", "qkv_proj") and not _TOWER.match(entry.name)
         }
-        own = sorted(path for path in parents if not self._is_linear_attention(path))
+        own = sorted(path for path in parents if not self.is_linear_attention(path))
         return sorted({*own, *self.sharing})
 
     @cached_property
@@ -506,8 +580,8 @@ class View:
                 found[entry.parent] = f"{entry.parent[:start]}{alike[-1]}{entry.parent[end:]}"
         return found
 
-    def _is_linear_attention(self, path: str) -> bool:
-        """Whether the configuration says that a layer keeps one state, not keys and values."""
+    def is_linear_attention(self, path: str) -> bool:
+        """True if the configuration says that a layer keeps one state, not keys and values."""
         layer, types = _LAYER.match(path), self.text.get("layer_types")
         if layer is None or not isinstance(types, list):
             return False
@@ -515,7 +589,7 @@ class View:
 
     @property
     def is_compressed_tensors(self) -> bool:
-        """Whether the configuration says that the checkpoint is quantized in this format."""
+        """True if the configuration says that the checkpoint is quantized in this format."""
         method = str(self.settings.get("quant_method") or "").lower().replace("_", "-")
         return method == "compressed-tensors"
 

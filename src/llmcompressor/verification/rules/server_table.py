@@ -1,0 +1,534 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Table of the schemes that servers take, read in vLLM 0.33.0 and SGLang 0.5.23.
+
+A row names the weights, inputs, outputs and formats that it is about, and what they are served as,
+or why not; the first row of a server and kind of module that fits a scheme decides.
+Rows of :data:`NOTES` say what vLLM does with a scheme that it takes (:func:`notes`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+from llmcompressor.verification.scheme import ACTIVATION_FORMATS, Args, Scheme
+
+__all__ = ["NOTES", "TABLE", "Note", "Row", "notes", "served"]
+
+Match: TypeAlias = "Mapping[str, Any] | None"
+"""Field of :class:`~llmcompressor.verification.scheme.Args` → its value, or several in a tuple.
+
+``None`` stands for nothing that is quantized.
+"""
+ANY: Mapping[str, Any] = {"any": True}
+"""Quantized in any way, or not at all."""
+NOTHING: Mapping[str, Any] = {"kind": ()}
+"""Matches no arguments."""
+_TOKEN = {"strategy": "token", "dynamic": True}
+_ONE_OR_ROW, _ROW_OR_GROUP = ("tensor", "channel"), ("channel", "group")
+_FLOAT = {"kind": "float", "strategy": (*_ONE_OR_ROW, "block"), "symmetric": True}
+_INT = {"kind": "int", "strategy": _ROW_OR_GROUP}
+PATTERNS: Mapping[str, Match] = {
+    "*": ANY,
+    "none": None,
+    "dynamic": {"dynamic": (True, "local")},
+    "asymmetric": {"symmetric": False},
+    "groups": {"strategy": _ROW_OR_GROUP},
+    "blocks": {"strategy": "block"},
+    "nvfp4": {
+        "kind": "float",
+        "bits": 4,
+        "strategy": "tensor_group",
+        "group": 16,
+        "symmetric": True,
+    },
+    "mxfp4": {"kind": "float", "bits": 4, "strategy": "group", "group": 32, "symmetric": True},
+    "mxfp6": {"kind": "float", "bits": 6, "strategy": "group", "group": 32, "symmetric": True},
+    "mxfp8": {
+        "kind": "float",
+        "bits": 8,
+        "strategy": "group",
+        "group": 32,
+        "symmetric": True,
+        "scale_dtype": "torch.uint8",
+    },
+    "float": {"kind": "float"},
+    "float tensor": {"kind": "float", "strategy": "tensor"},
+    "float channel": {"kind": "float", "strategy": "channel"},
+    "float blocks": {"kind": "float", "strategy": "block"},
+    "float groups": {"kind": "float", "strategy": "group"},
+    "float symmetric": _FLOAT,
+    "float symmetric blocks": {**_FLOAT, "strategy": "block"},
+    "float dynamic": {"kind": "float", "dynamic": (True, "local")},
+    "float static": {
+        "kind": "float",
+        "strategy": "tensor",
+        "dynamic": False,
+        "symmetric": True,
+    },
+    "float token": {"kind": "float", **_TOKEN},
+    "float8 token": {"kind": "float", "bits": 8, **_TOKEN},
+    "float8 cache": {
+        "kind": "float",
+        "bits": 8,
+        "strategy": ("tensor", "attn_head"),
+        "symmetric": True,
+    },
+    "float8 static": {
+        "kind": "float",
+        "bits": 8,
+        "strategy": "tensor",
+        "dynamic": False,
+        "symmetric": True,
+    },
+    "int": {"kind": "int"},
+    "int groups": _INT,
+    "int 2 to 8": {**_INT, "bits": tuple(range(2, 9))},
+    "int 2 4 8": {**_INT, "bits": (2, 4, 8)},
+    "int 2 4 8 symmetric": {**_INT, "bits": (2, 4, 8), "symmetric": True},
+    "int4 symmetric": {**_INT, "bits": 4, "symmetric": True},
+    "int4 groups": {**_INT, "bits": 4, "strategy": "group", "symmetric": True},
+    "int4 128": {**_INT, "bits": 4, "strategy": "group", "symmetric": True, "group": 128},
+    "int8 asymmetric": {**_INT, "bits": 8, "symmetric": False},
+    "int8 rows": {"kind": "int", "bits": 8, "strategy": _ONE_OR_ROW, "symmetric": True},
+    "int8 tensor": {"kind": "int", "bits": 8, "strategy": "tensor", "dynamic": False},
+    "int8 token": {"kind": "int", "bits": 8, **_TOKEN},
+    "int 4 8 token": {
+        "kind": "int",
+        "bits": (4, 8),
+        "strategy": ("token", "group"),
+        "symmetric": True,
+        "dynamic": True,
+    },
+    "int cells": {"kind": "int", "strategy": ("group", "block")},
+    "8 tensor": {"bits": 8, "strategy": "tensor", "dynamic": False},
+    "8 token": {"bits": 8, **_TOKEN},
+    "8 channel symmetric": {"bits": 8, "strategy": "channel", "symmetric": True},
+    "token": _TOKEN,
+    "4 symmetric": {"bits": 4, "symmetric": True},
+    "4 of 128": {"bits": 4, "group": 128},
+    "4": {"bits": 4},
+    "8": {"bits": 8},
+    "4 8": {"bits": (4, 8)},
+}
+"""Words of the table → the arguments that they mean."""
+FORMATS: Mapping[str, Collection[str]] = {
+    "*": (),
+    "packed": ("pack-quantized",),
+    "unpacked": ACTIVATION_FORMATS,
+    "integers": ("pack-quantized", "int-quantized"),
+    "bytes": ("int-quantized",),
+}
+"""Words of the table → formats."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """Schemes that a server takes for a kind of module, or refuses.
+
+    Attributes:
+        weights: arguments of weights (of states, in a cache).
+        inputs: arguments of inputs.
+        outputs: arguments of outputs.
+        formats: of the scheme; all of them if empty.
+        devices: compute capabilities; all of them if empty, and where the device is not known.
+        name: the server's own class or method for it; empty where it refuses the scheme.
+        least: the least compute capability.
+        native: the capability from which inputs are computed as the scheme says; 0 for ``least``.
+        reason: why it is refused, with places for the scheme's fields.
+        remedy: what to do about it.
+    """
+
+    weights: Match = field(default_factory=lambda: ANY)
+    inputs: Match = field(default_factory=lambda: ANY)
+    outputs: Match = field(default_factory=lambda: ANY)
+    formats: Collection[str] = ()
+    devices: Collection[int] = ()
+    name: str = ""
+    least: int = 0
+    native: int = 0
+    reason: str = ""
+    remedy: str = "Choose another scheme."
+
+    def fits(self, scheme: Scheme, capability: int | None) -> bool:
+        """True if a scheme is one of these."""
+        parts = ((self.weights, scheme.weights), (self.inputs, scheme.inputs))
+        return (
+            all(_fits(wanted, args) for wanted, args in (*parts, (self.outputs, scheme.outputs)))
+            and (not self.formats or scheme.format in self.formats)
+            and (not self.devices or capability is None or capability in self.devices)
+        )
+
+    def why(self, scheme: Scheme) -> str:
+        """The reason for a refusal, in terms of the scheme."""
+        return self.reason.format(weights=scheme.weights, format=scheme.format)
+
+
+def _fits(wanted: Match, args: Args | None) -> bool:
+    """True if arguments are as wanted.
+
+    >>> _fits({"bits": (4, 8)}, Args(8, "int", True, "tensor")), _fits(None, None), _fits(ANY, None)
+    (True, True, True)
+    """
+    if wanted is ANY:
+        return True
+    if wanted is None or args is None:
+        return wanted is None and args is None
+    found = ((getattr(args, name), value) for name, value in wanted.items())
+    return all(
+        own in value if isinstance(value, tuple) else own == value and type(own) is type(value)
+        for own, value in found
+    )
+
+
+def _rows(text: str) -> tuple[Row, ...]:
+    """Rows of a text: weights | inputs | outputs | formats | devices | name, least, native.
+
+    A row is followed by why it is refused and by the remedy, each after an exclamation mark.
+    """
+    joined = text.replace("\n            + ", " ").replace("\n            !", " !")
+    return tuple(_row(line.strip()) for line in joined.splitlines() if line.strip())
+
+
+def _row(line: str) -> Row:
+    place, *said = (part.strip() for part in line.split("!"))
+    weights, inputs, outputs, formats, devices, answer = (cell.strip() for cell in place.split("|"))
+    name, least, native = [*answer.split(), *(["", "0", "0"][len(answer.split()) :])]
+    return Row(
+        PATTERNS[weights],
+        PATTERNS[inputs],
+        PATTERNS[outputs],
+        FORMATS[formats],
+        () if devices == "*" else (int(devices),),
+        name,
+        int(least),
+        int(native),
+        *said,
+    )
+
+
+TABLE: Mapping[tuple[str, str], tuple[Row, ...]] = {
+    ("vllm", "linear"): _rows(  # in the order in which it looks (S21)
+        """
+        dynamic | * | * | * | * |
+            ! Its weights are dynamic.
+        nvfp4 | none | * | * | * | NVFP4A16 75
+        nvfp4 | nvfp4 | * | * | * | NVFP4 75 100
+        nvfp4 | * | * | * | * |
+            ! Inputs of NVFP4 weights must be NVFP4 too, or left alone.
+        mxfp4 | * | * | * | * | MXFP4 80 100
+        mxfp8 | * | * | * | * | MXFP8 75 100
+        mxfp6 | * | * | * | * |
+            ! vLLM has no scheme for 6-bit floats of compressed-tensors, in the releases known
+            + here.
+            ! Take MXFP4 or MXFP8, or read it with transformers, in bfloat16.
+        int4 128 | float8 token | * | * | 90 | W4A8Fp8 90
+        int4 groups | float8 token | * | * | 90 |
+            ! 4-bit integers with 8-bit float inputs need groups of 128.
+        int4 groups | float8 token | * | * | * |
+            ! 4-bit integers with 8-bit float inputs run on devices of SM90 alone.
+        int 2 4 8 | int8 tensor | int8 tensor | integers | * | WNA8O8Int 70
+        int 2 to 8 | none | * | packed | * | WNA16 75
+        int groups | none | * | packed | * |
+            ! {weights.bits}-bit integers are not read; 2 to 8 bits are.
+        groups | none | * | packed | * |
+            ! pack-quantized holds integers, and its weights are floats.
+        int groups | int 4 8 token | * | packed | * | WNA8Int 75
+        float symmetric blocks | float static | * | unpacked | * |
+            ! 8-bit float blocks cannot have static inputs.
+        float symmetric | float static | * | unpacked | * | W8A8Fp8 75 89
+        float symmetric | float dynamic | * | unpacked | * | W8A8Fp8 75 89
+        float symmetric | * | * | unpacked | * | W8A16Fp8 75
+        float symmetric | * | * | * | * |
+            ! 8-bit floats are not read from the format {format}.
+        int8 rows | 8 tensor | * | unpacked | * | W8A8Int8 75
+        int8 rows | 8 token | * | unpacked | * | W8A8Int8 75
+        int4 symmetric | int8 token | * | unpacked | * | W4A8Int 1
+        int | none | * | packed | * |
+            ! Integer weights alone need scales for groups or channels.
+        int | none | * | * | * |
+            ! Integer weights alone are not read from the format {format}.
+        float groups | none | * | * | * |
+            ! Groups of 8-bit floats need a scale_dtype of torch.uint8.
+        * | none | * | * | * |
+            ! No scheme of vLLM fits it.
+        asymmetric | * | * | * | * |
+            ! Asymmetric weights are not served with quantized inputs.
+        int | * | * | packed | * |
+            ! Packed integers are served with inputs like those of W4A8 or W4AFP8.
+        int cells | * | * | * | * |
+            ! 8-bit integers with quantized inputs need channel or tensor scales.
+        float groups | * | * | * | * |
+            ! Groups of 8-bit floats need a scale_dtype of torch.uint8.
+        * | * | * | * | * |
+            ! No scheme of vLLM fits it.
+        """
+    ),
+    ("vllm", "experts"): _rows(  # S63
+        """
+        mxfp6 | * | * | * | * |
+            ! vLLM has no experts of 6-bit floats, in the releases known here.
+        mxfp4 | * | * | * | * | MX
+        mxfp8 | * | * | * | * | MX
+        nvfp4 | none | * | * | * | NVFP4
+        nvfp4 | nvfp4 | * | * | * | NVFP4
+        nvfp4 | * | * | * | * |
+            ! Inputs must be NVFP4 too.
+        int8 asymmetric | none | * | packed | * |
+            ! 8-bit experts with zero points have no kernel.
+        int groups | none | * | packed | * | WNA16
+        int groups | none | * | * | * |
+            ! Experts are read from pack-quantized, not {format}.
+        * | none | * | * | * |
+            ! Experts with quantized weights alone must be packed integers.
+        float tensor | float tensor | * | * | * | FP8
+        float channel | float token | * | * | * | FP8
+        float blocks | float dynamic | * | * | * | FP8
+        float | * | * | * | * |
+            ! 8-bit float experts take tensor with tensor, channel with token, or blocks.
+        8 channel symmetric | token | * | * | * | INT8
+        4 of 128 | float token | * | * | * | W4A8Fp8
+        4 symmetric | int8 token | * | bytes | * | W4A8Int8
+            ! 4-bit integer experts with 8-bit integer inputs run on Arm alone.
+        4 | int8 token | * | * | * |
+            ! 4-bit integer experts with 8-bit integer inputs run on Arm alone. And there they are
+            + read from int-quantized, symmetric, alone.
+        * | * | * | * | * |
+            ! 8-bit integer experts need channel scales and dynamic inputs per token.
+        """
+    ),
+    ("vllm", "embedding"): _rows(  # S57
+        """
+        int 2 4 8 symmetric | none | * | packed | * | packed
+        int 2 4 8 symmetric | none | * | * | * |
+            ! It is stored as {format}, and packed codes are read alone.
+        int 2 4 8 symmetric | * | * | * | * |
+            ! Its inputs are quantized too.
+        int 2 4 8 | * | * | * | * |
+            ! Embeddings are served without zero points.
+        int groups | * | * | * | * |
+            ! Embeddings are served in 2, 4 or 8 bits, not {weights.bits}.
+        * | * | * | * | * |
+            ! Embeddings are served as integers per channel or group, not as {weights}.
+        """
+    ),
+    ("vllm", "head"): _rows(  # S59
+        """
+        blocks | * | * | * | * |
+            ! Heads cannot be in blocks.
+            ! Use channels or groups.
+        * | * | * | * | * | head
+        """
+    ),
+    ("vllm", "cache"): _rows(  # S49
+        """
+        float8 cache | * | * | * | * | fp8
+        * | * | * | * | * |
+            ! It has {weights}: symmetric 8-bit floats, per tensor or head, are served.
+            ! Quantize the cache to symmetric 8-bit floats per tensor.
+        """
+    ),
+    ("sglang", "linear"): _rows(  # G5
+        """
+        mxfp4 | * | * | * | * |
+            ! SGLang has no MX schemes for Linears.
+        mxfp6 | * | * | * | * |
+            ! SGLang has no MX schemes for Linears.
+        mxfp8 | * | * | * | * |
+            ! SGLang has no MX schemes for Linears.
+        float | none | * | * | * | float 80
+        nvfp4 | * | * | * | * | float 100
+        float | * | * | * | * | float 89
+        4 8 | none | * | packed | * | int 80
+        * | none | * | * | * |
+            ! SGLang reads packed integers of 4 and 8 bits alone.
+        8 | * | none | * | * | int 80
+        * | * | * | * | * |
+            ! SGLang has no integer schemes with quantized inputs but W8A8.
+        """
+    ),
+    ("sglang", "experts"): _rows(  # G6
+        """
+        int | int | * | * | * |
+            ! SGLang serves integer experts with integer inputs on NPUs alone.
+            ! Use FP8.
+        * | * | * | * | * | experts
+        """
+    ),
+    ("sglang", "head"): _rows(  # G7
+        """
+        blocks | * | * | * | * |
+            ! SGLang refuses a head in blocks.
+            ! Leave it unquantized.
+        * | * | * | * | * | head
+        """
+    ),
+    ("sglang", "cache"): _rows(  # G7
+        """
+        float8 static | * | * | * | * | fp8
+        * | * | * | * | * |
+            ! SGLang ignores caches but of static symmetric 8-bit floats per tensor.
+            ! Quantize the cache in that way.
+        """
+    ),
+}
+
+
+def served(
+    scheme: Scheme, of: str = "linear", server: str = "vllm", capability: int | None = None
+) -> Row:
+    """The first row that a scheme with weights fits.
+
+    Args:
+        scheme: the scheme, with weights.
+        of: the kind of module.
+        server: ``vllm`` or ``sglang``.
+        capability: of the device; one that is not known is taken to fit.
+
+    >>> served(Scheme(Args(4, "int", True, "group", 128), format="pack-quantized")).name
+    'WNA16'
+    """
+    if scheme.weights is None:
+        return Row(reason="It has no weights.")
+    return next(row for row in TABLE[server, of] if row.fits(scheme, capability))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Note:
+    """Note on a scheme that vLLM takes.
+
+    Attributes:
+        number: the rule (S22, S34, S44 to S46).
+        names: names of the rows of :data:`TABLE` that it is about; of all of them if empty.
+        weights: arguments of weights.
+        inputs: arguments of inputs.
+        but: arguments of weights that it is not about.
+        but_inputs: arguments of inputs that it is not about.
+        begin: the least capability of a device that it is about.
+        end: the capability from which on it is not.
+        but_devices: capabilities that it is not about either.
+        message: what vLLM does, with places for the scheme's fields.
+        remedy: what to do about it.
+        is_error: on a device that is known it fails.
+    """
+
+    number: str
+    names: Collection[str] = ()
+    weights: Match = field(default_factory=lambda: ANY)
+    inputs: Match = field(default_factory=lambda: ANY)
+    but: Match = field(default_factory=lambda: NOTHING)
+    but_inputs: Match = field(default_factory=lambda: NOTHING)
+    begin: int = 0
+    end: int = 1000
+    but_devices: Collection[int] = ()
+    message: str
+    remedy: str
+    is_error: bool = False
+
+    def concerns(self, scheme: Scheme, name: str, capability: int | None) -> bool:
+        """True if it is about a scheme that is served as ``name``."""
+        is_here = capability is None or (
+            self.begin <= capability < self.end and capability not in self.but_devices
+        )
+        return (
+            is_here
+            and (not self.names or name in self.names)
+            and _fits(self.weights, scheme.weights)
+            and _fits(self.inputs, scheme.inputs)
+            and not _fits(self.but, scheme.weights)
+            and not _fits(self.but_inputs, scheme.inputs)
+        )
+
+    def text(self, scheme: Scheme) -> str:
+        """The message, in terms of the scheme."""
+        return self.message.format(weights=scheme.weights, inputs=scheme.inputs)
+
+
+_FP8 = ("W8A8Fp8", "W8A16Fp8")
+_WNA = ("WNA16", "WNA8Int")
+_MEASURE = "Measure the quality there."
+_HUMMING: Mapping[str, Any] = {
+    "number": "S44",
+    "names": _WNA,
+    "message": "{weights} is served by the Humming kernels alone, or by Machete on SM90.",
+    "remedy": "Make sure that they are installed.",
+}
+NOTES: tuple[Note, ...] = (
+    Note(
+        number="S22",
+        names=_FP8,
+        inputs={"dynamic": (True, "local"), "strategy": "tensor"},
+        message="Inputs that are dynamic per tensor are quantized per token.",
+        remedy="Expect that.",
+    ),
+    Note(
+        number="S22",
+        names=_FP8,
+        inputs={"dynamic": False, "symmetric": False},
+        message="Static asymmetric float inputs are left alone.",
+        remedy="Make them symmetric.",
+    ),
+    Note(
+        number="S22",
+        names=("MXFP4",),
+        inputs={},
+        but_inputs=PATTERNS["mxfp4"],
+        message="Inputs of MXFP4 weights are rounded to MXFP4 or left alone, not to {inputs}.",
+        remedy=_MEASURE,
+    ),
+    Note(
+        number="S22",
+        names=("MXFP4",),
+        inputs=None,
+        begin=100,
+        message="From capability 100 on, inputs of MXFP4 weights may be quantized all the same.",
+        remedy=_MEASURE,
+    ),
+    Note(
+        number="S22",
+        names=("WNA8Int",),
+        message="Only the Humming kernels quantize the inputs; Machete and Marlin leave them "
+        "alone.",
+        remedy="Expect weight-only speed elsewhere.",
+    ),
+    Note(
+        number="S34",
+        weights={"kind": "float", "strategy": "block"},
+        but={"block": ((128, 128),)},
+        message="Its blocks are {weights.block}; fast kernels take (128, 128) alone.",
+        remedy="Quantize in blocks of 128 by 128.",
+    ),
+    Note(**_HUMMING, weights={"bits": (2, 3, 5, 6, 7)}),
+    Note(**_HUMMING, weights={"bits": (4, 8)}, but={"group": (0, 32, 64, 128)}),
+    Note(**_HUMMING, weights={"bits": 8, "symmetric": False, "group": 32}),
+    Note(
+        **_HUMMING,
+        weights={"bits": 8, "symmetric": False, "group": (0, 64, 128)},
+        but_devices=(90,),
+    ),
+    Note(
+        number="S45",
+        names=_FP8,
+        weights={"strategy": "block"},
+        end=90,
+        message="Below capability 90, blocks of 8-bit floats run weight-only.",
+        remedy="Serve it from capability 90 on.",
+    ),
+    Note(
+        number="S46",
+        names=("W8A8Int8",),
+        begin=100,
+        message="From capability 100 on, 8-bit integer inputs have no kernel by default.",
+        remedy="Serve it with --linear-backend triton there, or use FP8.",
+        is_error=True,
+    ),
+)
+
+
+def notes(number: str, scheme: Scheme, capability: int | None) -> Iterator[Note]:
+    """The notes of a rule about a scheme."""
+    name = served(scheme, capability=capability).name
+    yield from (
+        note for note in NOTES if note.number == number and note.concerns(scheme, name, capability)
+    )
