@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from datetime import datetime
 from pathlib import Path
-from typing import Any, TypeVar, get_args, get_type_hints
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, Unpack, get_args, get_type_hints, overload
 
 import torch
 from torch.nn import Module
@@ -34,6 +34,13 @@ from llmcompressor.modeling.sharded import is_sharded
 from llmcompressor.numerics.products import float32_by_default, full_float32_products
 from llmcompressor.runtime.processes import Processes
 from llmcompressor.session.functions import exclusive_session
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from llmcompressor.args.keywords import DataInput, ModelInput, OneshotKeywords
+    from llmcompressor.planning.result import Plan
+    from llmcompressor.recipe import RecipeInput
 
 __all__ = ["Oneshot", "oneshot", "with_dataclass_signature"]
 
@@ -103,6 +110,28 @@ _TOKENIZERS = "TOKENIZERS_PARALLELISM"
 _AUTOCAST_DEVICES = ("cpu", "cuda")
 
 
+@overload
+def oneshot(
+    model: ModelInput,
+    recipe: RecipeInput = None,
+    dataset: DataInput = None,
+    output_dir: str | Path | None = None,
+    log_dir: str | Path | None = None,
+    *,
+    dry_run: Literal[False] = False,
+    **arguments: Unpack[OneshotKeywords],
+) -> PreTrainedModel: ...
+@overload
+def oneshot(
+    model: ModelInput,
+    recipe: RecipeInput = None,
+    dataset: DataInput = None,
+    output_dir: str | Path | None = None,
+    log_dir: str | Path | None = None,
+    *,
+    dry_run: Literal[True],
+    **arguments: Unpack[OneshotKeywords],
+) -> Plan: ...
 @with_dataclass_signature(*_CLASSES)
 def oneshot(
     model: Any,
@@ -150,7 +179,12 @@ def oneshot(
             output_dir="./my-model-W4A16",
         )
     """
-    given = {"model": model, "recipe": recipe, "dataset": dataset, **arguments}
+    given: dict[str, Any] = {
+        "model": model,
+        "recipe": recipe,
+        "dataset": dataset,
+        **arguments,
+    }
     if _is_dry(given):  # a plan notes failed checks as problems, which end a run
         return _planned({"output_dir": output_dir, "log_dir": log_dir, **given})
     return Oneshot(output_dir=output_dir, log_dir=log_dir, **given)()

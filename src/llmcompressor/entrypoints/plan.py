@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 import torch
 
@@ -30,6 +30,10 @@ from llmcompressor.runtime.collecting import gc_disabled
 from llmcompressor.runtime.memory import free_device_memory
 from llmcompressor.verification import Deployment
 
+if TYPE_CHECKING:
+    from llmcompressor.args.keywords import DataInput, ModelInput, OneshotKeywords
+    from llmcompressor.recipe import RecipeInput
+
 __all__ = ["plan", "plan_from_arguments"]
 
 _ASSUMED_SAMPLES = 512
@@ -38,16 +42,16 @@ _SHARE_FOR_WEIGHTS = 0.6
 
 
 def plan(
-    model: Any,
-    recipe: Any = None,
-    dataset: Any = None,
+    model: ModelInput,
+    recipe: RecipeInput = None,
+    dataset: DataInput = None,
     output_dir: str | Path | None = None,
     *,
     serve: str | None = None,
     tp: int | tuple[int, ...] | None = None,
     gpu: str | None = None,
     measure: bool = True,
-    **arguments: Any,
+    **arguments: Unpack[OneshotKeywords],
 ) -> Plan:
     """Predict what ``oneshot`` would do, need and write with the same arguments.
 
@@ -78,7 +82,12 @@ def plan(
         found = plan("./my-model", "recipe.yaml", "calibration.jsonl")
         print(found.ok, found.sizes.weights, found.peak_host)
     """
-    given = {"model": model, "recipe": recipe, "dataset": dataset, **arguments}
+    given: dict[str, Any] = {
+        "model": model,
+        "recipe": recipe,
+        "dataset": dataset,
+        **arguments,
+    }
     deployment = _deployment(serve, tp, gpu)
     return _plan({"output_dir": output_dir, **given}, deployment, measure=measure)
 

@@ -20,7 +20,7 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Unpack, cast
 
 import xxhash
 from torch.nn import Module
@@ -60,6 +60,12 @@ from llmcompressor.planning.subject import open_planned_model
 from llmcompressor.quantization.base import QuantizationMixin
 from llmcompressor.recipe import Recipe, Stage
 from llmcompressor.session.functions import exclusive_session
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from llmcompressor.args.keywords import DataInput, ModelInput, StageKeywords
+    from llmcompressor.recipe import RecipeInput
 
 __all__ = ["StageRecord", "argument_record", "model_record", "run_stages"]
 
@@ -278,12 +284,12 @@ _NOT_RECORDED = (
 
 
 def run_stages(
-    model: Any,
-    recipe: Any,
-    dataset: Any = None,
+    model: ModelInput,
+    recipe: RecipeInput,
+    dataset: DataInput = None,
     output_dir: str | Path = "./output",
-    **arguments: Any,
-) -> Any:
+    **arguments: Unpack[StageKeywords],
+) -> PreTrainedModel:
     """Run all stages of a recipe in order, each as ``oneshot`` or as ``train``.
 
     A stage's ``run_type`` or its name selects the kind of run. Otherwise it is ``train`` if one of
@@ -313,7 +319,7 @@ def run_stages(
             "The argument 'output_dir' cannot be None: each stage is written for the next one.",
             "Give the path of a folder.",
         )
-    given = {"dataset": dataset, **arguments}
+    given: dict[str, Any] = {"dataset": dataset, **arguments}
     for name in ("run_stages", "do_oneshot"):
         given.pop(name, None)
     whole = Recipe.create_instance(recipe, recipe_args=given.pop("recipe_args", None))
@@ -341,7 +347,7 @@ def run_stages(
         if not stage.is_finished:
             stage.check(model, plan[:place])
     _warn_of_targets(plan, model)
-    return _run(plan, record, model)
+    return cast("PreTrainedModel", _run(plan, record, model))
 
 
 class _Stage:

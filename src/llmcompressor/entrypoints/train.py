@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Unpack, cast
 
 from llmcompressor.args import (
     DatasetArguments,
@@ -20,6 +20,12 @@ from llmcompressor.logger import logger
 from llmcompressor.numerics.products import float32_by_default
 from llmcompressor.runtime.progress import join_names
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from llmcompressor.args.keywords import DataInput, ModelInput, TrainKeywords
+    from llmcompressor.recipe import RecipeInput
+
 __all__ = ["train"]
 
 
@@ -27,14 +33,14 @@ __all__ = ["train"]
     ModelArguments, RecipeArguments, DatasetArguments, TrainingArguments, RunArguments
 )
 def train(
-    model: Any,
-    recipe: Any = None,
-    dataset: Any = None,
+    model: ModelInput,
+    recipe: RecipeInput = None,
+    dataset: DataInput = None,
     output_dir: str | Path | None = "./output",
     *,
     loggers: Any = None,
-    **arguments: Any,
-) -> Any:
+    **arguments: Unpack[TrainKeywords],
+) -> PreTrainedModel:
     """Train a model while a recipe compresses it.
 
     The training is that of transformers' ``Trainer``: its arguments, precision and optimizers, and
@@ -81,7 +87,12 @@ def train(
             learning_rate=1e-5,
         )
     """
-    given = {"model": model, "recipe": recipe, "dataset": dataset, **arguments}
+    given: dict[str, Any] = {
+        "model": model,
+        "recipe": recipe,
+        "dataset": dataset,
+        **arguments,
+    }
     staged = {"run_stages", "do_oneshot"} & {name for name, value in given.items() if value is True}
     if staged and given.get("stage") is not None:
         logger.warning(
@@ -96,4 +107,4 @@ def train(
         place = "./output" if output_dir is None else output_dir
         return run_stages(output_dir=place, loggers=loggers, **rest)
     with float32_by_default():
-        return run_training(Training(output_dir, loggers, **given))
+        return cast("PreTrainedModel", run_training(Training(output_dir, loggers, **given)))
