@@ -17,6 +17,7 @@ from llmcompressor import modifiers
 from llmcompressor.core import Event, EventType, State
 from llmcompressor.core.contract import Granularity
 from llmcompressor.core.modifier import Phase
+from llmcompressor.core.state import Schedule
 from llmcompressor.errors import LifecycleError, RecipeError, TargetError
 from llmcompressor.modifiers import Modifier, ModifierFactory
 from llmcompressor.modifiers.utils import HooksMixin
@@ -348,7 +349,7 @@ def test_a_finalization_that_fails():
 )
 def test_initialize_starts_what_is_due_at_step_zero(start, end, expected):
     spy = Spy(start=start, end=end)
-    spy.initialize(State(steps_per_epoch=5))
+    spy.initialize(State(schedule=Schedule(steps_per_epoch=5)))
     assert spy.heard() == expected
     assert spy.started == ("start" in expected)
 

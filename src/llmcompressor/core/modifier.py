@@ -662,7 +662,7 @@ class Modifier(HooksMixin):
             )
         self._enter(Phase.INITIALIZED)
         event = _first_event(EventType.INITIALIZE, state)
-        if self.should_start(event) and not state.resumes:
+        if self.should_start(event) and not state.schedule.resumes:
             self._start(state, event, given)
 
     def _warn_of_moved_fields(self) -> None:
@@ -853,7 +853,9 @@ class Modifier(HooksMixin):
 def _first_event(kind: EventType, state: State) -> Event:
     """An event at index 0, before any step."""
     return Event(
-        type_=kind, steps_per_epoch=state.steps_per_epoch, batches_per_step=state.batches_per_step
+        type_=kind,
+        steps_per_epoch=state.schedule.steps_per_epoch,
+        batches_per_step=state.schedule.batches_per_step,
     )
 
 

@@ -274,7 +274,7 @@ def _run(job: Job, source: Source | None) -> Module:
     job.share_memory()
     session = active_session()
     session.reset()
-    session.state.keeps_ties = job.keeps_ties
+    session.state.run.keeps_tied_embeddings = job.keeps_ties
     with clean_up_on_error(session):
         model = _compress(job, model, batches, session)
     records = collect_reports(session.lifecycle.recipe.modifiers)
@@ -734,8 +734,8 @@ def run_blueprint(
     session.reset()
     if batches is not None:
         weights.check()
-    session.state.keeps_ties = job.keeps_ties
-    session.state.device_memory = limits.of(weights.device)
+    session.state.run.keeps_tied_embeddings = job.keeps_ties
+    session.state.run.device_memory = limits.of(weights.device)
     with clean_up_on_error(session):
         _load_rest(blueprint, weights, tied=args.tie_word_embeddings)
         _Run(job, blueprint, weights, limits, batches, processor, session)()
@@ -877,7 +877,7 @@ class _Run:
             self._counts = any(one.collects for one in passes[stage])
 
         stream.one_by_one = self.job.pipeline() == "independent"
-        state.keeper = stream
+        state.run.block_source = stream
         try:
             with short_spin_waits():
                 run_passes(
@@ -891,7 +891,7 @@ class _Run:
                 self.session.finalize()
                 stream.complete()
         finally:
-            state.keeper = None
+            state.run.block_source = None
 
     def _publish(
         self,

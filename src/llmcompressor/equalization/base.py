@@ -82,7 +82,7 @@ def drop_quantized_sets(
             kept.append(one)
             continue
         first, module = next(iter(taken.items()))
-        owner = state.quantizers.get(module)
+        owner = state.facts.quantizer.get(module)
         by = "an earlier run" if owner is None else type(owner).__name__
         why = f"{by} quantizes {first}, and smoothing would change what was found for it"
         if are_named or not taken.keys() >= one.balance.keys():
@@ -100,7 +100,7 @@ def _kv_projections(state: State) -> dict[Module, Module]:
     """Linear → the attention module whose quantized keys and values it helps to compute."""
     return {
         inner: module
-        for module in state.cached
+        for module in state.facts.kv_cache
         for inner in module.modules()
         if isinstance(inner, Linear)
     }
@@ -278,7 +278,7 @@ class SmoothingMixin(Modifier):
                 f"{type(self).__name__} {what}.",
                 "Name what is to be smoothed in its mappings, or leave it out of the recipe.",
             )
-        state.smoothed.update(one.smooth for one in self._sets if one.is_norm)
+        state.facts.smoothed.update(one.smooth for one in self._sets if one.is_norm)
         self._tell(model)
         return True
 
@@ -295,7 +295,7 @@ class SmoothingMixin(Modifier):
             by = [
                 f"{owner} rotates what goes into or comes out of {self._names[module]}"
                 for module in (one.smooth, *one.balance.values())
-                if (owner := state.turned.get(module) or _existing_rotation(module))
+                if (owner := state.facts.rotated_by.get(module) or _existing_rotation(module))
             ]
             why = why or "".join(by[:1])
             if not by:
@@ -346,20 +346,20 @@ class SmoothingMixin(Modifier):
 
     def on_calibration_start(self, state: State, event: Event, **kwargs: Any) -> None:
         """Hook the inputs, once for all Linears that share a tensor."""
-        self._order = state.call_order
+        self._order = state.calibration.call_order
         self._by_reader = {}
         for one in self.sets_to_smooth():
             for module in one.balance.values():
                 self._by_reader.setdefault(module, []).append(one)
-        if state.keeper is not None:
+        if state.run.block_source is not None:
             self._check_blocks(state)
         for leader in dict.fromkeys(map(self.leader, self.calibrated_modules(state))):
             self.register_hook(leader, self._hook(state), "forward_pre", with_kwargs=True)
 
     def _check_blocks(self, state: State) -> None:
-        places = {
-            inner: name for block, name in state.keeper.names.items() for inner in block.modules()
-        }
+        source = state.run.block_source
+        assert source is not None
+        places = {inner: name for block, name in source.names.items() for inner in block.modules()}
         for one in self.sets_to_smooth():
             members = (one.smooth, *one.balance.values())
             if len({places.get(module) for module in members}) > 1:
@@ -374,7 +374,7 @@ class SmoothingMixin(Modifier):
         def collect(module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             tensor = first_tensor(args, kwargs)
             if tensor is not None:
-                self.count(module, tensor, state.token_mask)
+                self.count(module, tensor, state.calibration.token_mask)
 
         return collect
 
@@ -409,7 +409,7 @@ class SmoothingMixin(Modifier):
                 self._find_scale(one)
         self.after_scales()
         self._free_statistics()
-        if state.call_order is None and state.keeper is None:
+        if state.calibration.call_order is None and state.run.block_source is None:
             self.finish(state, self._seen)
 
     @torch.no_grad()

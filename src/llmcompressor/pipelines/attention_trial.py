@@ -72,8 +72,8 @@ def check_attention_forward(
     """
     states = {
         module: how
-        for module, how in state.cached.items()
-        if state.quantizers.get(module) in modifiers
+        for module, how in state.facts.kv_cache.items()
+        if state.facts.quantizer.get(module) in modifiers
         and getattr(module, "quantization_status", None) is None
     }
     given = (batches or token_id_inputs(model)) if states else ()

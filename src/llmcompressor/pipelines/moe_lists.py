@@ -244,7 +244,7 @@ class _ListedExpertCounter(HooksMixin):
         def count(module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             tensor = first_tensor(args, kwargs)
             if isinstance(tensor, Tensor):
-                self._seen[module] += count_tokens(tensor, state.token_mask)
+                self._seen[module] += count_tokens(tensor, state.calibration.token_mask)
 
         for found in lists:
             if own := _linears_of(found, calibrated):

@@ -342,7 +342,7 @@ def experts_per_wave(mixture: LinearExperts, *, every: bool) -> int:
 def _padding_hook(state: State) -> Callable[..., None]:
     def tell(module: Module, args: tuple[Any, ...]) -> None:
         assert isinstance(module, LinearExperts)
-        mask = state.token_mask
+        mask = state.calibration.token_mask
         module.real_T = None if mask is None else mask.flatten()
 
     return tell

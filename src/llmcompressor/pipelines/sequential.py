@@ -109,7 +109,7 @@ class SequentialPipeline:
                 model, state, modifiers, batches, dataset_args, blocks=blocks
             ) as lists,
         ):
-            keeper = state.keeper
+            keeper = state.run.block_source
             residency = None if keeper is None else BlockLoader(keeper, state, modifiers)
             run = _prepare(
                 model,
@@ -170,14 +170,13 @@ def _prepare(
 ) -> _SequentialRun:
     owners = _modules_to_calibrate(modifiers, state, residency)
     calibrated = trace_calibrated_modules(model, batches, owners, blocks, lists)
-    if residency is not None:
-        loaded = state.keeper.names
-        check_blocks_called(
-            calibrated, {one: name for one, name in loaded.items() if one in blocks}
-        )
+    source = state.run.block_source
+    if source is not None:
+        loaded = {one: name for one, name in source.names.items() if one in blocks}
+        check_blocks_called(calibrated, loaded)
     warn_uncalled_modules(calibrated, modifiers)
     propagates = dataset_args.propagate_error and all(m.propagates_error for m in modifiers)
-    state.propagates, state.call_order = propagates, calibrated.order
+    state.calibration.propagates_error, state.calibration.call_order = propagates, calibrated.order
     streams = 2 if propagates and any(modifier.twin_streams for modifier in modifiers) else 1
     undeclared = any(_is_undeclared(modifier, state) for modifier in modifiers)
     budget = _budget(dataset_args)
@@ -193,14 +192,14 @@ def _prepare(
         streams=streams,
         budget=budget,
         every_block=undeclared,
-        gates=None if residency is None else state.keeper.names,
+        gates=None if source is None else source.names,
         to_end=to_end,
         stages=calibrated.stages,
         undivided=whole_modules(modifiers, state),
     )
     plan = lay_out(forced=forced)
-    if residency is not None:  # the level decides the result: it stays that of the first attempt
-        level = Granularity(state.keeper.decide("granularity", str(plan.level)))
+    if source is not None:  # the level decides the result: it stays that of the first attempt
+        level = Granularity(source.decide("granularity", str(plan.level)))
         plan = plan if level is plan.level else lay_out(forced=level)
     return _SequentialRun(
         model,
@@ -296,7 +295,9 @@ class _SequentialRun:
         """Calibrate and compress all units of the plan in order."""
         units = {unit.stop: unit for unit in self.plan.units}
         device = model_device(self.model)
-        fits = self.plan.bytes <= _resident_budget(device, self.budget, self.state.device_memory)
+        fits = self.plan.bytes <= _resident_budget(
+            device, self.budget, self.state.run.device_memory
+        )
         store = ActivationStore(
             self.budget,
             self._tensors_of_others(),
@@ -597,9 +598,9 @@ class _Stepper:
     ) -> None:
         state = self.run.state
         state.batch_data = None if one is None else self.run.batches[one.index]
-        state.token_mask = None if one is None else self.run.batches.mask(one.index)
-        state.batch_sizes = None if one is None else self.run.batches.sizes(one.index)
-        state.reference_inputs = references
+        state.calibration.token_mask = None if one is None else self.run.batches.mask(one.index)
+        state.calibration.batch_sizes = None if one is None else self.run.batches.sizes(one.index)
+        state.calibration.reference_inputs = references
 
 
 def _mark_stages_done(modules: Iterable[Module]) -> None:

@@ -237,7 +237,7 @@ class _TokenCounter(HooksMixin):
         def count(module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             tensor = first_tensor(args, kwargs)
             if isinstance(tensor, Tensor) and module in self._seen:
-                self._seen[module] += count_tokens(tensor, state.token_mask)
+                self._seen[module] += count_tokens(tensor, state.calibration.token_mask)
 
         for module in modules:
             if is_linear_like(module):

@@ -18,7 +18,7 @@ from llmcompressor.checkpoint.block_writer import check_space, non_weight_bytes,
 from llmcompressor.checkpoint.workspace import files_folder, scratch_folder
 from llmcompressor.core.contract import ComputeCost, DataSize, PlannedModule
 from llmcompressor.core.modifier import Modifier
-from llmcompressor.core.state import State
+from llmcompressor.core.state import RunSettings, State
 from llmcompressor.errors import CompressorError, InputError, OutputError, TargetError
 from llmcompressor.modeling.blocks import find_blocks
 from llmcompressor.modeling.names import own_parameters
@@ -135,7 +135,9 @@ class _PlanBuilder:
         self._request = request
         self._problems = list(request.problems)
         self._notes: list[str] = []
-        self._state = State(model=subject.model, keeps_ties=request.keeps_ties)
+        self._state = State(
+            model=subject.model, run=RunSettings(keeps_tied_embeddings=request.keeps_ties)
+        )
         self._parts: Sequence[Part] | None = None
         self._state.data.calib = request.samples or None
         self._widths = read_widths(subject.model.config)  # before modifiers change the model
@@ -261,7 +263,7 @@ class _PlanBuilder:
                 self._subject.model, request.samples, ready, state, tell=self._notes.append
             )
         except TargetError as error:
-            owners = {type(state.quantizers[one]).__name__ for one in state.cached}
+            owners = {type(state.facts.quantizer[one]).__name__ for one in state.facts.kv_cache}
             self._problems.append(problem_of(", ".join(sorted(owners)), error))
 
     def _note_stacks(self, rows: Sequence[ModuleRow]) -> None:

@@ -302,11 +302,11 @@ class QuantizationMixin(Modifier):
         for name, scheme in schemes.items():  # last: an error above leaves the model untouched
             modules[name].quantization_scheme = scheme
         states = {module: self._attention_args(module) for module in self._attention}
-        state.cached |= states
+        state.facts.kv_cache |= states
         self._shared = SharedKVCaches(model, {one: args for one, (args, _) in states.items()})
         names |= self._shared.names
         self._take(taken)
-        state.quantizers.update(dict.fromkeys((*own, *self._attention), self))
+        state.facts.quantizer.update(dict.fromkeys((*own, *self._attention), self))
         return True
 
     def _take(self, taken: Mapping[Module, Quantizer | None]) -> None:
@@ -387,7 +387,7 @@ class QuantizationMixin(Modifier):
             self._names[module] = name
 
     def _check_cache_free(self, state: State, module: Module, name: str) -> None:
-        if module in state.cached:
+        if module in state.facts.kv_cache:
             raise TargetError(
                 f"The keys and values of {name} are quantized by another modifier of the recipe.",
                 "Leave kv_cache_scheme, or the attention modules, to one of them. A "
@@ -518,7 +518,7 @@ class QuantizationMixin(Modifier):
         A modifier without data of its own shares the block's pass with others, which may change
         weights until all batches have passed: then :meth:`finish` quantizes them.
         """
-        if state.keeper is not None and not self.requires_calibration_data:
+        if state.run.block_source is not None and not self.requires_calibration_data:
             return
         mine = [
             module
@@ -540,9 +540,9 @@ class QuantizationMixin(Modifier):
         Passes are paused there: its input hooks run before the modules that share its input are
         compressed together with it.
         """
-        if state.call_order is None:
+        if state.calibration.call_order is None:
             return module
-        group: tuple[Module, ...] = state.call_order.group_of(module)
+        group: tuple[Module, ...] = state.calibration.call_order.group_of(module)
         return next(one for one in group if one in self._schemes)
 
     def cache_weight_range(self, module: Module) -> None:
@@ -642,7 +642,9 @@ class QuantizationMixin(Modifier):
             scheme = getattr(module, "quantization_scheme", None) if queries else None
             attach_attention(module, args, self._observers.parameters(module), scheme)
         self._shared.keep(wanted)
-        self._shared.attach(wanted, lambda source: self.adopt(state, [source]), state.keeper)
+        self._shared.attach(
+            wanted, lambda source: self.adopt(state, [source]), state.run.block_source
+        )
         self._observers.forget(wanted)
         self._finished |= wanted
 

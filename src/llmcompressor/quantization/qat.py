@@ -602,7 +602,7 @@ class TrainableMixin(QuantizationMixin):
         After an error they are unchanged, so that the training can continue.
         """
         try:
-            if state.broken_off:
+            if state.schedule.aborted:
                 return True
             if self._is_training_active:
                 self._finish_training(state)

@@ -273,8 +273,8 @@ class AutoRoundModifier(RecordedMixin, QuantizationMixin):
     def on_calibration_start(self, state: State, event: Event, **kwargs: Any) -> None:
         """Record the calls of blocks, except those that an earlier run has finished."""
         super().on_calibration_start(state, event, **kwargs)
-        self._order = state.call_order
-        finished = () if state.keeper is None else state.keeper.finished
+        self._order = state.calibration.call_order
+        finished = () if state.run.block_source is None else state.run.block_source.finished
         places: dict[Module, ExpertPosition] = {}
         for block, name in find_blocks(state.model).items():
             inside = [module for module in block.modules() if self._is_tuned(module)]
@@ -299,11 +299,14 @@ class AutoRoundModifier(RecordedMixin, QuantizationMixin):
             module: Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
         ) -> None:
             own = first_tensor(args, kwargs)
-            other = (state.reference_inputs or {}).get(module)
+            other = (state.calibration.reference_inputs or {}).get(module)
             same = other is None or own is None or other.shape != own.shape
             reference = None if same else _detached_on_cpu(other)
             call = Call(
-                _detached_on_cpu(args), _detached_on_cpu(kwargs), state.token_mask, reference
+                _detached_on_cpu(args),
+                _detached_on_cpu(kwargs),
+                state.calibration.token_mask,
+                reference,
             )
             self._calls.setdefault(module, []).append(call)
 
@@ -314,7 +317,7 @@ class AutoRoundModifier(RecordedMixin, QuantizationMixin):
         def count(module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             given = first_tensor(args, kwargs)
             if given is not None:
-                self._shown.add(module, real_tokens(given, state.token_mask))
+                self._shown.add(module, real_tokens(given, state.calibration.token_mask))
 
         return count
 

@@ -218,7 +218,7 @@ class GPTQModifier(RecordedMixin, QuantizationMixin):
     def on_calibration_start(self, state: State, event: Event, **kwargs: Any) -> None:
         """Accumulate second moments, once for all Linears that share an input."""
         super().on_calibration_start(state, event, **kwargs)
-        self._order = state.call_order
+        self._order = state.calibration.call_order
         solved = filter(self._is_solved, self._schemes)
         for leader in dict.fromkeys(self._leader(module) for module in solved):
             self.register_hook(leader, self._hook(state), "forward_pre", with_kwargs=True)
@@ -238,7 +238,9 @@ class GPTQModifier(RecordedMixin, QuantizationMixin):
             refit=self.refit_scales,
             batch=self._batch,
         )
-        for members, found, solution in self._solve_groups(solved, state.fitted, options):
+        for members, found, solution in self._solve_groups(
+            solved, state.facts.error_corrected, options
+        ):
             self._write(members, found, solution)
 
     def _solve_groups(
@@ -264,12 +266,12 @@ class GPTQModifier(RecordedMixin, QuantizationMixin):
             if tensor is None:
                 return
             reference = reference_input(module, tensor, state)
-            tokens_TC = real_tokens(tensor, state.token_mask)
+            tokens_TC = real_tokens(tensor, state.calibration.token_mask)
             if reference is not None:
-                reference = real_tokens(reference, state.token_mask)
+                reference = real_tokens(reference, state.calibration.token_mask)
             if module not in self._statistics:
                 self._statistics[module] = self._begun(
-                    module, tensor, state.changing, twin=reference is not None
+                    module, tensor, state.facts.changed_later, twin=reference is not None
                 )
             self._statistics[module].update(tokens_TC, reference)
 

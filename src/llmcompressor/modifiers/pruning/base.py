@@ -153,7 +153,7 @@ class MaskingModifier(Modifier):
         """Apply the masks, record each parameter's sparsity, and drop the masks."""
         self.remove_hooks()
         self.weights.apply()  # weights of an earlier checkpoint may have been loaded
-        if state.broken_off:
+        if state.schedule.aborted:
             self.weights.drop()
             return True
         if self._index is None:

@@ -201,7 +201,7 @@ class MagnitudePruningModifier(MaskingModifier):
 
     def on_finalize(self, state: State, **kwargs: Any) -> bool:
         """Finalize; warn if the training ended before the schedule did."""
-        last = None if state.broken_off else self._index
+        last = None if state.schedule.aborted else self._index
         if last is not None and self.end is not None and not self._is_over(last):
             logger.warning(
                 f"{type(self).__name__} did not come to its end ({self.end:g}): the training "

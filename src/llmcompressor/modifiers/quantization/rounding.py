@@ -120,7 +120,7 @@ class QuantizationModifier(TrainableMixin):
             tensor = first_tensor(args, kwargs)
             if tensor is None:
                 return
-            tokens_TC = real_tokens(tensor, state.token_mask).float()
+            tokens_TC = real_tokens(tensor, state.calibration.token_mask).float()
             squares_C = tokens_TC.square().sum(dim=0)
             self._squares[module] = self._squares.get(module, 0) + squares_C
             self._tokens[module] += len(tokens_TC)

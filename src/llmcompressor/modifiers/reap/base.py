@@ -152,7 +152,7 @@ class REAPPruningModifier(Modifier):
         self._check_counts(state.model, every, mine)
         for layer in mine:
             self._check_remaining(layer, layer.top_k)
-            _check_unmodified(layer, state.turned)
+            _check_unmodified(layer, state.facts.rotated_by)
         self._layers = {layer.experts: layer for layer in mine}
         blocks = find_blocks(state.model)
         self._in_blocks = any(layer.parent in blocks for layer in mine)
@@ -217,7 +217,7 @@ class REAPPruningModifier(Modifier):
 
     def on_calibration_start(self, state: State, event: Event, **kwargs: Any) -> None:
         """Observe the inputs of the experts, except in finished blocks."""
-        finished = () if state.keeper is None else state.keeper.finished
+        finished = () if state.run.block_source is None else state.run.block_source.finished
         done = tuple(f"{name}." for name in finished)
         for module, layer in self._layers.items():
             if not layer.name.startswith(done):
@@ -230,7 +230,7 @@ class REAPPruningModifier(Modifier):
             layer = self._layers[module]
             hidden_TH, index_TK, weight_TK = _parse_routing(layer.name, args, kwargs)
             self._check_remaining(layer, index_TK.shape[-1])
-            mask = state.token_mask
+            mask = state.calibration.token_mask
             if mask is not None and mask.numel() == len(hidden_TH):
                 real_T = mask.flatten().to(hidden_TH.device)
                 hidden_TH, index_TK, weight_TK = (
@@ -249,7 +249,7 @@ class REAPPruningModifier(Modifier):
         self, state: State, event: Event, modules: Iterable[Module], **kwargs: Any
     ) -> None:
         """Drop experts of finished layers, unless the error is not propagated."""
-        if state.propagates:
+        if state.calibration.propagates_error:
             self.finish(state, modules)
 
     def finish(self, state: State, modules: Iterable[Module], *, written: bool = False) -> None:
@@ -257,14 +257,16 @@ class REAPPruningModifier(Modifier):
         for layer in self._mine(modules):
             if layer.experts in self._found:
                 record = self._choose_experts(layer)
-                if state.keeper is not None:
-                    record = state.keeper.decide(_journal_key(layer), record)
+                if state.run.block_source is not None:
+                    record = state.run.block_source.decide(_journal_key(layer), record)
                 self._take(state.model, layer, record)
 
     def adopt(self, state: State, modules: Iterable[Module]) -> None:
         """Apply the choice of experts of an earlier run."""
+        source = state.run.block_source
+        assert source is not None, "only a run block by block continues an earlier one"
         for layer in self._mine(modules):
-            record = state.keeper.decide(_journal_key(layer), None)
+            record = source.decide(_journal_key(layer), None)
             assert record is not None, "it was written before its block was"
             self._take(state.model, layer, record)
 

@@ -133,14 +133,14 @@ class RotationModifier(Modifier):
         """Find the parts of the model and make every matrix; a failure changes nothing."""
         model = state.model
         self._check_unquantized(model)
-        self._smoothed = {name for name, one in named_modules(model) if one in state.smoothed}
+        self._smoothed = {name for name, one in named_modules(model) if one in state.facts.smoothed}
         self._plan = self.make_plan(model)
         self._check_online_rotations(state, self._plan)
         if is_loaded(model):
             self._check_invariance(model, self._plan, by_part=True)
         self.prepare(model)
         turned = (one.module for one in self._plan.online)
-        state.turned.update(dict.fromkeys(turned, type(self).__name__))
+        state.facts.rotated_by.update(dict.fromkeys(turned, type(self).__name__))
         staying = {one.scheme for one in self._plan.online if one.location in _TURNING}
         if staying:
             logger.warning(
@@ -171,7 +171,7 @@ class RotationModifier(Modifier):
 
     def on_calibration_start(self, state: State, event: Event, **kwargs: Any) -> None:
         """Rotate the model, and check that its outputs stay the same."""
-        if state.keeper is not None:
+        if state.run.block_source is not None:
             self._begin_blocks(state)
         else:
             self._rotate_whole(state)
@@ -196,10 +196,11 @@ class RotationModifier(Modifier):
 
     def _begin_blocks(self, state: State) -> None:
         """Check that outputs will stay the same, and activate online rotations."""
-        plan = self._plan
+        plan, source = self._plan, state.run.block_source
         assert plan is not None
-        if not state.keeper.finished:  # an interrupted run has checked its rotations already
-            with state.keeper.visiting():
+        assert source is not None
+        if not source.finished:  # an interrupted run has checked its rotations already
+            with source.visiting():
                 self._check_invariance(state.model, plan, by_part=False)
         plan.rest(rests=False)
         if self.learnable:
@@ -217,7 +218,7 @@ class RotationModifier(Modifier):
 
     def finish(self, state: State, modules: Iterable[Module], *, written: bool = False) -> None:
         """Rotate the weights of the loaded ``modules``, each once."""
-        if state.keeper is None:
+        if state.run.block_source is None:
             return
         fresh = set(modules) - self._rotated
         assert self._plan is not None
@@ -515,7 +516,7 @@ class RotationModifier(Modifier):
                 )
 
     def _check_online_rotations(self, state: State, plan: RotationPlan) -> None:
-        model, turned = state.model, state.turned
+        model, turned = state.model, state.facts.rotated_by
         taken = [
             one for one in plan.online if one.module in turned or has_online_rotation(one.module)
         ]

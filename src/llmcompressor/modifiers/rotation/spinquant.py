@@ -407,7 +407,7 @@ class SpinQuantModifier(RotationModifier):
 
         If an earlier run has finished all blocks, only the types of the schemes are updated.
         """
-        keeper = state.keeper
+        keeper = state.run.block_source
         if keeper is not None and keeper.rest_is_finished:
             self._mark_learned_schemes(state.model, plan, keeper.decide(_LEARNED, []))
             return
@@ -420,9 +420,9 @@ class SpinQuantModifier(RotationModifier):
             steps=self.learning_steps,
             rate=self.learning_rate,
             keeper=keeper,
-            budget=state.activation_budget,
-            use_loss_mask=state.use_loss_mask,
-            device_memory=state.device_memory,
+            budget=state.run.activation_budget,
+            use_loss_mask=state.run.use_loss_mask,
+            device_memory=state.run.device_memory,
         )
         learned = outcome.rotations
         for fusion in plan.fusions.values():

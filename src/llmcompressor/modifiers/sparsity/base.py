@@ -234,9 +234,9 @@ class OneShotPruningModifier(RecordedMixin, Modifier):
 
     def on_calibration_start(self, state: State, event: Event, **kwargs: Any) -> None:
         """Collect statistics, once for all modules that share an input."""
-        self._order = state.call_order
+        self._order = state.calibration.call_order
         solved = [module for module in self._layers.names if module not in self._finished]
-        state.changing.update(solved)
+        state.facts.changed_later.update(solved)
         for leader in dict.fromkeys(self._leader(module) for module in solved):
             self.register_hook(leader, self._hook(state), "forward_pre", with_kwargs=True)
 
@@ -245,7 +245,7 @@ class OneShotPruningModifier(RecordedMixin, Modifier):
     ) -> None:
         """Prune this modifier's modules among ``modules``, or note their input statistics."""
         mine = self._mine(modules)
-        state.fitted.update(module for module in mine if self.fits_original(module))
+        state.facts.error_corrected.update(module for module in mine if self.fits_original(module))
         self._take(mine)
 
     @torch.no_grad()
@@ -311,7 +311,7 @@ class OneShotPruningModifier(RecordedMixin, Modifier):
         if self._is_surveying:
             assert self._profile is not None
             every = [module for module in modules if module in self._layers.names]
-            self._profile.survey(every, state.keeper)
+            self._profile.survey(every, state.run.block_source)
         else:
             self._take(mine)
 
@@ -320,7 +320,7 @@ class OneShotPruningModifier(RecordedMixin, Modifier):
         mine = [module for module in modules if module in self._layers.names]
         if self._is_surveying:
             assert self._profile is not None
-            self._profile.adopt(mine, state.keeper)
+            self._profile.adopt(mine, state.run.block_source)
         else:
             self._finished.update(mine)
 
@@ -330,7 +330,7 @@ class OneShotPruningModifier(RecordedMixin, Modifier):
         self.finish(state, list(self._layers.names))
         self._statistics.clear()
         self._order = None
-        state.fitted.difference_update(self._layers.names)
+        state.facts.error_corrected.difference_update(self._layers.names)
         if self._is_surveying:
             assert self._profile is not None
             self._layers.sparsity.update(self._profile.decide())
@@ -381,7 +381,7 @@ class OneShotPruningModifier(RecordedMixin, Modifier):
             if tensor is None:
                 return
             reference = None if self._is_surveying else self.reference_input(module, tensor, state)
-            tokens_TC = matrix_inputs(module, tensor, state.token_mask)
+            tokens_TC = matrix_inputs(module, tensor, state.calibration.token_mask)
             if module not in self._statistics:
                 self._statistics[module] = self.new_statistics(
                     tokens_TC.shape[-1],
@@ -390,7 +390,7 @@ class OneShotPruningModifier(RecordedMixin, Modifier):
                     twin=reference is not None,
                 )
             if reference is not None:
-                reference = matrix_inputs(module, reference, state.token_mask)
+                reference = matrix_inputs(module, reference, state.calibration.token_mask)
             self._statistics[module].update(tokens_TC, reference)
 
         return collect
