@@ -69,7 +69,7 @@ SLACK = 0.02
 
 LIFECYCLE = {
     *("initialize", "resume", "update_event", "finalize", "should_start", "should_end"),
-    *("phase", "passed_phases", "initialized", "started", "ended", "finalized"),
+    *("phase", "passed_phases", "initialized", "started", "ended", "finalized", "be_given_data"),
 }
 """Members of ``Modifier`` that the session calls or reads, and no technique overrides."""
 DOCUMENTED = {f"modifiers.transform.{name}" for name in ("awq", "quip", "smoothquant", "spinquant")}

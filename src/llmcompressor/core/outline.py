@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from llmcompressor.core.contract import Edits
 from llmcompressor.core.modifier import Modifier
 from llmcompressor.core.state import State
 
@@ -49,7 +50,7 @@ class StructureChanges:
 
     def add(self, modifier: Modifier) -> None:
         """Apply the structure changes of an initialized modifier to the model."""
-        if not modifier.changes_structure:
+        if Edits.STRUCTURE not in modifier.traits.edits:
             return
         before = [(place, dict(place)) for place in self._places()]
         try:

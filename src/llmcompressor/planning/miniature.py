@@ -87,13 +87,14 @@ class ProxyTrials:
         Raises:
             TargetError: the modifier would refuse the model.
         """
-        if self._unknown or not _has_trial(modifier):
-            return self._unknown if _has_trial(modifier) else ""
-        return modifier.rehearse(self._model, self._build)
+        trial = modifier.cost().trial
+        if trial is None or self._unknown:
+            return "" if trial is None else self._unknown
+        return trial(self._model, self._build)
 
 
 def _has_trial(modifier: Modifier) -> bool:
-    return type(modifier).rehearse is not Modifier.rehearse
+    return modifier.cost().trial is not None
 
 
 def proxy_model_builder(
