@@ -46,7 +46,7 @@ ARCHITECTURE = ROOT / "docs" / "architecture.md"
 CEILINGS: dict[str, tuple[float, float]] = {
     "lines of src": (91_000, 64_000),
     "files of src": (328, 300),
-    "members to override": (63, 25),
+    "members to override": (25, 25),
     "fields of State": (14, 14),
     "folders in a cycle": (0, 0),
     "files in checkpoint": (20, 20),

@@ -103,7 +103,7 @@ class RecipeRules:
 
 
 class DataUse(StrEnum):
-    """How a modifier uses the calibration data.
+    """Use of the calibration data by a modifier.
 
     ``STREAM``: batches run through the model while it observes. ``SURVEY_FIRST``: a pass over all
     data that changes nothing comes before that. ``LEARN_FIRST``: it consumes the batches itself
@@ -122,7 +122,7 @@ class DataUse(StrEnum):
 
 
 class Edits(Flag):
-    """What a modifier's changes mean for other modifiers and for the rest of its pass.
+    """Consequences of a modifier's changes for other modifiers and for the rest of its pass.
 
     Attributes:
         AT_ONCE: a pass continues with the changed module; without it the module stays as it was
@@ -143,7 +143,7 @@ class Edits(Flag):
 
 @dataclass(frozen=True, kw_only=True)
 class Traits:
-    """What pipelines have to know of a modifier, computed from its fields.
+    """Properties of a modifier that pipelines read, computed from its fields.
 
     Attributes:
         data: how it uses the calibration data.
@@ -184,11 +184,6 @@ class Traits:
         return self.data is not DataUse.NONE
 
 
-def _refuse_unreached(name: str) -> bool:
-    del name
-    return False
-
-
 @dataclass(frozen=True, kw_only=True)
 class Selection:
     """The modules that a modifier works on.
@@ -205,7 +200,7 @@ class Selection:
     modules: Sequence[Module] = ()
     undivided: Sequence[Module] = ()
     to_end: bool = False
-    accepts_unreached: Callable[[str], bool] = _refuse_unreached
+    accepts_unreached: Callable[[str], bool] = field(default=lambda name: False)
 
 
 # --------------------
@@ -359,7 +354,7 @@ class PlannedModule:
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """What will be stored for an initialized modifier.
+    """The planned output of an initialized modifier.
 
     Attributes:
         modules: the planned storage of modules, before anything was done to them.
@@ -371,26 +366,6 @@ class Prediction:
     modules: Sequence[PlannedModule] = ()
     attached: Callable[[], AbstractContextManager[None]] = nullcontext
     registered: Any = None
-
-
-def _no_calibration(modules: Sequence[Module], data: DataSize) -> CalibrationCost:
-    del modules, data
-    return CalibrationCost()
-
-
-def _no_compute(modules: Sequence[Module], data: DataSize) -> ComputeCost:
-    del modules, data
-    return ComputeCost()
-
-
-def _no_recomputation(modules: Sequence[Module]) -> CalibrationCost:
-    del modules
-    return CalibrationCost()
-
-
-def _nothing_held(modules: Sequence[Module], *, together: bool) -> int:
-    del modules, together
-    return 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -415,11 +390,17 @@ class CostModel:
             ``TargetError``. ``None`` if nothing is tried.
     """
 
-    calibration: Callable[[Sequence[Module], DataSize], CalibrationCost] = _no_calibration
-    compute: Callable[[Sequence[Module], DataSize], ComputeCost] = _no_compute
+    calibration: Callable[[Sequence[Module], DataSize], CalibrationCost] = field(
+        default=lambda modules, data: CalibrationCost()
+    )
+    compute: Callable[[Sequence[Module], DataSize], ComputeCost] = field(
+        default=lambda modules, data: ComputeCost()
+    )
     learning: LearningCost | None = None
-    recomputation: Callable[[Sequence[Module]], CalibrationCost] = _no_recomputation
-    held: Callable[..., int] = _nothing_held
+    recomputation: Callable[[Sequence[Module]], CalibrationCost] = field(
+        default=lambda modules: CalibrationCost()
+    )
+    held: Callable[..., int] = field(default=lambda modules, *, together: 0)
     trial: Callable[[Any, Callable[[int], Any]], str] | None = None
 
 

@@ -14,7 +14,8 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Container, Mapping
 from dataclasses import fields, replace
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 from llmcompressor.core.contract import DataUse, Edits, Granularity, RecipeRules, Traits
 
@@ -40,46 +41,33 @@ class readable_on_instances:  # noqa: N801 - used like property
         return self._read(instance)
 
 
-class _Trait(NamedTuple):
-    """An earlier attribute as a part of :class:`Traits`."""
-
-    read: Callable[[Traits], Any]
-    write: Callable[[Traits, Any], Traits]
+_Written = Callable[[Traits, Any], Mapping[str, Any]]
 
 
-def _same(field: str, convert: Callable[[Any], Any] = lambda value: value) -> _Trait:
-    return _Trait(
-        lambda traits: getattr(traits, field),
-        lambda traits, value: replace(traits, **{field: convert(value)}),
-    )
+def _same(field: str, convert: Callable[[Any], Any]) -> tuple[Callable[[Traits], Any], _Written]:
+    return (lambda traits: getattr(traits, field)), (lambda _, value: {field: convert(value)})
 
 
-def _edit(flag: Edits) -> _Trait:
-    return _Trait(
+def _edit(flag: Edits) -> tuple[Callable[[Traits], Any], _Written]:
+    return (
         lambda traits: flag in traits.edits,
-        lambda traits, value: replace(
-            traits, edits=traits.edits | flag if value else traits.edits & ~flag
-        ),
+        lambda traits, value: {"edits": traits.edits | flag if value else traits.edits & ~flag},
     )
 
 
-def _data(use: DataUse) -> _Trait:
-    """``use`` if the attribute is true; otherwise what is left of the data's use without it."""
-    without = DataUse.NONE if use is DataUse.STREAM else DataUse.STREAM
+def _data(*uses: DataUse) -> tuple[Callable[[Traits], Any], _Written]:
+    """True for any of ``uses``; a value that is so already changes nothing."""
+    otherwise = DataUse.NONE if len(uses) > 1 else DataUse.STREAM
 
-    def read(traits: Traits) -> bool:
-        return traits.needs_data if use is DataUse.STREAM else traits.data is use
+    def write(traits: Traits, value: Any) -> Mapping[str, Any]:
+        is_so = bool(value) == (traits.data in uses)
+        return {} if is_so else {"data": uses[0] if value else otherwise}
 
-    def write(traits: Traits, value: Any) -> Traits:
-        if bool(value) == read(traits):
-            return traits
-        return replace(traits, data=use if value else without)
-
-    return _Trait(read, write)
+    return (lambda traits: traits.data in uses), write
 
 
-_TRAITS: Mapping[str, _Trait] = {
-    "requires_calibration_data": _data(DataUse.STREAM),
+_TRAITS: Mapping[str, tuple[Callable[[Traits], Any], _Written]] = {
+    "requires_calibration_data": _data(DataUse.STREAM, DataUse.SURVEY_FIRST, DataUse.LEARN_FIRST),
     "learns_first": _data(DataUse.LEARN_FIRST),
     "surveys_first": _data(DataUse.SURVEY_FIRST),
     "finest_granularity": _same("granularity", Granularity),
@@ -93,31 +81,36 @@ _TRAITS: Mapping[str, _Trait] = {
     "changes_structure": _edit(Edits.STRUCTURE),
     "begins_a_pass": _same("begins_pass", bool),
     "joins": _same("joins", frozenset),
-    "observing_steps": _same("observing_steps"),
+    "observing_steps": _same("observing_steps", int),
     "means_unservable": _same("unservable", bool),
-    "devices": _same("devices"),
-    "writes": _same("files"),
+    "devices": _same("devices", dict),
+    "writes": _same("files", dict),
 }
-"""In the order in which they are applied."""
+"""Earlier attribute → its value in :class:`Traits`, and what of these its value stands for."""
 _RULES = tuple(each.name for each in fields(RecipeRules))
-_METHODS: Mapping[str, Mapping[str, str]] = {
+_METHODS: Mapping[str, Mapping[str, tuple[str, Callable[..., Any] | None]]] = {
     "select": {
-        "calibrated_modules": "modules",
-        "undivided": "undivided",
-        "runs_to_end": "to_end",
-        "accepts_unreached": "accepts_unreached",
+        "calibrated_modules": ("modules", lambda method, state: method(state)),
+        "undivided": ("undivided", lambda method, state: method(state)),
+        "runs_to_end": ("to_end", None),
+        "accepts_unreached": ("accepts_unreached", None),
     },
-    "predict": {"planned": "modules", "as_written": "attached", "registered": "registered"},
+    "predict": {
+        "planned": ("modules", lambda method, state: method(state)),
+        "as_written": ("attached", partial),
+        "registered": ("registered", lambda method, state: method(state.model)),
+    },
     "cost": {
-        "effort": "calibration",
-        "work": "compute",
-        "learning": "learning",
-        "making": "recomputation",
-        "beside": "held",
-        "rehearse": "trial",
+        "effort": ("calibration", None),
+        "work": ("compute", None),
+        "learning": ("learning", lambda method: method()),
+        "making": ("recomputation", None),
+        "beside": ("held", None),
+        "rehearse": ("trial", None),
     },
 }
-"""Member of the contract → earlier method → field of what the member returns."""
+"""Member of the contract → earlier attribute → field of what the member returns, and its value:
+the attribute itself if ``None``."""
 
 
 def adapt_earlier_declarations(cls: type[Any]) -> None:
@@ -125,93 +118,66 @@ def adapt_earlier_declarations(cls: type[Any]) -> None:
     of_parents = {one for base in cls.__bases__ if hasattr(base, "rules") for one in base.__mro__}
     own = {name for one in cls.__mro__ if one not in of_parents for name in vars(one)}
     own |= inspect.get_annotations(cls).keys()
-    _adapt_rules(cls, own)
+    if given := {name for name in _RULES if name in own}:
+        values = {name: one.default for name, one in cls.model_fields.items() if name in given}
+        values |= {name: getattr(cls, name) for name in given - values.keys()}
+        cls.rules = replace(cls.rules, **values)
+    if "rules" in own:
+        for name in _RULES:
+            setattr(cls, name, getattr(cls.rules, name))
     _adapt_traits(cls, own)
-    for member, names in _METHODS.items():
-        found = [name for name in names if name in own]
+    for member, table in _METHODS.items():
+        found = [name for name in table if name in own]
         if found and member not in own:
             setattr(cls, member, _member_of_methods(cls, member, found))
     if "check_data" in own and "check" not in own:
         cls.check = cls.check_data
-    if "report_of" in own or ("report" in own and not _takes_argument(cls.report)):
-        cls.report = _report_of_names(cls)
-
-
-def _adapt_rules(cls: type[Any], own: Container[str]) -> None:
-    given = {name: _class_value(cls, name) for name in _RULES if name in own}
-    if given:
-        cls.rules = replace(cls.rules, **given)
-    if "rules" in own:
-        for name in _RULES:
-            setattr(cls, name, getattr(cls.rules, name))
-
-
-def _class_value(cls: type[Any], name: str) -> Any:
-    if name in cls.model_fields:
-        return cls.model_fields[name].get_default(call_default_factory=True, validated_data={})
-    return getattr(cls, name)
+    if "report" in own and len(inspect.signature(cls.report).parameters) == 1:
+        cls.report = _report_of_names(cls.report, getattr(cls, "report_of", None))
 
 
 def _adapt_traits(cls: type[Any], own: Container[str]) -> None:
-    if "traits" in own:
-        declared: property = vars(cls)["traits"]
-        for name in (name for name in _TRAITS if name not in own):
-            setattr(cls, name, _readable_trait(name, declared))
-        return
     given = [name for name in _TRAITS if name in own]
-    if given:
+    if "traits" in own:
+        # an earlier property may ask its parent's: that reads this class's traits, not the last's
+        declared: property = vars(cls)["traits"]
+        for name in _TRAITS.keys() - set(given):
+            read = _TRAITS[name][0]
+            reader = partial(lambda read, one: read(declared.__get__(one)), read)
+            setattr(cls, name, readable_on_instances(name, reader))
+    elif given:
 
         def traits(modifier: Any) -> Traits:
             found: Traits = super(cls, modifier).traits
             for name in given:
-                found = _TRAITS[name].write(found, getattr(modifier, name))
+                found = replace(found, **_TRAITS[name][1](found, getattr(modifier, name)))
             return found
 
         cls.traits = property(traits)
 
 
-def _readable_trait(name: str, declared: property) -> readable_on_instances:
-    # of this class, not of the instance's: an earlier property may ask its parent's
-    return readable_on_instances(name, lambda one: _TRAITS[name].read(declared.__get__(one)))
-
-
 def _member_of_methods(cls: type[Any], member: str, names: list[str]) -> Callable[..., Any]:
-    """A method of the contract whose result has what the earlier methods ``names`` return."""
-    called: dict[str, Callable[..., Any]] = {
-        "calibrated_modules": lambda one, state: one(state),
-        "undivided": lambda one, state: one(state),
-        "planned": lambda one, state: one(state),
-        "registered": lambda one, state: one(state.model),
-        "as_written": lambda one, state: lambda: one(state),
-        "learning": lambda one: one(),
-    }
+    """A member of the contract whose result has what the earlier attributes ``names`` say."""
 
     def declare(modifier: Any, *state: Any) -> Any:
-        found = getattr(super(cls, modifier), member)(*state)
-        given = {name: getattr(modifier, name) for name in names}
-        return replace(
-            found,
-            **{
-                _METHODS[member][name]: called[name](one, *state) if name in called else one
-                for name, one in given.items()
-            },
-        )
+        given = {}
+        for name in names:
+            field, call = _METHODS[member][name]
+            value = getattr(modifier, name)
+            given[field] = value if call is None else call(value, *state)
+        return replace(getattr(super(cls, modifier), member)(*state), **given)
 
     return declare
 
 
-def _takes_argument(method: Callable[..., Any]) -> bool:
-    return len(inspect.signature(method).parameters) > 1
-
-
-def _report_of_names(cls: type[Any]) -> Callable[..., dict[str, Any]]:
+def _report_of_names(
+    whole: Callable[..., dict[str, Any]], part: Callable[..., dict[str, Any]] | None
+) -> Callable[..., dict[str, Any]]:
     """``report(names)`` of a class whose own takes no names."""
-    whole, part = cls.report, getattr(cls, "report_of", None)
 
     def report(modifier: Any, names: Container[str] | None = None) -> dict[str, Any]:
         if names is not None and part is not None:
-            found: dict[str, Any] = part(modifier, names)
-            return found
+            return part(modifier, names)
         found = whole(modifier)
         return {key: one for key, one in found.items() if names is None or key in names}
 

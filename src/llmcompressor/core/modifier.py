@@ -6,7 +6,8 @@ from __future__ import annotations
 import difflib
 import math
 from abc import abstractmethod
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from enum import Enum
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, get_args, get_origin
@@ -49,6 +50,8 @@ __all__ = [
     "Modifier",
     "Phase",
     "RecordedMixin",
+    "StructureChanges",
+    "planned_structure",
     "select_records",
     "to_recipe_error",
     "types_in_annotation",
@@ -294,7 +297,7 @@ class Modifier(HooksMixin):
 
     @property
     def traits(self) -> Traits:
-        """What pipelines have to know of it, computed from its fields."""
+        """Properties that pipelines read, computed from its fields."""
         removes = type(self).outline is not Modifier.outline
         return Traits(
             data=DataUse.STREAM if self._is_given_data else DataUse.NONE,
@@ -340,7 +343,7 @@ class Modifier(HooksMixin):
         """
 
     def predict(self, state: State) -> Prediction:
-        """What will be stored for it; it is initialized."""
+        """The planned output; it is initialized."""
         return Prediction()
 
     def cost(self) -> CostModel:
@@ -445,7 +448,9 @@ class Modifier(HooksMixin):
         """
         self._expect_not(Phase.FINALIZED, "initialized")
         self._expect_not(Phase.INITIALIZED, "initialized")
-        self._warn_of_moved_fields()
+        for field, instead in self.rules.moved.items():
+            if field in self.model_fields_set and getattr(self, field) is not None:
+                logger.warning(f"The field {field!r} of {self._name} has no effect: {instead}")
         if self.rules.changes_weights:
             self._check_adapters(state.model)
         try:
@@ -464,11 +469,6 @@ class Modifier(HooksMixin):
         event = _first_event(EventType.INITIALIZE, state)
         if self.should_start(event) and not state.schedule.resumes:
             self._start(state, event, given)
-
-    def _warn_of_moved_fields(self) -> None:
-        for field, instead in self.rules.moved.items():
-            if field in self.model_fields_set and getattr(self, field) is not None:
-                logger.warning(f"The field {field!r} of {self._name} has no effect: {instead}")
 
     def _check_adapters(self, model: Any) -> None:
         adapted = [] if model is None else modules_with_adapters(model)
@@ -660,6 +660,84 @@ def _first_event(kind: EventType, state: State) -> Event:
         steps_per_epoch=state.schedule.steps_per_epoch,
         batches_per_step=state.schedule.batches_per_step,
     )
+
+
+# --------------------
+# The structure that a run will leave a model in, given to it for a while.
+
+_ABSENT = object()
+
+
+@contextmanager
+def planned_structure(modifiers: Sequence[Modifier], state: State) -> Iterator[None]:
+    """Apply the structure changes of ``modifiers`` to the model while the body runs.
+
+    Unchanged parameters are not copied, only the dictionaries that hold them.
+
+    Args:
+        modifiers: initialized modifiers.
+        state: their state; changed parameters of its model may be on the meta device.
+    """
+    outline = StructureChanges(state)
+    try:
+        for modifier in modifiers:
+            outline.add(modifier)
+        yield
+    finally:
+        outline.undo()
+
+
+class StructureChanges:
+    """Reversible changes of a model's structure.
+
+    Changes that others make to the model in the meantime are kept on :meth:`undo`.
+
+    Args:
+        state: state of the modifiers.
+    """
+
+    def __init__(self, state: State) -> None:
+        self._state = state
+        self._changed: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = []
+
+    def add(self, modifier: Modifier) -> None:
+        """Apply the structure changes of an initialized modifier to the model."""
+        if Edits.STRUCTURE not in modifier.traits.edits:
+            return
+        before = [(place, dict(place)) for place in self._places()]
+        try:
+            modifier.outline(self._state)
+        finally:
+            self._changed += [
+                (place, content, dict(place))
+                for place, content in before
+                if any(_is_different(key, place, content) for key in {*place, *content})
+            ]
+
+    def undo(self) -> None:
+        """Restore the model, latest change first."""
+        while self._changed:
+            place, before, after = self._changed.pop()
+            restored = {
+                key: before[key] if _is_different(key, before, after) else place[key]
+                for key in before
+                if _is_different(key, before, after) or key in place
+            }
+            restored |= {key: place[key] for key in place if key not in before | after}
+            place.clear()
+            place.update(restored)
+
+    def _places(self) -> Iterator[dict[str, Any]]:
+        """Dictionaries that hold the state of the model's modules and of its configuration."""
+        config = getattr(self._state.model, "config", None)
+        parts = [getattr(config, name, None) for name in getattr(config, "sub_configs", {})]
+        yield from (vars(one) for one in (config, *parts) if one is not None)
+        for module in list(self._state.model.modules()):
+            yield from (vars(module), module._modules, module._parameters, module._buffers)
+
+
+def _is_different(key: str, one: dict[str, Any], other: dict[str, Any]) -> bool:
+    return one.get(key, _ABSENT) is not other.get(key, _ABSENT)
 
 
 # --------------------

@@ -74,8 +74,7 @@ from llmcompressor.checkpoint.workspace import (
     reserve_output,
     was_published,
 )
-from llmcompressor.core.modifier import Modifier
-from llmcompressor.core.outline import planned_structure
+from llmcompressor.core.modifier import Modifier, planned_structure
 from llmcompressor.datasets.source import Source
 from llmcompressor.entrypoints.arguments import (
     EXPERTS,

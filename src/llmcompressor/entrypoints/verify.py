@@ -28,8 +28,7 @@ from llmcompressor.checkpoint.save import (
 )
 from llmcompressor.checkpoint.source import local_directory
 from llmcompressor.checkpoint.tensor_files import layout_files, parse_size
-from llmcompressor.core.modifier import Modifier
-from llmcompressor.core.outline import planned_structure
+from llmcompressor.core.modifier import Modifier, planned_structure
 from llmcompressor.core.state import State
 from llmcompressor.errors import ArgumentError, CheckpointError, RecipeError
 from llmcompressor.logger import logger

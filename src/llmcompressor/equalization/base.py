@@ -233,14 +233,14 @@ class SmoothingMixin(Modifier):
 
     def cost(self) -> CostModel:
         """Costs of observing inputs, and of reading and scaling weights."""
-        return CostModel(calibration=self.calibration_cost, compute=self.scaling_cost)
+        return CostModel(calibration=self.calibration_cost, compute=self.compute_cost)
 
     def calibration_cost(self, modules: Sequence[Module], data: DataSize) -> CalibrationCost:
         """Cost of observing each column's extremes or the like."""
         columns = [one.shape[-1] for module in modules[:1] for one in _matrices(module)]
         return CalibrationCost(watch=_WATCHED * sum(columns))
 
-    def scaling_cost(self, modules: Sequence[Module], data: DataSize) -> ComputeCost:
+    def compute_cost(self, modules: Sequence[Module], data: DataSize) -> ComputeCost:
         """Cost of reading and scaling weights."""
         inside = set(modules)
         sets = [one for one in self.sets_to_smooth() if one.smooth in inside]

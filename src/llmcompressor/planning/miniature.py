@@ -72,7 +72,7 @@ class ProxyTrials:
     def __init__(self, model: PreTrainedModel, modifiers: Sequence[Modifier]) -> None:
         self._model = model
         self._unknown = ""
-        if any(map(_has_trial, modifiers)):
+        if any(one.cost().trial is not None for one in modifiers):
             try:
                 self._build = proxy_model_builder(model, modifiers)
             except (NoProxyModel, CompressorError) as finding:
@@ -91,10 +91,6 @@ class ProxyTrials:
         if trial is None or self._unknown:
             return "" if trial is None else self._unknown
         return trial(self._model, self._build)
-
-
-def _has_trial(modifier: Modifier) -> bool:
-    return modifier.cost().trial is not None
 
 
 def proxy_model_builder(

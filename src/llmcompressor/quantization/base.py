@@ -251,9 +251,9 @@ class QuantizationMixin(Modifier):
 
     def cost(self) -> CostModel:
         """Cost of observing inputs."""
-        return CostModel(calibration=self._observation_cost)
+        return CostModel(calibration=self.calibration_cost)
 
-    def _observation_cost(self, modules: Sequence[Module], data: DataSize) -> CalibrationCost:
+    def calibration_cost(self, modules: Sequence[Module], data: DataSize) -> CalibrationCost:
         """The cost of observing the ranges of inputs with a static scale."""
         weighing = [
             weight_of(one).shape[-1]

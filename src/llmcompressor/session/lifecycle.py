@@ -10,8 +10,7 @@ from typing import Any
 
 from llmcompressor.core.contract import Edits
 from llmcompressor.core.events import Event, EventType
-from llmcompressor.core.modifier import Modifier
-from llmcompressor.core.outline import StructureChanges
+from llmcompressor.core.modifier import Modifier, StructureChanges
 from llmcompressor.core.state import Hardware, State
 from llmcompressor.errors import InputError
 from llmcompressor.logger import logger

@@ -23,7 +23,6 @@ from torch.nn import Linear, Module
 from llmcompressor.core.contract import (
     MOVED_TO_THE_RUN,
     CalibrationCost,
-    CostModel,
     DataSize,
     Granularity,
     RecipeRules,
@@ -200,11 +199,7 @@ class AutoRoundModifier(RecordedMixin, QuantizationMixin):
         """Tuning records by module name."""
         return dict(self._records)
 
-    def cost(self) -> CostModel:
-        """Cost of tuning."""
-        return replace(super().cost(), calibration=self._calibration_cost)
-
-    def _calibration_cost(self, modules: Sequence[Module], data: DataSize) -> CalibrationCost:
+    def calibration_cost(self, modules: Sequence[Module], data: DataSize) -> CalibrationCost:
         """Cost of solving, if there are enough tokens for it, and of tuning.
 
         Each step takes one forward and two backward products, and the bytes that the backward

@@ -321,9 +321,9 @@ class AWQModifier(SmoothingMixin):
         weights = [weight_of(one) for one in smoothed]
         return with_rerun_cost(found, weights, self.offload_device)
 
-    def scaling_cost(self, modules: Sequence[Module], data: DataSize) -> ComputeCost:
+    def compute_cost(self, modules: Sequence[Module], data: DataSize) -> ComputeCost:
         """With ``loss: output`` the parent of a set is rerun on all data for every candidate."""
-        scaled = super().scaling_cost(modules, data)
+        scaled = super().compute_cost(modules, data)
         if self.loss == "statistics":
             return scaled
         inside, parents = set(modules), {name: module for module, name in self._names.items()}

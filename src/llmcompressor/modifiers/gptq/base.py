@@ -23,7 +23,6 @@ from llmcompressor.core.contract import (
     EARLIER_DAMPENING,
     MOVED_TO_THE_RUN,
     CalibrationCost,
-    CostModel,
     DampeningFraction,
     DataSize,
     RecipeRules,
@@ -197,11 +196,7 @@ class GPTQModifier(RecordedMixin, QuantizationMixin):
             )
         return asked
 
-    def cost(self) -> CostModel:
-        """Cost of solving."""
-        return replace(super().cost(), calibration=self._calibration_cost)
-
-    def _calibration_cost(self, modules: Sequence[Module], data: DataSize) -> CalibrationCost:
+    def calibration_cost(self, modules: Sequence[Module], data: DataSize) -> CalibrationCost:
         """Second moments, and one factorization and sweep for all Linears that share an input."""
         solved = [module for module in modules if self._is_solved(module)]
         schemes = [args for args in map(self._weight_args, solved) if args is not None]

@@ -100,14 +100,14 @@ class HQQModifier(RecordedMixin, QuantizationMixin):
 
     def cost(self) -> CostModel:
         """Costs of the refinement rounds."""
-        return replace(super().cost(), compute=self._rounds_cost, held=self._held_bytes)
+        return replace(super().cost(), compute=self.compute_cost, held=self.held_bytes)
 
-    def _rounds_cost(self, modules: Sequence[Module], data: DataSize) -> ComputeCost:
+    def compute_cost(self, modules: Sequence[Module], data: DataSize) -> ComputeCost:
         """Passes of the refinement rounds over every weight."""
         weights = [weight_of(one) for one in modules if self._has_weight_scheme(one)]
         return ComputeCost(visits=_VISITS * self.iters * sum(one.numel() for one in weights))
 
-    def _held_bytes(self, modules: Sequence[Module], *, together: bool) -> int:
+    def held_bytes(self, modules: Sequence[Module], *, together: bool) -> int:
         """Bytes of a round on some cells, or of the error of a whole weight."""
         weights = [weight_of(one) for one in modules if self._has_weight_scheme(one)]
         rounds = (_ROUND_BYTES * min(one.numel(), CHUNK_ELEMENTS) for one in weights)

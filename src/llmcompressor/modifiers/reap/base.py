@@ -120,9 +120,9 @@ class REAPPruningModifier(Modifier):
 
     def cost(self) -> CostModel:
         """Cost of the saliencies."""
-        return CostModel(calibration=self._calibration_cost)
+        return CostModel(calibration=self.calibration_cost)
 
-    def _calibration_cost(self, modules: Sequence[Module], data: DataSize) -> CalibrationCost:
+    def calibration_cost(self, modules: Sequence[Module], data: DataSize) -> CalibrationCost:
         """Cost of computing the output of each routed expert separately."""
         layers = [self._layers[one] for one in modules if one in self._layers]
         return CalibrationCost(

@@ -174,9 +174,7 @@ class RotationModifier(Modifier):
 
     def cost(self) -> CostModel:
         """Costs of rotating, and the trial of the rotations on a small model."""
-        return CostModel(
-            compute=self._rotation_cost, held=self._held_bytes, trial=self._try_on_proxy
-        )
+        return CostModel(compute=self.compute_cost, held=self.held_bytes, trial=self.try_on_proxy)
 
     def on_finalize(self, state: State, **kwargs: Any) -> bool:
         """Remove rotations and their schemes if the weights were not rotated."""
@@ -241,13 +239,13 @@ class RotationModifier(Modifier):
         self._plan.fuse(fresh)
         self._rotated |= fresh
 
-    def _rotation_cost(self, modules: Sequence[Module], data: DataSize) -> ComputeCost:
+    def compute_cost(self, modules: Sequence[Module], data: DataSize) -> ComputeCost:
         """Compute for the trial of the rotations, and for fusing them into the weights."""
         assert self._plan is not None
         rotating = fusion_cost(self._plan, modules, _PRECISIONS[self.precision])
         return rotating + trial_cost(self._plan, modules)
 
-    def _held_bytes(self, modules: Sequence[Module], *, together: bool) -> int:
+    def held_bytes(self, modules: Sequence[Module], *, together: bool) -> int:
         """Peak bytes for rotating weights, or for the trial of a part in float32 before."""
         assert self._plan is not None
         rotating, turning, sizes = [0], [0], [0]
@@ -383,7 +381,7 @@ class RotationModifier(Modifier):
         if fault is not None:
             raise self.invariance_error(model, fault, probe.fault if by_part else None)
 
-    def _try_on_proxy(self, model: Any, build: Callable[[int], Any]) -> str:
+    def try_on_proxy(self, model: Any, build: Callable[[int], Any]) -> str:
         """Try the rotations without weights, on a small model; see :func:`.rehearsal.rehearse`."""
         assert self._plan is not None
         return check_on_proxy(self, model, self._plan, build)
