@@ -164,7 +164,7 @@ def test_second_initialization_only_updates_the_state():
     lifecycle = begun(recorder, model=nn.Linear(2, 2))
     assert lifecycle.initialize(optimizer="optimizer", steps_per_epoch=4) == []
     assert lifecycle.state.optimizer == "optimizer"
-    assert lifecycle.state.steps_per_epoch == 4
+    assert lifecycle.state.schedule.steps_per_epoch == 4
     other = Recorder()
     assert lifecycle.initialize(recipe=other) == []
     assert not other.initialized
@@ -479,7 +479,7 @@ def test_calls_for_one_step_are_told_with_every_event_and_to_no_modifier():
 
     class Probe(Modifier):
         def on_initialize(self, state, **kwargs):
-            given.append((state.invocations_per_step, kwargs))
+            given.append((state.schedule.invocations_per_step, kwargs))
             return True
 
         def on_event(self, state, event, **kwargs):
@@ -639,7 +639,7 @@ def test_counts_that_no_run_has_change_nothing():
     lifecycle = CompressionLifecycle()
     with pytest.raises(InputError, match="steps_per_epoch is 0"):
         lifecycle.initialize(recipe=[Recorder()], model=nn.Linear(2, 2), steps_per_epoch=0)
-    assert lifecycle.state.steps_per_epoch is None
+    assert lifecycle.state.schedule.steps_per_epoch is None
     lifecycle.initialize(recipe=[Recorder()], model=nn.Linear(2, 2), steps_per_epoch=2)
     lifecycle.event(EventType.BATCH_START, global_step=1)
     with pytest.raises(InputError, match="global_step is -3"):

@@ -214,7 +214,7 @@ def test_another_stage_of_the_same_recipe():
         assert session.lifecycle.recipe.modifiers == [first]
         assert not session.lifecycle.initialized_
         assert session.lifecycle.global_step == 0
-        assert session.state.start is None
+        assert session.state.schedule.start is None
 
         session.initialize(recipe_stage="second")
         callbacks.batch_start()

@@ -9,6 +9,7 @@ from torch import distributed, nn
 
 from llmcompressor import core
 from llmcompressor.core import Hardware, State
+from llmcompressor.core.state import Schedule
 from llmcompressor.errors import InputError
 
 
@@ -26,7 +27,7 @@ def test_update_replaces_only_what_is_given():
     assert state.model is model
     assert state.optimizer is optimizer
     assert state.optim_wrapped is True
-    assert (state.steps_per_epoch, state.batches_per_step, state.start) == (5, 3, 2.0)
+    assert state.schedule == Schedule(start=2.0, steps_per_epoch=5, batches_per_step=3)
     assert (state.teacher_model, state.loggers) == ("teacher", "loggers")
 
 
@@ -58,6 +59,14 @@ def test_data_is_copied_unless_asked_not_to():
 def test_data_that_cannot_be_copied_says_how_to_go_on():
     with pytest.raises(ValueError, match=r"calib data \(generator\).*copy_data=False"):
         State().update(calib_data=(batch for batch in ()))
+
+
+def test_earlier_names_of_fields_read_and_set_those_of_the_parts():
+    state = State()
+    state.update(steps_per_epoch=5)
+    state.token_mask = mask = torch.ones(1, 2)
+    assert state.steps_per_epoch == 5
+    assert state.calibration.token_mask is mask
 
 
 def test_ready_with_a_model_and_a_promised_optimizer():

@@ -23,7 +23,7 @@ from torch.nn import Linear
 
 from llmcompressor import callbacks, create_session
 from llmcompressor.checkpoint.packing import compress, quantized_modules
-from llmcompressor.core.state import State
+from llmcompressor.core.state import Calibration, State
 from llmcompressor.errors import LifecycleError, NonFiniteError, RecipeError, TargetError
 from llmcompressor.modifiers import Modifier
 from llmcompressor.modifiers.awq.base import AWQModifier
@@ -446,8 +446,9 @@ def test_what_failed_is_let_go_of_before_the_next_try(
         tries.append((len(problems), sys.exc_info()[1]))
         raise SingularHessianError("no")
 
-    last = "_rounded" if module is column_solver else "_prune_by_score"
-    monkeypatch.setattr(module, "_swept" if module is column_solver else "_pruned", fail)
+    names = {column_solver: ("_solve_by_sweep", "_round_to_nearest")}
+    first, last = names.get(module, ("_solve_stacked", "_prune_by_score"))
+    monkeypatch.setattr(module, first, fail)
     monkeypatch.setattr(module, last, lambda *_: sys.exc_info()[1])
     problem = SimpleNamespace(gram_CC=torch.eye(2))
     assert module._solve_batch([problem, problem], None) == [None, None]
@@ -496,7 +497,7 @@ def test_inputs_of_two_streams_meet_only_where_their_tokens_are_the_same(
 ) -> None:
     module, reference = Linear(4, 4), torch.zeros(other)
     state = State(
-        reference_inputs={module: reference},
+        calibration=Calibration(reference_inputs={module: reference}),
         batch_data={"input_ids": torch.zeros(2, 5, dtype=torch.int64)},
     )
     found = reference_input(module, torch.zeros(shape), state)
@@ -506,7 +507,7 @@ def test_inputs_of_two_streams_meet_only_where_their_tokens_are_the_same(
 def test_what_the_original_gets_lies_where_its_twin_does() -> None:
     """A pass that waits on the host leaves what is little of it on the device."""
     module = Linear(4, 4)
-    state = State(reference_inputs={module: torch.zeros(2, 5, 4)})
+    state = State(calibration=Calibration(reference_inputs={module: torch.zeros(2, 5, 4)}))
     found = reference_input(module, torch.zeros(2, 5, 4, device="meta"), state)
     assert found is not None
     assert found.device.type == "meta"
@@ -648,7 +649,7 @@ def orders(modifier: GPTQModifier) -> dict[str, Any]:
 def test_the_original_stream_runs_where_it_measures_better(scheme: str, streams: int) -> None:
     def runs(**fields: Any) -> int:
         modifier = GPTQModifier(scheme=scheme, targets=["Linear"], **fields)
-        return 1 + modifier.twin_streams
+        return 1 + modifier.traits.twin
 
     assert runs() == streams
     assert runs(asymmetric=True) == 2
@@ -660,8 +661,8 @@ def test_one_coarse_group_is_enough_for_the_original_stream() -> None:
         "fine": {"targets": ["re:.*q_proj"], "weights": {"num_bits": 8}},
         "coarse": {"targets": ["re:.*down_proj"], "weights": {"num_bits": 4}},
     }
-    assert GPTQModifier(config_groups=groups).twin_streams
-    assert not GPTQModifier(config_groups={"fine": groups["fine"]}).twin_streams
+    assert GPTQModifier(config_groups=groups).traits.twin
+    assert not GPTQModifier(config_groups={"fine": groups["fine"]}).traits.twin
 
 
 def grouped(**orders_by_group: str | None) -> dict[str, Any]:

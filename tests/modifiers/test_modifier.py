@@ -6,7 +6,7 @@ from __future__ import annotations
 import importlib
 import sys
 import types
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -17,6 +17,7 @@ from llmcompressor import modifiers
 from llmcompressor.core import Event, EventType, State
 from llmcompressor.core.contract import Granularity
 from llmcompressor.core.modifier import Phase
+from llmcompressor.core.state import Schedule
 from llmcompressor.errors import LifecycleError, RecipeError, TargetError
 from llmcompressor.modifiers import Modifier, ModifierFactory
 from llmcompressor.modifiers.utils import HooksMixin
@@ -240,29 +241,6 @@ def test_phase_is_no_field(flag):
     }
 
 
-def test_declarations_by_default_and_overridden():
-    class Solver(Pruner):
-        requires_calibration_data: ClassVar[bool] = True
-        propagates_error: ClassVar[bool] = False
-        must_precede: ClassVar[frozenset[str]] = frozenset({"QuantizationModifier"})
-
-        @property
-        def finest_granularity(self):
-            return Granularity.LINEAR
-
-    plain, solver = Pruner(), Solver()
-    assert (plain.requires_calibration_data, solver.requires_calibration_data) == (False, True)
-    assert (plain.propagates_error, solver.propagates_error) == (True, False)
-    assert (plain.must_precede, solver.must_precede) == (
-        frozenset(),
-        frozenset({"QuantizationModifier"}),
-    )
-    assert plain.finest_granularity == "block"
-    assert solver.finest_granularity == "linear"
-    assert plain.twin_streams is False
-    assert plain.calibrated_modules(State()) == []
-
-
 def test_granularities_go_from_fine_to_coarse():
     ordered = [Granularity.LINEAR, Granularity.SUB_BLOCK, Granularity.BLOCK]
     assert sorted(reversed(ordered)) == ordered
@@ -348,7 +326,7 @@ def test_a_finalization_that_fails():
 )
 def test_initialize_starts_what_is_due_at_step_zero(start, end, expected):
     spy = Spy(start=start, end=end)
-    spy.initialize(State(steps_per_epoch=5))
+    spy.initialize(State(schedule=Schedule(steps_per_epoch=5)))
     assert spy.heard() == expected
     assert spy.started == ("start" in expected)
 

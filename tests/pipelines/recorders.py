@@ -66,9 +66,9 @@ class Recorder(Modifier):
 
         def record(module: Module, args: Any, kwargs: Any) -> None:
             name, tensor = self._names[module], first_tensor(args, kwargs)
-            reference = (state.reference_inputs or {}).get(module)
+            reference = (state.calibration.reference_inputs or {}).get(module)
             self._inputs.setdefault(name, []).append(tensor.clone())
-            self._masks.setdefault(name, []).append(state.token_mask)
+            self._masks.setdefault(name, []).append(state.calibration.token_mask)
             self._batches.setdefault(name, []).append(state.batch_data)
             copy = None if reference is None else reference.clone()
             self._references.setdefault(name, []).append(copy)

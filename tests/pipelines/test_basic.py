@@ -95,8 +95,12 @@ def test_model_and_state_are_as_before(pipeline: str) -> None:
 
         PIPELINES.load(pipeline)()(model, tiny.image_batches(), DatasetArguments())
         state = session.state
-        assert (state.batch_data, state.token_mask, state.reference_inputs) == (None, None, None)
-        assert state.call_order is None
+        assert (
+            state.batch_data,
+            state.calibration.token_mask,
+            state.calibration.reference_inputs,
+        ) == (None, None, None)
+        assert state.calibration.call_order is None
         session.finalize()
     assert set(seen) == {(False, False, False, False, False)}
     assert [module.training for module in model.modules()] == modes
@@ -134,7 +138,7 @@ def test_basic_shares_statistics_and_solves_as_if_it_did_not() -> None:
 
         class Looking(Recorder):
             def on_calibration_start(self, state: Any, event: Any, _order=order, **kw: Any) -> None:
-                _order.append(state.call_order)
+                _order.append(state.calibration.call_order)
 
         run_pipeline(model, tiny.text_batches(), [modifier, Looking(targets=["None"])], "basic")
         attention = model.model.layers[0].self_attn

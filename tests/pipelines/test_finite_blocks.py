@@ -22,8 +22,8 @@ def test_a_token_that_is_not_finite_is_seen_unless_it_is_padding(
 ) -> None:
     model, state = tiny.build("llama"), State()
     hidden_BTC = torch.randn(2, 6, model.config.hidden_size)
-    state.token_mask = torch.ones(2, 6, dtype=torch.bool)
-    state.token_mask[1, 0] = not is_padding
+    state.calibration.token_mask = torch.ones(2, 6, dtype=torch.bool)
+    state.calibration.token_mask[1, 0] = not is_padding
     block = model.model.layers[1]
     block.forward = lambda hidden_BTC: (hidden_BTC,)
     with check_finite_outputs(model, state):

@@ -602,7 +602,9 @@ class Grouped(Patient):
 
     def on_calibration_start(self, state: Any, event: Any, **kwargs: Any) -> None:
         super().on_calibration_start(state, event, **kwargs)
-        self._groups = [{self._names[one] for one in group} for group in state.call_order.groups]
+        self._groups = [
+            {self._names[one] for one in group} for group in state.calibration.call_order.groups
+        ]
 
 
 @pytest.mark.parametrize(

@@ -43,7 +43,7 @@ def scheme(**fields: Any) -> QuantizationScheme:
 
 
 def masked(observers: ActivationObservers, mask: torch.Tensor | None = MASK) -> None:
-    observers._state.token_mask = mask
+    observers._state.calibration.token_mask = mask
 
 
 def test_inputs_and_outputs_of_real_tokens_count(observers: ActivationObservers) -> None:
@@ -69,7 +69,7 @@ def test_batches_that_are_run_as_one_count_one_by_one(
     args = STATIC.model_copy(update={"observer": "minmax"})
     observers.watch_linear(module, "m", scheme(input_activations=args))
     x = torch.rand(4, 3, 4)
-    observers._state.token_mask, observers._state.batch_sizes = mask, (2, 2)
+    observers._state.calibration.token_mask, observers._state.calibration.batch_sizes = mask, (2, 2)
     module(x)
     one_by_one = Observer.load_from_registry("minmax", base_name="input", args=args)
     for part in x.split(2):

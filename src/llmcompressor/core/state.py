@@ -7,19 +7,35 @@ It is imported wherever events are, so torch is imported only where it is needed
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
+from contextlib import AbstractContextManager
 from copy import deepcopy
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any, Protocol
 
 from llmcompressor.errors import InputError
 
 if TYPE_CHECKING:
     import torch
+    from compressed_tensors.quantization import QuantizationArgs
     from torch import Tensor
     from torch.nn import Module
 
-__all__ = ["Data", "Hardware", "ModelParameterizedLayer", "ModifiedState", "State"]
+    from llmcompressor.core.modifier import Modifier
+    from llmcompressor.modeling.call_graph import CallOrder
+
+__all__ = [
+    "BlockSource",
+    "Calibration",
+    "Data",
+    "Hardware",
+    "ModelParameterizedLayer",
+    "ModifiedState",
+    "ModuleFacts",
+    "RunSettings",
+    "Schedule",
+    "State",
+]
 
 
 @dataclass
@@ -107,9 +123,157 @@ def _detect_strategy(model: Module | None) -> str:
     return "replicated"
 
 
+# --------------------
+# What a run tells modifiers beside the model, a subject each.
+
+
+@dataclass
+class Schedule:
+    """Progress and units of a run's schedule.
+
+    Attributes:
+        start: where a resumed run begins, counted as the schedules are.
+        resumes: the run continues from a checkpoint that is not loaded yet: nothing starts before.
+        aborted: an error has ended the run: on finalizing, a modifier undoes what it has begun,
+            and does not complete it.
+        steps_per_epoch: optimizer steps in an epoch.
+        batches_per_step: batches that make up one optimizer step.
+        invocations_per_step: calls of whatever steps the optimizer, for one step of it.
+    """
+
+    start: float | None = None
+    resumes: bool = False
+    aborted: bool = False
+    steps_per_epoch: int | None = None
+    batches_per_step: int | None = None
+    invocations_per_step: int | None = None
+
+
+@dataclass
+class Calibration:
+    """The current calibration pass; reset when it ends.
+
+    Attributes:
+        token_mask: bool ``[batch, tokens]``, true where the current batch has a token and not
+            padding.
+        batch_sizes: number of samples in each of the batches that are now run as one.
+        reference_inputs: for the current batch, the input of each module in the original model.
+        propagates_error: error correction: modules are calibrated on the outputs of the compressed
+            modules before them; else on the original ones.
+        call_order: the order in which a forward calls modules, and which share an input tensor.
+    """
+
+    token_mask: Tensor | None = None
+    batch_sizes: tuple[int, ...] | None = None
+    reference_inputs: Mapping[Module, Tensor] | None = None
+    propagates_error: bool = False
+    call_order: CallOrder | None = None
+
+
+@dataclass
+class RunSettings:
+    """Settings of the whole run that modifiers follow.
+
+    Attributes:
+        block_source: the source of the weights of blocks that are loaded one by one; ``None`` if
+            the model is in memory.
+        activation_budget: bytes of activations that may be kept in main memory; ``None``: as the
+            free memory allows.
+        device_memory: maximum bytes that a run may use of an accelerator; ``None``: what is free.
+        use_loss_mask: only tokens count whose ``loss_mask`` in a batch is 1.
+        keeps_tied_embeddings: the user has asked for tied embeddings to stay tied.
+    """
+
+    block_source: BlockSource | None = None
+    activation_budget: int | None = None
+    device_memory: int | None = None
+    use_loss_mask: bool = False
+    keeps_tied_embeddings: bool = False
+
+
+@dataclass
+class ModuleFacts:
+    """Facts that modifiers of a recipe tell each other, by module.
+
+    Attributes:
+        error_corrected: modules whose weight was already fitted, in this calibration, to the
+            original model's outputs on its own inputs.
+        changed_later: modules whose weight a modifier changes once they are calibrated, before
+            later modifiers quantize it.
+        quantizer: modules → the modifier of the recipe that quantizes them.
+        kv_cache: attention modules whose keys and values a modifier quantizes → its arguments, and
+            whether it quantizes their queries too.
+        rotated_by: modules whose inputs or outputs a modifier will rotate in the forward → the name
+            of the modifier.
+        smoothed: norms whose gain a modifier will divide by scales of its own.
+    """
+
+    error_corrected: set[Module] = field(default_factory=set)
+    changed_later: set[Module] = field(default_factory=set)
+    quantizer: dict[Module, Modifier] = field(default_factory=dict)
+    kv_cache: dict[Module, tuple[QuantizationArgs, bool]] = field(default_factory=dict)
+    rotated_by: dict[Module, str] = field(default_factory=dict)
+    smoothed: set[Module] = field(default_factory=set)
+
+
+class BlockSource(Protocol):
+    """The source of blocks' weights, which loads and stores them."""
+
+    one_by_one: bool
+    """Whether each modifier sees the model as those before it leave it (``independent``)."""
+
+    @property
+    def names(self) -> Mapping[Module, str]:
+        """Block → name, in order."""
+
+    @property
+    def finished(self) -> Collection[str]:
+        """Names of the blocks that an earlier run has finished."""
+
+    @property
+    def rest_is_finished(self) -> bool:
+        """True if an earlier run has finished everything, modules outside of blocks too."""
+
+    @property
+    def rounds(self) -> bool:
+        """True if weights are quantized when they are written, and need not be before."""
+
+    def decide(self, name: str, value: Any) -> Any:
+        """Return the value that the run recorded for ``name`` at its start, or record ``value``."""
+
+    def enter(self, block: str) -> None:
+        """Load the original weights of a block."""
+
+    def restore(self, block: str, modules: Collection[Module]) -> None:
+        """Load the compressed weights of a block's modules from an earlier run."""
+
+    def leave(self, block: str) -> None:
+        """Store a finished block and free its weights."""
+
+    def visiting(self) -> AbstractContextManager[None]:
+        """Load each block when a forward calls it while the body runs; nothing is written."""
+
+    def visits(self) -> AbstractContextManager[Callable[[Module, Module | None], None]]:
+        """Like :meth:`visiting`, but yield a function that loads a block and prefetches another."""
+
+    def remember(
+        self, name: str, tensors: Mapping[str, Tensor], figures: Mapping[str, Any]
+    ) -> None:
+        """Save the progress of the current pass under ``name``, replacing what was saved before."""
+
+    def recall(self, name: str) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
+        """Return the progress last saved under ``name`` in this pass, also by an earlier run."""
+
+    def forget(self) -> None:
+        """Discard the recorded progress of the current pass and of all later ones."""
+
+
 @dataclass
 class State:
     """The workspace of a run, shared by the session, the pipelines and the modifiers.
+
+    Fields of earlier releases that are now in one of its parts, such as ``steps_per_epoch`` and
+    ``token_mask``, are properties as well.
 
     Attributes:
         model: the model being compressed.
@@ -123,42 +287,10 @@ class State:
         hardware: the devices and processes of the run.
         loggers: the ``LoggerManager`` of the run, if any.
         model_log_cadence: epochs between two logs of the model's own figures.
-        start: where a resumed run begins, counted as the schedules are.
-        resumes: the run continues from a checkpoint that is not loaded yet: nothing starts before.
-        broken_off: an error has ended the run: on finalizing, a modifier undoes what it has begun,
-            and does not complete it.
-        steps_per_epoch: optimizer steps in an epoch.
-        batches_per_step: batches that make up one optimizer step.
-        invocations_per_step: calls of whatever steps the optimizer, for one step of it.
-        token_mask: bool ``[batch, tokens]``, true where the current calibration batch has a
-            token and not padding.
-        batch_sizes: number of samples in each of the calibration batches that are now run as one.
-        propagates: error correction: modules are calibrated on the outputs of the compressed
-            modules before them; else on the original ones.
-        reference_inputs: for the current calibration batch, the input of each module in the
-            original model.
-        fitted: modules whose weight was already fitted, in this calibration, to the original
-            model's outputs on its own inputs.
-        changing: modules whose weight a modifier changes once they are calibrated, before later
-            modifiers quantize it.
-        quantizers: modules → the modifier of the recipe that quantizes them.
-        cached: attention modules whose keys and values a modifier quantizes → its arguments, and
-            whether it quantizes their queries too.
-        turned: modules whose inputs or outputs a modifier will rotate in the forward → the name of
-            the modifier.
-        smoothed: norms whose gain a modifier will divide by scales of its own.
-        call_order: the order in which a forward calls modules, and which share an input tensor
-            (``llmcompressor.modeling.call_graph.CallOrder``).
-        activation_budget: bytes of activations that may be kept in main memory; ``None``: as
-            the free memory allows.
-        use_loss_mask: only tokens count whose ``loss_mask`` in a batch is 1.
-        device_memory: maximum bytes that a run may use of an accelerator; ``None``: what is
-            free.
-        keeps_ties: the user has asked for tied embeddings to stay tied.
-        progress: called by long work inside a modifier to report its progress.
-        keeper: the source of the weights of blocks that are loaded one by one
-            (``llmcompressor.pipelines.block_loading.BlockSource``); ``None`` if the model is in
-            memory.
+        schedule: progress and units of the schedule.
+        calibration: the current calibration pass.
+        run: settings of the whole run.
+        facts: what the modifiers tell each other about modules.
     """
 
     model: Any = None
@@ -171,29 +303,10 @@ class State:
     hardware: Hardware = field(default_factory=Hardware)
     loggers: Any = None
     model_log_cadence: float | None = None
-    start: float | None = None
-    resumes: bool = False
-    broken_off: bool = False
-    steps_per_epoch: int | None = None
-    batches_per_step: int | None = None
-    invocations_per_step: int | None = None
-    token_mask: Tensor | None = None
-    batch_sizes: tuple[int, ...] | None = None
-    propagates: bool = False
-    reference_inputs: Mapping[Module, Tensor] | None = None
-    fitted: set[Any] = field(default_factory=set)
-    changing: set[Any] = field(default_factory=set)
-    quantizers: dict[Any, Any] = field(default_factory=dict)
-    cached: dict[Any, tuple[Any, bool]] = field(default_factory=dict)
-    turned: dict[Any, str] = field(default_factory=dict)
-    smoothed: set[Any] = field(default_factory=set)
-    call_order: Any = None
-    activation_budget: int | None = None
-    use_loss_mask: bool = False
-    device_memory: int | None = None
-    keeps_ties: bool = False
-    progress: Callable[..., Any] | None = None
-    keeper: Any = None
+    schedule: Schedule = field(default_factory=Schedule)
+    calibration: Calibration = field(default_factory=Calibration)
+    run: RunSettings = field(default_factory=RunSettings)
+    facts: ModuleFacts = field(default_factory=ModuleFacts)
 
     @property
     def compression_ready(self) -> bool:
@@ -259,17 +372,20 @@ class State:
             "teacher_model": teacher_model,
             "optimizer": optimizer,
             "optim_wrapped": attach_optim_callbacks if optimizer is not None else None,
+            "loggers": loggers,
+            "model_log_cadence": model_log_cadence,
+        }
+        schedule = {
             "start": start,
             "steps_per_epoch": steps_per_epoch,
             "batches_per_step": batches_per_step,
             "invocations_per_step": invocations_per_step,
-            "loggers": loggers,
-            "model_log_cadence": model_log_cadence,
             "resumes": resumes,
         }
-        for name, value in given.items():
-            if value is not None:
-                setattr(self, name, value)
+        for part, values in ((self, given), (self.schedule, schedule)):
+            for name, value in values.items():
+                if value is not None:
+                    setattr(part, name, value)
         sets = {"train": train_data, "val": val_data, "test": test_data, "calib": calib_data}
         for role, value in sets.items():
             if value is not None:
@@ -279,6 +395,23 @@ class State:
         if distributed_strategy is not None:
             self.hardware.distributed_strategy = distributed_strategy
         return kwargs
+
+
+def _property_of_part(part: str, name: str) -> property:
+    """A property of the state that reads and sets a field of one of its parts."""
+
+    def read(state: State) -> Any:
+        return getattr(getattr(state, part), name)
+
+    def write(state: State, value: Any) -> None:
+        setattr(getattr(state, part), name, value)
+
+    return property(read, write, doc=f"The same as ``{part}.{name}``.")
+
+
+for _part, _kind in (("schedule", Schedule), ("calibration", Calibration)):
+    for _field in fields(_kind):
+        setattr(State, _field.name, _property_of_part(_part, _field.name))
 
 
 def _as_device(device: torch.device | str) -> torch.device:

@@ -72,8 +72,8 @@ def check_attention_forward(
     """
     states = {
         module: how
-        for module, how in state.cached.items()
-        if state.quantizers.get(module) in modifiers
+        for module, how in state.facts.kv_cache.items()
+        if state.facts.quantizer.get(module) in modifiers
         and getattr(module, "quantization_status", None) is None
     }
     given = (batches or token_id_inputs(model)) if states else ()
@@ -82,7 +82,7 @@ def check_attention_forward(
     trial = _AttentionTrial(model, small_batch(given[0]), states)
     with contextlib.ExitStack() as written:
         for modifier in modifiers:  # including rotations of the states themselves
-            written.enter_context(modifier.as_written(state))
+            written.enter_context(modifier.predict(state).attached())
         written.enter_context(calibration_mode(model))
         written.enter_context(zero_weights(model, skips_experts=True))
         with HooksMixin.disable_hooks(), skip_zero_products(), rotations_suspended(model):

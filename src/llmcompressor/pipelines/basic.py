@@ -54,7 +54,9 @@ class BasicPipeline:
             broadcast_expert_inputs(model, state, modifiers, batches, dataset_args) as lists,
         ):
             owners, blocks = modifier_indices(modifiers, state), find_blocks(model)
-            state.call_order = trace_calibrated_modules(model, batches, owners, blocks, lists).order
+            state.calibration.call_order = trace_calibrated_modules(
+                model, batches, owners, blocks, lists
+            ).order
             LifecycleCallbacks.calibration_epoch_start()
             share = dataset_args.min_tokens_per_module
             with (
@@ -64,8 +66,8 @@ class BasicPipeline:
                 progress(len(batches), "Calibrating") as advance,
             ):
                 for index, batch in enumerate(batches):
-                    state.batch_data, state.token_mask = batch, batches.mask(index)
-                    state.batch_sizes = batches.sizes(index)
+                    state.batch_data, state.calibration.token_mask = batch, batches.mask(index)
+                    state.calibration.batch_sizes = batches.sizes(index)
                     batches.run(batch)
                     advance(1)
             experts.report_starved()
@@ -86,15 +88,15 @@ class DataFreePipeline:
         session = active_session()
         state = session.state
         given = None if dataset_args is None else dataset_args.activation_budget
-        state.activation_budget = None if given is None else int(given)
-        state.use_loss_mask = dataset_args is not None and dataset_args.use_loss_mask
+        state.run.activation_budget = None if given is None else int(given)
+        state.run.use_loss_mask = dataset_args is not None and dataset_args.use_loss_mask
         modifiers = session.lifecycle.recipe.modifiers
         with calibration_mode(model):
             LifecycleCallbacks.calibration_epoch_start()
-            if state.keeper is None:
+            if state.run.block_source is None:
                 LifecycleCallbacks.sequential_epoch_end(tuple(model.modules()))
             else:
-                self._by_block(model, BlockLoader(state.keeper, state, modifiers))
+                self._by_block(model, BlockLoader(state.run.block_source, state, modifiers))
             LifecycleCallbacks.calibration_epoch_end()
 
     @staticmethod

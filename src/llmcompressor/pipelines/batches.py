@@ -6,12 +6,13 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import Module
 
+from llmcompressor.core.state import Calibration, State
 from llmcompressor.errors import DatasetError
 from llmcompressor.logger import logger
 from llmcompressor.modeling.call_graph import first_tensor, model_inputs, without_cache
@@ -24,9 +25,6 @@ from llmcompressor.modeling.patches import (
 from llmcompressor.numerics.products import is_slow_dtype, wide_linear
 from llmcompressor.observers.tokens import token_mask
 from llmcompressor.runtime.threads import short_spin_waits
-
-if TYPE_CHECKING:
-    from llmcompressor.core.state import State
 
 __all__ = [
     "CalibrationBatches",
@@ -293,17 +291,15 @@ def calibration_batches(
         try:
             yield batches
         finally:
-            state.batch_data = state.token_mask = state.reference_inputs = None
-            state.batch_sizes = None
-            state.call_order = None
-            state.propagates = False
+            state.batch_data = None
+            state.calibration = Calibration()
 
 
 @contextlib.contextmanager
 def _encoder_decoder_masks(
     model: Module, batches: CalibrationBatches, state: State
 ) -> Iterator[None]:
-    """Set ``state.token_mask`` per module in an encoder-decoder: the encoder's or the decoder's.
+    """Set the state's token mask per module in an encoder-decoder: the encoder's or the decoder's.
 
     Modules of the encoder use the encoder's mask, and so do the keys and values of cross
     attention, which get the encoder's output. Other modules of the decoder use the decoder's.
@@ -329,7 +325,9 @@ def _encoder_decoder_masks(
         encoded = returned.get(id(batch))
         crossed = encoded is not None and _shares_data(first_tensor(args, kwargs), encoded())
         encodes = module in inside or crossed
-        state.token_mask = token_mask(batch) if encodes else _decoder_mask(batch, padding)
+        state.calibration.token_mask = (
+            token_mask(batch) if encodes else _decoder_mask(batch, padding)
+        )
 
     leaves = [module for module in model.modules() if not any(True for _ in module.children())]
     handles = [encoder.register_forward_hook(remember)]

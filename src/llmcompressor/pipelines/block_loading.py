@@ -8,69 +8,18 @@ stores it when all passes have left it and every modifier is done with it.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING
 
-from torch import Tensor
 from torch.nn import Module
 
+from llmcompressor.core.contract import Edits
 from llmcompressor.core.modifier import Modifier
 
 if TYPE_CHECKING:
-    from llmcompressor.core.state import State
+    from llmcompressor.core.state import BlockSource, State
 
-__all__ = ["BlockLoader", "BlockSource"]
-
-
-class BlockSource(Protocol):
-    """The source of blocks' weights, which loads and stores them."""
-
-    names: Mapping[Module, str]
-    """Block → name, in order."""
-    one_by_one: bool
-    """Whether each modifier sees the model as those before it leave it (``independent``)."""
-
-    @property
-    def finished(self) -> Collection[str]:
-        """Names of the blocks that an earlier run has finished."""
-
-    @property
-    def rest_is_finished(self) -> bool:
-        """True if an earlier run has finished everything, modules outside of blocks too."""
-
-    @property
-    def rounds(self) -> bool:
-        """True if weights are quantized when they are written, and need not be before."""
-
-    def decide(self, name: str, value: Any) -> Any:
-        """Return the value that the run recorded for ``name`` at its start, or record ``value``."""
-
-    def enter(self, block: str) -> None:
-        """Load the original weights of a block."""
-
-    def restore(self, block: str, modules: Collection[Module]) -> None:
-        """Load the compressed weights of a block's modules from an earlier run."""
-
-    def leave(self, block: str) -> None:
-        """Store a finished block and free its weights."""
-
-    def visiting(self) -> AbstractContextManager[None]:
-        """Load each block when a forward calls it while the body runs; nothing is written."""
-
-    def visits(self) -> AbstractContextManager[Callable[[Module, Module | None], None]]:
-        """Like :meth:`visiting`, but yield a function that loads a block and prefetches another."""
-
-    def remember(
-        self, name: str, tensors: Mapping[str, Tensor], figures: Mapping[str, Any]
-    ) -> None:
-        """Save the progress of the current pass under ``name``, replacing what was saved before."""
-
-    def recall(self, name: str) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
-        """Return the progress last saved under ``name`` in this pass, also by an earlier run."""
-
-    def forget(self) -> None:
-        """Discard the recorded progress of the current pass and of all later ones."""
+__all__ = ["BlockLoader"]
 
 
 class BlockLoader:
@@ -94,7 +43,7 @@ class BlockLoader:
         self._early = [
             one
             for one in _modifiers_before_data(modifiers)
-            if keeper.one_by_one or one.changes_at_once
+            if keeper.one_by_one or Edits.AT_ONCE in one.traits.edits
         ]
         self.loaded: dict[str, Module] = {}
 
@@ -127,15 +76,15 @@ class BlockLoader:
         """
         name = self._region[module]
         inside = set(self.modules_of(name))
-        outlining = [one for one in self._modifiers if one.changes_structure]
-        if self._state.propagates:
+        outlining = [one for one in self._modifiers if Edits.STRUCTURE in one.traits.edits]
+        if self._state.calibration.propagates_error:
             for modifier in outlining:
                 modifier.adopt(self._state, self.modules_of(name))
         changed = {
             one
             for modifier in self._modifiers
-            if modifier.changes_at_once and modifier not in [*self._early, *outlining]
-            for one in modifier.calibrated_modules(self._state)
+            if modifier not in [*self._early, *outlining] and Edits.AT_ONCE in modifier.traits.edits
+            for one in modifier.select(self._state).modules
             if one in inside
         }
         if changed:
@@ -213,5 +162,5 @@ class BlockLoader:
 
 def _modifiers_before_data(modifiers: Sequence[Modifier]) -> list[Modifier]:
     """Modifiers without data that precede the first one with data, which may see their changes."""
-    needing = [place for place, one in enumerate(modifiers) if one.requires_calibration_data]
+    needing = [place for place, one in enumerate(modifiers) if one.traits.needs_data]
     return list(modifiers[: needing[0]]) if needing else []

@@ -172,8 +172,8 @@ def _lists_inside(lists: Iterable[ExpertList], blocks: Iterable[Module]) -> list
 
 
 def _calibrated_modules(modifiers: Sequence[Modifier], state: State) -> set[Module]:
-    needing = (modifier for modifier in modifiers if modifier.requires_calibration_data)
-    return {module for modifier in needing for module in modifier.calibrated_modules(state)}
+    needing = (modifier for modifier in modifiers if modifier.traits.needs_data)
+    return {module for modifier in needing for module in modifier.select(state).modules}
 
 
 def _linears_of(one: ExpertList, calibrated: set[Module]) -> dict[str, list[Module]]:
@@ -244,7 +244,7 @@ class _ListedExpertCounter(HooksMixin):
         def count(module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             tensor = first_tensor(args, kwargs)
             if isinstance(tensor, Tensor):
-                self._seen[module] += count_tokens(tensor, state.token_mask)
+                self._seen[module] += count_tokens(tensor, state.calibration.token_mask)
 
         for found in lists:
             if own := _linears_of(found, calibrated):

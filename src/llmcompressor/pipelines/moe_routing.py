@@ -316,11 +316,11 @@ def _calibrated_modules(modifiers: Sequence[Modifier], state: State) -> set[Modu
     """Modules that modifiers calibrate; ``None`` if a modifier does not declare its modules."""
     found: set[Module] = set()
     for modifier in modifiers:
-        if modifier.requires_calibration_data:
-            own = modifier.calibrated_modules(state)
-            if modifier.runs_to_end or not own:
+        if modifier.traits.needs_data:
+            own = modifier.select(state)
+            if own.to_end or not own.modules:
                 return None
-            found.update(own)
+            found.update(own.modules)
     return found
 
 
@@ -342,7 +342,7 @@ def experts_per_wave(mixture: LinearExperts, *, every: bool) -> int:
 def _padding_hook(state: State) -> Callable[..., None]:
     def tell(module: Module, args: tuple[Any, ...]) -> None:
         assert isinstance(module, LinearExperts)
-        mask = state.token_mask
+        mask = state.calibration.token_mask
         module.real_T = None if mask is None else mask.flatten()
 
     return tell

@@ -109,7 +109,7 @@ class SequentialPipeline:
                 model, state, modifiers, batches, dataset_args, blocks=blocks
             ) as lists,
         ):
-            keeper = state.keeper
+            keeper = state.run.block_source
             residency = None if keeper is None else BlockLoader(keeper, state, modifiers)
             run = _prepare(
                 model,
@@ -170,19 +170,18 @@ def _prepare(
 ) -> _SequentialRun:
     owners = _modules_to_calibrate(modifiers, state, residency)
     calibrated = trace_calibrated_modules(model, batches, owners, blocks, lists)
-    if residency is not None:
-        loaded = state.keeper.names
-        check_blocks_called(
-            calibrated, {one: name for one, name in loaded.items() if one in blocks}
-        )
-    warn_uncalled_modules(calibrated, modifiers)
-    propagates = dataset_args.propagate_error and all(m.propagates_error for m in modifiers)
-    state.propagates, state.call_order = propagates, calibrated.order
-    streams = 2 if propagates and any(modifier.twin_streams for modifier in modifiers) else 1
+    source = state.run.block_source
+    if source is not None:
+        loaded = {one: name for one, name in source.names.items() if one in blocks}
+        check_blocks_called(calibrated, loaded)
+    warn_uncalled_modules(calibrated, modifiers, state)
+    propagates = dataset_args.propagate_error and all(m.traits.propagates_error for m in modifiers)
+    state.calibration.propagates_error, state.calibration.call_order = propagates, calibrated.order
+    streams = 2 if propagates and any(m.traits.twin for m in modifiers) else 1
     undeclared = any(_is_undeclared(modifier, state) for modifier in modifiers)
     budget = _budget(dataset_args)
-    to_end = undeclared or any(modifier.runs_to_end for modifier in modifiers)
-    finest = max((m.finest_granularity for m in modifiers), default=Granularity.BLOCK)
+    to_end = undeclared or any(m.select(state).to_end for m in modifiers)
+    finest = max((m.traits.granularity for m in modifiers), default=Granularity.BLOCK)
     lay_out = partial(
         plan_stops,
         calibrated.names,
@@ -193,14 +192,14 @@ def _prepare(
         streams=streams,
         budget=budget,
         every_block=undeclared,
-        gates=None if residency is None else state.keeper.names,
+        gates=None if source is None else source.names,
         to_end=to_end,
         stages=calibrated.stages,
         undivided=whole_modules(modifiers, state),
     )
     plan = lay_out(forced=forced)
-    if residency is not None:  # the level decides the result: it stays that of the first attempt
-        level = Granularity(state.keeper.decide("granularity", str(plan.level)))
+    if source is not None:  # the level decides the result: it stays that of the first attempt
+        level = Granularity(source.decide("granularity", str(plan.level)))
         plan = plan if level is plan.level else lay_out(forced=level)
     return _SequentialRun(
         model,
@@ -240,7 +239,7 @@ def _modules_to_calibrate(
     """Modules to calibrate with their modifiers; streamed runs leave out finished blocks."""
     if residency is None:
         return modifier_indices(modifiers, state)
-    needing = [modifier for modifier in modifiers if modifier.requires_calibration_data]
+    needing = [modifier for modifier in modifiers if modifier.traits.needs_data]
     owners = modifier_indices(needing, state)
     return {
         module: positions
@@ -251,8 +250,8 @@ def _modules_to_calibrate(
 
 def _is_undeclared(modifier: Modifier, state: State) -> bool:
     """Return True if a modifier needs data without declaring modules, so it gets all modules."""
-    declared = modifier.runs_to_end or modifier.calibrated_modules(state)
-    return modifier.requires_calibration_data and not declared
+    own = modifier.select(state)
+    return modifier.traits.needs_data and not (own.to_end or own.modules)
 
 
 def _budget(dataset_args: DatasetArguments) -> int:
@@ -296,7 +295,9 @@ class _SequentialRun:
         """Calibrate and compress all units of the plan in order."""
         units = {unit.stop: unit for unit in self.plan.units}
         device = model_device(self.model)
-        fits = self.plan.bytes <= _resident_budget(device, self.budget, self.state.device_memory)
+        fits = self.plan.bytes <= _resident_budget(
+            device, self.budget, self.state.run.device_memory
+        )
         store = ActivationStore(
             self.budget,
             self._tensors_of_others(),
@@ -386,7 +387,8 @@ class _SequentialRun:
             return
         missed = [unit.name for unit in units]
         shown = join_names(missed, most=8)
-        if not all(one.accepts_unreached(name) for name in missed for one in self.modifiers):
+        selections = [one.select(self.state) for one in self.modifiers]
+        if not all(one.accepts_unreached(name) for name in missed for one in selections):
             raise TargetError(
                 f"No calibration batch reached {shown}.",
                 "Add data that uses these modules (images for a vision tower, for instance), or "
@@ -597,9 +599,9 @@ class _Stepper:
     ) -> None:
         state = self.run.state
         state.batch_data = None if one is None else self.run.batches[one.index]
-        state.token_mask = None if one is None else self.run.batches.mask(one.index)
-        state.batch_sizes = None if one is None else self.run.batches.sizes(one.index)
-        state.reference_inputs = references
+        state.calibration.token_mask = None if one is None else self.run.batches.mask(one.index)
+        state.calibration.batch_sizes = None if one is None else self.run.batches.sizes(one.index)
+        state.calibration.reference_inputs = references
 
 
 def _mark_stages_done(modules: Iterable[Module]) -> None:

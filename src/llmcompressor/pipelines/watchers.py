@@ -3,7 +3,7 @@
 
 They pair the two inputs of a Linear token by token. The original pass of a batch always runs ahead
 of the compressed one. Its inputs to each module are kept for the compressed pass of that batch
-(``state.reference_inputs``). Modules that are already compressed run with their original
+(``reference_inputs``). Modules that are already compressed run with their original
 parameters.
 """
 
@@ -138,7 +138,7 @@ def reference_input(module: Module, tensor: Tensor, state: State) -> Tensor | No
     It is moved to the device of ``tensor``. In the original model a router may send other tokens to
     an expert, even if they are as many.
     """
-    references = state.reference_inputs
+    references = state.calibration.reference_inputs
     reference = None if references is None else references.get(module)
     if reference is None or reference.shape != tensor.shape:
         return None
@@ -195,7 +195,7 @@ def _finite_check_hook(name: str, state: State) -> Callable[[Module, Any, Any], 
         found = first_tensor(tuple(output) if isinstance(output, tuple | list) else (output,), {})
         if found is None or is_finite(found):
             return
-        mask = state.token_mask
+        mask = state.calibration.token_mask
         if mask is None or found.ndim < 2 or not _is_finite_where_real(found, mask):
             raise NonFiniteError(
                 f"What {name} returns holds NaN or infinity. Look for a bad weight in it, or load "

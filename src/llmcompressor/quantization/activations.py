@@ -180,19 +180,21 @@ class ActivationObservers:
     def _observe(self, module: Module, base: str, activation: Tensor | None) -> None:
         if activation is None:
             return
-        state = self._state
-        alike = num_equal_batches(activation, state.token_mask, state.batch_sizes)
+        mask, sizes = self._state.calibration.token_mask, self._state.calibration.batch_sizes
+        alike = num_equal_batches(activation, mask, sizes)
         if alike > 1:
             self._feed(module, base, real_tokens(activation, None), alike)
             return
-        for part, mask in split_batches(activation, state.token_mask, state.batch_sizes):
-            self._feed(module, base, real_tokens(part, mask))
+        for part, part_mask in split_batches(activation, mask, sizes):
+            self._feed(module, base, real_tokens(part, part_mask))
 
     @torch.no_grad()
     def _observe_states(self, module: Module, base: str, states_BHTD: Tensor) -> None:
         """Observe the real tokens of a batch as one sequence, whether padded or not."""
-        state = self._state
-        for part_BHTD, mask_BT in split_batches(states_BHTD, state.token_mask, state.batch_sizes):
+        calibration = self._state.calibration
+        for part_BHTD, mask_BT in split_batches(
+            states_BHTD, calibration.token_mask, calibration.batch_sizes
+        ):
             if mask_BT is not None and mask_BT.shape == part_BHTD.transpose(1, 2).shape[:2]:
                 states_NHD = part_BHTD.transpose(1, 2)[mask_BT]
                 part_BHTD = states_NHD.transpose(0, 1).unsqueeze(0)  # noqa: PLW2901 - one canonical form

@@ -64,16 +64,17 @@ def previous_quantizer(
     earlier = getattr(module, "quantization_scheme", None)
     if earlier is None:
         return None
-    owner, own = state.quantizers.get(module), type(later).__name__
+    owner = cast("Quantizer | None", state.facts.quantizer.get(module))
+    own = type(later).__name__
     if owner is None or getattr(module, "quantization_status", None) is not None:
         raise TargetError(
             f"{name} is quantized already, by an earlier run.",
             f"Put it on the ignore list of {own}, or begin with the original model.",
         )
     by, differ = type(owner).__name__, not _schemes_have_same_values(earlier, scheme)
-    is_free = owner.leaves_modules and module not in state.cached
+    is_free = owner.leaves_modules and module not in state.facts.kv_cache
     if is_free and not later.leaves_modules and not differ:
-        return cast("Quantizer", owner)
+        return owner
     raise TargetError(
         f"{name} is quantized already, by {by}, which stands before {own}"
         + (" and has another scheme." if differ else "."),
@@ -109,7 +110,7 @@ def untie_quantized_embeddings(state: State, resolved: ResolvedSchemes) -> None:
     """
     model: Any = state.model
     in_training = state.optimizer is not None or state.data.train is not None
-    if state.keeps_ties or in_training or not has_tied_embeddings(model):
+    if state.run.keeps_tied_embeddings or in_training or not has_tied_embeddings(model):
         return
     meant = resolved.match_schemes(model)
     sets = tied_weights(model, meant)

@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any
 
+from llmcompressor.core.contract import Edits
 from llmcompressor.core.events import Event, EventType
-from llmcompressor.core.modifier import Modifier
-from llmcompressor.core.outline import StructureChanges
+from llmcompressor.core.modifier import Modifier, StructureChanges
 from llmcompressor.core.state import Hardware, State
 from llmcompressor.errors import InputError
 from llmcompressor.logger import logger
@@ -125,9 +125,9 @@ class CompressionLifecycle:
         self._note(event_type, kwargs)
         event = Event(
             type_=event_type,
-            steps_per_epoch=self.state.steps_per_epoch,
-            batches_per_step=self.state.batches_per_step,
-            invocations_per_step=self.state.invocations_per_step or 1,
+            steps_per_epoch=self.state.schedule.steps_per_epoch,
+            batches_per_step=self.state.schedule.batches_per_step,
+            invocations_per_step=self.state.schedule.invocations_per_step or 1,
             global_step=self.global_step,
             global_batch=self.global_batch,
         )
@@ -182,8 +182,8 @@ class CompressionLifecycle:
         state, recipe, source = self.state, self.recipe, self._source
         self.reset()
         self.state, self.recipe, self._source = state, recipe, source
-        self.state.start = self.state.loss = self.state.batch_data = None
-        self.state.resumes = False
+        self.state.schedule.start = self.state.loss = self.state.batch_data = None
+        self.state.schedule.resumes = False
 
     # ---- checkpoints
 
@@ -204,7 +204,7 @@ class CompressionLifecycle:
             "global_step": self.global_step,
             "global_batch": self.global_batch,
             "seen_batch": self._seen_batch,
-            "steps_per_epoch": self.state.steps_per_epoch,
+            "steps_per_epoch": self.state.schedule.steps_per_epoch,
             **recipe_record(self.recipe),
         }
 
@@ -230,7 +230,7 @@ class CompressionLifecycle:
         """
         self._expect_initialized("load the state of a run")
         self._expect_not_finalized("load the state of a run")
-        if not self.state.resumes:
+        if not self.state.schedule.resumes:
             raise InputError(
                 "The state of a run is loaded into one that does not resume: its modifiers may "
                 "have started already.",
@@ -244,7 +244,7 @@ class CompressionLifecycle:
         for modifier, record in zip(self.recipe.modifiers, saved["modifiers"], strict=True):
             modifier.resume(self.state, record["phases"], record["state"])
             _warn_of_lost_start(modifier)
-        self.state.resumes = False
+        self.state.schedule.resumes = False
 
     # ---- the recipe
 
@@ -334,14 +334,14 @@ class CompressionLifecycle:
         """Raise if one calibration serves a modifier and another that changes its statistics."""
         rewriting = None
         for modifier in self.recipe.modifiers:
-            if rewriting is not None and modifier.collects:
+            if rewriting is not None and modifier.traits.data.collects:
                 raise InputError(
                     f"{type(rewriting).__name__} changes what {type(modifier).__name__}, behind "
                     "it, collects, and both would collect it in one calibration.",
                     "Calibrate for one after the other: in a session for each, or with oneshot, "
                     "whose pipelines do so.",
                 )
-            if modifier.rewrites_inputs and modifier.collects:
+            if Edits.INPUTS in modifier.traits.edits and modifier.traits.data.collects:
                 rewriting = modifier
 
     def _is_in_order(self, event_type: EventType) -> bool:
@@ -370,10 +370,12 @@ class CompressionLifecycle:
 
         Called again with every update, until the first event.
         """
-        state = self.state
-        here = Event(steps_per_epoch=state.steps_per_epoch, batches_per_step=state.batches_per_step)
+        schedule = self.state.schedule
+        here = Event(
+            steps_per_epoch=schedule.steps_per_epoch, batches_per_step=schedule.batches_per_step
+        )
         # A negative start marks a run that is not resumed.
-        here.current_index = max(state.start or 0, 0)
+        here.current_index = max(schedule.start or 0, 0)
         self.global_step, self.global_batch = here.global_step, here.global_batch
 
     def _advance(self, event_type: EventType, global_step: int | None) -> None:
@@ -434,7 +436,7 @@ def _warn_of_lost_calibration(modifier: Modifier, *, began: bool) -> None:
         "Use oneshot, or run the data between callbacks.calibration_epoch_start() and "
         "callbacks.calibration_epoch_end()."
     )
-    if not modifier.started and modifier.requires_calibration_data:
+    if not modifier.started and modifier.traits.needs_data:
         logger.warning(f"{name} did nothing: it needs calibration, and none has begun. {remedy}")
     elif began and ends and not modifier.ended:
         logger.warning(f"{name} is not complete: its calibration came to no end. {remedy}")

@@ -178,7 +178,8 @@ class CompressionSession:
                 f"{event_type!r} is no EventType.", "Give one, such as EventType.BATCH_END."
             )
         here = Event(
-            steps_per_epoch=self.state.steps_per_epoch, global_step=self._lifecycle.global_step
+            steps_per_epoch=self.state.schedule.steps_per_epoch,
+            global_step=self._lifecycle.global_step,
         )
         epoch = here.epoch_full if here.epoch_based else None
         if not loggers.log_ready(here.global_step, epoch):
@@ -215,7 +216,7 @@ class CompressionSession:
         A training that is aborted leaves the weights as they are, with the zeros of pruning, and
         nothing of quantization: what was learned is kept, and training can continue.
         """
-        self.state.broken_off = True
+        self.state.schedule.aborted = True
         self.reset()
 
     def reset_stage(self) -> None:

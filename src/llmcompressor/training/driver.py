@@ -240,7 +240,7 @@ class SessionDriver:
             session.lifecycle.load_state_dict(self._saved)
             self._saved = None
         elif global_step:
-            session.state.start = global_step / (self._steps_per_epoch or 1)
+            session.state.schedule.start = global_step / (self._steps_per_epoch or 1)
             session.lifecycle.global_step = global_step
 
     def restore_checkpoint(self, checkpoint: Path) -> None:

@@ -20,7 +20,14 @@ from pydantic import Field, PrivateAttr
 from torch import Tensor
 from torch.nn import Linear, Module
 
-from llmcompressor.core.contract import MOVED_TO_THE_RUN, CalibrationCost, DataSize, Granularity
+from llmcompressor.core.contract import (
+    MOVED_TO_THE_RUN,
+    CalibrationCost,
+    DataSize,
+    Granularity,
+    RecipeRules,
+    Traits,
+)
 from llmcompressor.core.events import Event
 from llmcompressor.core.modifier import RecordedMixin
 from llmcompressor.core.state import State
@@ -130,11 +137,14 @@ class AutoRoundModifier(RecordedMixin, QuantizationMixin):
             rounding error. Ranges of other observers are used unchanged.
     """
 
-    run_types: ClassVar[frozenset[str]] = frozenset({"oneshot"})
-    moved: ClassVar[Mapping[str, str]] = {
-        **MOVED_TO_THE_RUN,
-        "device_ids": "blocks are tuned where they lie; give device to oneshot.",
-    }
+    rules: ClassVar[RecipeRules] = replace(
+        QuantizationMixin.rules,
+        run_types=frozenset({"oneshot"}),
+        moved={
+            **MOVED_TO_THE_RUN,
+            "device_ids": "blocks are tuned where they lie; give device to oneshot.",
+        },
+    )
 
     iters: int = Field(default=200, ge=0, le=100_000)
     enable_torch_compile: bool = True
@@ -171,23 +181,17 @@ class AutoRoundModifier(RecordedMixin, QuantizationMixin):
     # ------------------------------------------------------------------ declarations
 
     @property
-    def requires_calibration_data(self) -> bool:
-        """Always True: the objective is the output of blocks."""
-        return True
+    def traits(self) -> Traits:
+        """The objective is the output of whole blocks, compared with the original model's."""
+        return replace(
+            super().traits,
+            granularity=Granularity.BLOCK,
+            whole_blocks=True,
+            twin=True,
+        )
 
-    @property
-    def finest_granularity(self) -> Granularity:
-        """Whole blocks, because their outputs are compared."""
-        return Granularity.BLOCK
-
-    @property
-    def takes_whole_blocks(self) -> bool:
-        """Always True: the output of part of a block is a poorer objective."""
-        return True
-
-    @property
-    def twin_streams(self) -> bool:
-        """Always True: the target of a block is its output in the original model."""
+    def _needs_data(self) -> bool:
+        """Return True whatever the schemes are."""
         return True
 
     @property
@@ -195,7 +199,7 @@ class AutoRoundModifier(RecordedMixin, QuantizationMixin):
         """Tuning records by module name."""
         return dict(self._records)
 
-    def effort(self, modules: Sequence[Module], data: DataSize) -> CalibrationCost:
+    def calibration_cost(self, modules: Sequence[Module], data: DataSize) -> CalibrationCost:
         """Cost of solving, if there are enough tokens for it, and of tuning.
 
         Each step takes one forward and two backward products, and the bytes that the backward
@@ -273,8 +277,8 @@ class AutoRoundModifier(RecordedMixin, QuantizationMixin):
     def on_calibration_start(self, state: State, event: Event, **kwargs: Any) -> None:
         """Record the calls of blocks, except those that an earlier run has finished."""
         super().on_calibration_start(state, event, **kwargs)
-        self._order = state.call_order
-        finished = () if state.keeper is None else state.keeper.finished
+        self._order = state.calibration.call_order
+        finished = () if state.run.block_source is None else state.run.block_source.finished
         places: dict[Module, ExpertPosition] = {}
         for block, name in find_blocks(state.model).items():
             inside = [module for module in block.modules() if self._is_tuned(module)]
@@ -299,11 +303,14 @@ class AutoRoundModifier(RecordedMixin, QuantizationMixin):
             module: Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
         ) -> None:
             own = first_tensor(args, kwargs)
-            other = (state.reference_inputs or {}).get(module)
+            other = (state.calibration.reference_inputs or {}).get(module)
             same = other is None or own is None or other.shape != own.shape
             reference = None if same else _detached_on_cpu(other)
             call = Call(
-                _detached_on_cpu(args), _detached_on_cpu(kwargs), state.token_mask, reference
+                _detached_on_cpu(args),
+                _detached_on_cpu(kwargs),
+                state.calibration.token_mask,
+                reference,
             )
             self._calls.setdefault(module, []).append(call)
 
@@ -314,7 +321,7 @@ class AutoRoundModifier(RecordedMixin, QuantizationMixin):
         def count(module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             given = first_tensor(args, kwargs)
             if given is not None:
-                self._shown.add(module, real_tokens(given, state.token_mask))
+                self._shown.add(module, real_tokens(given, state.calibration.token_mask))
 
         return count
 

@@ -106,12 +106,12 @@ class ParentRuns:
     def hook(self, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Record a call of a parent."""
         args, kwargs = copy_arguments((args, kwargs))
-        given, mask = first_tensor(args, kwargs), self._state.token_mask
+        given, mask = first_tensor(args, kwargs), self._state.calibration.token_mask
         if given is None:
             self._calls[module].append(_ParentCall(args, kwargs, None, mask))
             return
         if self._shelf.is_empty:  # measure the free memory while nothing of a block is kept
-            room = device_activation_budget(given.device, self._state.device_memory)
+            room = device_activation_budget(given.device, self._state.run.device_memory)
             self._shelf = TensorStore(_EVERYTHING, room if self._device is None else _EVERYTHING)
         call = _ParentCall(
             tuple(_INPUT if value is given else value for value in args),

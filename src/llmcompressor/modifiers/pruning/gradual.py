@@ -14,11 +14,13 @@ and the remaining weights are trained in the meantime to compensate for the prun
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from functools import cached_property
 from typing import Any, ClassVar, Self
 
 from pydantic import Field, field_validator, model_validator
 
+from llmcompressor.core.contract import RecipeRules
 from llmcompressor.core.events import Event, has_reached
 from llmcompressor.core.state import State
 from llmcompressor.errors import RecipeError, TargetError
@@ -43,9 +45,10 @@ class ConstantPruningModifier(MaskingModifier):
         ConstantPruningModifier(targets="__ALL_PRUNABLE__", start=0)
     """
 
-    needs_time: ClassVar[bool] = True
     # Other modifiers keep zeros in a oneshot by themselves.
-    idle_types: ClassVar[frozenset[str]] = frozenset({"oneshot"})
+    rules: ClassVar[RecipeRules] = replace(
+        MaskingModifier.rules, idle_types=frozenset({"oneshot"}), needs_time=True
+    )
 
     def is_due(self, index: float) -> bool:
         """Return True once, before a mask was chosen."""
@@ -201,7 +204,7 @@ class MagnitudePruningModifier(MaskingModifier):
 
     def on_finalize(self, state: State, **kwargs: Any) -> bool:
         """Finalize; warn if the training ended before the schedule did."""
-        last = None if state.broken_off else self._index
+        last = None if state.schedule.aborted else self._index
         if last is not None and self.end is not None and not self._is_over(last):
             logger.warning(
                 f"{type(self).__name__} did not come to its end ({self.end:g}): the training "

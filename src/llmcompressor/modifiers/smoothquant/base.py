@@ -224,8 +224,8 @@ class SmoothQuantModifier(SmoothingMixin):
             tensor = first_tensor(args, kwargs)
             if tensor is None:
                 return
-            sizes = state.batch_sizes
-            parts = list(split_batches(tensor, state.token_mask, sizes))
+            sizes = state.calibration.batch_sizes
+            parts = list(split_batches(tensor, state.calibration.token_mask, sizes))
             each = len(sizes) if sizes is not None and len(parts) == 1 else 1
             for part, mask in parts:
                 if seen.get(module, 0) < limit:

@@ -13,7 +13,18 @@ from pydantic import Field, PrivateAttr, field_validator, model_validator
 from torch import Tensor
 from torch.nn import Module
 
-from llmcompressor.core.contract import MOVED_TO_THE_RUN, Granularity
+from llmcompressor.core.contract import (
+    MOVED_TO_THE_RUN,
+    CalibrationCost,
+    CostModel,
+    DataSize,
+    DataUse,
+    Edits,
+    Granularity,
+    RecipeRules,
+    Selection,
+    Traits,
+)
 from llmcompressor.core.events import Event
 from llmcompressor.core.modifier import Modifier, RecordedMixin
 from llmcompressor.core.state import State
@@ -80,11 +91,12 @@ class OneShotPruningModifier(RecordedMixin, Modifier):
         sequential_targets: without effect, with a warning: give it to ``oneshot`` instead.
     """
 
-    run_types: ClassVar[frozenset[str]] = frozenset({"oneshot"})
-    changes_weights: ClassVar[bool] = True
-    must_precede: ClassVar[frozenset[str]] = frozenset({"QuantizationMixin"})
-    leaves_open: ClassVar[bool] = True
-    moved: ClassVar[Mapping[str, str]] = MOVED_TO_THE_RUN
+    rules: ClassVar[RecipeRules] = RecipeRules(
+        run_types=frozenset({"oneshot"}),
+        changes_weights=True,
+        must_precede=frozenset({"QuantizationMixin"}),
+        moved=MOVED_TO_THE_RUN,
+    )
 
     sparsity: float | list[float]
     sparsity_profile: Literal["owl"] | None = None
@@ -171,41 +183,34 @@ class OneShotPruningModifier(RecordedMixin, Modifier):
     # ------------------------------------------------------------------ declarations
 
     @property
-    def requires_calibration_data(self) -> bool:
-        """Always True: the importance of a weight depends on its inputs."""
-        return True
+    def traits(self) -> Traits:
+        """The importance of a weight depends on its inputs, which are complete with its block.
 
-    @property
-    def finest_granularity(self) -> Granularity:
-        """Single Linears: only inputs are observed, so a forward may pause at each."""
-        return Granularity.LINEAR
+        A profile needs all layers before the first is pruned.
+        """
+        surveys = self.sparsity_profile is not None
+        return Traits(
+            data=DataUse.SURVEY_FIRST if surveys else DataUse.STREAM,
+            granularity=Granularity.LINEAR,
+            edits=Edits.OPEN if self._is_surveying else Edits.OPEN | Edits.AT_ONCE,
+            by_block=True,
+        )
 
-    def accepts_unreached(self, name: str) -> bool:
-        """Return True for experts: those without tokens are pruned by magnitude."""
-        return is_expert(name)
+    def select(self, state: State) -> Selection:
+        """The modules that are pruned; experts without tokens are pruned by magnitude."""
+        return Selection(modules=list(self._layers.names), accepts_unreached=is_expert)
+
+    def cost(self) -> CostModel:
+        """Cost of the statistics and of pruning."""
+        return CostModel(calibration=self.calibration_cost)
+
+    def calibration_cost(self, modules: Sequence[Module], data: DataSize) -> CalibrationCost:
+        """Cost of the statistics of modules that share one input, and of pruning them."""
+        return CalibrationCost()
 
     def means(self, name: str, module: Module, holders: Mapping[str, Module]) -> bool:
         """Return True if a target matches it, its weight or a module that contains it."""
         return matches_linear(name, {**holders, name: module}, self.targets, self.ignore)
-
-    def calibrated_modules(self, state: State) -> list[Module]:
-        """The modules that are pruned."""
-        return list(self._layers.names)
-
-    @property
-    def works_by_block(self) -> bool:
-        """Always True: statistics are complete when all batches have passed the block."""
-        return True
-
-    @property
-    def surveys_first(self) -> bool:
-        """Return True with a profile, which needs all layers before the first is pruned."""
-        return self.sparsity_profile is not None
-
-    @property
-    def changes_at_once(self) -> bool:
-        """Return True unless this pass only surveys outliers."""
-        return not self._is_surveying
 
     @property
     def records(self) -> dict[str, SparsityRecord]:
@@ -234,9 +239,9 @@ class OneShotPruningModifier(RecordedMixin, Modifier):
 
     def on_calibration_start(self, state: State, event: Event, **kwargs: Any) -> None:
         """Collect statistics, once for all modules that share an input."""
-        self._order = state.call_order
+        self._order = state.calibration.call_order
         solved = [module for module in self._layers.names if module not in self._finished]
-        state.changing.update(solved)
+        state.facts.changed_later.update(solved)
         for leader in dict.fromkeys(self._leader(module) for module in solved):
             self.register_hook(leader, self._hook(state), "forward_pre", with_kwargs=True)
 
@@ -245,7 +250,7 @@ class OneShotPruningModifier(RecordedMixin, Modifier):
     ) -> None:
         """Prune this modifier's modules among ``modules``, or note their input statistics."""
         mine = self._mine(modules)
-        state.fitted.update(module for module in mine if self.fits_original(module))
+        state.facts.error_corrected.update(module for module in mine if self.fits_original(module))
         self._take(mine)
 
     @torch.no_grad()
@@ -311,7 +316,7 @@ class OneShotPruningModifier(RecordedMixin, Modifier):
         if self._is_surveying:
             assert self._profile is not None
             every = [module for module in modules if module in self._layers.names]
-            self._profile.survey(every, state.keeper)
+            self._profile.survey(every, state.run.block_source)
         else:
             self._take(mine)
 
@@ -320,7 +325,7 @@ class OneShotPruningModifier(RecordedMixin, Modifier):
         mine = [module for module in modules if module in self._layers.names]
         if self._is_surveying:
             assert self._profile is not None
-            self._profile.adopt(mine, state.keeper)
+            self._profile.adopt(mine, state.run.block_source)
         else:
             self._finished.update(mine)
 
@@ -330,7 +335,7 @@ class OneShotPruningModifier(RecordedMixin, Modifier):
         self.finish(state, list(self._layers.names))
         self._statistics.clear()
         self._order = None
-        state.fitted.difference_update(self._layers.names)
+        state.facts.error_corrected.difference_update(self._layers.names)
         if self._is_surveying:
             assert self._profile is not None
             self._layers.sparsity.update(self._profile.decide())
@@ -381,7 +386,7 @@ class OneShotPruningModifier(RecordedMixin, Modifier):
             if tensor is None:
                 return
             reference = None if self._is_surveying else self.reference_input(module, tensor, state)
-            tokens_TC = matrix_inputs(module, tensor, state.token_mask)
+            tokens_TC = matrix_inputs(module, tensor, state.calibration.token_mask)
             if module not in self._statistics:
                 self._statistics[module] = self.new_statistics(
                     tokens_TC.shape[-1],
@@ -390,7 +395,7 @@ class OneShotPruningModifier(RecordedMixin, Modifier):
                     twin=reference is not None,
                 )
             if reference is not None:
-                reference = matrix_inputs(module, reference, state.token_mask)
+                reference = matrix_inputs(module, reference, state.calibration.token_mask)
             self._statistics[module].update(tokens_TC, reference)
 
         return collect
