@@ -19,6 +19,7 @@ from llmcompressor.datasets.samples import (
     SEQUENCES,
     Sample,
     pad,
+    token_sequences,
     truncate,
 )
 from llmcompressor.errors import DatasetError
@@ -113,7 +114,7 @@ class PaddingCollator:
     def __call__(self, samples: Sequence[Sample]) -> dict[str, Any]:
         """Collate samples; token tensors are long ``[batch, tokens]``."""
         batch = _concatenate_others(samples)
-        for name in _sequences(samples):
+        for name in token_sequences(samples):
             length = max(len(sample[name]) for sample in samples)
             batch[name] = _tensor(
                 [
@@ -167,7 +168,7 @@ def check_placeholders_kept(
 def _truncate_all(samples: Sequence[Sample], max_length: int | None) -> dict[str, list[list[int]]]:
     """Truncate the sequences of a batch to the shortest one and to ``max_length``."""
     cut_rows = {}
-    for name in _sequences(samples):
+    for name in token_sequences(samples):
         shortest = min(len(sample[name]) for sample in samples)
         length = shortest if max_length is None else min(shortest, max_length)
         cut_rows[name] = [truncate(sample, name, length) for sample in samples]
@@ -176,17 +177,6 @@ def _truncate_all(samples: Sequence[Sample], max_length: int | None) -> dict[str
 
 def _tensor(rows: list[list[int]]) -> Tensor:
     return torch.tensor(rows, dtype=torch.long)
-
-
-def _sequences(samples: Sequence[Sample]) -> list[str]:
-    """Names of the token sequences that all samples have, in the first one's order."""
-    return [
-        name
-        for name, value in samples[0].items()
-        if name in SEQUENCES
-        and isinstance(value, list)
-        and all(isinstance(sample.get(name), list) for sample in samples)
-    ]
 
 
 def _concatenate_others(samples: Sequence[Sample]) -> dict[str, Any]:

@@ -8,7 +8,8 @@ import importlib.util
 import inspect
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ __all__ = [
     "RowPreparer",
     "check_placeholders",
     "collect_media",
+    "errors_naming",
     "find_chat_fault",
     "load_function",
     "normalize_turns",
@@ -138,6 +140,15 @@ def normalize_turns(conversation: Sequence[Mapping[str, Any]]) -> list[dict[str,
         else:
             plain.append({**_without_none(turn), "content": turn.get("content") or ""})
     return plain
+
+
+@contextmanager
+def errors_naming(where: str) -> Iterator[None]:
+    """Put the name of a sample before the errors that the body raises."""
+    try:
+        yield
+    except DatasetError as error:
+        raise type(error)(f"{where}: {error.problem}", error.remedy) from error
 
 
 class NoTokenizerError(DatasetError):
@@ -565,7 +576,7 @@ class RowPreparer:
     def _rendered(self, conversation: Any, tools: Any, column: str, where: str) -> str:
         """Render a conversation as text; errors name the sample."""
         _check_chat(conversation, column, where)
-        try:
+        with errors_naming(f"{where}, column {column!r}"):
             found = parse_tools(tools)
             if found is None and not self._has_warned_of_tools:
                 logger.warning(
@@ -573,9 +584,6 @@ class RowPreparer:
                 )
                 self._has_warned_of_tools = True
             return self._chat(normalize_turns(conversation), found)
-        except DatasetError as error:
-            problem = f"{where}, column {column!r}: {error.problem}"
-            raise type(error)(problem, error.remedy) from error
 
     def _rename_text_column(self, row: Row, where: str, *, is_made: bool) -> None:
         """Rename the user's text column to ``text``; tokenized rows need none."""

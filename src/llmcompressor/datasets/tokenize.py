@@ -17,6 +17,7 @@ from llmcompressor.datasets.preprocess import (
     NoTokenizerError,
     RowPreparer,
     check_placeholders,
+    errors_naming,
     find_chat_fault,
     parameters_of,
     resolve_media,
@@ -24,7 +25,6 @@ from llmcompressor.datasets.preprocess import (
 from llmcompressor.datasets.rows import Row
 from llmcompressor.datasets.samples import (
     MAIN_INPUTS,
-    SEQUENCES,
     Sample,
     add_labels,
     check_token_ids,
@@ -33,7 +33,8 @@ from llmcompressor.datasets.samples import (
     num_tokens,
     pad,
     token_list,
-    truncate,
+    token_sequences,
+    truncate_all,
     without_batch_axis,
 )
 from llmcompressor.errors import DatasetError
@@ -366,15 +367,12 @@ class SampleMaker:
             return self._within_limit(sample)
         prompt = row.get("prompt")
         ids = self._own_encoder(where).ids(prompt) if isinstance(prompt, str) else None
-        sample = self._within_limit(self._truncate_for_training(add_labels(sample, ids)))
+        sample = add_labels(sample, ids)
+        if self._it.args.max_seq_length is not None and not self._it.args.concatenate_data:
+            # collators of training do not
+            sample = truncate_all(sample, self._it.args.max_seq_length)
+        sample = self._within_limit(sample)
         return without_batch_axis(sample) if callable(self._it.args.data_collator) else sample
-
-    def _truncate_for_training(self, sample: Sample) -> Sample:
-        """Truncate a training sample to ``max_seq_length``, which training collators do not do."""
-        asked = self._it.args.max_seq_length
-        if asked is None or self._it.args.concatenate_data:
-            return sample
-        return _truncate_sample(sample, asked)
 
     def _within_limit(self, sample: Sample) -> Sample:
         """Truncate a tokenized sample to the model's table of positions, and count long samples."""
@@ -387,9 +385,7 @@ class SampleMaker:
         if length <= limit:
             return sample
         self._long, self._longest = self._long + 1, max(self._longest, length)
-        if not self._it.in_table:
-            return sample
-        return _truncate_sample(sample, limit)
+        return truncate_all(sample, limit) if self._it.in_table else sample
 
     def _describe_long(self) -> str:
         limit = self._it.model_max_length
@@ -413,14 +409,17 @@ class SampleMaker:
             return {}
         encoder = self._own_encoder(self._where(next(iter(rows))))
         known = encoder.columns
-        rows = {index: _with_media(row, known, self._where(index)) for index, row in rows.items()}
+        ready: dict[int, Row] = {}
         for index, row in rows.items():
             where = self._where(index)
-            self._rows.check_columns(row, known, where)
-            _check_text(row, where)
-            _check_media(row, self._it.processor, known, where)
+            with errors_naming(where):
+                ready[index] = resolve_media(row, known)
+            self._rows.check_columns(ready[index], known, where)
+            _check_text(ready[index], where)
+            with errors_naming(where):
+                check_placeholders(self._it.processor, ready[index], known)
         try:
-            outputs = encoder(list(rows.values()))
+            outputs = encoder(list(ready.values()))
         except DatasetError:
             raise
         except Exception as error:
@@ -431,8 +430,8 @@ class SampleMaker:
                 "Check the data, or prepare it in a preprocessing_func.",
             ) from error
         return {
-            index: self._finished(output, rows[index], encoder, self._where(index))
-            for index, output in zip(rows, outputs, strict=True)
+            index: self._finished(output, ready[index], encoder, self._where(index))
+            for index, output in zip(ready, outputs, strict=True)
         }
 
     def _finished(
@@ -458,12 +457,11 @@ class SampleMaker:
             )
         pad_id = pad_id_of(self._it.processor, self._it.vocab_size)
         side = padding_side_of(self._it.processor)
-        return {
+        padded = {
             name: pad(sample, name, length, pad_id=pad_id, side=side)
-            if name in SEQUENCES and isinstance(value, list)
-            else value
-            for name, value in sample.items()
+            for name in token_sequences([sample])
         }
+        return {**sample, **padded}
 
     def _own_encoder(self, where: str) -> Encoder:
         if self._encoder is None:
@@ -480,16 +478,6 @@ class SampleMaker:
         return self._encoder
 
 
-def _truncate_sample(sample: Sample, length: int) -> Sample:
-    """Truncate each sequence of a sample to ``length`` tokens."""
-    return {
-        name: truncate(sample, name, length)
-        if name in SEQUENCES and isinstance(value, list)
-        else value
-        for name, value in sample.items()
-    }
-
-
 def _is_blank(row: Row) -> bool:
     """Return True if a row has nothing but a blank text."""
     if "text" not in row:
@@ -500,7 +488,7 @@ def _is_blank(row: Row) -> bool:
 
 
 def _check_text(row: Row, where: str) -> None:
-    text = row.get("text")
+    text: Any = row.get("text")
     if text is not None and not isinstance(text, str):
         turns = isinstance(text, list) and any(isinstance(one, Mapping) for one in text)
         fault = f": {find_chat_fault(text)}" if turns else ""
@@ -508,32 +496,12 @@ def _check_text(row: Row, where: str) -> None:
             f"{where} has a {type(text).__name__} for its text{fault}.",
             "Make a string of it with a preprocessing_func, or name another text_column.",
         )
-    if text is not None and not text.isascii():
-        _check_unicode(text, where)
-
-
-def _with_media(row: Row, known: frozenset[str], where: str) -> Row:
     try:
-        return resolve_media(row, known)
-    except DatasetError as error:
-        raise DatasetError(f"{where}: {error.problem}", error.remedy) from error
-
-
-def _check_media(row: Row, processor: Any, known: frozenset[str], where: str) -> None:
-    try:
-        check_placeholders(processor, row, known)
-    except DatasetError as error:
-        raise DatasetError(f"{where}: {error.problem}", error.remedy) from error
-
-
-def _check_unicode(text: str, where: str) -> None:
-    """Refuse lone surrogates, which Python strings allow but tokenizers do not."""
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:
+        (text or "").encode("utf-8")
+    except UnicodeEncodeError as error:  # a lone surrogate, which tokenizers refuse
         raise DatasetError(
-            f"{where} has {text[error.start]!r} in its text, at {error.start}: it is no character "
-            "by itself.",
+            f"{where} has {error.object[error.start]!r} in its text, at {error.start}: it is no "
+            "character by itself.",
             "Read the text with errors='replace', or clean it in a preprocessing_func.",
         ) from error
 
