@@ -42,7 +42,7 @@ def batches(tokenizer) -> Callable[..., list[Any]]:
     def make(data: Any = None, *, processor: Any = tokenizer, **arguments: Any) -> list[Any]:
         given = {
             key: arguments.pop(key)
-            for key in ("vocab_size", "model_input_names", "main_input_names", "model_max_length")
+            for key in ("vocab_size", "model_input_names", "main_inputs", "model_max_length")
             if key in arguments
         }
         loader = load_calibration(

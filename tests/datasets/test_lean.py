@@ -34,18 +34,25 @@ def test_importing_loads_neither_torch_nor_the_datasets_library():
     assert done.returncode == 0, done.stderr
 
 
-def test_local_data_needs_no_datasets_library_and_writes_nothing(tmp_path):
-    home, data = tmp_path / "home", tmp_path / "data.jsonl"
-    home.mkdir()
-    data.write_text('{"input_ids": [1, 2, 3]}\n')
+def test_reading_local_files_leaves_nothing_on_the_disk(tmp_path):
+    places = {name: tmp_path / name for name in ("home", "tmp", "data")}
+    for place in places.values():
+        place.mkdir()
+    (places["data"] / "train.jsonl").write_text('{"input_ids": [1, 2, 3]}\n')
     done = run(
-        "import sys\n"
+        "import socket\n"
         "from llmcompressor.args import DatasetArguments\n"
         "from llmcompressor.datasets import load_calibration\n"
-        f"list(load_calibration(DatasetArguments(dataset_path={str(data)!r}), vocab_size=4))\n"
-        "assert 'datasets' not in sys.modules and 'transformers' not in sys.modules",
-        HOME=str(home),
-        HF_HOME=str(home / "hf"),
+        "def refuse(*given):\n"
+        "    raise AssertionError(given)\n"
+        "socket.socket.connect = socket.getaddrinfo = refuse\n"
+        f"args = DatasetArguments(dataset_path={str(places['data'])!r})\n"
+        "(batch,) = load_calibration(args, vocab_size=4)\n"
+        "assert batch['input_ids'].tolist() == [[1, 2, 3]]",
+        HOME=str(places["home"]),
+        HF_HOME=str(places["home"] / "hf"),
+        HF_HUB_OFFLINE="0",
+        TMPDIR=str(places["tmp"]),
     )
     assert done.returncode == 0, done.stderr
-    assert list(home.iterdir()) == []
+    assert {file.name for file in tmp_path.rglob("*")} == {*places, "train.jsonl"}

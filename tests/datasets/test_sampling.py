@@ -106,10 +106,10 @@ class TestRanks:
         def be(rank, size, *, same=True):
             monkeypatch.setattr(sampling, "rank_and_world_size", lambda: (rank, size))
             monkeypatch.setattr(
-                "llmcompressor.datasets.prepare.rank_and_world_size", lambda: (rank, size)
+                "llmcompressor.datasets.sampling.rank_and_world_size", lambda: (rank, size)
             )
             monkeypatch.setattr(
-                "llmcompressor.datasets.prepare.has_same_rows_everywhere", lambda rows, size: same
+                "llmcompressor.datasets.sampling.has_same_rows_everywhere", lambda rows, size: same
             )
 
         return be

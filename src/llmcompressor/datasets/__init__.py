@@ -3,10 +3,12 @@
 
 ::
 
-    arguments ─source─> rows ─sampling─> some rows ─prepare─> samples ─collate─> batches
+    arguments ─source─> rows ─sampling─> some rows ─preprocess─> text ─tokenize─> samples
+    samples ─collate─> batches
 
-``source`` resolves the data that the arguments name, ``sampling`` selects rows of it, ``prepare``
-renders them as text, tokenizes and checks them.
+``source`` resolves the data that the arguments name (``files`` and ``hub`` read it), ``sampling``
+selects rows of it, ``preprocess`` makes text of each row, whatever its form, ``tokenize`` makes
+samples of the text and checks them, ``collate`` makes batches.
 
 The names below are imported lazily (PEP 562).
 """
@@ -19,17 +21,15 @@ from llmcompressor.runtime.registry import lazy_exports
 
 if TYPE_CHECKING:
     from llmcompressor.datasets.calibration import (
+        format_calibration_data,
+        get_calibration_dataloader,
+        get_processed_dataset,
         load_calibration,
         load_training,
         make_collator,
     )
-    from llmcompressor.datasets.generation import TextGenerationDataset
+    from llmcompressor.datasets.named import TextGenerationDataset
     from llmcompressor.datasets.sampling import get_rank_partition
-    from llmcompressor.datasets.scripts import (
-        format_calibration_data,
-        get_calibration_dataloader,
-        get_processed_dataset,
-    )
     from llmcompressor.datasets.source import Source, open_source
 
 __all__ = [
@@ -47,10 +47,10 @@ __all__ = [
 
 _HOMES = {
     "Source": ".source",
-    "TextGenerationDataset": ".generation",
-    "format_calibration_data": ".scripts",
-    "get_calibration_dataloader": ".scripts",
-    "get_processed_dataset": ".scripts",
+    "TextGenerationDataset": ".named",
+    "format_calibration_data": ".calibration",
+    "get_calibration_dataloader": ".calibration",
+    "get_processed_dataset": ".calibration",
     "get_rank_partition": ".sampling",
     "load_calibration": ".calibration",
     "load_training": ".calibration",

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -19,6 +19,7 @@ from llmcompressor.datasets.samples import (
     SEQUENCES,
     Sample,
     pad,
+    token_sequences,
     truncate,
 )
 from llmcompressor.errors import DatasetError
@@ -83,7 +84,10 @@ class DataCollatorWithTruncation:
         from transformers import default_data_collator  # noqa: PLC0415  # not needed by calibration
 
         rows = [
-            {name: _as_list(value) if name in SEQUENCES else value for name, value in one.items()}
+            {
+                name: value.tolist() if name in SEQUENCES and hasattr(value, "tolist") else value
+                for name, value in one.items()
+            }
             for one in features
         ]
         columns = _truncate_all(rows, self.max_seq_length)
@@ -110,7 +114,7 @@ class PaddingCollator:
     def __call__(self, samples: Sequence[Sample]) -> dict[str, Any]:
         """Collate samples; token tensors are long ``[batch, tokens]``."""
         batch = _concatenate_others(samples)
-        for name in _sequences(samples):
+        for name in token_sequences(samples):
             length = max(len(sample[name]) for sample in samples)
             batch[name] = _tensor(
                 [
@@ -164,30 +168,15 @@ def check_placeholders_kept(
 def _truncate_all(samples: Sequence[Sample], max_length: int | None) -> dict[str, list[list[int]]]:
     """Truncate the sequences of a batch to the shortest one and to ``max_length``."""
     cut_rows = {}
-    for name in _sequences(samples):
+    for name in token_sequences(samples):
         shortest = min(len(sample[name]) for sample in samples)
         length = shortest if max_length is None else min(shortest, max_length)
         cut_rows[name] = [truncate(sample, name, length) for sample in samples]
     return cut_rows
 
 
-def _as_list(value: Any) -> Any:
-    return value.tolist() if hasattr(value, "tolist") else value
-
-
 def _tensor(rows: list[list[int]]) -> Tensor:
     return torch.tensor(rows, dtype=torch.long)
-
-
-def _sequences(samples: Sequence[Sample]) -> list[str]:
-    """Names of the token sequences that all samples have, in the first one's order."""
-    return [
-        name
-        for name, value in samples[0].items()
-        if name in SEQUENCES
-        and isinstance(value, list)
-        and all(isinstance(sample.get(name), list) for sample in samples)
-    ]
 
 
 def _concatenate_others(samples: Sequence[Sample]) -> dict[str, Any]:
@@ -211,6 +200,9 @@ def _concatenate_others(samples: Sequence[Sample]) -> dict[str, Any]:
 # --------------------
 # Validation of batches from a user's DataLoader or collator.
 
+Fault: TypeAlias = tuple[str, str]
+"""A problem and its remedy."""
+
 
 @dataclass(frozen=True)
 class BatchCheck:
@@ -230,73 +222,129 @@ class BatchCheck:
         """Check a batch and return it as a mapping.
 
         Args:
-            batch: the batch as it was made.
+            batch: the batch as it was made; an integer matrix is taken as token ids.
             what: description of the batch, for errors.
             maker: what made the batch, for errors.
 
         Raises:
             DatasetError: it is no mapping, or its token ids do not fit the model.
         """
-        named = _as_named_inputs(batch, maker)
-        if not named:
+        if isinstance(batch, torch.Tensor) and batch.ndim == 2 and not batch.is_floating_point():
+            batch = {"input_ids": batch}
+        if not isinstance(batch, Mapping):
             raise DatasetError(
-                f"{_capitalized(what)} is empty: it holds no input of the model.",
+                f"{maker} gives batches of type {type(batch).__name__}, so it is not known which "
+                "input of the model is which.",
+                "Have it give dictionaries, such as {'input_ids': ..., 'attention_mask': ...}.",
+            )
+        for problem, remedy in self._faults(batch, what):
+            raise DatasetError(problem[:1].upper() + problem[1:], remedy)
+        return batch
+
+    def _faults(self, batch: Mapping[Any, Any], what: str) -> Iterator[Fault]:
+        """Yield what is wrong with a batch; each check relies on those before it."""
+        if not batch:
+            yield (
+                f"{what} is empty: it holds no input of the model.",
                 "Have it hold at least input_ids, or what else the model takes.",
             )
-        if unnamed := [name for name in named if not isinstance(name, str)]:
-            raise DatasetError(
-                f"{_capitalized(what)} has {unnamed[0]!r} for the name of an input.",
+        if unnamed := [name for name in batch if not isinstance(name, str)]:
+            yield (
+                f"{what} has {unnamed[0]!r} for the name of an input.",
                 "Name each as the model does, such as input_ids.",
             )
-        ids = named.get("input_ids")
+        ids = batch.get("input_ids")
         if ids is not None:
-            _check_token_id_shape(ids, what)
-            _check_token_inputs(named, ids, what)
-            self._check_vocabulary(ids, what)
-            self._check_labels(named.get("labels"), what)
-            self._check_length(ids, named.get("attention_mask"), what)
-        return named
+            yield from _faults_of_ids(ids, what)
+            for name in ("attention_mask", "position_ids", "token_type_ids"):
+                if batch.get(name) is not None:
+                    yield from _faults_of_token_input(name, batch[name], ids, what)
+            yield from self._faults_of_vocabulary(ids, batch.get("labels"), what)
+            yield from self._faults_of_length(ids, batch.get("attention_mask"), what)
 
-    def _check_vocabulary(self, ids: torch.Tensor, what: str) -> None:
+    def _faults_of_vocabulary(self, ids: Tensor, labels: Any, what: str) -> Iterator[Fault]:
         if self.vocab_size is None:
             return
-        outside = (ids < 0) | (ids >= self.vocab_size)
-        if bool(outside.any()):
-            row = int(outside.nonzero()[0, 0])
-            raise DatasetError(
-                f"Sample {row} of {what} holds the token id {int(ids[outside][0])}, and the "
-                f"model's vocabulary ends at {self.vocab_size - 1}.",
+        wrong = (ids < 0) | (ids >= self.vocab_size)
+        if bool(wrong.any()):
+            yield (
+                f"Sample {int(wrong.nonzero()[0, 0])} of {what} holds the token id "
+                f"{int(ids[wrong][0])}, and the model's vocabulary ends at {self.vocab_size - 1}.",
                 "Tokenize with the model's own tokenizer.",
             )
-
-    def _check_labels(self, labels: Any, what: str) -> None:
-        if not self.learns or self.vocab_size is None or not isinstance(labels, torch.Tensor):
+        if not self.learns or not isinstance(labels, Tensor):
             return
         if labels.is_floating_point() or labels.ndim < 2:  # per sample, not per token
             return
-        wrong = labels[(labels != IGNORED_LABEL) & ((labels < 0) | (labels >= self.vocab_size))]
-        if wrong.numel():
-            raise DatasetError(
-                f"{_capitalized(what)} holds {int(wrong[0])} in its labels, and the model's "
-                "vocabulary "
+        wrong = (labels != IGNORED_LABEL) & ((labels < 0) | (labels >= self.vocab_size))
+        if bool(wrong.any()):
+            yield (
+                f"{what} holds {int(labels[wrong][0])} in its labels, and the model's vocabulary "
                 f"ends at {self.vocab_size - 1}.",
                 f"Label a token with its id, or with {IGNORED_LABEL} if it is not to be learned.",
             )
 
-    def _check_length(self, ids: torch.Tensor, mask: Any, what: str) -> None:
-        if self.positions is None:
-            return
+    def _faults_of_length(self, ids: Tensor, mask: Any, what: str) -> Iterator[Fault]:
         # Some models count positions by the mask: padding beyond the table is harmless.
         longest = ids.shape[-1]
-        if isinstance(mask, torch.Tensor) and mask.shape == ids.shape:
+        if isinstance(mask, Tensor) and mask.shape == ids.shape:
             longest = int(mask.sum(dim=-1).max())
-        if longest > self.positions:
-            raise DatasetError(
-                f"{_capitalized(what)} has samples of {longest} tokens, and the model has "
-                "positions "
-                f"for {self.positions}.",
+        if self.positions is not None and longest > self.positions:
+            yield (
+                f"{what} has samples of {longest} tokens, and the model has positions for "
+                f"{self.positions}.",
                 "Cut them before they are put into a batch.",
             )
+
+
+def _faults_of_ids(ids: Any, what: str) -> Iterator[Fault]:
+    """Yield faults of token ids that are not a filled integer tensor ``[samples, tokens]``."""
+    if not isinstance(ids, Tensor):
+        yield (
+            f"{what} has a {type(ids).__name__} for its input_ids.",
+            "Give a tensor of torch.long, [samples, tokens].",
+        )
+    if ids.dtype not in (torch.long, torch.int):
+        yield (
+            f"{what} has input_ids of {ids.dtype}.",
+            "Token ids are whole numbers: give torch.long.",
+        )
+    if ids.is_meta:
+        yield (
+            f"{what} has input_ids on the meta device, which have no values.",
+            "Make them on the CPU.",
+        )
+    if not ids.numel():
+        yield (
+            f"{what} has no token: its input_ids are of shape {list(ids.shape)}.",
+            "Leave such batches out.",
+        )
+    if ids.ndim < 2:  # some models have several ids for each token
+        yield (
+            f"{what} has input_ids of shape {list(ids.shape)}.",
+            "Give them as [samples, tokens]; of one sample, [1, tokens].",
+        )
+
+
+def _faults_of_token_input(name: str, value: Any, ids: Tensor, what: str) -> Iterator[Fault]:
+    """Yield faults of a mask, positions or token types beside the token ids."""
+    if not isinstance(value, Tensor):
+        yield (
+            f"{what} has a {type(value).__name__} for its {name}.",
+            "Give a tensor of the shape of input_ids.",
+        )
+    # Some models take masks and positions of more dimensions.
+    if ids.ndim == 2 and value.ndim <= 2 and value.shape[-1:] != ids.shape[-1:]:
+        yield (
+            f"{what} has {name} of shape {list(value.shape)}, and input_ids of shape "
+            f"{list(ids.shape)}.",
+            "Give both for the same tokens.",
+        )
+    if value.is_floating_point() and bool(value.isnan().any()):
+        yield (
+            f"{what} has NaN in its {name}.",
+            "Give 1 for a token that counts, and 0 for one that does not.",
+        )
 
 
 class CheckedLoader(DataLoader[Any]):
@@ -314,7 +362,9 @@ class CheckedLoader(DataLoader[Any]):
         # The loader's own settings (batch_size, dataset, ...) are attributes of this object too.
         self.__dict__.update(loader.__dict__)
         self._loader, self._batch_check = loader, check
-        self._most = None if samples is None or _has_length(loader) else samples
+        self._most = samples
+        with suppress(TypeError):  # raised if its data set is a stream
+            self._most = None if len(loader) >= 0 else samples
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         """Yield the user's batches."""
@@ -325,12 +375,14 @@ class CheckedLoader(DataLoader[Any]):
             given = {name for name, value in checked.items() if value is not None}
             if has_ids and not given & MAIN_INPUTS:
                 raise DatasetError(
-                    f"{_capitalized(what)} has no input_ids, and those before it have.",
+                    f"Batch {number} of the given DataLoader has no input_ids, and those before "
+                    "it have.",
                     "Give all batches the model's inputs, or leave this one out.",
                 )
             has_ids |= "input_ids" in given
             yield checked
-            taken += _samples_of(checked)
+            tensors = (one for one in checked.values() if isinstance(one, Tensor) and one.ndim)
+            taken += next((len(one) for one in tensors), 1)
             if self._most is not None and taken >= self._most:
                 logger.warning(
                     f"{taken} samples were taken of a DataLoader that does not say how many it "
@@ -364,55 +416,22 @@ class CheckedCollator:
         except DatasetError:
             raise
         except Exception as error:
+            keys = f"dicts with {', '.join(map(str, samples[0]))}" if samples else "samples"
             raise DatasetError(
                 f"The data_collator fails on a batch of {len(samples)} samples: "
                 f"{type(error).__name__}: {error}.",
-                f"Correct it; {_describe_samples(samples)}.",
+                f"Correct it; it is given a list of {keys}.",
             ) from error
-        if _lacks_batch_axis(batch) and (as_batch := _as_batch(samples)) is not None:
+        ids = batch.get("input_ids") if isinstance(batch, Mapping) else None
+        if isinstance(ids, Tensor) and ids.ndim == 1 and len(samples) == 1:
             with suppress(Exception):  # the first result is refused below
-                batch = self.function(as_batch)
+                batch = self.function([{k: _batched(v) for k, v in samples[0].items()}])
         return self.check(batch, "a batch of the data_collator", "The data_collator")
-
-
-def _lacks_batch_axis(batch: Any) -> bool:
-    """Return True if the token ids have no batch axis."""
-    ids = batch.get("input_ids") if isinstance(batch, Mapping) else None
-    return isinstance(ids, torch.Tensor) and ids.ndim == 1
-
-
-def _as_batch(samples: Any) -> list[dict[str, Any]] | None:
-    """Turn each value of a single sample into a batch of one; ``None`` for several samples."""
-    if not isinstance(samples, (list, tuple)) or len(samples) != 1:
-        return None
-    [sample] = samples
-    return [{k: _batched(v) for k, v in sample.items()}] if isinstance(sample, Mapping) else None
 
 
 def _batched(value: Any) -> Any:
     """Add a batch axis of one; arrays remain arrays."""
-    return value[None] if isinstance(value, (torch.Tensor, np.ndarray)) else [value]
-
-
-def _describe_samples(samples: Any) -> str:
-    """Describe the input of a collator, for an error."""
-    first = samples[0] if isinstance(samples, (list, tuple)) and samples else None
-    if not isinstance(first, Mapping):
-        return "it is given a list of samples"
-    return f"it is given a list of dicts with {', '.join(map(str, first))}"
-
-
-def _has_length(loader: DataLoader[Any]) -> bool:
-    try:
-        return len(loader) >= 0
-    except TypeError:  # its data set is a stream
-        return False
-
-
-def _samples_of(batch: Mapping[str, Any]) -> int:
-    """Number of samples of a batch; 1 if it holds no tensors."""
-    tensors = (value for value in batch.values() if isinstance(value, torch.Tensor) and value.ndim)
-    return next((len(value) for value in tensors), 1)
+    return value[None] if isinstance(value, (Tensor, np.ndarray)) else [value]
 
 
 def _with_batch_numbers(loader: Iterable[Any]) -> Iterator[Any]:
@@ -439,78 +458,6 @@ def _reason(error: Exception) -> str:
     if text.startswith("Caught ") and "Traceback" in text:
         return text.splitlines()[-1].rstrip(".")
     return f"{type(error).__name__}: {text}".rstrip(".")
-
-
-def _check_token_inputs(batch: Mapping[str, Any], ids: torch.Tensor, what: str) -> None:
-    """Refuse a mask, positions or token types whose shape differs from that of the token ids."""
-    for name in ("attention_mask", "position_ids", "token_type_ids"):
-        beside = batch.get(name)
-        if beside is None:
-            continue
-        if not isinstance(beside, torch.Tensor):
-            raise DatasetError(
-                f"{_capitalized(what)} has a {type(beside).__name__} for its {name}.",
-                "Give a tensor of the shape of input_ids.",
-            )
-        # Some models take masks and positions of more dimensions.
-        fits = beside.ndim > 2 or beside.shape[-1:] == ids.shape[-1:]
-        if ids.ndim == 2 and not fits:
-            raise DatasetError(
-                f"{_capitalized(what)} has {name} of shape {list(beside.shape)}, and input_ids of "
-                f"shape {list(ids.shape)}.",
-                "Give both for the same tokens.",
-            )
-        if beside.is_floating_point() and bool(beside.isnan().any()):
-            raise DatasetError(
-                f"{_capitalized(what)} has NaN in its {name}.",
-                "Give 1 for a token that counts, and 0 for one that does not.",
-            )
-
-
-def _check_token_id_shape(ids: Any, what: str) -> None:
-    """Refuse token ids that are not a filled integer tensor ``[samples, tokens]``."""
-    if not isinstance(ids, torch.Tensor):
-        raise DatasetError(
-            f"{_capitalized(what)} has a {type(ids).__name__} for its input_ids.",
-            "Give a tensor of torch.long, [samples, tokens].",
-        )
-    if ids.dtype not in (torch.long, torch.int):
-        raise DatasetError(
-            f"{_capitalized(what)} has input_ids of {ids.dtype}.",
-            "Token ids are whole numbers: give torch.long.",
-        )
-    if ids.is_meta:
-        raise DatasetError(
-            f"{_capitalized(what)} has input_ids on the meta device, which have no values.",
-            "Make them on the CPU.",
-        )
-    if not ids.numel():
-        raise DatasetError(
-            f"{_capitalized(what)} has no token: its input_ids are of shape {list(ids.shape)}.",
-            "Leave such batches out.",
-        )
-    if ids.ndim < 2:  # some models have several ids for each token
-        raise DatasetError(
-            f"{_capitalized(what)} has input_ids of shape {list(ids.shape)}.",
-            "Give them as [samples, tokens]; of one sample, [1, tokens].",
-        )
-
-
-def _as_named_inputs(batch: Any, maker: str) -> Mapping[str, Any]:
-    """Return a batch as a mapping by input name; an integer matrix is taken as token ids."""
-    if isinstance(batch, Mapping):
-        return batch
-    if isinstance(batch, torch.Tensor) and batch.ndim == 2 and not batch.is_floating_point():
-        return {"input_ids": batch}
-    raise DatasetError(
-        f"{maker} gives batches of type {type(batch).__name__}, so it is not known which input of "
-        "the model is which.",
-        "Have it give dictionaries, such as {'input_ids': ..., 'attention_mask': ...}.",
-    )
-
-
-def _capitalized(what: str) -> str:
-    return what[:1].upper() + what[1:]
 
 
 # --------------------

@@ -1,50 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adapters for the ``datasets`` library, imported only when needed."""
+"""Loading of files and of data sets of the hub with the ``datasets`` library.
+
+Imported only when needed. Of local files nothing stays on the disk: the library's cache is a
+temporary directory that is removed once its files are mapped into memory.
+"""
 
 from __future__ import annotations
 
+import glob
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import datasets
-from datasets import Dataset, IterableDataset
+from datasets import Dataset
 
-from llmcompressor.datasets.rows import Row, Stream
 from llmcompressor.errors import DatasetError
 
 __all__ = [
-    "HubRows",
-    "HubStream",
     "dataset_of",
+    "dataset_of_table",
+    "load_files",
     "load_hub",
     "load_saved",
-    "progress_bars_hidden",
-    "resolve_files",
-    "rows_by_split",
-    "rows_of_frame",
-    "rows_of_table",
+    "resolve_card",
+    "text_features",
 ]
-
-
-class HubRows:
-    """Rows of a ``datasets.Dataset``, decoded lazily."""
-
-    def __init__(self, dataset: Dataset) -> None:
-        # Transforms and tensors are kept, as the user chose them; other formats break rows.
-        kept = dataset.format["type"] in ("custom", "numpy", "torch")
-        self._dataset = dataset if kept else dataset.with_format(None)
-
-    def __len__(self) -> int:
-        return len(self._dataset)
-
-    def fetch(self, indices: Sequence[int]) -> list[Row]:
-        """The rows at ``indices``."""
-        if not len(indices):
-            return []
-        columns = self._dataset[list(indices)]
-        return [{name: columns[name][at] for name in columns} for at in range(len(indices))]
 
 
 def dataset_of(samples: Sequence[Mapping[str, Any]]) -> Dataset:
@@ -53,36 +36,21 @@ def dataset_of(samples: Sequence[Mapping[str, Any]]) -> Dataset:
     return Dataset.from_dict({name: [one.get(name) for one in samples] for name in columns})
 
 
-def rows_of_table(table: Any) -> HubRows:
-    """Rows of an Arrow table whose metadata describes images or audio."""
-    return HubRows(Dataset(datasets.table.InMemoryTable(table)))
-
-
-def rows_of_frame(frame: Any) -> HubRows:
-    """Rows of a pandas data frame; missing values (NaN) become ``None``."""
+def dataset_of_table(table: Any) -> Dataset:
+    """Convert an Arrow table or a pandas data frame; missing values (NaN) become ``None``."""
+    if hasattr(table, "schema"):
+        return Dataset(datasets.table.InMemoryTable(table))
     try:
-        return HubRows(Dataset.from_pandas(frame, preserve_index=False))
+        return Dataset.from_pandas(table, preserve_index=False)
     except Exception as error:  # values of several types in one column, and so on
         raise DatasetError(
             f"The data frame cannot be read: {error}.", 'Give frame.to_dict("records") instead.'
         ) from error
 
 
-class HubStream(Stream):
-    """Rows of a ``datasets.IterableDataset``."""
-
-    def __init__(self, dataset: IterableDataset) -> None:
-        super().__init__(dataset)
-        self._dataset = dataset
-
-    def cut(self, start: int, stop: int | None) -> HubStream:
-        """The rows from ``start`` on, up to but not including ``stop``."""
-        skipped = self._dataset.skip(start) if start else self._dataset
-        return HubStream(skipped if stop is None else skipped.take(max(0, stop - start)))
-
-    def shuffled(self, seed: int) -> HubStream:
-        """Return the stream shuffled within a buffer."""
-        return HubStream(self._dataset.shuffle(seed=seed))
+def text_features(names: Sequence[str]) -> datasets.Features:
+    """Features of columns that hold text, for a file whose cells could look like numbers."""
+    return datasets.Features({name: datasets.Value("string") for name in names})
 
 
 def load_hub(
@@ -99,7 +67,7 @@ def load_hub(
         DatasetError: it cannot be loaded, for any reason.
     """
     try:
-        with progress_bars_hidden():
+        with _progress_bars_hidden():
             return datasets.load_dataset(path, config, split=split, streaming=streaming, **options)
     except Exception as error:  # network, permission, split, configuration: all end here
         raise _cannot_load(path, config, error) from error
@@ -115,10 +83,37 @@ def _cannot_load(path: str, config: str | None, error: Exception) -> DatasetErro
     )
 
 
-def resolve_files(
-    folder: str, config: str | None
-) -> tuple[str, dict[str, list[str]], dict[str, Any]]:
-    """Resolve the files of a local copy of a hub data set without building it.
+def load_files(loader: str, files: Sequence[Path | str], **options: Any) -> Any:
+    """Load local files, in their order, with a loader of the library's.
+
+    Args:
+        loader: "csv", "json", "parquet", "text" or another of the library's loaders.
+        files: the files, which may be packed.
+        options: options of the loader.
+
+    Returns:
+        A ``Dataset``; an empty list if there are no rows.
+
+    Raises:
+        OSError, ValueError: the cause of the library's failure.
+    """
+    places = [glob.escape(str(file)) for file in files]
+    with _offline(), TemporaryDirectory(ignore_cleanup_errors=True) as cache:
+        builder = datasets.load_dataset_builder(
+            loader, data_files=places, cache_dir=cache, **options
+        )
+        try:
+            builder.download_and_prepare()
+        except datasets.exceptions.DatasetGenerationError as error:
+            raise (error.__cause__ or error) from None
+        is_empty = not builder.info.splits["train"].num_examples
+        return [] if is_empty else builder.as_dataset("train")
+
+
+def resolve_card(
+    folder: Path, config: str | None
+) -> tuple[str, dict[str, list[Path]], dict[str, Any]]:
+    """Resolve what the card of a local copy of a hub data set says, without reading the data.
 
     Args:
         folder: the local copy.
@@ -132,30 +127,24 @@ def resolve_files(
         DatasetError: there are no files, or no such configuration.
     """
     try:
-        with (
-            progress_bars_hidden(),
-            TemporaryDirectory() as cache,
-        ):  # a lock file is written even for reading
-            builder = datasets.load_dataset_builder(folder, config, cache_dir=cache)
+        with _offline(), TemporaryDirectory() as cache:  # a lock file is written even for reading
+            builder = datasets.load_dataset_builder(str(folder), config, cache_dir=cache)
     except Exception as error:
-        raise _cannot_load(folder, config, error) from error
+        raise _cannot_load(str(folder), config, error) from error
     field, separator = (getattr(builder.config, name, None) for name in ("field", "sep"))
     options = {"field": field, "delimiter": separator if separator != "," else None}
-    files = {str(name): list(several) for name, several in builder.config.data_files.items()}
+    files = {
+        str(name): [Path(file) for file in several]
+        for name, several in builder.config.data_files.items()
+    }
     loader = type(builder).__module__.rpartition(".")[2]
     return loader, files, {name: value for name, value in options.items() if value is not None}
-
-
-def rows_by_split(folder: str, config: str | None) -> dict[str, HubRows]:
-    """Load a local copy of a hub data set with the library, as rows by split."""
-    loaded = load_hub(folder, config=config, split=None, streaming=False, options={})
-    return {str(name): HubRows(dataset) for name, dataset in loaded.items()}
 
 
 def load_saved(path: str) -> Any:
     """Load a data set that ``save_to_disk`` wrote."""
     try:
-        with progress_bars_hidden():
+        with _progress_bars_hidden():
             return datasets.load_from_disk(path)
     except Exception as error:
         raise DatasetError(
@@ -164,7 +153,7 @@ def load_saved(path: str) -> Any:
 
 
 @contextmanager
-def progress_bars_hidden() -> Iterator[None]:
+def _progress_bars_hidden() -> Iterator[None]:
     """Disable the library's progress bars while the body runs."""
     shown = datasets.are_progress_bars_disabled() is False
     datasets.disable_progress_bars()
@@ -173,3 +162,17 @@ def progress_bars_hidden() -> Iterator[None]:
     finally:
         if shown:
             datasets.enable_progress_bars()
+
+
+@contextmanager
+def _offline() -> Iterator[None]:
+    """Read local files quietly, and without the request that counts downloads."""
+    counted, logs = datasets.config.HF_UPDATE_DOWNLOAD_COUNTS, datasets.logging.get_verbosity()
+    datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)
+    try:
+        with _progress_bars_hidden():
+            yield
+    finally:
+        datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = counted
+        datasets.logging.set_verbosity(logs)

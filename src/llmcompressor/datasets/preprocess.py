@@ -5,15 +5,16 @@ from __future__ import annotations
 
 import copy
 import importlib.util
+import inspect
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from llmcompressor.datasets.rows import Row
+from llmcompressor.datasets.rows import Row, is_chat
 from llmcompressor.datasets.samples import MAIN_INPUTS
-from llmcompressor.datasets.tokenizer import parameters_of
 from llmcompressor.errors import DatasetError, did_you_mean
 from llmcompressor.logger import logger
 
@@ -24,10 +25,11 @@ __all__ = [
     "RowPreparer",
     "check_placeholders",
     "collect_media",
+    "errors_naming",
     "find_chat_fault",
-    "is_chat",
     "load_function",
     "normalize_turns",
+    "parameters_of",
     "parse_tools",
     "placeholder_ids",
     "refuse_broken_chat",
@@ -56,21 +58,6 @@ _ROLES = {
 
 _NO_CONTENT = frozenset({"from", "message", "name", "role", "text"})
 """Keys of a turn that may have no other: what it says stands nowhere, or under a wrong name."""
-
-
-def is_chat(value: Any) -> bool:
-    """Return True for a list of turns with ``role`` and ``content``, or ``from`` and ``value``.
-
-    A turn that calls tools may have no ``content``, but at least one turn must have some.
-
-    >>> is_chat([{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "tool_calls": []}])
-    True
-    """
-    if not isinstance(value, Sequence) or isinstance(value, str):
-        return False
-    if not all(isinstance(turn, Mapping) and turn.keys() & {"role", "from"} for turn in value):
-        return False
-    return any(turn.keys() & {"content", "from"} for turn in value)
 
 
 def find_chat_fault(value: Any) -> str | None:
@@ -131,6 +118,8 @@ def _without_none(value: Any) -> Any:
 def normalize_turns(conversation: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Normalize a conversation to turns with ``role`` and ``content``.
 
+    Keys without a value, which tables add for the keys of other turns, are dropped.
+
     >>> normalize_turns([{"from": "human", "value": "Hello"}, {"from": "gpt", "value": "Hi"}])
     [{'role': 'user', 'content': 'Hello'}, {'role': 'assistant', 'content': 'Hi'}]
 
@@ -149,8 +138,17 @@ def normalize_turns(conversation: Sequence[Mapping[str, Any]]) -> list[dict[str,
             role, content = str(turn["from"]), turn.get("value")
             plain.append({"role": _ROLES.get(role, role), "content": content or ""})
         else:
-            plain.append({**turn, "content": turn.get("content") or ""})
+            plain.append({**_without_none(turn), "content": turn.get("content") or ""})
     return plain
+
+
+@contextmanager
+def errors_naming(where: str) -> Iterator[None]:
+    """Put the name of a sample before the errors that the body raises."""
+    try:
+        yield
+    except DatasetError as error:
+        raise type(error)(f"{where}: {error.problem}", error.remedy) from error
 
 
 class NoTokenizerError(DatasetError):
@@ -228,6 +226,19 @@ class ChatRenderer:
             logger.warning("The tokenizer has no chat template; ChatML is used.")
             self._warned = True
         return candidates[-1], CHATML
+
+
+def parameters_of(processor: Any) -> tuple[frozenset[str], bool]:
+    """Return the names of a processor's parameters, and True if it takes ``**kwargs``."""
+    if not callable(processor):
+        raise DatasetError(
+            f"A {type(processor).__name__} cannot tokenize text.",
+            "Give the model's tokenizer or processor.",
+        )
+    parameters = inspect.signature(processor).parameters.values()
+    variable = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
+    names = frozenset(p.name for p in parameters if p.kind not in variable)
+    return names, any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
 
 
 def _join_text_parts(turn: Mapping[str, Any]) -> dict[str, Any]:
@@ -539,7 +550,7 @@ class RowPreparer:
         if self._text_column != "text":
             self._rename_text_column(row, where, is_made=_is_text_made(row, given))
         column = self._text_column
-        if "text" not in row:
+        if row.get("text") is None:
             chats = [name for name in _CHATS if is_chat(row.get(name))]
             if chats:
                 column = chats[0]
@@ -565,7 +576,7 @@ class RowPreparer:
     def _rendered(self, conversation: Any, tools: Any, column: str, where: str) -> str:
         """Render a conversation as text; errors name the sample."""
         _check_chat(conversation, column, where)
-        try:
+        with errors_naming(f"{where}, column {column!r}"):
             found = parse_tools(tools)
             if found is None and not self._has_warned_of_tools:
                 logger.warning(
@@ -573,9 +584,6 @@ class RowPreparer:
                 )
                 self._has_warned_of_tools = True
             return self._chat(normalize_turns(conversation), found)
-        except DatasetError as error:
-            problem = f"{where}, column {column!r}: {error.problem}"
-            raise type(error)(problem, error.remedy) from error
 
     def _rename_text_column(self, row: Row, where: str, *, is_made: bool) -> None:
         """Rename the user's text column to ``text``; tokenized rows need none."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lazy row access to raw data of any type.
+"""Lazy row access to data of any type.
 
 A row is a dict from column to value. :class:`Rows` has a length and random access;
 :class:`Stream` only yields rows in order.
@@ -9,39 +9,113 @@ from __future__ import annotations
 
 import bisect
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Protocol, TypeAlias, runtime_checkable
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeAlias
 
+from llmcompressor.datasets.samples import MAIN_INPUTS
 from llmcompressor.errors import DatasetError
-from llmcompressor.runtime.registry import LazyRegistry, normalize_name
+from llmcompressor.runtime.registry import LazyRegistry, normalize_name, resolve
 
 __all__ = [
     "DATASETS",
-    "Chain",
-    "Columns",
-    "Items",
     "Row",
     "Rows",
-    "Slice",
     "Stream",
     "as_row",
     "find",
+    "has_columns",
+    "is_a",
+    "is_chat",
+    "join",
     "names",
     "register",
+    "rows_of",
+    "rows_of_columns",
 ]
 
 Row: TypeAlias = dict[str, Any]
 
 
-@runtime_checkable
-class Rows(Protocol):
-    """Rows with a length and random access."""
+class Rows:
+    """Rows with a length and random access.
 
-    def __len__(self) -> int: ...
+    Args:
+        count: number of rows.
+        read: returns the rows at the given indices, in that order, as new dicts.
+    """
+
+    def __init__(self, count: int, read: Callable[[Sequence[int]], list[Row]]) -> None:
+        self._count, self._read = count, read
+
+    def __len__(self) -> int:
+        return self._count
 
     def fetch(self, indices: Sequence[int]) -> list[Row]:
-        """Return the rows at ``indices``, in that order, as new dicts."""
-        ...
+        """Return the rows at ``indices``, in that order."""
+        return self._read(indices) if len(indices) else []
+
+    def cut(self, start: int, stop: int | None) -> Rows:
+        """Return the rows from ``start`` on, up to but not including ``stop``."""
+        kept = range(self._count)[start:stop]
+        return Rows(len(kept), lambda indices: self._read([kept[index] for index in indices]))
+
+
+def join(parts: Sequence[Rows]) -> Rows:
+    """Concatenate several sources of rows."""
+    ends = list(itertools.accumulate(map(len, parts)))
+
+    def read(indices: Sequence[int]) -> list[Row]:
+        rows: list[Row] = []
+        for index in indices:
+            part = bisect.bisect_right(ends, index)
+            rows += parts[part].fetch([index - (ends[part] - len(parts[part]))])
+        return rows
+
+    return Rows(ends[-1], read)
+
+
+class Stream:
+    """Rows of unknown number that are read in order.
+
+    Args:
+        items: an iterable of the user's, or a ``datasets.IterableDataset``.
+    """
+
+    def __init__(self, items: Iterable[Any]) -> None:
+        self._items: Any = items
+
+    def __iter__(self) -> Iterator[Row]:
+        for index, item in enumerate(self._items):
+            yield as_row(item, index)
+
+    def cut(self, start: int, stop: int | None) -> Stream:
+        """Return the rows from ``start`` on, up to but not including ``stop``."""
+        if not self._is_from_library:
+            return Stream(_IterableSlice(self, start, stop))
+        skipped = self._items.skip(start) if start else self._items
+        return Stream(skipped if stop is None else skipped.take(max(0, stop - start)))
+
+    def shuffled(self, seed: int) -> Stream:
+        """Shuffle a stream of the library within a buffer; a plain iterator keeps its order."""
+        return Stream(self._items.shuffle(seed=seed)) if self._is_from_library else self
+
+    @property
+    def _is_from_library(self) -> bool:
+        return is_a(self._items, "datasets", "IterableDataset")
+
+
+class _IterableSlice:
+    """A contiguous range of items that can be iterated repeatedly."""
+
+    def __init__(self, items: Iterable[Any], start: int, stop: int | None) -> None:
+        self._items, self._start, self._stop = items, start, stop
+
+    def __iter__(self) -> Iterator[Any]:
+        return itertools.islice(self._items, self._start, self._stop)
+
+
+# --------------------
+# Rows of the user's objects.
 
 
 def as_row(item: Any, index: int) -> Row:
@@ -66,137 +140,138 @@ def as_row(item: Any, index: int) -> Row:
     )
 
 
-class Items:
-    """Rows of a sequence with a length and an index, such as a list or a torch data set."""
+def rows_of(data: Any) -> Rows | Stream:
+    """Adapt a data object that has no splits to rows.
 
-    def __init__(self, items: Any) -> None:
-        self._items = items
+    Raises:
+        DatasetError: the object has no rows.
+    """
+    if isinstance(data, Rows | Stream):
+        return data
+    if isinstance(data, Mapping):
+        return _rows_of_sequence([dict(data)]) if _is_one_row(data) else rows_of_columns(data)
+    if is_a(data, "pandas", "DataFrame") or is_a(data, "pyarrow", "Table"):
+        data = resolve("llmcompressor.datasets.hub:dataset_of_table")(data)
+    if is_a(data, "datasets", "Dataset"):
+        return _rows_of_dataset(data)
+    is_class = isinstance(data, type)
+    is_stream = is_a(data, "torch.utils.data", "IterableDataset") or is_a(
+        data, "datasets", "IterableDataset"
+    )
+    if not (is_class or is_stream) and hasattr(data, "__len__") and hasattr(data, "__getitem__"):
+        if _is_scalar(data):
+            raise DatasetError("The data is a single number.", "Give a row for each sample.")
+        return _rows_of_sequence(data)
+    if not is_class and hasattr(data, "__iter__"):
+        return Stream(data)
+    remedy = "Give a Dataset, a DataLoader, a list, a path or a name."
+    if callable(data) and hasattr(data, "__name__"):
+        what = "an object of it" if is_class else "what it returns"
+        call = f", as in dataset={data.__name__}()" if data.__name__.isidentifier() else ""
+        remedy = f"Give {what}{call}."
+    raise DatasetError(f"The data is a {type(data).__name__}, which has no rows.", remedy)
 
-    def __len__(self) -> int:
-        return len(self._items)
 
-    def fetch(self, indices: Sequence[int]) -> list[Row]:
-        """Return the items at ``indices`` as rows."""
-        return [as_row(self._item(index), index) for index in indices]
+def _rows_of_sequence(items: Any) -> Rows:
+    """Rows of anything with a length and an index, such as a list or a torch data set."""
 
-    def _item(self, index: int) -> Any:
+    def item(index: int) -> Any:
         try:
-            return self._items[index]
+            return items[index]
         except DatasetError:
             raise
         except Exception as error:
             raise DatasetError(
-                f"The data is a {type(self._items).__name__}, and its sample {index} cannot be "
+                f"The data is a {type(items).__name__}, and its sample {index} cannot be "
                 f"read: {error!r}.",
                 "Give a Dataset, a list of rows, or anything that is indexed by a sample's number.",
             ) from error
 
-
-def _describe(value: Any) -> str:
-    return "None" if value is None else f"of type {type(value).__name__}"
+    return Rows(len(items), lambda indices: [as_row(item(index), index) for index in indices])
 
 
-class Columns:
+def _rows_of_dataset(dataset: Any) -> Rows:
+    """Rows of a ``datasets.Dataset``, decoded lazily."""
+    # Transforms and tensors are kept, as the user chose them; other formats break rows.
+    kept = dataset.format["type"] in ("custom", "numpy", "torch")
+    plain = dataset if kept else dataset.with_format(None)
+
+    def read(indices: Sequence[int]) -> list[Row]:
+        columns = plain[list(indices)]
+        return [{name: columns[name][at] for name in columns} for at in range(len(indices))]
+
+    return Rows(len(plain), read)
+
+
+def rows_of_columns(columns: Mapping[str, Any]) -> Rows:
     """Rows of a mapping from column to values, such as a tokenizer's output for several texts.
 
-    >>> Columns({"text": ["a", "b"], "prompt": ["", "b"]}).fetch([1])
+    >>> rows_of_columns({"text": ["a", "b"], "prompt": ["", "b"]}).fetch([1])
     [{'text': 'b', 'prompt': 'b'}]
     """
-
-    def __init__(self, columns: Mapping[str, Any]) -> None:
-        self._columns = dict(columns)
-        for name, values in self._columns.items():
-            if not hasattr(values, "__len__"):
-                raise DatasetError(
-                    f"The column {name!r} of the data is {_describe(values)}, and no list of "
-                    "values.",
-                    "Give each column one value for every sample.",
-                )
-        lengths = {name: len(values) for name, values in self._columns.items()}
-        if len(set(lengths.values())) > 1:
-            each = ", ".join(f"{name} has {count}" for name, count in lengths.items())
+    remedy = "Give each column one value for every sample."
+    for name, values in columns.items():
+        if not hasattr(values, "__len__"):
+            kind = "None" if values is None else f"of type {type(values).__name__}"
             raise DatasetError(
-                f"The columns of the data differ in length: {each}.",
-                "Give each column one value for every sample.",
+                f"The column {name!r} of the data is {kind}, and no list of values.", remedy
             )
-        self._count = max(lengths.values(), default=0)
-
-    def __len__(self) -> int:
-        return self._count
-
-    def fetch(self, indices: Sequence[int]) -> list[Row]:
-        """Return the values of all columns at ``indices``."""
-        return [
-            {name: values[index] for name, values in self._columns.items()} for index in indices
-        ]
-
-
-class Slice:
-    """A contiguous range of other rows."""
-
-    def __init__(self, rows: Rows, start: int, stop: int) -> None:
-        self._rows, self._range = rows, range(start, max(start, stop))
-
-    def __len__(self) -> int:
-        return len(self._range)
-
-    def fetch(self, indices: Sequence[int]) -> list[Row]:
-        """Return the rows at ``indices``, counted from the start of the slice."""
-        return self._rows.fetch([self._range[index] for index in indices])
+    counts = {name: len(values) for name, values in columns.items()}
+    if len(set(counts.values())) > 1:
+        each = ", ".join(f"{name} has {count}" for name, count in counts.items())
+        raise DatasetError(f"The columns of the data differ in length: {each}.", remedy)
+    return Rows(
+        max(counts.values(), default=0),
+        lambda indices: [
+            {name: values[index] for name, values in columns.items()} for index in indices
+        ],
+    )
 
 
-class Chain:
-    """Concatenation of several sources of rows."""
-
-    def __init__(self, parts: Sequence[Rows]) -> None:
-        self._parts = list(parts)
-        self._ends = list(itertools.accumulate(len(part) for part in parts))
-
-    def __len__(self) -> int:
-        return self._ends[-1] if self._ends else 0
-
-    def fetch(self, indices: Sequence[int]) -> list[Row]:
-        """Return the rows at ``indices``, counted through all parts."""
-        wanted: dict[int, list[tuple[int, int]]] = {}
-        for position, index in enumerate(indices):
-            part = bisect.bisect_right(self._ends, index)
-            begin = self._ends[part - 1] if part else 0
-            wanted.setdefault(part, []).append((position, index - begin))
-        fetched: dict[int, Row] = {}
-        for part, places in wanted.items():
-            rows = self._parts[part].fetch([index for _, index in places])
-            fetched.update(zip((position for position, _ in places), rows, strict=True))
-        return [fetched[position] for position in range(len(indices))]
+_COLUMNS = MAIN_INPUTS | {"conversations", "messages", "text"}
+"""A mapping with one of these for a key holds columns; any other holds splits."""
 
 
-class _IterableSlice:
-    """A contiguous range of items that can be iterated repeatedly."""
-
-    def __init__(self, items: Iterable[Any], start: int, stop: int | None) -> None:
-        self._items, self._start, self._stop = items, start, stop
-
-    def __iter__(self) -> Iterator[Any]:
-        return itertools.islice(self._items, self._start, self._stop)
+def has_columns(data: Mapping[str, Any]) -> bool:
+    """Return True if a mapping holds columns instead of splits."""
+    found = [data[name] for name in _COLUMNS & data.keys()]
+    return bool(found) and not any(hasattr(each, "column_names") for each in found)
 
 
-class Stream:
-    """Rows of unknown number that are read in order."""
+def _is_one_row(data: Mapping[str, Any]) -> bool:
+    """Return True if a mapping is a single row: a text, a conversation or token ids."""
+    if any(is_chat(data.get(name)) for name in ("conversations", "messages")):
+        return True
+    ids = data.get("input_ids")
+    first = None if ids is None else next(iter(ids), None)
+    return isinstance(data.get("text"), str) or isinstance(first, int) or _is_scalar(first)
 
-    def __init__(self, items: Iterable[Any]) -> None:
-        self._items = items
 
-    def __iter__(self) -> Iterator[Row]:
-        for index, item in enumerate(self._items):
-            yield as_row(item, index)
+def is_chat(value: Any) -> bool:
+    """Return True for a list of turns with ``role`` and ``content``, or ``from`` and ``value``.
 
-    def cut(self, start: int, stop: int | None) -> Stream:
-        """The rows from ``start`` on, up to but not including ``stop``."""
-        return Stream(_IterableSlice(self, start, stop))
+    A turn that calls tools may have no ``content``, but at least one turn must have some.
 
-    def shuffled(self, seed: int) -> Stream:
-        """Return the stream itself, as a plain iterator cannot be shuffled."""
-        del seed
-        return self
+    >>> is_chat([{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "tool_calls": []}])
+    True
+    """
+    if not isinstance(value, Sequence) or isinstance(value, str):
+        return False
+    if not all(isinstance(turn, Mapping) and turn.keys() & {"role", "from"} for turn in value):
+        return False
+    return any(turn.keys() & {"content", "from"} for turn in value)
+
+
+def _is_scalar(value: Any) -> bool:
+    return getattr(value, "ndim", None) == 0
+
+
+def is_a(data: Any, package: str, name: str) -> bool:
+    """Like isinstance, but by class name, without importing the class's library."""
+    return any(
+        cls.__name__ == name and (cls.__module__ + ".").startswith(package + ".")
+        for cls in type(data).__mro__
+    )
 
 
 # --------------------

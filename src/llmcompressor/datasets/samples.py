@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import operator
 import reprlib
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -29,7 +29,9 @@ __all__ = [
     "num_tokens",
     "pad",
     "token_list",
+    "token_sequences",
     "truncate",
+    "truncate_all",
     "without_batch_axis",
 ]
 
@@ -353,6 +355,21 @@ def truncate(sample: Sample, name: str, length: int) -> list[int]:
         return tokens[:length]
     start = max(0, min(mask.index(1), len(tokens) - length))
     return tokens[start : start + length]
+
+
+def truncate_all(sample: Sample, length: int) -> Sample:
+    """Truncate each token sequence of a sample to ``length`` tokens."""
+    cut = {name: truncate(sample, name, length) for name in token_sequences([sample])}
+    return {**sample, **cut}
+
+
+def token_sequences(samples: Sequence[Sample]) -> list[str]:
+    """Names of the token sequences that all samples have, in the first one's order."""
+    return [
+        name
+        for name in samples[0]
+        if name in SEQUENCES and all(isinstance(sample.get(name), list) for sample in samples)
+    ]
 
 
 def _mask_of(sample: Sample, name: str) -> str:

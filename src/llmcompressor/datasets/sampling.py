@@ -1,40 +1,37 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sampling of rows: order, number, and partition among processes."""
+"""Sampling of rows and their conversion to samples: order, number, partition among processes.
+
+Rows are taken until there are enough samples, so that of a million rows only the needed ones are
+read and tokenized. All work is done in one process, in sampling order: the same rows and seed give
+the same samples for any number of workers.
+"""
 
 from __future__ import annotations
 
 import hashlib
-import re
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed
 from torch import Tensor
-from torch.utils.data import Sampler
+from torch.utils.data import IterableDataset, Sampler, get_worker_info
 
-from llmcompressor.datasets.rows import Chain, Rows, Slice, Stream
+from llmcompressor.datasets.rows import Row, Rows, Stream
 from llmcompressor.datasets.samples import Sample
-from llmcompressor.errors import DatasetError, did_you_mean
+from llmcompressor.datasets.tokenize import Packer, Preparation, SampleMaker
+from llmcompressor.errors import DatasetError
 from llmcompressor.logger import logger
 from llmcompressor.runtime.processes import Processes, rank_and_world_size
 
 __all__ = [
     "LengthAwareSampler",
-    "Part",
-    "cut",
-    "draw_order",
+    "StreamedSamples",
     "get_rank_partition",
-    "has_same_rows_everywhere",
     "own_sample_count",
     "own_samples",
-    "parse_split",
-    "partition",
-    "pick_split",
-    "rank_and_world_size",
-    "rank_order",
-    "split_for",
+    "prepare_samples",
 ]
 
 
@@ -169,167 +166,163 @@ def _shown(value: Any) -> str:
 
 
 # --------------------
-# Splits: which one is meant, and the slices in ``"train[:5%]"``.
+# Samples of the chosen rows.
 
-_PART = re.compile(
-    r"(?P<name>[^\[\]+]+?)\s*"
-    r"(?:\[\s*(?P<start>-?\d+%?)?\s*:\s*(?P<stop>-?\d+%?)?\s*\])?"
-)
-
-_WHOLE = 100
-"""Per cent."""
+_CHUNK = 64
 
 
-@dataclass(frozen=True)
-class Part:
-    """One piece of a split's description: ``train[10:20]`` or ``train[:5%]``.
+def prepare_samples(
+    rows: Rows | Stream,
+    preparation: Preparation,
+    *,
+    wanted: int | None,
+    shuffle: bool,
+    seed: int,
+    distributed: bool = False,
+) -> list[Sample]:
+    """Take rows until there are ``wanted`` samples.
 
-    Attributes:
-        name: the split.
-        start: its first row as written, ``None`` for the first of all.
-        stop: the row after its last one as written, ``None`` for the end.
-    """
+    Args:
+        rows: the raw data.
+        preparation: the settings.
+        wanted: samples to return, of all processes together; ``None`` for all.
+        shuffle: take rows in random order without repetition.
+        seed: seed of that order.
+        distributed: with several processes, return only this one's part.
 
-    name: str
-    start: str | None = None
-    stop: str | None = None
-
-    @property
-    def whole(self) -> bool:
-        """Whether nothing is cut off."""
-        return self.start is None and self.stop is None
-
-    def bounds(self, size: int) -> tuple[int, int]:
-        """First row and the row after the last, of ``size`` rows.
-
-        >>> Part("train", None, "5%").bounds(200), Part("train", "-10", None).bounds(200)
-        ((0, 10), (190, 200))
-        """
-        return _place(self.start, size, 0), _place(self.stop, size, size)
-
-
-def _place(text: str | None, size: int, default: int) -> int:
-    if text is None:
-        return default
-    place = round(int(text[:-1]) * size / 100) if text.endswith("%") else int(text)
-    return min(size, max(0, place + size if place < 0 else place))
-
-
-def parse_split(text: str) -> list[Part]:
-    """The pieces of ``"train[:5%]+test"``.
+    Returns:
+        The samples; fewer than ``wanted`` (with a warning) if the data has not enough.
 
     Raises:
-        DatasetError: for a description that is not of this form.
+        DatasetError: a row cannot be used, or no sample is left.
     """
-    parts = []
-    for piece in text.split("+"):
-        match = _PART.fullmatch(piece.strip())
-        if match is None:
-            raise DatasetError(
-                f"The split {text!r} cannot be read.",
-                "Write it as 'train', 'train[:512]', 'train[10%:20%]' or 'train[:5%]+test'.",
-            )
-        part = Part(match["name"].strip(), match["start"], match["stop"])
-        for place in (part.start, part.stop):
-            if place and place.endswith("%") and abs(int(place[:-1])) > _WHOLE:
-                raise DatasetError(
-                    f"The split {text!r} goes to {place} of its rows.",
-                    "A split has 100% of them.",
-                )
-        parts.append(part)
-    return parts
-
-
-def split_for(role: str, splits: str | Sequence[str] | Mapping[str, str] | None) -> str | None:
-    """The split that plays a role, of the user's ``splits`` in any of its forms.
-
-    A string is the split. Of a dict it is the role's entry. Of a list it is the element whose
-    name is the role's, or else the first.
-
-    Args:
-        role: "calibration" or "train".
-        splits: what the user gave.
-    """
-    if splits is None or isinstance(splits, str):
-        return splits
-    if isinstance(splits, Mapping):
-        if role not in splits:
-            raise DatasetError(
-                f"The argument 'splits' has no key {role!r}, only {', '.join(sorted(splits))}.",
-                f"Name the split to use, for instance splits={{'{role}': 'train[:5%]'}}.",
-            )
-        if ignored := sorted(set(splits) - {role}):
-            logger.warning(f"The splits {', '.join(ignored)} are not used for {role}.")
-        return splits[role]
-    named = [split for split in splits if parse_split(split)[0].name == role]
-    return (named or list(splits))[0]
-
-
-def pick_split(splits: Mapping[str, Rows | Stream], wanted: str | None, what: str) -> Rows | Stream:
-    """The rows of one split: the wanted one, the only one, or ``train``.
-
-    Args:
-        splits: rows by the name of their split.
-        wanted: a description such as ``"train[:5%]"``, or ``None``.
-        what: the data's name, for an error.
-    """
-    if not splits:
-        raise DatasetError(f"{what} has no splits.", "Give data that is not empty.")
-    if wanted is None:
-        if len(splits) == 1:
-            return next(iter(splits.values()))
-        if "train" not in splits:
-            raise DatasetError(
-                f"{what} has several splits: {', '.join(sorted(splits))}.",
-                f"Choose one, for instance splits={min(splits)!r}.",
-            )
-        return splits["train"]
-    pieces = []
-    for part in parse_split(wanted):
-        if part.name not in splits:
-            raise DatasetError(
-                f"{what} has no split {part.name!r}; its splits are {', '.join(sorted(splits))}.",
-                did_you_mean(part.name, splits),
-            )
-        pieces.append(_cut_part(splits[part.name], part))
-    return _join(pieces, wanted)
-
-
-def cut(rows: Rows | Stream, wanted: str | None) -> Rows | Stream:
-    """Data that has no splits, cut by the slice in ``wanted``; the name before it says nothing."""
-    if wanted is None:
-        return rows
-    return _join([_cut_part(rows, part) for part in parse_split(wanted)], wanted)
-
-
-def _cut_part(rows: Rows | Stream, part: Part) -> Rows | Stream:
-    if part.whole:
-        return rows
+    args = preparation.args
+    _warn_of_limit(preparation)
+    packer = Packer(preparation.max_length) if args.concatenate_data else None
+    rank, size = rank_and_world_size() if distributed else (0, 1)
+    own = wanted
+    if wanted is not None:
+        start, stop = partition(wanted, rank, size)
+        own = stop - start
+    numbered: Iterator[tuple[int, Row]]
     if isinstance(rows, Stream):
-        return _cut_stream(rows, part)
-    return Slice(rows, *part.bounds(len(rows)))
-
-
-def _cut_stream(rows: Stream, part: Part) -> Stream:
-    if any(
-        place and (place.startswith("-") or place.endswith("%"))
-        for place in (part.start, part.stop)
-    ):
-        raise DatasetError(
-            f"A stream cannot be cut at {part.start or ''}:{part.stop or ''}: its length is "
-            "not known.",
-            "Give row numbers such as 'train[100:600]', or streaming=False.",
+        stream = rows.shuffled(seed) if shuffle else rows
+        numbered = itertools.islice(
+            enumerate(iterate_stream(stream, preparation.name)), rank, None, size
         )
-    start = int(part.start) if part.start else 0
-    return rows.cut(start, int(part.stop) if part.stop else None)
+    else:
+        order = draw_order(len(rows), shuffle=shuffle, seed=seed)
+        if size > 1 and has_same_rows_everywhere(rows, size):
+            # The number of rows that fill a rank's pieces is unknown: each rank shares all rows.
+            first = len(order) if packer or wanted is None else wanted
+            order = rank_order(order, first, rank, size)
+        numbered = _fetch_in_order(rows, order.tolist(), own)
+    return _collect(numbered, preparation, packer, own)
 
 
-def _join(pieces: list[Rows | Stream], wanted: str) -> Rows | Stream:
-    if len(pieces) == 1:
-        return pieces[0]
-    sized = [piece for piece in pieces if not isinstance(piece, Stream)]
-    if len(sized) < len(pieces):
-        raise DatasetError(
-            f"Streams cannot be joined as in {wanted!r}.", "Name one split, or streaming=False."
+def _warn_of_limit(preparation: Preparation) -> None:
+    asked, limit = preparation.args.max_seq_length, preparation.model_limit
+    if asked is not None and limit is not None and asked > limit:
+        logger.warning(
+            f"max_seq_length is {asked}, and the model takes {limit} tokens: text is cut to "
+            f"{limit} tokens."
         )
-    return Chain(sized)
+
+
+def _fetch_in_order(
+    rows: Rows, order: Sequence[int], wanted: int | None
+) -> Iterator[tuple[int, Row]]:
+    """Yield the rows in an order, read in chunks of at most ``wanted`` rows."""
+    chunk = _CHUNK if wanted is None else max(1, min(_CHUNK, wanted))
+    for start in range(0, len(order), chunk):
+        indices = order[start : start + chunk]
+        yield from zip(indices, rows.fetch(indices), strict=True)
+
+
+def iterate_stream(stream: Stream, name: str) -> Iterator[Row]:
+    """Yield the rows of a stream, with exceptions turned into errors about the data.
+
+    Raises:
+        DatasetError: the stream cannot be read.
+    """
+    rows = iter(stream)
+    while True:
+        try:
+            row = next(rows)
+        except StopIteration:
+            return
+        except DatasetError:
+            raise
+        except Exception as error:
+            raise DatasetError(f"{name} cannot be read on: {error!r}.", "Check it.") from error
+        yield row
+
+
+def _collect(
+    numbered: Iterator[tuple[int, Row]],
+    preparation: Preparation,
+    packer: Packer | None,
+    wanted: int | None,
+) -> list[Sample]:
+    prepare = SampleMaker(preparation)
+    samples: list[Sample] = []
+    while wanted is None or len(samples) < wanted:
+        missing = _CHUNK if wanted is None or packer else wanted - len(samples)
+        rows = list(itertools.islice(numbered, min(_CHUNK, missing)))
+        if not rows:
+            break
+        made = prepare(rows)
+        samples += packer(made) if packer else made
+    prepare.report(len(samples), wanted, packed=packer is not None)
+    return samples[:wanted]
+
+
+# --------------------
+# Training samples of a stream, prepared lazily.
+
+_STREAM_CHUNK = 16
+
+
+class StreamedSamples(IterableDataset[Sample]):
+    """The samples of a stream in order; each iteration starts from the beginning.
+
+    With several workers, each prepares every n-th row.
+
+    Args:
+        rows: the raw data.
+        preparation: the settings.
+    """
+
+    def __init__(self, rows: Stream, preparation: Preparation) -> None:
+        self._rows = rows
+        self._preparation = preparation
+        self._given = 0  # samples of an earlier pass
+
+    def __iter__(self) -> Iterator[Sample]:
+        args = self._preparation.args
+        packer = Packer(self._preparation.max_length) if args.concatenate_data else None
+        prepare = SampleMaker(self._preparation)
+        worker = get_worker_info()
+        first, step = (0, 1) if worker is None else (worker.id, worker.num_workers)
+        numbered: Iterator[tuple[int, Row]]
+        rows_of_all = enumerate(iterate_stream(self._rows, self._preparation.name))
+        numbered = itertools.islice(rows_of_all, first, None, step)
+        count = 0
+        while rows := list(itertools.islice(numbered, _STREAM_CHUNK)):
+            made = prepare(rows)
+            for sample in packer(made) if packer else made:
+                count += 1
+                self._given = max(self._given, count)
+                yield sample
+        if not count and worker is None:  # one of several workers may get no row
+            self._refuse_end()
+
+    def _refuse_end(self) -> None:
+        name = self._preparation.name
+        if not self._given:
+            raise DatasetError(f"{name} has no samples.", "Give data that holds text.")
+        raise DatasetError(
+            f"{name} has ended after {self._given} samples, and cannot be read once more.",
+            "Give a data set that can, or train for no more steps than it has samples for "
+            "(max_train_samples takes them first).",
+        )

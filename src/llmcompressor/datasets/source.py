@@ -5,30 +5,29 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from llmcompressor.args import DatasetArguments
 from llmcompressor.datasets import rows as table
-from llmcompressor.datasets.folders import is_saved_dataset, read_path
-from llmcompressor.datasets.preprocess import is_chat
-from llmcompressor.datasets.readers import KINDS, kind_of
-from llmcompressor.datasets.rows import Columns, Items, Rows, Stream
-from llmcompressor.datasets.samples import MAIN_INPUTS
-from llmcompressor.datasets.sampling import cut, parse_split, pick_split, split_for
+from llmcompressor.datasets.files import KINDS, is_saved_dataset, kind_of, read_path
+from llmcompressor.datasets.rows import Rows, Stream, has_columns, is_a, join, rows_of
 from llmcompressor.errors import DatasetError, did_you_mean
 from llmcompressor.logger import logger
 from llmcompressor.runtime.registry import normalize_name, resolve
 
 __all__ = [
     "KIND_NAMES",
+    "Part",
     "Source",
     "check_data_exists",
     "is_loader",
     "open_source",
-    "rows_of",
+    "parse_split",
+    "rows_of_object",
+    "split_for",
     "streamed_split",
 ]
 
@@ -41,21 +40,8 @@ KIND_NAMES: Mapping[str, str | None] = {
 """What ``dataset`` may be to name the kind of files under ``dataset_path``."""
 
 
-_ADAPTERS = (
-    ("datasets", "Dataset", "llmcompressor.datasets.hub:HubRows"),
-    ("datasets", "IterableDataset", "llmcompressor.datasets.hub:HubStream"),
-    ("torch.utils.data", "IterableDataset", "llmcompressor.datasets.rows:Stream"),
-    ("pandas", "DataFrame", "llmcompressor.datasets.hub:rows_of_frame"),
-    ("pyarrow", "Table", "llmcompressor.datasets.hub:rows_of_table"),
-)
-"""Classes by package and name → what makes rows of their objects, imported when there is one."""
-
-_COLUMNS = MAIN_INPUTS | {"conversations", "messages", "text"}
-"""A mapping with one of these for a key holds columns; any other holds splits."""
-
 _WHERE = ("dataset_path", "dataset_config_name", "raw_kwargs", "streaming")
 """Arguments that say where data is, and how to read it."""
-_WHOLE = "train"
 
 _LONGEST_SHOWN = 300
 
@@ -70,7 +56,7 @@ class Source:
         name: its name in messages.
         rows: its rows.
         owner: the class of a registered data set, whose template turns its rows into text; a
-            subclass of :class:`~llmcompressor.datasets.generation.TextGenerationDataset`. It
+            subclass of :class:`~llmcompressor.datasets.named.TextGenerationDataset`. It
             gets a copy of the arguments, which it may change.
     """
 
@@ -81,7 +67,7 @@ class Source:
 
 def is_loader(data: Any) -> bool:
     """Return True if ``data`` is a torch DataLoader, which yields batches instead of rows."""
-    return _is_a(data, "torch.utils.data", "DataLoader")
+    return is_a(data, "torch.utils.data", "DataLoader")
 
 
 def open_source(
@@ -112,7 +98,7 @@ def open_source(
         source = _open_named(args, split, processor)
     else:
         _warn_unread_arguments(args, _WHERE)
-        source = Source("The given data", _rows_of_object(data, split))
+        source = Source("The given data", rows_of_object(data, split))
     if not isinstance(source.rows, Stream) and not len(source.rows):
         if split is not None and "[" in split:
             raise DatasetError(
@@ -179,7 +165,9 @@ def _open_named(args: DatasetArguments, split: str | None, processor: Any) -> So
         return Source(f"The data {args.dataset_path}", rows, owner)
     if owner is not None:
         opened = owner(dataset_args=replace(args), split=split, processor=processor)
-        return Source(f"The data set {name}", rows_of(opened.load_dataset(), opened.rest), owner)
+        return Source(
+            f"The data set {name}", rows_of_object(opened.load_dataset(), opened.rest), owner
+        )
     if os.path.exists(os.path.expanduser(name)):
         return Source(f"The data {name}", _open_local(args, None, split, name))
     return Source(f"The data set {name}", _from_hub(args, name, split))
@@ -224,7 +212,7 @@ def _open_local(
         saved = resolve("llmcompressor.datasets.hub:load_saved")(str(where))
         if isinstance(saved, Mapping):
             split = _resolve_owner_split(owner, args, split, saved)
-        return _rows_of_object(saved, split)
+        return rows_of_object(saved, split)
     config = args.dataset_config_name or getattr(owner, "config_name", None)
     splits = read_path(where, kind, args.raw_kwargs, config)
     split = _resolve_owner_split(owner, args, split, splits)
@@ -258,30 +246,14 @@ def _from_dvc(
     options: dict[str, Any] = {"data_files": path, **args.raw_kwargs}
     if args.dvc_data_repository:
         options.setdefault("storage_options", {"url": args.dvc_data_repository})
-    return _rows_of_object(_load_hub(args, loader, None, options), split)
+    return rows_of_object(_load_hub(args, loader, None, options), split)
 
 
 def _from_hub(args: DatasetArguments, name: str, split: str | None) -> Rows | Stream:
     if not args.streaming:
-        return _rows_of_object(_load_hub(args, name, split, args.raw_kwargs), None)
+        return rows_of_object(_load_hub(args, name, split, args.raw_kwargs), None)
     whole, rest = streamed_split(split)
-    return _rows_of_object(_load_hub(args, name, whole, args.raw_kwargs), rest)
-
-
-def streamed_split(split: str | None) -> tuple[str | None, str | None]:
-    """Separate a split into its name, which a stream supports, and a slice to apply later.
-
-    >>> streamed_split("train[:100]"), streamed_split("train")
-    (('train', 'train[:100]'), ('train', None))
-    """
-    if split is None:
-        return None, None
-    parts = parse_split(split)
-    if len(parts) > 1:
-        raise DatasetError(
-            f"Streams cannot be joined as in {split!r}.", "Name one split, or streaming=False."
-        )
-    return parts[0].name, None if parts[0].whole else split
+    return rows_of_object(_load_hub(args, name, whole, args.raw_kwargs), rest)
 
 
 def _load_hub(
@@ -296,73 +268,184 @@ def _load_hub(
     )
 
 
-def _rows_of_object(data: Any, split: str | None) -> Rows | Stream:
-    """Rows of a data object; a mapping holds splits or columns."""
-    if isinstance(data, Mapping) and not _has_columns(data):
-        splits = {str(name): rows_of(value, None) for name, value in data.items()}
-        return pick_split(splits, split, "The given data")
-    _warn_unknown_split(split, str(getattr(data, "split", None) or ""))
-    if isinstance(data, Mapping):
-        return cut(Items([dict(data)]) if _is_one_row(data) else Columns(data), split)
-    return rows_of(data, split)
-
-
-def _warn_unknown_split(split: str | None, own: str) -> None:
-    """Warn about a split name that has no effect on data without splits."""
+def rows_of_object(data: Any, split: str | None = None) -> Rows | Stream:
+    """Rows of a data object, cut by ``split``; a mapping holds splits or columns."""
+    if isinstance(data, Mapping) and not has_columns(data):
+        return pick_split(data, split, "The given data")
+    own = str(getattr(data, "split", None) or "")
+    rows = rows_of(data)
+    if split is None:
+        return rows
+    parts = parse_split(split)
     # unnamed rows may be meant by the name of the whole set
-    known = own.partition("[")[0] or _WHOLE
-    if split and any(part.name != known for part in parse_split(split)):
+    if any(part.name != (own.partition("[")[0] or "train") for part in parts):
         what = f"is the split {own!r}" if own else "has no splits"
         effect = "only cuts it" if "[" in split else "has no effect"
         logger.warning(f"The given data {what}; splits={split!r} {effect}.")
+    return _cut([(rows, part) for part in parts], split)
 
 
-def _has_columns(data: Mapping[str, Any]) -> bool:
-    """Return True if a mapping holds columns instead of splits."""
-    found = [data[name] for name in _COLUMNS & data.keys()]
-    return bool(found) and not any(hasattr(each, "column_names") for each in found)
+# --------------------
+# Splits: which one is meant, and the slices in ``"train[:5%]"``.
+
+_PART = re.compile(
+    r"(?P<name>[^\[\]+]+?)\s*"
+    r"(?:\[\s*(?P<start>-?\d+%?)?\s*:\s*(?P<stop>-?\d+%?)?\s*\])?"
+)
 
 
-def _is_one_row(data: Mapping[str, Any]) -> bool:
-    """Return True if a mapping is a single row: a text, a conversation or token ids."""
-    ids = data.get("input_ids")
-    first = None if ids is None else next(iter(ids), None)
-    if any(is_chat(data.get(name)) for name in ("conversations", "messages")):
-        return True
-    return isinstance(data.get("text"), str) or isinstance(first, int) or _is_scalar(first)
+@dataclass(frozen=True)
+class Part:
+    """One piece of a split's description: ``train[10:20]`` or ``train[:5%]``.
+
+    Attributes:
+        name: the split.
+        start: its first row as written, ``None`` for the first of all.
+        stop: the row after its last one as written, ``None`` for the end.
+    """
+
+    name: str
+    start: str | None = None
+    stop: str | None = None
+
+    @property
+    def whole(self) -> bool:
+        """Whether nothing is cut off."""
+        return self.start is None and self.stop is None
+
+    def bounds(self, size: int) -> tuple[int, int]:
+        """First row and the row after the last, of ``size`` rows.
+
+        >>> Part("train", None, "5%").bounds(200), Part("train", "-10", None).bounds(200)
+        ((0, 10), (190, 200))
+        """
+        return _place(self.start, size, 0), _place(self.stop, size, size)
 
 
-def _is_scalar(value: Any) -> bool:
-    return getattr(value, "ndim", None) == 0
+def _place(text: str | None, size: int, default: int) -> int:
+    if text is None:
+        return default
+    place = round(int(text[:-1]) * size / 100) if text.endswith("%") else int(text)
+    return min(size, max(0, place + size if place < 0 else place))
 
 
-def rows_of(data: Any, split: str | None = None) -> Rows | Stream:
-    """Adapt a data object to rows, and apply the slice in ``split``."""
-    if isinstance(data, Rows | Stream):
-        return cut(data, split)
-    for package, name, adapter in _ADAPTERS:
-        if _is_a(data, package, name):
-            return cut(resolve(adapter)(data), split)
-    if isinstance(data, Mapping):
-        return _rows_of_object(data, split)
-    is_class = isinstance(data, type)
-    if not is_class and hasattr(data, "__len__") and hasattr(data, "__getitem__"):
-        if _is_scalar(data):
-            raise DatasetError("The data is a single number.", "Give a row for each sample.")
-        return cut(Items(data), split)
-    if not is_class and hasattr(data, "__iter__"):
-        return cut(Stream(data), split)
-    remedy = "Give a Dataset, a DataLoader, a list, a path or a name."
-    if callable(data) and hasattr(data, "__name__"):
-        what = "an object of it" if is_class else "what it returns"
-        call = f", as in dataset={data.__name__}()" if data.__name__.isidentifier() else ""
-        remedy = f"Give {what}{call}."
-    raise DatasetError(f"The data is a {type(data).__name__}, which has no rows.", remedy)
+def parse_split(text: str) -> list[Part]:
+    """The pieces of ``"train[:5%]+test"``.
+
+    Raises:
+        DatasetError: for a description that is not of this form.
+    """
+    parts = []
+    for piece in text.split("+"):
+        match = _PART.fullmatch(piece.strip())
+        if match is None:
+            raise DatasetError(
+                f"The split {text!r} cannot be read.",
+                "Write it as 'train', 'train[:512]', 'train[10%:20%]' or 'train[:5%]+test'.",
+            )
+        part = Part(match["name"].strip(), match["start"], match["stop"])
+        for place in (part.start, part.stop):
+            if place and place.endswith("%") and abs(int(place[:-1])) > 100:
+                raise DatasetError(
+                    f"The split {text!r} goes to {place} of its rows.",
+                    "A split has 100% of them.",
+                )
+        parts.append(part)
+    return parts
 
 
-def _is_a(data: Any, package: str, name: str) -> bool:
-    """Like isinstance, but by class name, without importing the class's library."""
-    return any(
-        cls.__name__ == name and (cls.__module__ + ".").startswith(package + ".")
-        for cls in type(data).__mro__
+def split_for(role: str, splits: str | Sequence[str] | Mapping[str, str] | None) -> str | None:
+    """The split that plays a role, of the user's ``splits`` in any of its forms.
+
+    A string is the split. Of a dict it is the role's entry. Of a list it is the element whose
+    name is the role's, or else the first.
+
+    Args:
+        role: "calibration" or "train".
+        splits: what the user gave.
+    """
+    if splits is None or isinstance(splits, str):
+        return splits
+    if isinstance(splits, Mapping):
+        if role not in splits:
+            raise DatasetError(
+                f"The argument 'splits' has no key {role!r}, only {', '.join(sorted(splits))}.",
+                f"Name the split to use, for instance splits={{'{role}': 'train[:5%]'}}.",
+            )
+        if ignored := sorted(set(splits) - {role}):
+            logger.warning(f"The splits {', '.join(ignored)} are not used for {role}.")
+        return splits[role]
+    named = [split for split in splits if parse_split(split)[0].name == role]
+    return (named or list(splits))[0]
+
+
+def pick_split(splits: Mapping[str, Any], wanted: str | None, what: str) -> Rows | Stream:
+    """The rows of one split: the wanted one, the only one, or ``train``.
+
+    Args:
+        splits: data by the name of its split.
+        wanted: a description such as ``"train[:5%]"``, or ``None``.
+        what: the data's name, for an error.
+    """
+    if not splits:
+        raise DatasetError(f"{what} has no splits.", "Give data that is not empty.")
+    if wanted is None:
+        only = next(iter(splits)) if len(splits) == 1 else "train"
+        if only not in splits:
+            raise DatasetError(
+                f"{what} has several splits: {', '.join(sorted(splits))}.",
+                f"Choose one, for instance splits={min(splits)!r}.",
+            )
+        return rows_of_object(splits[only])
+    pieces = []
+    for part in parse_split(wanted):
+        if part.name not in splits:
+            raise DatasetError(
+                f"{what} has no split {part.name!r}; its splits are {', '.join(sorted(splits))}.",
+                did_you_mean(part.name, splits),
+            )
+        pieces.append((rows_of_object(splits[part.name]), part))
+    return _cut(pieces, wanted)
+
+
+def _cut(pieces: Sequence[tuple[Rows | Stream, Part]], wanted: str) -> Rows | Stream:
+    """Cut each piece by its slice, and join them."""
+    parts = [rows if part.whole else _cut_part(rows, part) for rows, part in pieces]
+    if len(parts) == 1:
+        return parts[0]
+    sized = [part for part in parts if isinstance(part, Rows)]
+    if len(sized) < len(parts):
+        raise _unjoinable(wanted)
+    return join(sized)
+
+
+def _cut_part(rows: Rows | Stream, part: Part) -> Rows | Stream:
+    if isinstance(rows, Rows):
+        return rows.cut(*part.bounds(len(rows)))
+    if any(place and not place.isdecimal() for place in (part.start, part.stop)):
+        raise DatasetError(
+            f"A stream cannot be cut at {part.start or ''}:{part.stop or ''}: its length is "
+            "not known.",
+            "Give row numbers such as 'train[100:600]', or streaming=False.",
+        )
+    return rows.cut(int(part.start or 0), int(part.stop) if part.stop else None)
+
+
+def _unjoinable(wanted: str) -> DatasetError:
+    return DatasetError(
+        f"Streams cannot be joined as in {wanted!r}.", "Name one split, or streaming=False."
     )
+
+
+def streamed_split(split: str | None) -> tuple[str | None, str | None]:
+    """Separate a split into its name, which a stream supports, and a slice to apply later.
+
+    >>> streamed_split("train[:100]"), streamed_split("train")
+    (('train', 'train[:100]'), ('train', None))
+    """
+    if split is None:
+        return None, None
+    parts = parse_split(split)
+    if len(parts) > 1:
+        raise _unjoinable(split)
+    return parts[0].name, None if parts[0].whole else split

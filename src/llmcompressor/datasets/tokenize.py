@@ -1,9 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Conversion of rows to samples: preprocessing, tokenization, labels, padding and checks."""
+"""Conversion of rows to samples: tokenization, labels, padding, checks and packing.
+
+The user's tokenizer or processor is left as it was.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,13 +17,14 @@ from llmcompressor.datasets.preprocess import (
     NoTokenizerError,
     RowPreparer,
     check_placeholders,
+    errors_naming,
     find_chat_fault,
+    parameters_of,
     resolve_media,
 )
 from llmcompressor.datasets.rows import Row
 from llmcompressor.datasets.samples import (
     MAIN_INPUTS,
-    SEQUENCES,
     Sample,
     add_labels,
     check_token_ids,
@@ -28,14 +33,176 @@ from llmcompressor.datasets.samples import (
     num_tokens,
     pad,
     token_list,
-    truncate,
+    token_sequences,
+    truncate_all,
     without_batch_axis,
 )
-from llmcompressor.datasets.tokenizer import Encoder, pad_id_of, padding_side_of, tokenizer_of
 from llmcompressor.errors import DatasetError
 from llmcompressor.logger import logger
 
-__all__ = ["Packer", "Preparation", "SampleMaker"]
+__all__ = [
+    "Encoder",
+    "Packer",
+    "Preparation",
+    "SampleMaker",
+    "automatic_bos",
+    "pad_id_of",
+    "padding_side_of",
+    "tokenizer_of",
+]
+
+_OPTIONS = frozenset(
+    {
+        "add_special_tokens",
+        "is_split_into_words",
+        "kwargs",
+        "max_length",
+        "pad_to_multiple_of",
+        "padding",
+        "padding_side",
+        "return_attention_mask",
+        "return_length",
+        "return_offsets_mapping",
+        "return_overflowing_tokens",
+        "return_special_tokens_mask",
+        "return_tensors",
+        "return_token_type_ids",
+        "self",
+        "stride",
+        "tokenizer_kwargs",
+        "truncation",
+        "verbose",
+    }
+)
+"""Parameters of a tokenizer that are not data."""
+
+_MEDIA = frozenset({"audio", "audios", "image", "images", "raw_speech", "video", "videos"})
+_UNNAMED = frozenset({"audio", "images", "sampling_rate", "text", "videos"})
+"""What a processor takes that names none of its parameters (Whisper's does not)."""
+
+
+def tokenizer_of(processor: Any) -> Any:
+    """Return the tokenizer of a processor; a tokenizer is returned itself."""
+    return getattr(processor, "tokenizer", None) or processor
+
+
+def pad_id_of(processor: Any, vocab_size: int | None) -> int:
+    """Return the padding token: the tokenizer's, else its end token, else 0."""
+    tokenizer = tokenizer_of(processor)
+    for name in ("pad_token_id", "eos_token_id"):
+        token = getattr(tokenizer, name, None)
+        if isinstance(token, int) and (vocab_size is None or token < vocab_size):
+            return token
+    return 0
+
+
+def padding_side_of(processor: Any) -> str:
+    """Return the tokenizer's padding side, "left" or "right"."""
+    return str(getattr(tokenizer_of(processor), "padding_side", None) or "right")
+
+
+class Encoder:
+    """Tokenizes rows of text in batches, and other rows one by one.
+
+    Args:
+        processor: a tokenizer, a processor, or any function from ``text=`` to token ids.
+        max_length: maximum number of tokens, or ``None``.
+        cut_media: also truncate rows with images; truncation within an image is an error.
+    """
+
+    def __init__(self, processor: Any, *, max_length: int | None, cut_media: bool) -> None:
+        self._processor = processor
+        self._max_length = max_length
+        self._cut_media = cut_media
+        self._names, self._takes_any = parameters_of(processor)
+        self._bos = automatic_bos(tokenizer_of(processor))
+
+    @property
+    def columns(self) -> frozenset[str]:
+        """Columns that the processor accepts."""
+        data = self._names - _OPTIONS
+        if not data and self._takes_any:
+            return _UNNAMED
+        if "audio" in data and self._takes_any:
+            return data | {"sampling_rate"}
+        return data
+
+    def __call__(self, rows: Sequence[Row]) -> list[Mapping[str, Any]]:
+        """Tokenize rows and return the outputs of each, without columns that are not accepted."""
+        kept = [self._usable(row) for row in rows]
+        with _restored_settings(tokenizer_of(self._processor)):
+            if _is_tokenizer(self._processor) and all(row.keys() == {"text"} for row in kept):
+                return self._texts([row["text"] for row in kept])
+            return [self._one(row) for row in kept]
+
+    def ids(self, text: str) -> list[int]:
+        """Tokenize a text, truncated like the rows."""
+        ids: list[int] = list(self([{"text": text}])[0]["input_ids"])
+        return ids
+
+    def _usable(self, row: Row) -> Row:
+        columns = self.columns
+        kept = {name: value for name, value in row.items() if name in columns and value is not None}
+        if isinstance(kept.get("text"), str):
+            # Rendered chats begin with the start token, which the tokenizer would add again.
+            kept["text"] = kept["text"].removeprefix(self._bos)
+        return kept
+
+    def _texts(self, texts: list[str]) -> list[Mapping[str, Any]]:
+        outputs = dict(self._processor(texts, **self._length_options()))
+        return [{name: values[at] for name, values in outputs.items()} for at in range(len(texts))]
+
+    def _one(self, row: Row) -> Mapping[str, Any]:
+        has_media = bool(_MEDIA & row.keys())
+        options: dict[str, Any] = {}
+        if not has_media or (self._cut_media and "audio" not in row):
+            options = self._length_options()
+        if has_media and (self._takes_any or "return_tensors" in self._names):
+            options["return_tensors"] = "pt"
+        outputs: Mapping[str, Any] = self._processor(**row, **options)
+        return outputs
+
+    def _length_options(self) -> dict[str, Any]:
+        if self._max_length is None:
+            return {}
+        options = {"truncation": True, "max_length": self._max_length}
+        return {
+            name: value for name, value in options.items() if self._takes_any or name in self._names
+        }
+
+
+def _is_tokenizer(processor: Any) -> bool:
+    """Return True for a tokenizer, which takes a list of texts."""
+    return hasattr(processor, "convert_tokens_to_ids")
+
+
+def automatic_bos(tokenizer: Any) -> str:
+    """Return the text of the start token if the tokenizer adds it by itself, else ""."""
+    bos, bos_id = getattr(tokenizer, "bos_token", None), getattr(tokenizer, "bos_token_id", None)
+    if not isinstance(bos, str) or bos_id is None or not _is_tokenizer(tokenizer):
+        return ""
+    return bos if list(tokenizer("")["input_ids"][:1]) == [bos_id] else ""
+
+
+@contextmanager
+def _restored_settings(tokenizer: Any) -> Iterator[None]:
+    """Restore the truncation and padding of a fast tokenizer, which it keeps between calls."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        yield
+        return
+    truncation, padding = backend.truncation, backend.padding
+    try:
+        yield
+    finally:
+        if truncation is None:
+            backend.no_truncation()
+        else:
+            backend.enable_truncation(**truncation)
+        if padding is None:
+            backend.no_padding()
+        else:
+            backend.enable_padding(**padding)
 
 
 # --------------------
@@ -200,15 +367,12 @@ class SampleMaker:
             return self._within_limit(sample)
         prompt = row.get("prompt")
         ids = self._own_encoder(where).ids(prompt) if isinstance(prompt, str) else None
-        sample = self._within_limit(self._truncate_for_training(add_labels(sample, ids)))
+        sample = add_labels(sample, ids)
+        if self._it.args.max_seq_length is not None and not self._it.args.concatenate_data:
+            # collators of training do not
+            sample = truncate_all(sample, self._it.args.max_seq_length)
+        sample = self._within_limit(sample)
         return without_batch_axis(sample) if callable(self._it.args.data_collator) else sample
-
-    def _truncate_for_training(self, sample: Sample) -> Sample:
-        """Truncate a training sample to ``max_seq_length``, which training collators do not do."""
-        asked = self._it.args.max_seq_length
-        if asked is None or self._it.args.concatenate_data:
-            return sample
-        return _truncate_sample(sample, asked)
 
     def _within_limit(self, sample: Sample) -> Sample:
         """Truncate a tokenized sample to the model's table of positions, and count long samples."""
@@ -221,9 +385,7 @@ class SampleMaker:
         if length <= limit:
             return sample
         self._long, self._longest = self._long + 1, max(self._longest, length)
-        if not self._it.in_table:
-            return sample
-        return _truncate_sample(sample, limit)
+        return truncate_all(sample, limit) if self._it.in_table else sample
 
     def _describe_long(self) -> str:
         limit = self._it.model_max_length
@@ -247,14 +409,17 @@ class SampleMaker:
             return {}
         encoder = self._own_encoder(self._where(next(iter(rows))))
         known = encoder.columns
-        rows = {index: _with_media(row, known, self._where(index)) for index, row in rows.items()}
+        ready: dict[int, Row] = {}
         for index, row in rows.items():
             where = self._where(index)
-            self._rows.check_columns(row, known, where)
-            _check_text(row, where)
-            _check_media(row, self._it.processor, known, where)
+            with errors_naming(where):
+                ready[index] = resolve_media(row, known)
+            self._rows.check_columns(ready[index], known, where)
+            _check_text(ready[index], where)
+            with errors_naming(where):
+                check_placeholders(self._it.processor, ready[index], known)
         try:
-            outputs = encoder(list(rows.values()))
+            outputs = encoder(list(ready.values()))
         except DatasetError:
             raise
         except Exception as error:
@@ -265,8 +430,8 @@ class SampleMaker:
                 "Check the data, or prepare it in a preprocessing_func.",
             ) from error
         return {
-            index: self._finished(output, rows[index], encoder, self._where(index))
-            for index, output in zip(rows, outputs, strict=True)
+            index: self._finished(output, ready[index], encoder, self._where(index))
+            for index, output in zip(ready, outputs, strict=True)
         }
 
     def _finished(
@@ -292,12 +457,11 @@ class SampleMaker:
             )
         pad_id = pad_id_of(self._it.processor, self._it.vocab_size)
         side = padding_side_of(self._it.processor)
-        return {
+        padded = {
             name: pad(sample, name, length, pad_id=pad_id, side=side)
-            if name in SEQUENCES and isinstance(value, list)
-            else value
-            for name, value in sample.items()
+            for name in token_sequences([sample])
         }
+        return {**sample, **padded}
 
     def _own_encoder(self, where: str) -> Encoder:
         if self._encoder is None:
@@ -314,16 +478,6 @@ class SampleMaker:
         return self._encoder
 
 
-def _truncate_sample(sample: Sample, length: int) -> Sample:
-    """Truncate each sequence of a sample to ``length`` tokens."""
-    return {
-        name: truncate(sample, name, length)
-        if name in SEQUENCES and isinstance(value, list)
-        else value
-        for name, value in sample.items()
-    }
-
-
 def _is_blank(row: Row) -> bool:
     """Return True if a row has nothing but a blank text."""
     if "text" not in row:
@@ -334,7 +488,7 @@ def _is_blank(row: Row) -> bool:
 
 
 def _check_text(row: Row, where: str) -> None:
-    text = row.get("text")
+    text: Any = row.get("text")
     if text is not None and not isinstance(text, str):
         turns = isinstance(text, list) and any(isinstance(one, Mapping) for one in text)
         fault = f": {find_chat_fault(text)}" if turns else ""
@@ -342,32 +496,12 @@ def _check_text(row: Row, where: str) -> None:
             f"{where} has a {type(text).__name__} for its text{fault}.",
             "Make a string of it with a preprocessing_func, or name another text_column.",
         )
-    if text is not None and not text.isascii():
-        _check_unicode(text, where)
-
-
-def _with_media(row: Row, known: frozenset[str], where: str) -> Row:
     try:
-        return resolve_media(row, known)
-    except DatasetError as error:
-        raise DatasetError(f"{where}: {error.problem}", error.remedy) from error
-
-
-def _check_media(row: Row, processor: Any, known: frozenset[str], where: str) -> None:
-    try:
-        check_placeholders(processor, row, known)
-    except DatasetError as error:
-        raise DatasetError(f"{where}: {error.problem}", error.remedy) from error
-
-
-def _check_unicode(text: str, where: str) -> None:
-    """Refuse lone surrogates, which Python strings allow but tokenizers do not."""
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:
+        (text or "").encode("utf-8")
+    except UnicodeEncodeError as error:  # a lone surrogate, which tokenizers refuse
         raise DatasetError(
-            f"{where} has {text[error.start]!r} in its text, at {error.start}: it is no character "
-            "by itself.",
+            f"{where} has {error.object[error.start]!r} in its text, at {error.start}: it is no "
+            "character by itself.",
             "Read the text with errors='replace', or clean it in a preprocessing_func.",
         ) from error
 

@@ -26,8 +26,7 @@ from llmcompressor.checkpoint.workspace import Workspace, open_workspace, resuma
 from llmcompressor.datasets import rows as table
 from llmcompressor.datasets.calibration import load_training, make_collator
 from llmcompressor.datasets.rows import Stream
-from llmcompressor.datasets.sampling import parse_split
-from llmcompressor.datasets.source import Source, is_loader, open_source
+from llmcompressor.datasets.source import Source, is_loader, open_source, parse_split
 from llmcompressor.entrypoints.arguments import Task, data_limits
 from llmcompressor.entrypoints.fingerprints import (
     data_fingerprint,

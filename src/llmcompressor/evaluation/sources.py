@@ -13,10 +13,10 @@ from torch import Tensor
 
 from llmcompressor.args import DatasetArguments
 from llmcompressor.datasets import Source, open_source
+from llmcompressor.datasets.files import KINDS, kind_of
 from llmcompressor.datasets.preprocess import ChatRenderer, RowPreparer, refuse_broken_chat
-from llmcompressor.datasets.readers import KINDS, kind_of
 from llmcompressor.datasets.samples import from_tokenized
-from llmcompressor.datasets.tokenizer import automatic_bos, tokenizer_of
+from llmcompressor.datasets.tokenize import automatic_bos, tokenizer_of
 from llmcompressor.errors import ArgumentError, DatasetError, did_you_mean
 from llmcompressor.evaluation.stdlib_text import held_out_texts
 
