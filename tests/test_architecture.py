@@ -51,7 +51,7 @@ FLOORS = {
     "__main__": 11,
 }
 # What mathematics may know besides itself and the language's own library.
-MATHEMATICS = {"torch", "numpy", "llmcompressor"}
+MATHEMATICS = {"torch", "numpy", "safetensors", "llmcompressor"}
 MACHINE_PATH = re.compile(r"/(?:home|work|root|Users|opt/envs)/\w|[A-Z]:\\\\Users")
 
 

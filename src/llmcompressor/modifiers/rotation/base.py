@@ -32,7 +32,6 @@ from llmcompressor.errors import RecipeError, TargetError, did_you_mean
 from llmcompressor.logger import logger
 from llmcompressor.modeling.blocks import find_blocks
 from llmcompressor.modeling.names import named_modules
-from llmcompressor.modifiers.rotation.effort import fusion_cost, trial_cost
 from llmcompressor.modifiers.rotation.online import (
     ONLINE_DTYPE,
     add_schemes,
@@ -40,7 +39,7 @@ from llmcompressor.modifiers.rotation.online import (
     has_online_rotation,
     is_loadable_order,
 )
-from llmcompressor.modifiers.rotation.plan import RotationPlan
+from llmcompressor.modifiers.rotation.plan import RotationPlan, fusion_cost, trial_cost
 from llmcompressor.modifiers.rotation.probe import (
     NARROW_TOLERANCE,
     InvarianceProbe,

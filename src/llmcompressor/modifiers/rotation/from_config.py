@@ -24,7 +24,7 @@ from torch.nn import Embedding, Linear, Module
 
 from llmcompressor.errors import RecipeError, TargetError
 from llmcompressor.modeling.matching import match_named_modules
-from llmcompressor.modifiers.rotation.plan import OnlineRotation, RotationPlan
+from llmcompressor.modifiers.rotation.plan import RotationPlan
 from llmcompressor.numerics.rotation import Rotation
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ def plan_from_config(
                 order = _matrix_order(modifier, scheme, args, module_name, module)
                 rotation = modifier.rotation(name, order, module_name, kind=scheme.type)
                 orders[order] = rotation
-                _add_rotation(plan, name, args, module_name, module, rotation)
+                plan.add(name, args, module_name, module, rotation)
         plan.schemes[name] = modifier.written(scheme, list(orders.values()), online=online)
     return plan
 
@@ -106,22 +106,3 @@ def _matrix_order(
             "Choose another block size, or put it on the ignore list.",
         )
     return int(scheme.head_dim)
-
-
-def _add_rotation(
-    plan: RotationPlan,
-    scheme: str,
-    args: TransformArgs,
-    name: str,
-    module: Module,
-    rotation: Rotation,
-) -> None:
-    location = TransformLocation(args.location)
-    if location is TransformLocation.WEIGHT_INPUT:
-        plan.of(module).inputs.append(rotation if args.inverse else rotation.transposed())
-    elif location is TransformLocation.WEIGHT_OUTPUT:
-        turned = rotation.transposed() if args.inverse else rotation
-        own = plan.of(module)
-        (own.inputs if isinstance(module, Embedding) else own.outputs).append(turned)
-    else:
-        plan.online.append(OnlineRotation(module, name, scheme, location, rotation, args.inverse))

@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 from torch.nn import Linear, Module
 
+from llmcompressor.core.contract import CalibrationCost, LearningCost
 from llmcompressor.errors import DatasetError, NonFiniteError
 from llmcompressor.logger import logger
 from llmcompressor.modeling.blocks import find_blocks
@@ -53,6 +54,8 @@ __all__ = [
     "RotatedParameters",
     "check_next_tokens",
     "learn_rotations",
+    "learning_cost",
+    "recomputation_cost",
 ]
 
 
@@ -65,6 +68,10 @@ __all__ = [
 PIECE = 1 << 22
 """Elements of a weight that are made at once where its rows stand for themselves: 16 MiB."""
 _NORM = "weight"
+_VISITS, _ROUNDING_VISITS = 12, 27
+"""Passes over a weight to compute it, and to compute and to round it."""
+_FLOAT, _ROUNDING = 4, 5
+"""Bytes per weight of a copy, and of what rounding holds besides: the result and what was cut."""
 
 
 class RotatedParameters:
@@ -235,6 +242,32 @@ class _RotatedWeight(_RotatedParameter):
         )
 
 
+def recomputation_cost(plan: RotationPlan, modules: Iterable[Module]) -> CalibrationCost:
+    """Cost of computing the weights of ``modules`` and their gradients once.
+
+    Args:
+        plan: the rotations that are fused into weights.
+        modules: modules of one part of the model; their weights may be on the meta device.
+    """
+    solve = visits = statistics = workspace = 0
+    for module in modules:
+        if module not in plan.fusions:
+            continue
+        fusion, weight = plan.fusions[module], module.get_parameter("weight")
+        rotations, own = (*fusion.inputs, *fusion.outputs), weight.nbytes
+        scheme: Any = getattr(module, "quantization_scheme", None)
+        is_rounded = scheme is not None and scheme.weights is not None
+        at_once = weight.numel()
+        if not is_rounded and not fusion.outputs:
+            at_once = min(at_once, PIECE)
+        copies = _FLOAT * (len(rotations) + 2) + (_ROUNDING if is_rounded else weight.itemsize)
+        solve += weight.numel() * sum(one.order for one in rotations)
+        visits += weight.numel() * (_ROUNDING_VISITS if is_rounded else _VISITS)
+        statistics += own
+        workspace = max(workspace, at_once * copies + own)  # with the weight's gradient
+    return CalibrationCost(solve=solve, visits=visits, statistics=statistics, workspace=workspace)
+
+
 class _RecomputedParameter(torch.autograd.Function):
     """Autograd function that computes a parameter in chunks, and recomputes it for its gradient."""
 
@@ -290,6 +323,25 @@ class LearningResult:
     rotations: dict[str, Rotation]
     loss_before: float
     loss_after: float
+
+
+def learning_cost(orders: Iterable[int], *, steps: int) -> LearningCost:
+    """Cost of learning matrices of these sizes.
+
+    Args:
+        orders: sizes of all learned matrices.
+        steps: number of steps.
+    """
+    sizes = list(orders)
+    entries = sum(size**2 for size in sizes)
+    return LearningCost(
+        steps=steps,
+        compared=COMPARED,
+        held=24 * entries,  # matrix and momentum in float64, leaf and gradient in float32
+        kept=16 * entries,  # matrix and momentum
+        stepping=64 * max(sizes, default=0) ** 2,  # eight matrices in float64
+        products=8 * sum(size**3 for size in sizes),
+    )
 
 
 def learn_rotations(

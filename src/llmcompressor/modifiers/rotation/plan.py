@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Collection, Container, Iterable, Iterator
+from collections.abc import Collection, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -13,15 +13,16 @@ import torch
 from compressed_tensors.transform import TransformArgs, TransformLocation, TransformScheme
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 from torch import Tensor
-from torch.nn import Linear, Module
+from torch.nn import Embedding, Linear, Module
 
+from llmcompressor.core.contract import ComputeCost
 from llmcompressor.equalization.mappings import find_norm_sets
 from llmcompressor.equalization.rescale import input_channels, write_parameters
 from llmcompressor.errors import TargetError
 from llmcompressor.logger import logger
 from llmcompressor.modeling.call_graph import DataFlow, trace_flow
 from llmcompressor.modeling.matching import match_named_modules
-from llmcompressor.modeling.names import named_modules
+from llmcompressor.modeling.names import named_modules, own_parameters
 from llmcompressor.modeling.weights import text_config
 from llmcompressor.modifiers.rotation.online import (
     AttachedTransform,
@@ -30,6 +31,7 @@ from llmcompressor.modifiers.rotation.online import (
     stored_weight,
     tie_transforms,
 )
+from llmcompressor.numerics.hadamard import split_order
 from llmcompressor.numerics.rotation import (
     Rotation,
     channel_rescaling,
@@ -56,8 +58,10 @@ __all__ = [
     "cached_gain",
     "down_projections",
     "find_heads",
+    "fusion_cost",
     "norms_feeding",
     "short_targets",
+    "trial_cost",
 ]
 
 
@@ -241,6 +245,21 @@ class RotationPlan:
             for module in norm.readers:
                 self.of(module).norm = norm
 
+    def add(
+        self, scheme: str, args: TransformArgs, name: str, module: Module, rotation: Rotation
+    ) -> None:
+        """Rotate one module as ``args`` says; an embedding's output is its rows."""
+        location = TransformLocation(args.location)
+        if location is TransformLocation.WEIGHT_INPUT:
+            self.of(module).inputs.append(rotation if args.inverse else rotation.transposed())
+        elif location is TransformLocation.WEIGHT_OUTPUT:
+            fused = rotation.transposed() if args.inverse else rotation
+            own = self.of(module)
+            (own.inputs if isinstance(module, Embedding) else own.outputs).append(fused)
+        else:
+            online = OnlineRotation(module, name, scheme, location, rotation, args.inverse)
+            self.online.append(online)
+
     @torch.no_grad()
     def fuse(self, modules: Collection[Module] | None = None) -> None:
         """Multiply all factors into the weights; once into a weight that several modules share.
@@ -411,6 +430,50 @@ def _device_of(module: Module) -> torch.device:
 
 
 # --------------------
+# Cost of rotations: passes over a weight in float32, and twice as much in float64.
+
+_PASSES, _BUTTERFLY, _TRANSPOSED = 5, 6, 25
+"""Of a rotation, of each butterfly of its power of two, and of one of the output."""
+_SCALED = 10
+"""Passes to look at the columns behind a norm, and to multiply them."""
+_TRIAL_RUNS, _TRIAL_TOKENS, _TRIAL_VISITS = 3, 8, 3
+
+
+def fusion_cost(
+    plan: RotationPlan, modules: Iterable[Module], precision: torch.dtype
+) -> ComputeCost:
+    """Compute for fusing rotations into the weights of ``modules``."""
+    wide = 2 if precision == torch.float64 else 1
+    found = ComputeCost()
+    for module in modules:
+        fusion = plan.fusions.get(module, Fusion())
+        passes, products = _TRANSPOSED * len(fusion.outputs), 0
+        for one in (*fusion.inputs, *fusion.outputs):
+            power, base = (1, one.order) if one.signs_N is None else split_order(one.order)
+            passes += _PASSES + _BUTTERFLY * (power.bit_length() - 1)
+            products += base if base > 1 else 0
+        passes = wide * passes + (_SCALED if fusion.norm else 0)
+        elements = _elements([module])
+        found += ComputeCost(solve=wide * products * elements, visits=passes * elements)
+    return found
+
+
+def trial_cost(plan: RotationPlan, modules: Sequence[Module]) -> ComputeCost:
+    """Compute for the trial of the rotations on a few tokens in float32."""
+    multiplying = [one for one in modules if not isinstance(one, Embedding)]
+    runs = ComputeCost(
+        solve=_TRIAL_RUNS * _TRIAL_TOKENS * _elements(multiplying),
+        visits=_TRIAL_VISITS * _elements(modules),
+        readings=_TRIAL_RUNS,
+    )
+    return runs + fusion_cost(plan, modules, torch.float32)
+
+
+def _elements(modules: Iterable[Module]) -> int:
+    return sum(one.numel() for module in modules for one in own_parameters(module) if one.ndim > 1)
+
+
+# --------------------
 # Short target lists for a given set of modules.
 
 
@@ -447,6 +510,11 @@ SAY_PARTS = "Say what its parts are with the fields mappings and norm_mappings."
 class _Mapping(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
+    @field_validator("mlp_in", "mlp_out", "linears", mode="before", check_fields=False)
+    @classmethod
+    def _as_list(cls, value: object) -> object:
+        return [value] if isinstance(value, str) else value
+
 
 class SpinQuantMapping(_Mapping):
     """Targets (names, ``re:`` patterns or classes) of the parts that rotations act on.
@@ -475,11 +543,6 @@ class SpinQuantMapping(_Mapping):
     mlp_out: list[str]
     lm_head: str
 
-    @field_validator("mlp_in", "mlp_out", mode="before")
-    @classmethod
-    def _as_list(cls, value: object) -> object:
-        return [value] if isinstance(value, str) else value
-
 
 class NormMapping(_Mapping):
     """A norm and the Linears that read its output.
@@ -491,11 +554,6 @@ class NormMapping(_Mapping):
 
     norm: str
     linears: list[str]
-
-    @field_validator("linears", mode="before")
-    @classmethod
-    def _as_list(cls, value: object) -> object:
-        return [value] if isinstance(value, str) else value
 
 
 def _llama() -> SpinQuantMapping:

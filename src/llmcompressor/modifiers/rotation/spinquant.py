@@ -17,7 +17,7 @@ first. Outliers, which are concentrated in a few channels, are spread over all.
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal, Self
 
 from compressed_tensors.transform import (
@@ -39,12 +39,13 @@ from llmcompressor.errors import RecipeError, TargetError
 from llmcompressor.modeling.matching import match_named_modules
 from llmcompressor.modeling.weights import text_config, untie_embeddings
 from llmcompressor.modifiers.rotation.base import RotationModifier
-from llmcompressor.modifiers.rotation.effort import learning_cost, recomputation_cost
 from llmcompressor.modifiers.rotation.from_config import plan_from_config
 from llmcompressor.modifiers.rotation.learned import (
     LearningResult,
     check_next_tokens,
     learn_rotations,
+    learning_cost,
+    recomputation_cost,
 )
 from llmcompressor.modifiers.rotation.online import check_attention_hookable
 from llmcompressor.modifiers.rotation.plan import (
@@ -52,7 +53,6 @@ from llmcompressor.modifiers.rotation.plan import (
     SAY_PARTS,
     SPINQUANT_MAPPING_REGISTRY,
     NormMapping,
-    OnlineRotation,
     RotationPlan,
     SpinQuantMapping,
     down_projections,
@@ -82,6 +82,24 @@ _REASONS = {
     "R4": "something stands before the down projection, or reads its weight",
 }
 """Why outputs move where a rotation of this name is done."""
+
+
+_OF_HEADS = ("R2", "R3")
+
+
+@dataclass(frozen=True)
+class _Site:
+    """Modules that one matrix rotates together.
+
+    Attributes:
+        what: what it rotates, for error messages.
+        width: number of channels.
+        modules: location of the transform → the modules there, by name.
+    """
+
+    what: str
+    width: int
+    modules: Mapping[str, Mapping[str, Module]]
 
 
 class SpinQuantModifier(RotationModifier):
@@ -168,10 +186,58 @@ class SpinQuantModifier(RotationModifier):
     def _plan_rotations(self, model: Any, names: Sequence[str]) -> RotationPlan:
         plan = RotationPlan(self.torch_precision)
         for name in names:  # rotations of an input act in this order
-            {"R1": self._plan_r1, "R2": self._plan_r2, "R3": self._plan_r3, "R4": self._plan_r4}[
-                name
-            ](plan, model)
+            if name == "R1":
+                plan.fuse_norms(self._find_stream(model).norms.values())
+            find = {
+                "R1": self._residual_stream,
+                "R2": self._heads,
+                "R3": self._queries_and_keys,
+                "R4": self._down_projections,
+            }[name]
+            self._add_rotations(plan, model, name, find(model))
         return plan
+
+    def _add_rotations(
+        self, plan: RotationPlan, model: Any, name: str, sites: Sequence[_Site]
+    ) -> None:
+        """Rotate all sites of R1, R2, R3 or R4: with one matrix, or with one each."""
+        apart = name != "R1" and (self.randomize or (name == "R2" and self.learnable))
+        several = len({site.width for site in sites}) > 1
+        rotations: dict[str, Rotation] = {}
+        placed: dict[str, dict[str, dict[str, Module]]] = {}
+        for number, site in enumerate(sites):
+            order = self._block_size(name, site)
+            key = f"{name}_{number}" if apart else f"{name}_{order}" if several else name
+            rotations[key] = self.rotation(key, order, site.what)
+            if name in ("R1", "R2"):
+                self._learnable[f"{key}/{order}"] = order
+            for location, modules in site.modules.items():
+                placed.setdefault(key, {}).setdefault(location, {}).update(modules)
+        for key, rotation in rotations.items():
+            apply = []
+            for location, modules in placed[key].items():
+                args = TransformArgs(
+                    targets=short_targets(model, modules),
+                    location=location,
+                    inverse=location == TransformLocation.WEIGHT_INPUT,
+                )
+                apply.append(args)
+                for module_name, module in modules.items():
+                    plan.add(key, args, module_name, module, rotation)
+            scheme = TransformScheme(
+                type=self.transform_type,
+                apply=apply,
+                head_dim=rotation.order if name in _OF_HEADS else self.transform_block_size,
+            )
+            online = any(args.is_online() for args in apply)
+            plan.schemes[key] = self.written(scheme, [rotation], online=online)
+
+    def _block_size(self, name: str, site: _Site) -> int:
+        """Number of channels rotated together; wider blocks than a head would mix heads."""
+        size = self.transform_block_size
+        if name in _OF_HEADS and size is not None and size >= site.width:
+            return site.width
+        return self.block_of(site.width, site.what)
 
     def prepare(self, model: Any) -> None:
         """Untie the embeddings: the final gain and R1 apply to the head's weight only."""
@@ -248,68 +314,46 @@ class SpinQuantModifier(RotationModifier):
             )
         return self._stream
 
-    def _plan_r1(self, plan: RotationPlan, model: Any) -> None:
+    def _residual_stream(self, model: Any) -> list[_Site]:
         stream = self._find_stream(model)
-        plan.fuse_norms(stream.norms.values())
-        order = self.block_of(stream.width, "the residual stream (R1)")
-        rotation = self.rotation("R1", order, "the residual stream (R1)")
-        self._learnable[f"R1/{order}"] = order
-        for module in (*stream.embeddings, *stream.readers):
-            plan.of(module).inputs.append(rotation)
-        for module in stream.writers:
-            plan.of(module).outputs.append(rotation)
-        writing = [*stream.embeddings.values(), *stream.writers.values()]
-        apply = [
-            _transform_args(short_targets(model, writing), "weight_output"),
-            _transform_args(
-                short_targets(model, stream.readers.values()), "weight_input", inverse=True
-            ),
+        writers = {name: one for one, name in (stream.embeddings | stream.writers).items()}
+        readers = {name: one for one, name in stream.readers.items()}
+        modules = {"weight_output": writers, "weight_input": readers}
+        return [_Site("the residual stream (R1)", stream.width, modules)]
+
+    def _heads(self, model: Any) -> list[_Site]:
+        return [
+            _Site(
+                f"a head of {one.name} (R2)",
+                one.head_dim,
+                {"weight_output": dict([one.values]), "weight_input": dict([one.output])},
+            )
+            for one in find_heads(model, self._parts(model))
         ]
-        plan.schemes["R1"] = self._scheme(rotation, apply, self.transform_block_size)
 
-    def _plan_r2(self, plan: RotationPlan, model: Any) -> None:
-        every = find_heads(model, self._parts(model))
-        apart = self.randomize or self.learnable
-        for number, heads in enumerate(every):
-            what = f"a head of {heads.name} (R2)"
-            order = self._head_block_size(heads.head_dim, what)
-            key = f"R2_{number}" if apart else "R2"
-            rotation = self.rotation(key, order, what)
-            self._learnable[f"{key}/{order}"] = order
-            (values_name, values), (output_name, output) = heads.values, heads.output
-            plan.of(values).outputs.append(rotation)
-            plan.of(output).inputs.append(rotation)
-            if not apart and number:
-                continue
-            ours = [heads] if apart else every
-            values_names = [values_name] if apart else [one.values[0] for one in ours]
-            output_names = [output_name] if apart else [one.output[0] for one in ours]
-            apply = [
-                _transform_args(short_targets(model, values_names), "weight_output"),
-                _transform_args(short_targets(model, output_names), "weight_input", inverse=True),
-            ]
-            plan.schemes[key] = self._scheme(rotation, apply, order)
-
-    def _plan_r3(self, plan: RotationPlan, model: Any) -> None:
+    def _queries_and_keys(self, model: Any) -> list[_Site]:
         attention = self._attention(model)
         self._check_attention(model)
         config = text_config(model.config)
         parts = self._parts(model)
         width = parts.attn_head_dim if parts else None
-        for number, (module, name) in enumerate(attention.items()):
-            what = f"a head of {name} (R3)"
+        sites = []
+        for module, name in attention.items():
             own = width or getattr(module, "head_dim", None)
             own = own or config.hidden_size // config.num_attention_heads
-            order = self._head_block_size(own, what)
-            key = f"R3_{number}" if self.randomize else "R3"
-            rotation = self.rotation(key, order, what)
-            places = (TransformLocation.Q_ATTN, TransformLocation.K_CACHE)
-            plan.online += [OnlineRotation(module, name, key, place, rotation) for place in places]
-            if self.randomize or not number:
-                ours = [name] if self.randomize else list(attention.values())
-                targets = short_targets(model, ours)
-                apply = [_transform_args(targets, place.value) for place in places]
-                plan.schemes[key] = self._scheme(rotation, apply, order, online=True)
+            modules = {"q_attn": {name: module}, "k_cache": {name: module}}
+            sites.append(_Site(f"a head of {name} (R3)", own, modules))
+        return sites
+
+    def _down_projections(self, model: Any) -> list[_Site]:
+        return [
+            _Site(
+                f"the input of {name} (R4)",
+                module.in_features,
+                {"input": {name: module}, "weight_input": {name: module}},
+            )
+            for name, module in down_projections(model, self._parts(model)).items()
+        ]
 
     @staticmethod
     def _check_attention(model: Any) -> None:
@@ -337,45 +381,6 @@ class SpinQuantModifier(RotationModifier):
                 "Leave R3 out of rotations.",
             )
         return attention
-
-    def _plan_r4(self, plan: RotationPlan, model: Any) -> None:
-        found = down_projections(model, self._parts(model))
-        groups: dict[str, list[str]] = {}
-        rotations = {}
-        for number, (name, module) in enumerate(found.items()):
-            what = f"the input of {name} (R4)"
-            order = self.block_of(module.in_features, what)
-            several = len({one.in_features for one in found.values()}) > 1
-            key = f"R4_{number}" if self.randomize else f"R4_{order}" if several else "R4"
-            rotation = rotations[key] = self.rotation(key, order, what)
-            plan.of(module).inputs.append(rotation)
-            plan.online.append(OnlineRotation(module, name, key, TransformLocation.INPUT, rotation))
-            groups.setdefault(key, []).append(name)
-        for key, names in groups.items():
-            targets = short_targets(model, names)
-            apply = [
-                _transform_args(targets, "input"),
-                _transform_args(targets, "weight_input", inverse=True),
-            ]
-            plan.schemes[key] = self._scheme(
-                rotations[key], apply, self.transform_block_size, online=True
-            )
-
-    def _head_block_size(self, width: int, what: str) -> int:
-        """Block size within a head: wider blocks would mix heads."""
-        size = self.transform_block_size
-        return width if size is None or size >= width else self.block_of(width, what)
-
-    def _scheme(
-        self,
-        rotation: Rotation,
-        apply: list[TransformArgs],
-        head_dim: int | None,
-        *,
-        online: bool = False,
-    ) -> TransformScheme:
-        scheme = TransformScheme(type=self.transform_type, apply=apply, head_dim=head_dim)
-        return self.written(scheme, [rotation], online=online)
 
     # ------------------------------------------------------------------ learning
 
@@ -444,7 +449,3 @@ class SpinQuantModifier(RotationModifier):
                 plan.schemes[key] = plan.schemes[key].model_copy(update={"type": "random-matrix"})
         if getattr(model, "transform_config", None) is not None:
             model.transform_config.config_groups.update(plan.schemes)
-
-
-def _transform_args(targets: list[str], location: str, *, inverse: bool = False) -> TransformArgs:
-    return TransformArgs(targets=targets, location=location, inverse=inverse)
