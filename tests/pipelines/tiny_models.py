@@ -261,7 +261,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
 def build(name: str, seed: int = 0) -> Module:
     """A random model in evaluation mode; equal seeds give equal models."""
     torch.manual_seed(seed)
-    return ARCHITECTURES[name].compute_rows().eval()
+    return ARCHITECTURES[name].make().eval()
 
 
 def tensors_of(value: Any) -> list[Tensor]:
