@@ -16,7 +16,7 @@ from llmcompressor.equalization.mappings import find_smooth_sets, resolve_mappin
 from llmcompressor.equalization.probe import BlockRuns, Names, SmoothSet, block_probes
 from llmcompressor.equalization.rescale import divide_outputs, multiply_inputs
 from llmcompressor.errors import TargetError
-from llmcompressor.moe.similar_experts import parse_expert_name
+from llmcompressor.modeling.fused import parse_expert_name
 
 NORM = "re:.*post_attention_layernorm$"
 UP_TO_DOWN: Names = ("re:.*up_proj$", ("re:.*down_proj$",))

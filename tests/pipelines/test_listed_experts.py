@@ -6,7 +6,7 @@ from __future__ import annotations
 import copy
 import itertools
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from llmcompressor.errors import DatasetError, TargetError
 from llmcompressor.modeling.meta_weights import zero_weights
 from llmcompressor.modifiers.autoround import AutoRoundModifier
 from llmcompressor.modifiers.quantization import GPTQModifier, QuantizationModifier
-from llmcompressor.moe.module_list import CallConvention, call_conventions, find_expert_lists
+from llmcompressor.moe.module_list import find_expert_lists, lists_called_with_rows
 from llmcompressor.pipelines.moe_routing import experts_report
 
 PIPELINES = ["basic", "sequential", "layer_sequential", "independent"]
@@ -162,16 +162,6 @@ class InLayers(Listed):
         return x
 
 
-class AtHalfLength(Listed):
-    """Nor these, which together get as many rows as there are tokens, and a half."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        half = x[:, : x.shape[1] // 2]
-        for layer in self.experts:
-            half = half * 3 + layer(half)
-        return torch.cat([half, x[:, half.shape[1] :]], 1)
-
-
 class ByPosition(Listed):
     """Nor these: one for each position."""
 
@@ -181,25 +171,6 @@ class ByPosition(Listed):
             for at in range(x.shape[1])
         )
         return torch.cat(list(steps), 1)
-
-
-class ByScale(Listed):
-    """Nor these: each sees fewer tokens than the one before, and other ones."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        made = torch.zeros_like(x)
-        for number, expert in enumerate(self.experts):
-            step = 2**number
-            made[:, ::step] += expert(x[:, ::step] * step)
-        return made
-
-
-class Deep(Scaled):
-    """Gets its tokens in a batch of one."""
-
-    def made(self, expert: nn.Module, rows: Tensor) -> Tensor:
-        made: Tensor = expert(rows[None] * 0.5)[0]
-        return made
 
 
 class Halved(ByContent):
@@ -219,19 +190,15 @@ class Halved(ByContent):
 class Numbered(LlamaMLP):
     """Takes what it is called with under its own number alone."""
 
-    is_strict, erases = True, False
-
     def forward(self, rows: Tensor, number: int = -1) -> Tensor:
-        if self.is_strict and number != self.number:
+        if number != self.number:
             raise ValueError(f"Not {number}.")
         made: Tensor = super().forward(rows)
-        if self.erases:
-            rows.zero_()
         return made
 
 
 class Own(Listed):
-    """None of its experts can be called with what another gets; no token says where it goes."""
+    """None of its experts can be called with what another gets."""
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
@@ -242,28 +209,6 @@ class Own(Listed):
     def made(self, expert: nn.Module, rows: Tensor) -> Tensor:
         made: Tensor = expert(rows, number=expert.number)
         return made
-
-
-class OwnOnly(ByContent, Own):
-    """Nor of its experts, to which tokens go by what they hold."""
-
-
-class OwnErased(OwnOnly):
-    """What their first matrices got is no input any more when they have returned."""
-
-    def __init__(self, config: Any) -> None:
-        super().__init__(config)
-        for expert in self.experts:
-            expert.erases = True
-
-
-class Numberless(OwnOnly):
-    """The same, but any of its experts takes what another gets."""
-
-    def __init__(self, config: Any) -> None:
-        super().__init__(config)
-        for expert in self.experts:
-            expert.is_strict = False
 
 
 class Doubling(LlamaMLP):
@@ -482,15 +427,22 @@ def test_they_are_quantized_as_experts_in_stacks_are(arguments: dict[str, Any]) 
         assert (stack.weight != single.weight).float().mean() < 0.01  # ties of rounding
 
 
-@pytest.mark.parametrize("pipeline", PIPELINES)
-@pytest.mark.parametrize("twin", [False, True])
-def test_that_they_cannot_be_shown_all_tokens_is_said_once(
-    pipeline: str, twin: bool, warned: list[str]
+@pytest.mark.parametrize(
+    ("pipeline", "twin", "kind"),
+    thinned(itertools.product(PIPELINES, [False, True]), [Own, Scaled, Halved, Overwritten]),
+)
+def test_others_get_their_own_tokens_with_one_warning(
+    pipeline: str, twin: bool, kind: type[Listed], warned: list[str]
 ) -> None:
-    model, batches = build(Own), tiny.text_batches()
-    sizes = [batch["input_ids"].numel() for batch in batches]
-    most = sum(int((chosen_of(size, Listed.share) == 0).sum()) for size in sizes)
-    run_pipeline(model, batches, Patient(twin=twin, round_to=2), pipeline)
+    model, batches, names, plain = observed(kind)
+    sizes = [sum(map(len, plain.get(f"{LIST}.{n}.gate_proj", ()))) for n in range(EXPERTS)]
+    recorder = Patient(twin=twin)
+    run_pipeline(model, batches, recorder, pipeline)
+    for name in (one for one in names.values() if f"{LIST}." in one):
+        for one, other in zip(recorder._inputs.get(name, ()), plain.get(name, ()), strict=True):
+            assert torch.equal(one, other)
+    most = max(sizes)
+    assert sizes[2] == 0
     (said,) = told(warned)
     assert LIST in said
     assert f"(0 to {most})" in said
@@ -499,100 +451,22 @@ def test_that_they_cannot_be_shown_all_tokens_is_said_once(
     assert not hooks_left(model)
 
 
-MANNERS = {
-    Listed: CallConvention.ROWS,
-    OfMixtures: CallConvention.ROWS,
-    AddedBefore: None,
-    OneAfterAnother: None,
-    Scaled: CallConvention.CALLS,
-    Deep: CallConvention.CALLS,
-    Halved: CallConvention.CALLS,
-    Overwritten: CallConvention.CALLS,
-    Own: None,
-    OwnOnly: CallConvention.MATRICES,
-    OwnErased: CallConvention.MATRICES,
-    Numberless: CallConvention.CALLS,
-    Shown: None,
-    InLayers: None,
-    AtHalfLength: None,
-    ByPosition: None,
-    ByScale: None,
+WITH_ROWS: dict[type[Listed], bool] = {
+    Listed: True,
+    OfMixtures: True,
+    **dict.fromkeys((AddedBefore, OneAfterAnother, Scaled, Halved, Overwritten, Own), False),
+    **dict.fromkeys((Shown, InLayers, ByPosition), False),
 }
 
 
-@pytest.mark.parametrize("kind", MANNERS)
-def test_how_they_are_called_is_found_out_without_weights_too(kind: type[Listed]) -> None:
-    found = []
+@pytest.mark.parametrize("kind", WITH_ROWS)
+def test_calls_with_rows_are_found_without_weights_too(kind: type[Listed]) -> None:
     for device in ("cpu", "meta"):
         model = build(kind).to(device)
         run = partial(model, **tiny.text_batches()[0])
         with zero_weights(model):
-            manners = call_conventions(list(find_expert_lists(model)), run)
-        found.append({one.name: manner for one, manner in manners.items()})
-    assert found[0] == found[1]
-    assert found[0].get(LIST) is MANNERS[kind]
-
-
-@pytest.mark.parametrize(
-    ("kind", "pipeline", "twin"),
-    thinned(
-        [Scaled, Halved, Overwritten, Deep, OwnOnly, OwnErased],
-        itertools.product(PIPELINES, [False, True]),
-    ),
-)
-def test_what_is_called_with_more_than_rows_is_shown_what_the_others_get(
-    pipeline: str, twin: bool, kind: type[Listed], warned: list[str]
-) -> None:
-    model, batches, names, plain = observed(kind, layer=0)
-    recorder = Patient(twin=twin)
-    run_pipeline(model, batches, recorder, pipeline)
-    first = "model.layers.0.mlp.experts"
-    called = [one for number in (0, 1) for one in plain[f"{first}.{number}.gate_proj"]]
-    for number in range(EXPERTS):
-        seen = recorder._inputs[f"{first}.{number}.gate_proj"]
-        assert as_sets(seen) == as_sets(called)
-        downs = recorder._inputs[f"{first}.{number}.down_proj"]
-        assert [len(one) for one in downs] == [len(one) for one in seen]
-        if MANNERS[kind] is CallConvention.MATRICES:
-            made = [one for other in (0, 1) for one in plain[f"{first}.{other}.down_proj"]]
-            assert as_sets(downs) == as_sets(made)
-        if twin and pipeline != "basic":  # the calls of two passes are not of one another
-            assert not any(
-                one is not None
-                for own in ("gate_proj", "down_proj")
-                for one in recorder._references[f"{first}.{number}.{own}"]
-            )
-    check_unchanged(recorder, plain, names.values())
-    (report,) = experts_report(model).values()
-    calls = [plain.get(f"{first}.{number}.gate_proj", []) for number in range(EXPERTS)]
-    routed = [sum(one.shape[:-1].numel() for one in own) for own in calls]
-    assert report == {"tokens": routed}
-    assert 0 == routed[2] < routed[1] < routed[0]
-    assert not told(warned)
-    assert not hooks_left(model)
-
-
-@pytest.mark.parametrize("arguments", [{}, FEW, {**FEW, "starved_experts": "neighbours"}], ids=str)
-def test_matrices_are_shown_what_experts_would_be(arguments: dict[str, Any]) -> None:
-    """The same weights, calls and routes: GPTQ makes the same of what tokens come to first.
-
-    The last matrix of an expert is shown what the others make of their tokens, and not what it
-    would make of them.
-    """
-    models = [build(Numberless), build(OwnOnly)]
-    models[1].load_state_dict(models[0].state_dict())
-    for model in models:
-        recipe = GPTQModifier(
-            config_groups={"all": {"targets": ["Linear"], "weights": {"num_bits": 3}}},
-            ignore=["lm_head"],
-        )
-        data = DataLoader(tiny.text_batches(), batch_size=None)
-        oneshot(model=model, dataset=data, recipe=recipe, **arguments)
-    own, other = (model.state_dict() for model in models)
-    compared = [name for name in own if f"{LIST}." not in name or "down_proj" not in name]
-    assert f"{LIST}.2.up_proj.weight_scale" in compared
-    for name in compared:
-        torch.testing.assert_close(own[name], other[name])
+            found = lists_called_with_rows(list(find_expert_lists(model)), run)
+        assert (LIST in [one.name for one in found]) == WITH_ROWS[kind]
 
 
 class Grouped(Patient):
@@ -608,39 +482,18 @@ class Grouped(Patient):
 
 
 @pytest.mark.parametrize(
-    ("kind", "pipeline", "every"),
-    thinned(
-        [Listed, Scaled, Overwritten, OwnOnly],
-        itertools.product(["basic", "sequential", "layer_sequential"], [True, False]),
-    ),
+    ("pipeline", "every"), thinned(["basic", "sequential", "layer_sequential"], [True, False])
 )
-def test_who_shares_an_input_is_known_of_those_that_a_small_forward_misses(
-    pipeline: str, every: bool, kind: type[Listed]
-) -> None:
+def test_shared_inputs_are_known_of_uncalled_experts_too(pipeline: str, every: bool) -> None:
     """Gate and up of one expert; of all of them where each sees all rows."""
     recorder = Grouped()
     arguments = {"moe_calibrate_all_experts": every}
-    run_pipeline(build(kind), tiny.text_batches(), recorder, pipeline, **arguments)
+    run_pipeline(build(Listed), tiny.text_batches(), recorder, pipeline, **arguments)
     entrances = [{f"{LIST}.{one}.gate_proj", f"{LIST}.{one}.up_proj"} for one in range(EXPERTS)]
-    if every and kind is Listed:
+    if every:
         entrances = [set().union(*entrances)]
     found = [group for group in recorder._groups if f"{LIST}." in min(group)]
     assert sorted((group for group in found if "down_proj" not in min(group)), key=min) == entrances
-
-
-def as_sets(tensors: Sequence[Tensor]) -> list[list[float]]:
-    """Tensors that can be compared in any order."""
-    return sorted(one.flatten().tolist() for one in tensors)
-
-
-def check_unchanged(
-    recorder: Recorder, plain: dict[str, list[Tensor]], names: Iterable[str]
-) -> None:
-    """What lies behind the experts gets what it gets in the model."""
-    for name in names:
-        if name.startswith("model.layers.1"):
-            for one, other in zip(recorder._inputs[name], plain[name], strict=True):
-                assert torch.equal(one, other)
 
 
 @pytest.mark.parametrize("pipeline", PIPELINES)
@@ -659,8 +512,8 @@ def test_a_quantized_cache_beside_them_changes_nothing(pipeline: str, warned: li
     assert not told(warned)
 
 
-@pytest.mark.parametrize("kind", [Listed, Scaled, OwnOnly, Own])
-def test_one_that_is_ignored_keeps_nothing_from_the_others(
+@pytest.mark.parametrize("kind", [Listed, Own])
+def test_an_ignored_expert_keeps_nothing_from_the_others(
     kind: type[Listed], warned: list[str]
 ) -> None:
     batches, recorder = tiny.text_batches(), Patient(ignore=["lm_head", rf"re:{LIST}\.0\..*"])
@@ -670,8 +523,7 @@ def test_one_that_is_ignored_keeps_nothing_from_the_others(
         assert f"1 of {EXPERTS - 1} experts: {LIST}.2 (0)." in said
         return
     for seen in (recorder._inputs[f"{LIST}.{number}.gate_proj"] for number in (1, 2)):
-        assert sum(map(len, seen)) == sum(batch["input_ids"].numel() for batch in batches)
-        assert len(seen) == len(batches) * (1 if kind is Listed else 2)
+        assert [len(one) for one in seen] == [batch["input_ids"].numel() for batch in batches]
 
 
 PAUSED = ["sequential", "layer_sequential", "independent"]
@@ -721,32 +573,6 @@ def test_starved_ones_are_shown_what_the_policy_says(
     assert not hooks_left(model)
 
 
-@pytest.mark.parametrize(
-    ("policy", "pipeline", "kind"),
-    thinned(itertools.product(POLICIES, PAUSED), [Scaled, Halved, Overwritten, OwnOnly, OwnErased]),
-)
-def test_so_are_starved_ones_that_are_called_with_more_than_rows(
-    policy: str, pipeline: str, kind: type[Listed], warned: list[str]
-) -> None:
-    model, batches, names, plain = observed(kind, layer=0)
-    recorder = Patient()
-    run_pipeline(model, batches, recorder, pipeline, **FEW, starved_experts=policy)
-    first = "model.layers.0.mlp.experts"
-    fed, few = (plain[f"{first}.{number}.gate_proj"] for number in (0, 1))
-    wanted = {
-        "all_tokens": {1: [*fed, *few], 2: [*fed, *few]},
-        "neighbours": {1: fed, 2: [*fed, *few]},
-        "rtn": {1: [], 2: []},
-    }[policy]
-    for number, calls in {0: fed, **wanted}.items():
-        seen = recorder._inputs.get(f"{first}.{number}.gate_proj", [])
-        assert as_sets(seen) == as_sets(calls)
-    check_unchanged(recorder, plain, names.values())
-    assert experts_report(model)[first]["starved"] == {1: policy, 2: policy}
-    assert not told(warned)
-    assert not hooks_left(model)
-
-
 @pytest.mark.parametrize("kind", [InChunks, OfMixtures])
 @pytest.mark.parametrize("policy", ["all_tokens", "neighbours"])
 def test_starved_ones_change_no_output(policy: str, kind: type[Listed]) -> None:
@@ -792,7 +618,7 @@ def test_what_nothing_waits_for_has_no_policy(pipeline: str, warned: list[str]) 
     assert "starved_experts='neighbours' has no effect" in said
 
 
-@pytest.mark.parametrize(("pipeline", "kind"), thinned(PIPELINES, [Listed, Scaled, OwnOnly, Own]))
+@pytest.mark.parametrize(("pipeline", "kind"), thinned(PIPELINES, [Listed, Own]))
 def test_but_they_may_be_an_error(pipeline: str, kind: type[Listed]) -> None:
     model = build(kind)
     with pytest.raises(DatasetError, match=rf"1 of {EXPERTS} experts: {LIST}\.2 \(0\)"):

@@ -33,14 +33,18 @@ from llmcompressor.core.contract import (
 from llmcompressor.core.events import Event
 from llmcompressor.core.modifier import Modifier, select_records
 from llmcompressor.core.state import State
-from llmcompressor.equalization.mappings import find_smooth_sets, resolve_mappings
+from llmcompressor.equalization.mappings import (
+    find_smooth_sets,
+    matching_names,
+    resolve_mappings,
+)
 from llmcompressor.equalization.probe import Names, SmoothSet
 from llmcompressor.equalization.rescale import divide_outputs, multiply_inputs
 from llmcompressor.errors import NonFiniteError, TargetError
 from llmcompressor.logger import logger
 from llmcompressor.modeling.call_graph import CallOrder, first_tensor
 from llmcompressor.modeling.fused import is_expert
-from llmcompressor.modeling.matching import check_targets, match_named_modules
+from llmcompressor.modeling.matching import check_targets
 from llmcompressor.modeling.names import named_modules, own_parameters
 from llmcompressor.observers.tokens import real_tokens
 
@@ -267,7 +271,7 @@ class SmoothingMixin(Modifier):
         else:
             self._sets = resolve_mappings(model, names, self.ignored(), samples)
         check_targets(model, (), ignore=self.ignored())
-        left_out = _matching(model, self.ignored())
+        left_out = matching_names(model, self.ignored())
         self._sets = [
             one
             for one in self._sets
@@ -483,10 +487,6 @@ def _sample_batches(state: State) -> Iterator[Mapping[str, Any]]:
 
 def _matrices(module: Module) -> list[Tensor]:
     return [one for one in own_parameters(module) if one.ndim > 1]
-
-
-def _matching(model: Module, targets: Sequence[str]) -> set[str]:
-    return {name for name, _ in match_named_modules(model, targets)} if targets else set()
 
 
 def _existing_rotation(module: Module) -> str | None:

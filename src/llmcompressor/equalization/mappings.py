@@ -41,6 +41,7 @@ __all__ = [
     "architecture_mappings",
     "find_norm_sets",
     "find_smooth_sets",
+    "matching_names",
     "norm_mappings",
     "resolve_mappings",
 ]
@@ -270,7 +271,7 @@ def resolve_mappings(
     for one in names:
         _refuse_unmatched(model, one, places.unmatched(one))
     search = _MappingResolver(
-        model, places, MappingValidator(block_probes(model, batches)), _matching(model, ignore)
+        model, places, MappingValidator(block_probes(model, batches)), matching_names(model, ignore)
     )
     for one in names:
         search.add(one)
@@ -388,7 +389,8 @@ def _different_blocks_error(names: Names, model: Module, places: MappingMatches)
     )
 
 
-def _matching(model: Module, targets: Sequence[str]) -> set[str]:
+def matching_names(model: Module, targets: Sequence[str]) -> set[str]:
+    """Names of the modules that any of the targets matches."""
     return {name for name, _ in match_named_modules(model, targets)} if targets else set()
 
 

@@ -42,18 +42,18 @@ from llmcompressor.modeling.call_graph import (
     copy_arguments,
     first_tensor,
     model_inputs,
+    token_id_inputs,
     without_cache,
 )
+from llmcompressor.modeling.fused import parse_expert_name
 from llmcompressor.modeling.matching import group_matches, matches
 from llmcompressor.modeling.meta_weights import zero_weights
 from llmcompressor.modeling.names import NameForms, TargetIndex, named_modules
 from llmcompressor.modeling.patches import eval_mode
-from llmcompressor.modeling.weights import text_config
 from llmcompressor.moe.linear_experts import LinearExperts
 from llmcompressor.moe.similar_experts import (
     RepresentativeExperts,
     module_structure_key,
-    parse_expert_name,
     route_to_representatives,
 )
 from llmcompressor.runtime.progress import join_names
@@ -75,7 +75,6 @@ __all__ = [
     "format_mapping",
     "format_names",
     "tensor_storage_key",
-    "token_id_inputs",
 ]
 
 
@@ -210,7 +209,6 @@ class BlockRuns:
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
         """Use stand-in weights, eval mode and no gradients in the body; restore all afterwards."""
-        training = [(module, module.training) for module in self.modules.values()]
         stand_ins = {
             module: {
                 name: self._random_stand_in(parameter)
@@ -219,18 +217,14 @@ class BlockRuns:
             }
             for module in self.modules.values()
         }
-        try:
-            self._block.eval()
-            with (
-                torch.no_grad(),
-                swapped_parameters(stand_ins),
-                self._filled_buffers(),
-                route_to_representatives(self.modules.values()),
-            ):
-                yield
-        finally:
-            for module, was_training in training:
-                module.training = was_training
+        with (
+            eval_mode(self._block),
+            torch.no_grad(),
+            swapped_parameters(stand_ins),
+            self._filled_buffers(),
+            route_to_representatives(self.modules.values()),
+        ):
+            yield
 
     @contextlib.contextmanager
     def _filled_buffers(self) -> Iterator[None]:
@@ -270,11 +264,9 @@ class BlockRuns:
         if is_states and value.is_floating_point():
             states = torch.randn(value.shape, generator=self.generator)
             return states.to(value.device)
-        return copy_arguments(value, _to_float32)
-
-
-def _to_float32(value: Tensor) -> Tensor:
-    return value.detach().float() if value.is_floating_point() else value
+        return copy_arguments(
+            value, lambda one: one.detach().float() if one.is_floating_point() else one
+        )
 
 
 def _floating_tensors(value: Any) -> Iterator[Tensor]:
@@ -601,7 +593,6 @@ def _input_groups(run: BlockRun) -> Iterator[_InputGroup]:
 # --------------------
 # Block probes: how a model calls each of its blocks, recorded in one run without weights.
 
-_TOKENS = 8
 _TEXT_KEYS = {"attention_mask", "input_ids", "labels", "loss_mask", "position_ids"}
 
 
@@ -647,18 +638,6 @@ def block_probes(model: Module, batches: Iterable[Mapping[str, Any]] = ()) -> di
         for block in members
         if members[0] in probes
     }
-
-
-def token_id_inputs(model: Module) -> list[dict[str, Any]]:
-    """Model inputs of one row of token ids; empty for models that need other inputs."""
-    config = getattr(model, "config", None)
-    if config is None or getattr(model, "main_input_name", "input_ids") != "input_ids":
-        return []
-    text = text_config(config)
-    vocabulary = int(getattr(text, "vocab_size", None) or _TOKENS)
-    ids = (torch.arange(_TOKENS) + 3).remainder(vocabulary).unsqueeze(0)
-    more = {"decoder_input_ids": ids} if getattr(config, "is_encoder_decoder", False) else {}
-    return [{"input_ids": ids, **more}]
 
 
 def _first_calls(

@@ -4,8 +4,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from itertools import product
 from types import TracebackType
 
@@ -17,6 +16,7 @@ from llmcompressor.errors import ArgumentError, NonFiniteError
 from llmcompressor.evaluation.metrics import MetricSums, Report, batch_sums
 from llmcompressor.evaluation.models import check_causal, compute_logits
 from llmcompressor.evaluation.sources import Window, padded_batches
+from llmcompressor.modeling.patches import eval_mode
 from llmcompressor.runtime.progress import progress
 
 __all__ = ["PeakMemory", "compare", "measure"]
@@ -72,7 +72,7 @@ def compare(
     sums = dict.fromkeys(models, MetricSums())
     steps = -(-len(windows) // batch_size)
     everything = [*models.values(), *([] if reference is None else [reference])]
-    with _eval_mode(everything), progress(steps, "Evaluating") as advance:
+    with eval_mode(*everything), torch.no_grad(), progress(steps, "Evaluating") as advance:
         for model, window in product(everything, windows[:1]):
             check_causal(model, window)
         for ids_BT, mask_BT in padded_batches(windows, batch_size):
@@ -118,20 +118,6 @@ def _check_vocabularies(name: str, logits_BTV: Tensor, reference_BTV: Tensor | N
         f"{reference_BTV.shape[-1]}: their probabilities cannot be compared.",
         "Give the model that was compressed as the reference.",
     )
-
-
-@contextmanager
-def _eval_mode(models: Sequence[nn.Module]) -> Iterator[None]:
-    """Disable gradients and use eval mode in the body; each module's own mode is restored."""
-    was_training = [module for model in models for module in model.modules() if module.training]
-    for model in models:
-        nn.Module.eval(model)
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        for module in was_training:
-            module.training = True
 
 
 # --------------------

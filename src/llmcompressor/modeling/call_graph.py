@@ -20,11 +20,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import Module
-from torch.nn.functional import linear
 from torch.overrides import TorchFunctionMode
 
 from llmcompressor.errors import CompressorError, TargetError
-from llmcompressor.modeling.meta_weights import zero_weights
+from llmcompressor.modeling.meta_weights import skip_zero_products, zero_weights
+from llmcompressor.modeling.patches import eval_mode
 from llmcompressor.modeling.weights import text_config
 
 __all__ = [
@@ -39,6 +39,7 @@ __all__ = [
     "model_inputs",
     "probe_inputs",
     "tensor_version",
+    "token_id_inputs",
     "trace_calls",
     "trace_flow",
     "without_cache",
@@ -196,13 +197,25 @@ class DataFlow:
 
 def probe_inputs(model: Module) -> dict[str, Any]:
     """Model inputs for a probe: one row of token ids."""
-    config: Any = getattr(model, "config", None)
-    text = text_config(config)
-    vocabulary = int(getattr(text, "vocab_size", None) or _TOKENS)
-    device = next((p.device for p in model.parameters() if not p.is_meta), torch.device("cpu"))
-    ids = (torch.arange(_TOKENS, device=device) * 7 + 3).remainder(vocabulary).unsqueeze(0)
     takes_cache = "use_cache" in inspect.signature(model.forward).parameters
+    ids = _token_ids(model).to(model_device(model))
     return {"input_ids": ids, **({"use_cache": False} if takes_cache else {})}
+
+
+def token_id_inputs(model: Module) -> list[dict[str, Any]]:
+    """Model inputs of one row of token ids; empty for models that need other inputs."""
+    config = getattr(model, "config", None)
+    if config is None or getattr(model, "main_input_name", "input_ids") != "input_ids":
+        return []
+    ids = _token_ids(model)
+    more = {"decoder_input_ids": ids} if getattr(config, "is_encoder_decoder", False) else {}
+    return [{"input_ids": ids, **more}]
+
+
+def _token_ids(model: Module) -> Tensor:
+    text = text_config(getattr(model, "config", None))
+    vocabulary = int(getattr(text, "vocab_size", None) or _TOKENS)
+    return (torch.arange(_TOKENS) * 7 + 3).remainder(vocabulary).unsqueeze(0)
 
 
 def trace_flow(model: Module) -> DataFlow:
@@ -217,10 +230,14 @@ def trace_flow(model: Module) -> DataFlow:
         handles.append(module.register_forward_pre_hook(trail.before, with_kwargs=True))
         if not module._modules:
             handles.append(module.register_forward_hook(trail.after))
-    was_training = [module for module in model.modules() if module.training]
     try:
-        with torch.no_grad(), zero_weights(model), trail:
-            model.eval()
+        with (
+            torch.no_grad(),
+            eval_mode(model),
+            zero_weights(model),
+            skip_zero_products(),
+            trail,
+        ):
             model(**probe_inputs(model))
     except (CompressorError, torch.OutOfMemoryError):  # by loading weights, or memory
         raise
@@ -233,8 +250,6 @@ def trace_flow(model: Module) -> DataFlow:
     finally:
         for handle in handles:
             handle.remove()
-        for module in was_training:
-            module.training = True
     return trail.flow
 
 
@@ -270,9 +285,7 @@ class _FlowTracer(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         """Run a torch function; the cast of a followed tensor is followed."""
-        result = _zero_product(*args) if func is linear and not kwargs else None
-        if result is None:
-            result = func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
         if func in _CASTS and isinstance(result, Tensor):
             feeder = self._source.get(_storage_pointer(args[0]))
             if feeder is not None:
@@ -282,20 +295,6 @@ class _FlowTracer(TorchFunctionMode):
     def _follow(self, tensor: Tensor, feeder: Module) -> None:
         self._alive.append(tensor)
         self._source.setdefault(_storage_pointer(tensor), feeder)
-
-
-def _zero_product(input_XC: Any, weight_RC: Any = None, bias_R: Any = None) -> Tensor | None:
-    """The product with a weight that is not loaded: zeros, without multiplying.
-
-    ``None`` if the weight is another one.
-    """
-    if not isinstance(weight_RC, Tensor) or weight_RC.ndim != 2 or any(weight_RC.stride()):
-        return None
-    fits = input_XC.dtype == weight_RC.dtype and input_XC.shape[-1] == weight_RC.shape[1]
-    if not fits or weight_RC[0, 0] != 0 or (bias_R is not None and any(bias_R.stride())):
-        return None
-    made: Tensor = input_XC.new_zeros(*input_XC.shape[:-1], weight_RC.shape[0])
-    return made
 
 
 def _storage_pointer(tensor: Tensor) -> int:
@@ -395,15 +394,12 @@ def model_inputs(model: Module, batch: Mapping[str, Any]) -> dict[str, Any]:
     for key, value in batch.items():
         if key not in parameters and not (takes_all and key not in ("loss_mask", "text", "prompt")):
             continue
-        inputs[key] = _to_device(value, device, dtype) if isinstance(value, Tensor) else value
+        inputs[key] = value
+        if isinstance(value, Tensor):  # floating: images, audio
+            inputs[key] = value.to(device, dtype if value.is_floating_point() else None)
     if "decoder_input_ids" in inputs or "decoder_input_ids" not in parameters:
         inputs.pop("labels", None)
     return inputs
-
-
-def _to_device(value: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """Move a tensor to a device; floating tensors (images, audio) also get the model's dtype."""
-    return value.to(device, dtype) if value.is_floating_point() else value.to(device)
 
 
 def main_input_names(model: Module) -> frozenset[str]:

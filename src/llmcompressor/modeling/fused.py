@@ -12,6 +12,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Collection, Container, Iterator
+from typing import NamedTuple
 
 from torch.nn import Linear, Module
 
@@ -19,11 +20,13 @@ from llmcompressor.modeling.names import named_modules
 
 __all__ = [
     "FUSED_SUFFIXES",
+    "ExpertModuleName",
     "expert_sets",
     "fused_partners",
     "fused_sets",
     "is_expert",
     "missing_qkv_partners",
+    "parse_expert_name",
 ]
 
 FUSED_SUFFIXES: tuple[tuple[str, ...], ...] = (
@@ -45,7 +48,18 @@ _FORGET_GATE = ("f_a_proj", "forget_gate.f_a_proj")
 _DELTA_ATTENTION = ("q_proj", "k_proj", "v_proj", "b_proj", *_FORGET_GATE, "g_a_proj", "g_proj")
 """What is joined where there is a forget gate (Kimi Linear, GLM-5 Next)."""
 
-_EXPERT = re.compile(r"(?P<experts>(?:.*\.)?experts)\.\d+\.")
+_EXPERT = re.compile(r"(?P<experts>(?:.*\.)?experts)\.(?P<number>\d+)\.(?P<own>.+)")
+
+
+class ExpertModuleName(NamedTuple):
+    """The name of an expert's module, split into its parts."""
+
+    experts: str
+    """What the list of experts is called."""
+    number: str
+    """Which expert."""
+    own: str
+    """The name within it."""
 
 
 def fused_partners(name: str, present: Container[str] = ()) -> tuple[str, ...]:
@@ -128,6 +142,18 @@ def is_expert(name: str) -> bool:
     return _EXPERT.match(name) is not None
 
 
+def parse_expert_name(name: str) -> ExpertModuleName | None:
+    """Split the name of an expert's module into its parts; ``None`` for other modules.
+
+    >>> parse_expert_name("mlp.experts.3.up_proj")
+    ExpertModuleName(experts='mlp.experts', number='3', own='up_proj')
+    >>> parse_expert_name("mlp.up_proj") is None
+    True
+    """
+    found = _EXPERT.fullmatch(name)
+    return None if found is None else ExpertModuleName(*found.groups())
+
+
 def expert_sets(model: Module) -> list[tuple[str, ...]]:
     """The names of all expert Linears of each MoE, in model order.
 
@@ -135,7 +161,7 @@ def expert_sets(model: Module) -> list[tuple[str, ...]]:
     """
     sets: defaultdict[str, list[str]] = defaultdict(list)
     for name, module in named_modules(model):
-        found = _EXPERT.match(name) if isinstance(module, Linear) else None
+        found = parse_expert_name(name) if isinstance(module, Linear) else None
         if found:
-            sets[found["experts"]].append(name)
+            sets[found.experts].append(name)
     return [tuple(names) for names in sets.values()]

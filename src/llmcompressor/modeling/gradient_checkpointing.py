@@ -74,7 +74,7 @@ class CheckpointedBlocks:
             with forward_overridden(self.blocks, stub):
                 yield
         finally:
-            self.shelf.clear()
+            self.shelf.close()
 
     def _stub(
         self, block: Module, forward: Callable[..., Any], sources: tuple[Tensor, ...]

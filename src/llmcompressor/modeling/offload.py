@@ -158,15 +158,11 @@ class TensorStore:
         self._held[tensor.device.type == "cpu"] += sign * _bytes(tensor)
         self.peak = max(self.peak, self._held[True])
 
-    def clear(self) -> None:
+    def close(self) -> None:
         """Free all tensors."""
         self._kept.clear()
         self._in_files.clear()
         self._held = dict.fromkeys(self._held, 0)
-
-    def close(self) -> None:
-        """Free everything."""
-        self.clear()
 
 
 def _bytes(tensor: Tensor) -> int:

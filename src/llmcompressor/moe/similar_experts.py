@@ -9,53 +9,27 @@ represent.
 from __future__ import annotations
 
 import contextlib
-import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Module
 
+from llmcompressor.modeling.fused import ExpertModuleName, parse_expert_name
 from llmcompressor.modeling.names import named_modules
 from llmcompressor.moe.linear_experts import LinearExperts
 
 __all__ = [
-    "ExpertModuleName",
     "RepresentativeExperts",
     "module_structure_key",
-    "parse_expert_name",
     "route_to_representatives",
 ]
 
-_NAME = re.compile(r"(?P<experts>(?:.*\.)?experts)\.(?P<index>\d+)\.(?P<own>.+)")
 _FEW = 2
 """With one expert alone, weights that are made to sum to one would hide what a router does."""
 _SHARE = 0.25
 """Weight with which an expert of the few takes part in what was not routed to it."""
-
-
-class ExpertModuleName(NamedTuple):
-    """The name of an expert's module, split into its parts."""
-
-    experts: str
-    """What the list of experts is called."""
-    number: str
-    """Which expert."""
-    own: str
-    """The name within it."""
-
-
-def parse_expert_name(name: str) -> ExpertModuleName | None:
-    """Split the name of an expert's module into its parts; ``None`` for other modules.
-
-    >>> parse_expert_name("mlp.experts.3.up_proj")
-    ExpertModuleName(experts='mlp.experts', number='3', own='up_proj')
-    >>> parse_expert_name("mlp.up_proj") is None
-    True
-    """
-    found = _NAME.fullmatch(name)
-    return None if found is None else ExpertModuleName(*found.groups())
 
 
 def module_structure_key(module: Module) -> Any:

@@ -28,10 +28,9 @@ from torch import Tensor
 from torch.nn import Module
 
 from llmcompressor.core.modifier import Modifier
-from llmcompressor.equalization.probe import token_id_inputs
 from llmcompressor.errors import CompressorError, TargetError
 from llmcompressor.logger import logger
-from llmcompressor.modeling.call_graph import model_inputs
+from llmcompressor.modeling.call_graph import model_inputs, token_id_inputs
 from llmcompressor.modeling.hooks import HooksMixin
 from llmcompressor.modeling.meta_weights import skip_zero_products, zero_weights
 from llmcompressor.modeling.names import named_modules

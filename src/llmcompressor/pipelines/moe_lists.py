@@ -2,36 +2,32 @@
 """Calibration of experts in a ModuleList, which the model's own code calls with their tokens.
 
 Stacked experts are unfused and called by code of this package, which can give all tokens to each.
-How a model's own code calls the members of a list has to be detected
-(:mod:`llmcompressor.moe.module_list`). If it calls them with rows of tokens, each expert
-gets all tokens. If it calls them with something computed from tokens, each expert gets the inputs
-of all others, or each of its matrices gets the inputs of the same matrix of the others. If it
-cannot be detected, experts are calibrated with their routed tokens, with a warning.
+Members of a list can get all tokens if the model's own code calls them with rows of tokens
+(:mod:`llmcompressor.moe.module_list`). Others are calibrated with their routed tokens, with a
+warning.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from pydantic import PrivateAttr
 from torch import Tensor
 from torch.nn import Module
 
-from llmcompressor.equalization.probe import token_id_inputs
 from llmcompressor.errors import DatasetError
 from llmcompressor.logger import logger
-from llmcompressor.modeling.call_graph import first_tensor, model_inputs
+from llmcompressor.modeling.call_graph import first_tensor
 from llmcompressor.modeling.hooks import HooksMixin
 from llmcompressor.moe.module_list import (
-    CallConvention,
     ExpertBroadcast,
     ExpertList,
-    call_conventions,
     find_expert_lists,
     is_linear_like,
-    routed_tokens,
+    lists_called_with_rows,
 )
 from llmcompressor.observers.tokens import count_tokens
 from llmcompressor.pipelines.batches import CalibrationBatches, small_batch
@@ -50,9 +46,6 @@ __all__ = [
     "count_listed_experts",
     "needs_block_level",
 ]
-
-_BY_CALLS = {CallConvention.CALLS, CallConvention.MATRICES}
-"""Members of such lists are shown something when others are called."""
 
 
 @contextlib.contextmanager
@@ -81,17 +74,14 @@ def broadcast_expert_inputs(
     """
     every = args.moe_calibrate_all_experts
     found = _lists_of_calibrated(model, _calibrated_modules(modifiers, state))
-    manners: dict[ExpertList, CallConvention] = {}
     if found:
         with dry_run_context(model, batches[0]):
-            manners = call_conventions(found, lambda: batches.run(small_batch(batches[0])))
-    only_tried: set[ExpertList] = set()
-    if not every or blocks is not None:  # where passes wait, or would have to, at whole blocks
-        only_tried = set(found) - set(_lists_inside(found, blocks or ()))
-    if every:
-        only_tried = {one for one in only_tried if manners.get(one) in _BY_CALLS}
+            run = partial(batches.run, small_batch(batches[0]))
+            found = lists_called_with_rows(found, run)
+    # routes are counted where passes wait at whole blocks
+    only_tried = [] if every else set(found).difference(_lists_inside(found, blocks or ()))
     lists = ExpertBroadcast(
-        manners, lambda: state.batch_data is not None, every=every, only_tried=only_tried
+        found, lambda: state.batch_data is not None, every=every, only_tried=only_tried
     )
     with lists.watching():
         yield lists
@@ -108,8 +98,7 @@ def needs_block_level(
 ) -> bool:
     """Return True if experts in lists may require block granularity.
 
-    They do if routed tokens have to be counted first, or if experts get the inputs of others. The
-    latter is tested by a forward on token ids, for models that take these.
+    They may if routed tokens have to be counted first.
 
     Args:
         model: the model to calibrate; its weights may be on any device.
@@ -118,27 +107,10 @@ def needs_block_level(
         blocks: where passes can wait.
         every: calibrate each expert with all tokens.
     """
-    found = _lists_inside(
-        _lists_of_calibrated(model, _calibrated_modules(modifiers, state)), blocks
-    )
-    if not found or not every:
-        return bool(found)
-    return any(
-        not _BY_CALLS.isdisjoint(_call_conventions(model, found, ids).values())
-        for ids in token_id_inputs(model)
-    )
-
-
-def _call_conventions(
-    model: Module, lists: Sequence[ExpertList], batch: Mapping[str, Any]
-) -> dict[ExpertList, CallConvention]:
-    """Like :func:`call_conventions`, but empty if the forward fails on ``batch``."""
-    try:
-        with dry_run_context(model, batch):
-            return call_conventions(lists, lambda: model(**model_inputs(model, batch)))
-    except DatasetError as error:
-        logger.debug(f"How experts in lists are called is not known: {error}")
-        return {}
+    if every:
+        return False
+    found = _lists_of_calibrated(model, _calibrated_modules(modifiers, state))
+    return bool(_lists_inside(found, blocks))
 
 
 def apply_starvation_policy(
@@ -151,8 +123,7 @@ def apply_starvation_policy(
     """
     for one in lists:
         names = [f"{one.name}.{key}" for key in one.members]
-        counts = dict(zip(names, routed_tokens(one.module), strict=True))
-        starved = starvation.settle(counts)
+        starved = starvation.settle(dict(zip(names, shown.tokens_of(one), strict=True)))
         places = {names.index(name): starvation.shown for name in starved}
         shown.decided(one, places, starvation.policy)
 
@@ -188,7 +159,7 @@ def _linears_of(one: ExpertList, calibrated: set[Module]) -> dict[str, list[Modu
 
 
 def _log_routed_counts(lists: ExpertBroadcast) -> None:
-    counts = [count for one in lists.lists for count in routed_tokens(one.module)]
+    counts = [count for one in lists.lists for count in lists.tokens_of(one)]
     if any(counts):
         all_tokens = " Their statistics are made of all tokens." if lists.every else ""
         logger.info(

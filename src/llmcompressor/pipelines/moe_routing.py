@@ -25,7 +25,7 @@ from llmcompressor.logger import logger
 from llmcompressor.modeling.hooks import HooksMixin
 from llmcompressor.moe.expert_stops import ExpertStage, begin_calibration_stages
 from llmcompressor.moe.linear_experts import LinearExperts, Shown
-from llmcompressor.moe.module_list import routed_tokens, starved_members
+from llmcompressor.moe.module_list import expert_routing
 from llmcompressor.pipelines.batches import CalibrationBatches
 from llmcompressor.runtime.progress import join_names
 
@@ -303,12 +303,10 @@ def experts_report(model: Module, names: Iterable[str] | None = None) -> dict[st
     if names is not None:
         modules = ((name, model.get_submodule(name)) for name in names)
     for name, module in modules:
-        if isinstance(module, LinearExperts):
-            tokens, starved = list(module.tokens), dict(module.starved)
-        else:
-            tokens, starved = routed_tokens(module), starved_members(module)
-        if any(tokens):
-            found[name] = {"tokens": tokens, **({"starved": starved} if starved else {})}
+        routing = expert_routing(module)
+        if routing is not None and any(routing.tokens):
+            starved = {"starved": dict(routing.starved)} if routing.starved else {}
+            found[name] = {"tokens": list(routing.tokens), **starved}
     return found
 
 

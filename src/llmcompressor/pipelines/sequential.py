@@ -543,7 +543,7 @@ class _Stepper:
                         self._resume_pass(one, hooks_on=True)
                 if brought is not None:
                     captured[unit.stop] = brought
-                references[one.index] = self.run.lists.drop_unpaired(captured)
+                references[one.index] = captured
             else:
                 self._calibrate_pass(one, references.pop(one.index, None))
 

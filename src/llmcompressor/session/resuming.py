@@ -10,6 +10,7 @@ import torch
 
 from llmcompressor.core.modifier import Modifier
 from llmcompressor.errors import LifecycleError, RecipeError
+from llmcompressor.modeling.sharded import gather_full
 from llmcompressor.recipe.recipe import Recipe
 from llmcompressor.recipe.writing import modifier_fields
 
@@ -94,9 +95,7 @@ def _to_plain(value: Any, owner: str, path: str = "") -> Any:
     Types are compared exactly: numpy's floats are Python floats too, but are pickled as numpy's.
     """
     if isinstance(value, torch.Tensor):
-        # Sharded tensors are gathered; every process of the run comes here.
-        whole = value.full_tensor() if hasattr(value, "full_tensor") else value
-        return whole.detach().cpu()
+        return gather_full(value).detach().cpu()  # every process of the run comes here
     if type(value) in _PLAIN:
         return value
     if isinstance(value, Mapping) and all(type(key) in (str, int) for key in value):
