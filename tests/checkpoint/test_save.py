@@ -32,9 +32,9 @@ from transformers import (
 import llmcompressor
 from llmcompressor.checkpoint import tensor_files
 from llmcompressor.checkpoint.load import load_model
-from llmcompressor.checkpoint.save import modify_save_pretrained, save_checkpoint
+from llmcompressor.checkpoint.save import SaveOptions, modify_save_pretrained, save_checkpoint
 from llmcompressor.checkpoint.side_files import extra_ignore_patterns, side_files
-from llmcompressor.checkpoint.tensor_files import ShardWriter, parse_size
+from llmcompressor.checkpoint.tensor_files import ShardWriter
 from llmcompressor.errors import ArgumentError, OutputError
 from llmcompressor.schemes.presets import preset_scheme
 
@@ -398,8 +398,8 @@ class TestShards:
 
     @pytest.mark.parametrize("size", ["", "five", "5XB", 0, -3])
     def test_sizes_that_are_none(self, size: str | int) -> None:
-        with pytest.raises(ArgumentError, match="no file size"):
-            parse_size(size)
+        with pytest.raises(ArgumentError, match="max_shard_size"):
+            _ = SaveOptions(max_shard_size=size).shard_bytes
 
 
 class TestExtraTensors:

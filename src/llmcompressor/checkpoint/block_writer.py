@@ -17,7 +17,7 @@ import xxhash
 from safetensors.torch import save_file
 from torch import Tensor
 
-from llmcompressor.checkpoint.journal import sync_folder
+from llmcompressor.checkpoint.atomic_output import fsync
 from llmcompressor.checkpoint.side_files import side_files
 from llmcompressor.checkpoint.source import read_header
 from llmcompressor.checkpoint.tensor_files import (
@@ -297,10 +297,9 @@ class ScratchBlocks:
         self._folder.mkdir(exist_ok=True)
         new = file.with_suffix(".new")
         save_file(_unaliased(tensors), new)
-        with new.open("rb") as stream:
-            os.fsync(stream.fileno())
+        fsync(new)
         new.replace(file)
-        sync_folder(self._folder)
+        fsync(self._folder)
         return self._read(file)[1]
 
     def read(self, stage: int, block: str) -> dict[str, Tensor]:

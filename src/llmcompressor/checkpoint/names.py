@@ -698,11 +698,7 @@ _PER_EXPERT = re.compile(r"\*\\?\.(\w+)\\?\.weight\$?$")
 def stacking_converters(model: PreTrainedModel) -> list[WeightConverter]:
     """Return the model's weight converters that stack tensors of single experts."""
     found: list[Any] = get_model_conversion_mapping(model, add_legacy=False)
-    return [
-        entry
-        for entry in found
-        if isinstance(entry, WeightConverter) and type(entry.operations[0]) is MergeModulelist
-    ]
+    return list(filter(_is_stacking, found))
 
 
 def expert_linear_names(mixture: StackedMoE, converters: list[WeightConverter]) -> dict[str, str]:

@@ -31,7 +31,7 @@ from compressed_tensors.quantization import (
     QuantizationStatus,
 )
 from compressed_tensors.quantization.quant_config import get_vllm_module_type
-from compressed_tensors.utils.match import match_name, match_targets
+from compressed_tensors.utils.match import match_name
 from torch import Tensor
 from torch.nn import Embedding, Linear, Module
 from torch.nn.modules.conv import _ConvNd
@@ -438,19 +438,13 @@ def _served_class(module: Module) -> str:
     return str(get_vllm_module_type(type(module).__name__))
 
 
-def _matches_name(target: str, name: str) -> bool:
-    if target.startswith("re:"):
-        return re.match(target[3:], name) is not None
-    return target == name
-
-
 class _TargetMatcher:
-    """The targets of a group as loaders match them; a group may name thousands of modules."""
+    """Targets or ignore entries as loaders match them; there may be thousands of names."""
 
     def __init__(self, targets: Iterable[str]) -> None:
-        every = list(targets)
-        self._exact = {target for target in every if not target.startswith("re:")}
-        self._patterns = [target for target in every if target.startswith("re:")]
+        every = set(targets)
+        self._patterns = sorted(target for target in every if target.startswith("re:"))
+        self._exact = every.difference(self._patterns)
         self._lower = [target.lower() for target in self._exact]
         self._served: dict[str, bool] = {}
 
@@ -468,6 +462,26 @@ class _TargetMatcher:
         """Return True if a target is this name or a pattern that matches it."""
         return name in self._exact or self._match(name)
 
+    def first(self, name: str, module: Module) -> str | None:
+        """Return the entry that matches a module: a name before a pattern before a class."""
+        if name in self._exact:
+            return name
+        found = (pattern for pattern in self._patterns if match_name(name, pattern))
+        return next(found, None) or self._class(module)
+
+    def reaches(self, modules: Mapping[str, Module]) -> set[str]:
+        """Return the entries that match any of ``modules``."""
+        found = self._exact & set(modules)
+        found |= {str(self._class(one)) for one in modules.values()} & self._exact
+        for entry in self._patterns:
+            if any(match_name(name, entry) for name in modules):
+                found.add(entry)
+        return found
+
+    def _class(self, module: Module) -> str | None:
+        names = [cls.__name__ for cls in type(module).__mro__ if issubclass(cls, Module)]
+        return next((name for name in names if name in self._exact), None)
+
     def _is_served(self, kind: str) -> bool:
         if kind not in self._served:
             by_class = any(target in kind.lower() for target in self._lower) or self._match(kind)
@@ -475,7 +489,7 @@ class _TargetMatcher:
         return self._served[kind]
 
     def _match(self, name: str) -> bool:
-        return any(_matches_name(pattern, name) for pattern in self._patterns)
+        return any(match_name(name, pattern) for pattern in self._patterns)
 
 
 def _choose_targets(
@@ -638,7 +652,7 @@ def _ignored_names(
     names += [
         source
         for source in _fused_source_names(model, plain, stacks, quantized_names)
-        if source not in taken and not any(_matches_name(pattern, source) for pattern in patterns)
+        if source not in taken and not any(match_name(source, pattern) for pattern in patterns)
     ]
     return [*names, *patterns]
 
@@ -706,7 +720,6 @@ def _overall_format(groups: Sequence[_Group]) -> CompressionFormat:
 # does) is replaced by the names of its modules.
 
 _COMPRESSED = "compressed"
-_REGEX = "re:"
 _NOT_KEPT = ("transform_config", "sparsity_config")
 
 
@@ -774,7 +787,7 @@ def merge_quantization(
     groups = _order_groups(groups, of_experts)
     both = {**compressed, **modules}
     ignore = old.get("ignore") or ()
-    wrong = _TargetNames(ignore).reaches(both)
+    wrong = _TargetMatcher(ignore).reaches(both)
     kept = [entry for entry in ignore if entry not in wrong]
     formats = {group["format"] for group in groups.values() if group.get("format")}
     mixed = CompressionFormat.mixed_precision.value
@@ -797,37 +810,6 @@ def _order_groups(
     return {names[index]: {**groups[names[index]], "targets": targets} for index, targets in found}
 
 
-class _TargetNames:
-    """Targets or ignore entries, with the semantics of compressed-tensors.
-
-    Written configurations may list every module, so names are looked up in a set.
-    """
-
-    def __init__(self, entries: Iterable[str]) -> None:
-        self._plain = set(entries)
-        self._patterns = sorted(entry for entry in self._plain if entry.startswith(_REGEX))
-
-    def first(self, name: str, module: Module) -> str | None:
-        """Return the entry that matches a module: a name before a pattern before a class."""
-        if name in self._plain:
-            return name
-        found = match_targets(name, module, self._patterns)
-        return found[0] if found else self._class(module)
-
-    def reaches(self, modules: Mapping[str, Module]) -> set[str]:
-        """Return the entries that match any of ``modules``."""
-        found = self._plain & set(modules)
-        found |= {str(self._class(one)) for one in modules.values()} & self._plain
-        for entry in self._patterns:
-            if any(match_name(name, entry) for name in modules):
-                found.add(entry)
-        return found
-
-    def _class(self, module: Module) -> str | None:
-        names = [cls.__name__ for cls in type(module).__mro__ if issubclass(cls, Module)]
-        return next((name for name in names if name in self._plain), None)
-
-
 class _ConfigGroups:
     """The config groups of one configuration and their modules."""
 
@@ -839,13 +821,13 @@ class _ConfigGroups:
             for name, group in config["config_groups"].items()
         }
         self._members: dict[str, dict[str, Module]] = {name: {} for name in self._groups}
-        self._assign(modules, _TargetNames(config.get("ignore") or ()))
+        self._assign(modules, _TargetMatcher(config.get("ignore") or ()))
 
-    def _assign(self, modules: Mapping[str, Module], ignore: _TargetNames) -> None:
+    def _assign(self, modules: Mapping[str, Module], ignore: _TargetMatcher) -> None:
         by_target = {
             target: name for name, group in self._groups.items() for target in group["targets"]
         }
-        targets = _TargetNames(by_target)
+        targets = _TargetMatcher(by_target)
         for name, module in modules.items():
             found = targets.first(name, module)
             if found is None or ignore.first(name, module) is not None:
@@ -864,10 +846,10 @@ class _ConfigGroups:
         """Return the non-empty groups, with targets that match none of ``others``."""
         apart = {}
         for name, group in self._groups.items():
-            too_wide = _TargetNames(group["targets"]).reaches(others)
+            too_wide = _TargetMatcher(group["targets"]).reaches(others)
             targets = [target for target in group["targets"] if target not in too_wide]
             if too_wide:
-                kept, members = _TargetNames(targets), self._members[name]
+                kept, members = _TargetMatcher(targets), self._members[name]
                 targets += [one for one in members if kept.first(one, members[one]) is None]
             if targets:
                 apart[name] = {**group, "targets": targets}

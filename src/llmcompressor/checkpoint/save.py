@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.nn import Module
 from transformers import GenerationConfig, PreTrainedModel
 
+from llmcompressor.args.checks import size
 from llmcompressor.checkpoint.atomic_output import (
     OnExisting,
     check_output_dir,
@@ -77,7 +78,7 @@ from llmcompressor.checkpoint.source import (
     quantization_method,
     with_scales,
 )
-from llmcompressor.checkpoint.tensor_files import OutputLayout, ShardWriter, natural_key, parse_size
+from llmcompressor.checkpoint.tensor_files import OutputLayout, ShardWriter, natural_key
 from llmcompressor.errors import ArgumentError, CheckpointError, OutputError, did_you_mean
 from llmcompressor.logger import logger
 from llmcompressor.modeling.call_graph import model_dtype
@@ -161,6 +162,11 @@ class SaveOptions:
     check: Check = None
     dtype: torch.dtype | None = None
     once: bool = False
+
+    @property
+    def shard_bytes(self) -> int:
+        """``max_shard_size`` as a number."""
+        return size("max_shard_size", self.max_shard_size)
 
 
 def save_checkpoint(
@@ -444,7 +450,7 @@ def _write(
     source = _source_directory(model, options)
     contents = partition_state_dict(model, quantized, state)
 
-    writer = ShardWriter(folder, parse_size(options.max_shard_size))
+    writer = ShardWriter(folder, options.shard_bytes)
     for tensors in _sorted_tensors(model, contents):
         writer.add(tensors)
     ignore = _copy_extras(model, source, contents, quantized, writer)

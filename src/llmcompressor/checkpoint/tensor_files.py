@@ -31,11 +31,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from llmcompressor.checkpoint.source import INDEX, SINGLE, RowSliceHeader, TensorHeader
-from llmcompressor.errors import ArgumentError, CheckpointError
+from llmcompressor.errors import CheckpointError
 from llmcompressor.runtime.memory import malloc_trim
 
 __all__ = [
     "DTYPES",
+    "SHARD_SIZE",
     "BufferPool",
     "OutputFile",
     "OutputLayout",
@@ -47,7 +48,6 @@ __all__ = [
     "dtype_name",
     "layout_files",
     "natural_key",
-    "parse_size",
 ]
 
 
@@ -282,25 +282,6 @@ def _read_errors(file: Path) -> Iterator[None]:
 # --------------------
 # Writer of safetensors shards of limited size, holding one file's tensors at a time.
 
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B", re.IGNORECASE)
-_POWER = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
-
-
-def parse_size(size: int | str) -> int:
-    """Parse a file size into bytes.
-
-    >>> parse_size("20GB"), parse_size("1.5MiB"), parse_size(7)
-    (20000000000, 1572864, 7)
-    """
-    if isinstance(size, int) and size > 0:
-        return size
-    match = _SIZE.fullmatch(str(size).strip())
-    if match is None:
-        raise ArgumentError(f"{size!r} is no file size.", 'Give bytes, or text such as "5GB".')
-    number, unit, binary = match.groups()
-    base = 1024 if binary else 1000
-    return max(int(float(number) * base ** _POWER[unit.upper()]), 1)
-
 
 def natural_key(name: str) -> list[tuple[int, int, str]]:
     """Return a sort key that puts ``layers.2`` before ``layers.10``."""
@@ -394,6 +375,8 @@ def _storable(tensor: Tensor) -> Tensor:
 # follow from the model and its schemes, the files are laid out first. Blocks are then written to
 # their places in any order, a killed run resumes, and the size of the output is known to the byte.
 
+SHARD_SIZE = 20_000_000_000
+"""Bytes of tensors per file, unless the user says otherwise."""
 _ALIGNMENT = 8
 # The order of safetensors: wide dtypes first, so that every tensor is aligned to its dtype.
 _ORDER = [
@@ -498,7 +481,7 @@ class OutputLayout:
         return INDEX
 
 
-def layout_files(tensors: Iterable[StoredTensor], limit: int) -> OutputLayout:
+def layout_files(tensors: Iterable[StoredTensor], limit: int = SHARD_SIZE) -> OutputLayout:
     """Divide tensors into files in their order, and place them.
 
     Args:
