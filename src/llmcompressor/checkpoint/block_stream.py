@@ -30,7 +30,6 @@ from compressed_tensors.quantization import (
     QuantizationStrategy,
 )
 from compressed_tensors.transform import HadamardTransform
-from safetensors import safe_open
 from torch import Tensor
 from torch.nn import Module, Parameter
 from torch.nn import functional as F  # noqa: N812
@@ -48,6 +47,7 @@ from llmcompressor.checkpoint.manifest import OutputManifest, compress_block
 from llmcompressor.checkpoint.meta_model import MetaModel
 from llmcompressor.checkpoint.names import LoadedName, checkpoint_names, loaded_names
 from llmcompressor.checkpoint.packing import QuantizedModule
+from llmcompressor.checkpoint.side_files import load_tensors
 from llmcompressor.checkpoint.source import TensorHeader
 from llmcompressor.checkpoint.tensor_files import OutputLayout, TensorReader
 from llmcompressor.checkpoint.workspace import Workspace
@@ -666,12 +666,11 @@ class BlockStream:
         }
 
     def _extras(self) -> dict[str, Tensor]:
-        headers = self._blueprint.source.tensors
-        found = {}
-        for name in self._prediction.extras:
-            with safe_open(str(headers[name].file), framework="pt") as reader:
-                found[name] = reader.get_tensor(name)
-        return found
+        return {
+            name: tensor
+            for tensors in load_tensors(self._prediction.extras)
+            for name, tensor in tensors.items()
+        }
 
     def _block_of(self, name: str) -> str:
         """Return the name of the block that contains a module or tensor, or :data:`REST`."""

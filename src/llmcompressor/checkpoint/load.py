@@ -728,4 +728,4 @@ def _caches_of(module: Module) -> list[OffloadCache]:
 
 def _is_to_be_copied(tensor: Any) -> bool:
     """Return True for a tensor on the disk, or in memory that processes share."""
-    return tensor.is_meta or (tensor.device.type == "cpu" and tensor.is_shared())
+    return bool(tensor.is_meta or (tensor.device.type == "cpu" and tensor.is_shared()))

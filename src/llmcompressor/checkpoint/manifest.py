@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -36,7 +36,9 @@ __all__ = [
     "PartitionedState",
     "build_manifest",
     "compress_block",
+    "manifest_of",
     "module_kinds",
+    "packed_modules",
     "partition_state_dict",
     "split_quantized",
 ]
@@ -186,7 +188,7 @@ class OutputManifest:
         quantized: the modules that will be quantized, with their schemes.
         stored: all tensors, in the order to store them.
         plain_keys: the model's tensors that are stored unquantized.
-        extras: tensors of the source that the model class does not own.
+        extras: tensors of the source that the model class does not own, and their places there.
         ignore: patterns that keep the extras unquantized.
         tied: input and output embeddings are one tensor; ``None`` if there is no pair.
         kinds: stored path of a module → its kind, ``linear`` or ``embedding``.
@@ -195,7 +197,7 @@ class OutputManifest:
     quantized: Sequence[QuantizedModule]
     stored: Sequence[StoredTensor]
     plain_keys: frozenset[str]
-    extras: Sequence[str]
+    extras: Mapping[str, TensorHeader]
     ignore: Sequence[str]
     tied: bool | None
     kinds: Mapping[str, str] = field(default_factory=dict)
@@ -245,16 +247,39 @@ def build_manifest(
             quantized.append(entry)
             tensors[entry.name] = {}
     quantized.sort(key=lambda entry: order[entry.name])
-    state = _expected_state(model, tensors)
-    contents = partition_state_dict(model, quantized, state)
+    contents = partition_state_dict(model, quantized, _expected_state(model, tensors))
+    return manifest_of(model, contents, lambda written: headers)
+
+
+def manifest_of(
+    model: PreTrainedModel,
+    contents: PartitionedState,
+    headers_beside: Callable[[set[str]], Mapping[str, TensorHeader]],
+) -> OutputManifest:
+    """Return the manifest of a partitioned state dict.
+
+    Args:
+        model: the model.
+        contents: its tensors; their values are not read.
+        headers_beside: from the names of the model's stored tensors to the source's tensors, of
+            which those that the model does not own are stored too.
+    """
+    quantized = [entry for entry, _ in contents.compressed.values()]
     stored = _sorted_tensors(model, contents)
     names = {one.name for one in stored}
-    extras = extra_tensors(model, headers, state, names)
+    headers = headers_beside(names)
+    extras = extra_tensors(model, headers, contents.state, names)
     stored += [StoredTensor(name, headers[name].dtype, headers[name].shape) for name in extras]
     own = checkpoint_names(model, [entry.name for entry in quantized])
     ignore = extra_ignore_patterns(extras, names, [*own, *own.values()]) if extras else []
     return OutputManifest(
-        quantized, stored, contents.plain_keys, extras, ignore, contents.tied, module_kinds(model)
+        quantized,
+        stored,
+        contents.plain_keys,
+        {name: headers[name] for name in extras},
+        ignore,
+        contents.tied,
+        module_kinds(model),
     )
 
 
@@ -279,14 +304,27 @@ def compress_block(
     own, rest = split_quantized(quantized, block)
     plain = {key: tensor for key, tensor in rest.items() if key in plain_keys}
     found = checkpoint_layout(model, plain, list(own))
-    places = checkpoint_names(model, list(own))
-    warn_off_grid(one.name for one in quantized if not is_on_grid(one, own[one.name]))
-    for entry in quantized:
-        found |= {
-            f"{places[entry.name]}.{name}": tensor.detach().to("cpu")
-            for name, tensor in compress(entry, own[entry.name]).items()
-        }
+    for packed in packed_modules(model, {one.name: (one, own[one.name]) for one in quantized}):
+        found |= {name: tensor.detach().to("cpu") for name, tensor in packed.items()}
     return found
+
+
+def packed_modules(
+    model: PreTrainedModel, modules: Mapping[str, tuple[QuantizedModule, Mapping[str, Tensor]]]
+) -> Iterator[dict[str, Tensor]]:
+    """Yield the stored tensors of quantized modules, each packed only when it is reached.
+
+    Args:
+        model: the model.
+        modules: name → its entry and its own tensors.
+    """
+    places = checkpoint_names(model, modules)
+    off_grid = []
+    for name, (entry, own) in modules.items():
+        if not is_on_grid(entry, own):
+            off_grid.append(name)
+        yield {f"{places[name]}.{key}": tensor for key, tensor in compress(entry, own).items()}
+    warn_off_grid(off_grid)
 
 
 def module_kinds(model: PreTrainedModel) -> dict[str, str]:

@@ -7,7 +7,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
@@ -182,7 +182,7 @@ def _layer_count(source: Mapping[str, TensorHeader]) -> int:
 
 
 def extra_ignore_patterns(
-    extras: Sequence[str], written: set[str], quantized: Sequence[str]
+    extras: Iterable[str], written: set[str], quantized: Sequence[str]
 ) -> list[str]:
     """Return ignore patterns that keep the modules of ``extras`` unquantized in every loader.
 
@@ -204,12 +204,10 @@ def extra_ignore_patterns(
     return [_pattern(root, quantized) for root in roots]
 
 
-def load_tensors(
-    names: Sequence[str], source: Mapping[str, TensorHeader]
-) -> Iterator[dict[str, Tensor]]:
-    """Yield the named tensors one at a time, unchanged."""
-    for name in names:
-        with safe_open(str(source[name].file), framework="pt") as reader:
+def load_tensors(headers: Mapping[str, TensorHeader]) -> Iterator[dict[str, Tensor]]:
+    """Yield tensors of a checkpoint one at a time, unchanged."""
+    for name, header in headers.items():
+        with safe_open(str(header.file), framework="pt") as reader:
             yield {name: reader.get_tensor(name)}
 
 
