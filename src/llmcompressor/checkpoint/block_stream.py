@@ -45,7 +45,7 @@ from llmcompressor.checkpoint.block_writer import (
 from llmcompressor.checkpoint.journal import BlockEntry, ProgressEntry
 from llmcompressor.checkpoint.manifest import OutputManifest, compress_block
 from llmcompressor.checkpoint.meta_model import MetaModel
-from llmcompressor.checkpoint.names import LoadedName, checkpoint_names, loaded_names
+from llmcompressor.checkpoint.names import LoadedName, NameMap
 from llmcompressor.checkpoint.packing import QuantizedModule
 from llmcompressor.checkpoint.side_files import load_tensors
 from llmcompressor.checkpoint.source import TensorHeader
@@ -186,13 +186,13 @@ class BlockRestorer:
     ) -> None:
         self._model = model
         self._entries = {entry.name: entry for entry in quantized}
-        self._places = checkpoint_names(model, list(self._entries))
-        self._by_place = {place: name for name, place in self._places.items()}
+        names = NameMap(model)
+        self._by_place = {place: name for name, place in names.stored(self._entries).items()}
         self._names = {module: name for name, module in named_modules(model)}
         self._layout = layout
         self._weights = weights
         self._device = torch.device(device)
-        self._plain = loaded_names(model, self._plain_names(), model.state_dict())
+        self._plain = names.loaded(self._plain_names(), model.state_dict())
 
     def names_of(self, block: str) -> list[str]:
         """Return the stored tensors of a block; for :data:`REST` those outside all blocks."""
@@ -371,6 +371,7 @@ class BlockStream:
     ) -> None:
         self._blueprint = blueprint
         self._model = blueprint.model
+        self._names = NameMap(self._model)
         self._weights = weights
         self._prediction = prediction
         self._workspace = workspace
@@ -610,7 +611,7 @@ class BlockStream:
 
     def _write(self, block: str, tensors: Mapping[str, Tensor]) -> None:
         entries = self._entries.get(block, [])
-        stored = compress_block(self._model, tensors, entries, self._prediction.plain_keys)
+        stored = compress_block(self._names, tensors, entries, self._prediction.plain_keys)
         for entry in entries:
             if entry.is_raw:  # its weight is rounded when it is read back
                 entry.module.quantization_status = QuantizationStatus.DECOMPRESSED

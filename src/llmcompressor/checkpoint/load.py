@@ -31,7 +31,7 @@ from torch.nn import Module, Parameter
 from transformers import AutoConfig, CompressedTensorsConfig, PretrainedConfig, PreTrainedModel
 
 from llmcompressor.args.model_arguments import PRECISIONS
-from llmcompressor.checkpoint.names import loaded_names
+from llmcompressor.checkpoint.names import NameMap
 from llmcompressor.checkpoint.packing import patch_packed_zero_points
 from llmcompressor.checkpoint.side_files import SPEAKERS_FILE, module_folders
 from llmcompressor.checkpoint.source import (
@@ -139,7 +139,7 @@ def codes_without_scheme(model: PreTrainedModel, names: Iterable[str]) -> list[s
         names: names of tensors that hold codes.
     """
     scales = {name: f"{name.rpartition('.')[0]}.{_SCALE}" for name in names}
-    found = loaded_names(model, scales.values(), model.state_dict())
+    found = NameMap(model).loaded(scales.values(), model.state_dict())
     lost = []
     for name, scale in scales.items():
         own = found.get(scale)
@@ -393,7 +393,7 @@ def _undeclared_source(place: str | os.PathLike[str], **hub: Any) -> SourceInfo 
 def _has_codes(model: Module, name: str, source: SourceInfo) -> bool:
     """Return True if a model holds the values of a tensor of codes, as far as can be seen."""
     header, state = source.tensors[name], model.state_dict()
-    found = loaded_names(model, [name], state).get(name)  # type: ignore[arg-type]  # or one like it
+    found = NameMap(model).loaded([name], state).get(name)  # type: ignore[arg-type]  # or one like it
     if found is None or found.merged:
         return True  # packed: no class loads it, and the model's own tensor is random
     held = state[found.target]

@@ -15,7 +15,7 @@ from torch.nn import Embedding, Linear
 from transformers import PreTrainedModel
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
-from llmcompressor.checkpoint.names import checkpoint_layout, checkpoint_names
+from llmcompressor.checkpoint.names import NameMap
 from llmcompressor.checkpoint.packing import (
     QuantizedModule,
     compress,
@@ -82,7 +82,7 @@ def partition_state_dict(
     plain = remove_tied_weights_from_state_dict(_drop_shared_transforms(model, plain), model)
     keys = frozenset(plain)
     names = [entry.name for entry in quantized]
-    plain = checkpoint_layout(model, plain, names)
+    plain = NameMap(model).layout(plain, names)
     compressed = {entry.name: (entry, own[entry.name]) for entry in quantized}
     return PartitionedState(plain, keys, compressed, state, tied)
 
@@ -270,7 +270,7 @@ def manifest_of(
     headers = headers_beside(names)
     extras = extra_tensors(model, headers, contents.state, names)
     stored += [StoredTensor(name, headers[name].dtype, headers[name].shape) for name in extras]
-    own = checkpoint_names(model, [entry.name for entry in quantized])
+    own = NameMap(model).stored([entry.name for entry in quantized])
     ignore = extra_ignore_patterns(extras, names, [*own, *own.values()]) if extras else []
     return OutputManifest(
         quantized,
@@ -284,7 +284,7 @@ def manifest_of(
 
 
 def compress_block(
-    model: PreTrainedModel,
+    names: NameMap,
     block: Mapping[str, Tensor],
     quantized: Sequence[QuantizedModule],
     plain_keys: frozenset[str],
@@ -292,7 +292,7 @@ def compress_block(
     """Return the tensors of a part of the model in their stored, compressed form.
 
     Args:
-        model: the model.
+        names: the names of the model.
         block: name in the model → tensor.
         quantized: the quantized modules of this part.
         plain_keys: those of the prediction.
@@ -303,22 +303,22 @@ def compress_block(
     """
     own, rest = split_quantized(quantized, block)
     plain = {key: tensor for key, tensor in rest.items() if key in plain_keys}
-    found = checkpoint_layout(model, plain, list(own))
-    for packed in packed_modules(model, {one.name: (one, own[one.name]) for one in quantized}):
+    found = names.layout(plain, list(own))
+    for packed in packed_modules(names, {one.name: (one, own[one.name]) for one in quantized}):
         found |= {name: tensor.detach().to("cpu") for name, tensor in packed.items()}
     return found
 
 
 def packed_modules(
-    model: PreTrainedModel, modules: Mapping[str, tuple[QuantizedModule, Mapping[str, Tensor]]]
+    names: NameMap, modules: Mapping[str, tuple[QuantizedModule, Mapping[str, Tensor]]]
 ) -> Iterator[dict[str, Tensor]]:
     """Yield the stored tensors of quantized modules, each packed only when it is reached.
 
     Args:
-        model: the model.
+        names: the names of the model.
         modules: name → its entry and its own tensors.
     """
-    places = checkpoint_names(model, modules)
+    places = names.stored(modules)
     off_grid = []
     for name, (entry, own) in modules.items():
         if not is_on_grid(entry, own):
@@ -334,7 +334,7 @@ def module_kinds(model: PreTrainedModel) -> dict[str, str]:
         for name, module in named_modules(model)
         if isinstance(module, Linear | Embedding)
     }
-    places = checkpoint_names(model, kinds)
+    places = NameMap(model).stored(kinds)
     return {places[name]: kind for name, kind in kinds.items()}
 
 
@@ -354,7 +354,7 @@ def _expected_state(
 
 
 def _sorted_tensors(model: PreTrainedModel, contents: PartitionedState) -> list[StoredTensor]:
-    places = checkpoint_names(model, contents.compressed)
+    places = NameMap(model).stored(contents.compressed)
     pieces = {name: [_stored(name, tensor)] for name, tensor in contents.plain.items()}
     known: dict[object, list[StoredTensor]] = {}  # a model has few forms of modules
     for module, (entry, own) in contents.compressed.items():

@@ -46,8 +46,8 @@ from llmcompressor.checkpoint.model_config import (
     write_report,
 )
 from llmcompressor.checkpoint.names import (
+    NameMap,
     drop_dequantizing_conversions,
-    renamed_modules,
 )
 from llmcompressor.checkpoint.packing import (
     parse_format,
@@ -462,7 +462,7 @@ def _stored_tensors(
 ) -> Iterator[Mapping[str, Tensor]]:
     for name, tensor in contents.plain.items():
         yield {name: tensor}
-    yield from packed_modules(model, contents.compressed)
+    yield from packed_modules(NameMap(model), contents.compressed)
     yield from load_tensors(manifest.extras)
 
 
@@ -515,7 +515,7 @@ def _report_with_stored_names(
     report = options.report or {}
     records = [each for each in report.get("modifiers", {}).values() if isinstance(each, Mapping)]
     modules = [str(module) for each in records for module in each]
-    names = renamed_modules(model, modules) if modules else {}
+    names = NameMap(model).renamed(modules) if modules else {}
     return {**report, STORED_AS: names} if names else options.report
 
 

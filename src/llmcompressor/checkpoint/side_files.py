@@ -16,7 +16,7 @@ from safetensors import safe_open
 from torch import Tensor
 from transformers import AutoProcessor, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from llmcompressor.checkpoint.names import owned_by_model
+from llmcompressor.checkpoint.names import NameMap
 from llmcompressor.checkpoint.source import SIDE_FILES, TensorHeader, local_directory
 from llmcompressor.errors import CheckpointError
 from llmcompressor.logger import logger
@@ -101,7 +101,7 @@ def extra_tensors(
         warning is logged for those, and for adapters.
     """
     candidates = [name for name in source if name not in written]
-    owned = owned_by_model(model, candidates, state)
+    owned = NameMap(model).owned(candidates, state)
     written_modules = {name.rpartition(".")[0] for name in written} - {""}
     expert_lists = {
         match.group(1) for match in (_EXPERT.match(name) for name in written) if match is not None
