@@ -66,7 +66,7 @@ def test_a_kill_while_it_is_mended_loses_nothing(
         file.write_bytes(torn)
         with monkeypatch.context() as patched:
             if moment == "write":
-                patched.setattr(journal_module, "_make_durable", _killed)
+                patched.setattr(journal_module, "fsync", _killed)
             else:
                 patched.setattr(Path, "replace", _killed)
             with pytest.raises(KeyboardInterrupt):

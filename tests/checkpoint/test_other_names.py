@@ -16,7 +16,7 @@ from test_parts import assert_reads_as, config_of, logits, qwen
 
 from llmcompressor import model_free_ptq, oneshot, verify
 from llmcompressor.checkpoint.generic_model import build_tree
-from llmcompressor.checkpoint.names import loader_models, names_in_loaders
+from llmcompressor.checkpoint.names import NameMap
 from llmcompressor.checkpoint.source import inspect_source
 from llmcompressor.modifiers.quantization import QuantizationModifier
 
@@ -171,11 +171,11 @@ def test_what_is_ignored_by_the_file_s_name_alone_is_told_with_the_name_to_ignor
 
 def test_a_plain_model_has_no_other_names(tmp_path: Path) -> None:
     model = tiny.llama()
-    assert names_in_loaders(model, loader_models(model)) == {}
+    assert NameMap(model).in_loaders == {}
     model.save_pretrained(tmp_path)
     source = inspect_source(tmp_path)
     tree = build_tree(source, source.tensors).model
-    assert not any(names_in_loaders(tree, loader_models(tree)).values())
+    assert not any(NameMap(tree).in_loaders.values())
 
 
 def test_of_classes_that_are_not_known_there_are_no_other_names(tmp_path: Path) -> None:
@@ -183,8 +183,8 @@ def test_of_classes_that_are_not_known_there_are_no_other_names(tmp_path: Path) 
     source = inspect_source(folder)
     tree = build_tree(source, source.tensors).model
     name = "vision_tower.encoder.layers.0.mlp.fc1"
-    assert names_in_loaders(tree, loader_models(tree))[name] == (f"model.{name}",)
+    assert NameMap(tree).in_loaders[name] == (f"model.{name}",)
     file = folder / "config.json"
     file.write_text(file.read_text().replace('"llava"', '"llava_of_tomorrow"'))
-    assert loader_models(tree) == ()
-    assert names_in_loaders(tree, ()) == {}
+    assert NameMap(tree).loaders == ()
+    assert NameMap(tree).in_loaders == {}

@@ -78,7 +78,7 @@ def test_what_was_left_beside_an_output_is_told(tmp_path: Path) -> None:
         from llmcompressor.checkpoint import atomic_output as staging
 
         staging.shutil.rmtree = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
-        with staging.staged(Path(sys.argv[1]), on_existing=staging.OnExisting.REPLACE):
+        with staging.staged_output(Path(sys.argv[1]), on_existing=staging.OnExisting.REPLACE):
             pass
     """
     subprocess.run([sys.executable, "-c", textwrap.dedent(script), str(target)], check=False)

@@ -21,7 +21,6 @@ from torch.utils.data import DataLoader
 from transformers import AutoConfig, AutoModelForCausalLM, OPTConfig, OPTForCausalLM
 
 import llmcompressor
-import llmcompressor.checkpoint.tensor_files
 from llmcompressor import active_session, model_free_ptq, oneshot, plan, reset_session
 from llmcompressor.errors import (
     ArgumentError,
@@ -632,14 +631,9 @@ def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
 def fill_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights cannot be written to their end."""
 
-    def save_file(tensors: Any, filename: str, **kwargs: Any) -> None:
-        Path(filename).write_bytes(b"the beginning of a file")
-        raise OSError(errno.ENOSPC, "No space left on device", filename)
-
     def fallocate(descriptor: int, offset: int, size: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(llmcompressor.checkpoint.tensor_files, "save_file", save_file)
     monkeypatch.setattr(os, "posix_fallocate", fallocate)
 
 

@@ -26,8 +26,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from llmcompressor import Oneshot, active_session, create_session, oneshot, plan, verify
 from llmcompressor.args import DatasetArguments, ModelArguments, RecipeArguments, RunArguments
-from llmcompressor.entrypoints import run as streamed
-from llmcompressor.errors import DatasetError, InputError, OutputError, RecipeError, TargetError
+from llmcompressor.errors import DatasetError, InputError, RecipeError, TargetError
 from llmcompressor.logger import logger
 from llmcompressor.modifiers.quantization import GPTQModifier, QuantizationModifier
 from llmcompressor.recipe import Recipe
@@ -821,21 +820,6 @@ class TestRecipeOfTheSource:
         assert [type(one) for one in found.modifiers] == [QuantizationModifier]
         assert sum("applied before" in text for text in warned) == 1
         assert "antigravity" not in sys.modules
-
-    def test_a_finished_output_is_recognized(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        source = self.pruned(tmp_path)
-        arguments = {"model": source, "recipe": DYNAMIC, "output_dir": tmp_path / "out"}
-        with monkeypatch.context() as killed:  # when all was done
-            killed.setattr(streamed, "remove_run_file", lambda folder: None)
-            oneshot(**arguments)
-        weights = tmp_path / "out" / "model.safetensors"
-        when = weights.stat().st_mtime_ns
-        oneshot(**arguments)
-        assert weights.stat().st_mtime_ns == when
-        with pytest.raises(OutputError, match="already holds files"):
-            oneshot(**arguments)
 
 
 def test_a_folder_for_the_log_may_lie_at_home(

@@ -23,7 +23,6 @@ from transformers import (
 
 from llmcompressor import oneshot, plan, reset_session, train, verify
 from llmcompressor.checkpoint.block_stream import BlockStream
-from llmcompressor.entrypoints import run
 from llmcompressor.modifiers.quantization import GPTQModifier, QuantizationModifier
 from llmcompressor.schemes.attention import kv_source_layer
 
@@ -171,22 +170,6 @@ def test_a_run_that_goes_on_writes_the_same_bytes(
     assert weights(tmp_path / "out") == weights(tmp_path / "whole")
     model.save_pretrained(tmp_path / "again")
     assert weights(tmp_path / "again") == weights(tmp_path / "whole")
-
-
-def test_a_run_that_was_killed_when_all_is_done_makes_the_same_model(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def killed(folder: Path) -> None:
-        raise KeyboardInterrupt
-
-    gemma3n().save_pretrained(tmp_path / "model")
-    with monkeypatch.context() as patch:
-        patch.setattr(run, "remove_run_file", killed)
-        with pytest.raises(KeyboardInterrupt):
-            compress(str(tmp_path / "model"), cache(), tmp_path / "out")
-    written = weights(tmp_path / "out")
-    compress(str(tmp_path / "model"), cache(), tmp_path / "out").save_pretrained(tmp_path / "again")
-    assert weights(tmp_path / "out") == weights(tmp_path / "again") == written
 
 
 def test_the_plan_counts_these_scales(tmp_path: Path) -> None:

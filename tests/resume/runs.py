@@ -23,7 +23,7 @@ from loguru import logger as loguru_logger
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from llmcompressor import oneshot
-from llmcompressor.checkpoint import block_writer, journal
+from llmcompressor.checkpoint import journal, tensor_files
 from llmcompressor.checkpoint.block_stream import BlockRestorer
 from llmcompressor.modifiers.pruning import REAPPruningModifier
 from llmcompressor.modifiers.quantization import GPTQModifier, QuantizationModifier
@@ -364,7 +364,7 @@ def _arm_journal(strikes: Callable[[str], bool]) -> None:
 
 
 def _arm_writes(strikes: Callable[[str], bool]) -> None:
-    write = block_writer._write_all
+    write = tensor_files._write_all
 
     def dying_write(descriptor: int, view: memoryview, offset: int) -> None:
         if strikes("write"):
@@ -372,7 +372,7 @@ def _arm_writes(strikes: Callable[[str], bool]) -> None:
             _die()
         write(descriptor, view, offset)
 
-    block_writer._write_all = dying_write
+    tensor_files._write_all = dying_write
 
 
 def _arm_removal(strikes: Callable[[str], bool]) -> None:

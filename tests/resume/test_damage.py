@@ -186,7 +186,7 @@ class InterruptError(Exception):
 @pytest.fixture
 def stopped_at(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
     """Have the n-th write of a tensor fail."""
-    write = block_writer._write_all
+    write = tensor_files._write_all
 
     def arm(number: int, error: BaseException) -> None:
         left = [number]

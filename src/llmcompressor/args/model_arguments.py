@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 else:  # HfArgumentParser finds no type in a union with None
     _Token: TypeAlias = Text | str | bool
 
-_PRECISIONS = {
+PRECISIONS = {
     "auto": "auto",
     "half": "float16",
     "fp16": "float16",
@@ -47,7 +47,7 @@ _PRECISIONS = {
 
 def precision_name(name: str, value: Any) -> str:
     """Check for a precision's name or a torch dtype; stored as "auto" or the dtype's name."""
-    return str(one_of(_PRECISIONS)(name, str(value).removeprefix("torch.")))
+    return str(one_of(PRECISIONS)(name, str(value).removeprefix("torch.")))
 
 
 def _model(name: str, value: Any) -> Any:

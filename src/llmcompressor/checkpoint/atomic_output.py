@@ -16,7 +16,7 @@ import shutil
 import socket
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from enum import Enum
 from pathlib import Path
 
@@ -32,6 +32,7 @@ __all__ = [
     "check_path_argument",
     "creation_errors",
     "disk_errors",
+    "fsync",
     "fsync_tree",
     "publish_folder",
     "remove_atomically",
@@ -93,7 +94,13 @@ def write_error(error: BaseException, target: Path, remedy: str) -> OutputError 
         return None
     number = _write_errno(error)
     if number is None:
-        return _torch_write_error(error, target, remedy)
+        if not isinstance(error, RuntimeError) or not _OF_TORCH.search(str(error)):
+            return None
+        return OutputError(  # torch does not name the cause
+            f"A file of {target} could not be written to its end: the disk is full, or a limit of "
+            "this process or of the file system is reached.",
+            f"{remedy} See ulimit -f, too.",
+        )
     if number in _FULL:
         return OutputError(
             f"The disk that holds {target.parent} is full; nothing was written to {target}.",
@@ -108,17 +115,6 @@ def write_error(error: BaseException, target: Path, remedy: str) -> OutputError 
     return OutputError(
         f"The file system that holds {target.parent} can only be read; nothing was written.",
         _CHOOSE,
-    )
-
-
-def _torch_write_error(error: BaseException, target: Path, remedy: str) -> OutputError | None:
-    """Return the clear error for a failed write of torch, which does not name its cause."""
-    if not isinstance(error, RuntimeError) or not _OF_TORCH.search(str(error)):
-        return None
-    return OutputError(
-        f"A file of {target} could not be written to its end: the disk is full, or a limit of this "
-        "process or of the file system is reached.",
-        f"{remedy} See ulimit -f, too.",
     )
 
 
@@ -267,7 +263,9 @@ def check_output_dir(
     """
     check_path_argument("output_dir", output_dir)
     target = _absolute_path(output_dir)
-    _check_names(target)
+    # Path.exists raises an error for a name that is too long
+    existing = next((path for path in target.parents if os.path.isdir(path)), target)  # the root
+    check_name(target, existing, len(f".partial-{_owner()}-999"))
     if target.exists() and not target.is_dir():
         raise OutputError(f"The output {target} is a file, not a directory.", _CHOOSE)
     if source is not None:
@@ -304,7 +302,7 @@ def staged_output(
     created = _make_parents(target.parent)
     inside = _must_stage_inside(target)
     folder = target if inside else target.parent
-    _remove_stale(folder, target.name)
+    remove_stale(target, folder)
     staging = folder / f"{target.name}.partial-{_owner()}-{next(_counter)}"
     try:
         with creation_errors(target):
@@ -328,7 +326,8 @@ def staged_output(
     except BaseException as error:
         shutil.rmtree(staging, ignore_errors=True)
         for parent in reversed(created):
-            _remove_if_empty(parent)
+            with suppress(OSError):  # it is in use
+                parent.rmdir()
         clear = write_error(error, target, "Free some space or choose another output directory.")
         if clear is not None:
             raise clear from error
@@ -359,22 +358,24 @@ def publish_folder(folder: Path, target: Path, *, replace: bool) -> None:
         if not replace and not begun.exists() and _is_in_use(target):
             raise _taken_error(target)
         begun.touch()  # from here on the target holds files of its own
-        _fsync(work)
+        fsync(work)
         for path in sorted(target.iterdir(), key=lambda path: path.name != "config.json"):
             if replace and path != work:
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
         for path in sorted(folder.iterdir(), key=lambda path: path.name == "config.json"):
             path.replace(target / path.name)
         folder.rmdir()
-        _fsync(target)
+        fsync(target)
     else:
         _rename_over(folder, target, replace=replace)
         remove_stale(target)
 
 
-def remove_stale(target: Path) -> None:
-    """Delete what a killed run of this machine left alongside ``target``."""
-    _remove_stale(target.parent, target.name)
+def remove_stale(target: Path, folder: Path | None = None) -> None:
+    """Delete what a killed run of this machine left alongside ``target``, or in ``folder``."""
+    for path in _stale_paths(folder or target.parent, target.name):
+        logger.info(f"Removing {path}, left by a run that was killed.")
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def remove_atomically(folder: Path, name: str) -> None:
@@ -446,12 +447,6 @@ def _check_replaceable(target: Path, *, overwrite: bool) -> None:
         )
 
 
-def _check_names(target: Path) -> None:
-    # Path.exists raises an error for a name that is too long
-    existing = next((path for path in target.parents if os.path.isdir(path)), target)  # the root
-    check_name(target, existing, len(f".partial-{_owner()}-999"))
-
-
 def _check_writable(target: Path) -> None:
     existing = next(path for path in (target, *target.parents) if path.exists())
     if not existing.is_dir():
@@ -491,13 +486,6 @@ def _backup_path(target: Path) -> Path:
     return target.with_name(f"{target.name}.old-{_owner()}-{next(_counter)}")
 
 
-def _remove_stale(folder: Path, name: str) -> None:
-    """Delete what a killed run of this machine left in ``folder``."""
-    for path in _stale_paths(folder, name):
-        logger.info(f"Removing {path}, left by a run that was killed.")
-        shutil.rmtree(path, ignore_errors=True)
-
-
 def _stale_paths(folder: Path, name: str) -> list[Path]:
     """Return what a killed run of this machine left in ``folder`` and is no longer needed."""
     host = _owner().rpartition("-")[0]
@@ -526,10 +514,11 @@ def _is_alive(pid: int) -> bool:
 def fsync_tree(folder: Path) -> None:
     """Sync every file and directory below ``folder`` to the disk."""
     for path in [*folder.rglob("*"), folder]:
-        _fsync(path)
+        fsync(path)
 
 
-def _fsync(path: Path) -> None:
+def fsync(path: Path) -> None:
+    """Sync a file, or a folder and so its file names, to the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -569,7 +558,7 @@ def _rename_over(staging: Path, target: Path, *, replace: bool) -> None:
         if aside.exists() and not target.exists():
             aside.rename(target)
         raise
-    _fsync(target.parent)
+    fsync(target.parent)
     if has_old:
         shutil.rmtree(aside, ignore_errors=True)
 
@@ -585,7 +574,7 @@ def _move_into(staging: Path, target: Path, *, purge: bool) -> None:
     for path in sorted(staging.iterdir(), key=lambda path: path.name == "config.json"):
         _move(path, target / path.name)
     staging.rmdir()
-    _fsync(target)
+    fsync(target)
 
 
 def _move(path: Path, place: Path) -> None:
@@ -596,11 +585,4 @@ def _move(path: Path, place: Path) -> None:
     for inner in sorted(path.iterdir()):
         _move(inner, place / inner.name)
     path.rmdir()
-    _fsync(place)
-
-
-def _remove_if_empty(folder: Path) -> None:
-    try:
-        folder.rmdir()
-    except OSError:
-        logger.debug(f"{folder} is kept: it is in use.")
+    fsync(place)

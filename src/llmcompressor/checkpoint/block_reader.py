@@ -180,19 +180,6 @@ class BlockWeights:
         blocks = {block: digest for block, digest in self.digests.items() if block != REST}
         return {**self._rest, **blocks}
 
-    def read_digest(self) -> str:
-        """Return one hash over the tensors of all blocks, reading the blocks not read yet.
-
-        Raises:
-            CheckpointError: a file cannot be read.
-        """
-        hashes = _TensorHashes()
-        for block in self._blocks:
-            if block not in self.digests:
-                self.digests[block] = self._read(block).hashes.together
-            hashes.by_name[block] = self.digests[block]
-        return hashes.together
-
     def load_rest(self) -> None:
         """Load everything outside the blocks, and resolve which embeddings are tied."""
         self.load(REST)

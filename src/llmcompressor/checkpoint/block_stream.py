@@ -14,11 +14,11 @@ from collections.abc import (
     Sequence,
     ValuesView,
 )
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from compressed_tensors.compressors import BaseCompressor
@@ -30,7 +30,6 @@ from compressed_tensors.quantization import (
     QuantizationStrategy,
 )
 from compressed_tensors.transform import HadamardTransform
-from safetensors import safe_open
 from torch import Tensor
 from torch.nn import Module, Parameter
 from torch.nn import functional as F  # noqa: N812
@@ -46,11 +45,12 @@ from llmcompressor.checkpoint.block_writer import (
 from llmcompressor.checkpoint.journal import BlockEntry, ProgressEntry
 from llmcompressor.checkpoint.manifest import OutputManifest, compress_block
 from llmcompressor.checkpoint.meta_model import MetaModel
-from llmcompressor.checkpoint.names import LoadedName, checkpoint_names, loaded_names
+from llmcompressor.checkpoint.names import LoadedName, NameMap
 from llmcompressor.checkpoint.packing import QuantizedModule
+from llmcompressor.checkpoint.side_files import load_tensors
 from llmcompressor.checkpoint.source import TensorHeader
 from llmcompressor.checkpoint.tensor_files import OutputLayout, TensorReader
-from llmcompressor.checkpoint.workspace import CompletedRun, Workspace, file_hashes, hash_json
+from llmcompressor.checkpoint.workspace import Workspace
 from llmcompressor.logger import logger
 from llmcompressor.modeling.names import named_modules
 from llmcompressor.runtime.memory import TOLERATED, malloc_trim
@@ -186,13 +186,13 @@ class BlockRestorer:
     ) -> None:
         self._model = model
         self._entries = {entry.name: entry for entry in quantized}
-        self._places = checkpoint_names(model, list(self._entries))
-        self._by_place = {place: name for name, place in self._places.items()}
+        names = NameMap(model)
+        self._by_place = {place: name for name, place in names.stored(self._entries).items()}
         self._names = {module: name for name, module in named_modules(model)}
         self._layout = layout
         self._weights = weights
         self._device = torch.device(device)
-        self._plain = loaded_names(model, self._plain_names(), model.state_dict())
+        self._plain = names.loaded(self._plain_names(), model.state_dict())
 
     def names_of(self, block: str) -> list[str]:
         """Return the stored tensors of a block; for :data:`REST` those outside all blocks."""
@@ -371,6 +371,7 @@ class BlockStream:
     ) -> None:
         self._blueprint = blueprint
         self._model = blueprint.model
+        self._names = NameMap(self._model)
         self._weights = weights
         self._prediction = prediction
         self._workspace = workspace
@@ -555,6 +556,12 @@ class BlockStream:
         """
         self._restorer.restore(REST, folder)
 
+    @property
+    def choices(self) -> dict[str, Any]:
+        """The choices that the data decided, without what the free memory decides."""
+        chosen = self._workspace.journal.choices.items()
+        return {key: value for key, value in chosen if not key.endswith(".granularity")}
+
     def reports(self) -> dict[str, dict[str, Any]]:
         """Return the reports of all blocks, from whichever run: modifier → module → record."""
         found: dict[str, dict[str, Any]] = {}
@@ -562,26 +569,6 @@ class BlockStream:
             for modifier, records in entry.report.items():
                 found.setdefault(modifier, {}).update(records)
         return found
-
-    def write_run_identity(self, fingerprint: Mapping[str, Any]) -> None:
-        """Store the identity of the finished run in the output; everything else is written already.
-
-        Args:
-            fingerprint: everything that decides the bytes of the output.
-        """
-        journal = self._workspace.journal
-        stored = {
-            block: one.digest for (s, block), one in journal.entries.items() if s == self._last
-        }
-        chosen = journal.choices.items()  # without what the free memory decides
-        CompletedRun(
-            hash_json(fingerprint["source"]),
-            hash_json(fingerprint),
-            self._weights.read_digest(),
-            hash_json(stored),
-            file_hashes(self._workspace.files, self._layout),
-            {key: value for key, value in chosen if not key.endswith(".granularity")},
-        ).write(self._workspace.files)
 
     def close(self) -> None:
         """Stop the reader and writer threads."""
@@ -624,7 +611,7 @@ class BlockStream:
 
     def _write(self, block: str, tensors: Mapping[str, Tensor]) -> None:
         entries = self._entries.get(block, [])
-        stored = compress_block(self._model, tensors, entries, self._prediction.plain_keys)
+        stored = compress_block(self._names, tensors, entries, self._prediction.plain_keys)
         for entry in entries:
             if entry.is_raw:  # its weight is rounded when it is read back
                 entry.module.quantization_status = QuantizationStatus.DECOMPRESSED
@@ -680,12 +667,11 @@ class BlockStream:
         }
 
     def _extras(self) -> dict[str, Tensor]:
-        headers = self._blueprint.source.tensors
-        found = {}
-        for name in self._prediction.extras:
-            with safe_open(str(headers[name].file), framework="pt") as reader:
-                found[name] = reader.get_tensor(name)
-        return found
+        return {
+            name: tensor
+            for tensors in load_tensors(self._prediction.extras)
+            for name, tensor in tensors.items()
+        }
 
     def _block_of(self, name: str) -> str:
         """Return the name of the block that contains a module or tensor, or :data:`REST`."""
@@ -724,19 +710,15 @@ class BlockStream:
         return intact
 
 
-# --------------------
-# A stream for an output that an earlier call completed: its model is loaded, nothing written.
-
-
 class CompletedOutput:
-    """A block stream in which every block is finished.
+    """A block stream of an output that another process has written: every block is finished.
 
     Args:
         blueprint: the model; everything but its blocks is loaded.
         weights: the blocks.
         prediction: the tensors and modules of the output.
         layout: the place of each tensor in the output.
-        run: the identity of the run that the output stores.
+        choices: the choices that the data decided during the run.
 
     Attributes:
         names: block → its name, in order.
@@ -753,12 +735,10 @@ class CompletedOutput:
         weights: BlockWeights,
         prediction: OutputManifest,
         layout: OutputLayout,
-        run: CompletedRun,
+        choices: Mapping[str, Any],
     ) -> None:
-        self._weights = weights
-        self._layout = layout
-        self._run = run
-        self._blocks = BlockRestorer(
+        self._choices = choices
+        self._restorer = BlockRestorer(
             blueprint.model, prediction.quantized, layout, weights, weights.device
         )
         self.names: dict[Module, str] = {
@@ -766,74 +746,20 @@ class CompletedOutput:
         }
         self.stage = 0
         self.one_by_one = True
+        self.finished = set(weights.blocks)
+        self.close = weights.close
 
-    def is_unchanged(self, folder: Path) -> bool:
-        """Return True if the output and the original are both unchanged; reads all weights."""
-        if self._run.source != self._weights.read_digest():
-            return False
-        groups = {name: self._blocks.names_of(name) for name in [*self._weights.blocks, REST]}
-        return self._run.is_whole(folder, self._layout, groups)
+    def decide(self, name: str, value: Any) -> Any:
+        """Return the recorded value of a choice that depended on the data."""
+        return self._choices.get(f"{self.stage}.{name}", value)
 
     def complete(self) -> None:
         """Do nothing, as everything is written."""
 
     def restore_rest(self, folder: Path) -> None:
         """Load everything outside the blocks from the output."""
-        self._blocks.restore(REST, folder)
+        self._restorer.restore(REST, folder)
 
     def attach_lazy_blocks(self, folder: Path) -> None:
         """Make the model load its blocks lazily from the output."""
-        self._blocks.attach_lazy_blocks(folder, self.names)
-
-    def close(self) -> None:
-        """Stop reading the original."""
-        self._weights.close()
-
-    # ------------------------------------------------------------------ for pipelines
-
-    @property
-    def finished(self) -> Collection[str]:
-        """The names of all blocks."""
-        return set(self.names.values())
-
-    def decide(self, name: str, value: Any) -> Any:
-        """Return the recorded value of a choice that depended on the data."""
-        return self._run.choices.get(f"{self.stage}.{name}", value)
-
-    def enter(self, block: str) -> None:
-        """Refuse to load a block."""
-        _refuse_call(block)
-
-    def restore(self, block: str, modules: Collection[Module]) -> None:
-        """Refuse to restore modules."""
-        _refuse_call(block)
-
-    def leave(self, block: str) -> None:
-        """Refuse to write a block."""
-        _refuse_call(block)
-
-    def visiting(self) -> AbstractContextManager[None]:
-        """Refuse to run forward passes."""
-        _refuse_call("")
-
-    def visits(self) -> AbstractContextManager[Any]:
-        """Refuse to visit blocks."""
-        _refuse_call("")
-
-    def remember(
-        self, name: str, tensors: Mapping[str, Tensor], figures: Mapping[str, Any]
-    ) -> None:
-        """Refuse to save progress."""
-        _refuse_call(name)
-
-    def recall(self, name: str) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
-        """Refuse to load progress."""
-        _refuse_call(name)
-
-    def forget(self) -> None:
-        """Refuse to redo blocks."""
-        _refuse_call("")
-
-
-def _refuse_call(name: str) -> NoReturn:
-    raise AssertionError(f"everything is finished, and something is asked for: {name}")
+        self._restorer.attach_lazy_blocks(folder, self.names)

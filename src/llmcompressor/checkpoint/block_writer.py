@@ -12,21 +12,14 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 import xxhash
 from safetensors.torch import save_file
 from torch import Tensor
 
-from llmcompressor.checkpoint.journal import sync_folder
+from llmcompressor.checkpoint.atomic_output import fsync
 from llmcompressor.checkpoint.side_files import side_files
 from llmcompressor.checkpoint.source import read_header
-from llmcompressor.checkpoint.tensor_files import (
-    DTYPES,
-    OutputLayout,
-    TensorReader,
-    bytes_of,
-    dtype_name,
-)
+from llmcompressor.checkpoint.tensor_files import OutputLayout, TensorReader, TensorWriter
 from llmcompressor.errors import CheckpointError, OutputError
 from llmcompressor.runtime.progress import format_bytes
 
@@ -34,7 +27,6 @@ __all__ = [
     "BlockWriter",
     "ScratchBlocks",
     "check_space",
-    "digest_of",
     "non_weight_bytes",
     "unallocated_bytes",
 ]
@@ -93,8 +85,6 @@ def unallocated_bytes(folder: Path, size: int) -> int:
 # --------------------
 # Background writer: stores blocks at their planned offsets and journals each once durable.
 
-_CHUNK = 2**26
-
 
 @dataclass(frozen=True)
 class _WriteJob:
@@ -120,12 +110,10 @@ class BlockWriter:
     def __init__(
         self, folder: Path, layout: OutputLayout, *, scratch: int = 0, beside: int = 0
     ) -> None:
-        self._folder = folder
-        self._layout = layout
         check_space(
             folder, output=unallocated_bytes(folder, layout.file_size + beside), scratch=scratch
         )
-        self._files = {file.name: self._allocate_file(file.name) for file in layout.files}
+        self._writer = TensorWriter(folder, layout)
         self._jobs: queue.Queue[_WriteJob | None] = queue.Queue()
         self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._work, name="block-writer", daemon=True)
@@ -139,12 +127,7 @@ class BlockWriter:
             commit: called with their hash once they are durable, on the writer's thread.
         """
         self._raise_failure()
-        on_host = {
-            name: self._cast_as_planned(name, tensor.detach().to("cpu").contiguous())
-            for name, tensor in tensors.items()
-        }
-        for name, tensor in on_host.items():
-            self._check_expected(name, tensor)
+        on_host = self._writer.as_planned(tensors)
         self.flush()  # a longer queue would only take memory
         self._jobs.put(_WriteJob(on_host, commit))
 
@@ -153,23 +136,18 @@ class BlockWriter:
         self._jobs.join()
         self._raise_failure()
 
-    def digest_of(self, names: Iterable[str]) -> str:
-        """Return the hash of the bytes now stored in the places of some tensors."""
-        return digest_of(self._files, self._layout, names)
-
     def digests_of(self, groups: Mapping[str, Iterable[str]]) -> dict[str, str]:
-        """Return the hash of :meth:`digest_of` for several groups of tensors, on all cores."""
+        """Return the hash of the stored bytes of several groups of tensors, on all cores."""
+        digest_of = self._writer.digest_of
         with ThreadPoolExecutor(os.cpu_count()) as pool:
-            found = {key: pool.submit(self.digest_of, names) for key, names in groups.items()}
+            found = {key: pool.submit(digest_of, names) for key, names in groups.items()}
             return {key: future.result() for key, future in found.items()}
 
     def close(self) -> None:
         """Stop the thread, even after a failed write, and close the files."""
         self._jobs.put(None)
         self._thread.join()
-        for descriptor in self._files.values():
-            os.close(descriptor)
-        self._files.clear()
+        self._writer.close()
 
     # ------------------------------------------------------------------ on the thread
 
@@ -177,7 +155,7 @@ class BlockWriter:
         while (job := self._jobs.get()) is not None:
             try:
                 if self._failure is None:
-                    self._write_job(job)
+                    job.commit(self._writer.write(job.tensors, durable=True))
             except BaseException as error:  # raised again where the next block is handed over
                 self._failure = error
             finally:
@@ -185,87 +163,9 @@ class BlockWriter:
                 self._jobs.task_done()
         self._jobs.task_done()
 
-    def _write_job(self, job: _WriteJob) -> None:
-        digest = xxhash.xxh3_128()
-        touched = set()
-        for name in sorted(job.tensors):
-            view = bytes_of(job.tensors[name])
-            digest.update(view)
-            place = self._layout.places[name]
-            _write_all(self._files[place.file], view, place.offset)
-            touched.add(place.file)
-        for file in touched:
-            os.fdatasync(self._files[file])
-        job.commit(digest.hexdigest())
-
     def _raise_failure(self) -> None:
         if self._failure is not None:
             raise self._failure
-
-    # ------------------------------------------------------------------ files
-
-    def _cast_as_planned(self, name: str, tensor: Tensor) -> Tensor:
-        """Return ``tensor`` in the planned float dtype if the cast is lossless, else unchanged.
-
-        Some routers convert their own weights to float32 when they are called.
-        """
-        place = self._layout.places.get(name)
-        if place is None or not tensor.is_floating_point() or tensor.element_size() == 1:
-            return tensor
-        planned = DTYPES.get(place.stored.dtype)
-        if planned is None or planned == tensor.dtype or not planned.is_floating_point:
-            return tensor
-        narrow = tensor.to(planned)
-        return narrow if torch.equal(narrow.to(tensor.dtype), tensor) else tensor
-
-    def _check_expected(self, name: str, tensor: Tensor) -> None:
-        place = self._layout.places.get(name)
-        found = (dtype_name(tensor.dtype), tuple(tensor.shape))
-        if place is None or (place.stored.dtype, place.stored.shape) != found:
-            planned = "nothing" if place is None else f"{place.stored.dtype} {place.stored.shape}"
-            raise CheckpointError(
-                f"{name} was to be stored as {planned} and is {found[0]} {found[1]}.",
-                "This is a defect of llmcompressor; the model was not written.",
-            )
-
-    def _allocate_file(self, name: str) -> int:
-        """Open a file, allocate its full size and write its header; existing data is kept."""
-        file = next(one for one in self._layout.files if one.name == name)
-        descriptor = os.open(self._folder / name, os.O_RDWR | os.O_CREAT, 0o666)
-        if os.fstat(descriptor).st_size != file.size:
-            os.ftruncate(descriptor, file.size)
-        if hasattr(os, "posix_fallocate"):
-            os.posix_fallocate(descriptor, 0, file.size)
-        _write_all(descriptor, memoryview(file.header), 0)
-        return descriptor
-
-
-def digest_of(files: Mapping[str, int], layout: OutputLayout, names: Iterable[str]) -> str:
-    """Return the hash of the bytes stored in the places of some tensors.
-
-    Args:
-        files: name of a file → its descriptor.
-        layout: the places.
-        names: of the tensors.
-    """
-    digest = xxhash.xxh3_128()
-    for name in sorted(names):
-        place = layout.places[name]
-        descriptor, left = files[place.file], place.stored.nbytes
-        offset = place.offset
-        while left:
-            part = os.pread(descriptor, min(left, _CHUNK), offset)
-            if not part:
-                break
-            digest.update(part)
-            offset, left = offset + len(part), left - len(part)
-    return digest.hexdigest()
-
-
-def _write_all(descriptor: int, view: memoryview, offset: int) -> None:
-    done = 0
-    while done < len(view):
-        done += os.pwrite(descriptor, view[done : done + _CHUNK], offset + done)
 
 
 # --------------------
@@ -297,10 +197,9 @@ class ScratchBlocks:
         self._folder.mkdir(exist_ok=True)
         new = file.with_suffix(".new")
         save_file(_unaliased(tensors), new)
-        with new.open("rb") as stream:
-            os.fsync(stream.fileno())
+        fsync(new)
         new.replace(file)
-        sync_folder(self._folder)
+        fsync(self._folder)
         return self._read(file)[1]
 
     def read(self, stage: int, block: str) -> dict[str, Tensor]:

@@ -11,7 +11,6 @@ agrees.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
@@ -20,6 +19,7 @@ from typing import Any
 
 import xxhash
 
+from llmcompressor.checkpoint.atomic_output import fsync
 from llmcompressor.errors import OutputError
 from llmcompressor.logger import logger
 
@@ -102,11 +102,10 @@ class Journal:
     def _replace(self, lines: Sequence[bytes]) -> None:
         """Replace all lines atomically."""
         replacement = self._file.with_suffix(".new")
-        with replacement.open("wb") as stream:
-            stream.write(b"".join(lines))
-            _make_durable(stream.fileno())
+        replacement.write_bytes(b"".join(lines))
+        fsync(replacement)
         replacement.replace(self._file)
-        sync_folder(self._file.parent)
+        fsync(self._file.parent)
 
     def add(self, entry: BlockEntry) -> None:
         """Append a finished block, whose data must be durable."""
@@ -138,7 +137,7 @@ class Journal:
     def _append(self, kind: str, content: Mapping[str, Any]) -> None:
         with self._file.open("ab") as stream:
             stream.write(_line(kind, content))
-            _make_durable(stream.fileno())
+        fsync(self._file)
 
     def _read(self) -> None:
         if not self._file.is_file():
@@ -198,15 +197,6 @@ def fingerprint_differences(
             yield f"{name}: {_shorten(old)} then, {_shorten(new)} now"
 
 
-def sync_folder(folder: Path) -> None:
-    """Sync a folder, so that its file names are durable."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        _make_durable(handle)
-    finally:
-        os.close(handle)
-
-
 def _flatten(items: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     for key, value in items.items():
         if isinstance(value, Mapping):
@@ -232,11 +222,7 @@ def _shorten(value: Any) -> str:
 
 def _line(kind: str, content: Mapping[str, Any]) -> bytes:
     text = json.dumps([kind, content], separators=(",", ":"), ensure_ascii=False)
-    return f"{_checksum(text)} {text}\n".encode()
-
-
-def _checksum(text: str) -> str:
-    return xxhash.xxh3_64_hexdigest(text.encode())
+    return f"{xxhash.xxh3_64_hexdigest(text.encode())} {text}\n".encode()
 
 
 def _lines(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -244,12 +230,8 @@ def _lines(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         if not raw:
             continue
         checksum, _, text = raw.decode("utf-8", errors="replace").partition(" ")
-        if checksum != _checksum(text):
+        if checksum != xxhash.xxh3_64_hexdigest(text.encode()):
             yield "damaged", {}
             continue
         kind, content = json.loads(text)
         yield kind, content
-
-
-def _make_durable(descriptor: int) -> None:
-    os.fsync(descriptor)

@@ -30,7 +30,8 @@ from torch.distributed import get_world_size, is_initialized
 from torch.nn import Module, Parameter
 from transformers import AutoConfig, CompressedTensorsConfig, PretrainedConfig, PreTrainedModel
 
-from llmcompressor.checkpoint.names import loaded_names
+from llmcompressor.args.model_arguments import PRECISIONS
+from llmcompressor.checkpoint.names import NameMap
 from llmcompressor.checkpoint.packing import patch_packed_zero_points
 from llmcompressor.checkpoint.side_files import SPEAKERS_FILE, module_folders
 from llmcompressor.checkpoint.source import (
@@ -110,7 +111,8 @@ def load_decompressed(
     """
     # Since transformers 5.21 a single scheme is used to decompress all modules. That also handles
     # models that cannot be loaded packed, as where a class's initialization accesses a weight.
-    if is_simple := _has_one_group(settings):
+    groups = dict(settings.get("config_groups") or {}).values()
+    if is_simple := len([one for one in groups if dict(one).get("weights")]) <= 1:
         arguments["quantization_config"] = CompressedTensorsConfig(dequantize=True)
     with patch_packed_zero_points(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "You passed `quantization_config`")
@@ -137,7 +139,7 @@ def codes_without_scheme(model: PreTrainedModel, names: Iterable[str]) -> list[s
         names: names of tensors that hold codes.
     """
     scales = {name: f"{name.rpartition('.')[0]}.{_SCALE}" for name in names}
-    found = loaded_names(model, scales.values(), model.state_dict())
+    found = NameMap(model).loaded(scales.values(), model.state_dict())
     lost = []
     for name, scale in scales.items():
         own = found.get(scale)
@@ -145,11 +147,6 @@ def codes_without_scheme(model: PreTrainedModel, names: Iterable[str]) -> list[s
         if own is None or own.merged or not hasattr(module, "quantization_scheme"):
             lost.append(name)
     return lost
-
-
-def _has_one_group(settings: Mapping[str, Any]) -> bool:
-    groups = dict(settings.get("config_groups") or {}).values()
-    return len([one for one in groups if dict(one).get("weights")]) <= 1
 
 
 # --------------------
@@ -169,16 +166,6 @@ LOADING_FAILURES = (
 _NO_DTYPE = re.compile(r"module 'torch' has no attribute '(.*)'")
 _ROWS = 64
 """Of a tensor, that tell whether its codes were dequantized."""
-_PRECISIONS = {
-    "half": torch.float16,
-    "fp16": torch.float16,
-    "float16": torch.float16,
-    "bf16": torch.bfloat16,
-    "bfloat16": torch.bfloat16,
-    "full": torch.float32,
-    "fp32": torch.float32,
-    "float32": torch.float32,
-}
 AUTO_CLASSES = (
     "AutoModelForCausalLM",
     "AutoModelForImageTextToText",
@@ -200,7 +187,8 @@ def parse_precision(precision: str | torch.dtype | None) -> torch.dtype | str:
     """
     if isinstance(precision, torch.dtype):
         return precision
-    return _PRECISIONS.get(str(precision).strip().lower().removeprefix("torch."), "auto")
+    name = PRECISIONS.get(str(precision).strip().lower().removeprefix("torch."), "auto")
+    return name if name == "auto" else getattr(torch, name)
 
 
 def load_model(
@@ -405,7 +393,7 @@ def _undeclared_source(place: str | os.PathLike[str], **hub: Any) -> SourceInfo 
 def _has_codes(model: Module, name: str, source: SourceInfo) -> bool:
     """Return True if a model holds the values of a tensor of codes, as far as can be seen."""
     header, state = source.tensors[name], model.state_dict()
-    found = loaded_names(model, [name], state).get(name)  # type: ignore[arg-type]  # or one like it
+    found = NameMap(model).loaded([name], state).get(name)  # type: ignore[arg-type]  # or one like it
     if found is None or found.merged:
         return True  # packed: no class loads it, and the model's own tensor is random
     held = state[found.target]
@@ -568,8 +556,9 @@ def fetch(
         found = Path(download(ignore_patterns=_OTHER_FORMATS))
         # these are copied as they are, whatever their format
         further = [f"{glob.escape(folder)}/*" for folder in module_folders(found)]
-        if _has_speaker_file(found):
-            further.append(SPEAKERS_FILE)
+        config = found / CONFIG
+        if config.is_file() and f'"{_SPEAKING}"' in config.read_text(encoding="utf-8"):
+            further.append(SPEAKERS_FILE)  # its class loads its voices from a separate file
         if further:
             download(allow_patterns=further)
     except (OSError, ValueError, HfHubHTTPError, LocalEntryNotFoundError) as error:
@@ -577,17 +566,11 @@ def fetch(
     return found
 
 
-def _has_speaker_file(folder: Path) -> bool:
-    """Return True if the model's class loads its voices from a separate file."""
-    config = folder / CONFIG
-    return config.is_file() and f'"{_SPEAKING}"' in config.read_text(encoding="utf-8")
-
-
 # --------------------
-# Removal of accelerate's dispatch hooks from a model offloaded to memory or disk.
+# Weights offloaded to memory or disk are brought back.
 #
-# The hooks load a weight for one forward pass and unload it again. Between forward passes the
-# weight is on the meta device and can be neither read nor written, and a run needs the weights
+# accelerate's hooks and compressed-tensors' caches load a weight for one use of it and unload it
+# again: between uses it can be neither read nor written in place. A run needs the weights
 # themselves.
 
 
@@ -601,6 +584,11 @@ def is_offloaded(model: Module) -> bool:
     return any(hook.offload for one in model.modules() for hook in _align_hooks(one))
 
 
+def has_offload_caches(model: Module) -> bool:
+    """Return True if compressed-tensors offloads any tensor of the model."""
+    return any(map(_caches_of, model.modules()))
+
+
 def remove_accelerate_hooks(model: Module) -> None:
     """Load all offloaded weights into memory and remove accelerate's hooks.
 
@@ -609,18 +597,97 @@ def remove_accelerate_hooks(model: Module) -> None:
     Raises:
         ArgumentError: main memory has no room for those on the disk.
     """
-    away = [(one, hook) for one in model.modules() for hook in _align_hooks(one) if hook.offload]
-    _check_room_for_dispatched(away)
-    for module, hook in away:
-        for name, _ in _held_by_hook(module, hook):
-            value = hook.weights_map[name]
-            kept = value if _is_in_memory(hook.weights_map, name) else value.clone()  # a file's
-            set_module_tensor_to_device(module, name, "cpu", value=kept)
-        hook.offload = False  # else its removal would put the weights back where they were
+    away = [
+        (module, hook, name, tensor.nbytes, _is_in_memory(hook.weights_map, name))
+        for module in model.modules()
+        for hook in _align_hooks(module)
+        if hook.offload
+        for name, tensor in _held_by_hook(module, hook)
+    ]
+    on_disk = [size for *_, size, is_in_memory in away if not is_in_memory]
+    _check_room(f"accelerate keeps {len(on_disk)} weights of the model on the disk", sum(on_disk))
+    for module, hook, name, _, is_in_memory in away:
+        value = hook.weights_map[name]
+        kept = value if is_in_memory else value.clone()  # a file's
+        set_module_tensor_to_device(module, name, "cpu", value=kept)
+    for module in model.modules():
+        for hook in _align_hooks(module):
+            hook.offload = False  # else its removal would put the weights back where they were
     remove_hook_from_module(model, recurse=True)
+    _forget_dispatch(model, loaded=bool(away))
+
+
+def remove_offload_caches(model: Module) -> None:
+    """Load all offloaded weights into memory and remove compressed-tensors' caches.
+
+    Weights on an accelerator stay there; others are loaded into main memory.
+
+    Raises:
+        ArgumentError: main memory has no room for the weights to load.
+    """
+    away = [
+        (path or type(model).__name__, module, name, tensor.nbytes)
+        for path, module in model.named_modules()
+        for cache in _caches_of(module)
+        for name, tensor in cache.offloaded_values.items()
+        if tensor is not None and _is_to_be_copied(tensor)
+    ]
+    held = join_names(list(dict.fromkeys(path for path, *_ in away)))
+    _check_room(
+        f"compressed-tensors keeps the weights of {held} on the disk or in shared memory",
+        sum(size for *_, size in away),
+        processes=get_world_size() if is_initialized() else 1,  # each process gets its own
+    )
+    for module in model.modules():
+        for cache in _caches_of(module):
+            is_on_disk = cache.offload_device == "disk"
+            cache.onload_device = "cpu" if is_on_disk else cache.offload_device
+    remove_dispatch(model, onload_tensors=True)
+    copied: dict[int, Tensor] = {}
+    for _, module, name, _ in away:
+        one = getattr(module, str(name))
+        if id(one) not in copied:  # it is a mapped file, or shared memory
+            copied[id(one)] = one
+            one.data = one.data.clone()
+    _forget_dispatch(model, loaded=bool(away))
+    logger.info(
+        "compressed-tensors kept the weights apart from the model: they are brought into memory, "
+        "and the model is offloaded no longer."
+    )
+
+
+def copy_without_weights(model: Module) -> Module:
+    """Return a copy of a model with parameters on the meta device and no offload caches."""
+    memo: dict[int, Any] = {}
+    for module in model.modules():
+        waiting = [cache.offloaded_values for cache in _caches_of(module)]
+        for one in (waiting[0] if waiting else module._parameters).values():
+            if one is not None:
+                empty = torch.empty_like(one.detach(), device="meta")
+                memo[id(one)] = Parameter(empty, requires_grad=one.requires_grad)
+        for name, one in (waiting[1] if waiting else {}).items():
+            if one is not None:
+                memo[id(one)] = module._buffers[name].to("cpu", copy=True)  # type: ignore[union-attr]
+    copied = copy.deepcopy(model, memo)
+    remove_dispatch(copied)
+    return copied
+
+
+def _check_room(kept: str, size: int, processes: int = 1) -> None:
+    """Refuse to load weights that main memory has no room for."""
+    free = free_host_memory() // processes
+    if size > free:
+        raise ArgumentError(
+            f"{kept} ({format_bytes(size)}), and main memory has {format_bytes(free)} left for "
+            "them.",
+            "Give the folder of the model instead: it is read block by block.",
+        )
+
+
+def _forget_dispatch(model: Module, *, loaded: bool) -> None:
     vars(model).pop("hf_device_map", None)  # transformers and its trainer rely on it
     tie = getattr(model, "tie_weights", None)
-    if away and callable(tie):
+    if loaded and callable(tie):
         tie()  # modules that shared a weight each have a copy now
 
 
@@ -646,93 +713,11 @@ def _held_by_hook(module: Module, hook: AlignDevicesHook) -> list[tuple[str, Ten
     )
 
 
-def _check_room_for_dispatched(away: list[tuple[Module, AlignDevicesHook]]) -> None:
-    on_disk = [
-        tensor.nbytes
-        for module, hook in away
-        for name, tensor in _held_by_hook(module, hook)
-        if not _is_in_memory(hook.weights_map, name)
-    ]
-    size, free = sum(on_disk), free_host_memory()
-    if size > free:
-        raise ArgumentError(
-            f"accelerate keeps {len(on_disk)} weights of the model on the disk "
-            f"({format_bytes(size)}), "
-            f"and main memory has {format_bytes(free)} left for them.",
-            "Give the folder of the model instead: it is read block by block.",
-        )
-
-
 def _is_in_memory(held: Any, name: str) -> bool:
     """Return True if an offloaded weight is held in memory and not on the disk."""
     while isinstance(held, PrefixedDataset):
         held, name = held.dataset, f"{held.prefix}{name}"
     return not isinstance(held, OffloadedWeightsLoader) or name in held.state_dict
-
-
-# --------------------
-# Removal of compressed-tensors' offload caches, which keep weights in memory or on disk.
-#
-# A module's tensors are loaded for each use of them. Writes to a loaded copy are lost, unless it
-# is the stored tensor itself. A run needs the weights themselves.
-
-
-def has_offload_caches(model: Module) -> bool:
-    """Return True if compressed-tensors offloads any tensor of the model."""
-    return any(True for _ in _caches(model))
-
-
-def remove_offload_caches(model: Module) -> None:
-    """Load all offloaded weights into memory and remove the caches.
-
-    Weights on an accelerator stay there; others are loaded into main memory.
-
-    Raises:
-        ArgumentError: main memory has no room for the weights to load.
-    """
-    caches = list(_caches(model))
-    _check_room(model)
-    copied: dict[int, Tensor] = {}
-    for cache in caches:
-        is_on_disk = cache.offload_device == "disk"
-        cache.onload_device = "cpu" if is_on_disk else cache.offload_device
-    away = [
-        (module, name)
-        for module in model.modules()
-        for cache in _caches_of(module)
-        for name, _ in _tensors_to_copy(cache)
-    ]
-    remove_dispatch(model, onload_tensors=True)
-    for module, name in away:
-        one = getattr(module, name)
-        if id(one) not in copied:  # it is a mapped file, or shared memory
-            copied[id(one)] = one
-            one.data = one.data.clone()
-    vars(model).pop("hf_device_map", None)  # transformers and its trainer rely on it
-    tie = getattr(model, "tie_weights", None)
-    if away and callable(tie):
-        tie()  # modules that shared a weight each have a copy now
-    logger.info(
-        "compressed-tensors kept the weights apart from the model: they are brought into memory, "
-        "and the model is offloaded no longer."
-    )
-
-
-def copy_without_weights(model: Module) -> Module:
-    """Return a copy of a model with parameters on the meta device and no offload caches."""
-    memo: dict[int, Any] = {}
-    for module in model.modules():
-        waiting = [cache.offloaded_values for cache in _caches_of(module)]
-        for one in (waiting[0] if waiting else module._parameters).values():
-            if one is not None:
-                empty = torch.empty_like(one.detach(), device="meta")
-                memo[id(one)] = Parameter(empty, requires_grad=one.requires_grad)
-        for name, one in (waiting[1] if waiting else {}).items():
-            if one is not None:
-                memo[id(one)] = module._buffers[name].to("cpu", copy=True)  # type: ignore[union-attr]
-    copied = copy.deepcopy(model, memo)
-    remove_dispatch(copied)
-    return copied
 
 
 def _caches_of(module: Module) -> list[OffloadCache]:
@@ -741,32 +726,6 @@ def _caches_of(module: Module) -> list[OffloadCache]:
     return [one for one in every if isinstance(one, OffloadCache)]
 
 
-def _caches(model: Module) -> Iterator[OffloadCache]:
-    return (cache for module in model.modules() for cache in _caches_of(module))
-
-
-def _tensors_to_copy(cache: OffloadCache) -> list[tuple[str, Tensor]]:
-    """Return the tensors to copy: those on the disk or in memory shared between processes."""
-    return [
-        (str(name), one)
-        for name, one in cache.offloaded_values.items()
-        if one is not None and (one.is_meta or (one.device.type == "cpu" and one.is_shared()))
-    ]
-
-
-def _check_room(model: Module) -> None:
-    away = {
-        name: sum(one.nbytes for cache in _caches_of(module) for _, one in _tensors_to_copy(cache))
-        for name, module in model.named_modules()
-    }
-    held = [name or type(model).__name__ for name, size in away.items() if size]
-    size, free = sum(away.values()), free_host_memory()
-    if is_initialized():
-        free //= get_world_size()  # each process gets its own
-    if size > free:
-        raise ArgumentError(
-            f"compressed-tensors keeps the weights of {join_names(held)} on the disk or in shared "
-            f"memory ({format_bytes(size)}), and main memory has {format_bytes(free)} left for "
-            "them.",
-            "Give the folder of the model instead: it is read block by block.",
-        )
+def _is_to_be_copied(tensor: Any) -> bool:
+    """Return True for a tensor on the disk, or in memory that processes share."""
+    return bool(tensor.is_meta or (tensor.device.type == "cpu" and tensor.is_shared()))

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch.nn import Embedding, Linear
 from transformers import PreTrainedModel
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
-from llmcompressor.checkpoint.names import checkpoint_layout, checkpoint_names
+from llmcompressor.checkpoint.names import NameMap
 from llmcompressor.checkpoint.packing import (
     QuantizedModule,
     compress,
@@ -36,7 +36,9 @@ __all__ = [
     "PartitionedState",
     "build_manifest",
     "compress_block",
+    "manifest_of",
     "module_kinds",
+    "packed_modules",
     "partition_state_dict",
     "split_quantized",
 ]
@@ -80,7 +82,7 @@ def partition_state_dict(
     plain = remove_tied_weights_from_state_dict(_drop_shared_transforms(model, plain), model)
     keys = frozenset(plain)
     names = [entry.name for entry in quantized]
-    plain = checkpoint_layout(model, plain, names)
+    plain = NameMap(model).layout(plain, names)
     compressed = {entry.name: (entry, own[entry.name]) for entry in quantized}
     return PartitionedState(plain, keys, compressed, state, tied)
 
@@ -186,7 +188,7 @@ class OutputManifest:
         quantized: the modules that will be quantized, with their schemes.
         stored: all tensors, in the order to store them.
         plain_keys: the model's tensors that are stored unquantized.
-        extras: tensors of the source that the model class does not own.
+        extras: tensors of the source that the model class does not own, and their places there.
         ignore: patterns that keep the extras unquantized.
         tied: input and output embeddings are one tensor; ``None`` if there is no pair.
         kinds: stored path of a module → its kind, ``linear`` or ``embedding``.
@@ -195,7 +197,7 @@ class OutputManifest:
     quantized: Sequence[QuantizedModule]
     stored: Sequence[StoredTensor]
     plain_keys: frozenset[str]
-    extras: Sequence[str]
+    extras: Mapping[str, TensorHeader]
     ignore: Sequence[str]
     tied: bool | None
     kinds: Mapping[str, str] = field(default_factory=dict)
@@ -245,21 +247,44 @@ def build_manifest(
             quantized.append(entry)
             tensors[entry.name] = {}
     quantized.sort(key=lambda entry: order[entry.name])
-    state = _expected_state(model, tensors)
-    contents = partition_state_dict(model, quantized, state)
+    contents = partition_state_dict(model, quantized, _expected_state(model, tensors))
+    return manifest_of(model, contents, lambda written: headers)
+
+
+def manifest_of(
+    model: PreTrainedModel,
+    contents: PartitionedState,
+    headers_beside: Callable[[set[str]], Mapping[str, TensorHeader]],
+) -> OutputManifest:
+    """Return the manifest of a partitioned state dict.
+
+    Args:
+        model: the model.
+        contents: its tensors; their values are not read.
+        headers_beside: from the names of the model's stored tensors to the source's tensors, of
+            which those that the model does not own are stored too.
+    """
+    quantized = [entry for entry, _ in contents.compressed.values()]
     stored = _sorted_tensors(model, contents)
     names = {one.name for one in stored}
-    extras = extra_tensors(model, headers, state, names)
+    headers = headers_beside(names)
+    extras = extra_tensors(model, headers, contents.state, names)
     stored += [StoredTensor(name, headers[name].dtype, headers[name].shape) for name in extras]
-    own = checkpoint_names(model, [entry.name for entry in quantized])
+    own = NameMap(model).stored([entry.name for entry in quantized])
     ignore = extra_ignore_patterns(extras, names, [*own, *own.values()]) if extras else []
     return OutputManifest(
-        quantized, stored, contents.plain_keys, extras, ignore, contents.tied, module_kinds(model)
+        quantized,
+        stored,
+        contents.plain_keys,
+        {name: headers[name] for name in extras},
+        ignore,
+        contents.tied,
+        module_kinds(model),
     )
 
 
 def compress_block(
-    model: PreTrainedModel,
+    names: NameMap,
     block: Mapping[str, Tensor],
     quantized: Sequence[QuantizedModule],
     plain_keys: frozenset[str],
@@ -267,7 +292,7 @@ def compress_block(
     """Return the tensors of a part of the model in their stored, compressed form.
 
     Args:
-        model: the model.
+        names: the names of the model.
         block: name in the model → tensor.
         quantized: the quantized modules of this part.
         plain_keys: those of the prediction.
@@ -278,15 +303,28 @@ def compress_block(
     """
     own, rest = split_quantized(quantized, block)
     plain = {key: tensor for key, tensor in rest.items() if key in plain_keys}
-    found = checkpoint_layout(model, plain, list(own))
-    places = checkpoint_names(model, list(own))
-    warn_off_grid(one.name for one in quantized if not is_on_grid(one, own[one.name]))
-    for entry in quantized:
-        found |= {
-            f"{places[entry.name]}.{name}": tensor.detach().to("cpu")
-            for name, tensor in compress(entry, own[entry.name]).items()
-        }
+    found = names.layout(plain, list(own))
+    for packed in packed_modules(names, {one.name: (one, own[one.name]) for one in quantized}):
+        found |= {name: tensor.detach().to("cpu") for name, tensor in packed.items()}
     return found
+
+
+def packed_modules(
+    names: NameMap, modules: Mapping[str, tuple[QuantizedModule, Mapping[str, Tensor]]]
+) -> Iterator[dict[str, Tensor]]:
+    """Yield the stored tensors of quantized modules, each packed only when it is reached.
+
+    Args:
+        names: the names of the model.
+        modules: name → its entry and its own tensors.
+    """
+    places = names.stored(modules)
+    off_grid = []
+    for name, (entry, own) in modules.items():
+        if not is_on_grid(entry, own):
+            off_grid.append(name)
+        yield {f"{places[name]}.{key}": tensor for key, tensor in compress(entry, own).items()}
+    warn_off_grid(off_grid)
 
 
 def module_kinds(model: PreTrainedModel) -> dict[str, str]:
@@ -296,7 +334,7 @@ def module_kinds(model: PreTrainedModel) -> dict[str, str]:
         for name, module in named_modules(model)
         if isinstance(module, Linear | Embedding)
     }
-    places = checkpoint_names(model, kinds)
+    places = NameMap(model).stored(kinds)
     return {places[name]: kind for name, kind in kinds.items()}
 
 
@@ -316,7 +354,7 @@ def _expected_state(
 
 
 def _sorted_tensors(model: PreTrainedModel, contents: PartitionedState) -> list[StoredTensor]:
-    places = checkpoint_names(model, contents.compressed)
+    places = NameMap(model).stored(contents.compressed)
     pieces = {name: [_stored(name, tensor)] for name, tensor in contents.plain.items()}
     known: dict[object, list[StoredTensor]] = {}  # a model has few forms of modules
     for module, (entry, own) in contents.compressed.items():

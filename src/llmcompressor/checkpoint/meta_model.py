@@ -31,7 +31,7 @@ from llmcompressor.checkpoint.load import (
     parse_precision,
     read_config,
 )
-from llmcompressor.checkpoint.names import LoadedName, loaded_names, stacked_names, stacks_tensors
+from llmcompressor.checkpoint.names import LoadedName, NameMap, stacks_tensors
 from llmcompressor.checkpoint.side_files import SPEAKERS_FILE
 from llmcompressor.checkpoint.source import SourceInfo, TensorHeader
 from llmcompressor.checkpoint.tensor_files import DTYPES
@@ -237,7 +237,7 @@ def build_meta_model(
     _read_generation_config(model, source.directory)
     names = draft.names
     if draft.own != model.state_dict().keys():
-        names = loaded_names(model, source.tensors, model.state_dict())
+        names = NameMap(model).loaded(source.tensors, model.state_dict())
     model.train(mode=False)
     return MetaModel(model, source, names, dtype, shared)
 
@@ -274,8 +274,9 @@ def _draft_names(loader: Any, config: PretrainedConfig, names: Iterable[str]) ->
     with torch.device("meta"):
         model = loader._from_config(copy.deepcopy(config))
     state = model.state_dict()
-    found = loaded_names(model, names, state)
-    return _NameDraft(found, state.keys(), stacked_names(model, found))
+    own = NameMap(model)
+    found = own.loaded(names, state)
+    return _NameDraft(found, state.keys(), own.stacks(found))
 
 
 def meta_parameter(tensor: Tensor) -> Parameter:

@@ -23,7 +23,7 @@ from transformers.core_model_loading import Concatenate, Transpose, WeightConver
 from llmcompressor.checkpoint.meta_model import MetaModel
 from llmcompressor.checkpoint.names import (
     LoadedName,
-    checkpoint_names,
+    NameMap,
     expert_linear_names,
     stacking_converters,
 )
@@ -134,7 +134,7 @@ def _rename_pieces(model: PreTrainedModel, cut: dict[str, list[_PlacedTensor]]) 
     split = {name: pieces for name, pieces in cut.items() if pieces[0].name != name}
     targets = {piece.target for pieces in split.values() for piece in pieces}
     modules = {target.rpartition(".")[0] for target in targets}
-    places = checkpoint_names(model, sorted(modules))
+    places = NameMap(model).stored(sorted(modules))
     for name, pieces in split.items():
         cut[name] = [
             piece._replace(name=f"{places[module]}.{kind}")

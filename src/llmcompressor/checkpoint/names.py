@@ -47,33 +47,24 @@ from transformers.quantizers.base import MODULES_TO_PATCH_FOR_QUANTIZATION
 from llmcompressor.checkpoint.source import inspect_source, local_directory
 from llmcompressor.errors import CheckpointError
 from llmcompressor.logger import logger
-from llmcompressor.modeling.names import distinguishes_digits, named_modules
+from llmcompressor.modeling.names import distinguishes_digits, is_in_tower, named_modules
+from llmcompressor.modeling.weights import text_config
 from llmcompressor.moe.layouts import StackedMoE
 from llmcompressor.moe.linear_experts import LinearExperts
 
 __all__ = [
+    "INDEXED",
+    "IN_LAYER",
     "LoadedName",
-    "checkpoint_layout",
-    "checkpoint_names",
+    "NameMap",
     "config_levels",
     "drop_dequantizing_conversions",
     "expert_linear_names",
-    "fused_source_modules",
     "has_reordered_experts",
-    "loaded_names",
-    "loader_models",
     "loads_experts_one_by_one",
-    "merges_experts",
-    "merges_weights",
-    "names_in_loaders",
-    "owned_by_model",
     "record_prefix",
-    "renamed_modules",
-    "split_tensor_names",
-    "stacked_names",
     "stacking_converters",
     "stacks_tensors",
-    "tied_head_names",
 ]
 
 # a letter with a digit, as in w1: no pattern that has it can tell one layer from another by it
@@ -190,8 +181,9 @@ def drop_dequantizing_conversions(model: Any) -> None:
         model: any model; only a dequantized transformers model is changed.
     """
     found = getattr(model, "_weight_conversions", None) or ()
-    is_dequantized = getattr(model, "hf_quantizer", None) is None and any(map(_dequantizes, found))
-    if not is_dequantized:
+    operations = [one for entry in found for one in getattr(entry, "operations", ())]
+    is_dequantized = any(hasattr(one, "hf_quantizer") for one in operations)
+    if getattr(model, "hf_quantizer", None) is not None or not is_dequantized:
         return
     prefixes = [_patterns(entry) for entry in found if isinstance(entry, PrefixChange)]
     model._weight_conversions = [
@@ -199,10 +191,6 @@ def drop_dequantizing_conversions(model: Any) -> None:
         for entry in get_model_conversion_mapping(model, add_legacy=False)
         if not isinstance(entry, PrefixChange) or _patterns(entry) in prefixes
     ]
-
-
-def _dequantizes(transform: Any) -> bool:
-    return any(hasattr(one, "hf_quantizer") for one in getattr(transform, "operations", ()))
 
 
 def _patterns(transform: Any) -> tuple[list[str], list[str]]:
@@ -222,57 +210,290 @@ def _is_stacking(transform: Any) -> bool:
     )
 
 
-def stacked_names(model: PreTrainedModel, names: Mapping[str, LoadedName]) -> list[list[str]]:
-    """Return the checkpoint tensors that each stack is built from.
+class LoadedName(NamedTuple):
+    """The tensor of the model that a checkpoint tensor is loaded into."""
+
+    target: str
+    """The model's tensor that it becomes, or becomes a part of."""
+    merged: bool
+    """Whether it is merged with others, or split, on the way."""
+    pattern: str | None = None
+    """The pattern by which it is."""
+
+
+class NameMap:
+    """Names of a model's modules and tensors in the model, in its files and in other loaders.
+
+    transformers' own tables of conversions are read once; a change of the model's structure needs
+    a new map. The names that a server gives to modules belong here too (:meth:`in_vllm`).
 
     Args:
         model: the model.
-        names: the result of :func:`loaded_names`.
     """
-    patterns = {
-        pattern
-        for converter in _transforms(model, reverse=False).converters
-        if _is_stacking(converter)
-        for pattern in converter.source_patterns
-    }
-    stacks: dict[tuple[str, str | None], list[str]] = {}
-    for name, own in names.items():
-        if own.pattern in patterns:
-            stacks.setdefault((own.target, own.pattern), []).append(name)
-    return list(stacks.values())
 
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model = model
 
-def checkpoint_names(model: PreTrainedModel, module_names: Iterable[str]) -> dict[str, str]:
-    """Return the name of each module's tensors in a checkpoint."""
-    transforms = _transforms(model, reverse=True)
-    names = {}
-    for name in module_names:
-        renamed, _ = transforms.name(f"{name}.weight", convert=False)
-        names[name] = renamed.removesuffix(".weight") if renamed.endswith(".weight") else name
-    return names
+    @functools.cached_property
+    def _reading(self) -> _Transforms:
+        """The conversions from a checkpoint to the model."""
+        return _transforms(self.model, reverse=False)
 
+    @functools.cached_property
+    def _writing(self) -> _Transforms:
+        """The conversions from the model to a checkpoint."""
+        return _transforms(self.model, reverse=True)
 
-def renamed_modules(model: PreTrainedModel, modules: Iterable[str]) -> dict[str, list[str]]:
-    """Return the modules that have other names in a checkpoint, and those names.
+    # ------------------------------------------------------------------ from the model to files
 
-    Args:
-        model: the model.
-        modules: names of its modules. Experts count as one, whether they are modules or stacked.
+    def stored(self, modules: Iterable[str]) -> dict[str, str]:
+        """Return the name of each module's tensors in a checkpoint."""
+        names = {}
+        for name in modules:
+            renamed, _ = self._writing.name(f"{name}.weight", convert=False)
+            names[name] = renamed.removesuffix(".weight") if renamed.endswith(".weight") else name
+        return names
 
-    Returns:
-        Module name → the names of its tensors' modules in a checkpoint, where they differ.
-    """
-    owned: dict[str, list[str]] = {}
-    for key in model.state_dict():
-        owned.setdefault(_collapse_expert(key.rpartition(".")[0]), []).append(key)
-    transforms = _transforms(model, reverse=True)
-    found = {}
-    for module in sorted({_collapse_expert(module) for module in modules} & owned.keys()):
-        targets = (transforms.name(key, convert=True)[0] for key in owned[module])
-        names = {_collapse_expert(target.rpartition(".")[0]) for target in targets}
-        if names != {module}:
-            found[module] = sorted(names)
-    return found
+    def renamed(self, modules: Iterable[str]) -> dict[str, list[str]]:
+        """Return the modules that have other names in a checkpoint, and those names.
+
+        Args:
+            modules: module names. Experts count as one, whether they are modules or stacked.
+
+        Returns:
+            Module name → the names of its tensors' modules in a checkpoint, where they differ.
+        """
+        owned: dict[str, list[str]] = {}
+        for key in self.model.state_dict():
+            owned.setdefault(_collapse_expert(key.rpartition(".")[0]), []).append(key)
+        found = {}
+        for module in sorted({_collapse_expert(module) for module in modules} & owned.keys()):
+            targets = (self._writing.name(key, convert=True)[0] for key in owned[module])
+            names = {_collapse_expert(target.rpartition(".")[0]) for target in targets}
+            if names != {module}:
+                found[module] = sorted(names)
+        return found
+
+    def layout(self, tensors: Mapping[str, Tensor], compressed: Iterable[str]) -> dict[str, Tensor]:
+        """Return uncompressed tensors under the names and in the shapes of a checkpoint.
+
+        Args:
+            tensors: name in the module tree → tensor, without those of compressed modules.
+            compressed: names of the compressed modules.
+
+        Returns:
+            Name in the checkpoint → tensor.
+        """
+        fused_with_compressed = set()
+        for module in compressed:
+            for own in ("weight", "bias"):
+                target, pattern = self._writing.name(f"{module}.{own}", convert=True)
+                if pattern is not None:
+                    fused_with_compressed.add(target)
+
+        apart: dict[str, Tensor] = {}
+        rest: dict[str, Tensor] = {}
+        for key, tensor in tensors.items():
+            target, pattern = self._writing.name(key, convert=True)
+            keep = pattern is not None and (
+                target in fused_with_compressed or _is_inside_linear(self.model, key)
+            )
+            (apart if keep else rest)[key] = tensor
+        result: dict[str, Tensor] = dict(revert_weight_conversion(self.model, rest))
+        for key, tensor in apart.items():
+            result[self._writing.name(key, convert=False)[0]] = tensor
+        return result
+
+    def fused(self, tensors: Mapping[str, Tensor], compressed: Iterable[str]) -> list[str]:
+        """Return modules that exist only in a checkpoint, where one tensor fuses several modules.
+
+        A module that is written unfused, because a part of it is compressed, is not among them.
+
+        Args:
+            tensors: name in the module tree → tensor, without those of compressed modules.
+            compressed: names of the compressed modules.
+        """
+        # only the names that transformers' own operations give are needed, no values
+        stand_ins = {
+            name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+            for name, tensor in tensors.items()
+            if not name.endswith(".weight") or self._writing.name(name, convert=True)[1] is not None
+        }
+        if not stand_ins:
+            return []
+        weights = [name for name in stand_ins if name.endswith(".weight")]
+        apart = {self._writing.name(name, convert=False)[0] for name in weights}
+        return [
+            name.removesuffix(".weight")
+            for name in self.layout(stand_ins, compressed)
+            if name.endswith(".weight") and name not in apart
+        ]
+
+    def merges_weights(self, quantized: Collection[str]) -> bool:
+        """Return True if plain weights are merged in the model that are stored separately.
+
+        Args:
+            quantized: the quantized modules, which are skipped, as experts are.
+        """
+        patterns = {
+            pattern
+            for converter in self._writing.converters
+            if all(
+                one.endswith(".weight") and "experts" not in one
+                for one in converter.target_patterns
+            )
+            for pattern in converter.source_patterns
+        }
+        return bool(patterns) and any(
+            self._writing.name(name, convert=True)[1] in patterns
+            for name in self.model.state_dict()
+            if name.rpartition(".")[0] not in quantized
+        )
+
+    def merges_experts(self) -> bool:
+        """Return True if there is one stored ``….weight`` per expert and a stack in the model."""
+        return any(
+            all("experts" in pattern for pattern in converter.source_patterns)
+            and any(pattern.endswith(".weight") for pattern in converter.source_patterns)
+            for converter in self._reading.converters
+        )
+
+    # ------------------------------------------------------------------ from files to the model
+
+    def loaded(self, keys: Iterable[str], state: Mapping[str, Tensor]) -> dict[str, LoadedName]:
+        """Return the model's tensor for each checkpoint tensor that the model loads.
+
+        Args:
+            keys: names in the checkpoint.
+            state: the model's state dict.
+        """
+        own_names, prefix = dict(state), self.model.base_model_prefix
+        names = {}
+        for key in keys:
+            renamed, pattern = self._reading.loaded(key, own_names, prefix)
+            if renamed in state:
+                names[key] = LoadedName(renamed, pattern is not None, pattern)
+            elif key in state:
+                names[key] = LoadedName(key, False)
+            elif pattern is not None:  # part of a stack that was unfused
+                alone, _ = self._reading.loaded(key, own_names, prefix, convert=False)
+                if alone in state:
+                    names[key] = LoadedName(alone, False)
+        return names
+
+    def owned(self, keys: Iterable[str], state: Mapping[str, Tensor]) -> set[str]:
+        """Return those of a checkpoint's tensors that the model loads.
+
+        Args:
+            keys: names in the checkpoint.
+            state: the model's state dict.
+        """
+        every = list(keys)
+        owned = set(self.loaded(every, state))
+        opened = {
+            f"{name}.{stack}"
+            for name, module in named_modules(self.model)
+            if isinstance(module, LinearExperts)
+            for stack in module.form.stacks
+        }
+        if opened:  # expert stacks that were unfused into Linears
+            given: dict[str, Any] = dict.fromkeys([*state, *opened])
+            for key in set(every) - owned:
+                renamed, _ = self._reading.loaded(key, given, self.model.base_model_prefix)
+                if renamed in opened:
+                    owned.add(key)
+        return owned
+
+    def stacks(self, names: Mapping[str, LoadedName]) -> list[list[str]]:
+        """Return the checkpoint tensors that each stack is built from.
+
+        Args:
+            names: the result of :meth:`loaded`.
+        """
+        patterns = {
+            pattern
+            for converter in self._reading.converters
+            if _is_stacking(converter)
+            for pattern in converter.source_patterns
+        }
+        stacks: dict[tuple[str, str | None], list[str]] = {}
+        for name, own in names.items():
+            if own.pattern in patterns:
+                stacks.setdefault((own.target, own.pattern), []).append(name)
+        return list(stacks.values())
+
+    # ------------------------------------------------------------------ in other loaders
+
+    @functools.cached_property
+    def loaders(self) -> tuple[NameMap, ...]:
+        """The maps of the other classes that load the checkpoint, built on the meta device.
+
+        transformers matches targets and ignore entries against the names of the class that it
+        builds. That may be the language model alone (``AutoModelForCausalLM`` of Qwen 3.5), the
+        whole that a model is a part of, or the class of ``config.json``.
+        """
+        built = (_build_on_meta(kind, settings) for kind, settings in _loader_classes(self.model))
+        return tuple(NameMap(one) for one in built if one is not None)
+
+    @functools.cached_property
+    def in_loaders(self) -> dict[str, tuple[str, ...]]:
+        """The names that other classes have for each module of the checkpoint.
+
+        Names that the model, or the checkpoint, has for any module are left out.
+        """
+        own = [name for name, _ in named_modules(self.model, remove_duplicate=False)]
+        known = {*self.stored(own).values()}
+        found: dict[str, dict[str, None]] = {}
+        for loader in self.loaders:
+            for name, others in loader._of_weights(known):
+                found.setdefault(name, {}).update(dict.fromkeys(others))
+        taken = {*own, *known}
+        return {
+            name: tuple(other for other in others if other not in taken)
+            for name, others in found.items()
+        }
+
+    def tied_heads(self) -> list[str]:
+        """Return the heads that another class ties to an embedding and the model does not have."""
+        named = named_modules(self.model, remove_duplicate=False)
+        own = [name for name, module in named if getattr(module, "weight", None) is not None]
+        stored = self.stored(own).values()  # a head may have a bias only
+        others = (other for name in stored for other in self.in_loaders.get(name, ()))
+        known = {*own, *stored, *others}
+        heads = (name for loader in self.loaders for name in _tied_heads(loader.model))
+        return [name for name in heads if name not in known]
+
+    def _of_weights(self, known: Collection[str]) -> Iterator[tuple[str, list[str]]]:
+        """Yield each checkpoint module with the names of the modules that load its weight."""
+        weights = self.loaded([f"{name}.weight" for name in known], self.model.state_dict())
+        split: dict[str, list[str]] = {}  # one stored tensor may become several
+        for name in self.model.state_dict():
+            target, pattern = self._writing.name(name, convert=True)
+            if pattern is not None:
+                split.setdefault(target, []).append(name)
+        for name, loaded in weights.items():
+            places = dict.fromkeys([loaded.target, *split.get(name, ())])
+            yield (
+                name.removesuffix(".weight"),
+                [one.removesuffix(".weight") for one in places if one.endswith(".weight")],
+            )
+
+    def in_vllm(self, stored: Mapping[str, str]) -> dict[str, str]:
+        """Return the name of each module in vLLM, possibly after another prefix.
+
+        Renamings of a server's classes belong here.
+
+        Args:
+            stored: the result of :meth:`stored`.
+        """
+        config = self.model.config
+        is_wrapped = text_config(config) is not config or any(
+            name != other for name, other in stored.items()
+        )
+        return {
+            name: IN_LAYER.sub(r"\1moe.experts.", _vllm_name(place) if is_wrapped else place)
+            for name, place in stored.items()
+        }
 
 
 def _collapse_expert(name: str) -> str:
@@ -285,41 +506,6 @@ def _collapse_expert(name: str) -> str:
     return name if found is None else found[1]
 
 
-def checkpoint_layout(
-    model: PreTrainedModel, tensors: Mapping[str, Tensor], compressed: Iterable[str]
-) -> dict[str, Tensor]:
-    """Return uncompressed tensors under the names and in the shapes of a checkpoint.
-
-    Args:
-        model: the model they come from.
-        tensors: name in the module tree → tensor, without those of compressed modules.
-        compressed: names of the compressed modules.
-
-    Returns:
-        Name in the checkpoint → tensor.
-    """
-    transforms = _transforms(model, reverse=True)
-    fused_with_compressed = set()
-    for module in compressed:
-        for own in ("weight", "bias"):
-            target, pattern = transforms.name(f"{module}.{own}", convert=True)
-            if pattern is not None:
-                fused_with_compressed.add(target)
-
-    apart: dict[str, Tensor] = {}
-    rest: dict[str, Tensor] = {}
-    for key, tensor in tensors.items():
-        target, pattern = transforms.name(key, convert=True)
-        keep = pattern is not None and (
-            target in fused_with_compressed or _is_inside_linear(model, key)
-        )
-        (apart if keep else rest)[key] = tensor
-    result: dict[str, Tensor] = dict(revert_weight_conversion(model, rest))
-    for key, tensor in apart.items():
-        result[transforms.name(key, convert=False)[0]] = tensor
-    return result
-
-
 def _is_inside_linear(model: PreTrainedModel, key: str) -> bool:
     """Return True if a tensor belongs to a module inside a Linear, such as a rotation matrix.
 
@@ -330,148 +516,6 @@ def _is_inside_linear(model: PreTrainedModel, key: str) -> bool:
         return isinstance(model.get_submodule(owner), torch.nn.Linear)
     except AttributeError:
         return False
-
-
-def fused_source_modules(
-    model: PreTrainedModel, tensors: Mapping[str, Tensor], compressed: Iterable[str]
-) -> list[str]:
-    """Return modules that exist only in a checkpoint, where one tensor fuses several modules.
-
-    A module that is written unfused, because a part of it is compressed, is not among them.
-
-    Args:
-        model: the model.
-        tensors: name in the module tree → tensor, without those of compressed modules.
-        compressed: names of the compressed modules.
-    """
-    transforms = _transforms(model, reverse=True)
-    # only the names that transformers' own operations give are needed, no values
-    stand_ins = {
-        name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-        for name, tensor in tensors.items()
-        if not name.endswith(".weight") or transforms.name(name, convert=True)[1] is not None
-    }
-    if not stand_ins:
-        return []
-    apart = {
-        transforms.name(name, convert=False)[0] for name in stand_ins if name.endswith(".weight")
-    }
-    return [
-        name.removesuffix(".weight")
-        for name in checkpoint_layout(model, stand_ins, compressed)
-        if name.endswith(".weight") and name not in apart
-    ]
-
-
-def split_tensor_names(model: PreTrainedModel) -> dict[str, list[str]]:
-    """Return each fused checkpoint tensor and the model's tensors that it is converted to."""
-    transforms = _transforms(model, reverse=True)
-    found: dict[str, list[str]] = {}
-    for name in model.state_dict():
-        target, pattern = transforms.name(name, convert=True)
-        if pattern is not None:
-            found.setdefault(target, []).append(name)
-    return found
-
-
-def merges_experts(model: PreTrainedModel) -> bool:
-    """Return True if the checkpoint stores one ``….weight`` per expert and the model a stack."""
-    return any(
-        all("experts" in pattern for pattern in converter.source_patterns)
-        and any(pattern.endswith(".weight") for pattern in converter.source_patterns)
-        for converter in _transforms(model, reverse=False).converters
-    )
-
-
-def merges_weights(model: PreTrainedModel, quantized: Collection[str]) -> bool:
-    """Return True if the model merges plain weights into tensors that are stored separately.
-
-    Args:
-        model: the model.
-        quantized: its quantized modules, which are skipped, as experts are.
-    """
-    transforms = _transforms(model, reverse=True)
-    patterns = {
-        pattern
-        for converter in transforms.converters
-        if all(_is_plain_weight(target) for target in converter.target_patterns)
-        for pattern in converter.source_patterns
-    }
-    return bool(patterns) and any(
-        transforms.name(name, convert=True)[1] in patterns
-        for name in model.state_dict()
-        if name.rpartition(".")[0] not in quantized
-    )
-
-
-def _is_plain_weight(pattern: str) -> bool:
-    return pattern.endswith(".weight") and "experts" not in pattern
-
-
-def owned_by_model(
-    model: PreTrainedModel, keys: Iterable[str], state: Mapping[str, Tensor]
-) -> set[str]:
-    """Return the names of a checkpoint's tensors that ``model`` loads.
-
-    Args:
-        model: the model.
-        keys: names in the checkpoint.
-        state: the model's state dict.
-    """
-    every = list(keys)
-    owned = set(loaded_names(model, every, state))
-    opened = {
-        f"{name}.{stack}"
-        for name, module in named_modules(model)
-        if isinstance(module, LinearExperts)
-        for stack in module.form.stacks
-    }
-    if opened:  # expert stacks that were unfused into Linears
-        transforms = _transforms(model, reverse=False)
-        given: dict[str, Any] = dict.fromkeys([*state, *opened])
-        prefix = model.base_model_prefix
-        for key in set(every) - owned:
-            renamed, _ = transforms.loaded(key, given, prefix)
-            if renamed in opened:
-                owned.add(key)
-    return owned
-
-
-class LoadedName(NamedTuple):
-    """The tensor of the model that a checkpoint tensor is loaded into."""
-
-    target: str
-    """The model's tensor that it becomes, or becomes a part of."""
-    merged: bool
-    """Whether it is merged with others, or split, on the way."""
-    pattern: str | None = None
-    """The pattern by which it is."""
-
-
-def loaded_names(
-    model: PreTrainedModel, keys: Iterable[str], state: Mapping[str, Tensor]
-) -> dict[str, LoadedName]:
-    """Return the model's tensor for each checkpoint tensor that the model loads.
-
-    Args:
-        model: the model.
-        keys: names in the checkpoint.
-        state: the model's state dict.
-    """
-    transforms = _transforms(model, reverse=False)
-    own_names, prefix = dict(state), model.base_model_prefix
-    names = {}
-    for key in keys:
-        renamed, pattern = transforms.loaded(key, own_names, prefix)
-        if renamed in state:
-            names[key] = LoadedName(renamed, pattern is not None, pattern)
-        elif key in state:
-            names[key] = LoadedName(key, False)
-        elif pattern is not None:  # part of a stack that was unfused
-            alone, _ = transforms.loaded(key, own_names, prefix, convert=False)
-            if alone in state:
-                names[key] = LoadedName(alone, False)
-    return names
 
 
 # --------------------
@@ -527,82 +571,42 @@ def record_prefix(model: PreTrainedModel) -> None:
     except CheckpointError:
         return  # the model was complete when it was loaded; saving reports it
     is_part = len(config_levels(dict(source.config), model.config)) > 1
-    if is_part and _is_prefix_lost(prefix, _stored_weights(model), source.tensors):
+    if is_part and _is_prefix_lost(model, prefix, source.tensors):
         # applied first while loading, and last while saving
         conversions[:0] = [PrefixChange(prefix_to_remove=prefix)]
 
 
-def _stored_weights(model: PreTrainedModel) -> Collection[str]:
+def _is_prefix_lost(model: PreTrainedModel, prefix: str, source: Mapping[str, Any]) -> bool:
+    """Return True if a folder has most of a model's weights only after a prefix."""
     weights = [name for name in model.state_dict() if name.endswith(".weight")]
-    modules = checkpoint_names(model, [name.removesuffix(".weight") for name in weights])
-    return [f"{name}.weight" for name in modules.values()]
-
-
-def _is_prefix_lost(prefix: str, names: Collection[str], source: Mapping[str, Any]) -> bool:
-    """Return True if a folder has most of these tensors only after a prefix."""
-    behind = sum(f"{prefix}.{name}" in source for name in names)
-    return behind > sum(name in source for name in names)
+    modules = NameMap(model).stored([name.removesuffix(".weight") for name in weights])
+    names = [f"{name}.weight" for name in modules.values()]
+    after = sum(f"{prefix}.{name}" in source for name in names)
+    return after > sum(name in source for name in names)
 
 
 # --------------------
-# Module names in the other classes that load a checkpoint.
-#
-# transformers matches targets and ignore entries against the names of the class that it builds.
-# That may be the language model alone (``AutoModelForCausalLM`` of Qwen 3.5), the whole that a
-# model is a part of, or the class of ``config.json``. These classes are built on the meta device
-# for their module names, and for the heads that they tie to an embedding, which are unknown where
-# files alone are quantized.
+# Other classes that load a checkpoint, and servers.
 
 _NOT_READ = {"quantization_config", "compression_config"}
+INDEXED = re.compile(r"(?:^|\.)([^.\d]+\.\d+\..*)$")
+IN_LAYER = re.compile(r"(\.\d+\.)experts\.")
+"""Experts right in a layer: vLLM and SGLang have a module ``moe`` between the two (Gemma 4)."""
 
 
-def loader_models(model: PreTrainedModel) -> tuple[PreTrainedModel, ...]:
-    """Build the other classes that load a model's checkpoint, on the meta device."""
-    built = (_build_on_meta(kind, settings) for kind, settings in _loader_classes(model))
-    return tuple(one for one in built if one is not None)
+def _vllm_name(stored: str) -> str:
+    """Return the name that a module of a multimodal model has in vLLM.
 
-
-def names_in_loaders(
-    model: PreTrainedModel, classes: Iterable[PreTrainedModel]
-) -> dict[str, tuple[str, ...]]:
-    """Return the names that other classes have for each module of the checkpoint.
-
-    Names that the model, or the checkpoint, has for any module are left out.
-
-    Args:
-        model: the model that is written.
-        classes: the result of :func:`readers`.
+    >>> _vllm_name("model.language_model.layers.3.mlp.up_proj")
+    'language_model.model.layers.3.mlp.up_proj'
+    >>> _vllm_name("model.vision_tower.layers.3.mlp.up_proj")
+    'vision_tower.layers.3.mlp.up_proj'
     """
-    own = [name for name, _ in named_modules(model, remove_duplicate=False)]
-    known = {*checkpoint_names(model, own).values()}
-    found: dict[str, dict[str, None]] = {}
-    for built in classes:
-        for name, others in _names_of_class(built, known):
-            found.setdefault(name, {}).update(dict.fromkeys(others))
-    taken = {*own, *known}
-    return {
-        name: tuple(other for other in others if other not in taken)
-        for name, others in found.items()
-    }
-
-
-def tied_head_names(
-    model: PreTrainedModel,
-    classes: Iterable[PreTrainedModel],
-    others: Mapping[str, Collection[str]],
-) -> list[str]:
-    """Return the heads that another class ties to an embedding and the model does not have.
-
-    Args:
-        model: the model that is written.
-        classes: the result of :func:`readers`.
-        others: the result of :func:`names_in_loaders`.
-    """
-    named = named_modules(model, remove_duplicate=False)
-    own = [name for name, module in named if getattr(module, "weight", None) is not None]
-    stored = checkpoint_names(model, own).values()  # a head may have a bias only
-    known = {*own, *stored, *(other for name in stored for other in others.get(name, ()))}
-    return [name for built in classes for name in _tied_heads(built) if name not in known]
+    if is_in_tower(stored):
+        return stored.removeprefix("model.")
+    match = INDEXED.search(stored)
+    tail = match.group(1) if match else stored.rpartition(".")[2]
+    return f"language_model.model.{tail}"
 
 
 def _tied_heads(built: PreTrainedModel) -> Iterator[str]:
@@ -612,21 +616,6 @@ def _tied_heads(built: PreTrainedModel) -> Iterator[str]:
         head, embedding = (one.removesuffix(".weight") for one in (target, source))
         if isinstance(modules.get(head), Linear) and isinstance(modules.get(embedding), Embedding):
             yield head
-
-
-def _names_of_class(
-    built: PreTrainedModel, known: Collection[str]
-) -> Iterator[tuple[str, list[str]]]:
-    """Yield each checkpoint module with the names of the modules that load its weight."""
-    state = built.state_dict()
-    weights = loaded_names(built, [f"{name}.weight" for name in known], state)
-    split = split_tensor_names(built)
-    for name, loaded in weights.items():
-        places = dict.fromkeys([loaded.target, *split.get(name, ())])
-        yield (
-            name.removesuffix(".weight"),
-            [one.removesuffix(".weight") for one in places if one.endswith(".weight")],
-        )
 
 
 def _loader_classes(model: PreTrainedModel) -> Iterator[tuple[Any, Any]]:
@@ -698,11 +687,7 @@ _PER_EXPERT = re.compile(r"\*\\?\.(\w+)\\?\.weight\$?$")
 def stacking_converters(model: PreTrainedModel) -> list[WeightConverter]:
     """Return the model's weight converters that stack tensors of single experts."""
     found: list[Any] = get_model_conversion_mapping(model, add_legacy=False)
-    return [
-        entry
-        for entry in found
-        if isinstance(entry, WeightConverter) and type(entry.operations[0]) is MergeModulelist
-    ]
+    return list(filter(_is_stacking, found))
 
 
 def expert_linear_names(mixture: StackedMoE, converters: list[WeightConverter]) -> dict[str, str]:

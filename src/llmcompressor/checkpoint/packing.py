@@ -359,8 +359,7 @@ def compress(entry: QuantizedModule, tensors: Mapping[str, Tensor]) -> dict[str,
     """
     expected = _expected_parameters(entry)
     own = {key: tensor for key, tensor in tensors.items() if key in expected or not _is_qparam(key)}
-    if not any(tensor.is_meta for tensor in own.values()):
-        _check_scales(entry, own, expected)
+    _check_scales(entry, own, expected)
     if not entry.is_attention and entry.scheme.weights is not None:
         own = _pack(entry, own)
         _widen_scale(own, entry.scheme.weights)
@@ -588,6 +587,8 @@ def _check_scales(
         if not key.endswith("_scale"):
             continue
         scale = tensors[key]
+        if scale.is_meta:
+            continue
         if not is_finite(scale) or float(scale.to(torch.float32).amin()) < 0:
             raise NonFiniteError(
                 f"The {key} of {entry.name} is not finite or negative, so its values are lost. "

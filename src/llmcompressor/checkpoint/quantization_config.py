@@ -31,22 +31,14 @@ from compressed_tensors.quantization import (
     QuantizationStatus,
 )
 from compressed_tensors.quantization.quant_config import get_vllm_module_type
-from compressed_tensors.utils.match import match_name, match_targets
+from compressed_tensors.utils.match import match_name
 from torch import Tensor
 from torch.nn import Embedding, Linear, Module
 from torch.nn.modules.conv import _ConvNd
 from transformers import PreTrainedModel
 
 from llmcompressor.checkpoint.moe_names import dense_experts_fused
-from llmcompressor.checkpoint.names import (
-    checkpoint_names,
-    fused_source_modules,
-    loader_models,
-    merges_experts,
-    merges_weights,
-    names_in_loaders,
-    tied_head_names,
-)
+from llmcompressor.checkpoint.names import IN_LAYER, INDEXED, NameMap
 from llmcompressor.checkpoint.packing import QuantizedModule
 from llmcompressor.checkpoint.source import (
     check_format,
@@ -58,8 +50,8 @@ from llmcompressor.checkpoint.source import (
 from llmcompressor.errors import CheckpointError
 from llmcompressor.logger import logger
 from llmcompressor.modeling.fused import is_expert, missing_qkv_partners
-from llmcompressor.modeling.names import is_in_tower, name_aliases, named_modules, own_parameters
-from llmcompressor.modeling.weights import embeddings, text_config
+from llmcompressor.modeling.names import name_aliases, named_modules, own_parameters
+from llmcompressor.modeling.weights import embeddings
 
 __all__ = [
     "build_quantization_config",
@@ -132,7 +124,7 @@ def order_groups_for_experts(
 
 
 def dense_experts_group(
-    classes: Sequence[PreTrainedModel],
+    classes: Sequence[NameMap],
     schemes: Sequence[QuantizationScheme],
     quantized: Collection[str],
 ) -> dict[str, QuantizationScheme]:
@@ -145,12 +137,14 @@ def dense_experts_group(
     fail to load it.
 
     Args:
-        classes: the model classes that load the checkpoint.
+        classes: the names of the model classes that load the checkpoint.
         schemes: the groups.
         quantized: the names of quantized modules in all of these classes.
     """
-    has_experts = any(merges_experts(one) and expert_stacks(one, quantized) for one in classes)
-    if not (has_experts or any(merges_weights(one, quantized) for one in classes)):
+    has_experts = any(
+        one.merges_experts() and expert_stacks(one.model, quantized) for one in classes
+    )
+    if not (has_experts or any(one.merges_weights(quantized) for one in classes)):
         return {}
     if any(is_expert(name) for name in quantized):  # quantized experts need the group
         return {}
@@ -183,10 +177,6 @@ def expert_stacks(model: PreTrainedModel, quantized: Collection[str]) -> list[st
 
 # --------------------
 # The ``quantization_config`` of a written checkpoint.
-
-_INDEXED = re.compile(r"(?:^|\.)([^.\d]+\.\d+\..*)$")
-_IN_LAYER = re.compile(r"(\.\d+\.)experts\.")
-"""Experts right in a layer: vLLM and SGLang have a module ``moe`` between the two (Gemma 4)."""
 
 
 @dataclass(frozen=True)
@@ -262,11 +252,10 @@ def _config(
     attention = _group_by_scheme(
         [entry for entry in quantized if entry.is_attention and entry.has_group]
     )
-    classes = loader_models(model)
-    others = names_in_loaders(model, classes)
-    candidates = _candidates(model, groups, others)
-    tied = tied_head_names(model, classes, others)  # Linears in a loader, stored in no file
-    ignore = [*_ignored_names(model, candidates, quantized, others), *tied, *extra_ignore]
+    names = NameMap(model)
+    candidates = _candidates(names, groups)
+    tied = names.tied_heads()  # Linears in a loader, stored in no file
+    ignore = [*_ignored_names(names, candidates, quantized), *tied, *extra_ignore]
     _choose_targets(groups, candidates, ignore)
     _target_missing_projections(groups, candidates, ignore)
     for group in attention:
@@ -281,9 +270,12 @@ def _config(
     ]
     named = {f"group_{index}": scheme for index, scheme in enumerate(schemes)}
     coded = [one for one in candidates if one.group is not None]
-    names = {name for one in coded for name in (one.name, *one.others)}
+    coded_names = {name for one in coded for name in (one.name, *one.others)}
     return QuantizationConfig(
-        config_groups={**dense_experts_group([model, *classes], schemes, names), **named},
+        config_groups={
+            **dense_experts_group([names, *names.loaders], schemes, coded_names),
+            **named,
+        },
         quantization_status=status,
         kv_cache_scheme=_kv_cache_scheme(quantized),
         format=_overall_format(groups).value,
@@ -376,53 +368,31 @@ def _groups_with_experts(groups: Sequence[_Group]) -> set[int]:
     }
 
 
-def _candidates(
-    model: PreTrainedModel, groups: Sequence[_Group], others: Mapping[str, tuple[str, ...]]
-) -> list[_Candidate]:
+def _candidates(names: NameMap, groups: Sequence[_Group]) -> list[_Candidate]:
     group_of = {entry.name: index for index, group in enumerate(groups) for entry in group.members}
     modules = {
         name: module
-        for name, module in named_modules(model, remove_duplicate=False)
+        for name, module in named_modules(names.model, remove_duplicate=False)
         if isinstance(module, Linear | Embedding)
         or name in group_of
         or get_vllm_module_type(type(module).__name__) == "Linear"
     }
-    stored = checkpoint_names(model, modules)
-    config = model.config
-    is_wrapped = text_config(config) is not config or any(
-        name != other for name, other in stored.items()
-    )
-    _, head = embeddings(model)
+    stored = names.stored(modules)
+    served = names.in_vllm(stored)
+    _, head = embeddings(names.model)
     classes = {kind: _class_names(kind) for kind in set(map(type, modules.values()))}
     return [
         _Candidate(
             name=name,
             stored=stored[name],
-            others=others.get(stored[name], ()),
-            served=_IN_LAYER.sub(
-                r"\1moe.experts.", _served_name(stored[name]) if is_wrapped else stored[name]
-            ),
+            others=names.in_loaders.get(stored[name], ()),
+            served=served[name],
             classes=classes[type(module)],
             served_class="" if module is head else _served_class(module),
             group=group_of.get(name),
         )
         for name, module in modules.items()
     ]
-
-
-def _served_name(stored: str) -> str:
-    """Return the name that a module of a multimodal model has in vLLM.
-
-    >>> _served_name("model.language_model.layers.3.mlp.up_proj")
-    'language_model.model.layers.3.mlp.up_proj'
-    >>> _served_name("model.vision_tower.layers.3.mlp.up_proj")
-    'vision_tower.layers.3.mlp.up_proj'
-    """
-    if is_in_tower(stored):
-        return stored.removeprefix("model.")
-    match = _INDEXED.search(stored)
-    tail = match.group(1) if match else stored.rpartition(".")[2]
-    return f"language_model.model.{tail}"
 
 
 def _class_names(kind: type[Module]) -> frozenset[str]:
@@ -438,19 +408,13 @@ def _served_class(module: Module) -> str:
     return str(get_vllm_module_type(type(module).__name__))
 
 
-def _matches_name(target: str, name: str) -> bool:
-    if target.startswith("re:"):
-        return re.match(target[3:], name) is not None
-    return target == name
-
-
 class _TargetMatcher:
-    """The targets of a group as loaders match them; a group may name thousands of modules."""
+    """Targets or ignore entries as loaders match them; there may be thousands of names."""
 
     def __init__(self, targets: Iterable[str]) -> None:
-        every = list(targets)
-        self._exact = {target for target in every if not target.startswith("re:")}
-        self._patterns = [target for target in every if target.startswith("re:")]
+        every = set(targets)
+        self._patterns = sorted(target for target in every if target.startswith("re:"))
+        self._exact = every.difference(self._patterns)
         self._lower = [target.lower() for target in self._exact]
         self._served: dict[str, bool] = {}
 
@@ -461,12 +425,32 @@ class _TargetMatcher:
     def matches_in_vllm(self, item: _Candidate) -> bool:
         """Return True if vLLM matches the module."""
         by_name = item.name in self._exact or item.stored in self._exact
-        by_name &= _IN_LAYER.search(item.stored) is None
+        by_name &= IN_LAYER.search(item.stored) is None
         return by_name or self._match(item.served) or self._is_served(item.served_class)
 
     def means(self, name: str) -> bool:
         """Return True if a target is this name or a pattern that matches it."""
         return name in self._exact or self._match(name)
+
+    def first(self, name: str, module: Module) -> str | None:
+        """Return the entry that matches a module: a name before a pattern before a class."""
+        if name in self._exact:
+            return name
+        found = (pattern for pattern in self._patterns if match_name(name, pattern))
+        return next(found, None) or self._class(module)
+
+    def reaches(self, modules: Mapping[str, Module]) -> set[str]:
+        """Return the entries that match any of ``modules``."""
+        found = self._exact & set(modules)
+        found |= {str(self._class(one)) for one in modules.values()} & self._exact
+        for entry in self._patterns:
+            if any(match_name(name, entry) for name in modules):
+                found.add(entry)
+        return found
+
+    def _class(self, module: Module) -> str | None:
+        names = [cls.__name__ for cls in type(module).__mro__ if issubclass(cls, Module)]
+        return next((name for name in names if name in self._exact), None)
 
     def _is_served(self, kind: str) -> bool:
         if kind not in self._served:
@@ -475,7 +459,7 @@ class _TargetMatcher:
         return self._served[kind]
 
     def _match(self, name: str) -> bool:
-        return any(_matches_name(pattern, name) for pattern in self._patterns)
+        return any(match_name(name, pattern) for pattern in self._patterns)
 
 
 def _choose_targets(
@@ -528,7 +512,7 @@ def _layer_expert_targets(group: _Group) -> list[str]:
     """Return patterns for experts directly in a layer, which full names do not match in vLLM."""
     found: dict[str, None] = {}
     for name in (entry.name for entry in group.members):
-        match = _IN_LAYER.search(name)
+        match = IN_LAYER.search(name)
         if match is not None:
             own = re.escape(name.rpartition(".")[2])
             found[rf"{_expert_prefix_pattern(name[: match.end()])}\d+\.{own}$"] = None
@@ -541,8 +525,8 @@ def _expert_prefix_pattern(path: str) -> str:
     >>> print(_expert_prefix_pattern("model.layers.3.experts."))
     re:(?:.*\.)?layers\.3\.(?:moe\.)?experts\.
     """
-    match = _INDEXED.search(path)
-    parts = _IN_LAYER.split(match.group(1) if match else path)
+    match = INDEXED.search(path)
+    parts = IN_LAYER.split(match.group(1) if match else path)
     every = [re.escape(part) for part in parts]
     own = f"{every[0]}{every[1]}(?:moe\\.)?experts\\.{every[2]}" if every[1:] else every[0]
     return rf"re:(?:.*\.)?{own}"
@@ -597,10 +581,7 @@ def _target_missing_projections(
 
 
 def _ignored_names(
-    model: PreTrainedModel,
-    candidates: Sequence[_Candidate],
-    quantized: Sequence[QuantizedModule],
-    others: Mapping[str, tuple[str, ...]],
+    names: NameMap, candidates: Sequence[_Candidate], quantized: Sequence[QuantizedModule]
 ) -> list[str]:
     """Return the names of unquantized modules whose class is that of a quantized one.
 
@@ -615,7 +596,7 @@ def _ignored_names(
     known = {item.name: item for item in candidates}
     plain = []
     of_types: dict[type[Module], bool] = {}
-    for name, module in named_modules(model, remove_duplicate=False):
+    for name, module in named_modules(names.model, remove_duplicate=False):
         if not name or name in quantized_names:
             continue
         kind = type(module)
@@ -624,43 +605,43 @@ def _ignored_names(
             of_types[kind] = bool(own & types)
         if of_types[kind]:
             plain.append(name)
-    stored = checkpoint_names(model, [name for name in plain if name not in known])
+    stored = names.stored([name for name in plain if name not in known])
     stored |= {name: item.stored for name, item in known.items()}
     taken = {item.stored for item in candidates if item.group is not None}
-    names = [
+    found = [
         entry
         for name in plain
-        for entry in dict.fromkeys((name, stored[name], *others.get(stored[name], ())))
+        for entry in dict.fromkeys((name, stored[name], *names.in_loaders.get(stored[name], ())))
         if entry == name or entry not in taken
     ]
-    stacks = expert_stacks(model, quantized_names) if "Linear" in types else []
-    patterns = _fused_experts(model, stacks)
-    names += [
+    stacks = expert_stacks(names.model, quantized_names) if "Linear" in types else []
+    patterns = _fused_experts(names, stacks)
+    found += [
         source
-        for source in _fused_source_names(model, plain, stacks, quantized_names)
-        if source not in taken and not any(_matches_name(pattern, source) for pattern in patterns)
+        for source in _fused_source_names(names, plain, stacks, quantized_names)
+        if source not in taken and not any(match_name(source, pattern) for pattern in patterns)
     ]
-    return [*names, *patterns]
+    return [*found, *patterns]
 
 
 def _fused_source_names(
-    model: PreTrainedModel, plain: Sequence[str], stacks: Sequence[str], quantized: set[str]
+    names: NameMap, plain: Sequence[str], stacks: Sequence[str], quantized: set[str]
 ) -> list[str]:
     """Return the checkpoint's own names for modules that fuse weights of unquantized modules."""
     tensors: dict[str, Tensor] = {}
     for name in plain:
-        weight = getattr(model.get_submodule(name), "weight", None)
+        weight = getattr(names.model.get_submodule(name), "weight", None)
         if isinstance(weight, Tensor):
             tensors[f"{name}.weight"] = weight
     for name in stacks:
-        for own, parameter in model.get_submodule(name).named_parameters(recurse=False):
+        for own, parameter in names.model.get_submodule(name).named_parameters(recurse=False):
             tensors[f"{name}.{own}"] = parameter
-    return fused_source_modules(model, tensors, quantized)
+    return names.fused(tensors, quantized)
 
 
-def _fused_experts(model: PreTrainedModel, stacks: Sequence[str]) -> list[str]:
+def _fused_experts(names: NameMap, stacks: Sequence[str]) -> list[str]:
     """Return patterns for experts that are one 3-D parameter here and Linears elsewhere."""
-    stored = checkpoint_names(model, stacks)
+    stored = names.stored(stacks)
     patterns = []
     for name in stacks:
         for path in (f"{name}.", f"{stored[name]}."):
@@ -706,7 +687,6 @@ def _overall_format(groups: Sequence[_Group]) -> CompressionFormat:
 # does) is replaced by the names of its modules.
 
 _COMPRESSED = "compressed"
-_REGEX = "re:"
 _NOT_KEPT = ("transform_config", "sparsity_config")
 
 
@@ -774,7 +754,7 @@ def merge_quantization(
     groups = _order_groups(groups, of_experts)
     both = {**compressed, **modules}
     ignore = old.get("ignore") or ()
-    wrong = _TargetNames(ignore).reaches(both)
+    wrong = _TargetMatcher(ignore).reaches(both)
     kept = [entry for entry in ignore if entry not in wrong]
     formats = {group["format"] for group in groups.values() if group.get("format")}
     mixed = CompressionFormat.mixed_precision.value
@@ -797,37 +777,6 @@ def _order_groups(
     return {names[index]: {**groups[names[index]], "targets": targets} for index, targets in found}
 
 
-class _TargetNames:
-    """Targets or ignore entries, with the semantics of compressed-tensors.
-
-    Written configurations may list every module, so names are looked up in a set.
-    """
-
-    def __init__(self, entries: Iterable[str]) -> None:
-        self._plain = set(entries)
-        self._patterns = sorted(entry for entry in self._plain if entry.startswith(_REGEX))
-
-    def first(self, name: str, module: Module) -> str | None:
-        """Return the entry that matches a module: a name before a pattern before a class."""
-        if name in self._plain:
-            return name
-        found = match_targets(name, module, self._patterns)
-        return found[0] if found else self._class(module)
-
-    def reaches(self, modules: Mapping[str, Module]) -> set[str]:
-        """Return the entries that match any of ``modules``."""
-        found = self._plain & set(modules)
-        found |= {str(self._class(one)) for one in modules.values()} & self._plain
-        for entry in self._patterns:
-            if any(match_name(name, entry) for name in modules):
-                found.add(entry)
-        return found
-
-    def _class(self, module: Module) -> str | None:
-        names = [cls.__name__ for cls in type(module).__mro__ if issubclass(cls, Module)]
-        return next((name for name in names if name in self._plain), None)
-
-
 class _ConfigGroups:
     """The config groups of one configuration and their modules."""
 
@@ -839,13 +788,13 @@ class _ConfigGroups:
             for name, group in config["config_groups"].items()
         }
         self._members: dict[str, dict[str, Module]] = {name: {} for name in self._groups}
-        self._assign(modules, _TargetNames(config.get("ignore") or ()))
+        self._assign(modules, _TargetMatcher(config.get("ignore") or ()))
 
-    def _assign(self, modules: Mapping[str, Module], ignore: _TargetNames) -> None:
+    def _assign(self, modules: Mapping[str, Module], ignore: _TargetMatcher) -> None:
         by_target = {
             target: name for name, group in self._groups.items() for target in group["targets"]
         }
-        targets = _TargetNames(by_target)
+        targets = _TargetMatcher(by_target)
         for name, module in modules.items():
             found = targets.first(name, module)
             if found is None or ignore.first(name, module) is not None:
@@ -864,10 +813,10 @@ class _ConfigGroups:
         """Return the non-empty groups, with targets that match none of ``others``."""
         apart = {}
         for name, group in self._groups.items():
-            too_wide = _TargetNames(group["targets"]).reaches(others)
+            too_wide = _TargetMatcher(group["targets"]).reaches(others)
             targets = [target for target in group["targets"] if target not in too_wide]
             if too_wide:
-                kept, members = _TargetNames(targets), self._members[name]
+                kept, members = _TargetMatcher(targets), self._members[name]
                 targets += [one for one in members if kept.first(one, members[one]) is None]
             if targets:
                 apart[name] = {**group, "targets": targets}

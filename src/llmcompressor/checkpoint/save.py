@@ -8,7 +8,7 @@ The hub is not contacted unless ``push_to_hub`` is given.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.nn import Module
 from transformers import GenerationConfig, PreTrainedModel
 
+from llmcompressor.args.checks import size
 from llmcompressor.checkpoint.atomic_output import (
     OnExisting,
     check_output_dir,
@@ -33,7 +34,9 @@ from llmcompressor.checkpoint.generic_model import TreeModel
 from llmcompressor.checkpoint.manifest import (
     OutputManifest,
     PartitionedState,
+    manifest_of,
     module_kinds,
+    packed_modules,
     partition_state_dict,
 )
 from llmcompressor.checkpoint.model_config import (
@@ -43,25 +46,18 @@ from llmcompressor.checkpoint.model_config import (
     write_report,
 )
 from llmcompressor.checkpoint.names import (
-    checkpoint_names,
+    NameMap,
     drop_dequantizing_conversions,
-    renamed_modules,
 )
 from llmcompressor.checkpoint.packing import (
-    QuantizedModule,
-    compress,
-    is_on_grid,
     parse_format,
     quantized_modules,
     warn_cast,
-    warn_off_grid,
 )
 from llmcompressor.checkpoint.quantization_config import build_quantization_config
 from llmcompressor.checkpoint.side_files import (
     PROCESSOR_FILES,
     copy_side_files,
-    extra_ignore_patterns,
-    extra_tensors,
     layer_prefix,
     load_tensors,
     matches_stored_files,
@@ -70,6 +66,7 @@ from llmcompressor.checkpoint.side_files import (
     write_processor,
 )
 from llmcompressor.checkpoint.source import (
+    INDEX,
     TensorHeader,
     code_tensors,
     inspect_source,
@@ -77,7 +74,7 @@ from llmcompressor.checkpoint.source import (
     quantization_method,
     with_scales,
 )
-from llmcompressor.checkpoint.tensor_files import OutputLayout, ShardWriter, natural_key, parse_size
+from llmcompressor.checkpoint.tensor_files import OutputLayout, TensorWriter, layout_files
 from llmcompressor.errors import ArgumentError, CheckpointError, OutputError, did_you_mean
 from llmcompressor.logger import logger
 from llmcompressor.modeling.call_graph import model_dtype
@@ -88,6 +85,7 @@ from llmcompressor.modeling.sharded import (
     has_partitioned_parameters,
     was_loaded_sharded,
 )
+from llmcompressor.runtime.memory import malloc_trim
 from llmcompressor.runtime.processes import skip_write, write_once
 from llmcompressor.runtime.progress import join_names
 
@@ -104,6 +102,8 @@ __all__ = [
 
 RECIPE_FILE = "recipe.yaml"
 DEFAULT_SHARD_SIZE = "20GB"
+_RETURN_EVERY = 2**25
+"""Bytes of packed tensors after which freed memory is returned."""
 _OPTIONS = "_llmcompressor_save_options"
 _HUB_ARGUMENTS = (
     "commit_description",
@@ -161,6 +161,11 @@ class SaveOptions:
     check: Check = None
     dtype: torch.dtype | None = None
     once: bool = False
+
+    @property
+    def shard_bytes(self) -> int:
+        """``max_shard_size`` as a number."""
+        return size("max_shard_size", self.max_shard_size)
 
 
 def save_checkpoint(
@@ -443,20 +448,38 @@ def _write(
     quantized = quantized_modules(model, forced_format=forced)
     source = _source_directory(model, options)
     contents = partition_state_dict(model, quantized, state)
+    manifest = manifest_of(model, contents, partial(_source_headers, source, model))
+    if manifest.extras:
+        name = type(model).__name__
+        logger.info(f"Carrying over {len(manifest.extras)} tensors that {name} does not own.")
+    layout = layout_files(manifest.stored, options.shard_bytes)
+    _write_weights(folder, layout, _stored_tensors(model, contents, manifest))
+    write_non_weight_files(model, folder, options, manifest, layout)
 
-    writer = ShardWriter(folder, parse_size(options.max_shard_size))
-    for tensors in _sorted_tensors(model, contents):
-        writer.add(tensors)
-    ignore = _copy_extras(model, source, contents, quantized, writer)
-    writer.close()
 
-    quantization = _quantization(model, quantized, ignore, compressed=options.save_compressed)
-    _write_side_files(model, folder, source, options)
-    write_json(
-        folder / "config.json",
-        checkpoint_config(model, source, tied=contents.tied, quantization=quantization),
-    )
-    write_report(folder, _report_with_stored_names(model, options), source, options.check)
+def _stored_tensors(
+    model: PreTrainedModel, contents: PartitionedState, manifest: OutputManifest
+) -> Iterator[Mapping[str, Tensor]]:
+    for name, tensor in contents.plain.items():
+        yield {name: tensor}
+    yield from packed_modules(NameMap(model), contents.compressed)
+    yield from load_tensors(manifest.extras)
+
+
+def _write_weights(
+    folder: Path, layout: OutputLayout, every: Iterable[Mapping[str, Tensor]]
+) -> None:
+    writer = TensorWriter(folder, layout)
+    unreturned = 0
+    try:
+        for tensors in every:
+            writer.write(writer.as_planned(tensors))
+            unreturned += sum(tensor.nbytes for tensor in tensors.values())
+            if unreturned >= _RETURN_EVERY:
+                malloc_trim()  # temporaries of packing fragment the heap
+                unreturned = 0
+    finally:
+        writer.close()
 
 
 def write_non_weight_files(
@@ -477,7 +500,7 @@ def write_non_weight_files(
     """
     index = layout.index()
     if index is not None:
-        (folder / layout.index_name).write_text(index, encoding="utf-8")
+        (folder / INDEX).write_text(index, encoding="utf-8")
     source = _source_directory(model, options)
     _write_side_files(model, folder, source, options)
     config = planned_config(model, source, prediction, compressed=options.save_compressed)
@@ -492,7 +515,7 @@ def _report_with_stored_names(
     report = options.report or {}
     records = [each for each in report.get("modifiers", {}).values() if isinstance(each, Mapping)]
     modules = [str(module) for each in records for module in each]
-    names = renamed_modules(model, modules) if modules else {}
+    names = NameMap(model).renamed(modules) if modules else {}
     return {**report, STORED_AS: names} if names else options.report
 
 
@@ -511,24 +534,14 @@ def planned_config(
         prediction: the tensors of the weight files.
         compressed: weights are packed, not written dense.
     """
-    quantization = _quantization(
-        model, prediction.quantized, prediction.ignore, compressed=compressed
+    # loaders use dense weights with this status unchanged, without rounding them again
+    status = QuantizationStatus.COMPRESSED if compressed else QuantizationStatus.DECOMPRESSED
+    quantization = build_quantization_config(
+        model, prediction.quantized, status=status, extra_ignore=prediction.ignore
     )
     if isinstance(model, TreeModel) and quantization is not None:
         quantization = model.merged(quantization, [entry.name for entry in prediction.quantized])
     return checkpoint_config(model, source, tied=prediction.tied, quantization=quantization)
-
-
-def _quantization(
-    model: PreTrainedModel,
-    quantized: Sequence[QuantizedModule],
-    ignore: Sequence[str],
-    *,
-    compressed: bool,
-) -> dict[str, Any] | None:
-    # loaders use dense weights with this status unchanged, without rounding them again
-    status = QuantizationStatus.COMPRESSED if compressed else QuantizationStatus.DECOMPRESSED
-    return build_quantization_config(model, quantized, status=status, extra_ignore=ignore)
 
 
 def _state_to_write(
@@ -553,51 +566,6 @@ def _state_to_write(
     for name in getattr(model, "_keys_to_ignore_on_save", None) or ():
         state.pop(name, None)
     return state
-
-
-def _sorted_tensors(
-    model: PreTrainedModel, contents: PartitionedState
-) -> Iterator[dict[str, Tensor]]:
-    """Yield all tensors by checkpoint name, layer by layer; compressed only when reached."""
-    stored = checkpoint_names(model, contents.compressed)
-    pieces: dict[str, Callable[[], dict[str, Tensor]]] = {}
-    off_grid: list[str] = []
-    for name, tensor in contents.plain.items():
-        pieces[name] = partial(dict, {name: tensor})
-    for name, (entry, tensors) in contents.compressed.items():
-        pieces[stored[name]] = partial(_compressed, entry, tensors, stored[name], off_grid)
-    for name in sorted(pieces, key=natural_key):
-        yield pieces[name]()
-    warn_off_grid(off_grid)
-
-
-def _compressed(
-    entry: QuantizedModule, tensors: Mapping[str, Tensor], stored: str, off_grid: list[str]
-) -> dict[str, Tensor]:
-    if not is_on_grid(entry, tensors):
-        off_grid.append(entry.name)
-    return {f"{stored}.{own}": tensor for own, tensor in compress(entry, tensors).items()}
-
-
-def _copy_extras(
-    model: PreTrainedModel,
-    source: Path | None,
-    contents: PartitionedState,
-    quantized: list[QuantizedModule],
-    writer: ShardWriter,
-) -> list[str]:
-    """Write the source's tensors that the model class does not own; return ignore patterns."""
-    written = writer.names
-    headers = _source_headers(source, model, written)
-    extras = extra_tensors(model, headers, contents.state, written)
-    if not extras:
-        return []
-    logger.info(f"Carrying over {len(extras)} tensors that {type(model).__name__} does not own.")
-    writer.flush()
-    for tensors in load_tensors(extras, headers):
-        writer.add(tensors)
-    names = checkpoint_names(model, [entry.name for entry in quantized])
-    return extra_ignore_patterns(extras, written, [*names, *names.values()])
 
 
 def _source_headers(

@@ -7,7 +7,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
@@ -16,7 +16,7 @@ from safetensors import safe_open
 from torch import Tensor
 from transformers import AutoProcessor, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from llmcompressor.checkpoint.names import owned_by_model
+from llmcompressor.checkpoint.names import NameMap
 from llmcompressor.checkpoint.source import SIDE_FILES, TensorHeader, local_directory
 from llmcompressor.errors import CheckpointError
 from llmcompressor.logger import logger
@@ -101,7 +101,7 @@ def extra_tensors(
         warning is logged for those, and for adapters.
     """
     candidates = [name for name in source if name not in written]
-    owned = owned_by_model(model, candidates, state)
+    owned = NameMap(model).owned(candidates, state)
     written_modules = {name.rpartition(".")[0] for name in written} - {""}
     expert_lists = {
         match.group(1) for match in (_EXPERT.match(name) for name in written) if match is not None
@@ -182,7 +182,7 @@ def _layer_count(source: Mapping[str, TensorHeader]) -> int:
 
 
 def extra_ignore_patterns(
-    extras: Sequence[str], written: set[str], quantized: Sequence[str]
+    extras: Iterable[str], written: set[str], quantized: Sequence[str]
 ) -> list[str]:
     """Return ignore patterns that keep the modules of ``extras`` unquantized in every loader.
 
@@ -204,12 +204,10 @@ def extra_ignore_patterns(
     return [_pattern(root, quantized) for root in roots]
 
 
-def load_tensors(
-    names: Sequence[str], source: Mapping[str, TensorHeader]
-) -> Iterator[dict[str, Tensor]]:
-    """Yield the named tensors one at a time, unchanged."""
-    for name in names:
-        with safe_open(str(source[name].file), framework="pt") as reader:
+def load_tensors(headers: Mapping[str, TensorHeader]) -> Iterator[dict[str, Tensor]]:
+    """Yield tensors of a checkpoint one at a time, unchanged."""
+    for name, header in headers.items():
+        with safe_open(str(header.file), framework="pt") as reader:
             yield {name: reader.get_tensor(name)}
 
 

@@ -27,27 +27,25 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 import xxhash
-from safetensors.torch import save_file
 from torch import Tensor
 
-from llmcompressor.checkpoint.source import INDEX, SINGLE, RowSliceHeader, TensorHeader
-from llmcompressor.errors import ArgumentError, CheckpointError
-from llmcompressor.runtime.memory import malloc_trim
+from llmcompressor.checkpoint.source import SINGLE, RowSliceHeader, TensorHeader
+from llmcompressor.errors import CheckpointError
 
 __all__ = [
     "DTYPES",
+    "SHARD_SIZE",
     "BufferPool",
     "OutputFile",
     "OutputLayout",
-    "ShardWriter",
     "StoredTensor",
     "TensorPlace",
     "TensorReader",
+    "TensorWriter",
     "bytes_of",
     "dtype_name",
     "layout_files",
     "natural_key",
-    "parse_size",
 ]
 
 
@@ -280,120 +278,14 @@ def _read_errors(file: Path) -> Iterator[None]:
 
 
 # --------------------
-# Writer of safetensors shards of limited size, holding one file's tensors at a time.
-
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B", re.IGNORECASE)
-_POWER = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
-
-
-def parse_size(size: int | str) -> int:
-    """Parse a file size into bytes.
-
-    >>> parse_size("20GB"), parse_size("1.5MiB"), parse_size(7)
-    (20000000000, 1572864, 7)
-    """
-    if isinstance(size, int) and size > 0:
-        return size
-    match = _SIZE.fullmatch(str(size).strip())
-    if match is None:
-        raise ArgumentError(f"{size!r} is no file size.", 'Give bytes, or text such as "5GB".')
-    number, unit, binary = match.groups()
-    base = 1024 if binary else 1000
-    return max(int(float(number) * base ** _POWER[unit.upper()]), 1)
-
-
-def natural_key(name: str) -> list[tuple[int, int, str]]:
-    """Return a sort key that puts ``layers.2`` before ``layers.10``."""
-    return [
-        (0, int(part), "") if part.isdigit() else (1, 0, part) for part in re.split(r"(\d+)", name)
-    ]
-
-
-_RETURN_EVERY = 2**25
-"""Bytes of packed tensors after which freed memory is given back."""
-
-
-class ShardWriter:
-    """Collect tensors and write a shard whenever the limit would be exceeded.
-
-    The files get their final names (which contain their count) in :meth:`close`.
-
-    Args:
-        folder: the folder of the files.
-        limit: bytes of tensors per file; a single larger tensor gets a file of its own.
-    """
-
-    def __init__(self, folder: Path, limit: int) -> None:
-        self._folder = folder
-        self._limit = limit
-        self._open: dict[str, Tensor] = {}
-        self._open_size = 0
-        self._files: list[tuple[Path, list[str]]] = []
-        self.total_size = 0
-        self._unreturned = 0
-
-    @property
-    def names(self) -> set[str]:
-        """Names of all tensors so far."""
-        return {name for _, names in self._files for name in names} | set(self._open)
-
-    def add(self, tensors: Mapping[str, Tensor]) -> None:
-        """Add tensors, copied to the CPU if they are elsewhere."""
-        for name, tensor in tensors.items():
-            size = tensor.numel() * tensor.element_size()
-            if self._open and self._open_size + size > self._limit:
-                self.flush()
-            self._open[name] = _storable(tensor)
-            self._open_size += size
-            self.total_size += size
-            self._unreturned += size
-        if self._unreturned >= _RETURN_EVERY:
-            malloc_trim()  # temporaries of packing fragment the heap
-            self._unreturned = 0
-
-    def flush(self) -> None:
-        """Write the collected tensors; the next tensor starts a new file."""
-        if not self._open:
-            return
-        file = self._folder / f"shard-{len(self._files):05d}.safetensors"
-        save_file(self._open, str(file), metadata={"format": "pt"})
-        # safetensors creates files for the owner only; the folder's mode follows the umask
-        file.chmod(self._folder.stat().st_mode & 0o666)
-        self._files.append((file, list(self._open)))
-        self._open, self._open_size = {}, 0
-
-    def close(self) -> None:
-        """Write the rest, name the files, and write the index if there are several."""
-        self.flush()
-        count = len(self._files)
-        if count == 1:
-            self._files[0][0].rename(self._folder / SINGLE)
-            return
-        weight_map: dict[str, str] = {}
-        for number, (file, names) in enumerate(self._files, start=1):
-            final = f"model-{number:05d}-of-{count:05d}.safetensors"
-            file.rename(self._folder / final)
-            weight_map |= dict.fromkeys(names, final)
-        index = {"metadata": {"total_size": self.total_size}, "weight_map": weight_map}
-        text = json.dumps(index, indent=2, sort_keys=True) + "\n"
-        (self._folder / INDEX).write_text(text, encoding="utf-8")
-
-
-def _storable(tensor: Tensor) -> Tensor:
-    """Return a contiguous CPU tensor with its own storage, as safetensors refuses aliases."""
-    tensor = tensor.detach().to("cpu").contiguous()
-    if tensor.untyped_storage().nbytes() != tensor.numel() * tensor.element_size():
-        tensor = torch.clone(tensor, memory_format=torch.contiguous_format)
-    return tensor
-
-
-# --------------------
 # Layout of the output files, computed before any tensor.
 #
 # A safetensors file begins with a header that places all its tensors. As names, dtypes and shapes
 # follow from the model and its schemes, the files are laid out first. Blocks are then written to
 # their places in any order, a killed run resumes, and the size of the output is known to the byte.
 
+SHARD_SIZE = 20_000_000_000
+"""Bytes of tensors per file, unless the user says otherwise."""
 _ALIGNMENT = 8
 # The order of safetensors: wide dtypes first, so that every tensor is aligned to its dtype.
 _ORDER = [
@@ -418,6 +310,13 @@ _ORDER = [
     "I64",
     "U64",
 ]
+
+
+def natural_key(name: str) -> list[tuple[int, int, str]]:
+    """Return a sort key that puts ``layers.2`` before ``layers.10``."""
+    return [
+        (0, int(part), "") if part.isdigit() else (1, 0, part) for part in re.split(r"(\d+)", name)
+    ]
 
 
 @lru_cache(maxsize=4096)
@@ -492,13 +391,8 @@ class OutputLayout:
         }
         return json.dumps(index, indent=2, sort_keys=True) + "\n"
 
-    @property
-    def index_name(self) -> str:
-        """The name of the index file."""
-        return INDEX
 
-
-def layout_files(tensors: Iterable[StoredTensor], limit: int) -> OutputLayout:
+def layout_files(tensors: Iterable[StoredTensor], limit: int = SHARD_SIZE) -> OutputLayout:
     """Divide tensors into files in their order, and place them.
 
     Args:
@@ -552,3 +446,117 @@ def _header(group: Sequence[StoredTensor]) -> tuple[bytes, dict[str, int], int]:
     text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % _ALIGNMENT)
     return struct.pack("<Q", len(text)) + text, offsets, begin
+
+
+# --------------------
+# Writer of tensors to their places in the output files.
+
+_MOST = 2**26
+"""Bytes that are written or hashed at once."""
+
+
+class TensorWriter:
+    """Write tensors to their planned places, in any order.
+
+    Creating it allocates the disk space of all files, so that a full disk fails at once.
+
+    Args:
+        folder: the folder of the files; data that they hold already is kept.
+        layout: the place of each tensor.
+    """
+
+    def __init__(self, folder: Path, layout: OutputLayout) -> None:
+        self._layout = layout
+        self._files: dict[str, int] = {}
+        try:
+            for file in layout.files:
+                self._open(folder, file)
+        except BaseException:
+            self.close()
+            raise
+
+    def as_planned(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return tensors as they are to be stored: contiguous, on the CPU, of the planned dtype.
+
+        Raises:
+            CheckpointError: one of them has another shape or dtype than planned.
+        """
+        return {
+            name: self._as_planned(name, tensor.detach().to("cpu").contiguous())
+            for name, tensor in tensors.items()
+        }
+
+    def write(self, tensors: Mapping[str, Tensor], *, durable: bool = False) -> str:
+        """Write tensors and return the hash of their bytes.
+
+        Args:
+            tensors: the result of :meth:`as_planned`.
+            durable: sync them to the disk.
+        """
+        digest = xxhash.xxh3_128()
+        touched = set()
+        for name in sorted(tensors):
+            view = bytes_of(tensors[name])
+            digest.update(view)
+            place = self._layout.places[name]
+            _write_all(self._files[place.file], view, place.offset)
+            touched.add(place.file)
+        if durable:
+            for file in touched:
+                os.fdatasync(self._files[file])
+        return digest.hexdigest()
+
+    def digest_of(self, names: Iterable[str]) -> str:
+        """Return the hash of the bytes now stored in the places of some tensors."""
+        digest = xxhash.xxh3_128()
+        for name in sorted(names):
+            place = self._layout.places[name]
+            offset, left = place.offset, place.stored.nbytes
+            while left:
+                part = os.pread(self._files[place.file], min(left, _MOST), offset)
+                if not part:
+                    break
+                digest.update(part)
+                offset, left = offset + len(part), left - len(part)
+        return digest.hexdigest()
+
+    def close(self) -> None:
+        """Close the files."""
+        for descriptor in self._files.values():
+            os.close(descriptor)
+        self._files.clear()
+
+    def _open(self, folder: Path, file: OutputFile) -> None:
+        descriptor = os.open(folder / file.name, os.O_RDWR | os.O_CREAT, 0o666)
+        self._files[file.name] = descriptor
+        if os.fstat(descriptor).st_size != file.size:
+            os.ftruncate(descriptor, file.size)
+        if hasattr(os, "posix_fallocate"):
+            os.posix_fallocate(descriptor, 0, file.size)
+        _write_all(descriptor, memoryview(file.header), 0)
+
+    def _as_planned(self, name: str, tensor: Tensor) -> Tensor:
+        """Return a tensor in its planned float dtype, if the cast is lossless.
+
+        Some routers convert their own weights to float32 when they are called.
+        """
+        place = self._layout.places.get(name)
+        if place is not None and tensor.is_floating_point() and tensor.element_size() > 1:
+            planned = DTYPES[place.stored.dtype]
+            if planned != tensor.dtype and planned.is_floating_point:
+                narrow = tensor.to(planned)
+                tensor = narrow if torch.equal(narrow.to(tensor.dtype), tensor) else tensor
+        found = (dtype_name(tensor.dtype), tuple(tensor.shape))
+        if place is None or (place.stored.dtype, place.stored.shape) != found:
+            wanted = "nothing" if place is None else f"{place.stored.dtype} {place.stored.shape}"
+            raise CheckpointError(
+                f"{name} was to be stored as {wanted} and is {found[0]} {found[1]}.",
+                "This is a defect of llmcompressor; the model was not written.",
+            )
+        return tensor
+
+
+def _write_all(descriptor: int, view: memoryview, offset: int) -> None:
+    done = 0
+    while done < len(view):
+        done += os.pwrite(descriptor, view[done : done + _MOST], offset + done)

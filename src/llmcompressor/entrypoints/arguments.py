@@ -34,7 +34,7 @@ from llmcompressor.checkpoint.atomic_output import check_file, check_output_dir,
 from llmcompressor.checkpoint.save import RECIPE_FILE
 from llmcompressor.checkpoint.side_files import load_processor
 from llmcompressor.checkpoint.source import SourceInfo, TensorHeader, local_directory
-from llmcompressor.checkpoint.workspace import CompletedRun, is_being_published
+from llmcompressor.checkpoint.workspace import is_being_published
 from llmcompressor.core.modifier import Modifier
 from llmcompressor.datasets import rows
 from llmcompressor.datasets.calibration import load_calibration
@@ -250,19 +250,14 @@ class Task:
             return None
         if self.recipe_args.stage:
             target /= self.recipe_args.stage
-        self.check_free(target, is_ours=self._may_be_finished(target))
+        self.check_free(target)
         return target.expanduser().resolve()
 
-    def _may_be_finished(self, target: Path) -> bool:
-        """Return True if the output may be that of the same call."""
-        return False
-
-    def check_free(self, target: Path, *, is_ours: bool = False) -> None:
+    def check_free(self, target: Path) -> None:
         """Refuse an output directory that could not be written at the end.
 
         Args:
             target: the directory.
-            is_ours: existing files are known to be this call's own.
 
         Raises:
             OutputError: it is a file, is in use, overlaps the input, or cannot be created.
@@ -271,7 +266,7 @@ class Task:
             target,
             source=self.source,
             overwrite=self.model_args.overwrite,
-            is_ours=is_ours or is_being_published(target),
+            is_ours=is_being_published(target),
         )
 
     @property
@@ -587,11 +582,11 @@ class Job(Task):
 
     Attributes:
         processes: the processes that execute this run.
-        told_fingerprint: fingerprint of the output that the first process has written.
+        made: the output of the first process: a hash of its configuration, and its choices.
     """
 
     processes = Processes()
-    told_fingerprint: str | None = None
+    made: Mapping[str, Any] | None = None
 
     def __init__(
         self,
@@ -616,16 +611,6 @@ class Job(Task):
         if not recipe.modifiers:
             logger.warning("The recipe is empty: the model will not be changed.")
         return recipe
-
-    def _may_be_finished(self, target: Path) -> bool:
-        """Compare the recipe only; the rest is compared once model and data are known."""
-        if self.run_args.resume == "never" or self.model_args.overwrite:
-            return False
-        if CompletedRun.read(target) is None:
-            return False
-        file = target / RECIPE_FILE
-        found = file.read_text(encoding="utf-8") if file.is_file() else None
-        return found == self.applied_recipe(self.recipe)
 
     def _check_log_dir(self) -> None:
         if self.log_dir is None:

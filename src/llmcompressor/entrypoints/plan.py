@@ -181,15 +181,6 @@ class _DraftJob(Job):
             return super()._check_output(output_dir)
         return None
 
-    def _may_be_finished(self, target: Path) -> bool:
-        found = super()._may_be_finished(target)
-        if found:
-            self.notes.append(
-                f"{target} holds files. If this very call has made them, a run does nothing, and "
-                "else it is refused."
-            )
-        return found
-
     def _check_data_needed(self) -> None:
         with self.recording_problems("dataset"):
             super()._check_data_needed()

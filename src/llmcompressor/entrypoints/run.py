@@ -12,12 +12,12 @@ from typing import Any
 
 import psutil
 import torch
+import xxhash
 from torch import Tensor
 from torch.nn import Module
 from transformers import PreTrainedModel
 
 from llmcompressor.args import DatasetArguments
-from llmcompressor.checkpoint.atomic_output import remove_stale
 from llmcompressor.checkpoint.block_reader import REST, BlockWeights
 from llmcompressor.checkpoint.block_stream import BlockStream, CompletedOutput
 from llmcompressor.checkpoint.load import (
@@ -46,7 +46,6 @@ from llmcompressor.checkpoint.moe_names import (
 from llmcompressor.checkpoint.names import drop_dequantizing_conversions, record_prefix
 from llmcompressor.checkpoint.quantization_config import existing_quantization
 from llmcompressor.checkpoint.save import (
-    DEFAULT_SHARD_SIZE,
     SaveOptions,
     modify_save_pretrained,
     planned_config,
@@ -64,15 +63,11 @@ from llmcompressor.checkpoint.source import (
     local_directory,
     quantization_method,
 )
-from llmcompressor.checkpoint.tensor_files import OutputLayout, layout_files, parse_size
+from llmcompressor.checkpoint.tensor_files import OutputLayout, layout_files
 from llmcompressor.checkpoint.workspace import (
-    CompletedRun,
     Workspace,
-    hash_json,
     open_workspace,
-    remove_run_file,
     reserve_output,
-    was_published,
 )
 from llmcompressor.core.modifier import Modifier, planned_structure
 from llmcompressor.datasets.source import Source
@@ -86,7 +81,7 @@ from llmcompressor.entrypoints.arguments import (
     compression_report,
     parse_device,
 )
-from llmcompressor.entrypoints.fingerprints import run_fingerprint, source_fingerprint
+from llmcompressor.entrypoints.fingerprints import run_fingerprint
 from llmcompressor.entrypoints.verify import (
     check_servable,
     check_writable_model,
@@ -690,20 +685,11 @@ def _run_in_first_process(
     if processes.count == 1:
         return run_blueprint(job, blueprint, processor, batches)
     if not processes.is_first:
-        # results may differ on another machine; recipe and data are those of the first process
-        job.told_fingerprint = processes.all_gather("output")[0]
-        job.run_args = replace(job.run_args, resume="auto")
-        job.model_args = replace(job.model_args, overwrite=False)
+        job.made = processes.all_gather("output")[0]
     model = run_blueprint(job, blueprint, processor, batches)
-    assert job.output_dir is not None
-    try:
-        if processes.is_first:
-            made = CompletedRun.read(job.output_dir)
-            processes.all_gather("output", None if made is None else made.fingerprint)
-        processes.all_gather("model of the output")
-    finally:
-        if processes.is_first:
-            remove_run_file(job.output_dir)
+    if processes.is_first:
+        processes.all_gather("output", job.made)
+    processes.all_gather("model of the output")
     return model
 
 
@@ -723,9 +709,6 @@ def run_blueprint(
     """
     args, model = job.model_args, blueprint.model
     assert job.output_dir is not None
-    earlier = CompletedRun.read(job.output_dir)
-    if earlier is not None and earlier.origin != hash_json(source_fingerprint(blueprint.source)):
-        job.check_free(job.output_dir)
     weights = BlockWeights(blueprint, list(find_blocks(model).values()))
     limits = MemoryLimits(job.run_args.max_memory)
     weights.device = limits.choose_device(weights, args.device)
@@ -792,19 +775,14 @@ class _Run:
             config = planned_config(model, source, prediction, compressed=compressed)
             is_meant = not job.run_args.verify or is_meant_unservable(self._modifiers)
             check_servable(config, prediction, is_meant=is_meant)
-            layout = layout_files(prediction.stored, parse_size(DEFAULT_SHARD_SIZE))
+            layout = layout_files(prediction.stored)
             left = sum(_stored_bytes(block) for block in find_blocks(model))
         passes = split_into_passes(self._modifiers, job.pipeline())
         self._prints = self._fingerprint()
-        if not was_published(job.output_dir):
-            if self._load_finished(prediction, layout, passes):
-                return
-            if not job.processes.is_first:
-                raise OutputError(
-                    f"{job.output_dir} is not what the first process has just written.",
-                    "Give an output directory that all processes see.",
-                )
-            job.check_free(job.output_dir)
+        if not job.processes.is_first:
+            self._load_output(prediction, layout, passes)
+            return
+        job.check_free(job.output_dir)
         with open_workspace(job.output_dir, self._prints, resume=job.run_args.resume) as workspace:
             try:
                 self._work(workspace, prediction, layout, passes, left)
@@ -812,31 +790,27 @@ class _Run:
                 workspace.abandon()
                 raise
 
-    def _load_finished(
+    def _load_output(
         self,
         prediction: OutputManifest,
         layout: OutputLayout,
         passes: Sequence[Sequence[Modifier]],
-    ) -> bool:
-        """Load the model from a finished output of the same call; return True if it exists."""
-        job, target = self.job, self.job.output_dir
+    ) -> None:
+        """Load the model from the output that the first process has written."""
+        target, made = self.job.output_dir, self.job.made
         assert target is not None
-        earlier = CompletedRun.read(target)
-        if earlier is None or job.run_args.resume == "never" or job.model_args.overwrite:
-            return False
-        if earlier.fingerprint != (job.told_fingerprint or hash_json(self._prints)):
-            return False
-        output = CompletedOutput(self.blueprint, self.weights, prediction, layout, earlier)
+        assert made is not None
+        if _config_hash(target) != made["config"]:
+            raise OutputError(
+                f"{target} is not what the first process has just written.",
+                "Give an output directory that all processes see.",
+            )
+        output = CompletedOutput(self.blueprint, self.weights, prediction, layout, made["choices"])
         try:
-            if not output.is_unchanged(target):
-                return False
-            logger.info(f"{target} is what this very call has made: nothing is done again.")
             self._fill(output, passes)
             self._make_lazy_model(output, read_report(target))
         finally:
             output.close()
-        remove_stale(target)
-        return True
 
     def _work(
         self,
@@ -864,6 +838,7 @@ class _Run:
             else:
                 self._publish(stream, workspace, prediction, layout)
             self._make_lazy_model(stream, self._told(stream))
+            self.job.made = {"config": _config_hash(workspace.target), "choices": stream.choices}
         finally:
             stream.close()
 
@@ -902,7 +877,6 @@ class _Run:
     ) -> None:
         options = self._options(self._told(stream))
         write_non_weight_files(self.blueprint.model, workspace.files, options, prediction, layout)
-        stream.write_run_identity(self._prints)
         workspace.journal.mark_ready()
         workspace.publish(replace=self.job.model_args.overwrite)
         logger.info(f"Saved {workspace.target}.")
@@ -925,8 +899,6 @@ class _Run:
             check=verify_saved if self.job.run_args.verify else None,
             once=self.job.processes.count > 1,
         )
-        if self.job.processes.count == 1:  # else the other processes still need it
-            remove_run_file(target)
 
     def _told(self, stream: BlockStream) -> dict[str, Any] | None:
         return compression_report(stream.reports(), self.blueprint.model)
@@ -973,6 +945,11 @@ class _Run:
         registered = {i: values for i, values in found.items() if values is not None}
         prints |= {"registered": registered} if registered else {}
         return prints | {"weights": self.weights.fingerprint}
+
+
+def _config_hash(folder: Path) -> str:
+    file = folder / "config.json"
+    return xxhash.xxh3_128_hexdigest(file.read_bytes()) if file.is_file() else ""
 
 
 def _learning_progress_bytes(modifiers: Iterable[Modifier]) -> int:

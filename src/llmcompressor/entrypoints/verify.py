@@ -20,14 +20,13 @@ from llmcompressor.checkpoint.block_writer import check_space, non_weight_bytes
 from llmcompressor.checkpoint.manifest import OutputManifest, build_manifest
 from llmcompressor.checkpoint.moe_names import dense_experts_fused
 from llmcompressor.checkpoint.save import (
-    DEFAULT_SHARD_SIZE,
     SaveOptions,
     Text,
     planned_config,
     save_options,
 )
 from llmcompressor.checkpoint.source import local_directory
-from llmcompressor.checkpoint.tensor_files import layout_files, parse_size
+from llmcompressor.checkpoint.tensor_files import layout_files
 from llmcompressor.core.modifier import Modifier, planned_structure
 from llmcompressor.core.state import State
 from llmcompressor.errors import ArgumentError, CheckpointError, RecipeError
@@ -308,7 +307,7 @@ def check_writable_model(
     _check_unparametrized(model)
     folder = None if source is None else Path(source)
     prediction, config = _predict_output(model, modifiers, state, folder, packed=packed)
-    layout = layout_files(prediction.stored, parse_size(DEFAULT_SHARD_SIZE))
+    layout = layout_files(prediction.stored)
     beside = non_weight_bytes(folder, len(prediction.stored))
     check_space(Path(output_dir), output=layout.file_size + beside)
     check_servable(config, prediction, is_meant=is_meant)

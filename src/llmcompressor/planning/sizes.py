@@ -12,10 +12,10 @@ from typing import Any
 from llmcompressor.checkpoint.manifest import OutputManifest, build_manifest
 from llmcompressor.checkpoint.model_config import json_text
 from llmcompressor.checkpoint.moe_names import dense_experts_fused
-from llmcompressor.checkpoint.names import LoadedName, checkpoint_names
-from llmcompressor.checkpoint.save import DEFAULT_SHARD_SIZE, planned_config
+from llmcompressor.checkpoint.names import LoadedName, NameMap
+from llmcompressor.checkpoint.save import planned_config
 from llmcompressor.checkpoint.side_files import side_files
-from llmcompressor.checkpoint.tensor_files import OutputLayout, layout_files, parse_size
+from llmcompressor.checkpoint.tensor_files import OutputLayout, layout_files
 from llmcompressor.core.contract import PlannedModule
 from llmcompressor.modeling.names import own_parameters
 from llmcompressor.planning.matching import descriptions, name_pattern
@@ -141,9 +141,9 @@ def predict_output(
             model, planned, subject.headers, save_compressed=save_compressed
         )
         config = planned_config(model, subject.directory, prediction, compressed=save_compressed)
-    layout = layout_files(prediction.stored, parse_size(DEFAULT_SHARD_SIZE))
+    layout = layout_files(prediction.stored)
     names = [entry.name for entry in prediction.quantized]
-    return Output(prediction, layout, config, checkpoint_names(model, names))
+    return Output(prediction, layout, config, NameMap(model).stored(names))
 
 
 # --------------------
