@@ -142,5 +142,5 @@ def test_a_function_is_not_hidden_by_its_module(name: str) -> None:
     module = importlib.import_module(f"llmcompressor.entrypoints.{name}")
     setattr(entrypoints, name, module)  # as Python does when it imports the module
     assert getattr(entrypoints, name) is getattr(llmcompressor, name)
-    assert isinstance(entrypoints.streamed, ModuleType)
+    assert isinstance(entrypoints.run, ModuleType)
     assert sorted(entrypoints.__all__) == ["Oneshot", "model_free_ptq", "oneshot", "train"]

@@ -144,7 +144,7 @@ def both_ways(
     )
     assert len(calls) > 1, "it was to be streamed"
     calls.clear()
-    monkeypatch.setattr(sys.modules[oneshot.__module__], "streamable", lambda job: None)
+    monkeypatch.setattr(sys.modules[oneshot.__module__], "streamable_source", lambda job: None)
     oneshot(model=str(folder), recipe=RECIPES[recipe](), output_dir=tmp_path / "memory", **given)
     assert not calls, "it was to be in memory"
     return tmp_path / "streamed", tmp_path / "memory", streamed

@@ -146,7 +146,7 @@ ROWS = [{"text": text} for text in TEXTS]
     [
         ("rows.ndjson", "".join(json.dumps(row) + "\n" for row in ROWS)),
         ("rows.tsv", "text\n" + "".join(f'"{text}"\n' for text in TEXTS)),
-        ("gather_full.md", "".join(TEXTS)),
+        ("whole.md", "".join(TEXTS)),
         ("whole", "".join(TEXTS)),
     ],
 )

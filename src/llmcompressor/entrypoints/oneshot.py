@@ -63,7 +63,10 @@ def with_dataclass_signature(*classes: type) -> Callable[[_Function], _Function]
     """
 
     def decorate(function: _Function) -> _Function:
-        found = inspect.signature(function, eval_str=True)
+        try:
+            found = inspect.signature(function, eval_str=True)
+        except NameError:  # types that are imported for type checkers only stay as text
+            found = inspect.signature(function)
         own = [one for one in found.parameters.values() if one.kind != _VARIABLE]
         rest = [one for one in found.parameters.values() if one.kind == _VARIABLE]
         shown = {one.name: one for one in own}
