@@ -192,8 +192,8 @@ class Observer(ABC):
         names = [name, alias] if isinstance(alias, str) else [name, *alias]
 
         def add(observer: ObserverClass) -> ObserverClass:
-            if resolve(f"{_STATISTICS}:keeps_statistics")(observer):
-                observer = resolve(f"{_STATISTICS}:completed")(observer)
+            if resolve(f"{_STATISTICS}:has_update_method")(observer):
+                observer = resolve(f"{_STATISTICS}:complete_observer")(observer)
             elif inspect.isabstract(observer):
                 raise InputError(
                     f"{observer.__name__} does not say how a tensor changes its statistics.",
