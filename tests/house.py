@@ -58,10 +58,10 @@ CEILINGS: dict[str, tuple[float, float]] = {
     "short helpers used once": (243, 60),
     "modules under 60 lines": (6, 0),
     "files per 1,000 lines": (4.7, 4.7),
-    "% of functions with a body of at most 3 lines": (39.3, 30.0),
+    "% of functions with a body of at most 3 lines": (38.4, 30.0),
     "% of docstrings that open with a question": (5.9, 3.0),
     "lines of tests": (74_000, 52_000),
-    "bytes of docs/architecture.md": (28_847, 10_000),
+    "bytes of docs/architecture.md": (23_150, 10_000),
     "rows of its longest table": (126, 20),
 }
 SLACK = 0.02

@@ -119,7 +119,11 @@ def adapt_earlier_declarations(cls: type[Any]) -> None:
     own = {name for one in cls.__mro__ if one not in of_parents for name in vars(one)}
     own |= inspect.get_annotations(cls).keys()
     if given := {name for name in _RULES if name in own}:
-        values = {name: one.default for name, one in cls.model_fields.items() if name in given}
+        values = {
+            name: one.get_default(call_default_factory=True, validated_data={})
+            for name, one in cls.model_fields.items()
+            if name in given
+        }
         values |= {name: getattr(cls, name) for name in given - values.keys()}
         cls.rules = replace(cls.rules, **values)
     if "rules" in own:
@@ -132,7 +136,8 @@ def adapt_earlier_declarations(cls: type[Any]) -> None:
             setattr(cls, member, _member_of_methods(cls, member, found))
     if "check_data" in own and "check" not in own:
         cls.check = cls.check_data
-    if "report" in own and len(inspect.signature(cls.report).parameters) == 1:
+    takes_names = len(inspect.signature(cls.report).parameters) > 1
+    if "report_of" in own or ("report" in own and not takes_names):
         cls.report = _report_of_names(cls.report, getattr(cls, "report_of", None))
 
 
@@ -140,7 +145,7 @@ def _adapt_traits(cls: type[Any], own: Container[str]) -> None:
     given = [name for name in _TRAITS if name in own]
     if "traits" in own:
         # an earlier property may ask its parent's: that reads this class's traits, not the last's
-        declared: property = vars(cls)["traits"]
+        declared: property = inspect.getattr_static(cls, "traits")
         for name in _TRAITS.keys() - set(given):
             read = _TRAITS[name][0]
             reader = partial(lambda read, one: read(declared.__get__(one)), read)

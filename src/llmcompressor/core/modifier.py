@@ -454,21 +454,18 @@ class Modifier(HooksMixin):
         if self.rules.changes_weights:
             self._check_adapters(state.model)
         try:
-            self._initialize(state, kwargs)
+            if not self.on_initialize(state, **kwargs):
+                raise LifecycleError(
+                    f"{self._name}.on_initialize did not return true: it reports a failure, or "
+                    "lacks a `return True`."
+                )
+            self._enter(Phase.INITIALIZED)
+            event = _first_event(EventType.INITIALIZE, state)
+            if self.should_start(event) and not state.schedule.resumes:
+                self._start(state, event, kwargs)
         except BaseException:
             self.remove_hooks()
             raise
-
-    def _initialize(self, state: State, given: Mapping[str, Any]) -> None:
-        if not self.on_initialize(state, **given):
-            raise LifecycleError(
-                f"{self._name}.on_initialize did not return true: it reports a failure, or "
-                "lacks a `return True`."
-            )
-        self._enter(Phase.INITIALIZED)
-        event = _first_event(EventType.INITIALIZE, state)
-        if self.should_start(event) and not state.schedule.resumes:
-            self._start(state, event, given)
 
     def _check_adapters(self, model: Any) -> None:
         adapted = [] if model is None else modules_with_adapters(model)
