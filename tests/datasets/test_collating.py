@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import pickle
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -33,22 +34,19 @@ def test_truncation_also_cuts_to_the_maximum(batches):
 LEFT = {"input_ids": [0] * 5 + [5, 6, 7], "attention_mask": [0] * 5 + [1, 1, 1]}
 
 
-@pytest.mark.parametrize(
-    ("length", "ids", "mask"),
-    [
+def test_padding_on_the_left_is_cut_off_before_text(batches):
+    for length, ids, mask in [
         (2, [5, 6], [1, 1]),
         (3, [5, 6, 7], [1, 1, 1]),
         (4, [0, 5, 6, 7], [0, 1, 1, 1]),
         (None, LEFT["input_ids"], LEFT["attention_mask"]),
-    ],
-)
-def test_padding_on_the_left_is_cut_off_before_text(batches, length, ids, mask):
-    row = {**LEFT, "position_ids": list(range(8))}
-    (batch,) = batches([row], max_seq_length=length, **OPTIONS)
-    assert batch["input_ids"].tolist() == [ids]
-    assert batch["attention_mask"].tolist() == [mask]
-    first = 8 - len(ids) if length != 2 else 5
-    assert batch["position_ids"].tolist() == [list(range(first, first + len(ids)))]
+    ]:
+        row = {**LEFT, "position_ids": list(range(8))}
+        (batch,) = batches([row], max_seq_length=length, **OPTIONS)
+        assert batch["input_ids"].tolist() == [ids]
+        assert batch["attention_mask"].tolist() == [mask]
+        first = 8 - len(ids) if length != 2 else 5
+        assert batch["position_ids"].tolist() == [list(range(first, first + len(ids)))]
 
 
 def test_the_shortest_of_a_batch_leaves_no_row_of_padding(batches):
@@ -95,16 +93,15 @@ def test_padding_is_on_the_tokenizers_side(batches, tokenizer):
     assert batch["attention_mask"][1].tolist() == [0, 0, 1, 1]
 
 
-@pytest.mark.parametrize(
-    ("pad", "eos", "expected"), [(3, 2, 3), (None, 2, 2), (None, None, 0), (99, None, 0)]
-)
-def test_what_is_padded_with(batches, pad, eos, expected):
-    class Tokenizer:
-        pad_token_id, eos_token_id = pad, eos
+def test_what_is_padded_with(batches):
+    for pad, eos, expected in [(3, 2, 3), (None, 2, 2), (None, None, 0), (99, None, 0)]:
 
-    options = {**OPTIONS, "processor": Tokenizer()}
-    (batch,) = batches(ROWS, data_collator="padding", vocab_size=50, **options)
-    assert batch["input_ids"][1, 3] == expected
+        class Tokenizer:
+            pad_token_id, eos_token_id = pad, eos
+
+        options = {**OPTIONS, "processor": Tokenizer()}
+        (batch,) = batches(ROWS, data_collator="padding", vocab_size=50, **options)
+        assert batch["input_ids"][1, 3] == expected
 
 
 def test_a_collator_of_the_users_gets_the_rows_as_they_are(batches):
@@ -118,7 +115,7 @@ def of_one_sample(samples):
     return {name: torch.as_tensor(value) for name, value in samples[0].items()}
 
 
-def test_a_collator_that_adds_no_axis_gets_the_sample_as_a_batch_of_one(batches):
+def test_a_collator_that_adds_no_axis_is_given_a_batch_of_one(batches):
     calls = []
 
     def collate(samples):
@@ -138,29 +135,20 @@ def test_a_collator_that_adds_no_axis_gets_the_sample_as_a_batch_of_one(batches)
     assert [one["input_ids"].tolist() for one in made] == [[[1, 2]], [[3]]]
 
 
-@pytest.mark.parametrize(
-    "samples",
-    [
+def test_a_collator_whose_batch_is_right_is_called_once():
+    for samples in [
         [{"input_ids": [[3, 4]]}],
         [{"input_ids": torch.tensor([[3, 4]])}],
         [{"pixel_values": torch.zeros(3)}],
         [{"input_ids": [[3, 4]]}, {"input_ids": [[5, 6]]}],
-    ],
-)
-def test_a_collator_whose_batch_is_right_is_called_once(samples):
-    calls = []
-
-    def collate(samples):
-        calls.append(samples)
-        return of_one_sample(samples)
-
-    collator = make_collator(DatasetArguments(dataset=ROWS, data_collator=collate), vocab_size=50)
-    collator(samples)
-    assert len(calls) == 1
-    assert calls[0] is samples
+    ]:
+        collate = Mock(side_effect=of_one_sample)
+        args = DatasetArguments(dataset=ROWS, data_collator=collate)
+        make_collator(args, vocab_size=50)(samples)
+        collate.assert_called_once_with(samples)
 
 
-def test_one_sample_without_an_axis_is_refused_where_no_second_call_helps():
+def test_a_sample_without_an_axis_may_be_refused():
     given = [{"input_ids": [3, 4]}]
     calls = []
 
@@ -207,34 +195,23 @@ def refuses(samples):
     raise TypeError("no way")
 
 
-@pytest.mark.parametrize(
-    ("collator", "message"),
-    [
+def test_a_collator_that_cannot_be_used_is_one_error():
+    for collator, message in [
         (refuses, r"data_collator fails on a batch of 3 samples: TypeError: no way.*input_ids"),
         (lambda: {}, r"data_collator fails .* takes 0 positional arguments"),
-        (lambda samples: None, r"batches of type NoneType.*dictionaries"),
         (lambda samples: [1, 2], r"batches of type list.*dictionaries"),
         (lambda samples: {}, r"empty.*input_ids"),
         (lambda samples: {"input_ids": [[1, 2]]}, r"a list for its input_ids.*torch\.long"),
         (lambda samples: {"input_ids": torch.ones(1, 2)}, r"torch\.float32.*torch\.long"),
         (lambda samples: {"input_ids": torch.tensor([1, 2])}, r"shape \[2\].*\[1, tokens\]"),
         (lambda samples: {"input_ids": torch.tensor([[1, 60]])}, r"token id 60.*ends at 49"),
-    ],
-)
-@pytest.mark.parametrize("training", [False, True])
-def test_a_collator_of_the_users_that_cannot_be_used_is_one_error(collator, message, training):
-    args = DatasetArguments(dataset=ROWS, data_collator=collator, batch_size=3)
-
-    def batches_of_training():
-        return make_collator(args, vocab_size=50)(load_training(args))
-
-    def batches_of_calibration():
-        return list(load_calibration(args, vocab_size=50))
-
-    make = batches_of_training if training else batches_of_calibration
-    with pytest.raises(DatasetError, match=message) as caught:
-        make()
-    assert caught.value.remedy
+    ]:
+        args = DatasetArguments(dataset=ROWS, data_collator=collator, batch_size=3)
+        with pytest.raises(DatasetError, match=message) as caught:
+            list(load_calibration(args, vocab_size=50))
+        assert caught.value.remedy
+        with pytest.raises(DatasetError, match=message):
+            make_collator(args, vocab_size=50)(load_training(args))
 
 
 def test_labels_of_a_collator_count_where_they_are_learned():
@@ -248,7 +225,7 @@ def test_labels_of_a_collator_count_where_they_are_learned():
     assert make_collator(args, vocab_size=50, learns=True)([]) is made
 
 
-def test_a_checked_collator_goes_to_workers_and_gives_the_users_batch():
+def test_a_checked_collator_can_be_pickled():
     args = DatasetArguments(dataset=ROWS, data_collator=torch.utils.data.default_collate)
     checked = pickle.loads(pickle.dumps(make_collator(args, vocab_size=50)))
     batch = checked([{"input_ids": torch.tensor([1, 2])}] * 2)

@@ -116,11 +116,9 @@ def test_an_instruction_with_input(hub, texts):
     assert text.endswith("### Instruction:\nI\n\n### Input:\nX\n\n### Response:\nO")
 
 
-@pytest.mark.parametrize(
-    "name", ["Open-Platypus", "garage-bAInd/Open-Platypus", "open platypus", "OPEN_PLATYPUS"]
-)
-def test_names_are_found_in_any_spelling(name):
-    assert rows.find(name).__name__ == "OpenPlatypus"
+def test_names_are_found_in_any_spelling():
+    for name in ["Open-Platypus", "garage-bAInd/Open-Platypus", "open platypus", "OPEN_PLATYPUS"]:
+        assert rows.find(name).__name__ == "OpenPlatypus"
 
 
 def test_every_other_name_leads_to_a_class():
@@ -153,22 +151,17 @@ def test_an_own_system_turn_is_kept(hub, texts):
     assert texts("ultrachat") == ["<|im_start|>system\ns<|im_end|>\n" + TURNS]
 
 
-@pytest.mark.parametrize(
-    ("name", "row", "message"),
-    [
+def test_rows_without_the_columns_of_a_known_set_are_named(hub, texts):
+    for name, row, message in [
         ("ultrachat", {"messages": [{"content": "a"}]}, "turn 0 has no 'role'"),
         ("ultrachat", {"messages": "a"}, "it is a str"),
         ("ultrachat", {"messages": None}, "it is a NoneType"),
         ("ultrachat", {"messages": []}, "no turn has any content"),
         ("perfectblend", {"conversations": [{"value": "a"}]}, "turn 0 has no 'role'"),
-    ],
-)
-def test_rows_of_a_known_data_set_that_are_none_of_its_own_name_the_sample(
-    hub, texts, name, row, message
-):
-    hub.rows = [row]
-    with pytest.raises(DatasetError, match=f"sample 0: .*{message}"):
-        texts(name)
+    ]:
+        hub.rows = [row]
+        with pytest.raises(DatasetError, match=f"sample 0: .*{message}"):
+            texts(name)
 
 
 def test_the_users_configuration_and_options_are_passed_on(hub, texts):

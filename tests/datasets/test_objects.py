@@ -32,7 +32,7 @@ def test_a_list_of_strings(texts):
     assert texts(WORDS, shuffle_calibration_samples=False) == WORDS
 
 
-def test_a_dataset_and_a_list_of_dicts_give_what_a_list_of_strings_gives(texts):
+def test_every_kind_of_object_gives_the_same_samples(texts):
     rows = [{"text": word} for word in WORDS]
     expected = texts(WORDS)
     assert texts(rows) == expected
@@ -70,9 +70,8 @@ def test_only_what_is_needed_of_a_generator_is_read(texts):
     assert len(taken) == 70
 
 
-@pytest.mark.parametrize(
-    "data",
-    [
+def test_tokenized_data_needs_no_tokenizer(batches):
+    for data in [
         [{"input_ids": [5, 6, 7]}, {"input_ids": [8, 9, 10]}],
         [[5, 6, 7], [8, 9, 10]],
         [{"input_ids": [[5, 6, 7]]}, {"input_ids": torch.tensor([[8, 9, 10]])}],
@@ -82,14 +81,11 @@ def test_only_what_is_needed_of_a_generator_is_read(texts):
         datasets.Dataset.from_dict({"input_ids": [[5, 6, 7], [8, 9, 10]]}),
         datasets.Dataset.from_dict({"input_ids": [[5, 6, 7], [8, 9, 10]]}).with_format("torch"),
         datasets.Dataset.from_dict({"input_ids": [[5, 6, 7], [8, 9, 10]]}).with_format("pandas"),
-    ],
-    ids=lambda data: type(data).__name__,
-)
-def test_tokenized_data_needs_no_tokenizer(batches, data):
-    (batch,) = batches(data, processor=None, batch_size=2, shuffle_calibration_samples=False)
-    assert batch["input_ids"].tolist() == [[5, 6, 7], [8, 9, 10]]
-    assert batch["attention_mask"].tolist() == [[1, 1, 1], [1, 1, 1]]
-    assert batch["input_ids"].dtype == torch.long
+    ]:
+        (batch,) = batches(data, processor=None, batch_size=2, shuffle_calibration_samples=False)
+        assert batch["input_ids"].tolist() == [[5, 6, 7], [8, 9, 10]]
+        assert batch["attention_mask"].tolist() == [[1, 1, 1], [1, 1, 1]]
+        assert batch["input_ids"].dtype == torch.long
 
 
 def test_what_a_tokenizer_returns_is_data(batches, tokenizer):
@@ -132,15 +128,13 @@ def test_columns_that_are_no_input_are_left_out(batches):
     assert batch["loss_mask"].tolist() == [[0, 1]]
 
 
-@pytest.mark.parametrize(
-    ("name", "known"), [("flattened_patches", ()), ("spectrogram", {"spectrogram"})]
-)
-def test_what_the_model_calls_its_main_input_needs_no_processor(batches, name, known):
-    row = {name: [[0.5, 1.0]], "decoder_input_ids": [5, 6]}
-    (batch,) = batches([row], processor=None, main_inputs=known)
-    assert batch[name].tolist() == [[[0.5, 1.0]]]
-    with pytest.raises(DatasetError, match="not tokenized"):
-        batches([{"image": [[0.5]], "text": "a"}], processor=None, main_inputs=known)
+def test_what_the_model_calls_its_main_input_needs_no_processor(batches):
+    for name, known in [("flattened_patches", ()), ("spectrogram", {"spectrogram"})]:
+        row = {name: [[0.5, 1.0]], "decoder_input_ids": [5, 6]}
+        (batch,) = batches([row], processor=None, main_inputs=known)
+        assert batch[name].tolist() == [[[0.5, 1.0]]]
+        with pytest.raises(DatasetError, match="not tokenized"):
+            batches([{"image": [[0.5]], "text": "a"}], processor=None, main_inputs=known)
 
 
 def test_a_model_with_a_decoder_of_its_own_keeps_labels(batches):
@@ -159,9 +153,8 @@ def batches_of_nothing():
     return []
 
 
-@pytest.mark.parametrize(
-    ("data", "message"),
-    [
+def test_data_that_cannot_be_used(batches):
+    for data, message in [
         ([], "is empty"),
         (datasets.Dataset.from_dict({"text": []}), "is empty"),
         ([""], "without tokens"),
@@ -183,11 +176,9 @@ def batches_of_nothing():
         ([{1: "a"}], "neither text nor input_ids; it has 1.*preprocessing_func"),
         (["\u00fc\ud800"], r"sample 0 has '\\ud800' in its text, at 1"),
         (pandas.Series(["a", "b"], index=[7, 8]), r"is a Series, and its sample \d cannot be read"),
-    ],
-)
-def test_data_that_cannot_be_used(batches, data, message):
-    with pytest.raises(DatasetError, match=message):
-        batches(data)
+    ]:
+        with pytest.raises(DatasetError, match=message):
+            batches(data)
 
 
 def test_a_part_that_is_empty_is_told_apart_from_data_that_is(batches):
@@ -200,7 +191,7 @@ def test_columns_that_are_removed_are_spoken_of(batches):
         batches([{"text": "a", "body": "b"}], remove_columns=["text"])
 
 
-def test_columns_that_are_to_be_removed_and_are_not_there_are_told(texts, logged):
+def test_columns_to_remove_that_are_not_there_are_told(texts, logged):
     rows = [{"text": "a", "id": 1}, {"text": "a", "meta": 2}]
     assert texts(rows, remove_columns=["idd", "meta"]) == ["a", "a"]
     assert [line.strip() for line in logged if "remove_columns" in line] == [
@@ -261,11 +252,11 @@ def test_no_usable_column_lists_the_columns(batches):
         batches([{"body": "a", "number": 3}], text_column="bodi")
 
 
-@pytest.mark.parametrize("mask", [[0.0, 1.0, 1.0], [[0.0, 1.0, 1.0]]])
-def test_a_mask_may_be_of_floating_point_numbers(batches, mask):
-    (batch,) = batches([{"input_ids": [5, 6, 7], "attention_mask": mask}])
-    assert batch["attention_mask"].tolist() == [[0, 1, 1]]
-    assert not batch["attention_mask"].is_floating_point()
+def test_a_mask_may_be_of_floating_point_numbers(batches):
+    for mask in [[0.0, 1.0, 1.0], [[0.0, 1.0, 1.0]]]:
+        (batch,) = batches([{"input_ids": [5, 6, 7], "attention_mask": mask}])
+        assert batch["attention_mask"].tolist() == [[0, 1, 1]]
+        assert not batch["attention_mask"].is_floating_point()
 
 
 def test_a_mask_that_is_no_mask_is_refused(batches):
@@ -274,9 +265,8 @@ def test_a_mask_that_is_no_mask_is_refused(batches):
         batches(rows, use_loss_mask=True)
 
 
-@pytest.mark.parametrize(
-    ("row", "message"),
-    [
+def test_a_row_that_came_tokenized_and_cannot_be_used_is_named(batches):
+    for row, message in [
         ({"input_ids": None}, r"sample 1 has no value \(None\) in its column 'input_ids'"),
         ({"input_ids": None, "text": None}, r"sample 1 has no value \(None\).*'input_ids'"),
         ({"input_ids": [5, None]}, "sample 1 has input_ids .*number 1 of them is None"),
@@ -286,15 +276,13 @@ def test_a_mask_that_is_no_mask_is_refused(batches):
         ({"input_ids": [5, 6], "attention_mask": [1, None]}, "sample 1 has attention_mask .*None"),
         ({"input_ids": [5, 6], "position_ids": [0]}, "sample 1 has 2 input_ids, but 1 in position"),
         ({"input_ids": [5, 6], "attention_mask": "11"}, "sample 1 has attention_mask .*a str"),
-    ],
-)
-def test_a_row_that_came_tokenized_and_cannot_be_used_is_named(batches, row, message):
-    with pytest.raises(DatasetError, match=message) as caught:
-        batches([{"input_ids": [5, 6, 7]}, row], shuffle_calibration_samples=False)
-    assert caught.value.remedy
+    ]:
+        with pytest.raises(DatasetError, match=message) as caught:
+            batches([{"input_ids": [5, 6, 7]}, row], shuffle_calibration_samples=False)
+        assert caught.value.remedy
 
 
-def test_labels_that_hold_no_number_are_refused_where_they_are_learned():
+def test_labels_without_numbers_are_refused_in_training():
     args = DatasetArguments(dataset=[{"input_ids": [5, 6], "labels": [None, 6]}])
     with pytest.raises(DatasetError, match=r"sample 0 has labels .*number 0 of them is None"):
         load_training(args)
@@ -305,25 +293,22 @@ def test_a_row_without_token_ids_is_tokenized_if_it_has_text(texts):
     assert texts([{"input_ids": None, "text": "a = 1"}]) == ["a = 1"]
 
 
-@pytest.mark.parametrize(
-    ("row", "message"),
-    [
+def test_data_without_tokens_says_what_its_first_row_lacks(batches):
+    for row, message in [
         ({"input_ids": []}, "sample 0 has empty input_ids"),
         ({"input_ids": [5], "attention_mask": [0]}, "attention_mask of sample 0 is 0 everywhere"),
         ({"text": " "}, "sample 0 has a text without a word"),
-    ],
-)
-def test_data_without_tokens_says_what_its_first_row_lacks(batches, row, message):
-    with pytest.raises(DatasetError, match=f"without tokens.*{message}"):
-        batches([row])
+    ]:
+        with pytest.raises(DatasetError, match=f"without tokens.*{message}"):
+            batches([row])
 
 
-@pytest.mark.parametrize("token", [2048, -1])
-def test_token_ids_outside_the_vocabulary_name_sample_and_id(batches, token):
-    data = [[5, 6], [7, token]]
-    with pytest.raises(DatasetError, match=rf"sample 1 holds the token id {token}.*2047"):
-        batches(data, processor=None, vocab_size=2048)
-    assert batches([[5, 2047]], processor=None, vocab_size=2048)
+def test_token_ids_outside_the_vocabulary_name_sample_and_id(batches):
+    for token in [2048, -1]:
+        data = [[5, 6], [7, token]]
+        with pytest.raises(DatasetError, match=rf"sample 1 holds the token id {token}.*2047"):
+            batches(data, processor=None, vocab_size=2048)
+        assert batches([[5, 2047]], processor=None, vocab_size=2048)
 
 
 def test_rows_without_tokens_are_left_out_and_replaced(texts, logged):
@@ -422,9 +407,8 @@ def of_ids(**more):
     return [{"input_ids": IDS, **more}]
 
 
-@pytest.mark.parametrize(
-    ("data", "message"),
-    [
+def test_batches_of_a_loader_that_cannot_be_used_are_one_error():
+    for data, message in [
         ([{"input_ids": torch.ones(1, 3)}], r"batch 0 .* torch\.float32"),
         ([{"input_ids": torch.ones(3, dtype=torch.long)}], r"batch 0 .* shape \[3\]"),
         ([{"input_ids": IDS[:, :0]}], r"batch 0 .* no token.* shape \[1, 0\]"),
@@ -440,13 +424,11 @@ def of_ids(**more):
         ([*of_ids(), {"input_ids": None}], "batch 1 .* has no input_ids"),
         ([*of_ids(), {"labels": IDS}], "batch 1 .* has no input_ids"),
         (Failing(), r"fails on batch 2: OSError: the disk is gone\."),
-    ],
-)
-def test_batches_of_a_loader_that_cannot_be_used_are_one_error(data, message):
-    arguments = DatasetArguments(dataset=DataLoader(data, batch_size=None))
-    with pytest.raises(DatasetError, match=f"(?i){message}") as caught:
-        list(load_calibration(arguments, vocab_size=100))
-    assert caught.value.remedy
+    ]:
+        arguments = DatasetArguments(dataset=DataLoader(data, batch_size=None))
+        with pytest.raises(DatasetError, match=f"(?i){message}") as caught:
+            list(load_calibration(arguments, vocab_size=100))
+        assert caught.value.remedy
 
 
 class Endless(IterableDataset):
@@ -461,9 +443,7 @@ class Endless(IterableDataset):
 
 
 @pytest.mark.parametrize(("rows", "wanted", "taken"), [(None, 5, 6), (8, 6, 6), (4, 6, 4)])
-def test_a_loader_without_a_length_gives_as_many_samples_as_are_asked_for(
-    rows, wanted, taken, logged
-):
+def test_a_loader_without_a_length_is_cut_to_the_number_asked(rows, wanted, taken, logged):
     loader = DataLoader(Endless(rows), batch_size=2)
     args = DatasetArguments(dataset=loader, num_calibration_samples=wanted)
     batches = list(load_calibration(args))
@@ -487,17 +467,13 @@ def test_what_fails_in_a_worker_is_told_without_its_traceback():
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    "more",
-    [
+def test_masks_and_positions_of_a_loader_are_handed_on():
+    for more in [
         {"attention_mask": None},
         {"attention_mask": IDS},
         {"attention_mask": torch.ones(1, 1, 3, 3)},
         {"position_ids": torch.ones(3, 1, 3, dtype=torch.long)},
-    ],
-    ids=["none", "tokens", "pairs", "three axes"],
-)
-def test_masks_and_positions_of_a_loader_are_handed_on(more):
-    loader = DataLoader(of_ids(**more), batch_size=None)
-    (batch,) = load_calibration(DatasetArguments(dataset=loader), vocab_size=100)
-    assert batch.keys() == {"input_ids", *more}
+    ]:
+        loader = DataLoader(of_ids(**more), batch_size=None)
+        (batch,) = load_calibration(DatasetArguments(dataset=loader), vocab_size=100)
+        assert batch.keys() == {"input_ids", *more}

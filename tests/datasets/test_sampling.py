@@ -55,7 +55,7 @@ def test_workers_change_nothing(batches):
     assert one == two
 
 
-def test_a_loader_gives_the_same_batches_twice_and_leaves_the_global_generator_alone():
+def test_a_loader_repeats_and_leaves_the_global_generator_alone():
     loader = load_calibration(
         DatasetArguments(dataset=ROWS, batch_size=3, num_calibration_samples=9)
     )

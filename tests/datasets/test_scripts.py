@@ -68,7 +68,7 @@ def test_tokenized_data_stays_as_it_is():
     assert get_processed_dataset(DatasetArguments(dataset=data)) is data
 
 
-def test_tokenizing_and_batching_in_two_steps_gives_the_batches_of_one(arguments, tokenizer):
+def test_two_steps_give_the_batches_of_one(arguments, tokenizer):
     made = get_processed_dataset(arguments, tokenizer)
     two_steps = format_calibration_data(arguments, made, tokenizer)
     same(list(two_steps), list(get_calibration_dataloader(arguments, tokenizer)))
@@ -107,13 +107,13 @@ def test_tensors_are_cut_and_the_rest_is_stacked():
     assert isinstance(arrays["input_ids"], np.ndarray)
 
 
-@pytest.mark.parametrize("name", ["input_ids", "decoder_input_ids"])
-def test_the_longest_come_first_and_the_shortest_are_left_out(name):
-    data = datasets.Dataset.from_list([{name: ids} for ids in IDS])
-    assert list(LengthAwareSampler(data)) == [0, 2, 1, 3]
-    sampler = LengthAwareSampler(data, num_samples=3, batch_size=2)
-    assert (list(sampler), len(sampler), sampler.num_samples) == ([0, 2, 1], 3, 3)
-    assert len(LengthAwareSampler(data, num_samples=100)) == 4
+def test_the_longest_come_first_and_the_shortest_are_left_out():
+    for name in ["input_ids", "decoder_input_ids"]:
+        data = datasets.Dataset.from_list([{name: ids} for ids in IDS])
+        assert list(LengthAwareSampler(data)) == [0, 2, 1, 3]
+        sampler = LengthAwareSampler(data, num_samples=3, batch_size=2)
+        assert (list(sampler), len(sampler), sampler.num_samples) == ([0, 2, 1], 3, 3)
+        assert len(LengthAwareSampler(data, num_samples=100)) == 4
 
 
 def test_rows_without_tokens_come_in_order(logged):

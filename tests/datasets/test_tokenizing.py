@@ -23,7 +23,7 @@ PICTURES = [{"images": i, "text": f"picture {i}", "license": "free"} for i in ra
 TEXTS = ["import os", "def f(x): return x", "class A: pass  # a class of its own"]
 
 
-def test_a_function_that_returns_nothing_and_changes_nothing_is_told(texts, batches, logged):
+def test_a_function_that_does_nothing_is_told(texts, batches, logged):
     def forgets(row):
         row["text"].upper()
 
@@ -116,10 +116,10 @@ def test_the_named_column_goes_before_text(texts):
     assert texts([{"text": "b = 2", "body": "a = 1"}], text_column="body") == ["a = 1"]
 
 
-@pytest.mark.parametrize("row", [{"text": "a", "body": "b"}, {"messages": MESSAGES, "body": "b"}])
-def test_a_column_that_is_not_there_is_an_error_whatever_else_there_is(texts, row):
-    with pytest.raises(DatasetError, match=r"no column 'bodi'; it has body.*Did you mean body"):
-        texts([row], text_column="bodi")
+def test_a_column_that_is_not_there_is_an_error(texts):
+    for row in [{"text": "a", "body": "b"}, {"messages": MESSAGES, "body": "b"}]:
+        with pytest.raises(DatasetError, match=r"no column 'bodi'; it has body.*Did you mean body"):
+            texts([row], text_column="bodi")
 
 
 def test_rows_that_came_tokenized_need_no_column(batches):
@@ -155,18 +155,15 @@ def test_a_function_may_tokenize_itself(batches):
     assert batch["input_ids"].tolist() == [[7, 8]]
 
 
-@pytest.mark.parametrize(
-    ("function", "message"),
-    [
+def test_a_function_that_fails_names_the_sample(batches):
+    for function, message in [
         (lambda row: 3, "must return a dict"),
         (lambda row: row["absent"], "no column 'absent'; it has text"),
         (lambda row: 1 / 0, "cannot be preprocessed: ZeroDivisionError"),
-    ],
-)
-def test_a_function_that_fails_names_the_sample(batches, function, message):
-    with pytest.raises(DatasetError, match=message) as caught:
-        batches(["abc"], preprocessing_func=function)
-    assert "sample 0" in str(caught.value)
+    ]:
+        with pytest.raises(DatasetError, match=message) as caught:
+            batches(["abc"], preprocessing_func=function)
+        assert "sample 0" in str(caught.value)
 
 
 class TestChat:
@@ -184,7 +181,7 @@ class TestChat:
     def test_a_chat_in_the_named_column(self, texts):
         assert texts([{"turns": MESSAGES}], text_column="turns") == [CHATML]
 
-    def test_the_tokenizers_own_template_is_used_and_begins_only_once(self, batches, tokenizer):
+    def test_the_own_template_is_used_with_one_start_token(self, batches, tokenizer):
         own = copy.deepcopy(tokenizer)
         own.chat_template = "{{ bos_token }}{% for m in messages %}{{ m['content'] }};{% endfor %}"
         (batch,) = batches([{"messages": MESSAGES}], processor=own)
@@ -209,26 +206,23 @@ class TestChat:
         assert first == second
         assert "assistant" in first
 
-    @pytest.mark.parametrize(
-        "tools", [TOOLS, TOOLS[0], json.dumps(TOOLS), [{**TOOLS[0], "strict": None}]], ids=type
-    )
-    def test_a_template_is_given_what_tools_there_are(self, texts, tokenizer, tools):
-        own = copy.deepcopy(tokenizer)
-        own.chat_template = (
-            "{% if tools %}{{ tools | tojson }};{% endif %}"
-            "{% for m in messages %}{{ m['content'] }};{% endfor %}"
-        )
-        rows = [{"messages": MESSAGES, "tools": tools}, {"messages": MESSAGES, "tools": None}]
-        assert texts(rows, processor=own, **FIRST) == [f"{json.dumps(TOOLS)};hi;yo;", "hi;yo;"]
+    def test_a_template_is_given_what_tools_there_are(self, texts, tokenizer):
+        for tools in [TOOLS, TOOLS[0], json.dumps(TOOLS), [{**TOOLS[0], "strict": None}]]:
+            own = copy.deepcopy(tokenizer)
+            own.chat_template = (
+                "{% if tools %}{{ tools | tojson }};{% endif %}"
+                "{% for m in messages %}{{ m['content'] }};{% endfor %}"
+            )
+            rows = [{"messages": MESSAGES, "tools": tools}, {"messages": MESSAGES, "tools": None}]
+            assert texts(rows, processor=own, **FIRST) == [f"{json.dumps(TOOLS)};hi;yo;", "hi;yo;"]
 
     @pytest.mark.parametrize("tools", ["[{", "calculator", 5, float("nan")])
     def test_a_column_of_that_name_may_be_something_else(self, texts, logged, tools):
         assert texts([{"messages": MESSAGES, "tools": tools}] * 2) == [CHATML] * 2
         assert len([line for line in logged if "column 'tools' is not used" in line]) == 1
 
-    @pytest.mark.parametrize(
-        ("column", "turns", "message"),
-        [
+    def test_what_is_no_conversation_is_named(self, batches):
+        for column, turns, message in [
             ("messages", [{"content": "hi"}], "turn 0 has no 'role', only content"),
             ("messages", [MESSAGES[0], {"role": "user"}], "turn 1 has no 'content', only role"),
             ("messages", [{"role": "user", "text": "hi"}], "turn 0 has no 'content'"),
@@ -237,12 +231,10 @@ class TestChat:
             ("messages", MESSAGES[0], "it is a dict, and not a list of turns"),
             ("messages", "hi", r"it is a str.*text_column='messages'"),
             ("conversations", [{"from": "human"}], "turn 0 has no 'value'"),
-        ],
-    )
-    def test_what_is_no_conversation_is_named(self, batches, column, turns, message):
-        rows = [{"messages": MESSAGES}, {column: turns}]
-        with pytest.raises(DatasetError, match=rf"sample 1 .*column '{column}': {message}"):
-            batches(rows, **FIRST)
+        ]:
+            rows = [{"messages": MESSAGES}, {column: turns}]
+            with pytest.raises(DatasetError, match=rf"sample 1 .*column '{column}': {message}"):
+                batches(rows, **FIRST)
 
     def test_a_conversation_under_text_says_what_it_lacks(self, batches):
         with pytest.raises(DatasetError, match=r"sample 0 .*its text: turn 0 has no 'role'"):
@@ -261,7 +253,7 @@ class TestChat:
     @pytest.mark.parametrize(
         "parts", [[{"type": "text", "text": "a"}, {"type": "text", "text": "b"}], ["a", "b"]]
     )
-    def test_parts_of_text_are_joined_where_a_template_takes_one_text(
+    def test_parts_of_text_are_joined_for_templates_of_text(
         self, texts, tokenizer, template, parts
     ):
         own = copy.deepcopy(tokenizer)
@@ -289,14 +281,15 @@ class TestChat:
         rows = [{"messages": [{"role": "user", "content": some}]} for some in (parts, parts[1:])]
         assert texts(rows, processor=own, **FIRST) == ["[image];a;b;", "a;b;"]
 
-    @pytest.mark.parametrize(
-        ("content", "message"),
-        [([{"type": "image", "url": "x"}], "a part of type 'image'"), (5, "a int"), ([5], "a int")],
-    )
-    def test_chatml_knows_text_only(self, batches, content, message):
-        rows = [{"messages": [{"role": "user", "content": content}]}]
-        with pytest.raises(DatasetError, match=f"sample 0, column 'messages'.*{message}"):
-            batches(rows)
+    def test_chatml_knows_text_only(self, batches):
+        for content, message in [
+            ([{"type": "image", "url": "x"}], "a part of type 'image'"),
+            (5, "a int"),
+            ([5], "a int"),
+        ]:
+            rows = [{"messages": [{"role": "user", "content": content}]}]
+            with pytest.raises(DatasetError, match=f"sample 0, column 'messages'.*{message}"):
+                batches(rows)
 
     def test_chats_need_a_tokenizer(self, batches):
         with pytest.raises(DatasetError, match="conversations"):
@@ -322,7 +315,7 @@ class TestTraining:
         assert labels[real:] == [-100] * (40 - real)
         assert "prompt" not in sample
 
-    def test_only_as_much_of_the_prompt_as_begins_the_text_is_left_out(self):
+    def test_only_a_prompt_that_begins_the_text_has_no_labels(self):
         args = DatasetArguments(dataset=[{"input_ids": [1, 2, 3, 4], "prompt": "any"}])
 
         def processor(text):
@@ -341,14 +334,14 @@ class TestTraining:
         (sample,) = load_training(DatasetArguments(dataset=[row]))
         assert sample["labels"] == [-100, 7]
 
-    @pytest.mark.parametrize("labels", [{}, {"labels": [5, 6, -100, 9]}])
-    def test_tokens_that_the_loss_mask_leaves_out_have_no_labels(self, labels):
-        row = {"input_ids": [5, 6, 7, 8], "loss_mask": [0, 1, 1, 0], **labels}
-        (every,) = load_training(DatasetArguments(dataset=[row]))
-        assert every["labels"] == labels.get("labels", row["input_ids"])
-        (masked,) = load_training(DatasetArguments(dataset=[row], use_loss_mask=True))
-        assert masked["labels"] == [-100, *every["labels"][1:3], -100]
-        assert masked.keys() == every.keys() == {"input_ids", "attention_mask", "labels"}
+    def test_tokens_that_the_loss_mask_leaves_out_have_no_labels(self):
+        for labels in [{}, {"labels": [5, 6, -100, 9]}]:
+            row = {"input_ids": [5, 6, 7, 8], "loss_mask": [0, 1, 1, 0], **labels}
+            (every,) = load_training(DatasetArguments(dataset=[row]))
+            assert every["labels"] == labels.get("labels", row["input_ids"])
+            (masked,) = load_training(DatasetArguments(dataset=[row], use_loss_mask=True))
+            assert masked["labels"] == [-100, *every["labels"][1:3], -100]
+            assert masked.keys() == every.keys() == {"input_ids", "attention_mask", "labels"}
 
     @pytest.mark.parametrize("collator", ["padding", "truncation", list])
     @pytest.mark.parametrize("streamed", [False, True])
@@ -377,7 +370,7 @@ class TestTraining:
         with pytest.raises(DatasetError, match="cannot be read on: ZeroDivisionError"):
             list(load_training(DatasetArguments(dataset=(1 // 0 for _ in [1]))))
 
-    def test_a_collator_of_the_users_gets_tokenized_rows_as_it_gets_others(self):
+    def test_a_collator_gets_tokenized_rows_without_a_batch_axis(self):
         """What is no sequence of tokens has no axis of its own for the sample."""
         row = {"input_ids": [5, 6], "pixel_values": [[0.5, 1.0, 1.5]]}
         args = DatasetArguments(dataset=[row], data_collator=list)
@@ -432,6 +425,11 @@ class Decoder:
         return {"array": [0.0, 0.1], "sampling_rate": 16000}[name]
 
 
+def making(outputs):
+    """A processor that makes the same of every text."""
+    return lambda text: outputs
+
+
 class TestProcessors:
     def test_pixels_are_passed_through_and_joined(self, batches, tokenizer):
         (batch,) = batches(PICTURES, processor=FakeProcessor(tokenizer), batch_size=2, **FIRST)
@@ -441,7 +439,7 @@ class TestProcessors:
         assert batch["attention_mask"].shape == batch["input_ids"].shape
         assert "token_type_ids" not in batch
 
-    def test_a_collator_of_the_users_gets_them_without_the_axis_of_one(self, batches, tokenizer):
+    def test_a_collator_gets_processed_rows_without_a_batch_axis(self, batches, tokenizer):
         seen = []
         batches(
             PICTURES,
@@ -451,34 +449,31 @@ class TestProcessors:
         assert seen[0]["pixel_values"].shape == (3, 2, 2)
         assert isinstance(seen[0]["input_ids"], list)
 
-    @pytest.mark.parametrize(
-        "row",
-        [
+    def test_sound_becomes_features_and_the_decoders_input(self, batches, tokenizer):
+        for row in [
             {"audio": [0.0, 0.1], "sampling_rate": 16000},
             {"audio": {"path": None, "array": [0.0, 0.1], "sampling_rate": 16000}},
             {"audio": Decoder()},
-        ],
-        ids=["columns", "decoded", "decoder"],
-    )
-    def test_sound_becomes_features_and_the_decoders_input(self, batches, tokenizer, row):
-        class Speech:
-            """Like Whisper's: no parameter has a name."""
+        ]:
 
-            def __init__(self):
-                self.tokenizer = tokenizer
+            class Speech:
+                """Like Whisper's: no parameter has a name."""
 
-            def __call__(self, *args, **kwargs):
-                assert kwargs.keys() == {"audio", "sampling_rate", "text", "return_tensors"}
-                assert (kwargs["audio"], kwargs["sampling_rate"]) == ([0.0, 0.1], 16000)
-                ids = tokenizer(kwargs["text"], return_tensors="pt")["input_ids"]
-                return {"input_features": torch.ones(1, 4, 6), "labels": ids}
+                def __init__(self):
+                    self.tokenizer = tokenizer
 
-        row |= {"text": " Hello", "id": "x"}
-        names = ["input_features", "decoder_input_ids", "labels"]
-        (batch,) = batches([row], processor=Speech(), model_input_names=names)
-        assert batch["input_features"].shape == (1, 4, 6)
-        assert batch["decoder_input_ids"].tolist() == [tokenizer(" Hello")["input_ids"]]
-        assert "labels" not in batch
+                def __call__(self, *args, **kwargs):
+                    assert kwargs.keys() == {"audio", "sampling_rate", "text", "return_tensors"}
+                    assert (kwargs["audio"], kwargs["sampling_rate"]) == ([0.0, 0.1], 16000)
+                    ids = tokenizer(kwargs["text"], return_tensors="pt")["input_ids"]
+                    return {"input_features": torch.ones(1, 4, 6), "labels": ids}
+
+            row |= {"text": " Hello", "id": "x"}
+            names = ["input_features", "decoder_input_ids", "labels"]
+            (batch,) = batches([row], processor=Speech(), model_input_names=names)
+            assert batch["input_features"].shape == (1, 4, 6)
+            assert batch["decoder_input_ids"].tolist() == [tokenizer(" Hello")["input_ids"]]
+            assert "labels" not in batch
 
     def test_sounds_of_several_rates_are_refused(self, batches, tokenizer):
         class Speech(FakeProcessor):
@@ -496,9 +491,8 @@ class TestProcessors:
         (batch,) = batches(["ab"], processor=letters)
         assert batch["input_ids"].tolist() == [[97, 98]]
 
-    @pytest.mark.parametrize(
-        ("made", "message"),
-        [
+    def test_a_processor_whose_output_no_model_takes_is_refused(self, batches):
+        for made, message in [
             (None, "becomes a NoneType"),
             ([5, 6], "becomes a list"),
             ({"input_ids": "ab"}, "becomes input_ids where they are a str"),
@@ -506,15 +500,11 @@ class TestProcessors:
             ({"input_ids": torch.ones(1, 3)}, "becomes input_ids where"),
             ({"pixels": [1]}, "becomes pixels, no input of the model"),
             ({}, "becomes nothing, no input of the model"),
-        ],
-    )
-    def test_what_a_processor_makes_and_no_model_takes_names_the_sample(
-        self, batches, made, message
-    ):
-        names = ("input_ids", "attention_mask")
-        with pytest.raises(DatasetError, match=f"sample 0 .*{message}") as caught:
-            batches(["ab"], processor=lambda text: made, model_input_names=names)
-        assert caught.value.remedy
+        ]:
+            names = ("input_ids", "attention_mask")
+            with pytest.raises(DatasetError, match=f"sample 0 .*{message}") as caught:
+                batches(["ab"], processor=making(made), model_input_names=names)
+            assert caught.value.remedy
 
     def test_a_forward_that_names_no_input_is_taken_to_know_its_own(self, batches):
         (batch,) = batches(

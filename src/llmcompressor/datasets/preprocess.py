@@ -547,16 +547,7 @@ class RowPreparer:
             self._columns.update(dict.fromkeys(map(str, [*given, *row])))
         for name in self._remove & row.keys():
             del row[name]
-        if self._text_column != "text":
-            self._rename_text_column(row, where, is_made=_is_text_made(row, given))
-        column = self._text_column
-        if row.get("text") is None:
-            chats = [name for name in _CHATS if is_chat(row.get(name))]
-            if chats:
-                column = chats[0]
-                row["text"] = row.pop(column)
-            elif _has_only_empty_chats(row) and not self._main_inputs & row.keys():
-                row["text"] = None
+        column = self._find_text(row, given, where)
         conversation: Any = row.get("text")
         if is_chat(conversation):
             row["text"] = self._rendered(conversation, row.pop("tools", None), column, where)
@@ -564,6 +555,29 @@ class RowPreparer:
                 if row.get(name) is None:
                     row[name] = shown
         return row
+
+    def _find_text(self, row: Row, given: Row, where: str) -> str:
+        """Move what a row has for text, whatever its form, to ``text``, and return its column.
+
+        This is the place for further forms of rows, such as a prompt with its completion, or
+        with a chosen and a rejected one.
+        """
+        if self._text_column != "text":
+            is_made = "text" in row and (
+                "text" not in given
+                or (isinstance(row["text"], str) and row["text"] != given["text"])
+            )
+            self._rename_text_column(row, where, is_made=is_made)
+        if row.get("text") is not None:
+            return self._text_column
+        chats = {name: row[name] for name in _CHATS if name in row}
+        for name, value in chats.items():
+            if is_chat(value):
+                row["text"] = row.pop(name)
+                return name
+        if chats and not any(chats.values()) and not self._main_inputs & row.keys():
+            row["text"] = None
+        return self._text_column
 
     def report(self) -> None:
         """Warn about ``remove_columns`` that no row has."""
@@ -623,15 +637,12 @@ class RowPreparer:
 
     def _preprocessed(self, row: Row, where: str) -> Row:
         try:
-            if self._function is not None:
-                own = copy.deepcopy(row)  # the function may change what it is given
-                made = self._function(own)
-                if made is None:
-                    self._warn_returned_none(row, own)
-                return _merged(own, made)
-            return dict(row) if self._template is None else dict(self._template(row))
-        except DatasetError as error:
-            raise DatasetError(f"{where}: {error.problem}", error.remedy) from error
+            with errors_naming(where):
+                if self._function is not None:
+                    return self._applied(self._function, row)
+                return dict(row) if self._template is None else dict(self._template(row))
+        except DatasetError:
+            raise
         except KeyError as error:
             raise DatasetError(
                 f"{where} has no column {error}; it has {_columns(row)}.",
@@ -643,15 +654,20 @@ class RowPreparer:
                 remedy = "Check that this is a copy of the data set that was named."
             raise DatasetError(f"{where} cannot be preprocessed: {error!r}.", remedy) from error
 
-    def _warn_returned_none(self, given: Row, left: Row) -> None:
-        """Warn about a function that returned None without changing the row."""
+    def _applied(self, function: Callable[..., Any], row: Row) -> Row:
+        """Call the user's function, and warn once if it returns None and changes nothing."""
+        own = copy.deepcopy(row)  # the function may change what it is given
+        made = function(own)
         # by repr, as tensors have no single truth value; an image's address may hide the warning
-        if self._has_warned_of_none or repr(given) != repr(left):
-            return
-        self._has_warned_of_none = True
-        logger.warning(
-            "preprocessing_func returns None, and leaves the row as it is: a return may be missing."
-        )
+        if made is None and not self._has_warned_of_none and repr(row) == repr(own):
+            self._has_warned_of_none = True
+            logger.warning(
+                "preprocessing_func returns None, and leaves the row as it is: a return may be "
+                "missing."
+            )
+        if made is not None and not isinstance(made, Mapping):
+            raise TypeError(f"it must return a dict of columns, not a {type(made).__name__}")
+        return {**own, **(made or {})}
 
 
 def refuse_broken_chat(row: Mapping[str, Any], where: str) -> None:
@@ -676,26 +692,5 @@ def _check_chat(value: Any, column: str, where: str) -> None:
         )
 
 
-def _has_only_empty_chats(row: Row) -> bool:
-    """Return True if a row has only empty conversations."""
-    chats = [row[name] for name in _CHATS if name in row]
-    return bool(chats) and not any(chats)
-
-
 def _columns(row: Row) -> str:
     return ", ".join(sorted(map(str, row))) or "no columns at all"
-
-
-def _is_text_made(row: Row, given: Row) -> bool:
-    """Return True if preprocessing created or changed the text of a row."""
-    if "text" not in row or "text" not in given:
-        return "text" in row
-    return isinstance(row["text"], str) and row["text"] != given["text"]
-
-
-def _merged(row: Row, made: Any) -> Row:
-    if made is None:
-        return row
-    if not isinstance(made, Mapping):
-        raise TypeError(f"it must return a dict of columns, not a {type(made).__name__}")
-    return {**row, **made}

@@ -130,10 +130,11 @@ def from_tokenized(
     dropped = set() if use_loss_mask else {"loss_mask"}
     if not keep_labels and "decoder_input_ids" not in model_input_names:
         dropped.add("labels")
+    inputs = (SEQUENCES - _BY_PRODUCTS).union(model_input_names)
     batched = _is_nested(row.get("input_ids"))
     sample: Sample = {}
     for name, value in row.items():
-        if value is None or name in dropped or not _is_input(name, model_input_names):
+        if value is None or name in dropped or (model_input_names and name not in inputs):
             continue
         tokens = token_list(value) if name in SEQUENCES else None
         if tokens is not None:
@@ -168,11 +169,6 @@ def _find_fault(value: Any) -> str:
     if place is None:
         return "they are nested"
     return f"number {place} of them is {reprlib.repr(values[place])}"
-
-
-def _is_input(name: str, model_input_names: Collection[str]) -> bool:
-    known = name in SEQUENCES and name not in _BY_PRODUCTS
-    return known or not model_input_names or name in model_input_names
 
 
 def _is_nested(value: Any) -> bool:
@@ -350,7 +346,9 @@ def truncate(sample: Sample, name: str, length: int) -> list[int]:
     left padding is kept, so that samples of equal length stay equal.
     """
     tokens: list[int] = sample[name]
-    mask = sample.get(_mask_of(sample, name))
+    # labels of encoder-decoder models are the decoder's
+    of_decoder = name.startswith("decoder_") or (name == "labels" and "decoder_input_ids" in sample)
+    mask = sample.get("decoder_attention_mask" if of_decoder else "attention_mask")
     if not isinstance(mask, list) or len(mask) != len(tokens) or 1 not in mask:
         return tokens[:length]
     start = max(0, min(mask.index(1), len(tokens) - length))
@@ -370,12 +368,6 @@ def token_sequences(samples: Sequence[Sample]) -> list[str]:
         for name in samples[0]
         if name in SEQUENCES and all(isinstance(sample.get(name), list) for sample in samples)
     ]
-
-
-def _mask_of(sample: Sample, name: str) -> str:
-    """Name of a sequence's mask; labels of encoder-decoder models use the decoder's."""
-    of_decoder = name.startswith("decoder_") or (name == "labels" and "decoder_input_ids" in sample)
-    return "decoder_attention_mask" if of_decoder else "attention_mask"
 
 
 # --------------------

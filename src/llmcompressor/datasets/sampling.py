@@ -314,10 +314,8 @@ class StreamedSamples(IterableDataset[Sample]):
                 count += 1
                 self._given = max(self._given, count)
                 yield sample
-        if not count and worker is None:  # one of several workers may get no row
-            self._refuse_end()
-
-    def _refuse_end(self) -> None:
+        if count or worker is not None:  # one of several workers may get no row
+            return
         name = self._preparation.name
         if not self._given:
             raise DatasetError(f"{name} has no samples.", "Give data that holds text.")

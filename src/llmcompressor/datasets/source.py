@@ -296,7 +296,7 @@ _PART = re.compile(
 
 @dataclass(frozen=True)
 class Part:
-    """One piece of a split's description: ``train[10:20]`` or ``train[:5%]``.
+    """A piece of a split's description: ``train[10:20]`` or ``train[:5%]``.
 
     Attributes:
         name: the split.
@@ -310,7 +310,7 @@ class Part:
 
     @property
     def whole(self) -> bool:
-        """Whether nothing is cut off."""
+        """True if nothing is cut off."""
         return self.start is None and self.stop is None
 
     def bounds(self, size: int) -> tuple[int, int]:
