@@ -46,19 +46,6 @@ def inputs_of(model: Any) -> dict[str, Tensor]:
     return {"input_features": features, "decoder_input_ids": ids}
 
 
-@pytest.fixture(scope="module", params=listed.LINKS)
-def seen(request: pytest.FixtureRequest) -> tuple[str, Any, list[SmoothSet]]:
-    """An architecture, a model of it, and what its structure shows, whatever is listed here."""
-    model = build(request.param)
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(mappings, "architecture_mappings", lambda _: None)
-        found = find_smooth_sets(model, [inputs_of(model)])
-    return request.param, model, found
-
-
-Seen = tuple[str, Any, list[SmoothSet]]
-
-
 def by_form_of_layer(found: list[SmoothSet]) -> list[dict[str, set[str]]]:
     """Smooth module → its readers, those of all experts as one, for each form of layer."""
     layers: dict[str, dict[str, set[str]]] = {}
@@ -75,22 +62,29 @@ def by_form_of_layer(found: list[SmoothSet]) -> list[dict[str, set[str]]]:
     return forms
 
 
-def test_what_is_listed_is_found(seen: Seen) -> None:
-    name, _, found = seen
+@pytest.mark.parametrize("name", listed.LINKS)
+def test_listed_links_are_found_and_scaling_them_is_exact(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = build(name)
+    with monkeypatch.context() as patched:  # the structure, whatever is listed in the library
+        patched.setattr(mappings, "architecture_mappings", lambda _: None)
+        found = find_smooth_sets(model, [inputs_of(model)])
     expected = [
         {smooth: set(readers.split()) for smooth, readers in layer.items()}
         for layer in listed.LINKS[name]
     ]
     assert by_form_of_layer(found) == expected
+    check_norms_without_mixtures(name, model, found)
+    check_scaling(model, found)
 
 
 def is_of_mixture(one: SmoothSet) -> bool:
     return any(".experts." in reader for reader in one.balance)
 
 
-def test_norms_are_found_without_those_of_mixtures(seen: Seen) -> None:
+def check_norms_without_mixtures(name: str, model: Any, found: list[SmoothSet]) -> None:
     """As SmoothQuant has it. Where attention reads that norm too, it is taken all the same."""
-    name, model, found = seen
     norms = [one.name for one in found if one.is_norm and not is_of_mixture(one)]
     parallel = [
         one.name for one in found if is_of_mixture(one) and any(".q_proj" in r for r in one.balance)
@@ -100,9 +94,8 @@ def test_norms_are_found_without_those_of_mixtures(seen: Seen) -> None:
     assert {one.name for one in fewer} == {*norms, *parallel}
 
 
-def test_scaling_what_was_found_changes_no_output(seen: Seen) -> None:
+def check_scaling(model: Any, found: list[SmoothSet]) -> None:
     """In float64, so that no near tie of a router is decided otherwise."""
-    _, model, found = seen
     model.double()
     inputs = {
         key: one.double() if one.is_floating_point() else one
@@ -112,18 +105,15 @@ def test_scaling_what_was_found_changes_no_output(seen: Seen) -> None:
         torch.rand(one.columns, generator=torch.manual_seed(3), dtype=torch.float64) * 4 + 0.25
         for one in found
     ]
-    try:
-        with torch.no_grad():
-            before = model(**inputs).logits
-            for one, scale in zip(found, scales, strict=True):
-                for module in one.balance.values():
-                    multiply_inputs(module, scale)
-            assert moved(before, model(**inputs).logits) > 1e-3
-            for one, scale in zip(found, scales, strict=True):
-                divide_outputs(one.smooth, scale, one.offset)
-            assert moved(before, model(**inputs).logits) < _ROUNDING
-    finally:
-        model.float()
+    with torch.no_grad():
+        before = model(**inputs).logits
+        for one, scale in zip(found, scales, strict=True):
+            for module in one.balance.values():
+                multiply_inputs(module, scale)
+        assert moved(before, model(**inputs).logits) > 1e-3
+        for one, scale in zip(found, scales, strict=True):
+            divide_outputs(one.smooth, scale, one.offset)
+        assert moved(before, model(**inputs).logits) < _ROUNDING
 
 
 def moved(before: Tensor, after: Tensor) -> float:

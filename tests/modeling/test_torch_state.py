@@ -11,6 +11,7 @@ from typing import Any
 import greenlet
 import pytest
 import torch
+from tests.thinned import thinned
 
 from llmcompressor.modeling.paused_forward import SuspendedState, TorchState
 
@@ -54,8 +55,9 @@ def _suspended_inside(state: AbstractContextManager[Any]) -> Iterator[Callable[[
 
 
 # Inference mode can only be nested: who resumes is in the one that it was in at the start.
-@pytest.mark.parametrize("inner", STATES)
-@pytest.mark.parametrize("outer", [name for name in STATES if name != "inference"])
+@pytest.mark.parametrize(
+    ("inner", "outer"), thinned(STATES, [name for name in STATES if name != "inference"])
+)
 def test_each_side_keeps_its_own_state(inner: str, outer: str) -> None:
     before = TorchState.capture()
     with STATES[inner]():

@@ -3,9 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import ExitStack
-from typing import Any
 
 import pytest
 from torch import nn
@@ -20,15 +18,10 @@ from llmcompressor.transformers import wrap_hf_model_class
 MODEL = nn.Linear(2, 2)
 
 
-@pytest.mark.parametrize(
-    "function", [convert_model_for_quantization_gptoss, replace_modules_for_calibration]
-)
-def test_nothing_is_replaced_for_calibration(function: Callable[..., Any]) -> None:
-    assert function(MODEL) is MODEL
-    assert function(MODEL, calibrate_all_experts=True) is MODEL
-
-
-def test_a_class_of_a_model_is_wrapped_in_nothing() -> None:
+def test_nothing_is_replaced_for_calibration() -> None:
+    for function in (convert_model_for_quantization_gptoss, replace_modules_for_calibration):
+        assert function(MODEL) is MODEL
+        assert function(MODEL, calibrate_all_experts=True) is MODEL
     assert wrap_hf_model_class(nn.Linear) is nn.Linear
 
 
@@ -49,29 +42,21 @@ def test_a_class_for_a_mixture_is_left_as_it_is_and_named() -> None:
     assert (mine.experts, mine.restore(MODEL)) == (MODEL, MODEL)
 
 
-@pytest.mark.parametrize("given", [(), (MODEL,), (MODEL, True), (MODEL, ExitStack())])
-def test_the_context_of_experts_is_entered_as_each_release_did(given: tuple[Any, ...]) -> None:
-    with moe_calibration_context(*given) as entered:
-        assert entered is None
+def test_the_context_of_experts_is_entered_as_each_release_did() -> None:
+    for given in ((), (MODEL,), (MODEL, True), (MODEL, ExitStack())):
+        with moe_calibration_context(*given) as entered:
+            assert entered is None
 
 
-@pytest.mark.parametrize(
-    "call",
-    [
-        lambda: replace_modules_for_calibration(MODEL, calibrate_all_experts=False),
-        lambda: moe_calibration_context(MODEL, calibrate_all_experts=False),
-        lambda: moe_calibration_context(MODEL, False),
-    ],
-)
-def test_who_wants_experts_to_see_only_their_tokens_is_sent_to_oneshot(
-    call: Callable[[], Any],
-) -> None:
+def test_routed_tokens_alone_are_an_argument_of_oneshot() -> None:
     lines: list[str] = []
     sink = logger.add(lambda message: lines.append(str(message)), level="WARNING")
-    call()
+    replace_modules_for_calibration(MODEL, calibrate_all_experts=False)
+    moe_calibration_context(MODEL, calibrate_all_experts=False)
+    moe_calibration_context(MODEL, False)
     logger.remove(sink)
-    [line] = lines
-    assert "moe_calibrate_all_experts=False" in line
+    assert len(lines) == 3
+    assert all("moe_calibrate_all_experts=False" in line for line in lines)
 
 
 def test_a_tower_that_is_patched_does_what_its_class_does() -> None:

@@ -262,8 +262,7 @@ def told(warned: list[str]) -> list[str]:
     return [one for one in warned if "model's own code calls" in one]
 
 
-@pytest.mark.parametrize("pipeline", PIPELINES)
-@pytest.mark.parametrize("twin", [False, True])
+@pytest.mark.parametrize(("pipeline", "twin"), thinned(PIPELINES, [True, False]))
 def test_each_sees_every_token_once_and_outputs_stay(
     pipeline: str, twin: bool, warned: list[str]
 ) -> None:
@@ -294,8 +293,10 @@ def test_each_sees_every_token_once_and_outputs_stay(
     assert not [one for one in model.modules() if "forward" in vars(one)]
 
 
-@pytest.mark.parametrize("kind", [Listed, InChunks, OfMixtures])
-@pytest.mark.parametrize("pipeline", ["sequential", "layer_sequential"])
+@pytest.mark.parametrize(
+    ("pipeline", "kind"),
+    thinned(["sequential", "layer_sequential"], [Listed, InChunks, OfMixtures]),
+)
 def test_references_are_those_of_the_original_model(pipeline: str, kind: type[Listed]) -> None:
     """Behind compressed experts too, to which other tokens may go, and as often as they like."""
     batches = tiny.text_batches()
@@ -429,7 +430,7 @@ def test_they_are_quantized_as_experts_in_stacks_are(arguments: dict[str, Any]) 
 
 @pytest.mark.parametrize(
     ("pipeline", "twin", "kind"),
-    thinned(itertools.product(PIPELINES, [False, True]), [Own, Scaled, Halved, Overwritten]),
+    thinned(PIPELINES, [False, True], [Own, Scaled, Halved, Overwritten]),
 )
 def test_others_get_their_own_tokens_with_one_warning(
     pipeline: str, twin: bool, kind: type[Listed], warned: list[str]
@@ -459,9 +460,8 @@ WITH_ROWS: dict[type[Listed], bool] = {
 }
 
 
-@pytest.mark.parametrize("kind", WITH_ROWS)
-def test_calls_with_rows_are_found_without_weights_too(kind: type[Listed]) -> None:
-    for device in ("cpu", "meta"):
+def test_calls_with_rows_are_found_without_weights_too() -> None:
+    for kind, device in itertools.product(WITH_ROWS, ("cpu", "meta")):
         model = build(kind).to(device)
         run = partial(model, **tiny.text_batches()[0])
         with zero_weights(model):
@@ -530,9 +530,7 @@ PAUSED = ["sequential", "layer_sequential", "independent"]
 POLICIES = ["all_tokens", "rtn", "neighbours"]
 
 
-@pytest.mark.parametrize(
-    ("policy", "pipeline", "twin"), thinned(itertools.product(POLICIES, PAUSED), [False, True])
-)
+@pytest.mark.parametrize(("policy", "pipeline", "twin"), thinned(POLICIES, PAUSED, [False, True]))
 def test_starved_ones_are_shown_what_the_policy_says(
     policy: str, pipeline: str, twin: bool, warned: list[str]
 ) -> None:
@@ -573,8 +571,9 @@ def test_starved_ones_are_shown_what_the_policy_says(
     assert not hooks_left(model)
 
 
-@pytest.mark.parametrize("kind", [InChunks, OfMixtures])
-@pytest.mark.parametrize("policy", ["all_tokens", "neighbours"])
+@pytest.mark.parametrize(
+    ("policy", "kind"), thinned(["all_tokens", "neighbours"], [InChunks, OfMixtures])
+)
 def test_starved_ones_change_no_output(policy: str, kind: type[Listed]) -> None:
     model, batches, names, plain = observed(kind, layer=0)
     recorder = Patient()

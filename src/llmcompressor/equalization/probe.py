@@ -905,14 +905,12 @@ class MappingValidator:
         if verdict.outcome is ValidationOutcome.CHANGES:
             also = f"it is read by {others}, too" if others else "it reaches them otherwise"
             return f"Smoothing {place} would change what the model computes: {also}"
-        why = f"no token reached {others}" if others else _not_run_reason(place)
+        why = f"{place.block} could not be run"
+        if others:
+            why = f"no token reached {others}"
+        elif place.block is None:
+            why = f"{place.name} lies in no block"
         return f"Whether smoothing {place} leaves what the model computes cannot be tried: {why}"
-
-
-def _not_run_reason(place: MappingMatch) -> str:
-    if place.block is None:
-        return f"{place.name} lies in no block"
-    return f"{place.block} could not be run"
 
 
 def _grouped_head_rows(place: MappingMatch) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from itertools import product
 from types import TracebackType
 
@@ -72,7 +73,9 @@ def compare(
     sums = dict.fromkeys(models, MetricSums())
     steps = -(-len(windows) // batch_size)
     everything = [*models.values(), *([] if reference is None else [reference])]
-    with eval_mode(*everything), torch.no_grad(), progress(steps, "Evaluating") as advance:
+    with ExitStack() as modes, torch.no_grad(), progress(steps, "Evaluating") as advance:
+        for model in everything:
+            modes.enter_context(eval_mode(model))
         for model, window in product(everything, windows[:1]):
             check_causal(model, window)
         for ids_BT, mask_BT in padded_batches(windows, batch_size):

@@ -50,19 +50,11 @@ def _outermost_blocks(model: Module, class_names: Collection[str]) -> Iterator[t
             continue
         if type(module).__name__ not in class_names or not any(True for _ in module.children()):
             continue
-        if _is_in_list(name) or not _has_embedding(module):
+        is_listed = any(part.isdecimal() for part in name.split("."))
+        # a head may be tied to an embedding of its own
+        if is_listed or not any(isinstance(part, Embedding) for part in module.children()):
             inside = (*inside, f"{name}.")
             yield module, name
-
-
-def _is_in_list(name: str) -> bool:
-    """Return True if a module is an entry of a list, or part of one."""
-    return any(part.isdecimal() for part in name.split("."))
-
-
-def _has_embedding(module: Module) -> bool:
-    """Return True if a module has an embedding of its own, which a head may be tied to."""
-    return any(isinstance(part, Embedding) for part in module.children())
 
 
 def _listed_layers(model: Module) -> Iterator[tuple[Module, str]]:

@@ -65,14 +65,10 @@ class _Hook:
         kept = _kept_by_thread.get(threading.get_ident())
         if kept is not None:
             return self.handle in kept
-        if self.in_backward and _is_foreign_thread():
+        # autograd's threads are started outside of Python
+        if self.in_backward and isinstance(threading.current_thread(), threading._DummyThread):
             return all(self.handle in kept for kept in list(_kept_by_thread.values()))
         return True
-
-
-def _is_foreign_thread() -> bool:
-    """Return True if this thread was started outside of Python, like autograd's threads."""
-    return isinstance(threading.current_thread(), threading._DummyThread)
 
 
 class HooksMixin(BaseModel):

@@ -316,17 +316,16 @@ class _NameIndex:
         if target in self._last:
             return [self._by_last(target)]
         inner = [name for name in self._first.values() if name.endswith(f".{target}")]
-        found = inner or self._near_names(target) if "." in target else []
+        if "." in target and not inner:
+            near = _closest(re.sub(r"\d+", "0", target), self._first)
+            inner = [self._first[name] for name in near]
+        found = inner if "." in target else []
         found += _closest(target, self._classes)
         found += [self._by_last(last) for last in _closest(tail, self._last)]
         return found
 
     def _by_last(self, last: str) -> str:
         return last if last in self._names else f"{REGEX}.*{last}$"
-
-    def _near_names(self, target: str) -> list[str]:
-        near = _closest(re.sub(r"\d+", "0", target), self._first)
-        return [self._first[name] for name in near]
 
     def _pattern_hint(self, pattern: str) -> str:
         of_parameter = re.fullmatch(r"(.+?)\\?\.(?:weight|bias)\$?", pattern)

@@ -244,14 +244,11 @@ class TargetIndex:
         """
         kind = type(module)
         if kind not in self._classes:
-            self._classes[kind] = _class_names(kind)
+            names = frozenset(cls.__name__ for cls in kind.__mro__ if issubclass(cls, Module))
+            is_of_vllm = "LinearBase" in names
+            self._classes[kind] = names | {"Linear"} if is_of_vllm else names
         plain = self._classes[kind].union(name_aliases(name)) & self._places.keys()
         return sorted([*self._patterns, *plain], key=self._places.__getitem__)
-
-
-def _class_names(kind: type[Module]) -> frozenset[str]:
-    names = frozenset(cls.__name__ for cls in kind.__mro__ if issubclass(cls, Module))
-    return names | {"Linear"} if "LinearBase" in names else names  # vLLM's
 
 
 def _compile_digit_pattern(pattern: str) -> re.Pattern[str] | None:

@@ -135,12 +135,11 @@ def _patch_functional_linear(change: int) -> None:
 
 
 @contextmanager
-def eval_mode(*modules: Module) -> Iterator[None]:
-    """Put modules in eval mode in the body, and restore each submodule's mode afterwards."""
-    before = [(one, one.training) for module in modules for one in module.modules()]
+def eval_mode(module: Module) -> Iterator[None]:
+    """Put a module in eval mode in the body, and restore each submodule's mode afterwards."""
+    before = [(one, one.training) for one in module.modules()]
     try:
-        for module in modules:
-            module.eval()
+        module.eval()
         yield
     finally:
         for one, training in before:

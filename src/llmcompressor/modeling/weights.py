@@ -117,8 +117,9 @@ def untie_embeddings(model: PreTrainedModel) -> bool:
     tied: dict[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
     for target, source in tied.items():
         path, _, own = target.rpartition(".")
-        module = model.get_submodule(path)
-        if own in module._parameters and module._parameters[own] is _get_parameter(model, source):
+        module, (of, _, its) = model.get_submodule(path), source.rpartition(".")
+        shared = model.get_submodule(of)._parameters.get(its)
+        if own in module._parameters and module._parameters[own] is shared:
             _untie_parameter(module, own)
     if has_tied_embeddings(model):
         _untie_parameter(outputs, "weight")
@@ -128,11 +129,6 @@ def untie_embeddings(model: PreTrainedModel) -> bool:
     if hasattr(model, "all_tied_weights_keys"):
         model.all_tied_weights_keys = model.get_expanded_tied_weights_keys(all_submodels=True)
     return was_tied
-
-
-def _get_parameter(model: Module, name: str) -> Parameter | None:
-    path, _, own = name.rpartition(".")
-    return model.get_submodule(path)._parameters.get(own)
 
 
 def _untie_parameter(module: Module, name: str) -> None:

@@ -126,7 +126,9 @@ class LinearExperts(Module):
             self._modules[str(number)] = expert
         for name, module in original._modules.items():
             self.add_module(name, module)
-        self._gating = (_without_stacks(original),)  # in a tuple it is no child
+        gating = copy.copy(original)
+        gating._parameters = {}
+        self._gating = (gating,)  # in a tuple it is no child
         self.stages: list[tuple[Module, Module]] = []
         self.tokens = [0] * form.experts
         self.starved: dict[int, str] = {}
@@ -401,13 +403,6 @@ def _shallow_copy(module: _M) -> _M:
     return made
 
 
-def _without_stacks(original: Module) -> Module:
-    """The original without its stacked weights, which computes the activation."""
-    hollow = copy.copy(original)
-    hollow._parameters = {}
-    return hollow
-
-
 # --------------------
 # Detection of MoEs with stacked experts, verified on a small copy of each.
 #
@@ -546,7 +541,9 @@ def _small_copy(module: Module, form: StackLayout) -> _SmallMoE:
             object.__setattr__(small, key, experts if value == form.experts else sizes[value])
     shape = replace(form, experts=experts, hidden=hidden, intermediate=between)
     random = torch.Generator().manual_seed(0)
-    small._parameters = dict(_random_stacks(shape, random))
+    small._parameters = {
+        name: Parameter(_random_normal(random, *shape.shape_of(name))) for name in shape.stacks
+    }
     small._modules = {
         name: None if child is None else _small_child_copy(child, sizes, random)
         for name, child in module._modules.items()
@@ -569,11 +566,6 @@ def _small_child_copy(child: Module, sizes: Mapping[int, int], random: torch.Gen
         value = _random_normal(random, sizes[len(one)])
         small.get_submodule(path)._parameters[key] = Parameter(value, requires_grad=False)
     return small
-
-
-def _random_stacks(form: StackLayout, random: torch.Generator) -> Iterator[tuple[str, Parameter]]:
-    for name in form.stacks:
-        yield name, Parameter(_random_normal(random, *form.shape_of(name)))
 
 
 def _random_normal(random: torch.Generator, *shape: int) -> Tensor:
@@ -623,8 +615,13 @@ def patch_moe_mappings(
         )
     removed = set(remove_targets or ())
     kept = [one for one in _conversion_table(model_type) if removed.isdisjoint(one.target_patterns)]
-    tables = [*kept, *mappings, *_conversion_table(_text_model_type(model_type))]
-    stacking = [] if any(map(_is_stacking, tables)) else _stacking_converters()
+    part = (CONFIG_MAPPING[model_type].sub_configs or {}).get("text_config")
+    text_table = _conversion_table(getattr(part, "model_type", None))  # of the language model
+    stacks = any(
+        isinstance(entry, WeightConverter) and any(_EACH in one for one in entry.source_patterns)
+        for entry in [*kept, *mappings, *text_table]
+    )
+    stacking = [] if stacks else _stacking_converters()
     register_checkpoint_conversion_mapping(
         model_type, [*kept, *mappings, *stacking], overwrite=True
     )
@@ -633,18 +630,6 @@ def patch_moe_mappings(
 def _conversion_table(model_type: str | None) -> list[Any]:
     read: Any = get_checkpoint_conversion_mapping  # it has no types
     return list(read(model_type) or []) if model_type else []
-
-
-def _text_model_type(model_type: str) -> str | None:
-    """The type of the language model within, which has a table of its own."""
-    part = (CONFIG_MAPPING[model_type].sub_configs or {}).get("text_config")
-    return getattr(part, "model_type", None)
-
-
-def _is_stacking(entry: Any) -> bool:
-    return isinstance(entry, WeightConverter) and any(
-        _EACH in source for source in entry.source_patterns
-    )
 
 
 def _stacking_converters() -> list[Any]:

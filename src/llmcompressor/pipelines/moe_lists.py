@@ -12,16 +12,12 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from pydantic import PrivateAttr
-from torch import Tensor
 from torch.nn import Module
 
 from llmcompressor.errors import DatasetError
 from llmcompressor.logger import logger
-from llmcompressor.modeling.call_graph import first_tensor
-from llmcompressor.modeling.hooks import HooksMixin
 from llmcompressor.moe.module_list import (
     ExpertBroadcast,
     ExpertList,
@@ -29,10 +25,9 @@ from llmcompressor.moe.module_list import (
     is_linear_like,
     lists_called_with_rows,
 )
-from llmcompressor.observers.tokens import count_tokens
 from llmcompressor.pipelines.batches import CalibrationBatches, small_batch
 from llmcompressor.pipelines.moe_routing import StarvationPolicy
-from llmcompressor.pipelines.targets import dry_run_context
+from llmcompressor.pipelines.targets import TokenCounter, dry_run_context
 from llmcompressor.runtime.progress import join_names
 
 if TYPE_CHECKING:
@@ -191,45 +186,26 @@ def count_listed_experts(
     Raises:
         DatasetError: an expert got too few tokens and the policy is ``error``.
     """
-    counter = _ListedExpertCounter()
     calibrated = _calibrated_modules(modifiers, state)
-    counter.watch([one for one in find_expert_lists(model) if one not in shown], state, calibrated)
+    lists = {
+        one.name: _linears_of(one, calibrated)
+        for one in find_expert_lists(model)
+        if one not in shown
+    }
+    counter = TokenCounter()
+    every = (part for own in lists.values() for parts in own.values() for part in parts)
+    counter.watch(dict.fromkeys(every), state)
     try:
         yield
     finally:
         counter.remove_hooks()
-    counts = {name: own for name, own in counter.counts().items() if len(set(own.values())) > 1}
+    counts = {
+        name: {member: max(map(counter.seen.__getitem__, own[member])) for member in own}
+        for name, own in lists.items()
+    }
+    counts = {name: own for name, own in counts.items() if len(set(own.values())) > 1}
     if counts:
         _report(counts, StarvationPolicy.from_arguments(args, batches), args)
-
-
-class _ListedExpertCounter(HooksMixin):
-    """Counts tokens with hooks that are switched on and off together with those of modifiers."""
-
-    _seen: dict[Module, int] = PrivateAttr(default_factory=dict)
-    _members: dict[str, dict[str, list[Module]]] = PrivateAttr(default_factory=dict)
-
-    def watch(self, lists: Iterable[ExpertList], state: State, calibrated: set[Module]) -> None:
-        """Count the tokens of the calibrated modules of lists."""
-
-        def count(module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            tensor = first_tensor(args, kwargs)
-            if isinstance(tensor, Tensor):
-                self._seen[module] += count_tokens(tensor, state.calibration.token_mask)
-
-        for found in lists:
-            if own := _linears_of(found, calibrated):
-                self._members[found.name] = own
-        for module in {one for own in self._members.values() for of in own.values() for one in of}:
-            self._seen[module] = 0
-            self.register_hook(module, count, "forward_pre", with_kwargs=True)
-
-    def counts(self) -> dict[str, dict[str, int]]:
-        """Number of tokens by list and member: the largest count among the member's modules."""
-        return {
-            name: {member: max(self._seen[one] for one in of) for member, of in own.items()}
-            for name, own in self._members.items()
-        }
 
 
 def _report(

@@ -54,15 +54,12 @@ def targeted_moes(model: Module, modifiers: Sequence[Modifier]) -> list[StackedM
         holders = _ancestors(model, mixture.name)
         by = [one for one in modifiers if _is_targeted(mixture, names, holders, one)]
         # a modifier without an ignore list reports by itself that it cannot compress a stack
-        if any(_can_ignore(one) for one in by) or (by and _can_unfuse(mixture, model)):
+        can_ignore = any("ignore" in type(one).model_fields for one in by)
+        if can_ignore or (by and _can_unfuse(mixture, model)):
             meant.append(mixture)
     if meant:
         _check_can_unfuse(meant, model)
     return meant
-
-
-def _can_ignore(modifier: Modifier) -> bool:
-    return "ignore" in type(modifier).model_fields
 
 
 def _can_unfuse(mixture: StackedMoE, model: PreTrainedModel) -> bool:

@@ -34,6 +34,7 @@ from llmcompressor.runtime.progress import join_names
 
 __all__ = [
     "CalibratedModules",
+    "TokenCounter",
     "check_blocks_called",
     "check_reached",
     "dry_run_context",
@@ -199,7 +200,7 @@ def report_low_coverage(
     if share is None:
         yield
         return
-    counter = _TokenCounter()
+    counter = TokenCounter()
     counter.watch(modules, state)
     try:
         yield
@@ -221,7 +222,7 @@ def report_low_coverage(
         )
 
 
-class _TokenCounter(HooksMixin):
+class TokenCounter(HooksMixin):
     """Counts tokens with hooks that are switched on and off together with those of modifiers."""
 
     _seen: dict[Module, int] = PrivateAttr(default_factory=dict)
