@@ -146,7 +146,7 @@ def test_streamed_is_as_in_memory(
 ) -> None:
     mixtures.saved(family, tmp_path / "source")
     compressed(tmp_path / "source", tmp_path / "streamed", gptq=True)
-    monkeypatch.setattr(sys.modules[oneshot.__module__], "streamable", lambda job: None)
+    monkeypatch.setattr(sys.modules[oneshot.__module__], "streamable_source", lambda job: None)
     compressed(tmp_path / "source", tmp_path / "memory", gptq=True)
     for file in sorted((tmp_path / "streamed").iterdir()):
         assert file.read_bytes() == (tmp_path / "memory" / file.name).read_bytes(), file.name
@@ -167,7 +167,7 @@ def test_scales_of_a_mixture_are_written_as_in_memory(
         oneshot(model=str(tmp_path / "source"), output_dir=output, **given)
 
     scaled(tmp_path / "streamed")
-    monkeypatch.setattr(sys.modules[oneshot.__module__], "streamable", lambda job: None)
+    monkeypatch.setattr(sys.modules[oneshot.__module__], "streamable_source", lambda job: None)
     scaled(tmp_path / "memory")
     for file in sorted((tmp_path / "streamed").iterdir()):
         assert file.read_bytes() == (tmp_path / "memory" / file.name).read_bytes(), file.name
