@@ -28,6 +28,7 @@ from llmcompressor.quantization.parameters import observe_weight
 from llmcompressor.schemes.bridge import compatible_formats
 from llmcompressor.schemes.presets import PRESETS, format_of, preset_scheme
 
+ASYMMETRIC = {"symmetric": False}
 PRESET_NAMES = [name for name in PRESETS if name != "UNQUANTIZED"]
 
 
@@ -59,9 +60,17 @@ def test_packed_tensors_decode_to_the_weights_in_memory(name: str) -> None:
         assert ("bias" in packed) == ("bias" in own)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("bits", [4, 7, 8])
-@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize(
+    ("dtype", "bits", "symmetric"),
+    [
+        (torch.bfloat16, 4, True),
+        (torch.bfloat16, 8, False),
+        (torch.float16, 8, True),
+        (torch.float16, 7, False),
+        (torch.float32, 7, True),
+        (torch.float32, 4, False),
+    ],
+)
 def test_no_code_is_lost_to_rounding(dtype: torch.dtype, bits: int, symmetric: bool) -> None:
     """All codes of many scales, decoded in the model's dtype, survive being encoded again."""
     torch.manual_seed(bits)
@@ -89,82 +98,46 @@ def test_embeddings_are_packed_too() -> None:
     assert torch.equal(reader.decompress(packed, scheme)["weight"], entry.module.weight)
 
 
+_BF16, _FP8, _FP32 = torch.bfloat16, torch.float8_e4m3fn, torch.float32
+_PACKED = {"weight_packed": torch.int32, "weight_scale": _BF16, "weight_shape": torch.int64}
+_FP4 = {"weight_packed": torch.uint8, "weight_scale": _FP8, "weight_global_scale": _FP32}
 EXPECTED = {
-    "W4A16": {
-        "weight_packed": torch.int32,
-        "weight_scale": torch.bfloat16,
-        "weight_shape": torch.int64,
-    },
-    "W4A16_ASYM": {
-        "weight_packed": torch.int32,
-        "weight_scale": torch.bfloat16,
-        "weight_shape": torch.int64,
-        "weight_zero_point": torch.int32,
-    },
-    "W4A8": {
-        "weight_packed": torch.int32,
-        "weight_scale": torch.bfloat16,
-        "weight_shape": torch.int64,
-    },
-    "W4AFP8": {
-        "weight_packed": torch.int32,
-        "weight_scale": torch.bfloat16,
-        "weight_shape": torch.int64,
-    },
-    "W8A8": {"weight": torch.int8, "weight_scale": torch.bfloat16},
-    "FP8": {
-        "weight": torch.float8_e4m3fn,
-        "weight_scale": torch.bfloat16,
-        "input_scale": torch.bfloat16,
-    },
-    "FP8_DYNAMIC": {"weight": torch.float8_e4m3fn, "weight_scale": torch.bfloat16},
-    "FP8_BLOCK": {"weight": torch.float8_e4m3fn, "weight_scale": torch.bfloat16},
-    "NVFP4A16": {
-        "weight_packed": torch.uint8,
-        "weight_scale": torch.float8_e4m3fn,
-        "weight_global_scale": torch.float32,
-    },
-    "NVFP4": {
-        "weight_packed": torch.uint8,
-        "weight_scale": torch.float8_e4m3fn,
-        "weight_global_scale": torch.float32,
-        "input_global_scale": torch.float32,
-    },
+    "W4A16": _PACKED,
+    "W4A16_ASYM": {**_PACKED, "weight_zero_point": torch.int32},
+    "W4A8": _PACKED,
+    "W4AFP8": _PACKED,
+    "W8A8": {"weight": torch.int8, "weight_scale": _BF16},
+    "FP8": {"weight": _FP8, "weight_scale": _BF16, "input_scale": _BF16},
+    "FP8_DYNAMIC": {"weight": _FP8, "weight_scale": _BF16},
+    "FP8_BLOCK": {"weight": _FP8, "weight_scale": _BF16},
+    "NVFP4A16": _FP4,
+    "NVFP4": {**_FP4, "input_global_scale": _FP32},
     "MXFP4": {"weight_packed": torch.uint8, "weight_scale": torch.uint8},
-    "MXFP8": {"weight": torch.float8_e4m3fn, "weight_scale": torch.uint8},
+    "MXFP8": {"weight": _FP8, "weight_scale": torch.uint8},
 }
 OF_6_BITS = [name for name in ("MXFP6A16", "MXFP6A8") if name in PRESETS]
 NEWER = [name for name in ("MXFP4XFP8", *OF_6_BITS) if name in PRESETS]
 EXPECTED |= dict.fromkeys(NEWER, EXPECTED["MXFP4"])
 
 
-@pytest.mark.parametrize("name", list(EXPECTED))
-def test_exact_set_of_tensors_and_dtypes(name: str) -> None:
-    model = tiny.quantize_model(tiny.llama(), {"g": preset_scheme(name, ["Linear"])})
-    entry = quantized_modules(model)[0]
-    packed = compress(entry, own_tensors(entry))
-    assert {key: tensor.dtype for key, tensor in packed.items()} == EXPECTED[name]
-    for key, tensor in packed.items():
-        if key in {"input_scale", "input_global_scale", "weight_global_scale"}:
-            assert tensor.shape == (1,)
+BITS = {**dict.fromkeys(("W4A16", "W4A8", "W4AFP8"), 4), "NVFP4": 4.5, "MXFP4": 4.25}
+BITS |= dict.fromkeys(OF_6_BITS, 6.25)
 
 
-def test_four_bits_take_half_a_byte_whatever_the_activations() -> None:
-    for name in ("W4A16", "W4A8", "W4AFP8", "NVFP4", "MXFP4", *(set(NEWER) - set(OF_6_BITS))):
+def test_exact_set_of_tensors_and_dtypes() -> None:
+    """A weight takes its bits, and its share of the scales of its group."""
+    for name, tensors in EXPECTED.items():
         model = tiny.quantize_model(tiny.llama(), {"g": preset_scheme(name, ["Linear"])})
         entry = quantized_modules(model)[0]
-        packed = compress(entry, own_tensors(entry))["weight_packed"]
-        assert packed.numel() * packed.element_size() == entry.module.weight.numel() // 2
-
-
-@pytest.mark.parametrize("name", OF_6_BITS)
-def test_six_bits_take_six_bits(name: str) -> None:
-    """Three quarters of a byte per weight, and a byte of scale per 32 of them."""
-    model = tiny.quantize_model(tiny.llama(), {"g": preset_scheme(name, ["Linear"])})
-    entry = quantized_modules(model)[0]
-    packed = compress(entry, own_tensors(entry))
-    size = sum(tensor.numel() * tensor.element_size() for tensor in packed.values())
-    assert size * 8 == entry.module.weight.numel() * (6 + 8 / 32)
+        packed = compress(entry, own_tensors(entry))
+        assert {key: tensor.dtype for key, tensor in packed.items()} == tensors, name
+        for key, tensor in packed.items():
+            if key in {"input_scale", "input_global_scale", "weight_global_scale"}:
+                assert tensor.shape == (1,)
+        if name in BITS:
+            scales = 0 if "weight_shape" in packed else packed["weight_scale"].nbytes
+            size = packed["weight_packed"].nbytes + scales
+            assert size * 8 == entry.module.weight.numel() * BITS[name], name
 
 
 def test_forced_format() -> None:
@@ -185,19 +158,19 @@ FORMATS = sorted(
 @pytest.mark.parametrize(
     "name", ["W4A16", "W4A16_ASYM", "W8A8", "FP8_BLOCK", "NVFP4", "MXFP8", *OF_6_BITS[:1]]
 )
-@pytest.mark.parametrize("form", FORMATS)
-def test_a_forced_format_holds_the_weights_or_is_refused(name: str, form: str) -> None:
+def test_a_forced_format_holds_the_weights_or_is_refused(name: str) -> None:
     model = tiny.quantize_model(tiny.llama(), {"g": preset_scheme(name, ["Linear"])})
     scheme = preset_scheme(name)
-    if form not in compatible_formats(scheme):
-        with pytest.raises(ArgumentError, match=f"{form} holds no .*: {format_of(scheme)}"):
-            quantized_modules(model, forced_format=parse_format(form))
-        return
-    for entry in quantized_modules(model, forced_format=parse_format(form)):
+    for form in FORMATS:
+        if form not in compatible_formats(scheme):
+            with pytest.raises(ArgumentError, match=f"{form} holds no .*: {format_of(scheme)}"):
+                quantized_modules(model, forced_format=parse_format(form))
+            continue
+        entry = quantized_modules(model, forced_format=parse_format(form))[0]
         own = own_tensors(entry)
         reader = BaseCompressor.get_value_from_registry(form)
         decoded = reader.decompress(compress(entry, own), entry.scheme)["weight"]
-        assert torch.equal(decoded, own["weight"])
+        assert torch.equal(decoded, own["weight"]), form
 
 
 def test_a_forced_format_is_told_once(log: list[str]) -> None:
@@ -229,19 +202,18 @@ def test_a_broken_scale_is_named() -> None:
         compress(entry, own_tensors(entry))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize(
-    "fields",
+    ("dtype", "fields"),
     [
-        {"num_bits": 9},
-        {"num_bits": 12, "strategy": "channel", "symmetric": False},
-        {"num_bits": 16, "strategy": "channel"},
-        {"num_bits": 16, "strategy": "group", "group_size": 32, "symmetric": False},
-        {"num_bits": 8, "strategy": "group", "group_size": 16, "symmetric": False},
-        {"num_bits": 8, "strategy": "group", "group_size": 48, "symmetric": False},
-        {"num_bits": 8, "strategy": "channel", "symmetric": False},
-        {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": False},
-        {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": False},
+        (torch.bfloat16, {"num_bits": 9}),
+        (torch.float32, {"num_bits": 12, "strategy": "channel", "symmetric": False}),
+        (torch.float16, {"num_bits": 16, "strategy": "channel"}),
+        (torch.bfloat16, {"num_bits": 16, "strategy": "group", "group_size": 32} | ASYMMETRIC),
+        (torch.float16, {"num_bits": 8, "strategy": "group", "group_size": 16} | ASYMMETRIC),
+        (torch.float32, {"num_bits": 8, "strategy": "group", "group_size": 48} | ASYMMETRIC),
+        (torch.bfloat16, {"num_bits": 8, "strategy": "channel", "symmetric": False}),
+        (torch.float32, {"num_bits": 8, "type": "float", "strategy": "channel"} | ASYMMETRIC),
+        (torch.float16, {"num_bits": 8, "type": "float", "strategy": "tensor"} | ASYMMETRIC),
     ],
     ids=str,
 )

@@ -20,8 +20,7 @@ RECIPES = {
 }
 
 
-@pytest.mark.parametrize("is_meta", [False, True])
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize(("recipe", "is_meta"), [*zip(RECIPES, [False, True] * 2, strict=True)])
 def test_matrices_of_rotations_are_kept_under_the_names_that_transformers_keeps(
     recipe: str, is_meta: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -24,7 +24,12 @@ from transformers import (
 )
 
 import llmcompressor
-from llmcompressor.checkpoint.load import check_unquantized, load_model, untie_embeddings
+from llmcompressor.checkpoint.load import (
+    check_unquantized,
+    load_model,
+    parse_precision,
+    untie_embeddings,
+)
 from llmcompressor.checkpoint.meta_model import build_meta_model
 from llmcompressor.checkpoint.quantization_config import existing_quantization
 from llmcompressor.checkpoint.save import save_checkpoint
@@ -71,33 +76,20 @@ def test_evaluation_mode_and_own_dtype(dense: Path) -> None:
     assert model.dtype is torch.bfloat16
 
 
-@pytest.mark.parametrize(
-    ("precision", "dtype"),
-    [
-        ("auto", torch.bfloat16),
-        ("anything", torch.bfloat16),
-        ("half", torch.float16),
-        ("torch.float16", torch.float16),
-        ("bfloat16", torch.bfloat16),
-        ("full", torch.float32),
-        (torch.float32, torch.float32),
-    ],
-)
-def test_precision(dense: Path, precision: str | torch.dtype, dtype: torch.dtype) -> None:
-    assert load_model(dense, precision=precision).dtype is dtype
+def test_precision(dense: Path) -> None:
+    dtypes = {"auto": "auto", "anything": "auto", "half": torch.float16, "full": torch.float32}
+    dtypes |= {"torch.float16": torch.float16, "bfloat16": torch.bfloat16}
+    assert {name: parse_precision(name) for name in dtypes} == dtypes
+    assert load_model(dense, precision="half").dtype is torch.float16
+    assert load_model(dense, precision=torch.float32).dtype is torch.float32
 
 
-@pytest.mark.parametrize("make", [t5, whisper])
-def test_the_class_that_the_checkpoint_names(tmp_path: Path, make: type) -> None:
-    model = make()
-    model.save_pretrained(tmp_path / "m")
-    assert type(load_model(tmp_path / "m")) is type(model)
-
-
-@pytest.mark.parametrize("cls", [LlamaModel, LlamaForSequenceClassification])
-def test_other_heads_are_not_replaced_by_a_random_one(tmp_path: Path, cls: type) -> None:
-    cls(tiny.llama().config).save_pretrained(tmp_path / "m")
-    assert type(load_model(tmp_path / "m")) is cls
+def test_the_class_that_the_checkpoint_names(tmp_path: Path) -> None:
+    config = tiny.llama().config
+    heads = [cls(config) for cls in (LlamaModel, LlamaForSequenceClassification)]
+    for number, model in enumerate([t5(), whisper(), *heads]):
+        model.save_pretrained(tmp_path / str(number))
+        assert type(load_model(tmp_path / str(number))) is type(model)
 
 
 def test_no_architecture_named_means_a_causal_model(dense: Path) -> None:
@@ -130,20 +122,14 @@ def test_tensors_of_other_shapes_are_named(dense: Path, read: Any) -> None:
         read(dense)
 
 
-@pytest.mark.parametrize(
-    "read",
-    [
-        load_model,
-        lambda folder: build_meta_model(inspect_source(folder)),
-        lambda folder: load_for_evaluation(folder, trust_remote_code=False),
-    ],
-)
-@pytest.mark.parametrize("dtype", ["auto", "bf16"])
-def test_a_dtype_that_nobody_knows_is_named(dense: Path, read: Any, dtype: str) -> None:
-    edit_config(dense, dtype=dtype)
-    expected = rf"config\.json of .* says that the dtype is '{dtype}'.* such as bfloat16"
-    with pytest.raises(CheckpointError, match=expected):
-        read(dense)
+def test_an_unknown_dtype_is_named(dense: Path) -> None:
+    readers: list[Any] = [load_model, lambda folder: build_meta_model(inspect_source(folder))]
+    readers.append(lambda folder: load_for_evaluation(folder, trust_remote_code=False))
+    for dtype, read in (("auto", readers[0]), ("bf16", readers[1]), ("bf16", readers[2])):
+        edit_config(dense, dtype=dtype)
+        expected = rf"config\.json of .* says that the dtype is '{dtype}'.* such as bfloat16"
+        with pytest.raises(CheckpointError, match=expected):
+            read(dense)
 
 
 def test_unknown_architecture(dense: Path) -> None:

@@ -117,7 +117,12 @@ def test_two_saves_are_the_same_bytes(tmp_path: Path, source: Path) -> None:
 
 class TestFiles:
     def test_everything_of_the_source(self, tmp_path: Path, source: Path) -> None:
-        save_checkpoint(w4a16(load_model(source)), tmp_path / "out", recipe_yaml="a: b\n")
+        save_checkpoint(
+            w4a16(load_model(source)),
+            tmp_path / "out",
+            recipe_yaml=lambda: "a: b\n",
+            report={"fallbacks": ["x"]},
+        )
         out = tmp_path / "out"
         for name in (
             "tokenizer.json",
@@ -130,6 +135,8 @@ class TestFiles:
         ):
             assert (out / name).read_bytes() == (source / name).read_bytes(), name
         assert (out / "recipe.yaml").read_text() == "a: b\n"
+        file = out / "compression_report.json"
+        assert json.loads(file.read_text()) == {"fallbacks": ["x"]}
         assert not (out / "README.md").exists()
 
     def test_code_in_folders(self, tmp_path: Path, source: Path) -> None:
@@ -176,11 +183,8 @@ class TestFiles:
         for name in ("tokenizer.json", "tokenizer_config.json"):
             assert (tmp_path / "out" / name).read_bytes() == (source / name).read_bytes()
 
-    @pytest.mark.parametrize("elsewhere", [False, True])
-    def test_a_changed_tokenizer_is_written_as_it_is(
-        self, elsewhere: bool, tmp_path: Path, source: Path
-    ) -> None:
-        tokenizer = AutoTokenizer.from_pretrained(PICO if elsewhere else source)
+    def test_a_changed_tokenizer_is_written_as_it_is(self, tmp_path: Path, source: Path) -> None:
+        tokenizer = AutoTokenizer.from_pretrained(source)
         tokenizer.add_tokens(["<surprise>"])
         tokenizer.chat_template = "{{ messages[0].content }}!"
         tokenizer(["def f"], truncation=True, max_length=1)
@@ -221,7 +225,7 @@ class TestFiles:
         assert not (tmp_path / "out" / "chat_template.jinja").exists()
         assert (tmp_path / "out" / "modeling_own.py").exists()
 
-    @pytest.mark.parametrize("kind", ["folder", "folder of another processor", "changed"])
+    @pytest.mark.parametrize("kind", ["folder of another processor", "changed"])
     def test_a_tokenizer_alone_leaves_the_rest_of_the_processor(
         self, tmp_path: Path, source: Path, kind: str
     ) -> None:
@@ -236,7 +240,6 @@ class TestFiles:
         tokenizer.save_pretrained(elsewhere)
         if kind == "folder of another processor":
             LlavaProcessor(images, tokenizer, patch_size=8).save_pretrained(elsewhere)
-        if kind != "changed":
             tokenizer = AutoTokenizer.from_pretrained(elsewhere)
         save_checkpoint(w4a16(load_model(source)), tmp_path / "out", processor=tokenizer)
         for name in ("preprocessor_config.json", "processor_config.json", "chat_template.jinja"):
@@ -260,15 +263,6 @@ class TestFiles:
         tokenizer.name_or_path = ""
         save_checkpoint(w4a16(tiny.llama()), tmp_path / "out", processor=tokenizer)
         assert AutoTokenizer.from_pretrained(tmp_path / "out")("def f")["input_ids"]
-
-    def test_recipe_may_be_asked_for_late(self, tmp_path: Path) -> None:
-        save_checkpoint(w4a16(tiny.llama()), tmp_path / "out", recipe_yaml=lambda: "late: 1")
-        assert (tmp_path / "out" / "recipe.yaml").read_text() == "late: 1"
-
-    def test_report(self, tmp_path: Path) -> None:
-        save_checkpoint(w4a16(tiny.llama()), tmp_path / "out", report={"fallbacks": ["x"]})
-        file = tmp_path / "out" / "compression_report.json"
-        assert json.loads(file.read_text()) == {"fallbacks": ["x"]}
 
 
 class TestConfig:
@@ -305,20 +299,14 @@ class TestConfig:
 
 
 class TestTies:
-    def test_tied_stays_tied(self, tmp_path: Path) -> None:
-        save_checkpoint(w4a16(tiny.llama(tied=True)), tmp_path / "out")
-        assert "lm_head.weight" not in tensors(tmp_path / "out")
-        assert config_of(tmp_path / "out")["tie_word_embeddings"] is True
-
-    def test_untied_stays_untied(self, tmp_path: Path) -> None:
-        save_checkpoint(w4a16(tiny.llama()), tmp_path / "out")
-        assert "lm_head.weight" in tensors(tmp_path / "out")
-        assert config_of(tmp_path / "out")["tie_word_embeddings"] is False
+    @pytest.mark.parametrize("tied", [True, False])
+    def test_a_tie_is_stored_as_it_is(self, tied: bool, tmp_path: Path) -> None:
+        save_checkpoint(w4a16(tiny.llama(tied=tied)), tmp_path / "out")
+        assert ("lm_head.weight" in tensors(tmp_path / "out")) == (not tied)
+        assert config_of(tmp_path / "out")["tie_word_embeddings"] is tied
 
     @pytest.mark.parametrize("tied", [True, False])
-    def test_equal_embeddings_become_one_unless_they_are_to_stay_apart(
-        self, tied: bool, tmp_path: Path
-    ) -> None:
+    def test_equal_embeddings_become_one_if_tied(self, tied: bool, tmp_path: Path) -> None:
         model = w4a16(tiny.llama(tied=tied))
         weight = model.model.embed_tokens.weight
         model.lm_head.weight = torch.nn.Parameter(weight.detach().clone())
@@ -380,10 +368,10 @@ class TestShards:
     def test_layers_are_in_order(self) -> None:
         assert natural_key("layers.2.x") < natural_key("layers.10.a")
 
-    @pytest.mark.parametrize("size", ["", "five", "5XB", 0, -3])
-    def test_sizes_that_are_none(self, size: str | int) -> None:
-        with pytest.raises(ArgumentError, match="max_shard_size"):
-            _ = SaveOptions(max_shard_size=size).shard_bytes
+    def test_sizes_that_are_none(self) -> None:
+        for size in ("", "five", "5XB", 0, -3):
+            with pytest.raises(ArgumentError, match="max_shard_size"):
+                _ = SaveOptions(max_shard_size=size).shard_bytes
 
 
 class TestExtraTensors:
@@ -433,12 +421,6 @@ class TestExtraTensors:
         assert re.match(pattern[3:], "mlp.fc")
         assert not re.match(pattern[3:], quantized[0])
 
-    def test_the_reader_still_computes_the_same(self, tmp_path: Path, source: Path) -> None:
-        model = w4a16(load_model(source))
-        save_checkpoint(model, tmp_path / "out")
-        read = LlamaForCausalLM.from_pretrained(tmp_path / "out")
-        assert torch.equal(read(tiny.tokens()).logits, model(tiny.tokens()).logits)
-
 
 class TestFailure:
     @pytest.mark.parametrize("call", ["posix_fallocate", "pwrite", "fsync"])
@@ -465,8 +447,12 @@ class TestFailure:
 
     def test_the_input_itself(self, source: Path) -> None:
         before = digests(source / "additional_chat_templates")
+        model = w4a16(load_model(source))
+        modify_save_pretrained(model)
         with pytest.raises(OutputError, match="input model itself"):
-            save_checkpoint(w4a16(load_model(source)), source, overwrite=True)
+            model.save_pretrained(source)
+        with pytest.raises(OutputError, match="input model itself"):
+            save_checkpoint(model, source, overwrite=True)
         assert digests(source / "additional_chat_templates") == before
 
     def test_no_network(
@@ -517,15 +503,12 @@ class TestSavePretrained:
         shutil.rmtree(tmp_path / "b" / "additional_chat_templates")
         assert digests(tmp_path / "a") == digests(tmp_path / "b")
 
-    @pytest.mark.parametrize("name", ["variant", "save_function"])
-    def test_what_asks_for_something_else_is_told(
-        self, name: str, tmp_path: Path, warned: list[str]
-    ) -> None:
+    def test_what_asks_for_something_else_is_told(self, tmp_path: Path, warned: list[str]) -> None:
         model = w4a16(tiny.llama())
         modify_save_pretrained(model)
-        model.save_pretrained(tmp_path / "out", **{name: "fp16"})
+        model.save_pretrained(tmp_path / "out", variant="fp16", save_function="fp16")
         assert (tmp_path / "out" / "model.safetensors").exists()
-        assert [line for line in warned if f"{name}='fp16'" in line]
+        assert sum("='fp16'" in line for line in warned) == 2
 
     def test_every_old_argument(self, tmp_path: Path) -> None:
         model = w4a16(tiny.llama())
@@ -594,23 +577,15 @@ class TestSavePretrained:
         model.save_pretrained(tmp_path / "out")
         assert (tmp_path / "out" / "recipe.yaml").read_text() == "a: 2"
 
-    def test_a_copy_saves_itself(self, tmp_path: Path) -> None:
-        model = w4a16(tiny.llama())
-        modify_save_pretrained(model)
-        twin = copy.deepcopy(model)
-        twin.model.norm.weight.data.fill_(7)
-        twin.save_pretrained(tmp_path / "twin")
-        assert (tensors(tmp_path / "twin")["model.norm.weight"] == 7).all()
-
-    @pytest.mark.parametrize("form", ["pickle", "torch"])
-    def test_a_pickled_model_saves_itself(self, form: str, tmp_path: Path) -> None:
+    @pytest.mark.parametrize("form", ["copy", "pickle", "torch"])
+    def test_a_copy_saves_itself(self, form: str, tmp_path: Path) -> None:
         model = w4a16(tiny.llama())
         modify_save_pretrained(model, recipe="a: 1")
-        if form == "pickle":
-            twin = pickle.loads(pickle.dumps(model))
-        else:
+        if form == "torch":
             torch.save(model, tmp_path / "model.pt")
             twin = torch.load(tmp_path / "model.pt", weights_only=False)
+        else:
+            twin = copy.deepcopy(model) if form == "copy" else pickle.loads(pickle.dumps(model))
         twin.model.norm.weight.data.fill_(7)
         twin.save_pretrained(tmp_path / "twin")
         stored = tensors(tmp_path / "twin")
@@ -674,12 +649,6 @@ class TestSavePretrained:
         model.save_pretrained(tmp_path / "out")
         assert kept.read_text() == "mine"
         assert (kept.parent / "attention.py").read_text() == f"# {source.name}"
-
-    def test_the_source_is_refused(self, source: Path) -> None:
-        model = w4a16(load_model(source))
-        modify_save_pretrained(model)
-        with pytest.raises(OutputError, match="input model itself"):
-            model.save_pretrained(source)
 
     def test_given_tensors(self, tmp_path: Path) -> None:
         model = tiny.llama()

@@ -100,45 +100,44 @@ def test_no_weights(single: Path) -> None:
         inspect_source(single)
 
 
-@pytest.mark.parametrize(
-    ("names", "there", "remedy"),
-    [
-        (["weights.safetensors"], "1 weight file (weights.safetensors)", "Rename weights.safetens"),
-        (
-            [f"model-0000{number}-of-00004.safetensors" for number in (1, 2, 3, 4)],
-            "4 weight files (model-00001-of-00004.safetensors, model-00002-of-00004.safetensors, "
-            "model-00003-of-00004.safetensors …)",
-            "Download or copy model.safetensors.index.json",
-        ),
-        (
-            ["model-00002-of-00004.safetensors"],
-            "1 weight file (",
-            "Download or copy model.safetensors.index.json",
-        ),
-        (
-            ["pytorch_model-00001-of-00002.bin"],
-            "1 weight file (",
-            "Download or copy pytorch_model.bin.index.json",
-        ),
-        (["a.safetensors", "b.safetensors"], "2 weight files (", "save_pretrained"),
-        (["model-Q4.gguf"], "1 weight file (model-Q4.gguf)", "save_pretrained"),
-    ],
-)
-def test_weights_that_nobody_would_find(
-    names: list[str], there: str, remedy: str, single: Path
-) -> None:
-    """What is there is told, and what is missing."""
+WEIGHTS = [
+    (["weights.safetensors"], "1 weight file (weights.safetensors)", "Rename weights.safetens"),
+    (
+        [f"model-0000{number}-of-00004.safetensors" for number in (1, 2, 3, 4)],
+        "4 weight files (model-00001-of-00004.safetensors, model-00002-of-00004.safetensors, "
+        "model-00003-of-00004.safetensors …)",
+        "Download or copy model.safetensors.index.json",
+    ),
+    (
+        ["model-00002-of-00004.safetensors"],
+        "1 weight file (",
+        "Download or copy model.safetensors.index.json",
+    ),
+    (
+        ["pytorch_model-00001-of-00002.bin"],
+        "1 weight file (",
+        "Download or copy pytorch_model.bin.index.json",
+    ),
+    (["a.safetensors", "b.safetensors"], "2 weight files (", "save_pretrained"),
+    (["model-Q4.gguf"], "1 weight file (model-Q4.gguf)", "save_pretrained"),
+]
+
+
+def test_weights_that_no_loader_finds_are_listed(single: Path) -> None:
     held = (single / "model.safetensors").read_bytes()
     (single / "model.safetensors").unlink()
     (single / "training_args.bin").touch()
-    for name in names:
-        (single / name).write_bytes(held)
-    with pytest.raises(CheckpointError) as caught:
-        inspect_source(single)
-    assert f"holds a config.json and {there}" in str(caught.value)
-    assert "neither model.safetensors nor model.safetensors.index.json" in str(caught.value)
-    assert remedy in caught.value.remedy
-    assert ("Rename" in caught.value.remedy) == (remedy.startswith("Rename"))
+    for names, there, remedy in WEIGHTS:
+        for name in names:
+            (single / name).write_bytes(held)
+        with pytest.raises(CheckpointError) as caught:
+            inspect_source(single)
+        assert f"holds a config.json and {there}" in str(caught.value)
+        assert "neither model.safetensors nor model.safetensors.index.json" in str(caught.value)
+        assert remedy in caught.value.remedy
+        assert ("Rename" in caught.value.remedy) == (remedy.startswith("Rename"))
+        for name in names:
+            (single / name).unlink()
 
 
 def test_other_weight_formats_are_not_looked_into(single: Path) -> None:
@@ -146,12 +145,12 @@ def test_other_weight_formats_are_not_looked_into(single: Path) -> None:
     assert inspect_source(single).tensors == {}
 
 
-@pytest.mark.parametrize("content", [b"junk", b"", b"<html>not found</html>", bytes(64)])
-def test_what_is_no_weight_file_at_all_is_told(single: Path, content: bytes) -> None:
+def test_what_is_no_weight_file_at_all_is_told(single: Path) -> None:
     (single / "model.safetensors").unlink()
-    (single / "pytorch_model.bin").write_bytes(content)
-    with pytest.raises(CheckpointError, match=re.escape(str(single))):
-        load_model(str(single))
+    for content in (b"junk", b"", b"<html>not found</html>", bytes(64)):
+        (single / "pytorch_model.bin").write_bytes(content)
+        with pytest.raises(CheckpointError, match=re.escape(str(single))):
+            load_model(str(single))
 
 
 def test_config_that_is_no_json(single: Path) -> None:
@@ -160,13 +159,13 @@ def test_config_that_is_no_json(single: Path) -> None:
         inspect_source(single)
 
 
-@pytest.mark.parametrize("keep", [0.999, 0.3])
-def test_truncated(single: Path, keep: float) -> None:
+def test_truncated(single: Path) -> None:
     file = single / "model.safetensors"
     content = file.read_bytes()
-    file.write_bytes(content[: int(len(content) * keep)])
-    with pytest.raises(CheckpointError, match=r"model\.safetensors is truncated"):
-        inspect_source(single)
+    for keep in (0.999, 0.3):
+        file.write_bytes(content[: int(len(content) * keep)])
+        with pytest.raises(CheckpointError, match=r"model\.safetensors is truncated"):
+            inspect_source(single)
 
 
 def test_bytes_of_no_tensor(single: Path) -> None:
@@ -194,11 +193,11 @@ def test_bytes_of_no_tensor(single: Path) -> None:
             load_file(file)
 
 
-@pytest.mark.parametrize("key", ["quantization_config", "compression_config"])
-def test_a_quantization_config_that_is_no_object(single: Path, key: str) -> None:
-    (single / "config.json").write_text(json.dumps({"model_type": "llama", key: "x"}))
-    with pytest.raises(CheckpointError, match=f"The {key} of config.json is 'x'"):
-        inspect_source(single)
+def test_a_quantization_config_that_is_no_object(single: Path) -> None:
+    for key in ("quantization_config", "compression_config"):
+        (single / "config.json").write_text(json.dumps({"model_type": "llama", key: "x"}))
+        with pytest.raises(CheckpointError, match=f"The {key} of config.json is 'x'"):
+            inspect_source(single)
 
 
 def test_truncated_shard_is_named(sharded: Path) -> None:
@@ -208,21 +207,21 @@ def test_truncated_shard_is_named(sharded: Path) -> None:
         inspect_source(sharded)
 
 
-@pytest.mark.parametrize(
-    ("content", "reason"),
-    [
-        (b"", "no safetensors file"),
-        (b"\x00" * 64, "no safetensors file"),
-        (b"PK\x03\x04" + b"\xff" * 64, "no safetensors file"),
-        (struct.pack("<Q", 8) + b"no json!", "header of"),
-        (struct.pack("<Q", 8) + b'{"a": 1}', "header of"),
-        (b"version https://git-lfs.github.com/spec/v1\n", "git lfs pull"),
-    ],
-)
-def test_damaged(single: Path, content: bytes, reason: str) -> None:
-    (single / "model.safetensors").write_bytes(content)
-    with pytest.raises(CheckpointError, match=reason):
-        read_header(single / "model.safetensors")
+DAMAGED = [
+    (b"", "no safetensors file"),
+    (b"\x00" * 64, "no safetensors file"),
+    (b"PK\x03\x04" + b"\xff" * 64, "no safetensors file"),
+    (struct.pack("<Q", 8) + b"no json!", "header of"),
+    (struct.pack("<Q", 8) + b'{"a": 1}', "header of"),
+    (b"version https://git-lfs.github.com/spec/v1\n", "git lfs pull"),
+]
+
+
+def test_damaged(single: Path) -> None:
+    for content, reason in DAMAGED:
+        (single / "model.safetensors").write_bytes(content)
+        with pytest.raises(CheckpointError, match=reason):
+            read_header(single / "model.safetensors")
 
 
 def test_missing_shard_is_named(sharded: Path) -> None:
@@ -237,22 +236,14 @@ def test_index_that_does_not_fit(sharded: Path) -> None:
         inspect_source(sharded)
 
 
-@pytest.mark.parametrize(
-    "config",
-    [
-        {"quantization_config": {"quant_method": "gptq"}},
-        {"text_config": {"quantization_config": {"quant_method": "gptq"}}},
-        {"compression_config": {"quant_method": "gptq"}},
-    ],
-)
-def test_quantized(single: Path, config: dict[str, object]) -> None:
-    (single / "config.json").write_text(json.dumps(config))
-    with pytest.raises(CheckpointError, match="already quantized by gptq"):
-        inspect_source(single)
-    assert inspect_source(single, allow_quantized=True).tensors
-
-
-def test_quantized_by_the_same_format_says_how_to_go_on(single: Path) -> None:
+def test_quantized_models_are_refused_with_a_remedy(single: Path) -> None:
+    settings = {"quantization_config": {"quant_method": "gptq"}}
+    other = {"compression_config": {"quant_method": "gptq"}}
+    for config in (settings, {"text_config": settings}, other):
+        (single / "config.json").write_text(json.dumps(config))
+        with pytest.raises(CheckpointError, match="already quantized by gptq"):
+            inspect_source(single)
+        assert inspect_source(single, allow_quantized=True).tensors
     for method, remedy in (("compressed-tensors", "load_context"), ("fp8", "dequantize=True")):
         config = {"quantization_config": {"quant_method": method}}
         (single / "config.json").write_text(json.dumps(config))

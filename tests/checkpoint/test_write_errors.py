@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -22,40 +21,23 @@ HOLDERS = {
 }
 
 
-@pytest.mark.parametrize("length", [240, 248, 256])
-def test_a_name_that_is_too_long_is_refused_before_the_work(tmp_path: Path, length: int) -> None:
-    with pytest.raises(OutputError, match=r"has \d+ bytes.*Choose a shorter name"):
-        check_output_dir(tmp_path / ("n" * length))
+def test_a_name_that_is_too_long_is_refused_before_the_work(tmp_path: Path) -> None:
+    for length in (240, 248, 256):
+        with pytest.raises(OutputError, match=r"has \d+ bytes.*Choose a shorter name"):
+            check_output_dir(tmp_path / ("n" * length))
     with pytest.raises(OutputError, match="has 256 bytes"):
         check_output_dir(tmp_path / ("n" * 256) / "out")
     assert check_output_dir(tmp_path / ("n" * 150) / "out")
 
 
-def _as_folder(place: Path) -> Path:
-    place.mkdir()
-    return place
-
-
-def _below_a_file(place: Path) -> Path:
-    place.touch()
-    return place / "report.json"
-
-
-def _where_nothing_can_be_made(place: Path) -> Path:
-    return Path("/proc/report.json")
-
-
-def _with_a_long_name(place: Path) -> Path:
-    return place / ("n" * 256) / "report.json"
-
-
-@pytest.mark.parametrize(
-    "make", [_as_folder, _below_a_file, _where_nothing_can_be_made, _with_a_long_name]
-)
-def test_a_file_that_cannot_be_written(tmp_path: Path, make: Callable[[Path], Path]) -> None:
-    file = make(tmp_path / "place.json")
-    with pytest.raises(OutputError, match=r"X: file is .*, which cannot be written"):
-        check_file(file, "X: file")
+def test_a_file_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "file").touch()
+    long_name = tmp_path / ("n" * 256) / "report.json"
+    not_made = Path("/proc/report.json")
+    for file in (tmp_path / "folder", tmp_path / "file" / "report.json", not_made, long_name):
+        with pytest.raises(OutputError, match=r"X: file is .*, which cannot be written"):
+            check_file(file, "X: file")
 
 
 def test_nothing_is_left_of_trying_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,8 +52,10 @@ def test_nothing_is_left_of_trying_a_file(tmp_path: Path, monkeypatch: pytest.Mo
     assert (tmp_path / "old.json").stat().st_mtime_ns == before
 
 
-@pytest.mark.parametrize("holder", HOLDERS)
-@pytest.mark.parametrize("number", [errno.ENOENT, errno.EACCES, errno.EPERM, errno.EROFS])
+@pytest.mark.parametrize(
+    ("holder", "number"),
+    [("opened", errno.ENOENT), ("reserved", errno.EACCES), ("staged", errno.EROFS)],
+)
 def test_a_folder_that_cannot_be_made(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, holder: str, number: int
 ) -> None:
@@ -91,9 +75,12 @@ def test_a_folder_that_cannot_be_made(
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("holder", ["opened", "staged"])
 @pytest.mark.parametrize(
-    "error", [OSError(errno.EFBIG, "File too large"), ValueError("File too large (os error 27)")]
+    ("holder", "error"),
+    [
+        ("opened", OSError(errno.EFBIG, "File too large")),
+        ("staged", ValueError("File too large (os error 27)")),
+    ],
 )
 def test_a_file_that_is_too_large(tmp_path: Path, holder: str, error: Exception) -> None:
     target = tmp_path / "a" / "out"

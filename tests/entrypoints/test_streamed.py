@@ -359,10 +359,10 @@ def test_a_limit_is_asked_when_the_matrices_that_stay_in_forwards_are_there(
     assert there == [3 * 4 * width**2]
 
 
-@pytest.mark.parametrize("limit", ["lots", {"tpu": "1GiB"}, "0=1GiB,1", -1])
-def test_a_limit_that_is_none(limit: Any, tmp_path: Path) -> None:
-    with pytest.raises(ArgumentError, match="max_memory"):
-        oneshot(model="model", recipe=RECIPES["W4A16"](), max_memory=limit)
+def test_a_limit_that_is_none() -> None:
+    for limit in ("lots", {"tpu": "1GiB"}, "0=1GiB,1", -1):
+        with pytest.raises(ArgumentError, match="max_memory"):
+            oneshot(model="model", recipe=RECIPES["W4A16"](), max_memory=limit)
 
 
 def test_a_model_without_weights_is_refused(folders: Callable[[str], Path]) -> None:

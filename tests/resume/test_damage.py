@@ -19,7 +19,7 @@ from tests.thinned import few
 from transformers import AutoModelForCausalLM
 
 from llmcompressor import oneshot, plan
-from llmcompressor.checkpoint import block_writer, tensor_files
+from llmcompressor.checkpoint import tensor_files
 from llmcompressor.checkpoint.journal import Journal
 from llmcompressor.errors import CheckpointError, CompressorError, OutputError
 from llmcompressor.modifiers.quantization import GPTQModifier, QuantizationModifier
@@ -197,7 +197,7 @@ def stopped_at(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]
                 raise error
             write(descriptor, view, offset)
 
-        monkeypatch.setattr(block_writer, "_write_all", failing)
+        monkeypatch.setattr(tensor_files, "_write_all", failing)
 
     yield arm
     monkeypatch.undo()

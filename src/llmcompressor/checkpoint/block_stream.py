@@ -8,7 +8,6 @@ from collections.abc import (
     Callable,
     Collection,
     ItemsView,
-    Iterable,
     Iterator,
     Mapping,
     Sequence,
@@ -24,7 +23,6 @@ import torch
 from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.config import CompressionFormat
 from compressed_tensors.quantization import (
-    QuantizationArgs,
     QuantizationScheme,
     QuantizationStatus,
     QuantizationStrategy,
@@ -47,9 +45,8 @@ from llmcompressor.checkpoint.manifest import OutputManifest, compress_block
 from llmcompressor.checkpoint.meta_model import MetaModel
 from llmcompressor.checkpoint.names import LoadedName, NameMap
 from llmcompressor.checkpoint.packing import QuantizedModule
-from llmcompressor.checkpoint.side_files import load_tensors
 from llmcompressor.checkpoint.source import TensorHeader
-from llmcompressor.checkpoint.tensor_files import OutputLayout, TensorReader
+from llmcompressor.checkpoint.tensor_files import OutputLayout, TensorReader, read_tensors
 from llmcompressor.checkpoint.workspace import Workspace
 from llmcompressor.logger import logger
 from llmcompressor.modeling.names import named_modules
@@ -192,7 +189,8 @@ class BlockRestorer:
         self._layout = layout
         self._weights = weights
         self._device = torch.device(device)
-        self._plain = names.loaded(self._plain_names(), model.state_dict())
+        plain = (name for name in layout.places if self._module_of(name) is None)
+        self._plain = names.loaded(plain, model.state_dict())
 
     def names_of(self, block: str) -> list[str]:
         """Return the stored tensors of a block; for :data:`REST` those outside all blocks."""
@@ -257,11 +255,6 @@ class BlockRestorer:
             self._unpack(self._entries[module], tensors)
         self._weights.settle(block)
 
-    def _plain_names(self) -> Iterable[str]:
-        for name in self._layout.places:
-            if self._module_of(name) is None:
-                yield name
-
     def _module_of(self, stored: str) -> str | None:
         """Return the quantized module that a stored tensor belongs to, or ``None``."""
         place, _, own = stored.rpartition(".")
@@ -299,7 +292,9 @@ def _decompressed(
     compressor: Any = BaseCompressor.get_value_from_registry(scheme.format)
     assert weight is not None
     assert scheme.weights is not None
-    columns, missing = weight.shape[-1], _group_padding(scheme.weights, weight.shape[-1])
+    columns, missing = weight.shape[-1], 0
+    if scheme.weights.strategy in (QuantizationStrategy.GROUP, QuantizationStrategy.TENSOR_GROUP):
+        missing = -columns % int(scheme.weights.group_size)  # in a row's last group
     values = dict(tensors)
     if missing:
         name = "weight_packed" if "weight_packed" in values else "weight"
@@ -313,13 +308,6 @@ def _decompressed(
     if missing:
         found["weight"] = found["weight"][..., :columns].contiguous()
     return found
-
-
-def _group_padding(weights: QuantizationArgs, columns: int) -> int:
-    """Number of columns that a row's last group lacks."""
-    if weights.strategy not in (QuantizationStrategy.GROUP, QuantizationStrategy.TENSOR_GROUP):
-        return 0
-    return -columns % int(weights.group_size)
 
 
 # --------------------
@@ -603,11 +591,10 @@ class BlockStream:
     def _modules_of(self, block: str) -> list[str]:
         """Return the names of a block and its submodules, or of the modules outside all blocks."""
         if block == REST:
-            return [name for name, _ in self._model.named_modules() if self._is_rest(name)]
+            every = (name for name, _ in self._model.named_modules())
+            outside = (name for name in every if name not in self._block_names)
+            return [name for name in outside if self._block_of(name) == REST]
         return [name for name, _ in self._model.get_submodule(block).named_modules(prefix=block)]
-
-    def _is_rest(self, name: str) -> bool:
-        return name not in self._block_names and self._block_of(name) == REST
 
     def _write(self, block: str, tensors: Mapping[str, Tensor]) -> None:
         entries = self._entries.get(block, [])
@@ -667,11 +654,7 @@ class BlockStream:
         }
 
     def _extras(self) -> dict[str, Tensor]:
-        return {
-            name: tensor
-            for tensors in load_tensors(self._prediction.extras)
-            for name, tensor in tensors.items()
-        }
+        return dict(read_tensors(self._prediction.extras))
 
     def _block_of(self, name: str) -> str:
         """Return the name of the block that contains a module or tensor, or :data:`REST`."""

@@ -19,7 +19,12 @@ from torch import Tensor
 from llmcompressor.checkpoint.atomic_output import fsync
 from llmcompressor.checkpoint.side_files import side_files
 from llmcompressor.checkpoint.source import read_header
-from llmcompressor.checkpoint.tensor_files import OutputLayout, TensorReader, TensorWriter
+from llmcompressor.checkpoint.tensor_files import (
+    OutputLayout,
+    TensorWriter,
+    bytes_of,
+    read_tensors,
+)
 from llmcompressor.errors import CheckpointError, OutputError
 from llmcompressor.runtime.progress import format_bytes
 
@@ -223,12 +228,11 @@ class ScratchBlocks:
     @staticmethod
     def _read(file: Path) -> tuple[dict[str, Tensor], str]:
         headers = read_header(file)
-        reader = TensorReader(headers)
         digest = xxhash.xxh3_128()
-        try:
-            tensors = {name: reader.read(name, digest) for name in sorted(headers)}
-        finally:
-            reader.close()
+        tensors = {}
+        for name, tensor in read_tensors(dict(sorted(headers.items()))):
+            digest.update(bytes_of(tensor))
+            tensors[name] = tensor
         return tensors, digest.hexdigest()
 
 

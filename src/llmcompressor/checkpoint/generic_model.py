@@ -187,7 +187,8 @@ def build_tree(
         for path, tensors in _with_parents(modules):
             _add_module(made, path, tensors)
             if _is_compressed(path, tensors):
-                model.compressed[path] = _placeholder(path.rpartition(".")[2])
+                kind = Embedding if _is_embedding(path.rpartition(".")[2]) else Linear
+                model.compressed[path] = kind(1, 1, device="meta")
     except (KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"A tensor has a name that torch cannot hold: {error}.") from error
     model.doubtful += _doubtful_linears(model)
@@ -362,12 +363,6 @@ def _make_module(path: str, tensors: Mapping[str, TensorHeader]) -> Module:
     return TreeBlock() if last.isdigit() else TreePart()
 
 
-def _placeholder(name: str) -> Linear | Embedding:
-    if _is_embedding(name):
-        return Embedding(1, 1, device="meta")
-    return Linear(1, 1, device="meta")
-
-
 def _is_embedding(name: str) -> bool:
     """Return True if a module has the name of an embedding.
 
@@ -417,12 +412,10 @@ def _find_embeddings(model: TreeModel, facts: _ConfigFacts) -> None:
                 model.doubtful.append(name)
             continue
         model._outputs = name
-        twin = next((own for own, one in inputs.items() if _has_same_shape(one, module)), None)
+        twin = next(
+            (own for own, one in inputs.items() if one.weight.shape == module.weight.shape), None
+        )
         if twin is not None and facts.is_tied:
             model.tied.append(name)
         elif twin is not None:
             model._inputs = twin
-
-
-def _has_same_shape(embedding: Embedding, head: Linear) -> bool:
-    return embedding.weight.shape == head.weight.shape

@@ -58,6 +58,7 @@ class PartitionedState:
         compressed: module name → its entry and its own tensors.
         state: the model's state dict.
         tied: input and output embeddings are one tensor; ``None`` if there is no pair.
+        names: the names of the model.
     """
 
     plain: dict[str, Tensor]
@@ -65,6 +66,7 @@ class PartitionedState:
     compressed: dict[str, tuple[QuantizedModule, dict[str, Tensor]]]
     state: Mapping[str, Tensor]
     tied: bool | None
+    names: NameMap
 
 
 def partition_state_dict(
@@ -82,9 +84,10 @@ def partition_state_dict(
     plain = remove_tied_weights_from_state_dict(_drop_shared_transforms(model, plain), model)
     keys = frozenset(plain)
     names = [entry.name for entry in quantized]
-    plain = NameMap(model).layout(plain, names)
+    own_names = NameMap(model)
+    plain = own_names.layout(plain, names)
     compressed = {entry.name: (entry, own[entry.name]) for entry in quantized}
-    return PartitionedState(plain, keys, compressed, state, tied)
+    return PartitionedState(plain, keys, compressed, state, tied, own_names)
 
 
 def _drop_shared_transforms(
@@ -148,7 +151,8 @@ def _resolve_tie(
     can_tie = key_out in (getattr(model, "_tied_weights_keys", None) or {})
     if first is second:
         return True if can_tie else None
-    if _is_shared_elsewhere(model, second, key_out):
+    every = model.named_parameters(remove_duplicate=False)
+    if any(one is second and name != key_out for name, one in every):
         return None  # with a decoder's embedding, say, which is not the model's input
     has_bias = getattr(outputs, "bias", None) is not None
     may_tie = can_tie and config_ties_embeddings(model) and not has_bias
@@ -168,12 +172,6 @@ def _merge_if_equal(plain: dict[str, Tensor], first: str, second: str) -> bool:
         return False
     plain[second] = one
     return True
-
-
-def _is_shared_elsewhere(model: PreTrainedModel, parameter: Tensor, own: str) -> bool:
-    """Return True if a parameter has another name besides ``own``."""
-    every = model.named_parameters(remove_duplicate=False)
-    return any(one is parameter and name != own for name, one in every)
 
 
 # --------------------
@@ -265,12 +263,12 @@ def manifest_of(
             which those that the model does not own are stored too.
     """
     quantized = [entry for entry, _ in contents.compressed.values()]
-    stored = _sorted_tensors(model, contents)
+    stored = _sorted_tensors(contents)
     names = {one.name for one in stored}
     headers = headers_beside(names)
     extras = extra_tensors(model, headers, contents.state, names)
     stored += [StoredTensor(name, headers[name].dtype, headers[name].shape) for name in extras]
-    own = NameMap(model).stored([entry.name for entry in quantized])
+    own = contents.names.stored([entry.name for entry in quantized])
     ignore = extra_ignore_patterns(extras, names, [*own, *own.values()]) if extras else []
     return OutputManifest(
         quantized,
@@ -353,8 +351,8 @@ def _expected_state(
     return state
 
 
-def _sorted_tensors(model: PreTrainedModel, contents: PartitionedState) -> list[StoredTensor]:
-    places = NameMap(model).stored(contents.compressed)
+def _sorted_tensors(contents: PartitionedState) -> list[StoredTensor]:
+    places = contents.names.stored(contents.compressed)
     pieces = {name: [_stored(name, tensor)] for name, tensor in contents.plain.items()}
     known: dict[object, list[StoredTensor]] = {}  # a model has few forms of modules
     for module, (entry, own) in contents.compressed.items():

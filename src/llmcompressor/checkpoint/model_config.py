@@ -153,14 +153,9 @@ def _patch_level(
             and _canonical_json(now) != _canonical_json(before)
         ):
             logger.info(f"config.json: {key} becomes {now} (was {before}).")
-            names = [name for name in _attribute_names(current, key) if name in config]
+            aliases = [name for name, real in current.attribute_map.items() if real == key]
+            names = [name for name in dict.fromkeys([key, *aliases]) if name in config]
             config.update(dict.fromkeys(names or [key], json.loads(_canonical_json(now))))
-
-
-def _attribute_names(config: PretrainedConfig, key: str) -> list[str]:
-    """Return the names of an attribute: the class's own, and its aliases in files."""
-    aliases = config.attribute_map.items()
-    return [key, *(alias for alias, real in aliases if real == key and alias != key)]
 
 
 def _decode_floats(value: Any) -> Any:

@@ -239,7 +239,7 @@ class _PieceFinder:
                 if part.stack == stack.removesuffix("_bias"):
                     own = self._names[mixture.name][part.role]
                     target = f"{mixture.name}.{expert}.{own}.{kind}"
-                    piece = _piece(header, expert, part, turned=turned)
+                    piece = _piece(header, expert, part.rows, turned=turned)
                     placed = LoadedName(target, merged=False)
                     yield _PlacedTensor(f"{name}:{expert}:{part.role}", placed, piece)
 
@@ -257,16 +257,16 @@ def _is_transposed(
     return None
 
 
-def _piece(header: TensorHeader, expert: int, part: StackedLinear, *, turned: bool) -> TensorHeader:
+def _piece(header: TensorHeader, expert: int, own: slice, *, turned: bool) -> TensorHeader:
     """Return the header of one Linear's part of a stack: a range of the file, or selected rows."""
     experts, *matrix = header.shape
     size = header.nbytes // experts if experts else 0
-    rows = len(range(*part.rows.indices(matrix[-1] if turned else matrix[0])))
+    rows = len(range(*own.indices(matrix[-1] if turned else matrix[0])))
     shape = (rows, *(matrix[:1] if turned else matrix[1:]))
     nbytes = size // prod(matrix) * prod(shape) if prod(matrix) else 0
     offset = header.offset + expert * size
-    if not turned and part.rows.step is None:
-        start = part.rows.start * (size // matrix[0])
+    if not turned and own.step is None:
+        start = own.start * (size // max(matrix[0], 1))
         return TensorHeader(header.dtype, shape, header.file, offset + start, nbytes)
     return RowSliceHeader(
         header.dtype,
@@ -276,7 +276,7 @@ def _piece(header: TensorHeader, expert: int, part: StackedLinear, *, turned: bo
         nbytes,
         matrix=tuple(matrix),
         turned=turned,
-        rows=(part.rows.start, part.rows.stop, part.rows.step or 1),
+        rows=(own.start, own.stop, own.step or 1),
     )
 
 
@@ -366,7 +366,16 @@ def find_fused_experts(headers: Mapping[str, TensorHeader]) -> list[FusedExperts
         holder, _, own = name.removesuffix(".weight").rpartition(".")
         if len(header.shape) == _DIMENSIONS and holder and own in (_GATE_UP, _DOWN):
             found.setdefault(holder, {})[own] = name
-    return [_make_stack(holder, tensors, headers) for holder, tensors in found.items()]
+    return [
+        FusedExperts(
+            holder,
+            tensors.get(_GATE_UP),
+            tensors.get(_DOWN),
+            experts=max(headers[name].shape[0] for name in tensors.values()),
+            problem=_problem(holder, tensors, headers),
+        )
+        for holder, tensors in found.items()
+    ]
 
 
 def split_fused_experts(
@@ -394,14 +403,6 @@ def split_fused_experts(
             )
         view |= pieces
     return view
-
-
-def _make_stack(
-    holder: str, tensors: Mapping[str, str], headers: Mapping[str, TensorHeader]
-) -> FusedExperts:
-    experts = max(headers[name].shape[0] for name in tensors.values())
-    problem = _problem(holder, tensors, headers)
-    return FusedExperts(holder, tensors.get(_GATE_UP), tensors.get(_DOWN), experts, problem)
 
 
 def _problem(holder: str, tensors: Mapping[str, str], headers: Mapping[str, TensorHeader]) -> str:
@@ -432,17 +433,10 @@ def _pieces(
             f"Ignore them: ignore=['{stack.name}'], or store one matrix per expert.",
         )
     parts = ("gate_proj", "up_proj") if name == stack.gate_up else (_DOWN,)
-    experts, rows, columns = header.shape
-    size = header.nbytes // (experts * len(parts)) if experts else 0
+    experts, rows, _ = header.shape
+    share = rows // len(parts)
     for number in range(experts):
         for place, part in enumerate(parts):
-            yield (
-                f"{stack.name}.{number}.{part}.weight",
-                TensorHeader(
-                    header.dtype,
-                    (rows // len(parts), columns),
-                    header.file,
-                    header.offset + (number * len(parts) + place) * size,
-                    size,
-                ),
-            )
+            own = slice(place * share, (place + 1) * share)
+            piece = _piece(header, number, own, turned=False)
+            yield f"{stack.name}.{number}.{part}.weight", piece

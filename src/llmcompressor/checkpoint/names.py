@@ -725,21 +725,22 @@ def has_reordered_experts(mixture: StackedMoE, model: PreTrainedModel) -> bool:
     assert mixture.form is not None
     stacks = {f"{mixture.name}.{part.stack}" for part in mixture.form.parts}
     found: list[Any] = get_model_conversion_mapping(model, add_legacy=False)
-    return any(
-        not _is_plain_stacking(entry) and any(_source_names(entry, stack) for stack in stacks)
-        for entry in found
-        if isinstance(entry, WeightConverter)
-    )
-
-
-def _is_plain_stacking(converter: WeightConverter) -> bool:
-    first, *rest = converter.operations
-    return type(first) is MergeModulelist and all(isinstance(one, Concatenate) for one in rest)
+    for entry in found:
+        if isinstance(entry, WeightConverter):
+            first, *rest = entry.operations
+            is_plain = all(isinstance(one, Concatenate) for one in rest)
+            if type(first) is MergeModulelist and is_plain:
+                continue
+            if any(_source_names(entry, stack) for stack in stacks):
+                return True
+    return False
 
 
 def _source_names(converter: Any, target: str) -> list[str]:
     """Return the names that a converter builds ``target`` from; empty for another target."""
-    if not _is_in_scope(converter, target):
+    # the parts of a composite model have tables of their own, and several may have experts
+    scope, base = converter.scope_prefix, converter.base_model_prefix
+    if scope and not target.startswith((f"{scope}.", f"{base}.{scope}.")):
         return []
     patterns = [
         str(one).replace("\\", "").rstrip("$") for one in converter._original_target_patterns
@@ -748,13 +749,3 @@ def _source_names(converter: Any, target: str) -> list[str]:
         return []
     found = [_PER_EXPERT.search(str(one)) for one in converter._original_source_patterns]
     return [one.group(1) for one in found if one is not None]
-
-
-def _is_in_scope(converter: Any, target: str) -> bool:
-    """Return True if a converter's scope includes a tensor.
-
-    The parts of a composite model (language model, vision tower) have tables of their own, and both
-    may have experts.
-    """
-    scope, base = converter.scope_prefix, converter.base_model_prefix
-    return not scope or target.startswith((f"{scope}.", f"{base}.{scope}."))

@@ -513,7 +513,10 @@ def _packed_by_compressor(
 ) -> dict[str, Tensor]:
     """Pack a weight with compressed-tensors, from a float32 weight and float32 scales."""
     weights, weight = entry.scheme.weights, own["weight"]
-    wide = _with_wide_scales(own)
+    wide = {
+        name: _to_float32(tensor) if name.endswith("_scale") else tensor
+        for name, tensor in own.items()
+    }
     scale = effective_scale(own["weight_scale"], own.get("weight_global_scale"))
     zero = None if weights.symmetric else own["weight_zero_point"]
     grid, partition = grid_of(weights), partition_of(weights)
@@ -525,22 +528,10 @@ def _packed_by_compressor(
         codes = partition.apply(partial(_recode, grid), weight, scale, zero)
         wide["weight"] = dequantize_matrix(codes, _to_float32(scale), zero, grid, partition)
     packed: dict[str, Tensor] = compressor.compress(wide, entry.scheme)
-    _keep_dtypes(packed, own)
-    return packed
-
-
-def _with_wide_scales(own: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {
-        name: _to_float32(tensor) if name.endswith("_scale") else tensor
-        for name, tensor in own.items()
-    }
-
-
-def _keep_dtypes(packed: dict[str, Tensor], own: Mapping[str, Tensor]) -> None:
-    """Restore the dtype of tensors that were only widened for the arithmetic."""
-    for name, tensor in own.items():
+    for name, tensor in own.items():  # of what was only widened for the arithmetic
         if name in packed and packed[name].dtype is torch.float32:
             packed[name] = tensor
+    return packed
 
 
 def _is_qparam(key: str) -> bool:
@@ -638,7 +629,10 @@ def is_on_grid(entry: QuantizedModule, own: Mapping[str, Tensor]) -> bool:
     def far(x: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
         return _is_off_grid(grid, x.to(wide), scale, zero, apart).to(wide)
 
-    off = compute_codes(weight, scale, zero, far, partition_of(weights), _any_of_row)
+    def any_of_row(far: Tensor) -> Tensor:
+        return far.any(-1, keepdim=True)
+
+    off = compute_codes(weight, scale, zero, far, partition_of(weights), any_of_row)
     return not bool(off.any())
 
 
@@ -674,10 +668,6 @@ def _is_off_grid(grid: Grid, x: Tensor, scale: Tensor, zero: Tensor | None, apar
     if grid.kind == "float":
         return distance > _OF_A_FLOAT * x.abs() + _LEAST * scale + apart / 2
     return distance > _OF_A_STEP * scale + _OF_A_VALUE * x.abs()
-
-
-def _any_of_row(far: Tensor) -> Tensor:
-    return far.any(-1, keepdim=True)
 
 
 # --------------------

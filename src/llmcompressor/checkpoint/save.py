@@ -59,7 +59,6 @@ from llmcompressor.checkpoint.side_files import (
     PROCESSOR_FILES,
     copy_side_files,
     layer_prefix,
-    load_tensors,
     matches_stored_files,
     processor_directory,
     replaced_files,
@@ -74,7 +73,12 @@ from llmcompressor.checkpoint.source import (
     quantization_method,
     with_scales,
 )
-from llmcompressor.checkpoint.tensor_files import OutputLayout, TensorWriter, layout_files
+from llmcompressor.checkpoint.tensor_files import (
+    OutputLayout,
+    TensorWriter,
+    layout_files,
+    read_tensors,
+)
 from llmcompressor.errors import ArgumentError, CheckpointError, OutputError, did_you_mean
 from llmcompressor.logger import logger
 from llmcompressor.modeling.call_graph import model_dtype
@@ -453,17 +457,18 @@ def _write(
         name = type(model).__name__
         logger.info(f"Carrying over {len(manifest.extras)} tensors that {name} does not own.")
     layout = layout_files(manifest.stored, options.shard_bytes)
-    _write_weights(folder, layout, _stored_tensors(model, contents, manifest))
+    _write_weights(folder, layout, _stored_tensors(contents, manifest))
     write_non_weight_files(model, folder, options, manifest, layout)
 
 
 def _stored_tensors(
-    model: PreTrainedModel, contents: PartitionedState, manifest: OutputManifest
+    contents: PartitionedState, manifest: OutputManifest
 ) -> Iterator[Mapping[str, Tensor]]:
     for name, tensor in contents.plain.items():
         yield {name: tensor}
-    yield from packed_modules(NameMap(model), contents.compressed)
-    yield from load_tensors(manifest.extras)
+    yield from packed_modules(contents.names, contents.compressed)
+    for name, tensor in read_tensors(manifest.extras):
+        yield {name: tensor}
 
 
 def _write_weights(
@@ -618,7 +623,8 @@ def _write_side_files(
     processor = options.processor
     stored = None if processor is None else processor_directory(processor)
     if stored is not None and not (
-        _has_processor(stored) and matches_stored_files(processor, stored)
+        any((stored / name).exists() for name in PROCESSOR_FILES)
+        and matches_stored_files(processor, stored)
     ):
         logger.info(
             f"The {type(processor).__name__} is not as {stored} holds it: it is written as it is."
@@ -651,7 +657,3 @@ def _generation_config_differs(model: PreTrainedModel, folder: Path) -> bool:
         for key in own.keys() | copied.keys()
         if key != "transformers_version" and not key.startswith("_")
     )
-
-
-def _has_processor(folder: Path) -> bool:
-    return any((folder / name).exists() for name in PROCESSOR_FILES)

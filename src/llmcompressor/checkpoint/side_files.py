@@ -12,7 +12,6 @@ from pathlib import Path, PurePosixPath
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
-from safetensors import safe_open
 from torch import Tensor
 from transformers import AutoProcessor, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -31,7 +30,6 @@ __all__ = [
     "extra_tensors",
     "layer_prefix",
     "load_processor",
-    "load_tensors",
     "matches_stored_files",
     "module_folders",
     "processor_directory",
@@ -202,13 +200,6 @@ def extra_ignore_patterns(
         if root is not None:
             roots[root] = None
     return [_pattern(root, quantized) for root in roots]
-
-
-def load_tensors(headers: Mapping[str, TensorHeader]) -> Iterator[dict[str, Tensor]]:
-    """Yield tensors of a checkpoint one at a time, unchanged."""
-    for name, header in headers.items():
-        with safe_open(str(header.file), framework="pt") as reader:
-            yield {name: reader.get_tensor(name)}
 
 
 def copy_side_files(source: Path, target: Path, *, without: set[str] | None = None) -> None:

@@ -139,16 +139,13 @@ def check_dense(tensors: Mapping[str, TensorHeader]) -> None:
 
 def undeclared_error(name: str, header: TensorHeader) -> CheckpointError:
     """Return the error for a tensor of codes that ``config.json`` does not declare."""
+    told = [one for one in SIDE_FILES if (header.file.parent / one).is_file()]
+    elsewhere = f" ({told[0]} beside it does)" if told else ""
     return CheckpointError(
         f"The tensor {name} of {header.file} ({header.dtype}) is quantized already, though "
-        f"config.json does not say so{_declared_by(header.file.parent)}.",
+        f"config.json does not say so{elsewhere}.",
         "Compress the original, unquantized model.",
     )
-
-
-def _declared_by(folder: Path) -> str:
-    found = next((name for name in SIDE_FILES if (folder / name).is_file()), None)
-    return "" if found is None else f" ({found} beside it does)"
 
 
 # --------------------
@@ -313,9 +310,11 @@ def inspect_source(
     if holds_adapter(directory):
         raise adapter_error(directory)
     if not config_file.is_file():
+        below = sorted(path.parent.name for path in directory.glob(f"*/{CONFIG}"))
+        near = f"It holds folders with models: {', '.join(below[:5])}." if below else ""
         raise CheckpointError(
             f"The folder {directory} holds no model: it has no {CONFIG}.",
-            _models_below(directory) or "Give the folder that holds config.json and the weights.",
+            near or "Give the folder that holds config.json and the weights.",
         )
     config = _read_json(config_file)
     if not allow_quantized:
@@ -540,11 +539,6 @@ def _not_a_directory(path: Path) -> CheckpointError:
         f"The model folder {path} does not exist.",
         near or "Give an existing folder or the id of a model on the hub.",
     )
-
-
-def _models_below(directory: Path) -> str:
-    names = sorted(path.parent.name for path in directory.glob(f"*/{CONFIG}"))
-    return f"It holds folders with models: {', '.join(names[:5])}." if names else ""
 
 
 def _read_json(file: Path) -> dict[str, Any]:

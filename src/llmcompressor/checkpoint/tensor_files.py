@@ -46,6 +46,7 @@ __all__ = [
     "dtype_name",
     "layout_files",
     "natural_key",
+    "read_tensors",
 ]
 
 
@@ -264,6 +265,16 @@ class TensorReader:
                 "Convert the checkpoint.",
             )
         return DTYPES[header.dtype]
+
+
+def read_tensors(headers: Mapping[str, TensorHeader]) -> Iterator[tuple[str, Tensor]]:
+    """Yield the name and the value of each tensor, one at a time."""
+    reader = TensorReader(headers)
+    try:
+        for name in headers:
+            yield name, reader.read(name)
+    finally:
+        reader.close()
 
 
 @contextmanager
