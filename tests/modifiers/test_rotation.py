@@ -51,10 +51,10 @@ from llmcompressor.recipe import Recipe
 
 DATA = batches(number=2)
 ALL = ["R1", "R2", "R3", "R4"]
-EVERY_FORM = [
+KINDS = ("hadamard", "random-hadamard", "random-matrix")
+EACH_ALONE = [
     {"rotations": [name], "transform_type": kind}
-    for name in ALL
-    for kind in ("hadamard", "random-hadamard", "random-matrix")
+    for name, kind in zip(ALL, (*KINDS, "random-hadamard"), strict=True)
 ]
 
 
@@ -107,7 +107,7 @@ def test_outputs_stay(name: str, kind: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "fields", [*EVERY_FORM, {"rotations": ALL, "transform_block_size": 8}], ids=str
+    "fields", [*EACH_ALONE, {"rotations": ALL, "transform_block_size": 8}], ids=str
 )
 def test_each_rotation_alone_and_in_blocks(fields: dict[str, Any]) -> None:
     model = lively(llama(tie_word_embeddings=True))
@@ -562,9 +562,8 @@ def test_rotations_come_first() -> None:
         run(model, SpinQuantModifier(rotations=["R1"]))
 
 
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
+def test_fields_are_checked() -> None:
+    wrong: list[tuple[dict[str, Any], str]] = [
         ({"rotations": ["R1", "r1"]}, "at most once"),
         ({"rotations": None}, r"rotations are \[\]"),
         ({"rotations": 1}, r"'rotations': .*list \(given: 1\)"),
@@ -580,19 +579,17 @@ def test_rotations_come_first() -> None:
             {"transform_config": {"config_groups": {"own": {"type": "hadamard", "apply": []}}}},
             "'transform_config': it has no scheme",
         ),
-    ],
-)
-def test_fields_are_checked(fields: dict[str, Any], message: str) -> None:
-    with pytest.raises(RecipeError, match=message):
-        SpinQuantModifier(**fields)
+    ]
+    for fields, message in wrong:
+        with pytest.raises(RecipeError, match=message):
+            SpinQuantModifier(**fields)
 
 
-@pytest.mark.parametrize("seed", [-1, -4, 2**32, 0.5])
-@pytest.mark.parametrize("kind", [SpinQuantModifier, QuIPModifier])
-def test_a_seed_is_a_whole_number_from_zero_on(kind: Any, seed: Any) -> None:
-    with pytest.raises(RecipeError, match="seed"):
-        kind(seed=seed)
-    assert kind(seed=2**32 - 1).seed == 2**32 - 1
+def test_a_seed_is_a_whole_number_from_zero_on() -> None:
+    for seed in (-1, 2**32, 0.5):
+        with pytest.raises(RecipeError, match="seed"):
+            QuIPModifier(seed=seed)
+    assert QuIPModifier(seed=2**32 - 1).seed == 2**32 - 1
 
 
 def test_a_pattern_of_quip_means_the_linears_that_it_matches() -> None:

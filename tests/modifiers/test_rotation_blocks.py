@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import tiny_llama as tiny
 import torch
-from tests.thinned import few
+from tests.thinned import few, thinned
 from torch.nn import Module
 from transformers import AutoModelForCausalLM, BitNetConfig, BitNetForCausalLM
 
@@ -100,8 +100,9 @@ def test_the_files_are_those_of_a_model_in_memory(
             compressed(str(source), recipe, tmp_path / "refused")
 
 
-@pytest.mark.parametrize("loaded", [False, True])
-@pytest.mark.parametrize(("ignore", "inputs"), [([], 4), (["re:.*q_proj"], 5)])
+@pytest.mark.parametrize(
+    ("loaded", "ignore", "inputs"), thinned([False, True], [([], 4), (["re:.*q_proj"], 5)])
+)
 def test_those_that_turn_an_input_alike_share_what_is_counted_of_it(
     loaded: bool, ignore: list[str], inputs: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -33,7 +33,6 @@ __all__ = [
     "fast_hadamard",
     "hadamard",
     "has_hadamard",
-    "random_hadamard",
     "random_orthogonal",
     "split_order",
     "usable_block_sizes",
@@ -85,20 +84,6 @@ def usable_block_sizes(width: int, *, most: int = 4) -> list[int]:
     """
     divisors = [n for n in range(width, 1, -1) if width % n == 0]
     return [n for n in divisors if has_hadamard(n)][:most]
-
-
-def random_hadamard(order: int, generator: torch.Generator) -> Tensor:
-    """diag(s) H with random signs s, float64 ``[N, N]``.
-
-    Args:
-        order: N.
-        generator: on the CPU; equal seeds give equal matrices.
-
-    Raises:
-        ValueError: as :func:`hadamard`.
-    """
-    signs_N = torch.randint(0, 2, (order,), generator=generator).double() * 2 - 1
-    return signs_N[:, None] * hadamard(order)
 
 
 def random_orthogonal(order: int, generator: torch.Generator) -> Tensor:

@@ -86,6 +86,12 @@ class Rotation:
         """True for a Hadamard matrix with rows of changed sign."""
         return self.signs_N is not None and bool((self.signs_N < 0).any())
 
+    @property
+    def is_sylvester(self) -> bool:
+        """True for Sylvester's matrix: a Hadamard matrix of a power of two, without signs."""
+        is_power = self.order & (self.order - 1) == 0
+        return is_power and self.signs_N is not None and not self.is_random
+
     def __call__(self, x: Tensor) -> Tensor:
         """Compute ``x Q`` for ``[..., k N]``, in blocks of N columns, in the dtype of ``x``."""
         y = x.reshape(*x.shape[:-1], -1, self.order)

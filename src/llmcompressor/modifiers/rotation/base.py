@@ -160,7 +160,8 @@ class RotationModifier(Modifier):
         add_schemes(model, {name: self._plan.schemes[name] for name in turned_alike})
         if not is_loaded(model):  # the output is predicted from the model before the run
             self._check_blocks(model, self._plan)
-            self._plan.attach_resting(model, _device_of(model))
+            loaded = (one.device for one in model.parameters() if not one.is_meta)
+            self._plan.attach_resting(model, next(loaded, torch.device("meta")))
         return True
 
     def predict(self, state: State) -> Prediction:
@@ -509,7 +510,7 @@ class RotationModifier(Modifier):
             online: some of its rotations stay in the forward.
         """
         kind = scheme.type
-        if kind == "hadamard" and not all(map(_is_sylvester, rotations)):
+        if kind == "hadamard" and not all(one.is_sylvester for one in rotations):
             kind = "random-hadamard"
         if kind == "random-matrix" and online:
             kind = "random-hadamard"
@@ -556,17 +557,5 @@ class RotationModifier(Modifier):
                 )
 
 
-def _is_sylvester(rotation: Rotation) -> bool:
-    signs_N = rotation.signs_N
-    power_of_two = rotation.order & (rotation.order - 1) == 0
-    return power_of_two and signs_N is not None and bool((signs_N > 0).all())
-
-
 def _itemsize(module: Module) -> int:
     return next((one.dtype.itemsize for one in module._parameters.values() if one is not None), 0)
-
-
-def _device_of(model: Module) -> torch.device:
-    """Device of the loaded weights; meta if none are loaded."""
-    loaded = (one.device for one in model.parameters() if not one.is_meta)
-    return next(loaded, torch.device("meta"))

@@ -70,8 +70,8 @@ PIECE = 1 << 22
 _NORM = "weight"
 _VISITS, _ROUNDING_VISITS = 12, 27
 """Passes over a weight to compute it, and to compute and to round it."""
-_FLOAT, _ROUNDING = 4, 5
-"""Bytes per weight of a copy, and of what rounding holds besides: the result and what was cut."""
+_FLOAT, _ROUNDING = 4, 9
+"""Bytes per weight of a copy, and of rounding: before and after, and whether it was cut off."""
 
 
 class RotatedParameters:
@@ -260,7 +260,8 @@ def recomputation_cost(plan: RotationPlan, modules: Iterable[Module]) -> Calibra
         at_once = weight.numel()
         if not is_rounded and not fusion.outputs:
             at_once = min(at_once, PIECE)
-        copies = _FLOAT * (len(rotations) + 2) + (_ROUNDING if is_rounded else weight.itemsize)
+        making = _ROUNDING if is_rounded else weight.itemsize + _FLOAT * bool(fusion.outputs)
+        copies = _FLOAT * (len(rotations) + 1) + making
         solve += weight.numel() * sum(one.order for one in rotations)
         visits += weight.numel() * (_ROUNDING_VISITS if is_rounded else _VISITS)
         statistics += own

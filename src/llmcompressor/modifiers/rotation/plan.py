@@ -393,7 +393,8 @@ class RotationPlan:
     ) -> None:
         weights: dict[tuple[int, str, torch.device], Any] = {}
         for one in self.online:
-            device = everywhere or _device_of(one.module)
+            own = (parameter.device for parameter in one.module.parameters())
+            device = everywhere or next(own, torch.device("cpu"))
             key = (id(one.rotation), one.scheme, device)
             if key not in weights:
                 weights[key] = stored_weight(one.rotation, device)
@@ -423,10 +424,6 @@ class RotationPlan:
             [one for one in self.online if one.module in modules],
             self.schemes,
         )
-
-
-def _device_of(module: Module) -> torch.device:
-    return next((one.device for one in module.parameters()), torch.device("cpu"))
 
 
 # --------------------

@@ -101,7 +101,9 @@ class QuIPModifier(RotationModifier):
         check_targets(model, targets, ignore)
         found = list(match_named_modules(model, targets, ignore))
         routers = [
-            name for name, one in found if is_router(name, one) and not _is_named(name, targets)
+            name
+            for name, one in found
+            if is_router(name, one) and not any(matches_name(name, target) for target in targets)
         ]
         if routers:
             logger.info(
@@ -234,8 +236,3 @@ def _check_tied_weights(model: Module, plan: RotationPlan) -> None:
                     "rotated alike.",
                     f"Put {join_names(turned)} on the ignore list, or untie them.",
                 )
-
-
-def _is_named(name: str, targets: Sequence[str]) -> bool:
-    """Return True if a target matches a module by its name, not by its class."""
-    return any(matches_name(name, target) for target in targets)

@@ -195,7 +195,8 @@ def _norm_readers(
     found: dict[Module, dict[Module, str]] = {}
     owner = {name: module for module, name in names.items()}
     for module, name in names.items():
-        if not _is_matrix(module) or module in writers or isinstance(module, Embedding):
+        weight = module._parameters.get("weight")  # of a Linear, or a router's matrix
+        if weight is None or weight.ndim != 2 or module in writers or isinstance(module, Embedding):
             continue
         norm = flow.feeder.get(module)
         if norm is None and is_expert(name) and name.rpartition(".")[2] in _EXPERT_READERS:
@@ -228,12 +229,6 @@ def _norms_from_mappings(
                 )
             found.setdefault(norm, {}).update(own)
     return found
-
-
-def _is_matrix(module: Module) -> bool:
-    """Return True for a Linear, or a module with a matrix as weight (routers)."""
-    weight = module._parameters.get("weight")
-    return weight is not None and weight.ndim == 2
 
 
 def _is_norm(module: Module, width: int) -> bool:
@@ -320,22 +315,16 @@ def _check_rotatable(
         raise TargetError(
             f"No norm was seen to feed the output head {names[stream.head]}.", SAY_PARTS
         )
-    if stream.head is None and not _ends_in_reader(stream, model):
+    inside = {module for block in find_blocks(model) for module in block.modules()}
+    if stream.head is None and inside.issuperset(readers):
         raise TargetError(
             f"{type(model).__name__} returns its residual stream: R1 would rotate what it returns.",
             "Load it with its head, or leave R1 out of rotations.",
         )
-    wrong = [name for one, name in readers.items() if _width_in(one) != stream.width]
+    wrong = [
+        name
+        for one, name in readers.items()
+        if one.get_parameter("weight").shape[1] != stream.width
+    ]
     if wrong:
         raise TargetError(f"{wrong[0]} does not read {stream.width} channels.", SAY_PARTS)
-
-
-def _ends_in_reader(stream: ResidualStream, model: Module) -> bool:
-    inside = {module for block in find_blocks(model) for module in block.modules()}
-    return any(module not in inside for module in stream.readers)
-
-
-def _width_in(module: Module) -> int:
-    weight = module._parameters["weight"]
-    assert weight is not None
-    return weight.shape[1]
