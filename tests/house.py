@@ -46,7 +46,7 @@ ARCHITECTURE = ROOT / "docs" / "architecture.md"
 CEILINGS: dict[str, tuple[float, float]] = {
     "lines of src": (91_000, 64_000),
     "files of src": (328, 300),
-    "members to override": (63, 25),
+    "members to override": (25, 25),
     "fields of State": (14, 14),
     "folders in a cycle": (0, 0),
     "files in checkpoint": (20, 20),
@@ -58,10 +58,10 @@ CEILINGS: dict[str, tuple[float, float]] = {
     "short helpers used once": (243, 60),
     "modules under 60 lines": (6, 0),
     "files per 1,000 lines": (4.7, 4.7),
-    "% of functions with a body of at most 3 lines": (39.3, 30.0),
+    "% of functions with a body of at most 3 lines": (38.4, 30.0),
     "% of docstrings that open with a question": (5.9, 3.0),
     "lines of tests": (74_000, 52_000),
-    "bytes of docs/architecture.md": (28_847, 10_000),
+    "bytes of docs/architecture.md": (23_150, 10_000),
     "rows of its longest table": (126, 20),
 }
 SLACK = 0.02
@@ -69,7 +69,7 @@ SLACK = 0.02
 
 LIFECYCLE = {
     *("initialize", "resume", "update_event", "finalize", "should_start", "should_end"),
-    *("phase", "passed_phases", "initialized", "started", "ended", "finalized"),
+    *("phase", "passed_phases", "initialized", "started", "ended", "finalized", "be_given_data"),
 }
 """Members of ``Modifier`` that the session calls or reads, and no technique overrides."""
 DOCUMENTED = {f"modifiers.transform.{name}" for name in ("awq", "quip", "smoothquant", "spinquant")}

@@ -649,7 +649,7 @@ def orders(modifier: GPTQModifier) -> dict[str, Any]:
 def test_the_original_stream_runs_where_it_measures_better(scheme: str, streams: int) -> None:
     def runs(**fields: Any) -> int:
         modifier = GPTQModifier(scheme=scheme, targets=["Linear"], **fields)
-        return 1 + modifier.twin_streams
+        return 1 + modifier.traits.twin
 
     assert runs() == streams
     assert runs(asymmetric=True) == 2
@@ -661,8 +661,8 @@ def test_one_coarse_group_is_enough_for_the_original_stream() -> None:
         "fine": {"targets": ["re:.*q_proj"], "weights": {"num_bits": 8}},
         "coarse": {"targets": ["re:.*down_proj"], "weights": {"num_bits": 4}},
     }
-    assert GPTQModifier(config_groups=groups).twin_streams
-    assert not GPTQModifier(config_groups={"fine": groups["fine"]}).twin_streams
+    assert GPTQModifier(config_groups=groups).traits.twin
+    assert not GPTQModifier(config_groups={"fine": groups["fine"]}).traits.twin
 
 
 def grouped(**orders_by_group: str | None) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import importlib
 import sys
 import types
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -239,29 +239,6 @@ def test_phase_is_no_field(flag):
         "sparsity": 0.5,
         "targets": "Linear",
     }
-
-
-def test_declarations_by_default_and_overridden():
-    class Solver(Pruner):
-        requires_calibration_data: ClassVar[bool] = True
-        propagates_error: ClassVar[bool] = False
-        must_precede: ClassVar[frozenset[str]] = frozenset({"QuantizationModifier"})
-
-        @property
-        def finest_granularity(self):
-            return Granularity.LINEAR
-
-    plain, solver = Pruner(), Solver()
-    assert (plain.requires_calibration_data, solver.requires_calibration_data) == (False, True)
-    assert (plain.propagates_error, solver.propagates_error) == (True, False)
-    assert (plain.must_precede, solver.must_precede) == (
-        frozenset(),
-        frozenset({"QuantizationModifier"}),
-    )
-    assert plain.finest_granularity == "block"
-    assert solver.finest_granularity == "linear"
-    assert plain.twin_streams is False
-    assert plain.calibrated_modules(State()) == []
 
 
 def test_granularities_go_from_fine_to_coarse():

@@ -23,7 +23,7 @@ from transformers import (
 )
 
 from llmcompressor import oneshot, plan, verify
-from llmcompressor.core.outline import planned_structure
+from llmcompressor.core.modifier import planned_structure
 from llmcompressor.core.state import State
 from llmcompressor.errors import (
     NonFiniteError,

@@ -134,7 +134,7 @@ def test_what_is_asked_of_modules_grows_with_forms(
         state = State(model=model)
         modifier.initialize(state)
         modifier.on_all_initialized(state)
-        planned = modifier.planned(state)
+        planned = modifier.predict(state).modules
         match_patterns(model, [(modifier, [one.name for one in planned])])
         counts.append([len(calls) for calls in asked])
         quantized.append(len(planned))

@@ -167,7 +167,7 @@ def test_both_ways_of_scaling_are_planned_as_one_grid() -> None:
 def planned_visits(folder: Path, modifier: Any) -> int:
     model: Any = LlamaForCausalLM.from_pretrained(folder)
     modifier.initialize(State(model=model))
-    return int(modifier.work(list(model.modules()), DataSize()).visits)
+    return int(modifier.cost().compute(list(model.modules()), DataSize()).visits)
 
 
 def test_rounds_are_counted_on_what_is_quantized(tmp_path: Path) -> None:
@@ -193,8 +193,8 @@ def test_what_outputs_lack_is_planned_where_they_are_few(dtype: torch.dtype) -> 
     modifier = GPTQModifier(scheme="W4A16_ASYM", asymmetric=True, **TARGETS)
     modifier.initialize(State(model=model))
     layer, size = model.model.layers[0], DataSize()
-    down = modifier.effort([layer.mlp.down_proj], size)
-    wide = modifier.effort([layer.self_attn.o_proj], size)
+    down = modifier.cost().calibration([layer.mlp.down_proj], size)
+    wide = modifier.cost().calibration([layer.self_attn.o_proj], size)
     rows, columns = layer.mlp.down_proj.weight.shape
     few = dtype != torch.float16
     assert down.cross == (2 * rows * columns if few else columns**2)
@@ -211,7 +211,7 @@ def test_a_refinement_is_planned_where_it_is_done_by_itself(bits: int, once: boo
         model: Any = LlamaForCausalLM(LlamaConfig(**SIZES))
         modifier = GPTQModifier(config_groups=groups, ignore=["lm_head"], **fields)
         modifier.initialize(State(model=model))
-        effort = modifier.effort([model.model.layers[0].mlp.down_proj], DataSize())
+        effort = modifier.cost().calibration([model.model.layers[0].mlp.down_proj], DataSize())
         return int(effort.solve)
 
     assert solve_of() == solve_of(refinements=int(once))
@@ -225,14 +225,19 @@ def test_smoothing_counts_its_readers_and_their_inputs(tmp_path: Path) -> None:
     assert found % readers == 0
     assert found > 0
     group: list[Module] = [Linear(64, 8), Linear(64, 16)]
-    assert SmoothQuantModifier().effort(group, DataSize()).watch % 64 == 0
+    assert SmoothQuantModifier().cost().calibration(group, DataSize()).watch % 64 == 0
     static = QuantizationModifier(scheme="FP8", **TARGETS)
     model: Any = LlamaForCausalLM.from_pretrained(folder)
     static.initialize(State(model=model))
     attention = model.model.layers[0].self_attn
-    assert static.effort([attention.q_proj, attention.k_proj], DataSize()).watch % 64 == 0
-    assert static.effort([attention.q_proj], DataSize()).watch > 0
-    assert QuantizationModifier(scheme="W4A16", **TARGETS).effort(group, DataSize()).watch == 0
+    assert (
+        static.cost().calibration([attention.q_proj, attention.k_proj], DataSize()).watch % 64 == 0
+    )
+    assert static.cost().calibration([attention.q_proj], DataSize()).watch > 0
+    assert (
+        QuantizationModifier(scheme="W4A16", **TARGETS).cost().calibration(group, DataSize()).watch
+        == 0
+    )
 
 
 def test_autoround_solves_where_there_are_tokens_for_it(tmp_path: Path) -> None:
@@ -245,7 +250,8 @@ def test_autoround_solves_where_there_are_tokens_for_it(tmp_path: Path) -> None:
     enough = TOKENS_PER_COLUMN * widest
     for group in ([block.self_attn.o_proj], [block.mlp.down_proj]):
         few, many = (
-            modifier.effort(group, DataSize(10 * enough, tokens)) for tokens in (enough - 1, enough)
+            modifier.cost().calibration(group, DataSize(10 * enough, tokens))
+            for tokens in (enough - 1, enough)
         )
         assert (few.gram, few.cross) == (0, 0)
         assert min(many.gram, many.cross) > 0

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cost estimates of modifiers, and the modules they plan to store, known before a run."""
+"""The contract of a modifier: the values by which it declares what it needs and does."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from enum import StrEnum
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from enum import Flag, StrEnum, auto
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
@@ -21,12 +22,189 @@ __all__ = [
     "MOVED_TO_THE_RUN",
     "CalibrationCost",
     "ComputeCost",
+    "CostModel",
     "DampeningFraction",
     "DataSize",
+    "DataUse",
+    "Edits",
     "Granularity",
     "LearningCost",
     "PlannedModule",
+    "Prediction",
+    "RecipeRules",
+    "Selection",
+    "Traits",
 ]
+
+
+# --------------------
+# Granularity of calibration: how much of a model is processed at once.
+
+
+class Granularity(StrEnum):
+    """The part of a model that a modifier has to see at once, from fine to coarse.
+
+    >>> max(Granularity.BLOCK, Granularity.LINEAR)
+    <Granularity.BLOCK: 'block'>
+    """
+
+    LINEAR = "linear"
+    SUB_BLOCK = "sub_block"
+    BLOCK = "block"
+
+    # All four have to be overridden: those of str compare alphabetically.
+    def __lt__(self, other: str) -> bool:
+        return self._rank < Granularity(other)._rank
+
+    def __le__(self, other: str) -> bool:
+        return self._rank <= Granularity(other)._rank
+
+    def __gt__(self, other: str) -> bool:
+        return self._rank > Granularity(other)._rank
+
+    def __ge__(self, other: str) -> bool:
+        return self._rank >= Granularity(other)._rank
+
+    @property
+    def _rank(self) -> int:
+        return list(Granularity).index(self)
+
+
+# --------------------
+# Declarations that recipes and pipelines read.
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecipeRules:
+    """Rules of a modifier class for recipes and runs, known without an instance.
+
+    Attributes:
+        run_types: the kinds of run that it works in: ``oneshot``, ``train``, or both.
+        idle_types: kinds of run in which it has nothing to do and is left out with a warning.
+        must_precede: names of modifier classes that may not come before it in a recipe.
+        needs_later: names of modifier classes, one of which has to come later in the recipe.
+        renamed: field name of an earlier release → current name; both are accepted.
+        moved: field of an earlier release without effect → its replacement, which a warning names.
+        needs_time: it acts from its start to its end, which therefore has to be later.
+        uses_teacher: it learns from the session's teacher, so tokens without a label count too.
+        changes_weights: it changes weights of the model. In a training each process's shard then
+            has to be the weight itself, and the model may have no adapters.
+    """
+
+    run_types: frozenset[str] = frozenset({"oneshot", "train"})
+    idle_types: frozenset[str] = frozenset()
+    must_precede: frozenset[str] = frozenset()
+    needs_later: frozenset[str] = frozenset()
+    renamed: Mapping[str, str] = field(default_factory=dict)
+    moved: Mapping[str, str] = field(default_factory=dict)
+    needs_time: bool = False
+    uses_teacher: bool = False
+    changes_weights: bool = False
+
+
+class DataUse(StrEnum):
+    """Use of the calibration data by a modifier.
+
+    ``STREAM``: batches run through the model while it observes. ``SURVEY_FIRST``: a pass over all
+    data that changes nothing comes before that. ``LEARN_FIRST``: it consumes the batches itself
+    when its pass begins, and none run through the model for it.
+    """
+
+    NONE = "none"
+    STREAM = "stream"
+    SURVEY_FIRST = "survey_first"
+    LEARN_FIRST = "learn_first"
+
+    @property
+    def collects(self) -> bool:
+        """Return True if a pipeline has to run data through the model."""
+        return self in (DataUse.STREAM, DataUse.SURVEY_FIRST)
+
+
+class Edits(Flag):
+    """Consequences of a modifier's changes for other modifiers and for the rest of its pass.
+
+    Attributes:
+        AT_ONCE: a pass continues with the changed module; without it the module stays as it was
+            until all passes have left its block.
+        INPUTS: inputs that others would collect in the same pass change, so that these run in a
+            later pass.
+        OPEN: modules may be changed further by a modifier that shares the pass; others without data
+            run in a later pass.
+        STRUCTURE: parts of the model are removed (:meth:`.Modifier.outline`).
+    """
+
+    NONE = 0
+    AT_ONCE = auto()
+    INPUTS = auto()
+    OPEN = auto()
+    STRUCTURE = auto()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Traits:
+    """Properties of a modifier that pipelines read, computed from its fields.
+
+    Attributes:
+        data: how it uses the calibration data.
+        granularity: the smallest part of a model that it can work on at a time.
+        whole_blocks: it works on the model's own blocks, whatever sequential targets are given:
+            neither on parts of blocks nor on modules that hold several.
+        edits: what its changes mean for the rest of the pass.
+        begins_pass: it begins a pass after a calibration, so that it finds the model as all
+            modifiers before it have left it.
+        joins: names of modifier classes whose pass it shares, module by module, if it comes after
+            them, although each needs data.
+        twin: it needs the original model's inputs alongside the compressed one's.
+        propagates_error: later modules are calibrated with its error in their inputs.
+        by_block: :meth:`.Modifier.finish` completes single blocks; others need not be loaded.
+        observing_steps: optimizer steps of a training that it only observes, from its start on.
+        unservable: its fields explicitly request an output that no server loads.
+        devices: field → the device that it names, which the machine has to have.
+        files: field → the file that it names, which is written in addition to the output.
+    """
+
+    data: DataUse = DataUse.NONE
+    granularity: Granularity = Granularity.BLOCK
+    whole_blocks: bool = False
+    edits: Edits = Edits.AT_ONCE
+    begins_pass: bool = False
+    joins: frozenset[str] = frozenset()
+    twin: bool = False
+    propagates_error: bool = True
+    by_block: bool = False
+    observing_steps: int = 0
+    unservable: bool = False
+    devices: Mapping[str, str] = field(default_factory=dict)
+    files: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def needs_data(self) -> bool:
+        """Return True if it needs calibration data."""
+        return self.data is not DataUse.NONE
+
+
+@dataclass(frozen=True, kw_only=True)
+class Selection:
+    """The modules that a modifier works on.
+
+    Attributes:
+        modules: those whose inputs or outputs it observes.
+        undivided: those within which a forward may not be paused; only their boundaries can be
+            stops.
+        to_end: it observes modules up to the end of the model's forward.
+        accepts_unreached: returns True if it can process a module of this name although no token
+            reached it.
+    """
+
+    modules: Sequence[Module] = ()
+    undivided: Sequence[Module] = ()
+    to_end: bool = False
+    accepts_unreached: Callable[[str], bool] = field(default=lambda name: False)
+
+
+# --------------------
+# Predictions and cost estimates, made before a run.
 
 
 @dataclass(frozen=True)
@@ -174,6 +352,58 @@ class PlannedModule:
     has_group: bool = True
 
 
+@dataclass(frozen=True, kw_only=True)
+class Prediction:
+    """The planned output of an initialized modifier.
+
+    Attributes:
+        modules: the planned storage of modules, before anything was done to them.
+        attached: a context in which the model holds the extra tensors that this will have written.
+        registered: values registered for the model's class in place of fields, as JSON values.
+            They determine the result as fields do, but are not part of the recipe.
+    """
+
+    modules: Sequence[PlannedModule] = ()
+    attached: Callable[[], AbstractContextManager[None]] = nullcontext
+    registered: Any = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class CostModel:
+    """Estimates of an initialized modifier's costs; weights of modules may be on the meta device.
+
+    Attributes:
+        calibration: the cost of calibrating and solving some of the selected modules, which share
+            one input.
+        compute: the compute for the modules of a part of the model that ``calibration`` does not
+            count.
+        learning: the cost of learning before the pass.
+        recomputation: the cost of recomputing the weights of a part's modules once while it learns.
+            ``solve``: multiply-adds. ``visits``: passes over single weights. ``statistics``: bytes
+            of the recomputed weights. ``workspace``: further bytes while one weight, or its
+            gradient, is computed.
+        held: peak bytes held in addition to the weights that it reads or changes without data.
+            ``together``: the modules are a block; otherwise what lies outside of all blocks.
+        trial: checks without weights whether it would refuse the model for what it computes, given
+            the model and a function that builds a small model of the same class, with random
+            weights from a seed. It returns the reason why that is unknown, as a clause, or raises
+            ``TargetError``. ``None`` if nothing is tried.
+    """
+
+    calibration: Callable[[Sequence[Module], DataSize], CalibrationCost] = field(
+        default=lambda modules, data: CalibrationCost()
+    )
+    compute: Callable[[Sequence[Module], DataSize], ComputeCost] = field(
+        default=lambda modules, data: ComputeCost()
+    )
+    learning: LearningCost | None = None
+    recomputation: Callable[[Sequence[Module]], CalibrationCost] = field(
+        default=lambda modules: CalibrationCost()
+    )
+    held: Callable[..., int] = field(default=lambda modules, *, together: 0)
+    trial: Callable[[Any, Callable[[int], Any]], str] | None = None
+
+
 # --------------------
 # Pydantic fields shared by several techniques.
 
@@ -197,36 +427,3 @@ DampeningFraction: TypeAlias = Annotated[
     float, Field(ge=0.0, le=10.0), BeforeValidator(_default_for_none)
 ]
 """What is added to a Hessian's diagonal, as a fraction of its mean; the default for ``None``."""
-
-
-# --------------------
-# Granularity of calibration: how much of a model is processed at once.
-
-
-class Granularity(StrEnum):
-    """The part of a model that a modifier has to see at once, from fine to coarse.
-
-    >>> max(Granularity.BLOCK, Granularity.LINEAR)
-    <Granularity.BLOCK: 'block'>
-    """
-
-    LINEAR = "linear"
-    SUB_BLOCK = "sub_block"
-    BLOCK = "block"
-
-    # All four have to be overridden: those of str compare alphabetically.
-    def __lt__(self, other: str) -> bool:
-        return self._rank < Granularity(other)._rank
-
-    def __le__(self, other: str) -> bool:
-        return self._rank <= Granularity(other)._rank
-
-    def __gt__(self, other: str) -> bool:
-        return self._rank > Granularity(other)._rank
-
-    def __ge__(self, other: str) -> bool:
-        return self._rank >= Granularity(other)._rank
-
-    @property
-    def _rank(self) -> int:
-        return list(Granularity).index(self)

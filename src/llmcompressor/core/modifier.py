@@ -6,11 +6,10 @@ from __future__ import annotations
 import difflib
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from enum import Enum
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, get_args, get_origin
 
 from pydantic import (
@@ -24,12 +23,17 @@ from pydantic import (
 )
 
 from llmcompressor.core.contract import (
-    CalibrationCost,
-    ComputeCost,
-    DataSize,
-    Granularity,
-    LearningCost,
-    PlannedModule,
+    CostModel,
+    DataUse,
+    Edits,
+    Prediction,
+    RecipeRules,
+    Selection,
+    Traits,
+)
+from llmcompressor.core.earlier_declarations import (
+    adapt_earlier_declarations,
+    readable_on_instances,
 )
 from llmcompressor.core.events import Event, EventType, has_reached
 from llmcompressor.core.state import State
@@ -46,38 +50,12 @@ __all__ = [
     "Modifier",
     "Phase",
     "RecordedMixin",
-    "declared",
+    "StructureChanges",
+    "planned_structure",
+    "select_records",
     "to_recipe_error",
     "types_in_annotation",
 ]
-
-
-# --------------------
-# Property that a subclass may replace by a field of the same name.
-#
-# A property of a base class takes precedence over the instance dictionary, and so over a field of
-# the same name in a subclass, such as ``requires_calibration_data: bool = True``. This descriptor
-# does not: it only supplies the default.
-
-if TYPE_CHECKING:
-    declared = property
-else:
-
-    class declared:  # noqa: N801 - used like property
-        """A property that a subclass may override with a field.
-
-        It exists on instances only: pydantic would warn about a field that shadows one of
-        the class.
-        """
-
-        def __init__(self, default: Callable[[Any], Any]) -> None:
-            self._default = default
-            self.__doc__ = default.__doc__
-
-        def __get__(self, instance: Any, owner: type | None = None) -> Any:
-            if instance is None:
-                raise AttributeError(self._default.__name__)
-            return self._default(instance)
 
 
 # --------------------
@@ -192,49 +170,23 @@ class Modifier(HooksMixin):
     needs. The lifecycle calls :meth:`initialize`, :meth:`update_event` and :meth:`finalize`; these
     track the phase and call the ``on_…`` methods.
 
-    Everything that a pipeline has to know about a modifier is declared here, as class data or
-    properties. A subclass may have fields instead of properties: ``requires_calibration_data``,
-    ``finest_granularity``, ``takes_whole_blocks``, ``propagates_error``, ``twin_streams``,
-    ``surveys_first``, ``must_precede`` and :meth:`calibrated_modules`.
+    Everything that recipes and pipelines have to know about a modifier is declared by values:
+    :attr:`rules`, :attr:`traits`, and the results of :meth:`select`, :meth:`predict` and
+    :meth:`cost`. Declarations of earlier releases are accepted in their place
+    (:mod:`llmcompressor.core.earlier_declarations`).
 
     Attributes:
+        rules: rules of the class for recipes and runs.
         index: position in the recipe, if it is given there.
         group: recipe group that the modifier belongs to.
         start: when to start, in epochs if the run has them, else in optimizer steps.
         end: when to end, in the same unit.
         update: interval between updates, in the same unit.
-        propagates_error: later modules are calibrated with this modifier's error in their inputs.
-        run_types: the kinds of run that it works in: ``oneshot``, ``train``, or both.
-        renamed: field name of an earlier release → current name; both are accepted.
-        moved: field of an earlier release without effect → its replacement, which a warning names.
-        idle_types: kinds of run in which it has nothing to do and is left out with a warning.
-        must_precede: names of modifier classes that may not come before it in a recipe.
-        needs_later: names of modifier classes, one of which has to come later in the recipe.
-        rewrites_inputs: it changes inputs that others would collect in the same pass, so that they
-            have to run in a later pass.
-        joins: names of modifier classes whose pass it shares, module by module, if it comes after
-            them, although each needs data.
-        uses_teacher: it learns from the session's teacher, so tokens without a label count too.
-        changes_weights: it changes weights of the model. In a training each process's shard then
-            has to be the weight itself, and the model may have no adapters.
     """
 
-    model_config = ConfigDict(extra="forbid", ignored_types=(declared,))
+    model_config = ConfigDict(extra="forbid", ignored_types=(readable_on_instances,))
 
-    propagates_error: ClassVar[bool] = True
-    run_types: ClassVar[frozenset[str]] = frozenset({"oneshot", "train"})
-    renamed: ClassVar[Mapping[str, str]] = MappingProxyType({})
-    moved: ClassVar[Mapping[str, str]] = MappingProxyType({})
-    idle_types: ClassVar[frozenset[str]] = frozenset()
-    must_precede: ClassVar[frozenset[str]] = frozenset()
-    needs_later: ClassVar[frozenset[str]] = frozenset()
-    rewrites_inputs: ClassVar[bool] = False
-    joins: ClassVar[frozenset[str]] = frozenset()
-    leaves_open: ClassVar[bool] = False
-    begins_a_pass: ClassVar[bool] = False
-    needs_time: ClassVar[bool] = False
-    uses_teacher: ClassVar[bool] = False
-    changes_weights: ClassVar[bool] = False
+    rules: ClassVar[RecipeRules] = RecipeRules()
 
     index: int | None = None
     group: str | None = None
@@ -257,8 +209,9 @@ class Modifier(HooksMixin):
 
     @classmethod
     def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
-        """Warn about methods named almost like lifecycle hooks, which are never called."""
+        """Adapt declarations of earlier releases; warn of names almost like those of hooks."""
         super().__pydantic_init_subclass__(**kwargs)
+        adapt_earlier_declarations(cls)
         known = [name for name in vars(Modifier) if name.startswith("on_")]
         for name in (name for name in vars(cls) if name.startswith("on")):
             near = difflib.get_close_matches(name, known, n=1, cutoff=_LIKE_A_METHOD)
@@ -279,12 +232,12 @@ class Modifier(HooksMixin):
     @classmethod
     def _rename_legacy_fields(cls, given: Any) -> Any:
         """Map field names of earlier releases to their current names."""
-        if not isinstance(given, Mapping) or not given.keys() & cls.renamed.keys():
+        if not isinstance(given, Mapping) or not given.keys() & cls.rules.renamed.keys():
             return given
-        for old in given.keys() & cls.renamed.keys():
-            if (new := cls.renamed[old]) in given:
+        for old in given.keys() & cls.rules.renamed.keys():
+            if (new := cls.rules.renamed[old]) in given:
                 raise ValueError(f"{old} is the earlier name of {new}, and both are given")
-        return {cls.renamed.get(name, name): value for name, value in given.items()}
+        return {cls.rules.renamed.get(name, name): value for name, value in given.items()}
 
     @classmethod
     def from_fields(cls, **fields: Any) -> list[Modifier]:
@@ -333,74 +286,27 @@ class Modifier(HooksMixin):
             )
         return self
 
-    # ---- traits that pipelines read
-
-    @declared
-    def requires_calibration_data(self) -> bool:
-        """Return True if calibration data has to run through the model."""
-        return self._is_given_data
-
     def be_given_data(self) -> None:
         """Request that calibration data run through the model for this modifier.
 
-        It has no effect on a class that overrides :attr:`requires_calibration_data`.
+        It has no effect on a class that declares how it uses data.
         """
         self._is_given_data = True
 
-    @declared
-    def learns_first(self) -> bool:
-        """Return True if it consumes the calibration batches itself when its pass begins.
+    # ---- what recipes and pipelines read
 
-        No data is run through the model for it then. It begins a pass, so that it finds the model
-        as all modifiers before it have left it.
-        """
-        return False
+    @property
+    def traits(self) -> Traits:
+        """Properties that pipelines read, computed from its fields."""
+        removes = type(self).outline is not Modifier.outline
+        return Traits(
+            data=DataUse.STREAM if self._is_given_data else DataUse.NONE,
+            edits=Edits.AT_ONCE | (Edits.STRUCTURE if removes else Edits.NONE),
+        )
 
-    @declared
-    def collects(self) -> bool:
-        """Return True if a pipeline has to run data through the model for it."""
-        return self.requires_calibration_data and not self.learns_first
-
-    @declared
-    def finest_granularity(self) -> Granularity:
-        """The smallest part of a model that this modifier can work on at a time."""
-        return Granularity.BLOCK
-
-    @declared
-    def takes_whole_blocks(self) -> bool:
-        """Return True if it works on the model's own blocks, whatever sequential targets are given.
-
-        It works neither on parts of blocks nor on modules that hold several. Its finest granularity
-        is the block then.
-        """
-        return False
-
-    def undivided(self, state: State) -> Sequence[Module]:
-        """Modules within which a forward may not be paused; only their boundaries can be stops."""
-        return ()
-
-    @declared
-    def twin_streams(self) -> bool:
-        """Return True if it needs the original model's inputs alongside the compressed one's."""
-        return False
-
-    def accepts_unreached(self, name: str) -> bool:
-        """Return True if it can process the module ``name`` although no token reached it."""
-        return False
-
-    @declared
-    def observing_steps(self) -> int:
-        """Number of optimizer steps of a training that it only observes, from its start on."""
-        return 0
-
-    @declared
-    def runs_to_end(self) -> bool:
-        """Return True if it observes modules up to the end of the model's forward."""
-        return False
-
-    def calibrated_modules(self, state: State) -> list[Module]:
-        """The modules whose inputs or outputs this modifier observes."""
-        return []
+    def select(self, state: State) -> Selection:
+        """The modules that it works on; it is initialized."""
+        return Selection()
 
     def means(self, name: str, module: Module, holders: Mapping[str, Module]) -> bool:
         """Return True if its targets would match a Linear called ``name``.
@@ -415,75 +321,7 @@ class Modifier(HooksMixin):
         """
         return False
 
-    @declared
-    def means_unservable(self) -> bool:
-        """Return True if its fields explicitly request an output that no server loads."""
-        return False
-
-    @declared
-    def devices(self) -> Mapping[str, str]:
-        """Field → the device that it names, which the machine has to have."""
-        return {}
-
-    @declared
-    def writes(self) -> Mapping[str, str]:
-        """Field → the file that it names, which is written in addition to the output."""
-        return {}
-
-    def registered(self, model: Module) -> Any:
-        """Values registered for the class of ``model`` in place of fields, as JSON values.
-
-        They determine the result as fields do, but are not part of the recipe.
-        """
-        del model
-
-    @declared
-    def works_by_block(self) -> bool:
-        """Return True if :meth:`finish` completes single blocks; others need not be loaded."""
-        return False
-
-    @declared
-    def surveys_first(self) -> bool:
-        """Return True if it needs a pass over all data that changes nothing before its own."""
-        return False
-
-    @declared
-    def changes_at_once(self) -> bool:
-        """Return True if a pass continues with the changed module.
-
-        Otherwise the module stays as it was until all passes have left its block.
-        """
-        return True
-
-    @declared
-    def changes_structure(self) -> bool:
-        """Return True if it has an :meth:`outline`, so parts of the model will be removed."""
-        return type(self).outline is not Modifier.outline
-
-    def outline(self, state: State) -> None:
-        """Change a model's structure as the run will, independently of the weights' values.
-
-        Called after :meth:`initialize` and undone later: subsequent modifiers are initialized, and
-        the output is predicted, on that structure. Parameters may be on the meta device, and have
-        to be replaced, not written to; the configuration is changed with them.
-        """
-
-    def rehearse(self, model: Any, build: Callable[[int], Any]) -> str:
-        """Check without weights whether it would refuse the model for what it computes.
-
-        Args:
-            model: the model that it was initialized on, without weights.
-            build: builds a small model of the same class, with random weights from a seed.
-
-        Returns:
-            The reason why that is unknown, as a clause; empty if it would accept the model.
-
-        Raises:
-            TargetError: it would refuse the model, whatever the weights are.
-        """
-        return ""
-
-    def check_data(self, batches: Sequence[Mapping[str, Any]], *, use_loss_mask: bool) -> None:
+    def check(self, batches: Sequence[Mapping[str, Any]], *, use_loss_mask: bool) -> None:
         """Refuse calibration data that is unusable for this modifier, before any work is done.
 
         It need not be initialized.
@@ -496,63 +334,28 @@ class Modifier(HooksMixin):
             DatasetError: names what is missing.
         """
 
-    def planned(self, state: State) -> list[PlannedModule]:
-        """The planned storage of the modules, before anything was done to them."""
-        return []
+    def outline(self, state: State) -> None:
+        """Change a model's structure as the run will, independently of the weights' values.
 
-    def effort(self, modules: Sequence[Module], data: DataSize) -> CalibrationCost:
-        """Estimate the cost of calibrating and solving ``modules``, which share one input.
-
-        Args:
-            modules: some of :meth:`calibrated_modules`; their weights may be on the meta device.
-            data: the calibration data.
+        Called after :meth:`initialize` and undone later: subsequent modifiers are initialized, and
+        the output is predicted, on that structure. Parameters may be on the meta device, and have
+        to be replaced, not written to; the configuration is changed with them.
         """
-        return CalibrationCost()
 
-    def work(self, modules: Sequence[Module], data: DataSize) -> ComputeCost:
-        """Estimate the compute for a part of the model that :meth:`effort` does not count.
+    def predict(self, state: State) -> Prediction:
+        """The planned output; it is initialized."""
+        return Prediction()
 
-        Args:
-            modules: modules of the part; their weights may be on the meta device.
-            data: the calibration data.
-        """
-        return ComputeCost()
+    def cost(self) -> CostModel:
+        """Estimates of its costs; it is initialized."""
+        return CostModel()
 
-    def learning(self) -> LearningCost | None:
-        """The cost of learning, if it :attr:`learns_first`."""
-        return None
-
-    def making(self, modules: Sequence[Module]) -> CalibrationCost:
-        """Estimate the cost of recomputing the weights of ``modules`` once while it learns.
-
-        Args:
-            modules: modules of a part of the model; their weights may be on the meta device.
-
-        Returns:
-            ``solve``: multiply-adds. ``visits``: passes over single weights. ``statistics``: bytes
-            of the recomputed weights. ``workspace``: further bytes while one weight, or its
-            gradient, is computed.
-        """
-        return CalibrationCost()
-
-    def beside(self, modules: Sequence[Module], *, together: bool) -> int:
-        """Peak bytes held in addition to the weights that it reads or changes without data.
-
-        Args:
-            modules: modules of a part of the model; their weights may be on the meta device.
-            together: the part is a block; otherwise it is what lies outside of all blocks.
-        """
-        return 0
-
-    def as_written(self, state: State) -> AbstractContextManager[None]:
-        """While the body runs, the model holds the extra tensors that this will have written."""
-        del state
-        return nullcontext()
+    # ---- block by block
 
     def finish(self, state: State, modules: Iterable[Module], *, written: bool = False) -> None:
         """Bring ``modules``, which have seen all data, into the form in which they are stored.
 
-        Called for the modules of a block before it is freed, if :attr:`works_by_block`.
+        Called for the modules of a block before it is freed, if it works :attr:`~.Traits.by_block`.
 
         Args:
             state: state of the run.
@@ -563,13 +366,13 @@ class Modifier(HooksMixin):
     def adopt(self, state: State, modules: Iterable[Module]) -> None:
         """Mark ``modules`` as finished: an earlier run has written them."""
 
-    def report(self) -> dict[str, Any]:
-        """The report of the work done, by module name; empty for nothing."""
-        return {}
+    def report(self, names: Container[str] | None = None) -> dict[str, Any]:
+        """The report of the work done, by module name; empty for nothing.
 
-    def report_of(self, names: Container[str]) -> dict[str, Any]:
-        """The part of :meth:`report` for ``names``, requested when a block is done."""
-        return {name: record for name, record in self.report().items() if name in names}
+        Args:
+            names: only of these modules, requested when a block is done; of all if ``None``.
+        """
+        return {}
 
     def figures(self, state: State) -> dict[str, float]:
         """Metrics of this training step to log, by tag: a sparsity, a loss."""
@@ -645,30 +448,24 @@ class Modifier(HooksMixin):
         """
         self._expect_not(Phase.FINALIZED, "initialized")
         self._expect_not(Phase.INITIALIZED, "initialized")
-        self._warn_of_moved_fields()
-        if self.changes_weights:
+        for field, instead in self.rules.moved.items():
+            if field in self.model_fields_set and getattr(self, field) is not None:
+                logger.warning(f"The field {field!r} of {self._name} has no effect: {instead}")
+        if self.rules.changes_weights:
             self._check_adapters(state.model)
         try:
-            self._initialize(state, kwargs)
+            if not self.on_initialize(state, **kwargs):
+                raise LifecycleError(
+                    f"{self._name}.on_initialize did not return true: it reports a failure, or "
+                    "lacks a `return True`."
+                )
+            self._enter(Phase.INITIALIZED)
+            event = _first_event(EventType.INITIALIZE, state)
+            if self.should_start(event) and not state.schedule.resumes:
+                self._start(state, event, kwargs)
         except BaseException:
             self.remove_hooks()
             raise
-
-    def _initialize(self, state: State, given: Mapping[str, Any]) -> None:
-        if not self.on_initialize(state, **given):
-            raise LifecycleError(
-                f"{self._name}.on_initialize did not return true: it reports a failure, or "
-                "lacks a `return True`."
-            )
-        self._enter(Phase.INITIALIZED)
-        event = _first_event(EventType.INITIALIZE, state)
-        if self.should_start(event) and not state.schedule.resumes:
-            self._start(state, event, given)
-
-    def _warn_of_moved_fields(self) -> None:
-        for field, instead in self.moved.items():
-            if field in self.model_fields_set and getattr(self, field) is not None:
-                logger.warning(f"The field {field!r} of {self._name} has no effect: {instead}")
 
     def _check_adapters(self, model: Any) -> None:
         adapted = [] if model is None else modules_with_adapters(model)
@@ -850,6 +647,9 @@ class Modifier(HooksMixin):
         self._enter(Phase.ENDED)
 
 
+adapt_earlier_declarations(Modifier)
+
+
 def _first_event(kind: EventType, state: State) -> Event:
     """An event at index 0, before any step."""
     return Event(
@@ -860,7 +660,92 @@ def _first_event(kind: EventType, state: State) -> Event:
 
 
 # --------------------
+# The structure that a run will leave a model in, given to it for a while.
+
+_ABSENT = object()
+
+
+@contextmanager
+def planned_structure(modifiers: Sequence[Modifier], state: State) -> Iterator[None]:
+    """Apply the structure changes of ``modifiers`` to the model while the body runs.
+
+    Unchanged parameters are not copied, only the dictionaries that hold them.
+
+    Args:
+        modifiers: initialized modifiers.
+        state: their state; changed parameters of its model may be on the meta device.
+    """
+    outline = StructureChanges(state)
+    try:
+        for modifier in modifiers:
+            outline.add(modifier)
+        yield
+    finally:
+        outline.undo()
+
+
+class StructureChanges:
+    """Reversible changes of a model's structure.
+
+    Changes that others make to the model in the meantime are kept on :meth:`undo`.
+
+    Args:
+        state: state of the modifiers.
+    """
+
+    def __init__(self, state: State) -> None:
+        self._state = state
+        self._changed: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = []
+
+    def add(self, modifier: Modifier) -> None:
+        """Apply the structure changes of an initialized modifier to the model."""
+        if Edits.STRUCTURE not in modifier.traits.edits:
+            return
+        before = [(place, dict(place)) for place in self._places()]
+        try:
+            modifier.outline(self._state)
+        finally:
+            self._changed += [
+                (place, content, dict(place))
+                for place, content in before
+                if any(_is_different(key, place, content) for key in {*place, *content})
+            ]
+
+    def undo(self) -> None:
+        """Restore the model, latest change first."""
+        while self._changed:
+            place, before, after = self._changed.pop()
+            restored = {
+                key: before[key] if _is_different(key, before, after) else place[key]
+                for key in before
+                if _is_different(key, before, after) or key in place
+            }
+            restored |= {key: place[key] for key in place if key not in before | after}
+            place.clear()
+            place.update(restored)
+
+    def _places(self) -> Iterator[dict[str, Any]]:
+        """Dictionaries that hold the state of the model's modules and of its configuration."""
+        config = getattr(self._state.model, "config", None)
+        parts = [getattr(config, name, None) for name in getattr(config, "sub_configs", {})]
+        yield from (vars(one) for one in (config, *parts) if one is not None)
+        for module in list(self._state.model.modules()):
+            yield from (vars(module), module._modules, module._parameters, module._buffers)
+
+
+def _is_different(key: str, one: dict[str, Any], other: dict[str, Any]) -> bool:
+    return one.get(key, _ABSENT) is not other.get(key, _ABSENT)
+
+
+# --------------------
 # Mixin for modifiers that keep one record per module.
+
+
+def select_records(
+    records: Mapping[str, Any], names: Container[str] | None = None
+) -> dict[str, Any]:
+    """The records of ``names``; all of them if ``None``."""
+    return {name: one for name, one in records.items() if names is None or name in names}
 
 
 class RecordedMixin:
@@ -871,11 +756,7 @@ class RecordedMixin:
         """Records by module name."""
         raise NotImplementedError
 
-    def report(self) -> dict[str, Any]:
-        """The fields of every record, by module name."""
-        return {name: asdict(record) for name, record in self.records.items()}
-
-    def report_of(self, names: Container[str]) -> dict[str, Any]:
-        """The fields of the records of ``names``."""
-        found = self.records.items()
-        return {name: asdict(record) for name, record in found if name in names}
+    def report(self, names: Container[str] | None = None) -> dict[str, Any]:
+        """The fields of the records, by module name; only of ``names`` if they are given."""
+        found = select_records(self.records, names)
+        return {name: asdict(record) for name, record in found.items()}

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Common base of ``oneshot`` and ``train`` runs: arguments, parsed and checked before any work.
 
-A modifier declares the types of run that it supports (``Modifier.run_types``). One that does not
+A modifier declares the types of run that it supports (``RecipeRules.run_types``). One that does not
 support the present type is refused here, before the run.
 """
 
@@ -238,9 +238,9 @@ class Task:
                 )
         for modifier in recipe.modifiers:
             kind = type(modifier).__name__
-            for name, device in modifier.devices.items():
+            for name, device in modifier.traits.devices.items():
                 parse_device(device, f"{kind}: {name}")
-            for name, file in modifier.writes.items():
+            for name, file in modifier.traits.files.items():
                 check_file(Path(file), f"{kind}: {name}")
         return renew_recipe(recipe)
 
@@ -384,7 +384,9 @@ def check_run_types(stage: Stage, run_type: RunType) -> None:
         RecipeError: a modifier of the stage does not support it.
     """
     for modifier in stage.modifiers:
-        if run_type not in type(modifier).run_types and not is_idle(modifier, stage, run_type):
+        if run_type not in type(modifier).rules.run_types and not is_idle(
+            modifier, stage, run_type
+        ):
             other = _OTHER[run_type]
             raise RecipeError(
                 f"{type(modifier).__name__}, in the stage {stage.name!r} of the recipe, "
@@ -400,9 +402,9 @@ def is_idle(modifier: Modifier, stage: Stage, run_type: RunType) -> bool:
     It cannot be left out of a stage for the other type of run, or of one without other modifiers
     for this type.
     """
-    if run_type not in type(modifier).idle_types or stage.run_type == _OTHER[run_type]:
+    if run_type not in type(modifier).rules.idle_types or stage.run_type == _OTHER[run_type]:
         return False
-    return any(run_type in type(one).run_types for one in stage.modifiers)
+    return any(run_type in type(one).rules.run_types for one in stage.modifiers)
 
 
 def _without_idle(recipe: Recipe, run_type: RunType) -> Recipe:
@@ -429,7 +431,7 @@ def collect_reports(modifiers: Sequence[Modifier], names: Container[str] | None 
     """
     records: Records = {}
     for modifier in modifiers:
-        found = modifier.report() if names is None else modifier.report_of(names)
+        found = modifier.report(names)
         if found:
             records.setdefault(type(modifier).__name__, {}).update(found)
     return records
@@ -711,7 +713,7 @@ class Job(Task):
     @property
     def needing_data(self) -> list[Modifier]:
         """Modifiers that need calibration data."""
-        return [each for each in self.recipe.modifiers if each.requires_calibration_data]
+        return [each for each in self.recipe.modifiers if each.traits.needs_data]
 
     @property
     def _reads_data(self) -> bool:
@@ -779,7 +781,7 @@ class Job(Task):
     def check_batches(self, batches: Sequence[Mapping[str, Any]]) -> None:
         """Refuse calibration data that a modifier cannot work with, before the first pass."""
         for each in self.recipe.modifiers:
-            each.check_data(batches, use_loss_mask=self.dataset_args.use_loss_mask)
+            each.check(batches, use_loss_mask=self.dataset_args.use_loss_mask)
 
     def pipeline(self) -> str:
         """Name of the pipeline to run: the user's, or ``datafree`` if no modifier needs data."""

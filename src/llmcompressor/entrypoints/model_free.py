@@ -298,7 +298,7 @@ def _with_default_targets(group: Any) -> Any:
 
 
 def _check_needs_no_data(modifier: QuantizationModifier, resolved: ResolvedSchemes) -> None:
-    if modifier.requires_calibration_data:
+    if modifier.traits.needs_data:
         raise ArgumentError(
             "The scheme has scales of activations, or an observer of inputs, that calibration "
             "data has to run through the model for.",

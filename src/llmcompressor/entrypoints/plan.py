@@ -273,7 +273,7 @@ def _yaml(recipe: Recipe) -> str:
 def _is_streamed(job: Job, subject: PlannedModel) -> bool:
     """Return True if blocks would be streamed one by one, given an output folder."""
     is_place = isinstance(job.model_args.model, str | os.PathLike)
-    by_block = all(modifier.works_by_block for modifier in job.recipe.modifiers)
+    by_block = all(modifier.traits.by_block for modifier in job.recipe.modifiers)
     return is_place and by_block and job.pipeline() in BY_BLOCK and not subject.whole
 
 

@@ -74,8 +74,7 @@ from llmcompressor.checkpoint.workspace import (
     reserve_output,
     was_published,
 )
-from llmcompressor.core.modifier import Modifier
-from llmcompressor.core.outline import planned_structure
+from llmcompressor.core.modifier import Modifier, planned_structure
 from llmcompressor.datasets.source import Source
 from llmcompressor.entrypoints.arguments import (
     EXPERTS,
@@ -619,7 +618,7 @@ def streamable_source(job: Job) -> SourceInfo | None:
     model = job.model_args.model
     if job.output_dir is None or not isinstance(model, str | os.PathLike):
         return None
-    whole = [type(one).__name__ for one in job.recipe.modifiers if not one.works_by_block]
+    whole = [type(one).__name__ for one in job.recipe.modifiers if not one.traits.by_block]
     if whole or job.pipeline() not in BY_BLOCK:
         _warn_in_memory(f"{', '.join(whole) or f'the {job.pipeline()} pipeline'} needs all of it")
         return None
@@ -781,7 +780,8 @@ class _Run:
         state = self.session.state
         check_attention_forward(model, self.batches, self._modifiers, state)
         with planned_structure(self._modifiers, state):
-            planned = [one for modifier in self._modifiers for one in modifier.planned(state)]
+            self._predictions = [modifier.predict(state) for modifier in self._modifiers]
+            planned = [one for each in self._predictions for one in each.modules]
             prediction = build_manifest(
                 model,
                 planned,
@@ -874,7 +874,7 @@ class _Run:
 
         def begin(stage: int) -> None:
             stream.stage = stage
-            self._counts = any(one.collects for one in passes[stage])
+            self._counts = any(one.traits.data.collects for one in passes[stage])
 
         stream.one_by_one = self.job.pipeline() == "independent"
         state.run.block_source = stream
@@ -969,16 +969,15 @@ class _Run:
                 else type(processor).__name__,
             },
         )
-        model, modifiers = self.blueprint.model, self._modifiers
-        registered = {str(i): one.registered(model) for i, one in enumerate(modifiers)}
-        registered = {i: found for i, found in registered.items() if found is not None}
+        found = {str(i): one.registered for i, one in enumerate(self._predictions)}
+        registered = {i: values for i, values in found.items() if values is not None}
         prints |= {"registered": registered} if registered else {}
         return prints | {"weights": self.weights.fingerprint}
 
 
 def _learning_progress_bytes(modifiers: Iterable[Modifier]) -> int:
     """Disk space for the progress of learning: a new file is written before the old one goes."""
-    learning = (one.learning() for one in modifiers if one.initialized)
+    learning = (one.cost().learning for one in modifiers if one.initialized)
     return sum(2 * one.kept for one in learning if one is not None)
 
 

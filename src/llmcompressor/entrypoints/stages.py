@@ -494,7 +494,7 @@ def _check_order(plan: list[_Stage]) -> None:
             continue
         does = "trains" if stage.kind == "train" else "works on"
         remedy = "Let the last stage alone quantize, or rotate at run time."
-        if all(before.kind in type(one).run_types for one in stage.recipe.modifiers):
+        if all(before.kind in type(one).rules.run_types for one in stage.recipe.modifiers):
             remedy = "Put the modifiers of both into one stage, in this order."
         elif stage.kind == "train" and before.bars_others == _QUANTIZED:
             remedy = (
@@ -546,8 +546,8 @@ def _rotates_online(modifier: Modifier) -> bool:
 
 
 def _infer_run_type(stage: Stage) -> Any:
-    only_there = [one for one in stage.modifiers if "oneshot" not in type(one).run_types]
-    if any("train" not in type(one).run_types for one in stage.modifiers):
+    only_there = [one for one in stage.modifiers if "oneshot" not in type(one).rules.run_types]
+    if any("train" not in type(one).rules.run_types for one in stage.modifiers):
         only_there = [one for one in only_there if not is_idle(one, stage, "oneshot")]
     return "train" if only_there else "oneshot"
 

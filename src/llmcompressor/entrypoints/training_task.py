@@ -528,7 +528,7 @@ class Training(Task):
     @property
     def learns_from_teacher(self) -> bool:
         """True if a modifier of the recipe uses the teacher."""
-        return any(each.uses_teacher for each in self.recipe.modifiers)
+        return any(each.rules.uses_teacher for each in self.recipe.modifiers)
 
     def _read_resume(self) -> Path | None:
         """Return the checkpoint that the user named; ``True`` means ``resume="must"``."""

@@ -28,8 +28,7 @@ from llmcompressor.checkpoint.save import (
 )
 from llmcompressor.checkpoint.source import local_directory
 from llmcompressor.checkpoint.tensor_files import layout_files, parse_size
-from llmcompressor.core.modifier import Modifier
-from llmcompressor.core.outline import planned_structure
+from llmcompressor.core.modifier import Modifier, planned_structure
 from llmcompressor.core.state import State
 from llmcompressor.errors import ArgumentError, CheckpointError, RecipeError
 from llmcompressor.logger import logger
@@ -195,7 +194,7 @@ def _summarize_report(report: VerificationReport) -> dict[str, Any]:
 
 def is_meant_unservable(modifiers: Iterable[Modifier]) -> bool:
     """Return True if a modifier declares that its output is not meant to be served."""
-    return any(one.means_unservable for one in modifiers)
+    return any(one.traits.unservable for one in modifiers)
 
 
 def check_servable(
@@ -348,9 +347,10 @@ def _predict_output(
 ) -> tuple[OutputManifest, dict[str, Any]]:
     """Predict the tensors and the configuration that will be written."""
     with planned_structure(modifiers, state), dense_experts_fused(model), ExitStack() as written:
-        for modifier in modifiers:
-            written.enter_context(modifier.as_written(state))
-        planned = [one for modifier in modifiers for one in modifier.planned(state)]
+        predictions = [modifier.predict(state) for modifier in modifiers]
+        for one in predictions:
+            written.enter_context(one.attached())
+        planned = [module for one in predictions for module in one.modules]
         prediction = build_manifest(model, planned, {}, save_compressed=packed)
         config = planned_config(model, source, prediction, compressed=packed)
     return prediction, config

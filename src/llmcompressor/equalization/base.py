@@ -9,7 +9,7 @@ all batches, and applied when all batches have left its block.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -18,9 +18,20 @@ from pydantic import Field, PrivateAttr
 from torch import Tensor
 from torch.nn import Linear, Module
 
-from llmcompressor.core.contract import CalibrationCost, ComputeCost, DataSize, Granularity
+from llmcompressor.core.contract import (
+    CalibrationCost,
+    ComputeCost,
+    CostModel,
+    DataSize,
+    DataUse,
+    Edits,
+    Granularity,
+    RecipeRules,
+    Selection,
+    Traits,
+)
 from llmcompressor.core.events import Event
-from llmcompressor.core.modifier import Modifier
+from llmcompressor.core.modifier import Modifier, select_records
 from llmcompressor.core.state import State
 from llmcompressor.equalization.mappings import find_smooth_sets, resolve_mappings
 from llmcompressor.equalization.probe import Names, SmoothSet
@@ -129,10 +140,9 @@ class InputStatistics(Protocol):
 class SmoothingMixin(Modifier):
     """Finds smoothing sets, collects statistics of their inputs, and applies their scales."""
 
-    propagates_error: ClassVar[bool] = True
-    run_types: ClassVar[frozenset[str]] = frozenset({"oneshot"})
-    changes_weights: ClassVar[bool] = True
-    rewrites_inputs: ClassVar[bool] = True
+    rules: ClassVar[RecipeRules] = RecipeRules(
+        run_types=frozenset({"oneshot"}), changes_weights=True
+    )
 
     mappings: Any = Field(default=None)
 
@@ -197,40 +207,40 @@ class SmoothingMixin(Modifier):
     # ------------------------------------------------------------------ declarations
 
     @property
-    def requires_calibration_data(self) -> bool:
-        """Always True: smoothing needs activations."""
-        return True
+    def traits(self) -> Traits:
+        """It observes the inputs of single Linears, and scales sets when their block is left.
 
-    @property
-    def finest_granularity(self) -> Granularity:
-        """Linear: only the inputs of single Linears are observed."""
-        return Granularity.LINEAR
+        A pass that has run the norm must meet Linears that are not scaled yet.
+        """
+        return Traits(
+            data=DataUse.STREAM,
+            granularity=Granularity.LINEAR,
+            edits=Edits.INPUTS,
+            by_block=True,
+        )
 
-    @property
-    def changes_at_once(self) -> bool:
-        """False: a pass that has run the norm must meet Linears that are not scaled yet."""
-        return False
+    def select(self, state: State) -> Selection:
+        """The Linears that read a smooth module; routers only take its scales.
 
-    @property
-    def works_by_block(self) -> bool:
-        """True: all changes of a set lie in one block."""
-        return True
+        A set whose expert gets no token is left unsmoothed.
+        """
+        return Selection(modules=self.observed_modules(), accepts_unreached=is_expert)
 
-    def accepts_unreached(self, name: str) -> bool:
-        """True for experts: a set whose expert gets no token is left unsmoothed."""
-        return is_expert(name)
-
-    def calibrated_modules(self, state: State) -> list[Module]:
-        """The Linears that read a smooth module; routers only take its scales."""
+    def observed_modules(self) -> list[Module]:
+        """The modules whose inputs are observed."""
         readers = (module for one in self.sets_to_smooth() for module in one.linears.values())
         return list(dict.fromkeys(readers))
 
-    def effort(self, modules: Sequence[Module], data: DataSize) -> CalibrationCost:
+    def cost(self) -> CostModel:
+        """Costs of observing inputs, and of reading and scaling weights."""
+        return CostModel(calibration=self.calibration_cost, compute=self.compute_cost)
+
+    def calibration_cost(self, modules: Sequence[Module], data: DataSize) -> CalibrationCost:
         """Cost of observing each column's extremes or the like."""
         columns = [one.shape[-1] for module in modules[:1] for one in _matrices(module)]
         return CalibrationCost(watch=_WATCHED * sum(columns))
 
-    def work(self, modules: Sequence[Module], data: DataSize) -> ComputeCost:
+    def compute_cost(self, modules: Sequence[Module], data: DataSize) -> ComputeCost:
         """Cost of reading and scaling weights."""
         inside = set(modules)
         sets = [one for one in self.sets_to_smooth() if one.smooth in inside]
@@ -239,9 +249,9 @@ class SmoothingMixin(Modifier):
             visits=_VISITS * sum(m.numel() for each in readers for m in _matrices(each))
         )
 
-    def report(self) -> dict[str, Any]:
+    def report(self, names: Container[str] | None = None) -> dict[str, Any]:
         """The records of each set, by the name of its smooth module."""
-        return dict(self._records)
+        return select_records(self._records, names)
 
     # ------------------------------------------------------------------ initialization
 
@@ -353,7 +363,7 @@ class SmoothingMixin(Modifier):
                 self._by_reader.setdefault(module, []).append(one)
         if state.run.block_source is not None:
             self._check_blocks(state)
-        for leader in dict.fromkeys(map(self.leader, self.calibrated_modules(state))):
+        for leader in dict.fromkeys(map(self.leader, self.observed_modules())):
             self.register_hook(leader, self._hook(state), "forward_pre", with_kwargs=True)
 
     def _check_blocks(self, state: State) -> None:

@@ -82,7 +82,7 @@ def check_attention_forward(
     trial = _AttentionTrial(model, small_batch(given[0]), states)
     with contextlib.ExitStack() as written:
         for modifier in modifiers:  # including rotations of the states themselves
-            written.enter_context(modifier.as_written(state))
+            written.enter_context(modifier.predict(state).attached())
         written.enter_context(calibration_mode(model))
         written.enter_context(zero_weights(model, skips_experts=True))
         with HooksMixin.disable_hooks(), skip_zero_products(), rotations_suspended(model):

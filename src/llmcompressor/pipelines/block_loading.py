@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from torch.nn import Module
 
+from llmcompressor.core.contract import Edits
 from llmcompressor.core.modifier import Modifier
 
 if TYPE_CHECKING:
@@ -42,7 +43,7 @@ class BlockLoader:
         self._early = [
             one
             for one in _modifiers_before_data(modifiers)
-            if keeper.one_by_one or one.changes_at_once
+            if keeper.one_by_one or Edits.AT_ONCE in one.traits.edits
         ]
         self.loaded: dict[str, Module] = {}
 
@@ -75,15 +76,15 @@ class BlockLoader:
         """
         name = self._region[module]
         inside = set(self.modules_of(name))
-        outlining = [one for one in self._modifiers if one.changes_structure]
+        outlining = [one for one in self._modifiers if Edits.STRUCTURE in one.traits.edits]
         if self._state.calibration.propagates_error:
             for modifier in outlining:
                 modifier.adopt(self._state, self.modules_of(name))
         changed = {
             one
             for modifier in self._modifiers
-            if modifier.changes_at_once and modifier not in [*self._early, *outlining]
-            for one in modifier.calibrated_modules(self._state)
+            if modifier not in [*self._early, *outlining] and Edits.AT_ONCE in modifier.traits.edits
+            for one in modifier.select(self._state).modules
             if one in inside
         }
         if changed:
@@ -161,5 +162,5 @@ class BlockLoader:
 
 def _modifiers_before_data(modifiers: Sequence[Modifier]) -> list[Modifier]:
     """Modifiers without data that precede the first one with data, which may see their changes."""
-    needing = [place for place, one in enumerate(modifiers) if one.requires_calibration_data]
+    needing = [place for place, one in enumerate(modifiers) if one.traits.needs_data]
     return list(modifiers[: needing[0]]) if needing else []

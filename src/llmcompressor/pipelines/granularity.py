@@ -136,13 +136,13 @@ def target_stops(
 
 def whole_modules(modifiers: Iterable[Modifier], state: State) -> set[Module]:
     """Modules that modifiers of a pass compress as a whole, in addition to the model's blocks."""
-    return {one for modifier in modifiers for one in modifier.undivided(state)}
+    return {one for modifier in modifiers for one in modifier.select(state).undivided}
 
 
 def _own_blocks(model: Module, modifiers: Iterable[Modifier], state: State) -> set[Module]:
     """Blocks of the model that are stops of their own, whatever the user's targets are."""
-    taking = [one for one in modifiers if one.takes_whole_blocks]
-    wanted = {module for one in taking for module in one.calibrated_modules(state)}
+    taking = [one for one in modifiers if one.traits.whole_blocks]
+    wanted = {module for one in taking for module in one.select(state).modules}
     blocks = find_blocks(model) if wanted else {}
     return {block for block in blocks if not wanted.isdisjoint(block.modules())}
 

@@ -172,8 +172,8 @@ def _lists_inside(lists: Iterable[ExpertList], blocks: Iterable[Module]) -> list
 
 
 def _calibrated_modules(modifiers: Sequence[Modifier], state: State) -> set[Module]:
-    needing = (modifier for modifier in modifiers if modifier.requires_calibration_data)
-    return {module for modifier in needing for module in modifier.calibrated_modules(state)}
+    needing = (modifier for modifier in modifiers if modifier.traits.needs_data)
+    return {module for modifier in needing for module in modifier.select(state).modules}
 
 
 def _linears_of(one: ExpertList, calibrated: set[Module]) -> dict[str, list[Module]]:

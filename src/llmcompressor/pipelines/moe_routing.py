@@ -316,11 +316,11 @@ def _calibrated_modules(modifiers: Sequence[Modifier], state: State) -> set[Modu
     """Modules that modifiers calibrate; ``None`` if a modifier does not declare its modules."""
     found: set[Module] = set()
     for modifier in modifiers:
-        if modifier.requires_calibration_data:
-            own = modifier.calibrated_modules(state)
-            if modifier.runs_to_end or not own:
+        if modifier.traits.needs_data:
+            own = modifier.select(state)
+            if own.to_end or not own.modules:
                 return None
-            found.update(own)
+            found.update(own.modules)
     return found
 
 

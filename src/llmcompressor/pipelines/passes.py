@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.nn import Module
 
+from llmcompressor.core.contract import DataUse, Edits
 from llmcompressor.core.modifier import Modifier
 from llmcompressor.logger import logger
 from llmcompressor.pipelines.registry import PIPELINES, infer_pipeline
@@ -51,7 +52,7 @@ def split_into_passes(modifiers: Sequence[Modifier], pipeline: str) -> list[list
     """
     passes: list[list[Modifier]] = [[]]
     for place, modifier in enumerate(modifiers):
-        needs = modifier.requires_calibration_data
+        needs = modifier.traits.needs_data
         waits = needs or (pipeline != "independent" and _any_needs_data(modifiers[place:]))
         taken = _any_needs_data(passes[-1])
         alone = pipeline == "independent" and not _joins(modifier, passes[-1])
@@ -68,26 +69,30 @@ def split_into_passes(modifiers: Sequence[Modifier], pipeline: str) -> list[list
 
 
 def _any_needs_data(modifiers: Sequence[Modifier]) -> bool:
-    return any(one.requires_calibration_data for one in modifiers)
+    return any(one.traits.needs_data for one in modifiers)
 
 
 def _needs_survey_pass(modifier: Modifier, others: Sequence[Modifier], pipeline: str) -> bool:
     """Return True if a modifier needs a pass over the others' results before its own pass."""
-    if modifier.learns_first:
+    data = modifier.traits.data
+    if data is DataUse.LEARN_FIRST:
         return bool(others)
-    seen = (pipeline == "independent" or one.changes_at_once for one in others)
-    return modifier.surveys_first and any(seen)
+    seen = (pipeline == "independent" or Edits.AT_ONCE in one.traits.edits for one in others)
+    return data is DataUse.SURVEY_FIRST and any(seen)
 
 
 def _needs_later_pass(modifier: Modifier, others: Sequence[Modifier]) -> bool:
     """Return True if a modifier must run after the calibration of the others, in a later pass."""
-    is_open = any(one.leaves_open for one in others)
-    return modifier.begins_a_pass or (is_open and not modifier.requires_calibration_data)
+    is_open = any(Edits.OPEN in one.traits.edits for one in others)
+    return modifier.traits.begins_pass or (is_open and not modifier.traits.needs_data)
 
 
 def insert_surveys(passes: Sequence[list[Modifier]]) -> list[list[Modifier]]:
     """Insert, before each pass, a pass of the modifiers that survey all data without changes."""
-    surveys = [[modifier for modifier in one if modifier.surveys_first] for one in passes]
+    surveys = [
+        [modifier for modifier in one if modifier.traits.data is DataUse.SURVEY_FIRST]
+        for one in passes
+    ]
     pairs = zip(surveys, passes, strict=True)
     return [each for survey, one in pairs for each in (survey, one) if each or each is one]
 
@@ -105,9 +110,9 @@ def group_joined(modifiers: Sequence[Modifier]) -> list[list[Modifier]]:
 
 def _joins(modifier: Modifier, others: Sequence[Modifier]) -> bool:
     """Return True if a modifier can take over each module from all ``others`` that need data."""
-    needing = [one for one in others if one.requires_calibration_data]
+    needing = [one for one in others if one.traits.needs_data]
     return bool(needing) and all(
-        modifier.joins & {base.__name__ for base in type(one).__mro__} for one in needing
+        modifier.traits.joins & {base.__name__ for base in type(one).__mro__} for one in needing
     )
 
 
@@ -129,7 +134,8 @@ def split_at_rewrites(modifiers: Sequence[Modifier]) -> list[list[Modifier]]:
 
 def _rewrites(modifier: Modifier) -> bool:
     """Return True if later modifiers cannot collect statistics in the pass of this one."""
-    return modifier.rewrites_inputs or modifier.learns_first
+    traits = modifier.traits
+    return Edits.INPUTS in traits.edits or traits.data is DataUse.LEARN_FIRST
 
 
 def run_passes(

@@ -43,7 +43,7 @@ PIPELINES = _Pipelines(
 
 def infer_pipeline(modifiers: Sequence[Modifier]) -> str:
     """Return ``"sequential"`` if any modifier needs calibration data, else ``"datafree"``."""
-    collects = any(modifier.collects for modifier in modifiers)
+    collects = any(modifier.traits.data.collects for modifier in modifiers)
     return "sequential" if collects else "datafree"
 
 

@@ -174,14 +174,14 @@ def _prepare(
     if source is not None:
         loaded = {one: name for one, name in source.names.items() if one in blocks}
         check_blocks_called(calibrated, loaded)
-    warn_uncalled_modules(calibrated, modifiers)
-    propagates = dataset_args.propagate_error and all(m.propagates_error for m in modifiers)
+    warn_uncalled_modules(calibrated, modifiers, state)
+    propagates = dataset_args.propagate_error and all(m.traits.propagates_error for m in modifiers)
     state.calibration.propagates_error, state.calibration.call_order = propagates, calibrated.order
-    streams = 2 if propagates and any(modifier.twin_streams for modifier in modifiers) else 1
+    streams = 2 if propagates and any(m.traits.twin for m in modifiers) else 1
     undeclared = any(_is_undeclared(modifier, state) for modifier in modifiers)
     budget = _budget(dataset_args)
-    to_end = undeclared or any(modifier.runs_to_end for modifier in modifiers)
-    finest = max((m.finest_granularity for m in modifiers), default=Granularity.BLOCK)
+    to_end = undeclared or any(m.select(state).to_end for m in modifiers)
+    finest = max((m.traits.granularity for m in modifiers), default=Granularity.BLOCK)
     lay_out = partial(
         plan_stops,
         calibrated.names,
@@ -239,7 +239,7 @@ def _modules_to_calibrate(
     """Modules to calibrate with their modifiers; streamed runs leave out finished blocks."""
     if residency is None:
         return modifier_indices(modifiers, state)
-    needing = [modifier for modifier in modifiers if modifier.requires_calibration_data]
+    needing = [modifier for modifier in modifiers if modifier.traits.needs_data]
     owners = modifier_indices(needing, state)
     return {
         module: positions
@@ -250,8 +250,8 @@ def _modules_to_calibrate(
 
 def _is_undeclared(modifier: Modifier, state: State) -> bool:
     """Return True if a modifier needs data without declaring modules, so it gets all modules."""
-    declared = modifier.runs_to_end or modifier.calibrated_modules(state)
-    return modifier.requires_calibration_data and not declared
+    own = modifier.select(state)
+    return modifier.traits.needs_data and not (own.to_end or own.modules)
 
 
 def _budget(dataset_args: DatasetArguments) -> int:
@@ -387,7 +387,8 @@ class _SequentialRun:
             return
         missed = [unit.name for unit in units]
         shown = join_names(missed, most=8)
-        if not all(one.accepts_unreached(name) for name in missed for one in self.modifiers):
+        selections = [one.select(self.state) for one in self.modifiers]
+        if not all(one.accepts_unreached(name) for name in missed for one in selections):
             raise TargetError(
                 f"No calibration batch reached {shown}.",
                 "Add data that uses these modules (images for a vision tower, for instance), or "

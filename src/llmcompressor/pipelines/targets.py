@@ -60,7 +60,7 @@ def modifier_indices(modifiers: Sequence[Modifier], state: State) -> dict[Module
     """Map each calibrated module to the indices of the modifiers that declare it."""
     owners: dict[Module, list[int]] = {}
     for position, modifier in enumerate(modifiers):
-        for module in modifier.calibrated_modules(state):
+        for module in modifier.select(state).modules:
             owners.setdefault(module, []).append(position)
     return owners
 
@@ -265,18 +265,22 @@ def check_blocks_called(calibrated: CalibratedModules, blocks: Mapping[Module, s
             )
 
 
-def warn_uncalled_modules(calibrated: CalibratedModules, modifiers: Sequence[Modifier]) -> None:
+def warn_uncalled_modules(
+    calibrated: CalibratedModules, modifiers: Sequence[Modifier], state: State
+) -> None:
     """Warn early about modules that may not be reached by any batch.
 
     Args:
         calibrated: result of the dry-run forward.
         modifiers: of the pass; some have a policy for unreached modules.
+        state: of the run.
     """
+    selections = [one.select(state) for one in modifiers]
     missed = [
         name
         for module, name in calibrated.names.items()
         if module not in calibrated.order.calls
-        and not all(modifier.accepts_unreached(name) for modifier in modifiers)
+        and not all(one.accepts_unreached(name) for one in selections)
     ]
     if not missed:
         return
@@ -326,8 +330,8 @@ def check_reached(
         return
     inputs = {name for batch in batches for name in batch}
     state = State(model=model)
-    needing = [one for one in modifiers if one.collects]
-    wanted = [(one, set(one.calibrated_modules(state))) for one in needing]
+    selections = [one.select(state) for one in modifiers if one.traits.data.collects]
+    wanted = [(one, set(one.modules)) for one in selections]
     towers = {modality: _tower(model, modality) for modality in _MODALITIES}
     reached = {towers[one] for one in _MODALITIES if _has_modality(one, inputs)}
     if getattr(model, "main_input_name", None) in inputs:

@@ -16,7 +16,7 @@ from llmcompressor.args import DatasetArguments
 from llmcompressor.checkpoint.atomic_output import work_folder
 from llmcompressor.checkpoint.block_writer import check_space, non_weight_bytes, unallocated_bytes
 from llmcompressor.checkpoint.workspace import files_folder, scratch_folder
-from llmcompressor.core.contract import ComputeCost, DataSize, PlannedModule
+from llmcompressor.core.contract import ComputeCost, DataSize, Edits, PlannedModule
 from llmcompressor.core.modifier import Modifier
 from llmcompressor.core.state import RunSettings, State
 from llmcompressor.errors import CompressorError, InputError, OutputError, TargetError
@@ -195,15 +195,15 @@ class _PlanBuilder:
         name = type(modifier).__name__
         try:
             modifier.initialize(self._state)
-            if modifier.changes_structure:
+            if Edits.STRUCTURE in modifier.traits.edits:
                 self._parts = self._parts_read
             modifier.outline(self._state)
-            planned = modifier.planned(self._state)
+            planned = list(modifier.predict(self._state).modules)
         except CompressorError as error:
             self._problems.append(problem_of(name, error))
             return None
         except Exception as error:  # a user's modifier may need weights, which are not loaded
-            if modifier.works_by_block:
+            if modifier.traits.by_block:
                 raise
             self._notes.append(
                 f"{name} cannot be planned without the weights ({type(error).__name__}: {error}): "
@@ -268,10 +268,8 @@ class _PlanBuilder:
 
     def _note_stacks(self, rows: Sequence[ModuleRow]) -> None:
         """Note stacks of expert matrices, which no target reaches and may be most of the model."""
-        if any(
-            one.changes_structure for one in self._request.modifiers
-        ):  # it knows stacks, not targets
-            return
+        if any(Edits.STRUCTURE in one.traits.edits for one in self._request.modifiers):
+            return  # it knows stacks, not targets
         stacks = [row for row in rows if row.why == STACK]
         weights, whole = sum(row.weights for row in stacks), sum(row.weights for row in rows)
         if stacks:
@@ -419,7 +417,7 @@ class _PlanBuilder:
         total, again = ComputeCost(), 0
         for modifier in self._request.modifiers:
             for part in parts if modifier.initialized else ():
-                own = modifier.work(list(part.modules.values()), self._data)
+                own = modifier.cost().compute(list(part.modules.values()), self._data)
                 total += own
                 again += own.readings * part.source * self._request.is_streamed
         return total, again
@@ -428,7 +426,7 @@ class _PlanBuilder:
         """Bytes that modifiers hold in addition to the weights of a part."""
         own, together = list(part.modules.values()), part.name != REST
         modifiers = [one for one in self._request.modifiers if one.initialized]
-        return max((one.beside(own, together=together) for one in modifiers), default=0)
+        return max((one.cost().held(own, together=together) for one in modifiers), default=0)
 
     def _trials(self, planned: Sequence[PlannedModule]) -> dict[str, SchemeCost]:
         found: dict[str, SchemeCost] = {}
@@ -562,7 +560,7 @@ def _modified_names(
     """Names of modules that a modifier quantizes, or else calibrates, with their ancestors."""
     if planned or not modifier.initialized:
         return {one.name for one in planned}
-    own = set(modifier.calibrated_modules(state))
+    own = set(modifier.select(state).modules)
     names = [name for name, module in model.named_modules() if module in own]
     parts = [name.split(".") for name in names]
     return {".".join(each[:n]) for each in parts for n in range(1, len(each) + 1)}

@@ -72,7 +72,7 @@ class ProxyTrials:
     def __init__(self, model: PreTrainedModel, modifiers: Sequence[Modifier]) -> None:
         self._model = model
         self._unknown = ""
-        if any(map(_has_trial, modifiers)):
+        if any(one.cost().trial is not None for one in modifiers):
             try:
                 self._build = proxy_model_builder(model, modifiers)
             except (NoProxyModel, CompressorError) as finding:
@@ -87,13 +87,10 @@ class ProxyTrials:
         Raises:
             TargetError: the modifier would refuse the model.
         """
-        if self._unknown or not _has_trial(modifier):
-            return self._unknown if _has_trial(modifier) else ""
-        return modifier.rehearse(self._model, self._build)
-
-
-def _has_trial(modifier: Modifier) -> bool:
-    return type(modifier).rehearse is not Modifier.rehearse
+        trial = modifier.cost().trial
+        if trial is None or self._unknown:
+            return "" if trial is None else self._unknown
+        return trial(self._model, self._build)
 
 
 def proxy_model_builder(

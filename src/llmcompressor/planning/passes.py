@@ -118,7 +118,7 @@ def _split_modifiers(modifiers: Sequence[Modifier], context: PassContext) -> lis
 def _plan_pass(modifiers: list[Modifier], context: PassContext) -> tuple[PassPlan, list[BlockWork]]:
     name = infer_pipeline(modifiers) if context.pipeline == "independent" else context.pipeline
     names = [type(modifier).__name__ for modifier in modifiers]
-    needing = [modifier for modifier in modifiers if modifier.collects]
+    needing = [modifier for modifier in modifiers if modifier.traits.data.collects]
     if name == "datafree" or not needing:
         return PassPlan(names, name), _block_workloads(context, [], {}, None)
     owners = modifier_indices(needing, context.state)
@@ -136,16 +136,15 @@ def _sequential(
     context: PassContext,
 ) -> tuple[PassPlan, list[BlockWork]]:
     args = context.args
-    propagates = args.propagate_error and all(one.propagates_error for one in modifiers)
-    streams = 2 if propagates and any(one.twin_streams for one in modifiers) else 1
-    undeclared = not all(
-        one.runs_to_end or one.calibrated_modules(context.state) for one in modifiers
-    )
+    propagates = args.propagate_error and all(one.traits.propagates_error for one in modifiers)
+    streams = 2 if propagates and any(one.traits.twin for one in modifiers) else 1
+    selections = [one.select(context.state) for one in modifiers]
+    undeclared = not all(one.to_end or one.modules for one in selections)
     model = context.state.model
     at_blocks = needs_block_level(
         model, context.state, modifiers, find_blocks(model), every=args.moe_calibrate_all_experts
     )
-    finest = max(one.finest_granularity for one in modifiers)
+    finest = max(one.traits.granularity for one in modifiers)
     budget = _budget(context)
     chosen = choose_level(
         list(owners),

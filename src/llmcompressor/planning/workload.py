@@ -397,7 +397,7 @@ def _group(
     for position, modifier in enumerate(modifiers):
         mine = [module for module in modules if position in owners[module]]
         if mine:
-            efforts.append(modifier.effort(mine, data))
+            efforts.append(modifier.cost().calibration(mine, data))
     parameters = [one for module in modules for one in own_parameters(module)]
     return Group(
         tuple(modules),
@@ -690,11 +690,11 @@ def plan_learning(
     modifiers: Sequence[Modifier], context: LearningContext
 ) -> tuple[LearningPlan | None, list[PartLearning]]:
     """Estimate the learning of a pass's modifiers, and the memory that each part needs for it."""
-    found = [(one, learning) for one in modifiers if (learning := one.learning()) is not None]
+    found = [(one, learning) for one in modifiers if (learning := one.cost().learning) is not None]
     if not found:
         return None, []
     (modifier, learning), *_ = found
-    makings = [modifier.making(list(part.modules.values())) for part in context.parts]
+    makings = [modifier.cost().recomputation(list(part.modules.values())) for part in context.parts]
     parts = [
         _part(part, making, context, modifier)
         for part, making in zip(context.parts, makings, strict=True)
@@ -707,7 +707,9 @@ def _part(
 ) -> PartLearning:
     if part.name != REST:
         return PartLearning(making.statistics, making.workspace, _saved_bytes(part, context))
-    single = (modifier.making([module]).statistics for module in part.modules.values())
+    single = (
+        modifier.cost().recomputation([module]).statistics for module in part.modules.values()
+    )
     return PartLearning(max(single, default=0), max(_logits_bytes(part, context), making.workspace))
 
 

@@ -15,7 +15,18 @@ from pydantic import Field, PrivateAttr
 from torch import Tensor
 from torch.nn import Embedding, Module
 
-from llmcompressor.core.contract import CalibrationCost, DataSize, Granularity, PlannedModule
+from llmcompressor.core.contract import (
+    CalibrationCost,
+    CostModel,
+    DataSize,
+    DataUse,
+    Granularity,
+    PlannedModule,
+    Prediction,
+    RecipeRules,
+    Selection,
+    Traits,
+)
 from llmcompressor.core.events import Event
 from llmcompressor.core.modifier import Modifier
 from llmcompressor.core.state import State
@@ -114,7 +125,7 @@ class QuantizationMixin(Modifier):
         allow_unmatched: accept targets that match nothing.
     """
 
-    changes_weights: ClassVar[bool] = True
+    rules: ClassVar[RecipeRules] = RecipeRules(changes_weights=True)
     leaves_modules: ClassVar[bool] = False
     _also_asking: ClassVar[tuple[str, ...]] = ()
     """Further fields that a technique's schemes depend on."""
@@ -151,9 +162,20 @@ class QuantizationMixin(Modifier):
     # ------------------------------------------------------------------ declarations
 
     @property
-    def means_unservable(self) -> bool:
-        """True if group sizes need not divide the columns, which no server supports."""
-        return self.bypass_divisibility_checks
+    def traits(self) -> Traits:
+        """Only inputs are observed, so a forward may be paused at every Linear.
+
+        The result for a module is complete once all batches have passed its block.
+
+        Raises:
+            RecipeError: a field names an unknown observer.
+        """
+        return Traits(
+            data=DataUse.STREAM if self._needs_data() else DataUse.NONE,
+            granularity=Granularity.LINEAR,
+            by_block=True,
+            unservable=self.bypass_divisibility_checks,
+        )
 
     def resolve_quantization_config(self) -> ResolvedSchemes:
         """The schemes that the fields define, independent of any model.
@@ -197,14 +219,10 @@ class QuantizationMixin(Modifier):
         super().model_post_init(context)
         self.resolve_quantization_config()
 
-    @property
-    def requires_calibration_data(self) -> bool:
-        """True if a static activation scale, a cache scale or an observer needs data.
+    def _needs_data(self) -> bool:
+        """Return True if a static activation scale, a cache scale or an observer needs data.
 
         False once all modules were left to a later modifier.
-
-        Raises:
-            RecipeError: a field names an unknown observer.
         """
         if self._was_left and not self._schemes and not self._attention:
             return False
@@ -212,14 +230,17 @@ class QuantizationMixin(Modifier):
         weighs = any(needs_input_importance(scheme.weights) for scheme in resolved.groups.values())
         return weighs or resolved.requires_calibration_data
 
-    @property
-    def finest_granularity(self) -> Granularity:
-        """Linear: only inputs are observed, so a forward may be paused at every Linear."""
-        return Granularity.LINEAR
+    def select(self, state: State) -> Selection:
+        """The Linears and Embeddings to be quantized.
 
-    def accepts_unreached(self, name: str) -> bool:
-        """Experts without tokens are rounded to nearest; other modules need data."""
-        return is_expert(name)
+        Attention states and static outputs are observed up to the last layer. Experts without
+        tokens are rounded to nearest; other modules need data.
+        """
+        outputs = (scheme.output_activations for scheme in self._schemes.values())
+        to_end = bool(self._attention) or any(
+            args is not None and args.dynamic is not True for args in outputs
+        )
+        return Selection(modules=list(self._schemes), to_end=to_end, accepts_unreached=is_expert)
 
     def means(self, name: str, module: Module, holders: Mapping[str, Module]) -> bool:
         """Return True if a scheme that quantizes something matches the module."""
@@ -228,19 +249,11 @@ class QuantizationMixin(Modifier):
         found = resolved.lookup.of(name, module)
         return found is not None and not is_empty(found)
 
-    @property
-    def runs_to_end(self) -> bool:
-        """True if attention states or static outputs are observed, up to the last layer."""
-        outputs = (scheme.output_activations for scheme in self._schemes.values())
-        return bool(self._attention) or any(
-            args is not None and args.dynamic is not True for args in outputs
-        )
+    def cost(self) -> CostModel:
+        """Cost of observing inputs."""
+        return CostModel(calibration=self.calibration_cost)
 
-    def calibrated_modules(self, state: State) -> list[Module]:
-        """The Linears and Embeddings to be quantized."""
-        return list(self._schemes)
-
-    def effort(self, modules: Sequence[Module], data: DataSize) -> CalibrationCost:
+    def calibration_cost(self, modules: Sequence[Module], data: DataSize) -> CalibrationCost:
         """The cost of observing the ranges of inputs with a static scale."""
         weighing = [
             weight_of(one).shape[-1]
@@ -518,7 +531,7 @@ class QuantizationMixin(Modifier):
         A modifier without data of its own shares the block's pass with others, which may change
         weights until all batches have passed: then :meth:`finish` quantizes them.
         """
-        if state.run.block_source is not None and not self.requires_calibration_data:
+        if state.run.block_source is not None and not self._needs_data():
             return
         mine = [
             module
@@ -572,7 +585,7 @@ class QuantizationMixin(Modifier):
         """Keep the parameters of a weight until calibration ends.
 
         Args:
-            module: one of :attr:`calibrated_modules`.
+            module: one of the selected modules.
             parameters: the parameters of its weight.
             rounded: whether its weight is already rounded; otherwise it is rounded at the end.
         """
@@ -584,12 +597,7 @@ class QuantizationMixin(Modifier):
 
     # ------------------------------------------------------------------ after
 
-    @property
-    def works_by_block(self) -> bool:
-        """True: the result for a module is complete once all batches have passed its block."""
-        return True
-
-    def planned(self, state: State) -> list[PlannedModule]:
+    def predict(self, state: State) -> Prediction:
         """The quantized modules with the parameters that they will have."""
         plans, names = [], self._names
         alike: dict[Any, dict[str, Tensor]] = {}  # a model has few distinct module shapes
@@ -610,7 +618,7 @@ class QuantizationMixin(Modifier):
             plans.append(
                 PlannedModule(name, module, scheme, tensors, is_attention=True, has_group=queries)
             )
-        return [*plans, *self._shared.planned(of_attention)]
+        return Prediction(modules=[*plans, *self._shared.planned(of_attention)])
 
     def finish(self, state: State, modules: Iterable[Module], *, written: bool = False) -> None:
         """Round remaining weights and mark the modules of this modifier as quantized."""

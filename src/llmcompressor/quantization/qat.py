@@ -16,6 +16,7 @@ reads ``self.weight`` is supported, gradients go to the parameter, and no name c
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import Any, ClassVar
 from weakref import ref
 
@@ -25,7 +26,7 @@ from pydantic import Field, PrivateAttr
 from torch import Tensor
 from torch.nn import Module
 
-from llmcompressor.core.contract import MOVED_TO_THE_RUN
+from llmcompressor.core.contract import MOVED_TO_THE_RUN, RecipeRules, Traits
 from llmcompressor.core.events import Event, EventType
 from llmcompressor.core.modifier import Modifier
 from llmcompressor.core.state import State
@@ -515,9 +516,12 @@ class TrainableMixin(QuantizationMixin):
         sequential_targets: no effect, with a warning: pass it to ``oneshot`` instead.
     """
 
-    needs_time: ClassVar[bool] = True
-    renamed: ClassVar[Mapping[str, str]] = {"disable_quantization_observer_epoch": "end"}
-    moved: ClassVar[Mapping[str, str]] = MOVED_TO_THE_RUN
+    rules: ClassVar[RecipeRules] = replace(
+        QuantizationMixin.rules,
+        needs_time=True,
+        renamed={"disable_quantization_observer_epoch": "end"},
+        moved=MOVED_TO_THE_RUN,
+    )
 
     num_calibration_steps: int = Field(default=1, ge=1)
     learned_scales: bool = False
@@ -545,9 +549,11 @@ class TrainableMixin(QuantizationMixin):
     # ------------------------------------------------------------------ schedule
 
     @property
-    def observing_steps(self) -> int:
-        """``num_calibration_steps``, if there is a static scale."""
-        return self.num_calibration_steps if self.requires_calibration_data else 0
+    def traits(self) -> Traits:
+        """A training observes ``num_calibration_steps``, if there is a static scale."""
+        found = super().traits
+        steps = self.num_calibration_steps if found.needs_data else 0
+        return replace(found, observing_steps=steps)
 
     def should_start(self, event: Event) -> bool:
         """Return True if ``event`` is in ``[start, end)``; by default from the first batch on."""

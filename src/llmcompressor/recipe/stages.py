@@ -153,7 +153,7 @@ def check_order(stages: Iterable[Stage]) -> None:
     before: dict[str, str] = {}
     for modifier in (modifier for stage in stages for modifier in stage.modifiers):
         name = type(modifier).__name__
-        late = sorted(before[other] for other in before.keys() & type(modifier).must_precede)
+        late = sorted(before[other] for other in before.keys() & type(modifier).rules.must_precede)
         if late:
             raise RecipeError(
                 f"In the recipe {name} stands after {late[0]}, which undoes what it prepares.",
@@ -170,7 +170,7 @@ def check_required_later(stages: Iterable[Stage]) -> None:
     """
     modifiers = [modifier for stage in stages for modifier in stage.modifiers]
     for place, modifier in enumerate(modifiers):
-        needed = type(modifier).needs_later
+        needed = type(modifier).rules.needs_later
         later = {parent.__name__ for one in modifiers[place + 1 :] for parent in type(one).__mro__}
         if needed and not needed & later:
             raise RecipeError(

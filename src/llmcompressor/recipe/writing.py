@@ -104,7 +104,7 @@ def modifier_fields(modifier: Modifier) -> dict[str, Any]:
 
 
 def _has_no_effect(modifier: Modifier, name: str) -> bool:
-    if name not in modifier.moved:
+    if name not in modifier.rules.moved:
         return False
     return bool(getattr(modifier, name) == type(modifier).model_fields[name].default)
 

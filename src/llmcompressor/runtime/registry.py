@@ -76,7 +76,7 @@ class LazyRegistry(Mapping[str, str]):
         self._added[normalize_name(name)] = value
 
     def is_added(self, name: str) -> bool:
-        """Whether the object called ``name`` is one of a third party."""
+        """Return True if the object called ``name`` is one of a third party."""
         return normalize_name(name) in self._added
 
     def load(self, name: str) -> Any:
@@ -107,7 +107,7 @@ class LazyRegistry(Mapping[str, str]):
 
 
 class UserOverrides(MutableMapping[str, V]):
-    """What users add under a name, beside what is known of names and can be read as well.
+    """Objects that users add under a name, in addition to known names, which can be read as well.
 
     To read what is known changes nothing; to add it under its own name adds nothing.
 
@@ -125,7 +125,7 @@ class UserOverrides(MutableMapping[str, V]):
         self._added: dict[str, V] = {}
 
     def added(self, name: str) -> V | None:
-        """What a user has added under ``name``."""
+        """The object that a user has added under ``name``."""
         return self._added.get(name)
 
     def __getitem__(self, name: str) -> V:

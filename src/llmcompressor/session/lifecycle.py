@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any
 
+from llmcompressor.core.contract import Edits
 from llmcompressor.core.events import Event, EventType
-from llmcompressor.core.modifier import Modifier
-from llmcompressor.core.outline import StructureChanges
+from llmcompressor.core.modifier import Modifier, StructureChanges
 from llmcompressor.core.state import Hardware, State
 from llmcompressor.errors import InputError
 from llmcompressor.logger import logger
@@ -334,14 +334,14 @@ class CompressionLifecycle:
         """Raise if one calibration serves a modifier and another that changes its statistics."""
         rewriting = None
         for modifier in self.recipe.modifiers:
-            if rewriting is not None and modifier.collects:
+            if rewriting is not None and modifier.traits.data.collects:
                 raise InputError(
                     f"{type(rewriting).__name__} changes what {type(modifier).__name__}, behind "
                     "it, collects, and both would collect it in one calibration.",
                     "Calibrate for one after the other: in a session for each, or with oneshot, "
                     "whose pipelines do so.",
                 )
-            if modifier.rewrites_inputs and modifier.collects:
+            if Edits.INPUTS in modifier.traits.edits and modifier.traits.data.collects:
                 rewriting = modifier
 
     def _is_in_order(self, event_type: EventType) -> bool:
@@ -436,7 +436,7 @@ def _warn_of_lost_calibration(modifier: Modifier, *, began: bool) -> None:
         "Use oneshot, or run the data between callbacks.calibration_epoch_start() and "
         "callbacks.calibration_epoch_end()."
     )
-    if not modifier.started and modifier.requires_calibration_data:
+    if not modifier.started and modifier.traits.needs_data:
         logger.warning(f"{name} did nothing: it needs calibration, and none has begun. {remedy}")
     elif began and ends and not modifier.ended:
         logger.warning(f"{name} is not complete: its calibration came to no end. {remedy}")

@@ -49,7 +49,7 @@ def check_can_train(modifiers: Iterable[Modifier]) -> None:
         RecipeError: there are such modifiers.
     """
     modifiers = list(modifiers)
-    useless = [type(each).__name__ for each in modifiers if "train" not in each.run_types]
+    useless = [type(each).__name__ for each in modifiers if "train" not in each.rules.run_types]
     if useless:
         raise RecipeError(
             f"{', '.join(dict.fromkeys(useless))} cannot be applied while training.",
@@ -62,7 +62,7 @@ def check_can_train(modifiers: Iterable[Modifier]) -> None:
                 "updates is above 0.",
                 "Leave it out to update at every step.",
             )
-        if each.needs_time and each.end is not None and each.end <= (each.start or 0):
+        if each.rules.needs_time and each.end is not None and each.end <= (each.start or 0):
             raise RecipeError(
                 f"{type(each).__name__} ends where it starts, at {each.end:g}: no time to act.",
                 "Give a later end, or leave it out for the end of the training.",
@@ -187,7 +187,7 @@ def _check_adapters(model: Any) -> None:
 
 def _check_zero3_settings(trainer: Trainer, modifiers: Sequence[Modifier]) -> None:
     """Refuse settings of ZeRO stage 3 in which a process's shard is not a part of the weight."""
-    changing = [type(one).__name__ for one in modifiers if one.changes_weights]
+    changing = [type(one).__name__ for one in modifiers if one.rules.changes_weights]
     state = trainer.accelerator.state
     if not changing or zero_stage(state) != 3:
         return
@@ -241,8 +241,9 @@ def warn_of_schedules(
             )
             continue
         begins = _first_step(modifier.start or 0, steps_per_epoch or 1)
-        acts = begins + modifier.observing_steps
-        if modifier.observing_steps and acts >= max_steps:
+        observing = modifier.traits.observing_steps
+        acts = begins + observing
+        if observing and acts >= max_steps:
             logger.warning(
                 f"{name} only observes, to step {acts}, and the training ends at step {max_steps}: "
                 "nothing is trained with what it computes. Lower num_calibration_steps."

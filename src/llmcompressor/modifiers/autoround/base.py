@@ -20,7 +20,14 @@ from pydantic import Field, PrivateAttr
 from torch import Tensor
 from torch.nn import Linear, Module
 
-from llmcompressor.core.contract import MOVED_TO_THE_RUN, CalibrationCost, DataSize, Granularity
+from llmcompressor.core.contract import (
+    MOVED_TO_THE_RUN,
+    CalibrationCost,
+    DataSize,
+    Granularity,
+    RecipeRules,
+    Traits,
+)
 from llmcompressor.core.events import Event
 from llmcompressor.core.modifier import RecordedMixin
 from llmcompressor.core.state import State
@@ -130,11 +137,14 @@ class AutoRoundModifier(RecordedMixin, QuantizationMixin):
             rounding error. Ranges of other observers are used unchanged.
     """
 
-    run_types: ClassVar[frozenset[str]] = frozenset({"oneshot"})
-    moved: ClassVar[Mapping[str, str]] = {
-        **MOVED_TO_THE_RUN,
-        "device_ids": "blocks are tuned where they lie; give device to oneshot.",
-    }
+    rules: ClassVar[RecipeRules] = replace(
+        QuantizationMixin.rules,
+        run_types=frozenset({"oneshot"}),
+        moved={
+            **MOVED_TO_THE_RUN,
+            "device_ids": "blocks are tuned where they lie; give device to oneshot.",
+        },
+    )
 
     iters: int = Field(default=200, ge=0, le=100_000)
     enable_torch_compile: bool = True
@@ -171,23 +181,17 @@ class AutoRoundModifier(RecordedMixin, QuantizationMixin):
     # ------------------------------------------------------------------ declarations
 
     @property
-    def requires_calibration_data(self) -> bool:
-        """Always True: the objective is the output of blocks."""
-        return True
+    def traits(self) -> Traits:
+        """The objective is the output of whole blocks, compared with the original model's."""
+        return replace(
+            super().traits,
+            granularity=Granularity.BLOCK,
+            whole_blocks=True,
+            twin=True,
+        )
 
-    @property
-    def finest_granularity(self) -> Granularity:
-        """Whole blocks, because their outputs are compared."""
-        return Granularity.BLOCK
-
-    @property
-    def takes_whole_blocks(self) -> bool:
-        """Always True: the output of part of a block is a poorer objective."""
-        return True
-
-    @property
-    def twin_streams(self) -> bool:
-        """Always True: the target of a block is its output in the original model."""
+    def _needs_data(self) -> bool:
+        """Return True whatever the schemes are."""
         return True
 
     @property
@@ -195,7 +199,7 @@ class AutoRoundModifier(RecordedMixin, QuantizationMixin):
         """Tuning records by module name."""
         return dict(self._records)
 
-    def effort(self, modules: Sequence[Module], data: DataSize) -> CalibrationCost:
+    def calibration_cost(self, modules: Sequence[Module], data: DataSize) -> CalibrationCost:
         """Cost of solving, if there are enough tokens for it, and of tuning.
 
         Each step takes one forward and two backward products, and the bytes that the backward

@@ -24,6 +24,9 @@ from llmcompressor.core.contract import (
     ComputeCost,
     DataSize,
     Granularity,
+    Prediction,
+    RecipeRules,
+    Traits,
 )
 from llmcompressor.core.events import Event
 from llmcompressor.core.modifier import Modifier
@@ -212,8 +215,11 @@ class AWQModifier(SmoothingMixin):
         sequential_targets: without effect, with a warning: give it to ``oneshot`` instead.
     """
 
-    needs_later: ClassVar[frozenset[str]] = frozenset({"QuantizationMixin"})
-    moved: ClassVar[Mapping[str, str]] = MOVED_TO_THE_RUN
+    rules: ClassVar[RecipeRules] = replace(
+        SmoothingMixin.rules,
+        needs_later=frozenset({"QuantizationMixin"}),
+        moved=MOVED_TO_THE_RUN,
+    )
 
     mappings: list[AWQMapping] | None = None
     offload_device: Annotated[str | None, BeforeValidator(_device_name)] = None
@@ -260,14 +266,14 @@ class AWQModifier(SmoothingMixin):
     # ------------------------------------------------------------------ declarations
 
     @property
-    def devices(self) -> Mapping[str, str]:
-        """The offload device for statistics."""
-        return {} if self.offload_device is None else {"offload_device": self.offload_device}
-
-    @property
-    def finest_granularity(self) -> Granularity:
+    def traits(self) -> Traits:
         """Linears with statistics; blocks if their parents are rerun for each candidate."""
-        return Granularity.LINEAR if self.loss == "statistics" else Granularity.BLOCK
+        device = self.offload_device
+        return replace(
+            super().traits,
+            granularity=Granularity.LINEAR if self.loss == "statistics" else Granularity.BLOCK,
+            devices={} if device is None else {"offload_device": device},
+        )
 
     def named(self, model: Module) -> Sequence[Names] | None:
         """The mappings as smooth target and balance targets."""
@@ -278,18 +284,18 @@ class AWQModifier(SmoothingMixin):
             return None
         return [(one.smooth_layer, tuple(one.balance_layers)) for one in mappings]
 
-    def registered(self, model: Module) -> Any:
-        """Mappings registered for the class of ``model``, if they are used."""
-        found = None if self.mappings is not None else _registered_mappings(model)
-        return None if found is None else [asdict(one) for one in found]
+    def predict(self, state: State) -> Prediction:
+        """Mappings registered for the class of the model, if they are used."""
+        found = None if self.mappings is not None else _registered_mappings(state.model)
+        return Prediction(registered=None if found is None else [asdict(one) for one in found])
 
     def sets_to_smooth(self) -> list[SmoothSet]:
         """Sets with a Linear that a subsequent modifier quantizes."""
         return [one for one in self._sets if any(map(_weight_args, one.balance.values()))]
 
-    def calibrated_modules(self, state: State) -> list[Module]:
+    def observed_modules(self) -> list[Module]:
         """Linears that read a smoothed output, and those that are clipped."""
-        return list(dict.fromkeys([*super().calibrated_modules(state), *self._clippable()]))
+        return list(dict.fromkeys([*super().observed_modules(), *self._clippable()]))
 
     def _clippable(self) -> list[Module]:
         if not self.clip:
@@ -297,7 +303,7 @@ class AWQModifier(SmoothingMixin):
         own = (module for module in self._names if module not in self._settled)
         return [module for module in own if _clip_args(module)]
 
-    def effort(self, modules: Sequence[Module], data: DataSize) -> CalibrationCost:
+    def calibration_cost(self, modules: Sequence[Module], data: DataSize) -> CalibrationCost:
         """Second moments, a product per candidate and Linear, and clip attempts of its groups."""
         quantized = {each for one in self.sets_to_smooth() for each in one.balance.values()}
         clipped = [module for module in modules if self.clip and _clip_args(module)]
@@ -308,16 +314,16 @@ class AWQModifier(SmoothingMixin):
             clipped=[weight_of(module) for module in clipped],
             group=_columns_per_scale(clipped[0]) if clipped else 0,
         )
-        found = replace(found, watch=super().effort(modules, data).watch)
+        found = replace(found, watch=super().calibration_cost(modules, data).watch)
         smoothed = [module for module in modules if module in quantized]
         if self.loss == "statistics" or not smoothed:
             return found
         weights = [weight_of(one) for one in smoothed]
         return with_rerun_cost(found, weights, self.offload_device)
 
-    def work(self, modules: Sequence[Module], data: DataSize) -> ComputeCost:
+    def compute_cost(self, modules: Sequence[Module], data: DataSize) -> ComputeCost:
         """With ``loss: output`` the parent of a set is rerun on all data for every candidate."""
-        scaled = super().work(modules, data)
+        scaled = super().compute_cost(modules, data)
         if self.loss == "statistics":
             return scaled
         inside, parents = set(modules), {name: module for module, name in self._names.items()}

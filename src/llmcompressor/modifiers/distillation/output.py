@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn import Module
 from torch.utils.hooks import RemovableHandle
 
+from llmcompressor.core.contract import RecipeRules
 from llmcompressor.core.events import Event, EventType, has_reached
 from llmcompressor.core.modifier import Modifier
 from llmcompressor.core.state import State
@@ -73,9 +74,9 @@ class OutputDistillationModifier(Modifier):
         offload_layer_output: keep the teacher's outputs in main memory until each is compared.
     """
 
-    run_types: ClassVar[frozenset[str]] = frozenset({"train"})
-    needs_time: ClassVar[bool] = True
-    uses_teacher: ClassVar[bool] = True
+    rules: ClassVar[RecipeRules] = RecipeRules(
+        run_types=frozenset({"train"}), needs_time=True, uses_teacher=True
+    )
 
     targets: str | list[Target] | None = None
     projection: str | None = None

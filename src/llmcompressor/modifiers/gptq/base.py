@@ -8,7 +8,7 @@ of its output, ``‖(Q − W) Xᵀ‖²``; see :mod:`llmcompressor.numerics.gptq
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -25,6 +25,8 @@ from llmcompressor.core.contract import (
     CalibrationCost,
     DampeningFraction,
     DataSize,
+    RecipeRules,
+    Traits,
 )
 from llmcompressor.core.events import Event
 from llmcompressor.core.modifier import RecordedMixin
@@ -102,15 +104,16 @@ class GPTQModifier(RecordedMixin, QuantizationMixin):
         disable_quantization_observer_epoch: without effect, with a warning: nothing is trained.
     """
 
-    run_types: ClassVar[frozenset[str]] = frozenset({"oneshot"})
-    renamed: ClassVar[Mapping[str, str]] = {**EARLIER_DAMPENING, "sequential": "sequential_update"}
-    moved: ClassVar[Mapping[str, str]] = {
-        **MOVED_TO_THE_RUN,
-        "num_calibration_steps": "give num_calibration_samples to oneshot.",
-        "disable_quantization_observer_epoch": "nothing is trained with GPTQModifier.",
-    }
-
-    joins: ClassVar[frozenset[str]] = frozenset({"OneShotPruningModifier"})
+    rules: ClassVar[RecipeRules] = replace(
+        QuantizationMixin.rules,
+        run_types=frozenset({"oneshot"}),
+        renamed={**EARLIER_DAMPENING, "sequential": "sequential_update"},
+        moved={
+            **MOVED_TO_THE_RUN,
+            "num_calibration_steps": "give num_calibration_samples to oneshot.",
+            "disable_quantization_observer_epoch": "nothing is trained with GPTQModifier.",
+        },
+    )
     _also_asking: ClassVar[tuple[str, ...]] = ("actorder",)
 
     block_size: int = Field(default=128, ge=1)
@@ -143,12 +146,19 @@ class GPTQModifier(RecordedMixin, QuantizationMixin):
     # ------------------------------------------------------------------ declarations
 
     @property
-    def requires_calibration_data(self) -> bool:
-        """Always True: GPTQ minimizes an error over the inputs."""
+    def traits(self) -> Traits:
+        """It minimizes an error over the inputs, right after a modifier that prunes."""
+        return replace(
+            super().traits,
+            joins=frozenset({"OneShotPruningModifier"}),
+            twin=self._is_asymmetric(),
+        )
+
+    def _needs_data(self) -> bool:
+        """Return True whatever the schemes are."""
         return True
 
-    @property
-    def twin_streams(self) -> bool:
+    def _is_asymmetric(self) -> bool:
         """Return True with asymmetric calibration, which needs the original model's inputs."""
         if self.asymmetric is not None:
             return self.asymmetric
@@ -186,14 +196,14 @@ class GPTQModifier(RecordedMixin, QuantizationMixin):
             )
         return asked
 
-    def effort(self, modules: Sequence[Module], data: DataSize) -> CalibrationCost:
+    def calibration_cost(self, modules: Sequence[Module], data: DataSize) -> CalibrationCost:
         """Second moments, and one factorization and sweep for all Linears that share an input."""
         solved = [module for module in modules if self._is_solved(module)]
         schemes = [args for args in map(self._weight_args, solved) if args is not None]
         bits = [grid_of(args).bits for args in schemes]
         found = gptq_effort(
             [weight_of(module) for module in solved],
-            twin=self.twin_streams,
+            twin=self._is_asymmetric(),
             refinements=max((refinement_rounds(self.refinements, one) for one in bits), default=0),
             batch=self._batch,
             answered=True,
@@ -233,7 +243,7 @@ class GPTQModifier(RecordedMixin, QuantizationMixin):
         options = Options(
             self.block_size,
             self.dampening_frac,
-            self.asymmetric_ridge if self.twin_streams else None,
+            self.asymmetric_ridge if self._is_asymmetric() else None,
             refinements=self.refinements,
             refit=self.refit_scales,
             batch=self._batch,

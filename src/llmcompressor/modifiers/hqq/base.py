@@ -8,7 +8,7 @@ Badri and Shaji, *Half-Quadratic Quantization of Large Machine Learning Models*,
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -17,7 +17,7 @@ from pydantic import Field, PrivateAttr
 from torch import Tensor
 from torch.nn import Module
 
-from llmcompressor.core.contract import ComputeCost, DataSize
+from llmcompressor.core.contract import ComputeCost, CostModel, DataSize, Edits, RecipeRules, Traits
 from llmcompressor.core.modifier import RecordedMixin
 from llmcompressor.core.state import State
 from llmcompressor.errors import RecipeError
@@ -68,7 +68,9 @@ class HQQModifier(RecordedMixin, QuantizationMixin):
         kappa: factor of beta after each round.
     """
 
-    run_types: ClassVar[frozenset[str]] = frozenset({"oneshot"})
+    rules: ClassVar[RecipeRules] = replace(
+        QuantizationMixin.rules, run_types=frozenset({"oneshot"})
+    )
 
     iters: int = Field(default=20, ge=1, le=10_000)
     lp_norm: float = Field(default=0.7, gt=0.0, le=1.0)
@@ -87,21 +89,25 @@ class HQQModifier(RecordedMixin, QuantizationMixin):
                 _check_weights(name, scheme.weights)
 
     @property
-    def changes_at_once(self) -> bool:
-        """Always False: weights are rounded when their block is finished."""
-        return False
+    def traits(self) -> Traits:
+        """Weights are rounded when their block is finished."""
+        return replace(super().traits, edits=Edits.NONE)
 
     @property
     def records(self) -> dict[str, RefineRecord]:
         """Refinement records by module name."""
         return dict(self._records)
 
-    def work(self, modules: Sequence[Module], data: DataSize) -> ComputeCost:
+    def cost(self) -> CostModel:
+        """Costs of the refinement rounds."""
+        return replace(super().cost(), compute=self.compute_cost, held=self.held_bytes)
+
+    def compute_cost(self, modules: Sequence[Module], data: DataSize) -> ComputeCost:
         """Passes of the refinement rounds over every weight."""
         weights = [weight_of(one) for one in modules if self._has_weight_scheme(one)]
         return ComputeCost(visits=_VISITS * self.iters * sum(one.numel() for one in weights))
 
-    def beside(self, modules: Sequence[Module], *, together: bool) -> int:
+    def held_bytes(self, modules: Sequence[Module], *, together: bool) -> int:
         """Bytes of a round on some cells, or of the error of a whole weight."""
         weights = [weight_of(one) for one in modules if self._has_weight_scheme(one)]
         rounds = (_ROUND_BYTES * min(one.numel(), CHUNK_ELEMENTS) for one in weights)

@@ -13,15 +13,16 @@ from __future__ import annotations
 import math
 import operator
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from functools import partial
 from typing import Any, ClassVar, Self
 
 from pydantic import Field, PrivateAttr, field_validator, model_validator
 from torch.nn import Module
 
+from llmcompressor.core.contract import RecipeRules
 from llmcompressor.core.events import Event, EventType
-from llmcompressor.core.modifier import Modifier
+from llmcompressor.core.modifier import Modifier, select_records
 from llmcompressor.core.state import State
 from llmcompressor.errors import LifecycleError, RecipeError
 from llmcompressor.logger import logger
@@ -51,8 +52,7 @@ class MaskingModifier(Modifier):
         ignore: modules or parameters that are left out; takes precedence over ``targets``.
     """
 
-    run_types: ClassVar[frozenset[str]] = frozenset({"train"})
-    changes_weights: ClassVar[bool] = True
+    rules: ClassVar[RecipeRules] = RecipeRules(run_types=frozenset({"train"}), changes_weights=True)
 
     start: float | None = 0.0
     targets: str | list[str]
@@ -202,9 +202,9 @@ class MaskingModifier(Modifier):
         each = {f"sparsity/{name}": share for name, share in shares.items()}
         return {"sparsity": self._weights.sparsity(), **each}
 
-    def report(self) -> dict[str, Any]:
+    def report(self, names: Container[str] | None = None) -> dict[str, Any]:
         """Measured sparsity and mask structure, by module."""
-        return dict(self._records)
+        return select_records(self._records, names)
 
     def state_dict(self) -> dict[str, Any]:
         """The masks, and the index and sparsity at which they were chosen.

@@ -14,11 +14,13 @@ and the remaining weights are trained in the meantime to compensate for the prun
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from functools import cached_property
 from typing import Any, ClassVar, Self
 
 from pydantic import Field, field_validator, model_validator
 
+from llmcompressor.core.contract import RecipeRules
 from llmcompressor.core.events import Event, has_reached
 from llmcompressor.core.state import State
 from llmcompressor.errors import RecipeError, TargetError
@@ -43,9 +45,10 @@ class ConstantPruningModifier(MaskingModifier):
         ConstantPruningModifier(targets="__ALL_PRUNABLE__", start=0)
     """
 
-    needs_time: ClassVar[bool] = True
     # Other modifiers keep zeros in a oneshot by themselves.
-    idle_types: ClassVar[frozenset[str]] = frozenset({"oneshot"})
+    rules: ClassVar[RecipeRules] = replace(
+        MaskingModifier.rules, idle_types=frozenset({"oneshot"}), needs_time=True
+    )
 
     def is_due(self, index: float) -> bool:
         """Return True once, before a mask was chosen."""

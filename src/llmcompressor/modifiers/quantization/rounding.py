@@ -11,7 +11,8 @@ that weighs errors by the inputs (``imatrix_mse``).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -19,6 +20,7 @@ from pydantic import PrivateAttr
 from torch import Tensor
 from torch.nn import Linear, Module
 
+from llmcompressor.core.contract import Edits, RecipeRules, Traits
 from llmcompressor.core.events import Event
 from llmcompressor.core.state import State
 from llmcompressor.errors import NonFiniteError
@@ -55,10 +57,13 @@ class QuantizationModifier(TrainableMixin):
     """
 
     leaves_modules: ClassVar[bool] = True
-    moved: ClassVar[Mapping[str, str]] = {
-        **TrainableMixin.moved,
-        "dampening_frac": "rounding to nearest damps nothing; GPTQModifier does.",
-    }
+    rules: ClassVar[RecipeRules] = replace(
+        TrainableMixin.rules,
+        moved={
+            **TrainableMixin.rules.moved,
+            "dampening_frac": "rounding to nearest damps nothing; GPTQModifier does.",
+        },
+    )
 
     dampening_frac: float | None = None
 
@@ -79,9 +84,9 @@ class QuantizationModifier(TrainableMixin):
                 )
 
     @property
-    def changes_at_once(self) -> bool:
-        """Always False: everything is measured on the original model."""
-        return False
+    def traits(self) -> Traits:
+        """Everything is measured on the original model."""
+        return replace(super().traits, edits=Edits.NONE)
 
     def quantize_weights(self, state: State, modules: list[Module]) -> None:
         """Find the scales; the weights themselves are rounded at the end."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -18,9 +18,19 @@ from pydantic import Field, PrivateAttr, field_validator
 from torch import Tensor
 from torch.nn import Module
 
-from llmcompressor.core.contract import CalibrationCost, DataSize, Granularity
+from llmcompressor.core.contract import (
+    CalibrationCost,
+    CostModel,
+    DataSize,
+    DataUse,
+    Edits,
+    Granularity,
+    RecipeRules,
+    Selection,
+    Traits,
+)
 from llmcompressor.core.events import Event
-from llmcompressor.core.modifier import Modifier
+from llmcompressor.core.modifier import Modifier, select_records
 from llmcompressor.core.state import State
 from llmcompressor.errors import NonFiniteError, RecipeError, TargetError
 from llmcompressor.logger import logger
@@ -61,9 +71,9 @@ class REAPPruningModifier(Modifier):
             experts' module → their original indices.
     """
 
-    run_types: ClassVar[frozenset[str]] = frozenset({"oneshot"})
-    changes_weights: ClassVar[bool] = True
-    rewrites_inputs: ClassVar[bool] = True
+    rules: ClassVar[RecipeRules] = RecipeRules(
+        run_types=frozenset({"oneshot"}), changes_weights=True
+    )
 
     sparsity: float = Field(gt=0.0, lt=1.0)
     ignore: str | list[str] = Field(default_factory=list)
@@ -86,29 +96,33 @@ class REAPPruningModifier(Modifier):
     # ------------------------------------------------------------------ declarations
 
     @property
-    def requires_calibration_data(self) -> bool:
-        """Always True: the saliency of an expert depends on its tokens."""
-        return True
+    def traits(self) -> Traits:
+        """The saliency of an expert depends on its tokens, and is complete with its block.
 
-    @property
-    def writes(self) -> Mapping[str, str]:
-        """The file for the indices of the remaining experts."""
-        return {} if self.report_path is None else {"report_path": self.report_path}
+        The MoE is rerun with its router, to route anew after its experts are dropped.
+        """
+        return Traits(
+            data=DataUse.STREAM,
+            granularity=Granularity.BLOCK if self._in_blocks else Granularity.SUB_BLOCK,
+            edits=Edits.AT_ONCE | Edits.INPUTS | Edits.STRUCTURE,
+            by_block=True,
+            files={} if self.report_path is None else {"report_path": self.report_path},
+        )
 
-    @property
-    def finest_granularity(self) -> Granularity:
-        """The MoE with its router, which is rerun to route anew after its experts are dropped."""
-        return Granularity.BLOCK if self._in_blocks else Granularity.SUB_BLOCK
+    def select(self, state: State) -> Selection:
+        """The modules that hold the experts.
 
-    def calibrated_modules(self, state: State) -> list[Module]:
-        """The modules that hold the experts."""
-        return list(self._layers)
+        A pause between router and experts would keep stale routes.
+        """
+        return Selection(
+            modules=list(self._layers), undivided=[one.parent for one in self._layers.values()]
+        )
 
-    def undivided(self, state: State) -> list[Module]:
-        """Modules with router and experts: a pause between them would keep stale routes."""
-        return [layer.parent for layer in self._layers.values()]
+    def cost(self) -> CostModel:
+        """Cost of the saliencies."""
+        return CostModel(calibration=self.calibration_cost)
 
-    def effort(self, modules: Sequence[Module], data: DataSize) -> CalibrationCost:
+    def calibration_cost(self, modules: Sequence[Module], data: DataSize) -> CalibrationCost:
         """Cost of computing the output of each routed expert separately."""
         layers = [self._layers[one] for one in modules if one in self._layers]
         return CalibrationCost(
@@ -116,14 +130,9 @@ class REAPPruningModifier(Modifier):
             watch=_LOOKS * sum((layer.top_k or 1) * layer.router_width for layer in layers),
         )
 
-    @property
-    def works_by_block(self) -> bool:
-        """Always True: saliencies are complete when all batches have passed the block."""
-        return True
-
-    def report(self) -> dict[str, Any]:
+    def report(self, names: Container[str] | None = None) -> dict[str, Any]:
         """Saliency and token count of every expert, and the dropped experts."""
-        return dict(self._records)
+        return select_records(self._records, names)
 
     # ------------------------------------------------------------------ before
 

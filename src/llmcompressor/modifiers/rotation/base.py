@@ -8,7 +8,6 @@ import math
 import zlib
 from abc import abstractmethod
 from collections.abc import Callable, Container, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar, Literal, Self, get_args
 
 import torch
@@ -16,7 +15,16 @@ from compressed_tensors.transform import TransformLocation, TransformScheme
 from pydantic import Field, PrivateAttr, field_validator
 from torch.nn import Linear, Module
 
-from llmcompressor.core.contract import ComputeCost, DataSize, Granularity
+from llmcompressor.core.contract import (
+    ComputeCost,
+    CostModel,
+    DataSize,
+    DataUse,
+    Granularity,
+    Prediction,
+    RecipeRules,
+    Traits,
+)
 from llmcompressor.core.events import Event
 from llmcompressor.core.modifier import Modifier
 from llmcompressor.core.state import State
@@ -73,17 +81,18 @@ class RotationModifier(Modifier):
         seed: seed of random matrices.
     """
 
-    run_types: ClassVar[frozenset[str]] = frozenset({"oneshot"})
-    changes_weights: ClassVar[bool] = True
-    begins_a_pass: ClassVar[bool] = True
-    must_precede: ClassVar[frozenset[str]] = frozenset(
-        {
-            "QuantizationMixin",
-            "MagnitudePruningModifier",
-            "ConstantPruningModifier",
-            "SparseGPTModifier",
-            "WandaPruningModifier",
-        }
+    rules: ClassVar[RecipeRules] = RecipeRules(
+        run_types=frozenset({"oneshot"}),
+        changes_weights=True,
+        must_precede=frozenset(
+            {
+                "QuantizationMixin",
+                "MagnitudePruningModifier",
+                "ConstantPruningModifier",
+                "SparseGPTModifier",
+                "WandaPruningModifier",
+            }
+        ),
     )
 
     transform_type: TransformType = "hadamard"
@@ -113,19 +122,17 @@ class RotationModifier(Modifier):
         return name
 
     @property
-    def finest_granularity(self) -> Granularity:
-        """Single Linears: nothing is observed in the forward."""
-        return Granularity.LINEAR
+    def traits(self) -> Traits:
+        """Nothing is observed in the forward, and each weight is rotated independently.
 
-    @property
-    def works_by_block(self) -> bool:
-        """Always True: each weight is rotated independently."""
-        return True
-
-    @property
-    def learns_first(self) -> bool:
-        """Return True if matrices are learned before the first weight is rotated."""
-        return self.learnable
+        Matrices may be learned before the first weight is rotated.
+        """
+        return Traits(
+            data=DataUse.LEARN_FIRST if self.learnable else DataUse.NONE,
+            granularity=Granularity.LINEAR,
+            begins_pass=True,
+            by_block=True,
+        )
 
     # ------------------------------------------------------------------ phases
 
@@ -157,10 +164,17 @@ class RotationModifier(Modifier):
             self._plan.attach_resting(model, _device_of(model))
         return True
 
-    def as_written(self, state: State) -> AbstractContextManager[None]:
-        """Attach online rotations while the body runs; without weights they already are."""
+    def predict(self, state: State) -> Prediction:
+        """Online rotations, which the model holds; without weights they are attached already."""
         assert self._plan is not None
-        return self._plan.attached(state.model) if is_loaded(state.model) else nullcontext()
+        plan, model = self._plan, state.model
+        if not is_loaded(model):
+            return Prediction()
+        return Prediction(attached=lambda: plan.attached(model))
+
+    def cost(self) -> CostModel:
+        """Costs of rotating, and the trial of the rotations on a small model."""
+        return CostModel(compute=self.compute_cost, held=self.held_bytes, trial=self.try_on_proxy)
 
     def on_finalize(self, state: State, **kwargs: Any) -> bool:
         """Remove rotations and their schemes if the weights were not rotated."""
@@ -225,13 +239,13 @@ class RotationModifier(Modifier):
         self._plan.fuse(fresh)
         self._rotated |= fresh
 
-    def work(self, modules: Sequence[Module], data: DataSize) -> ComputeCost:
+    def compute_cost(self, modules: Sequence[Module], data: DataSize) -> ComputeCost:
         """Compute for the trial of the rotations, and for fusing them into the weights."""
         assert self._plan is not None
         rotating = fusion_cost(self._plan, modules, _PRECISIONS[self.precision])
         return rotating + trial_cost(self._plan, modules)
 
-    def beside(self, modules: Sequence[Module], *, together: bool) -> int:
+    def held_bytes(self, modules: Sequence[Module], *, together: bool) -> int:
         """Peak bytes for rotating weights, or for the trial of a part in float32 before."""
         assert self._plan is not None
         rotating, turning, sizes = [0], [0], [0]
@@ -288,16 +302,15 @@ class RotationModifier(Modifier):
     def learn(self, state: State, plan: RotationPlan) -> None:
         """Replace rotations of the plan by learned ones."""
 
-    def report(self) -> dict[str, Any]:
-        """Number of rotated weights; the change of the outputs, if all was in memory."""
-        if self._plan is None or not self._is_done:
+    def report(self, names: Container[str] | None = None) -> dict[str, Any]:
+        """Number of rotated weights; the change of the outputs, if all was in memory.
+
+        It is all under the name of the model.
+        """
+        if self._plan is None or not self._is_done or (names is not None and "" not in names):
             return {}
         moved = {} if self._moved is None else {"moved": self._moved}
         return {"": {"weights": self._plan.rotated_weights, **moved}}
-
-    def report_of(self, names: Container[str]) -> dict[str, Any]:
-        """The whole report, under the name of the model."""
-        return self.report() if "" in names else {}
 
     # ------------------------------------------------------------------ what cannot be rotated
 
@@ -368,7 +381,7 @@ class RotationModifier(Modifier):
         if fault is not None:
             raise self.invariance_error(model, fault, probe.fault if by_part else None)
 
-    def rehearse(self, model: Any, build: Callable[[int], Any]) -> str:
+    def try_on_proxy(self, model: Any, build: Callable[[int], Any]) -> str:
         """Try the rotations without weights, on a small model; see :func:`.rehearsal.rehearse`."""
         assert self._plan is not None
         return check_on_proxy(self, model, self._plan, build)

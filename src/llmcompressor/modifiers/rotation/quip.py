@@ -12,7 +12,8 @@ in the forward, at the cost of a product each. ``v`` also spreads the outliers o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar, Literal
 
 from compressed_tensors.transform import (
@@ -24,6 +25,7 @@ from compressed_tensors.transform import (
 from pydantic import Field, field_validator
 from torch.nn import Linear, Module
 
+from llmcompressor.core.contract import RecipeRules
 from llmcompressor.errors import RecipeError, TargetError
 from llmcompressor.logger import logger
 from llmcompressor.modeling.fused import fused_partners
@@ -61,7 +63,10 @@ class QuIPModifier(RotationModifier):
         QuIPModifier(rotations=["v"], transform_type="random-hadamard")
     """
 
-    must_precede: ClassVar[frozenset[str]] = RotationModifier.must_precede | {"QuIPModifier"}
+    rules: ClassVar[RecipeRules] = replace(
+        RotationModifier.rules,
+        must_precede=RotationModifier.rules.must_precede | {"QuIPModifier"},
+    )
 
     rotations: list[Literal["u", "v"]] = Field(default=["v"])
     transform_type: TransformType = "random-hadamard"
@@ -138,9 +143,9 @@ class QuIPModifier(RotationModifier):
                 f"{len(readers)} weights that read them, before {len(self._plan.online)} rotations."
             )
 
-    def report(self) -> dict[str, Any]:
+    def report(self, names: Container[str] | None = None) -> dict[str, Any]:
         """The base report, with the number of rescaled norms."""
-        found = super().report()
+        found = super().report(names)
         if found and self._plan is not None:
             found[""]["rescaled_norms"] = len(self._plan.norms)
         return found

@@ -16,7 +16,8 @@ first. Outliers, which are concentrated in a few channels, are spread over all.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar, Literal, Self
 
 from compressed_tensors.transform import (
@@ -28,7 +29,11 @@ from compressed_tensors.transform import (
 from pydantic import Field, PrivateAttr, field_validator, model_validator
 from torch.nn import Module
 
-from llmcompressor.core.contract import CalibrationCost, LearningCost
+from llmcompressor.core.contract import (
+    CostModel,
+    Prediction,
+    RecipeRules,
+)
 from llmcompressor.core.state import State
 from llmcompressor.errors import RecipeError, TargetError
 from llmcompressor.modeling.matching import match_named_modules
@@ -95,10 +100,10 @@ class SpinQuantModifier(RotationModifier):
         SpinQuantModifier(rotations=["R1", "R2"], transform_type="hadamard")
     """
 
-    must_precede: ClassVar[frozenset[str]] = RotationModifier.must_precede | {
-        "QuIPModifier",
-        "SpinQuantModifier",
-    }
+    rules: ClassVar[RecipeRules] = replace(
+        RotationModifier.rules,
+        must_precede=RotationModifier.rules.must_precede | {"QuIPModifier", "SpinQuantModifier"},
+    )
 
     rotations: list[Name] = Field(default=["R1", "R2"])
     mappings: SpinQuantMapping | None = None
@@ -143,11 +148,6 @@ class SpinQuantModifier(RotationModifier):
                 "Name one of them in rotations, or leave learnable out.",
             )
         return self
-
-    @property
-    def requires_calibration_data(self) -> bool:
-        """Return True if rotations are learned."""
-        return self.learnable
 
     def means(self, name: str, module: Module, holders: Mapping[str, Module]) -> bool:
         """Return True with R1, which rotates every Linear on the residual stream, experts too."""
@@ -227,16 +227,17 @@ class SpinQuantModifier(RotationModifier):
         """The norm mappings of ``model``: from the recipe, or registered for its class."""
         return self.norm_mappings or NORM_MAPPING_REGISTRY.added(type(model).__name__)
 
-    def registered(self, model: Any) -> Any:
-        """Mappings registered for the class of ``model``, if they are used."""
-        parts, norms = (self._parts(model), self._norm_mappings_for(model))
+    def predict(self, state: State) -> Prediction:
+        """Also mappings registered for the class of the model, if they are used."""
+        parts, norms = self._parts(state.model), self._norm_mappings_for(state.model)
         found = {
             "mappings": None if self.mappings or parts is None else parts.model_dump(),
             "norm_mappings": None
             if self.norm_mappings or norms is None
             else [one.model_dump() for one in norms],
         }
-        return found if any(found.values()) else None
+        registered = found if any(found.values()) else None
+        return replace(super().predict(state), registered=registered)
 
     def _find_stream(self, model: Any) -> ResidualStream:
         if self._stream is None:
@@ -378,25 +379,25 @@ class SpinQuantModifier(RotationModifier):
 
     # ------------------------------------------------------------------ learning
 
-    def check_data(self, batches: Sequence[Mapping[str, Any]], *, use_loss_mask: bool) -> None:
+    def check(self, batches: Sequence[Mapping[str, Any]], *, use_loss_mask: bool) -> None:
         """Refuse data without next tokens to predict, if rotations are learned."""
         if self.learnable:
             check_next_tokens(batches, use_loss_mask=use_loss_mask)
 
-    def learning(self) -> LearningCost | None:
-        """Cost of the learning steps, for all learned matrices."""
-        if not self.learnable:
-            return None
-        return learning_cost(self._learnable.values(), steps=self.learning_steps)
+    def cost(self) -> CostModel:
+        """Also the cost of the learning steps, for all learned matrices."""
+        found, plan = super().cost(), self._plan
+        if not self.learnable or plan is None:
+            return found
+        return replace(
+            found,
+            learning=learning_cost(self._learnable.values(), steps=self.learning_steps),
+            recomputation=lambda modules: recomputation_cost(plan, modules),
+        )
 
-    def making(self, modules: Sequence[Module]) -> CalibrationCost:
-        """Cost of computing weights from the learned matrices."""
-        assert self._plan is not None
-        return recomputation_cost(self._plan, modules)
-
-    def report(self) -> dict[str, Any]:
+    def report(self, names: Container[str] | None = None) -> dict[str, Any]:
         """The base report, with the losses before and after learning."""
-        found = super().report()
+        found = super().report(names)
         if found and self._outcome is not None:
             losses = (self._outcome.loss_before, self._outcome.loss_after)
             found[""] |= dict(zip(("loss_before", "loss_after"), losses, strict=True))

@@ -13,7 +13,18 @@ from pydantic import Field, PrivateAttr, field_validator, model_validator
 from torch import Tensor
 from torch.nn import Module
 
-from llmcompressor.core.contract import MOVED_TO_THE_RUN, Granularity
+from llmcompressor.core.contract import (
+    MOVED_TO_THE_RUN,
+    CalibrationCost,
+    CostModel,
+    DataSize,
+    DataUse,
+    Edits,
+    Granularity,
+    RecipeRules,
+    Selection,
+    Traits,
+)
 from llmcompressor.core.events import Event
 from llmcompressor.core.modifier import Modifier, RecordedMixin
 from llmcompressor.core.state import State
@@ -80,11 +91,12 @@ class OneShotPruningModifier(RecordedMixin, Modifier):
         sequential_targets: without effect, with a warning: give it to ``oneshot`` instead.
     """
 
-    run_types: ClassVar[frozenset[str]] = frozenset({"oneshot"})
-    changes_weights: ClassVar[bool] = True
-    must_precede: ClassVar[frozenset[str]] = frozenset({"QuantizationMixin"})
-    leaves_open: ClassVar[bool] = True
-    moved: ClassVar[Mapping[str, str]] = MOVED_TO_THE_RUN
+    rules: ClassVar[RecipeRules] = RecipeRules(
+        run_types=frozenset({"oneshot"}),
+        changes_weights=True,
+        must_precede=frozenset({"QuantizationMixin"}),
+        moved=MOVED_TO_THE_RUN,
+    )
 
     sparsity: float | list[float]
     sparsity_profile: Literal["owl"] | None = None
@@ -171,41 +183,34 @@ class OneShotPruningModifier(RecordedMixin, Modifier):
     # ------------------------------------------------------------------ declarations
 
     @property
-    def requires_calibration_data(self) -> bool:
-        """Always True: the importance of a weight depends on its inputs."""
-        return True
+    def traits(self) -> Traits:
+        """The importance of a weight depends on its inputs, which are complete with its block.
 
-    @property
-    def finest_granularity(self) -> Granularity:
-        """Single Linears: only inputs are observed, so a forward may pause at each."""
-        return Granularity.LINEAR
+        A profile needs all layers before the first is pruned.
+        """
+        surveys = self.sparsity_profile is not None
+        return Traits(
+            data=DataUse.SURVEY_FIRST if surveys else DataUse.STREAM,
+            granularity=Granularity.LINEAR,
+            edits=Edits.OPEN if self._is_surveying else Edits.OPEN | Edits.AT_ONCE,
+            by_block=True,
+        )
 
-    def accepts_unreached(self, name: str) -> bool:
-        """Return True for experts: those without tokens are pruned by magnitude."""
-        return is_expert(name)
+    def select(self, state: State) -> Selection:
+        """The modules that are pruned; experts without tokens are pruned by magnitude."""
+        return Selection(modules=list(self._layers.names), accepts_unreached=is_expert)
+
+    def cost(self) -> CostModel:
+        """Cost of the statistics and of pruning."""
+        return CostModel(calibration=self.calibration_cost)
+
+    def calibration_cost(self, modules: Sequence[Module], data: DataSize) -> CalibrationCost:
+        """Cost of the statistics of modules that share one input, and of pruning them."""
+        return CalibrationCost()
 
     def means(self, name: str, module: Module, holders: Mapping[str, Module]) -> bool:
         """Return True if a target matches it, its weight or a module that contains it."""
         return matches_linear(name, {**holders, name: module}, self.targets, self.ignore)
-
-    def calibrated_modules(self, state: State) -> list[Module]:
-        """The modules that are pruned."""
-        return list(self._layers.names)
-
-    @property
-    def works_by_block(self) -> bool:
-        """Always True: statistics are complete when all batches have passed the block."""
-        return True
-
-    @property
-    def surveys_first(self) -> bool:
-        """Return True with a profile, which needs all layers before the first is pruned."""
-        return self.sparsity_profile is not None
-
-    @property
-    def changes_at_once(self) -> bool:
-        """Return True unless this pass only surveys outliers."""
-        return not self._is_surveying
 
     @property
     def records(self) -> dict[str, SparsityRecord]:

@@ -9,7 +9,8 @@ over sparse Q. See :mod:`llmcompressor.numerics.sparse_fit` for the solver,
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -23,6 +24,8 @@ from llmcompressor.core.contract import (
     CalibrationCost,
     DampeningFraction,
     DataSize,
+    RecipeRules,
+    Traits,
 )
 from llmcompressor.core.state import State
 from llmcompressor.logger import logger
@@ -58,7 +61,7 @@ class SparseGPTModifier(OneShotPruningModifier):
         SparseGPTModifier(sparsity=0.5, mask_structure="2:4", ignore=["lm_head"])
     """
 
-    renamed: ClassVar[Mapping[str, str]] = EARLIER_DAMPENING
+    rules: ClassVar[RecipeRules] = replace(OneShotPruningModifier.rules, renamed=EARLIER_DAMPENING)
 
     block_size: int = Field(default=128, ge=1)
     dampening_frac: DampeningFraction = DEFAULT_DAMPENING
@@ -69,11 +72,11 @@ class SparseGPTModifier(OneShotPruningModifier):
     asymmetric_ridge: float = Field(default=0.05, gt=0.0, le=10.0)
 
     @property
-    def twin_streams(self) -> bool:
-        """Return True with asymmetric calibration, which needs the original model's inputs."""
-        return bool(self.asymmetric) and not self._is_surveying
+    def traits(self) -> Traits:
+        """Asymmetric calibration needs the original model's inputs."""
+        return replace(super().traits, twin=bool(self.asymmetric) and not self._is_surveying)
 
-    def effort(self, modules: Sequence[Module], data: DataSize) -> CalibrationCost:
+    def calibration_cost(self, modules: Sequence[Module], data: DataSize) -> CalibrationCost:
         """Second moments, and the factorizations and solves for modules that share an input."""
         return sparsegpt_cost(
             [matrix_of(module) for module in modules],

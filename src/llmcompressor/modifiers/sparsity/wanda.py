@@ -93,7 +93,7 @@ class WandaPruningModifier(OneShotPruningModifier):
                 dampening=None,
             )
 
-    def effort(self, modules: Sequence[Module], data: DataSize) -> CalibrationCost:
+    def calibration_cost(self, modules: Sequence[Module], data: DataSize) -> CalibrationCost:
         """A pass over every weight, and sums by input column."""
         shapes = [matrix_shape(module) for module in modules]
         columns = max((shape[1] for shape in shapes), default=0)

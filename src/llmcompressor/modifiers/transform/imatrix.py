@@ -10,7 +10,7 @@ from typing import Any
 
 from pydantic import Field
 
-from llmcompressor.core.contract import Granularity
+from llmcompressor.core.contract import Granularity, Traits
 from llmcompressor.core.modifier import Modifier
 from llmcompressor.core.state import State
 from llmcompressor.logger import logger
@@ -32,14 +32,9 @@ class IMatrixGatherer(Modifier):
     weight_observer: str = "imatrix_mse"
 
     @property
-    def finest_granularity(self) -> Granularity:
-        """Single Linears, so it does not coarsen that of other modifiers."""
-        return Granularity.LINEAR
-
-    @property
-    def works_by_block(self) -> bool:
-        """Always True: it has nothing to finish."""
-        return True
+    def traits(self) -> Traits:
+        """Single Linears, so it does not coarsen that of other modifiers; it finishes nothing."""
+        return Traits(granularity=Granularity.LINEAR, by_block=True)
 
     def on_initialize(self, state: State, **kwargs: Any) -> bool:
         """Warn that it has no effect."""
