@@ -482,4 +482,4 @@ def test_what_hqq_holds_beside_a_weight(rows: int) -> None:
     start = observe_weight(weight, scheme.weights)
     with torch.no_grad(), count_memory() as counter:
         modifier._refine(weight, start)
-    assert modifier.beside([linear], together=True) == pytest.approx(counter.peak, rel=0.15)
+    assert modifier.cost().held([linear], together=True) == pytest.approx(counter.peak, rel=0.15)
