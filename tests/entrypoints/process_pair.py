@@ -94,7 +94,6 @@ def saved(folder: str, recipe: dict[str, Any], *, parts: bool, output: bool = Fa
 def streamed(folder: str, source: str, **given: Any) -> Any:
     """From folder to folder; the weights of the model that is returned."""
     model = compress(GPTQ, source, parts=True, output_dir=folder, **given)
-    assert not (Path(folder) / ".llmcompressor.json").exists()
     model.save_pretrained(f"{folder}-again")
     return digest(model)
 
