@@ -415,7 +415,7 @@ def _experts_of(
                 dtype=DTYPES[info.dtype],
             )
             for each, info in own.items()
-            if each != "bias"
+            if each.startswith("weight")
         }
         if "weight_shape" in own:
             tensors["expert.weight_shape"] = torch.tensor([kept, columns])
