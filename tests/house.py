@@ -44,25 +44,25 @@ ARCHITECTURE = ROOT / "docs" / "architecture.md"
 
 # Figure: (ceiling, goal). --lower rewrites the ceilings.
 CEILINGS: dict[str, tuple[float, float]] = {
-    "lines of src": (91_000, 64_000),
-    "files of src": (328, 300),
+    "lines of src": (88_076, 64_000),
+    "files of src": (300, 300),
     "members to override": (25, 25),
     "fields of State": (14, 14),
     "folders in a cycle": (0, 0),
     "files in checkpoint": (20, 20),
     "files in modeling": (20, 20),
-    "files in verification": (47, 22),
+    "files in verification": (22, 22),
     "files in entrypoints": (14, 14),
     "files for an old path": (0, 0),
-    "helpers used once": (1_075, 400),
-    "short helpers used once": (243, 60),
-    "modules under 60 lines": (6, 0),
+    "helpers used once": (990, 400),
+    "short helpers used once": (189, 60),
+    "modules under 60 lines": (4, 0),
     "files per 1,000 lines": (4.7, 4.7),
     "% of functions with a body of at most 3 lines": (38.4, 30.0),
-    "% of docstrings that open with a question": (5.9, 3.0),
+    "% of docstrings that open with a question": (3.0, 3.0),
     "lines of tests": (74_000, 52_000),
-    "bytes of docs/architecture.md": (23_150, 10_000),
-    "rows of its longest table": (126, 20),
+    "bytes of docs/architecture.md": (7_000, 10_000),
+    "rows of its longest table": (20, 20),
 }
 SLACK = 0.02
 """The share of its ceiling by which a figure may be lower before the ceiling has to follow."""

@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import psutil
 import torch
@@ -126,6 +126,9 @@ from llmcompressor.session.functions import active_session
 from llmcompressor.session.session import CompressionSession
 from llmcompressor.verification import Deployment, TensorInfo, check_serving
 from llmcompressor.verification.facts import Severity
+
+if TYPE_CHECKING:
+    from llmcompressor.core.state import BlockSource
 
 __all__ = [
     "MemoryLimits",
@@ -852,7 +855,8 @@ class _Run:
             self._counts = any(one.traits.data.collects for one in passes[stage])
 
         stream.one_by_one = self.job.pipeline() == "independent"
-        state.run.block_source = stream
+        # A completed output has no blocks left to load or to store.
+        state.run.block_source = cast("BlockSource", stream)
         try:
             with short_spin_waits():
                 run_passes(
