@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -468,6 +469,20 @@ def refusal(config: Mapping[str, Any]) -> str:
     return ""
 
 
+@contextmanager
+def _as_one_process() -> Iterator[None]:
+    """Hide the process group from loaders: with one, loading is a collective of all processes.
+
+    Each process loads here for itself, and some of them may not load at all.
+    """
+    distributed: Any = torch.distributed
+    if not (distributed.is_available() and distributed.is_initialized()):
+        yield
+        return
+    with patch.object(distributed, "is_initialized", lambda: False):
+        yield
+
+
 def load_headers(
     kind: Any, settings: Any, tensors: Mapping[str, Tensor], dtype: torch.dtype = torch.bfloat16
 ) -> tuple[Any, Mapping[str, Any]]:
@@ -476,7 +491,7 @@ def load_headers(
 
     # a class's own way of loading may look for more than weights, and in other places
     load: Any = PreTrainedModel.from_pretrained
-    with quiet_transformers():
+    with quiet_transformers(), _as_one_process():
         found: tuple[Any, Mapping[str, Any]] = load.__func__(
             kind,
             None,
