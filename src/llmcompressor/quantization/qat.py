@@ -76,16 +76,12 @@ def all_gather_statistics(values: list[Any]) -> list[list[Any]]:
     alone = not (distributed.is_available() and distributed.is_initialized())
     if alone or distributed.get_world_size() == 1:
         return [values]
-    devices = [_device_of(value) for value in values]
+    devices = [None if value is None else value[0].device for value in values]
     ranks: list[Any] = [None] * distributed.get_world_size()
     distributed.all_gather_object(ranks, [_moved(value, None) for value in values])
     return [
         [_moved(value, device) for value, device in zip(one, devices, strict=True)] for one in ranks
     ]
-
-
-def _device_of(value: Any) -> torch.device | None:
-    return None if value is None else value[0].device
 
 
 def _moved(value: Any, device: torch.device | None) -> tuple[Tensor, ...] | None:
@@ -148,7 +144,10 @@ class QuantizationAwareTraining:
             one = ActivationFakeQuantizer(module, names[module], base, args, learned=learned)
             self._activations.setdefault(module, {})[base] = one
         self._steps_left = calibration_steps if self._static else 0
-        self._learned, self._learning = learned, self._learning_modules() if learned else set()
+        self._learned, self._learning = learned, set[Module]()
+        if learned:
+            self._learning.update(one.module for one in self._each() if one.learned)
+            self._learning.update(module for module in schemes if module in self.weights)
         self._is_begun = self._is_frozen = self._in_batch = False
         self._last_step = self._steps = 0
         self._mask: Tensor | None = None
@@ -226,7 +225,10 @@ class QuantizationAwareTraining:
         """Handle the start of a batch: set its padding mask and invalidate the weight scales."""
         if event.global_step > self._last_step:
             self.step_done(event)
-        self._in_batch, self._mask = True, _batch_token_mask(state.batch_data)
+        batch = state.batch_data
+        # bool [batch, tokens], true at real tokens; None if the batch has no padding mask
+        mask = token_mask(batch) if isinstance(batch, Mapping) else None
+        self._in_batch, self._mask = True, mask
         self._weights_changed()
 
     def step_done(self, event: Event) -> None:
@@ -463,19 +465,10 @@ class QuantizationAwareTraining:
     def _static(self) -> list[ActivationFakeQuantizer]:
         return [one for one in self._each() if one.observer is not None]
 
-    def _learning_modules(self) -> set[Module]:
-        own = {one.module for one in self._each() if one.learned}
-        return own | {module for module in self._schemes if module in self.weights}
-
     def _step_names(self, module: Module) -> list[str]:
         names = [WEIGHT_STEP] if module in self.weights else []
         activations = self._activations.get(module, {}).values()
         return names + [one.step_name for one in activations if one.learned]
-
-
-def _batch_token_mask(batch: Any) -> Tensor | None:
-    """Bool ``[batch, tokens]``, true at real tokens; ``None`` if the batch has no padding mask."""
-    return token_mask(batch) if isinstance(batch, Mapping) else None
 
 
 def _replace_argument(
@@ -535,7 +528,8 @@ class TrainableMixin(QuantizationMixin):
         """Also register the parameters of learned scales, before the optimizer is created."""
         done = super().on_initialize(state, **kwargs)
         if self.learned_scales:
-            self._check_learnable()
+            if any(weight_of(module).is_meta for module in self._schemes):
+                raise _unlearnable_error("the weights of this run are loaded block by block")
             self._aware = self._make_training()
             self._aware.register()
         return done
@@ -706,10 +700,6 @@ class TrainableMixin(QuantizationMixin):
             calibration_steps=self.num_calibration_steps,
             update=self.update,
         )
-
-    def _check_learnable(self) -> None:
-        if any(weight_of(module).is_meta for module in self._schemes):
-            raise _unlearnable_error("the weights of this run are loaded block by block")
 
     def _check_training(self) -> None:
         """Refuse options that only work in calibration.

@@ -213,7 +213,10 @@ class AutoRoundModifier(RecordedMixin, QuantizationMixin):
         if weights and self._initializes_with_gptq(data.real, self._widest.get(modules[0], 0)):
             solved = gptq_effort(weights, twin=True, refinements=REFINEMENTS, batch=1)
             runs, begins = _RUNS * elements, _SOLVED
-        summed = self._accumulates_calls(data)
+        # a step may need more than one call of the block for its samples
+        summed = (
+            data.batch < data.tokens and data.samples * data.batch < self.batch_size * data.tokens
+        )
         shown, counted = self._expert_statistics_cost(modules, data) if runs else (0, 0)
         scaled = {
             device: (_TUNED[device] + begins + summed * _SUMMED[device]) * elements
@@ -261,12 +264,6 @@ class AutoRoundModifier(RecordedMixin, QuantizationMixin):
         columns, experts = weight_of(modules[0]).shape[-1], self._experts[modules[0]]
         routed = data.expert_share * data.real
         return expert_input_bytes(columns, experts), int(columns**3 / 2 / max(routed, columns))
-
-    def _accumulates_calls(self, data: DataSize) -> bool:
-        """Return True if a step needs more than one call of the block for its samples."""
-        return (
-            data.batch < data.tokens and data.samples * data.batch < self.batch_size * data.tokens
-        )
 
     def _initializes_with_gptq(self, tokens: int, columns: int) -> bool:
         """Return True if there are enough tokens to initialize with GPTQ."""
@@ -382,7 +379,7 @@ class AutoRoundModifier(RecordedMixin, QuantizationMixin):
             else:
                 start, rounding, iteration = begun[key], tuned.roundings[key], tuned.iteration
             rounded = rounding.apply(start.start)
-            moved = self._write(module, start, rounded, _initial_codes(nearest[key]))
+            moved = self._write(module, start, rounded, _initially_rounded(nearest[key]).level_RC)
             self._records[self._names[module]] = TuneRecord(
                 name, rows, iteration, tuned.error, error_begun, error_nearest, moved
             )
@@ -408,7 +405,7 @@ class AutoRoundModifier(RecordedMixin, QuantizationMixin):
         held |= {key: one for key, one in nearest.items() if runner.is_nearest_expert(key)}
         self._shown.drop(modules)
         runner.set_held_weights(
-            {key: runner.weight(key, _initially_rounded(one)) for key, one in held.items()}
+            {key: runner.weight(key, _initially_rounded(one).values) for key, one in held.items()}
         )
         return held
 
@@ -499,15 +496,9 @@ def _starts_by_name(begun: Mapping[str, InitialRounding]) -> dict[str, RoundingS
 
 
 @torch.no_grad()
-def _initially_rounded(begun: InitialRounding) -> Tensor:
+def _initially_rounded(begun: InitialRounding) -> Rounded:
     """A weight with its initial rounding applied."""
-    return RoundingParameters.of(begun.start).apply(begun.start).values
-
-
-@torch.no_grad()
-def _initial_codes(begun: InitialRounding) -> Tensor:
-    """The initial codes of a weight, minus the zero point."""
-    return RoundingParameters.of(begun.start).apply(begun.start).level_RC
+    return RoundingParameters.of(begun.start).apply(begun.start)
 
 
 def _detached_on_cpu(value: Any) -> Any:

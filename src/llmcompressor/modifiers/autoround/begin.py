@@ -299,20 +299,18 @@ def _accumulate_tokens(
     group: _InputGroup, call: Call, tensor: Tensor, other: Tensor | None
 ) -> None:
     """Accumulate the tokens of one call, without the reference if they may be routed otherwise."""
-    if other is not None and (other.shape != tensor.shape or _is_routed(call, tensor)):
-        other = None
+    if other is not None:
+        given = first_tensor(call.args, dict(call.kwargs))
+        # the rows may not be the block's tokens in their order
+        routed = tensor.ndim == 2 and given is not None and len(tensor) != given[..., 0].numel()
+        if routed or other.shape != tensor.shape:
+            other = None
     if group.statistics is None:
         group.statistics = InputStatistics(
             tensor.shape[-1], tensor.device, twin=True, name=group.names[0]
         )
     reference = None if other is None else real_tokens(other, call.mask)
     group.statistics.update(real_tokens(tensor, call.mask), reference)
-
-
-def _is_routed(call: Call, tensor: Tensor) -> bool:
-    """Return True if the rows of an input may not be the block's tokens in their order."""
-    given = first_tensor(call.args, dict(call.kwargs))
-    return tensor.ndim == 2 and given is not None and len(tensor) != given[..., 0].numel()
 
 
 def _solve_group(
