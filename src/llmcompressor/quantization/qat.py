@@ -244,7 +244,9 @@ class QuantizationAwareTraining:
         if self._static and not self._is_frozen:
             self._commit()
         if due:
-            self._renew()
+            self.weights.renew()
+            for one in () if self._is_frozen else self._static:
+                one.renew()
         if self.is_rounding:
             self._check_unused_modules(event)
         if self._steps_left > 0:
@@ -291,12 +293,6 @@ class QuantizationAwareTraining:
             )
         self._looked = True
 
-    def _renew(self) -> None:
-        self.weights.renew()
-        if not self._is_frozen:
-            for one in self._static:
-                one.renew()
-
     def _commit(self) -> None:
         ranks = all_gather_statistics([one.collected() for one in self._static])
         for one, seen in zip(self._static, zip(*ranks, strict=True), strict=True):
@@ -334,7 +330,11 @@ class QuantizationAwareTraining:
         if one is None or x is None:
             return None
         self._observe(module, "input", x)
-        return _replace_argument(args, kwargs, x, self._rounded_input(one, x))
+        rounded = self._rounded_input(one, x)
+        return (
+            tuple(rounded if value is x else value for value in args),
+            {name: rounded if value is x else value for name, value in kwargs.items()},
+        )
 
     def _after(self, module: Module, args: tuple[Any, ...], output: Any) -> Any:
         self._unshadow(module)
@@ -469,16 +469,6 @@ class QuantizationAwareTraining:
         names = [WEIGHT_STEP] if module in self.weights else []
         activations = self._activations.get(module, {}).values()
         return names + [one.step_name for one in activations if one.learned]
-
-
-def _replace_argument(
-    args: tuple[Any, ...], kwargs: dict[str, Any], old: Tensor, new: Tensor
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of a call with ``old`` replaced by ``new``."""
-    return (
-        tuple(new if value is old else value for value in args),
-        {name: new if value is old else value for name, value in kwargs.items()},
-    )
 
 
 # --------------------
@@ -672,16 +662,12 @@ class TrainableMixin(QuantizationMixin):
                 self._aware = self._make_training()
             self._aware.load_state_dict(state, saved)
         elif self._aware is not None and self._is_training_active:
-            self._reset_training(self._aware)
-
-    def _reset_training(self, aware: QuantizationAwareTraining) -> None:
-        """Reset to before the start; the parameters of learned scales stay on the model."""
-        self.remove_hooks()
-        aware.clear()
-        self._aware = None
-        if self.learned_scales:
-            self._aware = self._make_training()
-            self._aware.watch()
+            self.remove_hooks()
+            self._aware.clear()
+            self._aware = None
+            if self.learned_scales:  # their parameters stay on the model
+                self._aware = self._make_training()
+                self._aware.watch()
 
     def figures(self, state: State) -> dict[str, float]:
         """The ranges of the activations whose scales are static."""

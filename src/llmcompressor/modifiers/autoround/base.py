@@ -274,6 +274,13 @@ class AutoRoundModifier(RecordedMixin, QuantizationMixin):
     def on_calibration_start(self, state: State, event: Event, **kwargs: Any) -> None:
         """Record the calls of blocks, except those that an earlier run has finished."""
         super().on_calibration_start(state, event, **kwargs)
+
+        @torch.no_grad()
+        def count(module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            given = first_tensor(args, kwargs)
+            if given is not None:
+                self._shown.add(module, real_tokens(given, state.calibration.token_mask))
+
         self._order = state.calibration.call_order
         finished = () if state.run.block_source is None else state.run.block_source.finished
         places: dict[Module, ExpertPosition] = {}
@@ -287,9 +294,7 @@ class AutoRoundModifier(RecordedMixin, QuantizationMixin):
                 places |= {one: found[one] for one in inside if one in found}
         self._shown = ExpertInputs(places if self.iters else {}, self._order)
         for leader in self._shown.leaders:
-            self.register_hook(
-                leader, self._expert_input_hook(state), "forward_pre", with_kwargs=True
-            )
+            self.register_hook(leader, count, "forward_pre", with_kwargs=True)
 
     def _is_tuned(self, module: Module) -> bool:
         return self._has_weight_scheme(module) and isinstance(module, Linear)
@@ -312,15 +317,6 @@ class AutoRoundModifier(RecordedMixin, QuantizationMixin):
             self._calls.setdefault(module, []).append(call)
 
         return keep_call
-
-    def _expert_input_hook(self, state: State) -> Any:
-        @torch.no_grad()
-        def count(module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            given = first_tensor(args, kwargs)
-            if given is not None:
-                self._shown.add(module, real_tokens(given, state.calibration.token_mask))
-
-        return count
 
     def quantize_weights(self, state: State, modules: list[Module]) -> None:
         """Tune the modules of each block together; round the others to nearest."""

@@ -28,7 +28,7 @@ from llmcompressor.numerics.autoround import RoundingParameters, RoundingStart, 
 from llmcompressor.numerics.scales import ScaleFormat
 from llmcompressor.observers.input_statistics import InputStatistics
 from llmcompressor.observers.tokens import real_tokens
-from llmcompressor.quantization.column_solver import Options, Problem, Solution, solve
+from llmcompressor.quantization.column_solver import Options, Problem, solve
 from llmcompressor.quantization.parameters import WeightParameters, weight_of
 from llmcompressor.schemes.bridge import grid_of, partition_of, scale_dtype_of, scale_format_of
 
@@ -338,15 +338,9 @@ def _solve_group(
         return
     for number, (name, module) in enumerate(members):
         assert isinstance(module, Linear)
-        yield name, _initialize_from_solution(module, nearest[name].parameters, solution, number)
-
-
-def _initialize_from_solution(
-    module: Module, parameters: WeightParameters, solution: Solution, number: int
-) -> InitialRounding:
-    if solution.scales is not None:
-        parameters = replace(parameters, scale=solution.scales[number])
-    plain = nearest_initialization(module, parameters)
-    assert solution.settled is not None
-    codes_RC, wanted_RC = solution.weights[number], solution.settled[number]
-    return InitialRounding(parameters, start_at_codes(plain.start, codes_RC, wanted_RC))
+        parameters = nearest[name].parameters
+        if solution.scales is not None:
+            parameters = replace(parameters, scale=solution.scales[number])
+        plain = nearest_initialization(module, parameters)
+        codes_RC, wanted_RC = solution.weights[number], solution.settled[number]
+        yield name, InitialRounding(parameters, start_at_codes(plain.start, codes_RC, wanted_RC))
