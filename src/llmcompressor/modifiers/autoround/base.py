@@ -379,7 +379,11 @@ class AutoRoundModifier(RecordedMixin, QuantizationMixin):
             self._records[self._names[module]] = TuneRecord(
                 name, rows, iteration, tuned.error, error_begun, error_nearest, moved
             )
-        _log_error(name, tuned, error_nearest)
+        share = tuned.error / error_nearest if error_nearest else 1.0
+        logger.info(
+            f"{name}: the error of its output is {share:.3f} of that of rounding to nearest "
+            f"(step {tuned.iteration})."
+        )
 
     def _hold(
         self, name: str, runner: BlockRunner, nearest: Mapping[str, InitialRounding]
@@ -532,11 +536,3 @@ def _warn_of_missing_gradients(block: str, weights: Sequence[str]) -> None:
             "own code computes them in torch.no_grad() or torch.inference_mode(), or the block's "
             "output does not depend on them. GPTQModifier learns nothing by gradients."
         )
-
-
-def _log_error(name: str, tuned: TuningResult, nearest: float) -> None:
-    share = tuned.error / nearest if nearest else 1.0
-    logger.info(
-        f"{name}: the error of its output is {share:.3f} of that of rounding to nearest "
-        f"(step {tuned.iteration})."
-    )
