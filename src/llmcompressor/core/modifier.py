@@ -622,7 +622,13 @@ class Modifier(HooksMixin):
             self._start(state, event, kwargs)
         elif at_end and self._is_running and self.should_end(event):
             self._end(state, event, kwargs)
-        elif (at_start or at_end) and self._window_was_missed(event):
+        elif (
+            (at_start or at_end)
+            and not self.started
+            and not self.ended
+            and self.start is not None
+            and self.should_end(event)
+        ):  # the whole window has passed without a batch that began inside it
             self._start(state, event, kwargs)
             self._end(state, event, kwargs)
         elif not self._is_running:
@@ -632,11 +638,6 @@ class Modifier(HooksMixin):
     @property
     def _is_running(self) -> bool:
         return self.started and not self.ended
-
-    def _window_was_missed(self, event: Event) -> bool:
-        """Return True if the whole window has passed without a batch that began inside it."""
-        untouched = not self.started and not self.ended
-        return untouched and self.start is not None and self.should_end(event)
 
     def _start(self, state: State, event: Event, kwargs: Mapping[str, Any]) -> None:
         self.on_start(state, event, **kwargs)

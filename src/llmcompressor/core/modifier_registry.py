@@ -123,9 +123,9 @@ class ModifierFactory:
             found: type[Modifier] = _BUILTIN.load(name)
             _warn_of_shadowed_names(name)
             return found
-        imported = _find_imported(name) or (
-            _import_by_path(name) if _is_dotted_path(name) else None
-        )
+        imported = _find_imported(name)
+        if imported is None and "." in name and all(map(str.isidentifier, name.split("."))):
+            imported = _import_by_path(name)
         if imported is None:
             # the package's classes that are not built-in modifiers are bases: do not suggest them
             names = {*_registered, *_BUILTIN, *(each.__name__ for each in _third_party_classes())}
@@ -202,10 +202,6 @@ def _find_imported(name: str) -> type[Modifier] | None:
         )
     # A redefined class, as in a notebook, replaces the earlier one.
     return found[-1] if found else None
-
-
-def _is_dotted_path(name: str) -> bool:
-    return all(part.isidentifier() for part in name.split(".")) and "." in name
 
 
 def _import_by_path(path: str) -> type[Modifier]:

@@ -86,7 +86,13 @@ def drop_quantized_sets(
         TargetError: a set joins what is quantized with what is not, or is one of the recipe's; or
             none is left.
     """
-    quantized, cached = quantized_modules(state), _kv_projections(state)
+    quantized = quantized_modules(state)
+    cached = {  # Linear → the attention whose quantized keys and values it helps to compute
+        inner: module
+        for module in state.facts.kv_cache
+        for inner in module.modules()
+        if isinstance(inner, Linear)
+    }
     kept, why, by = [], "", ""
     for one in sets:
         members = {**one.balance, one.name: one.smooth}
@@ -109,16 +115,6 @@ def drop_quantized_sets(
     if why and not kept:
         raise TargetError(f"{name} has nothing to smooth: {why}.", f"Put {name} before {by}.")
     return kept
-
-
-def _kv_projections(state: State) -> dict[Module, Module]:
-    """Linear → the attention module whose quantized keys and values it helps to compute."""
-    return {
-        inner: module
-        for module in state.facts.kv_cache
-        for inner in module.modules()
-        if isinstance(inner, Linear)
-    }
 
 
 # --------------------

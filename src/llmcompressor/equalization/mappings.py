@@ -321,9 +321,10 @@ class _MappingResolver:
         reason = self.prover.reason(place, verdict)
         if verdict.outcome is not ValidationOutcome.CHANGES:
             return {reason: verdict.outcome is ValidationOutcome.UNTRIED}
-        whole = self._with_all_readers(place)
-        if whole is None:
+        every = self.prover.readers(place)  # also those without a name in the recipe, as routers
+        if not place.readers.keys() < set(every):
             raise TargetError(f"{reason}.", f"Name all modules that read it, {_OR_LEAVE_OUT}")
+        whole = replace(place, readers={name: self.model.get_submodule(name) for name in every})
         others = [name for name in whole.readers if name not in place.readers]
         if ignored := self.ignored.intersection(others):
             names = format_names(sorted(ignored))
@@ -338,13 +339,6 @@ class _MappingResolver:
         self.completed.setdefault(re.sub(r"\d+", "", text), []).append(text)
         self.found.append(whole.to_smooth_set(self.prover.validate_match(whole).offset))
         return {}
-
-    def _with_all_readers(self, place: MappingMatch) -> MappingMatch | None:
-        """The place with all modules that read its smooth module, such as unnamed routers."""
-        every = self.prover.readers(place)
-        if not place.readers.keys() < set(every):
-            return None
-        return replace(place, readers={name: self.model.get_submodule(name) for name in every})
 
     def _refuse_duplicates(self, place: MappingMatch) -> None:
         for name in place.readers:

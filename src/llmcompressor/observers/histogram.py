@@ -121,14 +121,15 @@ class HistogramObserver(Observer):
 
     def _range(self) -> Range:
         assert self._histogram is not None
-        low_S, high_S = self._clipped(self._histogram)
-        return Range(self._shaped(low_S), self._shaped(high_S))
-
-    def _clipped(self, histogram: Histogram) -> tuple[Tensor, Tensor]:
         options, grid = self.options, grid_of(self.args)
         if options.method == "percentile":
-            return percentile_range(histogram, options.percentile, symmetric=grid.symmetric)
-        return (mse_range if options.method == "mse" else entropy_range)(histogram, grid)
+            low_S, high_S = percentile_range(
+                self._histogram, options.percentile, symmetric=grid.symmetric
+            )
+        else:
+            find = mse_range if options.method == "mse" else entropy_range
+            low_S, high_S = find(self._histogram, grid)
+        return Range(self._shaped(low_S), self._shaped(high_S))
 
     def _shaped(self, bound_S: Tensor) -> Tensor:
         return bound_S.to(self._dtype).reshape(self._scale_shape)

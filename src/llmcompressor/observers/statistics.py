@@ -193,7 +193,7 @@ class StatisticsObserver(Observer):
         share = other.observations / (self.observations + other.observations)
         for name in self._stats_attrs:
             pair = getattr(self, name), getattr(other, name)
-            setattr(self, name, _reduce_pair(*pair, self._reduction_of(name), share))
+            setattr(self, name, _REDUCED[self._reduction_of(name)](*pair, share))
 
     def _reduction_of(self, name: str) -> str:
         usual = {"min_vals": "MIN", "max_vals": "MAX"}
@@ -253,7 +253,3 @@ _REDUCED: Mapping[str, Callable[[Tensor, Tensor, float], Tensor]] = {
     "SUM": lambda own, other, _: own + other,
     "AVG": lambda own, other, share: torch.lerp(own.float(), other.float(), share).to(own.dtype),
 }
-
-
-def _reduce_pair(own: Tensor, other: Tensor, kind: str, share: float) -> Tensor:
-    return _REDUCED[kind](own, other, share)

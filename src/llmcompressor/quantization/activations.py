@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from typing import Any
+from functools import partial
 
 import torch
 from compressed_tensors.quantization import DynamicType, QuantizationArgs, QuantizationScheme
@@ -104,7 +104,8 @@ class ActivationObservers:
         for base in bases:
             if observer := self._observer(args, base):
                 self._keep(module, base, observer)
-                self._modifier.register_hook(module, self._state_hook(base), _STATE_KINDS[base])
+                observe = partial(self._observe_states, base)
+                self._modifier.register_hook(module, observe, _STATE_KINDS[base])
 
     def parameters(self, module: Module) -> dict[str, Tensor]:
         """The static parameters of ``module``, by their names in the checkpoint."""
@@ -173,9 +174,6 @@ class ActivationObservers:
     def _keep(self, module: Module, base: str, observer: Observer) -> None:
         self._observers.setdefault(module, {})[base] = observer
 
-    def _state_hook(self, base: str) -> Any:
-        return lambda module, states: self._observe_states(module, base, states)
-
     @torch.no_grad()
     def _observe(self, module: Module, base: str, activation: Tensor | None) -> None:
         if activation is None:
@@ -189,7 +187,7 @@ class ActivationObservers:
             self._feed(module, base, real_tokens(part, part_mask))
 
     @torch.no_grad()
-    def _observe_states(self, module: Module, base: str, states_BHTD: Tensor) -> None:
+    def _observe_states(self, base: str, module: Module, states_BHTD: Tensor) -> None:
         """Observe the real tokens of a batch as one sequence, whether padded or not."""
         calibration = self._state.calibration
         for part_BHTD, mask_BT in split_batches(

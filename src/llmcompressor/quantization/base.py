@@ -456,11 +456,11 @@ class QuantizationMixin(Modifier):
 
     def _check_fused_in_one_modifier(self, names: Sequence[str], members: Sequence[Module]) -> None:
         """Refuse fused modules with a global scale that several modifiers quantize."""
-        taken = [
-            name
-            for name, module in zip(names, members, strict=True)
-            if module not in self._schemes and self._has_global_scale(module)
-        ]
+        taken = []
+        for name, module in zip(names, members, strict=True):
+            weights = getattr(getattr(module, "quantization_scheme", None), "weights", None)
+            if module not in self._schemes and weights is not None and needs_global_scale(weights):
+                taken.append(name)
         if taken:
             raise RecipeError(
                 f"{names[0]} is served as one with {join_names(taken)}, which another modifier of "
@@ -468,11 +468,6 @@ class QuantizationMixin(Modifier):
                 "recipe quantizes, and all of them need one global scale.",
                 "Let one modifier quantize them; it can have a group of config_groups for each.",
             )
-
-    @staticmethod
-    def _has_global_scale(module: Module) -> bool:
-        weights = getattr(getattr(module, "quantization_scheme", None), "weights", None)
-        return weights is not None and needs_global_scale(weights)
 
     def _needs_global_scale(self, module: Module) -> bool:
         scheme = self._schemes.get(module)
@@ -602,7 +597,11 @@ class QuantizationMixin(Modifier):
         plans, names = [], self._names
         alike: dict[Any, dict[str, Tensor]] = {}  # a model has few distinct module shapes
         for module, scheme in self._schemes.items():
-            form = tuple((key, one.shape, one.dtype) for key, one in _own_parameters(module))
+            form = tuple(
+                (key, one.shape, one.dtype)
+                for key, one in module._parameters.items()
+                if one is not None
+            )
             key = (type(module), form, id(scheme))
             if key not in alike:
                 alike[key] = quantized_linear_tensors(module, scheme)
@@ -710,7 +709,3 @@ class QuantizationMixin(Modifier):
         cache = self.resolve_quantization_config().kv_cache_scheme
         assert cache is not None
         return cache, False
-
-
-def _own_parameters(module: Module) -> list[tuple[str, Tensor]]:
-    return [(name, one) for name, one in module._parameters.items() if one is not None]

@@ -198,7 +198,8 @@ def _solve_by_sweep(problems: Sequence[Problem], options: Options) -> list[Solut
         block=options.block_size,
     )
     scale_RG = None
-    if options.refit and all(map(_can_refit_scales, problems)):
+    # with codes of 8 bits the refitted scale differs by less than the resolution of bfloat16
+    if options.refit and all(one.has_own_scales and one.grid.bits < FINE_BITS for one in problems):
         stored = problems[0].parameters[0].scale.dtype
         scale_RG, rounded_RC, change_R = refit_scales(
             weight_RC, rounded_RC, gram_CC, scales, stored=stored, dampening=dampening
@@ -243,14 +244,6 @@ def _error_corrected_weight(
             weight_RC, gram_CC, _stack(cross), by_tokens, steps=steps
         )
     return weight_RC
-
-
-def _can_refit_scales(problem: Problem) -> bool:
-    """Return True if refitting the scales to the codes is possible and reduces the error.
-
-    With codes of 8 bits the refitted scale differs by less than the resolution of bfloat16.
-    """
-    return problem.has_own_scales and problem.grid.bits < FINE_BITS
 
 
 def refinement_rounds(asked: int | None, bits: int) -> int:
@@ -313,9 +306,12 @@ def _stacked_column_scales(problems: Sequence[Problem]) -> ColumnScales:
         ]
         groups_C = each[0].group_of_column_C
         if not all(torch.equal(one.group_of_column_C, groups_C) for one in each):
-            columns = problem.shape[1]
-            each = [_scale_per_column(one) for one in each]
-            groups_C = torch.arange(columns, device=groups_C.device)
+            wide = [(one.scale_RG, one.zero_RG, one.group_of_column_C) for one in each]
+            groups_C = torch.arange(problem.shape[1], device=groups_C.device)
+            each = [  # a scale per column
+                ColumnScales(scale[:, own_C], None if zero is None else zero[:, own_C], groups_C)
+                for scale, zero, own_C in wide
+            ]
         zeros = [one.zero_RG for one in each if one.zero_RG is not None]
         scale_RG = torch.cat([one.scale_RG for one in each])
         stacked.append(ColumnScales(scale_RG, torch.cat(zeros) if zeros else None, groups_C))
@@ -327,12 +323,6 @@ def _stacked_column_scales(problems: Sequence[Problem]) -> ColumnScales:
         torch.stack(all_zeros) if all_zeros else None,
         stacked[0].group_of_column_C,
     )
-
-
-def _scale_per_column(scales: ColumnScales) -> ColumnScales:
-    own_C = torch.arange(len(scales.group_of_column_C), device=scales.scale_RG.device)
-    zero_RC = None if scales.zero_RG is None else scales.zero_RG[:, scales.group_of_column_C]
-    return ColumnScales(scales.scale_RG[:, scales.group_of_column_C], zero_RC, own_C)
 
 
 def _solution(

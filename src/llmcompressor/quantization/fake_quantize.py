@@ -543,11 +543,6 @@ class WeightFakeQuantizer:
         lasting: list[Any] = [getattr(one, "ds_tensor", one) for one in present]  # see flat_pieces
         return tuple((local_shard(one).data_ptr(), one._version) for one in lasting)
 
-    def _span(self, module: Module) -> Tensor:
-        return weight_amax_with_headroom(
-            gather_full(weight_of(module)).detach(), self._args[module]
-        )
-
     def _global_scale(self, module: Module) -> Tensor | None:
         """The global scale of ``module`` and all fused with it, from their present weights."""
         members = self._fused.get(module)
@@ -557,8 +552,11 @@ class WeightFakeQuantizer:
         held = self._global_scales.get(module)
         if held is None or held[0] != key:
             device = weight_of(module).device
-            spans = [self._span(one).to(device) for one in members]
-            scale = global_scale_from_amax(torch.stack(spans))
+            spans = (
+                weight_amax_with_headroom(gather_full(weight_of(one)).detach(), self._args[one])
+                for one in members
+            )
+            scale = global_scale_from_amax(torch.stack([span.to(device) for span in spans]))
             held = (key, scale)
             for member in members:
                 self._global_scales[member] = (key, scale.to(weight_of(member).device))

@@ -71,7 +71,9 @@ def previous_quantizer(
             f"{name} is quantized already, by an earlier run.",
             f"Put it on the ignore list of {own}, or begin with the original model.",
         )
-    by, differ = type(owner).__name__, not _schemes_have_same_values(earlier, scheme)
+    tensors = ("weights", "input_activations", "output_activations")
+    alike = all(have_same_values(getattr(earlier, one), getattr(scheme, one)) for one in tensors)
+    by, differ = type(owner).__name__, not alike or format_of(earlier) != format_of(scheme)
     is_free = owner.leaves_modules and module not in state.facts.kv_cache
     if is_free and not later.leaves_modules and not differ:
         return owner
@@ -87,12 +89,6 @@ def have_same_values(one: QuantizationArgs | None, other: QuantizationArgs | Non
     if one is None or other is None:
         return one is other
     return all(getattr(one, field) == getattr(other, field) for field in _NUMBERS)
-
-
-def _schemes_have_same_values(one: QuantizationScheme, other: QuantizationScheme) -> bool:
-    tensors = ("weights", "input_activations", "output_activations")
-    same = all(have_same_values(getattr(one, each), getattr(other, each)) for each in tensors)
-    return same and format_of(one) == format_of(other)
 
 
 # --------------------

@@ -76,16 +76,12 @@ def all_gather_statistics(values: list[Any]) -> list[list[Any]]:
     alone = not (distributed.is_available() and distributed.is_initialized())
     if alone or distributed.get_world_size() == 1:
         return [values]
-    devices = [_device_of(value) for value in values]
+    devices = [None if value is None else value[0].device for value in values]
     ranks: list[Any] = [None] * distributed.get_world_size()
     distributed.all_gather_object(ranks, [_moved(value, None) for value in values])
     return [
         [_moved(value, device) for value, device in zip(one, devices, strict=True)] for one in ranks
     ]
-
-
-def _device_of(value: Any) -> torch.device | None:
-    return None if value is None else value[0].device
 
 
 def _moved(value: Any, device: torch.device | None) -> tuple[Tensor, ...] | None:
@@ -148,7 +144,10 @@ class QuantizationAwareTraining:
             one = ActivationFakeQuantizer(module, names[module], base, args, learned=learned)
             self._activations.setdefault(module, {})[base] = one
         self._steps_left = calibration_steps if self._static else 0
-        self._learned, self._learning = learned, self._learning_modules() if learned else set()
+        self._learned, self._learning = learned, set[Module]()
+        if learned:
+            self._learning.update(one.module for one in self._each() if one.learned)
+            self._learning.update(module for module in schemes if module in self.weights)
         self._is_begun = self._is_frozen = self._in_batch = False
         self._last_step = self._steps = 0
         self._mask: Tensor | None = None
@@ -226,7 +225,10 @@ class QuantizationAwareTraining:
         """Handle the start of a batch: set its padding mask and invalidate the weight scales."""
         if event.global_step > self._last_step:
             self.step_done(event)
-        self._in_batch, self._mask = True, _batch_token_mask(state.batch_data)
+        batch = state.batch_data
+        # bool [batch, tokens], true at real tokens; None if the batch has no padding mask
+        mask = token_mask(batch) if isinstance(batch, Mapping) else None
+        self._in_batch, self._mask = True, mask
         self._weights_changed()
 
     def step_done(self, event: Event) -> None:
@@ -242,7 +244,9 @@ class QuantizationAwareTraining:
         if self._static and not self._is_frozen:
             self._commit()
         if due:
-            self._renew()
+            self.weights.renew()
+            for one in () if self._is_frozen else self._static:
+                one.renew()
         if self.is_rounding:
             self._check_unused_modules(event)
         if self._steps_left > 0:
@@ -289,12 +293,6 @@ class QuantizationAwareTraining:
             )
         self._looked = True
 
-    def _renew(self) -> None:
-        self.weights.renew()
-        if not self._is_frozen:
-            for one in self._static:
-                one.renew()
-
     def _commit(self) -> None:
         ranks = all_gather_statistics([one.collected() for one in self._static])
         for one, seen in zip(self._static, zip(*ranks, strict=True), strict=True):
@@ -332,7 +330,11 @@ class QuantizationAwareTraining:
         if one is None or x is None:
             return None
         self._observe(module, "input", x)
-        return _replace_argument(args, kwargs, x, self._rounded_input(one, x))
+        rounded = self._rounded_input(one, x)
+        return (
+            tuple(rounded if value is x else value for value in args),
+            {name: rounded if value is x else value for name, value in kwargs.items()},
+        )
 
     def _after(self, module: Module, args: tuple[Any, ...], output: Any) -> Any:
         self._unshadow(module)
@@ -463,29 +465,10 @@ class QuantizationAwareTraining:
     def _static(self) -> list[ActivationFakeQuantizer]:
         return [one for one in self._each() if one.observer is not None]
 
-    def _learning_modules(self) -> set[Module]:
-        own = {one.module for one in self._each() if one.learned}
-        return own | {module for module in self._schemes if module in self.weights}
-
     def _step_names(self, module: Module) -> list[str]:
         names = [WEIGHT_STEP] if module in self.weights else []
         activations = self._activations.get(module, {}).values()
         return names + [one.step_name for one in activations if one.learned]
-
-
-def _batch_token_mask(batch: Any) -> Tensor | None:
-    """Bool ``[batch, tokens]``, true at real tokens; ``None`` if the batch has no padding mask."""
-    return token_mask(batch) if isinstance(batch, Mapping) else None
-
-
-def _replace_argument(
-    args: tuple[Any, ...], kwargs: dict[str, Any], old: Tensor, new: Tensor
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of a call with ``old`` replaced by ``new``."""
-    return (
-        tuple(new if value is old else value for value in args),
-        {name: new if value is old else value for name, value in kwargs.items()},
-    )
 
 
 # --------------------
@@ -535,7 +518,8 @@ class TrainableMixin(QuantizationMixin):
         """Also register the parameters of learned scales, before the optimizer is created."""
         done = super().on_initialize(state, **kwargs)
         if self.learned_scales:
-            self._check_learnable()
+            if any(weight_of(module).is_meta for module in self._schemes):
+                raise _unlearnable_error("the weights of this run are loaded block by block")
             self._aware = self._make_training()
             self._aware.register()
         return done
@@ -678,16 +662,12 @@ class TrainableMixin(QuantizationMixin):
                 self._aware = self._make_training()
             self._aware.load_state_dict(state, saved)
         elif self._aware is not None and self._is_training_active:
-            self._reset_training(self._aware)
-
-    def _reset_training(self, aware: QuantizationAwareTraining) -> None:
-        """Reset to before the start; the parameters of learned scales stay on the model."""
-        self.remove_hooks()
-        aware.clear()
-        self._aware = None
-        if self.learned_scales:
-            self._aware = self._make_training()
-            self._aware.watch()
+            self.remove_hooks()
+            self._aware.clear()
+            self._aware = None
+            if self.learned_scales:  # their parameters stay on the model
+                self._aware = self._make_training()
+                self._aware.watch()
 
     def figures(self, state: State) -> dict[str, float]:
         """The ranges of the activations whose scales are static."""
@@ -706,10 +686,6 @@ class TrainableMixin(QuantizationMixin):
             calibration_steps=self.num_calibration_steps,
             update=self.update,
         )
-
-    def _check_learnable(self) -> None:
-        if any(weight_of(module).is_meta for module in self._schemes):
-            raise _unlearnable_error("the weights of this run are loaded block by block")
 
     def _check_training(self) -> None:
         """Refuse options that only work in calibration.

@@ -70,8 +70,12 @@ def run_session() -> Iterator[CompressionSession]:
 
     A session in which another run is active is not used either.
     """
-    with exclusive_session() if _stack.sessions else _own_session() as session:
-        yield session
+    if _stack.sessions:
+        with exclusive_session() as session:
+            yield session
+    else:
+        with _exclusive_run(), create_session() as session:
+            yield session
 
 
 @contextmanager
@@ -92,12 +96,6 @@ def exclusive_session() -> Iterator[CompressionSession]:
             yield session
         finally:
             session.leave()
-
-
-@contextmanager
-def _own_session() -> Iterator[CompressionSession]:
-    with _exclusive_run(), create_session() as session:
-        yield session
 
 
 @contextmanager

@@ -189,7 +189,10 @@ class CompressionSession:
         if epoch is not None:
             values["epoch"] = epoch
         values["step"] = float(here.global_step)
-        values |= _learning_rate(self.state.optimizer) | self.figures()
+        groups = getattr(self.state.optimizer, "param_groups", None)
+        if groups and "lr" in groups[0]:
+            values["learning_rate"] = float(groups[0]["lr"])
+        values |= self.figures()
         if not self.state.hardware.rank:
             loggers.metric.log_scalars(event_type.value, values, step=here.global_step)
         loggers.log_written(here.global_step, epoch)
@@ -249,9 +252,3 @@ def _scalars(loss: Any) -> dict[str, float]:
             f"A loss that is to be logged is no number: {str(error).rstrip('.')}.",
             "Give one number, or a mapping from names to numbers.",
         ) from error
-
-
-def _learning_rate(optimizer: Any) -> dict[str, float]:
-    """The learning rate of the optimizer's first group, if it has one."""
-    groups = getattr(optimizer, "param_groups", None)
-    return {"learning_rate": float(groups[0]["lr"])} if groups and "lr" in groups[0] else {}

@@ -213,7 +213,10 @@ class AutoRoundModifier(RecordedMixin, QuantizationMixin):
         if weights and self._initializes_with_gptq(data.real, self._widest.get(modules[0], 0)):
             solved = gptq_effort(weights, twin=True, refinements=REFINEMENTS, batch=1)
             runs, begins = _RUNS * elements, _SOLVED
-        summed = self._accumulates_calls(data)
+        # a step may need more than one call of the block for its samples
+        summed = (
+            data.batch < data.tokens and data.samples * data.batch < self.batch_size * data.tokens
+        )
         shown, counted = self._expert_statistics_cost(modules, data) if runs else (0, 0)
         scaled = {
             device: (_TUNED[device] + begins + summed * _SUMMED[device]) * elements
@@ -262,12 +265,6 @@ class AutoRoundModifier(RecordedMixin, QuantizationMixin):
         routed = data.expert_share * data.real
         return expert_input_bytes(columns, experts), int(columns**3 / 2 / max(routed, columns))
 
-    def _accumulates_calls(self, data: DataSize) -> bool:
-        """Return True if a step needs more than one call of the block for its samples."""
-        return (
-            data.batch < data.tokens and data.samples * data.batch < self.batch_size * data.tokens
-        )
-
     def _initializes_with_gptq(self, tokens: int, columns: int) -> bool:
         """Return True if there are enough tokens to initialize with GPTQ."""
         return self.iters > 0 and tokens >= TOKENS_PER_COLUMN * columns
@@ -277,6 +274,13 @@ class AutoRoundModifier(RecordedMixin, QuantizationMixin):
     def on_calibration_start(self, state: State, event: Event, **kwargs: Any) -> None:
         """Record the calls of blocks, except those that an earlier run has finished."""
         super().on_calibration_start(state, event, **kwargs)
+
+        @torch.no_grad()
+        def count(module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            given = first_tensor(args, kwargs)
+            if given is not None:
+                self._shown.add(module, real_tokens(given, state.calibration.token_mask))
+
         self._order = state.calibration.call_order
         finished = () if state.run.block_source is None else state.run.block_source.finished
         places: dict[Module, ExpertPosition] = {}
@@ -290,9 +294,7 @@ class AutoRoundModifier(RecordedMixin, QuantizationMixin):
                 places |= {one: found[one] for one in inside if one in found}
         self._shown = ExpertInputs(places if self.iters else {}, self._order)
         for leader in self._shown.leaders:
-            self.register_hook(
-                leader, self._expert_input_hook(state), "forward_pre", with_kwargs=True
-            )
+            self.register_hook(leader, count, "forward_pre", with_kwargs=True)
 
     def _is_tuned(self, module: Module) -> bool:
         return self._has_weight_scheme(module) and isinstance(module, Linear)
@@ -315,15 +317,6 @@ class AutoRoundModifier(RecordedMixin, QuantizationMixin):
             self._calls.setdefault(module, []).append(call)
 
         return keep_call
-
-    def _expert_input_hook(self, state: State) -> Any:
-        @torch.no_grad()
-        def count(module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            given = first_tensor(args, kwargs)
-            if given is not None:
-                self._shown.add(module, real_tokens(given, state.calibration.token_mask))
-
-        return count
 
     def quantize_weights(self, state: State, modules: list[Module]) -> None:
         """Tune the modules of each block together; round the others to nearest."""
@@ -382,11 +375,15 @@ class AutoRoundModifier(RecordedMixin, QuantizationMixin):
             else:
                 start, rounding, iteration = begun[key], tuned.roundings[key], tuned.iteration
             rounded = rounding.apply(start.start)
-            moved = self._write(module, start, rounded, _initial_codes(nearest[key]))
+            moved = self._write(module, start, rounded, _initially_rounded(nearest[key]).level_RC)
             self._records[self._names[module]] = TuneRecord(
                 name, rows, iteration, tuned.error, error_begun, error_nearest, moved
             )
-        _log_error(name, tuned, error_nearest)
+        share = tuned.error / error_nearest if error_nearest else 1.0
+        logger.info(
+            f"{name}: the error of its output is {share:.3f} of that of rounding to nearest "
+            f"(step {tuned.iteration})."
+        )
 
     def _hold(
         self, name: str, runner: BlockRunner, nearest: Mapping[str, InitialRounding]
@@ -408,7 +405,7 @@ class AutoRoundModifier(RecordedMixin, QuantizationMixin):
         held |= {key: one for key, one in nearest.items() if runner.is_nearest_expert(key)}
         self._shown.drop(modules)
         runner.set_held_weights(
-            {key: runner.weight(key, _initially_rounded(one)) for key, one in held.items()}
+            {key: runner.weight(key, _initially_rounded(one).values) for key, one in held.items()}
         )
         return held
 
@@ -499,15 +496,9 @@ def _starts_by_name(begun: Mapping[str, InitialRounding]) -> dict[str, RoundingS
 
 
 @torch.no_grad()
-def _initially_rounded(begun: InitialRounding) -> Tensor:
+def _initially_rounded(begun: InitialRounding) -> Rounded:
     """A weight with its initial rounding applied."""
-    return RoundingParameters.of(begun.start).apply(begun.start).values
-
-
-@torch.no_grad()
-def _initial_codes(begun: InitialRounding) -> Tensor:
-    """The initial codes of a weight, minus the zero point."""
-    return RoundingParameters.of(begun.start).apply(begun.start).level_RC
+    return RoundingParameters.of(begun.start).apply(begun.start)
 
 
 def _detached_on_cpu(value: Any) -> Any:
@@ -545,11 +536,3 @@ def _warn_of_missing_gradients(block: str, weights: Sequence[str]) -> None:
             "own code computes them in torch.no_grad() or torch.inference_mode(), or the block's "
             "output does not depend on them. GPTQModifier learns nothing by gradients."
         )
-
-
-def _log_error(name: str, tuned: TuningResult, nearest: float) -> None:
-    share = tuned.error / nearest if nearest else 1.0
-    logger.info(
-        f"{name}: the error of its output is {share:.3f} of that of rounding to nearest "
-        f"(step {tuned.iteration})."
-    )

@@ -28,7 +28,7 @@ from llmcompressor.numerics.autoround import RoundingParameters, RoundingStart, 
 from llmcompressor.numerics.scales import ScaleFormat
 from llmcompressor.observers.input_statistics import InputStatistics
 from llmcompressor.observers.tokens import real_tokens
-from llmcompressor.quantization.column_solver import Options, Problem, Solution, solve
+from llmcompressor.quantization.column_solver import Options, Problem, solve
 from llmcompressor.quantization.parameters import WeightParameters, weight_of
 from llmcompressor.schemes.bridge import grid_of, partition_of, scale_dtype_of, scale_format_of
 
@@ -299,20 +299,18 @@ def _accumulate_tokens(
     group: _InputGroup, call: Call, tensor: Tensor, other: Tensor | None
 ) -> None:
     """Accumulate the tokens of one call, without the reference if they may be routed otherwise."""
-    if other is not None and (other.shape != tensor.shape or _is_routed(call, tensor)):
-        other = None
+    if other is not None:
+        given = first_tensor(call.args, dict(call.kwargs))
+        # the rows may not be the block's tokens in their order
+        routed = tensor.ndim == 2 and given is not None and len(tensor) != given[..., 0].numel()
+        if routed or other.shape != tensor.shape:
+            other = None
     if group.statistics is None:
         group.statistics = InputStatistics(
             tensor.shape[-1], tensor.device, twin=True, name=group.names[0]
         )
     reference = None if other is None else real_tokens(other, call.mask)
     group.statistics.update(real_tokens(tensor, call.mask), reference)
-
-
-def _is_routed(call: Call, tensor: Tensor) -> bool:
-    """Return True if the rows of an input may not be the block's tokens in their order."""
-    given = first_tensor(call.args, dict(call.kwargs))
-    return tensor.ndim == 2 and given is not None and len(tensor) != given[..., 0].numel()
 
 
 def _solve_group(
@@ -340,15 +338,9 @@ def _solve_group(
         return
     for number, (name, module) in enumerate(members):
         assert isinstance(module, Linear)
-        yield name, _initialize_from_solution(module, nearest[name].parameters, solution, number)
-
-
-def _initialize_from_solution(
-    module: Module, parameters: WeightParameters, solution: Solution, number: int
-) -> InitialRounding:
-    if solution.scales is not None:
-        parameters = replace(parameters, scale=solution.scales[number])
-    plain = nearest_initialization(module, parameters)
-    assert solution.settled is not None
-    codes_RC, wanted_RC = solution.weights[number], solution.settled[number]
-    return InitialRounding(parameters, start_at_codes(plain.start, codes_RC, wanted_RC))
+        parameters = nearest[name].parameters
+        if solution.scales is not None:
+            parameters = replace(parameters, scale=solution.scales[number])
+        plain = nearest_initialization(module, parameters)
+        codes_RC, wanted_RC = solution.weights[number], solution.settled[number]
+        yield name, InitialRounding(parameters, start_at_codes(plain.start, codes_RC, wanted_RC))

@@ -8,7 +8,6 @@ comes once before any comes again.
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -21,7 +20,7 @@ from torch.nn import Module
 
 from llmcompressor.modeling.call_graph import CallOrder, copy_arguments, first_tensor
 from llmcompressor.modeling.hooks import HooksMixin
-from llmcompressor.moe.linear_experts import LinearExperts
+from llmcompressor.moe.expert_stops import stages_bypassed
 from llmcompressor.moe.module_list import ExpertPosition, expert_positions
 from llmcompressor.numerics.autoround import Gradients, RoundingParameters, RoundingStart, sign_step
 from llmcompressor.observers.input_statistics import InputStatistics
@@ -161,7 +160,8 @@ class BlockRunner:
         """
         args, kwargs = self._to_compute_dtype(call.args), self._to_compute_dtype(dict(call.kwargs))
         others = {} if weights is None else {**self._held, **weights}
-        with HooksMixin.disable_hooks(), _routed_tokens_only(self.block):
+        # experts get only their routed tokens, as outside of calibration
+        with HooksMixin.disable_hooks(), stages_bypassed(self.block):
             output = functional_call(
                 self.block, {**self._plain, **others}, args, kwargs, tie_weights=False
             )
@@ -179,21 +179,6 @@ class BlockRunner:
             return tensor.to(self._device, self._dtype or tensor.dtype) if floating else tensor
 
         return copy_arguments(value, cast)
-
-
-@contextlib.contextmanager
-def _routed_tokens_only(block: Module) -> Iterator[None]:
-    """While the body runs, experts get only their routed tokens, as outside of calibration."""
-    mixtures = [
-        one for one in block.modules() if isinstance(one, LinearExperts) and one.calibrating
-    ]
-    for one in mixtures:
-        one.calibrating = False
-    try:
-        yield
-    finally:
-        for one in mixtures:
-            one.calibrating = True
 
 
 # --------------------

@@ -156,16 +156,16 @@ class ParentRuns:
                 changes[module] = {"weight": back_RC.to(weight.dtype)}
             with swapped_parameters(changes):
                 pairs = zip(plain, self._outputs(parent), strict=True)
-                return sum(self._squared_error(old, new_TC) for old, new_TC in pairs)
+                return sum(
+                    float((new_TC - self._shelf.peek(old, new_TC.device)).float().square().sum())
+                    for old, new_TC in pairs
+                )
 
         try:
             yield lambda scale_KC: [error_of(scale_C) for scale_C in scale_KC]
         finally:
             for ticket in plain:
                 self._shelf.drop(ticket)
-
-    def _squared_error(self, old: int, new_TC: Tensor) -> float:
-        return float((new_TC - self._shelf.peek(old, new_TC.device)).float().square().sum())
 
     def _outputs(self, parent: Module) -> Iterator[Tensor]:
         """Yield the parent's output for each recorded call, ``[tokens, C]``."""

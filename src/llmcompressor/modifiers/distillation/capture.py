@@ -327,7 +327,9 @@ def output_width(model: Module, module: Module) -> int | None:
     if isinstance(features, int):
         return features
     if module in find_blocks(model):
-        width = getattr(_text_config(model), "hidden_size", None)
+        config = getattr(model, "config", None)
+        find = getattr(config, "get_text_config", None)
+        width = getattr(config if find is None else find(), "hidden_size", None)
         return width if isinstance(width, int) else None
     return None
 
@@ -359,12 +361,6 @@ def check_widths(student: Module, teacher: Module, pairs: Sequence[Pair]) -> Non
 
 def _is_head(model: Module, module: Module) -> bool:
     return embeddings(model)[1] is module
-
-
-def _text_config(model: Module) -> Any:
-    config = getattr(model, "config", None)
-    find = getattr(config, "get_text_config", None)
-    return find() if find is not None else config
 
 
 # --------------------
@@ -626,14 +622,10 @@ def _checked_arguments(
         if key not in keywords:
             takes = f"It takes {', '.join(keywords)}." if keywords else "It takes none."
             raise RecipeError(f"the {kind} {name} has no argument {key!r}", takes)
-        if key in _NUMBERS and not _is_positive(value):
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if key in _NUMBERS and not (is_number and 0 < value < float("inf")):
             raise RecipeError(f"{key} of the {kind} {name} is {value!r}", "Give a number above 0.")
     return arguments
-
-
-def _is_positive(value: Any) -> bool:
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    return number and 0 < value < float("inf")
 
 
 # --------------------

@@ -257,17 +257,14 @@ class OutputDistillationModifier(Modifier):
         weight = micro_batch_weight(batch, given)
         if isinstance(weight, Tensor):
             weight = weight.to(task.device)
-        added = self._scale * weight * distance.to(task.device)
+        summed = self.comparison == "square_head" and self.distill_scale == 1.0
+        scale = float(len(self._pairs)) if summed else self.distill_scale
+        added = scale * weight * distance.to(task.device)
         # Zero times NaN is NaN, so a loss with weight 0 is left out. Its graph stays: data
         # parallel training expects a gradient for every parameter.
         return (
             self.orig_scale * task + added if self.orig_scale else with_zero_gradients(added, task)
         )
-
-    @property
-    def _scale(self) -> float:
-        summed = self.comparison == "square_head" and self.distill_scale == 1.0
-        return float(len(self._pairs)) if summed else self.distill_scale
 
     def _run_teacher(self, teacher: Module, batch: Any, outputs: OutputCapture) -> None:
         """Run the teacher on this batch, once for all modifiers that need its outputs."""

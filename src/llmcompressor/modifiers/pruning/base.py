@@ -119,15 +119,12 @@ class MaskingModifier(Modifier):
         Raises:
             TargetError: a target matches no parameter, or one that cannot be pruned.
         """
-        self._weights = MaskedWeights(find_parameters(state.model, self.targets, self.ignore))
-        if state.hardware.distributed_strategy == "deepspeed":
-            self._register_gradient_hooks(self._weights)
-        return True
-
-    def _register_gradient_hooks(self, weights: MaskedWeights) -> None:
-        for place in weights.places:
+        weights = MaskedWeights(find_parameters(state.model, self.targets, self.ignore))
+        self._weights = weights
+        for place in weights.places if state.hardware.distributed_strategy == "deepspeed" else ():
             if place.parameter.requires_grad:
                 self.register_hook(place.parameter, partial(weights.masked_gradient, place), "hook")
+        return True
 
     def on_event(self, state: State, event: Event, **kwargs: Any) -> None:
         """Apply the masks before and after each optimizer step."""

@@ -327,18 +327,15 @@ def _builtin_schedule(name: str, window: ScheduleWindow) -> Schedule:
     if name == "cubic":
         return lambda index: masks.polynomial_decay(_progress(index, window), init, final, 3.0)
     form = masks.polynomial if name == "polynomial" else masks.polynomial_decay
-    exponent = _exponent(window.arguments.get("exponent", _DEFAULT_EXPONENT))
+    given: Any = window.arguments.get("exponent", _DEFAULT_EXPONENT)
+    if not _is_number(given) or given <= 0:
+        raise RecipeError(f"The exponent is {given!r}.", "Give a number above 0.")
+    exponent = float(given)
     return lambda index: form(_progress(index, window), init, final, exponent)
 
 
 def _progress(index: float, window: ScheduleWindow) -> float:
     return masks.progress(index, window.start, window.end)
-
-
-def _exponent(given: Any) -> float:
-    if not _is_number(given) or given <= 0:
-        raise RecipeError(f"The exponent is {given!r}.", "Give a number above 0.")
-    return float(given)
 
 
 def _multi_step(window: ScheduleWindow) -> Schedule:

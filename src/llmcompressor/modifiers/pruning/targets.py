@@ -13,7 +13,7 @@ the router of an MoE: it has few weights and decides the routing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from torch.nn import Embedding, Module, Parameter
@@ -244,7 +244,12 @@ def _unmatched_error(model: Module, target: str, index: _ParameterIndex) -> Targ
     kind = type(model).__name__
     reached = [name for name, module in index.modules if matches(name, module, target)]
     if reached:
-        inner = list(_prunable_below(reached, index))
+        above = tuple(f"{name}." for name in reached)
+        inner = [
+            owner
+            for place, owner in zip(index.places, index.owners, strict=True)
+            if _is_prunable(place) and owner.startswith(above)
+        ]
         return TargetError(
             f"The target {target!r} matches modules of {kind} ({join_names(reached)}), and none of "
             "them has a weight that is pruned by its module.",
@@ -258,9 +263,3 @@ def _unmatched_error(model: Module, target: str, index: _ParameterIndex) -> Targ
         f"The target {target!r} matches no module and no parameter of {kind}.",
         hint or f"Its parameters are {join_names([place.name for place in index.places])}.",
     )
-
-
-def _prunable_below(reached: Sequence[str], index: _ParameterIndex) -> Iterator[str]:
-    for number, place in enumerate(index.places):
-        if _is_prunable(place) and index.owners[number].startswith(tuple(f"{n}." for n in reached)):
-            yield index.owners[number]

@@ -73,15 +73,24 @@ class QuantizationModifier(TrainableMixin):
     def on_calibration_start(self, state: State, event: Event, **kwargs: Any) -> None:
         """Also observe the inputs of weights whose observer weights errors by them."""
         super().on_calibration_start(state, event, **kwargs)
+
+        @torch.no_grad()
+        def add_squares(module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            tensor = first_tensor(args, kwargs)
+            if tensor is None:
+                return
+            tokens_TC = real_tokens(tensor, state.calibration.token_mask).float()
+            squares_C = tokens_TC.square().sum(dim=0)
+            self._squares[module] = self._squares.get(module, 0) + squares_C
+            self._tokens[module] += len(tokens_TC)
+
         for module, scheme in self._schemes.items():
             weighs = needs_input_importance(scheme.weights)
             leader = self.leader(module, state)
             watched = leader in self._tokens
             if weighs and not watched and isinstance(module, Linear):  # embeddings get row numbers
                 self._tokens[leader] = 0
-                self.register_hook(
-                    leader, self._square_hook(state), "forward_pre", with_kwargs=True
-                )
+                self.register_hook(leader, add_squares, "forward_pre", with_kwargs=True)
 
     @property
     def traits(self) -> Traits:
@@ -118,19 +127,6 @@ class QuantizationModifier(TrainableMixin):
                 "for a bad weight upstream, or load the model with precision='float32'."
             )
         return squares_C / self._tokens[leader]
-
-    def _square_hook(self, state: State) -> Any:
-        @torch.no_grad()
-        def add_squares(module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            tensor = first_tensor(args, kwargs)
-            if tensor is None:
-                return
-            tokens_TC = real_tokens(tensor, state.calibration.token_mask).float()
-            squares_C = tokens_TC.square().sum(dim=0)
-            self._squares[module] = self._squares.get(module, 0) + squares_C
-            self._tokens[module] += len(tokens_TC)
-
-        return add_squares
 
 
 def _for_each(work: Callable[[T], None], items: Sequence[T], modules: Sequence[Module]) -> None:

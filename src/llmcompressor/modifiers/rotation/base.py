@@ -260,7 +260,8 @@ class RotationModifier(Modifier):
             held = functools.partial(
                 rotated_weight_peak_bytes, size, inputs=fusion.inputs, outputs=fusion.outputs
             )
-            rotating.append(held(precision=self._plan.precision) + size * _itemsize(one))
+            itemsize = every[0].dtype.itemsize if every else 0
+            rotating.append(held(precision=self._plan.precision) + size * itemsize)
             turning.append(held(precision=torch.float32, is_apart=False))
         tried = sum(sizes) if together else max(sizes)
         return max(*rotating, _FLOAT * tried + max(turning))
@@ -555,7 +556,3 @@ class RotationModifier(Modifier):
                     if sizes
                     else "Leave this rotation out.",
                 )
-
-
-def _itemsize(module: Module) -> int:
-    return next((one.dtype.itemsize for one in module._parameters.values() if one is not None), 0)

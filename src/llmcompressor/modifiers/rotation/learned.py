@@ -134,10 +134,9 @@ class RotatedParameters:
         names = self._learned_names_in(fusion)
         scheme: Any = getattr(module, "quantization_scheme", None)
         args = None if scheme is None else scheme.weights
+        gain = None if fusion.norm is None else cached_gain(fusion.norm, self._gains)
         makers: dict[str, _RotatedParameter] = {
-            "weight": _RotatedWeight(
-                found["weight"], fusion, self._names, names, self._gain(fusion), args
-            )
+            "weight": _RotatedWeight(found["weight"], fusion, self._names, names, gain, args)
         }
         if "bias" in own and isinstance(module, Linear) and fusion.outputs:
             turning = self._learned_names_of(fusion.outputs)  # input rotations do not affect it
@@ -145,9 +144,6 @@ class RotatedParameters:
         for name, maker in makers.items():
             found[name] = _RecomputedParameter.apply(maker, *(leaves[one] for one in maker.names))  # type: ignore[no-untyped-call]
         return found
-
-    def _gain(self, fusion: Fusion) -> Tensor | None:
-        return None if fusion.norm is None else cached_gain(fusion.norm, self._gains)
 
 
 @dataclass(frozen=True)
@@ -378,7 +374,8 @@ def learn_rotations(
         NonFiniteError: the loss is NaN or infinite.
     """
     data = _training_batches(model, list(batches or ()), use_loss_mask=use_loss_mask)
-    compared = _comparison_batches(data, steps)
+    # held out from the steps if there are enough batches
+    compared = data[steps : steps + COMPARED] or data[:COMPARED]
     record = _LearningProgress(keeper)
     shelf = TensorStore(
         activation_budget(budget), device_activation_budget(model_device(model), device_memory)
@@ -409,15 +406,6 @@ def learn_rotations(
         return LearningResult(dict(start), before, after)
     logger.info(f"{told}.")
     return LearningResult(learning.rotations(), before, after)
-
-
-def _comparison_batches(data: Sequence[Any], steps: int) -> Sequence[Any]:
-    """Comparison batches, held out from the steps if there are enough batches.
-
-    >>> list(_comparison_batches(range(104), steps=100)), len(_comparison_batches(range(60),
-    steps=100)) ([100, 101, 102, 103], 8)
-    """
-    return data[steps : steps + COMPARED] or data[:COMPARED]
 
 
 def _is_better(after: float, before: float) -> bool:

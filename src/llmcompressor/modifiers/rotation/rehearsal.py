@@ -57,23 +57,17 @@ def check_on_proxy(
     Raises:
         TargetError: they are not, with the message of the run.
     """
-    with one_thread(torch.device("cpu")):  # too small for more threads
-        return _check_seeds(modifier, model, plan, build)
-
-
-def _check_seeds(
-    modifier: RotationModifier, model: Any, plan: RotationPlan, build: Callable[[int], Any]
-) -> str:
     fault: TargetError | None = None
-    for seed in _SEEDS:
-        try:
-            fault = _proxy_fault(modifier, model, plan, build(seed))
-        except _InconclusiveError as finding:
-            return str(finding)
-        except CompressorError as error:
-            return str(error)
-        if fault is None:
-            return _value_dependent_fault(modifier, model, plan, build(seed))
+    with one_thread(torch.device("cpu")):  # too small for more threads
+        for seed in _SEEDS:
+            try:
+                fault = _proxy_fault(modifier, model, plan, build(seed))
+            except _InconclusiveError as finding:
+                return str(finding)
+            except CompressorError as error:
+                return str(error)
+            if fault is None:
+                return _value_dependent_fault(modifier, model, plan, build(seed))
     assert fault is not None
     raise TargetError(f"{fault.problem} {_SEEN}", fault.remedy)
 

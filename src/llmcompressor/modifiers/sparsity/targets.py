@@ -351,7 +351,9 @@ def _check_prunable(names: dict[Module, str], group: NofM | None) -> None:
         reason = unprunable_reason(module)
         if reason is None and group is not None:
             reason = group.misfit(matrix_shape(module))
-        if reason is None and _is_quantized(module):
+        status = getattr(module, "quantization_status", None)
+        has_weight = isinstance(getattr(module, "weight", None), Tensor)
+        if reason is None and (status is not None or not has_weight):
             reason = "it is quantized already"
         if reason is not None:
             reasons.append(f"{name} ({reason})")
@@ -360,12 +362,6 @@ def _check_prunable(names: dict[Module, str], group: NofM | None) -> None:
             f"These cannot be pruned: {join_names(reasons)}.",
             "Put them on the ignore list, or choose another mask_structure.",
         )
-
-
-def _is_quantized(module: Module) -> bool:
-    return getattr(module, "quantization_status", None) is not None or not isinstance(
-        getattr(module, "weight", None), Tensor
-    )
 
 
 def _layer_sparsities(
@@ -476,10 +472,9 @@ class OutlierProfile:
         return f"outliers.{self._layers.names[modules[0]]}"
 
     def _count(self, modules: Sequence[Module]) -> tuple[int, int]:
-        scores = [self._score(module).flatten() for module in modules]
+        scores = [
+            wanda_score(matrix_of(module), self._squares[module]).flatten() for module in modules
+        ]
         weights = sum(one.numel() for one in scores)
         mean = float(sum(float(one.sum()) for one in scores)) / weights
         return sum(outlier_count(one, self._multiple, mean) for one in scores), weights
-
-    def _score(self, module: Module) -> Tensor:
-        return wanda_score(matrix_of(module), self._squares[module])
