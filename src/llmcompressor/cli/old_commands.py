@@ -84,7 +84,12 @@ def translated(command: str, arguments: Sequence[str]) -> list[str]:
             line += _flag(name, values, usual=flags[name])
         elif name in OPTIONS and OPTIONS[name].type is bool:
             line += _flag(name, values, usual=False)
-        elif command == "oneshot" or name in OPTIONS or _is_field(name):
+        elif (
+            command == "oneshot"
+            or name in OPTIONS
+            or name == "output_dir"
+            or any(name in one.__dataclass_fields__ for one in _CLASSES)
+        ):
             line += [part for value in values for part in (_dashed(name), value)]
         else:
             line += ["--set", f"{name}={_as_json(values)}"]
@@ -112,10 +117,6 @@ def _by_present_names(given: Mapping[str, list[str]]) -> Iterator[tuple[str, lis
             yield RENAMED.get(name, name), values
         elif (new := OLD_NAMES[name].new) is not None:
             yield new, values
-
-
-def _is_field(name: str) -> bool:
-    return name == "output_dir" or any(name in one.__dataclass_fields__ for one in _CLASSES)
 
 
 def _flag(name: str, values: Iterable[str], *, usual: bool) -> list[str]:

@@ -63,7 +63,10 @@ def option_parameters(
             continue
         kind = _kind(hints[field.name], field.default)
         option = typer.Option(
-            _spelling(field.name, kind.typed, field.default),
+            # a flag has only the form that changes its default
+            _dashed(
+                f"no-{field.name}" if kind.typed is bool and field.default is True else field.name
+            ),
             help=_help(field, kind),
             metavar=kind.metavar,
             rich_help_panel=panel,
@@ -157,11 +160,6 @@ def _list_kind(plain: set[Any], *, listed: bool) -> _Kind:
     if dict not in plain:
         return _Kind(list[str], _split, "<str,...>")
     return _Kind(list[str], _as_is if listed else _one_or_many)
-
-
-def _spelling(name: str, typed: Any, default: Any) -> str:
-    """Return the option's name; a flag has only the form that changes its default."""
-    return _dashed(f"no-{name}" if typed is bool and default is True else name)
 
 
 def _dashed(name: str) -> str:

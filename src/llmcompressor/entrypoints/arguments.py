@@ -33,7 +33,7 @@ from llmcompressor.args.parsing import training_argument_names
 from llmcompressor.checkpoint.atomic_output import check_file, check_output_dir, check_path_argument
 from llmcompressor.checkpoint.save import RECIPE_FILE
 from llmcompressor.checkpoint.side_files import load_processor
-from llmcompressor.checkpoint.source import SourceInfo, TensorHeader, local_directory
+from llmcompressor.checkpoint.source import SourceInfo, local_directory
 from llmcompressor.checkpoint.workspace import is_being_published
 from llmcompressor.core.modifier import Modifier
 from llmcompressor.datasets import rows
@@ -206,7 +206,11 @@ class Task:
             *classes,
             also_known=("output_dir", *also_known),
         )
-        self.model_args: ModelArguments = _without_compile_wrapper(parsed[0])
+        self.model_args: ModelArguments = parsed[0]
+        # torch.compile wraps the model and renames all parameters
+        inner = getattr(self.model_args.model, "_orig_mod", None)
+        if inner is not None:
+            self.model_args = replace(self.model_args, model=inner)
         self.dataset_args: DatasetArguments = parsed[1]
         self.recipe_args: RecipeArguments = parsed[2]
         self.run_args: RunArguments = parsed[3]
@@ -458,12 +462,6 @@ def clean_up_on_error(session: CompressionSession) -> Iterator[None]:
     except BaseException:
         session.abort()
         raise
-
-
-def _without_compile_wrapper(args: ModelArguments) -> ModelArguments:
-    """Replace a model wrapped by torch.compile, which renames all parameters, by the original."""
-    inner = getattr(args.model, "_orig_mod", None)
-    return args if inner is None else replace(args, model=inner)
 
 
 # --------------------
@@ -882,13 +880,11 @@ def _transposed(source: SourceInfo) -> Iterator[str]:
         if own != "weight" or len(header.shape) != _MATRIX:
             continue
         is_called_so = known and path.rpartition(".")[2] in CONV1D_NAMES
-        if is_called_so or _has_bias_of_columns(header, source.tensors.get(f"{path}.bias")):
+        rows, columns = header.shape
+        bias = source.tensors.get(f"{path}.bias")
+        is_shown = bias is not None and rows != columns and tuple(bias.shape) == (columns,)
+        if is_called_so or is_shown:
             yield path
-
-
-def _has_bias_of_columns(weight: TensorHeader, bias: TensorHeader | None) -> bool:
-    rows, columns = weight.shape
-    return bias is not None and rows != columns and tuple(bias.shape) == (columns,)
 
 
 def _model_types(config: Any) -> Iterator[str]:

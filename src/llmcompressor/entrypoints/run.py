@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -779,7 +779,12 @@ class _Run:
             is_meant = not job.run_args.verify or is_meant_unservable(self._modifiers)
             check_servable(config, prediction, is_meant=is_meant)
             layout = layout_files(prediction.stored)
-            left = sum(_stored_bytes(block) for block in find_blocks(model))
+            left = sum(
+                one.nbytes
+                for block in find_blocks(model)
+                for one in block.state_dict().values()
+                if isinstance(one, Tensor)
+            )
         passes = split_into_passes(self._modifiers, job.pipeline())
         self._prints = self._fingerprint()
         if not job.processes.is_first:
@@ -823,6 +828,9 @@ class _Run:
         passes: Sequence[Sequence[Modifier]],
         left: int,
     ) -> None:
+        learning = [one.cost().learning for one in self._modifiers if one.initialized]
+        # of the progress of learning: a new file is written before the old one goes
+        progress = sum(2 * one.kept for one in learning if one is not None)
         stream = BlockStream(
             self.blueprint,
             self.weights,
@@ -831,7 +839,7 @@ class _Run:
             workspace,
             self._report,
             stages=len(passes),
-            scratch=left * (len(passes) - 1) + _learning_progress_bytes(self._modifiers),
+            scratch=left * (len(passes) - 1) + progress,
             compressed=self.job.model_args.save_compressed,
         )
         try:
@@ -954,14 +962,3 @@ class _Run:
 def _config_hash(folder: Path) -> str:
     file = folder / "config.json"
     return xxhash.xxh3_128_hexdigest(file.read_bytes()) if file.is_file() else ""
-
-
-def _learning_progress_bytes(modifiers: Iterable[Modifier]) -> int:
-    """Disk space for the progress of learning: a new file is written before the old one goes."""
-    learning = (one.cost().learning for one in modifiers if one.initialized)
-    return sum(2 * one.kept for one in learning if one is not None)
-
-
-def _stored_bytes(block: Module) -> int:
-    """Bytes of a block in a file between two passes."""
-    return sum(one.nbytes for one in block.state_dict().values() if isinstance(one, Tensor))

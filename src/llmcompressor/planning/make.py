@@ -347,13 +347,16 @@ class _PlanBuilder:
             )
             words = descriptions(planned)
             rounding = sum(trials[words[id(one.scheme)]].seconds * _weights(one) for one in planned)
+            calibrating = sum(1 for one, _ in passes if one.forwards)
+            # of Python, independent of sizes
+            overhead = _START_SECONDS + _PASS_SECONDS * calibrating + _MODULE_SECONDS * len(planned)
             traffic = Traffic(
                 subject.source_bytes * max(len(passes), 1) + again,
                 sizes.weights,
                 rounding,
                 parts[-1].source + parts[0].source,
                 request.is_streamed,
-                _python_overhead(passes, planned),
+                overhead,
             )
             seconds, time = estimate_time(
                 rates, operations, passes, request.batches, traffic, beside, tokens, context
@@ -363,12 +366,9 @@ class _PlanBuilder:
         phases = estimate_phases(footprint, loads, passes, seconds, learned)
         kept = sum(one.learning.kept for one, _ in passes if one.learning is not None)
         self._check_space(output, footprint.scratches, kept)
-        self._notes.extend(shortages(phases, self._host, self._device))
+        host = Capacity("main memory", self._base + free_host_memory(), request.host_limit)
+        self._notes.extend(shortages(phases, host, self._device))
         return replace(plan, phases=phases)
-
-    @property
-    def _host(self) -> Capacity:
-        return Capacity("main memory", self._base + free_host_memory(), self._request.host_limit)
 
     @property
     def _device(self) -> Capacity:
@@ -539,12 +539,6 @@ def _loads(
 
 def _weights(planned: PlannedModule) -> int:
     return sum(one.numel() for one in own_parameters(planned.module) if one.ndim > 1)
-
-
-def _python_overhead(passes: Passes, planned: Sequence[PlannedModule]) -> float:
-    """Seconds of Python overhead, independent of sizes."""
-    calibrating = sum(1 for one, _ in passes if one.forwards)
-    return _START_SECONDS + _PASS_SECONDS * calibrating + _MODULE_SECONDS * len(planned)
 
 
 def _nearest_existing(folder: Path | None) -> Path | None:

@@ -710,7 +710,9 @@ def _part(
     single = (
         modifier.cost().recomputation([module]).statistics for module in part.modules.values()
     )
-    return PartLearning(max(single, default=0), max(_logits_bytes(part, context), making.workspace))
+    outputs = sum(one.out_features for one in _learned_linears(part))
+    logits = context.tokens * outputs * (_LOGITS + _LOGITS_NARROW * context.itemsize)
+    return PartLearning(max(single, default=0), max(logits, making.workspace))
 
 
 def _plan(
@@ -755,11 +757,6 @@ def _saved_bytes(part: Part, context: LearningContext) -> int:
         if isinstance(one, Linear)
     )
     return int(context.tokens * elements * _SAVED * context.itemsize)
-
-
-def _logits_bytes(part: Part, context: LearningContext) -> int:
-    outputs = sum(one.out_features for one in _learned_linears(part))
-    return context.tokens * outputs * (_LOGITS + _LOGITS_NARROW * context.itemsize)
 
 
 def _learned_linears(part: Part) -> list[Linear]:
