@@ -44,7 +44,7 @@ from llmcompressor.entrypoints.fingerprints import values_fingerprint
 from llmcompressor.errors import ArgumentError, DatasetError, OutputError, RecipeError, TargetError
 from llmcompressor.logger import logger
 from llmcompressor.modeling.call_graph import main_input_names
-from llmcompressor.modeling.matching import matches
+from llmcompressor.modeling.matching import matches_any
 from llmcompressor.modeling.offload import activation_budget
 from llmcompressor.modeling.sharded import full_shape, is_sharded
 from llmcompressor.modeling.weights import embeddings
@@ -650,16 +650,12 @@ class Job(Task):
         if self.has_data and self.recipe.modifiers and not self._reads_data:
             check_data_exists(self.dataset_args)
             logger.info("The dataset is not read: no modifier of the recipe needs data.")
-            self._tell_how_to_ask()
-
-    def _tell_how_to_ask(self) -> None:
-        names = ", ".join(type(each).__name__ for each in self._third_party_modifiers())
-        if names:
-            logger.warning(
-                f"The dataset is not read, and {names} may want it: write "
-                "requires_calibration_data: ClassVar[bool] = True in the class, or ask for a "
-                "pipeline (sequential)."
-            )
+            if names := ", ".join(type(each).__name__ for each in self._third_party_modifiers()):
+                logger.warning(
+                    f"The dataset is not read, and {names} may want it: write "
+                    "requires_calibration_data: ClassVar[bool] = True in the class, or ask for a "
+                    "pipeline (sequential)."
+                )
 
     def _warn_of_schedules(self) -> None:
         for each in self.recipe.modifiers:
@@ -745,8 +741,9 @@ class Job(Task):
             return own
         batches, parts = self.processes.pooled(own, values_fingerprint(own))
         whose = f"those of {parts} processes together" if parts > 1 else "the same for all"
+        firsts = (next((v for v in one.values() if isinstance(v, Tensor)), ()) for one in batches)
         logger.info(
-            f"Calibration with {_samples_of(batches)} samples, {whose}; {count} processes do not "
+            f"Calibration with {sum(map(len, firsts))} samples, {whose}; {count} processes do not "
             "share the work."
         )
         return list(batches)
@@ -802,13 +799,6 @@ def _without_training_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
     return kept
 
 
-def _samples_of(batches: Iterable[Mapping[str, Any]]) -> int:
-    firsts = (
-        next((each for each in one.values() if isinstance(each, Tensor)), ()) for one in batches
-    )
-    return sum(map(len, firsts))
-
-
 def _is_tokenized(data: Any) -> bool:
     """Return True if the rows have token ids already."""
     names = getattr(data, "column_names", None)
@@ -857,8 +847,8 @@ def refuse_transposed(
         name
         for name in _transposed(source)
         if (module := _submodule(model, name)) is not None
-        and _matches_any(name, module, targets)
-        and not _matches_any(name, module, ignore)
+        and matches_any(name, module, targets)
+        and not matches_any(name, module, ignore)
     ]
     if not found:
         return
@@ -901,7 +891,3 @@ def _submodule(model: nn.Module, name: str) -> nn.Module | None:
         return model.get_submodule(name)
     except AttributeError:  # an unfused part has another name here
         return None
-
-
-def _matches_any(name: str, module: nn.Module, entries: Iterable[str]) -> bool:
-    return any(matches(name, module, entry) for entry in entries)

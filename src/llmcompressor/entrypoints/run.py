@@ -722,18 +722,14 @@ def run_blueprint(
     session.state.run.keeps_tied_embeddings = job.keeps_ties
     session.state.run.device_memory = limits.of(weights.device)
     with clean_up_on_error(session):
-        _load_rest(blueprint, weights, tied=args.tie_word_embeddings)
+        weights.load_rest()
+        if not args.tie_word_embeddings:
+            untie_embeddings(model)
+        blueprint.drop_broken_ties()
         _Run(job, blueprint, weights, limits, batches, processor, session)()
     if job.recipe_args.clear_sparse_session:
         session.reset()
     return model
-
-
-def _load_rest(blueprint: MetaModel, weights: BlockWeights, *, tied: bool) -> None:
-    weights.load_rest()
-    if not tied:
-        untie_embeddings(blueprint.model)
-    blueprint.drop_broken_ties()
 
 
 @dataclass

@@ -117,19 +117,18 @@ def check_causal(model: Module, window: Sequence[int]) -> None:
 def _rounding_tolerance(model: Module) -> float:
     """Share of a causal model's logit that rounding may change when later tokens change."""
     schemes = [getattr(module, "quantization_scheme", None) for module in model.modules()]
-    bits = [one.num_bits for scheme in schemes for one in _dynamic_per_tensor_args(scheme)]
+    sides = ("input_activations", "output_activations")
+    held = [getattr(scheme, side, None) for scheme in schemes for side in sides]
+    # of dynamic per-tensor arguments: one scale for all tokens of a call
+    bits = [
+        one.num_bits
+        for one in held
+        if one is not None and one.dynamic is True and one.strategy == "tensor"
+    ]
     if bits:  # with fewer bits a quantization step is as wide as the change looked for
         return _BY_ALL_TOKENS if min(bits) >= _WIDE else math.inf
     is_quantized = any(schemes) or hasattr(getattr(model, "config", None), "quantization_config")
     return _ROUGHLY if is_quantized or model_dtype(model) != torch.float32 else _CHANCE
-
-
-def _dynamic_per_tensor_args(scheme: Any) -> list[Any]:
-    """Dynamic per-tensor arguments of inputs and outputs: one scale for all tokens of a call."""
-    held = (getattr(scheme, name, None) for name in ("input_activations", "output_activations"))
-    return [
-        one for one in held if one is not None and one.dynamic is True and one.strategy == "tensor"
-    ]
 
 
 def compute_logits(model: Module, ids_BT: Tensor, mask_BT: Tensor | None = None) -> Tensor:
