@@ -19,7 +19,7 @@ from pathlib import Path
 from llmcompressor.args import DatasetArguments, ModelArguments, RecipeArguments, RunArguments
 from llmcompressor.args.parsing import OLD_NAMES, RENAMED, training_argument_names
 from llmcompressor.cli import main
-from llmcompressor.cli.options import flag_defaults
+from llmcompressor.cli.options import dashed, flag_defaults
 from llmcompressor.cli.train import OF_CALIBRATION, OPTIONS
 
 __all__ = ["evaluate", "oneshot", "reindex", "run", "trace", "train", "translated"]
@@ -84,8 +84,13 @@ def translated(command: str, arguments: Sequence[str]) -> list[str]:
             line += _flag(name, values, usual=flags[name])
         elif name in OPTIONS and OPTIONS[name].type is bool:
             line += _flag(name, values, usual=False)
-        elif command == "oneshot" or name in OPTIONS or _is_field(name):
-            line += [part for value in values for part in (_dashed(name), value)]
+        elif (
+            command == "oneshot"
+            or name in OPTIONS
+            or name == "output_dir"
+            or any(name in one.__dataclass_fields__ for one in _CLASSES)
+        ):
+            line += [part for value in values for part in (dashed(name), value)]
         else:
             line += ["--set", f"{name}={_as_json(values)}"]
     return line
@@ -114,25 +119,17 @@ def _by_present_names(given: Mapping[str, list[str]]) -> Iterator[tuple[str, lis
             yield new, values
 
 
-def _is_field(name: str) -> bool:
-    return name == "output_dir" or any(name in one.__dataclass_fields__ for one in _CLASSES)
-
-
 def _flag(name: str, values: Iterable[str], *, usual: bool) -> list[str]:
     """The option that turns something on or off; nothing where that is as it is anyway."""
     wanted = all(value.lower() in _TRUE for value in values)
     if wanted == usual:
         return []
-    return [_dashed(name if wanted else f"no-{name}")]
+    return [dashed(name if wanted else f"no-{name}")]
 
 
 def _as_json(values: Sequence[str]) -> str:
     text = " ".join(values) if values else "true"
     return text.lower() if text in {"True", "False"} else text
-
-
-def _dashed(name: str) -> str:
-    return "--" + name.replace("_", "-")
 
 
 def reindex(arguments: Sequence[str] | None = None) -> None:

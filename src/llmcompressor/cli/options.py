@@ -31,7 +31,14 @@ import typer
 
 from llmcompressor.args.checks import FieldHelp
 
-__all__ = ["call_arguments", "flag_defaults", "option_parameters", "output_folder", "parse_pairs"]
+__all__ = [
+    "call_arguments",
+    "dashed",
+    "flag_defaults",
+    "option_parameters",
+    "output_folder",
+    "parse_pairs",
+]
 
 Convert = Callable[[Any], Any]
 
@@ -63,7 +70,10 @@ def option_parameters(
             continue
         kind = _kind(hints[field.name], field.default)
         option = typer.Option(
-            _spelling(field.name, kind.typed, field.default),
+            # a flag has only the form that changes its default
+            dashed(
+                f"no-{field.name}" if kind.typed is bool and field.default is True else field.name
+            ),
             help=_help(field, kind),
             metavar=kind.metavar,
             rich_help_panel=panel,
@@ -99,7 +109,7 @@ def call_arguments(given: Mapping[str, Any], *dataclass_types: type) -> dict[str
         try:
             call[name] = converters[name](value) if name in converters else value
         except ValueError as error:
-            raise typer.BadParameter(str(error), param_hint=_dashed(name)) from error
+            raise typer.BadParameter(str(error), param_hint=dashed(name)) from error
     return call
 
 
@@ -137,18 +147,14 @@ def _kind(hint: Any, default: Any) -> _Kind:
             return _Kind(str, _true_or_text)
         return _Kind(bool, operator.not_ if default is True else _as_is)
     if plain & {int, float} and str not in plain:
-        return _number_kind(int if int in plain else float, says_none)
+        number = int if int in plain else float
+        if not says_none:
+            return _Kind(number, _as_is)
+        metavar = f"<{number.__name__}|none>"
+        return _Kind(str, lambda value: None if _is_none(value) else number(value), metavar)
     if plain & {list, dict}:
         return _list_kind(plain, listed=get_origin(members[0]) is list)
     return _Kind(str, _text_or_none if says_none else _as_is)
-
-
-def _number_kind(number: type, says_none: bool) -> _Kind:
-    if not says_none:
-        return _Kind(number, _as_is)
-    return _Kind(
-        str, lambda value: None if _is_none(value) else number(value), f"<{number.__name__}|none>"
-    )
 
 
 def _list_kind(plain: set[Any], *, listed: bool) -> _Kind:
@@ -159,12 +165,12 @@ def _list_kind(plain: set[Any], *, listed: bool) -> _Kind:
     return _Kind(list[str], _as_is if listed else _one_or_many)
 
 
-def _spelling(name: str, typed: Any, default: Any) -> str:
-    """Return the option's name; a flag has only the form that changes its default."""
-    return _dashed(f"no-{name}" if typed is bool and default is True else name)
+def dashed(name: str) -> str:
+    """Return the option for an argument's name.
 
-
-def _dashed(name: str) -> str:
+    >>> dashed("max_seq_length")
+    '--max-seq-length'
+    """
     return "--" + name.replace("_", "-")
 
 

@@ -33,7 +33,7 @@ from llmcompressor.args.parsing import training_argument_names
 from llmcompressor.checkpoint.atomic_output import check_file, check_output_dir, check_path_argument
 from llmcompressor.checkpoint.save import RECIPE_FILE
 from llmcompressor.checkpoint.side_files import load_processor
-from llmcompressor.checkpoint.source import SourceInfo, TensorHeader, local_directory
+from llmcompressor.checkpoint.source import SourceInfo, local_directory
 from llmcompressor.checkpoint.workspace import is_being_published
 from llmcompressor.core.modifier import Modifier
 from llmcompressor.datasets import rows
@@ -44,7 +44,7 @@ from llmcompressor.entrypoints.fingerprints import values_fingerprint
 from llmcompressor.errors import ArgumentError, DatasetError, OutputError, RecipeError, TargetError
 from llmcompressor.logger import logger
 from llmcompressor.modeling.call_graph import main_input_names
-from llmcompressor.modeling.matching import matches
+from llmcompressor.modeling.matching import matches_any
 from llmcompressor.modeling.offload import activation_budget
 from llmcompressor.modeling.sharded import full_shape, is_sharded
 from llmcompressor.modeling.weights import embeddings
@@ -206,7 +206,11 @@ class Task:
             *classes,
             also_known=("output_dir", *also_known),
         )
-        self.model_args: ModelArguments = _without_compile_wrapper(parsed[0])
+        self.model_args: ModelArguments = parsed[0]
+        # torch.compile wraps the model and renames all parameters
+        inner = getattr(self.model_args.model, "_orig_mod", None)
+        if inner is not None:
+            self.model_args = replace(self.model_args, model=inner)
         self.dataset_args: DatasetArguments = parsed[1]
         self.recipe_args: RecipeArguments = parsed[2]
         self.run_args: RunArguments = parsed[3]
@@ -460,12 +464,6 @@ def clean_up_on_error(session: CompressionSession) -> Iterator[None]:
         raise
 
 
-def _without_compile_wrapper(args: ModelArguments) -> ModelArguments:
-    """Replace a model wrapped by torch.compile, which renames all parameters, by the original."""
-    inner = getattr(args.model, "_orig_mod", None)
-    return args if inner is None else replace(args, model=inner)
-
-
 # --------------------
 # Maximum sequence length of a model, from its configuration and its position embeddings.
 #
@@ -652,16 +650,12 @@ class Job(Task):
         if self.has_data and self.recipe.modifiers and not self._reads_data:
             check_data_exists(self.dataset_args)
             logger.info("The dataset is not read: no modifier of the recipe needs data.")
-            self._tell_how_to_ask()
-
-    def _tell_how_to_ask(self) -> None:
-        names = ", ".join(type(each).__name__ for each in self._third_party_modifiers())
-        if names:
-            logger.warning(
-                f"The dataset is not read, and {names} may want it: write "
-                "requires_calibration_data: ClassVar[bool] = True in the class, or ask for a "
-                "pipeline (sequential)."
-            )
+            if names := ", ".join(type(each).__name__ for each in self._third_party_modifiers()):
+                logger.warning(
+                    f"The dataset is not read, and {names} may want it: write "
+                    "requires_calibration_data: ClassVar[bool] = True in the class, or ask for a "
+                    "pipeline (sequential)."
+                )
 
     def _warn_of_schedules(self) -> None:
         for each in self.recipe.modifiers:
@@ -747,8 +741,9 @@ class Job(Task):
             return own
         batches, parts = self.processes.pooled(own, values_fingerprint(own))
         whose = f"those of {parts} processes together" if parts > 1 else "the same for all"
+        firsts = (next((v for v in one.values() if isinstance(v, Tensor)), ()) for one in batches)
         logger.info(
-            f"Calibration with {_samples_of(batches)} samples, {whose}; {count} processes do not "
+            f"Calibration with {sum(map(len, firsts))} samples, {whose}; {count} processes do not "
             "share the work."
         )
         return list(batches)
@@ -804,13 +799,6 @@ def _without_training_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
     return kept
 
 
-def _samples_of(batches: Iterable[Mapping[str, Any]]) -> int:
-    firsts = (
-        next((each for each in one.values() if isinstance(each, Tensor)), ()) for one in batches
-    )
-    return sum(map(len, firsts))
-
-
 def _is_tokenized(data: Any) -> bool:
     """Return True if the rows have token ids already."""
     names = getattr(data, "column_names", None)
@@ -859,8 +847,8 @@ def refuse_transposed(
         name
         for name in _transposed(source)
         if (module := _submodule(model, name)) is not None
-        and _matches_any(name, module, targets)
-        and not _matches_any(name, module, ignore)
+        and matches_any(name, module, targets)
+        and not matches_any(name, module, ignore)
     ]
     if not found:
         return
@@ -882,13 +870,11 @@ def _transposed(source: SourceInfo) -> Iterator[str]:
         if own != "weight" or len(header.shape) != _MATRIX:
             continue
         is_called_so = known and path.rpartition(".")[2] in CONV1D_NAMES
-        if is_called_so or _has_bias_of_columns(header, source.tensors.get(f"{path}.bias")):
+        rows, columns = header.shape
+        bias = source.tensors.get(f"{path}.bias")
+        is_shown = bias is not None and rows != columns and tuple(bias.shape) == (columns,)
+        if is_called_so or is_shown:
             yield path
-
-
-def _has_bias_of_columns(weight: TensorHeader, bias: TensorHeader | None) -> bool:
-    rows, columns = weight.shape
-    return bias is not None and rows != columns and tuple(bias.shape) == (columns,)
 
 
 def _model_types(config: Any) -> Iterator[str]:
@@ -905,7 +891,3 @@ def _submodule(model: nn.Module, name: str) -> nn.Module | None:
         return model.get_submodule(name)
     except AttributeError:  # an unfused part has another name here
         return None
-
-
-def _matches_any(name: str, module: nn.Module, entries: Iterable[str]) -> bool:
-    return any(matches(name, module, entry) for entry in entries)

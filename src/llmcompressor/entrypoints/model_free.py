@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from compressed_tensors.quantization import QuantizationConfig, QuantizationScheme
-from torch.nn import Embedding, Linear, Module
+from torch.nn import Embedding, Linear
 
 from llmcompressor.args.checks import invalid_value, path
 from llmcompressor.checkpoint.generic_model import TreeModel, build_tree, tied_pair, untie_source
@@ -34,7 +34,7 @@ from llmcompressor.logger import logger
 from llmcompressor.modeling.matching import (
     check_targets,
     looks_like_pattern,
-    matches,
+    matches_any,
     matches_name,
     suggest_targets,
     unmatched,
@@ -368,8 +368,8 @@ def _warn_unknown_stacks(headers: Mapping[str, TensorHeader], resolved: Resolved
         for name, header in headers.items()
         if len(header.shape) == _OF_A_STACK and min(header.shape[1:]) >= _SMALLEST_SIDE
         for module in (name.removesuffix(".weight"),)
-        if _matches_any(module, stand_in, resolved.targets)
-        and not _matches_any(module, stand_in, resolved.ignore)
+        if matches_any(module, stand_in, resolved.targets)
+        and not matches_any(module, stand_in, resolved.ignore)
     ]
     if left:
         logger.warning(
@@ -385,8 +385,8 @@ def _targets_tied_pair(pair: tuple[str, str], resolved: ResolvedSchemes) -> bool
     is_named = any(matches_name(head, target) for target in resolved.targets)
     stand_ins = {head: Linear(1, 1, device="meta"), embedding: Embedding(1, 1, device="meta")}
     return any(
-        (is_named if name == head else _matches_any(name, module, resolved.targets))
-        and not _matches_any(name, module, resolved.ignore)
+        (is_named if name == head else matches_any(name, module, resolved.targets))
+        and not matches_any(name, module, resolved.ignore)
         for name, module in stand_ins.items()
     )
 
@@ -397,14 +397,10 @@ def _is_targeted(stack: FusedExperts, resolved: ResolvedSchemes) -> bool:
         return False
     stand_in = Linear(1, 1, device="meta")
     return any(
-        _matches_any(name, stand_in, resolved.targets)
-        and not _matches_any(name, stand_in, resolved.ignore)
+        matches_any(name, stand_in, resolved.targets)
+        and not matches_any(name, stand_in, resolved.ignore)
         for name in stack.modules
     )
-
-
-def _matches_any(name: str, module: Module, targets: Iterable[str]) -> bool:
-    return any(matches(name, module, target) for target in targets)
 
 
 def _complete_ignore_list(blueprint: MetaModel, resolved: ResolvedSchemes) -> list[str]:
@@ -433,7 +429,7 @@ def _complete_ignore_list(blueprint: MetaModel, resolved: ResolvedSchemes) -> li
     ignored = {
         name
         for name in (*model.doubtful, *model.tied)
-        if _matches_any(name, model.get_submodule(name), resolved.ignore)
+        if matches_any(name, model.get_submodule(name), resolved.ignore)
     }
     _refuse_tied([name for name in model.tied if name in named and name not in ignored])
     left = [name for name in (*model.doubtful, *model.tied) if name not in {*named, *ignored}]
@@ -449,7 +445,6 @@ def _refuse_tied(heads: Sequence[str]) -> None:
     if heads:
         raise TargetError(
             f"{join_names(heads)} is tied to the embedding by config.json, so that readers do not "
-            "look "
-            "at the weight that is stored for it.",
+            "look at the weight that is stored for it.",
             "Ignore it, or set tie_word_embeddings to false in config.json.",
         )

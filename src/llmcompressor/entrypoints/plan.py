@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, Unpack
 import torch
 
 from llmcompressor.checkpoint.block_reader import BlockWeights
-from llmcompressor.core.modifier import Modifier
 from llmcompressor.entrypoints.arguments import Job, parse_device
 from llmcompressor.entrypoints.run import MemoryLimits
 from llmcompressor.errors import InputError, TargetError
@@ -124,8 +123,11 @@ def _plan(arguments: Mapping[str, Any], deployment: Deployment | None, *, measur
     device = _device(job, subject)
     limits = MemoryLimits(job.run_args.max_memory)
     request = Request(
-        [_fresh_copy(modifier) for modifier in job.recipe.modifiers],
-        _yaml(job.recipe),
+        [  # fresh copies, because each can be used only once
+            type(one)(**{name: getattr(one, name) for name in one.model_fields_set})
+            for one in job.recipe.modifiers
+        ],
+        job.recipe.yaml() if job.recipe.modifiers else "",
         job.pipeline(),
         job.dataset_args,
         tokens,
@@ -258,16 +260,6 @@ def _collect_data_warnings(notes: list[str]) -> Iterator[None]:
         yield
     finally:
         logger.remove(sink)
-
-
-def _fresh_copy(modifier: Modifier) -> Modifier:
-    """Return a fresh copy of ``modifier``, because each can be used only once."""
-    fields = {name: getattr(modifier, name) for name in modifier.model_fields_set}
-    return type(modifier)(**fields)
-
-
-def _yaml(recipe: Recipe) -> str:
-    return recipe.yaml() if recipe.modifiers else ""
 
 
 def _is_streamed(job: Job, subject: PlannedModel) -> bool:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -722,18 +722,14 @@ def run_blueprint(
     session.state.run.keeps_tied_embeddings = job.keeps_ties
     session.state.run.device_memory = limits.of(weights.device)
     with clean_up_on_error(session):
-        _load_rest(blueprint, weights, tied=args.tie_word_embeddings)
+        weights.load_rest()
+        if not args.tie_word_embeddings:
+            untie_embeddings(model)
+        blueprint.drop_broken_ties()
         _Run(job, blueprint, weights, limits, batches, processor, session)()
     if job.recipe_args.clear_sparse_session:
         session.reset()
     return model
-
-
-def _load_rest(blueprint: MetaModel, weights: BlockWeights, *, tied: bool) -> None:
-    weights.load_rest()
-    if not tied:
-        untie_embeddings(blueprint.model)
-    blueprint.drop_broken_ties()
 
 
 @dataclass
@@ -779,7 +775,12 @@ class _Run:
             is_meant = not job.run_args.verify or is_meant_unservable(self._modifiers)
             check_servable(config, prediction, is_meant=is_meant)
             layout = layout_files(prediction.stored)
-            left = sum(_stored_bytes(block) for block in find_blocks(model))
+            left = sum(
+                one.nbytes
+                for block in find_blocks(model)
+                for one in block.state_dict().values()
+                if isinstance(one, Tensor)
+            )
         passes = split_into_passes(self._modifiers, job.pipeline())
         self._prints = self._fingerprint()
         if not job.processes.is_first:
@@ -823,6 +824,9 @@ class _Run:
         passes: Sequence[Sequence[Modifier]],
         left: int,
     ) -> None:
+        learning = [one.cost().learning for one in self._modifiers if one.initialized]
+        # of the progress of learning: a new file is written before the old one goes
+        progress = sum(2 * one.kept for one in learning if one is not None)
         stream = BlockStream(
             self.blueprint,
             self.weights,
@@ -831,7 +835,7 @@ class _Run:
             workspace,
             self._report,
             stages=len(passes),
-            scratch=left * (len(passes) - 1) + _learning_progress_bytes(self._modifiers),
+            scratch=left * (len(passes) - 1) + progress,
             compressed=self.job.model_args.save_compressed,
         )
         try:
@@ -954,14 +958,3 @@ class _Run:
 def _config_hash(folder: Path) -> str:
     file = folder / "config.json"
     return xxhash.xxh3_128_hexdigest(file.read_bytes()) if file.is_file() else ""
-
-
-def _learning_progress_bytes(modifiers: Iterable[Modifier]) -> int:
-    """Disk space for the progress of learning: a new file is written before the old one goes."""
-    learning = (one.cost().learning for one in modifiers if one.initialized)
-    return sum(2 * one.kept for one in learning if one is not None)
-
-
-def _stored_bytes(block: Module) -> int:
-    """Bytes of a block in a file between two passes."""
-    return sum(one.nbytes for one in block.state_dict().values() if isinstance(one, Tensor))

@@ -356,10 +356,12 @@ class _Run:
         result = trainer.train(resume_from_checkpoint=None if start is None else str(start))
         figures: dict[str, Any] = dict(result.metrics)
         figures["train_runtime"] = round(time.monotonic() - began, 4)
-        steps_before = 0 if start is None else _step_of(start)
+        number = "" if start is None else start.name.rpartition("-")[2]
         steps = trainer.state.global_step
-        taken = steps - steps_before
-        divided_by = taken if _counts_own_steps(trainer) else steps
+        taken = steps - (int(number) if number.isdigit() else 0)
+        # The trainer divides the loss by the steps since it was resumed, as transformers does since
+        # 5.20; before, it divides by all steps of the training.
+        divided_by = taken if hasattr(trainer, "_initial_global_step") else steps
         _correct_mean_loss(figures, divided_by, taken, replaced=trainer.loss_was_replaced)
         samples: Any = trainer.train_dataset
         if hasattr(samples, "__len__"):
@@ -501,19 +503,6 @@ def _broadcast(found: T) -> T:
     box = [found]
     dist.broadcast_object_list(box)
     return box[0]
-
-
-def _step_of(checkpoint: Path) -> int:
-    name = checkpoint.name.rpartition("-")[2]
-    return int(name) if name.isdigit() else 0
-
-
-def _counts_own_steps(trainer: Trainer) -> bool:
-    """Return True if the trainer divides the loss by the steps since it was resumed.
-
-    transformers does so since 5.20; before, it divides by all steps of the training.
-    """
-    return hasattr(trainer, "_initial_global_step")
 
 
 def _correct_mean_loss(

@@ -94,7 +94,10 @@ class TrainingData:
                 "The dataset is a DataLoader, and training makes its own batches.",
                 "Pass the data set itself, and the loader's collate_fn as data_collator.",
             )
-        self._train = _open_role(replace(args, splits=_train_split(args.splits)))
+        splits: Any = args.splits
+        if isinstance(splits, Mapping) and _TRAIN in splits:
+            splits = splits[_TRAIN]
+        self._train = _open_role(replace(args, splits=splits))
         self._eval: _Role | None = None
         if evaluates:
             split = _eval_split(args.splits)
@@ -155,11 +158,6 @@ def check_labels(samples: Any) -> None:
             "Give labels, or leave them out to have them made of the tokens; where the data has "
             "prompts only, learn from a teacher (OutputDistillationModifier).",
         )
-
-
-def _train_split(splits: Any) -> Any:
-    """Return the training split if ``splits`` is a mapping that has one, else ``splits``."""
-    return splits[_TRAIN] if isinstance(splits, Mapping) and _TRAIN in splits else splits
 
 
 def _eval_split(splits: Any) -> str:
@@ -565,7 +563,7 @@ class Training(Task):
         args: Mapping[str, Any] = self.args.to_dict()  # type: ignore[no-untyped-call]  # transformers'
         training = {name: args.get(name) for name in _DECIDE if name != "world_size"}
         first = next(model.parameters())
-        given = self.model_args.model
+        given, named = self.model_args.model, self.model_args.distill_teacher
         of_folder = isinstance(given, str | Path) and Path(given).expanduser().is_dir()
         return {
             "task": "train",
@@ -576,7 +574,7 @@ class Training(Task):
             "teacher": None
             if teacher is None
             else {
-                "place": _model_name(self.model_args.distill_teacher),
+                "place": str(named) if isinstance(named, str | Path) else None,
                 **model_fingerprint(teacher),
             },
             "dtype": str(first.dtype).removeprefix("torch."),
@@ -602,7 +600,3 @@ class Training(Task):
         if hasattr(samples, "__len__"):
             return values_fingerprint(samples)
         return data_fingerprint(self.dataset_args.dataset)
-
-
-def _model_name(given: Any) -> str | None:
-    return str(given) if isinstance(given, str | Path) else None

@@ -94,9 +94,16 @@ def check_causal(model: Module, window: Sequence[int]) -> None:
     config: Any = getattr(model, "config", None)
     first = compute_logits(model, torch.tensor([list(window)]))[0, 0].float()
     share = _rounding_tolerance(model)
+    start, *rest = window
+    others = [[one] * len(rest) for one in (start, rest[-1], 0 if start else 1)]
     moves = (
-        float((first - compute_logits(model, torch.tensor([ids]))[0, 0].float()).abs().max())
-        for ids in _other_continuations(window)
+        float(
+            (first - compute_logits(model, torch.tensor([[start, *other]]))[0, 0].float())
+            .abs()
+            .max()
+        )
+        for other in others
+        if other != rest
     )
     # a single one may be due to a router that routed the token elsewhere by rounding
     if all(move > share * float(first.abs().max()) for move in moves):
@@ -110,26 +117,18 @@ def check_causal(model: Module, window: Sequence[int]) -> None:
 def _rounding_tolerance(model: Module) -> float:
     """Share of a causal model's logit that rounding may change when later tokens change."""
     schemes = [getattr(module, "quantization_scheme", None) for module in model.modules()]
-    bits = [one.num_bits for scheme in schemes for one in _dynamic_per_tensor_args(scheme)]
+    sides = ("input_activations", "output_activations")
+    held = [getattr(scheme, side, None) for scheme in schemes for side in sides]
+    # of dynamic per-tensor arguments: one scale for all tokens of a call
+    bits = [
+        one.num_bits
+        for one in held
+        if one is not None and one.dynamic is True and one.strategy == "tensor"
+    ]
     if bits:  # with fewer bits a quantization step is as wide as the change looked for
         return _BY_ALL_TOKENS if min(bits) >= _WIDE else math.inf
     is_quantized = any(schemes) or hasattr(getattr(model, "config", None), "quantization_config")
     return _ROUGHLY if is_quantized or model_dtype(model) != torch.float32 else _CHANCE
-
-
-def _dynamic_per_tensor_args(scheme: Any) -> list[Any]:
-    """Dynamic per-tensor arguments of inputs and outputs: one scale for all tokens of a call."""
-    held = (getattr(scheme, name, None) for name in ("input_activations", "output_activations"))
-    return [
-        one for one in held if one is not None and one.dynamic is True and one.strategy == "tensor"
-    ]
-
-
-def _other_continuations(window: Sequence[int]) -> list[list[int]]:
-    """Windows with the first token of ``window`` and another continuation of one token."""
-    first, *rest = window
-    others = [[one] * len(rest) for one in (first, rest[-1], 0 if first else 1)]
-    return [[first, *other] for other in others if other != rest]
 
 
 def compute_logits(model: Module, ids_BT: Tensor, mask_BT: Tensor | None = None) -> Tensor:

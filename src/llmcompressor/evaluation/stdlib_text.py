@@ -131,11 +131,9 @@ def calibration_passages(
             f"No file of the standard library has {characters} characters.", "Ask for fewer."
         )
     lengths = [len(text) for text in texts]
-    return [_passage(text, draw, characters) for text in draw.choices(texts, lengths, k=count)]
-
-
-def _passage(text: str, draw: random.Random, characters: int) -> str:
-    """``characters`` of ``text`` from a random place, moved back to the start of its line."""
-    place = draw.randint(0, len(text) - characters)
-    start = text.rfind("\n", 0, place) + 1
-    return text[start : start + characters]
+    passages = []
+    for text in draw.choices(texts, lengths, k=count):
+        place = draw.randint(0, len(text) - characters)
+        start = text.rfind("\n", 0, place) + 1  # of its line
+        passages.append(text[start : start + characters])
+    return passages

@@ -218,7 +218,7 @@ class TensorBoardLogger(BaseLogger):
         when = {"global_step": entry.step, "walltime": entry.wall_time}
         if entry.values is None and not isinstance(entry.value, str):
             self.writer.add_scalar(entry.tag, entry.value, **when)
-        elif entry.values is not None and _all_numbers(entry.values):
+        elif entry.values is not None and all(isinstance(v, Real) for v in entry.values.values()):
             # One by one: add_scalars opens a file of events for each name and keeps it open.
             for name, value in entry.values.items():
                 self.writer.add_scalar(f"{entry.tag}/{name}", value, **when)
@@ -341,10 +341,6 @@ def _tensorboard_logger(given: Any, name: str) -> TensorBoardLogger:
     if isinstance(given, str | Path):
         return TensorBoardLogger(log_path=given, name=name)
     return TensorBoardLogger(writer=given, name=name)
-
-
-def _all_numbers(values: Mapping[str, Any]) -> bool:
-    return all(isinstance(value, Real) for value in values.values())
 
 
 def _installed(module: str) -> bool:

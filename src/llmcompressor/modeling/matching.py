@@ -41,6 +41,7 @@ __all__ = [
     "match_modules_set",
     "match_named_modules",
     "matches",
+    "matches_any",
     "matches_class",
     "matches_name",
     "suggest_targets",
@@ -99,6 +100,11 @@ def matches(name: str, module: Module, target: str) -> bool:
     return not isinstance(module, InternalModule) and (
         matches_name(name, target) or matches_class(module, target)
     )
+
+
+def matches_any(name: str, module: Module, targets: Iterable[str]) -> bool:
+    """Return True if one of the targets matches the module called ``name``."""
+    return any(matches(name, module, target) for target in targets)
 
 
 def _matching(name: str, module: Module, targets: TargetIndex) -> list[str]:

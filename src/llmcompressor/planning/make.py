@@ -332,7 +332,7 @@ class _PlanBuilder:
     ) -> Plan:
         subject, request = self._subject, self._request
         trials = self._trials(planned)
-        loads = _loads(parts, output, planned, trials, self._extra_bytes)
+        loads = self._loads(parts, output, planned, trials)
         passes, learned = plan_passes(request.modifiers, self._context(parts))
         tokens = request.tokens.tokens if request.tokens else 0
         context = request.tokens.longest if request.tokens else 0
@@ -347,13 +347,16 @@ class _PlanBuilder:
             )
             words = descriptions(planned)
             rounding = sum(trials[words[id(one.scheme)]].seconds * _weights(one) for one in planned)
+            calibrating = sum(1 for one, _ in passes if one.forwards)
+            # of Python, independent of sizes
+            overhead = _START_SECONDS + _PASS_SECONDS * calibrating + _MODULE_SECONDS * len(planned)
             traffic = Traffic(
                 subject.source_bytes * max(len(passes), 1) + again,
                 sizes.weights,
                 rounding,
                 parts[-1].source + parts[0].source,
                 request.is_streamed,
-                _python_overhead(passes, planned),
+                overhead,
             )
             seconds, time = estimate_time(
                 rates, operations, passes, request.batches, traffic, beside, tokens, context
@@ -363,12 +366,9 @@ class _PlanBuilder:
         phases = estimate_phases(footprint, loads, passes, seconds, learned)
         kept = sum(one.learning.kept for one, _ in passes if one.learning is not None)
         self._check_space(output, footprint.scratches, kept)
-        self._notes.extend(shortages(phases, self._host, self._device))
+        host = Capacity("main memory", self._base + free_host_memory(), request.host_limit)
+        self._notes.extend(shortages(phases, host, self._device))
         return replace(plan, phases=phases)
-
-    @property
-    def _host(self) -> Capacity:
-        return Capacity("main memory", self._base + free_host_memory(), self._request.host_limit)
 
     @property
     def _device(self) -> Capacity:
@@ -422,11 +422,34 @@ class _PlanBuilder:
                 again += own.readings * part.source * self._request.is_streamed
         return total, again
 
-    def _extra_bytes(self, part: Part) -> int:
-        """Bytes that modifiers hold in addition to the weights of a part."""
-        own, together = list(part.modules.values()), part.name != REST
-        modifiers = [one for one in self._request.modifiers if one.initialized]
-        return max((one.cost().held(own, together=together) for one in modifiers), default=0)
+    def _loads(
+        self,
+        parts: Sequence[Part],
+        output: Output,
+        planned: Sequence[PlannedModule],
+        trials: Mapping[str, SchemeCost],
+    ) -> list[PartMemory]:
+        stored = output.stored_bytes
+        words = descriptions(planned)
+        by_name = {one.name: one for one in planned}
+        ready = [one for one in self._request.modifiers if one.initialized]
+        found = []
+        for part in parts:
+            own = [by_name[name] for name in part.modules if name in by_name]
+            packed = sum(stored.get(output.places.get(one.name, ""), 0) for one in own)
+            sizes = [(trials[words[id(one.scheme)]], _weights(one)) for one in own]
+            modules, together = list(part.modules.values()), part.name != REST
+            # by modifiers, in addition to the weights
+            held = [one.cost().held(modules, together=together) for one in ready]
+            found.append(
+                PartMemory(
+                    part,
+                    packed,
+                    max([0, *held, *(trial.rounding.of(size) for trial, size in sizes)]),
+                    max((trial.packing.of(size) for trial, size in sizes), default=0),
+                )
+            )
+        return found
 
     def _trials(self, planned: Sequence[PlannedModule]) -> dict[str, SchemeCost]:
         found: dict[str, SchemeCost] = {}
@@ -511,40 +534,8 @@ def _fills_chunks(tokens: Tokens, batch: int) -> bool:
     return is_even and 0 in (batch % CHUNK_TOKENS, CHUNK_TOKENS % batch)
 
 
-def _loads(
-    parts: Sequence[Part],
-    output: Output,
-    planned: Sequence[PlannedModule],
-    trials: Mapping[str, SchemeCost],
-    beside: Callable[[Part], int],
-) -> list[PartMemory]:
-    stored = output.stored_bytes
-    words = descriptions(planned)
-    by_name = {one.name: one for one in planned}
-    found = []
-    for part in parts:
-        own = [by_name[name] for name in part.modules if name in by_name]
-        packed = sum(stored.get(output.places.get(one.name, ""), 0) for one in own)
-        sizes = [(trials[words[id(one.scheme)]], _weights(one)) for one in own]
-        found.append(
-            PartMemory(
-                part,
-                packed,
-                max([beside(part), *(trial.rounding.of(size) for trial, size in sizes)]),
-                max((trial.packing.of(size) for trial, size in sizes), default=0),
-            )
-        )
-    return found
-
-
 def _weights(planned: PlannedModule) -> int:
     return sum(one.numel() for one in own_parameters(planned.module) if one.ndim > 1)
-
-
-def _python_overhead(passes: Passes, planned: Sequence[PlannedModule]) -> float:
-    """Seconds of Python overhead, independent of sizes."""
-    calibrating = sum(1 for one, _ in passes if one.forwards)
-    return _START_SECONDS + _PASS_SECONDS * calibrating + _MODULE_SECONDS * len(planned)
 
 
 def _nearest_existing(folder: Path | None) -> Path | None:

@@ -167,7 +167,10 @@ def estimate_phases(
             peaks["solve"] = _most(footprint, [peaks.get("solve"), solve])
     peaks["save"] = _saving(footprint, loads, passes)
     disk = _disk(footprint, loads, passes)
-    gone = _freed_bytes([one.part.loaded for one in loads[:-1]]) if footprint.is_streamed else 0
+    blocks = [one.part.loaded for one in loads[:-1]]
+    # Freed when the last one is processed: blocks are outside of the heap, and tensors computed
+    # from them are not.
+    gone = sum(blocks[: -1 - _AHEAD]) if footprint.is_streamed else 0
     return [
         Phase(name, *_split_host_device(footprint, peak, gone), disk[name], seconds.get(name, 0.0))
         for name, peak in peaks.items()
@@ -205,14 +208,6 @@ def _most(footprint: RunMemory, moments: Sequence[_MemoryUse | None]) -> _Memory
     if not footprint.on_device:
         return most
     return replace(most, model=max(one.model for one in there), host=max(one.host for one in there))
-
-
-def _freed_bytes(blocks: Sequence[int]) -> int:
-    """Bytes of the blocks that are freed when the last one is processed.
-
-    The blocks are outside of the heap; tensors computed from them are not.
-    """
-    return sum(blocks[: -1 - _AHEAD])
 
 
 def _split_host_device(footprint: RunMemory, moment: _MemoryUse, gone: int) -> tuple[int, int]:

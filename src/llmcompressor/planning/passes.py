@@ -87,24 +87,21 @@ def plan_passes(modifiers: Sequence[Modifier], context: PassContext) -> tuple[Pa
         if not taking:
             continue
         one, works = _plan_pass(taking, context)
-        learning, parts = plan_learning(taking, _learning_context(context, works))
+        known = LearningContext(
+            context.parts,
+            works,
+            context.longest,
+            context.batches,
+            context.widths.hidden,
+            context.state.model.dtype.itemsize,
+            context.widths.expert_share,
+            _budget(context),
+        )
+        learning, parts = plan_learning(taking, known)
         if learning is not None:
             learned[len(passes)] = parts
         passes.append((replace(one, learning=learning), works))
     return passes, learned
-
-
-def _learning_context(context: PassContext, works: Sequence[BlockWork]) -> LearningContext:
-    return LearningContext(
-        context.parts,
-        works,
-        context.longest,
-        context.batches,
-        context.widths.hidden,
-        context.state.model.dtype.itemsize,
-        context.widths.expert_share,
-        _budget(context),
-    )
 
 
 def _split_modifiers(modifiers: Sequence[Modifier], context: PassContext) -> list[list[Modifier]]:

@@ -525,7 +525,11 @@ def _print_bytes(plan: Plan, console: Console) -> None:
             format_bytes(one.bytes_before),
             format_bytes(one.bytes_after),
         )
-    for row in _largest(plan.dense):
+    ordered = sorted(plan.dense, key=lambda one: -one.bytes)
+    shown, rest = ordered[:_MOST_ROWS], ordered[_MOST_ROWS:]
+    if rest:
+        shown.append(Dense(f"{len(rest)} others", sum(one.bytes for one in rest), ""))
+    for row in shown:
         why = f", {row.why}" if row.why else ""
         table.add_row(Text(f"as it is: {row.pattern}{why}"), "", "", format_bytes(row.bytes))
     sizes = plan.sizes
@@ -536,15 +540,6 @@ def _print_bytes(plan: Plan, console: Console) -> None:
     console.print(table)
     ratio = f", {sizes.ratio:.2f} times smaller" if sizes.weights else ""
     _print(console, f"Weights: {sizes.weights:,} bytes exactly{ratio}.")
-
-
-def _largest(dense: Sequence[Dense]) -> list[Dense]:
-    """Return the largest rows, and a row that sums up all others."""
-    ordered = sorted(dense, key=lambda one: -one.bytes)
-    shown, rest = ordered[:_MOST_ROWS], ordered[_MOST_ROWS:]
-    if rest:
-        shown.append(Dense(f"{len(rest)} others", sum(one.bytes for one in rest), ""))
-    return shown
 
 
 def _print_run(plan: Plan, console: Console) -> None:

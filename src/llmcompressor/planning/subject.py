@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -127,11 +127,14 @@ class PlannedModel:
         for name, module in self.module_names.items():
             members[region.get(module, REST)][name] = module
         source = self._source_of(members)
+        # Parameters of online rotations are always loaded, others are freed with their block.
         loaded = {
-            name: _own_bytes(_loaded_with_block(modules.values()))
-            for name, modules in members.items()
+            name: _own_bytes(one for one in own.values() if not isinstance(one, HadamardTransform))
+            for name, own in members.items()
         }
-        loaded[REST] += _own_bytes(_always_loaded(self.model.modules()))
+        loaded[REST] += _own_bytes(
+            one for one in self.model.modules() if isinstance(one, HadamardTransform)
+        )
         return [
             Part(name, modules, loaded[name], *source[name]) for name, modules in members.items()
         ]
@@ -252,16 +255,6 @@ def _from_object(
     size = _own_bytes(hollow.modules())
     name = place or type(model).__name__
     return PlannedModel(hollow, name, folder, headers, {}, size, is_in_memory=True)
-
-
-def _loaded_with_block(modules: Iterable[Module]) -> Iterator[Module]:
-    """Modules whose parameters are loaded and freed with their block."""
-    return (module for module in modules if not isinstance(module, HadamardTransform))
-
-
-def _always_loaded(modules: Iterable[Module]) -> Iterator[Module]:
-    """Modules whose parameters are always loaded (online rotations)."""
-    return (module for module in modules if isinstance(module, HadamardTransform))
 
 
 def _own_bytes(modules: Iterable[Module]) -> int:

@@ -89,7 +89,11 @@ def measure_scheme(
     """
     if scheme.weights is None:
         return _NOTHING
-    sizes = _row_counts(scheme.weights)
+    # Numbers of rows, at least two, as multiples of the scheme's block size.
+    block = scheme.weights.block_structure[0] if scheme.weights.block_structure else 1
+    sizes = sorted({-(-rows // block) * block for rows in _ROWS})
+    if len(sizes) == 1:
+        sizes.append(2 * sizes[0])
     made = partial(_TrialMatrix, scheme=scheme, dtype=dtype, device=device, is_written=is_written)
     try:
         small, large = _measured([made(rows) for rows in sizes])
@@ -113,13 +117,6 @@ def _column_count(args: Any) -> int:
     """Number of columns, divisible by the scheme's group size."""
     group = args.group_size or 1
     return max(_COLUMNS // group, 1) * group if group > 0 else _COLUMNS
-
-
-def _row_counts(args: Any) -> list[int]:
-    """Numbers of rows to measure, at least two, as multiples of the scheme's block size."""
-    block = args.block_structure[0] if args.block_structure else 1
-    found = sorted({-(-rows // block) * block for rows in _ROWS})
-    return found if found[1:] else [found[0], 2 * found[0]]
 
 
 class _Measured(NamedTuple):

@@ -710,7 +710,9 @@ def _part(
     single = (
         modifier.cost().recomputation([module]).statistics for module in part.modules.values()
     )
-    return PartLearning(max(single, default=0), max(_logits_bytes(part, context), making.workspace))
+    outputs = sum(one.out_features for one in _learned_linears(part))
+    logits = context.tokens * outputs * (_LOGITS + _LOGITS_NARROW * context.itemsize)
+    return PartLearning(max(single, default=0), max(logits, making.workspace))
 
 
 def _plan(
@@ -719,7 +721,11 @@ def _plan(
     blocks = [part for part in context.parts if part.name != REST]
     compared = 2 * min(learning.compared, context.batches)
     waiting = len(blocks) * context.tokens * context.width * context.itemsize
-    per_token = sum(_per_token(context))
+    per_token = 0  # multiply-adds, with the batch as context
+    for part, work in zip(context.parts, context.works, strict=True):
+        per_token += work.forward + work.attention * context.tokens
+        if part.name == REST:  # the head, which calibration does not run
+            per_token += sum(one.in_features * one.out_features for one in _learned_linears(part))
     made = sum(making.solve for making in makings)
     made_times = learning.steps * _MAKINGS + compared
     return LearningPlan(
@@ -739,14 +745,6 @@ def _plan(
     )
 
 
-def _per_token(context: LearningContext) -> Iterator[int]:
-    """Yield the multiply-adds per token of each part, with the batch as context."""
-    for part, work in zip(context.parts, context.works, strict=True):
-        yield work.forward + work.attention * context.tokens
-        if part.name == REST:  # the head, which calibration does not run
-            yield sum(one.in_features * one.out_features for one in _learned_linears(part))
-
-
 def _saved_bytes(part: Part, context: LearningContext) -> int:
     """Bytes of activations that the forward of a block saves for its backward."""
     elements = sum(
@@ -755,11 +753,6 @@ def _saved_bytes(part: Part, context: LearningContext) -> int:
         if isinstance(one, Linear)
     )
     return int(context.tokens * elements * _SAVED * context.itemsize)
-
-
-def _logits_bytes(part: Part, context: LearningContext) -> int:
-    outputs = sum(one.out_features for one in _learned_linears(part))
-    return context.tokens * outputs * (_LOGITS + _LOGITS_NARROW * context.itemsize)
 
 
 def _learned_linears(part: Part) -> list[Linear]:
@@ -849,25 +842,18 @@ def _disk(folder: Path | None) -> tuple[float, float]:
     reads, writes = [], []
     try:
         with tempfile.NamedTemporaryFile(dir=folder, prefix=".llmcompressor-plan-") as file:
+            descriptor = file.fileno()
             for _ in range(_WRITES):
-                writes.append(_timed_write(file.fileno(), data))
-                reads.append(_timed_read(file.fileno()))
+                start = time.perf_counter()
+                os.pwrite(descriptor, data, 0)
+                os.fsync(descriptor)
+                writes.append(_WRITTEN / max(time.perf_counter() - start, 1e-9))
+                if hasattr(os, "posix_fadvise"):  # drop the written data from the page cache
+                    os.posix_fadvise(descriptor, 0, _WRITTEN, os.POSIX_FADV_DONTNEED)
+                start = time.perf_counter()
+                done = len(os.pread(descriptor, _WRITTEN, 0))
+                reads.append(done / max(time.perf_counter() - start, 1e-9))
     except OSError as error:
         logger.debug(f"The disk could not be measured: {error}")
         return 1e9, 5e8
     return sorted(reads)[_WRITES // 2], sorted(writes)[_WRITES // 2]
-
-
-def _timed_write(descriptor: int, data: bytes) -> float:
-    start = time.perf_counter()
-    os.pwrite(descriptor, data, 0)
-    os.fsync(descriptor)
-    return len(data) / max(time.perf_counter() - start, 1e-9)
-
-
-def _timed_read(descriptor: int) -> float:
-    if hasattr(os, "posix_fadvise"):  # drop the written data from the page cache
-        os.posix_fadvise(descriptor, 0, _WRITTEN, os.POSIX_FADV_DONTNEED)
-    start = time.perf_counter()
-    done = len(os.pread(descriptor, _WRITTEN, 0))
-    return done / max(time.perf_counter() - start, 1e-9)

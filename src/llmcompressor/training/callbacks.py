@@ -144,7 +144,10 @@ def summary(model: Module) -> dict[str, float]:
     elements = zeros = quantized = 0
     with full_shapes_reported(model):
         matrices = [(module, matrix, matrix.numel()) for module, matrix in _matrices(model)]
-        total = sum(each.numel() for each in (*model.parameters(), *_quantization_buffers(model)))
+        total = sum(each.numel() for each in model.parameters())
+        # quantization parameters of modules with flattened weights are buffers
+        schemed = (each for each in model.modules() if hasattr(each, "quantization_scheme"))
+        total += sum(one.numel() for each in schemed for one in each.buffers(recurse=False))
     for module, matrix, size in matrices:
         elements += size
         zeros += _zeros(matrix)
@@ -167,13 +170,6 @@ def _matrices(model: Module) -> Iterator[tuple[Module, Parameter]]:
             if not is_vector and id(parameter) not in seen:
                 seen.add(id(parameter))
                 yield module, parameter
-
-
-def _quantization_buffers(model: Module) -> Iterator[Tensor]:
-    """Yield quantization parameters of modules with flattened weights, where they are buffers."""
-    for module in model.modules():
-        if hasattr(module, "quantization_scheme"):
-            yield from module.buffers(recurse=False)
 
 
 @torch.no_grad()

@@ -53,7 +53,11 @@ def train_new_parameters(
     if groups is None:
         _add_to_placeholder(optimizer, new)
         return new
-    undecayed = [g for g in groups if g.get("weight_decay") == 0 and not _is_sharded(g)]
+    undecayed = [
+        group
+        for group in groups
+        if group.get("weight_decay") == 0 and not any(map(is_dtensor, group["params"]))
+    ]
     if undecayed or has_scheduler:
         (undecayed or groups[-1:])[0]["params"].extend(new)
     else:
@@ -83,10 +87,6 @@ def without_new_parameters(model: Module, before: Set[int]) -> Iterator[None]:
     finally:
         for module, name, parameter in taken:
             module._parameters[name] = parameter
-
-
-def _is_sharded(group: dict[str, Any]) -> bool:
-    return any(is_dtensor(parameter) for parameter in group["params"])
 
 
 def _add_to_placeholder(optimizer: Any, new: list[Parameter]) -> None:
