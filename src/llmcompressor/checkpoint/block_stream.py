@@ -533,7 +533,7 @@ class BlockStream:
                 self.enter(block)
                 self.leave(block)
         if not self.rest_is_finished:
-            self._write(REST, self._rest() | self._extras())
+            self._write(REST, self._rest() | dict(read_tensors(self._prediction.extras)))
         self._writer.flush()
 
     def restore_rest(self, folder: Path) -> None:
@@ -652,9 +652,6 @@ class BlockStream:
             for name, value in state.items()
             if isinstance(value, Tensor) and self._block_of(name) == REST
         }
-
-    def _extras(self) -> dict[str, Tensor]:
-        return dict(read_tensors(self._prediction.extras))
 
     def _block_of(self, name: str) -> str:
         """Return the name of the block that contains a module or tensor, or :data:`REST`."""

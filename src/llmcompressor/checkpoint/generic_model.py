@@ -372,26 +372,18 @@ def _is_embedding(name: str) -> bool:
     return bool(_EMBEDDING.fullmatch(name))
 
 
-def _is_like_embedding(name: str) -> bool:
-    """Return True if a module may be an embedding by its name.
-
-    >>> names = "patch_embedding", "embed_tokens_per_layer", "embedding_projection", "embed_out"
-    >>> [_is_like_embedding(name) for name in names]
-    [True, True, False, False]
-    """
-    return bool(_LIKE_EMBEDDING.fullmatch(name)) and not _HEAD.fullmatch(name)
-
-
 def _doubtful_linears(model: TreeModel) -> list[str]:
     """Return norm matrices, and modules with a name similar to an embedding's.
 
-    They are Linears here, because loaders that go by shapes treat them so.
+    They are Linears here, because loaders that go by shapes treat them so. ``patch_embedding`` and
+    ``embed_tokens_per_layer`` are similar, ``embedding_projection`` and ``embed_out`` are not.
     """
     return [
         name
         for name, module in model.named_modules()
         if isinstance(module, Linear)
-        and (name.endswith("norm") or _is_like_embedding(name.rpartition(".")[2]))
+        for own in [name.rpartition(".")[2]]
+        if name.endswith("norm") or (_LIKE_EMBEDDING.fullmatch(own) and not _HEAD.fullmatch(own))
     ]
 
 

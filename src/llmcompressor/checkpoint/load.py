@@ -630,7 +630,9 @@ def remove_offload_caches(model: Module) -> None:
         for path, module in model.named_modules()
         for cache in _caches_of(module)
         for name, tensor in cache.offloaded_values.items()
-        if tensor is not None and _is_to_be_copied(tensor)
+        # on the disk, or in memory that processes share
+        if tensor is not None
+        and (tensor.is_meta or (tensor.device.type == "cpu" and tensor.is_shared()))
     ]
     held = join_names(list(dict.fromkeys(path for path, *_ in away)))
     _check_room(
@@ -724,8 +726,3 @@ def _caches_of(module: Module) -> list[OffloadCache]:
     """Return the offload caches of a module's parameters and buffers."""
     every: tuple[Any, ...] = (module._parameters, module._buffers)
     return [one for one in every if isinstance(one, OffloadCache)]
-
-
-def _is_to_be_copied(tensor: Any) -> bool:
-    """Return True for a tensor on the disk, or in memory that processes share."""
-    return bool(tensor.is_meta or (tensor.device.type == "cpu" and tensor.is_shared()))

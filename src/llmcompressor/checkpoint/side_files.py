@@ -247,8 +247,12 @@ def _files_to_copy(source: Path, without: set[str]) -> list[Path]:
     whole = [*_COPIED_FOLDERS, *module_folders(source)]
     found: dict[Path, None] = {}
     for name in whole:
-        if PurePosixPath(name).parts[0] not in left_out:
-            found |= dict.fromkeys(_files_below(source / name, source))
+        if PurePosixPath(name).parts[0] in left_out:
+            continue
+        folder = source / name  # a link may lead out of the checkpoint to it
+        if folder.is_dir() and folder.resolve().is_relative_to(source.resolve()):
+            below = (one for one in folder.rglob("*") if one.is_file())
+            found |= dict.fromkeys(one for one in below if _CACHE not in one.parts)
     for path in source.iterdir():
         if path.name in left_out or path.name in whole:
             continue
@@ -257,12 +261,6 @@ def _files_to_copy(source: Path, without: set[str]) -> list[Path]:
         elif path.is_file() and _is_side_file(path.name):
             found[path] = None
     return sorted(found)
-
-
-def _files_below(folder: Path, source: Path) -> Iterator[Path]:
-    """Yield the files below a folder, unless a link leads out of the checkpoint to it."""
-    if folder.is_dir() and folder.resolve().is_relative_to(source.resolve()):
-        yield from (one for one in folder.rglob("*") if one.is_file() and _CACHE not in one.parts)
 
 
 def _python_files_below(folder: Path) -> Iterator[Path]:
