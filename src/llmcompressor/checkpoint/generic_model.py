@@ -231,17 +231,11 @@ def tied_pair(
         and shape == matrices[inputs[0]]
         and _HEAD.fullmatch(name.rpartition(".")[2])
     ]
-    return next(iter(stored), _usual_head(inputs[0])), inputs[0]
-
-
-def _usual_head(embedding: str) -> str:
-    """Return the usual name of a head, next to the part that contains an embedding.
-
-    >>> _usual_head("model.embed_tokens"), _usual_head("language_model.model.embed_tokens")
-    ('lm_head', 'language_model.lm_head')
-    """
-    *outer, inner, _ = ["", *embedding.split(".")]
-    return ".".join([*filter(None, outer), _HEAD_NAME]) if inner == "model" else _HEAD_NAME
+    # the usual name stands next to the part that contains the embedding: language_model.lm_head
+    # for language_model.model.embed_tokens
+    *outer, inner, _ = ["", *inputs[0].split(".")]
+    usual = ".".join([*filter(None, outer), _HEAD_NAME]) if inner == "model" else _HEAD_NAME
+    return next(iter(stored), usual), inputs[0]
 
 
 def untie_source(

@@ -602,7 +602,12 @@ def remove_accelerate_hooks(model: Module) -> None:
         for module in model.modules()
         for hook in _align_hooks(module)
         if hook.offload
-        for name, tensor in _held_by_hook(module, hook)
+        for name, tensor in named_module_tensors(
+            module,
+            include_buffers=hook.offload_buffers,
+            recurse=hook.place_submodules,
+            remove_non_persistent=True,
+        )
     ]
     on_disk = [size for *_, size, is_in_memory in away if not is_in_memory]
     _check_room(f"accelerate keeps {len(on_disk)} weights of the model on the disk", sum(on_disk))
@@ -701,18 +706,6 @@ def _align_hooks(module: Module) -> Iterator[AlignDevicesHook]:
             waiting.extend(hook.hooks)
         elif isinstance(hook, AlignDevicesHook):
             yield hook
-
-
-def _held_by_hook(module: Module, hook: AlignDevicesHook) -> list[tuple[str, Tensor]]:
-    """Return the tensors that the hook loads into the module."""
-    return list(
-        named_module_tensors(
-            module,
-            include_buffers=hook.offload_buffers,
-            recurse=hook.place_submodules,
-            remove_non_persistent=True,
-        )
-    )
 
 
 def _is_in_memory(held: Any, name: str) -> bool:

@@ -23,7 +23,6 @@ from compressed_tensors.config import CompressionFormat
 from compressed_tensors.modeling import IMPL_ATTR
 from compressed_tensors.quantization import (
     DynamicType,
-    QuantizationArgs,
     QuantizationScheme,
     QuantizationStatus,
     QuantizationStrategy,
@@ -521,22 +520,20 @@ def _is_qparam(key: str) -> bool:
     return base in _BASES and (part in _PARTS or part in {"g_idx", "shape"})
 
 
-def _args_by_base(entry: QuantizedModule) -> dict[str, QuantizationArgs]:
+def _expected_parameters(entry: QuantizedModule) -> set[str]:
     scheme = entry.scheme
-    if entry.is_attention:
-        bases = ("q", "k", "v") if entry.has_group else ("k", "v")
-        return dict.fromkeys(bases, scheme.input_activations)
-    pairs: dict[str, Any] = {
+    by_base: dict[str, Any] = {
         "weight": scheme.weights,
         "input": scheme.input_activations,
         "output": scheme.output_activations,
     }
-    return {base: args for base, args in pairs.items() if args is not None}
-
-
-def _expected_parameters(entry: QuantizedModule) -> set[str]:
+    if entry.is_attention:
+        bases = ("q", "k", "v") if entry.has_group else ("k", "v")
+        by_base = dict.fromkeys(bases, scheme.input_activations)
     expected = set()
-    for base, args in _args_by_base(entry).items():
+    for base, args in by_base.items():
+        if args is None:
+            continue
         if args.strategy == QuantizationStrategy.TENSOR_GROUP.value and args.dynamic is not True:
             expected.add(f"{base}_global_scale")
         if args.dynamic in (True, DynamicType.LOCAL, DynamicType.LOCAL.value):

@@ -412,7 +412,10 @@ def load_processor(
         try:
             return LoadedProcessor(loader.from_pretrained(str(place), **arguments), "")
         except (OSError, ValueError, ImportError, KeyError, TypeError) as error:
-            reasons.append(f"{loader.__name__}: {_first_line(error)}")
+            first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            if "trust_remote_code" in str(error):
+                first_line = "it brings its own code, which runs with trust_remote_code_model=True"
+            reasons.append(f"{loader.__name__}: {first_line}")
     if _NO_CLASS in reasons[0]:  # as of any folder whose tokenizer cannot be loaded
         del reasons[0]
     reason = f"No tokenizer or processor could be loaded from {place} ({'; '.join(reasons)})."
@@ -487,9 +490,3 @@ def _content(file: Path) -> Any:
     if not isinstance(held, dict):
         return held
     return {key: held[key] for key in held.keys() - _OF_A_CALL - _OF_BATCHES - _OF_A_PLACE}
-
-
-def _first_line(error: BaseException) -> str:
-    if "trust_remote_code" in str(error):
-        return "it brings its own code, which runs with trust_remote_code_model=True"
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
