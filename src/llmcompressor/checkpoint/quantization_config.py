@@ -493,16 +493,16 @@ def _head_targets(group: _Group, candidates: Sequence[_Candidate]) -> list[str]:
 def _expert_targets(group: _Group) -> list[str]:
     """Return patterns for experts that the recipe targets by their names in other classes."""
     names = [entry.name for entry in group.members if "experts." in entry.name]
-    linears = [name for name in names if len({_last_name(one) for one in name_aliases(name)}) > 1]
+    linears = [
+        name
+        for name in names
+        if len({alias.rpartition(".")[2] for alias in name_aliases(name)}) > 1
+    ]
     met = _TargetMatcher(group.targets)
     is_met = "Linear" in group.targets
     unmet = [] if is_met else [name for name in linears if not met.means(name)]
-    own = sorted(set(map(_last_name, unmet)))
+    own = sorted({name.rpartition(".")[2] for name in unmet})
     return [rf"re:.*experts\.\d+\.(?:{'|'.join(own)})$"] if own else []
-
-
-def _last_name(name: str) -> str:
-    return name.rpartition(".")[2]
 
 
 def _layer_expert_targets(group: _Group) -> list[str]:

@@ -278,7 +278,7 @@ class _SchemeMatcher:
             if id(weight_without_onloading(module)) in self._embedded:
                 self.tied_heads.append(name)
                 return
-            if module is self._head or _leaf_name(name) == "lm_head":
+            if module is self._head or name.rpartition(".")[2] == "lm_head":
                 self.heads[name] = scheme
         self.schemes[name] = scheme
 
@@ -369,7 +369,8 @@ def _with_named_heads(
     patterns: dict[int, list[str]] = {}
     for name, scheme in heads.items():
         if schemes[name] is scheme:
-            patterns.setdefault(id(scheme), []).append(f"re:.*{re.escape(_leaf_name(name))}$")
+            own = re.escape(name.rpartition(".")[2])
+            patterns.setdefault(id(scheme), []).append(f"re:.*{own}$")
     # Names stand before classes: loaders report a target as unmatched if another came first.
     named = {
         id(scheme): scheme.model_copy(update={"targets": [*patterns[id(scheme)], *scheme.targets]})
@@ -377,10 +378,6 @@ def _with_named_heads(
         if id(scheme) in patterns
     }
     return {name: named.get(id(scheme), scheme) for name, scheme in schemes.items()}
-
-
-def _leaf_name(name: str) -> str:
-    return name.rpartition(".")[2]
 
 
 def _with_narrow_groups(
