@@ -12,12 +12,13 @@ import pytest
 import tiny_checkpoints as tiny
 import torch
 import transformers as hf
+from safetensors.torch import save_file
 from test_parts import assert_reads_as, config_of, logits, qwen
 
 from llmcompressor import model_free_ptq, oneshot, verify
-from llmcompressor.checkpoint.generic_model import build_tree
+from llmcompressor.checkpoint.generic_model import build_tree, tied_pair
 from llmcompressor.checkpoint.names import NameMap
-from llmcompressor.checkpoint.source import inspect_source
+from llmcompressor.checkpoint.source import TensorHeader, inspect_source
 from llmcompressor.modifiers.quantization import QuantizationModifier
 
 
@@ -188,3 +189,24 @@ def test_of_classes_that_are_not_known_there_are_no_other_names(tmp_path: Path) 
     file.write_text(file.read_text().replace('"llava"', '"llava_of_tomorrow"'))
     assert NameMap(tree).loaders == ()
     assert NameMap(tree).in_loaders == {}
+
+
+def test_linears_named_like_an_embedding_are_doubtful(tmp_path: Path) -> None:
+    names = ("patch_embedding", "embed_tokens_per_layer", "embedding_projection", "embed_out", "fc")
+    save_file(
+        {f"a.{name}.weight": torch.ones(4, 4) for name in names}, tmp_path / "model.safetensors"
+    )
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "unknown"}))
+    source = inspect_source(tmp_path)
+    tree = build_tree(source, source.tensors).model
+    assert tree.doubtful == ["a.embed_tokens_per_layer", "a.patch_embedding"]
+
+
+@pytest.mark.parametrize("outside", ["", "language_model."])
+def test_a_tied_head_that_is_not_stored_stands_beside_the_part_with_the_embedding(
+    outside: str,
+) -> None:
+    table = f"{outside}model.embed_tokens"
+    headers = {f"{table}.weight": TensorHeader("BF16", (96, 4), Path("model.safetensors"))}
+    config = {"tie_word_embeddings": True, "vocab_size": 96}
+    assert tied_pair(config, headers) == (f"{outside}lm_head", table)

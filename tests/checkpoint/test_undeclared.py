@@ -35,6 +35,8 @@ TOLD: list[tuple[dict[str, tuple[str, tuple[int, ...]]], str | None]] = [
     ({"wte__weight": ("I8", (9, 4)), "wte__weight_scale": ("F32", (9, 1))}, "wte.weight"),
     ({"embed_tokens__weight": ("F8_E4M3", (9, 4))}, None),
     ({"embed_per_layer__weight": ("F8_E4M3", (9, 4))}, None),
+    ({"wte__weight": ("I8", (9, 4))}, None),
+    ({"embed_proj__weight": ("F8_E4M3", (4, 4))}, "embed_proj.weight"),
     ({"q__weight": ("BF16", (4, 4)), "q__weight_scale": ("F32", (4, 1))}, None),
     ({"attn__bias": ("U8", (1, 1, 8, 8)), "attn__masked_bias": ("F32", ())}, None),
     ({"q__qweight": ("F16", (4, 4))}, None),

@@ -533,7 +533,7 @@ class BlockStream:
                 self.enter(block)
                 self.leave(block)
         if not self.rest_is_finished:
-            self._write(REST, self._rest() | self._extras())
+            self._write(REST, self._rest() | dict(read_tensors(self._prediction.extras)))
         self._writer.flush()
 
     def restore_rest(self, folder: Path) -> None:
@@ -585,7 +585,14 @@ class BlockStream:
         if self.stage == self._last:
             self._write(block, tensors)
             return
-        digest = self._scratch.write(self.stage, block, self._tensors_for_next_pass(block, tensors))
+        rotations = tuple(
+            f"{name}."
+            for name, module in self._model.get_submodule(block).named_modules(prefix=block)
+            if isinstance(module, HadamardTransform)
+        )
+        # the next pass needs all but the matrices of rotations
+        kept = {name: one for name, one in tensors.items() if not name.startswith(rotations)}
+        digest = self._scratch.write(self.stage, block, kept)
         self._commit(block, dict(self._report(self._modules_of(block))), digest)
 
     def _modules_of(self, block: str) -> list[str]:
@@ -628,17 +635,6 @@ class BlockStream:
         self._weights.put(present, {name: LoadedName(name, merged=False) for name in present})
         self._weights.settle(block)
 
-    def _tensors_for_next_pass(
-        self, block: str, tensors: Mapping[str, Tensor]
-    ) -> dict[str, Tensor]:
-        """Return the tensors that the next pass needs: all but the rotation matrices."""
-        stay = tuple(
-            f"{name}."
-            for name, module in self._model.get_submodule(block).named_modules(prefix=block)
-            if isinstance(module, HadamardTransform)
-        )
-        return {name: tensor for name, tensor in tensors.items() if not name.startswith(stay)}
-
     def _tensors_of(self, block: str) -> dict[str, Tensor]:
         state = self._model.get_submodule(block).state_dict()
         return {
@@ -652,9 +648,6 @@ class BlockStream:
             for name, value in state.items()
             if isinstance(value, Tensor) and self._block_of(name) == REST
         }
-
-    def _extras(self) -> dict[str, Tensor]:
-        return dict(read_tensors(self._prediction.extras))
 
     def _block_of(self, name: str) -> str:
         """Return the name of the block that contains a module or tensor, or :data:`REST`."""

@@ -231,17 +231,11 @@ def tied_pair(
         and shape == matrices[inputs[0]]
         and _HEAD.fullmatch(name.rpartition(".")[2])
     ]
-    return next(iter(stored), _usual_head(inputs[0])), inputs[0]
-
-
-def _usual_head(embedding: str) -> str:
-    """Return the usual name of a head, next to the part that contains an embedding.
-
-    >>> _usual_head("model.embed_tokens"), _usual_head("language_model.model.embed_tokens")
-    ('lm_head', 'language_model.lm_head')
-    """
-    *outer, inner, _ = ["", *embedding.split(".")]
-    return ".".join([*filter(None, outer), _HEAD_NAME]) if inner == "model" else _HEAD_NAME
+    # the usual name stands next to the part that contains the embedding: language_model.lm_head
+    # for language_model.model.embed_tokens
+    *outer, inner, _ = ["", *inputs[0].split(".")]
+    usual = ".".join([*filter(None, outer), _HEAD_NAME]) if inner == "model" else _HEAD_NAME
+    return next(iter(stored), usual), inputs[0]
 
 
 def untie_source(
@@ -372,26 +366,18 @@ def _is_embedding(name: str) -> bool:
     return bool(_EMBEDDING.fullmatch(name))
 
 
-def _is_like_embedding(name: str) -> bool:
-    """Return True if a module may be an embedding by its name.
-
-    >>> names = "patch_embedding", "embed_tokens_per_layer", "embedding_projection", "embed_out"
-    >>> [_is_like_embedding(name) for name in names]
-    [True, True, False, False]
-    """
-    return bool(_LIKE_EMBEDDING.fullmatch(name)) and not _HEAD.fullmatch(name)
-
-
 def _doubtful_linears(model: TreeModel) -> list[str]:
     """Return norm matrices, and modules with a name similar to an embedding's.
 
-    They are Linears here, because loaders that go by shapes treat them so.
+    They are Linears here, because loaders that go by shapes treat them so. ``patch_embedding`` and
+    ``embed_tokens_per_layer`` are similar, ``embedding_projection`` and ``embed_out`` are not.
     """
     return [
         name
         for name, module in model.named_modules()
         if isinstance(module, Linear)
-        and (name.endswith("norm") or _is_like_embedding(name.rpartition(".")[2]))
+        for own in [name.rpartition(".")[2]]
+        if name.endswith("norm") or (_LIKE_EMBEDDING.fullmatch(own) and not _HEAD.fullmatch(own))
     ]
 
 

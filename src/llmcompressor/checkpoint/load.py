@@ -602,7 +602,12 @@ def remove_accelerate_hooks(model: Module) -> None:
         for module in model.modules()
         for hook in _align_hooks(module)
         if hook.offload
-        for name, tensor in _held_by_hook(module, hook)
+        for name, tensor in named_module_tensors(
+            module,
+            include_buffers=hook.offload_buffers,
+            recurse=hook.place_submodules,
+            remove_non_persistent=True,
+        )
     ]
     on_disk = [size for *_, size, is_in_memory in away if not is_in_memory]
     _check_room(f"accelerate keeps {len(on_disk)} weights of the model on the disk", sum(on_disk))
@@ -630,7 +635,9 @@ def remove_offload_caches(model: Module) -> None:
         for path, module in model.named_modules()
         for cache in _caches_of(module)
         for name, tensor in cache.offloaded_values.items()
-        if tensor is not None and _is_to_be_copied(tensor)
+        # on the disk, or in memory that processes share
+        if tensor is not None
+        and (tensor.is_meta or (tensor.device.type == "cpu" and tensor.is_shared()))
     ]
     held = join_names(list(dict.fromkeys(path for path, *_ in away)))
     _check_room(
@@ -701,18 +708,6 @@ def _align_hooks(module: Module) -> Iterator[AlignDevicesHook]:
             yield hook
 
 
-def _held_by_hook(module: Module, hook: AlignDevicesHook) -> list[tuple[str, Tensor]]:
-    """Return the tensors that the hook loads into the module."""
-    return list(
-        named_module_tensors(
-            module,
-            include_buffers=hook.offload_buffers,
-            recurse=hook.place_submodules,
-            remove_non_persistent=True,
-        )
-    )
-
-
 def _is_in_memory(held: Any, name: str) -> bool:
     """Return True if an offloaded weight is held in memory and not on the disk."""
     while isinstance(held, PrefixedDataset):
@@ -724,8 +719,3 @@ def _caches_of(module: Module) -> list[OffloadCache]:
     """Return the offload caches of a module's parameters and buffers."""
     every: tuple[Any, ...] = (module._parameters, module._buffers)
     return [one for one in every if isinstance(one, OffloadCache)]
-
-
-def _is_to_be_copied(tensor: Any) -> bool:
-    """Return True for a tensor on the disk, or in memory that processes share."""
-    return bool(tensor.is_meta or (tensor.device.type == "cpu" and tensor.is_shared()))

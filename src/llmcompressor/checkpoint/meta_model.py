@@ -221,7 +221,10 @@ def build_meta_model(
     with no_progress_bars(), _build_errors(place):
         draft = _draft_names(loader, config, source.tensors)
         state = build_meta_tensors(source.tensors, draft.stacks)
-        model, info = _from_pretrained(loader)(
+        load = loader.from_pretrained
+        if hasattr(loader, _SPEAKERS):  # its own would read a file of speakers
+            load = partial(PreTrainedModel.from_pretrained.__func__, loader)  # type: ignore[attr-defined]  # of a class method
+        model, info = load(
             None,
             config=config,
             dtype=dtype,
@@ -240,13 +243,6 @@ def build_meta_model(
         names = NameMap(model).loaded(source.tensors, model.state_dict())
     model.train(mode=False)
     return MetaModel(model, source, names, dtype, shared)
-
-
-def _from_pretrained(loader: Any) -> Any:
-    """Return the ``from_pretrained`` to use; a class that reads a speaker file needs the base's."""
-    if hasattr(loader, _SPEAKERS):
-        return partial(PreTrainedModel.from_pretrained.__func__, loader)  # type: ignore[attr-defined]  # of a class method
-    return loader.from_pretrained
 
 
 class _NameDraft(NamedTuple):

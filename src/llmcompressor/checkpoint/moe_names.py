@@ -167,8 +167,23 @@ class _PieceFinder:
     ) -> None:
         self._mixtures = mixtures
         self._names = names
-        self._turned = _transposing_patterns(model)
-        self._joined = _concatenating_patterns(model)
+        entries: list[Any] = get_model_conversion_mapping(model, add_legacy=False)
+        converters = [entry for entry in entries if isinstance(entry, WeightConverter)]
+        # the patterns of tensors that are only transposed while loading
+        self._turned = {
+            pattern
+            for entry in converters
+            if all(isinstance(one, Transpose) for one in entry.operations)
+            for pattern in entry.source_patterns
+        }
+        # those of stacks that are concatenated by rows: pattern → (position, count)
+        self._joined = {
+            pattern: (place, len(entry.source_patterns))
+            for entry in converters
+            if [type(one) for one in entry.operations] == [Concatenate]
+            and getattr(entry.operations[0], "dim", None) == 1
+            for place, pattern in enumerate(entry.source_patterns)
+        }
 
     def pieces_of(
         self, name: str, own: LoadedName, header: TensorHeader
@@ -278,31 +293,6 @@ def _piece(header: TensorHeader, expert: int, own: slice, *, turned: bool) -> Te
         turned=turned,
         rows=(own.start, own.stop, own.step or 1),
     )
-
-
-def _concatenating_patterns(model: PreTrainedModel) -> dict[str, tuple[int, int]]:
-    """Return the patterns of stacks that are concatenated by rows: pattern → (position, count)."""
-    entries: list[Any] = get_model_conversion_mapping(model, add_legacy=False)
-    return {
-        pattern: (place, len(entry.source_patterns))
-        for entry in entries
-        if isinstance(entry, WeightConverter)
-        and [type(one) for one in entry.operations] == [Concatenate]
-        and getattr(entry.operations[0], "dim", None) == 1
-        for place, pattern in enumerate(entry.source_patterns)
-    }
-
-
-def _transposing_patterns(model: PreTrainedModel) -> set[str]:
-    """Return the patterns of tensors that are only transposed while loading."""
-    entries: list[Any] = get_model_conversion_mapping(model, add_legacy=False)
-    return {
-        pattern
-        for entry in entries
-        if isinstance(entry, WeightConverter)
-        and all(isinstance(one, Transpose) for one in entry.operations)
-        for pattern in entry.source_patterns
-    }
 
 
 # --------------------

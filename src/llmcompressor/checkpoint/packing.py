@@ -23,7 +23,6 @@ from compressed_tensors.config import CompressionFormat
 from compressed_tensors.modeling import IMPL_ATTR
 from compressed_tensors.quantization import (
     DynamicType,
-    QuantizationArgs,
     QuantizationScheme,
     QuantizationStatus,
     QuantizationStrategy,
@@ -117,7 +116,9 @@ def compute_codes(
     R, C = matrix_RC.shape
     if matrix_RC.device.type != "cpu" or R * C <= _ELEMENTS:
         return convert(partition.apply(quotients, matrix_RC, scale, zero))
-    spans = list(_row_spans(R, C, partition))
+    height = partition.rows if 0 < partition.rows < R else 1
+    rows = max(_ELEMENTS // (C * height), 1) * height  # no group is split
+    spans = [(first, min(first + rows, R)) for first in range(0, R, rows)]
 
     def work(span: tuple[int, int]) -> Tensor:
         first, last = span
@@ -133,14 +134,6 @@ def compute_codes(
 
     parallel_for(store, spans)
     return stored
-
-
-def _row_spans(R: int, C: int, partition: Partition) -> Iterator[tuple[int, int]]:
-    """Yield the first and last row of each piece; no group is split."""
-    height = partition.rows if 0 < partition.rows < R else 1
-    rows = max(_ELEMENTS // (C * height), 1) * height
-    for first in range(0, R, rows):
-        yield first, min(first + rows, R)
 
 
 def _scales_of_rows(scale: Tensor, span: tuple[int, int], R: int, partition: Partition) -> Tensor:
@@ -362,18 +355,12 @@ def compress(entry: QuantizedModule, tensors: Mapping[str, Tensor]) -> dict[str,
     _check_scales(entry, own, expected)
     if not entry.is_attention and entry.scheme.weights is not None:
         own = _pack(entry, own)
-        _widen_scale(own, entry.scheme.weights)
+        # Stored in the scheme's scale dtype if every value of the weight's dtype fits in it. The
+        # value itself stays representable in the weight's dtype, in which loaders keep scales.
+        scale, named = own["weight_scale"], scale_dtype_of(entry.scheme.weights)
+        if named is not None and torch.promote_types(scale.dtype, named) == named:
+            own["weight_scale"] = scale.to(named)
     return {key: tensor.reshape(1) if tensor.ndim == 0 else tensor for key, tensor in own.items()}
-
-
-def _widen_scale(own: dict[str, Tensor], weights: QuantizationArgs) -> None:
-    """Store the scale in the scheme's scale dtype if every value of the weight's dtype fits in it.
-
-    The value itself stays representable in the weight's dtype, in which loaders keep scales.
-    """
-    scale, named = own["weight_scale"], scale_dtype_of(weights)
-    if named is not None and torch.promote_types(scale.dtype, named) == named:
-        own["weight_scale"] = scale.to(named)
 
 
 def _pack(entry: QuantizedModule, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -450,7 +437,10 @@ def _packed_codes(entry: QuantizedModule, own: Mapping[str, Tensor]) -> Tensor |
     zero = None if weights.symmetric else own["weight_zero_point"]
     quotients = grid.limit
     if entry.is_raw:
-        if _must_round_first(grid, weight.dtype):
+        # Several codes may stand for one value. A model in memory has only the values, so the code
+        # that the values give is chosen.
+        is_shifted_float = grid.kind == "float" and not grid.symmetric
+        if grid.needs_float32 or is_shifted_float or needs_recoding(grid, weight.dtype):
             quotients = partial(_rounded_quotients, grid)
     elif needs_recoding(grid, weight.dtype):
         quotients = partial(_recode, grid)
@@ -461,15 +451,6 @@ def _packed_codes(entry: QuantizedModule, own: Mapping[str, Tensor]) -> Tensor |
         scale = scale.reshape(1)
         zero = None if zero is None else zero.reshape(1)
     return compute_codes(weight, scale, zero, quotients, partition_of(weights), convert)
-
-
-def _must_round_first(grid: Grid, dtype: torch.dtype) -> bool:
-    """Return True if several codes may stand for one value, so that the choice is a convention.
-
-    A model in memory has only the values, so the code that the values give is chosen.
-    """
-    is_shifted_float = grid.kind == "float" and not grid.symmetric
-    return grid.needs_float32 or is_shifted_float or needs_recoding(grid, dtype)
 
 
 def _rounded_quotients(grid: Grid, x: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
@@ -539,22 +520,20 @@ def _is_qparam(key: str) -> bool:
     return base in _BASES and (part in _PARTS or part in {"g_idx", "shape"})
 
 
-def _args_by_base(entry: QuantizedModule) -> dict[str, QuantizationArgs]:
+def _expected_parameters(entry: QuantizedModule) -> set[str]:
     scheme = entry.scheme
-    if entry.is_attention:
-        bases = ("q", "k", "v") if entry.has_group else ("k", "v")
-        return dict.fromkeys(bases, scheme.input_activations)
-    pairs: dict[str, Any] = {
+    by_base: dict[str, Any] = {
         "weight": scheme.weights,
         "input": scheme.input_activations,
         "output": scheme.output_activations,
     }
-    return {base: args for base, args in pairs.items() if args is not None}
-
-
-def _expected_parameters(entry: QuantizedModule) -> set[str]:
+    if entry.is_attention:
+        bases = ("q", "k", "v") if entry.has_group else ("k", "v")
+        by_base = dict.fromkeys(bases, scheme.input_activations)
     expected = set()
-    for base, args in _args_by_base(entry).items():
+    for base, args in by_base.items():
+        if args is None:
+            continue
         if args.strategy == QuantizationStrategy.TENSOR_GROUP.value and args.dynamic is not True:
             expected.add(f"{base}_global_scale")
         if args.dynamic in (True, DynamicType.LOCAL, DynamicType.LOCAL.value):
@@ -627,7 +606,12 @@ def is_on_grid(entry: QuantizedModule, own: Mapping[str, Tensor]) -> bool:
     apart = smallest_of(weight.dtype)
 
     def far(x: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
-        return _is_off_grid(grid, x.to(wide), scale, zero, apart).to(wide)
+        x = x.to(wide)
+        if grid.kind == "float":
+            allowed = _OF_A_FLOAT * x.abs() + _LEAST * scale + apart / 2
+        else:
+            allowed = _OF_A_STEP * scale + _OF_A_VALUE * x.abs()
+        return ((x - grid.fake_quantize(x, scale, zero)).abs() > allowed).to(wide)
 
     def any_of_row(far: Tensor) -> Tensor:
         return far.any(-1, keepdim=True)
@@ -661,13 +645,6 @@ def warn_cast(dtype: torch.dtype, before: torch.dtype | None) -> None:
             "scales were rounded once more, so that readers compute something else than the model "
             f"in memory. Quantize it in {names[1]} (precision={names[1]!r})."
         )
-
-
-def _is_off_grid(grid: Grid, x: Tensor, scale: Tensor, zero: Tensor | None, apart: float) -> Tensor:
-    distance = (x - grid.fake_quantize(x, scale, zero)).abs()
-    if grid.kind == "float":
-        return distance > _OF_A_FLOAT * x.abs() + _LEAST * scale + apart / 2
-    return distance > _OF_A_STEP * scale + _OF_A_VALUE * x.abs()
 
 
 # --------------------

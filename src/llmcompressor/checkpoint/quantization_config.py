@@ -20,6 +20,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import count
 from typing import Any, TypeAlias
 
 import compressed_tensors
@@ -262,10 +263,15 @@ def _config(
         group.targets = _attention_targets(model, group)
 
     every = [*groups, *attention]
+    of_experts = {
+        index
+        for index, group in enumerate(groups)
+        if any(is_expert(entry.name) for entry in group.members)
+    }
     schemes = [
         every[index].scheme.model_copy(update={"targets": targets})
         for index, targets in order_groups_for_experts(
-            [group.targets for group in every], _groups_with_experts(groups)
+            [group.targets for group in every], of_experts
         )
     ]
     named = {f"group_{index}": scheme for index, scheme in enumerate(schemes)}
@@ -357,15 +363,6 @@ def _group_by_scheme(entries: Iterable[QuantizedModule]) -> list[_Group]:
         known_targets = set(group.targets)
         group.targets += [one for one in entry.scheme.targets if one not in known_targets]
     return groups
-
-
-def _groups_with_experts(groups: Sequence[_Group]) -> set[int]:
-    """Return the indices of the groups that contain MoE experts."""
-    return {
-        index
-        for index, group in enumerate(groups)
-        if any(is_expert(entry.name) for entry in group.members)
-    }
 
 
 def _candidates(names: NameMap, groups: Sequence[_Group]) -> list[_Candidate]:
@@ -496,16 +493,16 @@ def _head_targets(group: _Group, candidates: Sequence[_Candidate]) -> list[str]:
 def _expert_targets(group: _Group) -> list[str]:
     """Return patterns for experts that the recipe targets by their names in other classes."""
     names = [entry.name for entry in group.members if "experts." in entry.name]
-    linears = [name for name in names if len({_last_name(one) for one in name_aliases(name)}) > 1]
+    linears = [
+        name
+        for name in names
+        if len({alias.rpartition(".")[2] for alias in name_aliases(name)}) > 1
+    ]
     met = _TargetMatcher(group.targets)
     is_met = "Linear" in group.targets
     unmet = [] if is_met else [name for name in linears if not met.means(name)]
-    own = sorted(set(map(_last_name, unmet)))
+    own = sorted({name.rpartition(".")[2] for name in unmet})
     return [rf"re:.*experts\.\d+\.(?:{'|'.join(own)})$"] if own else []
-
-
-def _last_name(name: str) -> str:
-    return name.rpartition(".")[2]
 
 
 def _layer_expert_targets(group: _Group) -> list[str]:
@@ -746,7 +743,8 @@ def merge_quantization(
     taken = set(groups)
     added = after.excluding(compressed)
     for number, (own, group) in enumerate(added.items(), start=len(groups)):
-        name = next(name for name in _group_names(number) if name not in taken)
+        names = (f"group_{free}" for free in count(number))
+        name = next(name for name in names if name not in taken)
         taken.add(name)
         groups[name] = group
         if own in after.with_experts():
@@ -821,10 +819,3 @@ class _ConfigGroups:
             if targets:
                 apart[name] = {**group, "targets": targets}
         return apart
-
-
-def _group_names(first: int) -> Iterable[str]:
-    number = first
-    while True:
-        yield f"group_{number}"
-        number += 1

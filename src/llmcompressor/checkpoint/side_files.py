@@ -247,8 +247,12 @@ def _files_to_copy(source: Path, without: set[str]) -> list[Path]:
     whole = [*_COPIED_FOLDERS, *module_folders(source)]
     found: dict[Path, None] = {}
     for name in whole:
-        if PurePosixPath(name).parts[0] not in left_out:
-            found |= dict.fromkeys(_files_below(source / name, source))
+        if PurePosixPath(name).parts[0] in left_out:
+            continue
+        folder = source / name  # a link may lead out of the checkpoint to it
+        if folder.is_dir() and folder.resolve().is_relative_to(source.resolve()):
+            below = (one for one in folder.rglob("*") if one.is_file())
+            found |= dict.fromkeys(one for one in below if _CACHE not in one.parts)
     for path in source.iterdir():
         if path.name in left_out or path.name in whole:
             continue
@@ -257,12 +261,6 @@ def _files_to_copy(source: Path, without: set[str]) -> list[Path]:
         elif path.is_file() and _is_side_file(path.name):
             found[path] = None
     return sorted(found)
-
-
-def _files_below(folder: Path, source: Path) -> Iterator[Path]:
-    """Yield the files below a folder, unless a link leads out of the checkpoint to it."""
-    if folder.is_dir() and folder.resolve().is_relative_to(source.resolve()):
-        yield from (one for one in folder.rglob("*") if one.is_file() and _CACHE not in one.parts)
 
 
 def _python_files_below(folder: Path) -> Iterator[Path]:
@@ -414,7 +412,10 @@ def load_processor(
         try:
             return LoadedProcessor(loader.from_pretrained(str(place), **arguments), "")
         except (OSError, ValueError, ImportError, KeyError, TypeError) as error:
-            reasons.append(f"{loader.__name__}: {_first_line(error)}")
+            first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            if "trust_remote_code" in str(error):
+                first_line = "it brings its own code, which runs with trust_remote_code_model=True"
+            reasons.append(f"{loader.__name__}: {first_line}")
     if _NO_CLASS in reasons[0]:  # as of any folder whose tokenizer cannot be loaded
         del reasons[0]
     reason = f"No tokenizer or processor could be loaded from {place} ({'; '.join(reasons)})."
@@ -489,9 +490,3 @@ def _content(file: Path) -> Any:
     if not isinstance(held, dict):
         return held
     return {key: held[key] for key in held.keys() - _OF_A_CALL - _OF_BATCHES - _OF_A_PLACE}
-
-
-def _first_line(error: BaseException) -> str:
-    if "trust_remote_code" in str(error):
-        return "it brings its own code, which runs with trust_remote_code_model=True"
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -103,16 +103,8 @@ def _holds_codes(name: str, header: TensorHeader, tensors: Mapping[str, TensorHe
     if any(f"{beside}{scale}" in tensors for scale in _scales_of(own)):
         return True
     is_weight = own == "weight" and len(header.shape) == _MATRIX
-    return is_weight and not _is_table(path) and not _DRAFT.match(path)
-
-
-def _is_table(path: str) -> bool:
-    """Return True if a module has the name of an embedding table.
-
-    >>> [_is_table(path) for path in ("model.embed_tokens", "wte", "embed_proj", "up_proj")]
-    [True, True, False, False]
-    """
-    return _TABLE.match(path.rpartition(".")[2]) is not None
+    is_table = _TABLE.match(path.rpartition(".")[2])  # embed_tokens or wte, but not embed_proj
+    return is_weight and not is_table and not _DRAFT.match(path)
 
 
 def _scales_of(own: str) -> tuple[str, ...]:

@@ -425,13 +425,12 @@ class CheckedCollator:
         ids = batch.get("input_ids") if isinstance(batch, Mapping) else None
         if isinstance(ids, Tensor) and ids.ndim == 1 and len(samples) == 1:
             with suppress(Exception):  # the first result is refused below
-                batch = self.function([{k: _batched(v) for k, v in samples[0].items()}])
+                batched = {  # arrays remain arrays
+                    name: value[None] if isinstance(value, (Tensor, np.ndarray)) else [value]
+                    for name, value in samples[0].items()
+                }
+                batch = self.function([batched])
         return self.check(batch, "a batch of the data_collator", "The data_collator")
-
-
-def _batched(value: Any) -> Any:
-    """Add a batch axis of one; arrays remain arrays."""
-    return value[None] if isinstance(value, (Tensor, np.ndarray)) else [value]
 
 
 def _with_batch_numbers(loader: Iterable[Any]) -> Iterator[Any]:

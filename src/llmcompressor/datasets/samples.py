@@ -131,7 +131,11 @@ def from_tokenized(
     if not keep_labels and "decoder_input_ids" not in model_input_names:
         dropped.add("labels")
     inputs = (SEQUENCES - _BY_PRODUCTS).union(model_input_names)
-    batched = _is_nested(row.get("input_ids"))
+    ids = row.get("input_ids")
+    if hasattr(ids, "ndim"):
+        batched = ids.ndim == 2
+    else:  # a batch of one: [[...]]
+        batched = isinstance(ids, (list, tuple)) and bool(ids) and _is_sequence(ids[0])
     sample: Sample = {}
     for name, value in row.items():
         if value is None or name in dropped or (model_input_names and name not in inputs):
@@ -169,13 +173,6 @@ def _find_fault(value: Any) -> str:
     if place is None:
         return "they are nested"
     return f"number {place} of them is {reprlib.repr(values[place])}"
-
-
-def _is_nested(value: Any) -> bool:
-    """Return True if token ids are a batch of one: ``[[...]]``."""
-    if hasattr(value, "ndim"):
-        return bool(value.ndim == 2)
-    return isinstance(value, (list, tuple)) and bool(value) and _is_sequence(value[0])
 
 
 def _as_tensor(value: Any) -> torch.Tensor | None:

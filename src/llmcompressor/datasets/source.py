@@ -170,7 +170,9 @@ def _open_named(args: DatasetArguments, split: str | None, processor: Any) -> So
         )
     if os.path.exists(os.path.expanduser(name)):
         return Source(f"The data {name}", _open_local(args, None, split, name))
-    return Source(f"The data set {name}", _from_hub(args, name, split))
+    whole, rest = streamed_split(split) if args.streaming else (split, None)
+    rows = rows_of_object(_load_hub(args, name, whole, args.raw_kwargs), rest)
+    return Source(f"The data set {name}", rows)
 
 
 def _shortened(name: str | Path) -> str:
@@ -247,13 +249,6 @@ def _from_dvc(
     if args.dvc_data_repository:
         options.setdefault("storage_options", {"url": args.dvc_data_repository})
     return rows_of_object(_load_hub(args, loader, None, options), split)
-
-
-def _from_hub(args: DatasetArguments, name: str, split: str | None) -> Rows | Stream:
-    if not args.streaming:
-        return rows_of_object(_load_hub(args, name, split, args.raw_kwargs), None)
-    whole, rest = streamed_split(split)
-    return rows_of_object(_load_hub(args, name, whole, args.raw_kwargs), rest)
 
 
 def _load_hub(

@@ -19,7 +19,7 @@ import ast
 import math
 import operator
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias, cast
 
 from llmcompressor.errors import RecipeError, did_you_mean
@@ -257,8 +257,11 @@ class _Evaluator:
         if operation is None:
             raise _RefusedError(f"the operator {type(node.op).__name__} is not allowed")
         left, right = self.value(node.left), self.value(node.right)
+        concatenates = isinstance(node.op, ast.Add) and any(
+            isinstance(left, kind) and isinstance(right, kind) for kind in (str, list, tuple)
+        )
         # Only numbers: "%" and "*" on strings and lists make large things out of small ones.
-        if not (isinstance(node.op, ast.Add) and _can_concatenate(left, right)):
+        if not concatenates:
             _require_numbers(left, right)
         return operation(left, right)
 
@@ -327,17 +330,10 @@ def _node_description(node: ast.expr) -> str:
     return words.get(type(node), f"a {type(node).__name__}")
 
 
-def _can_concatenate(left: object, right: object) -> bool:
-    return any(isinstance(left, kind) and isinstance(right, kind) for kind in (str, list, tuple))
-
-
 def _require_numbers(*values: object) -> None:
-    for value in _non_numbers(values):
-        raise _RefusedError(f"{value!r:.60} is not a number")
-
-
-def _non_numbers(values: Iterable[object]) -> list[object]:
-    return [value for value in values if not isinstance(value, (int, float))]
+    for value in values:
+        if not isinstance(value, (int, float)):
+            raise _RefusedError(f"{value!r:.60} is not a number")
 
 
 def _check_size(value: Any) -> Any:

@@ -227,7 +227,10 @@ def _read_inputs(given: Any) -> Iterator[Recipe | Modifier | _ParsedText]:
     elif isinstance(given, os.PathLike):
         yield _ParsedText(read_file(given), f"The recipe {os.fspath(given)}")
     elif isinstance(given, str):
-        yield _read_string(given)
+        if looks_like_path(given) or ("\n" not in given and os.path.isfile(given)):
+            yield _ParsedText(read_file(given.strip()), f"The recipe {given.strip()}")
+        else:
+            yield _ParsedText(parse_text(given), "The recipe")
     elif isinstance(given, Iterable) and not isinstance(given, (bytes, bytearray)):
         for item in given:
             yield from _read_inputs(item)
@@ -236,12 +239,6 @@ def _read_inputs(given: Any) -> Iterator[Recipe | Modifier | _ParsedText]:
         if isinstance(given, type) and issubclass(given, Modifier):
             remedy = f"It is a class: give an object of it, {given.__name__}(...)."
         raise RecipeError(f"A recipe cannot be made of {given!r:.80}.", remedy)
-
-
-def _read_string(text: str) -> _ParsedText:
-    if looks_like_path(text) or ("\n" not in text and os.path.isfile(text)):
-        return _ParsedText(read_file(text.strip()), f"The recipe {text.strip()}")
-    return _ParsedText(parse_text(text), "The recipe")
 
 
 def _argument_names(pieces: Iterable[Recipe | Modifier | _ParsedText]) -> set[str]:

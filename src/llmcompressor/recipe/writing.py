@@ -96,17 +96,14 @@ def modifier_fields(modifier: Modifier) -> dict[str, Any]:
     except Exception:  # bytes that are no text, or whatever a serializer of a user's raises
         dumped = _dump_fields_singly(modifier, spelled)
     fields: dict[str, Any] = _restore_dropped(modifier, dumped)
+    known, without_effect = type(modifier).model_fields, modifier.rules.moved
     return {
         name: value
         for name, value in fields.items()
-        if name not in _LABELS and not name.endswith("_") and not _has_no_effect(modifier, name)
+        if name not in _LABELS
+        and not name.endswith("_")
+        and not (name in without_effect and getattr(modifier, name) == known[name].default)
     }
-
-
-def _has_no_effect(modifier: Modifier, name: str) -> bool:
-    if name not in modifier.rules.moved:
-        return False
-    return bool(getattr(modifier, name) == type(modifier).model_fields[name].default)
 
 
 def _warn_of_loss(modifier: Modifier, value: Any) -> None:
@@ -123,17 +120,13 @@ def _dump_fields_singly(modifier: Modifier, spelled: Callable[[Any], Any]) -> di
         try:
             dumped.update(modifier.model_dump(mode="json", include={name}, fallback=spelled))
         except Exception:  # of any kind; hours of work must not be lost by it
-            dumped[name] = _dump_without_serializer(modifier, getattr(modifier, name), spelled)
+            value = getattr(modifier, name)
+            try:
+                dumped[name] = to_jsonable_python(value, fallback=spelled)  # not by its serializer
+            except Exception:  # of any kind, as above
+                _warn_of_loss(modifier, value)
+                dumped[name] = None
     return dumped
-
-
-def _dump_without_serializer(modifier: Modifier, value: Any, spelled: Callable[[Any], Any]) -> Any:
-    """Serialize a value whose own serializer fails; warn if that is impossible."""
-    try:
-        return to_jsonable_python(value, fallback=spelled)
-    except Exception:  # of any kind, as above
-        _warn_of_loss(modifier, value)
-        return None
 
 
 def _class_name(modifier: Modifier) -> str:

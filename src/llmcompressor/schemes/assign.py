@@ -278,7 +278,7 @@ class _SchemeMatcher:
             if id(weight_without_onloading(module)) in self._embedded:
                 self.tied_heads.append(name)
                 return
-            if module is self._head or _leaf_name(name) == "lm_head":
+            if module is self._head or name.rpartition(".")[2] == "lm_head":
                 self.heads[name] = scheme
         self.schemes[name] = scheme
 
@@ -369,7 +369,8 @@ def _with_named_heads(
     patterns: dict[int, list[str]] = {}
     for name, scheme in heads.items():
         if schemes[name] is scheme:
-            patterns.setdefault(id(scheme), []).append(f"re:.*{re.escape(_leaf_name(name))}$")
+            own = re.escape(name.rpartition(".")[2])
+            patterns.setdefault(id(scheme), []).append(f"re:.*{own}$")
     # Names stand before classes: loaders report a target as unmatched if another came first.
     named = {
         id(scheme): scheme.model_copy(update={"targets": [*patterns[id(scheme)], *scheme.targets]})
@@ -377,10 +378,6 @@ def _with_named_heads(
         if id(scheme) in patterns
     }
     return {name: named.get(id(scheme), scheme) for name, scheme in schemes.items()}
-
-
-def _leaf_name(name: str) -> str:
-    return name.rpartition(".")[2]
 
 
 def _with_narrow_groups(
@@ -396,8 +393,13 @@ def _with_narrow_groups(
             continue
         key = (id(scheme), columns)
         if key not in narrowed:
-            is_narrow = any(_is_narrow(args, columns) for _, args in _grouped_arguments(scheme))
-            narrowed[key] = _with_group_size(scheme, columns) if is_narrow else None
+            update: dict[str, object] = {
+                field_name: args.model_copy(update={"group_size": columns})
+                for field_name, args in _grouped_arguments(scheme)
+                # the group of an MX format is part of the format
+                if columns < args.group_size and args.scale_dtype != torch.uint8
+            }
+            narrowed[key] = scheme.model_copy(update={**update, "targets": []}) if update else None
         own = narrowed[key]
         if own is not None:
             own.targets.append(name)
@@ -422,17 +424,3 @@ def _grouped_arguments(scheme: QuantizationScheme) -> Iterator[tuple[str, Quanti
         args = getattr(scheme, field_name)
         if args is not None and args.strategy == "group" and args.group_size:
             yield field_name, args
-
-
-def _is_narrow(args: QuantizationArgs, columns: int) -> bool:
-    # The group of an MX format is part of the format.
-    return bool(columns < args.group_size and args.scale_dtype != torch.uint8)
-
-
-def _with_group_size(scheme: QuantizationScheme, columns: int) -> QuantizationScheme:
-    update: dict[str, object] = {
-        name: args.model_copy(update={"group_size": columns})
-        for name, args in _grouped_arguments(scheme)
-        if _is_narrow(args, columns)
-    }
-    return scheme.model_copy(update={**update, "targets": []})

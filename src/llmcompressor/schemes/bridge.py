@@ -152,12 +152,6 @@ def _candidate_formats(weights: QuantizationArgs) -> tuple[str, ...]:
     return (*plain, "pack-quantized") if weights.num_bits <= _BYTE else plain
 
 
-def _has_unpackable_zeros(weights: QuantizationArgs | None) -> bool:
-    if weights is None or weights.symmetric or weights.strategy not in PACKED_ZEROS:
-        return False
-    return weights.zp_dtype not in (None, torch.int8)
-
-
 def format_mismatch(scheme: QuantizationScheme, form: str) -> tuple[str, str] | None:
     """Why ``form`` cannot hold the weights of ``scheme``, and the remedy; ``None`` if it can.
 
@@ -168,9 +162,16 @@ def format_mismatch(scheme: QuantizationScheme, form: str) -> tuple[str, str] | 
     'float-quantized holds no weights in int4 group 128'
     """
     fitting = compatible_formats(scheme)
-    if form == "pack-quantized" and _has_unpackable_zeros(scheme.weights):
+    weights = scheme.weights
+    if (
+        form == "pack-quantized"
+        and weights is not None
+        and not weights.symmetric
+        and weights.strategy in PACKED_ZEROS
+        and weights.zp_dtype not in (None, torch.int8)
+    ):
         return (
-            f"{form} packs zero points of torch.int8, and zp_dtype is {scheme.weights.zp_dtype}",
+            f"{form} packs zero points of torch.int8, and zp_dtype is {weights.zp_dtype}",
             "Leave zp_dtype out.",
         )
     if form == "dense" or form in fitting:
