@@ -305,7 +305,9 @@ class _NameIndex:
         if target.startswith(REGEX):
             return self._pattern_hint(target.removeprefix(REGEX))
         if looks_like_pattern(target):
-            return f"Patterns begin with 're:', as in {_glob_as_regex(target)!r}."
+            if not re.search(r"\.\*|[\^$|\\]", target):  # a glob
+                target = ".*".join(re.escape(part) for part in target.split("*"))
+            return f"Patterns begin with 're:', as in {REGEX + target!r}."
         return _did_you_mean(self._plain_suggestions(target))
 
     def _plain_suggestions(self, target: str) -> list[str]:
@@ -377,12 +379,6 @@ def _closest(word: str, options: Iterable[str]) -> list[str]:
 def _did_you_mean(suggestions: Iterable[str]) -> str:
     unique = list(dict.fromkeys(suggestions))[:_MOST_SUGGESTIONS]
     return f"Did you mean {' or '.join(repr(name) for name in unique)}?" if unique else ""
-
-
-def _glob_as_regex(target: str) -> str:
-    if re.search(r"\.\*|[\^$|\\]", target):
-        return REGEX + target
-    return REGEX + ".*".join(re.escape(part) for part in target.split("*"))
 
 
 def _longest_literal(pattern: str) -> str:

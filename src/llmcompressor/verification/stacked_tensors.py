@@ -398,7 +398,9 @@ class DroppedExperts:
         runs = list(runs)
         for name, kept in _mixtures(runs).items():
             stored = [one for run in runs for one in run.names_of(name)[1:]]
-            parent = _parent_of(without_prefixes(stored[0] if stored else name))
+            # a stack may lie beside the experts' name: below their parent
+            above, dot, _ = without_prefixes(stored[0] if stored else name).rpartition(".")
+            parent = above + dot
             self._by_layer.setdefault(layer_of(parent), []).append((parent, kept))
         self.changed = dict(_changed_counts(changes))
         """Setting → the original's number of experts and the checkpoint's, where they differ."""
@@ -464,11 +466,6 @@ class DroppedExperts:
         """The dimension of the entries that are left, if experts are all that a tensor has lost."""
         kept = self.of(name)
         return None if kept is None else _dimension(theirs, ours, kept.count, len(kept.kept))
-
-
-def _parent_of(experts: str) -> str:
-    """Parent of a mixture, with a dot; a stack of it may lie beside the experts' name."""
-    return f"{experts.rpartition('.')[0]}." if "." in experts else ""
 
 
 def _dimension(theirs: Sequence[int], ours: Sequence[int], before: int, now: int) -> int | None:

@@ -107,9 +107,10 @@ def _of_another_size(view: View, experts: Mapping[int, Mapping[str, Entry]]) -> 
     Each by itself may be whole. vLLM copies what there is of it into a stack, and says nothing.
     """
     alike: dict[tuple[str, str, Scheme | None], list[Entry]] = defaultdict(list)
-    for own in experts.values():
-        for name, entry in own.items():
-            if (codes := _codes_of(entry)) is not None:
+    for expert in experts.values():
+        for name, entry in expert.items():
+            codes = next((own for own in ("weight", "weight_packed") if own in entry.own), None)
+            if codes is not None:
                 scheme = view.written(entry) if entry.is_quantized else None
                 alike[name, codes, scheme].append(entry)
     for (_, codes, _), entries in alike.items():
@@ -126,10 +127,6 @@ def _of_another_size(view: View, experts: Mapping[int, Mapping[str, Entry]]) -> 
                     f"{list(usual)}: it is read in part, or over what is not its own.",
                     _COMPRESS,
                 )
-
-
-def _codes_of(entry: Entry) -> str | None:
-    return next((own for own in ("weight", "weight_packed") if own in entry.own), None)
 
 
 @rule("S23", "no tensor beyond those of the scheme")
@@ -214,16 +211,14 @@ def _shape_is_true(view: View) -> Iterator[Problem]:
         if stored is None or packed is None or len(packed.shape) != 2:
             continue
         rows, width = packed.shape
-        if stored[0] != rows or not _width_fits(stored[1], width, scheme.weights.bits):
+        columns, bits = stored[1], scheme.weights.bits
+        widths = (ceil(columns * bits / 32), ceil(columns / (32 // max(bits, 1))))
+        if stored[0] != rows or width not in widths:
             yield Problem(
                 entry.name,
                 f"Its weight_shape says {list(stored)}, its codes have {list(packed.shape)} words.",
                 _COMPRESS,
             )
-
-
-def _width_fits(columns: int, width: int, bits: int) -> bool:
-    return width in (ceil(columns * bits / 32), ceil(columns / (32 // max(bits, 1))))
 
 
 def _read(view: View, entry: Entry, own: str) -> Tensor | None:
@@ -656,20 +651,16 @@ def _ends(view: View) -> Iterator[Problem]:
     is_decoder = _is_decoder(view)
     if "embedding" not in kinds and is_decoder and not _has_other_embedding(view):
         yield Problem("", "The file holds no embedding.", _COPY)
-    has_head = "head" in kinds or _has_other_head(view)
+    # a head may have any name: a matrix outside of the layers has a row for each token
+    has_head = "head" in kinds or _tall(view) > 0
     if not has_head and is_decoder and not view.is_tied and _says_untied(view):
         yield Problem(
             "lm_head", "The file holds no output head, and embeddings are not tied.", _COPY
         )
 
 
-def _has_other_head(view: View) -> bool:
-    """True if a matrix outside of the layers has a row for each token, whatever it is called."""
-    return _tall(view) > 0
-
-
 def _has_other_embedding(view: View) -> bool:
-    """True if there is such a matrix beside the head, which may be of another name as well."""
+    """True if a matrix beside the head has a row for each token, whatever both are called."""
     has_own_head = not view.is_tied and _says_untied(view)
     is_among = has_own_head and not any(entry.kind == "head" for entry in view.matrices)
     return _tall(view) > is_among

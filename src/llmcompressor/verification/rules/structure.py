@@ -11,7 +11,7 @@ from typing import Any
 from compressed_tensors.quantization import QuantizationArgs
 
 from llmcompressor.verification.expected import is_decodable, is_stored_so, scale_shape
-from llmcompressor.verification.facts import Severity, TensorInfo
+from llmcompressor.verification.facts import Severity
 from llmcompressor.verification.modules import EXPERT, PLAIN_FLOATS, Entry, class_names
 from llmcompressor.verification.rules.view import (
     CONFIG,
@@ -394,7 +394,8 @@ def _nothing_is_left_out(view: View) -> Iterator[Problem]:
         return
     of_modules: dict[str, list[str]] = defaultdict(list)
     for name in built.unexpected:
-        if not (_LEFT_OUT.match(name) or view.is_draft(name) or _is_of_transform(view, name)):
+        is_of_transform = any(part in view.transforms for part in name.split("."))
+        if not (_LEFT_OUT.match(name) or view.is_draft(name) or is_of_transform):
             module, _, own = name.rpartition(".")
             of_modules[module].append(own)
     for module, names in of_modules.items():
@@ -419,10 +420,6 @@ def _severity(view: View, built: Built, module: str, names: list[str]) -> Severi
     if view.tensors is None or name not in view.headers or view.config.get("auto_map"):
         return Severity.WARNING
     return Severity.ERROR if bool(view.tensors(name).float().any()) else Severity.NOTE
-
-
-def _is_of_transform(view: View, name: str) -> bool:
-    return any(part in view.transforms for part in name.split("."))
 
 
 _CLASSES = (
@@ -680,13 +677,13 @@ def _selection_is_complete(view: View) -> Iterator[Problem]:
             )
 
 
-def _is_stack(info: TensorInfo) -> bool:
-    return len(info.shape) == 3 and info.dtype in PLAIN_FLOATS
-
-
 def _plain_stacks(view: View) -> Iterator[Problem]:
     """Mixtures whose experts are plain, in one tensor, and have a scheme in vLLM."""
-    named = (_STACK.match(name) for name, info in view.headers.items() if _is_stack(info))
+    named = (
+        _STACK.match(name)
+        for name, info in view.headers.items()
+        if len(info.shape) == 3 and info.dtype in PLAIN_FLOATS
+    )
     for path in dict.fromkeys(found["experts"] for found in named if found is not None):
         first = Entry(f"{path}.0.gate_proj", {}, "linear", "dense")
         choice = view.choice(first)

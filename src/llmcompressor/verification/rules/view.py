@@ -308,13 +308,10 @@ class View:
     def dtype(self) -> str:
         """The dtype in which the model is to run: of its weights, if nothing says which."""
         own = self.config.get("dtype") or self.config.get("torch_dtype") or self.text.get("dtype")
-        own = own or self._stored_dtype
+        if not own:
+            stored = (entry.own["weight"].dtype for entry in self.matrices if entry.form == "dense")
+            own = FLOATS.get(next(stored, ""), "bfloat16")
         return self.deployment.plain_dtype or str(own).removeprefix("torch.")
-
-    @property
-    def _stored_dtype(self) -> str:
-        stored = (entry.own["weight"].dtype for entry in self.matrices if entry.form == "dense")
-        return FLOATS.get(next(stored, ""), "bfloat16")
 
     def choice(self, entry: Entry, server: str = "vllm") -> Choice:
         """Choice of a server for a module."""

@@ -779,11 +779,6 @@ def _experts_are_named(view: View) -> Iterator[Problem]:
             )
 
 
-def _stacked(view: View, path: str) -> int | None:
-    classes = module_classes(view.config)
-    return None if classes is None else classes.experts(path)
-
-
 def _numbers(
     view: View, path: str, experts: Mapping[int, Mapping[str, Entry]]
 ) -> tuple[int | None, int | None]:
@@ -793,7 +788,8 @@ def _numbers(
     others pass on what they get. The class knows, and else there is what the configuration says.
     """
     owns = {own for each in experts.values() for own in each}
-    found = [_stacked(view, f"{path}.0.{own}") for own in owns]
+    classes = module_classes(view.config)
+    found = [classes.experts(f"{path}.0.{own}") for own in owns] if classes is not None else []
     numbers = [number for number in found if number is not None]
     if not numbers or len(numbers) < len(owns):
         count = _number_of_experts(view)
