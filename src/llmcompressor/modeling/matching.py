@@ -174,7 +174,12 @@ def check_targets(
         problem = f"{_listed('target', missing)} no module of {kind}."
         hints = _hints(model, missing)
         if not allow_unmatched:
-            hints = hints or f"It has weights in modules of class {_classes_with_weights(model)}."
+            classes = {
+                type(each).__name__
+                for each in model.modules()
+                if any(True for _ in each.parameters(recurse=False))
+            }
+            hints = hints or f"It has weights in modules of class {', '.join(sorted(classes))}."
             if allow_unmatched is not None:
                 hints += " If that is meant, set allow_unmatched: true."
             raise TargetError(problem, hints)
@@ -245,11 +250,6 @@ def _parent_names(name: str) -> Iterator[str]:
     while name:
         name = name.rpartition(".")[0]
         yield name
-
-
-def _classes_with_weights(model: Module) -> str:
-    owners = (each for each in model.modules() if any(True for _ in each.parameters(recurse=False)))
-    return ", ".join(sorted({type(each).__name__ for each in owners}))
 
 
 def _listed(noun: str, targets: Sequence[str]) -> str:

@@ -123,12 +123,16 @@ def fast_hadamard(x: Tensor, *, signs_N: Tensor | None = None) -> Tensor:
     half = power // 2
     while half:
         pairs = y.view(*x.shape[:-1], -1, 2, half, base)
-        first, second = pairs.select(-3, 0), pairs.select(-3, 1)
-        total = first + second  # the only temporary, of half the size
-        second.neg_().add_(first)
-        first.copy_(total)
+        _add_and_subtract_(pairs.select(-3, 0), pairs.select(-3, 1))
         half //= 2
     return y.flatten(-2)
+
+
+def _add_and_subtract_(first: Tensor, second: Tensor) -> None:
+    """A butterfly step in place, with one temporary of half the size."""
+    total = first + second
+    second.neg_().add_(first)
+    first.copy_(total)
 
 
 # ---------------------------------------------------------------------- constructions

@@ -421,7 +421,12 @@ class _Stepper:
 
     def serve(self, stop: Stop, unit: StopUnit) -> None:
         """Calibrate the unit, let the modifiers compress it, and resume every pass."""
-        modules = self._calibrated(stop, unit) if unit.runs_twice else unit.modules
+        modules = unit.modules
+        if unit.runs_twice:  # so that its hooks are called
+            self._count_routed_tokens(stop, unit)
+            self._calibrate(stop, unit)
+            modules = tuple(dict.fromkeys([*unit.stop.modules(), *modules]))
+            _mark_stages_done(modules)
         if self.run.keeps_originals:
             self._keep_originals(unit)
         malloc_trim(at_least=self.store.tolerated)
@@ -454,14 +459,6 @@ class _Stepper:
                 if one.module is stop.module and one.stream == self.run.watched:
                     begin()
                     self._resume_pass(one)
-
-    def _calibrated(self, stop: Stop, unit: StopUnit) -> tuple[Module, ...]:
-        """Run the unit so that its hooks are called, and return its modules."""
-        self._count_routed_tokens(stop, unit)
-        self._calibrate(stop, unit)
-        modules = tuple(dict.fromkeys([*unit.stop.modules(), *unit.modules]))
-        _mark_stages_done(modules)
-        return modules
 
     def _keep_originals(self, unit: StopUnit) -> None:
         whole = unit.runs_twice or unit.is_gate
@@ -578,7 +575,11 @@ class _Stepper:
 
     def _run_to_next_stop(self, one: Pass, step: Callable[[], None]) -> None:
         """Run ``one`` to its next stop, with its batch set in the state for the hooks."""
-        self._set_batch(one, self._reference_of(one))
+        reference: Mapping[Module, torch.Tensor] | None = None
+        if self.run.streams != 1 and one.stream != "original":
+            # inputs of the waiting original pass of the same batch
+            reference = _WaitingInputs(self.forward.passes[2 * one.index], self.units)
+        self._set_batch(one, reference)
         try:
             with self._listening(one):
                 step()
@@ -587,12 +588,6 @@ class _Stepper:
         finally:
             self._set_batch(None, None)
         self.store.park(one)
-
-    def _reference_of(self, one: Pass) -> Mapping[Module, torch.Tensor] | None:
-        """Inputs of the waiting original pass of the same batch; ``None`` without twin streams."""
-        if self.run.streams == 1 or one.stream == "original":
-            return None
-        return _WaitingInputs(self.forward.passes[2 * one.index], self.units)
 
     def _set_batch(
         self, one: Pass | None, references: Mapping[Module, torch.Tensor] | None

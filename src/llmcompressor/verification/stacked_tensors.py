@@ -247,10 +247,12 @@ class Converted:
     def find(self, name: str) -> Made | None:
         """The original of a checkpoint's tensor, made; ``None`` if none is made so."""
         with self._lock:
-            found = self._group_of(name)
-        if found is None:
+            tables = self._tables
+            target = tables.rename(name, ())[0] if tables.of_target else ""
+            key = tables.of_target.get(target)
+        if key is None:
             return None
-        key, group, target = found
+        group = tables.groups[key]
         if any(part in self._files.broken for part, _ in group.parts):
             return Made(group.parts[0][0])
         values = self._values(key, group)[target]
@@ -295,14 +297,6 @@ class Converted:
         groups = self._tables.groups.values() if "_tables" in self.__dict__ else ()
         return {part for group in groups if group.targets <= group.found for part, _ in group.parts}
 
-    def _group_of(self, name: str) -> tuple[str, _Group, str] | None:
-        tables = self._tables
-        if not tables.of_target:
-            return None
-        target, _ = tables.rename(name, ())
-        key = tables.of_target.get(target)
-        return None if key is None else (key, tables.groups[key], target)
-
     @cached_property
     def _tables(self) -> _Tables:
         model = class_model(self._files.config)
@@ -318,9 +312,13 @@ class Converted:
                 group = tables.groups.setdefault(target, _Group(converter))
                 group.parts.append((name, pattern))
         for key, group in list(tables.groups.items()):
-            shapes = {name: self._files.places[name].info for name, _ in group.parts}
+            infos = {name: self._files.places[name].info for name, _ in group.parts}
             try:
-                made = self._convert(key, group, _stand_ins(shapes), model)
+                stand_ins = {
+                    name: torch.empty(info.shape, dtype=DTYPES[info.dtype], device="meta")
+                    for name, info in infos.items()
+                }
+                made = self._convert(key, group, stand_ins, model)
             except Exception:  # not what the table expects: nothing is made of it
                 del tables.groups[key]
                 continue
@@ -359,13 +357,6 @@ class _Tables:
     def rename(self, name: str, converters: Iterable[Any]) -> tuple[str, str | None]:
         """New name of a tensor or of what it becomes a part of, and the pattern that matched."""
         return self._names.rename(name, converters)
-
-
-def _stand_ins(infos: Mapping[str, Any]) -> dict[str, Tensor]:
-    return {
-        name: torch.empty(info.shape, dtype=DTYPES[info.dtype], device="meta")
-        for name, info in infos.items()
-    }
 
 
 _NO_COUNT = ("per_tok", "shared", "group", "size", "dim", "layer", "step", "zero", "capacity")

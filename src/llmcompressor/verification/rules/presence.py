@@ -154,7 +154,7 @@ def _no_strays(view: View) -> Iterator[Problem]:
 
 def _zero_points_of_floats(view: View) -> Iterator[Problem]:
     """Zero points of inputs that vLLM leaves alone (S22), so that it has no place for them."""
-    for entry, scheme in view.coded():
+    for entry, scheme in view.coded:
         inputs = scheme.inputs
         is_unread = inputs is not None and inputs.kind == "float" and not inputs.symmetric
         if is_unread and "input_zero_point" in entry.own:
@@ -197,7 +197,7 @@ def _old_packing(view: View) -> Iterator[Problem]:
 
 @rule("S28", "weight_shape is [2] and true")
 def _shape_is_true(view: View) -> Iterator[Problem]:
-    for entry, scheme in view.coded():
+    for entry, scheme in view.coded:
         info = entry.own.get("weight_shape")
         if info is None or scheme.weights is None:
             continue
@@ -293,7 +293,7 @@ def _static_inputs_agree(view: View) -> Iterator[Problem]:
 def _scales_survive_float16(view: View) -> Iterator[Problem]:
     if view.dtype != "float16":
         return
-    for entry, scheme in view.coded():
+    for entry, scheme in view.coded:
         if scheme.format != "pack-quantized":
             continue
         scale = _read(view, entry, "weight_scale")
@@ -344,7 +344,7 @@ def _fused_on_disk(view: View) -> Iterator[Problem]:
     if heads is None or kv_heads is None:
         return
     shares = heads + 2 * kv_heads
-    for entry, scheme in view.coded():
+    for entry, scheme in view.coded:
         weights = scheme.weights
         if weights is None or weights.block is None or entry.last != "qkv_proj":
             continue

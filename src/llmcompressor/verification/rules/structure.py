@@ -377,14 +377,11 @@ def _of_another_type(view: View) -> Iterator[Problem]:
         yield Problem("config.json", f"{said}.", _NAME, Severity.WARNING)
         return
     for one in misfits:
-        yield Problem("config.json", f"{said}, and {_misfit(one, name)}.", _NAME)
-
-
-def _misfit(built: Built | None, name: str) -> str:
-    if built is None:
-        return f"{name} cannot be built of it"
-    found = [*built.missing, *built.wrong]
-    return f"{built.name} does not find {joined(found)} in the file"
+        if one is None:
+            why = f"{name} cannot be built of it"
+        else:
+            why = f"{one.name} does not find {joined([*one.missing, *one.wrong])} in the file"
+        yield Problem("config.json", f"{said}, and {why}.", _NAME)
 
 
 @rule("C6", "the class takes what is stored", server="", needs=WRITTEN)
