@@ -333,7 +333,10 @@ class _SequentialRun:
                 hooks.close()
                 store.close()
         if self.undeclared:
-            LifecycleCallbacks.sequential_epoch_end(tuple(self._modules_between()))
+            told = {inner for unit in self.plan.units for inner in unit.stop.modules()}
+            told |= {module for unit in self.plan.units for module in unit.modules}
+            between = tuple(module for module in self.model.modules() if module not in told)
+            LifecycleCallbacks.sequential_epoch_end(between)
 
     def _tensors_of_others(self) -> Iterator[torch.Tensor]:
         """Yield tensors that passes do not own: those of the model and of the batches."""
@@ -373,12 +376,6 @@ class _SequentialRun:
                 yield Pass(index, run, "original")
             if self.propagates:
                 yield Pass(index, run)
-
-    def _modules_between(self) -> Iterator[Module]:
-        """Modules that belong to none of the stops."""
-        told = {inner for unit in self.plan.units for inner in unit.stop.modules()}
-        told |= {module for unit in self.plan.units for module in unit.modules}
-        return (module for module in self.model.modules() if module not in told)
 
     def _tell_unreached(self, units: Sequence[StopUnit]) -> None:
         """Pass modules that no batch reached to modifiers with a policy for them, or raise."""

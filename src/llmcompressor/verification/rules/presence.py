@@ -646,36 +646,22 @@ def _is_decoder(view: View) -> bool:
 def _ends(view: View) -> Iterator[Problem]:
     """Embeddings and head."""
     kinds = {entry.kind for entry in view.matrices}
-    if not view.matrices or view.text.get("vocab_size") is None:
+    if not view.matrices or view.text.get("vocab_size") is None or not _is_decoder(view):
         return
-    is_decoder = _is_decoder(view)
-    if "embedding" not in kinds and is_decoder and not _has_other_embedding(view):
-        yield Problem("", "The file holds no embedding.", _COPY)
-    # a head may have any name: a matrix outside of the layers has a row for each token
-    has_head = "head" in kinds or _tall(view) > 0
-    if not has_head and is_decoder and not view.is_tied and _says_untied(view):
-        yield Problem(
-            "lm_head", "The file holds no output head, and embeddings are not tied.", _COPY
-        )
-
-
-def _has_other_embedding(view: View) -> bool:
-    """True if a matrix beside the head has a row for each token, whatever both are called."""
-    has_own_head = not view.is_tied and _says_untied(view)
-    is_among = has_own_head and not any(entry.kind == "head" for entry in view.matrices)
-    return _tall(view) > is_among
-
-
-def _tall(view: View) -> int:
+    says_untied = any("tie_word_embeddings" in holder for holder in (view.text, view.config))
+    lacks_head = "head" not in kinds and not view.is_tied and says_untied
+    # both may have any name: they are matrices outside of the layers with a row for each token
     rows = view.size("vocab_size")
-    return sum(
+    tall = sum(
         entry.rows == rows and entry.kind == "linear" and not _LAYER.match(entry.name)
         for entry in view.matrices
     )
-
-
-def _says_untied(view: View) -> bool:
-    return any("tie_word_embeddings" in holder for holder in (view.text, view.config))
+    if "embedding" not in kinds and tall <= lacks_head:  # one is the head
+        yield Problem("", "The file holds no embedding.", _COPY)
+    if lacks_head and not tall:
+        yield Problem(
+            "lm_head", "The file holds no output head, and embeddings are not tied.", _COPY
+        )
 
 
 @rule("S71", "no tensor is unexpected")
@@ -798,17 +784,13 @@ def _wrong_sizes(view: View) -> Iterator[Problem]:
         yield from _wrong_size(view, entry, columns)
 
 
-def _is_in_layers(entry: Entry) -> bool:
-    match = _LAYER.match(entry.name)
-    return match is not None and _MAIN.fullmatch(match["stack"]) is not None
-
-
 def _wrong_size(view: View, entry: Entry, columns: int | None) -> Iterator[Problem]:
     hidden, vocabulary = view.size("hidden_size"), view.size("vocab_size")
     rows = inner = None
+    layer = _LAYER.match(entry.name)
     if entry.kind == "head" or entry.last == "embed_tokens":
         rows, inner = vocabulary, hidden
-    elif not _is_in_layers(entry):
+    elif layer is None or _MAIN.fullmatch(layer["stack"]) is None:
         return
     elif entry.last in _HIDDEN_IN:
         inner = hidden

@@ -25,7 +25,6 @@ from llmcompressor.verification.rules.view import (
 from llmcompressor.verification.scheme import (
     ACTIVATION_FORMATS,
     FORMATS,
-    Args,
     Group,
     compiled,
     served_class,
@@ -519,7 +518,9 @@ def _shards_agree(view: View) -> Iterator[Problem]:
     for path, shards in view.joined.items():
         groups = {shard.name: view.resolver.alone(shard).group for shard in shards}
         choices = [view.choice(shard) for shard in shards]
-        if any(one.ignored or one.mixed for one in choices) or _fused_is_named(view, path):
+        served = view.resolver.served(path)
+        is_named = any(served in group.targets for group in view.groups)
+        if is_named or any(one.ignored or one.mixed for one in choices):
             continue
         if len({_scheme(group) for group in groups.values()}) > 1:
             said = ", ".join(
@@ -531,11 +532,6 @@ def _shards_agree(view: View) -> Iterator[Problem]:
                 f"Its shards have different schemes ({said}); the first one's is used for all.",
                 "Quantize all of them alike.",
             )
-
-
-def _fused_is_named(view: View, path: str) -> bool:
-    fused = view.resolver.served(path)
-    return any(fused in group.targets for group in view.groups)
 
 
 def _scheme(group: Group | None) -> object:
@@ -740,21 +736,18 @@ def _schemes_fit_their_formats(view: View) -> Iterator[Problem]:
         weights, form = group.scheme.weights, group.scheme.format
         if weights is None or form not in FORMATS or form == "dense":
             continue  # S2 and S7 speak of those
+        # compressed-tensors stores integers of more than 8 bits unpacked
+        is_unpacked = form in ("int-quantized", "naive-quantized")
+        is_wide = is_unpacked and weights.kind == "int" and weights.bits in range(9, 33)
         if not scale_shape(weights, 1, 1):
             yield Problem(
                 group.name, f"Nothing says what shares a scale: its weights are {weights}.", _SCHEME
             )
-        elif not (is_decodable(group.scheme) or _is_wide(form, weights)):
+        elif not (is_decodable(group.scheme) or is_wide):
             yield Problem(
                 group.name, f"The format {form} holds no weights that are {weights}.", _SCHEME
             )
     yield from _overall(view)
-
-
-def _is_wide(form: str, weights: Args) -> bool:
-    """True if these are integers of more than 8 bits, which compressed-tensors stores unpacked."""
-    is_unpacked = form in ("int-quantized", "naive-quantized")
-    return is_unpacked and weights.kind == "int" and weights.bits in range(9, 33)
 
 
 def _overall(view: View) -> Iterator[Problem]:
