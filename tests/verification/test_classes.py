@@ -59,7 +59,7 @@ def logits(model: PreTrainedModel) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("scheme", ["W4A16", "W8A8", "FP8_DYNAMIC"])
-@pytest.mark.parametrize("has_tied_embeddings", [True, False])
+@pytest.mark.parametrize("is_tied", [True, False])
 def test_a_tied_head_has_to_be_ignored(
     scheme: str, is_tied: bool, tmp_path: Path, compressed: Run
 ) -> None:

@@ -343,7 +343,13 @@ class _ArgumentCopier:
             self._made[id(value)] = twin
             return twin
         is_mapping = isinstance(value, MutableMapping)
-        if not is_mapping and not _is_stateful(value):
+        # a mapping, or another object with attributes that a forward may set: a cache, say
+        is_stateful = is_mapping or (
+            hasattr(value, "__dict__")
+            and not isinstance(value, Module | type | Enum)
+            and not callable(value)
+        )
+        if not is_stateful:
             return value
         try:
             twin = copy.copy(value)
@@ -357,12 +363,6 @@ class _ArgumentCopier:
             for name, item in vars(value).items():
                 vars(twin)[name] = self.of(item, is_held=True)
         return twin
-
-
-def _is_stateful(value: Any) -> bool:
-    """Return True if a value is an object with attributes that a forward may set: a cache, say."""
-    named = hasattr(value, "__dict__")
-    return named and not isinstance(value, Module | type | Enum) and not callable(value)
 
 
 # --------------------

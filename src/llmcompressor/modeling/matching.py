@@ -180,7 +180,12 @@ def check_targets(
         problem = f"{_listed('target', missing)} no module of {kind}."
         hints = _hints(model, missing)
         if not allow_unmatched:
-            hints = hints or f"It has weights in modules of class {_classes_with_weights(model)}."
+            classes = {
+                type(each).__name__
+                for each in model.modules()
+                if any(True for _ in each.parameters(recurse=False))
+            }
+            hints = hints or f"It has weights in modules of class {', '.join(sorted(classes))}."
             if allow_unmatched is not None:
                 hints += " If that is meant, set allow_unmatched: true."
             raise TargetError(problem, hints)
@@ -253,11 +258,6 @@ def _parent_names(name: str) -> Iterator[str]:
         yield name
 
 
-def _classes_with_weights(model: Module) -> str:
-    owners = (each for each in model.modules() if any(True for _ in each.parameters(recurse=False)))
-    return ", ".join(sorted({type(each).__name__ for each in owners}))
-
-
 def _listed(noun: str, targets: Sequence[str]) -> str:
     quoted = ", ".join(repr(target) for target in targets)
     if len(targets) == 1:
@@ -311,7 +311,9 @@ class _NameIndex:
         if target.startswith(REGEX):
             return self._pattern_hint(target.removeprefix(REGEX))
         if looks_like_pattern(target):
-            return f"Patterns begin with 're:', as in {_glob_as_regex(target)!r}."
+            if not re.search(r"\.\*|[\^$|\\]", target):  # a glob
+                target = ".*".join(re.escape(part) for part in target.split("*"))
+            return f"Patterns begin with 're:', as in {REGEX + target!r}."
         return _did_you_mean(self._plain_suggestions(target))
 
     def _plain_suggestions(self, target: str) -> list[str]:
@@ -383,12 +385,6 @@ def _closest(word: str, options: Iterable[str]) -> list[str]:
 def _did_you_mean(suggestions: Iterable[str]) -> str:
     unique = list(dict.fromkeys(suggestions))[:_MOST_SUGGESTIONS]
     return f"Did you mean {' or '.join(repr(name) for name in unique)}?" if unique else ""
-
-
-def _glob_as_regex(target: str) -> str:
-    if re.search(r"\.\*|[\^$|\\]", target):
-        return REGEX + target
-    return REGEX + ".*".join(re.escape(part) for part in target.split("*"))
 
 
 def _longest_literal(pattern: str) -> str:

@@ -257,7 +257,11 @@ class PausedForward:
 
     def start(self, one: Pass) -> None:
         """Begin ``one``; it runs to its first stop."""
-        coroutine = greenlet.greenlet(lambda: _discard(one.run()), parent=self._hub)
+
+        def run() -> None:
+            one.run()  # its output is dropped: it is not used, and can be large
+
+        coroutine = greenlet.greenlet(run, parent=self._hub)
         coroutine.gr_context = one.context
         one._coroutine = coroutine
         self._running[coroutine] = one
@@ -370,10 +374,6 @@ class PausedForward:
 
         paused.__wrapped__ = forward  # type: ignore[attr-defined]  # inspect.signature looks through
         return paused
-
-
-def _discard(_: object) -> None:
-    """Drop the model's output: it is not used, and can be large."""
 
 
 def check_not_nested(targets: Mapping[Module, str]) -> None:

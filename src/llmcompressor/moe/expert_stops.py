@@ -94,11 +94,17 @@ class ExpertStage(Module):
             if not self.is_done:
                 self._show_tokens(routes)
             return None
+        mixture = self.mixture
         if self.is_done:
-            made = {one: self._output(one, routes) for one in self.experts}
+            made = {
+                one: linear_with_rotations(
+                    mixture.linear(one, DOWN), mixture.between(one, routes.input_of(one))
+                )
+                for one in self.experts
+            }
         else:
             made = self._show_activations(routes)
-        return self.mixture.add(result.clone(), routes, made)
+        return mixture.add(result.clone(), routes, made)
 
     def _calibration_tokens(self, expert: int, routes: Routes) -> Tensor | None:
         """The tokens that an expert is calibrated with; ``None`` for none."""
@@ -126,13 +132,8 @@ class ExpertStage(Module):
                 for role in mixture.input_roles:
                     mixture.linear(expert, role)(given)
 
-    def _output(self, expert: int, routes: Routes) -> Tensor:
-        mixture = self.mixture
-        between = mixture.between(expert, routes.input_of(expert))
-        return linear_with_rotations(mixture.linear(expert, DOWN), between)
-
     def _show_activations(self, routes: Routes) -> dict[int, Tensor]:
-        """Show the last Linears their inputs; the output is bit-identical to :meth:`_output`'s.
+        """Show the last Linears their inputs; the output is bit-identical to that of a later call.
 
         Products of more rows may round differently, and a run that is resumed after this layer
         shows it nothing. So the output is computed from the expert's own tokens alone.

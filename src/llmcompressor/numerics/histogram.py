@@ -88,7 +88,11 @@ class Histogram:
                 "Give at least one value per scale and two bins.",
             )
         low_S, high_S = values_SN.amin(1).float(), values_SN.amax(1).float()
-        exponent_S = _exponent_for(torch.maximum(-low_S, high_S), bins)
+        amax_S = torch.maximum(-low_S, high_S)
+        # the smallest exponents with amax < bins * 2^exponent: the mantissa is in [0.5, 1), so
+        # 2^exponent is strictly above amax / bins; 2^-126 is the finest lattice
+        exponent_S = torch.frexp(amax_S / bins).exponent.long()
+        exponent_S = exponent_S.masked_fill(amax_S == 0, _LEAST_EXPONENT).clamp(min=_LEAST_EXPONENT)
         return cls(_count(values_SN, exponent_S, bins), exponent_S, low_S, high_S)
 
     @property
@@ -300,13 +304,6 @@ def _divergence(histogram: Histogram, rounded_SB: Tensor, low_S: Tensor, high_S:
     Q_SB = torch.lerp(Q_SB, even_SB.double(), _FLOOR_OF_MASS)
     divergence_S: Tensor = torch.special.xlogy(P_SB, P_SB / Q_SB.clamp(min=1e-300)).sum(1)
     return divergence_S
-
-
-def _exponent_for(amax_S: Tensor, bins: int) -> Tensor:
-    """The smallest exponents with amax < bins * 2^exponent; 2^-126 is the finest lattice."""
-    # the mantissa is in [0.5, 1), so 2^exponent is strictly above amax / bins
-    exponent_S = torch.frexp(amax_S / bins).exponent.long()
-    return exponent_S.masked_fill(amax_S == 0, _LEAST_EXPONENT).clamp(min=_LEAST_EXPONENT)
 
 
 def _count(values_SN: Tensor, exponent_S: Tensor, bins: int) -> Tensor:

@@ -272,7 +272,9 @@ class Slices(Structure):
     def pool(self, weight: Tensor, pruned: Tensor | None) -> Pool:
         """Mean magnitudes [R] or [C]."""
         others = [dim for dim in range(weight.ndim) if dim != self.dim]
-        score_U = _mean_magnitude(weight, others)
+        dtype = torch.float64 if weight.dtype == torch.float64 else torch.float32
+        sums_U: Tensor = torch.linalg.vector_norm(weight, ord=1, dim=others, dtype=dtype)
+        score_U = sums_U / math.prod(weight.shape[dim] for dim in others)
         return Pool(score_U, _unpruned(pruned, others, score_U), self.unit(weight.shape))
 
     def spread(self, chosen_U: Tensor, shape: Sequence[int]) -> Tensor:
@@ -460,12 +462,6 @@ def grow_masks(
         taken_U, cut = select_below(kept[0] if kept else structure.pool(weight, pruned), cut)
         mask = structure.spread(taken_U, weight.shape)
         yield mask if pruned is None else mask | pruned
-
-
-def _mean_magnitude(weight: Tensor, dims: Sequence[int]) -> Tensor:
-    dtype = torch.float64 if weight.dtype == torch.float64 else torch.float32
-    sums: Tensor = torch.linalg.vector_norm(weight, ord=1, dim=list(dims), dtype=dtype)
-    return sums / math.prod(weight.shape[dim] for dim in dims)
 
 
 def _wide(tensor: Tensor) -> Tensor:

@@ -298,7 +298,9 @@ class _MatmulPrecision:
             self._within += 1
             if self._within == 1:
                 self._coarse = _reduced_precision_setting()
-                self._before = [(one, one.fp32_precision) for one in _matmul_settings()]
+                # not all of torch's settings objects are declared
+                found = [getattr(torch.backends, name).matmul for name in ("cuda", "mkldnn")]
+                self._before = [(one, one.fp32_precision) for one in found]
                 if self._coarse is not None:  # otherwise reading it inside would raise
                     torch.set_float32_matmul_precision("highest")
                 for one, _ in self._before:
@@ -329,11 +331,6 @@ def _reduced_precision_setting() -> str | None:
     except RuntimeError:
         return None
     return said if said != "highest" else None
-
-
-def _matmul_settings() -> list[Any]:
-    """Torch's matmul settings objects, some of them undeclared."""
-    return [getattr(torch.backends, name).matmul for name in ("cuda", "mkldnn")]
 
 
 @contextlib.contextmanager

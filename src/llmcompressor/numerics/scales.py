@@ -104,13 +104,15 @@ def scales_from_range(
         scale = global_scale * scale
     stored_dtype = torch.float8_e4m3fn if scale_format is ScaleFormat.E4M3 else scale_dtype
     scale = _rounded_to_dtype(scale, stored_dtype) if stored_dtype else scale
-    filled = fill_zeros(scale, _substitute(stored_dtype or scale.dtype))
+    own_dtype = stored_dtype or scale.dtype
+    is_e4m3 = own_dtype is torch.float8_e4m3fn
+    filled = fill_zeros(scale, _E4M3_SUBSTITUTE if is_e4m3 else torch.finfo(own_dtype).eps)
     if stored_in is None:
         return filled, zero
     kept = stored_scale(filled, stored_in)
     if global_scale is not None or stored_dtype is torch.float8_e4m3fn:
         return kept, zero
-    dtypes = (scale.dtype, stored_dtype or scale.dtype, stored_in)
+    dtypes = (scale.dtype, own_dtype, stored_in)
     return _round_up_small_scales(kept, scale, zero, (minimum, maximum), grid, dtypes)
 
 
@@ -276,8 +278,3 @@ def _rounded_to(x: Tensor, dtype: torch.dtype) -> Tensor:
         return x.clamp(info.min, info.max).to(dtype)
     limits = torch.iinfo(dtype)
     return x.clamp(limits.min, limits.max).round().to(dtype)
-
-
-def _substitute(dtype: torch.dtype) -> float:
-    """The replacement of a scale of zero, to avoid a division by zero."""
-    return _E4M3_SUBSTITUTE if dtype is torch.float8_e4m3fn else torch.finfo(dtype).eps

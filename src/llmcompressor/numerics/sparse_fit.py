@@ -146,7 +146,8 @@ def _admm(
     """The values and the mask at the end of the splitting."""
     kept_CR = _keep_mask(problem.weight_CR.abs(), sparsity, gone_CR)
     both_CR = problem.weight_CR * kept_CR
-    solver, before, relaxation = None, _penalty(0, rounds), _relaxation(rounds)
+    solver, before = None, _penalty(0, rounds)
+    relaxation = min(_MOST_RELAXED, 1 + _LONG_STEPS / max(rounds, 1))  # α: larger for fewer rounds
     for begin in range(0, rounds, ROUNDS_PER_FACTOR):
         penalty = _penalty(begin, rounds)
         del solver  # free it before another of its size is created
@@ -213,11 +214,6 @@ def _penalty(number: int, rounds: int) -> float:
     share = number // ROUNDS_PER_FACTOR / max(last, 1)
     first = _LAST_PENALTY * min(ROUNDS_PER_FACTOR / max(rounds, 1), 1.0)
     return first * math.pow(_LAST_PENALTY / first, share)
-
-
-def _relaxation(rounds: int) -> float:
-    """The over-relaxation α, larger for fewer rounds."""
-    return min(_MOST_RELAXED, 1 + _LONG_STEPS / max(rounds, 1))
 
 
 def _solver(problem: _Scaled, penalty: float, dtype: torch.dtype) -> _Solver:

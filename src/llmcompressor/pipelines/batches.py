@@ -351,7 +351,11 @@ def _decoder_mask(batch: Mapping[str, Any], padding: tuple[int, bool] | None) ->
     if "decoder_attention_mask" in batch:
         return token_mask(batch, "decoder_attention_mask")
     labels, ids = batch.get("labels"), batch.get("decoder_input_ids")
-    if isinstance(labels, Tensor) and labels.ndim == 2 and _labels_fit(labels, ids):
+    if (
+        isinstance(labels, Tensor)
+        and labels.ndim == 2
+        and (not isinstance(ids, Tensor) or ids.shape == labels.shape)
+    ):
         wanted_BT = labels.ne(_IGNORED_LABEL)
         return _mask_up_to_last(
             wanted_BT if padding is None else wanted_BT & _non_padding_mask(labels, *padding)
@@ -359,10 +363,6 @@ def _decoder_mask(batch: Mapping[str, Any], padding: tuple[int, bool] | None) ->
     if isinstance(ids, Tensor):
         return None if padding is None else _mask_up_to_last(_non_padding_mask(ids, *padding))
     return token_mask(batch)
-
-
-def _labels_fit(labels: Tensor, ids: Any) -> bool:
-    return not isinstance(ids, Tensor) or ids.shape == labels.shape
 
 
 def _mask_up_to_last(wanted_BT: Tensor) -> Tensor | None:

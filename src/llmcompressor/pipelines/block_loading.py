@@ -40,9 +40,11 @@ class BlockLoader:
         }
         self._blocks = {name: block for block, name in keeper.names.items()}
         self._visited: set[str] = set()
+        # those without data that precede the first one with data, which may see their changes
+        needing = [place for place, one in enumerate(modifiers) if one.traits.needs_data]
         self._early = [
             one
-            for one in _modifiers_before_data(modifiers)
+            for one in (modifiers[: needing[0]] if needing else [])
             if keeper.one_by_one or Edits.AT_ONCE in one.traits.edits
         ]
         self.loaded: dict[str, Module] = {}
@@ -158,9 +160,3 @@ class BlockLoader:
 
     def _arrive(self, module: Module, args: object) -> None:
         self.enter(self._region[module])
-
-
-def _modifiers_before_data(modifiers: Sequence[Modifier]) -> list[Modifier]:
-    """Modifiers without data that precede the first one with data, which may see their changes."""
-    needing = [place for place, one in enumerate(modifiers) if one.traits.needs_data]
-    return list(modifiers[: needing[0]]) if needing else []

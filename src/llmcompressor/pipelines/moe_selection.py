@@ -55,17 +55,16 @@ def targeted_moes(model: Module, modifiers: Sequence[Modifier]) -> list[StackedM
         by = [one for one in modifiers if _is_targeted(mixture, names, holders, one)]
         # a modifier without an ignore list reports by itself that it cannot compress a stack
         can_ignore = any("ignore" in type(one).model_fields for one in by)
-        if can_ignore or (by and _can_unfuse(mixture, model)):
+        if can_ignore or (
+            by
+            and mixture.form is not None
+            and not has_reordered_experts(mixture, model)
+            and not _modules_sharing_stacks([mixture], model)
+        ):
             meant.append(mixture)
     if meant:
         _check_can_unfuse(meant, model)
     return meant
-
-
-def _can_unfuse(mixture: StackedMoE, model: PreTrainedModel) -> bool:
-    if mixture.form is None or has_reordered_experts(mixture, model):
-        return False
-    return not _modules_sharing_stacks([mixture], model)
 
 
 def _check_can_unfuse(meant: Sequence[StackedMoE], model: PreTrainedModel) -> None:

@@ -333,7 +333,10 @@ class _SequentialRun:
                 hooks.close()
                 store.close()
         if self.undeclared:
-            LifecycleCallbacks.sequential_epoch_end(tuple(self._modules_between()))
+            told = {inner for unit in self.plan.units for inner in unit.stop.modules()}
+            told |= {module for unit in self.plan.units for module in unit.modules}
+            between = tuple(module for module in self.model.modules() if module not in told)
+            LifecycleCallbacks.sequential_epoch_end(between)
 
     def _tensors_of_others(self) -> Iterator[torch.Tensor]:
         """Yield tensors that passes do not own: those of the model and of the batches."""
@@ -373,12 +376,6 @@ class _SequentialRun:
                 yield Pass(index, run, "original")
             if self.propagates:
                 yield Pass(index, run)
-
-    def _modules_between(self) -> Iterator[Module]:
-        """Modules that belong to none of the stops."""
-        told = {inner for unit in self.plan.units for inner in unit.stop.modules()}
-        told |= {module for unit in self.plan.units for module in unit.modules}
-        return (module for module in self.model.modules() if module not in told)
 
     def _tell_unreached(self, units: Sequence[StopUnit]) -> None:
         """Pass modules that no batch reached to modifiers with a policy for them, or raise."""
@@ -421,7 +418,12 @@ class _Stepper:
 
     def serve(self, stop: Stop, unit: StopUnit) -> None:
         """Calibrate the unit, let the modifiers compress it, and resume every pass."""
-        modules = self._calibrated(stop, unit) if unit.runs_twice else unit.modules
+        modules = unit.modules
+        if unit.runs_twice:  # so that its hooks are called
+            self._count_routed_tokens(stop, unit)
+            self._calibrate(stop, unit)
+            modules = tuple(dict.fromkeys([*unit.stop.modules(), *modules]))
+            _mark_stages_done(modules)
         if self.run.keeps_originals:
             self._keep_originals(unit)
         malloc_trim(at_least=self.store.tolerated)
@@ -454,14 +456,6 @@ class _Stepper:
                 if one.module is stop.module and one.stream == self.run.watched:
                     begin()
                     self._resume_pass(one)
-
-    def _calibrated(self, stop: Stop, unit: StopUnit) -> tuple[Module, ...]:
-        """Run the unit so that its hooks are called, and return its modules."""
-        self._count_routed_tokens(stop, unit)
-        self._calibrate(stop, unit)
-        modules = tuple(dict.fromkeys([*unit.stop.modules(), *unit.modules]))
-        _mark_stages_done(modules)
-        return modules
 
     def _keep_originals(self, unit: StopUnit) -> None:
         whole = unit.runs_twice or unit.is_gate
@@ -578,7 +572,11 @@ class _Stepper:
 
     def _run_to_next_stop(self, one: Pass, step: Callable[[], None]) -> None:
         """Run ``one`` to its next stop, with its batch set in the state for the hooks."""
-        self._set_batch(one, self._reference_of(one))
+        reference: Mapping[Module, torch.Tensor] | None = None
+        if self.run.streams != 1 and one.stream != "original":
+            # inputs of the waiting original pass of the same batch
+            reference = _WaitingInputs(self.forward.passes[2 * one.index], self.units)
+        self._set_batch(one, reference)
         try:
             with self._listening(one):
                 step()
@@ -587,12 +585,6 @@ class _Stepper:
         finally:
             self._set_batch(None, None)
         self.store.park(one)
-
-    def _reference_of(self, one: Pass) -> Mapping[Module, torch.Tensor] | None:
-        """Inputs of the waiting original pass of the same batch; ``None`` without twin streams."""
-        if self.run.streams == 1 or one.stream == "original":
-            return None
-        return _WaitingInputs(self.forward.passes[2 * one.index], self.units)
 
     def _set_batch(
         self, one: Pass | None, references: Mapping[Module, torch.Tensor] | None

@@ -334,7 +334,11 @@ def check_reached(
     selections = [one.select(state) for one in modifiers if one.traits.data.collects]
     wanted = [(one, set(one.modules)) for one in selections]
     towers = {modality: _tower(model, modality) for modality in _MODALITIES}
-    reached = {towers[one] for one in _MODALITIES if _has_modality(one, inputs)}
+    reached = {
+        towers[modality]
+        for modality, prefixes in _MODALITIES.items()
+        if any(name.startswith(prefixes) for name in inputs)
+    }
     if getattr(model, "main_input_name", None) in inputs:
         reached.add(_tower(model, None))
     for modality, tower in towers.items():
@@ -353,11 +357,6 @@ def check_reached(
                 f"{_WHAT[modality]}.",
                 "Add data that uses these modules, or put them on the recipe's ignore list.",
             )
-
-
-def _has_modality(modality: str, inputs: Iterable[str]) -> bool:
-    """Return True if some batch has inputs of a modality."""
-    return any(name.startswith(_MODALITIES[modality]) for name in inputs)
 
 
 def _tower(model: Any, modality: str | None) -> Module | None:

@@ -196,17 +196,17 @@ def _finite_check_hook(name: str, state: State) -> Callable[[Module, Any, Any], 
         if found is None or is_finite(found):
             return
         mask = state.calibration.token_mask
-        if mask is None or found.ndim < 2 or not _is_finite_where_real(found, mask):
+        if (
+            mask is None
+            or found.ndim < 2
+            or not is_finite(real_tokens(found, mask.to(found.device)))
+        ):
             raise NonFiniteError(
                 f"What {name} returns holds NaN or infinity. Look for a bad weight in it, or load "
                 "the model with precision='float32'."
             )
 
     return look
-
-
-def _is_finite_where_real(found: Tensor, mask: Tensor) -> bool:
-    return is_finite(real_tokens(found, mask.to(found.device)))
 
 
 @contextmanager

@@ -128,7 +128,7 @@ def _read_all(
 ) -> Iterator[_Done]:
     """Every module's data, in the order in which it lies in the files."""
     entries = sorted(view.entries.values(), key=lambda entry: _position(files, entry))
-    schemes = {entry.name: scheme for entry, scheme in view.coded()}
+    schemes = {entry.name: scheme for entry, scheme in view.coded}
     count = workers or min(os.cpu_count() or 1, _MOST_WORKERS)
 
     def work(entry: Entry) -> _Done:
@@ -184,7 +184,13 @@ def _read(
         found = list(check_plain(files, name, may_be_zero=not _says_something(view, entry, own)))
         if original is not None:
             compared = original.compare_plain(name, done.used)
-            found = [*_explained(found, compared), *compared]
+            # zeros that the original has too are meant; those that it has not are an error
+            found = [
+                replace(one, severity=Severity.ERROR) if one.rule == "V7" else one
+                for one in found
+                if compared or one.rule != "V7"
+            ]
+            found += compared
         done.findings += found
     return done
 
@@ -196,13 +202,6 @@ def _says_something(view: View, entry: Entry, own: str) -> bool:
     if entry.kind in ("embedding", "head"):
         return entry.rows is not None and entry.rows == view.size("vocab_size")
     return view.built is not None and f"{entry.name}.weight" in view.built.silencing
-
-
-def _explained(found: list[Finding], compared: list[Finding]) -> list[Finding]:
-    """Zeros that the original has too are meant; those that it has not are an error."""
-    if not compared:
-        return [one for one in found if one.rule != "V7"]
-    return [replace(one, severity=Severity.ERROR) if one.rule == "V7" else one for one in found]
 
 
 def _codes(files: Files, view: View, entry: Entry, scheme: Scheme | None) -> Codes | None:

@@ -396,7 +396,8 @@ def runs_since(checkpoint: Files, reference: Files) -> list[Run]:
     """
     begin = _comparable(_report(reference))
     found = []
-    for report in _chain(_report(checkpoint)):
+    report: Any = _report(checkpoint)
+    while isinstance(report, Mapping) and report:
         if begin and _comparable(report) == begin:
             break
         records = report.get("modifiers")
@@ -404,6 +405,7 @@ def runs_since(checkpoint: Files, reference: Files) -> list[Run]:
         stored = report.get(_STORED_AS)
         names = stored if isinstance(stored, Mapping) else {}
         found.append(Run(known, trained="training" in report, stored_as=names))
+        report = report.get(_EARLIER)
     return found
 
 
@@ -455,12 +457,6 @@ def _report(files: Files) -> Mapping[str, Any]:
     except (OSError, ValueError):
         return {}
     return report if isinstance(report, Mapping) else {}
-
-
-def _chain(report: Any) -> Iterator[Mapping[str, Any]]:
-    while isinstance(report, Mapping) and report:
-        yield report
-        report = report.get(_EARLIER)
 
 
 def _comparable(report: Mapping[str, Any]) -> dict[str, Any]:

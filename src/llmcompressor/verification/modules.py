@@ -190,7 +190,10 @@ def family_of(
     """
     types = [str(each.get("model_type") or "") for each in (config, text_settings(config))]
     found = next((_BY_TYPE[name] for name in types if name in _BY_TYPE), None)
-    row = _LIKE_LLAMA if found is None else _without_lora(found, text_settings(config))
+    row = _LIKE_LLAMA if found is None else found
+    if found is not None and found.is_mla and not text_settings(config).get("q_lora_rank"):
+        # DeepSeek joins q_a_proj only where queries go through a latent (S17)
+        row = replace(found, fused=dict(_GATE_UP))
     row = _with_plain_towers(row, config)
     if found is None and set(_W123) <= set(experts):
         row = replace(row, experts=_W123)
@@ -198,13 +201,6 @@ def family_of(
         return row
     fused = {key: own for key, own in row.fused.items() if all(one in present for one in own)}
     return row if fused == dict(row.fused) else replace(row, fused=fused)
-
-
-def _without_lora(family: Family, settings: Mapping[str, Any]) -> Family:
-    """DeepSeek joins ``q_a_proj`` only where queries go through a latent (S17)."""
-    if family.is_mla and not settings.get("q_lora_rank"):
-        return replace(family, fused=dict(_GATE_UP))
-    return family
 
 
 def _with_plain_towers(family: Family, config: Mapping[str, Any]) -> Family:

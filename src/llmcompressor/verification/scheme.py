@@ -440,7 +440,10 @@ class Resolver:
         name = self._named(path)
         if name is not None:
             return Choice(name, mixed=mixed)
-        by_shards, by_class = self._by_shards(shards), self._by_class(path, kind)
+        of_shards = [self._named(shard) for shard in shards]
+        are_named = of_shards and all(group is not None for group in of_shards)
+        by_shards = of_shards[0] if are_named else None
+        by_class = self._by_class(path, kind)
         first, second = (by_class, by_shards) if class_first else (by_shards, by_class)
         return Choice(first or second, mixed=mixed)
 
@@ -468,10 +471,6 @@ class Resolver:
     @cached_property
     def _in_order(self) -> list[Group]:
         return list(self._targets.values())
-
-    def _by_shards(self, shards: tuple[str, ...]) -> Group | None:
-        found = [self._named(shard) for shard in shards]
-        return found[0] if found and all(group is not None for group in found) else None
 
     def _by_class(self, path: str, kind: str) -> Group | None:
         cls = served_class(kind, path)

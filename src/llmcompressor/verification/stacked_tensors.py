@@ -247,10 +247,12 @@ class Converted:
     def find(self, name: str) -> Made | None:
         """The original of a checkpoint's tensor, made; ``None`` if none is made so."""
         with self._lock:
-            found = self._group_of(name)
-        if found is None:
+            tables = self._tables
+            target = tables.rename(name, ())[0] if tables.of_target else ""
+            key = tables.of_target.get(target)
+        if key is None:
             return None
-        key, group, target = found
+        group = tables.groups[key]
         if any(part in self._files.broken for part, _ in group.parts):
             return Made(group.parts[0][0])
         values = self._values(key, group)[target]
@@ -295,14 +297,6 @@ class Converted:
         groups = self._tables.groups.values() if "_tables" in self.__dict__ else ()
         return {part for group in groups if group.targets <= group.found for part, _ in group.parts}
 
-    def _group_of(self, name: str) -> tuple[str, _Group, str] | None:
-        tables = self._tables
-        if not tables.of_target:
-            return None
-        target, _ = tables.rename(name, ())
-        key = tables.of_target.get(target)
-        return None if key is None else (key, tables.groups[key], target)
-
     @cached_property
     def _tables(self) -> _Tables:
         model = class_model(self._files.config)
@@ -318,9 +312,13 @@ class Converted:
                 group = tables.groups.setdefault(target, _Group(converter))
                 group.parts.append((name, pattern))
         for key, group in list(tables.groups.items()):
-            shapes = {name: self._files.places[name].info for name, _ in group.parts}
+            infos = {name: self._files.places[name].info for name, _ in group.parts}
             try:
-                made = self._convert(key, group, _stand_ins(shapes), model)
+                stand_ins = {
+                    name: torch.empty(info.shape, dtype=DTYPES[info.dtype], device="meta")
+                    for name, info in infos.items()
+                }
+                made = self._convert(key, group, stand_ins, model)
             except Exception:  # not what the table expects: nothing is made of it
                 del tables.groups[key]
                 continue
@@ -361,13 +359,6 @@ class _Tables:
         return self._names.rename(name, converters)
 
 
-def _stand_ins(infos: Mapping[str, Any]) -> dict[str, Tensor]:
-    return {
-        name: torch.empty(info.shape, dtype=DTYPES[info.dtype], device="meta")
-        for name, info in infos.items()
-    }
-
-
 _NO_COUNT = ("per_tok", "shared", "group", "size", "dim", "layer", "step", "zero", "capacity")
 
 
@@ -398,7 +389,9 @@ class DroppedExperts:
         runs = list(runs)
         for name, kept in _mixtures(runs).items():
             stored = [one for run in runs for one in run.names_of(name)[1:]]
-            parent = _parent_of(without_prefixes(stored[0] if stored else name))
+            # a stack may lie beside the experts' name: below their parent
+            above, dot, _ = without_prefixes(stored[0] if stored else name).rpartition(".")
+            parent = above + dot
             self._by_layer.setdefault(layer_of(parent), []).append((parent, kept))
         self.changed = dict(_changed_counts(changes))
         """Setting → the original's number of experts and the checkpoint's, where they differ."""
@@ -464,11 +457,6 @@ class DroppedExperts:
         """The dimension of the entries that are left, if experts are all that a tensor has lost."""
         kept = self.of(name)
         return None if kept is None else _dimension(theirs, ours, kept.count, len(kept.kept))
-
-
-def _parent_of(experts: str) -> str:
-    """Parent of a mixture, with a dot; a stack of it may lie beside the experts' name."""
-    return f"{experts.rpartition('.')[0]}." if "." in experts else ""
 
 
 def _dimension(theirs: Sequence[int], ours: Sequence[int], before: int, now: int) -> int | None:

@@ -107,9 +107,10 @@ def _of_another_size(view: View, experts: Mapping[int, Mapping[str, Entry]]) -> 
     Each by itself may be whole. vLLM copies what there is of it into a stack, and says nothing.
     """
     alike: dict[tuple[str, str, Scheme | None], list[Entry]] = defaultdict(list)
-    for own in experts.values():
-        for name, entry in own.items():
-            if (codes := _codes_of(entry)) is not None:
+    for expert in experts.values():
+        for name, entry in expert.items():
+            codes = next((own for own in ("weight", "weight_packed") if own in entry.own), None)
+            if codes is not None:
                 scheme = view.written(entry) if entry.is_quantized else None
                 alike[name, codes, scheme].append(entry)
     for (_, codes, _), entries in alike.items():
@@ -126,10 +127,6 @@ def _of_another_size(view: View, experts: Mapping[int, Mapping[str, Entry]]) -> 
                     f"{list(usual)}: it is read in part, or over what is not its own.",
                     _COMPRESS,
                 )
-
-
-def _codes_of(entry: Entry) -> str | None:
-    return next((own for own in ("weight", "weight_packed") if own in entry.own), None)
 
 
 @rule("S23", "no tensor beyond those of the scheme")
@@ -157,7 +154,7 @@ def _no_strays(view: View) -> Iterator[Problem]:
 
 def _zero_points_of_floats(view: View) -> Iterator[Problem]:
     """Zero points of inputs that vLLM leaves alone (S22), so that it has no place for them."""
-    for entry, scheme in view.coded():
+    for entry, scheme in view.coded:
         inputs = scheme.inputs
         is_unread = inputs is not None and inputs.kind == "float" and not inputs.symmetric
         if is_unread and "input_zero_point" in entry.own:
@@ -200,7 +197,7 @@ def _old_packing(view: View) -> Iterator[Problem]:
 
 @rule("S28", "weight_shape is [2] and true")
 def _shape_is_true(view: View) -> Iterator[Problem]:
-    for entry, scheme in view.coded():
+    for entry, scheme in view.coded:
         info = entry.own.get("weight_shape")
         if info is None or scheme.weights is None:
             continue
@@ -214,16 +211,14 @@ def _shape_is_true(view: View) -> Iterator[Problem]:
         if stored is None or packed is None or len(packed.shape) != 2:
             continue
         rows, width = packed.shape
-        if stored[0] != rows or not _width_fits(stored[1], width, scheme.weights.bits):
+        columns, bits = stored[1], scheme.weights.bits
+        widths = (ceil(columns * bits / 32), ceil(columns / (32 // max(bits, 1))))
+        if stored[0] != rows or width not in widths:
             yield Problem(
                 entry.name,
                 f"Its weight_shape says {list(stored)}, its codes have {list(packed.shape)} words.",
                 _COMPRESS,
             )
-
-
-def _width_fits(columns: int, width: int, bits: int) -> bool:
-    return width in (ceil(columns * bits / 32), ceil(columns / (32 // max(bits, 1))))
 
 
 def _read(view: View, entry: Entry, own: str) -> Tensor | None:
@@ -298,7 +293,7 @@ def _static_inputs_agree(view: View) -> Iterator[Problem]:
 def _scales_survive_float16(view: View) -> Iterator[Problem]:
     if view.dtype != "float16":
         return
-    for entry, scheme in view.coded():
+    for entry, scheme in view.coded:
         if scheme.format != "pack-quantized":
             continue
         scale = _read(view, entry, "weight_scale")
@@ -349,7 +344,7 @@ def _fused_on_disk(view: View) -> Iterator[Problem]:
     if heads is None or kv_heads is None:
         return
     shares = heads + 2 * kv_heads
-    for entry, scheme in view.coded():
+    for entry, scheme in view.coded:
         weights = scheme.weights
         if weights is None or weights.block is None or entry.last != "qkv_proj":
             continue
@@ -651,40 +646,22 @@ def _is_decoder(view: View) -> bool:
 def _ends(view: View) -> Iterator[Problem]:
     """Embeddings and head."""
     kinds = {entry.kind for entry in view.matrices}
-    if not view.matrices or view.text.get("vocab_size") is None:
+    if not view.matrices or view.text.get("vocab_size") is None or not _is_decoder(view):
         return
-    is_decoder = _is_decoder(view)
-    if "embedding" not in kinds and is_decoder and not _has_other_embedding(view):
-        yield Problem("", "The file holds no embedding.", _COPY)
-    has_head = "head" in kinds or _has_other_head(view)
-    if not has_head and is_decoder and not view.is_tied and _says_untied(view):
-        yield Problem(
-            "lm_head", "The file holds no output head, and embeddings are not tied.", _COPY
-        )
-
-
-def _has_other_head(view: View) -> bool:
-    """True if a matrix outside of the layers has a row for each token, whatever it is called."""
-    return _tall(view) > 0
-
-
-def _has_other_embedding(view: View) -> bool:
-    """True if there is such a matrix beside the head, which may be of another name as well."""
-    has_own_head = not view.is_tied and _says_untied(view)
-    is_among = has_own_head and not any(entry.kind == "head" for entry in view.matrices)
-    return _tall(view) > is_among
-
-
-def _tall(view: View) -> int:
+    says_untied = any("tie_word_embeddings" in holder for holder in (view.text, view.config))
+    lacks_head = "head" not in kinds and not view.is_tied and says_untied
+    # both may have any name: they are matrices outside of the layers with a row for each token
     rows = view.size("vocab_size")
-    return sum(
+    tall = sum(
         entry.rows == rows and entry.kind == "linear" and not _LAYER.match(entry.name)
         for entry in view.matrices
     )
-
-
-def _says_untied(view: View) -> bool:
-    return any("tie_word_embeddings" in holder for holder in (view.text, view.config))
+    if "embedding" not in kinds and tall <= lacks_head:  # one is the head
+        yield Problem("", "The file holds no embedding.", _COPY)
+    if lacks_head and not tall:
+        yield Problem(
+            "lm_head", "The file holds no output head, and embeddings are not tied.", _COPY
+        )
 
 
 @rule("S71", "no tensor is unexpected")
@@ -807,17 +784,13 @@ def _wrong_sizes(view: View) -> Iterator[Problem]:
         yield from _wrong_size(view, entry, columns)
 
 
-def _is_in_layers(entry: Entry) -> bool:
-    match = _LAYER.match(entry.name)
-    return match is not None and _MAIN.fullmatch(match["stack"]) is not None
-
-
 def _wrong_size(view: View, entry: Entry, columns: int | None) -> Iterator[Problem]:
     hidden, vocabulary = view.size("hidden_size"), view.size("vocab_size")
     rows = inner = None
+    layer = _LAYER.match(entry.name)
     if entry.kind == "head" or entry.last == "embed_tokens":
         rows, inner = vocabulary, hidden
-    elif not _is_in_layers(entry):
+    elif layer is None or _MAIN.fullmatch(layer["stack"]) is None:
         return
     elif entry.last in _HIDDEN_IN:
         inner = hidden

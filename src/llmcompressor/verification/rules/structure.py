@@ -11,7 +11,7 @@ from typing import Any
 from compressed_tensors.quantization import QuantizationArgs
 
 from llmcompressor.verification.expected import is_decodable, is_stored_so, scale_shape
-from llmcompressor.verification.facts import Severity, TensorInfo
+from llmcompressor.verification.facts import Severity
 from llmcompressor.verification.modules import EXPERT, PLAIN_FLOATS, Entry, class_names
 from llmcompressor.verification.rules.view import (
     CONFIG,
@@ -25,7 +25,6 @@ from llmcompressor.verification.rules.view import (
 from llmcompressor.verification.scheme import (
     ACTIVATION_FORMATS,
     FORMATS,
-    Args,
     Group,
     compiled,
     served_class,
@@ -377,14 +376,11 @@ def _of_another_type(view: View) -> Iterator[Problem]:
         yield Problem("config.json", f"{said}.", _NAME, Severity.WARNING)
         return
     for one in misfits:
-        yield Problem("config.json", f"{said}, and {_misfit(one, name)}.", _NAME)
-
-
-def _misfit(built: Built | None, name: str) -> str:
-    if built is None:
-        return f"{name} cannot be built of it"
-    found = [*built.missing, *built.wrong]
-    return f"{built.name} does not find {joined(found)} in the file"
+        if one is None:
+            why = f"{name} cannot be built of it"
+        else:
+            why = f"{one.name} does not find {joined([*one.missing, *one.wrong])} in the file"
+        yield Problem("config.json", f"{said}, and {why}.", _NAME)
 
 
 @rule("C6", "the class takes what is stored", server="", needs=WRITTEN)
@@ -394,7 +390,8 @@ def _nothing_is_left_out(view: View) -> Iterator[Problem]:
         return
     of_modules: dict[str, list[str]] = defaultdict(list)
     for name in built.unexpected:
-        if not (_LEFT_OUT.match(name) or view.is_draft(name) or _is_of_transform(view, name)):
+        is_of_transform = any(part in view.transforms for part in name.split("."))
+        if not (_LEFT_OUT.match(name) or view.is_draft(name) or is_of_transform):
             module, _, own = name.rpartition(".")
             of_modules[module].append(own)
     for module, names in of_modules.items():
@@ -419,10 +416,6 @@ def _severity(view: View, built: Built, module: str, names: list[str]) -> Severi
     if view.tensors is None or name not in view.headers or view.config.get("auto_map"):
         return Severity.WARNING
     return Severity.ERROR if bool(view.tensors(name).float().any()) else Severity.NOTE
-
-
-def _is_of_transform(view: View, name: str) -> bool:
-    return any(part in view.transforms for part in name.split("."))
 
 
 _CLASSES = (
@@ -525,7 +518,9 @@ def _shards_agree(view: View) -> Iterator[Problem]:
     for path, shards in view.joined.items():
         groups = {shard.name: view.resolver.alone(shard).group for shard in shards}
         choices = [view.choice(shard) for shard in shards]
-        if any(one.ignored or one.mixed for one in choices) or _fused_is_named(view, path):
+        served = view.resolver.served(path)
+        is_named = any(served in group.targets for group in view.groups)
+        if is_named or any(one.ignored or one.mixed for one in choices):
             continue
         if len({_scheme(group) for group in groups.values()}) > 1:
             said = ", ".join(
@@ -537,11 +532,6 @@ def _shards_agree(view: View) -> Iterator[Problem]:
                 f"Its shards have different schemes ({said}); the first one's is used for all.",
                 "Quantize all of them alike.",
             )
-
-
-def _fused_is_named(view: View, path: str) -> bool:
-    fused = view.resolver.served(path)
-    return any(fused in group.targets for group in view.groups)
 
 
 def _scheme(group: Group | None) -> object:
@@ -680,13 +670,13 @@ def _selection_is_complete(view: View) -> Iterator[Problem]:
             )
 
 
-def _is_stack(info: TensorInfo) -> bool:
-    return len(info.shape) == 3 and info.dtype in PLAIN_FLOATS
-
-
 def _plain_stacks(view: View) -> Iterator[Problem]:
     """Mixtures whose experts are plain, in one tensor, and have a scheme in vLLM."""
-    named = (_STACK.match(name) for name, info in view.headers.items() if _is_stack(info))
+    named = (
+        _STACK.match(name)
+        for name, info in view.headers.items()
+        if len(info.shape) == 3 and info.dtype in PLAIN_FLOATS
+    )
     for path in dict.fromkeys(found["experts"] for found in named if found is not None):
         first = Entry(f"{path}.0.gate_proj", {}, "linear", "dense")
         choice = view.choice(first)
@@ -746,21 +736,18 @@ def _schemes_fit_their_formats(view: View) -> Iterator[Problem]:
         weights, form = group.scheme.weights, group.scheme.format
         if weights is None or form not in FORMATS or form == "dense":
             continue  # S2 and S7 speak of those
+        # compressed-tensors stores integers of more than 8 bits unpacked
+        is_unpacked = form in ("int-quantized", "naive-quantized")
+        is_wide = is_unpacked and weights.kind == "int" and weights.bits in range(9, 33)
         if not scale_shape(weights, 1, 1):
             yield Problem(
                 group.name, f"Nothing says what shares a scale: its weights are {weights}.", _SCHEME
             )
-        elif not (is_decodable(group.scheme) or _is_wide(form, weights)):
+        elif not (is_decodable(group.scheme) or is_wide):
             yield Problem(
                 group.name, f"The format {form} holds no weights that are {weights}.", _SCHEME
             )
     yield from _overall(view)
-
-
-def _is_wide(form: str, weights: Args) -> bool:
-    """True if these are integers of more than 8 bits, which compressed-tensors stores unpacked."""
-    is_unpacked = form in ("int-quantized", "naive-quantized")
-    return is_unpacked and weights.kind == "int" and weights.bits in range(9, 33)
 
 
 def _overall(view: View) -> Iterator[Problem]:

@@ -423,7 +423,7 @@ def _dtypes_meet(view: View) -> Iterator[Problem]:
 @rule("L9", _TOLD["L9"], server="transformers", is_limit=True)
 def _zero_points_are_unpacked(view: View) -> Iterator[Problem]:
     yield from _told_as("L9", view)
-    for entry, scheme in view.coded():
+    for entry, scheme in view.coded:
         zero = entry.own.get("weight_zero_point")
         if zero is None or zero.dtype != "I32" or entry.is_expert or scheme.weights is None:
             continue
@@ -574,7 +574,7 @@ def _rounded_states_keep_their_dtype(view: View) -> Iterator[Problem]:
 
 @rule("L6", "columns are whole groups", server="transformers", is_limit=True)
 def _groups_are_whole(view: View) -> Iterator[Problem]:
-    for entry, scheme in view.coded():
+    for entry, scheme in view.coded:
         args, columns = scheme.weights, view.columns(entry, scheme)
         if args is None or columns is None or args.strategy not in ("group", "tensor_group"):
             continue

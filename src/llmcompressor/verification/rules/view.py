@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, TypeAlias, TypeVar
@@ -308,13 +308,10 @@ class View:
     def dtype(self) -> str:
         """The dtype in which the model is to run: of its weights, if nothing says which."""
         own = self.config.get("dtype") or self.config.get("torch_dtype") or self.text.get("dtype")
-        own = own or self._stored_dtype
+        if not own:
+            stored = (entry.own["weight"].dtype for entry in self.matrices if entry.form == "dense")
+            own = FLOATS.get(next(stored, ""), "bfloat16")
         return self.deployment.plain_dtype or str(own).removeprefix("torch.")
-
-    @property
-    def _stored_dtype(self) -> str:
-        stored = (entry.own["weight"].dtype for entry in self.matrices if entry.form == "dense")
-        return FLOATS.get(next(stored, ""), "bfloat16")
 
     def choice(self, entry: Entry, server: str = "vllm") -> Choice:
         """Choice of a server for a module."""
@@ -343,12 +340,9 @@ class View:
         group = self.choice(entry).group
         return group.scheme if group is not None else None
 
-    def coded(self) -> Iterable[tuple[Entry, Scheme]]:
-        """Quantized modules with the schemes that they were written in."""
-        return self._coded
-
     @cached_property
-    def _coded(self) -> list[tuple[Entry, Scheme]]:
+    def coded(self) -> Sequence[tuple[Entry, Scheme]]:
+        """Quantized modules with the schemes that they were written in."""
         pairs = ((entry, self.written(entry)) for entry in self.quantized)
         return [
             (entry, scheme)
@@ -365,15 +359,15 @@ class View:
             group = self._alone(entry)
             if group is not None:
                 return group.scheme
-        return self.scheme(entry) or self._elsewhere(entry)
+        scheme = self.scheme(entry)
+        if scheme is None:
+            group = self.choice(entry, "transformers").group
+            scheme = group.scheme if group is not None else None
+        return scheme
 
     def _alone(self, entry: Entry) -> Group | None:
         """The group that vLLM would give a module that is joined with nothing."""
         return self.choice(entry, "alone").group
-
-    def _elsewhere(self, entry: Entry) -> Scheme | None:
-        group = self.choice(entry, "transformers").group
-        return group.scheme if group is not None else None
 
     def is_plain(self, entry: Entry) -> bool:
         """True if vLLM builds a module without a scheme, whatever the configuration says."""
@@ -478,7 +472,7 @@ class View:
         found = []
         # a large mixture has thousands of modules of a few shapes
         known: dict[tuple[int, int, int], dict[str, Expected]] = {}
-        for entry, scheme in self.coded():
+        for entry, scheme in self.coded:
             columns = self.columns(entry, scheme)
             if entry.rows is None or columns is None or not is_stored_so(entry, scheme):
                 continue

@@ -209,7 +209,7 @@ def _parts_of(view: View, entry: Entry, tp: int) -> int:
 
 def _shares(view: View, *, with_experts: bool = False) -> Iterator[_Share]:
     """Coded Linears, split over each number of devices."""
-    for entry, scheme in view.coded():
+    for entry, scheme in view.coded:
         columns = view.columns(entry, scheme)
         is_left_out = entry.is_expert and not with_experts
         if scheme.weights is None or columns is None or is_left_out:
@@ -597,15 +597,6 @@ _OWN = ("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3", "gate_up_proj")
 _CLOSE = 1e-5
 
 
-def _number_of_experts(view: View) -> int | None:
-    """Number of experts of each mixture by the configuration."""
-    for key in ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts"):
-        value = view.text.get(key)
-        if isinstance(value, int) and value > 0:
-            return value
-    return None
-
-
 @rule("S62", "experts of a layer have one scheme")
 def _experts_are_alike(view: View) -> Iterator[Problem]:
     for path, experts in view.mixtures.items():
@@ -779,9 +770,7 @@ def _experts_are_named(view: View) -> Iterator[Problem]:
             )
 
 
-def _stacked(view: View, path: str) -> int | None:
-    classes = module_classes(view.config)
-    return None if classes is None else classes.experts(path)
+_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 
 
 def _numbers(
@@ -793,10 +782,12 @@ def _numbers(
     others pass on what they get. The class knows, and else there is what the configuration says.
     """
     owns = {own for each in experts.values() for own in each}
-    found = [_stacked(view, f"{path}.0.{own}") for own in owns]
+    classes = module_classes(view.config)
+    found = [classes.experts(f"{path}.0.{own}") for own in owns] if classes is not None else []
     numbers = [number for number in found if number is not None]
     if not numbers or len(numbers) < len(owns):
-        count = _number_of_experts(view)
+        said = map(view.text.get, _EXPERTS)
+        count = next((one for one in said if isinstance(one, int) and one > 0), None)
         return count, count
     return min(numbers), max(numbers)
 
@@ -916,7 +907,11 @@ def unrotated_states(view: View, *, are_rounded: bool = True) -> dict[str, str]:
         are_rounded: the server rounds the states that the configuration names.
     """
     found = {}
-    keys_are_rounded = are_rounded and _keys_are_quantized(view)
+    attention = [group.scheme for group in view.groups if group.scheme.weights is None]
+    keys_are_rounded = are_rounded and (
+        bool(view.settings.get("kv_cache_scheme"))
+        or any(scheme.inputs is not None for scheme in attention)
+    )
     for name, raw in _transforms(view):
         turned = [one for one in _of_cache(raw) if not _reached(view, one)]
         if turned and (raw.get("randomize") or not _are_alike(turned)):
@@ -937,13 +932,6 @@ def _are_alike(turned: list[Mapping[str, Any]]) -> bool:
     forms = [[one.get(key) or None for key in ("targets", "ignore", "inverse")] for one in turned]
     both = sorted(str(one.get("location")) for one in turned) == sorted(_CACHE)
     return both and forms[0] == forms[1]
-
-
-def _keys_are_quantized(view: View) -> bool:
-    attention = (group.scheme for group in view.groups if group.scheme.weights is None)
-    return bool(view.settings.get("kv_cache_scheme")) or any(
-        scheme.inputs is not None for scheme in attention
-    )
 
 
 @rule("S74", "online transforms are on plain Linears")
