@@ -131,7 +131,7 @@ def from_tokenized(
     if not keep_labels and "decoder_input_ids" not in model_input_names:
         dropped.add("labels")
     inputs = (SEQUENCES - _BY_PRODUCTS).union(model_input_names)
-    ids = row.get("input_ids")
+    ids: Any = row.get("input_ids")
     if hasattr(ids, "ndim"):
         batched = ids.ndim == 2
     else:  # a batch of one: [[...]]
