@@ -44,7 +44,7 @@ ARCHITECTURE = ROOT / "docs" / "architecture.md"
 
 # Figure: (ceiling, goal). --lower rewrites the ceilings.
 CEILINGS: dict[str, tuple[float, float]] = {
-    "lines of src": (88_076, 64_000),
+    "lines of src": (88_000, 64_000),
     "files of src": (300, 300),
     "members to override": (25, 25),
     "fields of State": (14, 14),
@@ -54,11 +54,11 @@ CEILINGS: dict[str, tuple[float, float]] = {
     "files in verification": (22, 22),
     "files in entrypoints": (14, 14),
     "files for an old path": (0, 0),
-    "helpers used once": (944, 400),
-    "short helpers used once": (157, 60),
+    "helpers used once": (841, 400),
+    "short helpers used once": (81, 60),
     "modules under 60 lines": (4, 0),
     "files per 1,000 lines": (4.7, 4.7),
-    "% of functions with a body of at most 3 lines": (37.4, 30.0),
+    "% of functions with a body of at most 3 lines": (36.5, 30.0),
     "% of docstrings that open with a question": (3.0, 3.0),
     "lines of tests": (74_000, 52_000),
     "bytes of docs/architecture.md": (7_000, 10_000),

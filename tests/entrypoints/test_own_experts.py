@@ -92,11 +92,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
-@pytest.mark.parametrize("policy", [None, "all_tokens", "neighbours", "rtn"])
-def test_they_see_what_is_asked_for_in_a_folder_and_in_memory(
+@pytest.mark.parametrize("policy", [None, "all_tokens"])
+def test_they_are_calibrated_with_their_own_tokens(
     policy: str | None, folder: Path, tmp_path: Path
 ) -> None:
-    """What all of them are called with, or the starved are; the files are the same."""
+    """Their code calls them with more than rows; a folder and the model in memory give one file."""
     weights = {"num_bits": 4, "strategy": "group", "group_size": 32}
     groups = {"group_0": {"targets": ["Linear"], "weights": weights}}
     starved: dict[str, Any] = {}
@@ -116,16 +116,6 @@ def test_they_see_what_is_asked_for_in_a_folder_and_in_memory(
     files = [tree(tmp_path / name) for name in ("streamed", "memory")]
     assert files[0]["model.safetensors"] == files[1]["model.safetensors"]
     report = json.loads((tmp_path / "memory" / "compression_report.json").read_text())
-    assert len(report["experts"]) == BLOCKS
-    some_starve = False
-    for name, own in report["experts"].items():
-        assert sum(own["tokens"]) == ROUTED * TOKENS
-        few = {int(place) for place in own.get("starved", ())}
-        some_starve |= bool(few)
-        for expert, routed in enumerate(own["tokens"]):
-            others = ROUTED * TOKENS - routed
-            wanted = {"all_tokens": routed + others, "neighbours": others, "rtn": 0}
-            count = routed + others if policy is None else routed
-            record = report["modifiers"]["GPTQModifier"][f"{name}.{expert}.down_proj"]
-            assert record["tokens"] == (wanted[str(policy)] if expert in few else count)
-    assert some_starve == (policy is not None)
+    records = report["modifiers"]["GPTQModifier"]
+    own = [one["tokens"] for name, one in records.items() if name.endswith(".down_proj")]
+    assert sum(own) == BLOCKS * ROUTED * TOKENS

@@ -140,15 +140,17 @@ def test_plain_experts_need_a_group_of_floats(groups: dict[str, Any], tmp_path: 
             config_groups={name: {**group, **inputs} for name, group in groups.items()}
         ),
     )
-    assert "T6" in errors(tmp_path / "out")
+    found = errors(tmp_path / "out")
     load = AutoModelForCausalLM.from_pretrained
     try:
         _, info = load(tmp_path / "out", output_loading_info=True)
     except (IndexError, RuntimeError):  # a release that does not go on with random ones
+        assert "T6" in found
         return
-    if not groups and not info["missing_keys"]:  # 5.21 and 5.22 read what others do not
+    if not groups and not info["missing_keys"]:  # some releases read what others do not
         assert torch.allclose(logits(tmp_path / "out"), expected, atol=0.5)
         return
+    assert "T6" in found
     assert "model.layers.0.mlp.experts.down_proj" in info["missing_keys"]
 
 

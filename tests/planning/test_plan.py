@@ -294,9 +294,6 @@ def test_where_experts_in_a_list_may_be_starved_passes_wait_at_blocks(llama_fold
     for layer in model.model.layers:
         layer.mlp = Routed(layer.mlp)
     assert levels_of(model) == {True: "linear", False: "block"}
-    for layer in model.model.layers:
-        layer.mlp.by_content = True
-    assert levels_of(model) == {True: "block", False: "block"}
 
 
 def levels_of(model: nn.Module) -> dict[bool, str]:
@@ -311,19 +308,14 @@ class Routed(nn.Module):
 
     def __init__(self, mlp: nn.Module) -> None:
         super().__init__()
-        self.by_content = False
         self.experts = nn.ModuleList([mlp, copy.deepcopy(mlp)])
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         rows = hidden_states.flatten(0, 1)
         made = torch.empty_like(rows)
         chosen = torch.arange(len(rows)) % 2
-        scale = 1.0
-        if self.by_content:  # and what they get are no rows of the layer's input
-            said = rows.sum(-1)
-            chosen, scale = (said > said.mean()).long(), 0.5
         for number, expert in enumerate(self.experts):
-            made[chosen == number] = expert(rows[chosen == number] * scale)
+            made[chosen == number] = expert(rows[chosen == number])
         return made.view_as(hidden_states)
 
 

@@ -11,7 +11,7 @@ import torch
 
 from llmcompressor import plan
 from llmcompressor.args import ModelArguments
-from llmcompressor.modeling import call_graph
+from llmcompressor.modeling import meta_weights
 from llmcompressor.modeling.call_graph import trace_flow
 from llmcompressor.modifiers.rotation import SpinQuantModifier
 from llmcompressor.planning import miniature
@@ -62,8 +62,10 @@ def test_a_matrix_that_is_not_loaded_is_not_gone_through(
 ) -> None:
     """Zeros for products with zeros: the flow is the same, and takes no time for wide models."""
     hollow = torch.zeros(()).expand(3, 2)
-    assert torch.equal(call_graph._zero_product(torch.ones(5, 2), hollow), torch.zeros(5, 3))
-    assert call_graph._zero_product(torch.ones(5, 2), hollow.clone()) is None
+    given = torch.ones(5, 2)
+    assert meta_weights._is_expanded_zero(given, hollow)
+    assert torch.equal(meta_weights._zero_output(given, hollow, None), torch.zeros(5, 3))
+    assert not meta_weights._is_expanded_zero(given, hollow.clone())
     # Small, and no 16-bit floats: all is multiplied in full once, and some processors are slow.
     config = {**published.DEEPSEEK_V3, "num_hidden_layers": 4, "n_routed_experts": 16}
     config |= {"hidden_size": 512, "intermediate_size": 512, "vocab_size": 1000}
@@ -71,7 +73,7 @@ def test_a_matrix_that_is_not_loaded_is_not_gone_through(
     wanted = ModelArguments(model=str(folder), precision="float32")
     model = open_planned_model(wanted).model
     short = trace_flow(model)
-    monkeypatch.setattr(call_graph, "_zero_product", lambda *args: None)
+    monkeypatch.setattr(meta_weights, "_is_expanded_zero", lambda *args: False)
     small = open_planned_model(wanted).model
     long = trace_flow(small)
     names, others = ({one: name for name, one in each.named_modules()} for each in (model, small))

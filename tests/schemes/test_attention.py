@@ -96,7 +96,7 @@ class CacheAttention(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("module", "has_offload_caches"),
+    ("module", "is_cached"),
     [
         (FullAttention(), True),
         (InheritingAttention(), True),
@@ -133,9 +133,7 @@ def test_the_argument_that_is_the_cache(
     assert kv_cache_argument(module, dict.fromkeys(given)) == name
 
 
-@pytest.mark.parametrize(
-    ("layer", "has_offload_caches"), [(0, False), (1, True), (2, True), (None, True)]
-)
+@pytest.mark.parametrize(("layer", "is_cached"), [(0, False), (1, True), (2, True), (None, True)])
 def test_the_configuration_may_say_which_layers_are_linear(
     layer: int | None, is_cached: bool
 ) -> None:

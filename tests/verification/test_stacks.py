@@ -83,7 +83,7 @@ def bad(ours: Sample, theirs: Sample, folder: Path) -> Bad:
 STACKS = ("experts.gate_up_proj", "experts.down_proj")
 
 
-@pytest.mark.parametrize(("turned", "run_serially"), WAYS)
+@pytest.mark.parametrize(("turned", "in_turn"), WAYS)
 @pytest.mark.parametrize("inner", [64, HIDDEN])
 def test_every_way_of_an_unknown_model(
     turned: bool, in_turn: bool, inner: int, tmp_path: Path

@@ -60,7 +60,7 @@ def made(family: str, recipe: str, folder: Path) -> tuple[Path, Path]:
 def test_what_is_recorded_is_no_fault(family: str, recipe: str, tmp_path: Path) -> None:
     source, output = made(family, recipe, tmp_path)
     told = json.loads((output / "compression_report.json").read_text())
-    names = told.get("renamed_modules", {})
+    names = told.get("stored_as", {})
     # Laguna's files call its experts what the model does
     assert bool(names) == ((family, recipe) != ("laguna", "dropped"))
     assert not any(".experts." in name for name in names), "all of them are one"

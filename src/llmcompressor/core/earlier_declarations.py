@@ -19,7 +19,7 @@ from typing import Any
 
 from llmcompressor.core.contract import DataUse, Edits, Granularity, RecipeRules, Traits
 
-__all__ = ["adapt_earlier_declarations", "readable_on_instances"]
+__all__ = ["EARLIER_NAMES", "adapt_earlier_declarations", "readable_on_instances"]
 
 
 class readable_on_instances:  # noqa: N801 - used like property
@@ -88,6 +88,8 @@ _TRAITS: Mapping[str, tuple[Callable[[Traits], Any], _Written]] = {
 }
 """Earlier attribute → its value in :class:`Traits`, and what of these its value stands for."""
 _RULES = tuple(each.name for each in fields(RecipeRules))
+EARLIER_NAMES = frozenset({*_TRAITS, *_RULES})
+"""Class data by which earlier classes declare what they need."""
 _METHODS: Mapping[str, Mapping[str, tuple[str, Callable[..., Any] | None]]] = {
     "select": {
         "calibrated_modules": ("modules", lambda method, state: method(state)),

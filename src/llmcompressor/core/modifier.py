@@ -32,6 +32,7 @@ from llmcompressor.core.contract import (
     Traits,
 )
 from llmcompressor.core.earlier_declarations import (
+    EARLIER_NAMES,
     adapt_earlier_declarations,
     readable_on_instances,
 )
@@ -649,6 +650,8 @@ class Modifier(HooksMixin):
 
 
 adapt_earlier_declarations(Modifier)
+# Class data of earlier releases need no annotation in a subclass: pydantic takes them for no field.
+Modifier.__class_vars__.update(EARLIER_NAMES)
 
 
 def _first_event(kind: EventType, state: State) -> Event:

@@ -334,8 +334,9 @@ def channel_rescaling(square_C: Tensor, column_square_C: Tensor) -> Tensor:
         float64 ``[C]``; 1 for most channels if their optima are similar, and for channels that are
         zero or have only zero weights.
 
-    >>> channel_rescaling(torch.tensor([1.0, 1.0, 4096.0, 0.0]), torch.tensor([1.0, 1.0, 2**-12,
-    1.0])) tensor([ 1.,  1., 64.,  1.], dtype=torch.float64)
+    >>> squares = torch.tensor([1.0, 1.0, 4096.0, 0.0])
+    >>> channel_rescaling(squares, torch.tensor([1.0, 1.0, 2**-12, 1.0]))
+    tensor([ 1.,  1., 64.,  1.], dtype=torch.float64)
     """
     fourth_C = square_C.double() / column_square_C.double()
     counts_C = fourth_C.isfinite() & (fourth_C > 0)

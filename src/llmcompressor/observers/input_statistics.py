@@ -32,8 +32,8 @@ def prefers_output_residual(rows: int, columns: int, dtype: torch.dtype) -> bool
     The residual has ``rows`` columns. It then needs no more multiplications and, including the copy
     of the weight, less memory in 16 bits.
 
-    >>> prefers_output_residual(4096, 14336, torch.bfloat16), prefers_output_residual(4096, 4096,
-    torch.bfloat16) (True, False)
+    >>> [prefers_output_residual(4096, columns, torch.bfloat16) for columns in (14336, 4096)]
+    [True, False]
     """
     return 2 * rows <= columns and dtype in _WIDE_RANGE
 

@@ -249,8 +249,8 @@ def _error_corrected_weight(
 def refinement_rounds(asked: int | None, bits: int) -> int:
     """Rounds of coordinate descent on a grid; by default one on grids of few bits.
 
-    >>> refinement_rounds(None, 3), refinement_rounds(None, 4), refinement_rounds(2, 4),
-    refinement_rounds(2, 8) (1, 0, 2, 0)
+    >>> [refinement_rounds(asked, bits) for asked, bits in ((None, 3), (None, 4), (2, 4), (2, 8))]
+    [1, 0, 2, 0]
     """
     if bits >= FINE_BITS:
         return 0

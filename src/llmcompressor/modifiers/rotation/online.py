@@ -59,8 +59,8 @@ def is_loadable_order(order: int) -> bool:
 
     They have Hadamard matrices of every multiple of 4 up to 256, and powers of two times those.
 
-    >>> is_loadable_order(11008), is_loadable_order(29568), is_loadable_order(16),
-    is_loadable_order(90) (True, False, True, False)
+    >>> [is_loadable_order(order) for order in (11008, 29568, 16, 90)]
+    [True, False, True, False]
     """
     odd = order // (order & -order)
     return order in (1, 2) or (order % 4 == 0 and (odd == 1 or 4 * odd <= _LARGEST_KNOWN))

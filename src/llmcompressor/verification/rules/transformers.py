@@ -169,11 +169,15 @@ class _Told:
             said = f"{self.reader} cannot make its {name} of what is stored: {said}."
             self._say("L10", module, said, _OTHER_RELEASE)
 
-    def _expert(self, path: str, what: str) -> None:
+    def _expert(self, path: str, what: str, severity: Severity | None = None) -> None:
         known = {one.module for one in self.found["T6"]}
         if path not in known:
             self._say(
-                "T6", path, f"Its experts in {self.reader} {what}.", _of_experts(self.view, path)
+                "T6",
+                path,
+                f"Its experts in {self.reader} {what}.",
+                _of_experts(self.view, path),
+                severity,
             )
 
     def _missing(self, module: str, names: list[str]) -> None:
@@ -181,7 +185,8 @@ class _Told:
         entry = self.view.entries.get(path)
         names = [name for name in names if name in KNOWN or name in _STATES or name == "weight"]
         if mixture:
-            self._expert(mixture, "are random: not all of their stacks are loaded")
+            said = "are random: not all of their stacks are loaded"
+            self._expert(mixture, said, Severity.ERROR)  # no server is asked for to be told of it
         elif _STATES.intersection(names):
             self._without_scales(path, names)
         elif names and entry is not None and entry.is_quantized:
@@ -239,7 +244,8 @@ class _Told:
         mixture = self.places.mixture(f"{module}.{names[0]}")
         path = self.places.module(module)
         if _STATES.intersection(names):
-            if module not in self.caches:
+            # layers that share the keys and values of another one have scales for servers alone
+            if module not in self.caches and path not in self.view.sharing:
                 self._unrounded(path)
         elif mixture and any(name.startswith("weight") for name in own):
             self._expert(mixture, f"are read without {joined(own)}, which is left out")
