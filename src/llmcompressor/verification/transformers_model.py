@@ -41,6 +41,7 @@ __all__ = [
     "load_headers",
     "module_classes",
     "passes_over",
+    "quiet_compressors",
     "quiet_transformers",
     "reader_config",
     "refusal",
@@ -481,6 +482,18 @@ def _as_one_process() -> Iterator[None]:
         return
     with patch.object(distributed, "is_initialized", lambda: False):
         yield
+
+
+@contextmanager
+def quiet_compressors() -> Iterator[None]:
+    """Silence what compressed-tensors logs of weights that have no data."""
+    from loguru import logger  # noqa: PLC0415  # loaded with compressed-tensors
+
+    logger.disable("compressed_tensors")
+    try:
+        yield
+    finally:
+        logger.enable("compressed_tensors")
 
 
 def load_headers(

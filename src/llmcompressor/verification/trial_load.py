@@ -36,6 +36,7 @@ from llmcompressor.verification.transformers_model import (
     config_text,
     float32_names,
     load_headers,
+    quiet_compressors,
 )
 
 __all__ = ["Failure", "TrialLoad", "trial_load"]
@@ -120,7 +121,10 @@ def trial_load(
     """
     text, shapes = config_text(config, quantized=True), tuple((plain or {}).items())
     kept, left_out = _one_of_each_kind(headers)
-    return _tried(text, tuple(kept.items()), dtype, shapes, left_out) if text else None
+    if not text:
+        return None
+    with quiet_compressors():
+        return _tried(text, tuple(kept.items()), dtype, shapes, left_out)
 
 
 def _one_of_each_kind(

@@ -185,8 +185,16 @@ class _Told:
         entry = self.view.entries.get(path)
         names = [name for name in names if name in KNOWN or name in _STATES or name == "weight"]
         if mixture:
-            said = "are random: not all of their stacks are loaded"
-            self._expert(mixture, said, Severity.ERROR)  # no server is asked for to be told of it
+            experts = self.view.mixtures.get(mixture, {}).values()
+            is_plain = bool(experts) and not any(
+                entry.is_quantized for own in experts for entry in own.values()
+            )
+            # a group of floats, put first, would have plain experts loaded
+            self._expert(
+                mixture,
+                "are random: not all of their stacks are loaded",
+                Severity.ERROR if is_plain else None,
+            )
         elif _STATES.intersection(names):
             self._without_scales(path, names)
         elif names and entry is not None and entry.is_quantized:
