@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 
 from llmcompressor.args import DatasetArguments
+from llmcompressor.checkpoint.journal import RunIdentity
 from llmcompressor.checkpoint.side_files import PROCESSOR_FILES
 from llmcompressor.checkpoint.source import CONFIG, SourceInfo, inspect_source
 from llmcompressor.checkpoint.tensor_files import bytes_of
@@ -43,7 +44,7 @@ __all__ = [
     "model_fingerprint",
     "path_fingerprint",
     "record_change",
-    "run_fingerprint",
+    "run_identity",
     "source_fingerprint",
     "type_fingerprint",
     "update_with_file",
@@ -66,7 +67,7 @@ _CALIBRATION = (
 """Arguments that change what is found for a given set of batches."""
 
 
-def run_fingerprint(
+def run_identity(
     source: SourceInfo,
     *,
     recipe: str | None,
@@ -75,8 +76,8 @@ def run_fingerprint(
     dtype: torch.dtype,
     device: torch.device,
     output: Mapping[str, Any],
-) -> dict[str, Any]:
-    """Return the fingerprint of a run, the first entry of its journal.
+) -> RunIdentity:
+    """Return the identity of a run, the first entry of its journal.
 
     Args:
         source: the original checkpoint.
@@ -87,15 +88,15 @@ def run_fingerprint(
         device: the device to compute on.
         output: options that determine how the output is written.
     """
-    prints: dict[str, Any] = {
-        "source": source_fingerprint(source),
-        "recipe": recipe,
-        "dtype": str(dtype).removeprefix("torch."),
-        "device": device.type,
-        "machine": platform.machine(),
-        "versions": {name: _version(name) for name in _LIBRARIES},
-        "output": dict(output),
-    }
+    prints = RunIdentity(
+        source=source_fingerprint(source),
+        recipe=recipe,
+        dtype=str(dtype).removeprefix("torch."),
+        device=device.type,
+        machine=platform.machine(),
+        versions={name: _version(name) for name in _LIBRARIES},
+        output=dict(output),
+    )
     if batches is not None:
         prints["calibration"] = {name: getattr(dataset_args, name) for name in _CALIBRATION}
         prints["data"] = _data(batches)
@@ -103,7 +104,7 @@ def run_fingerprint(
         if device.type == "cpu":  # it determines the summation order of products
             prints["threads"] = torch.get_num_threads()
             prints["widened"] = is_slow_dtype(dtype)
-    return json.loads(json.dumps(prints))  # type: ignore[no-any-return]  # as when read back
+    return RunIdentity(json.loads(json.dumps(prints)))  # as when read back
 
 
 def source_fingerprint(source: SourceInfo) -> dict[str, str]:

@@ -33,7 +33,7 @@ from llmcompressor.args import (
     TrainingArguments,
     parse_arguments,
 )
-from llmcompressor.checkpoint.journal import fingerprint_differences
+from llmcompressor.checkpoint.journal import RunIdentity
 from llmcompressor.checkpoint.workspace import resumable_fingerprint
 from llmcompressor.core.modifier import Modifier
 from llmcompressor.entrypoints.arguments import Job, as_path, check_run_types, is_idle
@@ -143,7 +143,7 @@ class StageRecord:
         if recorded != now["model"] and is_result_of(model, recorded):
             known = {**now, "model": recorded}
             is_kept = _is_finished(folder) or (goes_on and _goes_on_from(folder, recorded))
-            if is_kept and not list(fingerprint_differences(known, then)):
+            if is_kept and not RunIdentity(known).differences(then):
                 return known
         return now
 
@@ -157,7 +157,7 @@ class StageRecord:
         """
         if not _is_finished(folder):
             return False
-        differing = list(fingerprint_differences(present, self._stages.get(stage, {})))
+        differing = RunIdentity(present).differences(self._stages.get(stage, {}))
         if differing and not overwrite:
             raise OutputError(
                 f"The folder {folder} holds the stage {stage!r} of another run: "

@@ -19,6 +19,7 @@ from transformers.trainer_utils import rotate_checkpoints
 from llmcompressor.args import ModelArguments
 from llmcompressor.checkpoint.load import (
     check_complete,
+    check_finite_weights,
     check_quantization_declared,
     loading_error,
     model_class,
@@ -33,7 +34,7 @@ from llmcompressor.entrypoints.arguments import (
     compression_report,
 )
 from llmcompressor.entrypoints.fingerprints import record_change
-from llmcompressor.entrypoints.run import check_finite_weights, load_whole_model
+from llmcompressor.entrypoints.run import load_whole_model
 from llmcompressor.entrypoints.training_task import (
     Training,
     TrainingFolder,

@@ -52,10 +52,10 @@ from llmcompressor.pipelines.moe_routing import (
     expert_calibration,
 )
 from llmcompressor.pipelines.targets import (
-    check_blocks_called,
     modifier_indices,
     report_low_coverage,
     trace_calibrated_modules,
+    uncalled_blocks,
     warn_uncalled_modules,
 )
 from llmcompressor.pipelines.watchers import (
@@ -109,8 +109,7 @@ class SequentialPipeline:
                 model, state, modifiers, batches, dataset_args, blocks=blocks
             ) as lists,
         ):
-            keeper = state.run.block_source
-            residency = None if keeper is None else BlockLoader(keeper, state, modifiers)
+            loader = BlockLoader(state, modifiers)
             run = _prepare(
                 model,
                 batches,
@@ -120,22 +119,19 @@ class SequentialPipeline:
                 blocks,
                 self.forced_level or level,
                 lists,
-                residency,
+                loader,
             )
-            run.experts, run.starvation = (
-                experts,
-                StarvationPolicy.from_arguments(dataset_args, batches),
-            )
+            run.experts = experts
+            run.starvation = StarvationPolicy.from_arguments(dataset_args, batches)
             logger.info(
                 f"Sequential calibration: {len(run.plan.units)} stops at {run.plan.level} level "
                 f"({run.plan.reason}); {len(batches)} batches, {run.streams} stream(s): "
                 f"{run.forwards} forward(s)."
             )
             LifecycleCallbacks.calibration_epoch_start()
-            if residency is not None:
-                residency.begin()
+            loader.begin()
             if run.has_work:
-                watched = _modules_to_calibrate(modifiers, state, residency)
+                watched = _modules_to_calibrate(modifiers, state, loader)
                 with (
                     report_low_coverage(
                         model, watched, batches, state, dataset_args.min_tokens_per_module
@@ -145,8 +141,7 @@ class SequentialPipeline:
                     progress(len(run.plan.units), "Calibrating") as advance,
                 ):
                     run.run_units(advance)
-            if residency is not None:
-                residency.finish_unvisited()
+            loader.finish_unvisited()
             malloc_trim()
             LifecycleCallbacks.calibration_epoch_end()
 
@@ -166,14 +161,13 @@ def _prepare(
     blocks: dict[Module, str],
     forced: Granularity | None,
     lists: ExpertBroadcast,
-    residency: BlockLoader | None,
+    loader: BlockLoader,
 ) -> _SequentialRun:
-    owners = _modules_to_calibrate(modifiers, state, residency)
+    owners = _modules_to_calibrate(modifiers, state, loader)
     calibrated = trace_calibrated_modules(model, batches, owners, blocks, lists)
     source = state.run.block_source
-    if source is not None:
-        loaded = {one: name for one, name in source.names.items() if one in blocks}
-        check_blocks_called(calibrated, loaded)
+    loaded = {one: name for one, name in source.names.items() if one in blocks}
+    source.refuse_uncalled(uncalled_blocks(calibrated, loaded))
     warn_uncalled_modules(calibrated, modifiers, state)
     propagates = dataset_args.propagate_error and all(m.traits.propagates_error for m in modifiers)
     state.calibration.propagates_error, state.calibration.call_order = propagates, calibrated.order
@@ -192,15 +186,15 @@ def _prepare(
         streams=streams,
         budget=budget,
         every_block=undeclared,
-        gates=None if source is None else source.names,
+        gates=source.names,
         to_end=to_end,
         stages=calibrated.stages,
         undivided=whole_modules(modifiers, state),
     )
     plan = lay_out(forced=forced)
-    if source is not None:  # the level decides the result: it stays that of the first attempt
-        level = Granularity(source.decide("granularity", str(plan.level)))
-        plan = plan if level is plan.level else lay_out(forced=level)
+    # the level decides the result: it stays that of the first attempt
+    level = Granularity(source.decide("granularity", str(plan.level)))
+    plan = plan if level is plan.level else lay_out(forced=level)
     return _SequentialRun(
         model,
         batches,
@@ -214,7 +208,7 @@ def _prepare(
         undeclared=undeclared,
         modifiers=modifiers,
         lists=lists,
-        residency=residency,
+        loader=loader,
     )
 
 
@@ -234,17 +228,13 @@ def _stops(
 
 
 def _modules_to_calibrate(
-    modifiers: Sequence[Modifier], state: State, residency: BlockLoader | None
+    modifiers: Sequence[Modifier], state: State, loader: BlockLoader
 ) -> dict[Module, list[int]]:
-    """Modules to calibrate with their modifiers; streamed runs leave out finished blocks."""
-    if residency is None:
-        return modifier_indices(modifiers, state)
+    """Modules to calibrate with their modifiers, without those that an earlier run has finished."""
     needing = [modifier for modifier in modifiers if modifier.traits.needs_data]
     owners = modifier_indices(needing, state)
     return {
-        module: positions
-        for module, positions in owners.items()
-        if not residency.is_finished(module)
+        module: positions for module, positions in owners.items() if not loader.is_finished(module)
     }
 
 
@@ -279,17 +269,16 @@ class _SequentialRun:
     undeclared: bool
     modifiers: Sequence[Modifier]
     lists: ExpertBroadcast
-    residency: BlockLoader | None = None
+    loader: BlockLoader
     experts: ExpertCalibration = field(default_factory=ExpertCalibration)
     starvation: StarvationPolicy = field(default_factory=StarvationPolicy)
 
     @property
     def has_work(self) -> bool:
         """True unless an earlier run has already calibrated everything."""
-        all_finished = self.residency is not None and not self.residency.unfinished
         if any(not unit.is_gate for unit in self.plan.units):
             return True
-        return self.to_end and not all_finished
+        return self.to_end and not self.loader.is_complete
 
     def run_units(self, advance: Advance) -> None:
         """Calibrate and compress all units of the plan in order."""
@@ -308,7 +297,7 @@ class _SequentialRun:
         originals = OriginalWeights(len(self.batches), self.order.calls, self.lists.is_layer_active)
         with (
             PausedForward(self._targets(), self._passes()) as forward,
-            contextlib.nullcontext() if self.residency is None else self.residency.watching(),
+            self.loader.watching(),
         ):
             forward.surroundings = originals.in_place
             self.lists.pending = forward.pending_modules
@@ -393,9 +382,7 @@ class _SequentialRun:
             )
         logger.warning(f"No calibration batch reached {shown}.")
         for unit in units:
-            block = None if self.residency is None else self.residency.block_of(unit.stop)
-            if self.residency is not None and block is not None:
-                self.residency.enter(block)
+            self.loader.enter_block_of(unit.stop)
             LifecycleCallbacks.sequential_epoch_end(unit.modules)
 
 
@@ -427,12 +414,11 @@ class _Stepper:
         if self.run.keeps_originals:
             self._keep_originals(unit)
         malloc_trim(at_least=self.store.tolerated)
-        residency = self.run.residency
-        is_finished = residency is not None and residency.is_finished(unit.stop)
+        is_finished = self.run.loader.is_finished(unit.stop)
         if not unit.is_gate:
             LifecycleCallbacks.sequential_epoch_end(modules)
-        elif residency is not None and is_finished:
-            residency.replace_finished(unit.stop)
+        elif is_finished:
+            self.run.loader.replace_finished(unit.stop)
             _mark_stages_done(unit.stop.modules())
         last = self._is_last(unit)
         self.forward.release(unit.stop)
@@ -491,29 +477,27 @@ class _Stepper:
 
     def settle(self) -> None:
         """Free every block that all passes have left and that has no stop ahead."""
-        residency = self.run.residency
-        if residency is None:
-            return
+        loader = self.run.loader
         waiting = [one.module for one in self.forward.passes if one.module is not None]
-        places = {residency.block_of(module) for module in waiting}
+        places = {loader.block_of(module) for module in waiting}
         if None in places:
             return  # a pass that waits outside may have come from inside
-        for name in [one for one in residency.loaded if one not in places]:
-            again = self.run.order.calls.get(residency.loaded[name], 1) > 1
-            inside = residency.modules_of(name)
+        for name in [one for one in loader.loaded if one not in places]:
+            again = self.run.order.calls.get(loader.loaded[name], 1) > 1
+            inside = loader.modules_of(name)
             if not again and self.forward.pending_modules.isdisjoint(inside):
                 self.forward.restore_forwards(inside)
-                residency.leave(name)
+                loader.leave(name)
 
     def free_all_blocks(self) -> None:
         """Free all blocks that are still loaded, after everything was calibrated."""
-        residency = self.run.residency
-        if residency is None:
+        loader = self.run.loader
+        if not loader.loaded:
             return
         self.forward.stop()
-        for name in list(residency.loaded):
-            self.forward.restore_forwards(residency.modules_of(name))
-            residency.leave(name)
+        for name in list(loader.loaded):
+            self.forward.restore_forwards(loader.modules_of(name))
+            loader.leave(name)
 
     def _is_last(self, unit: StopUnit) -> bool:
         if self.run.to_end or self.forward.pending_modules != {unit.stop}:

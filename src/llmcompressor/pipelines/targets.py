@@ -35,12 +35,12 @@ from llmcompressor.runtime.progress import join_names
 __all__ = [
     "CalibratedModules",
     "TokenCounter",
-    "check_blocks_called",
     "check_reached",
     "dry_run_context",
     "modifier_indices",
     "report_low_coverage",
     "trace_calibrated_modules",
+    "uncalled_blocks",
     "warn_uncalled_modules",
 ]
 
@@ -246,24 +246,14 @@ class TokenCounter(HooksMixin):
                 self.register_hook(module, count, "forward_pre", with_kwargs=True)
 
 
-def check_blocks_called(calibrated: CalibratedModules, blocks: Mapping[Module, str]) -> None:
-    """Refuse a model that runs the forward of a block without calling the module.
-
-    Args:
-        calibrated: result of the dry-run forward.
-        blocks: blocks whose weights are loaded when they are called.
-
-    Raises:
-        TargetError: a block is not called, so its weights would not be loaded.
-    """
+def uncalled_blocks(calibrated: CalibratedModules, blocks: Mapping[Module, str]) -> list[str]:
+    """Names of the blocks whose forward the model runs without calling the module."""
     calls = calibrated.order.calls
-    for block, name in blocks.items():
-        if block not in calls and any(inner in calls for inner in block.modules()):
-            raise TargetError(
-                f"The model's code runs the forward of {name} without calling the module, so that "
-                "its weights cannot be loaded for the time that it runs.",
-                "Load the model, and give oneshot that in place of its folder.",
-            )
+    return [
+        name
+        for block, name in blocks.items()
+        if block not in calls and any(inner in calls for inner in block.modules())
+    ]
 
 
 def warn_uncalled_modules(

@@ -17,12 +17,7 @@ from llmcompressor.modeling.offload import activation_budget
 from llmcompressor.pipelines import infer_pipeline
 from llmcompressor.pipelines.granularity import choose_level, count_forwards, target_stops
 from llmcompressor.pipelines.moe_lists import needs_block_level
-from llmcompressor.pipelines.passes import (
-    group_joined,
-    insert_surveys,
-    split_at_rewrites,
-    split_into_passes,
-)
+from llmcompressor.pipelines.passes import split_into_passes
 from llmcompressor.pipelines.targets import modifier_indices
 from llmcompressor.planning.result import PassPlan
 from llmcompressor.planning.subject import Part
@@ -83,7 +78,7 @@ def plan_passes(modifiers: Sequence[Modifier], context: PassContext) -> tuple[Pa
     """
     passes: Passes = []
     learned: Learned = {}
-    for taking in _split_modifiers(modifiers, context):
+    for taking in split_into_passes(modifiers, context.pipeline):
         if not taking:
             continue
         one, works = _plan_pass(taking, context)
@@ -102,14 +97,6 @@ def plan_passes(modifiers: Sequence[Modifier], context: PassContext) -> tuple[Pa
             learned[len(passes)] = parts
         passes.append((replace(one, learning=learning), works))
     return passes, learned
-
-
-def _split_modifiers(modifiers: Sequence[Modifier], context: PassContext) -> list[list[Modifier]]:
-    if context.is_streamed:
-        return split_into_passes(modifiers, context.pipeline)
-    if context.pipeline == "independent":
-        return insert_surveys(group_joined(modifiers))
-    return insert_surveys(split_at_rewrites(modifiers))
 
 
 def _plan_pass(modifiers: list[Modifier], context: PassContext) -> tuple[PassPlan, list[BlockWork]]:
