@@ -55,6 +55,11 @@ MATHEMATICS = {"torch", "numpy", "safetensors", "llmcompressor"}
 MACHINE_PATH = re.compile(r"/(?:home|work|root|Users|opt/envs)/\w|[A-Z]:\\\\Users")
 
 
+# A unit test lies in the folder of what it tests; an integration test is a part of a story.
+STORIES = {"oneshot", "resume", "train", "model_free", "moe", "rotations", "verify"}
+TEST_FOLDERS = {"unit", "integration", "docs", "device", "support"}
+
+
 def _own(folder: Path, pattern: str) -> list[Path]:
     """What is ours below ``folder``: an environment or models in it have hidden names."""
     found = sorted(folder.rglob(pattern))
@@ -233,6 +238,29 @@ def test_every_file_names_its_license() -> None:
         if header not in path.read_text(encoding="utf-8").splitlines()[:2]
     ]
     assert not missing, "\n".join(missing)
+
+
+def test_tests_lie_where_what_they_test_does() -> None:
+    tests = ROOT / "tests"
+    folders = {str(one.parent.relative_to(tests)) for one in _own(tests, "*.py")} - {"."}
+    modules = {one for one in files() if "." not in one}
+    strange = {one for one in folders if one.partition("/")[0] not in TEST_FOLDERS}
+    strange |= {
+        one
+        for one in folders
+        if one.startswith("unit/") and not (house.SOURCE / one.removeprefix("unit/")).is_dir()
+    }
+    strange |= {
+        one
+        for one in folders
+        if one.startswith("integration/") and one.removeprefix("integration/") not in STORIES
+    }
+    strange |= {
+        one.name
+        for one in (tests / "unit").glob("test_*.py")
+        if not {one.stem.removeprefix("test_"), one.stem.removeprefix("test")} & modules
+    }
+    assert not strange
 
 
 def test_no_path_of_one_machine() -> None:
