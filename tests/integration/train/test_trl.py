@@ -39,10 +39,10 @@ pytestmark = pytest.mark.filterwarnings(
 TEXTS = [
     f"def f{index}(x):\n    return x + {index}\n" + "# more\n" * (index % 3) for index in range(8)
 ]
-RECORDED = "modifiers: {tiny_training.Recorder: {}}"
+RECORDED = "modifiers: {tests.support.tiny_training.Recorder: {}}"
 RECIPE = """
 modifiers:
-  tiny_training.Recorder: {}
+  tests.support.tiny_training.Recorder: {}
   MagnitudePruningModifier:
     targets: [Linear]
     ignore: [lm_head]

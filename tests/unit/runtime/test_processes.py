@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rounds between processes, two of which are threads here; test_processes.py of integration has real ones."""
+"""Rounds between processes, two of which are threads here; integration tests have real ones."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from llmcompressor.modifiers.quantization import QuantizationModifier
 from llmcompressor.training import SessionManagerMixIn, Trainer
 
 BY_NAME = "modifiers: {EventRecorder: {}}"
-BY_PATH = "modifiers: {tiny_training.Recorder: {}}"
+BY_PATH = "modifiers: {tests.support.tiny_training.Recorder: {}}"
 
 
 class EventRecorder(tiny.Recorder):

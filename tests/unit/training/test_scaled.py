@@ -21,7 +21,7 @@ from llmcompressor.training import Trainer
 
 RECIPE = """
 modifiers:
-  tiny_training.Recorder: {}
+  tests.support.tiny_training.Recorder: {}
   MagnitudePruningModifier:
     {targets: [Linear], ignore: [lm_head], init_sparsity: 0.1, final_sparsity: 0.5, end: 2}
   QuantizationModifier: {targets: [Linear], ignore: [lm_head], scheme: W8A8, start: 1}
@@ -89,7 +89,7 @@ def test_a_loop_of_ones_own_with_a_scaler(session: CompressionSession) -> None:
     model = tiny.tiny_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-    recipe = RECIPE.replace("  tiny_training.Recorder: {}\n", "")
+    recipe = RECIPE.replace("  tests.support.tiny_training.Recorder: {}\n", "")
     session.initialize(recipe=recipe, model=model, optimizer=optimizer, steps_per_epoch=2)
     weight = model.model.layers[0].mlp.down_proj.weight
     for step in range(8):
