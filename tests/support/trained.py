@@ -11,13 +11,13 @@ from tests.support import tiny_training as tiny
 from llmcompressor.core import CompressionSession, create_session
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def session() -> Iterator[CompressionSession]:
     with create_session() as fresh:
         yield fresh
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def nothing_seen() -> None:
     tiny.Recorder.seen.clear()
     tiny.Recorder.begun.clear()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A session of its own for each test of this folder."""
+"""A session of its own for those tests of this folder that ask for one."""
 
 from __future__ import annotations
 

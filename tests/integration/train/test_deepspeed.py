@@ -30,6 +30,8 @@ from llmcompressor.training import Trainer
 from llmcompressor.training.checks import check_trainer
 from llmcompressor.training.driver import PreStepHook, expose_fp32_copies
 
+pytestmark = pytest.mark.usefixtures("session", "nothing_seen")
+
 installed = pytest.mark.skipif(
     find_spec("deepspeed") is None, reason="deepspeed is an optional companion"
 )

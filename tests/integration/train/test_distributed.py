@@ -26,6 +26,8 @@ from transformers import PreTrainedModel, TrainingArguments
 
 from llmcompressor.args.parsing import current_name
 
+pytestmark = pytest.mark.usefixtures("session", "nothing_seen")
+
 SCRIPT = Path(distributed_run.__file__)
 
 

@@ -19,6 +19,8 @@ from llmcompressor.modifiers import Modifier
 from llmcompressor.training import Trainer
 from llmcompressor.training.checkpoints import SESSION_FILE
 
+pytestmark = pytest.mark.usefixtures("session", "nothing_seen")
+
 
 class GrowingMask(tiny.ScaledMask):
     """The helper's, under a name that recipes find once."""

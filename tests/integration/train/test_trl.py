@@ -29,6 +29,8 @@ from llmcompressor.errors import InputError
 from llmcompressor.modeling.weights import untie_embeddings
 from llmcompressor.training import SessionManagerMixIn
 
+pytestmark = pytest.mark.usefixtures("session", "nothing_seen")
+
 trl = pytest.importorskip("trl", reason="trl is an optional companion")
 
 # PEFT and TRL ask transformers by older names.
