@@ -47,17 +47,16 @@ def split_into_passes(modifiers: Sequence[Modifier], pipeline: str) -> list[list
             next one, which must not see its rounding.
     """
     passes: list[list[Modifier]] = [[]]
-    by_block = all(one.traits.by_block for one in modifiers)
     for place, modifier in enumerate(modifiers):
         needs = modifier.traits.needs_data
         waits = needs or (pipeline != "independent" and _any_needs_data(modifiers[place:]))
         taken = _any_needs_data(passes[-1])
         alone = pipeline == "independent" and not _joins(modifier, passes[-1])
         apart = alone or any(_rewrites(one) for one in passes[-1])
+        whole = passes[-1] and not all(one.traits.by_block for one in [modifier, *passes[-1]])
         if (
             _needs_survey_pass(modifier, passes[-1], pipeline)
-            or (apart and passes[-1] and not by_block)
-            or (apart and waits and taken)
+            or (apart and (whole or (waits and taken)))
             or (taken and _needs_later_pass(modifier, passes[-1]))
         ):
             passes.append([])

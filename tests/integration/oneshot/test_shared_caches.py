@@ -22,7 +22,7 @@ from transformers import (
 )
 
 from llmcompressor import oneshot, plan, reset_session, train, verify
-from llmcompressor.checkpoint.block_stream import BlockStream
+from llmcompressor.checkpoint.block_stream import StreamedBlocks
 from llmcompressor.modifiers.quantization import GPTQModifier, QuantizationModifier
 from llmcompressor.schemes.attention import kv_source_layer
 
@@ -153,15 +153,15 @@ def test_a_run_that_goes_on_writes_the_same_bytes(
     folder = tmp_path / "model"
     gemma3n().save_pretrained(folder)
     compress(str(folder), recipe(), tmp_path / "whole")
-    leave = BlockStream.leave
+    leave = StreamedBlocks.leave
 
-    def broken_off(self: BlockStream, name: str) -> None:
+    def broken_off(self: StreamedBlocks, name: str) -> None:
         if name == block:
             raise KeyboardInterrupt
         leave(self, name)
 
     with monkeypatch.context() as patch:
-        patch.setattr(BlockStream, "leave", broken_off)
+        patch.setattr(StreamedBlocks, "leave", broken_off)
         with pytest.raises(KeyboardInterrupt):
             compress(str(folder), recipe(), tmp_path / "out")
     before = (tmp_path / "out.partial" / "journal").read_text().count("model.layers.")

@@ -12,7 +12,7 @@ from llmcompressor.checkpoint.journal import (
     BlockEntry,
     Journal,
     ProgressEntry,
-    fingerprint_differences,
+    RunIdentity,
 )
 from llmcompressor.errors import OutputError
 
@@ -129,7 +129,7 @@ def test_without_its_first_line_it_is_refused(tmp_path: Path) -> None:
 
 def test_differences_are_named() -> None:
     now = {"recipe": "b", "versions": {"torch": "3"}}
-    assert list(fingerprint_differences(now, PRINT)) == [
+    assert RunIdentity(now).differences(PRINT) == [
         "recipe: a then, b now",
         "versions.torch: 2 then, 3 now",
     ]
