@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model given in memory gives the same files as its folder, for pairs of techniques and models."""
+"""A model in memory gives the same files as its folder, for pairs of techniques and models."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
 from llmcompressor import oneshot
 from llmcompressor.modifiers.autoround import AutoRoundModifier
 from llmcompressor.modifiers.awq import AWQModifier
-from llmcompressor.modifiers.pruning import MagnitudePruningModifier, SparseGPTModifier
+from llmcompressor.modifiers.pruning import SparseGPTModifier, WandaPruningModifier
 from llmcompressor.modifiers.quantization import GPTQModifier, QuantizationModifier
 from llmcompressor.modifiers.reap import REAPPruningModifier
 from llmcompressor.modifiers.smoothquant import SmoothQuantModifier
@@ -75,10 +75,7 @@ RECIPES: dict[str, Callable[[], list[Any]]] = {
     "SmoothQuant, then GPTQ": lambda: [SmoothQuantModifier(), solving("W8A8")],
     "SmoothQuant, then rounding": lambda: [SmoothQuantModifier(), rounding("W8A8")],
     "SparseGPT, then GPTQ": lambda: [SparseGPTModifier(sparsity=0.5), solving()],
-    "magnitude, then rounding": lambda: [
-        MagnitudePruningModifier(targets=["__ALL_PRUNABLE__"], final_sparsity=0.5),
-        rounding(),
-    ],
+    "Wanda, then rounding": lambda: [WandaPruningModifier(sparsity=0.5), rounding()],
     "SpinQuant, then GPTQ": lambda: [SpinQuantModifier(rotations=["R1", "R2"]), solving()],
     "QuIP, then rounding": lambda: [QuIPModifier(targets="Linear"), rounding("W4A16")],
     "REAP, then rounding": lambda: [REAPPruningModifier(sparsity=0.5), rounding()],
@@ -106,7 +103,7 @@ PAIRS = [
     ("SmoothQuant, then GPTQ", "dense, tied"),
     ("SmoothQuant, then rounding", "dense, untied"),
     ("SparseGPT, then GPTQ", "MoE, untied"),
-    ("magnitude, then rounding", "dense, untied"),
+    ("Wanda, then rounding", "dense, untied"),
     ("SpinQuant, then GPTQ", "dense, tied"),
     ("SpinQuant, then GPTQ", "MoE, untied"),
     ("QuIP, then rounding", "dense, untied"),
