@@ -29,14 +29,15 @@ from llmcompressor.errors import InputError
 from llmcompressor.modeling.weights import untie_embeddings
 from llmcompressor.training import SessionManagerMixIn
 
-pytestmark = pytest.mark.usefixtures("session", "nothing_seen")
-
 trl = pytest.importorskip("trl", reason="trl is an optional companion")
 
 # PEFT and TRL ask transformers by older names.
-pytestmark = pytest.mark.filterwarnings(
-    r"ignore:`(is_gradient_checkpointing|gradient_checkpointing_\w+)` is:FutureWarning"
-)
+pytestmark = [
+    pytest.mark.usefixtures("session", "nothing_seen"),
+    pytest.mark.filterwarnings(
+        r"ignore:`(is_gradient_checkpointing|gradient_checkpointing_\w+)` is:FutureWarning"
+    ),
+]
 
 TEXTS = [
     f"def f{index}(x):\n    return x + {index}\n" + "# more\n" * (index % 3) for index in range(8)
