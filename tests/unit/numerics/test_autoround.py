@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from llmcompressor.numerics.autoround import (
-    Gradients,
     RoundingParameters,
     RoundingStart,
     sign_step,
@@ -144,16 +143,6 @@ def test_no_weight_moves_further_than_one_step(grid: Grid) -> None:
         assert (error_RC[nearest.inside_RC] <= (1.0 if grid.kind == "int" else 1.51)).all()
 
 
-def test_scales_that_cannot_move_stay() -> None:
-    start = start_of(Grid("float", 4), Partition(1, 8), stored=None)
-    rounding = moved(start)
-    scale, _ = rounding.parameters(start)
-    assert torch.equal(scale, start.scale)
-    found = rounding.apply(start).gradients(start, torch.randn(8, 24), rounding)
-    assert found.high is None
-    assert found.low is None
-
-
 def test_a_step_keeps_to_the_bounds() -> None:
     start = start_of(Grid("int", 3, symmetric=False), Partition(1, 8))
     rounding = RoundingParameters.of(start)
@@ -223,19 +212,3 @@ def test_a_start_within_is_rounded_to_its_codes(grid: Grid, partition: Partition
     assert (away_RC <= 0.51 * spacing * scale_RC).all()
     # each comes as near as half a step allows: on the side that was wanted
     assert ((found.weight_RC - codes.values) * (wanted_RC - codes.values) >= 0)[1:].all()
-
-
-def test_a_start_within_takes_what_is_near_as_it_is() -> None:
-    start = start_of(Grid("int", 3), Partition(1, 8))
-    codes_RC = RoundingParameters.of(start).apply(start).values
-    near_RC = codes_RC + 0.4 * start.expand(start.scale)
-    assert torch.allclose(start_at_codes(start, codes_RC, near_RC).weight_RC, near_RC)
-
-
-def test_ranges_have_a_rate_of_their_own() -> None:
-    start = start_of(Grid("int", 3), Partition(1, 8))
-    rounding = RoundingParameters.of(start)
-    ones = torch.ones_like(start.scale)
-    sign_step(rounding, Gradients(torch.ones(8, 24), ones, None), 0.25, 0.125)
-    assert (rounding.offset_RC == -0.25).all()
-    assert (rounding.high == 0.875).all()

@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from llmcompressor.numerics import gram as gram_module
 from llmcompressor.numerics.gram import (
     TokenBuffer,
     add_cross_product,
@@ -65,26 +64,6 @@ def test_halves_sum_to_the_whole() -> None:
     assert relative(parts_CC, whole_CC) < 1e-6
 
 
-def test_inputs_that_are_not_contiguous_or_need_gradients_are_taken_as_they_are() -> None:
-    x_TC = inputs()
-    strided_TC = x_TC.T.contiguous().T.requires_grad_()
-    assert not strided_TC.is_contiguous()
-    assert relative(gram(strided_TC), gram(x_TC)) < 1e-6
-
-
-def test_no_tokens_add_nothing() -> None:
-    assert not gram(torch.zeros(0, C)).any()
-
-
-def test_the_upper_triangle_is_mirrored() -> None:
-    x_TC = inputs()
-    uneven_CC = gram(x_TC) + 1e-3 * torch.randn(C, C)
-    upper_CC = uneven_CC.triu()
-    assert mirror_upper_(uneven_CC) is uneven_CC
-    assert torch.equal(uneven_CC, uneven_CC.T)
-    assert torch.equal(uneven_CC.triu(), upper_CC)
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("tokens", [1, 1024, 1025, 2500])
 def test_the_cross_product_is_summed_in_float32(tokens: int, dtype: torch.dtype) -> None:
@@ -122,12 +101,6 @@ def test_many_tokens_are_widened_by_parts(dtype: torch.dtype) -> None:
     assert relative(total_CC, x_TC.double().T @ x_TC.double()) < 4e-6
 
 
-def test_rows_of_the_cross_product_belong_to_the_compressed_stream() -> None:
-    cross_CC = torch.zeros(2, 2)
-    add_cross_product(cross_CC, torch.tensor([[1.0, 0.0]]), torch.tensor([[0.0, 5.0]]))
-    assert cross_CC.tolist() == [[0.0, 5.0], [0.0, 0.0]]
-
-
 @pytest.mark.parametrize("sizes", [[T], [1] * 20 + [T - 20], [7, 90, T - 97], [64] * 9 + [T - 576]])
 @pytest.mark.parametrize("chunk", [1, 64, 100_000])
 def test_every_token_leaves_a_buffer_once_and_in_order(sizes: list[int], chunk: int) -> None:
@@ -144,28 +117,6 @@ def test_every_token_leaves_a_buffer_once_and_in_order(sizes: list[int], chunk: 
     assert buffer.drain() is None
     assert torch.equal(torch.cat([one[0] for one in out]), x_TC)
     assert torch.equal(torch.cat([one[1] for one in out]), -x_TC)
-
-
-def test_products_of_ragged_data_are_of_few_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """oneDNN keeps something for each size that it meets."""
-    sizes: set[int] = set()
-    even = gram_module._pad_tokens
-
-    def noted(tokens_TC: Tensor) -> Tensor:
-        found = even(tokens_TC)
-        sizes.add(len(found))
-        assert not bool(found[len(tokens_TC) :].any())
-        return found
-
-    monkeypatch.setattr(gram_module, "_pad_tokens", noted)
-    for tokens in range(1, 1200, 7):
-        add_symmetric_product(torch.zeros(2, 2), torch.ones(tokens, 2))
-    assert len(sizes) == 16
-
-
-def test_a_buffer_refuses_a_missing_partner() -> None:
-    with pytest.raises(ValueError, match="argument"):
-        TokenBuffer(2).add(inputs())
 
 
 @pytest.mark.parametrize("columns", [1, 5, 300])

@@ -103,19 +103,3 @@ def test_gradients_and_other_modes_are_left_alone(slow: None, taken: list[tuple[
         functional.linear(x.to("meta"), weight.detach().to("meta"))
     assert weight.grad is not None
     assert taken == []
-
-
-def test_it_is_restored_after_an_error(slow: None) -> None:
-    plain = functional.linear
-    with pytest.raises(ValueError, match="inside"), float32_linears():
-        raise ValueError("inside")
-    assert functional.linear is plain
-
-
-def test_where_the_processor_has_the_instructions_nothing_is_replaced(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(quick, "is_slow_dtype", lambda dtype: False)
-    plain = functional.linear
-    with float32_linears():
-        assert functional.linear is plain

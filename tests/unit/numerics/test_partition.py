@@ -12,7 +12,6 @@ from compressed_tensors.quantization.lifecycle.forward import dequantize, fake_q
 from compressed_tensors.quantization.utils import calculate_qparams
 
 from llmcompressor.errors import InputError
-from llmcompressor.numerics import extremes
 from llmcompressor.numerics.grid import Grid
 from llmcompressor.numerics.partition import (
     Partition,
@@ -78,34 +77,6 @@ def test_extremes_of_narrow_floats_are_those_of_wide_ones(partition, dtype, shif
         assert torch.equal(narrow.float(), wide)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
-@pytest.mark.parametrize("partition", PARTITIONS, ids=str)
-def test_magnitudes_are_the_greater_of_the_extremes(partition, dtype):
-    matrix = torch.randn(2, 6, 8).to(dtype)
-    matrix[0, 0, :4] = torch.tensor([0.0, -0.0, 1.0, -torch.inf])
-    low, high = partition.extremes(matrix)
-    assert torch.equal(partition.magnitudes(matrix), torch.maximum(-low, high))
-    matrix[1, 3, 2] = torch.nan
-    assert partition.magnitudes(matrix).isnan().sum() == 1
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize(
-    "partition", [Partition(1, 16), Partition(1, 64), Partition(8, 8)], ids=str
-)
-@pytest.mark.parametrize("at_once", [1, 200, 2**20])
-def test_a_matrix_may_be_looked_at_by_parts(monkeypatch, partition, dtype, at_once):
-    matrix = torch.randn(48, 128).to(dtype)
-    matrix[5, 7], matrix[9, 3] = -torch.inf, 0.0
-    monkeypatch.setattr(extremes, "_AT_ONCE", at_once)
-    cells = partition.cells(matrix.float())
-    low, high = partition.extremes(matrix)
-    shape = partition.shape(48, 128)
-    assert torch.equal(low.float(), cells.amin(-1).reshape(shape))
-    assert torch.equal(high.float(), cells.amax(-1).reshape(shape))
-    assert torch.equal(partition.magnitudes(matrix).float(), cells.abs().amax(-1).reshape(shape))
-
-
 @pytest.mark.parametrize("bits", [0x7FC0, 0x7F81, -0x40, -0x7F], ids=hex)
 def test_extremes_of_narrow_floats_tell_nan(bits):
     matrix = torch.randn(4, 8).bfloat16()
@@ -150,21 +121,6 @@ def test_leading_dimensions_are_carried_along(partition):
         )
         assert torch.equal(scale_RG[i], partition.per_column(scale[i], 6, 12)[0])
         assert torch.equal(partition.cells(batch)[i], partition.cells(matrix))
-
-
-@pytest.mark.parametrize("partition", PARTITIONS, ids=str)
-@pytest.mark.parametrize("shape", SHAPES)
-def test_ragged_matrices_round_like_expanded_scales(partition, shape):
-    torch.manual_seed(3)
-    matrix = torch.randn(shape)
-    grid = Grid("int", 4, symmetric=False)
-    scale = torch.rand(partition.shape(*shape)) + 0.1
-    zero = torch.randint(-3, 3, scale.shape)
-    wide_scale, wide_zero = (partition.expand(t, *shape) for t in (scale, zero))
-    assert torch.equal(
-        fake_quantize_matrix(matrix, scale, zero, grid, partition),
-        grid.fake_quantize(matrix, wide_scale, wide_zero),
-    )
 
 
 CT_CASES = [
@@ -226,28 +182,6 @@ def test_rounding_by_cells_equals_that_of_readers_in_every_bit(fields, dtype):
     assert torch.equal(ours.signbit(), theirs.signbit())
 
 
-def test_scales_of_whole_rows_are_expanded_without_copies():
-    scale = torch.rand(8, 1)
-    expanded = Partition(1, 0).expand(scale, 8, 100)
-    assert expanded.untyped_storage().data_ptr() == scale.untyped_storage().data_ptr()
-
-
-def test_groups_are_views_of_the_matrix():
-    matrix = torch.randn(8, 32)
-    assert Partition(1, 8).cells(matrix).data_ptr() == matrix.data_ptr()
-
-
-def test_a_matrix_smaller_than_a_cell_is_one_cell():
-    partition = Partition(1, 128)
-    assert partition.shape(3, 20) == (3, 1)
-    assert partition.divides(3, 20)
-
-
 def test_a_scale_of_the_wrong_shape_is_refused():
     with pytest.raises(InputError, match=r"\(2, 2\)"):
         Partition(1, 4).expand(torch.ones(2, 3), 2, 8)
-
-
-def test_negative_sizes_are_refused():
-    with pytest.raises(InputError, match="-1"):
-        Partition(1, -1)

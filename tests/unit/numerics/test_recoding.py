@@ -69,13 +69,3 @@ def test_a_division_alone_misses_codes_in_half_precision() -> None:
         _, scale, zero, values = decoded(grid, torch.bfloat16)
         found = grid.quantize(values.float(), scale.float(), zero)
         assert not torch.equal(grid.dequantize(found, scale, zero), values)
-
-
-def test_a_wider_scale_than_the_weight() -> None:
-    """Values that are decoded in float32 and kept in bfloat16 have a code, too."""
-    grid = Grid("int", 12)
-    codes = codes_of_all(grid).expand(ROWS, -1)
-    scale = torch.rand(ROWS, 1) * 1e-3 + 1e-3
-    values = grid.dequantize(codes, scale).bfloat16()
-    found = recode(values, scale, None, grid)
-    assert torch.equal(grid.dequantize(found, scale).bfloat16(), values)

@@ -216,14 +216,6 @@ def test_states_of_attention_are_observed_without_padding_and_by_head() -> None:
     Definition(states, rounded, scale, None, args).check(values.grad, torch.ones(()).double())
 
 
-def test_an_activation_that_was_never_observed_is_left_as_it_is() -> None:
-    one, x = (
-        ActivationFakeQuantizer(linear(), "a", "input", STATIC["tensor"], learned=False),
-        activation(),
-    )
-    assert one(x) is x
-
-
 # ------------------------------------------------------------------ weights
 
 
