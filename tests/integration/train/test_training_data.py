@@ -80,10 +80,3 @@ def test_data_with_other_splits_says_which_it_has(tmp_path: Path) -> None:
     for given in (data, _saved(tmp_path, data)):
         with pytest.raises(DatasetError, match=r"no split 'validation'.*held_out, train"):
             TrainingData(DatasetArguments(dataset=given), evaluates=True)
-
-
-def test_the_data_that_is_trained_on_can_be_named() -> None:
-    splits = {"train": "train", "eval": "train"}
-    data = TrainingData(DatasetArguments(dataset=small.token_rows(), splits=splits), evaluates=True)
-    train, evaluate = data.load(small.llama(), None)
-    assert len(train) == len(evaluate) == 8

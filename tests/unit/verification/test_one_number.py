@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -80,28 +79,3 @@ def test_nothing_was_written(preset: str, tmp_path: Path) -> None:
     ours.tensors[f"{UP}.{name}"].view(torch.uint8).zero_()
     ours.tensors[f"{UP}.weight_scale"].fill_(1)
     assert severities(found(ours, tmp_path)) == [Severity.ERROR]
-
-
-def rows_of_one_number() -> Tensor:
-    weight = torch.linspace(-0.05, -0.01, INNER).to(torch.bfloat16)
-    return weight[:, None].expand(INNER, HIDDEN).contiguous()
-
-
-@pytest.mark.parametrize(
-    ("change", "expected"), [(lambda weight: -weight, Severity.WARNING), (None, Severity.ERROR)]
-)
-def test_rows_of_one_number_need_the_original(
-    change: Callable[[Tensor], Tensor] | None, expected: Severity, tmp_path: Path
-) -> None:
-    """The least code has no bits set: such rows look as if nobody had written them."""
-    weight = rows_of_one_number()
-    ours, theirs = pair("W4A16", change(weight) if change else weight)
-    assert severities(found(ours, tmp_path / "alone")) == [expected]
-    assert not found(ours, tmp_path / "both", theirs)
-
-
-def test_another_number_is_an_error(tmp_path: Path) -> None:
-    ours, _ = pair("W4A16", filled(0.03))
-    _, theirs = pair("W4A16", filled(-0.03))
-    said = {(one.rule, one.severity) for one in found(ours, tmp_path, theirs)}
-    assert said == {("V4", Severity.WARNING), ("R3", Severity.ERROR)}
