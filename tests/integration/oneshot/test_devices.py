@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.pairs import each
 
 from llmcompressor import model_free_ptq, oneshot, plan, train
 from llmcompressor.entrypoints.arguments import parse_device
@@ -39,8 +40,7 @@ CALLS: dict[str, Callable[[str, Path, Any], object]] = {
 }
 
 
-@pytest.mark.parametrize("device", WRONG)
-@pytest.mark.parametrize("call", CALLS)
+@each(device=WRONG, call=CALLS)
 def test_a_device_that_is_not_there(call: str, device: str, pico: Path, tmp_path: Path) -> None:
     with pytest.raises(ArgumentError, match=WRONG[device]) as raised:
         CALLS[call](str(pico), tmp_path / "out", device)

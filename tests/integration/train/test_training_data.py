@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from datasets import Dataset, DatasetDict
 from tests.support import small_models as small
+from tests.support.pairs import each
 
 from llmcompressor.args import DatasetArguments
 from llmcompressor.entrypoints.training_task import TrainingData
@@ -44,9 +45,8 @@ WITHOUT_SPLITS: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("name", WITHOUT_SPLITS)
-@pytest.mark.parametrize(
-    "splits", [None, {"train": "train", "eval": "validation"}, ["train", "test"]]
+@each(
+    name=WITHOUT_SPLITS, splits=[None, {"train": "train", "eval": "validation"}, ["train", "test"]]
 )
 def test_data_without_splits_is_refused(name: str, splits: Any, tmp_path: Path) -> None:
     args = DatasetArguments(**WITHOUT_SPLITS[name](tmp_path), splits=splits)

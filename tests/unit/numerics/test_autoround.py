@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.pairs import each, pairs
 from torch import Tensor
 
 from llmcompressor.numerics.autoround import (
@@ -87,8 +88,7 @@ def textbook(start: RoundingStart, rounding: RoundingParameters) -> Tensor:
     return scale_RC * through(limited_RC, grid.round(limited_RC.detach()))
 
 
-@pytest.mark.parametrize("partition", PARTITIONS, ids=str)
-@pytest.mark.parametrize("grid", GRIDS, ids=str)
+@each(partition=PARTITIONS, grid=GRIDS)
 def test_values_and_gradients_are_those_of_the_textbook(grid: Grid, partition: Partition) -> None:
     start = start_of(grid, partition)
     rounding = moved(start)
@@ -109,9 +109,7 @@ def test_values_and_gradients_are_those_of_the_textbook(grid: Grid, partition: P
             torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("partition", PARTITIONS, ids=str)
-@pytest.mark.parametrize("grid", GRIDS, ids=str)
+@pairs(dtype=[torch.float32, torch.bfloat16], partition=PARTITIONS, grid=GRIDS)
 def test_at_the_start_it_rounds_to_nearest(
     grid: Grid, partition: Partition, dtype: torch.dtype
 ) -> None:
@@ -193,8 +191,7 @@ def test_pruned_weights_stay_zero(grid: Grid) -> None:
     assert (values_RC[:, 1::2] != 0).float().mean() > 0.5
 
 
-@pytest.mark.parametrize("grid", GRIDS)
-@pytest.mark.parametrize("partition", PARTITIONS)
+@each(grid=GRIDS, partition=PARTITIONS)
 def test_a_start_within_is_rounded_to_its_codes(grid: Grid, partition: Partition) -> None:
     """Whatever is wanted: near, far away, at the ends of the grid, or no number at all."""
     start = start_of(grid, partition)

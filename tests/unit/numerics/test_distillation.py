@@ -9,6 +9,7 @@ from functools import partial
 
 import pytest
 import torch
+from tests.support.pairs import each, pairs
 from torch import Tensor
 
 from llmcompressor.numerics import distillation as d
@@ -77,8 +78,7 @@ COMPARISONS: dict[str, Callable[..., Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("name", SLOW)
-@pytest.mark.parametrize("seed", [0, 1, 2])
+@each(name=SLOW, seed=[0, 1, 2])
 def test_a_comparison_is_that_of_the_textbook(name: str, seed: int) -> None:
     fast, slow = SLOW[name]
     student, teacher = rows(seed), rows(seed + 100)
@@ -143,23 +143,26 @@ def test_at_high_temperature_the_divergence_is_the_squared_difference_of_centred
         torch.testing.assert_close(found, limit, rtol=tolerance, atol=0)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("name", ["kl", "kl at 3", "cross entropy", "cross entropy at half"])
-@pytest.mark.parametrize(
-    ("student", "teacher"),
-    [
-        ([6e4, -6e4, 0.0], [-6e4, 6e4, 0.0]),
-        ([1.0, 2.0, -math.inf], [2.0, 1.0, -math.inf]),
-        ([1.0, 2.0, 3.0], [2.0, 1.0, -math.inf]),
-        ([1.0, 2.0, -math.inf], [2.0, 1.0, 3.0]),
-        ([0.0, 0.0, 0.0], [6e4, 0.0, 0.0]),
-        ([1.0, 2.0, -3e38], [2.0, 1.0, 3.0]),
-        ([1.0, 2.0, -3e38], [2.0, 1.0, -math.inf]),
-    ],
+EXTREME = [
+    ([6e4, -6e4, 0.0], [-6e4, 6e4, 0.0]),
+    ([1.0, 2.0, -math.inf], [2.0, 1.0, -math.inf]),
+    ([1.0, 2.0, 3.0], [2.0, 1.0, -math.inf]),
+    ([1.0, 2.0, -math.inf], [2.0, 1.0, 3.0]),
+    ([0.0, 0.0, 0.0], [6e4, 0.0, 0.0]),
+    ([1.0, 2.0, -3e38], [2.0, 1.0, 3.0]),
+    ([1.0, 2.0, -3e38], [2.0, 1.0, -math.inf]),
+]
+
+
+@pairs(
+    logits=EXTREME,
+    name=["kl", "kl at 3", "cross entropy", "cross entropy at half"],
+    dtype=[torch.float32, torch.bfloat16, torch.float16],
 )
 def test_extreme_logits_give_numbers(
-    student: list[float], teacher: list[float], name: str, dtype: torch.dtype
+    logits: tuple[list[float], list[float]], name: str, dtype: torch.dtype
 ) -> None:
+    student, teacher = logits
     ours = torch.tensor([student], dtype=dtype, requires_grad=True)
     loss = COMPARISONS[name](ours, torch.tensor([teacher], dtype=dtype))
     loss.sum().backward()
@@ -182,9 +185,7 @@ def test_entries_that_are_excluded_do_not_count() -> None:
 # ---- the mean over tokens, by chunks
 
 
-@pytest.mark.parametrize("name", COMPARISONS)
-@pytest.mark.parametrize("chunk_elements", [1, 15, 10**6])
-@pytest.mark.parametrize("chosen", [None, [0, 2, 5], []])
+@pairs(name=COMPARISONS, chunk_elements=[1, 15, 10**6], chosen=[None, [0, 2, 5], []])
 def test_chunks_give_what_the_whole_gives(
     name: str, chunk_elements: int, chosen: list[int] | None
 ) -> None:
@@ -228,9 +229,9 @@ def test_no_tensor_is_larger_than_a_chunk() -> None:
     class Watch(torch.utils._python_dispatch.TorchDispatchMode):
         def __torch_dispatch__(self, function, types, args=(), kwargs=None):
             result = function(*args, **(kwargs or {}))
-            for each in result if isinstance(result, tuple) else [result]:
-                if isinstance(each, Tensor) and each.numel() > chunk:
-                    large.add(f"{function} {each.dtype}")
+            for one in result if isinstance(result, tuple) else [result]:
+                if isinstance(one, Tensor) and one.numel() > chunk:
+                    large.add(f"{function} {one.dtype}")
             return result
 
     with Watch():

@@ -5,15 +5,14 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tests.support.pairs import pairs
 
 from llmcompressor.numerics.extremes import is_finite
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
-@pytest.mark.parametrize("position", [0, 500, 999])
+@pairs(dtype=DTYPES, bad=[float("nan"), float("inf"), -float("inf")], position=[0, 500, 999])
 def test_one_bad_value_is_found_wherever_it_stands(
     dtype: torch.dtype, bad: float, position: int
 ) -> None:

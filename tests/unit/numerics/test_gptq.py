@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from tests.support.pairs import each, pairs
 from torch import Tensor
 
 from llmcompressor.numerics.gptq import (
@@ -102,8 +103,7 @@ def output_error(one: Case, rounded_RC: Tensor) -> float:
     return float(((change_RC @ one.hessian_CC.double()) * change_RC).sum())
 
 
-@pytest.mark.parametrize("grid", GRIDS)
-@pytest.mark.parametrize("partition", PARTITIONS)
+@each(grid=GRIDS, partition=PARTITIONS)
 def test_it_is_the_textbook_elimination(partition: str, grid: str) -> None:
     one = case(partition, grid)
     result = sweep(one.weight_RC, one.factor(), one.scales, one.grid)
@@ -112,8 +112,7 @@ def test_it_is_the_textbook_elimination(partition: str, grid: str) -> None:
     assert torch.allclose(result.loss_R.sum().double(), loss_R.sum(), rtol=1e-2)
 
 
-@pytest.mark.parametrize("grid", GRIDS)
-@pytest.mark.parametrize("partition", PARTITIONS)
+@each(grid=GRIDS, partition=PARTITIONS)
 def test_every_weight_lands_on_its_grid(partition: str, grid: str) -> None:
     one = case(partition, grid)
     rounded_RC = sweep(one.weight_RC, one.factor(), one.scales, one.grid).weight_RC
@@ -162,8 +161,7 @@ def test_blocks_and_strips_do_not_show(block: int, strip: int, batched: bool) ->
     assert torch.allclose(cut.loss_R.sum(), whole.loss_R.sum(), rtol=1e-2)
 
 
-@pytest.mark.parametrize("grid", GRIDS)
-@pytest.mark.parametrize("partition", PARTITIONS)
+@each(grid=GRIDS, partition=PARTITIONS)
 def test_uncorrelated_inputs_leave_plain_rounding(partition: str, grid: str) -> None:
     one = case(partition, grid)
     result = sweep(one.weight_RC, torch.eye(C), one.scales, one.grid)
@@ -273,8 +271,7 @@ def descended(one: Case, rounded_RC: Tensor, **changes: int) -> Tensor:
     ).weight_RC
 
 
-@pytest.mark.parametrize("grid", GRIDS)
-@pytest.mark.parametrize("partition", PARTITIONS)
+@each(grid=GRIDS, partition=PARTITIONS)
 def test_a_descent_lowers_the_error_row_by_row_and_stays_on_the_grid(
     partition: str, grid: str
 ) -> None:
@@ -288,8 +285,7 @@ def test_a_descent_lowers_the_error_row_by_row_and_stays_on_the_grid(
     assert float(after_R.sum()) < float(before_R.sum())  # rounding to nearest leaves room
 
 
-@pytest.mark.parametrize("block", [16, 128])
-@pytest.mark.parametrize("grid", GRIDS)
+@each(block=[16, 128], grid=GRIDS)
 def test_a_descent_tells_by_how_much_the_loss_of_each_row_changed(grid: str, block: int) -> None:
     one = case("group", grid)
     start_RC = nearest(one.weight_RC, one.scales, one.grid)
@@ -307,8 +303,7 @@ def test_a_descent_tells_by_how_much_the_loss_of_each_row_changed(grid: str, blo
     assert torch.allclose(found.loss_R.double(), change_R, rtol=1e-3, atol=within)
 
 
-@pytest.mark.parametrize("block", [1, 16, 24, 128])
-@pytest.mark.parametrize("grid", ["int4", "int4 asymmetric", "fp4"])
+@each(block=[1, 16, 24, 128], grid=["int4", "int4 asymmetric", "fp4"])
 def test_it_is_the_textbook_descent_however_it_is_cut(grid: str, block: int) -> None:
     one = case("group", grid)
     start_RC = nearest(one.weight_RC, one.scales, one.grid)
@@ -317,9 +312,7 @@ def test_it_is_the_textbook_descent_however_it_is_cut(grid: str, block: int) -> 
     assert equal_rows(found_RC, start_RC) < 0.5
 
 
-@pytest.mark.parametrize("grid", ["int4", "int4 asymmetric", "fp8"])
-@pytest.mark.parametrize("ordered", [False, True])
-@pytest.mark.parametrize("rounds", [0, 1, 2])
+@pairs(grid=["int4", "int4 asymmetric", "fp8"], ordered=[False, True], rounds=[0, 1, 2])
 def test_turned_once_it_is_the_sweep_and_then_the_descents(
     grid: str, ordered: bool, rounds: int
 ) -> None:

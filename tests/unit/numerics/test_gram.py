@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tests.support.pairs import each, pairs
 from torch import Tensor
 
 from llmcompressor.numerics.gram import (
@@ -34,8 +35,7 @@ def relative(a: Tensor, b: Tensor) -> float:
     return float((a.double() - b.double()).norm() / b.double().norm())
 
 
-@pytest.mark.parametrize("columns", [1, C, 129, 300, 600])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@each(columns=[1, C, 129, 300, 600], dtype=[torch.float32, torch.bfloat16, torch.float16])
 def test_sixteen_bit_inputs_lose_nothing_beyond_their_own_rounding(
     dtype: torch.dtype, columns: int
 ) -> None:
@@ -64,8 +64,7 @@ def test_halves_sum_to_the_whole() -> None:
     assert relative(parts_CC, whole_CC) < 1e-6
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("tokens", [1, 1024, 1025, 2500])
+@each(dtype=[torch.bfloat16, torch.float16, torch.float32], tokens=[1, 1024, 1025, 2500])
 def test_the_cross_product_is_summed_in_float32(tokens: int, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     y_TC, change_TC = torch.randn(tokens, 300).to(dtype), torch.randn(tokens, 300).to(dtype)
@@ -74,9 +73,7 @@ def test_the_cross_product_is_summed_in_float32(tokens: int, dtype: torch.dtype)
     assert relative(cross_CC, y_TC.double().T @ change_TC.double()) < 4e-6
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("tokens", [1, 1024, 1025, 2500])
-@pytest.mark.parametrize("rows", [1, 150])
+@pairs(dtype=[torch.bfloat16, torch.float32], tokens=[1, 1024, 1025, 2500], rows=[1, 150])
 def test_what_an_output_lacks_is_the_cross_product_seen_from_it(
     tokens: int, rows: int, dtype: torch.dtype
 ) -> None:
@@ -101,8 +98,9 @@ def test_many_tokens_are_widened_by_parts(dtype: torch.dtype) -> None:
     assert relative(total_CC, x_TC.double().T @ x_TC.double()) < 4e-6
 
 
-@pytest.mark.parametrize("sizes", [[T], [1] * 20 + [T - 20], [7, 90, T - 97], [64] * 9 + [T - 576]])
-@pytest.mark.parametrize("chunk", [1, 64, 100_000])
+@each(
+    sizes=[[T], [1] * 20 + [T - 20], [7, 90, T - 97], [64] * 9 + [T - 576]], chunk=[1, 64, 100_000]
+)
 def test_every_token_leaves_a_buffer_once_and_in_order(sizes: list[int], chunk: int) -> None:
     x_TC, buffer = inputs(), TokenBuffer(2, chunk)
     out: list[list[Tensor]] = []

@@ -10,6 +10,7 @@ import torch
 from compressed_tensors.quantization import QuantizationArgs
 from compressed_tensors.quantization.lifecycle.forward import dequantize, fake_quantize, quantize
 from compressed_tensors.quantization.quant_args import round_to_quantized_type_args
+from tests.support.pairs import each, pairs
 
 from llmcompressor.errors import InputError
 from llmcompressor.numerics.grid import Grid, float_layout
@@ -48,8 +49,7 @@ def members(grid: Grid) -> list[float]:
     return result
 
 
-@pytest.mark.parametrize("grid", READ, ids=str)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@each(grid=READ, dtype=[torch.bfloat16, torch.float16])
 def test_every_16_bit_number_rounds_as_readers_round_it(grid, dtype):
     x = torch.arange(-(2**15), 2**15).to(torch.int16).view(dtype)
     assert same_bits(grid.round(x), reference_round(x, grid))
@@ -85,11 +85,11 @@ def test_rounding_is_idempotent_and_leaves_its_argument_alone(grid):
     assert once.max() <= grid.qmax
 
 
-@pytest.mark.parametrize("x_dtype", DTYPES)
-@pytest.mark.parametrize("scale_dtype", DTYPES)
-@pytest.mark.parametrize("with_zero", [False, True])
-@pytest.mark.parametrize(
-    "grid", [Grid("int", 8, symmetric=False), Grid("float", 8, False)], ids=str
+@pairs(
+    x_dtype=DTYPES,
+    scale_dtype=DTYPES,
+    with_zero=[False, True],
+    grid=[Grid("int", 8, symmetric=False), Grid("float", 8, False)],
 )
 def test_mixed_dtypes_are_computed_as_readers_do(grid, x_dtype, scale_dtype, with_zero):
     torch.manual_seed(1)

@@ -7,6 +7,7 @@ import math
 
 import pytest
 import torch
+from tests.support.pairs import each
 from torch import Tensor
 
 from llmcompressor.errors import InputError
@@ -67,8 +68,7 @@ def values() -> Tensor:
     return x
 
 
-@pytest.mark.parametrize("grid", GRIDS, ids=str)
-@pytest.mark.parametrize("search", [HalfQuadratic(), HalfQuadratic(1.0, 1.0, 1.1, 7)], ids=str)
+@each(grid=GRIDS, search=[HalfQuadratic(), HalfQuadratic(1.0, 1.0, 1.1, 7)])
 def test_it_is_the_textbook_loop(values: Tensor, grid: Grid, search: HalfQuadratic) -> None:
     scale_S, zero_S = started(values, grid)
     found_S, found_zero_S = refine_cells(values, scale_S, zero_S, grid, search)
@@ -84,8 +84,7 @@ def test_it_is_the_textbook_loop(values: Tensor, grid: Grid, search: HalfQuadrat
             assert (found, found_zero) == (pytest.approx(wanted, rel=1e-4), wanted_zero)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("grid", GRIDS, ids=str)
+@each(dtype=[torch.float32, torch.bfloat16], grid=GRIDS)
 def test_no_cell_gets_worse_and_most_get_better(
     values: Tensor, grid: Grid, dtype: torch.dtype
 ) -> None:
@@ -134,8 +133,7 @@ def test_wrong_options_are_refused(wrong: dict[str, float]) -> None:
         HalfQuadratic(**wrong)  # type: ignore[arg-type]  # a number for a number
 
 
-@pytest.mark.parametrize("norm", [0.4, 0.7, 1.0])
-@pytest.mark.parametrize("grid", GRIDS, ids=str)
+@each(norm=[0.4, 0.7, 1.0], grid=GRIDS)
 def test_the_error_is_that_of_a_loop(values: Tensor, grid: Grid, norm: float) -> None:
     scale_S, zero_S = started(values, grid)
     found_S = lp_error(values, scale_S, zero_S, grid, norm)

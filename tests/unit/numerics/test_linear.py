@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from tests.support.pairs import pairs
 from torch import Tensor
 from torch.nn import functional
 
@@ -44,9 +45,7 @@ def operands(dtype: torch.dtype, *shape: int, rows: int = 40) -> tuple[Tensor, T
     return x.to(dtype), weight.to(dtype), torch.randn(rows).to(dtype)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("has_bias", [False, True])
-@pytest.mark.parametrize("shape", [(3, 100, 48), (1, 48), (0, 48), (257, 48)], ids=str)
+@pairs(dtype=DTYPES, has_bias=[False, True], shape=[(3, 100, 48), (1, 48), (0, 48), (257, 48)])
 def test_it_rounds_the_exact_result_once(
     dtype: torch.dtype, has_bias: bool, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,6 +10,7 @@ import torch
 from compressed_tensors.quantization import QuantizationArgs
 from compressed_tensors.quantization.lifecycle.forward import dequantize, fake_quantize, quantize
 from compressed_tensors.quantization.utils import calculate_qparams
+from tests.support.pairs import each, pairs
 
 from llmcompressor.errors import InputError
 from llmcompressor.numerics.grid import Grid
@@ -49,8 +50,7 @@ def members(partition: Partition, matrix: torch.Tensor) -> dict[tuple[int, int],
     return result
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("partition", PARTITIONS, ids=str)
+@each(shape=SHAPES, partition=PARTITIONS)
 def test_extremes_and_cells_hold_just_the_elements(partition, shape):
     matrix = torch.randn(shape) + 5  # all positive: padding would show
     expected = members(partition, matrix)
@@ -64,9 +64,9 @@ def test_extremes_and_cells_hold_just_the_elements(partition, shape):
         assert [x for x in row if x != -1.0] == values
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("partition", PARTITIONS, ids=str)
-@pytest.mark.parametrize("shift", [-5.0, -1.0, 0.0, 1.0, 5.0])
+@pairs(
+    dtype=[torch.bfloat16, torch.float16], partition=PARTITIONS, shift=[-5.0, -1.0, 0.0, 1.0, 5.0]
+)
 def test_extremes_of_narrow_floats_are_those_of_wide_ones(partition, dtype, shift):
     matrix = (torch.randn(2, 6, 8) + shift).to(dtype)  # cells of one sign and of both
     matrix[0, 0, :4] = torch.tensor([0.0, -0.0, 1.0, torch.inf])
@@ -86,8 +86,7 @@ def test_extremes_of_narrow_floats_tell_nan(bits):
     assert broken.nonzero().tolist() == [[2, 1]]
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("partition", PARTITIONS, ids=str)
+@each(shape=SHAPES, partition=PARTITIONS)
 def test_each_element_and_each_column_finds_its_scale(partition, shape):
     R, C = shape
     scale = torch.arange(math.prod(partition.shape(R, C))).reshape(partition.shape(R, C)) + 1.0
@@ -153,8 +152,7 @@ def partition_for(args: QuantizationArgs) -> Partition:
     return Partition(0, 0) if args.strategy == "tensor" else Partition(1, 0)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("fields", CT_CASES, ids=str)
+@each(dtype=[torch.bfloat16, torch.float16, torch.float32], fields=CT_CASES)
 def test_rounding_by_cells_equals_that_of_readers_in_every_bit(fields, dtype):
     torch.manual_seed(0)
     args = QuantizationArgs(**fields)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tests.support.pairs import pairs
 from torch import Tensor
 
 from llmcompressor.numerics import products
@@ -34,10 +35,12 @@ def laid_out(matrix: Tensor, layout: str) -> Tensor:
     return matrix
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("left_layout", ["rows", "columns", "part"])
-@pytest.mark.parametrize("right_layout", ["rows", "columns", "part"])
-@pytest.mark.parametrize("batch", [(), (2,)], ids=str)
+@pairs(
+    shape=SHAPES,
+    left_layout=["rows", "columns", "part"],
+    right_layout=["rows", "columns", "part"],
+    batch=[(), (2,)],
+)
 @pytest.mark.usefixtures("library")
 def test_it_is_the_product(
     shape: tuple[int, int, int], left_layout: str, right_layout: str, batch: tuple[int, ...]

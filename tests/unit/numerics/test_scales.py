@@ -7,6 +7,7 @@ import pytest
 import torch
 from compressed_tensors.quantization import QuantizationArgs
 from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
+from tests.support.pairs import each
 
 from llmcompressor.numerics.grid import Grid
 from llmcompressor.numerics.scales import (
@@ -56,8 +57,7 @@ def assert_same(ours, theirs):
         assert torch.equal(a.to(torch.float64), b.to(torch.float64))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("fields", PLAIN, ids=str)
+@each(dtype=DTYPES, fields=PLAIN)
 def test_plain_scales_equal_those_of_readers(fields, dtype):
     if fields["num_bits"] == 16 and dtype is torch.float16:
         dtype = torch.float64  # in float16, readers overflow on the number of codes, 65535

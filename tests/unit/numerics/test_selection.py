@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.support.pairs import each
 from torch import Tensor
 
 from llmcompressor.numerics import masks
@@ -75,8 +76,7 @@ def test_it_is_what_a_sort_takes(
         assert torch.equal(found, expected)
 
 
-@pytest.mark.parametrize("budget", range(0, 60, 3))
-@pytest.mark.parametrize("score_dtype", [torch.float32, torch.bfloat16, torch.float16])
+@each(budget=range(0, 60, 3), score_dtype=[torch.float32, torch.bfloat16, torch.float16])
 def test_units_of_several_sizes_are_taken_while_they_fit(
     budget: int, score_dtype: torch.dtype
 ) -> None:

@@ -7,6 +7,7 @@ import math
 
 import pytest
 import torch
+from tests.support.pairs import pairs
 
 from llmcompressor.numerics.smoothing import (
     column_range,
@@ -43,9 +44,11 @@ def test_log_equalization_follows_its_formula(ranges: torch.Tensor) -> None:
         assert float(found[channel]) == pytest.approx(value / math.log2(2 + value), rel=1e-5)
 
 
-@pytest.mark.parametrize("value", [0.0, 1e-30, 1e30, float("inf"), float("nan")])
-@pytest.mark.parametrize("weight", [0.0, 1e-30, 1.0, float("inf")])
-@pytest.mark.parametrize("strength", [0.0, 0.5, 1.0])
+@pairs(
+    value=[0.0, 1e-30, 1e30, float("inf"), float("nan")],
+    weight=[0.0, 1e-30, 1.0, float("inf")],
+    strength=[0.0, 0.5, 1.0],
+)
 def test_no_scale_is_zero_or_beyond_numbers(value: float, weight: float, strength: float) -> None:
     ranges = torch.tensor([value, 1.0])
     for scale in (

@@ -7,6 +7,7 @@ from itertools import combinations, pairwise
 
 import pytest
 import torch
+from tests.support.pairs import pairs
 from torch import Tensor
 
 from llmcompressor.numerics.hessian import SingularHessianError, damp, upper_factor
@@ -158,9 +159,7 @@ def test_what_cannot_be_factorized_is_refused() -> None:
 HALF = Sparsity((Share(R, 0.5),))
 
 
-@pytest.mark.parametrize("rows", [R, 4 * C])
-@pytest.mark.parametrize("mean", [0.0, 3.0, 30.0])
-@pytest.mark.parametrize("group", [None, PAIRS])
+@pairs(rows=[R, 4 * C], mean=[0.0, 3.0, 30.0], group=[None, PAIRS])
 def test_a_choice_found_in_16_bits_is_as_good(group: NofM | None, mean: float, rows: int) -> None:
     """Also where inputs are nearly the same for all tokens, so that one eigenvalue is all.
 

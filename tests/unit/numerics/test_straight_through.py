@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.support.pairs import each
 from torch import Tensor
 
 from llmcompressor.numerics.grid import Grid
@@ -81,8 +82,7 @@ def differences(function: Callable[[Tensor], Tensor], at: Tensor, step: float = 
     return found
 
 
-@pytest.mark.parametrize("partition", PARTITIONS.values(), ids=PARTITIONS)
-@pytest.mark.parametrize("grid", GRIDS.values(), ids=GRIDS)
+@each(partition=PARTITIONS.values(), grid=GRIDS.values())
 def test_gradients_are_those_of_the_definition(grid: Grid, partition: Partition) -> None:
     x = matrix()
     scale, zero = clipping_scales(x, grid, partition)
@@ -116,8 +116,7 @@ def test_a_constant_scale_leaves_values_the_same_gradient(grid: Grid) -> None:
     assert torch.equal(*gradients)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("grid", GRIDS.values(), ids=GRIDS)
+@each(dtype=[torch.float32, torch.bfloat16, torch.float16], grid=GRIDS.values())
 def test_the_forward_is_that_of_the_grid_in_every_bit(grid: Grid, dtype: torch.dtype) -> None:
     x, partition = matrix().to(dtype), Partition(1, 4)
     scale, zero = clipping_scales(x, grid, partition)

@@ -7,6 +7,7 @@ import random
 
 import pytest
 import torch
+from tests.support.pairs import each
 
 from llmcompressor.numerics.masks import (
     LazyWeight,
@@ -82,8 +83,7 @@ def test_a_share_loses_exactly_its_least() -> None:
         assert float(score[~kept].max()) <= float(score[kept].min())
 
 
-@pytest.mark.parametrize("target", [0.05, 0.5, 0.7, 0.98])
-@pytest.mark.parametrize("spread", [0.0, 0.08, 0.3])
+@each(target=[0.05, 0.5, 0.7, 0.98], spread=[0.0, 0.08, 0.3])
 def test_sparsities_keep_their_mean_and_their_bounds(target: float, spread: float) -> None:
     source = random.Random(0)
     ratios = [source.random() ** 4 for _ in range(20)]

@@ -8,6 +8,7 @@ import torch
 from compressed_tensors.quantization import QuantizationArgs
 from compressed_tensors.quantization.quant_scheme import PRESET_SCHEMES
 from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
+from tests.support.pairs import each
 from tests.support.thinned import thinned
 
 from llmcompressor.errors import InputError, NonFiniteError
@@ -39,8 +40,7 @@ def test_every_observer_gives_usable_weight_scales(name):
     assert zero.dtype == torch.int8
 
 
-@pytest.mark.parametrize("name", [name for name in OBSERVERS if "imatrix" not in name])
-@pytest.mark.parametrize("split", [1, 7])
+@each(name=[name for name in OBSERVERS if "imatrix" not in name], split=[1, 7])
 def test_every_observer_sees_activations_of_any_batch_shape(name, split):
     torch.manual_seed(0)
     x = torch.randn(2, 10, 32)
@@ -148,8 +148,7 @@ def test_nothing_seen_is_an_error_that_names_the_tensor(name):
         observer.qparams()
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
-@pytest.mark.parametrize("name", OBSERVERS)
+@each(bad=[float("nan"), float("inf"), -float("inf")], name=OBSERVERS)
 def test_values_that_are_not_finite_are_an_error_and_leave_no_trace(name, bad):
     observer = make(name)
     x = torch.ones(3, 32)
@@ -170,10 +169,9 @@ def test_reset_forgets(name):
     assert torch.equal(observer(WEIGHT)[0], fresh(WEIGHT)[0])
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize(
-    "preset",
-    ["W4A16", "W4A16_ASYM", "FP8", "FP8_BLOCK", "NVFP4", "MXFP4"]
+@each(
+    dtype=[torch.bfloat16, torch.float16, torch.float32],
+    preset=["W4A16", "W4A16_ASYM", "FP8", "FP8_BLOCK", "NVFP4", "MXFP4"]
     + [name for name in ("MXFP6A16",) if name in PRESET_SCHEMES],
 )
 def test_scales_equal_those_that_readers_compute(preset, dtype):
@@ -327,8 +325,7 @@ def test_a_step_counts_the_same_however_it_is_cut(name):
         assert all(map(torch.equal, whole.range(), other.range()))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", COLLECTING)
+@each(dtype=[torch.float32, torch.bfloat16], name=COLLECTING)
 def test_a_saved_observer_goes_on_where_it_was(name, dtype, tmp_path):
     a, b = make(name), make(name)
     torch.save(a.state_dict(), tmp_path / "empty")

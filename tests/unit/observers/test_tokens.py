@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tests.support.thinned import thinned
 from torch import Tensor
 
 from llmcompressor.observers.tokens import (
@@ -93,9 +94,10 @@ def by_query(real_BT: Tensor, form: str, *, causal: bool, opened: bool) -> Tenso
     return seen_BQK.unsqueeze(1) if form == "of heads" else seen_BQK
 
 
-@pytest.mark.parametrize("side", SIDES)
-@pytest.mark.parametrize("form", ["plain", "of heads", "added"])
-@pytest.mark.parametrize(("causal", "opened"), [(True, False), (True, True), (False, False)])
+@pytest.mark.parametrize(
+    ("side", "form", "causal", "opened"),
+    thinned(SIDES, ["plain", "of heads", "added"], [(True, False), (True, True), (False, False)]),
+)
 def test_a_mask_of_queries_tells_which_tokens_are_real(
     side: str, form: str, causal: bool, opened: bool
 ) -> None:

@@ -19,7 +19,8 @@ from compressed_tensors.quantization.lifecycle.forward import fake_quantize
 from compressed_tensors.quantization.quant_metadata import QuantizationMetadata
 from tests.support import tiny_llama as tiny
 from tests.support.caches import cache_of
-from tests.support.presets import WITH_WEIGHTS
+from tests.support.pairs import each
+from tests.support.presets import USUAL
 from torch import Tensor
 from torch.nn import Embedding, Linear, Module
 from transformers import BertConfig, BertModel
@@ -57,8 +58,7 @@ def attached(
     return parameters
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("name", WITH_WEIGHTS)
+@each(dtype=[torch.bfloat16, torch.float16, torch.float32], name=USUAL)
 def test_parameters_are_stored_as_readers_expect_them(name: str, dtype: torch.dtype) -> None:
     module, scheme = linear(dtype), preset_scheme(name)
     given = {}

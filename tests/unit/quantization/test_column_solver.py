@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from compressed_tensors.quantization import QuantizationArgs
+from tests.support.pairs import each, pairs
 from torch import Tensor
 
 from llmcompressor.numerics.gptq import corrected_weight, sweep
@@ -72,9 +73,7 @@ def alike(a: Solution, b: Solution) -> None:
         assert float(rows.float().mean()) >= 14 / 16
 
 
-@pytest.mark.parametrize("twin", [False, True])
-@pytest.mark.parametrize("ordered", [False, True])
-@pytest.mark.parametrize("name", ARGS)
+@pairs(twin=[False, True], ordered=[False, True], name=ARGS)
 def test_a_batch_is_solved_as_if_each_were_alone(name: str, ordered: bool, twin: bool) -> None:
     args = ARGS[name]
     problems = [problem(args, args, seed=seed, twin=twin, ordered=ordered) for seed in range(3)]
@@ -130,8 +129,7 @@ def test_the_loss_is_that_of_the_damped_output_error(ordered: bool, refinements:
     assert solution.loss == pytest.approx(expected, rel=1e-3)
 
 
-@pytest.mark.parametrize("ordered", [False, True])
-@pytest.mark.parametrize("name", ARGS)
+@each(ordered=[False, True], name=ARGS)
 def test_refinements_lower_the_damped_output_error(
     name: str, ordered: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

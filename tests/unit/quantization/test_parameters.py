@@ -10,7 +10,9 @@ import pytest
 import torch
 from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.quantization import QuantizationArgs
-from tests.support.presets import WITH_WEIGHTS
+from tests.support.pairs import pairs
+from tests.support.presets import USUAL, WITH_WEIGHTS
+from tests.support.thinned import few, thinned
 from torch import Tensor
 from torch.nn import Linear
 
@@ -70,8 +72,7 @@ def stored(parameters: WeightParameters, dtype: torch.dtype) -> dict[str, Tensor
     return tensors
 
 
-@pytest.mark.parametrize(("dtype", "make"), MADE)
-@pytest.mark.parametrize("name", WITH_WEIGHTS)
+@pytest.mark.parametrize(("dtype", "make", "name"), thinned(MADE, WITH_WEIGHTS))
 def test_what_the_file_decodes_to_is_what_is_in_memory(
     name: str, dtype: torch.dtype, make: Callable[[torch.dtype], Tensor]
 ) -> None:
@@ -87,7 +88,7 @@ def test_what_the_file_decodes_to_is_what_is_in_memory(
     assert torch.equal(decoded_RC.to(dtype), rounded_RC)
 
 
-@pytest.mark.parametrize("name", WITH_WEIGHTS)
+@pytest.mark.parametrize("name", few(WITH_WEIGHTS, *USUAL))
 def test_rounding_is_what_compressed_tensors_packs_and_unpacks(name: str) -> None:
     weight_RC, scheme = weight(torch.bfloat16), preset_scheme(name)
     parameters = observe_weight(weight_RC, arguments(name))
@@ -97,8 +98,7 @@ def test_rounding_is_what_compressed_tensors_packs_and_unpacks(name: str) -> Non
     assert torch.equal(parameters.round(weight_RC), decoded_RC)
 
 
-@pytest.mark.parametrize(("dtype", "make"), MADE)
-@pytest.mark.parametrize("name", WITH_WEIGHTS)
+@pytest.mark.parametrize(("dtype", "make", "name"), thinned(MADE, WITH_WEIGHTS))
 def test_what_was_rounded_in_full_precision_is_not_rounded_again(
     name: str, dtype: torch.dtype, make: Callable[[torch.dtype], Tensor]
 ) -> None:
@@ -109,7 +109,7 @@ def test_what_was_rounded_in_full_precision_is_not_rounded_again(
     assert torch.equal(once_RC.to(dtype), twice_RC.to(dtype))
 
 
-@pytest.mark.parametrize("name", WITH_WEIGHTS)
+@pytest.mark.parametrize("name", few(WITH_WEIGHTS, *USUAL))
 def test_no_element_is_further_off_than_half_a_step(name: str) -> None:
     weight_RC, args = weight(torch.float32), arguments(name)
     parameters = observe_weight(weight_RC, args)
@@ -127,11 +127,13 @@ def test_no_element_is_further_off_than_half_a_step(name: str) -> None:
     assert bool((off_RC <= best_RC + slack * weight_RC.abs() + 1e-9).all())
 
 
-@pytest.mark.parametrize("observer", ["memoryless_minmax", "memoryless_mse"])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("symmetric", [True, False])
-@pytest.mark.parametrize("cells", CELLS, ids=str)
-@pytest.mark.parametrize("kind", [("int", 4), ("int", 8), ("float", 8)], ids=str)
+@pairs(
+    observer=["memoryless_minmax", "memoryless_mse"],
+    dtype=[torch.float16, torch.bfloat16],
+    symmetric=[True, False],
+    cells=CELLS,
+    kind=[("int", 4), ("int", 8), ("float", 8)],
+)
 def test_a_weight_that_is_tiny_in_its_dtype_does_not_vanish(
     kind: tuple[str, int], cells: dict[str, Any], symmetric: bool, dtype: torch.dtype, observer: str
 ) -> None:

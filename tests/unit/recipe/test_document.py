@@ -101,7 +101,6 @@ def test_merge_keys_and_anchors_work():
     assert read["again"] is not read["more"]
 
 
-@pytest.mark.parametrize("key", ["x", "group_size"])
 @pytest.mark.parametrize(
     ("mapping", "value"),
     [
@@ -114,9 +113,9 @@ def test_merge_keys_and_anchors_work():
         ("{<<: [*one, *over], K: 0}", 0),
     ],
 )
-def test_a_mapping_overrides_what_it_merges_and_the_first_of_these_the_others(mapping, value, key):
+def test_a_mapping_overrides_what_it_merges_and_the_first_of_these_the_others(mapping, value):
     text = f"one: &one {{K: 1, y: 1}}\nover: &over {{<<: *one, K: 2}}\nlast: {mapping}"
-    assert parse_text(text.replace("K", key))["last"][key] == value
+    assert parse_text(text)["last"]["K"] == value
 
 
 def test_the_enum_members_that_other_tools_save_read_as_their_values():

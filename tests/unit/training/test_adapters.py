@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tests.support import tiny_training as tiny
+from tests.support.pairs import each
 from transformers.integrations.peft import MIN_PEFT_VERSION
 from transformers.utils import check_peft_version
 
@@ -100,8 +101,7 @@ def test_where_adapters_are(make: Callable[[], Any], expected: list[str]) -> Non
     assert modules_with_adapters(make()) == expected
 
 
-@pytest.mark.parametrize("make", [wrapped, added, prompted])
-@pytest.mark.parametrize("kind", WEIGHTS)
+@each(make=[wrapped, added, prompted], kind=WEIGHTS)
 def test_what_changes_weights_is_refused(
     session: CompressionSession, make: Callable[[], Any], kind: str
 ) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from tests.support.checkpoint_samples import HIDDEN, INNER, Sample, coded, dense, made
+from tests.support.pairs import each
 from torch import Tensor
 
 from llmcompressor.schemes.presets import preset_scheme
@@ -45,8 +46,7 @@ def filled(value: float) -> Tensor:
     return torch.full((INNER, HIDDEN), value, dtype=torch.bfloat16)
 
 
-@pytest.mark.parametrize("preset", PRESETS)
-@pytest.mark.parametrize("value", [0.03, -0.03])
+@each(preset=PRESETS, value=[0.03, -0.03])
 def test_a_weight_of_one_number_may_be_meant(preset: str, value: float, tmp_path: Path) -> None:
     ours, theirs = pair(preset, filled(value))
     alone = found(ours, tmp_path / "alone")

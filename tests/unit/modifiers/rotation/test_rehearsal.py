@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.pairs import each
 from tests.support.thinned import few
 from tests.support.tiny_llama import SIZES, llama
 from tests.unit.modifiers.rotation.test_probe import (
@@ -168,8 +169,7 @@ TINY: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("rotation", ["R1", "R2", "R3", "R4"])
-@pytest.mark.parametrize("case", TINY)
+@each(rotation=["R1", "R2", "R3", "R4"], case=TINY)
 def test_nothing_is_refused_that_the_run_does(case: str, rotation: str) -> None:
     make, rotations = TINY[case]
     if rotation not in rotations:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from tests.support import tiny_llama as tiny
+from tests.support.pairs import pairs
 from torch import Tensor
 from torch.nn import Conv2d, Linear, Module
 from transformers import PhimoeConfig, PhimoeForCausalLM
@@ -118,10 +119,12 @@ def test_every_pipeline_gives_it_its_inputs(
     assert error(model, reference) < 0.97 * error(by_magnitude(PAIRS), reference)
 
 
-@pytest.mark.parametrize("pruner", MODIFIERS)
-@pytest.mark.parametrize("quantizer", [QuantizationModifier, GPTQModifier])
-@pytest.mark.parametrize("symmetric", [True, False])
-@pytest.mark.parametrize("pipeline", ["independent", "sequential"])
+@pairs(
+    pruner=MODIFIERS,
+    quantizer=[QuantizationModifier, GPTQModifier],
+    symmetric=[True, False],
+    pipeline=["independent", "sequential"],
+)
 def test_what_quantizes_afterwards_keeps_the_zeros(
     pruner: type, quantizer: type, symmetric: bool, pipeline: str
 ) -> None:
