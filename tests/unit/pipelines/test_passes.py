@@ -12,7 +12,6 @@ from llmcompressor.modifiers import Modifier
 from llmcompressor.modifiers.quantization import GPTQModifier, QuantizationModifier
 from llmcompressor.modifiers.smoothquant import SmoothQuantModifier
 from llmcompressor.modifiers.transform import SpinQuantModifier
-from llmcompressor.pipelines import infer_pipeline
 from llmcompressor.pipelines.passes import split_into_passes
 
 
@@ -50,13 +49,7 @@ def test_what_learns_first_begins_a_pass_in_which_nobody_collects(pipeline: str)
     assert names(split_into_passes(recipe, pipeline)) == [["SmoothQuant"], ["SpinQuant"], ["GPTQ"]]
 
 
-def test_one_that_wants_the_whole_model_finds_what_stands_before_done() -> None:
+def test_in_memory_too_it_finds_what_stands_before_done() -> None:
     recipe = [Scaling(), learning(), rounding(), solving()]
     stretches = [["Scaling"], ["SpinQuant"], ["Quantization", "GPTQ"]]
     assert names(split_into_passes(recipe, "sequential")) == stretches
-
-
-def test_no_data_runs_through_the_model_for_what_takes_it_itself() -> None:
-    assert learning().requires_calibration_data
-    assert infer_pipeline([learning(), rounding()]) == "datafree"
-    assert infer_pipeline([learning(), solving()]) == "sequential"
