@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch.nn import Module
-from transformers import AutoConfig, PrinterCallback, TrainerCallback
+from transformers import AutoConfig, PrinterCallback
 from transformers.trainer_utils import rotate_checkpoints
 
 from llmcompressor.args import ModelArguments
@@ -50,10 +50,10 @@ from llmcompressor.modeling.sharded import (
     has_partitioned_parameters,
     was_loaded_sharded,
 )
-from llmcompressor.runtime.progress import Advance, progress
 from llmcompressor.session.functions import run_session
 from llmcompressor.session.session import CompressionSession
 from llmcompressor.training import Trainer
+from llmcompressor.training.callbacks import TrainingProgress
 from llmcompressor.training.optimizer import parameter_ids, without_new_parameters
 from llmcompressor.transformers_internals import (
     divides_by_steps_since_resume,
@@ -62,52 +62,7 @@ from llmcompressor.transformers_internals import (
     use_one_accelerator,
 )
 
-__all__ = ["TrainingBar", "check_teacher", "load_maybe_quantized", "load_teacher", "run_training"]
-
-
-# --------------------
-# Progress bar and log lines of a training.
-
-_SHOWN = ("loss", "eval_loss", "grad_norm", "learning_rate", "epoch")
-
-
-class TrainingBar(TrainerCallback):
-    """Shows steps and remaining time as a bar or log lines, and logs the trainer's metrics.
-
-    Args:
-        stack: closes the bar, also if the training fails.
-    """
-
-    def __init__(self, stack: ExitStack) -> None:
-        self._stack = stack
-        self._advance: Advance | None = None
-        self._done = 0
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Open the bar at the first step, or at the step of a resumed training."""
-        if not state.is_world_process_zero:
-            return
-        self._advance = self._stack.enter_context(progress(state.max_steps, "Training"))
-        self._done = state.global_step
-        self._advance(self._done)
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Advance the bar by the steps taken."""
-        if self._advance is not None:
-            self._advance(state.global_step - self._done)
-            self._done = state.global_step
-
-    def on_log(
-        self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any
-    ) -> None:
-        """Show the loss in the bar and log the metrics."""
-        if self._advance is None or not logs:
-            return
-        if "loss" in logs:
-            self._advance(0, note=f"loss {float(logs['loss']):.4g}")
-        shown = [f"{name} {float(logs[name]):.4g}" for name in _SHOWN if name in logs]
-        if "loss" in logs or "eval_loss" in logs:
-            logger.info(f"Step {state.global_step}: {', '.join(shown)}")
+__all__ = ["check_teacher", "load_maybe_quantized", "load_teacher", "run_training"]
 
 
 # --------------------
@@ -340,7 +295,7 @@ class _Run:
         trainer.folder = folder
         if task.own_bar:
             trainer.remove_callback(PrinterCallback)
-            trainer.add_callback(TrainingBar(stack))
+            trainer.add_callback(TrainingProgress(stack))
         return trainer
 
     def _check_writable(self) -> None:
