@@ -246,16 +246,16 @@ class _Run:
         if not hasattr(train_samples, "__len__"):
             task.data.check_steps(task.args.max_steps)
         use_cache = getattr(self.model.config, "use_cache", None)
-        fingerprint = task.fingerprint(self.model, teacher, train_samples)
+        identity = task.identity(self.model, teacher, train_samples)
         folder = open_training_folder(
             task.output_dir,
-            fingerprint,
+            identity,
             resume=task.run_args.resume,
             is_main=self.is_main,
         )
         try:
             with folder as opened, ExitStack() as stack:
-                self.began_with = fingerprint["model"]
+                self.began_with = identity["model"]
                 if _broadcast(opened.is_written):
                     return self._publish_finished(opened)
                 trainer = self._trainer(opened, stack, teacher, train_samples, eval_samples)
