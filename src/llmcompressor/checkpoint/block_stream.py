@@ -82,6 +82,7 @@ __all__ = [
     "PlannedOutput",
     "ResidentBlocks",
     "StreamedBlocks",
+    "check_output_space",
     "has_lazy_parameters",
     "load_lazily",
     "output_headers",
@@ -374,6 +375,22 @@ class PlannedOutput:
     overwrite: bool
 
 
+def check_output_space(target: Path, manifest: OutputManifest, source: str | None) -> None:
+    """Check that the disk holds an output.
+
+    Args:
+        target: its folder.
+        manifest: its tensors.
+        source: the folder of the original model, for the other files.
+
+    Raises:
+        OutputError: there is not enough space.
+    """
+    stored = manifest.stored
+    beside = non_weight_bytes(None if source is None else Path(source), len(stored))
+    check_space(target, output=layout_files(stored).file_size + beside)
+
+
 class ResidentBlocks(BlockSource):
     """The blocks of a model in memory, which is written when all of it is finished.
 
@@ -423,10 +440,7 @@ class ResidentBlocks(BlockSource):
         self._report = report
         self._output = output if self._writes else None
         if self._output is not None:
-            folder = None if self.source_folder is None else Path(self.source_folder)
-            stored = self._output.manifest.stored
-            size = layout_files(stored).file_size + non_weight_bytes(folder, len(stored))
-            check_space(self._output.target, output=size)
+            check_output_space(self._output.target, self._output.manifest, self.source_folder)
         yield
 
     def complete(self) -> None:

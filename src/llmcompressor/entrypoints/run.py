@@ -96,6 +96,7 @@ from llmcompressor.verification import Deployment, TensorInfo, check_serving
 from llmcompressor.verification.facts import Severity
 
 __all__ = [
+    "SHARE_FOR_WEIGHTS",
     "MemoryLimits",
     "compress",
     "is_partly_quantized",
@@ -104,6 +105,7 @@ __all__ = [
     "run",
     "streamable_source",
     "streamed_blocks",
+    "whole_model_reason",
 ]
 
 Blocks: TypeAlias = StreamedBlocks | ResidentBlocks
@@ -198,7 +200,7 @@ def _check_loadable(source: SourceInfo, *, but: Collection[str]) -> None:
 # --------------------
 # Loading of a model as a whole, for model objects or modifiers that need it.
 
-_SHARE_FOR_WEIGHTS = 0.6
+SHARE_FOR_WEIGHTS = 0.6
 """Of an accelerator's free memory: the rest is for activations and solvers."""
 
 
@@ -301,7 +303,7 @@ def _move_to_device(model: Module, device: str | None) -> Module:
     empty_device_cache()
     free = free_device_memory(torch.cuda.current_device())
     size = sum(p.numel() * p.element_size() for p in model.parameters())
-    if size > free * _SHARE_FOR_WEIGHTS:
+    if size > free * SHARE_FOR_WEIGHTS:
         logger.warning(
             f"The model takes {size / 2**30:.1f} GiB and the accelerator has "
             f"{free / 2**30:.1f} GiB free: it computes on the CPU."
@@ -350,7 +352,7 @@ class MemoryLimits:
         free = free_device_memory(device)
         allowed = min(free, self._given.get(device.index, free))
         needed = self._needed(weights)
-        if needed <= allowed * _SHARE_FOR_WEIGHTS:
+        if needed <= allowed * SHARE_FOR_WEIGHTS:
             return device
         logger.warning(
             f"Two blocks and the embeddings take {needed / 2**30:.1f} GiB and the accelerator has "
@@ -456,7 +458,7 @@ def _opened(job: Job) -> Iterator[Blocks]:
         mixtures = targeted_moes(model, job.recipe.modifiers)
         unfuse_stored_experts(model, mixtures)  # type: ignore[arg-type]  # others have no MoE
         job.share_memory()
-        by_block = not _whole_model_reason(job)
+        by_block = not whole_model_reason(job)
         yield ResidentBlocks(model, job.source, by_block=by_block, writes=target is not None)
 
 
@@ -469,7 +471,7 @@ def streamed_blocks(job: Job, blueprint: MetaModel) -> Iterator[StreamedBlocks]:
         yield blocks
 
 
-def _whole_model_reason(job: Job) -> str:
+def whole_model_reason(job: Job) -> str:
     """Return why modifiers cannot finish one block after another; empty if they can."""
     whole = [type(one).__name__ for one in job.recipe.modifiers if not one.traits.by_block]
     if whole or job.pipeline() not in BY_BLOCK:
@@ -486,7 +488,7 @@ def streamable_source(job: Job) -> SourceInfo | None:
     args = job.model_args
     if job.output_dir is None or not isinstance(args.model, str | os.PathLike):
         return None
-    reason = _whole_model_reason(job)
+    reason = whole_model_reason(job)
     if reason:
         _warn_in_memory(reason)
         return None

@@ -13,10 +13,11 @@ from typing import Any, TypeVar
 
 import torch
 from torch.nn import Module
-from transformers import AutoConfig, PrinterCallback
+from transformers import AutoConfig, PreTrainedModel, PrinterCallback
 from transformers.trainer_utils import rotate_checkpoints
 
 from llmcompressor.args import ModelArguments
+from llmcompressor.checkpoint.block_stream import check_output_space
 from llmcompressor.checkpoint.load import (
     check_complete,
     check_finite_weights,
@@ -41,7 +42,12 @@ from llmcompressor.entrypoints.training_task import (
     check_labels,
     open_training_folder,
 )
-from llmcompressor.entrypoints.verify import check_writable_model, verify_saved, verify_written
+from llmcompressor.entrypoints.verify import (
+    check_servable,
+    predict_output,
+    verify_saved,
+    verify_written,
+)
 from llmcompressor.errors import ArgumentError, CheckpointError
 from llmcompressor.logger import logger
 from llmcompressor.modeling.sharded import (
@@ -299,22 +305,22 @@ class _Run:
         return trainer
 
     def _check_writable(self) -> None:
-        task = self.task
-        if task.output_dir is not None and self.is_main:
-            check_writable_model(
-                self.model,
-                self.session.lifecycle.recipe.modifiers,
-                self.session.state,
-                task.source,
-                task.output_dir,
-                packed=task.model_args.save_compressed,
-                is_meant=True,  # a training is worthwhile anyway: warn only
-            )
+        task, session = self.task, self.session
+        if task.output_dir is None or not self.is_main:
+            return
+        if isinstance(self.model, PreTrainedModel):
+            packed = task.model_args.save_compressed
+            modifiers = session.lifecycle.recipe.modifiers
+            found = predict_output(self.model, modifiers, session.state, task.source, packed=packed)
+            check_output_space(task.output_dir, found.manifest, task.source)
+            # a training is worthwhile anyway: warn only
+            check_servable(found.config, found.manifest, is_meant=True)
 
     def _train(self, trainer: Trainer, folder: TrainingFolder) -> dict[str, Any]:
         """Train the model and return the metrics."""
         task = self.task
-        start = _broadcast(task.resume_from or self._progress(folder))
+        progress = None if task.run_args.resume == "never" else folder.last_checkpoint()
+        start = _broadcast(task.resume_from or progress)
         if start is not None:
             logger.info(f"Continuing the training at {start}.")
         began = time.monotonic()
@@ -334,9 +340,6 @@ class _Run:
         self.model.eval()
         check_finite_weights(self.model)
         return figures
-
-    def _progress(self, folder: TrainingFolder) -> Path | None:
-        return None if self.task.run_args.resume == "never" else folder.last_checkpoint()
 
     def _finish(self, trainer: Trainer, folder: TrainingFolder, figures: dict[str, Any]) -> None:
         """Write the metrics, the trainer state and the compressed checkpoint, and publish it."""

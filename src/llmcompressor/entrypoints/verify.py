@@ -19,7 +19,6 @@ from transformers import PreTrainedModel
 
 from llmcompressor.args.checks import path
 from llmcompressor.checkpoint import save
-from llmcompressor.checkpoint.block_writer import check_space, non_weight_bytes
 from llmcompressor.checkpoint.manifest import OutputManifest, build_manifest
 from llmcompressor.checkpoint.moe_names import dense_experts_fused
 from llmcompressor.checkpoint.save import (
@@ -29,7 +28,6 @@ from llmcompressor.checkpoint.save import (
     save_options,
 )
 from llmcompressor.checkpoint.source import TensorHeader, local_directory
-from llmcompressor.checkpoint.tensor_files import layout_files
 from llmcompressor.core.contract import Prediction
 from llmcompressor.core.modifier import Modifier, planned_structure
 from llmcompressor.core.state import State
@@ -49,7 +47,6 @@ from llmcompressor.verification.transformers_model import bare_model
 
 __all__ = [
     "check_servable",
-    "check_writable_model",
     "is_meant_unservable",
     "modify_save_pretrained",
     "predict_output",
@@ -282,52 +279,10 @@ def _refuse_unservable(ask: Callable[..., list[Finding]]) -> None:
     )
 
 
-def check_writable_model(
-    model: Module,
-    modifiers: Sequence[Modifier],
-    state: State,
-    source: str | None,
-    output_dir: str | Path,
-    *,
-    packed: bool,
-    is_meant: bool,
-) -> None:
-    """Check before a run that a model in memory can be written and served.
-
-    Args:
-        model: the model; only models of transformers are checked.
-        modifiers: of the recipe, initialized.
-        state: of the session.
-        source: the folder of the original model.
-        output_dir: the output folder.
-        packed: weights are packed, not written dense.
-        is_meant: as for :func:`check_servable`.
-
-    Raises:
-        ArgumentError: weights are parametrized, but not by the model's class.
-        OutputError: there is not enough disk space.
-        RecipeError: no server would serve the output.
-    """
-    if not isinstance(model, PreTrainedModel):
-        return
-    predicted = predict_output(model, modifiers, state, source, packed=packed)
-    stored = predicted.manifest.stored
-    beside = non_weight_bytes(None if source is None else Path(source), len(stored))
-    check_space(Path(output_dir), output=layout_files(stored).file_size + beside)
-    check_servable(predicted.config, predicted.manifest, is_meant=is_meant)
-
-
 def warn_save_problems(
     model: Module, modifiers: Sequence[Modifier], state: State, source: str | None
 ) -> None:
-    """Warn before a run about problems that ``save_pretrained`` of its model would have.
-
-    Args:
-        model: as for :func:`check_writable_model`, like all others.
-        modifiers: see there.
-        state: see there.
-        source: see there.
-    """
+    """Warn before a run about problems that ``save_pretrained`` of its model would have."""
     if not isinstance(model, PreTrainedModel):
         return
     try:
