@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +24,7 @@ from llmcompressor.core.modifier import Modifier
 from llmcompressor.errors import TargetError
 from llmcompressor.logger import logger
 from llmcompressor.modeling.blocks import find_blocks
-from llmcompressor.modeling.call_graph import CallOrder, first_tensor, model_device
+from llmcompressor.modeling.call_graph import first_tensor, model_device
 from llmcompressor.modeling.hooks import HooksMixin, has_output_hooks
 from llmcompressor.modeling.offload import activation_budget, device_activation_budget
 from llmcompressor.modeling.paused_forward import Pass, PausedForward, Stop
@@ -34,7 +34,6 @@ from llmcompressor.pipelines.activations import LITTLE, ActivationStore
 from llmcompressor.pipelines.batches import CalibrationBatches, calibration_batches
 from llmcompressor.pipelines.block_loading import BlockLoader
 from llmcompressor.pipelines.granularity import (
-    StopPlan,
     StopUnit,
     count_forwards,
     plan_stops,
@@ -109,39 +108,27 @@ class SequentialPipeline:
                 model, state, modifiers, batches, dataset_args, blocks=blocks
             ) as lists,
         ):
-            loader = BlockLoader(state, modifiers)
-            run = _prepare(
-                model,
-                batches,
-                modifiers,
-                state,
-                dataset_args,
-                blocks,
-                self.forced_level or level,
-                lists,
-                loader,
+            forced = self.forced_level or level
+            run = _SequentialRun(
+                model, batches, state, dataset_args, blocks, forced, lists, experts
             )
-            run.experts = experts
-            run.starvation = StarvationPolicy.from_arguments(dataset_args, batches)
             logger.info(
                 f"Sequential calibration: {len(run.plan.units)} stops at {run.plan.level} level "
                 f"({run.plan.reason}); {len(batches)} batches, {run.streams} stream(s): "
                 f"{run.forwards} forward(s)."
             )
             LifecycleCallbacks.calibration_epoch_start()
-            loader.begin()
+            run.loader.begin()
             if run.has_work:
-                watched = _modules_to_calibrate(modifiers, state, loader)
+                share = dataset_args.min_tokens_per_module
                 with (
-                    report_low_coverage(
-                        model, watched, batches, state, dataset_args.min_tokens_per_module
-                    ),
+                    report_low_coverage(model, run.owners, batches, state, share),
                     count_listed_experts(model, state, modifiers, batches, dataset_args, lists),
                     check_finite_outputs(model, state),
                     progress(len(run.plan.units), "Calibrating") as advance,
                 ):
                     run.run_units(advance)
-            loader.finish_unvisited()
+            run.loader.finish_unvisited()
             malloc_trim()
             LifecycleCallbacks.calibration_epoch_end()
 
@@ -150,66 +137,6 @@ class LayerSequentialPipeline(SequentialPipeline):
     """Calibrates part by part, at the level of blocks (decoder layers)."""
 
     forced_level = Granularity.BLOCK
-
-
-def _prepare(
-    model: Module,
-    batches: CalibrationBatches,
-    modifiers: Sequence[Modifier],
-    state: State,
-    dataset_args: DatasetArguments,
-    blocks: dict[Module, str],
-    forced: Granularity | None,
-    lists: ExpertBroadcast,
-    loader: BlockLoader,
-) -> _SequentialRun:
-    owners = _modules_to_calibrate(modifiers, state, loader)
-    calibrated = trace_calibrated_modules(model, batches, owners, blocks, lists)
-    source = state.run.block_source
-    loaded = {one: name for one, name in source.names.items() if one in blocks}
-    source.refuse_uncalled(uncalled_blocks(calibrated, loaded))
-    warn_uncalled_modules(calibrated, modifiers, state)
-    propagates = dataset_args.propagate_error and all(m.traits.propagates_error for m in modifiers)
-    state.calibration.propagates_error, state.calibration.call_order = propagates, calibrated.order
-    streams = 2 if propagates and any(m.traits.twin for m in modifiers) else 1
-    undeclared = any(_is_undeclared(modifier, state) for modifier in modifiers)
-    budget = _budget(dataset_args)
-    to_end = undeclared or any(m.select(state).to_end for m in modifiers)
-    finest = max((m.traits.granularity for m in modifiers), default=Granularity.BLOCK)
-    lay_out = partial(
-        plan_stops,
-        calibrated.names,
-        calibrated.order,
-        blocks,
-        finest=Granularity.BLOCK if lists.waits_at_blocks else finest,
-        tokens=batches.tokens,
-        streams=streams,
-        budget=budget,
-        every_block=undeclared,
-        gates=source.names,
-        to_end=to_end,
-        stages=calibrated.stages,
-        undivided=whole_modules(modifiers, state),
-    )
-    plan = lay_out(forced=forced)
-    # the level decides the result: it stays that of the first attempt
-    level = Granularity(source.decide("granularity", str(plan.level)))
-    plan = plan if level is plan.level else lay_out(forced=level)
-    return _SequentialRun(
-        model,
-        batches,
-        state,
-        plan,
-        calibrated.order,
-        streams,
-        propagates,
-        budget=budget,
-        to_end=to_end,
-        undeclared=undeclared,
-        modifiers=modifiers,
-        lists=lists,
-        loader=loader,
-    )
 
 
 def _stops(
@@ -227,51 +154,69 @@ def _stops(
     return target_stops(model, blocks, owners, modifiers, state, level, at_blocks=undeclared)
 
 
-def _modules_to_calibrate(
-    modifiers: Sequence[Modifier], state: State, loader: BlockLoader
-) -> dict[Module, list[int]]:
-    """Modules to calibrate with their modifiers, without those that an earlier run has finished."""
-    needing = [modifier for modifier in modifiers if modifier.traits.needs_data]
-    owners = modifier_indices(needing, state)
-    return {
-        module: positions for module, positions in owners.items() if not loader.is_finished(module)
-    }
-
-
 def _is_undeclared(modifier: Modifier, state: State) -> bool:
     """Return True if a modifier needs data without declaring modules, so it gets all modules."""
     own = modifier.select(state)
     return modifier.traits.needs_data and not (own.to_end or own.modules)
 
 
-def _budget(dataset_args: DatasetArguments) -> int:
-    return activation_budget(dataset_args.activation_budget)
-
-
-def _resident_budget(device: torch.device, budget: int, limit: int | None) -> int:
-    """Bytes of activations that may stay on the device of the passes."""
-    return device_activation_budget(device, limit) if device.type == "cuda" else budget
-
-
-@dataclass
 class _SequentialRun:
-    """State of one calibration run: the plan, the batches and the options of the pass."""
+    """One calibration run: the plan of its stops, the batches and the options of the pass."""
 
-    model: Module
-    batches: CalibrationBatches
-    state: State
-    plan: StopPlan
-    order: CallOrder
-    streams: int
-    propagates: bool
-    budget: int
-    to_end: bool
-    undeclared: bool
-    modifiers: Sequence[Modifier]
-    lists: ExpertBroadcast
-    loader: BlockLoader
-    experts: ExpertCalibration = field(default_factory=ExpertCalibration)
-    starvation: StarvationPolicy = field(default_factory=StarvationPolicy)
+    def __init__(
+        self,
+        model: Module,
+        batches: CalibrationBatches,
+        state: State,
+        args: DatasetArguments,
+        blocks: dict[Module, str],
+        forced: Granularity | None,
+        lists: ExpertBroadcast,
+        experts: ExpertCalibration,
+    ) -> None:
+        self.model, self.batches, self.state = model, batches, state
+        self.lists, self.experts = lists, experts
+        self.starvation = StarvationPolicy.from_arguments(args, batches)
+        self.modifiers = modifiers = active_session().lifecycle.recipe.modifiers
+        self.loader = BlockLoader(state, modifiers)
+        needing = [modifier for modifier in modifiers if modifier.traits.needs_data]
+        self.owners = {
+            module: positions
+            for module, positions in modifier_indices(needing, state).items()
+            if not self.loader.is_finished(module)  # by an earlier run
+        }
+        calibrated = trace_calibrated_modules(model, batches, self.owners, blocks, lists)
+        source = state.run.block_source
+        loaded = {one: name for one, name in source.names.items() if one in blocks}
+        source.refuse_uncalled(uncalled_blocks(calibrated, loaded))
+        warn_uncalled_modules(calibrated, modifiers, state)
+        self.order = calibrated.order
+        self.propagates = args.propagate_error and all(m.traits.propagates_error for m in modifiers)
+        state.calibration.propagates_error = self.propagates
+        state.calibration.call_order = self.order
+        self.streams = 2 if self.propagates and any(m.traits.twin for m in modifiers) else 1
+        self.undeclared = any(_is_undeclared(modifier, state) for modifier in modifiers)
+        self.to_end = self.undeclared or any(m.select(state).to_end for m in modifiers)
+        self.budget = activation_budget(args.activation_budget)
+        finest = max((m.traits.granularity for m in modifiers), default=Granularity.BLOCK)
+        lay_out = partial(
+            plan_stops,
+            calibrated,
+            blocks,
+            finest=Granularity.BLOCK if lists.waits_at_blocks else finest,
+            tokens=batches.tokens,
+            streams=self.streams,
+            budget=self.budget,
+            every_block=self.undeclared,
+            gates=source.names,
+            to_end=self.to_end,
+            undivided=whole_modules(modifiers, state),
+        )
+        self.plan = lay_out(forced=forced)
+        # the level decides the result: it stays that of the first attempt
+        level = Granularity(source.decide("granularity", str(self.plan.level)))
+        if level is not self.plan.level:
+            self.plan = lay_out(forced=level)
 
     @property
     def has_work(self) -> bool:
@@ -284,9 +229,10 @@ class _SequentialRun:
         """Calibrate and compress all units of the plan in order."""
         units = {unit.stop: unit for unit in self.plan.units}
         device = model_device(self.model)
-        fits = self.plan.bytes <= _resident_budget(
-            device, self.budget, self.state.run.device_memory
-        )
+        room = self.budget
+        if device.type == "cuda":  # bytes that may stay there
+            room = device_activation_budget(device, self.state.run.device_memory)
+        fits = self.plan.bytes <= room
         store = ActivationStore(
             self.budget,
             self._tensors_of_others(),

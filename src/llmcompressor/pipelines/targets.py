@@ -7,7 +7,6 @@ import contextlib
 import inspect
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ from llmcompressor.core.modifier import Modifier
 from llmcompressor.core.state import State
 from llmcompressor.errors import CheckpointError, CompressorError, DatasetError, TargetError
 from llmcompressor.logger import logger
-from llmcompressor.modeling.call_graph import CallOrder, first_tensor, tensor_version, trace_calls
+from llmcompressor.modeling.call_graph import first_tensor, tensor_version, trace_calls
 from llmcompressor.modeling.hooks import HooksMixin
 from llmcompressor.modeling.meta_weights import skip_zero_products, zero_weights
 from llmcompressor.modeling.patches import input_rotation_key, rotations_suspended
@@ -28,12 +27,12 @@ from llmcompressor.moe.expert_stops import ExpertStage
 from llmcompressor.moe.module_list import ExpertBroadcast, is_linear_like
 from llmcompressor.observers.tokens import count_tokens
 from llmcompressor.pipelines.batches import CalibrationBatches, small_batch
+from llmcompressor.pipelines.granularity import CalibratedModules
 from llmcompressor.pipelines.moe_routing import call_all_experts
 from llmcompressor.pipelines.passes import BY_BLOCK
 from llmcompressor.runtime.progress import join_names
 
 __all__ = [
-    "CalibratedModules",
     "TokenCounter",
     "check_reached",
     "dry_run_context",
@@ -43,18 +42,6 @@ __all__ = [
     "uncalled_blocks",
     "warn_uncalled_modules",
 ]
-
-
-@dataclass(frozen=True)
-class CalibratedModules:
-    """The calibrated modules, with their call order."""
-
-    names: Mapping[Module, str]
-    """Module → name, in the order of the model."""
-    order: CallOrder
-    """When they are called, and which of them share an input; other parts of blocks are counted."""
-    stages: Mapping[Module, tuple[Module, str]]
-    """Linear of an expert → the stage at which it gets its input, and that one's name."""
 
 
 def modifier_indices(modifiers: Sequence[Modifier], state: State) -> dict[Module, list[int]]:
