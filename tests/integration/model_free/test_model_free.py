@@ -11,23 +11,17 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from compressed_tensors.entrypoints.convert import FP8BlockDequantizer
 from compressed_tensors.quantization import QuantizationArgs, QuantizationConfig, QuantizationScheme
 from safetensors.torch import load_file, save_file
 from tests.support import small_models as small
 from torch import Tensor
-from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
-from transformers.models.auto.configuration_auto import (
-    CONFIG_MAPPING_NAMES,
-    model_type_to_module_name,
-)
+from transformers import GPT2Config, GPT2LMHeadModel
 from typer.testing import CliRunner
 
 from llmcompressor import model_free_ptq, oneshot, verify
 from llmcompressor.checkpoint.block_reader import BlockWeights
 from llmcompressor.cli.app import app
-from llmcompressor.entrypoints.arguments import CONV1D_NAMES, CONV1D_TYPES
 from llmcompressor.errors import CheckpointError, TargetError
 from llmcompressor.modifiers.quantization import QuantizationModifier
 from llmcompressor.schemes.presets import PRESETS
@@ -140,14 +134,6 @@ def test_the_same_bytes_as_oneshot(
     assert config_of(tmp_path / "names") == config_of(tmp_path / "class")
     written = sorted(path.name for path in (tmp_path / "class").iterdir())
     assert sorted(path.name for path in (tmp_path / "names").iterdir()) == written
-
-
-def test_transformers_reads_what_was_written(one_block: Path, tmp_path: Path) -> None:
-    folder = model_free_ptq(one_block, tmp_path / "out", "W4A16", ignore=["lm_head"])
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
-    original = AutoModelForCausalLM.from_pretrained(one_block, dtype=torch.bfloat16)
-    error = (small.logits(model) - small.logits(original)).norm()
-    assert 0 < error < 0.5 * small.logits(original).norm()
 
 
 def test_a_tied_head_stays_tied(tmp_path: Path) -> None:
@@ -386,15 +372,6 @@ def test_a_checkpoint_in_another_layout_is_converted_first(
     assert float((decoded - weight).norm() / weight.norm()) < 0.06
 
 
-def test_what_a_converter_refuses_is_one_clear_error(
-    blocks: tuple[Path, Tensor], tmp_path: Path
-) -> None:
-    converter = FP8BlockDequantizer(targets=["re:.*up$", "re:.*embed_tokens$"])
-    with pytest.raises(CheckpointError, match=r"FP8BlockDequantizer cannot convert .*embed_tokens"):
-        model_free_ptq(blocks[0], tmp_path / "out", "W8A16", converter=converter)
-    assert {path.name for path in tmp_path.iterdir()} == {"blocks"}
-
-
 # ---------------------------------------------------------------------- what cannot be used
 
 
@@ -429,24 +406,6 @@ def test_arguments_that_cannot_be_used(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_models_with_transposed_weights_are_those_of_transformers() -> None:
-    models = Path(transformers.__file__).parent / "models"
-    types, names = set(), set()
-    for file in models.glob("*/modeling_*.py"):
-        own = re.findall(r"self\.(\w+) = Conv1D\(", file.read_text(encoding="utf-8"))
-        if own:
-            names.update(own)
-            types.update(
-                kind
-                for kind in CONFIG_MAPPING_NAMES
-                if model_type_to_module_name(kind) == file.parent.name
-            )
-    assert {
-        kind.removesuffix("_decoder").removesuffix("_encoder") for kind in types
-    } == CONV1D_TYPES
-    assert names == CONV1D_NAMES
-
-
 @pytest.fixture(scope="module")
 def gpt2(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A GPT-2 with a head of its own."""
@@ -470,23 +429,6 @@ def test_transposed_weights_are_refused(gpt2: Path, tmp_path: Path) -> None:
         assert same(stored[whole], original[whole])
 
 
-def test_stacks_of_no_known_layout_are_left_and_told_of(tmp_path: Path, warned: list[str]) -> None:
-    tensors = {
-        "trunk.up.weight": torch.randn(HIDDEN, HIDDEN),
-        "trunk.fans.weight": torch.randn(2, HIDDEN, HIDDEN),
-        "trunk.kernels.weight": torch.randn(HIDDEN, HIDDEN, 4),
-    }
-    source = write(tmp_path / "source", tensors)
-    model_free_ptq(source, tmp_path / "out", "FP8_DYNAMIC")
-    assert same(tensors_of(tmp_path / "out")["trunk.fans.weight"], tensors["trunk.fans.weight"])
-    (said,) = (line for line in warned if "three dimensions" in line)
-    assert "trunk.fans.weight" in said
-    assert "kernels" not in said
-    warned.clear()
-    model_free_ptq(source, tmp_path / "ignored", "FP8_DYNAMIC", ignore="trunk.fans")
-    assert not [line for line in warned if "three dimensions" in line]
-
-
 @pytest.mark.parametrize(
     ("ignore", "refused"), [("lm_heads", True), ("re:.*vision", False), ("vision_tower", False)]
 )
@@ -498,15 +440,6 @@ def test_a_misspelt_ignore_is_refused_and_a_general_one_is_not(
             model_free_ptq(odd, tmp_path / "out", "W4A16", ignore=ignore)
     else:
         model_free_ptq(odd, tmp_path / "out", "W4A16", ignore=ignore)
-
-
-def test_there_is_nothing_to_quantize_without_safetensors(tmp_path: Path) -> None:
-    source = tmp_path / "source"
-    source.mkdir()
-    (source / "config.json").write_text(json.dumps(CONFIG))
-    (source / "pytorch_model.bin").write_bytes(b"")
-    with pytest.raises(CheckpointError, match="no safetensors"):
-        model_free_ptq(source, tmp_path / "out", "FP8_DYNAMIC")
 
 
 # ---------------------------------------------------------------------- quantized in part

@@ -18,7 +18,7 @@ from datasets import Dataset
 from safetensors.torch import load_file, save_file
 from tests.support import small_models as small
 from torch.utils.data import DataLoader
-from transformers import AutoModelForCausalLM, OPTConfig, OPTForCausalLM
+from transformers import AutoModelForCausalLM
 
 import llmcompressor
 from llmcompressor import active_session, model_free_ptq, oneshot, plan, reset_session
@@ -726,29 +726,3 @@ def test_a_dry_run_lists_what_a_run_refuses(wrong: dict[str, Any], place: Place)
         (caught.value.problem, caught.value.remedy)
     ]
     assert found.problems == plan(**arguments, measure=False).problems
-
-
-@pytest.mark.parametrize("in_memory", [False, True])
-def test_a_cache_whose_shape_the_configuration_does_not_tell(
-    in_memory: bool, tmp_path: Path
-) -> None:
-    model = OPTForCausalLM(
-        OPTConfig(
-            vocab_size=small.VOCABULARY,
-            hidden_size=32,
-            word_embed_proj_dim=32,
-            ffn_dim=32,
-            num_hidden_layers=1,
-            num_attention_heads=2,
-            max_position_embeddings=64,
-        )
-    )
-    model.save_pretrained(tmp_path / "model")
-    before = small.fingerprint(model)
-    given = model if in_memory else str(tmp_path / "model")
-    with pytest.raises(TargetError, match=r"num_key_value_heads.*OPTConfig.*kv_cache_scheme"):
-        oneshot(given, CACHE, small.token_rows(2), output_dir=tmp_path / "out")
-    assert small.fingerprint(model) == before
-    found = plan(given, CACHE, small.token_rows(2), measure=False)
-    assert any("num_key_value_heads" in str(one) for one in found.problems)
-    assert [path.name for path in tmp_path.iterdir()] == ["model"]

@@ -19,7 +19,6 @@ from llmcompressor.checkpoint.packing import patch_packed_zero_points
 from llmcompressor.errors import CheckpointError, TargetError
 from llmcompressor.modifiers.quantization import QuantizationModifier
 from llmcompressor.modifiers.rotation import SpinQuantModifier
-from llmcompressor.training import Trainer
 
 SIZES: dict[str, Any] = {
     "vocab_size": 96,
@@ -153,17 +152,6 @@ def test_what_the_refusal_of_the_folder_says_works(
     assert "quantization_config" not in (tmp_path / "plain" / "config.json").read_text()
     assert_reads_as(model, tmp_path / "plain")
     oneshot(model=tmp_path / "plain", recipe=recipe(), output_dir=tmp_path / "out")
-
-
-def test_checkpoints_of_a_training_hold_what_is_trained(fp8: Path, tmp_path: Path) -> None:
-    model = loaded(fp8)
-    args = hf.TrainingArguments(
-        tmp_path / "training", max_steps=1, save_steps=1, use_cpu=True, report_to=[]
-    )
-    rows = [{"input_ids": IDS[0].tolist(), "labels": IDS[0].tolist()}]
-    Trainer(model=model, args=args, train_dataset=rows, recipe=None).train()
-    tensors = stored(tmp_path / "training" / "checkpoint-1")
-    assert {tensor.dtype for tensor in tensors.values()} == {torch.bfloat16}
 
 
 ATTENTION: dict[str, Any] = {

@@ -170,19 +170,6 @@ def test_a_model_that_was_loaded_spread_trains_as_one_does(dense):
 
 
 @pytest.mark.slow
-def test_sharded_processes_train_in_mixed_precision(dense):
-    """All parameters are cast for the forward, and not only those of products, as alone."""
-    settings = {"use_cpu": True, "bf16": True}
-    sharded_run.main(dense, 1, {"output_dir": str(dense / "alone"), **settings})
-    sharded(dense, "sharded", processes=2, ddp_backend="gloo", **settings)
-    ours = load_file(dense / "sharded" / "model.safetensors")
-    codes = [each for each in ours.values() if each.dtype is torch.int8]
-    assert len(codes) == 14
-    assert all((each == 0).float().mean() >= 0.5 for each in codes)
-    assert losses(dense / "sharded") == pytest.approx(losses(dense / "alone"), rel=1e-2)
-
-
-@pytest.mark.slow
 def test_a_sharded_training_goes_on_where_it_was_killed(dense):
     settings = {"processes": 2, "use_cpu": True, "ddp_backend": "gloo"}
     sharded(dense, "whole", **settings)

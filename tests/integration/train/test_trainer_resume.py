@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 
 import numpy as np
@@ -105,28 +104,6 @@ def test_killed_and_resumed_ends_with_the_same_bits(tmp_path, whole, step):
         assert torch.equal(found, expected[name]), name
     assert modifier._updates == 6
     assert modifier._starts == 0, "on_start belongs to the run that was killed"
-
-
-def test_masks_of_the_step_that_reaches_the_start_survive(tmp_path):
-    """They are there before the modifier has started, which it does with the next batch."""
-    prune = """
-        modifiers:
-          MagnitudePruningModifier:
-            {targets: Linear, init_sparsity: 0.25, final_sparsity: 0.5, start: 0.75, end: 1.5}
-        """
-    uninterrupted = trainer_of(tmp_path / "whole", recipe=prune, optim="sgd", learning_rate=0.1)
-    uninterrupted.train()
-    killed_at(trainer_of(tmp_path / "killed", recipe=prune, optim="sgd", learning_rate=0.1), 3)
-    saved = torch.load(tmp_path / "killed" / "checkpoint-3" / SESSION_FILE, weights_only=True)
-    [record] = saved["modifiers"]
-    assert "started" not in record["phases"]
-    assert record["state"]["sparsity"] == 0.25
-    resumed = trainer_of(tmp_path / "killed", recipe=prune, optim="sgd", learning_rate=0.1)
-    resumed.train(resume_from_checkpoint=True)
-    expected = weights(uninterrupted)
-    assert (expected["model.layers.0.mlp.down_proj.weight"] == 0).float().mean() == 0.5
-    for name, found in weights(resumed).items():
-        assert torch.equal(found, expected[name]), name
 
 
 def test_events_go_on_where_they_were(tmp_path):
@@ -235,16 +212,6 @@ def test_what_was_not_finished_is_passed_over_and_refused_by_name(half, whole, w
     assert any("checkpoint-3, not from checkpoint-4" in each for each in warned)
     expected = weights(whole)
     assert all(torch.equal(each, expected[name]) for name, each in weights(resumed).items())
-
-
-def test_damaged_and_mixed_session_files_are_refused(half):
-    last = half / "checkpoint-4"
-    shutil.copy(half / "checkpoint-3" / SESSION_FILE, last)
-    with pytest.raises(CheckpointError, match="is of step 3, the rest of step 4"):
-        trainer_of(half).train(resume_from_checkpoint=True)
-    cut(last / SESSION_FILE)
-    with pytest.raises(CheckpointError, match="cannot be read"):
-        trainer_of(half).train(resume_from_checkpoint=True)
 
 
 @pytest.mark.parametrize("file", [None, "model.safetensors", "optimizer.pt", "trainer_state.json"])

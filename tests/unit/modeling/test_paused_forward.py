@@ -7,7 +7,6 @@ import contextlib
 import gc
 import weakref
 from collections.abc import Callable, Iterator
-from contextvars import ContextVar
 from typing import Any
 
 import pytest
@@ -147,26 +146,6 @@ def test_calls_from_outside_of_a_pass_are_not_paused() -> None:
         assert forward.current is None
 
 
-def test_what_runs_where_is_asked_at_calls_of_released_targets_and_given_when_resuming() -> None:
-    model = Toy(lambda m, x, i: m.c(m.b(m.a(x))))
-    log: list[Any] = []
-
-    @contextlib.contextmanager
-    def around(what: Any) -> Iterator[None]:
-        log.append(("in", what))
-        yield
-        log.append(("out", what))
-
-    with torch.no_grad(), _paused(model, count=1) as forward:
-        names = {module: name for name, module in model.named_children()}
-        forward.surroundings = lambda one, module: around((one.index, names[module]))
-        forward.release(model.b)
-        (one,) = forward.next_stop().passes
-        forward.resume(one, around("a"))
-        assert one.module is model.c
-    assert log == [("in", "a"), ("out", "a"), ("in", (0, "b")), ("out", (0, "b"))]
-
-
 # ---------------------------------------------------------------------- state
 
 
@@ -207,28 +186,6 @@ def test_state_set_inside_a_pass_holds_for_its_modules_and_nowhere_else(inside) 
     with torch.no_grad(), inside():
         ordinary = model.b(model.a(x))
     assert (trial.dtype, trial.is_inference()) == (ordinary.dtype, ordinary.is_inference())
-
-
-def test_a_trial_run_is_not_recorded_by_what_the_model_keeps_in_its_context() -> None:
-    recorded: ContextVar[list[int] | None] = ContextVar("recorded", default=None)
-
-    def body(model: Toy, x: torch.Tensor, index: int) -> Any:
-        mine: list[int] = []
-        recorded.set(mine)
-        model.b(model.a(x))
-        return mine
-
-    def note(*_: Any) -> None:
-        if (mine := recorded.get()) is not None:
-            mine.append(1)
-
-    model, outputs = Toy(body), {}
-    for module in (model.a, model.b):
-        module.register_forward_hook(note)
-    with torch.no_grad(), _paused(model, outputs, "ab") as forward:
-        list(_serve(forward))
-    assert outputs == {index: [1, 1] for index in range(3)}
-    assert recorded.get() is None
 
 
 def test_nothing_is_kept_alive_afterwards() -> None:
@@ -322,24 +279,6 @@ def test_a_model_that_swallows_everything_is_unwound_all_the_same() -> None:
     assert sorted(model.unwound) == [0, 1, 2]
     assert all(one.frame is None for one in forward.passes)
     assert _is_clean(model)
-
-
-def test_a_forward_of_the_instance_is_put_back() -> None:
-    """As hooks of other libraries leave it (offloading, for instance)."""
-    model = Toy()
-    own = model.a.forward
-
-    def wrapped(x: torch.Tensor) -> torch.Tensor:
-        return own(x) + 1
-
-    model.a.forward = wrapped
-    outputs: dict[int, Any] = {}
-    with torch.no_grad(), _paused(model, outputs) as forward:
-        list(_serve(forward))
-    assert model.a.forward is wrapped
-    assert "forward" not in vars(model.b)
-    with torch.no_grad():
-        assert torch.equal(outputs[1], model(_x(1)))
 
 
 # ---------------------------------------------------------------------- targets

@@ -81,15 +81,6 @@ def test_the_first_undecided_column_is_the_best_there_is(block: int, strip: int)
         )
 
 
-def test_the_loss_is_half_of_the_quadratic_form() -> None:
-    weight_RC, hessian_CC = problem()
-    decided_RC, loss_R, _, _ = swept(weight_RC, hessian_CC)
-    change_RC = decided_RC - weight_RC
-    torch.testing.assert_close(
-        loss_R, 0.5 * ((change_RC @ hessian_CC) * change_RC).sum(1), rtol=1e-4, atol=1e-5
-    )
-
-
 @pytest.mark.parametrize("batch", [(), (2,)])
 @pytest.mark.parametrize("ordered", [True, False])
 def test_a_weight_is_turned_and_turned_back(batch: tuple[int, ...], ordered: bool) -> None:

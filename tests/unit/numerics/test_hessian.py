@@ -43,13 +43,6 @@ def test_the_factor_is_upper_triangular_and_squares_to_the_matrix(dtype: torch.d
     assert torch.allclose(R_CC @ R_CC.T, H_CC, atol=tolerance * float(H_CC.diagonal().max()))
 
 
-def test_batches_are_factorized_as_if_alone() -> None:
-    H_BCC = torch.stack([damp(hessian(seed), 0.01) for seed in range(3)])
-    R_BCC = upper_factor(H_BCC)
-    for H_CC, R_CC in zip(H_BCC, R_BCC, strict=True):
-        assert torch.allclose(upper_factor(H_CC), R_CC, rtol=1e-12)
-
-
 def test_damping_adds_a_fraction_of_the_mean_diagonal_and_changes_nothing_else() -> None:
     H_CC = hessian()
     before_CC = H_CC.clone()

@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.support.thinned import thinned
 
-from llmcompressor.errors import InputError
 from llmcompressor.numerics import masks
 from llmcompressor.numerics import masks as selection
 from llmcompressor.numerics.masks import LazyWeight, grow_masks, num_zeros, parse_structure
@@ -167,23 +166,7 @@ def test_one_threshold_is_that_of_all_weights_joined():
         assert torch.equal(found, textbook(joined.view(-1, 1), "unstructured", sparsity).view(-1))
 
 
-def test_filters_of_several_sizes_are_taken_while_they_fit():
-    wide, narrow = torch.full((2, 8), 2.0), torch.full((4, 2), 1.0)
-    masks_found = together(
-        [wide, narrow], "filter", 0.5
-    )  # 12 of 24 weights; 8 narrow ones go first
-    assert [int(mask.sum()) for mask in masks_found] == [0, 8]
-    masks_found = together([wide, narrow], "filter", 1.0)
-    assert all(mask.all() for mask in masks_found)
-
-
 # ---- names
-
-
-@pytest.mark.parametrize("name", ["block", "block_0,4", "block_4", "4:4", "0:4", "rows", "2 : 4x"])
-def test_names_that_are_none(name):
-    with pytest.raises(InputError, match=r"no mask structure .*Choose unstructured"):
-        parse_structure(name)
 
 
 @pytest.mark.parametrize(

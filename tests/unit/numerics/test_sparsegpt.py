@@ -118,16 +118,6 @@ def test_a_diagonal_hessian_leaves_what_is_kept(group: NofM | None) -> None:
         assert torch.equal(found.kept_RC[:, lo : lo + B], kept_RB)
 
 
-@pytest.mark.parametrize("sparsity", [0.1, 0.37, 0.9])
-def test_the_number_of_zeros_is_exact_in_every_share(sparsity: float) -> None:
-    weight_RC, hessian_CC = problem()
-    weight_RC[:, 3] = 0.5  # ties
-    shares = Sparsity((Share(10, sparsity), Share(R - 10, 1 - sparsity)))
-    found = swept(weight_RC, hessian_CC, shares)
-    for rows, share in shares.spans():
-        assert int((~found.kept_RC[rows]).sum()) == round(share * found.kept_RC[rows].numel())
-
-
 @pytest.mark.parametrize("group", [None, PAIRS])
 @pytest.mark.parametrize("solver", ["sweep", "fit"])
 def test_a_batch_is_solved_as_if_each_were_alone(group: NofM | None, solver: str) -> None:

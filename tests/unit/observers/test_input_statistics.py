@@ -137,18 +137,3 @@ def test_of_few_rows_what_their_outputs_lack_is_counted(
     assert statistics.missing.dtype is torch.float32
     assert relative(statistics.missing, exact_CR) < (1e-6 if dtype is torch.float32 else 2.0**-8)
     assert relative(statistics.gram, counted(y_TC).gram) < 1e-6
-
-
-def test_what_outputs_lack_is_of_the_weights_as_they_were() -> None:
-    """Another modifier may change them before they are solved."""
-    y_TC, x_TC = streams()
-    weight_RC = torch.randn(8, C)
-    changed, kept = (InputStatistics(C, "cpu", twin=True, weights=[weight_RC]) for _ in range(2))
-    for statistics in (changed, kept):
-        statistics.update(y_TC, x_TC)  # few enough to wait
-    before_CR = kept.missing
-    weight_RC.zero_()
-    assert before_CR is not None
-    assert changed.missing is not None
-    assert torch.equal(changed.missing, before_CR)
-    assert bool(before_CR.any())

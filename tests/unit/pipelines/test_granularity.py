@@ -12,15 +12,13 @@ from tests.support import tiny_models as tiny
 from tests.support.recorders import Recorder, hooks_left, plain_inputs, run_pipeline, stubs_left
 from torch import nn
 from torch.nn import Module
-from torch.utils.data import DataLoader
 
-from llmcompressor import oneshot
 from llmcompressor.core.contract import Granularity
 from llmcompressor.errors import TargetError
 from llmcompressor.modeling.blocks import find_blocks
 from llmcompressor.modeling.call_graph import trace_calls
 from llmcompressor.modifiers import Modifier
-from llmcompressor.modifiers.quantization import GPTQModifier, QuantizationModifier
+from llmcompressor.modifiers.quantization import QuantizationModifier
 from llmcompressor.pipelines import activations
 from llmcompressor.pipelines.granularity import StopPlan, estimate_bytes, plan_stops
 
@@ -154,13 +152,6 @@ def _blocks_of(events: list[Any]) -> list[set[str]]:
 ALL = {name for group in LAYER for name in group}
 
 
-def test_modifiers_are_told_group_by_group_or_block_by_block() -> None:
-    groups = [set(group) for _ in range(2) for group in LAYER]
-    assert _blocks_of(_told(tiny.build("llama"))) == groups
-    assert _blocks_of(_told(tiny.build("llama"), BLOCK)) == [ALL, ALL]
-    assert _blocks_of(_told(tiny.build("llama"), pipeline="layer_sequential")) == [ALL, ALL]
-
-
 @pytest.mark.parametrize(
     ("targets", "expected"),
     [
@@ -273,37 +264,6 @@ def test_a_target_that_no_batch_reaches_is_an_error_that_names_it(warned: list[s
     assert first == second
     assert "did not call layers.0.experts.0, layers.1.experts.0. If no batch does" in first
     assert "re:" not in first
-
-
-def test_a_weight_that_is_used_without_its_module_is_told_before_any_batch(
-    warned: list[str],
-) -> None:
-    """Mamba's dt_proj: the pattern for the ignore list is there, and all is well with it."""
-    recipe = {"targets": "Linear", "scheme": "W8A16"}
-    data = DataLoader([{"input_ids": torch.arange(3, 11)[None]}], batch_size=None)
-    with pytest.raises(TargetError, match="dt_proj"):
-        oneshot(model=tiny.build("mamba"), recipe=GPTQModifier(**recipe), dataset=data)
-    [told] = [one for one in warned if "did not call" in one]
-    assert told.endswith("put that on the ignore list (re:.*dt_proj$).\n")
-    spared = GPTQModifier(**recipe, ignore=["lm_head", "re:.*dt_proj$"])
-    oneshot(model=tiny.build("mamba"), recipe=spared, dataset=data)
-    assert len([one for one in warned if "did not call" in one]) == 1
-
-
-def test_nothing_is_written_when_a_target_is_not_reached(tmp_path) -> None:
-    model = tiny.build("llava")
-    text_only = [{"input_ids": torch.full((1, 6), 5), "attention_mask": torch.ones(1, 6).long()}]
-    recipe = GPTQModifier(targets="Linear", scheme="W8A16", ignore=["lm_head"])
-    with pytest.raises(TargetError, match=r"reaches model\.vision_tower"):
-        oneshot(
-            model=model,
-            recipe=recipe,
-            dataset=DataLoader(text_only, batch_size=None),
-            output_dir=tmp_path / "out",
-        )
-    assert list(tmp_path.iterdir()) == []
-    assert not stubs_left(model)
-    assert not hooks_left(model)
 
 
 @pytest.mark.parametrize("twin", [False, True])
@@ -450,25 +410,6 @@ def test_rounding_is_the_same_in_every_pipeline(recipe: dict[str, Any]) -> None:
         assert found[pipeline].keys() == found["basic"].keys()
         for name, tensor in found["basic"].items():
             assert torch.equal(found[pipeline][name], tensor), (pipeline, name)
-
-
-def test_a_hook_that_changes_inputs_is_called_when_its_module_is() -> None:
-    class Doubler(Recorder):
-        def on_calibration_start(self, state: Any, event: Any, **kwargs: Any) -> None:
-            super().on_calibration_start(state, event, **kwargs)
-            for module in self._names:
-                self.register_hook(module, lambda module, args: (args[0] * 2,), "forward_pre")
-
-    model, batches = tiny.build("llama"), tiny.text_batches()
-    recorder = Doubler()
-    run_pipeline(model, batches, recorder)
-    for module in tiny.leaves(model, "Linear", ["lm_head"]):
-        module.register_forward_pre_hook(lambda module, args: (args[0] * 2,))
-    names = {model.model.layers[1].self_attn.o_proj: "o", model.model.layers[1].mlp.down_proj: "d"}
-    expected = plain_inputs(model, batches, names)
-    # Recorded before it is doubled; all doublings upstream have taken place.
-    found = recorder._inputs["model.layers.1.self_attn.o_proj"]
-    assert all(torch.equal(x * 2, y) for x, y in zip(found, expected["o"], strict=True))
 
 
 class Watcher(Modifier):

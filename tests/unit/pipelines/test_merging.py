@@ -62,13 +62,6 @@ def test_batches_are_joined_as_long_as_they_fit_and_stay_in_order() -> None:
     assert sizes(numbered(), tokens=1) == [(1,)] * COUNT
 
 
-def test_other_lengths_end_a_run_and_nothing_is_reordered() -> None:
-    batches = [*numbered(2), *numbered(1, length=7), *numbered(2)]
-    merged = list(merge_batches(batches))
-    assert [one.sizes for one in merged] == [(1, 1), (1,), (1, 1)]
-    assert [one.batch["input_ids"].shape[1] for one in merged] == [LENGTH, 7, LENGTH]
-
-
 @pytest.mark.parametrize(
     "more",
     [
@@ -168,18 +161,6 @@ def _static(observer: str) -> QuantizationModifier:
     weights = QuantizationArgs(num_bits=8, strategy="channel")
     scheme = QuantizationScheme(targets=["Linear"], weights=weights, input_activations=inputs)
     return QuantizationModifier(config_groups={"all": scheme}, ignore=["lm_head"])
-
-
-@pytest.mark.parametrize("observer", ["minmax", "static_minmax", "mse"])
-@pytest.mark.parametrize("pipeline", ["sequential", "basic"])
-def test_observers_that_count_batches_see_those_that_were_given(
-    pipeline: str, observer: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    merged, unmerged, _ = _each_way(monkeypatch, lambda: _static(observer), pipeline)
-    scales = [name for name in unmerged if name.endswith("input_scale")]
-    assert len(scales) == 7 * tiny.LAYERS
-    for name in scales:
-        assert torch.allclose(merged[name], unmerged[name], rtol=1e-4), name
 
 
 def test_an_observer_is_shown_one_batch_after_another(

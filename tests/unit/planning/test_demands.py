@@ -27,24 +27,21 @@ from llmcompressor.core.state import State
 from llmcompressor.modifiers.awq.base import AWQModifier
 from llmcompressor.modifiers.awq.base import _InputMoments as Moments
 from llmcompressor.modifiers.awq.parents import awq_cost as awq_effort
-from llmcompressor.modifiers.hqq import HQQModifier
 from llmcompressor.modifiers.quantization import QuantizationModifier
 from llmcompressor.modifiers.sparsity.solve import sparsegpt_cost as sparse_effort
 from llmcompressor.modifiers.transform import QuIPModifier
 from llmcompressor.numerics.hessian import factorize_with_rising_dampening
-from llmcompressor.numerics.histogram import try_few_ranges
 from llmcompressor.numerics.masks import NofM, Share, Sparsity
 from llmcompressor.numerics.sparse_fit import sparse_fit
 from llmcompressor.numerics.sparsegpt import sparse_sweep
 from llmcompressor.observers.input_statistics import InputStatistics
 from llmcompressor.planning.memory import PartMemory, RunMemory, estimate_phases
-from llmcompressor.planning.result import LearningPlan, Operations, PassPlan, Phase, Rates
+from llmcompressor.planning.result import Operations, PassPlan, Phase, Rates
 from llmcompressor.planning.subject import REST, Part, open_planned_model
 from llmcompressor.planning.trial import PeakBytes, SchemeCost, count_memory, measure_scheme
 from llmcompressor.planning.workload import (
     BlockWork,
     Group,
-    PartLearning,
     Traffic,
     Unit,
     block_works,
@@ -209,30 +206,6 @@ def test_an_observer_that_takes_long_for_each_group_is_tried_on_few(group: int) 
     assert trial.rounding.of(64 * 1024) == pytest.approx(counter.peak, rel=0.3)
 
 
-@pytest.mark.parametrize("method", ["mse", pytest.param("entropy", marks=pytest.mark.slow)])
-def test_what_is_tried_tells_of_larger_matrices(method: str) -> None:
-    """What a search holds at once is bounded, and small matrices do not reach the bound."""
-    scheme = histogram_of_groups(128, observer_kwargs={"method": method})
-    trial = measure_scheme(scheme, torch.bfloat16, torch.device("cpu"))
-    weight_RC = torch.randn(4096, 2048, generator=torch.Generator().manual_seed(1)).bfloat16()
-    with count_memory() as counter, try_few_ranges():
-        observe_weight(weight_RC, scheme.weights)
-    assert trial.rounding.of(weight_RC.numel()) == pytest.approx(counter.peak, rel=0.4)
-
-
-@pytest.mark.parametrize("method", ["mse", "entropy"])
-def test_a_search_of_few_ranges_takes_the_memory_of_the_whole(method: str) -> None:
-    scheme = histogram_of_groups(64, observer_kwargs={"method": method})
-    weight_RC = torch.randn(8, 1024, generator=torch.Generator().manual_seed(1))
-    with count_memory() as whole:
-        best = observe_weight(weight_RC, scheme.weights)
-    with try_few_ranges(), count_memory() as few:
-        found = observe_weight(weight_RC, scheme.weights)
-    assert few.peak == whole.peak
-    assert not torch.equal(found.scale, best.scale)
-    assert torch.equal(observe_weight(weight_RC, scheme.weights).scale, best.scale)  # all again
-
-
 # ---------------------------------------------------------------------- units
 
 
@@ -347,23 +320,6 @@ def test_a_device_and_its_host_are_at_their_most_at_different_moments() -> None:
     assert save.host == (1000 + 100 + 2 * 30) * MIB  # a block is read, two are packed
 
 
-@pytest.mark.parametrize(("on_device", "held"), [(True, 70), (False, 90)])
-def test_what_the_backward_read_is_gone_from_a_device_when_gradients_go_back(
-    on_device: bool, held: int
-) -> None:
-    loads = [load("b", 400 * MIB), load(REST, 200 * MIB)]
-    learning = LearningPlan(1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0)
-    one = PassPlan(["LearningCost"], "datafree", learning=learning)
-    parts = [PartLearning(40 * MIB, 30 * MIB, 20 * MIB), PartLearning(0, 0)]
-    own = footprint(on_device=on_device)
-    phases = estimate_phases(own, loads, [(one, [])], {}, {0: parts})
-    (learn,) = (phase for phase in phases if phase.name == "learn")
-    if on_device:
-        assert learn.device == (600 + held) * MIB
-    else:
-        assert learn.host == (1000 + 600 + held) * MIB + min(TOLERATED, held * MIB)
-
-
 def test_calibration_adds_activations_statistics_and_the_solver() -> None:
     group = Group(
         (), CalibrationCost(solve=1, statistics=7 * MIB, workspace=11 * MIB), 0, 3 * MIB, 1.0
@@ -422,17 +378,3 @@ def test_matrices_that_stay_in_forwards_are_there_all_the_time(
     matrices = 4 * width**2 * (len(before) - 1 if randomize else 1)
     assert [one.loaded for one in after[:-1]] == [one.loaded for one in before[:-1]]
     assert after[-1].loaded == before[-1].loaded + matrices
-
-
-@pytest.mark.usefixtures("_one_thread")
-@pytest.mark.parametrize("rows", [256, 1024, 8192])
-def test_what_hqq_holds_beside_a_weight(rows: int) -> None:
-    weight = torch.randn(rows, 512, generator=torch.Generator().manual_seed(0)).bfloat16()
-    linear = Linear(512, rows, bias=False, device="meta", dtype=torch.bfloat16)
-    scheme = scheme_of("W4A16_ASYM")
-    modifier = HQQModifier(scheme="W4A16_ASYM", iters=2)
-    modifier._schemes[linear] = scheme
-    start = observe_weight(weight, scheme.weights)
-    with torch.no_grad(), count_memory() as counter:
-        modifier._refine(weight, start)
-    assert modifier.cost().held([linear], together=True) == pytest.approx(counter.peak, rel=0.15)

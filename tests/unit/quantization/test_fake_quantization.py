@@ -193,15 +193,6 @@ def test_static_activations_pass_gradients_as_defined(
         assert torch.allclose(found.double(), g * slope * definition.scale, rtol=1e-3)
 
 
-def test_padding_is_not_observed() -> None:
-    one = ActivationFakeQuantizer(linear(), "a", "input", STATIC["tensor"], learned=False)
-    x, mask = activation(), torch.tensor([[True, True, False], [True, False, False]])
-    one.collect(x, mask)
-    one.commit([one.collected()])
-    assert one.observer is not None
-    assert float(one.observer.range()[1]) == float(x[mask].max())
-
-
 def test_states_of_attention_are_observed_without_padding_and_by_head() -> None:
     args = QuantizationArgs(num_bits=8, strategy="attn_head")
     one = ActivationFakeQuantizer(linear(), "a", "k", args, learned=True)

@@ -156,17 +156,6 @@ def test_a_bomb_of_aliases_is_refused_at_once():
     assert time.perf_counter() - started < 5
 
 
-def test_a_missing_file_names_those_nearby(tmp_path):
-    (tmp_path / "w4a16.yaml").touch()
-    (tmp_path / "other.yaml").touch()
-    with pytest.raises(RecipeError, match=r"no such file: .*w4a61\.yaml\. In .* is: w4a16\.yaml"):
-        read_file(tmp_path / "w4a61.yaml")
-    with pytest.raises(RecipeError, match="no folder"):
-        read_file(tmp_path / "nowhere" / "r.yaml")
-    with pytest.raises(RecipeError, match=r"is a folder.*other\.yaml, w4a16\.yaml"):
-        read_file(tmp_path)
-
-
 @pytest.mark.parametrize(
     ("content", "name", "message"),
     [
@@ -181,15 +170,6 @@ def test_files_without_a_recipe(tmp_path, content, name, message):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(RecipeError, match=message):
         read_file(tmp_path / name)
-
-
-def test_of_two_documents_none_is_lost():
-    with pytest.raises(RecipeError, match="two documents, and only the first would count"):
-        parse_text("---\nmodifiers: {A: {}}\n---\nmodifiers: {B: {}}\n")
-    front = "---\nmodifiers: {A: {}}\n---\nWhat the modifiers: of this recipe do.\n"
-    assert parse_text(front) == {"modifiers": {"A": {}}}
-    for prose in ("A model card.\nmodifiers: see above\n", "stage: first one\n"):
-        assert parse_text(f"---\na: 1\n---\n{prose}") == {"a": 1}
 
 
 @pytest.mark.parametrize(

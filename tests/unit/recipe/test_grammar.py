@@ -99,17 +99,6 @@ modifiers:
     assert [m.sparsity for m in recipe.modifiers] == [0.1, 0.5, 0.2]
 
 
-def test_numbered_keys_of_other_tools_are_stages_and_groups():
-    recipe = Recipe.create_instance(
-        {
-            "default_stage_0": {"default_modifiers": {"GrammarPruner": {}}},
-            "default_stage_1": {"a_modifiers_1": {"GrammarRounder": {}}},
-        }
-    )
-    assert [stage.name for stage in recipe.stages] == ["default_0", "default_1"]
-    assert recipe.modifiers[1].group == "a"
-
-
 def test_derived_fields_of_other_tools_are_read_over():
     fields = {"requires_calibration_data": True}
     read = Recipe.create_instance({"modifiers": {"GrammarPruner": fields}})
@@ -210,18 +199,6 @@ def test_overrides_win_and_reach_what_depends_on_them(recipe_args):
     assert recipe.modifiers[0].bits == 2
     assert recipe.modifiers[0].targets[:2] == ["re:.*[7-10]", "block.10.proj"]
     assert recipe.args["last"] == 10
-
-
-def test_arguments_of_a_stage_win_over_those_of_the_recipe_and_lose_to_overrides():
-    text = """
-args: {s: 0.1, t: eval(s * 2)}
-a_stage: {args: {s: 0.3}, modifiers: {GrammarPruner: {sparsity: eval(s), extra: eval(t)}}}
-b_stage: {modifiers: {GrammarPruner: {sparsity: eval(s), extra: eval(t)}}}
-"""
-    values = [(m.sparsity, m.extra) for m in Recipe.create_instance(text).modifiers]
-    assert values == [(0.3, 0.6), (0.1, 0.2)]
-    overridden = Recipe.create_instance(text, recipe_args="s=0.4").modifiers
-    assert [(m.sparsity, m.extra) for m in overridden] == [(0.4, 0.8)] * 2
 
 
 @pytest.mark.parametrize(

@@ -17,12 +17,8 @@ from compressed_tensors.quantization import (
 )
 from torch import nn
 from transformers import (
-    GPT2Config,
-    GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
-    OPTConfig,
-    OPTForCausalLM,
 )
 
 from llmcompressor.errors import RecipeError, TargetError
@@ -316,14 +312,6 @@ def test_modules_get_the_scheme_that_the_library_would_apply(fields: dict[str, A
     assert ("model.layers.1.self_attn" in ours) == ("LlamaAttention" in resolved.targets)
 
 
-def test_unquantized_keeps_modules_out() -> None:
-    resolved = resolve_schemes(
-        scheme={"UNQUANTIZED": ["re:.*down_proj"], "FP8": ["Linear"]}, ignore=["lm_head"]
-    )
-    assert not any("down_proj" in name for name in resolved.schemes_by_module(llama()))
-    assert resolve_schemes(scheme="UNQUANTIZED").schemes_by_module(llama()) == {}
-
-
 class Moe(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -391,46 +379,6 @@ def test_targets_that_reach_nothing_quantizable_are_errors(log: list[tuple[str, 
     with pytest.raises(TargetError, match="is left to quantize"):
         resolve_schemes(scheme="FP8", ignore=["Linear"]).schemes_by_module(model)
     assert not log
-
-
-@pytest.mark.parametrize("targets", [["Linear"], ["Conv1D"], ["re:.*c_fc"], ["re:.*mlp"]])
-def test_matrices_that_no_reader_knows_are_the_reason(targets: list[str]) -> None:
-    sizes = {"n_embd": 32, "n_layer": 1, "n_head": 2, "n_positions": 16, "vocab_size": 64}
-    model = GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=1, eos_token_id=2))
-    with pytest.raises(TargetError, match="no reader knows a quantized Conv1D"):
-        resolve_schemes(scheme="FP8", targets=targets).schemes_by_module(model)
-    with pytest.raises(TargetError) as error:
-        resolve_schemes(scheme="FP8", targets=["re:.*mlp$"]).schemes_by_module(llama())
-    assert "no reader" not in str(error.value)
-
-
-def test_embeddings_that_want_more_than_their_input_stay_in_full(
-    log: list[tuple[str, str]],
-) -> None:
-    """Readers give a quantized module its input alone; OPT's positions want a cache's length."""
-    sizes = {"hidden_size": 32, "ffn_dim": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
-    model = OPTForCausalLM(OPTConfig(vocab_size=64, max_position_embeddings=16, **sizes))
-    for targets in (["Embedding"], ["re:.*embed_"]):
-        schemes = resolve_schemes(scheme="W8A16", targets=targets)
-        assert [*schemes.schemes_by_module(model)] == ["model.decoder.embed_tokens"], targets
-    assert "(model.decoder.embed_positions); no reader knows a quantized OPTLearned" in log[0][1]
-    with pytest.raises(TargetError, match="no reader knows a quantized OPTLearnedPositional"):
-        resolve_schemes(scheme="FP8", targets=["re:.*positions"]).schemes_by_module(model)
-
-
-def test_attention_is_reached_as_the_library_does() -> None:
-    fields = group(targets=["re:.*self_attn$"], input_activations={"num_bits": 8})
-    model = llama()
-    schemes = resolve_schemes(**fields).schemes_by_module(model)
-    assert list(schemes) == ["model.layers.0.self_attn", "model.layers.1.self_attn"]
-
-
-def test_names_with_two_schemes_are_told(log: list[tuple[str, str]]) -> None:
-    resolved = resolve_schemes(scheme={"FP8": ["re:.*up_proj"], "FP8_DYNAMIC": ["re:.*layers.0.*"]})
-    schemes = resolved.schemes_by_module(llama())
-    assert schemes["model.layers.0.mlp.up_proj"] is resolved.groups["group_1"]
-    assert log[-1][0] == "WARNING"
-    assert "model.layers.0.mlp.up_proj" in log[-1][1]
 
 
 @pytest.mark.parametrize(

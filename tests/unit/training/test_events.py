@@ -13,10 +13,9 @@ from tests.support import tiny_training as tiny
 from torch.nn import Parameter
 
 from llmcompressor.core import EventType, active_session
-from llmcompressor.errors import InputError, LifecycleError, RecipeError
+from llmcompressor.errors import InputError, RecipeError
 from llmcompressor.modifiers import Modifier
 from llmcompressor.modifiers.gptq import GPTQModifier
-from llmcompressor.modifiers.quantization import QuantizationModifier
 from llmcompressor.training import SessionManagerMixIn, Trainer
 
 BY_NAME = "modifiers: {EventRecorder: {}}"
@@ -139,20 +138,6 @@ def test_schedules_start_and_end_on_time(tmp_path, warned):
     assert not warned
 
 
-@pytest.mark.parametrize(("observing", "told"), [(2, False), (3, True)])
-def test_a_training_in_which_nothing_is_rounded_is_told(tmp_path, warned, observing, told):
-    """Of three steps from step 1 on, the first ones are for observing static ranges."""
-    quantize = QuantizationModifier(
-        targets="Linear",
-        ignore=["lm_head"],
-        scheme="FP8",  # static ranges of the inputs
-        start=1 / 4,
-        num_calibration_steps=observing,
-    )
-    record(tmp_path, tiny.Rows(8), [quantize], num_train_epochs=1)
-    assert any("only observes, to step 4" in line for line in warned) is told
-
-
 # ---- parameters of modifiers
 
 
@@ -264,21 +249,6 @@ def test_a_modifier_of_oneshot_is_refused_before_anything(tmp_path):
             train_dataset=tiny.Rows(4),
             recipe=GPTQModifier(scheme="W4A16"),
         )
-
-
-def test_an_error_leaves_no_hook_and_a_session_as_new(tmp_path):
-    class Broken(Gain):
-        def on_event(self, state, event, **kwargs):
-            raise LifecycleError("broken")
-
-    model = tiny.tiny_model()
-    trainer = Trainer(
-        model=model, args=tiny.arguments(tmp_path), train_dataset=tiny.Rows(4), recipe=Broken()
-    )
-    with pytest.raises(LifecycleError, match="broken"):
-        trainer.train()
-    assert not model.lm_head._forward_hooks
-    assert not active_session().lifecycle.initialized_
 
 
 class Hiding(SessionManagerMixIn, transformers.Trainer):

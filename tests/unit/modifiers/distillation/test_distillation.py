@@ -152,22 +152,6 @@ def test_hidden_states_of_layers(session: CompressionSession, scale: float, fact
     assert modifier.figures(session.state).keys() == tags
 
 
-def test_pairs_of_a_deeper_teacher(session: CompressionSession) -> None:
-    student, teacher = tiny.llama(), tiny.llama(num_hidden_layers=4)
-    modifier = begin(
-        session,
-        student,
-        teacher,
-        targets=[(LAYERS, r"re:.*layers\.[13]$")],
-        comparison="l2_distance",
-    )
-    assert modifier.pairs == [
-        ("model.layers.0", "model.layers.1"),
-        ("model.layers.1", "model.layers.3"),
-    ]
-    assert loss_of(student, BATCH).isfinite()
-
-
 @pytest.mark.parametrize("transform", ["softmax", "log_softmax", ["identity", "softmax"]])
 @pytest.mark.parametrize("comparison", ["kl_divergence", "cross_entropy"])
 def test_probabilities_are_compared_as_logits_are(
@@ -179,25 +163,6 @@ def test_probabilities_are_compared_as_logits_are(
     session.reset()
     begin(session, student, teacher, comparison=comparison)
     torch.testing.assert_close(found, loss_of(student, BATCH))
-
-
-def test_arguments_of_a_recipe_reach_the_functions(session: CompressionSession) -> None:
-    student, teacher = tiny.llama(), teacher_model()
-    text = """
-    train_stage:
-      modifiers:
-        OutputDistillationModifier:
-          targets: ["re:.*lm_head$"]
-          transforms: [softmax]
-          transforms_args: [{temperature: 2.0}]
-          comparison: kl_divergence
-          orig_scale: 0.0
-          distill_scale: 4.0
-    """
-    session.initialize(recipe=text, model=student, teacher_model=teacher)
-    torch.testing.assert_close(
-        loss_of(student, BATCH), textbook_kl(student, teacher, BATCH, 2.0), rtol=1e-4, atol=1e-5
-    )
 
 
 @pytest.mark.parametrize("fields", [{}, MIDDLE, {"temperature": 3.0}], ids=str)
@@ -233,19 +198,6 @@ def test_padding_changes_nothing(session: CompressionSession, fields: dict[str, 
         student.zero_grad()
         end_batch()
     expect_same_gradients(*found)
-
-
-def test_tokens_without_a_label_count(session: CompressionSession) -> None:
-    student, teacher = tiny.llama(), teacher_model()
-    begin(session, student, teacher, orig_scale=0.0)
-    prompt = {**BATCH, "labels": BATCH["labels"].clone()}
-    prompt["labels"][:, :10] = -100
-    torch.testing.assert_close(loss_of(student, BATCH), loss_of_next(student, prompt))
-
-
-def loss_of_next(student: Any, batch: tiny.Batch) -> Tensor:
-    end_batch()
-    return loss_of(student, batch)
 
 
 def rows_of(batch: tiny.Batch) -> list[tiny.Batch]:
@@ -324,17 +276,6 @@ def test_a_compiled_student(session: CompressionSession) -> None:
     expect_same_gradients(*found)
 
 
-def test_mixed_precision(session: CompressionSession) -> None:
-    student, teacher = tiny.llama(), teacher_model(dtype=torch.bfloat16)
-    begin(session, student, teacher)
-    with torch.autocast("cpu", torch.bfloat16):
-        loss = loss_of(student, BATCH)
-    assert loss.dtype == torch.float32
-    loss.backward()
-    expected = textbook_kl(student, teacher.float(), BATCH, 1.0) + student(**BATCH).loss
-    torch.testing.assert_close(loss, expected, rtol=0.02, atol=0.02)
-
-
 # ---- the teacher
 
 
@@ -367,26 +308,6 @@ def test_the_teacher_runs_once_a_batch_and_no_further_than_asked(
     assert losses[0] == losses[1] == losses[2]
     # the first batch shows that no module is called twice
     assert (len(first), len(second), len(head)) == (3, 1, 1)
-
-
-def test_two_modifiers_share_a_forward_of_the_teacher(session: CompressionSession) -> None:
-    student, teacher = tiny.llama(), teacher_model()
-    calls = counting(teacher, "model.layers.0")
-    recipe = [
-        OutputDistillationModifier(**MIDDLE),
-        OutputDistillationModifier(temperature=2.0),
-    ]
-    session.initialize(recipe=list(recipe), model=student, teacher_model=teacher)
-    expected = (
-        student(**BATCH).loss
-        + textbook_square_head(student, teacher, BATCH)
-        + textbook_kl(student, teacher, BATCH, 2.0)
-    )
-    before = len(calls)
-    for _ in range(3):
-        torch.testing.assert_close(loss_of(student, BATCH), expected)
-        end_batch()
-    assert len(calls) == before + 3
 
 
 def test_the_teacher_is_left_as_it_was_but_for_its_mode(session: CompressionSession) -> None:

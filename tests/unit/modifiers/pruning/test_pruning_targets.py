@@ -87,14 +87,6 @@ def test_ignore_wins(ignore, expected):
     assert names("Linear", ignore) == expected
 
 
-def test_a_tied_weight_is_found_once():
-    model = Model()
-    model.layers[1].q_proj.weight = model.layers[0].q_proj.weight
-    assert names("Linear", model=model) == [*LINEARS[:2], LINEARS[3]]
-    places = find_parameters(model, ["head", "re:embed.weight"])
-    assert [place.name for place in places] == ["embed.weight"]
-
-
 @pytest.mark.parametrize(
     ("targets", "message"),
     [
@@ -129,17 +121,6 @@ def test_routers_are_pruned_by_their_names_alone(everything: str) -> None:
     only = nn.ModuleDict({"gate": nn.Linear(8, 4)})
     with pytest.raises(TargetError, match="what matches is ignored, a router, or"):
         names(everything, model=nn.ModuleDict({"mlp": only}))
-
-
-@pytest.mark.parametrize("targets", ["__ALL__", "re:.*q_proj.weight", "Linear"])
-def test_what_quantization_adds_is_no_weight(targets):
-    model = Model()
-    before = names(targets, model=model)
-    for module in model.modules():
-        if isinstance(module, nn.Linear):
-            for name in ("weight_scale", "weight_zero_point", "weight_log_step", "input_scale"):
-                module.register_parameter(name, nn.Parameter(torch.ones(4, 1)))
-    assert names(targets, model=model) == before
 
 
 # ---- fields

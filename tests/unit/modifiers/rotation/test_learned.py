@@ -213,16 +213,6 @@ def test_what_was_kept_and_read_again_goes_on_with_the_same_bits() -> None:
         assert one.is_contiguous()
 
 
-def test_what_is_no_better_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(learned, "_is_better", lambda after, before: False)
-    source = written(tmp_path / "model")
-    compressed(str(source), RECIPES["rounded"](), tmp_path / "learned")
-    plain = SpinQuantModifier(rotations=["R1", "R2"])
-    compressed(str(source), [plain, rounded("W8A8")], tmp_path / "plain")
-    one, other = (tmp_path / kind / "model.safetensors" for kind in ("learned", "plain"))
-    assert one.read_bytes() == other.read_bytes()
-
-
 @pytest.mark.parametrize("is_folder", [True, False])
 def test_data_without_anything_to_predict_is_refused_before_the_first_pass_and_by_the_plan(
     is_folder: bool, tmp_path: Path
@@ -240,33 +230,6 @@ def test_data_without_anything_to_predict_is_refused_before_the_first_pass_and_b
         assert (problem.message, problem.remedy) == (caught.value.problem, caught.value.remedy)
         assert not list(tmp_path.glob("short*"))
     assert is_folder or all(torch.equal(source.state_dict()[key], before[key]) for key in before)
-
-
-def test_tokens_that_a_loss_mask_leaves_out_are_not_predicted(tmp_path: Path) -> None:
-    source = str(written(tmp_path / "source", num_hidden_layers=1))
-    rows = tiny.batches()[0]["input_ids"].tolist()
-    every = [{"input_ids": row, "loss_mask": [1] * len(row)} for row in rows]
-    none = {"input_ids": rows[1], "loss_mask": [1] + [0] * (len(rows[1]) - 1)}
-    half = {**every[1], "loss_mask": [0] * 3 + [1] * (len(rows[1]) - 3)}
-    found = {}
-    for name, data in {
-        "one": every[:1],
-        "one and none": [every[0], none],
-        "all": every[:2],
-        "some": [every[0], half],
-    }.items():
-        oneshot(
-            source,
-            recipe=[spin(), rounded("W8A8")],
-            dataset=data,
-            shuffle_calibration_samples=False,
-            verify=False,
-            use_loss_mask=True,
-            output_dir=tmp_path / name,
-        )
-        found[name] = tensors_of(tmp_path / name)
-    assert found["one"] == found["one and none"]
-    assert found["all"] not in (found["one"], found["some"])
 
 
 def test_a_step_holds_one_block_however_many_there_are() -> None:
