@@ -96,10 +96,7 @@ def room(name: str) -> str:
 
 
 def technique(name: str) -> str | None:
-    """The folder of a technique: ``gptq`` for ``modifiers.gptq.base``.
-
-    ``modifiers.transform`` holds the documented faces of several.
-    """
+    """The folder of a technique: ``gptq`` for ``modifiers.gptq.base``."""
     parts = name.split(".")
     return parts[1] if parts[0] == "modifiers" and parts[1:2] not in ([], ["transform"]) else None
 

@@ -115,9 +115,6 @@ def odd(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write(tmp_path_factory.mktemp("source") / "odd", invented())
 
 
-# ---------------------------------------------------------------------- a known architecture
-
-
 @pytest.mark.parametrize("scheme", ["FP8_DYNAMIC", "W4A16", "NVFP4A16", "FP8_BLOCK"])
 @pytest.mark.parametrize("ignore", [["lm_head"], []], ids=["", "head"])
 def test_the_same_bytes_as_oneshot(
@@ -203,9 +200,6 @@ def test_an_ignored_tied_head_stays_tied(
     assert not [text for text in warned if "ignore entry" in text]
 
 
-# ---------------------------------------------------------------------- an unknown one
-
-
 @pytest.mark.parametrize("scheme", ["FP8_DYNAMIC", "W4A16", "MXFP4", *OF_6_BITS])
 def test_an_invented_architecture_is_quantized(odd: Path, tmp_path: Path, scheme: str) -> None:
     folder = model_free_ptq(odd, tmp_path / "out", scheme, ignore=["lm_head"])
@@ -288,9 +282,6 @@ def test_a_configuration_of_several_groups(odd: Path, tmp_path: Path) -> None:
         assert written["trunk.stages.0.moe.experts.0.up_proj.weight_packed"].shape == (INNER, 16)
 
 
-# ---------------------------------------------------------------------- the run
-
-
 def test_a_run_that_was_broken_off_is_continued(
     odd: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -326,9 +317,6 @@ def test_the_command(odd: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     result = CliRunner().invoke(app, [*line[:-1], "--ignore", "lm_haed", "-o", str(out) + "2"])
     assert result.exit_code == 2
     assert "Did you mean 'lm_head'?" in result.output
-
-
-# ---------------------------------------------------------------------- another layout
 
 
 def in_blocks(weight: Tensor) -> dict[str, Tensor]:
@@ -370,9 +358,6 @@ def test_a_checkpoint_in_another_layout_is_converted_first(
         written["model.layers.0.up.weight"].float() * written["model.layers.0.up.weight_scale"]
     )
     assert float((decoded - weight).norm() / weight.norm()) < 0.06
-
-
-# ---------------------------------------------------------------------- what cannot be used
 
 
 @pytest.mark.parametrize(
@@ -440,9 +425,6 @@ def test_a_misspelt_ignore_is_refused_and_a_general_one_is_not(
             model_free_ptq(odd, tmp_path / "out", "W4A16", ignore=ignore)
     else:
         model_free_ptq(odd, tmp_path / "out", "W4A16", ignore=ignore)
-
-
-# ---------------------------------------------------------------------- quantized in part
 
 
 def test_what_is_quantized_already_is_kept(odd: Path, tmp_path: Path) -> None:

@@ -180,9 +180,6 @@ def test_ignored_experts_stay_in_their_stacks(tmp_path: Path) -> None:
     assert any("experts" in entry for entry in config_of(tmp_path / "out")["ignore"])
 
 
-# ---------------------------------------------------------------------- what experts are shown
-
-
 @torch.no_grad()
 def routed(model: PreTrainedModel, name: str) -> list[int]:
     """How many tokens of the data a layer's router sends to each expert of the original model."""
@@ -337,9 +334,6 @@ def test_gptq_of_experts_is_better_than_rounding(
         with torch.no_grad():
             errors[gptq] = float((made(ids).logits - model(ids).logits).square().mean())
     assert errors[True] < 0.8 * errors[False]
-
-
-# ---------------------------------------------------------------------- bad input
 
 
 FOREIGN: dict[str, dict[str, Any]] = {

@@ -185,7 +185,6 @@ HUGE = {"name": NORM1, "value": 3e38, "whole": True}
 """Finite, but what it is multiplied with is not: seen by whoever reads the second block."""
 
 CASES = [
-    # ---- the recipe
     Case(
         "unknown preset",
         lambda _: quantize("targets: Linear, scheme: W4A61"),
@@ -299,7 +298,6 @@ CASES = [
         ("recipe.yaml",),
     ),
     Case("no such stage", lambda _: {"stage": "prune"}, RecipeError, ("prune", "default")),
-    # ---- arguments
     Case(
         "misspelt argument",
         lambda _: {"num_calibraton_samples": 4},
@@ -354,7 +352,6 @@ CASES = [
         ArgumentError,
         ("datafree", "GPTQModifier", "pipeline", "QuantizationModifier needs none"),
     ),
-    # ---- the model
     Case(
         "no model folder",
         lambda place: {"model": str(place.root / "modle")},
@@ -374,7 +371,6 @@ CASES = [
         TargetError,
         ("q_proj", "quantized already", "ignore list", "original model"),
     ),
-    # ---- targets against the model
     Case(
         "a target that matches nothing",
         lambda _: quantize("targets: ['re:.*q_porj'], scheme: W4A16", "GPTQModifier"),
@@ -398,7 +394,6 @@ CASES = [
         ("layers.1.self_attn.q_proj", "128", "48", "group size"),
         reaches_model=True,
     ),
-    # ---- data
     Case(
         "GPTQ without a dataset",
         lambda _: {"dataset": None},
@@ -476,7 +471,6 @@ CASES = [
         ("500", "127", "batch 1"),
         reaches_model=True,
     ),
-    # ---- NaN and infinity
     *(
         Case(
             f"{value} in a weight, {name}",
@@ -544,7 +538,6 @@ CASES = [
         reaches_model=True,
         calibrates=True,
     ),
-    # ---- the output
     Case(
         "an output directory in use", used_output, OutputError, ("output", "already", "overwrite")
     ),

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Recipes of several modifiers, from YAML to a checkpoint that transformers reads alone.
-
-How often the model ran over the data is what the modifiers' declarations ask for, and no more.
-"""
+"""Recipes of several modifiers, from YAML to a checkpoint that transformers reads alone."""
 
 from __future__ import annotations
 
@@ -32,10 +29,7 @@ from llmcompressor.logger import logger
 
 @dataclass(frozen=True)
 class Case:
-    """A recipe, the pipeline, the forwards of each pass that needs data, and of which model.
-
-    ``turned`` says which rotations stay in the forward, where transformers does not make them.
-    """
+    """A recipe, the pipeline, the forwards of each pass that needs data, and of which model."""
 
     recipe: str
     forwards: list[int]

@@ -90,9 +90,6 @@ def test_data_that_nothing_needs_has_to_be_there(given: dict[str, str], message:
         Oneshot(model=small.one_block(), recipe=DYNAMIC, **given)
 
 
-# ---------------------------------------------------------------------- the model
-
-
 def test_a_folder_and_its_model_object_give_the_same_files(
     llama_folder: Path, tmp_path: Path
 ) -> None:
@@ -250,8 +247,6 @@ def test_what_the_model_class_does_not_own_is_carried_over(one_block: Path, tmp_
         assert (tmp_path / "out" / name).read_bytes() == (source / name).read_bytes()
 
 
-# ---------------------------------------------------------------------- the recipe
-
 STAGES = """
 args: {bits: 4, size: 64}
 first_stage:
@@ -321,9 +316,6 @@ def test_one_modifier_serves_for_several_models() -> None:
     assert torch.equal(first, second)
 
 
-# ---------------------------------------------------------------------- the data
-
-
 def token_lists() -> list[list[int]]:
     rows: list[list[int]] = small.token_rows()["input_ids"]
     return [list(row) for row in rows]
@@ -361,9 +353,6 @@ def test_data_that_the_recipe_does_not_need_is_not_read(tmp_path: Path) -> None:
     with small.counted_forwards() as calls:
         tiny(recipe=DYNAMIC)
     assert calls == []
-
-
-# ---------------------------------------------------------------------- how it runs
 
 
 @pytest.mark.parametrize("recipe", [STATIC, GPTQ])

@@ -1,12 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ``oneshot`` wrote, read by transformers in a process without this package.
-
-Equality is exact, logit for logit: the model in memory holds each weight as compressed-tensors
-decodes it, in the same dtype, and quantizes its activations with the same code.
-
-Packed zero points some releases of transformers refuse whoever wrote them (L9): there it is the
-package that reads them back, as ``evaluate`` does.
-"""
+"""What ``oneshot`` wrote, read by transformers in a process without this package."""
 
 from __future__ import annotations
 

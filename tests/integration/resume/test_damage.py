@@ -144,9 +144,6 @@ def test_a_damaged_source(
     assert tree(job.output) == expected("gptq")
 
 
-# ---------------------------------------------------------------------- in this process
-
-
 @pytest.fixture
 def small(tmp_path: Path) -> Path:
     return write_model(tmp_path / "model")

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DeepSpeed's engine trains as the trainer's own loop does, on two processes without a device.
-
-What runs it is skipped where DeepSpeed is not installed.
-"""
+"""DeepSpeed's engine trains as the trainer's own loop does, on two processes without a device."""
 
 from __future__ import annotations
 

@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Several processes train as one does.
-
-They run ``distributed_run.py`` by torchrun, with their own trainer, and ``sharded_run.py``, which
-calls ``train``.
-"""
+"""Several processes train as one does."""
 
 from __future__ import annotations
 

@@ -121,9 +121,6 @@ def test_events_go_on_where_they_were(tmp_path):
     assert Counting.seen == expected
 
 
-# ---- what a checkpoint holds
-
-
 def test_a_checkpoint_holds_progress_recipe_and_the_modifiers_state(tmp_path):
     trainer_of(tmp_path, recipe_args={"growth": 0.05}, max_steps=3).train()
     saved = torch.load(tmp_path / "checkpoint-3" / SESSION_FILE, weights_only=True)
@@ -159,9 +156,6 @@ def test_a_state_that_could_not_be_read_again_is_refused_when_it_is_written(valu
         session.initialize(recipe=modifier)
         with pytest.raises(LifecycleError, match=r"Odd.state_dict\(\) holds a .*'seen'.*'deep'"):
             session.lifecycle.state_dict()
-
-
-# ---- what is not resumed from
 
 
 @pytest.fixture
@@ -245,12 +239,6 @@ def test_nothing_to_resume_from_is_one_clear_error(tmp_path, asked):
     told = "no complete checkpoint" if asked is True else "there is no such folder"
     with pytest.raises(CheckpointError, match=told):
         trainer_of(tmp_path).train(resume_from_checkpoint=asked)
-
-
-# ---- hand-written loops, and what users forget
-
-
-# ---- the best model
 
 
 def test_the_best_model_comes_with_its_modifiers_state(tmp_path, monkeypatch, warned):

@@ -77,9 +77,6 @@ def ready(**fields):
     return spy
 
 
-# ---- fields
-
-
 @pytest.mark.parametrize("targets", ["", [""], ["Linear", ""], "re:", ["re:"]])
 def test_an_empty_name_is_no_target(targets):
     """The name of the model itself: all of it would be taken."""
@@ -180,9 +177,6 @@ def test_phase_is_no_field(flag):
     }
 
 
-# ---- phases
-
-
 def test_phases_one_after_the_other():
     spy, state = Spy(start=1, end=2), State()
     phases = [spy.phase]
@@ -215,9 +209,6 @@ def test_calls_out_of_order():
         with pytest.raises(RuntimeError, match=r"^Spy cannot be"):
             act()
     assert (created.phase, initialized.phase) == (Phase.CREATED, Phase.INITIALIZED)
-
-
-# ---- the order of calls
 
 
 @pytest.mark.parametrize(
@@ -304,9 +295,6 @@ def test_hooks_do_not_outlive_the_modifier():
         hooked.finalize(State())
     layer(torch.ones(2))
     assert calls == [1]
-
-
-# ---- the factory
 
 
 @pytest.fixture

@@ -204,9 +204,6 @@ def test_group_logs_everywhere(wandb):
     assert not SparsificationGroupLogger(python=False).loggers
 
 
-# ---- the manager
-
-
 def test_wrappers_reach_every_logger():
     first, second = Sink(), Sink(enabled=False)
     manager = LoggerManager([first], log_python=False)

@@ -147,9 +147,6 @@ def test_without_gradients_nothing_is_kept_and_forwards_are_given_back() -> None
     assert torch.equal(model(x), expected(x))
 
 
-# ---------------------------------------------------------------------- where tensors wait
-
-
 def test_what_exceeds_the_budget_waits_in_files_that_go(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

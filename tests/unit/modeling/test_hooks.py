@@ -117,9 +117,6 @@ def test_copying_a_model_does_not_copy_the_modifier(layer, calls):
     assert calls == [heavy]
 
 
-# ---- showing inputs without running the module
-
-
 def test_input_hooks_run_in_order_without_the_module(layer, calls):
     def forbidden(*_):
         raise AssertionError("ran")
@@ -148,9 +145,6 @@ def test_input_hooks_may_replace_inputs_as_in_torch(layer):
     args, kwargs = run_input_hooks(layer, (x,))
     assert torch.equal(args[0], x * 2 + 1)
     assert kwargs == {"scale": 3}
-
-
-# ---- attention
 
 
 def test_taps_on_attention():

@@ -70,9 +70,6 @@ def _is_clean(model: Toy) -> bool:
     return not any("forward" in vars(module) for module in model.modules())
 
 
-# ---------------------------------------------------------------------- what comes out
-
-
 def test_all_passes_wait_at_each_target_in_turn_and_return_what_they_would_have() -> None:
     model, outputs = Toy(), {}
     with torch.no_grad(), _paused(model, outputs) as forward:
@@ -146,9 +143,6 @@ def test_calls_from_outside_of_a_pass_are_not_paused() -> None:
         assert forward.current is None
 
 
-# ---------------------------------------------------------------------- state
-
-
 @pytest.mark.parametrize(
     "inside",
     [
@@ -199,9 +193,6 @@ def test_nothing_is_kept_alive_afterwards() -> None:
     del stop, one
     gc.collect()
     assert [reference() for reference in inputs] == [None] * 6
-
-
-# ---------------------------------------------------------------------- when it goes wrong
 
 
 class Broken(Exception):  # noqa: N818
@@ -279,9 +270,6 @@ def test_a_model_that_swallows_everything_is_unwound_all_the_same() -> None:
     assert sorted(model.unwound) == [0, 1, 2]
     assert all(one.frame is None for one in forward.passes)
     assert _is_clean(model)
-
-
-# ---------------------------------------------------------------------- targets
 
 
 def test_nested_targets_are_an_error_that_names_both() -> None:

@@ -51,9 +51,6 @@ def changed(model: Module, before: dict[str, Tensor]) -> set[str]:
     }
 
 
-# ---------------------------------------------------------------- smoothing behind quantizing
-
-
 @pytest.mark.parametrize("mappings", [[GATE, DOWN], None])
 @pytest.mark.parametrize("pipeline", ["independent", "sequential"])
 def test_what_is_quantized_before_stays_where_others_are_smoothed(
@@ -139,9 +136,6 @@ def test_norms_before_a_quantized_cache_may_be_smoothed() -> None:
     assert not torch.equal(model.model.layers[0].input_layernorm.weight, plain)
 
 
-# ---------------------------------------------------------------- one module, two modifiers
-
-
 def test_what_solves_takes_modules_from_what_rounds() -> None:
     """AWQ in its form of one class, then GPTQ with the same scheme: both have their part."""
     groups = {"all": {"targets": ["Linear"], "weights": WEIGHTS}}
@@ -184,9 +178,6 @@ def test_any_other_pair_is_refused(recipe: list[Modifier], said: str) -> None:
     with pytest.raises(TargetError, match=f"q_proj is quantized already, {said}"):
         tiny.run(model, *recipe)
     assert tiny.traces(model) == {}
-
-
-# ---------------------------------------------------------------- one calibration, by hand
 
 
 def by_hand(model: Any, *recipe: Modifier) -> Any:

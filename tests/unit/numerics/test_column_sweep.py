@@ -31,10 +31,7 @@ def problem(seed: int = 0) -> tuple[Tensor, Tensor]:
 def swept(
     weight_RC: Tensor, hessian_CC: Tensor, *, block: int = 8, strip: int = 3
 ) -> tuple[Tensor, Tensor, list[Tensor], list[Tensor]]:
-    """Q, losses, what each column was before its turn, and what each block saw ahead of it.
-
-    Columns are rounded to whole numbers.
-    """
+    """Q, losses, what each column was before its turn, and what each block saw ahead of it."""
     work_CR = columns_first(weight_RC, None)
     ops = column_ops(work_CR, by_torch=True)
     before: list[Tensor] = []

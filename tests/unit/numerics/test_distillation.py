@@ -21,9 +21,6 @@ def rows(seed: int, count: int = 5, width: int = 7, dtype: torch.dtype = torch.f
     return (2 * torch.randn(count, width, generator=generator, dtype=torch.float64)).to(dtype)
 
 
-# ---- textbook versions, number by number
-
-
 def softened(logits: list[float], temperature: float) -> list[float]:
     powers = [math.exp(z / temperature) for z in logits]
     return [power / sum(powers) for power in powers]
@@ -107,9 +104,6 @@ def test_transforms_are_those_of_the_textbook() -> None:
         assert transform(given.bfloat16()).dtype == torch.float32
 
 
-# ---- limits
-
-
 @pytest.mark.parametrize(
     "name", ["l1", "l2", "cosine", "kl", "kl at 3", "square head", "square head per token"]
 )
@@ -159,9 +153,6 @@ def test_extreme_logits_give_numbers(
     assert loss.abs().max() < 1e6
     assert ours.grad is not None
     assert ours.grad.isfinite().all()
-
-
-# ---- the mean over tokens, by chunks
 
 
 @pairs(name=COMPARISONS, chunk_elements=[1, 15, 10**6], chosen=[None, [0, 2, 5], []])

@@ -75,11 +75,7 @@ def nearest(weight_RC: Tensor, scales: ColumnScales, grid: Grid) -> Tensor:
 
 
 def textbook(one: Case) -> tuple[Tensor, Tensor]:
-    """Optimal brain quantization with the inverse updated explicitly, column after column.
-
-    Hassibi and Stork's update of all remaining weights, then elimination of the column from the
-    inverse: no factorization, no blocks, float64.
-    """
+    """Optimal brain quantization with the inverse updated explicitly, column after column."""
     weight_RC, inverse_CC = one.weight_RC.double().clone(), one.hessian_CC.double().inverse()
     rounded_RC, loss_R = torch.zeros_like(weight_RC), torch.zeros(R, dtype=torch.float64)
     for c in range(C):
@@ -223,8 +219,6 @@ def test_an_order_is_that_of_a_weight_whose_columns_were_moved(batched: bool) ->
     assert equal_rows(result.weight_RC.reshape(R, C), expected_RC) >= (15 / 16 if batched else 1)
     assert torch.allclose(result.loss_R.sum(), moved.loss_R.sum(), rtol=1e-2)
 
-
-# ---------------------------------------------------------------------- coordinate descent
 
 DAMPENING = 0.05
 

@@ -38,9 +38,6 @@ def mask_of(weight, name, sparsity, before=None):
     return mask
 
 
-# ---- the textbook
-
-
 def units(shape, name):
     """Flat positions of the weights of each unit, in the order of memory."""
     flat = torch.arange(torch.Size(shape).numel()).reshape(shape[0], -1)
@@ -101,9 +98,6 @@ def test_any_values_are_cut_exactly(values, sparsity):
     assert torch.equal(mask, textbook(weight.view(-1, 1), "unstructured", sparsity).view(-1))
 
 
-# ---- numbers, growth, ties
-
-
 @pytest.mark.parametrize("name", STRUCTURES)
 def test_masks_only_grow_and_are_exact_whatever_the_weights_do(name):
     structure = parse_structure(name)
@@ -148,9 +142,6 @@ def test_sign_and_scale_do_not_matter(name):
     assert torch.equal(mask_of(weight, name, sparsity), mask)
 
 
-# ---- several weights under one threshold
-
-
 def together(weights, name, sparsity, before=None):
     before = before or [None] * len(weights)
     sources = [LazyWeight.of(*pair) for pair in zip(weights, before, strict=True)]
@@ -164,9 +155,6 @@ def test_one_threshold_is_that_of_all_weights_joined():
     for sparsity in (0.0, 0.05, 0.33, 0.5, 0.98, 1.0):
         found = torch.cat([mask.flatten() for mask in together(weights, "unstructured", sparsity)])
         assert torch.equal(found, textbook(joined.view(-1, 1), "unstructured", sparsity).view(-1))
-
-
-# ---- names
 
 
 @pytest.mark.parametrize(

@@ -90,9 +90,6 @@ def test_one_rounding_is_better_than_two() -> None:
     assert float((once - exact).norm()) < 0.6 * float((steps - exact).norm())
 
 
-# ---------------------------------------------------------------------- Cayley SGD
-
-
 def textbook_step(Q: Tensor, gradient: Tensor, momentum: Tensor, rate: float) -> Tensor:
     """Algorithm 1 of the paper: the fixed point by iteration, in place of the inverse."""
     M = 0.9 * momentum - gradient

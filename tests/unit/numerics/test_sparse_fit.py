@@ -141,10 +141,7 @@ HALF = Sparsity((Share(R, 0.5),))
 
 @pairs(rows=[R, 4 * C], mean=[0.0, 3.0, 30.0], group=[None, PAIRS])
 def test_a_choice_found_in_16_bits_is_as_good(group: NofM | None, mean: float, rows: int) -> None:
-    """Also where inputs are nearly the same for all tokens, so that one eigenvalue is all.
-
-    Fewer rows than columns are solved by the factor, more by the inverse.
-    """
+    """Also where inputs are nearly the same for all tokens, so that one eigenvalue is all."""
     torch.manual_seed(0)
     mixing_CC = torch.randn(C, C) * torch.logspace(0, -1, C).unsqueeze(-1)
     inputs_TC = torch.randn(4 * C, C) @ mixing_CC

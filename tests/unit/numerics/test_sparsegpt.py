@@ -41,10 +41,7 @@ def loss(changed_RC: Tensor, weight_RC: Tensor, hessian_CC: Tensor) -> float:
 
 
 def textbook(weight_RC: Tensor, hessian_CC: Tensor, group: NofM | None) -> Tensor:
-    """Optimal brain surgeon, one column after another, with an inverse for each (Sec. 3.1).
-
-    A column's weights go by ``w² / [H⁻¹]_cc`` of the Hessian of the columns from it on.
-    """
+    """Optimal brain surgeon, one column after another, with an inverse for each (Sec. 3.1)."""
     work_RC, hessian_CC = weight_RC.double(), hessian_CC.double()
     kept_RC = torch.ones_like(work_RC, dtype=torch.bool)
     columns = work_RC.shape[1]

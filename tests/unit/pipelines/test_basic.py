@@ -199,9 +199,6 @@ def test_a_pipeline_of_ones_own_is_found_by_its_name() -> None:
     assert isinstance(CalibrationPipeline.from_modifiers([], "own"), Own)
 
 
-# ---------------------------------------------------------------------- what the model is run on
-
-
 def test_a_decoder_that_makes_its_inputs_of_labels_gets_them() -> None:
     model, ids = tiny.build("t5"), torch.ones(1, 4, dtype=torch.long)
     assert set(model_inputs(model, {"input_ids": ids, "labels": ids})) == {"input_ids", "labels"}

@@ -60,9 +60,6 @@ def _shape(plan: StopPlan, model: Module) -> list[tuple[str, tuple[str, ...]]]:
     ]
 
 
-# ---------------------------------------------------------------------- the plan
-
-
 def test_linear_level_stops_at_the_first_of_those_that_share_an_input() -> None:
     model = tiny.build("llama")
     plan = _plan(model)
@@ -133,9 +130,6 @@ def test_the_level_follows_the_budget() -> None:
     nothing_fits = _plan(model, budget=1)
     assert nothing_fits.level is BLOCK
     assert "files" in nothing_fits.reason
-
-
-# ---------------------------------------------------------------------- runs
 
 
 def _told(model: Module, granularity: Granularity = LINEAR, **arguments: Any) -> list[Any]:
@@ -314,9 +308,6 @@ def test_the_level_follows_the_budget_of_the_user(monkeypatch: pytest.MonkeyPatc
     assert [bool(one) for one in spilled] == [False, True, False, True]
 
 
-# ---------------------------------------------------------------------- hooks at a stop
-
-
 class Outputs(Modifier):
     """Records the outputs of modules as an observer would, and changes their weights when told."""
 
@@ -453,9 +444,6 @@ def test_a_modifier_that_declares_nothing_is_told_of_every_module_once(name: str
         assert set(called.values()) == {len(batches)}
     assert watcher._seen[model] == len(batches)
     assert watcher._seen[model.lm_head] == len(batches)
-
-
-# ---------------------------------------------------------------------- when it goes wrong
 
 
 @pytest.mark.parametrize("error", [ZeroDivisionError, KeyboardInterrupt])

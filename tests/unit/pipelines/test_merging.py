@@ -49,9 +49,6 @@ def sizes(batches: list[Any], tokens: int | None = None) -> list[tuple[int, ...]
     return [one.sizes for one in merge_batches(batches, tokens)]
 
 
-# ---------------------------------------------------------------------- what is joined
-
-
 def test_batches_are_joined_as_long_as_they_fit_and_stay_in_order() -> None:
     merged = list(merge_batches(numbered(), tokens=2 * LENGTH))
     assert [one.sizes for one in merged] == [(1, 1), (1, 1), (1,)]
@@ -84,9 +81,6 @@ def test_anything_but_plain_text_is_run_as_it_was_given(more: dict[str, Any]) ->
     assert merged[1].batch is batches[0]
     assert merged[2].batch is batches[1]
     assert merged[0].sizes == merged[3].sizes == (1, 1)
-
-
-# ---------------------------------------------------------------------- what modifiers see
 
 
 @pytest.fixture(params=["merged", "alone"])

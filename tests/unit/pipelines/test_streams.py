@@ -140,9 +140,6 @@ def test_streams_on_different_routes_have_no_common_reference() -> None:
     assert recorder._references["left"] == [None]
 
 
-# ---------------------------------------------------------------------- the parts
-
-
 def test_original_weights_are_dropped_when_every_pass_has_had_them_and_not_before() -> None:
     linear = nn.Linear(2, 2)
     weights = OriginalWeights(2, {linear: 1})

@@ -152,10 +152,7 @@ HEADS = [
 
 @pytest.mark.parametrize(("head", "tie", "as_object"), thinned(HEADS, [False, True]))
 def test_of_tied_embeddings(head: str, tie: bool, as_object: bool, tmp_path: Path) -> None:
-    """Who asks for a head of its own gets one; else the configuration says which it is.
-
-    Of two in the files a plan believes it, and says so; the run looks.
-    """
+    """Who asks for a head of its own gets one; else the configuration says which it is."""
     source = _tied(tmp_path / "source", head)
 
     def model() -> Any:

@@ -61,9 +61,6 @@ def scheme_of(preset: str) -> Any:
     return next(iter(modifier.resolve_quantization_config().groups.values()))
 
 
-# ---------------------------------------------------------------------- what is counted
-
-
 def test_the_counter_sees_what_is_alive_at_once() -> None:
     with count_memory() as counter:
         first = torch.zeros(MIB, dtype=torch.uint8)
@@ -206,9 +203,6 @@ def test_an_observer_that_takes_long_for_each_group_is_tried_on_few(group: int) 
     assert trial.rounding.of(64 * 1024) == pytest.approx(counter.peak, rel=0.3)
 
 
-# ---------------------------------------------------------------------- units
-
-
 class Block(Module):
     def __init__(self) -> None:
         super().__init__()
@@ -254,9 +248,6 @@ def test_coarser_levels_hold_more_at_once() -> None:
     # that of the last problem, beside the float32 solutions of the others
     solutions = 4 * (4 * 64 + 2 * 128)
     assert block.units[0].solving() == solutions + 16
-
-
-# ---------------------------------------------------------------------- peaks
 
 
 def load(name: str, loaded: int, *, packed: int = 0, packing: int = 0) -> PartMemory:
@@ -337,8 +328,6 @@ def test_calibration_adds_activations_statistics_and_the_solver() -> None:
     assert found["solve"].disk == (500 + 40) * MIB
     assert found["solve"].seconds == 5.0
 
-
-# ---------------------------------------------------------------------- time
 
 RATES = Rates("cpu", 1e9, 1e9, 1e9, disk_read=100.0, disk_write=50.0, spread=1.0)
 

@@ -149,9 +149,6 @@ def test_values_that_are_not_finite_are_an_error_unless_they_are_padding(
         module(x)
 
 
-# ------------------------------------------------------------------ attention
-
-
 @pytest.mark.parametrize("observer", ["static_minmax", "minmax"])
 @pytest.mark.parametrize("strategy", ["tensor", "attn_head"])
 def test_states_of_padding_do_not_count(

@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fake quantization of weights and activations: every path, its values and its gradients.
-
-Values are compared with compressed-tensors' own, bit for bit. Gradients are compared with finite
-differences of the straight-through definition in float64, where what rounding adds is held.
-"""
+"""Fake quantization of weights and activations: every path, its values and its gradients."""
 
 from __future__ import annotations
 
@@ -125,9 +121,6 @@ class Definition:
         assert torch.allclose(gradient.double()[smooth], expected[smooth], atol=1e-4)
 
 
-# ------------------------------------------------------------------ activations
-
-
 def reader(args: QuantizationArgs, stored: dict[str, Tensor], dtype: torch.dtype) -> Module:
     """A module as a reader of the checkpoint has it."""
     module = linear(dtype)
@@ -208,9 +201,6 @@ def test_states_of_attention_are_observed_without_padding_and_by_head() -> None:
     scale = (amax / 127.5).reshape(1, 4, 1, 1)
     assert values.grad is not None
     Definition(states, rounded, scale, None, args).check(values.grad, torch.ones(()).double())
-
-
-# ------------------------------------------------------------------ weights
 
 
 def weights_of(module: Linear, args: QuantizationArgs, **fields: Any) -> WeightFakeQuantizer:

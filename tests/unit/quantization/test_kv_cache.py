@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention gets its quantized cache by the name that its own forward has for it.
-
-Models may bring code of their own, so each name has to do whichever the installed transformers has.
-"""
+"""Attention gets its quantized cache by the name that its own forward has for it."""
 
 from __future__ import annotations
 

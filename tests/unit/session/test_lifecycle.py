@@ -88,9 +88,6 @@ def run_batch(lifecycle, **kwargs):
         send(lifecycle, event_type, **kwargs)
 
 
-# ---- initialization and finalization
-
-
 def test_modifiers_get_state_and_unknown_arguments_in_recipe_order():
     order, model = [], nn.Linear(2, 2)
 
@@ -218,9 +215,6 @@ def test_a_schedule_that_stood_still_is_told_with_the_reason(told, warned):
     assert any("no step of the optimizer" in text for text in warned) == (told == "no")
 
 
-# ---- order
-
-
 def is_allowed(last, event_type):
     """The rule, written another way than in the code."""
     if event_type in CALIBRATION:
@@ -273,9 +267,6 @@ def test_batch_and_loss_are_in_the_state_for_as_long_as_they_hold():
         ("batch 2", 2),
         ("batch 2", 2),
     ]
-
-
-# ---- schedules
 
 
 @pytest.mark.parametrize(
@@ -394,9 +385,6 @@ def test_a_resumed_run_goes_on_where_it_was():
     assert past.turns() == [("start", 2.5), ("end", 2.5)]
     assert current.turns() == [("start", 2.5)]
     assert future.turns() == [("start", 3.5)]
-
-
-# ---- reset
 
 
 def test_reset_finalizes_each_and_survives_errors(warned: list[str]):

@@ -138,9 +138,6 @@ def test_schedules_start_and_end_on_time(tmp_path, warned):
     assert not warned
 
 
-# ---- parameters of modifiers
-
-
 class Gain(Modifier):
     """Adds a parameter; another optimizer would leave it at one."""
 
@@ -174,9 +171,6 @@ def test_parameters_that_modifiers_add_are_trained(tmp_path, given):
         if any(parameter is gain for parameter in group["params"])
     ]
     assert group["weight_decay"] == 0
-
-
-# ---- the trainer is otherwise as it was
 
 
 @pytest.mark.parametrize("accumulation", [1, 3])
@@ -236,9 +230,6 @@ def test_any_trainer_drives_the_session(tmp_path):
         [each["loss"] for each in trainer.state.log_history if "loss" in each]
     )
     assert losses[0] > 9, "three times the loss of random weights"
-
-
-# ---- one clear error, and nothing left behind
 
 
 def test_a_modifier_of_oneshot_is_refused_before_anything(tmp_path):

@@ -140,9 +140,6 @@ def test_an_evaluation_has_the_models_own_loss(tmp_path):
     assert during == pytest.approx(with_session)
 
 
-# ---- what is logged
-
-
 def test_the_trainer_logs_the_models_loss_the_whole_one_and_figures(tmp_path):
     trainer = train(tmp_path, Penalty(), accumulation=3, batch=2)
     first = trainer.state.log_history[0]
@@ -190,9 +187,6 @@ def test_loggers_hear_by_their_own_cadence(tmp_path, frequency, kind, steps):
         assert values["epoch"] == pytest.approx(step / 6)
         # Linear decay to zero; the rate is that of the step which was taken.
         assert values["learning_rate"] == pytest.approx(0.6 * (7 - step) / 6)
-
-
-# ---- the end
 
 
 def test_the_result_tells_the_summary(tmp_path):

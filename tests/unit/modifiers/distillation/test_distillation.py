@@ -108,9 +108,6 @@ def textbook_square_head(student: Any, teacher: Any, batch: tiny.Batch) -> Tenso
 BATCH = with_labels(tiny.padded(tiny.batches(number=1), 6))[0]
 
 
-# ---- what is added to the loss
-
-
 @pytest.mark.parametrize("temperature", [None, 2.0])
 @pytest.mark.parametrize(
     "targets", [None, ["lm_head"], "LlamaForCausalLM", [["lm_head", "re:lm_"]]]
@@ -178,9 +175,6 @@ def test_a_teacher_like_the_student_changes_nothing(
     expect_same_gradients(found, gradients(student))
 
 
-# ---- which tokens count, and how they are added up
-
-
 @pytest.mark.parametrize(
     "fields",
     [{}, MIDDLE, {**MIDDLE, "comparison_args": {"per_token": True}}, {"comparison": "l1_distance"}],
@@ -241,9 +235,6 @@ def test_accumulated_means_are_the_mean_of_the_batch(
     expect_same_gradients(gradients(student), whole)
 
 
-# ---- the student as it is trained
-
-
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("fields", [{}, MIDDLE], ids=str)
 def test_gradient_checkpointing_changes_nothing(
@@ -274,9 +265,6 @@ def test_a_compiled_student(session: CompressionSession) -> None:
         student.zero_grad()
         end_batch()
     expect_same_gradients(*found)
-
-
-# ---- the teacher
 
 
 def counting(model: Module, name: str) -> list[int]:
@@ -353,9 +341,6 @@ def test_nothing_is_kept_after_a_batch(session: CompressionSession) -> None:
     assert not modifier._student._kept
 
 
-# ---- schedules
-
-
 def flags(session: CompressionSession, student: Any, steps: int) -> list[bool]:
     """At which steps the loss was replaced."""
     found = []
@@ -390,9 +375,6 @@ def test_the_schedule_is_kept(
     assert flags(session, student, 5) == [bool(flag) for flag in expected]
     session.finalize()
     assert tiny.traces(student) == tiny.traces(teacher) == {}
-
-
-# ---- learned projections
 
 
 def training(

@@ -216,9 +216,6 @@ def test_what_outputs_lack_corrects_as_the_cross_product_does(
         assert float(close.float().mean()) > 0.99, name
 
 
-# ------------------------------------------------------------------ when factorization fails
-
-
 @pytest.mark.parametrize("asymmetric", [False, True])
 def test_the_number_of_threads_never_changes_a_result(asymmetric: bool) -> None:
     """Matrices large enough to be split: where LAPACK would round otherwise, too."""
@@ -288,9 +285,6 @@ def test_a_field_that_does_nothing_says_what_does(
         assert instead in said[0]
 
 
-# ------------------------------------------------------------------ twin streams
-
-
 @pytest.mark.parametrize(
     ("shape", "other", "used"),
     [
@@ -313,18 +307,12 @@ def test_inputs_of_two_streams_meet_only_where_their_tokens_are_the_same(
     assert (found is reference) == used
 
 
-# ------------------------------------------------------------------ starved modules
-
-
 def with_spare(**changes: Any) -> Any:
     """A model with a Linear that no forward ever calls."""
     model = tiny.llama(**changes)
     torch.manual_seed(3)
     model.model.layers[1].mlp.spare = Linear(64, 32)
     return model
-
-
-# ------------------------------------------------------------------ observers and scales
 
 
 def static(bits: int = 8, **fields: Any) -> dict[str, Any]:
@@ -362,9 +350,6 @@ def test_an_embedding_is_rounded_to_nearest() -> None:
     assert torch.equal(weight, rounded.model.embed_tokens.weight)
     assert not torch.equal(weight, tiny.llama().model.embed_tokens.weight)
     assert "model.embed_tokens" not in modifier.records
-
-
-# ------------------------------------------------------------------ fields
 
 
 def orders(modifier: GPTQModifier) -> dict[str, Any]:
@@ -466,9 +451,6 @@ def test_what_is_saved_of_a_recipe_loads_as_an_equal_one(modifier: GPTQModifier)
     assert {name: one.model_dump() for name, one in ours.groups.items()} == {
         name: one.model_dump() for name, one in theirs.groups.items()
     }
-
-
-# ------------------------------------------------------------------ bad input
 
 
 def test_activations_that_are_not_finite_are_named_and_nothing_is_left_behind() -> None:

@@ -109,8 +109,6 @@ class Loop:
         return self
 
 
-# ---- the sparsity after each step is that of the formula
-
 ROUNDED = {name: 12 * 16 if name == "0.weight" else 16 * 8 for name in ("0.weight", "2.weight")}
 
 
@@ -175,9 +173,6 @@ def test_between_updates_the_sparsity_stays(update, unit):
     for step, found in loop.after:
         last = max(at for at in updates if at <= step)
         assert found == expected(modifier, last / unit), step
-
-
-# ---- masks hold
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
@@ -270,9 +265,6 @@ def test_globally_all_weights_have_one_threshold():
     assert loop.after[-1][1]["2.weight"] < 0.5
 
 
-# ---- after the end
-
-
 def test_masks_are_kept_after_the_end():
     loop = Loop(small_model(), gradual(end=3), optimizer="adamw").run(8)
     assert [found["0.weight"] for _, found in loop.after][3:] == [0.75] * 5
@@ -298,9 +290,6 @@ def test_constant_keeps_exactly_the_zeros_that_are_there():
     for name, value in model.named_parameters():
         if name != "3.bias":  # begins at zero, and trains
             assert torch.equal(value == 0, before[name]), name
-
-
-# ---- checkpoints
 
 
 @pytest.mark.parametrize(
@@ -372,9 +361,6 @@ def test_masks_of_another_model_are_refused():
         callbacks.batch_start()
         with pytest.raises(CheckpointError, match=r"other parameters: 2\.weight differ"):
             other.load_state_dict(session.state, modifier.state_dict())
-
-
-# ---- what is told
 
 
 def test_weights_that_are_not_finite_are_refused():

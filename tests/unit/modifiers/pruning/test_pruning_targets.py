@@ -123,9 +123,6 @@ def test_routers_are_pruned_by_their_names_alone(everything: str) -> None:
         names(everything, model=nn.ModuleDict({"mlp": only}))
 
 
-# ---- fields
-
-
 def gradual(**changes: Any) -> MagnitudePruningModifier:
     fields: dict[str, Any] = {
         "targets": "Linear", "init_sparsity": 0.0, "final_sparsity": 0.5, "end": 4,
@@ -202,9 +199,6 @@ def test_a_recipe_survives_being_saved():
     assert found == recipe.modifiers
     assert isinstance(again, MagnitudePruningModifier)
     assert again.sparsity_at(2.5) == pytest.approx(0.5 * 0.25)
-
-
-# ---- orientation, quantization, processes
 
 
 def test_conv1d_has_its_rows_in_columns():

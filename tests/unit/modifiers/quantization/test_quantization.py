@@ -47,9 +47,6 @@ def states(given: list[tiny.Batch]) -> dict[str, list[Tensor]]:
     return {name: [torch.cat(parts, dim=1) for parts in each] for name, each in found.items()}
 
 
-# ------------------------------------------------------------------ weights
-
-
 @pytest.mark.parametrize("name", few(WITH_WEIGHTS, *USUAL))
 def test_every_weight_is_rounded_on_the_scales_of_its_observer(name: str) -> None:
     before, model = (tiny.llama(torch.bfloat16, num_hidden_layers=1) for _ in range(2))
@@ -153,9 +150,6 @@ def test_a_global_scale_is_that_of_the_weights_when_they_are_quantized(
         assert found == pytest.approx(448 * 6 / amax, rel=1e-6)
 
 
-# ------------------------------------------------------------------ caches and attention
-
-
 @pytest.mark.parametrize("pipeline", ["independent", "basic", "layer_sequential"])
 @pytest.mark.parametrize("modifier", [QuantizationModifier, GPTQModifier])
 def test_cache_scales_cover_the_keys_and_values_of_real_tokens(
@@ -186,9 +180,6 @@ def test_cache_scales_can_be_kept_per_head() -> None:
             expected = values.abs().amax(dim=(1, 2)).reshape(2, 1, 1) / 127.5
             found = getattr(model.model.layers[layer].self_attn, f"{name}_scale")
             assert torch.allclose(found, expected, rtol=1e-5)
-
-
-# ------------------------------------------------------------------ bad input
 
 
 def unchanged(model: Any, before: Any) -> bool:
@@ -361,9 +352,6 @@ def test_a_named_head_is_untied_unless_it_is_to_stay_tied() -> None:
         assert untied.lm_head.weight_scale.shape == (96, 1)
         original = tiny.llama(tie_word_embeddings=True).model.embed_tokens.weight
         assert torch.equal(untied.model.embed_tokens.weight, original)
-
-
-# ------------------------------------------------------------------ recipes
 
 
 @pytest.mark.parametrize(

@@ -107,9 +107,6 @@ def snapshot(model: Any) -> dict[str, Tensor]:
     return {name: one.detach().clone() for name, one in model.named_parameters()}
 
 
-# ------------------------------------------------------------------ the end
-
-
 @pytest.mark.parametrize(("name", "learned"), CASES)
 def test_what_is_left_computes_what_fake_quantization_did(name: str, learned: bool) -> None:
     session, model = trained(aware(learned_scales=learned, **SCHEMES[name]), **ONE)
@@ -184,9 +181,6 @@ def test_the_scales_follow_the_weights(name: str) -> None:
         assert torch.equal(
             attention.q_proj.weight_global_scale, attention.v_proj.weight_global_scale
         )
-
-
-# ------------------------------------------------------------------ the forward and its gradients
 
 
 @pytest.mark.parametrize("implementation", ["loop", "checkpointing"])
@@ -298,9 +292,6 @@ def test_zeros_of_a_mask_survive(name: str) -> None:
         assert (zeros == 0).all()
 
 
-# ------------------------------------------------------------------ phases
-
-
 def test_static_activations_are_observed_for_a_step_first() -> None:
     model, data = tiny.llama(), tiny.batches(number=6)
     plain = tiny.logits(model, data)
@@ -335,9 +326,6 @@ def test_the_observed_range_is_that_of_real_tokens_of_training_batches() -> None
     tag = "quantization/model.layers.0.self_attn.q_proj.input"
     assert figures[f"{tag}.min"] == float(expected.min())
     assert figures[f"{tag}.max"] == float(expected.max())
-
-
-# ------------------------------------------------------------------ traces and errors
 
 
 @pytest.mark.parametrize("learned", [False, True])
@@ -391,9 +379,6 @@ def test_a_static_scale_that_nothing_reached_is_an_error(warned: list[str]) -> N
     assert "aside (input)" in warned[0]
     with pytest.raises(TargetError, match="aside"):
         session.finalize()
-
-
-# ------------------------------------------------------------------ checkpoints
 
 
 @pytest.mark.parametrize(

@@ -91,9 +91,6 @@ def compressed(
     return oneshot(model=model, recipe=recipe, dataset=rows, output_dir=output, **more)
 
 
-# ---------------------------------------------------------------------- the gradient
-
-
 class Learning:
     """What is learned on a tiny model, and the same in one graph over all of it."""
 
@@ -185,9 +182,6 @@ def test_the_gradient_is_that_of_one_graph(scheme: str, biases: bool) -> None:
         assert gradient.norm() > 0
 
 
-# ---------------------------------------------------------------------- what is learned
-
-
 def test_the_loss_falls_and_matrices_stay_orthogonal() -> None:
     """With weights of 4 bits, on one batch: from 6.05 to 5.71."""
     learning = Learning(with_gains(tiny.llama()), "W4A16")
@@ -247,9 +241,6 @@ def test_a_step_holds_one_block_however_many_there_are() -> None:
     waiting = 2 * 24 * 64 * 4  # what goes into a block, in a file
     heads = 16 * 16 * 8 * 4  # a block's own matrix, the next one, its momentum and so on
     assert deep - shallow <= 3 * (waiting + heads)
-
-
-# ---------------------------------------------------------------------- block by block
 
 
 @pytest.fixture

@@ -266,9 +266,6 @@ def test_what_cannot_be_got_at_is_one_clear_error(case: str) -> None:
     assert traces(model) == before
 
 
-# ---------------------------------------------------------------------- the probe itself
-
-
 def test_rounding_does_not_count() -> None:
     model = lively(llama(torch.bfloat16, tie_word_embeddings=True))
     modifier = SpinQuantModifier(rotations=["R1", "R2", "R3", "R4"])

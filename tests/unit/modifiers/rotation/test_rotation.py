@@ -302,8 +302,6 @@ def test_a_config_of_transforms_is_applied() -> None:
     assert hasattr(model.model.layers[0].mlp.down_proj, "mine_input")
 
 
-# ---------------------------------------------------------------------- bad input
-
 WRONG: dict[str, tuple[Any, Any, str]] = {
     "no Hadamard matrix": (
         lambda: llama(intermediate_size=90),
