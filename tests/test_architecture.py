@@ -314,6 +314,16 @@ def test_every_file_names_its_license() -> None:
     assert not missing, "\n".join(missing)
 
 
+def test_names_of_tests_are_short() -> None:
+    long = [
+        f"{path.relative_to(ROOT)}:{function.line}: {function.name}"
+        for path in _own(ROOT / "tests", "*.py")
+        for function in house.read(path).functions
+        if function.name.startswith("test_") and len(function.name) > 60
+    ]
+    assert not long, "\n".join(long)
+
+
 def test_tests_lie_where_what_they_test_does() -> None:
     tests = ROOT / "tests"
     folders = {str(one.parent.relative_to(tests)) for one in _own(tests, "*.py")} - {"."}

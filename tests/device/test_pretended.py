@@ -66,7 +66,7 @@ def test_the_planned_peak_is_the_measured_one(on_device: Run) -> None:
         assert planned == pytest.approx(measured, rel=0.15), name
 
 
-def test_the_planned_peak_of_rounding_alone_leaves_no_room_for_codes(on_device: Run) -> None:
+def test_the_planned_peak_of_rounding_has_no_room_for_codes(on_device: Run) -> None:
     """The codes of a whole block would be a tenth or more."""
     names = ["rtn", "fp8_dynamic", "nvfp4a16"]
     found = on_device("planned", names=names, hidden=512, length=256)

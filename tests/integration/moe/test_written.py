@@ -376,7 +376,7 @@ def test_the_pattern_that_ignores_experts_is_one_of_the_model(family: str, tmp_p
     assert not any("experts" in name and name.endswith("weight_scale") for name in names)
 
 
-def test_pruned_experts_that_are_not_quantized_go_back_into_stacks(tmp_path: Path) -> None:
+def test_pruned_plain_experts_go_back_into_stacks(tmp_path: Path) -> None:
     """No reader of this family knows dense experts one by one."""
     mixtures.saved("llama4_text", tmp_path / "source")
     recipe = SparseGPTModifier(sparsity=0.5, targets="Linear", ignore=["lm_head"])

@@ -189,7 +189,7 @@ def test_one_latent_state_has_a_scale_and_none_per_head(tmp_path: Path) -> None:
     assert torch.equal(decoded(read), decoded_as_read(model))
 
 
-def test_attention_is_refused_before_the_first_pass_and_by_the_plan(
+def test_attention_is_refused_before_any_pass_and_by_the_plan(
     tmp_path: Path, said: list[str]
 ) -> None:
     """Also where others are before the modifier that quantizes it."""
@@ -220,7 +220,7 @@ class ClosedLlama(LlamaForCausalLM):
         return False
 
 
-def test_queries_are_refused_where_nobody_can_set_the_attention_function(tmp_path: Path) -> None:
+def test_queries_are_refused_without_an_attention_function(tmp_path: Path) -> None:
     model = small.llama()
     model.__class__ = ClosedLlama
     message = refused(model, tmp_path / "out", config_groups=ATTENTION)

@@ -161,7 +161,7 @@ ATTENTION: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("before", ATTENTION)
-def test_what_an_earlier_run_has_quantized_stays_beside_what_a_second_one_does(
+def test_earlier_quantization_stays_beside_that_of_a_second_run(
     before: str, tmp_path: Path, warned: list[str]
 ) -> None:
     """Whether the second one is given its folder, or the model as transformers loads it."""
@@ -213,9 +213,7 @@ def test_what_is_rotated_at_run_time_is_not_gone_on_with(tmp_path: Path) -> None
     assert not (tmp_path / "out").exists()
 
 
-def test_experts_that_an_earlier_run_has_quantized_become_plain_or_are_refused(
-    tmp_path: Path, warned: list[str]
-) -> None:
+def test_quantized_experts_become_plain_or_are_refused(tmp_path: Path, warned: list[str]) -> None:
     small.mixture().save_pretrained(tmp_path / "model")
     attention = QuantizationModifier(targets="re:.*self_attn.*_proj$", scheme="W8A8")
     for name, scheme in (("rows", "FP8_DYNAMIC"), ("blocks", "NVFP4A16")):

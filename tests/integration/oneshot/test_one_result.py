@@ -100,7 +100,7 @@ CELLS = [{"strategy": "group", "group_size": 16}, {"strategy": "group", "group_s
     thinned([*CELLS, {"strategy": "channel"}], [QuantizationModifier, GPTQModifier]),
     ids=str,
 )
-def test_codes_that_stand_for_one_value_are_told_apart_in_one_way(
+def test_equal_codes_are_told_apart_in_one_way(
     cells: dict[str, Any], modifier: Any, tmp_path: Path
 ) -> None:
     """Of 8 bits and a zero point: their distance from it needs nine, and bfloat16 has eight."""

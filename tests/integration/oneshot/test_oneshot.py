@@ -121,7 +121,7 @@ def test_save_pretrained_writes_compressed_afterwards(recipe: str, tmp_path: Pat
     assert saved == Recipe.create_instance(recipe)
 
 
-def test_a_part_of_a_compressed_model_is_not_written_dense_in_silence(
+def test_a_part_of_a_compressed_model_is_not_written_dense(
     warned: list[str], tmp_path: Path
 ) -> None:
     model = tiny(recipe=DYNAMIC)
@@ -418,7 +418,7 @@ def test_the_class_does_what_the_function_does(tmp_path: Path) -> None:
     assert small.tree(tmp_path / "class") == small.tree(tmp_path / "function")
 
 
-def test_what_a_subclass_makes_of_the_processor_prepares_the_data(short_pico: Path) -> None:
+def test_a_processor_of_a_subclass_prepares_the_data(short_pico: Path) -> None:
     class Watched:
         def __init__(self, tokenizer: Any) -> None:
             self.tokenizer, self.seen = tokenizer, list[str]()

@@ -91,7 +91,7 @@ def weights(folder: Path) -> bytes:
 
 @pytest.mark.parametrize("make", [gemma3n, gemma4])
 @pytest.mark.parametrize("scheme", [FP8, INT8], ids=["tensor", "heads"])
-def test_a_layer_that_shares_has_the_scales_of_the_one_it_reads_from(
+def test_a_sharing_layer_has_the_scales_of_its_source(
     make: Callable[[], PreTrainedModel], scheme: dict[str, Any], tmp_path: Path
 ) -> None:
     make().save_pretrained(tmp_path / "model")

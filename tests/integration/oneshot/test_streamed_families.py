@@ -123,9 +123,7 @@ def rescaling(tmp_path: Path) -> Path:
     return tmp_path / "model"
 
 
-def test_a_forward_that_writes_to_weights_is_refused_with_a_remedy_that_helps(
-    rescaling: Path, tmp_path: Path
-) -> None:
+def test_a_forward_that_writes_to_weights_is_refused(rescaling: Path, tmp_path: Path) -> None:
     def run() -> None:
         oneshot(
             model=str(rescaling),
@@ -250,7 +248,7 @@ STEP: dict[str, Any] = {
 }
 
 
-def test_stacks_that_are_put_below_each_other_are_cut_where_they_lie(
+def test_stacks_put_below_each_other_are_cut_where_they_lie(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its file has a stack of gates and one of ups, and its class one of both."""

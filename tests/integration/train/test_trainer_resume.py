@@ -121,7 +121,7 @@ def test_events_go_on_where_they_were(tmp_path):
     assert Counting.seen == expected
 
 
-def test_a_checkpoint_holds_progress_recipe_and_the_modifiers_state(tmp_path):
+def test_a_checkpoint_holds_progress_recipe_and_modifier_state(tmp_path):
     trainer_of(tmp_path, recipe_args={"growth": 0.05}, max_steps=3).train()
     saved = torch.load(tmp_path / "checkpoint-3" / SESSION_FILE, weights_only=True)
     assert (saved["global_step"], saved["global_batch"], saved["steps_per_epoch"]) == (3, 5, 4)
@@ -149,7 +149,7 @@ class Odd(Modifier):
 
 
 @pytest.mark.parametrize("value", [np.float64(1), np.zeros(1), {1, 2}, EventType.BATCH_END])
-def test_a_state_that_could_not_be_read_again_is_refused_when_it_is_written(value):
+def test_an_unreadable_state_is_refused_when_written(value):
     modifier = Odd()
     modifier._state = {"seen": [0, {"deep": value}]}
     with create_session() as session:
@@ -197,7 +197,7 @@ def cut(path: Path) -> None:
         lambda folder: [each.unlink() for each in folder.iterdir()],
     ],
 )
-def test_what_was_not_finished_is_passed_over_and_refused_by_name(half, whole, warned, damage):
+def test_what_was_not_finished_is_passed_over_by_name(half, whole, warned, damage):
     damage(half / "checkpoint-4")
     with pytest.raises(CheckpointError, match="was not finished"):
         trainer_of(half).train(resume_from_checkpoint=half / "checkpoint-4")

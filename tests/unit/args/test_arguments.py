@@ -265,7 +265,7 @@ def test_the_parser_of_transformers_reads_each_class(cls):
     assert "--" + dataclasses.fields(cls)[0].name in parser.format_help()
 
 
-def test_a_command_line_of_the_parser_of_transformers_is_checked_and_stored_alike():
+def test_a_command_line_parsed_by_transformers_is_stored_alike():
     parser = transformers.HfArgumentParser(
         (ModelArguments, DatasetArguments, RecipeArguments, RunArguments)
     )

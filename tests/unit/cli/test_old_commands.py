@@ -72,7 +72,7 @@ def test_nothing_is_traced(capsys: pytest.CaptureFixture[str]) -> None:
         ("run", "--model m -h", "run --help"),
     ],
 )
-def test_a_command_of_text_generation_is_run_as_what_it_is_called_now(
+def test_an_old_command_runs_under_its_present_name(
     command: str,
     typed: str,
     line: str,

@@ -324,7 +324,7 @@ def test_own_modifier_by_path(package):
         ModifierFactory.create("nobody.knows.Shrinker")
 
 
-def test_a_method_that_nothing_calls_is_told_where_it_looks_like_one_that_is(warned):
+def test_a_method_that_nothing_calls_is_told(warned):
     class Old(Modifier):
         def on_initialize(self, state, **kwargs):
             return True

@@ -122,7 +122,7 @@ def test_the_rule_is_that_of_compressed_tensors() -> None:
         assert matches(name, module, target) == is_match(name, module, target), (name, target)
 
 
-def test_unmatched_keeps_order_and_counts_ignored_modules_as_matched() -> None:
+def test_unmatched_keeps_order_and_counts_ignored_as_matched() -> None:
     assert unmatched(TOY, ["zz", "Linear", "re:up_proj", "lm_head"]) == ("zz", "re:up_proj")
     check_targets(TOY, ["lm_head"], ["lm_head"])
 

@@ -70,7 +70,7 @@ def _is_clean(model: Toy) -> bool:
     return not any("forward" in vars(module) for module in model.modules())
 
 
-def test_all_passes_wait_at_each_target_in_turn_and_return_what_they_would_have() -> None:
+def test_all_passes_wait_at_each_target_and_return_the_same() -> None:
     model, outputs = Toy(), {}
     with torch.no_grad(), _paused(model, outputs) as forward:
         assert list(_serve(forward)) == [("a", [0, 1, 2]), ("b", [0, 1, 2]), ("c", [0, 1, 2])]
@@ -153,7 +153,7 @@ def test_calls_from_outside_of_a_pass_are_not_paused() -> None:
     ],
     ids=["autocast", "grad", "inference", "device"],
 )
-def test_state_set_inside_a_pass_holds_for_its_modules_and_nowhere_else(inside) -> None:
+def test_state_set_inside_a_pass_holds_for_its_modules_only(inside) -> None:
     def body(model: Toy, x: torch.Tensor, index: int) -> Any:
         with inside():
             y = model.b(model.a(x))

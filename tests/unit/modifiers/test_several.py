@@ -53,9 +53,7 @@ def changed(model: Module, before: dict[str, Tensor]) -> set[str]:
 
 @pytest.mark.parametrize("mappings", [[GATE, DOWN], None])
 @pytest.mark.parametrize("pipeline", ["independent", "sequential"])
-def test_what_is_quantized_before_stays_where_others_are_smoothed(
-    mappings: Any, pipeline: str
-) -> None:
+def test_what_is_quantized_stays_where_others_are_smoothed(mappings: Any, pipeline: str) -> None:
     """Neither scaled nor clipped: attention is as if GPTQ had been alone."""
     before = weights_of(tiny.llama())
     alone = weights_of(tiny.run(tiny.llama(), solving(ATTENTION)))

@@ -115,7 +115,7 @@ def test_a_student_like_its_teacher_has_nothing_to_learn(name: str) -> None:
     assert gradient.abs().max() < 1e-12
 
 
-def test_at_high_temperature_the_divergence_is_the_squared_difference_of_centred_logits() -> None:
+def test_hot_divergence_is_that_of_centred_logits() -> None:
     student, teacher = rows(0), rows(1)
 
     def centred(logits: Tensor) -> Tensor:

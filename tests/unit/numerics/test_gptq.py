@@ -117,9 +117,7 @@ def test_every_weight_lands_on_its_grid(partition: str, grid: str) -> None:
 
 @pytest.mark.parametrize("grid", ["int4", "fp4"])
 @pytest.mark.parametrize("partition", PARTITIONS)
-def test_the_outputs_are_closer_than_those_of_rounding_to_nearest(
-    partition: str, grid: str
-) -> None:
+def test_outputs_are_closer_than_by_rounding_to_nearest(partition: str, grid: str) -> None:
     gptq = plain = 0.0
     for seed in range(3):
         one = case(partition, grid, seed)
@@ -259,9 +257,7 @@ def descended(one: Case, rounded_RC: Tensor, **changes: int) -> Tensor:
 
 
 @each(grid=GRIDS, partition=PARTITIONS)
-def test_a_descent_lowers_the_error_row_by_row_and_stays_on_the_grid(
-    partition: str, grid: str
-) -> None:
+def test_a_descent_lowers_each_row_s_error_on_the_grid(partition: str, grid: str) -> None:
     one = case(partition, grid)
     rounded_RC = sweep(one.weight_RC, one.factor(), one.scales, one.grid).weight_RC
     for start_RC in (rounded_RC, nearest(one.weight_RC, one.scales, one.grid)):

@@ -94,7 +94,7 @@ def test_chunks_do_not_change_the_result(values, chunk, monkeypatch):
 
 
 @pytest.mark.parametrize("grid", GRIDS, ids=str)
-def test_the_error_is_never_above_that_of_the_extremes_and_often_below(values, grid):
+def test_the_error_is_never_above_that_of_the_extremes(values, grid):
     search = ShrinkSearch(maxshrink=0.8, norm=2.0)
     low, high = search_range(values, grid, search)
     ones = torch.ones(values.shape[1])

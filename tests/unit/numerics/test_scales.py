@@ -129,7 +129,7 @@ def test_zero_and_the_range_survive_rounding(grid):
 
 
 @pytest.mark.parametrize("grid", [Grid("int", 4, symmetric=False), Grid("int", 8, symmetric=False)])
-def test_a_range_wider_than_the_largest_number_of_its_dtype_has_a_scale(grid):
+def test_a_range_beyond_its_dtype_has_a_scale(grid):
     ends = torch.tensor([-6e4, -5.0]), torch.tensor([5e4, 6e4])
     scale, zero = scales_from_range(*(end.half() for end in ends), grid, stored_in=torch.float16)
     wide, wide_zero = scales_from_range(*ends, grid)

@@ -93,7 +93,7 @@ def test_halves_merge_to_the_whole() -> None:
     assert torch.equal(first.gram, first.gram.T)
 
 
-def test_an_input_that_the_model_overwrites_later_was_counted_as_it_came() -> None:
+def test_an_input_overwritten_later_was_counted_as_it_came() -> None:
     """Some models add to their hidden state in place; small batches wait for others."""
     y_TC, x_TC = streams()
     statistics = InputStatistics(C, "cpu", twin=True)
@@ -110,7 +110,7 @@ def test_an_input_that_the_model_overwrites_later_was_counted_as_it_came() -> No
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_values_that_are_not_finite_are_an_error_that_names_the_module(bad: float) -> None:
+def test_bad_values_are_an_error_that_names_the_module(bad: float) -> None:
     y_TC, _ = streams()
     y_TC[17, 3] = bad
     statistics = InputStatistics(C, "cpu", name="model.layers.3.mlp.up_proj")

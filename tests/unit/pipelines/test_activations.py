@@ -121,7 +121,7 @@ def test_what_the_model_owns_is_not_moved() -> None:
         store.close()
 
 
-def test_memory_is_counted_and_only_what_exceeds_it_goes_to_files() -> None:
+def test_only_what_exceeds_memory_goes_to_files() -> None:
     model, paused, _ = _waiting(3)
     size = 4 * LARGE**2
     with torch.no_grad(), paused as forward:

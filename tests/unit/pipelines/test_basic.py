@@ -154,14 +154,14 @@ def test_without_data_there_is_an_error(pipeline: str) -> None:
         run_pipeline(tiny.build("llama"), [], Recorder(), pipeline)
 
 
-def test_a_recipe_that_needs_data_is_sequential_and_another_is_free_of_data() -> None:
+def test_a_recipe_with_data_is_sequential_else_datafree() -> None:
     free = QuantizationModifier(targets="Linear", scheme="FP8_DYNAMIC")
     assert infer_pipeline([free]) == "datafree"
     assert infer_pipeline([free, Recorder()]) == "sequential"
     assert infer_pipeline([]) == "datafree"
 
 
-def test_a_pipeline_is_made_of_what_modifiers_need_or_the_user_names(
+def test_a_pipeline_follows_modifiers_or_the_user(
     log: list[tuple[str, str]],
 ) -> None:
     kinds = {name: PIPELINES.load(name) for name in ("datafree", "sequential", "independent")}

@@ -60,7 +60,7 @@ def _shape(plan: StopPlan, model: Module) -> list[tuple[str, tuple[str, ...]]]:
     ]
 
 
-def test_linear_level_stops_at_the_first_of_those_that_share_an_input() -> None:
+def test_linear_level_stops_at_the_first_of_a_shared_input() -> None:
     model = tiny.build("llama")
     plan = _plan(model)
     assert plan.level is LINEAR
@@ -88,7 +88,7 @@ def test_block_level_stops_at_decoder_layers() -> None:
     assert all(len(unit.modules) == 7 for unit in plan.units)
 
 
-def test_cross_attention_shares_the_encoders_output_within_a_layer_only() -> None:
+def test_cross_attention_shares_its_input_within_a_layer_only() -> None:
     model = tiny.build("t5")
     names = tiny.leaves(model, "Linear", ["lm_head"])
     blocks = find_blocks(model)
@@ -220,9 +220,7 @@ class Routed(nn.Module):
 
 @pytest.mark.parametrize("twin", [False, True])
 @pytest.mark.parametrize("first", [0, 1, 2])
-def test_routes_are_joined_so_that_every_module_sees_all_its_batches(
-    first: int, twin: bool
-) -> None:
+def test_routes_are_joined_so_each_module_sees_all_batches(first: int, twin: bool) -> None:
     """Whichever of them the watched batch takes."""
     routes = [first, *(route for route in (0, 1, 2, 2, 0) if route != first)]
     generator = torch.Generator().manual_seed(1)
@@ -351,7 +349,7 @@ class Outputs(Modifier):
 
 
 @pytest.mark.parametrize("target", ["LlamaMLP", "LlamaDecoderLayer"])
-def test_a_block_shows_its_output_once_and_before_it_is_compressed(target: str) -> None:
+def test_a_block_shows_its_output_once_before_compression(target: str) -> None:
     model, original, batches = tiny.build("llama"), tiny.build("llama"), tiny.text_batches()
     modifier = Outputs(targets=[target], granularity=BLOCK)
     run_pipeline(model, batches, modifier, sequential_targets=[target])
@@ -429,7 +427,7 @@ class Watcher(Modifier):
 
 
 @pytest.mark.parametrize("name", ["llama", "t5"])
-def test_a_modifier_that_declares_nothing_is_told_of_every_module_once(name: str) -> None:
+def test_an_undeclared_modifier_is_told_of_each_module_once(name: str) -> None:
     model, batches = tiny.build(name), tiny.ARCHITECTURES[name].batches()
     watcher = Watcher()
     run_pipeline(model, batches, watcher)

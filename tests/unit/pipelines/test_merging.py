@@ -49,7 +49,7 @@ def sizes(batches: list[Any], tokens: int | None = None) -> list[tuple[int, ...]
     return [one.sizes for one in merge_batches(batches, tokens)]
 
 
-def test_batches_are_joined_as_long_as_they_fit_and_stay_in_order() -> None:
+def test_batches_are_joined_in_order_while_they_fit() -> None:
     merged = list(merge_batches(numbered(), tokens=2 * LENGTH))
     assert [one.sizes for one in merged] == [(1, 1), (1, 1), (1,)]
     ids_BT = torch.cat([one.batch["input_ids"] for one in merged])

@@ -125,7 +125,7 @@ def _of_pairs(pipeline: str, source: str, target: str) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("pipeline", PIPELINES)
-def test_in_an_encoder_decoder_each_input_comes_with_the_mask_of_its_half(pipeline: str) -> None:
+def test_each_input_comes_with_the_mask_of_its_half(pipeline: str) -> None:
     """As long as source and target are equally long, shapes would not tell them apart."""
     batches = [
         {
@@ -148,7 +148,7 @@ def test_in_an_encoder_decoder_each_input_comes_with_the_mask_of_its_half(pipeli
 
 
 @pytest.mark.parametrize("form", ["labels", "padded labels", "labels and inputs", "inputs"])
-def test_a_decoder_without_a_mask_counts_what_each_row_alone_would_have(form: str) -> None:
+def test_a_decoder_without_a_mask_counts_as_each_row_alone(form: str) -> None:
     """Inputs are the labels one position later: as many as there are labels."""
     labels = _ids(10, length=6)
     labels[1, 4:] = 0 if "padded" in form else -100

@@ -40,9 +40,7 @@ def _recorded(
 
 
 @pytest.mark.parametrize(("name", "level"), thinned(NAMES, LEVELS))
-def test_references_are_the_inputs_of_the_original_model_to_the_bit(
-    name: str, level: Granularity
-) -> None:
+def test_references_are_the_original_inputs_to_the_bit(name: str, level: Granularity) -> None:
     _, batches, names, recorder = _recorded(name, level, twin=True)
     original = tiny.build(name)
     expected = plain_inputs(
@@ -64,7 +62,7 @@ def test_at_linear_level_inputs_are_those_of_the_finished_model(name: str, twin:
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_without_propagation_inputs_are_those_of_the_original_model(level: Granularity) -> None:
+def test_without_propagation_inputs_are_the_original_ones(level: Granularity) -> None:
     batches = tiny.text_batches()
     model, original = tiny.build("llama"), tiny.build("llama")
     recorder = Recorder(granularity=level, round_to=2, twin=True)
@@ -140,7 +138,7 @@ def test_streams_on_different_routes_have_no_common_reference() -> None:
     assert recorder._references["left"] == [None]
 
 
-def test_original_weights_are_dropped_when_every_pass_has_had_them_and_not_before() -> None:
+def test_original_weights_are_dropped_after_the_last_pass() -> None:
     linear = nn.Linear(2, 2)
     weights = OriginalWeights(2, {linear: 1})
     weights.keep([linear])

@@ -162,7 +162,7 @@ def test_the_workspace_of_clipping_is_that_of_its_solver(
 
 
 @pytest.mark.parametrize("is_written", [True, False])
-def test_what_packing_takes_of_another_size_follows_from_the_trial(is_written: bool) -> None:
+def test_packing_of_another_size_follows_from_the_trial(is_written: bool) -> None:
     scheme = scheme_of("W4A16")
     trial = measure_scheme(scheme, torch.bfloat16, torch.device("cpu"), is_written=is_written)
     linear = Linear(2048, 512, bias=False, dtype=torch.bfloat16)
@@ -190,7 +190,7 @@ def histogram_of_groups(group: int, **more: Any) -> QuantizationScheme:
 
 
 @pytest.mark.parametrize("group", [pytest.param(16, marks=pytest.mark.slow), 64])
-def test_an_observer_that_takes_long_for_each_group_is_tried_on_few(group: int) -> None:
+def test_a_slow_observer_is_tried_on_few_groups(group: int) -> None:
     """It would be minutes for matrices as large as those of other observers."""
     scheme = histogram_of_groups(group)
     start = time.thread_time()
@@ -301,7 +301,7 @@ def test_on_a_device_the_host_holds_what_is_read_and_written() -> None:
     assert phases["save"].host == (1000 + 400 + 200) * MIB
 
 
-def test_a_device_and_its_host_are_at_their_most_at_different_moments() -> None:
+def test_device_and_host_peak_at_different_moments() -> None:
     block, rest = Part("b", {}, 100 * MIB, 100 * MIB, 0), Part(REST, {}, 50 * MIB, 50 * MIB, 0)
     loads = [PartMemory(block, 30 * MIB, 10 * MIB, 0)] * 3 + [PartMemory(rest, 0, 200 * MIB, 0)]
     one = PassPlan(["RoundingParameters"], "datafree")
@@ -338,7 +338,7 @@ def timed(*, is_streamed: bool, forward: int = 0) -> dict[str, float]:
     return estimate_time(RATES, operations, [], 0, traffic, ComputeCost(), 0, 0)[0]
 
 
-def test_reading_and_writing_beside_the_computing_are_waited_for_where_they_take_longer() -> None:
+def test_reading_and_writing_count_where_they_take_longer() -> None:
     assert timed(is_streamed=False) == {"load": 10, "calibrate": 0, "solve": 0, "save": 12}
     assert timed(is_streamed=True) == {"load": 1 + 7, "calibrate": 0, "solve": 0, "save": 2 + 8}
     busy = timed(is_streamed=True, forward=int(60e9))

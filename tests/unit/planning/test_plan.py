@@ -231,7 +231,7 @@ def test_granularity_and_residency(llama_folder: Path) -> None:
     assert "whole" in whole.residency
 
 
-def test_where_experts_in_a_list_may_be_starved_passes_wait_at_blocks(llama_folder: Path) -> None:
+def test_where_listed_experts_may_starve_passes_wait_at_blocks(llama_folder: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(llama_folder)
     for layer in model.model.layers:
         layer.mlp = Routed(layer.mlp)

@@ -87,7 +87,7 @@ def test_what_is_found_at_run_time_is_not_observed(
     assert observers.parameters(module) == {}
 
 
-def test_an_expert_whose_inputs_are_zero_has_the_least_global_scale_of_the_others(
+def test_an_expert_of_zero_inputs_has_the_least_global_scale(
     observers: ActivationObservers,
 ) -> None:
     """Engines take the least for all experts, so one that stands for nothing must not be less."""
@@ -123,7 +123,7 @@ def test_modules_with_one_input_share_one_observer(observers: ActivationObserver
 
 
 @pytest.mark.parametrize("base", ["input", "output"])
-def test_a_static_scale_without_tokens_is_an_error_that_names_the_module(
+def test_a_static_scale_without_tokens_names_the_module(
     base: str, observers: ActivationObservers
 ) -> None:
     module = Linear(4, 2)
@@ -135,7 +135,7 @@ def test_a_static_scale_without_tokens_is_an_error_that_names_the_module(
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_values_that_are_not_finite_are_an_error_unless_they_are_padding(
+def test_bad_values_are_an_error_unless_they_are_padding(
     bad: float, observers: ActivationObservers
 ) -> None:
     module = Linear(4, 2)

@@ -150,7 +150,7 @@ def test_with_twin_streams_the_corrected_weight_is_swept() -> None:
     assert not torch.equal(solution.weights[0], uncorrected.weights[0])
 
 
-def test_the_correction_brings_outputs_closer_to_those_of_the_original() -> None:
+def test_the_correction_brings_outputs_closer_to_the_original() -> None:
     y_TC = inputs(0)
     x_TC = y_TC + 0.3 * y_TC.std() * torch.randn_like(y_TC)
     args = GROUP.model_copy(update={"num_bits": 6})
@@ -181,9 +181,7 @@ def test_dead_columns_become_zero_and_disturb_nothing() -> None:
 
 @pytest.mark.parametrize("batch", [1, 2, None])
 @pytest.mark.parametrize("twin", [False, True])
-def test_with_inputs_that_are_all_zero_weights_are_rounded_to_nearest(
-    twin: bool, batch: int | None
-) -> None:
+def test_with_inputs_of_zero_weights_are_rounded_to_nearest(twin: bool, batch: int | None) -> None:
     """Whatever they become is right on these tokens; zeros would be wrong on all others."""
     good = problem(GROUP, GROUP, twin=twin, seed=1)
     idle = problem(GROUP, GROUP, twin=twin)

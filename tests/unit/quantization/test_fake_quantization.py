@@ -186,7 +186,7 @@ def test_static_activations_pass_gradients_as_defined(
         assert torch.allclose(found.double(), g * slope * definition.scale, rtol=1e-3)
 
 
-def test_states_of_attention_are_observed_without_padding_and_by_head() -> None:
+def test_attention_states_are_observed_by_head_without_padding() -> None:
     args = QuantizationArgs(num_bits=8, strategy="attn_head")
     one = ActivationFakeQuantizer(linear(), "a", "k", args, learned=True)
     assert not one.learned
@@ -287,7 +287,7 @@ def test_at_a_cadence_scales_stay_until_they_are_renewed() -> None:
     assert torch.equal(found.parameters(module).scale, 2 * scale)
 
 
-def test_fused_weights_share_the_global_scale_of_their_present_values() -> None:
+def test_fused_weights_share_the_present_global_scale() -> None:
     args = preset_scheme("NVFP4").weights
     a, b = linear(), linear()
     pair = (a, b)

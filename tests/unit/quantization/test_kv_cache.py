@@ -120,7 +120,7 @@ def test_untapping_leaves_nothing(name: str, *, queries: bool) -> None:
 
 
 @torch.no_grad()
-def test_a_model_of_the_installed_transformers_is_given_its_own_name() -> None:
+def test_the_cache_is_given_by_transformers_own_name() -> None:
     """Whatever it is, no warning comes of it: here warnings are errors."""
     model, data = tiny.llama(), tiny.batches(number=1)
     for layer in model.model.layers:

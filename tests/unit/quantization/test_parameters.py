@@ -164,7 +164,7 @@ def test_columns_carry_the_scales_of_every_element(name: str) -> None:
     assert (columns.zero_RG is None) == parameters.args.symmetric
 
 
-def test_the_observer_of_the_arguments_is_used_and_sees_the_importance() -> None:
+def test_the_observer_of_the_arguments_sees_the_importance() -> None:
     args = arguments("W4A16")
     importance_C = torch.ones(COLUMNS)
     importance_C[:64] = 1000.0

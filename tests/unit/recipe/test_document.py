@@ -113,12 +113,12 @@ def test_merge_keys_and_anchors_work():
         ("{<<: [*one, *over], K: 0}", 0),
     ],
 )
-def test_a_mapping_overrides_what_it_merges_and_the_first_of_these_the_others(mapping, value):
+def test_a_mapping_overrides_what_it_merges(mapping, value):
     text = f"one: &one {{K: 1, y: 1}}\nover: &over {{<<: *one, K: 2}}\nlast: {mapping}"
     assert parse_text(text)["last"]["K"] == value
 
 
-def test_the_enum_members_that_other_tools_save_read_as_their_values():
+def test_enum_members_of_other_tools_read_as_their_values():
     text = "type: !!python/object/apply:compressed_tensors.quantization.quant_args.Kind [\n  int]"
     assert parse_text(text) == {"type": "int"}
 

@@ -88,7 +88,7 @@ quantization_stage:
     assert recipe.stage("quantization").modifiers == (recipe.modifiers[2],)
 
 
-def test_several_entries_in_an_item_of_a_list_and_two_of_one_class():
+def test_several_entries_in_a_list_item_and_two_of_one_class():
     recipe = Recipe.create_instance("""
 modifiers:
   - GrammarPruner: {sparsity: 0.1}

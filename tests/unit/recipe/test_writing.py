@@ -235,7 +235,7 @@ def test_every_kind_of_field():
 
 
 @pytest.mark.parametrize("fields", [{}, {"old": True}, {"old": False}])
-def test_a_field_without_effect_is_written_where_it_is_not_the_default(fields):
+def test_a_field_without_effect_is_written_if_not_the_default(fields):
     """Else whoever runs what was written would be told of a field that nobody gave."""
     recipe, _ = round_trip(Recipe.from_modifiers(WritingOld(**fields)))
     assert ("old" in recipe.modifiers[0].model_fields_set) == (fields == {"old": False})
@@ -324,7 +324,7 @@ def test_stages_of_an_earlier_recipe_come_first(tmp_path):
     assert [stage.modifiers[0].value for stage in stages] == [0, 1, 2]
 
 
-def test_an_earlier_recipe_that_cannot_be_read_does_not_stop_saving(tmp_path):
+def test_an_unreadable_earlier_recipe_does_not_stop_saving(tmp_path):
     path = tmp_path / "recipe.yaml"
     path.write_text("modifiers: {NobodyKnowsThis: {}}")
     recipe = Recipe.from_modifiers(WritingPlain())

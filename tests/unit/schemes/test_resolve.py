@@ -96,7 +96,7 @@ def test_a_format_that_cannot_hold_the_weights_is_refused() -> None:
         ({}, {"num_bits": 4}, "pack-quantized"),
     ],
 )
-def test_inputs_with_a_zero_point_are_written_as_their_one_kernel_reads(
+def test_inputs_with_zero_points_are_written_for_their_kernel(
     weights: dict[str, Any], inputs: dict[str, Any], written: str
 ) -> None:
     scheme = QuantizationScheme(
@@ -144,7 +144,7 @@ def test_default_observers(name: str) -> None:
         assert scheme.input_activations.observer == expected
 
 
-def test_observers_set_on_the_modifier_win_and_the_user_s_objects_stay() -> None:
+def test_observers_of_the_modifier_win_and_objects_stay() -> None:
     mine = preset_scheme("FP8")
     by_field = resolve_schemes(config_groups={"g": mine}, weight_observer="mse")
     by_dict = resolve_schemes(config_groups={"g": mine}, observer={"weights": "mse"})

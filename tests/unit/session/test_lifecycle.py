@@ -88,7 +88,7 @@ def run_batch(lifecycle, **kwargs):
         send(lifecycle, event_type, **kwargs)
 
 
-def test_modifiers_get_state_and_unknown_arguments_in_recipe_order():
+def test_modifiers_get_state_and_arguments_in_recipe_order():
     order, model = [], nn.Linear(2, 2)
 
     class Probe(Modifier):
@@ -243,7 +243,7 @@ def test_any_sequence_is_judged_by_the_rule(sequence):
     assert [name for name, _ in recorder._calls if name.startswith("event")] == accepted
 
 
-def test_batch_and_loss_are_in_the_state_for_as_long_as_they_hold():
+def test_batch_and_loss_are_in_the_state_while_they_hold():
     seen = []
 
     class Probe(Modifier):
@@ -344,7 +344,7 @@ def test_accumulated_batches_advance_the_batch_and_not_the_step():
     assert {(event.batches_per_step, event.invocations_per_step) for event in events} == {(2, 1)}
 
 
-def test_calls_for_one_step_are_told_with_every_event_and_to_no_modifier():
+def test_calls_for_one_step_are_told_with_every_event():
     events, given = [], []
 
     class Probe(Modifier):
@@ -459,7 +459,7 @@ class Marker(Modifier):
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_modifiers_are_initialized_on_what_those_before_them_will_leave(fails):
+def test_modifiers_are_initialized_on_what_earlier_ones_leave(fails):
     model = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))
     before = list(model.named_children())
     with pytest.raises(LifecycleError) if fails else contextlib.nullcontext():

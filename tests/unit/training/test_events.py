@@ -56,7 +56,7 @@ def test_one_batch_per_step(tmp_path, recipe):
     assert record(tmp_path, tiny.Rows(6), recipe) == expected([1] * 3)
 
 
-def test_four_batches_per_step_and_an_incomplete_group_in_each_epoch(tmp_path):
+def test_four_batches_per_step_and_an_incomplete_group(tmp_path):
     """Eleven batches of two: groups of 4, 4 and 3, twice."""
     seen = record(tmp_path, tiny.Rows(21), gradient_accumulation_steps=4, num_train_epochs=2)
     assert seen == expected([4, 4, 3] * 2)
@@ -74,7 +74,7 @@ def test_a_stream(tmp_path, accumulation, groups):
     assert seen == expected(groups)
 
 
-def test_a_modifier_sees_the_real_model_optimizer_and_device_from_the_beginning(tmp_path):
+def test_a_modifier_sees_model_optimizer_and_device_at_once(tmp_path):
     model = tiny.tiny_model()
     trainer = Trainer(
         model=model, args=tiny.arguments(tmp_path), train_dataset=tiny.Rows(4), recipe=BY_NAME
@@ -174,9 +174,7 @@ def test_parameters_that_modifiers_add_are_trained(tmp_path, given):
 
 
 @pytest.mark.parametrize("accumulation", [1, 3])
-def test_without_a_recipe_and_with_one_that_does_nothing_the_training_is_the_plain_one(
-    tmp_path, accumulation
-):
+def test_without_an_effective_recipe_the_training_is_plain(tmp_path, accumulation):
     weights = []
     for kind, recipe in ((transformers.Trainer, None), (Trainer, None), (Trainer, BY_NAME)):
         extra = {} if kind is transformers.Trainer else {"recipe": recipe}
@@ -250,7 +248,7 @@ class Hiding(SessionManagerMixIn, transformers.Trainer):
         return (outputs.loss, outputs) if return_outputs else outputs.loss
 
 
-def test_a_loss_that_no_modifier_sees_is_told_and_a_teacher_in_vain_refused(tmp_path, warned):
+def test_an_unseen_loss_is_told_and_a_vain_teacher_refused(tmp_path, warned):
     def train(**given):
         Hiding(
             model=tiny.tiny_model(),

@@ -101,7 +101,7 @@ def by_sum(outputs, labels, num_items_in_batch=None):
 @pytest.mark.parametrize(
     "changed", [{}, {"label_smoothing_factor": 0.1}, {"compute_loss_func": by_sum}]
 )
-def test_a_term_of_a_modifier_counts_once_per_step_however_it_is_split(tmp_path, changed):
+def test_a_term_counts_once_per_step_however_split(tmp_path, changed):
     whole = train(tmp_path, Penalty(), accumulation=1, batch=6, **changed)
     parts = train(tmp_path, Penalty(), accumulation=3, batch=2, **changed)
     plain = train(tmp_path, None, accumulation=1, batch=6, **changed)
@@ -140,7 +140,7 @@ def test_an_evaluation_has_the_models_own_loss(tmp_path):
     assert during == pytest.approx(with_session)
 
 
-def test_the_trainer_logs_the_models_loss_the_whole_one_and_figures(tmp_path):
+def test_the_trainer_logs_both_losses_and_figures(tmp_path):
     trainer = train(tmp_path, Penalty(), accumulation=3, batch=2)
     first = trainer.state.log_history[0]
     model = tiny.tiny_model()

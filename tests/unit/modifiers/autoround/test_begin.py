@@ -94,7 +94,7 @@ def test_it_begins_with_the_codes_of_the_sweep(
         assert record.error <= record.error_begun < 0.9 * record.error_nearest
 
 
-def test_what_is_worse_than_rounding_to_nearest_is_not_begun_with(
+def test_what_is_worse_than_rounding_is_not_begun_with(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A solver that is out of its mind."""
@@ -162,7 +162,7 @@ STARVED: dict[str, Any] = {**ROUTED, "min_tokens_per_module": 0.25}
     few([{}, ROUTED, STARVED, {**STARVED, "starved_experts": "neighbours"}], ROUTED, STARVED),
     ids=["all", "routed", "all_tokens", "neighbours"],
 )
-def test_experts_with_few_tokens_are_solved_for_what_they_are_shown(
+def test_experts_with_few_tokens_are_solved_for_what_is_shown(
     arguments: dict[str, Any], solutions: list[tuple[Problem, Solution]]
 ) -> None:
     """Not learned, as they would be fitted to their own; where nothing else is shown they are."""

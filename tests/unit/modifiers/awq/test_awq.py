@@ -256,7 +256,7 @@ def test_what_was_done_is_reported() -> None:
         ("ignore: [lm_head], scheme: null", "ignore and scheme are fields of the form"),
     ],
 )
-def test_fields_of_quantizing_that_say_nothing_of_how_are_refused(fields: str, said: str) -> None:
+def test_quantizing_fields_that_say_nothing_are_refused(fields: str, said: str) -> None:
     """The recipe has no QuantizationModifier, so that no error is to be of one."""
     behind = "HQQModifier: {scheme: W4A16, ignore: [lm_head]}"
     with pytest.raises(RecipeError, match=f"AWQModifier: {said}") as caught:

@@ -235,7 +235,7 @@ def test_the_number_of_threads_never_changes_a_result(asymmetric: bool) -> None:
         assert torch.equal(value, second[name]), name
 
 
-def test_dampening_is_raised_where_there_are_fewer_tokens_than_columns(warned: list[str]) -> None:
+def test_dampening_is_raised_for_fewer_tokens_than_columns(warned: list[str]) -> None:
     modifier = gptq(dampening_frac=0.0)
     tiny.run(tiny.llama(), modifier, data=tiny.batches(tokens=4, number=1))
     raised = {name for name, record in modifier.records.items() if record.dampening}
@@ -295,7 +295,7 @@ def test_a_field_that_does_nothing_says_what_does(
     ],
     ids=["batch", "flattened batch", "other number of tokens", "as many tokens, but routed"],
 )
-def test_inputs_of_two_streams_meet_only_where_their_tokens_are_the_same(
+def test_two_streams_meet_only_where_tokens_are_the_same(
     shape: tuple[int, ...], other: tuple[int, ...], used: bool
 ) -> None:
     module, reference = Linear(4, 4), torch.zeros(other)
@@ -453,7 +453,7 @@ def test_what_is_saved_of_a_recipe_loads_as_an_equal_one(modifier: GPTQModifier)
     }
 
 
-def test_activations_that_are_not_finite_are_named_and_nothing_is_left_behind() -> None:
+def test_bad_activations_are_named_and_nothing_is_left() -> None:
     model = tiny.llama()
     model.model.layers[1].input_layernorm.weight.data[3] = 3e38  # finite, but times an input
     with pytest.raises(NonFiniteError, match=r"model\.layers\.1\.self_attn\.q_proj"):
@@ -461,7 +461,7 @@ def test_activations_that_are_not_finite_are_named_and_nothing_is_left_behind() 
     assert not tiny.traces(model)
 
 
-def test_a_module_that_no_batch_reaches_is_an_error_in_the_sequential_pipeline() -> None:
+def test_an_unreached_module_is_an_error_in_sequential() -> None:
     model = with_spare()
     with pytest.raises(TargetError, match=r"model\.layers\.1\.mlp\.spare"):
         tiny.run(model, gptq())

@@ -139,7 +139,7 @@ class Scaling(Modifier):
 
 
 @pytest.mark.parametrize("modifier", [QuantizationModifier, GPTQModifier])
-def test_a_global_scale_is_that_of_the_weights_when_they_are_quantized(
+def test_a_global_scale_is_that_of_the_weights_when_quantized(
     modifier: Any,
 ) -> None:
     quantizing = modifier(scheme="NVFP4A16", ignore=["lm_head"])
@@ -263,7 +263,7 @@ REFUSED: dict[str, tuple[list[Modifier], type[Exception], str]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_is_refused_before_calibration_leaves_the_model_as_it_was(case: str) -> None:
+def test_what_is_refused_before_calibration_leaves_the_model(case: str) -> None:
     modifiers, error, message = REFUSED[case]
     model = tiny.llama()
     before = copy.deepcopy(model)
@@ -275,9 +275,7 @@ def test_what_is_refused_before_calibration_leaves_the_model_as_it_was(case: str
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @pytest.mark.parametrize("modifier", [QuantizationModifier, GPTQModifier])
-def test_weights_that_are_not_finite_are_refused_by_name_before_calibration(
-    modifier: Any, bad: float
-) -> None:
+def test_bad_weights_are_refused_by_name_before_calibration(modifier: Any, bad: float) -> None:
     model = tiny.llama()
     model.model.layers[1].mlp.up_proj.weight.data[3, 5] = bad
     session = active_session()
@@ -288,7 +286,7 @@ def test_weights_that_are_not_finite_are_refused_by_name_before_calibration(
     assert tiny.traces(model) == {}
 
 
-def test_activations_that_are_not_finite_are_named_and_nothing_is_left_behind() -> None:
+def test_bad_activations_are_named_and_nothing_is_left() -> None:
     model = tiny.llama()
     model.model.layers[1].input_layernorm.weight.data[3] = 3e38  # finite, but times an input
     before = copy.deepcopy(model)
@@ -328,7 +326,7 @@ def test_a_run_that_breaks_off_takes_its_taps_from_attention(kind: str) -> None:
         ({"scheme": "W4A16", "schemes": "W4A16"}, "no such field"),
     ],
 )
-def test_fields_that_contradict_each_other_are_refused_without_a_model(
+def test_contradicting_fields_are_refused_without_a_model(
     fields: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(InputError, match=message):

@@ -203,7 +203,7 @@ def test_earlier_layers_train_through_quantized_activations(
     assert float((first.detach() - before).norm()) > 1e-3
 
 
-def test_a_weight_gets_the_gradient_of_its_rounded_twin_where_nothing_is_clipped() -> None:
+def test_a_weight_gets_the_gradient_of_its_rounded_twin() -> None:
     """dL/dw = dL/dw' inside: compared with a model whose weights are the rounded ones."""
     model = tiny.llama()
     session = loop.begin(model, aware(scheme="FP8_DYNAMIC"))
@@ -314,7 +314,7 @@ def test_start_in_steps_and_epochs(per_epoch: int | None) -> None:
     assert [a != b for a, b in zip(plain, found, strict=True)] == [i >= 3 for i in range(8)]
 
 
-def test_the_observed_range_is_that_of_real_tokens_of_training_batches() -> None:
+def test_the_observed_range_is_that_of_real_training_tokens() -> None:
     model, data = tiny.llama(), tiny.padded(tiny.batches(number=1, tokens=6), 10)
     modifier = aware(scheme="FP8", num_calibration_steps=1)
     expected = tiny.inputs_of(model, "model.layers.0.self_attn.q_proj", data)
@@ -351,7 +351,7 @@ def test_the_state_of_a_step_before_the_start_undoes_it(learned: bool, warned: l
     assert "has not come to its start" in warned[-1]
 
 
-def test_an_observer_that_needs_calibration_is_refused_before_the_first_step() -> None:
+def test_a_calibrating_observer_is_refused_before_the_first_step() -> None:
     model = tiny.llama()
     session = loop.begin(model, aware(scheme="W4A16", weight_observer="imatrix_mse", start=5))
     with pytest.raises(RecipeError, match="calibration data"):

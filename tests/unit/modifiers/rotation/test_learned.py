@@ -208,9 +208,7 @@ def test_what_was_kept_and_read_again_goes_on_with_the_same_bits() -> None:
 
 
 @pytest.mark.parametrize("is_folder", [True, False])
-def test_data_without_anything_to_predict_is_refused_before_the_first_pass_and_by_the_plan(
-    is_folder: bool, tmp_path: Path
-) -> None:
+def test_data_with_nothing_to_predict_is_refused(is_folder: bool, tmp_path: Path) -> None:
     source: Any = str(written(tmp_path / "source"))
     source = source if is_folder else AutoModelForCausalLM.from_pretrained(source)
     before = {} if is_folder else {key: one.clone() for key, one in source.state_dict().items()}

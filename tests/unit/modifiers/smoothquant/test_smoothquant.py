@@ -147,7 +147,7 @@ def test_it_may_not_stand_behind_what_quantizes() -> None:
         tiny.run(tiny.llama(), int8(), SmoothQuantModifier())
 
 
-def test_behind_a_rotation_in_the_forward_there_is_nothing_to_smooth() -> None:
+def test_behind_an_online_rotation_nothing_can_be_smoothed() -> None:
     """Columns of a rotated weight are not those of the norm before it: in one recipe, or two."""
     with pytest.raises(TargetError, match=r"to smooth: QuIPModifier rotates.*Put .* before"):
         tiny.run(tiny.llama(), QuIPModifier(), SmoothQuantModifier())

@@ -297,7 +297,7 @@ def test_it_may_not_stand_behind_what_quantizes(quantizer: Any) -> None:
         tiny.run(tiny.llama(), quantizer(scheme="W4A16"), SparseGPTModifier(**PAIRS))
 
 
-def test_both_in_one_calibration_are_as_good_as_one_after_the_other(reference: Tensor) -> None:
+def test_both_in_one_calibration_are_as_good_as_in_two(reference: Tensor) -> None:
     """What was fitted to the original model is not corrected a second time."""
     groups = {"all": {"targets": ["Linear"], "weights": WEIGHTS}}
     errors = [
