@@ -168,7 +168,7 @@ def test_the_module_answers_for_its_logger() -> None:
         "import llmcompressor; print(version + '', llmcompressor.version + '')",
     ],
 )
-def test_the_front_page_has_the_logger_and_the_text_of_the_version(code: str) -> None:
+def test_the_front_page_has_the_logger_and_the_version(code: str) -> None:
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert said.returncode == 0, said.stderr
     assert "hello" in said.stderr or llmcompressor.__version__ in said.stdout

@@ -273,7 +273,7 @@ def test_kv_cache(strategy: str) -> None:
     assert alone["kv_cache_scheme"]["num_bits"] == 8
 
 
-def test_quantized_attention_is_one_target_that_ends_in_attention() -> None:
+def test_quantized_attention_is_one_target() -> None:
     args = QuantizationArgs(num_bits=8, type="float", strategy="tensor")
     groups = {
         "a": preset_scheme("W4A16", ["Linear"]),

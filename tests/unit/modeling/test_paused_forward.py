@@ -258,7 +258,7 @@ def test_an_error_inside_a_pass_unwinds_all_others(error: type[BaseException], w
     assert torch.is_grad_enabled()
 
 
-def test_a_model_that_swallows_everything_is_unwound_all_the_same() -> None:
+def test_a_model_that_swallows_everything_is_unwound_too() -> None:
     def body(model: Toy, x: torch.Tensor, index: int) -> Any:
         for layer in (model.a, model.b, model.c):
             with contextlib.suppress(BaseException):

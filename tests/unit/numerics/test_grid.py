@@ -56,7 +56,7 @@ def test_every_16_bit_number_rounds_as_readers_round_it(grid, dtype):
 
 
 @pytest.mark.parametrize("grid", [Grid("int", 4), *FLOATS], ids=str)
-def test_the_nearest_member_is_taken_and_ties_go_to_the_even_code(grid):
+def test_the_nearest_member_is_taken_ties_go_to_the_even_code(grid):
     table = members(grid)
     middles = [(a + b) / 2 for a, b in itertools.pairwise(table)]
     for x in [*table, *middles, *torch.rand(200).mul(grid.qmax).tolist()]:

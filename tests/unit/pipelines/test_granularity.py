@@ -107,7 +107,7 @@ def test_cross_attention_shares_its_input_within_a_layer_only() -> None:
     ]
 
 
-def test_the_finest_level_is_the_coarsest_that_a_modifier_declares() -> None:
+def test_the_finest_level_is_the_coarsest_a_modifier_declares() -> None:
     model = tiny.build("llama")
     assert _plan(model, finest=SUB_BLOCK).level is SUB_BLOCK
     plan = _plan(model, finest=SUB_BLOCK, forced=LINEAR)
@@ -242,7 +242,7 @@ def test_routes_are_joined_so_each_module_sees_all_batches(first: int, twin: boo
             assert all(torch.equal(recorder._references[name][i], x) for i, x in pairs), name
 
 
-def test_a_target_that_no_batch_reaches_is_an_error_that_names_it(warned: list[str]) -> None:
+def test_a_target_that_no_batch_reaches_is_named_in_an_error(warned: list[str]) -> None:
     model = Routed(experts=2, layers=2)
     batches = [{"x": torch.randn(1, 5, 4), "route": 1}]
     with pytest.raises(TargetError, match=r"reached layers\.0\.experts\.0, layers\.1\.experts\.0"):

@@ -381,7 +381,7 @@ def grouped(**orders_by_group: str | None) -> dict[str, Any]:
     }
 
 
-def test_columns_are_ordered_by_activation_unless_asked_otherwise() -> None:
+def test_columns_are_ordered_by_activation_by_default() -> None:
     assert orders(gptq()) == {"all": "static"}
     assert orders(gptq(actorder=None)) == {"all": None}
     assert orders(gptq(actorder=False)) == {"all": None}
