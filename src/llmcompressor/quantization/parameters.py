@@ -40,6 +40,7 @@ __all__ = [
     "needs_input_importance",
     "observe_weight",
     "range_parameters",
+    "replace_weight",
     "uses_only_extremes",
     "weight_amax",
     "weight_amax_with_headroom",
@@ -113,6 +114,30 @@ def weight_of(module: Module) -> Tensor:
     weight = module.weight
     assert isinstance(weight, Tensor)
     return weight
+
+
+def replace_weight(module: Module, values: Tensor) -> None:
+    """Give the weight of a module new values.
+
+    Where the weight has a storage of its own in main memory, it takes over that of ``values``: its
+    own is often a file mapped by safetensors, each page of which is copied when it is first
+    written to. That takes longer than rounding does.
+
+    Args:
+        module: the module.
+        values: of the weight's shape, not referred to by anything else.
+    """
+    weight = weight_of(module).data
+    is_own = weight.device.type == "cpu" and not weight.is_shared() and type(weight) is Tensor
+    is_alike = values.dtype == weight.dtype and values.is_contiguous()
+    if (
+        is_own
+        and is_alike
+        and weight.untyped_storage().nbytes() == weight.nbytes == values.untyped_storage().nbytes()
+    ):
+        module.weight.data = values
+    else:
+        weight.copy_(values)
 
 
 def weight_amax(weight_RC: Tensor) -> Tensor:
