@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from compressed_tensors.quantization import QuantizationArgs
@@ -127,14 +128,11 @@ def replace_weight(module: Module, values: Tensor) -> None:
         module: the module.
         values: of the weight's shape, not referred to by anything else.
     """
-    weight = weight_of(module).data
+    weight: Any = weight_of(module).data  # torch annotates no is_shared
     is_own = weight.device.type == "cpu" and not weight.is_shared() and type(weight) is Tensor
-    is_alike = values.dtype == weight.dtype and values.is_contiguous()
-    if (
-        is_own
-        and is_alike
-        and weight.untyped_storage().nbytes() == weight.nbytes == values.untyped_storage().nbytes()
-    ):
+    sizes = {each.untyped_storage().nbytes() for each in (weight, values)}
+    is_alike = values.dtype == weight.dtype and values.stride() == weight.stride()
+    if is_own and is_alike and sizes == {weight.nbytes}:
         module.weight.data = values
     else:
         weight.copy_(values)
