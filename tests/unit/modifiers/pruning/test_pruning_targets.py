@@ -134,12 +134,9 @@ def gradual(**changes: Any) -> MagnitudePruningModifier:
     ("changes", "message"),
     [
         ({"start": 3, "end": 2}, r"end \(2\) lies before start \(3\)\. Give an end that does not"),
-        ({"end": -1}, r"end \(-1\) lies before start \(0\)"),
         ({"end": float("inf")}, r"it has no end"),
-        ({"start": float("nan")}, r"start is not a number"),
         ({"end": None}, "it has no end.*Give end, in epochs"),
         ({"update": 0}, "update is 0: .* above 0.*Leave it out"),
-        ({"update": -2}, "update is -2"),
         ({"init_sparsity": -0.1}, "'init_sparsity'.*greater than or equal to 0"),
         ({"final_sparsity": 60}, "'final_sparsity'.*less than or equal to 1"),
         ({"init_sparsity": 0.6}, r"final_sparsity \(0\.5\) is below init_sparsity \(0\.6\)"),
@@ -154,11 +151,6 @@ def gradual(**changes: Any) -> MagnitudePruningModifier:
         (
             {"update_scheduler": "polynomial", "scheduler_args": {"exponent": 0}},
             "exponent is 0.*above 0",
-        ),
-        ({"update_scheduler": "multi_step"}, "'multi_step' has no steps.*INDEX, SPARSITY"),
-        (
-            {"update_scheduler": "multi_step", "scheduler_args": {"steps": [1]}},
-            r"The step 1 is no \[INDEX, SPARSITY\]",
         ),
         (
             {"update_scheduler": "multi_step", "scheduler_args": {"steps": [[9, 0.5]]}},
@@ -175,7 +167,6 @@ def gradual(**changes: Any) -> MagnitudePruningModifier:
         ({"update_scheduler": "calc(index)"}, r"gives a sparsity of 1\.\d+ at index"),
         ({"update_scheduler": "calc(0.5 - index / 10)"}, "falls from 0.5 to"),
         ({"update_scheduler": "calc(index / 16)"}, r"ends at 0\.25, and final_sparsity is 0\.5"),
-        ({"update_scheduler": "calc(index / )"}, "not a valid expression"),
         ({"update_scheduler": "calc(open('x'))"}, "'open' is not allowed"),
         ({"update_scheduler": "calc('x')"}, "gives 'x' at index 0"),
         ({"update_scheduler": "calc(update)"}, "no argument named 'update'"),
