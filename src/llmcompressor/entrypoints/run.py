@@ -625,7 +625,8 @@ class _Run:
         """Predict the output, and refuse what could not be written or served."""
         job, blocks, state = self._job, self._blocks, self._session.state
         if job.output_dir is None:
-            warn_save_problems(blocks.model, self._modifiers, state, job.source)
+            if self._batches is not None:  # else its save_pretrained tells as soon
+                warn_save_problems(blocks.model, self._modifiers, state, job.source)
             return None
         packed = job.model_args.save_compressed
         predicted = predict_output(

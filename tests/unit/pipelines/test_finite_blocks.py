@@ -44,7 +44,7 @@ def is_quantized(module: Module) -> bool:
     return hasattr(module, "quantization_scheme")
 
 
-def test_what_goes_wrong_behind_the_last_module_that_is_calibrated_is_seen() -> None:
+def test_what_goes_wrong_behind_the_last_module_is_seen() -> None:
     """Its output is what nobody would compute: all batches have been seen before."""
     data = DataLoader(tiny.text_batches(), batch_size=None)  # type: ignore[arg-type]
     model, heads = tiny.build("llama"), list[int]()
