@@ -14,7 +14,7 @@ from llmcompressor.args import ModelArguments
 from llmcompressor.modeling import meta_weights
 from llmcompressor.modeling.call_graph import trace_flow
 from llmcompressor.modifiers.rotation import SpinQuantModifier
-from llmcompressor.planning import miniature
+from llmcompressor.planning import proxy_model
 from llmcompressor.planning.subject import open_planned_model
 
 
@@ -48,8 +48,8 @@ def test_what_passes_is_no_problem_and_no_note(latent: Path) -> None:
 def test_without_a_small_model_the_plan_says_what_is_left(
     llama_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(miniature, "_SMALL", 0)
-    monkeypatch.setattr(miniature, "_MOST", 0)
+    monkeypatch.setattr(proxy_model, "_SMALL", 0)
+    monkeypatch.setattr(proxy_model, "_MOST", 0)
     found = plan(llama_folder, spin("R1"), measure=False)
     assert not found.problems
     (note,) = [note for note in found.notes if "SpinQuantModifier" in note]

@@ -215,7 +215,7 @@ class AutoRoundModifier(RecordedMixin, QuantizationMixin):
         itemsize = max(one.element_size() for one in weights.values())
         per_weight, alone, shown = _TUNED[data.on_device], 0, 0
         flops = (3 * _STEP_TOKENS + 16 * ELEMENTWISE) * self.iters * elements
-        if self._initializes_with_gptq(data.real, max(one.shape[-1] for one in weights.values())):
+        if self._initializes_with_gptq(data.real, max(self._widest.get(one, 0) for one in weights)):
             every = [
                 gptq_cost([one], data, twin=True, refinements=REFINEMENTS, batch=1)
                 for one in weights.values()
