@@ -72,7 +72,7 @@ class ProxyTrials:
     def __init__(self, model: PreTrainedModel, modifiers: Sequence[Modifier]) -> None:
         self._model = model
         self._unknown = ""
-        if any(map(_tries, modifiers)):
+        if any(one.traits.trial is not None for one in modifiers):
             try:
                 self._build = proxy_model_builder(model, modifiers)
             except (NoProxyModel, CompressorError) as finding:
@@ -87,13 +87,10 @@ class ProxyTrials:
         Raises:
             TargetError: the modifier would refuse the model.
         """
-        if not _tries(modifier) or self._unknown:
-            return self._unknown if _tries(modifier) else ""
-        return modifier.try_on_proxy(self._model, self._build)
-
-
-def _tries(modifier: Modifier) -> bool:
-    return type(modifier).try_on_proxy is not Modifier.try_on_proxy
+        trial = modifier.traits.trial
+        if trial is None or self._unknown:
+            return "" if trial is None else self._unknown
+        return trial(self._model, self._build)
 
 
 class ProxyBuilder:

@@ -20,7 +20,6 @@ from llmcompressor.modifiers.rotation import learned
 from llmcompressor.modifiers.transform import SpinQuantModifier
 from llmcompressor.planning.subject import REST, Part
 from llmcompressor.planning.trial import count_memory
-from llmcompressor.planning.workload import part_cost
 
 BLOCKS, STEPS = 3, 4
 
@@ -72,7 +71,12 @@ def test_what_a_step_holds_is_what_was_counted(sizes: tuple[int, int, int], toke
         session.initialize(model=model, recipe=[modifier, rounded()])
     parts = parts_of(model)
     data = DataSize(tokens=tokens, batch=tokens, on_device=True)
-    costs = [part_cost(modifier, part, data) for part in parts]
+    groups = [list(part.modules.values()) for part in parts if part.name != REST]
+    groups += [[one] for one in parts[-1].modules.values()]
+    orders = modifier._learnable.values()
+    plan_ = modifier._plan
+    assert plan_ is not None
+    costs = [learned.learning_cost(plan_, group, orders, 1, data) for group in groups]
     waiting = BLOCKS * tokens * sizes[0] * 2
     planned = waiting + 24 * tokens + max(one.held_bytes + one.peak_bytes for one in costs)
 

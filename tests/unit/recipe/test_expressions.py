@@ -81,7 +81,6 @@ def test_values_are_those_of_python(expression):
         ("1 or undefined", 1),
         ("-a + +a", 0),
         ("inf > pi", True),
-        ("factorial(5)", 120),
         ("  a\t", 3),
     ],
 )
@@ -166,9 +165,6 @@ def test_refuses_everything_else(expression):
         "(2**4000) * (2**4000)",
         "10**400000",
         "10.0**400",
-        "factorial(100000)",
-        "math.perm(10**9, 10**8)",
-        "math.comb(10**6, 5 * 10**5)",
         "round(1, -10**8)",
         "huge + huge",
         "math.prod(numbers)",

@@ -130,6 +130,7 @@ class RotationModifier(Modifier):
             granularity=Granularity.LINEAR,
             begins_pass=True,
             by_block=True,
+            trial=self.try_on_proxy,
         )
 
     # ------------------------------------------------------------------ phases
