@@ -52,7 +52,7 @@ from llmcompressor.checkpoint.source import (
 )
 from llmcompressor.checkpoint.workspace import reserve_output
 from llmcompressor.core.block_source import BlockSource
-from llmcompressor.core.contract import Prediction
+from llmcompressor.core.contract import DataSize, DataUse, Prediction
 from llmcompressor.core.modifier import Modifier
 from llmcompressor.datasets.source import Source
 from llmcompressor.entrypoints.arguments import (
@@ -642,9 +642,13 @@ class _Run:
         check_servable(predicted.config, predicted.manifest, is_meant=is_meant)
         if job.processes.is_first:
             job.check_free(job.output_dir)
-        learning = [one.cost().learning for one in self._modifiers if one.initialized]
+        learning = [
+            one
+            for one in self._modifiers
+            if one.initialized and one.traits.data is DataUse.LEARN_FIRST
+        ]
         # of the progress of learning: a new file is written before the old one goes
-        progress = sum(2 * one.kept for one in learning if one is not None)
+        progress = sum(2 * one.cost((), DataSize()).held_bytes for one in learning)
         return PlannedOutput(
             job.output_dir,
             predicted.manifest,
