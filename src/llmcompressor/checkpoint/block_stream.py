@@ -588,7 +588,11 @@ class StreamedBlocks(BlockSource):
         for entry in manifest.quantized:
             self._entries.setdefault(self._block_of(entry.name), []).append(entry)
         if self._made is not None:
-            self._check_made(output.target)
+            if _config_hash(output.target) != self._made["config"]:
+                raise OutputError(
+                    f"{output.target} is not what the first process has just written.",
+                    "Give an output directory that all processes see.",
+                )
             parts = [*self.weights.blocks, REST]
             self._intact = {(stage, one) for stage in range(output.passes) for one in parts}
             self._done = set(self._intact)
@@ -603,14 +607,6 @@ class StreamedBlocks(BlockSource):
             except _IN_THE_CALL:
                 workspace.abandon()
                 raise
-
-    def _check_made(self, target: Path) -> None:
-        assert self._made is not None
-        if _config_hash(target) != self._made["config"]:
-            raise OutputError(
-                f"{target} is not what the first process has just written.",
-                "Give an output directory that all processes see.",
-            )
 
     def _open(self, workspace: Workspace, output: PlannedOutput) -> None:
         """Allocate the output, and find what an earlier run has finished."""

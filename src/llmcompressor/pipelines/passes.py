@@ -52,12 +52,20 @@ def split_into_passes(modifiers: Sequence[Modifier], pipeline: str) -> list[list
         waits = needs or (pipeline != "independent" and _any_needs_data(modifiers[place:]))
         taken = _any_needs_data(passes[-1])
         alone = pipeline == "independent" and not _joins(modifier, passes[-1])
-        apart = alone or any(_rewrites(one) for one in passes[-1])
+        # they rewrite the inputs that this one would collect
+        rewritten = any(
+            Edits.INPUTS in one.traits.edits or one.traits.data is DataUse.LEARN_FIRST
+            for one in passes[-1]
+        )
+        apart = alone or rewritten
+        # it works on what the calibration of those before it leaves
+        is_open = any(Edits.OPEN in one.traits.edits for one in passes[-1])
+        later = modifier.traits.begins_pass or (is_open and not needs)
         whole = passes[-1] and not all(one.traits.by_block for one in [modifier, *passes[-1]])
         if (
             _needs_survey_pass(modifier, passes[-1], pipeline)
             or (apart and (whole or (waits and taken)))
-            or (taken and _needs_later_pass(modifier, passes[-1]))
+            or (taken and later)
         ):
             passes.append([])
         passes[-1].append(modifier)
@@ -77,12 +85,6 @@ def _needs_survey_pass(modifier: Modifier, others: Sequence[Modifier], pipeline:
     return data is DataUse.SURVEY_FIRST and any(seen)
 
 
-def _needs_later_pass(modifier: Modifier, others: Sequence[Modifier]) -> bool:
-    """Return True if a modifier must run after the calibration of the others, in a later pass."""
-    is_open = any(Edits.OPEN in one.traits.edits for one in others)
-    return modifier.traits.begins_pass or (is_open and not modifier.traits.needs_data)
-
-
 def _insert_surveys(passes: Sequence[list[Modifier]]) -> list[list[Modifier]]:
     """Insert, before each pass, a pass of the modifiers that survey all data without changes."""
     surveys = [
@@ -99,12 +101,6 @@ def _joins(modifier: Modifier, others: Sequence[Modifier]) -> bool:
     return bool(needing) and all(
         modifier.traits.joins & {base.__name__ for base in type(one).__mro__} for one in needing
     )
-
-
-def _rewrites(modifier: Modifier) -> bool:
-    """Return True if later modifiers cannot collect statistics in the pass of this one."""
-    traits = modifier.traits
-    return Edits.INPUTS in traits.edits or traits.data is DataUse.LEARN_FIRST
 
 
 def run_passes(
