@@ -9,8 +9,6 @@ from torch import Tensor
 
 from llmcompressor.numerics.gptq import (
     corrected_weight,
-    corrected_weight_with_retries,
-    residual_corrected_weight,
     ridge_for_tokens,
 )
 from llmcompressor.numerics.hessian import SingularHessianError
@@ -117,7 +115,7 @@ def test_what_a_sum_lacks_is_regressed_on_the_inputs(ridge: float) -> None:
     expected_RC = W_RC + torch.linalg.lstsq(stacked, wanted).solution.T
     missing_CR = Y_TC.T @ E_TR
     before_CR = missing_CR.clone()
-    found_RC = residual_corrected_weight(W_RC, Y_TC.T @ Y_TC, missing_CR, ridge)
+    found_RC = corrected_weight(W_RC, Y_TC.T @ Y_TC, None, ridge, missing_CR=missing_CR)
     assert torch.allclose(found_RC, expected_RC, atol=1e-9)
     assert torch.equal(missing_CR, before_CR)
 
@@ -125,13 +123,15 @@ def test_what_a_sum_lacks_is_regressed_on_the_inputs(ridge: float) -> None:
 def test_a_sum_that_lacks_nothing_leaves_the_weight_as_it_is() -> None:
     W_RC, _, Y_TC = problem()
     nothing_CR = torch.zeros(C, R, dtype=torch.float64)
-    assert torch.equal(residual_corrected_weight(W_RC, Y_TC.T @ Y_TC, nothing_CR, 0.1), W_RC)
+    assert torch.equal(
+        corrected_weight(W_RC, Y_TC.T @ Y_TC, None, 0.1, missing_CR=nothing_CR), W_RC
+    )
 
 
 def test_what_the_streams_differ_by_is_one_thing_that_can_lack() -> None:
     W_RC, X_TC, Y_TC = problem()
     missing_CR = Y_TC.T @ (X_TC - Y_TC) @ W_RC.T
-    found_RC = residual_corrected_weight(W_RC, Y_TC.T @ Y_TC, missing_CR, 0.03)
+    found_RC = corrected_weight(W_RC, Y_TC.T @ Y_TC, None, 0.03, missing_CR=missing_CR)
     assert torch.allclose(found_RC, corrected(W_RC, X_TC, Y_TC, 0.03), atol=1e-9)
 
 
@@ -147,13 +147,13 @@ def test_a_ridge_that_is_too_small_is_raised_tenfold() -> None:
     assert -1 < least < -0.1
     expected_RC = corrected_weight(W_RC, G_CC, cross_CC, 1.0)
     for raised in (
-        corrected_weight_with_retries(W_RC, G_CC, cross_CC, 0.01),
-        residual_corrected_weight(W_RC, G_CC, missing_CR, 0.01),
+        corrected_weight(W_RC, G_CC, cross_CC, 0.01),
+        corrected_weight(W_RC, G_CC, None, 0.01, missing_CR=missing_CR),
     ):
         assert torch.allclose(raised, expected_RC, atol=1e-9)
     for too_few in (
-        lambda: corrected_weight_with_retries(W_RC, G_CC, cross_CC, 0.01, steps=2),
-        lambda: residual_corrected_weight(W_RC, G_CC, missing_CR, 0.01, steps=2),
+        lambda: corrected_weight(W_RC, G_CC, cross_CC, 0.01, steps=2),
+        lambda: corrected_weight(W_RC, G_CC, None, 0.01, missing_CR=missing_CR, steps=2),
     ):
         with pytest.raises(SingularHessianError, match="positive definite"):
             too_few()

@@ -17,11 +17,11 @@ from llmcompressor.numerics.masks import (
     grow_masks,
     keep_mask,
     keep_mask_by_group,
+    keep_mask_by_row,
 )
 from llmcompressor.numerics.wanda import (
     outlier_count,
     owl_sparsities,
-    wanda_mask,
     wanda_prune,
     wanda_score,
 )
@@ -44,7 +44,11 @@ def test_a_weight_pruned_by_parts_is_what_the_choice_leaves(rows: int, group: No
     weight_RC, mean_square_C = torch.randn(rows, C).bfloat16(), torch.rand(C)
     pruned_RC, lost_R = wanda_prune(weight_RC, mean_square_C, 0.3, group)
     score_RC = wanda_score(weight_RC, mean_square_C)
-    kept_RC = wanda_mask(score_RC, 0.3, group)
+    kept_RC = (
+        keep_mask_by_row(score_RC, 0.3)
+        if group is None
+        else keep_mask_by_group(score_RC.T, group).T.bool()
+    )
     assert torch.equal(pruned_RC, weight_RC.masked_fill(~kept_RC, 0))
     assert pruned_RC.dtype == torch.bfloat16
     torch.testing.assert_close(lost_R, (score_RC * ~kept_RC).square().sum(-1))
@@ -55,21 +59,8 @@ def test_columns_make_whole_groups() -> None:
     said = "10 columns do not make groups of 4, which 2:4 asks for"
     with pytest.raises(InputError, match=said):
         wanda_prune(weight_RC, mean_square_C, 0.5, NofM(2, 4))
-    with pytest.raises(InputError, match=said):
-        wanda_mask(wanda_score(weight_RC, mean_square_C), 0.5, NofM(2, 4))
     pruned_RC, _ = wanda_prune(weight_RC, mean_square_C, 0.5, NofM(1, 5))
     assert int((pruned_RC == 0).sum()) == 6
-
-
-@pytest.mark.parametrize("sparsity", [0.0, 0.25, 0.4, 1.0])
-def test_every_row_loses_its_least(sparsity: float) -> None:
-    score_RC = torch.rand(R, C)
-    kept_RC = wanda_mask(score_RC, sparsity)
-    zeros = round(sparsity * C)
-    for score_C, kept_C in zip(score_RC, kept_RC, strict=True):
-        order = score_C.argsort()
-        assert not bool(kept_C[order[:zeros]].any())
-        assert bool(kept_C[order[zeros:]].all())
 
 
 @pytest.mark.parametrize("group", [NofM(2, 4), NofM(1, 4), NofM(3, 4), NofM(4, 8), NofM(1, 2)])
@@ -79,7 +70,6 @@ def test_groups_are_those_of_pruning_over_time(group: NofM, ties: bool) -> None:
     if ties:
         score_RC = (score_RC * 3).floor()
     expected = next(grow_masks([LazyWeight.of(score_RC)], group, group.zeros / group.group))
-    assert torch.equal(wanda_mask(score_RC, 0.5, group), ~expected)
     found_CR = keep_mask_by_group(score_RC.T.contiguous(), group)
     assert torch.equal(found_CR.T, (~expected).float())
 
@@ -92,17 +82,6 @@ def test_a_share_loses_exactly_its_least() -> None:
         score, kept = score_CR[:, rows].flatten(), kept_CR[:, rows].flatten()
         assert int((~kept).sum()) == round(share * kept.numel())
         assert float(score[~kept].max()) <= float(score[kept].min())
-
-
-def test_what_is_gone_counts() -> None:
-    score_RC, gone_RC = torch.rand(R, C), torch.rand(R, C) < 0.3
-    for group in (None, NofM(2, 4)):
-        kept_RC = wanda_mask(score_RC, 0.5, group, gone_RC=gone_RC)
-        assert not bool(kept_RC[gone_RC].any())
-        width = C if group is None else 4
-        zeros = (~kept_RC).reshape(-1, width).sum(dim=1)
-        expected = gone_RC.view(-1, width).sum(dim=1).clamp_min(width // 2)
-        assert torch.equal(zeros, expected)
 
 
 def test_outliers_are_counted_above_the_mean() -> None:

@@ -94,12 +94,7 @@ class ColumnOps(NamedTuple):
 
 
 def column_ops(work_CR: Tensor, *, by_torch: bool = False) -> ColumnOps:
-    """The faster operations for columns of ``work_CR``.
-
-    Args:
-        work_CR: float32 ``[..., C, R]``.
-        by_torch: always use torch.
-    """
+    """The faster operations for columns of ``work_CR``, float32 ``[..., C, R]``."""
     length = work_CR[..., 0, :].numel()
     short = work_CR.device.type == "cpu" and work_CR.dtype == torch.float32 and length < _SHORT
     return _NUMPY if short and not by_torch else _TORCH
@@ -156,9 +151,6 @@ _NUMPY = ColumnOps(
     subtract_outer=_outer_by_numpy,
 )
 
-
-# --------------------
-# The column sweep of GPTQ and SparseGPT: fix one column, and let the later ones compensate.
 
 DecideColumn = Callable[[Column, int, Column], None]
 """Decides a column ``[..., R]``, given its number in the block, into the third argument."""

@@ -7,12 +7,12 @@ An order is the largest power of two times a base that one of these reaches:
 Sylvester           n = 2^k: the Kronecker power of [[1, 1], [1, -1]]
 Paley I             n = q + 1, q = 3 mod 4: from the quadratic character of a field of q elements
 Paley II            n = 2 (q + 1), q = 1 mod 4
-Kronecker product   n = a b of two of these
 table               n a multiple of 4 up to 256: Sloane's library, as compressed-tensors ships it
 ==================  ============================================================================
 
-q is a power of a prime. Paley, J. Math. Phys. 12 (1933). Other orders have no matrix here: a
-rotation takes blocks of an order that divides the width, or a random orthogonal matrix.
+q is a power of a prime. Paley, J. Math. Phys. 12 (1933). Other orders have no matrix here, and
+raise ``ValueError``: a rotation takes blocks of an order that divides the width, or a random
+orthogonal matrix.
 
 Legend: N order; B the part that is no power of two.
 """
@@ -42,9 +42,6 @@ __all__ = [
 def hadamard(order: int) -> Tensor:
     """A Hadamard matrix, float64 ``[N, N]``; deterministic for each order.
 
-    Raises:
-        ValueError: no matrix of this order is known here (:func:`has_hadamard`).
-
     >>> hadamard(4).int().tolist()
     [[1, 1, 1, 1], [1, -1, 1, -1], [1, 1, -1, -1], [1, -1, -1, 1]]
     """
@@ -63,9 +60,6 @@ def has_hadamard(order: int) -> bool:
 
 def split_order(order: int) -> tuple[int, int]:
     """Factor ``order`` into the largest power of two and the smallest other supported order.
-
-    Raises:
-        ValueError: no matrix of this order is known here.
 
     >>> split_order(11008), split_order(64), split_order(36)
     ((64, 172), (64, 1), (1, 36))
@@ -99,17 +93,11 @@ def random_orthogonal(order: int, generator: torch.Generator) -> Tensor:
 
 
 def fast_hadamard(x: Tensor, *, signs_N: Tensor | None = None) -> Tensor:
-    """Multiply by ``diag(signs) hadamard(N)`` along the last dimension N.
+    """``x diag(signs) hadamard(N)`` along the last dimension N, as a new tensor.
 
     This takes N (log2 + B) steps per row instead of N². The power of two is computed by butterflies
-    (the Walsh-Hadamard transform), the rest as a product.
-
-    Args:
-        x: ``[..., N]``, floating dtype; not changed.
-        signs_N: 1 or -1 for each element, ``[N]``; all are 1 if ``None``.
-
-    Raises:
-        ValueError: as :func:`hadamard`.
+    (the Walsh-Hadamard transform), the rest as a product. The signs, 1 or -1, are all 1 if
+    ``None``.
 
     >>> fast_hadamard(torch.tensor([1.0, 0.0, 0.0, 0.0])).tolist()
     [1.0, 1.0, 1.0, 1.0]
@@ -153,9 +141,7 @@ def _split(order: int) -> tuple[int, int] | None:
 
 @functools.lru_cache(maxsize=4096)
 def _is_base(order: int) -> bool:
-    return order % 4 == 0 and bool(
-        _paley_field(order) or _factors(order) or order in _table_orders()
-    )
+    return order % 4 == 0 and bool(_paley_field(order) or order in _table_orders())
 
 
 @functools.lru_cache(maxsize=8)
@@ -165,8 +151,6 @@ def _base(order: int) -> Tensor:
         return torch.ones(1, 1, dtype=torch.float64)
     if (field := _paley_field(order)) is not None:
         return _paley_1(field) if field == order - 1 else _paley_2(field)
-    if (factors := _factors(order)) is not None:
-        return torch.kron(*map(_base, factors))
     with safe_open(_table(), framework="pt") as file:
         matrix: Tensor = file.get_tensor(str(order))
     return matrix.double()
@@ -178,14 +162,6 @@ def _paley_field(order: int) -> int | None:
     if _prime_and_exponent(order - 1):
         return order - 1
     return half if half % 4 == 1 and _prime_and_exponent(half) else None
-
-
-def _factors(order: int) -> tuple[int, int] | None:
-    """Two bases with this product."""
-    for factor in range(12, math.isqrt(order) + 1, 4):
-        if order % factor == 0 and _is_base(factor) and _is_base(order // factor):
-            return factor, order // factor
-    return None
 
 
 @functools.cache

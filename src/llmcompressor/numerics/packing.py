@@ -35,17 +35,13 @@ _ONE_AND_A_HALF = 1.5
 
 
 def pack_e2m1(x_RC: Tensor) -> Tensor:
-    """Round to the nearest e2m1 values, ties to even, and pack their codes to bytes.
+    """Round to the nearest e2m1 values, ties to even, and pack their codes to uint8 ``[R, C / 2]``.
 
     A code is round(2|x|) up to a magnitude of 2, round(|x|) + 2 up to 4, and round(|x| / 2) + 4 up
     to 6: everywhere the least of the three. Added to 1.5 * 2^(23 - k), a float32 is rounded to
     multiples of 2^-k, half to even, and its lowest byte holds their number.
 
-    Args:
-        x_RC: from -6 to 6, any floating dtype, ``[R, C]`` with C even. May be overwritten.
-
-    Returns:
-        uint8 ``[R, C / 2]``.
+    ``x_RC`` is from -6 to 6, with C even, and may be overwritten.
 
     >>> pack_e2m1(torch.tensor([[0.5, -6.0, 2.5, 2.6]])).tolist()
     [[241, 84]]
@@ -64,17 +60,11 @@ def pack_e2m1(x_RC: Tensor) -> Tensor:
 
 
 def pack_e2m3(x_RC: Tensor) -> Tensor:
-    """Round to the nearest e2m3 values, ties to even, and pack their codes to bytes.
+    """Round to the nearest e2m3 values, ties to even, and pack their codes to ``[R, 3 C / 4]``.
 
     The same as :func:`pack_e2m1`: a code is the least of round(8|x|), round(4|x|) + 8 and
-    round(2|x|) + 16. Zero has a sign here, as in the loaders.
-
-    Args:
-        x_RC: from -7.5 to 7.5, any floating dtype, ``[R, C]``, C a multiple of 4. May be
-            overwritten.
-
-    Returns:
-        uint8 ``[R, 3 C / 4]``.
+    round(2|x|) + 16. Zero has a sign here, as in the loaders. ``x_RC`` is from -7.5 to 7.5, with C
+    a multiple of 4, and may be overwritten.
 
     >>> pack_e2m3(torch.tensor([[0.125, -7.5, 2.0, 0.0]])).tolist()
     [[193, 15, 1]]
@@ -110,14 +100,10 @@ def can_pack(columns: int, bits: int) -> bool:
 
 
 def pack_integers(codes_RC: Tensor, bits: int) -> Tensor:
-    """Pack integer codes into 32-bit words.
+    """Pack int8 codes of 4 or 8 bits, ``[R, C]``, into int32 words, ``[R, C * bits / 32]``.
 
-    Args:
-        codes_RC: int8, ``[R, C]``.
-        bits: bits of a code, 4 or 8; see :func:`can_pack`.
-
-    Returns:
-        int32 ``[R, C * bits / 32]``.
+    Raises:
+        InputError: a row does not fill whole words, see :func:`can_pack`.
 
     >>> [hex(word) for word in pack_integers(torch.arange(-8, 8, dtype=torch.int8)[None], 4)[0]]
     ['0x76543210', '-0x1234568']
@@ -162,16 +148,10 @@ def needs_recoding(grid: Grid, dtype: torch.dtype) -> bool:
 
 
 def recode(x: Tensor, scale: Tensor, zero: Tensor | None, grid: Grid) -> Tensor:
-    """The code of each x: the nearest one that loaders decode to x, if there is one.
+    """The code of each x, float32: the nearest one that loaders decode to x, if there is one.
 
-    Args:
-        x: rounded values, floating dtype.
-        scale: effective scale, broadcastable to ``x``, in the dtype that loaders compute in.
-        zero: zero point of any dtype, broadcastable to ``x``; ``None`` for none.
-        grid: the grid of the codes.
-
-    Returns:
-        float32, the shape of ``x``; members of the grid.
+    ``scale`` is the effective one in the dtype that loaders compute in; it and ``zero`` broadcast
+    to x.
     """
     wide = scale.float()
     codes = grid.quantize(x.float(), wide, zero)

@@ -67,11 +67,11 @@ def scales_from_range(
     zero_dtype: torch.dtype | None = None,
     stored_in: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The scale and zero point of each range.
+    """The scale and zero point of each range, given by tensors of any shape and one floating dtype.
 
     Args:
-        minimum: minimum values, any shape, floating dtype.
-        maximum: maximum values, shape and dtype of ``minimum``.
+        minimum: of each range.
+        maximum: of each range.
         grid: the grid that the values will be rounded to.
         scale_format: how scales are stored; they are rounded accordingly.
         global_scale: float32, shape [1]; scales are multiplied by it before they are rounded.
@@ -119,11 +119,8 @@ def scales_from_range(
 def global_scale_from_amax(amax: Tensor) -> Tensor:
     """NVFP4's scale per tensor: 448 * 6 / amax, so that the largest group scale becomes 448.
 
-    Args:
-        amax: absolute maximum, any shape (its greatest entry counts), floating dtype.
-
-    Returns:
-        float32, shape [1]. 1 where amax is zero, so small that the quotient overflows, or NaN.
+    The greatest entry of ``amax`` counts. The result is float32 [1]; 1 where amax is zero, so small
+    that the quotient overflows, or NaN.
 
     >>> global_scale_from_amax(torch.tensor([1.0, 2688.0]))
     tensor([1.])
@@ -140,11 +137,7 @@ def effective_scale(scale: Tensor, global_scale: Tensor | None = None) -> Tensor
 
 
 def fill_zeros(scale: Tensor, substitute: float) -> Tensor:
-    """Scales with ``substitute`` in place of each zero; may return ``scale`` itself.
-
-    Args:
-        scale: not negative, any shape, floating dtype.
-        substitute: the replacement of zeros.
+    """Scales, not negative, with ``substitute`` in place of each zero; may return ``scale`` itself.
 
     >>> fill_zeros(torch.tensor([0.0, 2.0]), 0.5)
     tensor([0.5000, 2.0000])

@@ -105,15 +105,10 @@ def refit(
     steps: int = REFIT_STEPS,
     dampening: float = 0.01,
 ) -> SparseResult:
-    """Fit the values for a given mask by conjugate gradients.
+    """Fit the values for a given mask by conjugate gradients, from the kept entries of a start.
 
-    Args:
-        weight_RC: W, float32 ``[..., R, C]``.
-        start_RC: initial values, same shape; only kept entries are used.
-        hessian_CC: H, float32 ``[..., C, C]``; not changed.
-        kept_RC: bool ``[..., R, C]``.
-        steps: each costs R C² multiplications; the error never rises.
-        dampening: added to the diagonal of H, as a fraction of its mean.
+    Each of ``steps`` costs R C² multiplications; the error never rises. Other arguments are those
+    of :func:`sparse_fit`.
     """
     scaled = _scaled(weight_RC, hessian_CC, dampening)
     kept_CR = columns_first(kept_RC, None)

@@ -54,19 +54,16 @@ def fake_quantize(
     through: torch.dtype | None = None,
     gradient_scale: float = 1.0,
 ) -> Tensor:
-    """Fake-quantize x with straight-through gradients.
+    """Fake-quantize x, of any shape and floating dtype, with straight-through gradients.
 
     Args:
-        x: values, any shape, floating dtype.
+        x: values.
         scale: effective scale, broadcastable to ``x``. If it requires a gradient it gets that of
             LSQ; otherwise it is a constant.
         zero: zero point, broadcastable to ``x``; ``None`` for none. Always a constant.
         grid: the grid to round to.
         through: an intermediate dtype of the values, as in loaders of packed floats.
         gradient_scale: g, see :func:`lsq_gradient_scale`.
-
-    Returns:
-        New tensor of the shape and dtype of ``x``.
 
     >>> x = torch.tensor([0.3, 9.0], requires_grad=True)
     >>> fake_quantize(x, torch.tensor(0.5), None, Grid("int", 4)).sum().backward()
@@ -105,11 +102,9 @@ def fake_quantize_matrix(
 
 
 def lsq_gradient_scale(elements: int, grid: Grid) -> float:
-    """LSQ's g = 1 / sqrt(N qmax), which keeps updates of scales and of values in proportion.
+    """LSQ's g = 1 / sqrt(N qmax) for N elements that share the scale.
 
-    Args:
-        elements: N, the number of elements that share the scale.
-        grid: the grid, for its largest member.
+    It keeps updates of scales and of values in proportion.
 
     >>> lsq_gradient_scale(14, Grid("int", 4)) == 1 / 98**0.5
     True
@@ -118,18 +113,11 @@ def lsq_gradient_scale(elements: int, grid: Grid) -> float:
 
 
 def learned_scale(log_ratio: Tensor, start: Tensor) -> Tensor:
-    """The scale s = start · exp(p), which is positive for any p.
+    """The scale s = start · exp(p), which is positive for any p, in the dtype of ``start``.
 
     In the logarithm, an update changes a scale by a fraction of itself, however small it is: an
     optimizer that normalizes gradients (Adam) changes all scales by similar fractions. Weight decay
-    on p pulls the scale to its initial value.
-
-    Args:
-        log_ratio: p, floating, broadcastable with ``start``; initially zero.
-        start: the observed scale, positive; a constant.
-
-    Returns:
-        The shape and dtype of ``start``.
+    on p, initially zero, pulls the scale to its initial value, a positive constant.
 
     >>> learned_scale(torch.zeros(1), torch.tensor([0.25])).tolist()
     [0.25]
@@ -144,13 +132,9 @@ def storable_scale(
     global_scale: Tensor | None = None,
     dtype: torch.dtype,
 ) -> Tensor:
-    """A scale rounded to its storage format, in ``dtype``, with straight-through gradients.
+    """A positive scale rounded to its storage format, with straight-through gradients.
 
-    Args:
-        scale: positive, floating; the divisor of the values.
-        scale_format: how it is stored.
-        global_scale: float32 [1], for ``E4M3``; the stored scale is multiplied by it.
-        dtype: of the result.
+    The stored scale is multiplied by ``global_scale``, float32 [1], which ``E4M3`` has.
 
     >>> storable_scale(
     ...     torch.tensor([0.3]), ScaleFormat.E8M0, dtype=torch.float32

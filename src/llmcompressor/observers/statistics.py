@@ -167,8 +167,7 @@ class StatisticsObserver(Observer):
     def _joined(self, own: Range, other: Range) -> Range:
         return range_union(Range(*own), Range(*other))
 
-    def _take(self, measured: Range) -> None:
-        self._check_finite(Range(*measured))
+    def _include(self, measured: Range) -> None:
         self._scale_shape = tuple(measured[0].shape)
         self.update_statistics_from_observed(torch.stack(list(measured), dim=-1).unsqueeze(0))
 
@@ -189,8 +188,7 @@ class StatisticsObserver(Observer):
             self._shaped(self.min_vals, "min_vals"), self._shaped(self.max_vals, "max_vals")
         )
 
-    def _merge(self, other: Self) -> None:
-        share = other.observations / (self.observations + other.observations)
+    def _merge(self, other: Self, share: float) -> None:
         for name in self._stats_attrs:
             pair = getattr(self, name), getattr(other, name)
             setattr(self, name, _REDUCED[self._reduction_of(name)](*pair, share))
@@ -208,9 +206,6 @@ class StatisticsObserver(Observer):
                 f"Give _act_sync_dict an entry for it: {', '.join(_REDUCED)} of ReduceOp.",
             )
         return kind
-
-    def _adopt(self, other: Self) -> None:
-        self._load(other._saved())
 
 
 class _UpdateStatisticsAdapter(StatisticsObserver):

@@ -22,9 +22,8 @@ from llmcompressor.numerics.gptq import (
     ColumnScales,
     activation_order,
     conditional_optimum,
-    corrected_weight_with_retries,
+    corrected_weight,
     refit_scales,
-    residual_corrected_weight,
     ridge_for_tokens,
     sweep_and_refine,
 )
@@ -231,19 +230,18 @@ def _error_corrected_weight(
     problems: Sequence[Problem], weight_RC: Tensor, gram_CC: Tensor, ridge: float
 ) -> Tensor:
     """The weight to round instead of the original: it corrects the error of earlier layers."""
-    by_tokens = ridge_for_tokens(ridge, gram_CC, [problem.tokens for problem in problems])
     missing = [one.missing_CR for one in problems if one.missing_CR is not None]
     cross = [one.cross_CC for one in problems if one.cross_CC is not None]
-    steps = _dampening_attempts(problems)
-    if missing:
-        return residual_corrected_weight(
-            weight_RC, gram_CC, _stack(missing), by_tokens, steps=steps
-        )
-    if cross:
-        return corrected_weight_with_retries(
-            weight_RC, gram_CC, _stack(cross), by_tokens, steps=steps
-        )
-    return weight_RC
+    if not missing and not cross:
+        return weight_RC
+    return corrected_weight(
+        weight_RC,
+        gram_CC,
+        _stack(cross) if cross and not missing else None,
+        ridge_for_tokens(ridge, gram_CC, [problem.tokens for problem in problems]),
+        missing_CR=_stack(missing) if missing else None,
+        steps=_dampening_attempts(problems),
+    )
 
 
 def refinement_rounds(asked: int | None, bits: int) -> int:

@@ -40,8 +40,9 @@ from llmcompressor.numerics.straight_through import (
     lsq_gradient_scale,
     storable_scale,
 )
-from llmcompressor.observers.base import Observer, RangeObserver
+from llmcompressor.observers.base import Observer
 from llmcompressor.observers.canonical import ATTENTION_STATES
+from llmcompressor.observers.min_max import RangeObserver
 from llmcompressor.observers.tokens import real_tokens
 from llmcompressor.quantization.parameters import (
     WeightParameters,

@@ -20,8 +20,9 @@ from llmcompressor.numerics.scales import (
     parameter_dtype,
     scales_from_range,
 )
-from llmcompressor.observers.base import OBSERVERS, Observer, RangeObserver
+from llmcompressor.observers.base import OBSERVERS, Observer
 from llmcompressor.observers.canonical import Range, to_canonical
+from llmcompressor.observers.min_max import RangeObserver
 from llmcompressor.schemes.bridge import (
     default_observer,
     grid_of,
