@@ -12,7 +12,7 @@ import sys
 import pytest
 from tests.rings import RINGS
 
-from llmcompressor.runtime.collecting import gc_disabled, quick_imports
+from llmcompressor.runtime.registry import gc_disabled, quick_imports
 
 # Prints: objects exempted by our import; whether the search is on; whether a cycle that came after
 # the import, and one that was lost before it, are found. That nothing is exempted where torch was

@@ -15,7 +15,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from llmcompressor import _compat
-from llmcompressor.runtime.collecting import quick_imports
+from llmcompressor.runtime.registry import quick_imports
 
 if TYPE_CHECKING:
     from llmcompressor import logger

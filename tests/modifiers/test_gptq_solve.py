@@ -113,9 +113,13 @@ def test_problems_of_different_group_sizes_are_not_mixed_up() -> None:
 
 
 def test_large_problems_are_not_gathered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_BATCH_ELEMENTS", 2 * C * C)
-    sizes = [len(batch) for batch in module._batches([problem(GROUP, seed=s) for s in range(5)])]
-    assert sizes == [2, 2, 1]
+    monkeypatch.setattr(module, "BATCH_ELEMENTS", 2 * C * C)
+    sizes: list[int] = []
+    monkeypatch.setattr(
+        module, "_solve_batch", lambda some, _: [sizes.append(len(some)) for _ in some]
+    )
+    solve([problem(GROUP, seed=seed) for seed in range(5)], OPTIONS)
+    assert sizes == [2, 2, 2, 2, 1]
 
 
 def test_the_order_is_undone() -> None:

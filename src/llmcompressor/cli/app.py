@@ -17,7 +17,7 @@ from llmcompressor.cli.failures import report_errors
 from llmcompressor.cli.help import GroupedCommand
 from llmcompressor.cli.options import call_arguments, option_parameters, output_folder
 from llmcompressor.cli.train import run_command, train_command
-from llmcompressor.runtime.collecting import quick_imports
+from llmcompressor.runtime.registry import quick_imports
 
 __all__ = ["app"]
 

@@ -15,7 +15,7 @@ from llmcompressor.args import DatasetArguments, ModelArguments, RecipeArguments
 from llmcompressor.cli.failures import report_errors
 from llmcompressor.cli.options import call_arguments, option_parameters
 from llmcompressor.errors import ArgumentError
-from llmcompressor.runtime.collecting import quick_imports
+from llmcompressor.runtime.registry import quick_imports
 
 __all__ = [
     "FAULTY",

@@ -13,7 +13,7 @@ from llmcompressor.args import DatasetArguments, ModelArguments, RecipeArguments
 from llmcompressor.args.parsing import RENAMED
 from llmcompressor.cli.failures import report_errors
 from llmcompressor.cli.options import call_arguments, option_parameters, output_folder, parse_pairs
-from llmcompressor.runtime.collecting import quick_imports
+from llmcompressor.runtime.registry import quick_imports
 
 __all__ = [
     "OF_CALIBRATION",

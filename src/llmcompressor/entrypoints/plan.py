@@ -25,8 +25,8 @@ from llmcompressor.planning.make import RECIPE, Request, make_plan, problem_of
 from llmcompressor.planning.result import Plan, Problem, Tokens
 from llmcompressor.planning.subject import PlannedModel, open_planned_model
 from llmcompressor.recipe import Recipe
-from llmcompressor.runtime.collecting import gc_disabled
 from llmcompressor.runtime.memory import free_device_memory
+from llmcompressor.runtime.registry import gc_disabled
 from llmcompressor.verification import Deployment
 
 if TYPE_CHECKING:

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 from functools import partial
 
@@ -15,7 +14,6 @@ from torch.nn import Module
 from llmcompressor.core.modifier import Modifier
 from llmcompressor.core.state import State
 from llmcompressor.errors import NonFiniteError, TargetError
-from llmcompressor.logger import logger
 from llmcompressor.modeling.call_graph import first_tensor
 from llmcompressor.modeling.fused import is_expert
 from llmcompressor.moe.linear_experts import LinearExperts
@@ -27,21 +25,6 @@ __all__ = ["ActivationObservers"]
 
 _STATE_KINDS = {"q": "query", "k": "key", "v": "value"}
 _NOTHING = 1e-35
-_NUMBER = re.compile(r"(?<=\bexperts\.)\d+(?=\.)")
-
-
-def _expert_pattern(name: str) -> str:
-    """The name of a module of an expert, with the expert's index replaced by ``*``.
-
-    >>> _expert_pattern("layers.0.experts.17.down_proj")
-    'layers.0.experts.*.down_proj'
-    """
-    return _NUMBER.sub("*", name)
-
-
-def _is_negligible_range(observer: Observer) -> bool:
-    """Return True if the range is empty, or so small that its global scale overflows float32."""
-    return not any(bool((bound.abs() > _NOTHING).any()) for bound in observer.range())
 
 
 class ActivationObservers:
@@ -58,7 +41,6 @@ class ActivationObservers:
         self._observers: dict[Module, dict[str, Observer]] = {}
         self._names: dict[Module, str] = {}
         self._inputs: dict[Module, list[Observer]] = {}
-        self._least: dict[str, Tensor] = {}
 
     def watch_linear(
         self, module: Module, name: str, scheme: QuantizationScheme, *, source: Module | None = None
@@ -126,37 +108,22 @@ class ActivationObservers:
         return found
 
     def _global_scale(self, module: Module, base: str, observer: Observer) -> Tensor:
-        """The observer's global scale; that of other experts if an expert's inputs were all zero.
+        """The observer's global scale, refused if an expert's inputs were all zero.
 
         Engines use the smallest scale of an MoE for the inputs of all its experts, so a meaningless
         scale must not be smaller than those of the others.
         """
         found, name = observer.global_scale(), self._names[module]
         assert found is not None
-        if base != "input" or not is_expert(name):
-            return found
-        mixture = _expert_pattern(name)
-        if not _is_negligible_range(observer):
-            known = self._least.get(mixture, found)
-            self._least[mixture] = torch.minimum(known, found)
-            return found
-        every = [self._least[mixture]] if mixture in self._least else []
-        for other, observers in self._observers.items():
-            own = observers.get("input")
-            if own is not None and _expert_pattern(self._names[other]) == mixture:
-                scale = (
-                    own.global_scale()
-                    if own.observations and not _is_negligible_range(own)
-                    else None
+        if base == "input" and is_expert(name):
+            low, high = observer.range()
+            if float(torch.maximum(low.abs().max(), high.abs().max())) <= _NOTHING:
+                raise TargetError(
+                    f"All inputs of {name} were zero in calibration, and its input scale, which "
+                    "engines share among all experts, is static.",
+                    "Put this expert on the recipe's ignore list, or prune it with REAP.",
                 )
-                every += [] if scale is None else [scale]
-        if not every:
-            return found
-        logger.warning(
-            f"All inputs of {name} were zero in calibration: its global scale is the least "
-            "that the other experts of its layer have."
-        )
-        return torch.stack([scale.to(found) for scale in every]).min(dim=0).values
+        return found
 
     def forget(self, modules: Iterable[Module]) -> None:
         """Discard the observers of ``modules``, whose parameters are now stored in the modules."""

@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from compressed_tensors.quantization import QuantizationStrategy
@@ -133,27 +134,20 @@ def solve(problems: Sequence[Problem], options: Options) -> list[Solution]:
 
     If every input is zero, the tokens do not determine the weights: they are rounded to nearest.
     """
-    idle = [bool(dead_columns(problem.gram_CC).all()) for problem in problems]
-    solutions = {
-        index: replace(_round_to_nearest(problem), is_idle=True)
-        for index, problem in enumerate(problems)
-        if idle[index]
-    }
-    places = [index for index in range(len(problems)) if not idle[index]]
-    lively = [problems[index] for index in places]
-    for batch in _batches(lively, options.batch):
-        found = _solve_batch([lively[number] for number in batch], options)
-        solutions.update(zip([places[number] for number in batch], found, strict=True))
+    solutions: dict[int, Solution] = {}
+    places = []
+    for index, problem in enumerate(problems):
+        if bool(dead_columns(problem.gram_CC).all()):
+            solutions[index] = replace(_round_to_nearest(problem), is_idle=True)
+        else:
+            places.append(index)
+    kinds = [problems[index].kind for index in places]
+    columns = [problems[index].shape[1] for index in places]
+    for batch in batch_by_kind(kinds, columns, BATCH_ELEMENTS, most=options.batch):
+        indices = [places[number] for number in batch]
+        found = _solve_batch([problems[index] for index in indices], options)
+        solutions.update(zip(indices, found, strict=True))
     return [solutions[index] for index in range(len(problems))]
-
-
-_BATCH_ELEMENTS = BATCH_ELEMENTS
-
-
-def _batches(problems: Sequence[Problem], most: int | None = None) -> Iterator[list[int]]:
-    kinds = [problem.kind for problem in problems]
-    columns = [problem.shape[1] for problem in problems]
-    return batch_by_kind(kinds, columns, _BATCH_ELEMENTS, most=most)
 
 
 def _solve_batch(problems: Sequence[Problem], options: Options) -> list[Solution]:
@@ -209,21 +203,9 @@ def _solve_by_sweep(problems: Sequence[Problem], options: Options) -> list[Solut
         settled_RC = conditional_optimum(weight_RC, rounded_RC, gram_CC, dampening=dampening)
         if kept_RC is not None:
             settled_RC.masked_fill_(~kept_RC, 0)
-    if len(problems) == 1:
-        rounded_RC, loss_R = rounded_RC.unsqueeze(0), loss_R.unsqueeze(0)
-        scale_RG = None if scale_RG is None else scale_RG.unsqueeze(0)
-        settled_RC = None if settled_RC is None else settled_RC.unsqueeze(0)
-    return [
-        _solution(
-            problem,
-            rounded_RC[number],
-            loss_R[number],
-            dampening,
-            None if scale_RG is None else scale_RG[number],
-            None if settled_RC is None else settled_RC[number],
-        )
-        for number, problem in enumerate(problems)
-    ]
+    each = [_unstacked(one, len(problems)) for one in (rounded_RC, loss_R, scale_RG, settled_RC)]
+    pairs = zip(problems, *each, strict=True)
+    return [_solution(problem, dampening, *found) for problem, *found in pairs]
 
 
 def _error_corrected_weight(
@@ -275,19 +257,16 @@ def _unpruned_mask(problems: Sequence[Problem]) -> Tensor | None:
 
     A weight counts as pruned from 5 percent of exact zeros on: rounding to 16 bits makes a few.
     """
-    weights = [weight for problem in problems for weight in problem.weights]
-    fewest = 1 - PRUNED_SHARE
-    pruned = [int(torch.count_nonzero(weight)) <= fewest * weight.numel() for weight in weights]
-    if not any(pruned):
-        return None
-    kept = [
-        weight != 0 if is_pruned else torch.ones_like(weight, dtype=torch.bool)
-        for weight, is_pruned in zip(weights, pruned, strict=True)
-    ]
-    rows = [len(problem.weights) for problem in problems]
-    starts = [sum(rows[:number]) for number in range(len(rows))]
-    each = [torch.cat(kept[at : at + count]) for at, count in zip(starts, rows, strict=True)]
-    return _stack(each)
+    is_any, each = False, []
+    for problem in problems:
+        kept = []
+        for weight in problem.weights:
+            fewest = (1 - PRUNED_SHARE) * weight.numel()
+            is_pruned = int(torch.count_nonzero(weight)) <= fewest
+            is_any |= is_pruned
+            kept.append(weight != 0 if is_pruned else torch.ones_like(weight, dtype=torch.bool))
+        each.append(torch.cat(kept))
+    return _stack(each) if is_any else None
 
 
 def _stack(tensors: Sequence[Tensor]) -> Tensor:
@@ -298,36 +277,41 @@ def _stacked_column_scales(problems: Sequence[Problem]) -> ColumnScales:
     """The scales of stacked rows, and of stacked problems."""
     stacked = []
     for problem in problems:
-        each = [
-            parameters.columns(*weight.shape)
-            for weight, parameters in zip(problem.weights, problem.parameters, strict=True)
-        ]
+        pairs = zip(problem.weights, problem.parameters, strict=True)
+        each = [parameters.columns(*weight.shape) for weight, parameters in pairs]
         groups_C = each[0].group_of_column_C
         if not all(torch.equal(one.group_of_column_C, groups_C) for one in each):
-            wide = [(one.scale_RG, one.zero_RG, one.group_of_column_C) for one in each]
             groups_C = torch.arange(problem.shape[1], device=groups_C.device)
             each = [  # a scale per column
                 ColumnScales(scale[:, own_C], None if zero is None else zero[:, own_C], groups_C)
-                for scale, zero, own_C in wide
+                for scale, zero, own_C in each
             ]
-        zeros = [one.zero_RG for one in each if one.zero_RG is not None]
         scale_RG = torch.cat([one.scale_RG for one in each])
-        stacked.append(ColumnScales(scale_RG, torch.cat(zeros) if zeros else None, groups_C))
+        stacked.append(ColumnScales(scale_RG, _joined(torch.cat, each), groups_C))
     if len(stacked) == 1:
         return stacked[0]
-    all_zeros = [one.zero_RG for one in stacked if one.zero_RG is not None]
-    return ColumnScales(
-        torch.stack([one.scale_RG for one in stacked]),
-        torch.stack(all_zeros) if all_zeros else None,
-        stacked[0].group_of_column_C,
-    )
+    scale_RG = torch.stack([one.scale_RG for one in stacked])
+    return ColumnScales(scale_RG, _joined(torch.stack, stacked), stacked[0].group_of_column_C)
+
+
+def _joined(
+    join: Callable[[list[Tensor]], Tensor], scales: Sequence[ColumnScales]
+) -> Tensor | None:
+    zeros = [one.zero_RG for one in scales if one.zero_RG is not None]
+    return join(zeros) if zeros else None
+
+
+def _unstacked(stacked: Any, count: int) -> Sequence[Any]:
+    if stacked is None:
+        return [None] * count
+    return [stacked] if count == 1 else stacked
 
 
 def _solution(
     problem: Problem,
+    dampening: float,
     rounded_RC: Tensor,
     loss_R: Tensor,
-    dampening: float,
     scale_RG: Tensor | None,
     settled_RC: Tensor | None,
 ) -> Solution:
@@ -344,23 +328,23 @@ def _solution(
 # --------------------
 # Cost model of GPTQ, for C columns, R rows of all Linears with one input, and T tokens.
 #
-# =====================================  =======================================  =================
-# step                                   multiply-adds                            further bytes
-# =====================================  =======================================  =================
-# second moments                         T C² · 36/64 (block rows of a triangle)  4 C² cross
-# products (twin streams)          T C²                                     4 C² or output
-# residuals, where R ≤ C / 2   2 T R C                                  4 R C and a copy correction
-# (twin streams)              C³/3 + 2 R C², or C³/3 + R C²            8 C² + 11 R C factorization
-# C³/3                                     4 C² + 4 P² + 4 R C sweep
-# R C²/2                                   4C²+12RC + 4P(R + C) refinement
-# R C² per round                           4 C² + 33 R C / 2 transposing back
-# none                                     12 or 16 RC + 8SC refit of scales, on an accelerator
-# R C² of groups of g columns              16 R C + 20 R g =====================================
-# =======================================  =================
+# ==============================  =======================  ========================================
+# step                            multiply-adds            further bytes
+# ==============================  =======================  ========================================
+# second moments                  T C² · 36/64             4 C²
+# cross products (twin streams)   T C²                     4 C²
+# or output residuals, R ≤ C / 2  2 T R C                  4 R C and a copy
+# correction (twin streams)       C³/3 + 2 R C² or 1 R C²  8 C² + 11 R C
+# factorization                   C³/3                     4 C² + 4 P² + 4 R C
+# sweep                           R C²/2                   4 C² + 12 R C + 4 P (R + C)
+# refinement                      R C² per round           4 C² + 33 R C / 2
+# transposing back                none                     12 or 16 R C + 8 S C
+# refit of scales                 R C²                     16 R C + 20 R g, on an accelerator
+# ==============================  =======================  ========================================
 #
 # The second moments stay allocated while solving; of the further bytes the largest term counts. P
 # is the width of a panel of the factorization, or C if that is less; S are the rows that all
-# threads together transpose at a time.
+# threads together transpose at a time; g the columns of a group.
 
 _FLOAT = 4
 _VISITS_OF_SWEEP = 24

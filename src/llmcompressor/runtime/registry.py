@@ -1,18 +1,69 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tables from a name to ``"module:attribute"``, imported only when the name is asked for."""
+"""Tables from a name to ``"module:attribute"``, imported only when the name is asked for.
+
+torch and transformers bring half a million objects that live as long as the process. The garbage
+collector would scan all of them repeatedly while they are imported, in each later full collection,
+and several times when the interpreter exits (:func:`quick_imports`).
+"""
 
 from __future__ import annotations
 
+import gc
 import importlib
+import sys
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from llmcompressor.errors import InputError, did_you_mean
-from llmcompressor.runtime.collecting import quick_imports
 
-__all__ = ["LazyRegistry", "UserOverrides", "lazy_exports", "normalize_name", "resolve"]
+__all__ = [
+    "LazyRegistry",
+    "UserOverrides",
+    "gc_disabled",
+    "lazy_exports",
+    "normalize_name",
+    "quick_imports",
+    "resolve",
+]
 
 V = TypeVar("V")
+_YOUNG = 20_000
+"""New objects after which they are searched."""
+_NEVER = 10**6
+
+
+@contextmanager
+def gc_disabled() -> Iterator[None]:
+    """Disable the garbage collector, which finds next to nothing while a large model is built."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+@contextmanager
+def quick_imports() -> Iterator[None]:
+    """Import torch and its dependents inside, and exempt them from collection (``gc.freeze``).
+
+    Each object is scanned once, while it is new: garbage of about 8 MiB is kept. If torch is
+    imported already, the caller's objects may exist too, and have to stay collectable: then nothing
+    is frozen.
+    """
+    first = "torch" not in sys.modules
+    if first:
+        gc.collect()  # otherwise present garbage would be frozen
+    before = gc.get_threshold()
+    gc.set_threshold(_YOUNG, _NEVER, _NEVER)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
+    if first and "torch" in sys.modules:
+        gc.freeze()
 
 
 def normalize_name(name: str) -> str:
