@@ -249,22 +249,26 @@ class QuantizationMixin(Modifier):
         return CostModel(calibration=self.calibration_cost)
 
     def calibration_cost(self, modules: Sequence[Module], data: DataSize) -> CalibrationCost:
-        """The cost of observing the ranges of inputs with a static scale, and their importance."""
-        squares = looks = 0
-        for module in modules:
-            if module not in self._schemes:
-                continue
+        """The cost of observing the ranges of inputs with a static scale."""
+        weighing = [
+            weight_of(one).shape[-1]
+            for one in modules
+            if one in self._schemes and needs_input_importance(self._schemes[one].weights)
+        ]
+        squares = _FLOAT * max(weighing, default=0)  # of the inputs' columns
+        return CalibrationCost(watch=self.watched_values(modules), statistics=squares)
+
+    def watched_values(self, modules: Sequence[Module]) -> int:
+        """Number of values observed per token of the inputs of ``modules``, for static scales."""
+        most = 0
+        for module in (one for one in modules if one in self._schemes):
             scheme, columns = self._schemes[module], int(weight_of(module).shape[-1])
-            args, weighs = scheme.input_activations, needs_input_importance(scheme.weights)
+            args = scheme.input_activations
             observer = None if args is None else default_observer(args, "input")
-            if weighs:
-                squares = max(squares, _FLOAT * columns)
-            if observer is not None:
-                each = _EXTREMES if observer.endswith("minmax") else _SEARCHED
-                looks = max(looks, columns * each)
-            elif weighs:
-                looks = max(looks, columns * _EXTREMES)
-        return CalibrationCost(watch=looks, statistics=squares)
+            is_searched = observer is not None and not observer.endswith("minmax")
+            if observer is not None or needs_input_importance(scheme.weights):
+                most = max(most, columns * (_SEARCHED if is_searched else _EXTREMES))
+        return most
 
     # ------------------------------------------------------------------ before
 
@@ -596,11 +600,11 @@ class QuantizationMixin(Modifier):
         of_attention = {}
         for module, name in self._attention.items():
             args, queries = self._attention_args(module)
-            scheme: Any = module.quantization_scheme if queries else cache_scheme(args)
-            tensors = quantized_attention_tensors(state.model, module, scheme, queries=queries)
+            own: Any = module.quantization_scheme if queries else cache_scheme(args)
+            tensors = quantized_attention_tensors(state.model, module, own, queries=queries)
             of_attention[module] = tensors
             plans.append(
-                PlannedModule(name, module, scheme, tensors, is_attention=True, has_group=queries)
+                PlannedModule(name, module, own, tensors, is_attention=True, has_group=queries)
             )
         return Prediction(modules=[*plans, *self._shared.planned(of_attention)])
 

@@ -248,7 +248,7 @@ class ActivationFakeQuantizer:
             return dynamic_fake_quantize(x, args, found["global_scale"])
         gradient_scale, scale = 1.0, found["scale"]
         if self.learned:
-            scale = self._learned(found)
+            scale = self._present_scale(found)
             features = x.shape[-1] // max(scale.numel(), 1)
             gradient_scale = lsq_gradient_scale(features, grid_of(args))
         return _static_fake_quantize(x, {**found, "scale": scale}, args, gradient_scale)
@@ -260,7 +260,7 @@ class ActivationFakeQuantizer:
             return {}
         found = dict(self._parameters())
         if self.learned:
-            found["scale"] = self._learned(found)
+            found["scale"] = self._present_scale(found)
         if self.args.symmetric:
             found.pop("zero_point", None)
         return {f"{self.base}_{name}": value for name, value in found.items()}
@@ -299,7 +299,7 @@ class ActivationFakeQuantizer:
             self._found = found
         return self._found
 
-    def _learned(self, found: Mapping[str, Tensor]) -> Tensor:
+    def _present_scale(self, found: Mapping[str, Tensor]) -> Tensor:
         step = getattr(self.module, self.step_name)
         return _learned_scale(step, found["scale"], found.get("global_scale"), self.args)
 
@@ -438,7 +438,7 @@ class WeightFakeQuantizer:
         args, gradient_scale, scale = parameters.args, 1.0, parameters.effective_scale
         grid, partition = grid_of(args), partition_of(args)
         if self._learned:
-            stored = self._learned(module, parameters)
+            stored = self._present_scale(module, parameters)
             scale = effective_scale(stored, parameters.global_scale)
             gradient_scale = lsq_gradient_scale(weight.numel() // max(scale.numel(), 1), grid)
         zero = None if args.symmetric else parameters.zero_point
@@ -467,7 +467,7 @@ class WeightFakeQuantizer:
             )
         parameters = self._present(module, weight)
         if self._learned:
-            parameters = replace(parameters, scale=self._learned(module, parameters))
+            parameters = replace(parameters, scale=self._present_scale(module, parameters))
         if not is_finite(parameters.scale):
             raise NonFiniteError(f"The scales of {self._names[module]} are not finite.")
         return parameters
@@ -496,7 +496,7 @@ class WeightFakeQuantizer:
                 shared = None if shared is None else shared.to(device)
                 self._found[module] = ((), WeightParameters(args, scale, zero_point, shared))
 
-    def _learned(self, module: Module, first: WeightParameters) -> Tensor:
+    def _present_scale(self, module: Module, first: WeightParameters) -> Tensor:
         step = getattr(module, WEIGHT_STEP)
         return _learned_scale(step, first.scale, first.global_scale, first.args)
 
