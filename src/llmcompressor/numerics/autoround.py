@@ -128,8 +128,11 @@ class RoundingParameters:
         scale, zero = self.parameters(start)
         grid, scale_RC = start.grid, start.expand(scale)
         wide_RC = start.weight_RC.float() / scale_RC
-        spacing_RC = _spacing(wide_RC, grid)
-        moved_RC = self.offset_RC if spacing_RC is None else self.offset_RC * spacing_RC
+        spacing_RC, moved_RC = None, self.offset_RC
+        if grid.floats is not None:
+            exponent_RC = wide_RC.abs().clamp(grid.floats.smallest, grid.qmax).log2_().floor_()
+            spacing_RC = exponent_RC.sub_(grid.floats.mantissa).exp2_()
+            moved_RC = moved_RC * spacing_RC
         moved_RC = wide_RC + moved_RC
         zero_RC = 0.0 if zero is None else start.expand(zero)
         if grid.kind == "int":
@@ -255,11 +258,3 @@ def _stored(scale: Tensor, start: RoundingStart) -> Tensor:
     assert start.scale_dtype is not None
     stored = scale.to(start.scale_dtype).float()
     return torch.where(stored > 0, stored, start.scale.float())
-
-
-def _spacing(wide_RC: Tensor, grid: Grid) -> Tensor | None:
-    """The distance between neighbours on the grid around each value; ``None`` if it is always 1."""
-    if grid.floats is None:
-        return None
-    exponent_RC = wide_RC.abs().clamp(grid.floats.smallest, grid.qmax).log2_().floor_()
-    return exponent_RC.sub_(grid.floats.mantissa).exp2_()

@@ -67,9 +67,10 @@ ErrorOf: TypeAlias = Callable[[Tensor], Sequence[float]]
 
 _FLOOR = 1e-4
 _TINY = 1e-6
-_FRACTIONS = (0.95, 0.9, 0.85, 0.8, 0.75, 0.7, 0.6)
+_BOTH_ENDS = [(part, part) for part in (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7, 0.6)]
 _STEPS = (0.9, 0.95, 1.05, 1.1)
-CLIP_ATTEMPTS = (1 + len(_FRACTIONS), 1 + 2 * len(_STEPS))
+_EITHER_END = [(1.0, 1.0), *((step, 1.0) for step in _STEPS), *((1.0, step) for step in _STEPS)]
+CLIP_ATTEMPTS = (len(_BOTH_ENDS), len(_EITHER_END))
 """Pairs of ends that each sweep of :func:`clip_bounds` tries for a group."""
 _AT_ONCE = 2**18
 """Elements of the weights of several candidates that are rounded at once: they fit a core's cache,
@@ -145,15 +146,11 @@ def candidates(
         scale_C = input_C.float().pow(candidate.ratio)
         if candidate.duo:
             scale_C = scale_C / (weight_C.float().pow(1 - candidate.ratio) + _FLOOR)
-        yield candidate, _normalized(scale_C)
-
-
-def _normalized(scale_C: Tensor) -> Tensor:
-    """Scales centred around one; non-finite values become one, and none is zero."""
-    scale_C = scale_C.clamp(min=_FLOOR)
-    scale_C = torch.where(torch.isfinite(scale_C), scale_C, 1.0)
-    scale_C = scale_C / (scale_C.max() * scale_C.min()).sqrt()
-    return torch.where(torch.isfinite(scale_C) & (scale_C > 0), scale_C, 1.0)
+        # centred around one; non-finite values become one, and none is zero
+        scale_C = scale_C.clamp(min=_FLOOR)
+        scale_C = torch.where(torch.isfinite(scale_C), scale_C, 1.0)
+        scale_C = scale_C / (scale_C.max() * scale_C.min()).sqrt()
+        yield candidate, torch.where(torch.isfinite(scale_C) & (scale_C > 0), scale_C, 1.0)
 
 
 class StackedLinears(NamedTuple):
@@ -283,16 +280,19 @@ def _clip_rows(
     whole = zip(weight_NRg, least_NR, greatest_NR, strict=True)
     change_RC = torch.cat([round_(*one) for one in whole], dim=1).sub_(wide_RC)
     for sweep in range(sweeps):
+        low_K1, high_K1 = wide_RC.new_tensor(_EITHER_END if sweep else _BOTH_ENDS).split(1, dim=1)
         for n, begin in enumerate(range(0, columns, group)):
             span = slice(begin, begin + group)
             own_gg = gram_CC[span, span].contiguous()
             # G is symmetric, and its rows are dense
             others_Rg = matmul(change_RC, gram_CC[span].T, fewest=MANY_ALIKE)
             others_Rg -= change_RC[:, span] @ own_gg
-            low_KR, high_KR = _clip_fractions(low_NR[n], high_NR[n], is_first=sweep == 0)
-            change_KRg = _rounding_errors(
-                weight_NRg[n], round_, low_KR * least_NR[n], high_KR * greatest_NR[n]
-            )
+            low_KR = (low_K1 * low_NR[n]).clamp(max=1)
+            high_KR = (high_K1 * high_NR[n]).clamp(max=1)
+            ends_KR = low_KR * least_NR[n], high_KR * greatest_NR[n]
+            clamped_KRg = weight_NRg[n].clamp(*(end_KR.unsqueeze(-1) for end_KR in ends_KR))
+            rounded_JRg = round_(clamped_KRg.flatten(0, 1), *(end.flatten() for end in ends_KR))
+            change_KRg = rounded_JRg.reshape(clamped_KRg.shape).sub_(weight_NRg[n])
             slope_JRg = matmul(change_KRg.flatten(0, 1), own_gg, fewest=MANY_ALIKE)
             slope_KRg = slope_JRg.reshape(change_KRg.shape).add_(others_Rg, alpha=2)
             error_KR = slope_KRg.mul_(change_KRg).sum(dim=-1)
@@ -302,23 +302,3 @@ def _clip_rows(
             index_1Rg = best_1R.unsqueeze(-1).expand(1, rows, group)
             change_RC[:, span] = change_KRg.gather(0, index_1Rg)[0]
     return Bounds((least_NR * low_NR).T, (greatest_NR * high_NR).T)
-
-
-def _clip_fractions(low_R: Tensor, high_R: Tensor, *, is_first: bool) -> tuple[Tensor, Tensor]:
-    """The fractions of both bounds to try, the present ones first; ``[K, R]`` each."""
-    if is_first:
-        parts_K1 = low_R.new_tensor([1.0, *_FRACTIONS]).unsqueeze(-1)
-        return parts_K1 * low_R, parts_K1 * high_R
-    pairs = [(low_R, high_R)]
-    pairs += [((low_R * step).clamp(max=1), high_R) for step in _STEPS]
-    pairs += [(low_R, (high_R * step).clamp(max=1)) for step in _STEPS]
-    return torch.stack([low for low, _ in pairs]), torch.stack([high for _, high in pairs])
-
-
-def _rounding_errors(
-    weight_Rg: Tensor, round_: RoundWithin, low_KR: Tensor, high_KR: Tensor
-) -> Tensor:
-    """The change of a group's weights by rounding within each pair of bounds, ``[K, R, g]``."""
-    clamped_KRg = weight_Rg.clamp(low_KR.unsqueeze(-1), high_KR.unsqueeze(-1))
-    rounded_JRg = round_(clamped_KRg.flatten(0, 1), low_KR.flatten(), high_KR.flatten())
-    return rounded_JRg.reshape(clamped_KRg.shape).sub_(weight_Rg)

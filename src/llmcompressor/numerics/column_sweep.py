@@ -121,11 +121,6 @@ def _clip() -> Callable[..., Any]:
     return np.clip
 
 
-def _columns_by_numpy(tensor_KR: Tensor) -> list[Any]:
-    array_KR = tensor_KR.numpy()
-    return [array_KR[..., k, :] for k in range(array_KR.shape[-2])]
-
-
 _TORCH = ColumnOps(
     view=lambda tensor: tensor,
     columns=lambda tensor_KR: tensor_KR.unbind(-2),
@@ -140,7 +135,7 @@ _TORCH = ColumnOps(
 )
 _NUMPY = ColumnOps(
     view=lambda tensor: tensor.numpy(),
-    columns=_columns_by_numpy,
+    columns=lambda tensor_KR: list(np.moveaxis(tensor_KR.numpy(), -2, 0)),
     scratch=lambda tensor: np.empty(tensor.shape, np.float32),
     number=lambda value: np.array(value, np.float32),
     multiply=np.multiply,

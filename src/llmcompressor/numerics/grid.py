@@ -34,7 +34,7 @@ from torch import Tensor
 
 from llmcompressor.errors import InputError
 
-__all__ = ["FloatLayout", "Grid", "SmallFloat", "float_layout"]
+__all__ = ["FloatLayout", "Grid", "SmallFloat", "float_layout", "power_of_two"]
 
 _HALF_DTYPES = (torch.bfloat16, torch.float16)
 _MOST_BITS_OF_HALVES = 8
@@ -206,12 +206,24 @@ class Grid:
         return values.mul_(scale).to(x.dtype)
 
     def round_(self, x: Tensor) -> Tensor:
-        """Round ``x``, which is within the ends, in place; ``x`` must not be used again."""
+        """Round ``x``, within the ends or NaN, in place; ``x`` must not be used again.
+
+        Members of floats are spaced by 2^-mantissa times the power of two at or below abs(x), and
+        evenly under the smallest normal member. So x / spacing is exact, its last bit is that of
+        the code, and one half-to-even rounding of integers does it.
+        """
         if self.floats is None:
             return x.round_()
         if self.bits == 4:
             x.add_(0.0)  # loaders treat the sign of -0.0 as 0; rounding to zero keeps the sign
-        return _round_to_float_(x, self.floats)
+        spacing = power_of_two(x).clamp_(min=self.floats.smallest).mul_(2.0**-self.floats.mantissa)
+        return x.div_(spacing).round_().mul_(spacing)
+
+
+def power_of_two(x: Tensor) -> Tensor:
+    """The power of two at or below the absolute value of each x: its exponent field alone."""
+    layout = float_layout(x.dtype)
+    return x.view(layout.integer).bitwise_and(layout.exponent_mask).view(x.dtype)
 
 
 def _fits(scale: Tensor, x: Tensor) -> bool:
@@ -219,16 +231,3 @@ def _fits(scale: Tensor, x: Tensor) -> bool:
     last = x.shape[max(x.ndim - scale.ndim, 0) :]
     pairs = zip(scale.shape, last, strict=False)
     return scale.ndim <= x.ndim and all(own in (1, of) for own, of in pairs)
-
-
-def _round_to_float_(x: Tensor, floats: SmallFloat) -> Tensor:
-    """Round ``x``, within the ends or NaN, in place to members of ``floats``, half to even.
-
-    Members are spaced by 2^-mantissa times the power of two at or below abs(x), and evenly under
-    the smallest normal member. That power of two is the exponent field alone, so x / spacing is
-    exact, its last bit is that of the code, and one half-to-even rounding of integers does it.
-    """
-    layout = float_layout(x.dtype)
-    spacing = x.view(layout.integer).bitwise_and(layout.exponent_mask).view(x.dtype)
-    spacing.clamp_(min=floats.smallest).mul_(2.0**-floats.mantissa)
-    return x.div_(spacing).round_().mul_(spacing)

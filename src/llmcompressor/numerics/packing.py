@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from llmcompressor.errors import InputError
-from llmcompressor.numerics.grid import Grid, float_layout
+from llmcompressor.numerics.grid import Grid, float_layout, power_of_two
 
 __all__ = ["can_pack", "needs_recoding", "pack_e2m1", "pack_e2m3", "pack_integers", "recode"]
 
@@ -77,12 +77,7 @@ def pack_e2m3(x_RC: Tensor) -> Tensor:
         next_RC = _lowest_byte(x_RC + _ONE_AND_A_HALF * step).abs_().add_(first)
         code_RC = torch.minimum(code_RC, next_RC, out=code_RC)
     code_RC |= x_RC.signbit().to(torch.int8).mul_(_SIGN_OF_6)
-    return _pack_6_bit_codes(code_RC)
-
-
-def _pack_6_bit_codes(codes_RC: Tensor) -> Tensor:
-    """Pack int8 codes from 0 to 63, four in three bytes, the first in the lowest bits."""
-    four = codes_RC.view(torch.int32)  # the first is the lowest byte
+    four = code_RC.view(torch.int32)  # the first is the lowest byte
     word = four & _OF_FOUR[0]
     for place, mask in enumerate(_OF_FOUR[1:], start=1):
         word |= (four >> 2 * place) & mask
@@ -134,7 +129,7 @@ def _pack_4_bit_codes(codes_RC: Tensor) -> Tensor:
 # the dtype near w' / s is d, and d + z, rounded, is a code that the loader decodes to w'.
 
 _STEPS = (0, -1, 1, -2, 2, -3, 3, -4, 4)
-"""In half units of the last place: the spacing halves below a power of two."""
+"""In half units of the last place of each value: the spacing halves below a power of two."""
 
 
 def needs_recoding(grid: Grid, dtype: torch.dtype) -> bool:
@@ -160,7 +155,8 @@ def recode(x: Tensor, scale: Tensor, zero: Tensor | None, grid: Grid) -> Tensor:
         return codes
     shift = torch.zeros_like(wide) if zero is None else zero.to(scale.dtype).float()
     middle = (x.float() / wide).to(scale.dtype)
-    unit, middle = _half_unit(middle), middle.float()
+    unit = power_of_two(middle).float() * 2.0 ** -(float_layout(scale.dtype).mantissa + 1)
+    middle = middle.float()
     if grid.kind == "int":  # as every d is
         unit, middle = unit.clamp_(min=1.0), middle.round()
     for step in _STEPS:
@@ -175,10 +171,3 @@ def recode(x: Tensor, scale: Tensor, zero: Tensor | None, grid: Grid) -> Tensor:
 
 def _is_off(codes: Tensor, x: Tensor, scale: Tensor, zero: Tensor | None, grid: Grid) -> Tensor:
     return grid.dequantize(codes, scale, zero).to(x.dtype) != x
-
-
-def _half_unit(x: Tensor) -> Tensor:
-    """Half a unit of the last place of each x, in float32."""
-    layout = float_layout(x.dtype)
-    power = x.view(layout.integer).bitwise_and(layout.exponent_mask).view(x.dtype)
-    return power.float() * 2.0 ** -(layout.mantissa + 1)

@@ -73,8 +73,7 @@ def fake_quantize(
     if not torch.is_grad_enabled() or not (x.requires_grad or scale.requires_grad):
         codes = grid.round_(grid.limit(x, scale, zero))
         return _values(codes, x.dtype, scale, zero, through)
-    function = _LearnedScale if scale.requires_grad else _ConstantScale
-    result: Tensor = function.apply(  # type: ignore[no-untyped-call]  # torch's own
+    result: Tensor = _FakeQuantize.apply(  # type: ignore[no-untyped-call]  # torch's own
         x, scale, zero, grid, through, gradient_scale
     )
     return result
@@ -193,8 +192,11 @@ def _replaced(x: Tensor, value: Tensor) -> Tensor:
     return result
 
 
-class _ConstantScale(torch.autograd.Function):
-    """Fake quantization with a constant scale. One bool per element is saved for the backward."""
+class _FakeQuantize(torch.autograd.Function):
+    """Fake quantization with a constant or a learned scale (LSQ, equation 3).
+
+    With a constant one, a bool per element is all that is saved for the backward.
+    """
 
     @staticmethod
     def forward(
@@ -207,38 +209,16 @@ class _ConstantScale(torch.autograd.Function):
         gradient_scale: float,
     ) -> Tensor:
         quotients = grid.quotients(x, scale, zero)
-        ctx.save_for_backward(_inside(quotients, grid))
-        codes = grid.round_(quotients.clamp_(grid.qmin, grid.qmax))
-        return _values(codes, x.dtype, scale, zero, through)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        (inside,) = ctx.saved_tensors
-        return torch.where(inside, gradient, 0.0), None, None, None, None, None
-
-
-class _LearnedScale(torch.autograd.Function):
-    """Fake quantization with a learned scale (LSQ, equation 3)."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        scale: Tensor,
-        zero: Tensor | None,
-        grid: Grid,
-        through: torch.dtype | None,
-        gradient_scale: float,
-    ) -> Tensor:
-        quotients = grid.quotients(x, scale, zero)
-        inside = _inside(quotients, grid)
-        codes = grid.round_(quotients.clamp(grid.qmin, grid.qmax))
-        offset = quotients if zero is None else quotients.sub_(zero.to(quotients.dtype))
-        # q - t inside, q - z outside: t - z is x / s, which counts inside only
-        slope = codes - torch.where(inside, offset, 0.0)
-        if zero is not None:
-            slope.sub_(zero.to(slope.dtype))
+        inside, slope = _inside(quotients, grid), None
+        if not ctx.needs_input_grad[1]:
+            codes = grid.round_(quotients.clamp_(grid.qmin, grid.qmax))
+        else:
+            codes = grid.round_(quotients.clamp(grid.qmin, grid.qmax))
+            offset = quotients if zero is None else quotients.sub_(zero.to(quotients.dtype))
+            # q - t inside, q - z outside: t - z is x / s, which counts inside only
+            slope = codes - torch.where(inside, offset, 0.0)
+            if zero is not None:
+                slope.sub_(zero.to(slope.dtype))
         ctx.save_for_backward(inside, slope)
         ctx.scale_shape, ctx.scale_dtype = scale.shape, scale.dtype
         ctx.gradient_scale = gradient_scale
@@ -249,6 +229,8 @@ class _LearnedScale(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         inside, slope = ctx.saved_tensors
         to_x = torch.where(inside, gradient, 0.0) if ctx.needs_input_grad[0] else None
+        if slope is None:
+            return to_x, None, None, None, None, None
         products = (gradient * slope).sum_to_size(ctx.scale_shape)
         to_scale = (products * ctx.gradient_scale).to(ctx.scale_dtype)
         return to_x, to_scale, None, None, None, None

@@ -34,12 +34,6 @@ def wanda_score(weight_RC: Tensor, mean_square_C: Tensor) -> Tensor:
     return weight_RC.float().abs().mul_(mean_square_C.sqrt().unsqueeze(-2))
 
 
-def _group_mask(score_RC: Tensor, group: NofM) -> Tensor:
-    """Mask of 1 for kept weights, else 0, in the dtype of ``score_RC``."""
-    # transposed in memory too: comparing adjacent members of a group is not vectorized
-    return keep_mask_by_group(score_RC.mT.contiguous(), group).mT.contiguous()
-
-
 def wanda_prune(
     weight_RC: Tensor, mean_square_C: Tensor, sparsity: float, group: NofM | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -71,7 +65,8 @@ def wanda_prune(
         if group is None:
             kept_PC = keep_mask_by_row(score_PC, sparsity).to(score_PC.dtype)
         else:
-            kept_PC = _group_mask(score_PC, group)
+            # transposed in memory too: comparing adjacent members of a group is not vectorized
+            kept_PC = keep_mask_by_group(score_PC.mT.contiguous(), group).mT.contiguous()
         torch.mul(part_PC, kept_PC.to(part_PC.dtype), out=pruned_RC[span]).add_(0.0)  # not -0.0
         lost_R[span] = score_PC.mul_(kept_PC.sub_(1)).square_().sum(-1)
 

@@ -13,6 +13,7 @@ __all__ = [
     "count_tokens",
     "num_batch_tokens",
     "num_equal_batches",
+    "real_states",
     "real_tokens",
     "split_batches",
     "token_mask",
@@ -111,15 +112,12 @@ def count_tokens(activation: Tensor, token_mask: Tensor | None) -> int:
 def split_batches(
     activation: Tensor, token_mask: Tensor | None, sizes: tuple[int, ...] | None
 ) -> Iterator[tuple[Tensor, Tensor | None]]:
-    """Split an activation into the calibration batches that were run in one forward.
+    """Split an activation and its mask into the calibration batches that were run in one forward.
 
     Args:
         activation: ``[samples, …]``; any other layout is one batch.
         token_mask: bool ``[samples, tokens]``, or ``None``.
         sizes: samples of each batch, or ``None`` for one batch.
-
-    Yields:
-        Activation and mask of each batch in turn.
     """
     if sizes is None or len(sizes) == 1 or len(activation) != sum(sizes):
         yield activation, token_mask
@@ -139,3 +137,11 @@ def num_equal_batches(
     if sizes is None or token_mask is not None or len(activation) != sum(sizes):
         return 1
     return len(sizes) if len(set(sizes)) == 1 else 1
+
+
+def real_states(states_BHTD: Tensor, token_mask: Tensor | None) -> Tensor:
+    """The real tokens of attention states as one sequence ``[1, H, N, D]``, if any are hidden."""
+    states_BTHD = states_BHTD.transpose(1, 2)
+    if token_mask is None or token_mask.shape != states_BTHD.shape[:2]:
+        return states_BHTD
+    return states_BTHD[token_mask].transpose(0, 1).unsqueeze(0)

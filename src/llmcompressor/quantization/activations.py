@@ -18,7 +18,12 @@ from llmcompressor.modeling.call_graph import first_tensor
 from llmcompressor.modeling.fused import is_expert
 from llmcompressor.moe.linear_experts import LinearExperts
 from llmcompressor.observers.base import Observer
-from llmcompressor.observers.tokens import num_equal_batches, real_tokens, split_batches
+from llmcompressor.observers.tokens import (
+    num_equal_batches,
+    real_states,
+    real_tokens,
+    split_batches,
+)
 from llmcompressor.schemes.bridge import default_observer, needs_global_scale
 
 __all__ = ["ActivationObservers"]
@@ -156,14 +161,9 @@ class ActivationObservers:
     @torch.no_grad()
     def _observe_states(self, base: str, module: Module, states_BHTD: Tensor) -> None:
         """Observe the real tokens of a batch as one sequence, whether padded or not."""
-        calibration = self._state.calibration
-        for part_BHTD, mask_BT in split_batches(
-            states_BHTD, calibration.token_mask, calibration.batch_sizes
-        ):
-            if mask_BT is not None and mask_BT.shape == part_BHTD.transpose(1, 2).shape[:2]:
-                states_NHD = part_BHTD.transpose(1, 2)[mask_BT]
-                part_BHTD = states_NHD.transpose(0, 1).unsqueeze(0)  # noqa: PLW2901 - one canonical form
-            self._feed(module, base, part_BHTD)
+        of = self._state.calibration
+        for part_BHTD, mask_BT in split_batches(states_BHTD, of.token_mask, of.batch_sizes):
+            self._feed(module, base, real_states(part_BHTD, mask_BT))
 
     def _feed(self, module: Module, base: str, values: Tensor, batches: int = 1) -> None:
         observer = self._observers[module][base]
@@ -182,7 +182,9 @@ class ActivationObservers:
         if not observer.observations:
             name = self._names[module]
             remedy = "Add data that uses it"
-            if is_expert(name) and self._is_unfused_expert(name):
+            parts, find = name.split("."), self._state.model.get_submodule
+            holders = (find(".".join(parts[:end])) for end in range(len(parts)))
+            if is_expert(name) and any(isinstance(holder, LinearExperts) for holder in holders):
                 remedy = (
                     "Set moe_calibrate_all_experts, or choose all_tokens or neighbours for "
                     "starved_experts (rtn shows a starved expert nothing)"
@@ -197,10 +199,3 @@ class ActivationObservers:
                 f"No calibration token was shown to {name}, whose {base} scale is static.",
                 f"{remedy}, or put it on the recipe's ignore list.",
             )
-
-    def _is_unfused_expert(self, name: str) -> bool:
-        """Return True if a module belongs to an unfused expert, which can receive any token."""
-        parts = name.split(".")
-        holders = (".".join(parts[:end]) for end in range(len(parts)))
-        find = self._state.model.get_submodule
-        return any(isinstance(find(holder), LinearExperts) for holder in holders)

@@ -476,22 +476,21 @@ class QuantizationMixin(Modifier):
         have changed their weights since initialization.
         """
         if module in self._fused and module not in self._global_scales:
-            members = self._fused[module]
-            amax = torch.stack([self._amax(one).cpu() for one in members]).max()
+            members, spans = self._fused[module], []
+            for one in members:
+                args, found = self._schemes[one].weights, self._ranges.get(one)
+                assert args is not None
+                spans.append(
+                    weight_amax_with_headroom(weight_of(one).detach(), args).cpu()
+                    if found is None
+                    else found.maximum.amax().float().reshape(1).cpu()
+                )
+            amax = torch.stack(spans).max()
             for member in members:
                 self._global_scales[member] = global_scale_from_amax(amax).to(
                     weight_of(member).device
                 )
         return self._global_scales.get(module)
-
-    def _amax(self, module: Module) -> Tensor:
-        """The absolute maximum that the global scale of a module's weight has to cover, ``[1]``."""
-        found = self._ranges.get(module)
-        if found is None:
-            args = self._schemes[module].weights
-            assert args is not None
-            return weight_amax_with_headroom(weight_of(module).detach(), args)
-        return found.maximum.amax().float().reshape(1)
 
     # ------------------------------------------------------------------ while
 

@@ -43,7 +43,7 @@ from llmcompressor.numerics.straight_through import (
 from llmcompressor.observers.base import Observer
 from llmcompressor.observers.canonical import ATTENTION_STATES
 from llmcompressor.observers.min_max import RangeObserver
-from llmcompressor.observers.tokens import real_tokens
+from llmcompressor.observers.tokens import real_states, real_tokens
 from llmcompressor.quantization.parameters import (
     WeightParameters,
     min_max_parameters,
@@ -210,8 +210,9 @@ class ActivationFakeQuantizer:
         """Collect ``x`` without its padding in the observer; see :meth:`Observer.collect`."""
         if self.observer is None or self.is_learning_scale:
             return
+        real = real_states if self.base in ATTENTION_STATES else real_tokens
         try:
-            self.observer.collect(self._real_values(x, token_mask))
+            self.observer.collect(real(x, token_mask))
         except NonFiniteError as error:
             raise self._non_finite_error() from error
 
@@ -310,14 +311,6 @@ class ActivationFakeQuantizer:
         rows = self.base == "output" and isinstance(self.module, Linear)
         features = weight.shape[0 if rows else -1]
         return (max(1, features // (self.args.group_size or 1)),)
-
-    def _real_values(self, x: Tensor, token_mask: Tensor | None) -> Tensor:
-        """``x`` without padding; attention states keep their layout."""
-        if self.base not in ATTENTION_STATES:
-            return real_tokens(x, token_mask)
-        if token_mask is None or token_mask.shape != x.transpose(1, 2).shape[:2]:
-            return x
-        return x.transpose(1, 2)[token_mask].transpose(0, 1).unsqueeze(0)
 
     def _non_finite_error(self) -> NonFiniteError:
         return NonFiniteError(

@@ -141,18 +141,16 @@ def _weight_observer(args: QuantizationArgs) -> Observer:
 def check_observers(resolved: ResolvedSchemes, modifier: str = "") -> None:
     """Construct every observer that will be needed, which checks its name and options.
 
-    The error begins with the modifier's name if it is given.
-
     Raises:
-        RecipeError: an observer is unknown, or it does not have one of its options.
+        RecipeError: an observer is unknown, or it does not have one of its options. It begins with
+            the modifier's name if that is given.
     """
     wanted = [("kv_cache_scheme", "k", resolved.kv_cache_scheme)]
     for (group, argument), where in resolved.observer_fields.items():
-        base_name = BASE_NAMES[argument]
-        wanted.append((where, base_name, getattr(resolved.groups[group], argument)))
+        wanted.append((where, BASE_NAMES[argument], getattr(resolved.groups[group], argument)))
     for where, base_name, args in wanted:
         name = None if args is None else default_observer(args, base_name)
-        if args is None or name is None:
+        if name is None:
             continue
         try:
             Observer.load_from_registry(name, base_name=base_name, args=args)
