@@ -52,12 +52,8 @@ class ActivationObservers:
     ) -> None:
         """Observe the inputs and outputs of a Linear that need a static parameter.
 
-        Args:
-            module: the Linear.
-            name: its name, for errors.
-            scheme: how it is quantized.
-            source: a module that runs earlier with the same input. The input is observed there,
-                once for all modules with equal arguments.
+        The input is observed at ``source``, a module that runs earlier with the same input, once
+        for all modules with equal arguments.
         """
         self._names[module] = name
         if observer := self._observer(scheme.input_activations, "input"):
