@@ -280,7 +280,8 @@ def _clip_rows(
     whole = zip(weight_NRg, least_NR, greatest_NR, strict=True)
     change_RC = torch.cat([round_(*one) for one in whole], dim=1).sub_(wide_RC)
     for sweep in range(sweeps):
-        low_K1, high_K1 = wide_RC.new_tensor(_EITHER_END if sweep else _BOTH_ENDS).split(1, dim=1)
+        tried_K2 = wide_RC.new_tensor(_EITHER_END if sweep else _BOTH_ENDS)
+        low_K1, high_K1 = tried_K2[:, :1], tried_K2[:, 1:]
         for n, begin in enumerate(range(0, columns, group)):
             span = slice(begin, begin + group)
             own_gg = gram_CC[span, span].contiguous()

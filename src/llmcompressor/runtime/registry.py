@@ -1,10 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tables from a name to ``"module:attribute"``, imported only when the name is asked for.
-
-torch and transformers bring half a million objects that live as long as the process. The garbage
-collector would scan all of them repeatedly while they are imported, in each later full collection,
-and several times when the interpreter exits (:func:`quick_imports`).
-"""
+"""Tables from a name to ``"module:attribute"``, imported only when the name is asked for."""
 
 from __future__ import annotations
 
@@ -20,50 +15,13 @@ from llmcompressor.errors import InputError, did_you_mean
 __all__ = [
     "LazyRegistry",
     "UserOverrides",
-    "gc_disabled",
+    "gc_relaxed",
     "lazy_exports",
     "normalize_name",
-    "quick_imports",
     "resolve",
 ]
 
 V = TypeVar("V")
-_YOUNG = 20_000
-"""New objects after which they are searched."""
-_NEVER = 10**6
-
-
-@contextmanager
-def gc_disabled() -> Iterator[None]:
-    """Disable the garbage collector, which finds next to nothing while a large model is built."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
-
-
-@contextmanager
-def quick_imports() -> Iterator[None]:
-    """Import torch and its dependents inside, and exempt them from collection (``gc.freeze``).
-
-    Each object is scanned once, while it is new: garbage of about 8 MiB is kept. If torch is
-    imported already, the caller's objects may exist too, and have to stay collectable: then nothing
-    is frozen.
-    """
-    first = "torch" not in sys.modules
-    if first:
-        gc.collect()  # otherwise present garbage would be frozen
-    before = gc.get_threshold()
-    gc.set_threshold(_YOUNG, _NEVER, _NEVER)
-    try:
-        yield
-    finally:
-        gc.set_threshold(*before)
-    if first and "torch" in sys.modules:
-        gc.freeze()
 
 
 def normalize_name(name: str) -> str:
@@ -75,10 +33,31 @@ def normalize_name(name: str) -> str:
     return name.strip().lower().replace("-", "_").replace(" ", "_")
 
 
+@contextmanager
+def gc_relaxed() -> Iterator[None]:
+    """Collect only young garbage inside, while half a million objects come that stay.
+
+    What a first import of torch brings is exempted from collection (``gc.freeze``), which scans it
+    again and again otherwise, at the end of the process too: that is a third of the time that a
+    short command takes. If torch is there already, the caller's objects may be too, and stay
+    collectable.
+    """
+    first, before = "torch" not in sys.modules, gc.get_threshold()
+    if first:
+        gc.collect()  # otherwise present garbage would be frozen
+    gc.set_threshold(20_000, 10**6, 10**6)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
+    if first and "torch" in sys.modules:
+        gc.freeze()
+
+
 def resolve(path: str) -> Any:
     """Import ``"package.module:attribute"``."""
     module, _, attribute = path.partition(":")
-    with quick_imports():
+    with gc_relaxed():
         return getattr(importlib.import_module(module), attribute)
 
 
