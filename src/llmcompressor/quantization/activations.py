@@ -178,8 +178,9 @@ class ActivationObservers:
         if not observer.observations:
             name = self._names[module]
             remedy = "Add data that uses it"
-            parts, find = name.split("."), self._state.model.get_submodule
-            holders = (find(".".join(parts[:end])) for end in range(len(parts)))
+            parts = name.split(".")
+            names = (".".join(parts[:end]) for end in range(len(parts)))
+            holders = (self._state.model.get_submodule(one) for one in names)
             if is_expert(name) and any(isinstance(holder, LinearExperts) for holder in holders):
                 remedy = (
                     "Set moe_calibrate_all_experts, or choose all_tokens or neighbours for "
