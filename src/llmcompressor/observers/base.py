@@ -115,6 +115,8 @@ class Observer(ABC):
 
     _stats_attrs: tuple[str, ...] | list[str] = ("min_vals", "max_vals")
     """Names of what :meth:`get_statistics` gives."""
+    _act_sync_dict: Mapping[str, Any] = {}
+    """Attribute → how those of several processes become one; by default the wider range."""
 
     importance: Tensor | None = None
     """Mean square of each input feature [C], or a multiple of it; set by who collects it."""
@@ -421,6 +423,12 @@ class Observer(ABC):
         """Discard all observations."""
         self.observations = 0
         self._collected = None
+
+    def delete_statistics(self, check_fused: bool = True) -> None:
+        """Delete the statistics that a class keeps as attributes."""
+        del check_fused
+        for name in self._stats_attrs:
+            self.__dict__.pop(name, None)
 
     def _read_options(self, given: Mapping[str, Any]) -> Any:
         """``given``, validated against the observer's options."""

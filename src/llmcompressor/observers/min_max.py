@@ -92,7 +92,9 @@ class RangeObserver(Observer):
     def _saved(self) -> dict[str, Any]:
         assert self._state is not None
         # an empty tensor stores the dtype in which scales are computed
-        return {**self._state._asdict(), "like": torch.empty(0, dtype=self._dtype)}
+        minimum, maximum = self._state
+        like = torch.empty(0, dtype=self._dtype)
+        return {"minimum": minimum, "maximum": maximum, "like": like}
 
     def _load(self, saved: Mapping[str, Any]) -> None:
         self._state = Range(saved["minimum"], saved["maximum"])

@@ -52,12 +52,8 @@ class ActivationObservers:
     ) -> None:
         """Observe the inputs and outputs of a Linear that need a static parameter.
 
-        Args:
-            module: the Linear.
-            name: its name, for errors.
-            scheme: how it is quantized.
-            source: a module that runs earlier with the same input. The input is observed there,
-                once for all modules with equal arguments.
+        The input is observed at ``source``, a module that runs earlier with the same input, once
+        for all modules with equal arguments.
         """
         self._names[module] = name
         if observer := self._observer(scheme.input_activations, "input"):
@@ -182,8 +178,9 @@ class ActivationObservers:
         if not observer.observations:
             name = self._names[module]
             remedy = "Add data that uses it"
-            parts, find = name.split("."), self._state.model.get_submodule
-            holders = (find(".".join(parts[:end])) for end in range(len(parts)))
+            parts = name.split(".")
+            names = (".".join(parts[:end]) for end in range(len(parts)))
+            holders = (self._state.model.get_submodule(one) for one in names)
             if is_expert(name) and any(isinstance(holder, LinearExperts) for holder in holders):
                 remedy = (
                     "Set moe_calibrate_all_experts, or choose all_tokens or neighbours for "

@@ -110,9 +110,6 @@ class EmptyCache:
     """The cache of one call of attention: it quantizes, and behaves like an empty cache otherwise.
 
     It belongs to the call and not to the module: several forwards may be interleaved.
-
-    Args:
-        quantized: the quantized cache of the attention module.
     """
 
     def __init__(self, quantized: QuantizedKVCache) -> None:
@@ -171,13 +168,10 @@ _ROWS = 2
 
 
 def needs_gradients(module: Module, *values: Tensor) -> bool:
-    """Return True if gradients have to pass the roundings of ``module``.
+    """Return True if gradients have to pass the roundings of a quantized module.
 
-    False for a single row, which loaders scale differently, and while tracing.
-
-    Args:
-        module: a quantized Linear, Embedding or attention module.
-        values: the tensors that it rounds or computes its outputs from.
+    False for a single row, which loaders scale differently, and while tracing. ``values`` are the
+    tensors that it rounds or computes its outputs from.
     """
     is_tracing: bool = torch.jit.is_tracing()  # type: ignore[attr-defined,no-untyped-call]
     if is_tracing or not torch.is_grad_enabled():

@@ -123,7 +123,7 @@ class QuantizationAwareTraining:
         if learned:
             self._learning.update(one.module for one in self._each() if one.learned)
             self._learning.update(self.weights)
-        self._is_begun = self._is_frozen = self._in_batch = False
+        self.is_begun = self._is_frozen = self._in_batch = False
         self._last_step = self._steps = 0
         self._mask: Tensor | None = None
         self._shadowed: dict[Module, Any] = {}
@@ -133,14 +133,9 @@ class QuantizationAwareTraining:
         self._rounding_steps, self._looked = 0, False
 
     @property
-    def is_begun(self) -> bool:
-        """True once the schedule has reached its start."""
-        return self._is_begun
-
-    @property
     def is_rounding(self) -> bool:
         """True if forwards are fake-quantized: training has started and scales are known."""
-        return self._is_begun and self._steps_left <= 0
+        return self.is_begun and self._steps_left <= 0
 
     # ------------------------------------------------------------------ set-up
 
@@ -175,7 +170,7 @@ class QuantizationAwareTraining:
 
     def hook_modules(self, state: State) -> None:
         """Register the forward hooks of all modules."""
-        self._is_begun = True
+        self.is_begun = True
         reset_compiled()
         for module in self._schemes:
             self._hook(module)
@@ -286,7 +281,7 @@ class QuantizationAwareTraining:
             if module in self._learning and torch.is_grad_enabled():
                 steps = [getattr(module, name) for name in self._step_names(module)]
                 self._shadow(module, with_zero_gradients(weight_of(module), *steps))
-            if self._is_begun:
+            if self.is_begun:
                 self._observe(module, "input", first_tensor(args, kwargs))
             return None
         if module in self.weights:
@@ -307,7 +302,7 @@ class QuantizationAwareTraining:
     def _after(self, module: Module, args: tuple[Any, ...], output: Any) -> Any:
         self._unshadow(module)
         one = self._activations.get(module, {}).get("output")
-        if one is None or not isinstance(output, Tensor) or not self._is_begun:
+        if one is None or not isinstance(output, Tensor) or not self.is_begun:
             return None
         self._observe(module, "output", output)
         return one(output) if self.is_rounding else None

@@ -97,16 +97,9 @@ def progress(
 ) -> Iterator[Advance]:
     """Show the progress of a job of ``total`` steps while the body runs.
 
-    Args:
-        total: the number of steps.
-        description: the job, in a word or two.
-        terminal: show a bar (true) or log lines (false); by default a bar if standard error is a
-            terminal.
-        clock: a clock in seconds, for the log lines.
-
-    Yields:
-        ``advance(by=1, note=None)``, which counts ``by`` steps as done and shows ``note``, usually
-        the name of the current module.
+    A bar (``terminal`` true; by default if standard error is one) or log lines by a clock in
+    seconds. Yields ``advance(by=1, note=None)``, which counts ``by`` steps as done and shows
+    ``note``, usually the name of the current module.
     """
     display = _shown.get()
     terminal = Console(stderr=True).is_terminal if terminal is None else terminal
