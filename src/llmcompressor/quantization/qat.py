@@ -597,7 +597,8 @@ class TrainableMixin(QuantizationMixin):
         for module in self._attention:
             self._attach_attention(module, static[module])
         self._shared.keep(self._attention)
-        self._shared.attach(self._shared.names, lambda source: self.adopt(state, [source]))
+        blocks = state.run.block_source
+        self._shared.attach(self._shared.names, lambda source: self.adopt(state, [source]), blocks)
         every = (*self._schemes, *self._attention, *self._shared.names)
         if has_partitioned_parameters(state.model):
             for module in every:
