@@ -64,7 +64,6 @@ def test_a_matrix_that_is_not_loaded_is_not_gone_through(
     hollow = torch.zeros(()).expand(3, 2)
     given = torch.ones(5, 2)
     assert meta_weights._is_expanded_zero(given, hollow)
-    assert torch.equal(meta_weights._zero_output(given, hollow, None), torch.zeros(5, 3))
     assert not meta_weights._is_expanded_zero(given, hollow.clone())
     # Small, and no 16-bit floats: all is multiplied in full once, and some processors are slow.
     config = {**published.DEEPSEEK_V3, "num_hidden_layers": 4, "n_routed_experts": 16}
