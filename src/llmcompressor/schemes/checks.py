@@ -70,14 +70,22 @@ def check_weights_quantizable(model: Module, schemes: Schemes) -> None:
     Raises:
         TargetError: lists every such module and what its weight is.
     """
-    _check_unparametrized(model, schemes)
-    wrong = []
+    wrong, parametrized = [], []
     for name, module in _submodules(model, schemes):
         if schemes[name].weights is None:
             continue
-        reason = _unquantizable_reason(module)
-        if reason:
+        if is_parametrized(module, "weight"):
+            parametrized.append(name)
+        elif reason := _unquantizable_reason(module):
             wrong.append(f"{name} ({type(module).__name__}: {reason})")
+    if parametrized:  # torch recomputes them on every read, so none can be set
+        raise TargetError(
+            f"The weights of {join_names(parametrized)} are parametrized "
+            "(torch.nn.utils.parametrize): they are computed whenever they are read, and cannot be "
+            "quantized.",
+            'Call torch.nn.utils.parametrize.remove_parametrizations(module, "weight") for each '
+            "before; ignore those that the model's class parametrizes itself.",
+        )
     if wrong:
         raise TargetError(
             f"These modules cannot be quantized: {join_names(wrong)}.",
@@ -105,23 +113,6 @@ def check_attention(model: Module, schemes: Schemes) -> None:
             "keys and "
             "values cannot.",
             f"Use {' or '.join(allowed)}.",
-        )
-
-
-def _check_unparametrized(model: Module, schemes: Schemes) -> None:
-    """Refuse parametrized weights: torch recomputes them on every read, so none can be set."""
-    found = [
-        name
-        for name, module in _submodules(model, schemes)
-        if schemes[name].weights is not None and is_parametrized(module, "weight")
-    ]
-    if found:
-        raise TargetError(
-            f"The weights of {join_names(found)} are parametrized (torch.nn.utils.parametrize): "
-            "they "
-            "are computed whenever they are read, and cannot be quantized.",
-            'Call torch.nn.utils.parametrize.remove_parametrizations(module, "weight") for each '
-            "before; ignore those that the model's class parametrizes itself.",
         )
 
 
@@ -216,21 +207,17 @@ def check_divisible(model: Module, schemes: Schemes, *, bypass: bool = False) ->
         return
     shown = bound if bypass else misfits
     lines = "\n".join(f"  {one.name}: {one.columns} columns, groups of {one.size}" for one in shown)
-    reason, remedy = (
-        ", which no reader takes",
-        "Choose a group size that divides them, or add them to ignore.",
-    )
+    reason, remedy = ", which no reader takes", "Choose a group size that divides them"
     if bypass:
         reason = (
             ", and bypass_divisibility_checks cannot help: no forward rounds inputs in such "
             f"groups, and no format but {', '.join(sorted(_RAGGED))} holds such weights "
             "(floats of 4 bits in pairs)"
         )
-    elif not bound:
-        remedy = (
-            "Choose a group size that divides them, add them to ignore, or set "
-            "bypass_divisibility_checks: true."
-        )
+    if bypass or bound:
+        remedy += ", or add them to ignore."
+    else:
+        remedy += ", add them to ignore, or set bypass_divisibility_checks: true."
     raise TargetError(
         "The columns of these modules are not a whole number of groups of their weights or "
         f"inputs{reason}:\n{lines}\n",

@@ -147,8 +147,8 @@ def preset_scheme(name: str, targets: str | Iterable[str] = ("Linear",)) -> Quan
             f"There is no preset scheme named {name!r}.",
             f"{near} {every}" if near.startswith("Did") else every,
         )
-    every = [targets] if isinstance(targets, str) else list(targets)
-    return with_format(QuantizationScheme(targets=every, **deepcopy(dict(preset))))
+    names = [targets] if isinstance(targets, str) else list(targets)
+    return with_format(QuantizationScheme(targets=names, **deepcopy(dict(preset))))
 
 
 def is_bit_packed(scheme: QuantizationScheme) -> bool:
