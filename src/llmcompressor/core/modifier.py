@@ -102,7 +102,12 @@ def to_recipe_error(cls: type[BaseModel], error: ValidationError) -> RecipeError
             reason = str(cause or detail["msg"]).rstrip(".")
             if field:
                 reason += f" (given: {detail['input']!r})"
-                remedies.append(_default_hint(cls, field))
+                known = cls.model_fields.get(field)
+                default = ""
+                if known is not None and not known.is_required():
+                    usual = known.get_default(call_default_factory=True, validated_data={})
+                    default = f", or leave it out for its default, {usual!r}"
+                remedies.append(f"Correct {field}{default}.")
         problems.setdefault(field, []).append(reason)
     told = [
         (f"field {field!r}: " if field else "") + ", or ".join(dict.fromkeys(reasons))
@@ -110,14 +115,6 @@ def to_recipe_error(cls: type[BaseModel], error: ValidationError) -> RecipeError
     ]
     said = " ".join(dict.fromkeys(filter(None, [_nearest_fields(cls, unknown), *remedies])))
     return RecipeError(f"{cls.__name__}: {'; '.join(told)}.", said)
-
-
-def _default_hint(cls: type[BaseModel], field: str) -> str:
-    known = cls.model_fields.get(field)
-    if known is None or known.is_required():
-        return f"Correct {field}."
-    default = known.get_default(call_default_factory=True, validated_data={})
-    return f"Correct {field}, or leave it out for its default, {default!r}."
 
 
 def _nearest_fields(cls: type[BaseModel], unknown: Sequence[str]) -> str:
@@ -256,8 +253,8 @@ class Modifier(HooksMixin):
         return given
 
     @model_validator(mode="after")
-    def _refuse_empty_names(self) -> Self:
-        """Refuse empty names and patterns, which would match the whole model."""
+    def _check_fields(self) -> Self:
+        """Refuse empty names and patterns, which would match the whole model, and odd schedules."""
         for field in ("targets", "ignore"):
             given = getattr(self, field, None)
             if given == "" and field == "ignore":
@@ -269,18 +266,10 @@ class Modifier(HooksMixin):
                     "Give a name, a class name such as Linear, or a 're:' pattern; 're:.*' means "
                     "all.",
                 )
-        return self
-
-    @model_validator(mode="after")
-    def _check_numbers(self) -> Self:
         for name in ("start", "end", "update"):
             value = getattr(self, name)
             if value is not None and math.isnan(value):
                 raise RecipeError(f"{name} is not a number (nan).", f"Give {name} as one.")
-        return self
-
-    @model_validator(mode="after")
-    def _check_window(self) -> Self:
         if self.start is not None and self.end is not None and self.end < self.start:
             raise RecipeError(
                 f"end ({self.end:g}) lies before start ({self.start:g})",
