@@ -319,11 +319,9 @@ MOVED_TO_THE_RUN: Mapping[str, str] = MappingProxyType(
 """Fields of earlier releases that say how a run goes, and what does that now."""
 
 
-def _default_for_none(given: Any) -> Any:
-    return DEFAULT_DAMPENING if given is None else given
-
-
 DampeningFraction: TypeAlias = Annotated[
-    float, Field(ge=0.0, le=10.0), BeforeValidator(_default_for_none)
+    float,
+    Field(ge=0.0, le=10.0),
+    BeforeValidator(lambda given: DEFAULT_DAMPENING if given is None else given),
 ]
 """What is added to a Hessian's diagonal, as a fraction of its mean; the default for ``None``."""

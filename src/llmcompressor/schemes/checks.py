@@ -258,15 +258,12 @@ def check_tied(model: Module, schemes: Schemes) -> None:
     )
     if more:
         problem += f" So it is with {more} more {'set' if more == 1 else 'sets'} of modules."
-    raise TargetError(problem, _untying_remedy(model, schemes, sets))
-
-
-def _untying_remedy(model: Module, schemes: Schemes, sets: Sequence[Sequence[str]]) -> str:
-    """The remedy in the error message: untie the embeddings, if that separates all weights."""
     if are_separate_after_untying(model, schemes, sets):
-        return "Pass tie_word_embeddings=False to give each its own weight, or ignore it."
-    meant = join_names(name for names in sets for name in names if name in schemes)
-    return f"Nothing gives each a weight of its own: add all of them to ignore ({meant})."
+        remedy = "Pass tie_word_embeddings=False to give each its own weight, or ignore it."
+    else:
+        all_meant = join_names(name for names in sets for name in names if name in schemes)
+        remedy = f"Nothing gives each a weight of its own: add all of them to ignore ({all_meant})."
+    raise TargetError(problem, remedy)
 
 
 def are_separate_after_untying(
@@ -308,7 +305,10 @@ def warn_mixed_fused_sets(schemes: Schemes, joined: Iterable[Sequence[str]]) -> 
             if own not in keys:
                 keys[own] = _serving_key(scheme)
         if len({keys[own] for own in present}) > 1:
-            mixed.append(_describe_mixed({name: describe(schemes.get(name)) for name in names}))
+            by_kind: dict[str, list[str]] = {}
+            for name in names:
+                by_kind.setdefault(describe(schemes.get(name)), []).append(name)
+            mixed.append(", ".join(f"{join_names(own)} {kind}" for kind, own in by_kind.items()))
     if mixed:
         logger.warning(
             "These modules are served as one but would be quantized differently, which vLLM "
@@ -316,13 +316,6 @@ def warn_mixed_fused_sets(schemes: Schemes, joined: Iterable[Sequence[str]]) -> 
             f"{f'; and {len(mixed) - 4} more sets' if len(mixed) > 4 else ''}. "
             "Give all members of a set one scheme, or ignore all of them."
         )
-
-
-def _describe_mixed(kinds: Mapping[str, str]) -> str:
-    by_kind: dict[str, list[str]] = {}
-    for name, kind in kinds.items():
-        by_kind.setdefault(kind, []).append(name)
-    return ", ".join(f"{join_names(names)} {kind}" for kind, names in by_kind.items())
 
 
 def _serving_key(scheme: QuantizationScheme | None) -> str:
