@@ -149,8 +149,8 @@ _LIKE_A_METHOD = 0.8
 """How much like one of the lifecycle a name must be: the share of letters in common."""
 
 
-def _phase_property(phase: Phase) -> property:
-    """Property that reads, enters or clears one phase of a modifier."""
+def _phase_property(phase: Phase, *, settable: bool = False) -> property:
+    """Property that tells if a modifier has entered a phase; it may enter or clear it as well."""
 
     def read(modifier: Modifier) -> bool:
         return phase in modifier._passed
@@ -159,7 +159,7 @@ def _phase_property(phase: Phase) -> property:
         left = tuple(one for one in modifier._passed if one is not phase)
         modifier._passed = (*left, phase) if entered else left
 
-    return property(read, write, doc=f"The same as ``{phase.value}``.")
+    return property(read, write if settable else None, doc=f"Whether it was {phase.value}.")
 
 
 class Modifier(HooksMixin):
@@ -409,31 +409,15 @@ class Modifier(HooksMixin):
         """Names of all phases that were entered, for a checkpoint."""
         return tuple(phase.value for phase in self._passed)
 
-    @property
-    def initialized(self) -> bool:
-        """Return True if it was initialized."""
-        return Phase.INITIALIZED in self._passed
-
-    @property
-    def started(self) -> bool:
-        """Return True if it has started."""
-        return Phase.STARTED in self._passed
-
-    @property
-    def ended(self) -> bool:
-        """Return True if it has ended."""
-        return Phase.ENDED in self._passed
-
-    @property
-    def finalized(self) -> bool:
-        """Return True if it was finalized."""
-        return Phase.FINALIZED in self._passed
-
+    initialized = _phase_property(Phase.INITIALIZED)  # type: ignore[pydantic-field]
+    started = _phase_property(Phase.STARTED)  # type: ignore[pydantic-field]
+    ended = _phase_property(Phase.ENDED)  # type: ignore[pydantic-field]
+    finalized = _phase_property(Phase.FINALIZED)  # type: ignore[pydantic-field]
     # Modifiers written for earlier releases set these. Properties, not fields.
-    initialized_ = _phase_property(Phase.INITIALIZED)  # type: ignore[pydantic-field]
-    started_ = _phase_property(Phase.STARTED)  # type: ignore[pydantic-field]
-    ended_ = _phase_property(Phase.ENDED)  # type: ignore[pydantic-field]
-    finalized_ = _phase_property(Phase.FINALIZED)  # type: ignore[pydantic-field]
+    initialized_ = _phase_property(Phase.INITIALIZED, settable=True)  # type: ignore[pydantic-field]
+    started_ = _phase_property(Phase.STARTED, settable=True)  # type: ignore[pydantic-field]
+    ended_ = _phase_property(Phase.ENDED, settable=True)  # type: ignore[pydantic-field]
+    finalized_ = _phase_property(Phase.FINALIZED, settable=True)  # type: ignore[pydantic-field]
 
     # ---- called by the lifecycle
 
