@@ -38,7 +38,6 @@ __all__ = [
     "TokenBuffer",
     "add_cross_product",
     "add_residual_product",
-    "add_symmetric_product",
     "add_upper_product",
     "mirror_upper_",
 ]
@@ -53,19 +52,6 @@ _PARTS = 8
 """Block rows of the triangle: 8 leave 36 of 64 blocks to compute."""
 _NARROWEST = 128
 """Columns of a block row below which its products are too small to be fast."""
-
-
-def add_symmetric_product(gram_CC: Tensor, input_TC: Tensor) -> None:
-    """Add ``XᵀX`` to ``gram_CC``.
-
-    >>> gram = torch.zeros(2, 2)
-    >>> add_symmetric_product(gram, torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
-    >>> gram
-    tensor([[10., 14.],
-            [14., 20.]])
-    """
-    add_upper_product(gram_CC, input_TC)
-    mirror_upper_(gram_CC)
 
 
 def add_upper_product(gram_CC: Tensor, input_TC: Tensor) -> None:
@@ -90,7 +76,14 @@ def _add_product(total_CC: Tensor, left_TC: Tensor, right_TC: Tensor, *, upper: 
 
 
 def mirror_upper_(gram_CC: Tensor) -> Tensor:
-    """Copy the upper triangle of ``gram_CC`` to the lower one in place."""
+    """Copy the upper triangle of ``gram_CC`` to the lower one in place.
+
+    >>> gram = torch.zeros(2, 2)
+    >>> add_upper_product(gram, torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
+    >>> mirror_upper_(gram)
+    tensor([[10., 14.],
+            [14., 20.]])
+    """
     for lo, hi in _spans(gram_CC.shape[0]):
         corner_KK = gram_CC[lo:hi, lo:hi]
         corner_KK.copy_(corner_KK.triu() + corner_KK.triu(1).T)

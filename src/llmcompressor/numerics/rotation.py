@@ -34,7 +34,6 @@ __all__ = [
     "cayley_step",
     "channel_rescaling",
     "column_squares",
-    "orthogonality_error",
     "rotated_bias",
     "rotated_weight",
     "rotated_weight_peak_bytes",
@@ -262,17 +261,6 @@ def cayley_step(
     eye_NN = torch.eye(len(Q_NN), dtype=torch.float64, device=Q_NN.device)
     moved_NN = torch.linalg.solve(eye_NN - 0.5 * alpha * W_NN, Q_NN + 0.5 * alpha * W_NN @ Q_NN)
     return moved_NN, W_NN @ Q_NN
-
-
-def orthogonality_error(Q_NN: Tensor) -> float:
-    """The largest entry of ``|Q Qᵀ - I|``.
-
-    >>> orthogonality_error(torch.eye(3))
-    0.0
-    """
-    wide_NN = Q_NN.double()
-    eye_NN = torch.eye(len(wide_NN), dtype=torch.float64, device=wide_NN.device)
-    return float((wide_NN @ wide_NN.T - eye_NN).abs().max())
 
 
 # --------------------
