@@ -288,7 +288,7 @@ class TestChat:
             ([5], "a int"),
         ]:
             rows = [{"messages": [{"role": "user", "content": content}]}]
-            with pytest.raises(DatasetError, match=f"sample 0, column 'messages'.*{message}"):
+            with pytest.raises(DatasetError, match=f"sample 0: Column 'messages'.*{message}"):
                 batches(rows)
 
     def test_chats_need_a_tokenizer(self, batches):
@@ -481,7 +481,7 @@ class TestProcessors:
                 raise AssertionError
 
         sounds = [{"array": [0.0], "sampling_rate": rate} for rate in (16000, 8000)]
-        with pytest.raises(DatasetError, match="its sounds have 8000 and 16000 samples a second"):
+        with pytest.raises(DatasetError, match="has sounds of 8000 and 16000 samples a second"):
             batches([{"audio": sounds, "text": "a"}], processor=Speech(tokenizer))
 
     def test_a_plain_function_will_do(self, batches):
