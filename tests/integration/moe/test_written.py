@@ -22,12 +22,9 @@ from llmcompressor.checkpoint import block_stream
 from llmcompressor.entrypoints.verify import verify
 from llmcompressor.errors import DatasetError, TargetError
 from llmcompressor.logger import logger
-from llmcompressor.modifiers.awq import AWQModifier
 from llmcompressor.modifiers.pruning import SparseGPTModifier
 from llmcompressor.modifiers.quantization import GPTQModifier, QuantizationModifier
-from llmcompressor.modifiers.rotation import SpinQuantModifier
 from llmcompressor.moe.linear_experts import LinearExperts
-from llmcompressor.quantization import column_solver as gptq_solve
 
 SERVED = tuple(mixtures.PREFIXES)
 TOKENS = 8 * 32
@@ -152,34 +149,6 @@ def test_streamed_is_as_in_memory(
         assert file.read_bytes() == (tmp_path / "memory" / file.name).read_bytes(), file.name
 
 
-@pytest.mark.parametrize(
-    "family", ["qwen3_moe", pytest.param("llama4_text", marks=pytest.mark.slow)]
-)
-def test_scales_of_a_mixture_are_written_as_in_memory(
-    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With those of its router, which nothing quantizes."""
-    mixtures.saved(family, tmp_path / "source")
-
-    def scaled(output: Path) -> None:
-        recipe = AWQModifier(scheme="W4A16", targets="Linear", n_grid=3, ignore=IGNORED)
-        given = {"dataset": mixtures.rows(), "recipe": recipe}
-        oneshot(model=str(tmp_path / "source"), output_dir=output, **given)
-
-    scaled(tmp_path / "streamed")
-    monkeypatch.setattr(sys.modules[oneshot.__module__], "streamable_source", lambda job: None)
-    scaled(tmp_path / "memory")
-    for file in sorted((tmp_path / "streamed").iterdir()):
-        assert file.read_bytes() == (tmp_path / "memory" / file.name).read_bytes(), file.name
-    before, after = (tensors_of(tmp_path / name) for name in ("source", "streamed"))
-    routers = [name for name in after if name.endswith(("gate.weight", "router.weight"))]
-    assert any(not torch.equal(before[name], after[name]) for name in routers)
-    for name in routers:
-        norm = re.sub(r"(mlp|feed_forward)\.\w+\.weight", "post_attention_layernorm.weight", name)
-        product = before[name] * before[norm]
-        torch.testing.assert_close(after[name] * after[norm], product, rtol=1e-4, atol=1e-6)
-
-
 def test_a_run_that_was_broken_off_writes_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -201,16 +170,6 @@ def test_a_run_that_was_broken_off_writes_the_same(
         assert file.read_bytes() == (tmp_path / "out" / file.name).read_bytes(), file.name
 
 
-def test_a_model_in_memory_is_taken_apart_and_saved(tmp_path: Path) -> None:
-    model = mixtures.build("qwen3_moe")
-    recipe = QuantizationModifier(targets="Linear", scheme="W4A16", ignore=["lm_head"])
-    oneshot(model=model, recipe=recipe)
-    model.save_pretrained(tmp_path / "out")
-    assert verify(tmp_path / "out").ok
-    found = mixtures.logits(reread(tmp_path / "out"))
-    assert torch.allclose(found, mixtures.logits(model), atol=1e-6)
-
-
 def test_ignored_experts_stay_in_their_stacks(tmp_path: Path) -> None:
     mixtures.saved("llama4_text", tmp_path / "source")
     returned = compressed(
@@ -219,18 +178,6 @@ def test_ignored_experts_stay_in_their_stacks(tmp_path: Path) -> None:
     assert not [one for one in returned.modules() if isinstance(one, LinearExperts)]
     assert "model.layers.0.feed_forward.experts.gate_up_proj" in mixtures.names(tmp_path / "out")
     assert any("experts" in entry for entry in config_of(tmp_path / "out")["ignore"])
-
-
-def test_experts_of_one_layer_alone(tmp_path: Path) -> None:
-    mixtures.saved("mixtral", tmp_path / "source")
-    ignore = ["lm_head", "re:.*layers.0.mlp.experts.*"]
-    compressed(tmp_path / "source", tmp_path / "out", ignore=ignore)
-    written = mixtures.names(tmp_path / "out")
-    assert "model.layers.0.block_sparse_moe.experts.3.w2.weight" in written
-    assert "model.layers.1.block_sparse_moe.experts.3.w2.weight_packed" in written
-    errors = [one for one in verify(tmp_path / "out").findings if one.severity == "error"]
-    assert [(one.server, one.rule) for one in errors] == [("transformers", "T6")]
-    assert "experts_not_quantized" not in config_of(tmp_path / "out")["config_groups"]
 
 
 # ---------------------------------------------------------------------- what experts are shown
@@ -360,28 +307,6 @@ def test_a_starved_expert_can_be_an_error(
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("policy", few(["all_tokens", "neighbours", "rtn"], "neighbours"))
-def test_a_policy_that_cannot_act_says_so(
-    policy: str, source: tuple[PreTrainedModel, Path], warned: list[str]
-) -> None:
-    def said(**arguments: Any) -> list[str]:
-        warned.clear()
-        oneshot(
-            model=str(source[1]),
-            recipe=GPTQModifier(targets="Linear", scheme="W4A16", ignore=["lm_head"]),
-            dataset=mixtures.rows(),
-            starved_experts=policy,
-            **arguments,
-        )
-        return [text for text in warned if f"{policy!r} has no effect" in text]
-
-    routed_alone = {"moe_calibrate_all_experts": False, "min_tokens_per_module": 0.9}
-    (one,) = said(pipeline="basic", **routed_alone)
-    assert "model.layers.0.mlp.experts." in one
-    assert not said(pipeline="sequential", **routed_alone)
-    assert not said(pipeline="basic", min_tokens_per_module=0.9)  # each sees all tokens
-
-
 def test_a_static_scale_wants_that_something_is_shown(
     source: tuple[PreTrainedModel, Path], tmp_path: Path
 ) -> None:
@@ -412,26 +337,6 @@ def test_gptq_of_experts_is_better_than_rounding(
         with torch.no_grad():
             errors[gptq] = float((made(ids).logits - model(ids).logits).square().mean())
     assert errors[True] < 0.8 * errors[False]
-
-
-def test_calibrated_together_is_calibrated_alone(
-    source: tuple[PreTrainedModel, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Waves of experts are for memory and speed: what is found does not depend on them."""
-    from llmcompressor.pipelines import moe_routing
-
-    given = {"gptq": True, "moe_calibrate_all_experts": False}
-    compressed(source[1], tmp_path / "together", **given)
-    monkeypatch.setattr(moe_routing, "experts_per_wave", lambda mixture, every: 1)
-    compressed(source[1], tmp_path / "alone", **given)
-    for number in (1, 2):
-        records = [
-            report_of(tmp_path / name)["modifiers"]["GPTQModifier"]
-            for name in ("together", "alone")
-        ]
-        key = f"model.layers.0.mlp.experts.{number}.down_proj"
-        assert records[0][key]["loss"] == pytest.approx(records[1][key]["loss"], rel=1e-3)
-        assert records[0][key]["tokens"] == records[1][key]["tokens"]
 
 
 # ---------------------------------------------------------------------- bad input
@@ -510,20 +415,6 @@ def test_pruned_experts_that_are_not_quantized_go_back_into_stacks(tmp_path: Pat
     assert torch.allclose(found, mixtures.logits(returned), atol=1e-6)
 
 
-def test_experts_that_are_changed_and_not_quantized_are_found(tmp_path: Path) -> None:
-    """transformers looks for codes of what is packed, unless a group says otherwise."""
-    mixtures.saved("qwen3_moe", tmp_path / "source")
-    ignore = ["lm_head", "re:.*experts.*"]
-    quantizing = QuantizationModifier(targets="Linear", scheme="W4A16", ignore=ignore)
-    recipe = [SpinQuantModifier(rotations=["R1"]), quantizing]
-    returned = oneshot(model=str(tmp_path / "source"), recipe=recipe, output_dir=tmp_path / "out")
-    found = mixtures.logits(reread(tmp_path / "out"))
-    assert torch.allclose(found, mixtures.logits(returned), atol=1e-6)
-    before, after = (tensors_of(tmp_path / name) for name in ("source", "out"))
-    experts = [name for name in before if "experts" in name]
-    assert not any(torch.equal(before[name], after[name]) for name in experts)
-
-
 @pytest.mark.parametrize(
     ("family", "as_object"),
     thinned(["gpt_oss", "qwen3_moe"], [False, True]),
@@ -573,26 +464,6 @@ def test_a_target_that_holds_experts_means_them(
     for layer, share in zip(model.model.layers, wanted, strict=True):
         for stack in (layer.mlp.experts.gate_up_proj, layer.mlp.experts.down_proj):
             assert float((stack == 0).float().mean()) == pytest.approx(share, abs=0.01)
-
-
-def test_experts_of_one_shape_are_solved_in_one_batch(
-    source: tuple[PreTrainedModel, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    sizes: list[int] = []
-    swept = gptq_solve._solve_by_sweep
-    monkeypatch.setattr(
-        gptq_solve,
-        "_solve_by_sweep",
-        lambda problems, options: (sizes.append(len(problems)), swept(problems, options))[1],
-    )
-    given = {"gptq": True, "ignore": ["lm_head", "re:.*self_attn.*"]}
-    compressed(source[1], tmp_path / "routed", moe_calibrate_all_experts=False, **given)
-    # of each layer: gate and up of four experts, down of four experts
-    assert sizes == [4, 4, 4, 4]
-    sizes.clear()
-    compressed(source[1], tmp_path / "all", **given)
-    # all gates and ups get one input: they are rows of one problem
-    assert sizes == [1, 4, 1, 4]
 
 
 def by_name(folder: Path, output: Path, entry: str, *, object_: bool = False) -> Any:

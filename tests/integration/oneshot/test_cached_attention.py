@@ -33,7 +33,6 @@ from llmcompressor import oneshot, plan
 from llmcompressor.errors import TargetError
 from llmcompressor.modifiers.quantization import GPTQModifier, QuantizationModifier
 from llmcompressor.modifiers.sparsity import SparseGPTModifier
-from llmcompressor.pipelines.moe_routing import experts_report
 
 SIZES: dict[str, Any] = {
     "vocab_size": small.VOCABULARY,
@@ -235,48 +234,6 @@ def test_queries_are_refused_where_nobody_can_set_the_attention_function(tmp_pat
     message = refused(model, tmp_path / "out", config_groups=ATTENTION)
     assert "ClosedLlama cannot be quantized" in message
     assert "it lets nobody set it" in message
-
-
-def test_queries_are_refused_where_other_layers_run_the_same_function(tmp_path: Path) -> None:
-    message = refused(gemma3n(), tmp_path / "out", config_groups=ATTENTION)
-    assert "Gemma3nForCausalLM does not run as readers run attention" in message  # not one of ours
-    assert "Quantize keys and values alone, with kv_cache_scheme" in message
-    run(gemma3n(), QuantizationModifier(kv_cache_scheme=FP8), tmp_path / "cache")
-
-
-class UncachedLlama(LlamaForCausalLM):
-    """It cannot be run with a cache, whatever is quantized."""
-
-    def forward(self, *args: Any, use_cache: bool | None = None, **kwargs: Any) -> Any:
-        if use_cache:
-            raise ValueError("no cache")
-        return super().forward(*args, use_cache=False, **kwargs)
-
-
-def test_a_model_that_keeps_no_cache_is_not_blamed(tmp_path: Path) -> None:
-    model = small.llama()
-    model.__class__ = UncachedLlama
-    run(model, QuantizationModifier(kv_cache_scheme=FP8), tmp_path / "out")
-    assert float(model.model.layers[0].self_attn.k_scale) > 0
-
-
-def test_a_device_without_room_for_the_trial_is_not_blamed_on_attention(tmp_path: Path) -> None:
-    model = small.llama()
-
-    def run_out(*_: Any) -> None:
-        raise torch.OutOfMemoryError("no room")
-
-    model.model.layers[1].register_forward_pre_hook(run_out)
-    with pytest.raises(torch.OutOfMemoryError):
-        run(model, QuantizationModifier(kv_cache_scheme=FP8), tmp_path / "out")
-
-
-def test_tokens_of_the_trial_are_not_counted() -> None:
-    rows = small.token_rows()
-    modifier = GPTQModifier(targets="Linear", scheme="FP8", ignore=["lm_head"], kv_cache_scheme=FP8)
-    counted = experts_report(oneshot(small.mixture(blocks=1), modifier, rows))
-    tokens = sum(len(row["input_ids"]) for row in rows)
-    assert [sum(one["tokens"]) for one in counted.values()] == [2 * tokens]
 
 
 def test_attention_may_be_run_twice_on_one_call() -> None:

@@ -60,14 +60,6 @@ def test_what_transformers_cannot_load_is_said_before_the_work(
         FalconForCausalLM.from_pretrained(tmp_path / "out")
 
 
-def test_what_everybody_reads_is_not_warned_of(
-    one_block: Path, tmp_path: Path, warned: list[str]
-) -> None:
-    recipe = QuantizationModifier(targets="Linear", scheme="W4A16", ignore=["lm_head"])
-    oneshot(one_block, recipe, output_dir=tmp_path / "out")
-    assert not [line for line in warned if "would not" in line]
-
-
 def test_what_a_script_may_save_is_warned_of_and_not_refused(
     one_block: Path, tmp_path: Path, warned: list[str]
 ) -> None:
@@ -197,17 +189,6 @@ def normal(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 UNSERVED = {name for name in PRESET_SCHEMES if name.startswith("MXFP6")}
-
-
-@pytest.mark.parametrize("scheme", sorted(UNSERVED))
-def test_of_6_bit_floats_it_is_said_that_no_server_reads_them(
-    scheme: str, normal: Path, tmp_path: Path, warned: list[str]
-) -> None:
-    recipe = QuantizationModifier(targets="Linear", scheme=scheme, ignore=["lm_head"])
-    oneshot(normal, recipe, ROWS, output_dir=tmp_path / "out")
-    (said,) = (line for line in warned if "would not" in line)
-    assert "vllm would not serve this (S21)" in said
-    assert "read it with transformers, in bfloat16" in said
 
 
 SERVED = sorted(PRESET_SCHEMES.keys() - UNSERVED - {"UNQUANTIZED"})
@@ -347,26 +328,3 @@ def test_experts_that_differ_are_refused_before_the_work(
         assert word in error.value.problem
     assert "Quantize all experts of a layer alike" in error.value.remedy
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize(
-    "pairs", [[(UP, FLOATS)], [(UP, FLOATS), (DOWN, {**FLOATS, "strategy": "tensor"})]]
-)
-def test_experts_of_small_floats_that_differ_are_left_to_transformers(
-    pairs: list[tuple[str, dict[str, object]]], mixture: Path, tmp_path: Path
-) -> None:
-    model = oneshot(mixture, groups(*pairs), output_dir=tmp_path / "out").eval()
-    read = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto").eval()
-    with torch.no_grad():
-        assert torch.equal(read(small.probe()).logits, model(small.probe()).logits)
-
-
-def test_outputs_of_experts_that_transformers_does_not_round_are_said(
-    mixture: Path, tmp_path: Path, warned: list[str]
-) -> None:
-    outputs = {"num_bits": 8, "type": "float", "strategy": "tensor"}
-    for target, is_said in ((r"re:.*self_attn\..*", False), (r"re:.*experts\..*", True)):
-        recipe = groups((target, FLOATS), output_activations=outputs)
-        oneshot(mixture, recipe, small.token_rows(), output_dir=tmp_path / target[4:8])
-        said = [line for line in warned if "does not round what comes out" in line]
-        assert bool(said) is is_said

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from llmcompressor import oneshot, plan
 from llmcompressor.checkpoint.packing import patch_packed_zero_points
-from llmcompressor.checkpoint.save import modify_save_pretrained
 from llmcompressor.errors import CheckpointError, TargetError
 from llmcompressor.modifiers.quantization import QuantizationModifier
 from llmcompressor.modifiers.rotation import SpinQuantModifier
@@ -154,44 +153,6 @@ def test_what_the_refusal_of_the_folder_says_works(
     assert "quantization_config" not in (tmp_path / "plain" / "config.json").read_text()
     assert_reads_as(model, tmp_path / "plain")
     oneshot(model=tmp_path / "plain", recipe=recipe(), output_dir=tmp_path / "out")
-
-
-def test_codes_that_the_class_does_not_own_are_left_out_and_told_of(
-    fp8: Path, tmp_path: Path, warned: list[str]
-) -> None:
-    tensors = stored(fp8)
-    draft = {
-        name.replace("layers.0.", "layers.1."): one.clone()
-        for name, one in tensors.items()
-        if "layers.0." in name
-    }
-    save_file({**tensors, **draft}, fp8 / "model.safetensors", {"format": "pt"})
-    model = loaded(fp8)
-    oneshot(model=model, output_dir=tmp_path / "plain")
-    written = stored(tmp_path / "plain")
-    assert not [name for name, one in written.items() if "scale" in name or one.itemsize == 1]
-    assert not [name for name in written if "layers.1." in name]
-    told = [line for line in warned if "Left out" in line]
-    assert len(told) == 1
-    assert "model.layers.1." in told[0]
-    assert "in a way that the output does not say" in told[0]
-    oneshot(model=tmp_path / "plain", recipe=recipe(), output_dir=tmp_path / "out")
-
-
-def test_a_model_that_is_made_to_save_itself(fp8: Path, tmp_path: Path) -> None:
-    model = loaded(fp8)
-    modify_save_pretrained(model)
-    model.save_pretrained(tmp_path / "out")
-    assert {tensor.dtype for tensor in stored(tmp_path / "out").values()} == {torch.bfloat16}
-    assert_reads_as(model, tmp_path / "out")
-
-
-def test_a_plan_tells_of_dense_tensors(fp8: Path) -> None:
-    model = loaded(fp8)
-    before = model._weight_conversions
-    planned = plan(model, recipe("re:.*experts.*"), measure=False)
-    assert not planned.problems
-    assert model._weight_conversions is before
 
 
 def test_checkpoints_of_a_training_hold_what_is_trained(fp8: Path, tmp_path: Path) -> None:

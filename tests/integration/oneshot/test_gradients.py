@@ -113,17 +113,6 @@ def test_gradients_pass_straight_through(name: str, monkeypatch: pytest.MonkeyPa
         assert torch.equal(found[weight], gradient), weight
 
 
-def test_a_module_is_called_as_before() -> None:
-    module = compressed(llama(), "W8A8").model.layers[0].self_attn.q_proj
-    x = torch.randn(2, 128, dtype=torch.bfloat16)
-    with torch.no_grad():
-        expected = module(x)
-    assert torch.equal(module(input=x), expected)
-    assert torch.equal(module(x), expected)
-    module.quantization_enabled = False
-    assert not torch.equal(module(x), expected)
-
-
 @pytest.mark.parametrize("name", ["NVFP4", "FP8_DYNAMIC"])
 def test_some_calls_are_left_to_the_reader(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A single row may have a meaning of its own there, and a trace is of its forward."""

@@ -161,15 +161,3 @@ def test_a_profile_is_followed_with_every_pipeline(pipeline: str, warned: list[s
     assert sum(zeros) / len(zeros) == pytest.approx(0.5, abs=0.05)
     assert len(modifier.report()) == len(zeros)
     assert not any("pruned nothing" in line for line in warned)
-
-
-def test_every_rule_of_what_stays_in_the_forward_is_asked_of_a_model_in_memory(
-    llama_folder: Path, tmp_path: Path, warned: list[str]
-) -> None:
-    said = []
-    for loaded in (False, True):
-        warned.clear()
-        recipe = [SpinQuantModifier(rotations=["R4"]), rtn()]
-        run(llama_folder, tmp_path / str(loaded), recipe, "independent", loaded=loaded)
-        said.append({rule for rule in ("S74", "S75", "S77") if any(rule in one for one in warned)})
-    assert said[0] == said[1] != set()

@@ -107,17 +107,6 @@ def test_tokenized_rows_are_cut_to_the_table(more: dict[str, Any], warned: list[
     )
 
 
-def test_rows_that_are_cut_shorter_anyway_are_not_spoken_of(warned: list[str]) -> None:
-    oneshot(opt(), recipe=RECIPE, dataset=LONG, max_seq_length=LIMIT)
-    oneshot(opt(), recipe=RECIPE, dataset=LONG, max_seq_length=16, concatenate_data=True)
-    assert not any("came tokenized" in line for line in warned)
-
-
-def test_without_a_table_they_are_used_as_they_are(warned: list[str]) -> None:
-    oneshot(llama(), recipe=RECIPE, dataset=LONG)
-    assert any("used as they are. max_seq_length=32 cuts them" in line for line in warned)
-
-
 def test_a_loaders_batches_are_refused() -> None:
     loader = DataLoader([torch.full((80,), 5)] * 2, batch_size=2)
     with pytest.raises(DatasetError, match=r"Batch 0 .* samples of 80 tokens.* positions for 32"):
@@ -137,19 +126,8 @@ def test_the_plan_says_the_same(
     assert any("have up to 80 tokens, and the model takes 32" in note for note in found.notes)
 
 
-def test_windows_are_as_long_as_a_model_takes() -> None:
-    report = evaluate(opt(), dataset=LONG)
-    assert report == evaluate(opt(), dataset=LONG, max_seq_length=LIMIT)
-    assert report.windows == 5  # 160 tokens
-
-
 def test_windows_beyond_the_table_are_refused() -> None:
     with pytest.raises(ArgumentError, match=r"max_seq_length is 33, .* positions for 32 tokens"):
         evaluate(opt(), dataset=LONG, max_seq_length=LIMIT + 1)
     with pytest.raises(ArgumentError, match="Give 32 or less"):
         evaluate(llama(), reference=opt(), dataset=LONG, max_seq_length=LIMIT + 1)
-
-
-def test_longer_windows_of_a_rotary_model_are_warned_of(warned: list[str]) -> None:
-    evaluate(llama(), dataset=LONG, max_seq_length=80)
-    assert any("max_seq_length is 80, and the model takes 32 tokens" in line for line in warned)

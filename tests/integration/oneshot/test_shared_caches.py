@@ -21,10 +21,8 @@ from transformers import (
     PreTrainedModel,
 )
 
-from llmcompressor import oneshot, plan, reset_session, train, verify
-from llmcompressor.checkpoint.block_stream import BlockStream
-from llmcompressor.modifiers.quantization import GPTQModifier, QuantizationModifier
-from llmcompressor.schemes.attention import kv_source_layer
+from llmcompressor import oneshot, reset_session, train, verify
+from llmcompressor.modifiers.quantization import QuantizationModifier
 
 FP8 = {"num_bits": 8, "type": "float", "strategy": "tensor"}
 INT8 = {"num_bits": 8, "type": "int", "symmetric": False, "strategy": "attn_head"}
@@ -66,11 +64,6 @@ def gemma4() -> PreTrainedModel:
 
 def cache(scheme: dict[str, Any] = FP8) -> list[Any]:
     return [QuantizationModifier(kv_cache_scheme=scheme)]
-
-
-def two_passes() -> list[Any]:
-    """The cache is calibrated in the first; blocks lie in a scratch folder until the second."""
-    return [*cache(), GPTQModifier(targets=["re:.*mlp.*proj$"], scheme="W4A16")]
 
 
 def states_of(folder: Path) -> dict[tuple[int, str], Tensor]:
@@ -137,50 +130,6 @@ def test_the_model_in_memory_runs_as_transformers_reads_it(tmp_path: Path) -> No
     assert not told["missing_keys"]
 
 
-@pytest.mark.parametrize(
-    ("recipe", "block"),
-    [
-        (cache, "model.layers.1"),
-        pytest.param(cache, "model.layers.3", marks=pytest.mark.slow),
-        (two_passes, "model.layers.2"),
-        pytest.param(two_passes, "model.layers.3", marks=pytest.mark.slow),
-    ],
-)
-def test_a_run_that_goes_on_writes_the_same_bytes(
-    recipe: Callable[[], Any], block: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The scales are read from the block that an earlier run has finished."""
-    folder = tmp_path / "model"
-    gemma3n().save_pretrained(folder)
-    compress(str(folder), recipe(), tmp_path / "whole")
-    leave = BlockStream.leave
-
-    def broken_off(self: BlockStream, name: str) -> None:
-        if name == block:
-            raise KeyboardInterrupt
-        leave(self, name)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(BlockStream, "leave", broken_off)
-        with pytest.raises(KeyboardInterrupt):
-            compress(str(folder), recipe(), tmp_path / "out")
-    before = (tmp_path / "out.partial" / "journal").read_text().count("model.layers.")
-    assert before >= int(block[-1])
-    model = compress(str(folder), recipe(), tmp_path / "out")
-    assert weights(tmp_path / "out") == weights(tmp_path / "whole")
-    model.save_pretrained(tmp_path / "again")
-    assert weights(tmp_path / "again") == weights(tmp_path / "whole")
-
-
-def test_the_plan_counts_these_scales(tmp_path: Path) -> None:
-    gemma3n().save_pretrained(tmp_path / "model")
-    found = plan(tmp_path / "model", cache(), small.token_rows(), measure=False)
-    compress(str(tmp_path / "model"), cache(), tmp_path / "out")
-    assert not found.problems
-    assert found.sizes is not None
-    assert dict(found.sizes.files) == {"model.safetensors": len(weights(tmp_path / "out"))}
-
-
 def test_the_checkpoint_is_verified_and_lacks_nothing(tmp_path: Path) -> None:
     compress(gemma3n(), cache(), tmp_path / "out")
     report = verify(tmp_path / "out", serve="vllm", tp=1)
@@ -204,18 +153,3 @@ def test_training_writes_them_too(tmp_path: Path) -> None:
         for layer, source in READ_FROM.items()
         for name in ("k_scale", "v_scale")
     )
-
-
-def test_dynamic_scales_are_stored_nowhere(tmp_path: Path) -> None:
-    dynamic = {**FP8, "strategy": "token", "dynamic": True}
-    compress(gemma3n(), cache(dynamic), tmp_path / "out")
-    assert not states_of(tmp_path / "out")
-
-
-def test_which_layer_is_read_from_is_asked_of_the_attention() -> None:
-    for make in (gemma3n, gemma4):
-        layers = make().model.layers
-        found = {index: kv_source_layer(layer.self_attn) for index, layer in enumerate(layers)}
-        assert found == {0: None, 1: None, **READ_FROM}
-    layers[3].self_attn.kv_shared_layer_index = 0  # what it says itself goes before
-    assert kv_source_layer(layers[3].self_attn) == 0

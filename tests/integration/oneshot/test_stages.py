@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -249,21 +248,6 @@ def test_targets_of_later_stages_that_match_nothing_are_warned_of_before_the_fir
     assert warned < next(place for place, line in enumerate(said) if "Stage 1 of 3" in line)
 
 
-@pytest.mark.parametrize("changed", ["", "allow_unmatched: true, targets: [Linear, 're:.*q_prj']"])
-def test_targets_that_match_or_need_not_are_not_warned_of(
-    changed: str, one_block: Path, tmp_path: Path, said: list[str]
-) -> None:
-    recipe = RECIPE.replace("targets: Linear", changed or "targets: Linear")
-    _stages(one_block, tmp_path / "out", recipe)
-    assert not [line for line in said if "cannot begin unless" in line]
-
-
-def test_rotations_that_are_multiplied_in_are_no_bar(one_block: Path, tmp_path: Path) -> None:
-    recipe = ROTATED.format("SpinQuantModifier: {rotations: [R1, R2]}")
-    _stages(one_block, tmp_path / "out", recipe)
-    assert verify(tmp_path / "out" / "stage_quant").ok
-
-
 def test_a_stage_with_what_cannot_train_keeps_zeros_by_itself(
     one_block: Path, tmp_path: Path, warned: list[str]
 ) -> None:
@@ -277,19 +261,6 @@ def test_a_stage_with_what_cannot_train_keeps_zeros_by_itself(
     model = _stages(one_block, tmp_path / "out", recipe)
     assert (model.model.layers[0].mlp.up_proj.weight == 0).float().mean() >= 0.5
     assert [text for text in warned if "ConstantPruningModifier" in text and "left out" in text]
-
-
-def test_a_stage_before_may_be_the_teacher(one_block: Path, tmp_path: Path) -> None:
-    teacher = tmp_path / "out" / "stage_halving"
-    _stages(one_block, tmp_path / "out", DISTILL, distill_teacher=str(teacher), max_steps=1)
-    assert (tmp_path / "out" / "stage_fine" / "trainer_state.json").is_file()
-
-
-def test_a_folder_with_other_files_is_left_alone(one_block: Path, tmp_path: Path) -> None:
-    (tmp_path / "notes.txt").write_text("mine")
-    with pytest.raises(OutputError, match="already holds files"):
-        _stages(one_block, tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
 
 
 def test_train_can_be_told_to_run_all_stages(tmp_path: Path) -> None:
@@ -313,30 +284,7 @@ def test_a_stage_that_is_named_is_trained_alone(
     assert sum(f"{how} has no effect" in line for line in warned) == 1
 
 
-def test_an_empty_output_is_refused(
-    one_block: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    for call in (run_stages, partial(train, run_stages=True)):
-        with pytest.raises(OutputError, match="'output_dir' is empty"):
-            call(str(one_block), RECIPE, **{**arguments(tmp_path), "output_dir": ""})
-    assert not list(tmp_path.iterdir())
-
-
 def test_the_last_recipe_tells_of_all_stages(one_block: Path, tmp_path: Path) -> None:
     _stages(one_block, tmp_path / "out")
     found = Recipe.create_instance(tmp_path / "out" / "stage_quant" / "recipe.yaml")
     assert [stage.name for stage in found.stages] == ["halving", "fine", "quant"]
-
-
-def test_a_stage_that_cannot_begin_leaves_no_record(one_block: Path, tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="no-model"):
-        run_stages("./no-model", RECIPE, **arguments(tmp_path / "new" / "out"))
-    assert not list(tmp_path.iterdir())
-    recipe = RECIPE.replace("targets: Linear", "targets: Liner")
-    with pytest.raises(InputError, match="Liner"):
-        _stages(one_block, tmp_path / "out", recipe)
-    noted = json.loads((tmp_path / "out" / "stages.json").read_text())["stages"]
-    assert list(noted) == ["halving", "fine"]
-    with pytest.raises(ArgumentError, match=r"'output_dir' cannot be None"):
-        run_stages(str(one_block), RECIPE, **{**arguments(tmp_path), "output_dir": None})

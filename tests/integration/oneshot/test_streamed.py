@@ -12,13 +12,11 @@ from typing import Any
 
 import pytest
 import torch
-from compressed_tensors.transform import HadamardTransform
 from huggingface_hub import constants
 from safetensors.torch import load_file
 from tests.support import small_models as small
 from tests.support.caches import as_read
 from transformers import (
-    AutoConfig,
     AutoModelForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
@@ -32,11 +30,8 @@ from transformers import (
 from llmcompressor import oneshot
 from llmcompressor.checkpoint.block_reader import BlockWeights
 from llmcompressor.checkpoint.packing import patch_packed_zero_points
-from llmcompressor.core import active_session
-from llmcompressor.entrypoints.run import MemoryLimits
 from llmcompressor.errors import ArgumentError
 from llmcompressor.modifiers.quantization import GPTQModifier, QuantizationModifier
-from llmcompressor.modifiers.transform import QuIPModifier
 
 _SIZES: dict[str, Any] = {
     "vocab_size": small.VOCABULARY,
@@ -332,45 +327,6 @@ def test_a_limit_without_room_for_a_block(folders: Callable[[str], Path], tmp_pa
             max_memory="10MiB",
         )
     assert not list(tmp_path.iterdir())
-
-
-def test_a_limit_is_asked_when_the_matrices_that_stay_in_forwards_are_there(
-    folders: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What is in use then counts: three blocks have a matrix of their own each."""
-    there: list[int] = []
-    room = MemoryLimits.room
-
-    def noted(self: MemoryLimits, used: int, block: int) -> Any:
-        modules = active_session().state.model.modules()
-        weights = [one.weight for one in modules if isinstance(one, HadamardTransform)]
-        there.append(sum(one.nbytes for one in weights if not one.is_meta))
-        return room(self, used, block)
-
-    monkeypatch.setattr(MemoryLimits, "room", noted)
-    turned = QuIPModifier(rotations=["v"], targets=r"re:.*down_proj$", ignore=[], randomize=True)
-    oneshot(
-        model=str(folders("deep")),
-        recipe=[turned, RECIPES["FP8_DYNAMIC"]()],
-        output_dir=tmp_path / "output",
-        max_memory="100GiB",
-    )
-    width = AutoConfig.from_pretrained(folders("deep")).intermediate_size
-    assert there == [3 * 4 * width**2]
-
-
-def test_a_limit_that_is_none() -> None:
-    for limit in ("lots", {"tpu": "1GiB"}, "0=1GiB,1", -1):
-        with pytest.raises(ArgumentError, match="max_memory"):
-            oneshot(model="model", recipe=RECIPES["W4A16"](), max_memory=limit)
-
-
-def test_a_model_without_weights_is_refused(folders: Callable[[str], Path]) -> None:
-    config = AutoConfig.from_pretrained(folders("llama"))
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-    with pytest.raises(ArgumentError, match="on the meta device"):
-        oneshot(model=model, recipe=RECIPES["W4A16"]())
 
 
 def test_the_returned_model_stays_what_it_was(

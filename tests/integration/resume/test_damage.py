@@ -16,14 +16,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from tests.support.killed_runs import BLOCKS, KILLED, Job, rows, run, tree, write_model
 from tests.support.thinned import few
-from transformers import AutoModelForCausalLM
 
-from llmcompressor import oneshot, plan
+from llmcompressor import oneshot
 from llmcompressor.checkpoint import tensor_files
-from llmcompressor.checkpoint.journal import Journal
 from llmcompressor.errors import CheckpointError, CompressorError, OutputError
 from llmcompressor.modifiers.quantization import GPTQModifier, QuantizationModifier
-from llmcompressor.observers.input_statistics import InputStatistics
 
 Expected = Callable[[str], dict[str, str]]
 
@@ -117,18 +114,6 @@ def test_what_was_learned_is_damaged(
     assert again.code == 0, again.said
     assert "damaged on the disk" in again.said
     assert "they are done again" in again.said
-    assert tree(job.output) == expected("learned")
-
-
-def test_what_was_learned_is_not_learned_again(
-    model: Path, tmp_path: Path, expected: Expected
-) -> None:
-    job = Job(model, "learned", tmp_path / "output")
-    assert run(job, die_at="append 8").code == KILLED
-    (progress,) = Journal(job.partial / "journal").progress.values()
-    assert progress.figures["steps"] == 3
-    assert progress.figures["after"] is not None
-    assert run(job).code == 0
     assert tree(job.output) == expected("learned")
 
 
@@ -232,49 +217,6 @@ def test_a_disk_too_small_is_found_before_any_work(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model"]
 
 
-@pytest.mark.parametrize("pipeline", [None, "basic"])
-def test_so_it_is_for_a_model_in_memory(
-    pipeline: str | None, small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    loaded = AutoModelForCausalLM.from_pretrained(small)
-    before = {name: one.clone() for name, one in loaded.state_dict().items()}
-    runs: list[object] = []
-    loaded.register_forward_pre_hook(lambda *given: runs.append(given))
-    usage = shutil.disk_usage(tmp_path)
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
-    recipe = [GPTQModifier(targets="Linear", scheme="W4A16", ignore=["lm_head"])]
-    with pytest.raises(OutputError, match="kB more, and the disk"):
-        oneshot(loaded, recipe, rows(), output_dir=tmp_path / "output", pipeline=pipeline)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["model"]
-    after = loaded.state_dict()
-    assert before.keys() == after.keys()
-    assert all(torch.equal(after[name], one) for name, one in before.items())
-    # whether the data reaches what is to be calibrated was looked at, and no more
-    assert len(runs) <= 1
-
-
-def test_what_waits_between_passes_has_to_fit_the_disk_too(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    recipe = [
-        GPTQModifier(targets=["re:.*mlp.*proj"], scheme="W4A16"),
-        QuantizationModifier(targets=["re:.*self_attn.*_proj"], scheme="FP8"),
-    ]
-    planned = plan(str(model), recipe, rows(), output_dir=tmp_path / "output", measure=False)
-    assert planned.ok
-    assert planned.sizes is not None
-    usage = shutil.disk_usage(tmp_path)
-    room = planned.sizes.weights + 1000
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=room))
-    found = plan(str(model), recipe, rows(), output_dir=tmp_path / "output", measure=False)
-    [problem] = found.problems
-    assert "for blocks between passes" in problem.message
-    with pytest.raises(OutputError) as caught:
-        oneshot(str(model), recipe, rows(), output_dir=tmp_path / "output")
-    assert caught.value.problem.split(" the disk")[0] == problem.message.split(" the disk")[0]
-    assert not list(tmp_path.iterdir())
-
-
 def test_a_shard_that_cannot_be_read_in_mid_run(
     small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -352,12 +294,6 @@ def test_never_throws_the_progress_away(
     assert tree(halfway) == tree(tmp_path / "whole")
 
 
-def test_must_wants_progress(small: Path, tmp_path: Path) -> None:
-    with pytest.raises(OutputError, match="nothing to resume"):
-        call(small, tmp_path / "output", resume="must")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["model"]
-
-
 def test_must_continues(
     halfway: Path, small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -431,29 +367,3 @@ def test_killed_while_files_are_moved_into_a_mount_point(
     assert not (tmp_path / "output" / "config.json").exists()
     call(small, tmp_path / "output")
     assert tree(tmp_path / "output") == tree(tmp_path / "whole")
-
-
-def test_what_was_moved_aside_goes_when_the_new_one_is_in_place(
-    small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    call(small, tmp_path / "output")
-    (tmp_path / "output").rename(tmp_path / "output.old-vm-999999-0")
-    monkeypatch.setattr("llmcompressor.checkpoint.atomic_output._owner", lambda: "vm-1")
-    call(small, tmp_path / "output", overwrite=True)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "output"]
-
-
-def test_what_is_finished_is_not_measured_again(
-    halfway: Path, small: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Data only passes through it: what was summed up there would stay to the end of the run."""
-    update = InputStatistics.update
-    seen: set[str] = set()
-
-    def recorded(statistics: InputStatistics, *args: Any) -> None:
-        seen.add(statistics.name.split(".")[2])
-        update(statistics, *args)
-
-    monkeypatch.setattr(InputStatistics, "update", recorded)
-    call(small, halfway)
-    assert seen == {"1", "2"}

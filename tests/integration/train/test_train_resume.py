@@ -20,7 +20,6 @@ from tests.support.training_cases import QUANTIZE, Breaker, Freezer, arguments
 from llmcompressor import train
 from llmcompressor.checkpoint.workspace import Workspace
 from llmcompressor.entrypoints import training_task
-from llmcompressor.errors import OutputError
 from llmcompressor.recipe import Recipe
 from llmcompressor.training import Trainer
 
@@ -109,18 +108,6 @@ def test_a_checkpoint_can_be_named(whole: dict[str, str], one_block: Path, tmp_p
     assert _kept(output) == whole
 
 
-@pytest.mark.parametrize("how", [{"resume": "must"}, {"resume_from_checkpoint": True}])
-def test_it_can_be_demanded(
-    how: dict[str, Any], whole: dict[str, str], one_block: Path, tmp_path: Path
-) -> None:
-    output = tmp_path / "out"
-    with pytest.raises(OutputError, match="nothing to resume"):
-        train(str(one_block), _recipe(), **_given(output, **how))
-    _break(one_block, output, 3)
-    train(str(one_block), _recipe(), **_given(output, **how))
-    assert _kept(output) == whole
-
-
 def _die_after_first_checkpoint(folder: str, output: str) -> None:
     note = training_task.TrainingFolder.note
 
@@ -168,33 +155,6 @@ def test_what_a_killed_process_had_begun_is_no_newer_checkpoint(
     assert _kept(output) == whole
 
 
-def test_broken_off_while_older_checkpoints_go(
-    whole: dict[str, str],
-    one_block: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    said: list[str],
-) -> None:
-    """The checkpoint that they make room for is in the journal by then."""
-    given = _given(tmp_path / "out", save_total_limit=1)
-    remove = shutil.rmtree
-
-    def removed(path: Any, *args: Any, **kwargs: Any) -> None:
-        remove(path, *args, **kwargs)
-        if Path(path).name == "checkpoint-2":
-            raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(shutil, "rmtree", removed)
-        with pytest.raises(KeyboardInterrupt):
-            train(str(one_block), _recipe(), **given)
-    assert not any("Continuing the training" in line for line in said)
-    train(str(one_block), _recipe(), **given)
-    assert any("Continuing the training" in line and "checkpoint-4" in line for line in said)
-    assert _kept(tmp_path / "out") == whole
-    assert [one.name for one in (tmp_path / "out").glob("checkpoint-*")] == ["checkpoint-5"]
-
-
 @pytest.mark.parametrize("method", ["publish", "remove"])
 @pytest.mark.parametrize("keep", [True, False], ids=["with checkpoints", "without"])
 def test_broken_off_when_all_is_written(
@@ -222,14 +182,3 @@ def test_broken_off_when_all_is_written(
     assert (tmp_path / "out" / "checkpoint-4").is_dir() == keep
     assert list(tmp_path.iterdir()) == [tmp_path / "out"]
     assert model(torch.tensor([[1, 2, 3]])).logits.isfinite().all()
-
-
-def test_nothing_is_kept_of_a_training_that_failed_before_a_checkpoint(tmp_path: Path) -> None:
-    with pytest.raises(ZeroDivisionError):
-        train(small.one_block(), _Failing(), **arguments(tmp_path / "out"))
-    assert list(tmp_path.iterdir()) == []
-
-
-class _Failing(Freezer):
-    def on_initialize(self, state: Any, **kwargs: Any) -> bool:
-        raise ZeroDivisionError

@@ -14,7 +14,7 @@ from pydantic import PrivateAttr
 from tests.support import tiny_training as tiny
 
 from llmcompressor.core import EventType, active_session, create_session
-from llmcompressor.errors import CheckpointError, InputError, LifecycleError, RecipeError
+from llmcompressor.errors import CheckpointError, LifecycleError, RecipeError
 from llmcompressor.modifiers import Modifier
 from llmcompressor.training import Trainer
 from llmcompressor.training.checkpoints import SESSION_FILE
@@ -129,18 +129,6 @@ def test_masks_of_the_step_that_reaches_the_start_survive(tmp_path):
         assert torch.equal(found, expected[name]), name
 
 
-def test_a_resumed_run_logs_what_the_whole_one_did(tmp_path, whole):
-    killed_at(trainer_of(tmp_path), 4)
-    resumed = trainer_of(tmp_path)
-    resumed.train(resume_from_checkpoint=True)
-    known = ("loss", "step_loss", "masked", "learning_rate", "epoch", "step")
-    told, expected = (
-        [{name: each.get(name) for name in known} for each in run.state.log_history[:-1]]
-        for run in (resumed, whole)
-    )
-    assert told == expected
-
-
 def test_events_go_on_where_they_were(tmp_path):
     class Counting(tiny.Recorder):
         pass
@@ -196,19 +184,6 @@ def test_a_state_that_could_not_be_read_again_is_refused_when_it_is_written(valu
             session.lifecycle.state_dict()
 
 
-def test_a_state_survives_the_file(tmp_path):
-    state = {"a": torch.arange(3), "b": [1, 2.5, None, True, "x"], "c": {4: torch.ones(())}}
-    modifier = Odd()
-    modifier._state = state
-    with create_session() as session:
-        session.initialize(recipe=modifier)
-        torch.save(session.lifecycle.state_dict(), tmp_path / "state.pt")
-    [record] = torch.load(tmp_path / "state.pt", weights_only=True)["modifiers"]
-    assert torch.equal(record["state"]["a"], state["a"])
-    assert record["state"]["b"] == state["b"]
-    assert torch.equal(record["state"]["c"][4], torch.ones(()))
-
-
 # ---- what is not resumed from
 
 
@@ -236,19 +211,6 @@ def test_another_recipe_is_refused_before_the_first_step(half, other, told):
         trainer.train(resume_from_checkpoint=True)
     assert all(torch.equal(each, before[name]) for name, each in weights(trainer).items())
     assert trainer.optimizer is None
-
-
-def test_a_checkpoint_without_a_session_is_refused_but_for_an_empty_recipe(half):
-    last = half / "checkpoint-4"
-    (last / SESSION_FILE).unlink()
-    with pytest.raises(CheckpointError, match=rf"has no {SESSION_FILE}"):
-        trainer_of(half).train(resume_from_checkpoint=str(last))
-    plain = trainer_of(half / "plain", recipe=None)
-    killed_at(plain, 4)
-    (half / "plain" / "checkpoint-4" / SESSION_FILE).unlink()
-    with create_session() as session:
-        trainer_of(half / "plain", recipe=None).train(resume_from_checkpoint=True)
-        assert session.lifecycle.global_step == 8
 
 
 def cut(path: Path) -> None:
@@ -318,41 +280,7 @@ def test_nothing_to_resume_from_is_one_clear_error(tmp_path, asked):
         trainer_of(tmp_path).train(resume_from_checkpoint=asked)
 
 
-def test_other_epochs_are_told(half, warned):
-    trainer_of(half, rows=20).train(resume_from_checkpoint=True)
-    assert any("had 4 steps when the checkpoint was written and has 5 now" in w for w in warned)
-
-
 # ---- hand-written loops, and what users forget
-
-
-def test_a_run_that_does_not_resume_takes_no_state():
-    with create_session() as session:
-        session.initialize(recipe=Odd())
-        saved = session.lifecycle.state_dict()
-        with pytest.raises(InputError, match="resumes=True"):
-            session.lifecycle.load_state_dict(saved)
-
-
-class Forgetful(Modifier):
-    """Sets something up in ``on_start`` and nowhere else."""
-
-    def on_initialize(self, state, **kwargs):
-        return True
-
-    def on_start(self, state, event, **kwargs):
-        pass
-
-
-@pytest.mark.parametrize(("start", "told"), [(0, True), (5, False)])
-def test_a_modifier_that_cannot_resume_is_told(warned, start, told):
-    with create_session() as session:
-        session.initialize(recipe=Forgetful(start=start))
-        saved = session.lifecycle.state_dict()
-    with create_session() as session:
-        session.initialize(recipe=Forgetful(start=start), resumes=True)
-        session.lifecycle.load_state_dict(saved)
-    assert any("on_start is not called again" in each for each in warned) == told
 
 
 # ---- the best model

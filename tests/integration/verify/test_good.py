@@ -106,22 +106,6 @@ def test_transformers_unpacks_experts_of_small_floats(
     assert verify(folder, mixtral_folder, serve="transformers").ok
 
 
-def test_experts_for_arm_are_served_on_unknown_devices(
-    mixtral_folder: Path, compressed: Run
-) -> None:
-    inputs = {"num_bits": 8, "strategy": "token", "dynamic": True, "symmetric": False}
-    weights = {"num_bits": 4, "strategy": "channel"}
-    group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs}
-    modifier = QuantizationModifier(config_groups={"group_0": group}, ignore=["lm_head"])
-    folder = compressed(mixtral_folder, modifier)
-    for gpu, severity in ((None, Severity.WARNING), ("sm90", Severity.ERROR)):
-        report = verify(folder, mixtral_folder, serve="vllm", tp=1, gpu=gpu)
-        said = [one for one in report.findings if one.rule == "S63"]
-        assert [one.severity for one in said] == [severity]
-        assert "run on Arm alone" in said[0].message
-        assert not [one for one in report.findings if one.severity is Severity.ERROR] or gpu
-
-
 @pytest.mark.parametrize("scheme", ["W4A16", "W8A8"])
 def test_solved_weights_are_no_error(scheme: str, llama_folder: Path, compressed: Run) -> None:
     gptq = GPTQModifier(targets="Linear", scheme=scheme, ignore=["lm_head"])
@@ -261,18 +245,6 @@ def test_a_quantized_head(llama_folder: Path, compressed: Run) -> None:
     report = verify(compressed(llama_folder, whole), llama_folder, tp=1)
     assert not worse_than_notes(report)
     assert report.quantized == 15
-
-
-def test_the_embedded_model(pico: Path, compressed: Run) -> None:
-    """Tied embeddings, a tokenizer and several presets; the source by itself is good too."""
-    alone = verify(pico, tp=1)
-    assert not worse_than_notes(alone)
-    assert alone.quantized == 0
-    for preset in ("W4A16", "FP8_DYNAMIC"):
-        folder = compressed(pico, recipe(preset))
-        report = verify(folder, pico, tp=1)
-        assert not worse_than_notes(report)
-        assert report.quantized > 0
 
 
 @pytest.mark.parametrize("preset", ["W4A16", "W4A16_ASYM", "W8A8", "FP8_BLOCK", "NVFP4", "MXFP4"])

@@ -18,14 +18,12 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSeq2SeqLM,
     CompressedTensorsConfig,
-    CTRLConfig,
     FalconConfig,
     LlamaConfig,
     MambaConfig,
     PreTrainedModel,
     T5Config,
 )
-from transformers.quantizers.base import MODULES_TO_PATCH_FOR_QUANTIZATION
 
 from llmcompressor import oneshot, plan, reset_session, verify
 from llmcompressor.entrypoints.model_free import model_free_ptq
@@ -116,30 +114,6 @@ def test_what_is_said_to_load_loads(
             auto.from_pretrained(tmp_path / "model")
     else:
         assert torch.equal(logits(auto.from_pretrained(tmp_path / "model")), before)
-
-
-def test_an_encoder_is_unpacked_before_it_generates(tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    model = AutoModelForSeq2SeqLM.from_config(CONFIGS["t5"], dtype=torch.bfloat16)
-    group = {"targets": ["Linear"], "weights": FP8}
-    recipe = QuantizationModifier(config_groups={"group_0": group}, ignore=["lm_head"])
-    reset_session()
-    oneshot(model=model, recipe=recipe, output_dir=str(tmp_path / "model"))
-    reset_session()
-    report = verify(tmp_path / "model", serve="transformers")
-    assert report.ok
-    assert {one.rule for one in report.findings if one.severity == "warning"} == {"L3"}
-
-    tokens = torch.arange(3, 9)[None]
-    loaded = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "model").eval()
-    with pytest.raises(RuntimeError, match="dtype"):
-        loaded.generate(tokens, max_new_tokens=2)
-    plain = CompressedTensorsConfig(dequantize=True)
-    with pytest.warns(UserWarning, match="already has a `quantization_config`"):
-        loaded = AutoModelForSeq2SeqLM.from_pretrained(
-            tmp_path / "model", quantization_config=plain
-        )
-    assert loaded.eval().generate(tokens, max_new_tokens=2, min_new_tokens=2).shape == (1, 3)
 
 
 def experts_of(folder: Path) -> torch.Tensor:
@@ -314,29 +288,6 @@ def test_zero_points_of_small_floats_are_read_by_transformers(
     assert errors == (set() if symmetric else {"S21", "S23"})
 
 
-@pytest.mark.parametrize("scheme", [INT4, FP8])
-def test_a_buffer_that_is_cast_anew_stays_float32(scheme: dict[str, Any], tmp_path: Path) -> None:
-    """What compressed-tensors holds keeps its dtype, whatever the model assigns to it."""
-    torch.manual_seed(0)
-    sizes = {"n_embd": 64, "dff": 128, "n_layer": 1, "n_head": 2, "n_positions": 64}
-    config = CTRLConfig(vocab_size=VOCABULARY, **sizes, bos_token_id=1, eos_token_id=2)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    group = {"targets": ["Linear"], "weights": scheme}
-    recipe = QuantizationModifier(config_groups={"group_0": group}, ignore=["lm_head"])
-    reset_session()
-    oneshot(model=model, recipe=recipe, output_dir=str(tmp_path / "model"))
-    reset_session()
-
-    report = verify(tmp_path / "model", serve="transformers")
-    said = {(one.rule, one.module) for one in report.findings if one.severity == "error"}
-    assert said == {("L4", "transformer.pos_encoding")}
-    with pytest.raises(RuntimeError, match="mixed dtype"):
-        logits(AutoModelForCausalLM.from_pretrained(tmp_path / "model"))
-    assert verify(tmp_path / "model", serve="transformers", dtype="float32").ok
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
-    assert logits(loaded).isfinite().all()
-
-
 def mixture(name: str, folder: Path, dtype: torch.dtype, **more: Any) -> Path:
     sizes = {
         **TOKENS,
@@ -424,11 +375,6 @@ def test_a_mixture_with_a_draft_layer_is_read(tmp_path: Path) -> None:
     expected = logits(made).float()
     loaded = logits(AutoModelForCausalLM.from_pretrained(tmp_path / "model")).float()
     assert float((loaded - expected).norm() / expected.norm()) < 0.01
-
-
-def test_one_class_alone_takes_experts_as_linears() -> None:
-    assert "Llama4TextExperts" in MODULES_TO_PATCH_FOR_QUANTIZATION
-    assert len(MODULES_TO_PATCH_FOR_QUANTIZATION) == 1
 
 
 ONE = {"num_hidden_layers": 1}

@@ -173,8 +173,3 @@ def test_a_part_is_found_below_other_parts() -> None:
     inner = hf.Qwen2_5OmniConfig().thinker_config.text_config
     assert config_levels(config, inner) == [config, thinker, text]
     assert config_levels(config, hf.LlamaConfig()) == [config]
-
-
-def test_a_part_without_a_model_type_is_found_by_its_key() -> None:
-    config: dict[str, Any] = {"model_type": "clip", "vision_config": {"hidden_size": 16}}
-    assert config_levels(config, hf.CLIPVisionConfig()) == [config, config["vision_config"]]

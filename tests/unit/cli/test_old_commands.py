@@ -111,13 +111,6 @@ def test_a_command_of_text_generation_is_run_as_what_it_is_called_now(
     assert capsys.readouterr().err == f"This command is now: llmcompressor {line}\n"
 
 
-def test_what_evaluates_now_is_said(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as left:
-        old_commands.evaluate(["--model", "m"])
-    assert left.value.code == 2
-    assert "llmcompressor evaluate" in capsys.readouterr().err
-
-
 def test_each_command_is_a_function() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     commands = project["scripts"]

@@ -50,11 +50,6 @@ def test_whatever_else_is_asked_is_left_to_typer(
     assert written_help(arguments) is None
 
 
-def test_a_width_between_is_composed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "91")
-    assert written_help(["--help"]) is None
-
-
 def test_help_loads_neither_typer_nor_torch() -> None:
     code = (
         "import atexit, sys; from llmcompressor.cli import main\n"

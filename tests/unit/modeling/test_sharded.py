@@ -15,7 +15,6 @@ from llmcompressor.modeling.sharded import (
     gather_shards,
     is_sharded_like,
     local_shard,
-    shard_like,
     write_sharded,
     zero_sharded,
 )
@@ -98,24 +97,6 @@ def test_a_whole_state_is_kept_by_who_wants_it() -> None:
     assert torch.equal(state["0.weight"], values)
     assert state["0.weight"] is state["1.weight"]
     assert sharded.full_state_dict(model, keep=False) == {}
-
-
-def test_what_is_added_later_becomes_a_buffer() -> None:
-    """DeepSpeed's hooks would look for the pieces of a parameter."""
-    layer = nn.Linear(4, 4)
-    for parameter in (layer.weight, layer.bias):
-        cut_up(parameter)
-    layer.register_parameter("weight_scale", nn.Parameter(torch.ones(4, 1)))
-    sharded.convert_to_buffers(layer)
-    assert [name for name, _ in layer.named_parameters()] == ["weight", "bias"]
-    assert "weight_scale" in layer.state_dict()
-
-
-def test_whole_tensors_are_left_alone() -> None:
-    parameter = nn.Parameter(torch.randn(2, 3))
-    assert not sharded.is_partitioned(parameter)
-    assert torch.equal(shard_like(torch.ones(2, 3), parameter), torch.ones(2, 3))
-    assert sharded.full_shape(parameter) == (2, 3)
 
 
 def test_hooks_before_a_forward_come_after_those_that_gather() -> None:

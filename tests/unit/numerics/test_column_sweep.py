@@ -14,7 +14,6 @@ from llmcompressor.numerics.column_sweep import (
     columns_first,
     restore_column_order,
     rows_first,
-    subtract_product,
     sweep_columns_,
 )
 from llmcompressor.numerics.hessian import upper_factor
@@ -91,14 +90,6 @@ def test_the_loss_is_half_of_the_quadratic_form() -> None:
     )
 
 
-def test_with_an_identity_no_column_sees_another() -> None:
-    weight_RC, _ = problem()
-    decided_RC, loss_R, before, _ = swept(weight_RC, torch.eye(C))
-    assert torch.equal(torch.stack(before, dim=1), weight_RC)
-    assert torch.equal(decided_RC, weight_RC.round())
-    torch.testing.assert_close(loss_R, 0.5 * (decided_RC - weight_RC).square().sum(1))
-
-
 @pytest.mark.parametrize("batch", [(), (2,)])
 @pytest.mark.parametrize("ordered", [True, False])
 def test_a_weight_is_turned_and_turned_back(batch: tuple[int, ...], ordered: bool) -> None:
@@ -114,13 +105,3 @@ def test_a_weight_is_turned_and_turned_back(batch: tuple[int, ...], ordered: boo
     assert torch.equal(rows_first(work_CR, order_C), weight_RC.float())
     if order_C is not None:
         assert torch.equal(restore_column_order(work_CR, order_C), weight_RC.float().mT)
-
-
-def test_a_product_is_subtracted_in_place() -> None:
-    target, factor, error = torch.randn(4, 6), torch.randn(3, 4), torch.randn(3, 6)
-    expected = target - factor.T @ error
-    subtract_product(target, factor, error)
-    torch.testing.assert_close(target, expected)
-    empty = torch.empty(0, 6)
-    subtract_product(empty, torch.empty(3, 0), error)
-    assert empty.shape == (0, 6)

@@ -13,7 +13,6 @@ from llmcompressor.numerics.hadamard import (
     has_hadamard,
     random_orthogonal,
     split_order,
-    usable_block_sizes,
 )
 
 ORDERS = [1, 2, *range(4, 257, 4)]
@@ -84,13 +83,6 @@ def test_fast_is_dense(order: int) -> None:
     assert torch.allclose(fast_hadamard(x), x @ hadamard(order))
 
 
-def test_powers_of_two_are_sylvesters() -> None:
-    grown = torch.ones(1, 1, dtype=torch.float64)
-    for _ in range(5):
-        grown = torch.kron(torch.tensor([[1.0, 1.0], [1.0, -1.0]], dtype=torch.float64), grown)
-    assert torch.equal(hadamard(32), grown)
-
-
 def test_seeds_decide() -> None:
     def made(seed: int) -> torch.Tensor:
         return random_orthogonal(24, torch.Generator().manual_seed(seed))
@@ -109,9 +101,3 @@ def test_orthogonal_matrices_favour_no_direction() -> None:
     assert float((drawn.square().mean(0) - 0.25).abs().max()) < 0.02
     traces = drawn.diagonal(dim1=1, dim2=2).sum(-1)
     assert abs(float(traces.var()) - 1) < 0.1
-
-
-def test_usable_sizes_divide() -> None:
-    assert usable_block_sizes(90) == [2]
-    assert usable_block_sizes(260) == [52, 20, 4, 2]
-    assert usable_block_sizes(13696) == [128, 64, 32, 16]

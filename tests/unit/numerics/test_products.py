@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tests.support.pairs import pairs
 from torch import Tensor
 
 from llmcompressor.numerics import products
@@ -34,10 +35,12 @@ def laid_out(matrix: Tensor, layout: str) -> Tensor:
     return matrix
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("left_layout", ["rows", "columns", "part"])
-@pytest.mark.parametrize("right_layout", ["rows", "columns", "part"])
-@pytest.mark.parametrize("batch", [(), (2,)], ids=str)
+@pairs(
+    shape=SHAPES,
+    left_layout=["rows", "columns", "part"],
+    right_layout=["rows", "columns", "part"],
+    batch=[(), (2,)],
+)
 @pytest.mark.usefixtures("library")
 def test_it_is_the_product(
     shape: tuple[int, int, int], left_layout: str, right_layout: str, batch: tuple[int, ...]
@@ -52,13 +55,6 @@ def test_it_is_the_product(
     target = torch.ones(*batch, rows, columns)
     subtract_matmul_(target, *operands, fewest=0)
     assert torch.allclose(1 - target.double(), exact, **within)
-
-
-@pytest.mark.usefixtures("library")
-def test_other_dtypes_are_multiplied_as_torch_does() -> None:
-    for dtype in (torch.float64, torch.bfloat16):
-        left, right = torch.randn(64, 64, dtype=dtype), torch.randn(64, 64, dtype=dtype)
-        assert torch.equal(matmul(left, right, fewest=0), left @ right)
 
 
 @pytest.mark.usefixtures("library")

@@ -58,16 +58,6 @@ def test_one_group_gets_the_least_squares_solution() -> None:
         assert float(scale_RG[row, 0]) == pytest.approx(float(best), rel=1e-4)
 
 
-def test_what_fits_already_stays() -> None:
-    _, rounded_RC, hessian_CC, scales = problem(3)
-    scale_RG, found_RC, saved_R = refit_scales(
-        rounded_RC, rounded_RC, hessian_CC, scales, stored=torch.float32
-    )
-    assert torch.equal(scale_RG, scales.scale_RG)
-    assert torch.equal(found_RC, rounded_RC)
-    assert not bool(saved_R.any())
-
-
 def test_scales_can_be_stored_and_stay_above_zero() -> None:
     weight_RC, rounded_RC, hessian_CC, scales = problem(3)
     scales.scale_RG.copy_(scales.scale_RG.bfloat16().float())
@@ -77,22 +67,3 @@ def test_scales_can_be_stored_and_stay_above_zero() -> None:
         )
         assert torch.equal(scale_RG, scale_RG.bfloat16().float())
         assert bool((scale_RG > 0).all())
-
-
-def test_codes_that_are_all_zero_keep_their_scale() -> None:
-    weight_RC, rounded_RC, hessian_CC, scales = problem(3)
-    rounded_RC[:, :8] = 0
-    scale_RG, *_ = refit_scales(weight_RC, rounded_RC, hessian_CC, scales, stored=torch.float32)
-    assert torch.equal(scale_RG[:, 0], scales.scale_RG[:, 0])
-
-
-def test_a_batch_is_solved_as_its_members() -> None:
-    each = [problem(3, seed=seed) for seed in (1, 2)]
-    weight, rounded, hessian = (torch.stack([one[at] for one in each]) for at in range(3))
-    group_C = each[0][3].group_of_column_C
-    scales = ColumnScales(torch.stack([one[3].scale_RG for one in each]), None, group_C)
-    together = refit_scales(weight, rounded, hessian, scales, stored=torch.float32)
-    for number, one in enumerate(each):
-        alone = refit_scales(*one, stored=torch.float32)
-        torch.testing.assert_close(together[0][number], alone[0])
-        torch.testing.assert_close(together[2][number], alone[2])

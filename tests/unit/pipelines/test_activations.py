@@ -7,7 +7,6 @@ import gc
 import os
 import sys
 import tempfile
-import weakref
 from pathlib import Path
 from typing import Any
 
@@ -119,18 +118,6 @@ def test_what_the_model_owns_is_not_moved() -> None:
         for one in stop.passes:
             store.park(one)
         assert [tensor.data_ptr() for tensor in owned] == before
-        store.close()
-
-
-def test_parked_tensors_can_be_read_where_they_wait() -> None:
-    """The original pass of a batch is asked for its input while it is put away."""
-    model, paused, _ = _waiting()
-    with torch.no_grad(), paused as forward:
-        stop = forward.next_stop()
-        store = _store(model, 0)
-        for one in stop.passes:
-            store.park(one)
-        assert all(torch.equal(one.args[0], _input(one.index)) for one in stop.passes)
         store.close()
 
 
@@ -357,70 +344,4 @@ def test_putting_away_frees_the_memory() -> None:
         assert one.args[0].untyped_storage().data_ptr() != storage
         in_memory = {tensor.untyped_storage().data_ptr() for tensor in held_tensors(one)}
         assert storage not in in_memory
-        store.close()
-
-
-def test_what_only_a_view_keeps_is_put_away_with_it() -> None:
-    """As queries and keys are: views of what a projection returned, which has no other name."""
-    layer, views = nn.Linear(LARGE, LARGE), []
-
-    def run() -> None:
-        part = torch.randn(LARGE, LARGE).view(2, LARGE // 2, LARGE).transpose(0, 1)
-        views.append(weakref.ref(part))
-        layer(torch.ones(1, LARGE))
-        assert part.shape[1] == 2
-
-    paused = PausedForward({layer: "layer"}, [Pass(0, run)])
-    with torch.no_grad(), paused as forward:
-        (one,) = forward.next_stop().passes
-        part = views[0]()
-        before = part.untyped_storage().data_ptr()
-        store = ActivationStore(0)
-        store.park(one)
-        assert part._base.untyped_storage().data_ptr() != before
-        store.fetch(one)
-        assert part._base.untyped_storage().data_ptr() == part.untyped_storage().data_ptr()
-        store.close()
-
-
-def test_what_a_model_lets_go_of_later_is_not_kept_by_having_been_put_away() -> None:
-    layer, gone = nn.Linear(LARGE, LARGE), []
-
-    def run() -> None:
-        first = torch.randn(LARGE, LARGE)
-        reference = weakref.ref(first)
-        y = layer(first)
-        del first
-        gone.append(reference() is None)
-        layer(y)
-
-    paused = PausedForward({layer: "layer"}, [Pass(0, run)])
-    with torch.no_grad(), paused as forward:
-        (one,) = forward.next_stop().passes
-        store = ActivationStore(0)
-        store.park(one)
-        store.fetch(one)
-        forward.resume(one)
-        store.close()
-    assert gone == [True]
-
-
-def test_tensors_that_are_more_than_a_view_of_memory_stay_where_they_are() -> None:
-    layer = nn.Identity()
-    spectrum = torch.view_as_complex(torch.randn(LARGE, LARGE, 2))
-    held = [spectrum.conj(), torch.randn(LARGE, LARGE, device="meta"), spectrum.to_sparse()]
-
-    def run() -> None:
-        mine = list(held)
-        layer(mine[0])
-        assert all(one is other for one, other in zip(mine, held, strict=True))
-
-    paused = PausedForward({layer: "layer"}, [Pass(0, run)])
-    with torch.no_grad(), paused as forward:
-        (one,) = forward.next_stop().passes
-        store = ActivationStore(0, held)
-        store.park(one)
-        store.fetch(one)
-        assert store.spilled == 0
-        forward.resume(one)
         store.close()

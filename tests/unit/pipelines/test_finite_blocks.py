@@ -52,20 +52,3 @@ def test_what_goes_wrong_behind_the_last_module_that_is_calibrated_is_seen() -> 
     with pytest.raises(NonFiniteError, match=r"What model\.layers\.1 returns"):
         oneshot(model, recipe=GPTQModifier(scheme="W8A16", ignore=["lm_head"]), dataset=data)
     assert not any("forward" in vars(module) for module in model.modules())
-
-
-@pytest.mark.parametrize("granularity", ["linear", "block"])
-@pytest.mark.parametrize("pipeline", ["sequential", "basic"])
-def test_what_goes_wrong_in_the_last_norm_is_seen(pipeline: str, granularity: str) -> None:
-    data = DataLoader(tiny.text_batches(), batch_size=None)  # type: ignore[arg-type]
-    model = tiny.build("llama")
-    model.model.norm.register_forward_hook(lambda module, args, output: output * float("inf"))
-    with pytest.raises(NonFiniteError, match=r"What model\.norm returns"):
-        oneshot(
-            model,
-            recipe=GPTQModifier(scheme="W8A16", ignore=["lm_head"]),
-            dataset=data,
-            pipeline=pipeline,
-            sequential_granularity=granularity,
-        )
-    assert not any("forward" in vars(module) for module in model.modules())

@@ -18,10 +18,10 @@ from llmcompressor import oneshot
 from llmcompressor.core.contract import Granularity
 from llmcompressor.errors import TargetError
 from llmcompressor.modeling.blocks import find_blocks
-from llmcompressor.modeling.call_graph import CallOrder, trace_calls
+from llmcompressor.modeling.call_graph import trace_calls
 from llmcompressor.modifiers import Modifier
 from llmcompressor.modifiers.quantization import GPTQModifier, QuantizationModifier
-from llmcompressor.pipelines import activations, sequential
+from llmcompressor.pipelines import activations
 from llmcompressor.pipelines.granularity import StopPlan, estimate_bytes, plan_stops
 
 LINEAR, SUB_BLOCK, BLOCK = Granularity
@@ -93,13 +93,6 @@ def test_block_level_stops_at_decoder_layers() -> None:
     assert all(len(unit.modules) == 7 for unit in plan.units)
 
 
-def test_a_linear_that_is_a_part_by_itself_is_run_once() -> None:
-    """OPT's feed-forward Linears are direct children of the layer."""
-    plan = _plan(tiny.build("opt"), forced=SUB_BLOCK)
-    runs_twice = {unit.name.rpartition(".")[2]: unit.runs_twice for unit in plan.units}
-    assert runs_twice == {"self_attn": True, "fc1": False, "fc2": False}
-
-
 def test_cross_attention_shares_the_encoders_output_within_a_layer_only() -> None:
     model = tiny.build("t5")
     names = tiny.leaves(model, "Linear", ["lm_head"])
@@ -142,25 +135,6 @@ def test_the_level_follows_the_budget() -> None:
     nothing_fits = _plan(model, budget=1)
     assert nothing_fits.level is BLOCK
     assert "files" in nothing_fits.reason
-
-
-def test_a_vocabulary_does_not_count_and_nor_does_what_has_no_matrix() -> None:
-    model = tiny.llama(vocab_size=4096)
-    alone = [model.model.layers[0].mlp.up_proj]
-    expected = estimate_bytes(LINEAR, alone, 10, 1)
-    others = [model.lm_head, model.model.embed_tokens, nn.LayerNorm(7), nn.ReLU()]
-    assert estimate_bytes(LINEAR, alone + others, 10, 1) == expected
-    assert estimate_bytes(LINEAR, [nn.ReLU()], 10, 1) == 0
-
-
-def test_what_the_watched_batch_did_not_reach_stands_behind_its_neighbour() -> None:
-    model = nn.ModuleDict({name: nn.Linear(1, 1) for name in "xabcdy"})
-    names = {module: name for name, module in model.items()}
-    order = CallOrder(tuple((model[name],) for name in "ad"), {model["a"]: 1, model["d"]: 1})
-    plan = plan_stops(
-        names, order, {}, finest=LINEAR, forced=None, tokens=1, streams=1, budget=10**9
-    )
-    assert [unit.name for unit in plan.units] == list("xabcdy")
 
 
 # ---------------------------------------------------------------------- runs
@@ -316,20 +290,6 @@ def test_a_weight_that_is_used_without_its_module_is_told_before_any_batch(
     assert len([one for one in warned if "did not call" in one]) == 1
 
 
-class Tolerant(Recorder):
-    def accepts_unreached(self, name: str) -> bool:
-        return "experts" in name
-
-
-def test_a_modifier_with_a_policy_is_told_of_what_no_batch_reached(warned: list[str]) -> None:
-    model = Routed(experts=2, layers=2)
-    recorder = Tolerant()
-    run_pipeline(model, [{"x": torch.randn(1, 5, 4), "route": 1}], recorder)
-    assert {"layers.0.experts.0", "layers.1.experts.0"} <= set(recorder._seen_when_told)
-    assert not any("did not call" in one for one in warned)
-    assert not stubs_left(model)
-
-
 def test_nothing_is_written_when_a_target_is_not_reached(tmp_path) -> None:
     model = tiny.build("llava")
     text_only = [{"input_ids": torch.full((1, 6), 5), "attention_mask": torch.ones(1, 6).long()}]
@@ -370,16 +330,6 @@ def test_the_head_is_not_computed(level: Granularity, twin: bool) -> None:
 def test_the_user_may_say_how_fine(granularity: str, expected: list[set[str]]) -> None:
     told = _told(tiny.build("llama"), sequential_granularity=granularity)
     assert _blocks_of(told) == expected * tiny.LAYERS
-
-
-def test_never_finer_than_a_modifier_allows() -> None:
-    told = _told(tiny.build("llama"), BLOCK, sequential_granularity="linear")
-    assert _blocks_of(told) == [ALL, ALL]
-
-
-def test_the_level_that_a_pipeline_is_named_after_wins() -> None:
-    told = _told(tiny.build("llama"), pipeline="layer_sequential", sequential_granularity="linear")
-    assert _blocks_of(told) == [ALL, ALL]
 
 
 def test_the_level_follows_the_budget_of_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -466,14 +416,6 @@ def test_a_block_shows_its_output_once_and_before_it_is_compressed(target: str) 
         for batch in batches:
             original(**batch)
     assert all(map(torch.equal, modifier._outputs[first], plain))
-
-
-def test_outputs_of_all_linears_are_seen_to_the_last() -> None:
-    """Also those of the last stop, behind which nothing else is of interest."""
-    model, batches = tiny.build("llama"), tiny.text_batches()
-    modifier = Outputs(targets=["Linear"])
-    run_pipeline(model, batches, modifier)
-    assert {len(outputs) for outputs in modifier._outputs.values()} == {len(batches)}
 
 
 STATIC = {"num_bits": 8, "strategy": "tensor", "dynamic": False}
@@ -617,16 +559,3 @@ def test_an_error_in_the_model_leaves_nothing_behind(
     assert not stubs_left(model)
     assert not hooks_left(model)
     assert torch.is_grad_enabled()
-
-
-def test_a_budget_is_asked_of_the_machine_once(monkeypatch) -> None:
-    asked = []
-    budget = sequential._budget
-
-    def counted(arguments: Any) -> int:
-        asked.append(1)
-        return budget(arguments)
-
-    monkeypatch.setattr(sequential, "_budget", counted)
-    run_pipeline(tiny.build("llama"), tiny.text_batches(), Recorder())
-    assert len(asked) == 1

@@ -24,9 +24,8 @@ from transformers import SwitchTransformersConfig, SwitchTransformersForConditio
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 from llmcompressor import oneshot
-from llmcompressor.errors import DatasetError, TargetError
+from llmcompressor.errors import DatasetError
 from llmcompressor.modeling.meta_weights import zero_weights
-from llmcompressor.modifiers.autoround import AutoRoundModifier
 from llmcompressor.modifiers.quantization import GPTQModifier, QuantizationModifier
 from llmcompressor.moe.module_list import find_expert_lists, lists_called_with_rows
 from llmcompressor.pipelines.moe_routing import experts_report
@@ -512,20 +511,6 @@ def test_a_quantized_cache_beside_them_changes_nothing(pipeline: str, warned: li
     assert not told(warned)
 
 
-@pytest.mark.parametrize("kind", [Listed, Own])
-def test_an_ignored_expert_keeps_nothing_from_the_others(
-    kind: type[Listed], warned: list[str]
-) -> None:
-    batches, recorder = tiny.text_batches(), Patient(ignore=["lm_head", rf"re:{LIST}\.0\..*"])
-    run_pipeline(build(kind), batches, recorder)
-    if kind is Own:
-        (said,) = told(warned)
-        assert f"1 of {EXPERTS - 1} experts: {LIST}.2 (0)." in said
-        return
-    for seen in (recorder._inputs[f"{LIST}.{number}.gate_proj"] for number in (1, 2)):
-        assert [len(one) for one in seen] == [batch["input_ids"].numel() for batch in batches]
-
-
 PAUSED = ["sequential", "layer_sequential", "independent"]
 POLICIES = ["all_tokens", "rtn", "neighbours"]
 
@@ -586,37 +571,6 @@ def test_starved_ones_change_no_output(policy: str, kind: type[Listed]) -> None:
     assert any(name.startswith("model.layers.0.mlp.experts.2.") for name in recorder._inputs)
 
 
-def test_starved_ones_are_rounded_to_nearest_where_others_learn() -> None:
-    weights = {"num_bits": 3, "strategy": "channel"}
-    fields = {
-        "config_groups": {"all": {"targets": ["Linear"], "weights": weights}},
-        "ignore": ["lm_head", "re:.*gate$"],
-    }
-    made = []
-    for recipe in (AutoRoundModifier(**fields, iters=4), QuantizationModifier(**fields)):
-        model = build(Listed)
-        data = DataLoader(tiny.text_batches(), batch_size=None)
-        starved = {"dataset": data, **STARVED, "starved_experts": "rtn"}
-        oneshot(model=model, recipe=recipe, **(starved if not made else {}))
-        made.append(model.model.layers[1].mlp.experts)
-    learned, nearest = made
-    are_nearest = [
-        torch.equal(one.down_proj.weight, other.down_proj.weight)
-        for one, other in zip(learned, nearest, strict=True)
-    ]
-    assert are_nearest == [False, True, True]
-
-
-@pytest.mark.parametrize("pipeline", PIPELINES)
-def test_what_nothing_waits_for_has_no_policy(pipeline: str, warned: list[str]) -> None:
-    """Nor has what can be called with its own tokens alone."""
-    kind = Listed if pipeline == "basic" else Own
-    arguments = {"moe_calibrate_all_experts": False, "starved_experts": "neighbours"}
-    run_pipeline(build(kind), tiny.text_batches(), Patient(), pipeline, **arguments)
-    (said,) = told(warned)
-    assert "starved_experts='neighbours' has no effect" in said
-
-
 @pytest.mark.parametrize(("pipeline", "kind"), thinned(PIPELINES, [Listed, Own]))
 def test_but_they_may_be_an_error(pipeline: str, kind: type[Listed]) -> None:
     model = build(kind)
@@ -630,19 +584,3 @@ def test_but_they_may_be_an_error(pipeline: str, kind: type[Listed]) -> None:
             moe_calibrate_all_experts=False,
         )
     assert not hooks_left(model)
-
-
-def test_nothing_is_said_where_it_makes_no_difference(warned: list[str]) -> None:
-    run_pipeline(build(Shown), tiny.text_batches(), Patient())
-    run_pipeline(build(Again), tiny.text_batches(), Patient())
-    enough = type("Enough", (Listed,), {"share": (0, 0, 0, 0, 1, 1, 1, 2, 2, 2)})
-    run_pipeline(build(enough), tiny.text_batches(), Patient(), moe_calibrate_all_experts=False)
-    run_pipeline(build(Own), tiny.text_batches(), Patient(ignore=["lm_head", f"re:{LIST}.*"]))
-    assert not told(warned)
-
-
-def test_a_static_scale_without_tokens_needs_other_data() -> None:
-    recipe = QuantizationModifier(targets="Linear", scheme="FP8", ignore=["lm_head"])
-    with pytest.raises(TargetError, match=rf"{LIST}\.2\..*own code calls.*Add data") as caught:
-        run_pipeline(build(Own), tiny.text_batches(), recipe)
-    assert "Set moe_calibrate_all_experts" not in str(caught.value)

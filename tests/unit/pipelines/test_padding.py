@@ -171,17 +171,6 @@ def test_a_decoder_without_a_mask_counts_what_each_row_alone_would_have(form: st
             assert mask.tolist() == [[True] * 6, [True] * 4 + [False] * 2]
 
 
-def test_a_token_that_pads_and_ends_counts_once() -> None:
-    """The first of them ends the sequence."""
-    model = tiny.build("t5")
-    model.config.eos_token_id = model.config.pad_token_id
-    ids = torch.tensor([[0, 5, 6, 7, 8, 9], [0, 5, 6, 0, 0, 0]])
-    recorder = Recorder(twin=True)
-    run_pipeline(model, [{**_padded(_ids(0), "none"), "decoder_input_ids": ids}], recorder)
-    (mask,) = recorder._masks["decoder.block.0.layer.0.SelfAttention.q"]
-    assert mask.tolist() == [[True] * 6, [True] * 4 + [False] * 2]
-
-
 def test_a_decoder_that_gets_the_tokens_of_the_encoder_has_its_padding() -> None:
     config = BartConfig(
         vocab_size=64,
@@ -199,17 +188,6 @@ def test_a_decoder_that_gets_the_tokens_of_the_encoder_has_its_padding() -> None
     assert any(name.startswith("decoder") for name in recorder._masks)
     for name, (mask,) in recorder._masks.items():
         assert torch.equal(mask, batch["attention_mask"].bool()), name
-
-
-def test_a_speech_encoder_has_no_padding_and_its_decoder_has() -> None:
-    batches = tiny.speech_batches()
-    recorder = Recorder(ignore=["proj_out"], twin=True)
-    run_pipeline(tiny.build("whisper"), batches, recorder)
-    for name, masks in recorder._masks.items():
-        if "encoder." in name or name.endswith(("encoder_attn.k_proj", "encoder_attn.v_proj")):
-            assert masks == [None] * len(batches), name
-        else:
-            assert all(mask is not None for mask in masks), name
 
 
 @pytest.mark.parametrize(("pipeline", "side"), thinned(PIPELINES, ["right", "left"]))

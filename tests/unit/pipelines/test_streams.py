@@ -15,7 +15,7 @@ from torch.nn import Module
 
 from llmcompressor.core.contract import Granularity
 from llmcompressor.modeling.paused_forward import Pass
-from llmcompressor.pipelines.watchers import OriginalWeights, capture_inputs
+from llmcompressor.pipelines.watchers import OriginalWeights
 
 LEVELS = list(Granularity)
 NAMES = ["llama", "gemma3", "mixtral", "t5", "llava", "mamba"]
@@ -94,18 +94,6 @@ def test_without_propagation_inputs_are_those_of_the_original_model(level: Granu
     assert not torch.equal(
         model.model.layers[0].mlp.up_proj.weight, original.model.layers[0].mlp.up_proj.weight
     )
-
-
-def test_a_modifier_may_declare_that_nothing_propagates() -> None:
-    class Alone(Recorder):
-        propagates_error = False
-
-    batches, original = tiny.text_batches(), tiny.build("llama")
-    recorder = Alone(round_to=1)
-    run_pipeline(tiny.build("llama"), batches, recorder)
-    expected = plain_inputs(original, batches, tiny.leaves(original, "Linear", ["lm_head"]))
-    for name, inputs in expected.items():
-        assert all(map(torch.equal, recorder._inputs[name], inputs)), name
 
 
 class Shared(nn.Module):
@@ -211,11 +199,3 @@ def test_original_weights_are_dropped_when_every_pass_has_had_them_and_not_befor
     assert not weights._saved
     weights.keep([linear])  # nobody is left to want them
     assert not weights._saved
-
-
-def test_of_a_module_that_is_called_again_the_first_input_is_captured() -> None:
-    linear, x = nn.Linear(2, 2), torch.ones(1, 2)
-    with capture_inputs([linear]) as captured:
-        linear(linear(x))
-    assert captured == {linear: x}
-    assert not linear._forward_pre_hooks

@@ -17,7 +17,6 @@ from tests.support.thinned import few, thinned
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from llmcompressor import oneshot, plan, verify
-from llmcompressor.checkpoint.model_config import REPORT_FILE
 from llmcompressor.checkpoint.tensor_files import TensorReader
 from llmcompressor.checkpoint.workspace import Workspace
 from llmcompressor.errors import TargetError
@@ -313,19 +312,6 @@ def test_experts_that_are_dropped_and_quantized(
     quantized = [one for one in made.modules() if hasattr(one, "quantization_scheme")]
     assert match.matched == match.decided == len(quantized) > 0
     assert [one.modifiers for one in found.passes] == [["REAPPruningModifier"], ["GPTQModifier"]]
-
-
-def test_the_other_files_are_counted(pico: Path, tmp_path: Path) -> None:
-    found = plan(pico, recipe("FP8_DYNAMIC"), measure=False)
-    oneshot(model=str(pico), recipe=recipe("FP8_DYNAMIC"), output_dir=tmp_path / "out")
-
-    others = sum(
-        file.stat().st_size
-        for file in (tmp_path / "out").iterdir()
-        if file.suffix != ".safetensors" and file.name != REPORT_FILE
-    )
-    assert found.sizes is not None
-    assert found.sizes.others == others
 
 
 def test_every_pass_but_the_last_leaves_its_blocks_on_the_disk(

@@ -274,14 +274,6 @@ def published_config() -> Any:
     return MixtralConfig(**published.small(published.MIXTRAL_8X7B))
 
 
-def test_modules_with_one_input_are_one_group() -> None:
-    linear = works(Granularity.LINEAR)
-    assert [len(group.modules) for group in linear.groups] == [3, 1, 2, 1]
-    assert [unit.statistics for unit in linear.units] == [8, 8, 8, 16]
-    assert linear.forward == 4 * 64 + 3 * 128
-    assert linear.intermediate == 16
-
-
 def test_coarser_levels_hold_more_at_once() -> None:
     sub_block, block = works(Granularity.SUB_BLOCK), works(Granularity.BLOCK)
     assert [unit.statistics for unit in sub_block.units] == [16, 24]
@@ -289,28 +281,6 @@ def test_coarser_levels_hold_more_at_once() -> None:
     # that of the last problem, beside the float32 solutions of the others
     solutions = 4 * (4 * 64 + 2 * 128)
     assert block.units[0].solving() == solutions + 16
-
-
-def test_what_is_kept_goes_set_by_set() -> None:
-    """At the first one all of it is there, beside what the parent returns."""
-    groups = [
-        Group(
-            (Linear(8, 8),),
-            CalibrationCost(kept=kept, outputs=outputs, scaled=5, running=2),
-            64,
-            0,
-            1.0,
-        )
-        for kept, outputs in ((16, 32), (0, 0), (40, 8))
-    ]
-    unit = Unit(tuple(groups))
-    assert unit.kept(100) == 5600
-    found = list(unit.judging(100, 10))
-    assert found == [(100 * (16 + 40 + 32), 5 + 20), (100 * (40 + 8), 5 + 20)]
-
-
-def test_experts_see_their_share_of_the_tokens() -> None:
-    assert read_widths(published_config()).expert_share == 2 / 4
 
 
 # ---------------------------------------------------------------------- peaks
@@ -358,23 +328,6 @@ def test_a_model_in_memory_grows_with_its_blocks() -> None:
     assert more["load"].host - few["load"].host == 400 * MIB
     present = data_free(footprint(is_streamed=False, present=1800 * MIB), 4)
     assert present["load"].host == 1000 * MIB
-
-
-@pytest.mark.parametrize(("packing", "kept"), [(10, 10), (500, TOLERATED // MIB)])
-def test_of_what_came_and_went_a_part_is_kept(packing: int, kept: int) -> None:
-    loads = [load("b", 400 * MIB, packing=packing * MIB), load(REST, 200 * MIB)]
-    one = PassPlan(["RoundingParameters"], "datafree")
-    (save,) = [
-        phase
-        for phase in estimate_phases(footprint(), loads, [(one, [])], {})
-        if phase.name == "save"
-    ]
-    assert save.host == (1000 + 200 + 400 + packing + kept) * MIB
-
-
-def test_without_reading_ahead_there_is_one_block() -> None:
-    phases = data_free(footprint(reads_ahead=False), 4)
-    assert phases["load"].host == (1000 + 200 + 400) * MIB + TOLERATED
 
 
 def test_on_a_device_the_host_holds_what_is_read_and_written() -> None:

@@ -123,16 +123,6 @@ def test_an_expert_whose_inputs_are_zero_has_the_least_global_scale_of_the_other
     assert observers.parameters(alone)["input_global_scale"].tolist() == [1.0]
 
 
-def test_a_zero_point_is_kept_where_the_grid_has_one(observers: ActivationObservers) -> None:
-    module = Linear(4, 2)
-    args = STATIC.model_copy(update={"symmetric": False})
-    observers.watch_linear(module, "m", scheme(input_activations=args))
-    module(torch.tensor([[0.0, 1.0, 2.0, 255.0]]))
-    found = observers.parameters(module)
-    assert found["input_scale"].tolist() == [1.0]
-    assert found["input_zero_point"].tolist() == [-128]
-
-
 def test_modules_with_one_input_share_one_observer(observers: ActivationObservers) -> None:
     first, second, other = Linear(4, 2), Linear(4, 2), Linear(4, 2)
     asymmetric = STATIC.model_copy(update={"symmetric": False})
@@ -146,13 +136,6 @@ def test_modules_with_one_input_share_one_observer(observers: ActivationObserver
         observers.parameters(first)["input_scale"], observers.parameters(second)["input_scale"]
     )
     assert "input_zero_point" in observers.parameters(other)
-
-
-def test_scales_take_the_dtype_of_the_module(observers: ActivationObservers) -> None:
-    module = Linear(4, 2, dtype=torch.bfloat16)
-    observers.watch_linear(module, "m", scheme(input_activations=STATIC))
-    module(torch.ones(1, 4, dtype=torch.bfloat16))
-    assert observers.parameters(module)["input_scale"].dtype is torch.bfloat16
 
 
 @pytest.mark.parametrize("base", ["input", "output"])
@@ -215,25 +198,3 @@ def test_states_of_padding_do_not_count(
         assert {name: value.shape for name, value in found[0].items()} == {
             name: (number, 1, 1) for name, number in heads.items()
         }
-
-
-def test_only_the_states_that_are_asked_for_are_observed(observers: ActivationObservers) -> None:
-    model = tiny.llama()
-    module = model.model.layers[0].self_attn
-    enable_attention_hooks(model, module, queries=False)
-    observers.watch_attention(module, "attention", STATIC, ("k", "v"))
-    tiny.logits(model, tiny.batches(number=1))
-    assert set(observers.parameters(module)) == {"k_scale", "v_scale"}
-
-
-def test_the_observer_of_the_arguments_is_used(observers: ActivationObservers) -> None:
-    module = Linear(4, 2)
-    args = STATIC.model_copy(
-        update={"observer": "minmax", "observer_kwargs": {"averaging_constant": 0.5}}
-    )
-    observers.watch_linear(module, "m", scheme(input_activations=args))
-    expected = Observer.load_from_registry("minmax", base_name="input", args=args)
-    for value in (1.0, 3.0, 2.0):
-        module(value * torch.ones(1, 4))
-        expected.observe(value * torch.ones(1, 4))
-    assert torch.equal(observers.parameters(module)["input_scale"], expected.qparams()[0])

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from compressed_tensors.quantization import QuantizationArgs
+from tests.support.pairs import each, pairs
 from torch import Tensor
 
 from llmcompressor.numerics.gptq import corrected_weight, sweep
@@ -72,9 +73,7 @@ def alike(a: Solution, b: Solution) -> None:
         assert float(rows.float().mean()) >= 14 / 16
 
 
-@pytest.mark.parametrize("twin", [False, True])
-@pytest.mark.parametrize("ordered", [False, True])
-@pytest.mark.parametrize("name", ARGS)
+@pairs(twin=[False, True], ordered=[False, True], name=ARGS)
 def test_a_batch_is_solved_as_if_each_were_alone(name: str, ordered: bool, twin: bool) -> None:
     args = ARGS[name]
     problems = [problem(args, args, seed=seed, twin=twin, ordered=ordered) for seed in range(3)]
@@ -105,19 +104,6 @@ def test_linears_of_different_group_sizes_can_share_an_input(ordered: bool) -> N
         assert torch.allclose(together.weights[index], alone.weights[0], rtol=1e-4, atol=1e-6)
 
 
-def test_problems_of_different_group_sizes_are_not_mixed_up() -> None:
-    sizes = [GROUP.model_copy(update={"group_size": size}) for size in (16, 32, 64, 16)]
-    problems = [problem(size, seed=seed) for seed, size in enumerate(sizes)]
-    for one, solution in zip(problems, solve(problems, OPTIONS), strict=True):
-        alike(solution, solve([one], OPTIONS)[0])
-
-
-def test_large_problems_are_not_gathered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_BATCH_ELEMENTS", 2 * C * C)
-    sizes = [len(batch) for batch in module._batches([problem(GROUP, seed=s) for s in range(5)])]
-    assert sizes == [2, 2, 1]
-
-
 def test_the_order_is_undone() -> None:
     """Activation order is nothing but solving the permuted problem."""
     one = problem(GROUP, ordered=True)
@@ -143,8 +129,7 @@ def test_the_loss_is_that_of_the_damped_output_error(ordered: bool, refinements:
     assert solution.loss == pytest.approx(expected, rel=1e-3)
 
 
-@pytest.mark.parametrize("ordered", [False, True])
-@pytest.mark.parametrize("name", ARGS)
+@each(ordered=[False, True], name=ARGS)
 def test_refinements_lower_the_damped_output_error(
     name: str, ordered: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -161,16 +146,6 @@ def test_refinements_lower_the_damped_output_error(
     none, once, twice = errors
     assert once < none
     assert twice <= once * (1 + 1e-6)
-
-
-@pytest.mark.parametrize(("bits", "rounds"), [(2, 1), (3, 1), (4, 0), (6, 0), (8, 0)])
-def test_by_default_columns_are_decided_again_below_4_bits(bits: int, rounds: int) -> None:
-    args = GROUP.model_copy(update={"num_bits": bits})
-    (solution,) = solve([problem(args)], replace(OPTIONS, refinements=None))
-    (expected,) = solve([problem(args)], replace(OPTIONS, refinements=rounds))
-    (other,) = solve([problem(args)], replace(OPTIONS, refinements=1 - rounds))
-    assert torch.equal(solution.weights[0], expected.weights[0])
-    assert torch.equal(solution.weights[0], other.weights[0]) == (bits == 8)
 
 
 def test_with_twin_streams_the_corrected_weight_is_swept() -> None:
@@ -247,13 +222,6 @@ def test_dampening_is_raised_before_anything_is_given_up(ordered: bool, twin: bo
     assert bool(torch.isfinite(solution.weights[0]).all())
 
 
-def test_what_one_problem_needs_is_not_forced_on_its_batch() -> None:
-    good, raised = problem(GROUP, seed=0), indefinite(problem(GROUP, seed=1), -0.5)
-    solutions = solve([good, raised], OPTIONS)
-    assert [one.dampening for one in solutions] == [0.01, pytest.approx(1.0)]
-    alike(solutions[0], solve([good], OPTIONS)[0])
-
-
 def test_the_ridge_is_raised_no_further_than_needed() -> None:
     one = indefinite(problem(GROUP, twin=True), -0.5)
     assert one.cross_CC is not None
@@ -279,35 +247,6 @@ def test_what_cannot_be_factorized_is_rounded_to_nearest(ordered: bool, twin: bo
         assert torch.equal(rounded_RC, parameters.round(weight_RC))
 
 
-def test_one_bad_problem_spoils_no_other_of_its_batch() -> None:
-    good, raised, bad = (problem(GROUP, seed=seed) for seed in range(3))
-    raised, bad = indefinite(raised, -0.5), indefinite(bad, -40.0)
-    solutions = solve([good, raised, bad], OPTIONS)
-    assert [one.dampening for one in solutions] == [0.01, pytest.approx(1.0), None]
-    alike(solutions[0], solve([good], OPTIONS)[0])
-
-
-@pytest.mark.parametrize("twin", [False, True])
-def test_nothing_given_is_changed(twin: bool) -> None:
-    one = problem(GROUP, twin=twin, ordered=True)
-    one.gram_CC[5], one.gram_CC[:, 5] = 0, 0
-    given = [*one.weights, one.gram_CC, one.parameters[0].scale]
-    if one.cross_CC is not None:
-        given.append(one.cross_CC)
-    before = [tensor.clone() for tensor in given]
-    solve([one], replace(OPTIONS, ridge=0.03))
-    for tensor, old in zip(given, before, strict=True):
-        assert torch.equal(tensor, old)
-
-
-def test_batched_problems_of_different_tokens_get_their_own_ridges() -> None:
-    few = replace(problem(GROUP, twin=True, seed=0), tokens=2 * C)
-    many = replace(problem(GROUP, twin=True, seed=1), tokens=100 * C)
-    options = replace(OPTIONS, ridge=0.03)
-    for found, one in zip(solve([few, many], options), (few, many), strict=True):
-        alike(found, solve([one], options)[0])
-
-
 def test_what_a_sum_lacks_is_made_up_for() -> None:
     """With E = Y Vᵀ missing, the weight to round is W + V; with nothing missing it is W."""
     one = problem(GROUP)
@@ -324,15 +263,3 @@ def test_what_a_sum_lacks_is_made_up_for() -> None:
         return float((off_RC @ gram_CC * off_RC).sum())
 
     assert left(found.weights[0]) < 0.5 * left(same.weights[0])
-
-
-def test_what_settles_is_told_only_on_request() -> None:
-    one = problem(GROUP, GROUP)
-    one.weights[0][:, ::2] = 0
-    (without,), (found,) = solve([one], OPTIONS), solve([one], replace(OPTIONS, settles=True))
-    assert without.settled is None
-    assert found.settled is not None
-    assert (found.settled[0][:, ::2] == 0).all()
-    steps = [parameters.scale.repeat_interleave(16, dim=1) for parameters in one.parameters]
-    for values, settled, step in zip(found.weights, found.settled, steps, strict=True):
-        assert float(((values - settled).abs() < 0.6 * step).float().mean()) > 0.9

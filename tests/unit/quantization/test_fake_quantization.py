@@ -16,7 +16,8 @@ import torch
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme, QuantizationStatus
 from compressed_tensors.quantization.lifecycle.forward import forward_quantize
 from compressed_tensors.quantization.utils import compute_dynamic_scales_and_zp
-from tests.support.presets import WITH_WEIGHTS
+from tests.support.pairs import each
+from tests.support.presets import USUAL
 from torch import Tensor
 from torch.nn import Linear, Module
 
@@ -137,8 +138,10 @@ def reader(args: QuantizationArgs, stored: dict[str, Tensor], dtype: torch.dtype
     return module
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("args", [*DYNAMIC.values(), *STATIC.values()], ids=[*DYNAMIC, *STATIC])
+@each(
+    dtype=[torch.float32, torch.bfloat16, torch.float16],
+    args=[*DYNAMIC.values(), *STATIC.values()],
+)
 def test_activations_are_rounded_as_readers_do_it(
     args: QuantizationArgs, dtype: torch.dtype
 ) -> None:
@@ -216,14 +219,6 @@ def test_states_of_attention_are_observed_without_padding_and_by_head() -> None:
     Definition(states, rounded, scale, None, args).check(values.grad, torch.ones(()).double())
 
 
-def test_an_activation_that_was_never_observed_is_left_as_it_is() -> None:
-    one, x = (
-        ActivationFakeQuantizer(linear(), "a", "input", STATIC["tensor"], learned=False),
-        activation(),
-    )
-    assert one(x) is x
-
-
 # ------------------------------------------------------------------ weights
 
 
@@ -233,8 +228,7 @@ def weights_of(module: Linear, args: QuantizationArgs, **fields: Any) -> WeightF
     )
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("name", WITH_WEIGHTS)
+@each(dtype=[torch.float32, torch.bfloat16, torch.float16], name=USUAL)
 def test_weights_are_rounded_as_they_will_be_stored(name: str, dtype: torch.dtype) -> None:
     module, args = linear(dtype), preset_scheme(name).weights
     weight = module.weight.detach()
@@ -248,10 +242,9 @@ def test_weights_are_rounded_as_they_will_be_stored(name: str, dtype: torch.dtyp
     assert torch.equal(found.parameters(module).scale, expected.scale)
 
 
-@pytest.mark.parametrize("learned", [False, True])
-@pytest.mark.parametrize(
-    "name",
-    ["W8A16", "W4A16", "W4A16_ASYM", "W2A16", "FP8", "FP8_BLOCK", "NVFP4", "MXFP4", "MXFP8"]
+@each(
+    learned=[False, True],
+    name=["W8A16", "W4A16", "W4A16_ASYM", "W2A16", "FP8", "FP8_BLOCK", "NVFP4", "MXFP4", "MXFP8"]
     + [name for name in ("MXFP6A16",) if name in PRESETS],
 )
 def test_weights_get_gradients_as_defined(name: str, learned: bool) -> None:

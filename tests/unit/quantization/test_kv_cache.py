@@ -29,7 +29,6 @@ from llmcompressor.quantization.attach import (
     enable_attention_hooks,
     quantized_attention_tensors,
 )
-from llmcompressor.quantization.kv_cache import hook_cache
 from llmcompressor.schemes.attention import is_cached_attention, kv_cache_argument
 
 FP8 = QuantizationArgs(num_bits=8, type="float", strategy="tensor")
@@ -121,16 +120,6 @@ def test_untapping_leaves_nothing(name: str, *, queries: bool) -> None:
     assert not module._forward_pre_hooks
     assert not module._forward_pre_hooks_with_kwargs
     assert torch.equal(keys(module, name, inputs), before)
-
-
-@torch.no_grad()
-def test_the_former_name_is_left_to_the_forward() -> None:
-    model, module, inputs = attention(LaterAttention)
-    hook_cache(model, module)
-    attach(module, "k", "v")
-    expected = keys(module, "cache", inputs)
-    with pytest.warns(FutureWarning, match="deprecated"):
-        assert torch.equal(keys(module, "past_key_values", inputs), expected)
 
 
 @torch.no_grad()

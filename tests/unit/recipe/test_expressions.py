@@ -3,14 +3,13 @@ from __future__ import annotations
 
 import math
 import time
-import warnings
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llmcompressor.errors import RecipeError
-from llmcompressor.recipe.expressions import evaluate, is_expression, names_in
+from llmcompressor.recipe.expressions import evaluate
 
 NAMES = {"a": 3, "b": 0.25, "flag": True, "items": [1, 2, 3], "word": "linear"}
 PYTHON = {"math": math, "min": min, "max": max, "abs": abs, "round": round, "int": int}
@@ -207,14 +206,3 @@ def test_an_error_names_expression_reason_and_near_names():
 
 def test_names_win_over_constants_and_never_over_functions():
     assert evaluate("pi + max(max, 1)", {"pi": 1, "max": 5}) == 6
-
-
-def test_names_in_leaves_out_functions():
-    assert names_in("math.sqrt(a) + max(b, max) * math.pi") == {"a", "b", "max"}
-
-
-def test_reading_an_odd_text_warns_nobody():
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert is_expression(r"'\d'")
-        assert not is_expression("1 +")

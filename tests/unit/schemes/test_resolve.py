@@ -24,11 +24,10 @@ from transformers import (
     OPTConfig,
     OPTForCausalLM,
 )
-from transformers.pytorch_utils import Conv1D
 
-from llmcompressor.errors import InputError, RecipeError, TargetError
+from llmcompressor.errors import RecipeError, TargetError
 from llmcompressor.schemes.presets import PRESETS, format_of, preset_scheme
-from llmcompressor.schemes.resolve import ResolvedSchemes, resolve_schemes
+from llmcompressor.schemes.resolve import resolve_schemes
 
 W4 = {"num_bits": 4, "group_size": 32}
 FLOAT6 = {"num_bits": 6, "type": "float", "group_size": 32}
@@ -83,15 +82,6 @@ def test_one_scheme_by_its_fields() -> None:
     resolved = resolve_schemes(scheme={"weights": W4}, targets=["re:.*mlp.*"])
     assert resolved.groups["group_0"].weights.group_size == 32
     assert resolved.targets == ("re:.*mlp.*",)
-
-
-def test_w4a8_by_its_arguments_is_packed_like_the_preset() -> None:
-    activations = {"num_bits": 8, "strategy": "token", "dynamic": True}
-    group = {"targets": "Linear", "weights": W4, "input_activations": activations}
-    resolved = resolve_schemes(config_groups={"g": group})
-    assert resolved.groups["g"].format == "pack-quantized"
-    resolved = resolve_schemes(config_groups={"g": {**group, "format": "int-quantized"}})
-    assert resolved.groups["g"].format == "int-quantized"
 
 
 def test_a_format_that_cannot_hold_the_weights_is_refused() -> None:
@@ -158,12 +148,6 @@ def test_default_observers(name: str) -> None:
         assert scheme.input_activations.observer == expected
 
 
-def test_static_activations_of_a_group_of_one_s_own_have_minmax() -> None:
-    group = {"targets": "Linear", "weights": W4, "input_activations": {}, "output_activations": {}}
-    scheme = resolve_schemes(config_groups={"g": group}).groups["g"]
-    assert scheme.input_activations.observer == scheme.output_activations.observer == "minmax"
-
-
 def test_observers_set_on_the_modifier_win_and_the_user_s_objects_stay() -> None:
     mine = preset_scheme("FP8")
     by_field = resolve_schemes(config_groups={"g": mine}, weight_observer="mse")
@@ -173,12 +157,6 @@ def test_observers_set_on_the_modifier_win_and_the_user_s_objects_stay() -> None
     assert by_field.groups["g"].weights.observer == "mse"
     assert by_field.groups["g"].input_activations.observer == "static_minmax"
     assert mine == preset_scheme("FP8")
-
-
-def test_an_observer_without_effect_is_told(log: list[tuple[str, str]]) -> None:
-    resolve_schemes(scheme="FP8_DYNAMIC", input_observer="mse")
-    assert [level for level, _ in log] == ["WARNING"]
-    assert "input_activations" in log[0][1]
 
 
 @pytest.mark.parametrize(
@@ -202,13 +180,6 @@ def test_an_observer_without_effect_is_told(log: list[tuple[str, str]]) -> None:
 )
 def test_who_needs_calibration_data(fields: dict[str, Any], needs: bool) -> None:
     assert resolve_schemes(**fields).requires_calibration_data is needs
-
-
-def test_the_cache_alone_is_enough() -> None:
-    resolved = resolve_schemes(kv_cache_scheme={"num_bits": 8, "type": "float"})
-    assert resolved.targets == ()
-    assert resolved.kv_cache_scheme.observer == "minmax"
-    assert resolved.schemes_by_module(llama()) == {}
 
 
 def group(**fields: Any) -> dict[str, Any]:
@@ -280,22 +251,6 @@ def test_wrong_fields_are_named_with_a_remedy(fields: dict[str, Any], says: str)
     assert "\n" not in str(caught.value)
 
 
-def test_6_bit_floats_get_the_dtype_of_their_scales() -> None:
-    if not HAS_6_BITS:
-        with pytest.raises(RecipeError, match=UNKNOWN):
-            resolve_schemes(**group(weights=FLOAT6))
-        return
-    scheme = resolve_schemes(**group(weights=FLOAT6)).groups["g"]
-    assert scheme.weights.scale_dtype is torch.uint8
-    assert format_of(scheme) == "mxfp6-pack-quantized"
-
-
-def test_an_unknown_preset_lists_them() -> None:
-    for scheme in ("W4A61", {"W4A61": ["Linear"]}):
-        with pytest.raises(InputError, match="W4A16_ASYM"):
-            resolve_schemes(scheme=scheme)
-
-
 @pytest.mark.parametrize("order", ["static", "weight", False, None])
 def test_the_activation_orders_that_readers_know_are_taken(order: Any) -> None:
     scheme = resolve_schemes(**group(weights={**W4, "actorder": order})).groups["g"]
@@ -361,12 +316,6 @@ def test_modules_get_the_scheme_that_the_library_would_apply(fields: dict[str, A
     assert ("model.layers.1.self_attn" in ours) == ("LlamaAttention" in resolved.targets)
 
 
-def test_modules_of_a_group_share_the_scheme_object() -> None:
-    schemes = resolve_schemes(scheme="FP8", ignore=["lm_head"]).schemes_by_module(llama())
-    assert len(schemes) == 14
-    assert len({id(scheme) for scheme in schemes.values()}) == 1
-
-
 def test_unquantized_keeps_modules_out() -> None:
     resolved = resolve_schemes(
         scheme={"UNQUANTIZED": ["re:.*down_proj"], "FP8": ["Linear"]}, ignore=["lm_head"]
@@ -413,14 +362,6 @@ def test_a_tied_head_stays_out_unless_named(log: list[tuple[str, str]]) -> None:
     assert "lm_head" in named.schemes_by_module(model)
 
 
-def test_an_untied_head_is_targeted_by_name_too() -> None:
-    schemes = resolve_schemes(scheme="FP8").schemes_by_module(llama())
-    assert schemes["lm_head"].targets == ["re:.*lm_head$", "Linear"]
-    assert len({id(scheme) for scheme in schemes.values()}) == 1
-    ignoring = resolve_schemes(scheme="FP8", ignore=["lm_head"]).schemes_by_module(llama())
-    assert all(scheme.targets == ["Linear"] for scheme in ignoring.values())
-
-
 def test_narrow_matrices_get_one_group_per_row() -> None:
     model = llama()
     schemes = resolve_schemes(scheme="W4A16", ignore=["lm_head"]).schemes_by_module(model)
@@ -437,18 +378,6 @@ def test_narrow_matrices_get_one_group_per_row() -> None:
 
 def set_of(schemes: dict[str, QuantizationScheme]) -> list[QuantizationScheme]:
     return list({id(scheme): scheme for scheme in schemes.values()}.values())
-
-
-def test_a_narrow_head_is_targeted_by_its_full_name_alone() -> None:
-    schemes = resolve_schemes(scheme="W4A16").schemes_by_module(llama())
-    assert "lm_head" in schemes["lm_head"].targets
-    assert schemes["model.layers.0.mlp.down_proj"].targets == ["Linear"]
-
-
-def test_formats_with_a_fixed_group_stay_as_they_are() -> None:
-    linear = nn.ModuleDict({"a": nn.Linear(16, 4)})
-    for name in ("MXFP4", "MXFP8A16", *({"MXFP6A16"} & PRESETS.keys())):
-        assert resolve_schemes(scheme=name).schemes_by_module(linear)["a"].weights.group_size == 32
 
 
 def test_targets_that_reach_nothing_quantizable_are_errors(log: list[tuple[str, str]]) -> None:
@@ -473,14 +402,6 @@ def test_matrices_that_no_reader_knows_are_the_reason(targets: list[str]) -> Non
     with pytest.raises(TargetError) as error:
         resolve_schemes(scheme="FP8", targets=["re:.*mlp$"]).schemes_by_module(llama())
     assert "no reader" not in str(error.value)
-
-
-def test_matrices_that_no_reader_knows_are_told_beside_others(log: list[tuple[str, str]]) -> None:
-    model = nn.ModuleDict({"a": nn.Linear(32, 8), "b": Conv1D(8, 32), "norm": nn.LayerNorm(8)})
-    schemes = resolve_schemes(scheme="FP8", targets=["re:.*"]).schemes_by_module(model)
-    assert list(schemes) == ["a"]
-    assert [level for level, _ in log] == ["INFO"]
-    assert log[0][1].endswith("targets match (b); no reader knows a quantized Conv1D.")
 
 
 def test_embeddings_that_want_more_than_their_input_stay_in_full(
@@ -512,13 +433,6 @@ def test_names_with_two_schemes_are_told(log: list[tuple[str, str]]) -> None:
     assert "model.layers.0.mlp.up_proj" in log[-1][1]
 
 
-def test_resolved_schemes_are_equal_when_their_fields_are() -> None:
-    assert resolve_schemes(scheme="W4A16") == resolve_schemes(scheme="w4a16")
-    assert isinstance(resolve_schemes(scheme="W4A16"), ResolvedSchemes)
-    args = QuantizationArgs(num_bits=8, type="float")
-    assert resolve_schemes(kv_cache_scheme=args).kv_cache_scheme is not args
-
-
 @pytest.mark.parametrize(
     "args",
     [
@@ -538,10 +452,3 @@ def test_scales_of_groups_of_features_that_are_found_at_run_time(args: dict[str,
     found = resolve_schemes(config_groups=groups).groups["g"].input_activations
     assert found.strategy == args["strategy"]
     assert found.dynamic == args["dynamic"]
-
-
-def test_a_scheme_object_is_checked_as_a_mapping_is() -> None:
-    weights = QuantizationArgs(num_bits=4, strategy="tensor_group", group_size=16)
-    scheme = QuantizationScheme(targets=["Linear"], weights=weights)
-    with pytest.raises(RecipeError, match="tensor_group"):
-        resolve_schemes(scheme=scheme)

@@ -11,10 +11,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tests.support import tiny_training as tiny
+from tests.support.pairs import each
 from transformers.integrations.peft import MIN_PEFT_VERSION
 from transformers.utils import check_peft_version
 
-from llmcompressor import evaluate, oneshot, plan, train, verify
+from llmcompressor import oneshot, train, verify
 from llmcompressor.core import CompressionSession
 from llmcompressor.errors import ArgumentError, CheckpointError, TargetError
 from llmcompressor.modeling.patches import modules_with_adapters
@@ -100,8 +101,7 @@ def test_where_adapters_are(make: Callable[[], Any], expected: list[str]) -> Non
     assert modules_with_adapters(make()) == expected
 
 
-@pytest.mark.parametrize("make", [wrapped, added, prompted])
-@pytest.mark.parametrize("kind", WEIGHTS)
+@each(make=[wrapped, added, prompted], kind=WEIGHTS)
 def test_what_changes_weights_is_refused(
     session: CompressionSession, make: Callable[[], Any], kind: str
 ) -> None:
@@ -111,13 +111,6 @@ def test_what_changes_weights_is_refused(
         session.initialize(recipe=f"modifiers: {{{WEIGHTS[kind]}}}", model=model)
     assert before.keys() == model.state_dict().keys(), "nothing was registered"
     assert all(torch.equal(before[name], each) for name, each in model.state_dict().items())
-
-
-def test_a_trainer_refuses_before_the_first_step(tmp_path: Path) -> None:
-    made = trainer(wrapped(), tmp_path, f"modifiers: {{{WEIGHTS['gradual']}}}")
-    with pytest.raises(TargetError, match="MagnitudePruningModifier changes weights"):
-        made.train()
-    assert made.state.global_step == 0
 
 
 @pytest.mark.parametrize("make", [wrapped, added])
@@ -170,23 +163,6 @@ def test_adapters_that_would_not_be_saved_are_refused(tmp_path: Path, monkeypatc
     made.train()
     made.save_model(str(tmp_path / "saved"))
     assert (tmp_path / "saved" / "adapter_model.safetensors").is_file()
-
-
-@pytest.mark.parametrize("make", [wrapped, added, prompted])
-def test_a_plan_refuses_them_as_the_run_does(make: Callable[[], Any], tmp_path: Path) -> None:
-    recipe = "modifiers: {QuantizationModifier: {targets: Linear, scheme: FP8_DYNAMIC}}"
-    with pytest.raises(ArgumentError, match="merge_and_unload") as planned:
-        plan(make(), recipe, measure=False)
-    with pytest.raises(ArgumentError) as caught:
-        oneshot(make(), recipe=recipe, output_dir=tmp_path / "out")
-    assert str(planned.value) == str(caught.value)
-
-
-def test_a_model_with_adapters_is_measured() -> None:
-    windows = [{"input_ids": [[3, 4, 5, 6, 7, 8]]}]
-    plain = evaluate(tiny.tiny_model(), dataset=windows[0], max_seq_length=6)
-    found = evaluate(wrapped(), dataset=windows[0], max_seq_length=6)
-    assert found.loss == pytest.approx(plain.loss)  # what it adds is zero at first
 
 
 def test_a_folder_with_an_adapter_alone(tmp_path: Path) -> None:

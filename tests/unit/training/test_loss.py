@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 
 import pytest
@@ -17,7 +16,6 @@ from llmcompressor.core import EventType, active_session, callbacks, create_sess
 from llmcompressor.metrics import LambdaLogger, LoggerManager
 from llmcompressor.modifiers import Modifier
 from llmcompressor.training import SessionManagerMixIn, Trainer
-from llmcompressor.training.callbacks import summary
 
 
 class Listener(Modifier):
@@ -238,23 +236,6 @@ def test_loggers_hear_by_their_own_cadence(tmp_path, frequency, kind, steps):
         assert values["learning_rate"] == pytest.approx(0.6 * (7 - step) / 6)
 
 
-def test_two_figures_of_one_name_are_told_apart():
-    class Tells(Modifier):
-        amount: float
-
-        def on_initialize(self, state, **kwargs):
-            return True
-
-        def figures(self, state):
-            return {"amount": self.amount}
-
-    with create_session() as session:
-        session.initialize(recipe=[Tells(amount=1), Tells(amount=2)])
-        assert session.figures() == {"amount": 1, "amount_2": 2}
-        session.finalize()
-        assert session.figures() == {}
-
-
 def test_only_the_first_process_writes_but_all_ask_the_modifiers():
     heard = []
     loggers = LoggerManager([LambdaLogger(lambda *told: heard.append(told) or True)], 0)
@@ -270,42 +251,7 @@ def test_only_the_first_process_writes_but_all_ask_the_modifiers():
         assert heard
 
 
-def test_progress_is_lines_where_no_terminal_is_and_the_users_choice_stays(tmp_path):
-    names = {
-        shown: [
-            type(each).__name__
-            for each in Trainer(
-                model=tiny.tiny_model(), args=tiny.arguments(tmp_path, disable_tqdm=not shown)
-            ).callback_handler.callbacks
-        ]
-        for shown in (True, False)
-    }
-    assert "ProgressLines" in names[True]
-    assert "ProgressCallback" not in names[True]
-    assert "ProgressLines" not in names[False]
-    assert "PrinterCallback" in names[False]
-
-
 # ---- the end
-
-
-def test_the_summary_counts_matrices_outside_embeddings():
-    model = tiny.tiny_model()
-    up, head = model.model.layers[0].mlp.up_proj, model.lm_head
-    with torch.no_grad():
-        up.weight.view(-1)[::2] = 0
-        model.model.embed_tokens.weight.zero_()
-    up.quantization_scheme = type("Scheme", (), {"weights": object()})()
-    matrices = [
-        each.numel()
-        for name, each in model.named_parameters()
-        if each.dim() == 2 and "embed" not in name
-    ]
-    told = summary(model)
-    assert told["total_params"] == sum(each.numel() for each in model.parameters())
-    zeros = sum(int((m.weight == 0).sum()) for m in (up, head))
-    assert told["sparsity_percent"] == pytest.approx(100 * zeros / sum(matrices))
-    assert told["quantized_percent"] == pytest.approx(100 * up.weight.numel() / sum(matrices))
 
 
 def test_the_result_tells_the_summary(tmp_path):
@@ -327,37 +273,3 @@ def test_the_result_tells_the_summary(tmp_path):
     )
     assert trainer.train().metrics["sparsity_percent"] == 100
     assert active_session().lifecycle.finalized
-
-
-class WithoutTargets(tiny.Rows):
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        return tiny.row(index, ignored=tiny.TOKENS)
-
-
-@pytest.mark.parametrize(("accumulation", "batch"), [(1, 4), (4, 1)])
-def test_a_training_without_a_target_is_no_perfect_one(
-    tmp_path, warned, monkeypatch, accumulation, batch
-):
-    monkeypatch.setattr(tiny, "Rows", WithoutTargets)
-    heard = []
-    manager = LoggerManager(
-        [LambdaLogger(lambda tag, value, values, *_: heard.append(values) or True)],
-        log_frequency=0,
-        log_python=False,
-    )
-    made = train(tmp_path, [Listener()], accumulation=accumulation, batch=batch, loggers=manager)
-    assert not any("perplexity" in entry for entry in made.state.log_history)
-    assert heard
-    assert not any({"loss", "perplexity"} & set(values) for values in heard)
-    assert sum("no token of the first step" in line.lower() for line in warned) == 1
-    assert sum("There is no train_loss" in line for line in warned) == 1
-
-
-def test_a_replaced_loss_comes_with_the_models_own(tmp_path):
-    made = trainer_of(tmp_path, [Penalty()])
-    metrics = made.train().metrics
-    shown = [entry["step_loss"] for entry in made.state.log_history if "step_loss" in entry]
-    assert metrics["task_loss"] == pytest.approx(sum(shown) / len(shown), rel=1e-5)
-    assert metrics["perplexity"] == pytest.approx(math.exp(metrics["task_loss"]))
-    assert metrics["train_loss"] > metrics["task_loss"]
-    assert "task_loss" not in trainer_of(tmp_path, [Listener()]).train().metrics

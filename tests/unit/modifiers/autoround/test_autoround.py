@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -21,8 +20,7 @@ from tests.support.thinned import few
 from torch import Tensor
 from transformers import AutoModelForCausalLM, XLMConfig, XLMWithLMHeadModel
 
-from llmcompressor import oneshot, plan, verify
-from llmcompressor.checkpoint.journal import Journal
+from llmcompressor import oneshot, verify
 from llmcompressor.checkpoint.packing import compress, quantized_modules
 from llmcompressor.core.state import State
 from llmcompressor.errors import NonFiniteError, RecipeError
@@ -30,7 +28,6 @@ from llmcompressor.modeling.call_graph import first_tensor
 from llmcompressor.modifiers.autoround import AutoRoundModifier, tune
 from llmcompressor.modifiers.pruning import WandaPruningModifier
 from llmcompressor.modifiers.quantization import QuantizationModifier
-from llmcompressor.modifiers.smoothquant import SmoothQuantModifier
 from llmcompressor.observers.tokens import real_tokens
 from llmcompressor.schemes.presets import PRESETS
 
@@ -128,12 +125,6 @@ def test_each_block_comes_closer_and_says_so() -> None:
     assert not modifier._calls
 
 
-def test_no_steps_round_to_nearest() -> None:
-    nearest = QuantizationModifier(config_groups=GROUPS, ignore=["lm_head"])
-    found = tiny.run(tiny.llama(), autoround(iters=0, disable_opt_rtn=True))
-    assert same(found, tiny.run(tiny.llama(), nearest))
-
-
 @pytest.mark.parametrize("symmetric", [True, False])
 def test_it_begins_with_the_range_that_loses_least(symmetric: bool) -> None:
     """As a search over every hundredth of the range, written plainly, finds it."""
@@ -160,21 +151,6 @@ def test_it_begins_with_the_range_that_loses_least(symmetric: bool) -> None:
         own_C = (rounded_CN - cells_CN).square().sum(1)
         assert own_C.sum() < 1.02 * least_C.sum()
         assert (own_C < 1.1 * least_C).float().mean() > 0.9
-
-
-def test_an_observer_that_was_chosen_decides_where_it_begins() -> None:
-    weights = {**WEIGHTS, "observer": "memoryless_mse", "observer_kwargs": {"maxshrink": 0.1}}
-    groups = {"all": {"targets": ["Linear"], "weights": weights}}
-    nearest = QuantizationModifier(config_groups=groups, ignore=["lm_head"])
-    found = tiny.run(tiny.llama(), autoround(iters=0, config_groups=groups))
-    assert same(found, tiny.run(tiny.llama(), nearest))
-
-
-def test_it_never_ends_worse_than_it_began() -> None:
-    """A rate that is far too large only leads away."""
-    modifier = autoround(iters=3, lr=1.0)
-    tiny.run(tiny.llama(), modifier)
-    assert all(one.error <= one.error_nearest for one in modifier.records.values())
 
 
 def test_the_seed_decides(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -363,48 +339,6 @@ def test_a_broken_off_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert all(torch.equal(tensor, files[1][key]) for key, tensor in files[0].items())
 
 
-def test_a_block_whose_record_is_lost_is_made_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The only one that is left is compared with the same as before, when others came after it."""
-    tiny.llama(torch.bfloat16, num_hidden_layers=3).save_pretrained(tmp_path / "model")
-    data: dict[str, Any] = {"dataset": rows(3), "shuffle_calibration_samples": False}
-    data["verify"] = False
-
-    def run(name: str) -> None:
-        modifier = autoround(iters=2, lr=0.03)
-        oneshot(model=str(tmp_path / "model"), recipe=modifier, output_dir=tmp_path / name, **data)
-
-    def end(journal: Journal) -> None:
-        raise KeyboardInterrupt
-
-    run("whole")
-    with monkeypatch.context() as patched:
-        patched.setattr(Journal, "mark_ready", end)
-        with pytest.raises(KeyboardInterrupt):
-            run("parts")
-    (tmp_path / "parts.partial").rename(tmp_path / "done")
-    lines = (tmp_path / "done" / "journal").read_text().splitlines(keepends=True)
-    expected = load_file(tmp_path / "whole" / "model.safetensors")
-    for block in range(3):
-        shutil.rmtree(tmp_path / "parts", ignore_errors=True)
-        shutil.copytree(tmp_path / "done", tmp_path / "parts.partial")
-        kept = [line for line in lines if f'{{"block":"model.layers.{block}"' not in line]
-        assert len(kept) == len(lines) - 1
-        (tmp_path / "parts.partial" / "journal").write_text("".join(kept))
-        run("parts")
-        found = load_file(tmp_path / "parts" / "model.safetensors")
-        assert all(torch.equal(tensor, found[key]) for key, tensor in expected.items()), block
-
-
-def test_what_lies_in_no_block_is_rounded_to_nearest() -> None:
-    modifier = autoround(ignore=[], iters=2)
-    model = tiny.run(tiny.llama(), modifier)
-    nearest = tiny.run(tiny.llama(), QuantizationModifier(config_groups=GROUPS))
-    assert torch.equal(model.lm_head.weight, nearest.lm_head.weight)
-    assert "lm_head" not in modifier.records
-
-
 def test_that_a_model_has_no_blocks_is_told(warned: list[str]) -> None:
     groups = {"all": {"targets": ["Linear"], "weights": {"num_bits": 4, "strategy": "channel"}}}
     for layers, is_told in (([torch.nn.Linear(8, 8)], True), ([torch.nn.Identity()], False)):
@@ -427,20 +361,6 @@ def test_what_no_gradient_reaches_is_told(warned: list[str]) -> None:
         assert told.count("model.layers.1.") == len(list(part.children())) - (called == "mlp")
         assert f"model.layers.1.{called}." in told
         warned.clear()
-
-
-def test_what_blocks_are_called_with_may_come_from_inference_mode() -> None:
-    models = tiny.llama(), tiny.llama()
-    models[0].model.forward = torch.inference_mode()(models[0].model.forward)
-    assert same(*(tiny.run(model, autoround(iters=1)) for model in models))
-
-
-def test_fields_without_effect_are_named(warned: list[str]) -> None:
-    given = {"device_ids": "0", "sequential_targets": ["LlamaDecoderLayer"]}
-    tiny.run(tiny.llama(), autoround(iters=1, enable_torch_compile=False, **given))
-    told = {name for text in warned if "no effect" in text for name in given if name in text}
-    assert told == given.keys()
-    assert "device_ids" in "".join(warned)
 
 
 PARTS = ["LlamaMLP", "LlamaAttention"]
@@ -483,25 +403,6 @@ def test_blocks_that_are_named_together_are_tuned_one_after_another(
     for state, recorded in others:
         assert records == recorded
         assert all(torch.equal(state[key], expected[key]) for key in expected)
-
-
-def test_others_stop_where_they_are_told_and_the_plan_says_so(
-    tmp_path: Path, said: list[str]
-) -> None:
-    tiny.llama().save_pretrained(tmp_path / "model")
-    recipe = [SmoothQuantModifier(), autoround(iters=1)]
-    rows = [{"input_ids": ids.tolist()} for batch in tiny.batches() for ids in batch["input_ids"]]
-    call = {"model": str(tmp_path / "model"), "dataset": rows, "sequential_targets": ["LlamaMLP"]}
-    planned = plan(recipe=recipe, measure=False, **call)
-    oneshot(recipe=recipe, output_dir=tmp_path / "out", **call)
-    told = [line for line in said if "Sequential calibration" in line]
-    assert not planned.problems
-    assert [(one.level, one.forwards) for one in planned.passes] == [("block", 2), ("block", 3)]
-    assert [one.reason in line for one, line in zip(planned.passes, told, strict=True)] == [
-        True
-    ] * 2
-    assert "asked for" in told[0]
-    assert "the finest that the recipe allows is block" in told[1]
 
 
 def test_wrong_use_is_refused() -> None:

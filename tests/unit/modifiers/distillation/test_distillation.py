@@ -16,7 +16,6 @@ from torch.nn.functional import kl_div, log_softmax, mse_loss
 
 from llmcompressor.core import CompressionSession, callbacks, create_session
 from llmcompressor.modifiers.distillation import OutputDistillationModifier
-from llmcompressor.modifiers.quantization import QuantizationModifier
 from llmcompressor.recipe import Recipe
 
 LAYERS = r"re:.*layers\.\d+$"
@@ -290,41 +289,6 @@ def test_accumulated_means_are_the_mean_of_the_batch(
     expect_same_gradients(gradients(student), whole)
 
 
-@pytest.mark.parametrize("fields", PER_TOKEN, ids=str)
-def test_accumulated_shares_are_the_mean_of_the_batch(
-    session: CompressionSession, fields: dict[str, Any]
-) -> None:
-    student, teacher = tiny.llama(), teacher_model()
-    begin(session, student, teacher, **fields)
-    batch = uneven()
-    given = {
-        "num_items_in_batch": (batch["labels"][:, 1:] != -100).sum(),
-        "num_tokens_in_batch": batch["attention_mask"].sum(),
-    }
-    loss_of(student, batch, **given).backward()
-    whole = gradients(student)
-    end_batch()
-    student.zero_grad()
-    for row in rows_of(batch):
-        loss_of(student, row, **given).backward()
-        callbacks.batch_end()
-    expect_same_gradients(gradients(student), whole)
-
-
-def test_a_share_of_the_labels_where_tokens_are_not_counted(session: CompressionSession) -> None:
-    student, teacher = tiny.llama(), teacher_model()
-    begin(session, student, teacher)
-    items = (even()["labels"][:, 1:] != -100).sum()
-    loss_of(student, even(), num_items_in_batch=items).backward()
-    whole = gradients(student)
-    end_batch()
-    student.zero_grad()
-    for row in rows_of(even()):
-        loss_of(student, row, num_items_in_batch=int(items)).backward()
-        callbacks.batch_end()
-    expect_same_gradients(gradients(student), whole)
-
-
 # ---- the student as it is trained
 
 
@@ -360,32 +324,6 @@ def test_a_compiled_student(session: CompressionSession) -> None:
     expect_same_gradients(*found)
 
 
-@pytest.mark.slow
-def test_a_student_that_was_compiled_before_the_start(session: CompressionSession) -> None:
-    student, teacher = tiny.llama(), teacher_model()
-    begin(session, student, teacher, **MIDDLE, start=1)
-    compiled = torch.compile(student, backend="eager")
-    plain = loss_of(compiled, BATCH).detach()
-    end_batch()
-    assert loss_of(compiled, BATCH) > plain + 0.1
-    end_batch()
-
-
-def test_a_further_forward_without_gradients_is_not_what_is_compared(
-    session: CompressionSession,
-) -> None:
-    """Trainers run one for their figures."""
-    student, teacher = tiny.llama(), teacher_model()
-    begin(session, student, teacher, **MIDDLE)
-    expected = loss_of(student, BATCH)
-    end_batch()
-    callbacks.batch_start(batch_data=BATCH)
-    loss = student(**BATCH).loss
-    with torch.no_grad():
-        student(input_ids=BATCH["input_ids"].flip(0))
-    torch.testing.assert_close(callbacks.loss_calculated(loss=loss).loss, expected)
-
-
 def test_mixed_precision(session: CompressionSession) -> None:
     student, teacher = tiny.llama(), teacher_model(dtype=torch.bfloat16)
     begin(session, student, teacher)
@@ -395,16 +333,6 @@ def test_mixed_precision(session: CompressionSession) -> None:
     loss.backward()
     expected = textbook_kl(student, teacher.float(), BATCH, 1.0) + student(**BATCH).loss
     torch.testing.assert_close(loss, expected, rtol=0.02, atol=0.02)
-
-
-def test_frozen_layers_stay_as_they_are(session: CompressionSession) -> None:
-    student, teacher = tiny.llama(), teacher_model()
-    student.model.embed_tokens.requires_grad_(False)
-    student.model.layers[0].requires_grad_(False)
-    begin(session, student, teacher, **MIDDLE)
-    loss_of(student, BATCH).backward()
-    assert student.model.layers[0].mlp.up_proj.weight.grad is None
-    assert student.model.layers[1].mlp.up_proj.weight.grad.abs().max() > 0
 
 
 # ---- the teacher
@@ -476,28 +404,6 @@ def test_the_teacher_is_left_as_it_was_but_for_its_mode(session: CompressionSess
     assert all(torch.equal(value, before[name]) for name, value in teacher.state_dict().items())
     assert all(parameter.grad is None for parameter in teacher.parameters())
     assert tiny.traces(teacher) == tiny.traces(student) == {}
-
-
-def test_a_quantized_teacher(session: CompressionSession) -> None:
-    student = tiny.llama()
-    teacher = tiny.run(
-        teacher_model(), QuantizationModifier(scheme="FP8_DYNAMIC", ignore=["lm_head"])
-    )
-    session.reset()
-    begin(session, student, teacher, orig_scale=0.0)
-    found = loss_of(student, BATCH)
-    torch.testing.assert_close(found, textbook_kl(student, teacher, BATCH, 1.0))
-    assert not torch.isclose(found, textbook_kl(student, teacher_model(), BATCH, 1.0), rtol=1e-4)
-    found.backward()
-
-
-def test_offloaded_outputs_give_the_same(session: CompressionSession) -> None:
-    student, teacher = tiny.llama(), teacher_model()
-    begin(session, student, teacher, **MIDDLE)
-    expected = loss_of(student, BATCH)
-    session.reset()
-    begin(session, student, teacher, **MIDDLE, offload_layer_output=True)
-    torch.testing.assert_close(loss_of(student, BATCH), expected)
 
 
 @pytest.mark.gpu
@@ -640,13 +546,6 @@ def test_a_resumed_run_gives_equal_weights(fields: dict[str, Any]) -> None:
         session.finalize()
     for name, weight in straight.state_dict().items():
         assert torch.equal(weight, resumed.state_dict()[name]), name
-
-
-def test_distillation_brings_the_student_to_its_teacher(session: CompressionSession) -> None:
-    student, teacher = tiny.llama(), teacher_model()
-    begin(session, student, teacher, orig_scale=0.0)
-    losses = training(session, student, sgd(student), [BATCH] * 10)
-    assert losses[-1] < 0.5 * losses[0]
 
 
 def test_a_recipe_is_written_and_read_again() -> None:

@@ -5,15 +5,12 @@ from __future__ import annotations
 
 import itertools
 import json
-import sys
 from functools import cache
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from compressed_tensors.compressors import BaseCompressor
-from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from tests.support import tiny_llama as tiny
 from tests.support import tiny_mixtures as mixtures
 from tests.support.presets import LIKE_OTHERS, USUAL
@@ -24,15 +21,12 @@ from torch.nn import Linear
 from llmcompressor import callbacks, create_session
 from llmcompressor.checkpoint.packing import compress, quantized_modules
 from llmcompressor.core.state import Calibration, State
-from llmcompressor.errors import LifecycleError, NonFiniteError, RecipeError, TargetError
+from llmcompressor.errors import NonFiniteError, RecipeError, TargetError
 from llmcompressor.modifiers import Modifier
 from llmcompressor.modifiers.awq.base import AWQModifier
 from llmcompressor.modifiers.gptq import GPTQModifier
-from llmcompressor.modifiers.gptq import base as gptq_base
 from llmcompressor.modifiers.gptq.base import SolveRecord
-from llmcompressor.modifiers.pruning import WandaPruningModifier
 from llmcompressor.modifiers.quantization import QuantizationModifier
-from llmcompressor.modifiers.sparsity import solve as sparse_solver
 from llmcompressor.numerics import gptq as gptq_numerics
 from llmcompressor.numerics import gram
 from llmcompressor.numerics.hessian import SingularHessianError
@@ -77,13 +71,6 @@ def test_modules_that_were_solved_are_not_rounded_once_more(warned: list[str]) -
         found.append(tiny.logits(model, tiny.batches()))
     assert torch.equal(*found)
     assert not any("no calibration token" in line for line in warned)
-
-
-def test_an_end_without_a_beginning_is_refused() -> None:
-    with create_session() as session:
-        session.initialize(recipe=gptq(), model=tiny.llama())
-        with pytest.raises(LifecycleError, match=r"did not begin.*calibration_epoch_start"):
-            callbacks.calibration_epoch_end()
 
 
 @pytest.fixture(scope="module")
@@ -164,13 +151,6 @@ def solved(**fields: Any) -> tuple[GPTQModifier, dict[str, Tensor]]:
     return modifier, {name: module.weight.detach() for name, module in tiny.linears(model).items()}
 
 
-def test_the_fraction_is_what_is_added() -> None:
-    modifier, weights = solved(dampening_frac=0.3)
-    assert {record.dampening for record in modifier.records.values()} == {0.3}
-    _, others = solved()
-    assert any(not torch.equal(one, others[name]) for name, one in weights.items())
-
-
 def test_the_ridge_holds_the_correction_of_inputs_back() -> None:
     """Where it is large nothing is corrected: the codes are those of one stream."""
 
@@ -180,13 +160,6 @@ def test_the_ridge_holds_the_correction_of_inputs_back() -> None:
 
     _, plain = solved(refinements=0)
     assert away(10.0) < away(0.05)
-
-
-def test_rounds_of_descent_lower_the_loss() -> None:
-    (none, before), (some, after) = solved(refinements=0), solved(refinements=6)
-    losses = [sum(r.loss or 0.0 for r in one.records.values()) for one in (none, some)]
-    assert losses[1] < losses[0]
-    assert any(not torch.equal(one, after[name]) for name, one in before.items())
 
 
 def test_the_same_input_is_counted_once_and_solved_together() -> None:
@@ -216,34 +189,6 @@ def test_modules_of_different_schemes_can_share_an_input() -> None:
     assert shapes == [(64, 4), (32, 1), (32, 1)]
     assert not hasattr(attention.o_proj, "weight_scale")
     assert not hasattr(model.model.layers[1].mlp.gate_proj, "weight_scale")
-
-
-def test_equal_shapes_with_other_groups_are_solved_apart() -> None:
-    """At block level all of a block's modules are solved in one call."""
-    sizes = {"gate": 16, "up": 32}
-    groups = {
-        name: {"targets": [f"re:.*{name}_proj"], "weights": {**WEIGHTS, "group_size": size}}
-        for name, size in sizes.items()
-    }
-    # scales are fitted again only where all of a set have as many
-    fields = {"ignore": [], "refit_scales": False}
-    together = tiny.run(
-        tiny.llama(), gptq(config_groups=groups, **fields), pipeline="layer_sequential"
-    )
-    for name, size in sizes.items():
-        one = {name: groups[name]}
-        alone = tiny.run(
-            tiny.llama(),
-            gptq(config_groups=one, **fields),
-            pipeline="layer_sequential",
-        )
-        weights = [
-            getattr(model.model.layers[0].mlp, f"{name}_proj").weight for model in (together, alone)
-        ]
-        assert getattr(together.model.layers[0].mlp, f"{name}_proj").weight_scale.shape[1] == (
-            64 // size
-        )
-        assert float((weights[0] != weights[1]).float().mean()) < 0.02
 
 
 def test_padding_changes_nothing() -> None:
@@ -315,29 +260,6 @@ def test_what_outputs_lack_corrects_as_the_cross_product_does(
         assert float(close.float().mean()) > 0.99, name
 
 
-def test_of_a_weight_that_will_be_pruned_first_it_is_not_known_what_its_output_lacks(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """It is corrected as it is when it is solved, by the cross product."""
-    made: list[bool] = []
-
-    def noted(*given: Any, **more: Any) -> input_statistics.InputStatistics:
-        made.append(bool(more["weights"]))
-        return input_statistics.InputStatistics(*given, **more)
-
-    monkeypatch.setattr(gptq_base, "InputStatistics", noted)
-    pruned = WandaPruningModifier(sparsity=0.5, targets=["re:.*down_proj"])
-    tiny.run(tiny.llama(), pruned, gptq(asymmetric=True))
-    assert made == [True, True, True, False] * 2
-
-
-def test_statistics_in_main_memory_are_the_same() -> None:
-    a = tiny.run(tiny.llama(), gptq())
-    b = tiny.run(tiny.llama(), gptq(offload_hessians=True))
-    for one, other in zip(tiny.linears(a).values(), tiny.linears(b).values(), strict=True):
-        assert torch.equal(one.weight, other.weight)
-
-
 def solved_in_batches(batched: Any) -> list[Tensor]:
     model = mixtures.mixture("mixtral", mixtures=1, num_local_experts=4, intermediate_size=64)
     recipe = gptq(targets="Linear", batched_quantization=batched)
@@ -370,12 +292,6 @@ def test_batched_solving_is_a_matter_of_speed(
     for one, other in zip(solved_in_batches(batched), alone, strict=True):
         assert float((one == other).float().mean()) > 0.95
     assert max(sizes) == most
-
-
-def test_twice_the_same_run_gives_the_same_bits() -> None:
-    a, b = (tiny.run(tiny.llama(), gptq(asymmetric=True)) for _ in range(2))
-    for one, other in zip(a.parameters(), b.parameters(), strict=True):
-        assert torch.equal(one, other)
 
 
 # ------------------------------------------------------------------ when factorization fails
@@ -435,26 +351,6 @@ def test_what_cannot_be_factorized_is_rounded_and_recorded(
         assert torch.equal(module.weight, rounded.get_submodule(name).weight)
 
 
-@pytest.mark.parametrize("module", [column_solver, sparse_solver], ids=["rounded", "pruned"])
-def test_what_failed_is_let_go_of_before_the_next_try(
-    module: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The frames of an error that is being handled hold matrices, on a device too."""
-    tries: list[tuple[int, Any]] = []
-
-    def fail(problems: Any, options: Any) -> Any:
-        tries.append((len(problems), sys.exc_info()[1]))
-        raise SingularHessianError("no")
-
-    names = {column_solver: ("_solve_by_sweep", "_round_to_nearest")}
-    first, last = names.get(module, ("_solve_stacked", "_prune_by_score"))
-    monkeypatch.setattr(module, first, fail)
-    monkeypatch.setattr(module, last, lambda *_: sys.exc_info()[1])
-    problem = SimpleNamespace(gram_CC=torch.eye(2))
-    assert module._solve_batch([problem, problem], None) == [None, None]
-    assert tries == [(2, None), (1, None), (1, None)]
-
-
 @pytest.mark.parametrize(
     ("kind", "fields", "instead"),
     [
@@ -504,15 +400,6 @@ def test_inputs_of_two_streams_meet_only_where_their_tokens_are_the_same(
     assert (found is reference) == used
 
 
-def test_what_the_original_gets_lies_where_its_twin_does() -> None:
-    """A pass that waits on the host leaves what is little of it on the device."""
-    module = Linear(4, 4)
-    state = State(calibration=Calibration(reference_inputs={module: torch.zeros(2, 5, 4)}))
-    found = reference_input(module, torch.zeros(2, 5, 4, device="meta"), state)
-    assert found is not None
-    assert found.device.type == "meta"
-
-
 # ------------------------------------------------------------------ starved modules
 
 
@@ -522,17 +409,6 @@ def with_spare(**changes: Any) -> Any:
     torch.manual_seed(3)
     model.model.layers[1].mlp.spare = Linear(64, 32)
     return model
-
-
-def test_a_module_that_saw_no_token_is_rounded_and_recorded(warned: list[str]) -> None:
-    modifier, name = gptq(), "model.layers.1.mlp.spare"
-    model = tiny.run(with_spare(), modifier, pipeline="basic")
-    assert modifier.records[name] == SolveRecord(0, None, None)
-    assert any(name in line and "no calibration token" in line for line in warned)
-    nearest = QuantizationModifier(config_groups=GROUPS, ignore=["lm_head"])
-    rounded = tiny.run(with_spare(), nearest)
-    assert torch.equal(model.get_submodule(name).weight, rounded.get_submodule(name).weight)
-    json.dumps(modifier.report(), allow_nan=False)
 
 
 def mute(model: Any) -> Any:
@@ -596,29 +472,6 @@ def test_fused_parts_share_one_global_scale() -> None:
                 assert own == pytest.approx(448 * 6 / float(amax), rel=1e-6)
 
 
-def test_fused_parts_of_two_modifiers_cannot_share_one() -> None:
-    """Each finds the scale of what it quantizes."""
-    parts = ["re:.*gate_proj$", "re:.*up_proj$"]
-    recipe = [
-        GPTQModifier(targets=parts[:1], scheme="NVFP4A16"),
-        QuantizationModifier(targets=parts[1:], scheme="NVFP4A16"),
-    ]
-    model = tiny.llama()
-    with pytest.raises(RecipeError, match=r"up_proj is served as one with .*gate_proj.*another"):
-        tiny.run(model, *recipe)
-    assert tiny.traces(model) == {}
-
-
-@pytest.mark.parametrize("observer", ["memoryless_mse", "imatrix_mse"])
-def test_the_observer_that_is_asked_for_finds_the_scales(observer: str, warned: list[str]) -> None:
-    plain = tiny.run(tiny.llama(), gptq(refit_scales=False))
-    model = tiny.run(tiny.llama(), gptq(weight_observer=observer, refit_scales=False))
-    for one, other in zip(tiny.linears(model).values(), tiny.linears(plain).values(), strict=True):
-        assert bool((one.weight_scale <= other.weight_scale).all())
-        assert not torch.equal(one.weight_scale, other.weight_scale)
-    assert not warned  # an observer without importance says so
-
-
 def test_an_embedding_is_rounded_to_nearest() -> None:
     weights = {"num_bits": 4, "strategy": "group", "group_size": 32}
     groups = {**GROUPS, "rows": {"targets": ["Embedding"], "weights": weights}}
@@ -656,15 +509,6 @@ def test_the_original_stream_runs_where_it_measures_better(scheme: str, streams:
     assert runs(asymmetric=False) == 1
 
 
-def test_one_coarse_group_is_enough_for_the_original_stream() -> None:
-    groups = {
-        "fine": {"targets": ["re:.*q_proj"], "weights": {"num_bits": 8}},
-        "coarse": {"targets": ["re:.*down_proj"], "weights": {"num_bits": 4}},
-    }
-    assert GPTQModifier(config_groups=groups).traits.twin
-    assert not GPTQModifier(config_groups={"fine": groups["fine"]}).traits.twin
-
-
 def grouped(**orders_by_group: str | None) -> dict[str, Any]:
     return {
         name: {"targets": [f"re:{name}"], "weights": {**WEIGHTS, "actorder": order}}
@@ -687,20 +531,10 @@ def test_the_order_is_for_every_strategy(strategy: str) -> None:
     }
 
 
-def test_the_order_of_a_scheme_wins_over_the_default() -> None:
-    assert orders(gptq(config_groups=grouped(a="weight", b=None)))["b"] == "static"
-    assert orders(gptq(config_groups=grouped(a="weight")))["a"] in ("weight", "static")
-
-
 @pytest.mark.parametrize("own", ["static", "weight"])
 def test_the_two_names_of_one_order_agree(own: str) -> None:
     for asked in ("static", "weight"):
         assert orders(gptq(actorder=own, config_groups=grouped(a=asked)))["a"] is not None
-
-
-def test_two_different_orders_contradict_each_other() -> None:
-    with pytest.raises(RecipeError, match="actorder None and a scheme has"):
-        gptq(actorder=None, config_groups=grouped(a="static"))
 
 
 @pytest.mark.parametrize("value", ["group", "dynamic", True])
@@ -709,13 +543,6 @@ def test_orders_that_no_reader_knows_are_refused_with_the_reason(value: Any) -> 
         gptq(actorder=value)
     with pytest.raises(RecipeError, match="compressed-tensors"):
         gptq(config_groups=grouped(a=value))
-
-
-def test_the_schemes_of_the_recipe_are_not_changed() -> None:
-    scheme = QuantizationScheme(targets=["Linear"], weights=QuantizationArgs(**WEIGHTS))
-    before = scheme.model_dump()
-    gptq(config_groups={"a": scheme})
-    assert scheme.model_dump() == before
 
 
 @pytest.mark.parametrize(
@@ -735,10 +562,6 @@ def test_the_schemes_of_the_recipe_are_not_changed() -> None:
 def test_fields_out_of_bounds_are_refused_by_name(field: str, value: Any) -> None:
     with pytest.raises(RecipeError, match=field):
         gptq(**{field: value})
-
-
-def test_no_dampening_given_is_the_default() -> None:
-    assert gptq(dampening_frac=None).dampening_frac == gptq().dampening_frac == 0.01
 
 
 def test_a_misspelt_field_gets_a_suggestion() -> None:
@@ -796,19 +619,3 @@ def test_a_module_that_no_batch_reaches_is_an_error_in_the_sequential_pipeline()
     with pytest.raises(TargetError, match=r"model\.layers\.1\.mlp\.spare"):
         tiny.run(model, gptq())
     assert not tiny.traces(model)
-
-
-def test_scales_are_fitted_beside_others_of_another_width() -> None:
-    """Linears with one input may have groups of their own."""
-
-    def scale_of_q(**sizes: int) -> Tensor:
-        groups = {
-            name: {"targets": [f"re:.*{name}_proj$"], "weights": {**WEIGHTS, "group_size": size}}
-            for name, size in sizes.items()
-        }
-        model = tiny.run(tiny.llama(), gptq(config_groups=groups))
-        return model.model.layers[0].self_attn.q_proj.weight_scale.detach()
-
-    alone = scale_of_q(q=32)
-    assert torch.equal(alone, scale_of_q(q=32, k=32))
-    assert torch.equal(alone, scale_of_q(q=32, k=16))

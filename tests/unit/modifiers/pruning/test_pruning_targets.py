@@ -114,15 +114,6 @@ def test_targets_without_parameters(targets, message):
             modifier.initialize(State(model=Model()))
 
 
-def test_nothing_left():
-    with pytest.raises(TargetError, match="No parameter of Model is left to prune by 'Linear'"):
-        names("Linear", "re:.*")
-    tied = nn.Sequential(nn.Embedding(4, 4), nn.Linear(4, 4, bias=False))
-    tied[1].weight = tied[0].weight
-    with pytest.raises(TargetError, match="a head that shares the input embedding"):
-        names("Linear", model=tied)
-
-
 @pytest.mark.parametrize("everything", ["__ALL__", "__ALL_PRUNABLE__", "Linear"])
 def test_routers_are_pruned_by_their_names_alone(everything: str) -> None:
     model = Model()
@@ -149,13 +140,6 @@ def test_what_quantization_adds_is_no_weight(targets):
             for name in ("weight_scale", "weight_zero_point", "weight_log_step", "input_scale"):
                 module.register_parameter(name, nn.Parameter(torch.ones(4, 1)))
     assert names(targets, model=model) == before
-
-
-def test_weights_that_are_codes():
-    model = nn.Sequential(nn.Linear(4, 4))
-    model[0].weight = nn.Parameter(torch.ones(4, 4, dtype=torch.int8), requires_grad=False)
-    with pytest.raises(TargetError, match=r"0\.weight cannot be pruned: its dtype is torch\.int8"):
-        names("Linear", model=model)
 
 
 # ---- fields
@@ -223,19 +207,6 @@ def gradual(**changes: Any) -> MagnitudePruningModifier:
 def test_fields_that_cannot_be(changes, message):
     with pytest.raises(RecipeError, match=rf"(?s)^MagnitudePruningModifier: .*{message}"):
         gradual(**changes)
-
-
-def test_constant_fields_that_cannot_be():
-    with pytest.raises(RecipeError, match="'targets': it is required"):
-        ConstantPruningModifier()
-    with pytest.raises(RecipeError, match=r"end \(1\) lies before start \(2\)"):
-        ConstantPruningModifier(targets="Linear", start=2, end=1)
-
-
-def test_parameters_that_a_structure_does_not_fit():
-    modifier = gradual(targets="Linear", mask_structure="block_8,8")
-    with pytest.raises(TargetError, match=r"block_8,8 does not fit layers\.0\.k_proj.*4 x 8 is no"):
-        modifier.initialize(State(model=Model()))
 
 
 def test_a_recipe_survives_being_saved():

@@ -18,9 +18,7 @@ from torch import Tensor
 from llmcompressor.core import EventType, State, active_session
 from llmcompressor.core.modifier import Modifier
 from llmcompressor.errors import InputError, NonFiniteError, RecipeError, TargetError
-from llmcompressor.modifiers.autoround import AutoRoundModifier
 from llmcompressor.modifiers.gptq import GPTQModifier
-from llmcompressor.modifiers.hqq import HQQModifier
 from llmcompressor.modifiers.quantization.rounding import QuantizationModifier
 from llmcompressor.quantization.parameters import observe_weight
 from llmcompressor.recipe import Recipe
@@ -66,13 +64,6 @@ def test_every_weight_is_rounded_on_the_scales_of_its_observer(name: str) -> Non
     assert torch.equal(model.lm_head.weight, before.lm_head.weight)
 
 
-def test_without_static_scales_no_data_is_needed() -> None:
-    assert not nearest(scheme="FP8_DYNAMIC").requires_calibration_data
-    assert nearest(scheme="FP8").requires_calibration_data
-    assert nearest(scheme="W4A16", weight_observer="imatrix_mse").requires_calibration_data
-    assert nearest(scheme="W4A16", kv_cache_scheme=FP8).requires_calibration_data
-
-
 def test_importance_comes_from_real_tokens(warned: list[str]) -> None:
     """Padding holds tokens too: counted, it would move the scales."""
     data = tiny.batches()
@@ -101,30 +92,6 @@ def test_importance_is_the_mean_square_of_the_inputs() -> None:
     assert float((module.weight_scale != expected.scale).float().mean()) < 0.05
 
 
-def test_importance_of_an_embedding_is_not_asked_for(warned: list[str]) -> None:
-    weights = {"num_bits": 4, "strategy": "channel", "observer": "memoryless_mse"}
-    group = {"targets": ["Embedding"], "weights": weights}
-    linear = {**weights, "observer": "imatrix_mse"}
-    groups = {"rows": group, "all": {"targets": ["Linear"], "weights": linear}}
-    model = tiny.run(tiny.llama(), nearest(config_groups=groups))
-    assert model.model.embed_tokens.weight_scale.shape == (96, 1)
-    assert not [line for line in warned if "embed_tokens" not in line]
-
-
-@pytest.mark.parametrize("field", ["config_groups", "scheme"])
-def test_targets_beside_groups_that_have_their_own_are_told(field: str, warned: list[str]) -> None:
-    groups: dict[str, Any] = {
-        "config_groups": {"all": {"targets": ["Linear"], "weights": {"num_bits": 8}}},
-        "scheme": {"FP8_DYNAMIC": ["Linear"]},
-    }
-    said = f"targets (re:.*mlp.*) has no effect beside {field}"
-    for targets, is_told in (("re:.*mlp.*", True), ("Linear", False), (["Linear"], False)):
-        warned.clear()
-        given = {field: groups[field], "targets": targets}
-        tiny.run(tiny.llama(), QuantizationModifier(ignore=["lm_head"], **given))
-        assert any(said in line for line in warned) == is_told
-
-
 def test_outputs_with_a_static_scale_are_calibrated() -> None:
     group = {"targets": ["re:.*up_proj"], "output_activations": INT8}
     model = tiny.run(tiny.llama(), nearest(config_groups={"outputs": group}))
@@ -146,35 +113,6 @@ def test_fields_that_are_changed_before_a_run_count(kind: type[Any]) -> None:
         tiny.run(model, modifier, data=tiny.batches())
         assert model.model.layers[0].mlp.up_proj.quantization_scheme.weights.num_bits == 4
         assert not hasattr(model.lm_head, "quantization_scheme")
-
-
-def test_fields_of_a_users_own_do_not_matter_to_schemes() -> None:
-    class Noting(QuantizationModifier):
-        table: Any = None
-
-    modifier = Noting(targets="Linear", scheme="W8A16", table=torch.zeros(3))
-    before = modifier.resolve_quantization_config()
-    modifier.table = torch.ones(3)
-    assert modifier.resolve_quantization_config() is before
-
-
-def test_what_the_fields_ask_for_can_be_read() -> None:
-    modifier = nearest(scheme={"W4A16": ["re:.*mlp.*"], "FP8": ["re:.*attn.*"]})
-    groups = modifier.resolved_config.config_groups
-    assert [scheme.weights.num_bits for scheme in groups.values() if scheme.weights] == [4, 8]
-    assert modifier.resolved_targets == {"re:.*mlp.*", "re:.*attn.*"}
-    modifier.scheme = "W8A16"
-    assert modifier.resolved_targets == {"Linear"}
-
-
-def test_a_changed_field_decides_whether_data_is_needed() -> None:
-    modifier = nearest(scheme="W8A16")
-    assert not modifier.requires_calibration_data
-    modifier.scheme = "FP8"
-    assert modifier.requires_calibration_data
-    modifier.scheme = "FP7"
-    with pytest.raises(InputError, match="FP7"):
-        _ = modifier.requires_calibration_data
 
 
 def test_the_quantized_model_is_close_to_the_original() -> None:
@@ -280,13 +218,6 @@ def test_cache_scales_can_be_kept_per_head() -> None:
             assert torch.allclose(found, expected, rtol=1e-5)
 
 
-def test_a_zero_point_of_the_cache_is_kept() -> None:
-    cache = {**INT8, "symmetric": False, "observer": "static_minmax"}
-    model = tiny.run(tiny.llama(), nearest(kv_cache_scheme=cache, ignore=[]))
-    attention = model.model.layers[0].self_attn
-    assert attention.k_zero_point.shape == attention.k_scale.shape == (1,)
-
-
 def test_attention_is_quantized_with_its_queries() -> None:
     plain, data = tiny.llama(), tiny.batches()
     model = tiny.run(tiny.llama(), nearest(config_groups=ATTENTION, ignore=[]), data=data)
@@ -296,22 +227,6 @@ def test_attention_is_quantized_with_its_queries() -> None:
         assert all(float(attention._parameters[f"{name}_scale"]) > 0 for name in "qkv")
     change = tiny.logits(model, data) - tiny.logits(plain, data)
     assert 0 < float(change.norm() / tiny.logits(plain, data).norm()) < 0.2
-
-
-def test_attention_and_its_linears_in_one_recipe() -> None:
-    groups = {**ATTENTION, "linears": {"targets": ["Linear"], "weights": FP8}}
-    model = tiny.run(tiny.llama(), nearest(config_groups=groups))
-    attention = model.model.layers[1].self_attn
-    assert float(attention.q_scale) > 0
-    assert float(attention.q_proj.weight_scale) > 0
-
-
-def test_the_cache_after_a_modifier_for_weights() -> None:
-    weights = GPTQModifier(scheme="W8A16", ignore=["lm_head"])
-    model = tiny.run(tiny.llama(), weights, QuantizationModifier(kv_cache_scheme=FP8))
-    attention = model.model.layers[1].self_attn
-    assert float(attention.k_scale) > 0
-    assert attention.q_proj.weight_scale.shape == (64, 1)
 
 
 # ------------------------------------------------------------------ bad input
@@ -488,13 +403,6 @@ def test_an_observer_that_is_not_known_is_told_with_its_field(
         tiny.run(tiny.llama(), QuantizationModifier(ignore=["lm_head"], **fields))
 
 
-@pytest.mark.parametrize("kind", [GPTQModifier, AutoRoundModifier, HQQModifier])
-def test_each_quantizer_tells_the_field_of_a_strange_observer(kind: Any) -> None:
-    said = f"^{kind.__name__}: field 'weight_observer': There is no observer named 'foo'"
-    with pytest.raises(RecipeError, match=said):
-        tiny.run(tiny.llama(), kind(scheme="W4A16", ignore=["lm_head"], weight_observer="foo"))
-
-
 def test_a_named_head_is_untied_unless_it_is_to_stay_tied() -> None:
     model = tiny.llama(tie_word_embeddings=True)
     named = nearest(scheme="W8A16", targets=["lm_head"], ignore=[])
@@ -514,13 +422,6 @@ def test_a_named_head_is_untied_unless_it_is_to_stay_tied() -> None:
         assert torch.equal(untied.model.embed_tokens.weight, original)
 
 
-def test_an_embedding_is_untied_from_a_head_that_a_class_then_means() -> None:
-    groups = {"W8A16": ["Embedding"], "FP8_DYNAMIC": ["Linear"]}
-    model = tiny.run(tiny.llama(tie_word_embeddings=True), nearest(config_groups=groups, ignore=[]))
-    assert model.model.embed_tokens.weight_scale.shape == (96, 1)
-    assert model.lm_head.quantization_scheme.weights.type == "float"
-
-
 def test_a_training_unties_nothing_by_itself() -> None:
     """Its optimizer has the parameters already."""
     model = tiny.llama(tie_word_embeddings=True)
@@ -529,13 +430,6 @@ def test_a_training_unties_nothing_by_itself() -> None:
     with pytest.raises(TargetError, match="tie_word_embeddings=False"):
         modifier.initialize(State(model=model, optimizer=optimizer))
     assert model.lm_head.weight is model.model.embed_tokens.weight
-
-
-def test_no_hook_of_a_modifier_is_left_after_success() -> None:
-    model = tiny.run(tiny.llama(), nearest(scheme="FP8", weight_observer="imatrix_mse"))
-    hooks = [hook for each in model.modules() for hook in each._forward_pre_hooks.values()]
-    hooks += [hook for each in model.modules() for hook in each._forward_hooks.values()]
-    assert hooks == []
 
 
 # ------------------------------------------------------------------ recipes

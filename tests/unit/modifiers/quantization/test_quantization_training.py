@@ -329,13 +329,6 @@ def test_static_activations_are_observed_for_a_step_first() -> None:
         loop.step(session, model, optimizer, data[index])
 
 
-def test_without_static_scales_the_first_step_is_rounded() -> None:
-    model, data = tiny.llama(), tiny.batches(number=1)
-    session = loop.begin(model, aware(scheme="W4A4"))
-    plain = float(loop.loss_of(model, data[0]).detach())
-    assert loop.train(session, model, loop.optimizer_of(model), data)[0] != plain
-
-
 @pytest.mark.parametrize("per_epoch", [None, 4])
 def test_start_in_steps_and_epochs(per_epoch: int | None) -> None:
     model, data = tiny.llama(), tiny.batches(number=8)
@@ -392,59 +385,7 @@ def test_micro_batches_count_as_one_step() -> None:
         assert found[1][tag] == pytest.approx(value, rel=1e-4), tag
 
 
-def test_searching_observers_are_asked_at_the_cadence_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    from llmcompressor.quantization import fake_quantize as fake_weights
-
-    calls: list[Any] = []
-    monkeypatch.setattr(
-        fake_weights,
-        "observe_weight",
-        lambda w, *a, **k: calls.append(0) or observe_weight(w, *a, **k),
-    )
-    model = tiny.llama(num_hidden_layers=1)
-    session = loop.begin(model, aware(**SCHEMES["search"], update=3))
-    loop.train(session, model, loop.optimizer_of(model), tiny.batches(number=7))
-    assert len(calls) == 3 * len(tiny.linears(model))  # before steps 0, 3 and 6
-
-
 # ------------------------------------------------------------------ traces and errors
-
-
-@pytest.mark.parametrize("learned", [False, True])
-def test_names_do_not_change_while_training(learned: bool) -> None:
-    before = set(tiny.llama().state_dict())
-    session, model = trained(aware(scheme="W8A8", learned_scales=learned))
-    found = set(model.state_dict())
-    assert {name for name in found if not name.endswith("log_step")} == before
-    assert learned == (found != before)
-    assert all("weight" not in module.__dict__ for module in model.modules())
-    session.finalize()
-
-
-def test_an_error_in_a_forward_leaves_no_rounded_weight_behind() -> None:
-    session, model = trained(aware(scheme="W4A16"))
-    module = model.model.layers[0].mlp.up_proj
-    with pytest.raises(RuntimeError, match="shape"):
-        module(torch.ones(2, 3))
-    assert "weight" not in module.__dict__
-    assert module.weight is module._parameters["weight"]
-    module.__dict__["weight"] = torch.zeros(1)  # what wrappers put there comes back
-    del module.__dict__["weight"]
-    session.finalize()
-
-
-def test_a_copy_of_the_model_in_training_computes_without_quantization() -> None:
-    session, model = trained(aware(scheme="W4A16"))
-    data = tiny.batches(number=1)
-    assert torch.equal(tiny.logits(copy.deepcopy(model), data), tiny.logits(_plain(model), data))
-    session.finalize()
-
-
-def test_a_training_that_never_comes_to_the_start_leaves_the_model_alone(warned: list[str]) -> None:
-    session, model = trained(aware(scheme="FP8", start=100, learned_scales=True))
-    session.finalize()
-    assert tiny.traces(model) == {}
-    assert "has not come to its start" in warned[0]
 
 
 @pytest.mark.parametrize("learned", [False, True])
@@ -468,18 +409,6 @@ def test_the_state_of_a_step_before_the_start_undoes_it(learned: bool, warned: l
     assert tiny.traces(model) == {}
     assert torch.equal(tiny.logits(model, data[:1]), plain)
     assert "has not come to its start" in warned[-1]
-
-
-def test_learned_parameters_do_nothing_before_the_start() -> None:
-    plain = tiny.llama()
-    model, data = tiny.llama(), tiny.batches(number=3)
-    session = loop.begin(model, aware(scheme="FP8", start=100, learned_scales=True))
-    losses = loop.train(session, model, loop.optimizer_of(model), data)
-    steps = {n: p for n, p in model.named_parameters() if n.endswith("log_step")}
-    assert all(p.grad is not None and not p.grad.any() and not p.any() for p in steps.values())
-    empty = loop.begin(plain)
-    assert losses == loop.train(empty, plain, loop.optimizer_of(plain), data)
-    assert torch.equal(model.lm_head.weight, plain.lm_head.weight)
 
 
 def test_learned_scales_without_a_training_are_refused() -> None:
@@ -516,19 +445,6 @@ def test_a_static_scale_that_nothing_reached_is_an_error(warned: list[str]) -> N
     assert "aside (input)" in warned[0]
     with pytest.raises(TargetError, match="aside"):
         session.finalize()
-
-
-def test_frozen_weights_are_rounded_too() -> None:
-    model = tiny.llama()
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_("norm" in name)
-    session = loop.begin(model, aware(scheme="W8A8"))
-    learned = [p for p in model.parameters() if p.requires_grad]
-    loop.train(session, model, torch.optim.SGD(learned, lr=0.1), tiny.batches(number=3))
-    data = tiny.batches(number=1)
-    before = tiny.logits(model, data)
-    session.finalize()
-    assert torch.equal(tiny.logits(model, data), before)
 
 
 # ------------------------------------------------------------------ checkpoints
