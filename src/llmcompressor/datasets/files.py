@@ -20,7 +20,7 @@ from llmcompressor.errors import DatasetError, did_you_mean
 from llmcompressor.logger import logger
 from llmcompressor.runtime.registry import resolve
 
-__all__ = ["KINDS", "is_saved_dataset", "kind_of", "read_files", "read_path"]
+__all__ = ["KINDS", "kind_of", "read_files", "read_path"]
 
 KINDS: Mapping[str, tuple[str, ...]] = {
     "csv": (".csv", ".tsv"),
@@ -40,11 +40,6 @@ def kind_of(path: Path) -> str | None:
     """The kind of a file by its suffix, or ``None`` for a suffix of no kind."""
     suffix = path.suffix.lower()
     return next((kind for kind, suffixes in KINDS.items() if suffix in suffixes), None)
-
-
-def is_saved_dataset(path: Path) -> bool:
-    """Return True if a folder was written by ``Dataset.save_to_disk``."""
-    return any((path / name).is_file() for name in ("state.json", "dataset_dict.json"))
 
 
 # --------------------

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 import torch.distributed
-from torch import Tensor
 from torch.utils.data import IterableDataset, Sampler, get_worker_info
 
 from llmcompressor.datasets.rows import Row, Rows, Stream
@@ -193,7 +192,9 @@ def prepare_samples(
         stream = rows.shuffled(seed) if shuffle else rows
         numbered = itertools.islice(_numbered(stream, preparation.name), rank, None, size)
     else:
-        order = _draw_order(len(rows), shuffle=shuffle, seed=seed)
+        order = torch.arange(len(rows))
+        if shuffle:
+            order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed))
         if size > 1 and has_same_rows_everywhere(rows, size):
             # The number of rows that fill a rank's pieces is unknown: each rank shares all rows.
             first = len(order) if packer or wanted is None else min(wanted, len(order))
@@ -211,13 +212,6 @@ def prepare_samples(
         samples += packer(maker(taken)) if packer else maker(taken)
     maker.report(len(samples), own, packed=packer is not None)
     return samples[:own]
-
-
-def _draw_order(size: int, *, shuffle: bool, seed: int) -> Tensor:
-    """Row indices in sampling order, long ``[size]``."""
-    if not shuffle:
-        return torch.arange(size)
-    return torch.randperm(size, generator=torch.Generator().manual_seed(seed))
 
 
 def _fetch_in_order(rows: Rows, order: Sequence[int], wanted: int | None) -> Numbered:

@@ -12,7 +12,7 @@ from typing import Any
 
 from llmcompressor.args import DatasetArguments
 from llmcompressor.datasets import rows as table
-from llmcompressor.datasets.files import KINDS, is_saved_dataset, kind_of, read_path
+from llmcompressor.datasets.files import KINDS, kind_of, read_path
 from llmcompressor.datasets.rows import Rows, Stream, has_columns, is_a, join, rows_of
 from llmcompressor.errors import DatasetError, did_you_mean
 from llmcompressor.logger import logger
@@ -193,7 +193,7 @@ def _open_local(
         if args.dvc_data_repository:
             options.setdefault("storage_options", {"url": args.dvc_data_repository})
         return rows_of_object(_load_hub(args, loader, None, options), split)
-    if is_saved_dataset(where):
+    if any((where / name).is_file() for name in ("state.json", "dataset_dict.json")):
         splits = resolve("llmcompressor.datasets.hub:load_saved")(str(where))
         if not isinstance(splits, Mapping):
             return rows_of_object(splits, split)
