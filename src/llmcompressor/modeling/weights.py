@@ -122,7 +122,7 @@ def untie_embeddings(model: PreTrainedModel) -> bool:
         shared = model.get_submodule(of)._parameters.get(its)
         if own in module._parameters and module._parameters[own] is shared:
             places.append((module, own))
-    if has_tied_embeddings(model):
+    if has_tied_embeddings(model) and (outputs, "weight") not in places:
         places.append((outputs, "weight"))
     for module, own in places:
         parameter = module.get_parameter(own)

@@ -542,7 +542,7 @@ def _small_copy(module: Module, form: StackLayout) -> _SmallMoE:
     shape = replace(form, experts=experts, hidden=hidden, intermediate=between)
     random = torch.Generator().manual_seed(0)
     small._parameters = {
-        name: Parameter(torch.randn(*shape.shape_of(name, generator=random)))
+        name: Parameter(torch.randn(shape.shape_of(name), generator=random))
         for name in shape.stacks
     }
     small._modules = {
@@ -566,7 +566,7 @@ def _small_child_copy(child: Module, sizes: Mapping[int, int], random: torch.Gen
     small = copy.deepcopy(child)
     for name, one in own:
         path, _, key = name.rpartition(".")
-        value = torch.randn(sizes[len(one, generator=random)])
+        value = torch.randn(sizes[len(one)], generator=random)
         small.get_submodule(path)._parameters[key] = Parameter(value, requires_grad=False)
     return small
 
