@@ -296,7 +296,14 @@ class State:
         """
         sets = {"train": train_data, "val": val_data, "test": test_data, "calib": calib_data}
         if copy_data:
-            sets = {role: _copied(role, value) for role, value in sets.items()}
+            for role, value in sets.items():
+                try:
+                    sets[role] = deepcopy(value)
+                except TypeError as error:
+                    raise InputError(
+                        f"The {role} data ({type(value).__name__}) cannot be copied: {error}.",
+                        "Pass copy_data=False to use the object itself.",
+                    ) from error
         given: dict[Any, dict[str, Any]] = {
             "data": sets,
             "hardware": {
@@ -326,6 +333,18 @@ class State:
         return kwargs
 
 
+def _as_device(device: torch.device | str) -> torch.device:
+    """Return a device, given by name or not."""
+    import torch  # noqa: PLC0415
+
+    try:
+        return torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise InputError(
+            f"The device {device!r} is none that torch knows.", 'Give a device such as "cuda:0".'
+        ) from error
+
+
 def _property_of_part(part: str, name: str) -> property:
     """A property of the state that reads and sets a field of one of its parts."""
 
@@ -341,27 +360,6 @@ def _property_of_part(part: str, name: str) -> property:
 for _part, _kind in (("schedule", Schedule), ("calibration", Calibration)):
     for _field in fields(_kind):
         setattr(State, _field.name, _property_of_part(_part, _field.name))
-
-
-def _as_device(device: torch.device | str) -> torch.device:
-    import torch  # noqa: PLC0415
-
-    try:
-        return torch.device(device)
-    except (RuntimeError, TypeError) as error:
-        raise InputError(
-            f"The device {device!r} is none that torch knows.", 'Give a device such as "cuda:0".'
-        ) from error
-
-
-def _copied(role: str, value: Any) -> Any:
-    try:
-        return deepcopy(value)
-    except TypeError as error:
-        raise InputError(
-            f"The {role} data ({type(value).__name__}) cannot be copied: {error}.",
-            "Pass copy_data=False to use the object itself.",
-        ) from error
 
 
 @dataclass

@@ -21,7 +21,7 @@ from llmcompressor.pipelines.passes import split_into_passes
 from llmcompressor.pipelines.targets import modifier_indices
 from llmcompressor.planning.result import PassPlan
 from llmcompressor.planning.subject import Part
-from llmcompressor.planning.workload import BlockWork, Widths, block_works
+from llmcompressor.planning.workload import BlockWork, BlockWorks, Widths
 
 __all__ = ["PassContext", "Passes", "plan_passes"]
 
@@ -72,9 +72,8 @@ class PassContext:
     ) -> list[BlockWork]:
         """Return the work of each part in a pass of ``modifiers``."""
         every = self.args.moe_calibrate_all_experts
-        return block_works(
-            self.parts, self.widths, modifiers, owners, level, self.data, every_expert=every
-        )
+        work = BlockWorks(self.widths, modifiers, owners, level, self.data, every)
+        return [work(part) for part in self.parts]
 
 
 def plan_passes(modifiers: Sequence[Modifier], context: PassContext) -> Passes:
