@@ -17,7 +17,6 @@ from torch.utils.data import DataLoader
 from llmcompressor import oneshot, train
 from llmcompressor.errors import (
     ArgumentError,
-    CheckpointError,
     DatasetError,
     InputError,
     OutputError,
@@ -46,11 +45,6 @@ CASES: dict[str, Case] = {
         RecipeError,
         ("QuantizationModifier", "ends where it starts", "later end"),
     ),
-    "a teacher for no time": (
-        {"recipe": DISTILL.format("start: 2, end: 2")},
-        RecipeError,
-        ("OutputDistillationModifier", "ends where it starts, at 2"),
-    ),
     "never updates": (
         {"recipe": PRUNE.format("targets: [Linear], start: 0, end: 2, update: 0")},
         RecipeError,
@@ -60,11 +54,6 @@ CASES: dict[str, Case] = {
         {"recipe": PRUNE.format("targets: [Conv7d], start: 0, end: 2, update: 1")},
         TargetError,
         ("Conv7d",),
-    ),
-    "a target without parameters": (
-        {"recipe": PRUNE.format("targets: ['re:.*rotary_emb'], start: 0, end: 2, update: 1")},
-        TargetError,
-        ("rotary_emb",),
     ),
     "a teacher that does not pair": (
         {
@@ -78,11 +67,6 @@ CASES: dict[str, Case] = {
         {"recipe": DISTILL.format("targets: ['re:model.layers.0$']")},
         InputError,
         ("teacher", "distill_teacher"),
-    ),
-    "a teacher that is not there": (
-        {"distill_teacher": "./no/such/teacher"},
-        CheckpointError,
-        ("./no/such/teacher",),
     ),
     "a modifier of oneshot": (
         {"recipe": "modifiers: {WeightHalver: {}}"},
@@ -101,12 +85,6 @@ CASES: dict[str, Case] = {
     ),
     "a wrong value": ({"lr_scheduler_type": "cosinus"}, ArgumentError, ("cosinus", "cosine")),
     "no steps": ({"max_steps": 0}, ArgumentError, ("max_steps",)),
-    "no epochs": ({"num_train_epochs": 0}, ArgumentError, ("num_train_epochs",)),
-    "a batch of none": (
-        {"per_device_train_batch_size": 0},
-        ArgumentError,
-        ("per_device_train_batch_size",),
-    ),
     "the batch size of calibration": (
         {"batch_size": 4},
         ArgumentError,
@@ -129,11 +107,6 @@ CASES: dict[str, Case] = {
         DatasetError,
         ("data_collator", "TypeError: no way", "input_ids"),
     ),
-    "a collator that gives nothing": (
-        {"data_collator": lambda: lambda samples: None},
-        DatasetError,
-        ("data_collator", "NoneType", "dictionaries"),
-    ),
     "an infinite learning rate": (
         {"learning_rate": float("inf")},
         ArgumentError,
@@ -141,30 +114,13 @@ CASES: dict[str, Case] = {
     ),
     "a seed that numpy does not take": ({"seed": 2**40}, ArgumentError, ("seed", str(2**32 - 1))),
     "a text for true or false": ({"bf16": "false"}, ArgumentError, ("bf16", "True or False")),
-    "a text for true, false or unset": (
-        {"activation_checkpointing": "false"},
-        ArgumentError,
-        ("checkpointing", "True or False"),
-    ),
-    "a text for an own flag": ({"do_oneshot": "no"}, ArgumentError, ("do_oneshot", "True or")),
     "a text for a number": ({"adam_epsilon": "small"}, ArgumentError, ("adam_epsilon", "number")),
     "more smoothing than all": (
         {"label_smoothing_factor": 2},
         ArgumentError,
         ("label_smoothing_factor", "0 to 1"),
     ),
-    "noise below zero": ({"neftune_noise_alpha": -1}, ArgumentError, ("neftune_noise_alpha",)),
-    "a number for a checkpoint": (
-        {"resume_from_checkpoint": 5},
-        ArgumentError,
-        ("resume_from_checkpoint", "folder"),
-    ),
     "no data": ({"dataset": None}, DatasetError, ("dataset",)),
-    "data that is not there": (
-        {"dataset": "./no-such.jsonl"},
-        DatasetError,
-        ("./no-such.jsonl",),
-    ),
     "tokens beyond the vocabulary": (
         {"dataset": [{"input_ids": [3, 4, 999]}]},
         DatasetError,
@@ -174,11 +130,6 @@ CASES: dict[str, Case] = {
         {"dataset": [{"input_ids": [3, 4, 5], "labels": [4, 5]}]},
         DatasetError,
         ("3 input_ids, but 2 in labels",),
-    ),
-    "labels beyond the vocabulary": (
-        {"dataset": [{"input_ids": [3, 4, 5], "labels": [-100, 4, 999]}]},
-        DatasetError,
-        ("999 in its labels",),
     ),
     "labels that the loss does not leave out": (
         {"dataset": [{"input_ids": [3, 4, 5], "labels": [-1, 4, 5]}]},
@@ -205,7 +156,6 @@ CASES: dict[str, Case] = {
         ArgumentError,
         ("'foo' is not a logger", "BaseLogger"),
     ),
-    "no list of loggers": ({"loggers": 5}, ArgumentError, ("5 is no list of loggers",)),
     "nothing of this name to report to": (
         {"report_to": "tensorbord"},
         ArgumentError,
@@ -231,18 +181,8 @@ CASES: dict[str, Case] = {
         ArgumentError,
         ("warmup_stable_decay", "num_decay_steps", "lr_scheduler_kwargs"),
     ),
-    "an argument that learning rates do not take": (
-        {"lr_scheduler_type": "cosine", "lr_scheduler_kwargs": {"num_cycle": 2}},
-        ArgumentError,
-        ("cosine", "num_cycle"),
-    ),
     "shards of one process": ({"fsdp": True}, ArgumentError, ("fsdp", "torchrun")),
     "nothing to resume": ({"resume_from_checkpoint": True}, OutputError, ("nothing to resume",)),
-    "no such checkpoint": (
-        {"resume_from_checkpoint": "./checkpoint-7"},
-        ArgumentError,
-        ("resume_from_checkpoint", "./checkpoint-7"),
-    ),
     "mixed precision of narrow weights": (
         {"fp16": True, "precision": "float16"},
         InputError,
