@@ -71,7 +71,7 @@ class TreeConfig(PretrainedConfig):  # type: ignore[no-untyped-call]  # transfor
         return cls()
 
 
-class WrappedTreeConfig(TreeConfig):
+class WrappedTreeConfig(TreeConfig):  # type: ignore[no-untyped-call]
     """Of a model with a text part, whose served names differ."""
 
     def get_text_config(self, decoder: Any = None, encoder: Any = None) -> Any:
