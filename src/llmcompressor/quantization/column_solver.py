@@ -3,14 +3,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from compressed_tensors.quantization import QuantizationStrategy
 from torch import Tensor
 
-from llmcompressor.core.contract import CalibrationCost
+from llmcompressor.core.contract import ELEMENTWISE, Cost, DataSize
 from llmcompressor.numerics.batching import (
     BATCH_ELEMENTS,
     batch_by_kind,
@@ -22,13 +23,11 @@ from llmcompressor.numerics.gptq import (
     ColumnScales,
     activation_order,
     conditional_optimum,
-    corrected_weight_with_retries,
+    corrected_weight,
     refit_scales,
-    residual_corrected_weight,
     ridge_for_tokens,
     sweep_and_refine,
 )
-from llmcompressor.numerics.gram import CHUNK_TOKENS
 from llmcompressor.numerics.grid import Grid
 from llmcompressor.numerics.hessian import (
     dead_columns,
@@ -38,7 +37,7 @@ from llmcompressor.quantization.parameters import WeightParameters
 from llmcompressor.runtime.threads import SPAN, one_thread
 from llmcompressor.schemes.bridge import grid_of, partition_of
 
-__all__ = ["Options", "Problem", "Solution", "gptq_effort", "refinement_rounds", "solve"]
+__all__ = ["Options", "Problem", "Solution", "gptq_cost", "refinement_rounds", "solve"]
 
 
 @dataclass(frozen=True)
@@ -134,27 +133,20 @@ def solve(problems: Sequence[Problem], options: Options) -> list[Solution]:
 
     If every input is zero, the tokens do not determine the weights: they are rounded to nearest.
     """
-    idle = [bool(dead_columns(problem.gram_CC).all()) for problem in problems]
-    solutions = {
-        index: replace(_round_to_nearest(problem), is_idle=True)
-        for index, problem in enumerate(problems)
-        if idle[index]
-    }
-    places = [index for index in range(len(problems)) if not idle[index]]
-    lively = [problems[index] for index in places]
-    for batch in _batches(lively, options.batch):
-        found = _solve_batch([lively[number] for number in batch], options)
-        solutions.update(zip([places[number] for number in batch], found, strict=True))
+    solutions: dict[int, Solution] = {}
+    places = []
+    for index, problem in enumerate(problems):
+        if bool(dead_columns(problem.gram_CC).all()):
+            solutions[index] = replace(_round_to_nearest(problem), is_idle=True)
+        else:
+            places.append(index)
+    kinds = [problems[index].kind for index in places]
+    columns = [problems[index].shape[1] for index in places]
+    for batch in batch_by_kind(kinds, columns, BATCH_ELEMENTS, most=options.batch):
+        indices = [places[number] for number in batch]
+        found = _solve_batch([problems[index] for index in indices], options)
+        solutions.update(zip(indices, found, strict=True))
     return [solutions[index] for index in range(len(problems))]
-
-
-_BATCH_ELEMENTS = BATCH_ELEMENTS
-
-
-def _batches(problems: Sequence[Problem], most: int | None = None) -> Iterator[list[int]]:
-    kinds = [problem.kind for problem in problems]
-    columns = [problem.shape[1] for problem in problems]
-    return batch_by_kind(kinds, columns, _BATCH_ELEMENTS, most=most)
 
 
 def _solve_batch(problems: Sequence[Problem], options: Options) -> list[Solution]:
@@ -210,40 +202,27 @@ def _solve_by_sweep(problems: Sequence[Problem], options: Options) -> list[Solut
         settled_RC = conditional_optimum(weight_RC, rounded_RC, gram_CC, dampening=dampening)
         if kept_RC is not None:
             settled_RC.masked_fill_(~kept_RC, 0)
-    if len(problems) == 1:
-        rounded_RC, loss_R = rounded_RC.unsqueeze(0), loss_R.unsqueeze(0)
-        scale_RG = None if scale_RG is None else scale_RG.unsqueeze(0)
-        settled_RC = None if settled_RC is None else settled_RC.unsqueeze(0)
-    return [
-        _solution(
-            problem,
-            rounded_RC[number],
-            loss_R[number],
-            dampening,
-            None if scale_RG is None else scale_RG[number],
-            None if settled_RC is None else settled_RC[number],
-        )
-        for number, problem in enumerate(problems)
-    ]
+    each = [_unstacked(one, len(problems)) for one in (rounded_RC, loss_R, scale_RG, settled_RC)]
+    pairs = zip(problems, *each, strict=True)
+    return [_solution(problem, dampening, *found) for problem, *found in pairs]
 
 
 def _error_corrected_weight(
     problems: Sequence[Problem], weight_RC: Tensor, gram_CC: Tensor, ridge: float
 ) -> Tensor:
     """The weight to round instead of the original: it corrects the error of earlier layers."""
-    by_tokens = ridge_for_tokens(ridge, gram_CC, [problem.tokens for problem in problems])
     missing = [one.missing_CR for one in problems if one.missing_CR is not None]
     cross = [one.cross_CC for one in problems if one.cross_CC is not None]
-    steps = _dampening_attempts(problems)
-    if missing:
-        return residual_corrected_weight(
-            weight_RC, gram_CC, _stack(missing), by_tokens, steps=steps
-        )
-    if cross:
-        return corrected_weight_with_retries(
-            weight_RC, gram_CC, _stack(cross), by_tokens, steps=steps
-        )
-    return weight_RC
+    if not missing and not cross:
+        return weight_RC
+    return corrected_weight(
+        weight_RC,
+        gram_CC,
+        _stack(cross) if cross and not missing else None,
+        ridge_for_tokens(ridge, gram_CC, [problem.tokens for problem in problems]),
+        missing_CR=_stack(missing) if missing else None,
+        steps=_dampening_attempts(problems),
+    )
 
 
 def refinement_rounds(asked: int | None, bits: int) -> int:
@@ -277,19 +256,16 @@ def _unpruned_mask(problems: Sequence[Problem]) -> Tensor | None:
 
     A weight counts as pruned from 5 percent of exact zeros on: rounding to 16 bits makes a few.
     """
-    weights = [weight for problem in problems for weight in problem.weights]
-    fewest = 1 - PRUNED_SHARE
-    pruned = [int(torch.count_nonzero(weight)) <= fewest * weight.numel() for weight in weights]
-    if not any(pruned):
-        return None
-    kept = [
-        weight != 0 if is_pruned else torch.ones_like(weight, dtype=torch.bool)
-        for weight, is_pruned in zip(weights, pruned, strict=True)
-    ]
-    rows = [len(problem.weights) for problem in problems]
-    starts = [sum(rows[:number]) for number in range(len(rows))]
-    each = [torch.cat(kept[at : at + count]) for at, count in zip(starts, rows, strict=True)]
-    return _stack(each)
+    is_any, each = False, []
+    for problem in problems:
+        kept = []
+        for weight in problem.weights:
+            fewest = (1 - PRUNED_SHARE) * weight.numel()
+            is_pruned = int(torch.count_nonzero(weight)) <= fewest
+            is_any |= is_pruned
+            kept.append(weight != 0 if is_pruned else torch.ones_like(weight, dtype=torch.bool))
+        each.append(torch.cat(kept))
+    return _stack(each) if is_any else None
 
 
 def _stack(tensors: Sequence[Tensor]) -> Tensor:
@@ -300,36 +276,41 @@ def _stacked_column_scales(problems: Sequence[Problem]) -> ColumnScales:
     """The scales of stacked rows, and of stacked problems."""
     stacked = []
     for problem in problems:
-        each = [
-            parameters.columns(*weight.shape)
-            for weight, parameters in zip(problem.weights, problem.parameters, strict=True)
-        ]
+        pairs = zip(problem.weights, problem.parameters, strict=True)
+        each = [parameters.columns(*weight.shape) for weight, parameters in pairs]
         groups_C = each[0].group_of_column_C
         if not all(torch.equal(one.group_of_column_C, groups_C) for one in each):
-            wide = [(one.scale_RG, one.zero_RG, one.group_of_column_C) for one in each]
             groups_C = torch.arange(problem.shape[1], device=groups_C.device)
             each = [  # a scale per column
                 ColumnScales(scale[:, own_C], None if zero is None else zero[:, own_C], groups_C)
-                for scale, zero, own_C in wide
+                for scale, zero, own_C in each
             ]
-        zeros = [one.zero_RG for one in each if one.zero_RG is not None]
         scale_RG = torch.cat([one.scale_RG for one in each])
-        stacked.append(ColumnScales(scale_RG, torch.cat(zeros) if zeros else None, groups_C))
+        stacked.append(ColumnScales(scale_RG, _joined(torch.cat, each), groups_C))
     if len(stacked) == 1:
         return stacked[0]
-    all_zeros = [one.zero_RG for one in stacked if one.zero_RG is not None]
-    return ColumnScales(
-        torch.stack([one.scale_RG for one in stacked]),
-        torch.stack(all_zeros) if all_zeros else None,
-        stacked[0].group_of_column_C,
-    )
+    scale_RG = torch.stack([one.scale_RG for one in stacked])
+    return ColumnScales(scale_RG, _joined(torch.stack, stacked), stacked[0].group_of_column_C)
+
+
+def _joined(
+    join: Callable[[list[Tensor]], Tensor], scales: Sequence[ColumnScales]
+) -> Tensor | None:
+    zeros = [one.zero_RG for one in scales if one.zero_RG is not None]
+    return join(zeros) if zeros else None
+
+
+def _unstacked(stacked: Any, count: int) -> Sequence[Any]:
+    if stacked is None:
+        return [None] * count
+    return [stacked] if count == 1 else stacked
 
 
 def _solution(
     problem: Problem,
+    dampening: float,
     rounded_RC: Tensor,
     loss_R: Tensor,
-    dampening: float,
     scale_RG: Tensor | None,
     settled_RC: Tensor | None,
 ) -> Solution:
@@ -344,44 +325,41 @@ def _solution(
 
 
 # --------------------
-# Cost model of GPTQ, for C columns, R rows of all Linears with one input, and T tokens.
+# Cost of GPTQ, for C columns and R rows of all Linears with one input.
 #
-# =====================================  =======================================  =================
-# step                                   multiply-adds                            further bytes
-# =====================================  =======================================  =================
-# second moments                         T C² · 36/64 (block rows of a triangle)  4 C² cross
-# products (twin streams)          T C²                                     4 C² or output
-# residuals, where R ≤ C / 2   2 T R C                                  4 R C and a copy correction
-# (twin streams)              C³/3 + 2 R C², or C³/3 + R C²            8 C² + 11 R C factorization
-# C³/3                                     4 C² + 4 P² + 4 R C sweep
-# R C²/2                                   4C²+12RC + 4P(R + C) refinement
-# R C² per round                           4 C² + 33 R C / 2 transposing back
-# none                                     12 or 16 RC + 8SC refit of scales, on an accelerator
-# R C² of groups of g columns              16 R C + 20 R g =====================================
-# =======================================  =================
+# step                              multiply-adds             further bytes
+# second moments                    36/64 C² a token          4 C²
+# cross products, twin streams      C² a token                4 C²
+# output residuals, for few rows    2 R C a token             4 R C and a copy
+# correction, twin streams          C³/3 + 2 R C², or R C²    8 C² + 11 R C
+# factorization                     C³/3                      4 C² + 4 P² + 4 R C, panels of P
+# sweep                             R C²/2                    4 C² + 12 R C + 4 P (R + C)
+# refinement, a round               R C²                      4 C² + 33 R C / 2
+# transposing back                  none                      12 or 16 R C, 8 C for a thread's rows
+# refit of scales, on accelerators  R C²                      16 R C + 20 R g, groups of g columns
 #
-# The second moments stay allocated while solving; of the further bytes the largest term counts. P
-# is the width of a panel of the factorization, or C if that is less; S are the rows that all
-# threads together transpose at a time.
+# The moments stay while solving; of the further bytes the largest term counts.
 
 _FLOAT = 4
 _VISITS_OF_SWEEP = 24
 _VISITS_OF_REFINEMENT = 26
 
 
-def gptq_effort(
+def gptq_cost(
     weights: Sequence[Tensor],
+    data: DataSize,
     *,
     twin: bool,
     refinements: int,
     group: int = 0,
     batch: int | None = None,
     answered: bool = False,
-) -> CalibrationCost:
+) -> Cost:
     """The cost of solving Linears with one input.
 
     Args:
         weights: each ``[R_i, C]``; only shapes and dtypes are used.
+        data: size of the calibration data.
         twin: with the inputs of the original model.
         refinements: rounds of coordinate descent.
         group: columns that share a scale; 0 for all.
@@ -389,13 +367,12 @@ def gptq_effort(
         answered: whether output residuals are accumulated where that costs less.
     """
     if not weights:
-        return CalibrationCost()
+        return Cost()
     columns = weights[0].shape[-1]
     elements = sum(weight.numel() for weight in weights)
-    square, streams = columns**2, 2 if twin else 1
+    rows, itemsize, square = elements // columns, weights[0].element_size(), columns**2
     solve = square * columns // 3 + elements * columns // 2
     solve += refinements * elements * columns
-    rows, itemsize = elements // columns, weights[0].element_size()
     cross = compared = 0
     if twin and answered and prefers_output_residual(rows, columns, weights[0].dtype):
         cross, compared = 2 * elements, (_FLOAT + itemsize) * elements
@@ -403,24 +380,20 @@ def gptq_effort(
     elif twin:
         cross, compared = square, _FLOAT * square
         solve += square * columns // 3 + 2 * elements * columns
-    buffered = streams * CHUNK_TOKENS * columns * itemsize
-    turned = columns * min(rows, SPAN * torch.get_num_threads())
+    buffered = data.buffered * columns * itemsize
     panel = min(columns, PANEL)
+    transposed = columns * min(rows, SPAN * torch.get_num_threads())
     largest = max(
         4 * square + 4 * panel**2 + 4 * elements,
         8 * square + 11 * elements if twin else 0,
         4 * square + 12 * elements + 4 * panel * (rows + columns),
         (4 * square + 33 * elements // 2) if refinements else 0,
-        (16 if refinements else 12) * elements + 8 * turned,
+        (16 if refinements else 12) * elements + 8 * transposed,
+        16 * elements + 20 * rows * (min(group, columns) or columns) if data.on_device else 0,
     )
-    return CalibrationCost(
-        gram=square * 36 // 64,
-        cross=cross,
-        solve=solve,
-        visits=elements * (_VISITS_OF_SWEEP + refinements * _VISITS_OF_REFINEMENT),
-        statistics=_FLOAT * square + compared,
-        buffered=buffered,
-        workspace=largest,
-        on_device=max(largest, 16 * elements + 20 * rows * (min(group, columns) or columns)),
-        at_once=batch or max(1, BATCH_ELEMENTS // square),
+    visits = elements * (_VISITS_OF_SWEEP + refinements * _VISITS_OF_REFINEMENT)
+    return Cost(
+        flops=data.tokens * (square * 36 // 64 + cross) + solve + ELEMENTWISE * visits,
+        held_bytes=_FLOAT * square + compared + (1 + twin) * buffered,
+        peak_bytes=min(data.alike, batch or max(1, BATCH_ELEMENTS // square)) * largest,
     )

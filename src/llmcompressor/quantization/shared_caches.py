@@ -16,6 +16,7 @@ from compressed_tensors.quantization import QuantizationArgs, QuantizationStatus
 from torch import Tensor
 from torch.nn import Module, Parameter
 
+from llmcompressor.core.block_source import BlockSource
 from llmcompressor.core.contract import PlannedModule
 from llmcompressor.modeling.names import named_modules
 from llmcompressor.quantization.attach import cache_scheme
@@ -60,11 +61,7 @@ class SharedKVCaches:
         return isinstance(other, SharedKVCaches) and vars(self) == vars(other)
 
     def planned(self, tensors: Mapping[Module, Mapping[str, Tensor]]) -> list[PlannedModule]:
-        """The entries of these modules in the checkpoint.
-
-        Args:
-            tensors: the tensors of the attention that they read from, on the meta device.
-        """
+        """The entries in the checkpoint, from the meta tensors of their sources."""
         return [
             PlannedModule(
                 name,
@@ -83,31 +80,24 @@ class SharedKVCaches:
             self._states[source] = _states_of(source)
 
     def attach(
-        self, modules: Iterable[Module], adopt: Callable[[Module], None], keeper: Any = None
+        self, modules: Iterable[Module], adopt: Callable[[Module], None], blocks: BlockSource
     ) -> None:
         """Give modules that share a cache the scales of the attention that they read from.
 
-        Args:
-            modules: of a block, or of the model.
-            adopt: marks that attention as quantized; its values were written by an earlier run.
-            keeper: holds the blocks of that run.
+        ``adopt`` marks that attention as quantized if its values were written by an earlier run,
+        whose finished ones ``blocks`` are.
         """
         for module, source in self._shared_pairs(modules):
             if source not in self._states:
                 adopt(source)
-                _restore(keeper, source)
+                _restore(blocks, source)
                 self.keep([source])
             device = next((one.device for one in module.parameters() if not one.is_meta), None)
             kept = self._states[source].items()
             self._mark(module, source, {own: one.to(device, copy=True) for own, one in kept})
 
     def mark(self, modules: Iterable[Module], adopt: Callable[[Module], None]) -> None:
-        """Mark modules that share a cache as quantized; their values are already on disk.
-
-        Args:
-            modules: of a block, or of the model.
-            adopt: does the same for the attention they read from.
-        """
+        """Mark modules that share a cache, after their sources; the values are already on disk."""
         for module, source in self._shared_pairs(modules):
             adopt(source)
             forms = _states_of(source)
@@ -135,8 +125,8 @@ def _states_of(source: Module) -> dict[str, Tensor]:
     return {own: one.detach() for own, one in found if one is not None}
 
 
-def _restore(keeper: Any, source: Module) -> None:
+def _restore(blocks: BlockSource, source: Module) -> None:
     """Load the scales of attention that an earlier run has finished."""
-    for block, name in keeper.names.items():
+    for block, name in blocks.names.items():
         if any(one is source for one in block.modules()):
-            keeper.restore(name, {source})
+            blocks.restore(name, {source})

@@ -16,8 +16,7 @@ from pydantic import Field, PrivateAttr, field_validator
 from torch.nn import Linear, Module
 
 from llmcompressor.core.contract import (
-    ComputeCost,
-    CostModel,
+    Cost,
     DataSize,
     DataUse,
     Granularity,
@@ -39,7 +38,7 @@ from llmcompressor.modifiers.rotation.online import (
     has_online_rotation,
     is_loadable_order,
 )
-from llmcompressor.modifiers.rotation.plan import RotationPlan, fusion_cost, trial_cost
+from llmcompressor.modifiers.rotation.plan import RotationPlan, fusion_flops, trial_flops
 from llmcompressor.modifiers.rotation.probe import (
     NARROW_TOLERANCE,
     InvarianceProbe,
@@ -131,6 +130,7 @@ class RotationModifier(Modifier):
             granularity=Granularity.LINEAR,
             begins_pass=True,
             by_block=True,
+            trial=self.try_on_proxy,
         )
 
     # ------------------------------------------------------------------ phases
@@ -158,23 +158,46 @@ class RotationModifier(Modifier):
         # schemes; that is checked before the run, which needs them in the configuration.
         turned_alike = {one.scheme for one in self._plan.online} - staying
         add_schemes(model, {name: self._plan.schemes[name] for name in turned_alike})
-        if not is_loaded(model):  # the output is predicted from the model before the run
+        device = None
+        if not is_loaded(model):
             self._check_blocks(model, self._plan)
             loaded = (one.device for one in model.parameters() if not one.is_meta)
-            self._plan.attach_resting(model, next(loaded, torch.device("meta")))
+            device = next(loaded, torch.device("meta"))
+        # the output is predicted from the model before the run
+        self._plan.attach_resting(model, device)
         return True
 
     def predict(self, state: State) -> Prediction:
-        """Online rotations, which the model holds; without weights they are attached already."""
+        """Online rotations, which the model holds already."""
         assert self._plan is not None
         plan, model = self._plan, state.model
-        if not is_loaded(model):
-            return Prediction()
         return Prediction(attached=lambda: plan.attached(model))
 
-    def cost(self) -> CostModel:
-        """Costs of rotating, and the trial of the rotations on a small model."""
-        return CostModel(compute=self.compute_cost, held=self.held_bytes, trial=self.try_on_proxy)
+    def cost(self, modules: Sequence[Module], data: DataSize) -> Cost:
+        """Cost of the trial of the rotations in float32, and of fusing them into the weights."""
+        assert self._plan is not None
+        flops = trial_flops(self._plan, modules)
+        flops += fusion_flops(self._plan, modules, _PRECISIONS[self.precision])
+        return Cost(flops=flops, peak_bytes=self._rotating_bytes(modules))
+
+    def _rotating_bytes(self, modules: Sequence[Module]) -> int:
+        """Peak bytes for rotating weights, or for the trial of a part in float32 before."""
+        assert self._plan is not None
+        rotating, transposing, tried = 0, 0, 0
+        for one in modules:
+            every = [each for each in one._parameters.values() if each is not None]
+            size, fusion = sum(each.numel() for each in every), self._plan.fusions.get(one)
+            if fusion is None:
+                tried += sum(each.numel() for each in every if each.dtype.itemsize < _FLOAT)
+                continue
+            tried += size
+            held = functools.partial(
+                rotated_weight_peak_bytes, size, inputs=fusion.inputs, outputs=fusion.outputs
+            )
+            itemsize = every[0].dtype.itemsize if every else 0
+            rotating = max(rotating, held(precision=self._plan.precision) + size * itemsize)
+            transposing = max(transposing, held(precision=torch.float32, is_apart=False))
+        return max(rotating, _FLOAT * tried + transposing)
 
     def on_finalize(self, state: State, **kwargs: Any) -> bool:
         """Remove rotations and their schemes if the weights were not rotated."""
@@ -185,21 +208,22 @@ class RotationModifier(Modifier):
 
     def on_calibration_start(self, state: State, event: Event, **kwargs: Any) -> None:
         """Rotate the model, and check that its outputs stay the same."""
-        if state.run.block_source is not None:
-            self._begin_blocks(state)
-        else:
+        if state.run.block_source.holds_all:
             self._rotate_whole(state)
+        else:
+            self._begin_blocks(state)
         self._is_done = True
 
     def _rotate_whole(self, state: State) -> None:
         model, plan = state.model, self._plan
         assert plan is not None
-        before = probe_logits(model)
-        plan.attach(model)
-        if self.learnable:
-            self.learn(state, plan)
-        plan.fuse()
-        self._moved = relative_distance(before, probe_logits(model))
+        with stages_bypassed(model):
+            before = probe_logits(model)
+            plan.rest(rests=False)
+            if self.learnable:
+                self.learn(state, plan)
+            plan.fuse()
+            self._moved = relative_distance(before, probe_logits(model))
         self._check_rounding(model)
         logger.info(
             f"{type(self).__name__}: {plan.rotated_weights} weights rotated, {len(plan.online)} "
@@ -212,7 +236,6 @@ class RotationModifier(Modifier):
         """Check that outputs will stay the same, and activate online rotations."""
         plan, source = self._plan, state.run.block_source
         assert plan is not None
-        assert source is not None
         if not source.finished:  # an interrupted run has checked its rotations already
             with source.visiting():
                 self._check_invariance(state.model, plan, by_part=False)
@@ -232,39 +255,12 @@ class RotationModifier(Modifier):
 
     def finish(self, state: State, modules: Iterable[Module], *, written: bool = False) -> None:
         """Rotate the weights of the loaded ``modules``, each once."""
-        if state.run.block_source is None:
-            return
+        if state.run.block_source.holds_all:
+            return  # they are rotated together
         fresh = set(modules) - self._rotated
         assert self._plan is not None
         self._plan.fuse(fresh)
         self._rotated |= fresh
-
-    def compute_cost(self, modules: Sequence[Module], data: DataSize) -> ComputeCost:
-        """Compute for the trial of the rotations, and for fusing them into the weights."""
-        assert self._plan is not None
-        rotating = fusion_cost(self._plan, modules, _PRECISIONS[self.precision])
-        return rotating + trial_cost(self._plan, modules)
-
-    def held_bytes(self, modules: Sequence[Module], *, together: bool) -> int:
-        """Peak bytes for rotating weights, or for the trial of a part in float32 before."""
-        assert self._plan is not None
-        rotating, turning, sizes = [0], [0], [0]
-        for one in modules:
-            every = [each for each in one._parameters.values() if each is not None]
-            size, fusion = sum(each.numel() for each in every), self._plan.fusions.get(one)
-            if fusion is None:
-                narrow = (each.numel() for each in every if each.dtype.itemsize < _FLOAT)
-                sizes.append(sum(narrow))
-                continue
-            sizes.append(size)
-            held = functools.partial(
-                rotated_weight_peak_bytes, size, inputs=fusion.inputs, outputs=fusion.outputs
-            )
-            itemsize = every[0].dtype.itemsize if every else 0
-            rotating.append(held(precision=self._plan.precision) + size * itemsize)
-            turning.append(held(precision=torch.float32, is_apart=False))
-        tried = sum(sizes) if together else max(sizes)
-        return max(*rotating, _FLOAT * tried + max(turning))
 
     def adopt(self, state: State, modules: Iterable[Module]) -> None:
         """Mark the weights of ``modules`` as rotated."""

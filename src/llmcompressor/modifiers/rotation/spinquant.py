@@ -30,7 +30,8 @@ from pydantic import Field, PrivateAttr, field_validator, model_validator
 from torch.nn import Module
 
 from llmcompressor.core.contract import (
-    CostModel,
+    Cost,
+    DataSize,
     Prediction,
     RecipeRules,
 )
@@ -45,7 +46,6 @@ from llmcompressor.modifiers.rotation.learned import (
     check_next_tokens,
     learn_rotations,
     learning_cost,
-    recomputation_cost,
 )
 from llmcompressor.modifiers.rotation.online import check_attention_hookable
 from llmcompressor.modifiers.rotation.plan import (
@@ -389,16 +389,13 @@ class SpinQuantModifier(RotationModifier):
         if self.learnable:
             check_next_tokens(batches, use_loss_mask=use_loss_mask)
 
-    def cost(self) -> CostModel:
+    def cost(self, modules: Sequence[Module], data: DataSize) -> Cost:
         """Also the cost of the learning steps, for all learned matrices."""
-        found, plan = super().cost(), self._plan
+        found, plan = super().cost(modules, data), self._plan
         if not self.learnable or plan is None:
             return found
-        return replace(
-            found,
-            learning=learning_cost(self._learnable.values(), steps=self.learning_steps),
-            recomputation=lambda modules: recomputation_cost(plan, modules),
-        )
+        sizes = self._learnable.values()
+        return found + learning_cost(plan, modules, sizes, self.learning_steps, data)
 
     def report(self, names: Container[str] | None = None) -> dict[str, Any]:
         """The base report, with the losses before and after learning."""
@@ -413,9 +410,9 @@ class SpinQuantModifier(RotationModifier):
 
         If an earlier run has finished all blocks, only the types of the schemes are updated.
         """
-        keeper = state.run.block_source
-        if keeper is not None and keeper.rest_is_finished:
-            self._mark_learned_schemes(state.model, plan, keeper.decide(_LEARNED, []))
+        blocks = state.run.block_source
+        if blocks.rest_is_finished:
+            self._mark_learned_schemes(state.model, plan, blocks.decide(_LEARNED, []))
             return
         start = {name: self._made[name] for name in self._learnable}
         self._outcome = outcome = learn_rotations(
@@ -425,7 +422,7 @@ class SpinQuantModifier(RotationModifier):
             state.data.calib,
             steps=self.learning_steps,
             rate=self.learning_rate,
-            keeper=keeper,
+            blocks=blocks,
             budget=state.run.activation_budget,
             use_loss_mask=state.run.use_loss_mask,
             device_memory=state.run.device_memory,
@@ -438,9 +435,7 @@ class SpinQuantModifier(RotationModifier):
                         if rotation is one:
                             rotations[place] = learned[name]
         new = [name for name, one in learned.items() if one is not start[name]]
-        if keeper is not None:
-            new = keeper.decide(_LEARNED, new)
-        self._mark_learned_schemes(state.model, plan, new)
+        self._mark_learned_schemes(state.model, plan, blocks.decide(_LEARNED, new))
 
     def _mark_learned_schemes(self, model: Any, plan: RotationPlan, new: Sequence[str]) -> None:
         """Set the type of schemes with learned matrices to ``random-matrix``."""
