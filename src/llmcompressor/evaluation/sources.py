@@ -82,9 +82,6 @@ def padded_batches(windows: Sequence[Window], size: int) -> Iterator[tuple[Tenso
         yield ids_BT, torch.arange(ids_BT.shape[1]) < lengths_B[:, None]
 
 
-# --------------------
-# Evaluation text: a user's source converted to documents of token ids.
-
 _ROWS_AT_A_TIME = 64
 
 
