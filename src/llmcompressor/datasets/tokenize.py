@@ -303,7 +303,7 @@ class SampleMaker:
                 row = self._rows(given)
                 if self._is_tokenized(row):
                     made[index] = self._tokenized(row)
-                elif not _is_blank(row):
+                elif "text" not in row or MEDIA & row.keys() or not _is_blank(row["text"]):
                     self._check_raw(row)
                     raw[index] = resolve_media(row, self._encoder.columns)
                     self._rows.check_columns(raw[index], self._encoder.columns)
@@ -462,11 +462,7 @@ class SampleMaker:
         return self._own_encoder
 
 
-def _is_blank(row: Row) -> bool:
-    """Return True if a row has nothing but a blank text."""
-    if "text" not in row or MEDIA & row.keys():
-        return False
-    text = row["text"]
+def _is_blank(text: Any) -> bool:
     return text is None or (isinstance(text, str) and not text.strip())
 
 
