@@ -316,9 +316,7 @@ def _read_folder(
     card = path / "README.md"
     text = card.read_text(encoding="utf-8", errors="replace") if card.is_file() else ""
     front, end, _ = text.replace("\r\n", "\n").removeprefix("---").partition("\n---")
-    if (
-        text.startswith("---") and end and "\nconfigs:" in front
-    ):  # it says which file is which split
+    if text.startswith("---") and end and "\nconfigs:" in front:
         loader, splits, own = resolve("llmcompressor.datasets.hub:resolve_card")(path, config)
         if kind in (None, loader):
             return _Splits(splits, loader, {**own, **options})
