@@ -11,7 +11,7 @@ import torch
 
 from llmcompressor.checkpoint import block_writer
 from llmcompressor.checkpoint.atomic_output import check_file, check_output_dir, staged_output
-from llmcompressor.checkpoint.workspace import open_workspace, reserve_output
+from llmcompressor.checkpoint.journal import open_workspace, reserve_output
 from llmcompressor.errors import OutputError
 
 HOLDERS = {

@@ -18,7 +18,7 @@ from tests.thinned import few
 from training_cases import QUANTIZE, Breaker, Freezer, arguments
 
 from llmcompressor import train
-from llmcompressor.checkpoint.workspace import Workspace
+from llmcompressor.checkpoint.journal import Workspace
 from llmcompressor.entrypoints import training_task
 from llmcompressor.errors import OutputError
 from llmcompressor.recipe import Recipe

@@ -17,9 +17,9 @@ from tests.thinned import few, thinned
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from llmcompressor import oneshot, plan, verify
+from llmcompressor.checkpoint.journal import Workspace
 from llmcompressor.checkpoint.model_config import REPORT_FILE
 from llmcompressor.checkpoint.tensor_files import TensorReader
-from llmcompressor.checkpoint.workspace import Workspace
 from llmcompressor.errors import TargetError
 from llmcompressor.modifiers.pruning import REAPPruningModifier
 from llmcompressor.modifiers.quantization import GPTQModifier, QuantizationModifier

@@ -4,16 +4,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import (
-    Callable,
-    Collection,
-    ItemsView,
-    Iterator,
-    Mapping,
-    Sequence,
-    ValuesView,
-)
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -31,7 +23,6 @@ from compressed_tensors.transform import HadamardTransform
 from torch import Tensor
 from torch.nn import Module, Parameter
 from torch.nn import functional as F  # noqa: N812
-from transformers import PreTrainedModel
 
 from llmcompressor.checkpoint.block_reader import REST, BlockWeights
 from llmcompressor.checkpoint.block_writer import (
@@ -40,44 +31,32 @@ from llmcompressor.checkpoint.block_writer import (
     non_weight_bytes,
     unallocated_bytes,
 )
-from llmcompressor.checkpoint.journal import BlockEntry, ProgressEntry
+from llmcompressor.checkpoint.journal import BlockEntry, ProgressEntry, Workspace
 from llmcompressor.checkpoint.manifest import OutputManifest, compress_block
 from llmcompressor.checkpoint.meta_model import MetaModel
 from llmcompressor.checkpoint.names import LoadedName, NameMap
 from llmcompressor.checkpoint.packing import QuantizedModule
-from llmcompressor.checkpoint.source import TensorHeader
 from llmcompressor.checkpoint.tensor_files import OutputLayout, TensorReader, read_tensors
-from llmcompressor.checkpoint.workspace import Workspace
 from llmcompressor.logger import logger
 from llmcompressor.modeling.names import named_modules
 from llmcompressor.runtime.memory import TOLERATED, malloc_trim
 from llmcompressor.runtime.threads import one_thread
 
-__all__ = [
-    "BlockRestorer",
-    "BlockStream",
-    "CompletedOutput",
-    "has_lazy_parameters",
-    "load_lazily",
-    "output_headers",
-]
+_CPU = torch.device("cpu")
+_RETURNED_EVERY = 8
+"""Blocks after which freed memory is returned, however little: each leaves a few megabytes."""
+
+Report = Callable[[Sequence[str]], Mapping[str, Any]]
+Visit = Callable[[Module, Module | None], None]
 
 
 # --------------------
-# Lazy parameters: a block is loaded when one of its parameters is first accessed.
-#
-# After a run over a checkpoint the blocks are on disk and not in memory. The returned model is
-# complete all the same: a module's parameters are kept in a dict that loads their block on first
-# access, by a forward pass, by ``parameters()``, by ``state_dict()`` or by name.
+# Lazy parameters: after a run the blocks are on disk and not in memory. The returned model is
+# complete all the same: a block is loaded when one of its parameters is first accessed.
 
 
-def load_lazily(block: Module, load: Callable[[], None]) -> None:
-    """Call ``load`` before the first access to a parameter of ``block``.
-
-    Args:
-        block: its parameters are on the meta device.
-        load: load the block's parameters.
-    """
+def _load_lazily(block: Module, load: Callable[[], None]) -> None:
+    """Call ``load`` before the first access to a parameter of ``block``, all on the meta device."""
     modules = list(block.modules())
 
     def read() -> None:
@@ -89,11 +68,6 @@ def load_lazily(block: Module, load: Callable[[], None]) -> None:
     for module in modules:
         if dict(module._parameters):
             module._parameters = _LazyParameters(module, read)
-
-
-def has_lazy_parameters(module: Module) -> bool:
-    """Return True if a module's parameters have not been loaded yet."""
-    return isinstance(module._parameters, _LazyParameters)
 
 
 class _LazyParameters(dict[str, Any]):
@@ -113,30 +87,6 @@ class _LazyParameters(dict[str, Any]):
             self._read()
         return self._module._parameters
 
-    def __getitem__(self, name: str) -> Any:
-        return self._loaded()[name]
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        self._loaded()[name] = value
-
-    def __delitem__(self, name: str) -> None:
-        del self._loaded()[name]
-
-    def get(self, name: str, default: Any = None) -> Any:
-        return self._loaded().get(name, default)
-
-    def pop(self, *arguments: Any) -> Any:
-        return self._loaded().pop(*arguments)
-
-    def items(self) -> ItemsView[str, Any]:  # type: ignore[override]
-        return self._loaded().items()
-
-    def values(self) -> ValuesView[Any]:  # type: ignore[override]
-        return self._loaded().values()
-
-    def copy(self) -> dict[str, Any]:
-        return self._loaded().copy()
-
     def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Any]:
         return copy.deepcopy(self._loaded(), memo)
 
@@ -144,122 +94,143 @@ class _LazyParameters(dict[str, Any]):
         return dict, (self._loaded(),)
 
 
+def _after_loading(method: str) -> Any:
+    def call(self: _LazyParameters, *arguments: Any) -> Any:
+        return getattr(self._loaded(), method)(*arguments)
+
+    return call
+
+
+for _name in ("__getitem__", "__setitem__", "__delitem__", "get", "pop", "items", "values", "copy"):
+    setattr(_LazyParameters, _name, _after_loading(_name))
+
+
 # --------------------
-# Restoring of blocks from a written checkpoint into the model that they were made of.
+# The blocks of a written checkpoint.
 
 
-def output_headers(layout: OutputLayout, folder: Path) -> dict[str, TensorHeader]:
-    """Return the headers of an output's tensors."""
-    return {
-        name: TensorHeader(
-            place.stored.dtype,
-            place.stored.shape,
-            folder / place.file,
-            place.offset,
-            place.stored.nbytes,
-        )
-        for name, place in layout.places.items()
-    }
+class CompletedOutput:
+    """A block stream of an output that is written: every block is finished.
 
-
-class BlockRestorer:
-    """Restores blocks of a written checkpoint into the model, dense as they were in memory.
+    It restores blocks into the model, dense as they were in memory.
 
     Args:
-        model: its modules are marked as quantized.
-        quantized: its quantized modules.
-        layout: the places of the checkpoint's tensors.
-        weights: the loader of the source's blocks.
-        device: the device to load weights to.
+        blueprint: the model; everything but its blocks is loaded.
+        weights: the blocks.
+        prediction: the tensors and modules of the output.
+        layout: the place of each tensor in the output.
+        choices: the choices that the data decided during the run.
+
+    Attributes:
+        names: block → its name, in order.
+        stage: the index of the current pass.
+        one_by_one: each modifier sees the model as those before it leave it.
     """
 
     def __init__(
         self,
-        model: PreTrainedModel,
-        quantized: Sequence[QuantizedModule],
-        layout: OutputLayout,
+        blueprint: MetaModel,
         weights: BlockWeights,
-        device: torch.device | str,
+        prediction: OutputManifest,
+        layout: OutputLayout,
+        choices: Mapping[str, Any],
     ) -> None:
-        self._model = model
-        self._entries = {entry.name: entry for entry in quantized}
-        names = NameMap(model)
-        self._by_place = {place: name for name, place in names.stored(self._entries).items()}
-        self._names = {module: name for name, module in named_modules(model)}
-        self._layout = layout
+        self._model = blueprint.model
         self._weights = weights
-        self._device = torch.device(device)
-        plain = (name for name in layout.places if self._module_of(name) is None)
-        self._plain = names.loaded(plain, model.state_dict())
+        self._layout = layout
+        self._choices = choices
+        self._name_map = NameMap(self._model)
+        self.names: dict[Module, str] = {
+            self._model.get_submodule(name): name for name in weights.blocks
+        }
+        self.stage = 0
+        self.one_by_one = True
+        self._quantized = {entry.name: entry for entry in prediction.quantized}
+        stored = self._name_map.stored(self._quantized)
+        by_place = {place: self._quantized[name] for name, place in stored.items()}
+        self._packed: dict[str, QuantizedModule] = {}
+        for name in layout.places:
+            place, _, own = name.rpartition(".")
+            if place in by_place and by_place[place].owns_tensor(own):
+                self._packed[name] = by_place[place]
+        plain = (name for name in layout.places if name not in self._packed)
+        self._plain = self._name_map.loaded(plain, self._model.state_dict())
 
-    def names_of(self, block: str) -> list[str]:
-        """Return the stored tensors of a block; for :data:`REST` those outside all blocks."""
-        if block == REST:
-            inside_any = {name for one in self._weights.blocks for name in self.names_of(one)}
-            return [name for name in self._layout.places if name not in inside_any]
-        inside = f"{block}."
-        names = [name for name, own in self._plain.items() if own.target.startswith(inside)]
-        for name in self._layout.places:
-            module = self._module_of(name)
-            if module is not None and module.startswith(inside):
-                names.append(name)
-        return names
+    @property
+    def finished(self) -> set[str]:
+        """The blocks that are finished in the current pass."""
+        return set(self._weights.blocks)
 
-    def restore(self, block: str, folder: Path, modules: Collection[Module] | None = None) -> None:
-        """Load a block from the written checkpoint into the model.
+    @property
+    def rest_is_finished(self) -> bool:
+        """True if the whole output was written before."""
+        return True
 
-        Args:
-            block: its name.
-            folder: the folder of the files.
-            modules: the modules to restore; the whole block if ``None``.
-        """
-        reader = self.reader(folder)
-        try:
-            self.restore_from(reader, block, modules)
-        finally:
-            reader.close()
+    @property
+    def rounds(self) -> bool:
+        """True if weights are rounded on writing, so that nothing has to round them before."""
+        return False
 
-    def attach_lazy_blocks(self, folder: Path, blocks: Mapping[Module, str]) -> None:
-        """Make blocks load lazily from the written checkpoint.
+    def decide(self, name: str, value: Any) -> Any:
+        """Return the recorded value of a choice that depended on the data."""
+        return self._choices.get(f"{self.stage}.{name}", value)
 
-        Args:
-            folder: the checkpoint's present folder; it may be moved, replaced or removed later.
-            blocks: module of each → its name.
-        """
-        reader = self.reader(folder)
+    def complete(self) -> None:
+        """Write what is left to write."""
+
+    def close(self) -> None:
+        """Stop the threads that read and write."""
+        self._weights.close()
+
+    def restore_rest(self, folder: Path) -> None:
+        """Load everything outside the blocks from the output, now in ``folder``."""
+        self._restore(REST, folder)
+
+    def attach_lazy_blocks(self, folder: Path) -> None:
+        """Make the model load blocks lazily from the output, wherever ``folder`` is moved later."""
+        reader = TensorReader(self._layout.headers(folder))
         reader.open_all()
-        for module, name in blocks.items():
-            load_lazily(module, partial(self.restore_from, reader, name))
+        for module, name in self.names.items():
+            _load_lazily(module, partial(self._restore_from, reader, name))
 
-    def reader(self, folder: Path) -> TensorReader:
-        """Return a reader of the checkpoint in ``folder``."""
-        return TensorReader(output_headers(self._layout, folder))
+    def _names_of(self, block: str) -> list[str]:
+        """Return the stored tensors of a block; for :data:`REST` those outside all blocks."""
+        inside = tuple(f"{name}." for name in ([block] if block else self._weights.blocks))
+        found = []
+        for name in self._layout.places:
+            if name in self._packed:
+                target = f"{self._packed[name].name}."
+            else:
+                target = self._plain[name].target if name in self._plain else ""
+            if target.startswith(inside) == bool(block):
+                found.append(name)
+        return found
+
+    def _restore(self, block: str, folder: Path, modules: Collection[Module] | None = None) -> None:
+        with closing(TensorReader(self._layout.headers(folder))) as reader:
+            self._restore_from(reader, block, modules)
 
     @torch.no_grad()
-    def restore_from(
+    def _restore_from(
         self, reader: TensorReader, block: str, modules: Collection[Module] | None = None
     ) -> None:
-        """Restore a block as :meth:`restore` does, with an open reader."""
+        """Load a block, or some modules of it, from the written checkpoint into the model."""
         packed: dict[str, dict[str, Tensor]] = {}
         plain = {}
-        wanted = None if modules is None else {self._names[module] for module in modules}
-        for name in self.names_of(block):
-            module = self._module_of(name)
-            if module is None:
-                if wanted is None or self._plain[name].target.rpartition(".")[0] in wanted:
+        wanted = {name for name, one in named_modules(self._model) if one in (modules or ())}
+        for name in self._names_of(block):
+            entry = self._packed.get(name)
+            if entry is not None:
+                if modules is None or entry.module in modules:
+                    packed.setdefault(entry.name, {})[name.rpartition(".")[2]] = reader.read(name)
+            elif name in self._plain:
+                owner = self._plain[name].target.rpartition(".")[0]
+                if modules is None or owner in wanted:
                     plain[name] = reader.read(name)
-            elif modules is None or self._entries[module].module in modules:
-                packed.setdefault(module, {})[name.rpartition(".")[2]] = reader.read(name)
         self._weights.put(plain, self._plain)
         for module, tensors in packed.items():
-            self._unpack(self._entries[module], tensors)
-        self._weights.settle(block)
-
-    def _module_of(self, stored: str) -> str | None:
-        """Return the quantized module that a stored tensor belongs to, or ``None``."""
-        place, _, own = stored.rpartition(".")
-        module = self._by_place.get(place)
-        return module if module is not None and self._entries[module].owns_tensor(own) else None
+            self._unpack(self._quantized[module], tensors)
+        self._weights.settle()
 
     def _unpack(self, entry: QuantizedModule, tensors: Mapping[str, Tensor]) -> None:
         module, scheme = entry.module, entry.scheme
@@ -272,22 +243,17 @@ class BlockRestorer:
             values |= _decompressed(values, scheme, module._parameters["weight"])
         for name, present in list(module._parameters.items()):
             if present is not None and name in values:
-                value = values[name].to(self._device, present.dtype).reshape(present.shape)
+                value = values[name].to(self._weights.device, present.dtype).reshape(present.shape)
                 module._parameters[name] = Parameter(value, requires_grad=present.requires_grad)
 
 
 def _decompressed(
     tensors: Mapping[str, Tensor], scheme: QuantizationScheme, weight: Tensor | None
 ) -> dict[str, Tensor]:
-    """Return a module's tensors with its dense weight in place of the codes.
+    """Return a module's stored tensors with a dense weight, shaped as ``weight``, for the codes.
 
     compressed-tensors decompresses whole groups only. Where the last group is incomplete, the codes
     are padded to its end and the padding is cut off again.
-
-    Args:
-        tensors: own name → tensor, as stored.
-        scheme: the module's scheme, with its format.
-        weight: a weight of the dense shape.
     """
     compressor: Any = BaseCompressor.get_value_from_registry(scheme.format)
     assert weight is not None
@@ -311,37 +277,25 @@ def _decompressed(
 
 
 # --------------------
-# Block streaming: load one block at a time, hand it to a pipeline, write it, free it.
-
-_CPU = torch.device("cpu")
-_RETURNED_EVERY = 8
-"""Blocks after which freed memory is returned, however little: each leaves a few megabytes."""
-
-Report = Callable[[Sequence[str]], Mapping[str, Any]]
-Visit = Callable[[Module, Module | None], None]
+# The blocks of a run.
 
 
-class BlockStream:
+class BlockStream(CompletedOutput):
     """Stream blocks from the source checkpoint into the model and from there into the output.
 
     A recipe may need several passes over the model. All but the last store their blocks in a
     scratch folder, dense, and the next pass reads them from there.
 
     Args:
-        blueprint: the model; everything but its blocks is loaded.
-        weights: the blocks.
-        prediction: the tensors and modules that the output will hold.
-        layout: the place of each tensor in the output.
+        blueprint: as for :class:`CompletedOutput`, like ``weights``, ``prediction``, ``layout``.
+        weights: see there.
+        prediction: see there.
+        layout: see there.
         workspace: the folder and journal of the run.
         report: return what the modifiers recorded for the named modules.
         stages: number of passes.
         scratch: bytes that all passes but the last store in scratch files.
         compressed: store weights as packed codes.
-
-    Attributes:
-        names: block → its name, in order.
-        stage: the index of the current pass.
-        one_by_one: each modifier sees the model as the modifiers before it leave it.
     """
 
     def __init__(
@@ -357,32 +311,21 @@ class BlockStream:
         scratch: int = 0,
         compressed: bool = True,
     ) -> None:
-        self._blueprint = blueprint
-        self._model = blueprint.model
-        self._names = NameMap(self._model)
-        self._weights = weights
+        super().__init__(blueprint, weights, prediction, layout, workspace.journal.choices)
         self._prediction = prediction
         self._workspace = workspace
+        self._journal = workspace.journal
         self._report = report
-        self._layout = layout
         self._last = stages - 1
         self._compressed = compressed
         self._scratch = ScratchBlocks(workspace.scratch)
-        left = 0 if workspace.journal.is_ready else unallocated_bytes(workspace.scratch, scratch)
+        left = 0 if self._journal.is_ready else unallocated_bytes(workspace.scratch, scratch)
         beside = non_weight_bytes(blueprint.source.directory, len(layout.places))
         self._writer = BlockWriter(workspace.files, layout, scratch=left, beside=beside)
-        self._restorer = BlockRestorer(
-            self._model, prediction.quantized, layout, weights, weights.device
-        )
-        self.names: dict[Module, str] = {
-            self._model.get_submodule(name): name for name in weights.blocks
-        }
         self._block_names = set(weights.blocks)
         self._entries: dict[str, list[QuantizedModule]] = {}
         for entry in prediction.quantized:
             self._entries.setdefault(self._block_of(entry.name), []).append(entry)
-        self.stage = 0
-        self.one_by_one = True
         self._inside: list[str] = []
         self._left = 0
         try:
@@ -390,9 +333,7 @@ class BlockStream:
         except BaseException:
             self.close()
             raise
-        self._done = {(stage, block) for stage, block in self._intact}
-
-    # ------------------------------------------------------------------ for pipelines
+        self._done = set(self._intact)
 
     @property
     def finished(self) -> set[str]:
@@ -411,7 +352,7 @@ class BlockStream:
 
     def decide(self, name: str, value: Any) -> Any:
         """Return the recorded value of a machine-dependent choice, or record ``value``."""
-        return self._workspace.journal.decide(f"{self.stage}.{name}", value)
+        return self._journal.decide(f"{self.stage}.{name}", value)
 
     def enter(self, block: str) -> None:
         """Load a block as the previous pass left it, and start to read the next one."""
@@ -429,23 +370,22 @@ class BlockStream:
             self._put_scratch(self.stage, block, modules)
             return
         self._writer.flush()
-        self._restorer.restore(block, self._workspace.files, modules)
+        self._restore(block, self._workspace.files, modules)
 
     def remember(
         self, name: str, tensors: Mapping[str, Tensor], figures: Mapping[str, Any]
     ) -> None:
         """Save a progress checkpoint of the current pass, replacing that of the same name."""
-        journal, stage = self._workspace.journal, self.stage
-        last = journal.progress.get((stage, name))
+        last = self._journal.progress.get((self.stage, name))
         number = 0 if last is None else last.number + 1
-        digest = self._scratch.write(stage, f"{name}-{number}", tensors)
-        journal.advance(ProgressEntry(stage, name, number, digest, dict(figures)))
+        digest = self._scratch.write(self.stage, f"{name}-{number}", tensors)
+        self._journal.advance(ProgressEntry(self.stage, name, number, digest, dict(figures)))
         if last is not None:
-            self._scratch.remove(stage, f"{name}-{last.number}")
+            self._scratch.remove(self.stage, f"{name}-{last.number}")
 
     def recall(self, name: str) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
         """Return the last intact progress checkpoint of that name in this pass, or ``None``."""
-        entry = self._workspace.journal.progress.get((self.stage, name))
+        entry = self._journal.progress.get((self.stage, name))
         if entry is None:
             return None
         file = f"{name}-{entry.number}"
@@ -466,9 +406,7 @@ class BlockStream:
     def visits(self) -> Iterator[Visit]:
         """Load blocks one at a time, as the previous pass left them, without writing anything.
 
-        Yields:
-            A function that loads a block and starts to read another. It frees the block before,
-            and the last block is freed at the end.
+        Yields a function that loads a block, frees the one before and starts to read another.
         """
         inside: list[Module] = []
 
@@ -480,11 +418,10 @@ class BlockStream:
         def visit(module: Module, then: Module | None) -> None:
             if module not in inside:
                 let_go()
-                block = self.names[module]
                 if self.stage > 0:
-                    self._put_scratch(self.stage - 1, block)
+                    self._put_scratch(self.stage - 1, self.names[module])
                 else:
-                    self._weights.load(block)
+                    self._weights.load(self.names[module])
                 inside.append(module)
             if then is not None and self.stage == 0:
                 self._weights.read_ahead(self.names[then])
@@ -523,8 +460,6 @@ class BlockStream:
             self._inside.remove(block)
             self._read_ahead()
 
-    # ------------------------------------------------------------------ the end
-
     def complete(self) -> None:
         """Write the blocks that no pipeline visited, and everything outside the blocks."""
         assert self.stage == self._last
@@ -533,45 +468,29 @@ class BlockStream:
                 self.enter(block)
                 self.leave(block)
         if not self.rest_is_finished:
-            self._write(REST, self._rest() | dict(read_tensors(self._prediction.extras)))
+            state = self._model.state_dict()
+            rest = {name: one for name, one in state.items() if self._block_of(name) == REST}
+            self._write(REST, _only_tensors(rest) | dict(read_tensors(self._prediction.extras)))
         self._writer.flush()
-
-    def restore_rest(self, folder: Path) -> None:
-        """Restore everything outside the blocks from the checkpoint of an earlier run.
-
-        Args:
-            folder: the checkpoint's present folder.
-        """
-        self._restorer.restore(REST, folder)
 
     @property
     def choices(self) -> dict[str, Any]:
         """The choices that the data decided, without what the free memory decides."""
-        chosen = self._workspace.journal.choices.items()
+        chosen = self._journal.choices.items()
         return {key: value for key, value in chosen if not key.endswith(".granularity")}
 
     def reports(self) -> dict[str, dict[str, Any]]:
         """Return the reports of all blocks, from whichever run: modifier → module → record."""
         found: dict[str, dict[str, Any]] = {}
-        for entry in self._workspace.journal.entries.values():
+        for entry in self._journal.entries.values():
             for modifier, records in entry.report.items():
                 found.setdefault(modifier, {}).update(records)
         return found
 
     def close(self) -> None:
-        """Stop the reader and writer threads."""
+        """Stop the threads that read and write."""
         self._writer.close()
-        self._weights.close()
-
-    def attach_lazy_blocks(self, folder: Path) -> None:
-        """Make the model load its blocks lazily from the written checkpoint.
-
-        Args:
-            folder: the checkpoint's present folder.
-        """
-        self._restorer.attach_lazy_blocks(folder, self.names)
-
-    # ------------------------------------------------------------------ helpers
+        super().close()
 
     def _read_ahead(self) -> None:
         """Start to read the next block, unless two are loaded or being read already."""
@@ -593,33 +512,35 @@ class BlockStream:
         # the next pass needs all but the matrices of rotations
         kept = {name: one for name, one in tensors.items() if not name.startswith(rotations)}
         digest = self._scratch.write(self.stage, block, kept)
-        self._commit(block, dict(self._report(self._modules_of(block))), digest)
+        self._commit(block, self._records(block), digest)
 
-    def _modules_of(self, block: str) -> list[str]:
-        """Return the names of a block and its submodules, or of the modules outside all blocks."""
+    def _records(self, block: str) -> dict[str, Any]:
+        """Return the report on a block's modules, or on those outside all blocks."""
         if block == REST:
             every = (name for name, _ in self._model.named_modules())
             outside = (name for name in every if name not in self._block_names)
-            return [name for name in outside if self._block_of(name) == REST]
-        return [name for name, _ in self._model.get_submodule(block).named_modules(prefix=block)]
+            names = [name for name in outside if self._block_of(name) == REST]
+        else:
+            inner = self._model.get_submodule(block).named_modules(prefix=block)
+            names = [name for name, _ in inner]
+        return dict(self._report(names))
 
     def _write(self, block: str, tensors: Mapping[str, Tensor]) -> None:
         entries = self._entries.get(block, [])
-        stored = compress_block(self._names, tensors, entries, self._prediction.plain_keys)
+        stored = compress_block(self._name_map, tensors, entries, self._prediction.plain_keys)
         for entry in entries:
             if entry.is_raw:  # its weight is rounded when it is read back
                 entry.module.quantization_status = QuantizationStatus.DECOMPRESSED
         extras = {name: tensors[name] for name in self._prediction.extras if name in tensors}
-        report = dict(self._report(self._modules_of(block)))
-        self._writer.write(stored | extras, partial(self._commit, block, report))
+        commit = partial(self._commit, block, self._records(block))
+        self._writer.write(stored | extras, commit)
 
     def _commit(self, block: str, report: Mapping[str, Any], digest: str) -> None:
         source, files = "", dict[str, str]()
         if self.stage == 0:
             source = self._weights.digests.get(block, "")
             files = dict(self._weights.files.get(block, {}))
-        entry = BlockEntry(block, digest, source, report, self.stage, files)
-        self._workspace.journal.add(entry)
+        self._journal.add(BlockEntry(block, digest, source, report, self.stage, files))
 
     def _put_scratch(
         self, stage: int, block: str, modules: Collection[Module] | None = None
@@ -633,21 +554,11 @@ class BlockStream:
         tensors = self._scratch.read(stage, block)
         present = {name: tensor for name, tensor in tensors.items() if name in state}
         self._weights.put(present, {name: LoadedName(name, merged=False) for name in present})
-        self._weights.settle(block)
+        self._weights.settle()
 
     def _tensors_of(self, block: str) -> dict[str, Tensor]:
         state = self._model.get_submodule(block).state_dict()
-        return {
-            f"{block}.{name}": value for name, value in state.items() if isinstance(value, Tensor)
-        }
-
-    def _rest(self) -> dict[str, Tensor]:
-        state = self._model.state_dict()
-        return {
-            name: value
-            for name, value in state.items()
-            if isinstance(value, Tensor) and self._block_of(name) == REST
-        }
+        return _only_tensors({f"{block}.{name}": value for name, value in state.items()})
 
     def _block_of(self, name: str) -> str:
         """Return the name of the block that contains a module or tensor, or :data:`REST`."""
@@ -660,8 +571,8 @@ class BlockStream:
 
     def _find_intact(self) -> set[tuple[int, str]]:
         """Return the (pass, block) pairs whose data on disk matches the journal."""
-        entries = self._workspace.journal.entries
-        groups = {block: self._restorer.names_of(block) for s, block in entries if s == self._last}
+        entries = self._journal.entries
+        groups = {block: self._names_of(block) for s, block in entries if s == self._last}
         written = self._writer.digests_of(groups)
         intact = set()
         for (stage, block), entry in entries.items():
@@ -686,56 +597,6 @@ class BlockStream:
         return intact
 
 
-class CompletedOutput:
-    """A block stream of an output that another process has written: every block is finished.
-
-    Args:
-        blueprint: the model; everything but its blocks is loaded.
-        weights: the blocks.
-        prediction: the tensors and modules of the output.
-        layout: the place of each tensor in the output.
-        choices: the choices that the data decided during the run.
-
-    Attributes:
-        names: block → its name, in order.
-        stage: the index of the current pass.
-        one_by_one: each modifier sees the model as those before it leave it.
-    """
-
-    rest_is_finished = True
-    rounds = False
-
-    def __init__(
-        self,
-        blueprint: MetaModel,
-        weights: BlockWeights,
-        prediction: OutputManifest,
-        layout: OutputLayout,
-        choices: Mapping[str, Any],
-    ) -> None:
-        self._choices = choices
-        self._restorer = BlockRestorer(
-            blueprint.model, prediction.quantized, layout, weights, weights.device
-        )
-        self.names: dict[Module, str] = {
-            blueprint.model.get_submodule(name): name for name in weights.blocks
-        }
-        self.stage = 0
-        self.one_by_one = True
-        self.finished = set(weights.blocks)
-        self.close = weights.close
-
-    def decide(self, name: str, value: Any) -> Any:
-        """Return the recorded value of a choice that depended on the data."""
-        return self._choices.get(f"{self.stage}.{name}", value)
-
-    def complete(self) -> None:
-        """Do nothing, as everything is written."""
-
-    def restore_rest(self, folder: Path) -> None:
-        """Load everything outside the blocks from the output."""
-        self._restorer.restore(REST, folder)
-
-    def attach_lazy_blocks(self, folder: Path) -> None:
-        """Make the model load its blocks lazily from the output."""
-        self._restorer.attach_lazy_blocks(folder, self.names)
+def _only_tensors(state: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Return a state dict without the extra states of modules."""
+    return {name: value for name, value in state.items() if isinstance(value, Tensor)}

@@ -11,6 +11,7 @@ import re
 import struct
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,6 @@ from accelerate.utils.offload import OffloadedWeightsLoader, PrefixedDataset
 from compressed_tensors.offload import remove_dispatch
 from compressed_tensors.offload.cache.base import OffloadCache
 from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch.distributed import get_world_size, is_initialized
@@ -60,98 +60,6 @@ from llmcompressor.modeling.weights import untie_embeddings
 from llmcompressor.runtime.memory import free_host_memory
 from llmcompressor.runtime.progress import format_bytes, join_names
 
-__all__ = [
-    "AUTO_CLASSES",
-    "LOADING_FAILURES",
-    "check_complete",
-    "check_model_declared",
-    "check_no_peft_adapters",
-    "check_quantization_declared",
-    "check_unquantized",
-    "codes_without_scheme",
-    "compressed_tensors_settings",
-    "copy_without_weights",
-    "decompress_weights",
-    "fetch",
-    "has_offload_caches",
-    "is_dispatched",
-    "is_offloaded",
-    "load_config",
-    "load_decompressed",
-    "load_model",
-    "load_pretrained",
-    "loading_error",
-    "model_class",
-    "parse_precision",
-    "read_config",
-    "remove_accelerate_hooks",
-    "remove_offload_caches",
-    "untie_embeddings",
-]
-
-
-# --------------------
-# Decompression of models in the compressed-tensors format while they are loaded.
-
-_SCALE = "weight_scale"
-
-
-def load_decompressed(
-    load: Callable[..., Any], settings: Mapping[str, Any], **arguments: Any
-) -> Any:
-    """Load a compressed model and decompress its weights, each by its own module's scheme.
-
-    Args:
-        load: a ``from_pretrained``.
-        settings: the ``quantization_config`` of the model.
-        arguments: arguments for ``load``.
-
-    Returns:
-        The result of ``load``. The modules keep their schemes.
-    """
-    # Since transformers 5.21 a single scheme is used to decompress all modules. That also handles
-    # models that cannot be loaded packed, as where a class's initialization accesses a weight.
-    groups = dict(settings.get("config_groups") or {}).values()
-    if is_simple := len([one for one in groups if dict(one).get("weights")]) <= 1:
-        arguments["quantization_config"] = CompressedTensorsConfig(dequantize=True)
-    with patch_packed_zero_points(), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "You passed `quantization_config`")
-        loaded = load(**arguments)
-    model = loaded[0] if isinstance(loaded, tuple) else loaded
-    if not is_simple:
-        decompress_weights(model)
-    return loaded
-
-
-def decompress_weights(model: PreTrainedModel) -> None:
-    """Decompress the weights of a model that was loaded packed; its modules keep their schemes."""
-    quantizer: Any = model.hf_quantizer
-    if quantizer.quantization_config.is_quantization_compressed:  # else it was written dense
-        quantizer.compressor.decompress_model(model)
-    quantizer.remove_quantization_config(model)
-
-
-def codes_without_scheme(model: PreTrainedModel, names: Iterable[str]) -> list[str]:
-    """Return the code tensors whose scheme the model lost, as those of fused experts.
-
-    Args:
-        model: the result of :func:`load_decompressed`.
-        names: names of tensors that hold codes.
-    """
-    scales = {name: f"{name.rpartition('.')[0]}.{_SCALE}" for name in names}
-    found = NameMap(model).loaded(scales.values(), model.state_dict())
-    lost = []
-    for name, scale in scales.items():
-        own = found.get(scale)
-        module = None if own is None else model.get_submodule(own.target.rpartition(".")[0])
-        if own is None or own.merged or not hasattr(module, "quantization_scheme"):
-            lost.append(name)
-    return lost
-
-
-# --------------------
-# Loading of a model for compression: the class that its checkpoint names, with all weights.
-
 LOADING_FAILURES = (
     EOFError,
     ImportError,
@@ -177,6 +85,55 @@ AUTO_CLASSES = (
     "AutoModelForMaskedLM",
     "AutoModel",
 )
+_OTHER_FORMATS = ["*.bin", "*.pt", "*.pth", "*.gguf", "*.h5", "*.msgpack", "*.onnx", "original/*"]
+_SPEAKING = "qwen2_5_omni"
+
+
+# --------------------
+# Decompression of models in the compressed-tensors format while they are loaded.
+
+
+def load_decompressed(
+    load: Callable[..., Any], settings: Mapping[str, Any], **arguments: Any
+) -> Any:
+    """Load a model by ``load`` (a ``from_pretrained``) and decompress it; schemes are kept."""
+    # Since transformers 5.21 a single scheme is used to decompress all modules. That also handles
+    # models that cannot be loaded packed, as where a class's initialization accesses a weight.
+    groups = dict(settings.get("config_groups") or {}).values()
+    if is_simple := len([one for one in groups if dict(one).get("weights")]) <= 1:
+        arguments["quantization_config"] = CompressedTensorsConfig(dequantize=True)
+    with patch_packed_zero_points(), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "You passed `quantization_config`")
+        loaded = load(**arguments)
+    model = loaded[0] if isinstance(loaded, tuple) else loaded
+    if not is_simple:
+        decompress_weights(model)
+    return loaded
+
+
+def decompress_weights(model: PreTrainedModel) -> None:
+    """Decompress the weights of a model that was loaded packed; its modules keep their schemes."""
+    quantizer: Any = model.hf_quantizer
+    if quantizer.quantization_config.is_quantization_compressed:  # else it was written dense
+        quantizer.compressor.decompress_model(model)
+    quantizer.remove_quantization_config(model)
+
+
+def codes_without_scheme(model: PreTrainedModel, names: Iterable[str]) -> list[str]:
+    """Return those of some code tensors whose scheme the model lost, as those of fused experts."""
+    scales = {name: f"{name.rpartition('.')[0]}.weight_scale" for name in names}
+    found = NameMap(model).loaded(scales.values(), model.state_dict())
+    lost = []
+    for name, scale in scales.items():
+        own = found.get(scale)
+        module = None if own is None else model.get_submodule(own.target.rpartition(".")[0])
+        if own is None or own.merged or not hasattr(module, "quantization_scheme"):
+            lost.append(name)
+    return lost
+
+
+# --------------------
+# Loading of a model for compression: the class that its checkpoint names, with all weights.
 
 
 def parse_precision(precision: str | torch.dtype | None) -> torch.dtype | str:
@@ -217,9 +174,6 @@ def load_model(
         unpacks: accept a model compressed by compressed-tensors: its weights are decompressed and
             its modules keep their schemes.
 
-    Returns:
-        The model, on the device that transformers put it on.
-
     Raises:
         CheckpointError: the model is not there, is damaged, incomplete or quantized already.
     """
@@ -233,7 +187,7 @@ def load_model(
         "trust_remote_code": trust_remote_code,
     }
     place = str(Path(model).expanduser()) if Path(model).expanduser().exists() else str(model)
-    try:
+    with loading_errors(place):
         config = load_config(config_name or place, **hub)
         settings = compressed_tensors_settings(config) if unpacks else None
         if settings is None:
@@ -242,12 +196,6 @@ def load_model(
         loaded = load_pretrained(place, config, settings=settings, dtype=dtype, **hub)
         if is_hub_id(model):  # the files are on this machine now
             check_quantization_declared(place, revision=revision, cache_dir=cache_dir)
-    except torch.OutOfMemoryError:
-        raise
-    except LOADING_FAILURES as error:
-        if isinstance(error, CheckpointError):
-            raise
-        raise loading_error(place, error) from error
     if not tie_word_embeddings:
         untie_embeddings(loaded)
     loaded.train(mode=False)
@@ -255,15 +203,10 @@ def load_model(
 
 
 def load_config(place: str | os.PathLike[str], **hub: Any) -> PretrainedConfig:
-    """Return a model's configuration, without an empty ``quantization_config``.
-
-    Args:
-        place: a folder, or the id of a model on the hub.
-        hub: arguments of ``from_pretrained``.
+    """Return the configuration in a folder or on the hub, without an empty ``quantization_config``.
 
     Raises:
-        CheckpointError: it names a dtype that torch does not know. For other faults transformers
-            raises its own errors.
+        CheckpointError: it names a dtype that torch does not know.
     """
     try:
         config: PretrainedConfig = AutoConfig.from_pretrained(str(place), **hub)
@@ -311,8 +254,7 @@ def load_pretrained(
         arguments: further ones of ``from_pretrained``.
 
     Raises:
-        CheckpointError: weights are missing or have another shape. For other faults transformers
-            raises its own errors (:func:`loading_error`).
+        CheckpointError: weights are missing or have another shape.
     """
     check_format(place, quantization_settings(config.to_dict()))
     loader = model_class(config, trust_remote_code=trust_remote_code)
@@ -332,29 +274,19 @@ def load_pretrained(
 
 
 def check_no_peft_adapters(model: Module) -> None:
-    """Refuse a model object with PEFT adapters.
-
-    Raises:
-        ArgumentError: it has some.
-    """
+    """Refuse a model object with PEFT adapters (ArgumentError)."""
     if adapted := modules_with_adapters(model):
         raise ArgumentError(
             f"The model has adapters (PEFT) at {join_names(adapted)}, and compressed checkpoints "
-            "hold "
-            "the weights of a model without.",
+            "hold the weights of a model without.",
             MERGE,
         )
 
 
 def check_quantization_declared(place: str | os.PathLike[str], **hub: Any) -> None:
-    """Refuse a model with quantized weights whose ``config.json`` does not declare it.
+    """Refuse (CheckpointError) a model whose ``config.json`` does not declare quantized weights.
 
-    Args:
-        place: a folder, or an id whose files are in the hub's cache; anything else passes.
-        hub: ``revision`` and ``cache_dir``.
-
-    Raises:
-        CheckpointError: transformers would read codes as weights.
+    ``place`` is a folder, or an id whose files are in the hub's cache; anything else passes.
     """
     source = _undeclared_source(place, **hub)
     if source is not None:
@@ -362,11 +294,7 @@ def check_quantization_declared(place: str | os.PathLike[str], **hub: Any) -> No
 
 
 def check_model_declared(model: Module) -> None:
-    """Refuse a model object whose weights are undeclared codes of its source folder.
-
-    Raises:
-        CheckpointError: its weights are codes. A model that was dequantized since passes.
-    """
+    """Refuse (CheckpointError) a model object whose weights are undeclared codes of its folder."""
     place = getattr(getattr(model, "config", None), "name_or_path", None)
     source = _undeclared_source(place) if isinstance(place, str) and place else None
     if source is None:
@@ -405,11 +333,7 @@ def _has_codes(model: Module, name: str, source: SourceInfo) -> bool:
 
 
 def check_unquantized(model: PreTrainedModel) -> None:
-    """Refuse a model object whose weights are quantized already.
-
-    Raises:
-        CheckpointError: it was loaded from a quantized checkpoint and not dequantized.
-    """
+    """Refuse (CheckpointError) a model object that was loaded quantized and not dequantized."""
     check_model_declared(model)
     quantizer = getattr(model, "hf_quantizer", None)
     if quantizer is not None:
@@ -419,17 +343,9 @@ def check_unquantized(model: PreTrainedModel) -> None:
 
 
 def read_config(place: str | os.PathLike[str], *, trust_remote_code: bool) -> PretrainedConfig:
-    """Load the configuration of a model in a folder.
-
-    Raises:
-        CheckpointError: it cannot be read, or declares that the model is quantized.
-    """
-    try:
+    """Load the configuration of an unquantized model in a folder; CheckpointError for others."""
+    with loading_errors(str(place)):
         config = load_config(place, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, ImportError) as error:
-        if isinstance(error, CheckpointError):
-            raise
-        raise loading_error(str(place), error) from error
     check_config_unquantized(str(place), config.to_dict())
     return config
 
@@ -464,15 +380,7 @@ def model_class(config: PretrainedConfig, *, trust_remote_code: bool) -> Any:
 
 
 def check_complete(place: str, info: Mapping[str, Any]) -> None:
-    """Refuse a checkpoint with missing or misshapen tensors.
-
-    Args:
-        place: its name.
-        info: the loading info of ``from_pretrained``.
-
-    Raises:
-        CheckpointError: some tensors would be random.
-    """
+    """Refuse (CheckpointError) missing or misshapen tensors, by the info of ``from_pretrained``."""
     misshapen = sorted(info["mismatched_keys"])
     if misshapen:
         name, found, expected = misshapen[0]
@@ -497,6 +405,17 @@ def check_complete(place: str, info: Mapping[str, Any]) -> None:
         )
 
 
+@contextmanager
+def loading_errors(place: str) -> Iterator[None]:
+    """Convert what transformers and the hub raise inside (:func:`loading_error`)."""
+    try:
+        yield
+    except (CheckpointError, torch.OutOfMemoryError):
+        raise
+    except LOADING_FAILURES as error:
+        raise loading_error(place, error) from error
+
+
 def loading_error(place: str, error: BaseException) -> CheckpointError:
     """Convert an error of transformers or the hub while loading ``place`` into a clear one."""
     text = " ".join(str(error).split())
@@ -507,25 +426,18 @@ def loading_error(place: str, error: BaseException) -> CheckpointError:
         )
     if holds_adapter(Path(place)):
         return adapter_error(Path(place))
-    remedy = "Check the name, the folder and (for a model on the hub) the connection and token."
-    if not Path(place).exists():
-        folders = [
-            entry.name for entry in Path.cwd().iterdir() if (entry / "config.json").is_file()
-        ]
-        near = did_you_mean(place, folders) if folders else ""
-        return CheckpointError(
-            f"There is no folder {place} here, and the hub did not give it: {text}",
-            f"{near} {remedy}".strip(),
-        )
-    return CheckpointError(f"The model {place} cannot be loaded: {text}", remedy)
-
-
-# --------------------
-# Download of a model from the Hugging Face Hub.
-
-_OTHER_FORMATS = ["*.bin", "*.pt", "*.pth", "*.gguf", "*.h5", "*.msgpack", "*.onnx", "original/*"]
-
-_SPEAKING = "qwen2_5_omni"
+    remedy = (
+        "Check the name, the folder, that config.json belongs to the weights, and (for a model on "
+        "the hub) the connection and token."
+    )
+    if Path(place).exists():
+        return CheckpointError(f"The model {place} cannot be loaded: {text}", remedy)
+    folders = [entry.parent.name for entry in Path.cwd().glob(f"*/{CONFIG}")]
+    near = did_you_mean(place, folders) if folders else ""
+    return CheckpointError(
+        f"There is no folder {place} here, and the hub did not give it: {text}",
+        f"{near} {remedy}".strip(),
+    )
 
 
 def fetch(
@@ -537,22 +449,13 @@ def fetch(
 ) -> Path:
     """Download a model's files into the hub's cache, without its weights in other formats.
 
-    Args:
-        model: the model's id.
-        revision: a branch, tag or commit.
-        cache_dir: the cache's folder.
-        token: a token for models that are not public.
-
-    Returns:
-        The folder of the snapshot.
-
     Raises:
         CheckpointError: the hub cannot be reached, or does not have it.
     """
     download = partial(
         snapshot_download, model, revision=revision, cache_dir=cache_dir, token=token
     )
-    try:
+    with loading_errors(model):
         found = Path(download(ignore_patterns=_OTHER_FORMATS))
         # these are copied as they are, whatever their format
         further = [f"{glob.escape(folder)}/*" for folder in module_folders(found)]
@@ -561,8 +464,6 @@ def fetch(
             further.append(SPEAKERS_FILE)  # its class loads its voices from a separate file
         if further:
             download(allow_patterns=further)
-    except (OSError, ValueError, HfHubHTTPError, LocalEntryNotFoundError) as error:
-        raise loading_error(model, error) from error
     return found
 
 
@@ -590,9 +491,7 @@ def has_offload_caches(model: Module) -> bool:
 
 
 def remove_accelerate_hooks(model: Module) -> None:
-    """Load all offloaded weights into memory and remove accelerate's hooks.
-
-    Weights on an accelerator stay there; offloaded ones are loaded into main memory.
+    """Load offloaded weights into main memory and remove accelerate's hooks; others stay in place.
 
     Raises:
         ArgumentError: main memory has no room for those on the disk.
@@ -623,9 +522,7 @@ def remove_accelerate_hooks(model: Module) -> None:
 
 
 def remove_offload_caches(model: Module) -> None:
-    """Load all offloaded weights into memory and remove compressed-tensors' caches.
-
-    Weights on an accelerator stay there; others are loaded into main memory.
+    """Load offloaded weights into main memory and remove compressed-tensors' caches.
 
     Raises:
         ArgumentError: main memory has no room for the weights to load.

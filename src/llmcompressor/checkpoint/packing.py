@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from math import ceil
 from typing import Any
 
 import torch
@@ -64,30 +63,37 @@ from llmcompressor.schemes.bridge import (
 from llmcompressor.schemes.checks import supports_ragged_groups
 from llmcompressor.schemes.presets import format_of
 
-__all__ = [
-    "QuantizedModule",
-    "compress",
-    "compute_codes",
-    "is_on_grid",
-    "parse_format",
-    "patch_packed_zero_points",
-    "quantized_module",
-    "quantized_modules",
-    "warn_cast",
-    "warn_off_grid",
-]
+_ELEMENTS = 2**19
+"""Of a piece: small enough for caches, large enough that starting operations takes no time."""
+_PARTS = ("scale", "zero_point", "global_scale", "g_idx", "shape")
+_BASES = ("weight", "input", "output", "q", "k", "v")
+_FP4_FORMATS = {
+    CompressionFormat.nvfp4_pack_quantized.value,
+    CompressionFormat.mxfp4_pack_quantized.value,
+}
+_MXFP6 = "mxfp6-pack-quantized"  # of compressed-tensors 0.20 and newer
+_MX_FORMATS = {
+    CompressionFormat.mxfp4_pack_quantized.value,
+    _MXFP6,
+    CompressionFormat.mxfp8_quantized.value,
+}
+_PACKED = CompressionFormat.pack_quantized.value
+_PLAIN_FORMATS = {
+    CompressionFormat.naive_quantized.value,
+    CompressionFormat.int_quantized.value,
+    CompressionFormat.float_quantized.value,
+}
+_WORD = 32
+_NO_READER = {"sparse-bitmask", "sparse-24-bitmask", "marlin-24", "mixed-precision"}
 
 
 # --------------------
-# Quantized codes of a weight, computed in cache-sized pieces on all cores.
+# Codes of a weight, computed in cache-sized pieces on all cores.
 #
 # Rounding a matrix takes half a dozen elementwise operations. Over the whole matrix each of them
 # reads and writes main memory; piece by piece only the first reads and the last writes it. Each
 # piece is processed by one thread: torch's own parallelism synchronizes all threads after every
 # operation, which is slow when a core is busy elsewhere.
-
-_ELEMENTS = 2**19
-"""Of a piece: small enough for caches, large enough that starting operations takes no time."""
 
 
 def compute_codes(
@@ -109,9 +115,6 @@ def compute_codes(
         partition: which elements share a scale.
         convert: from the quotients of some rows, clamped to the grid, to their stored form;
             rows stay rows.
-
-    Returns:
-        The results of ``convert``, concatenated along the rows.
     """
     R, C = matrix_RC.shape
     if matrix_RC.device.type != "cpu" or R * C <= _ELEMENTS:
@@ -119,54 +122,26 @@ def compute_codes(
     height = partition.rows if 0 < partition.rows < R else 1
     rows = max(_ELEMENTS // (C * height), 1) * height  # no group is split
     spans = [(first, min(first + rows, R)) for first in range(0, R, rows)]
-
-    def work(span: tuple[int, int]) -> Tensor:
-        first, last = span
-        cell = _scales_of_rows(scale, span, R, partition)
-        offset = None if zero is None else _scales_of_rows(zero, span, R, partition)
-        return convert(partition.apply(quotients, matrix_RC[first:last], cell, offset))
-
     row = convert(torch.zeros(1, C))
     stored = row.new_empty((R, *row.shape[1:]))
 
+    def of_rows(scales: Tensor, first: int, last: int) -> Tensor:
+        if partition.rows == 0 or scales.ndim < 2 or scales.shape[0] == 1 < R:
+            return scales
+        return scales[first // partition.rows : -(-last // partition.rows)]
+
     def store(span: tuple[int, int]) -> None:
-        stored[span[0] : span[1]] = work(span)
+        first, last = span
+        offset = None if zero is None else of_rows(zero, first, last)
+        cells = (of_rows(scale, first, last), offset)
+        stored[first:last] = convert(partition.apply(quotients, matrix_RC[first:last], *cells))
 
     parallel_for(store, spans)
     return stored
 
 
-def _scales_of_rows(scale: Tensor, span: tuple[int, int], R: int, partition: Partition) -> Tensor:
-    """Return the scales of the rows in ``span``."""
-    if partition.rows == 0 or scale.ndim < 2 or scale.shape[0] == 1 < R:
-        return scale
-    first, last = span
-    return scale[first // partition.rows : -(-last // partition.rows)]
-
-
 # --------------------
-# Compression of a quantized module's tensors to their stored form, by compressed-tensors.
-
-_PARTS = ("scale", "zero_point", "global_scale")
-_BASES = ("weight", "input", "output", "q", "k", "v")
-_FP4_FORMATS = {
-    CompressionFormat.nvfp4_pack_quantized.value,
-    CompressionFormat.mxfp4_pack_quantized.value,
-}
-_MXFP6 = "mxfp6-pack-quantized"  # of compressed-tensors 0.20 and newer
-_MX_FORMATS = {
-    CompressionFormat.mxfp4_pack_quantized.value,
-    _MXFP6,
-    CompressionFormat.mxfp8_quantized.value,
-}
-_PACKED = CompressionFormat.pack_quantized.value
-_PLAIN_FORMATS = {
-    CompressionFormat.naive_quantized.value,
-    CompressionFormat.int_quantized.value,
-    CompressionFormat.float_quantized.value,
-}
-_WORD = 32
-_NO_READER = {"sparse-bitmask", "sparse-24-bitmask", "marlin-24", "mixed-precision"}
+# Quantized modules and the formats in which they are written.
 
 
 @dataclass(frozen=True)
@@ -197,18 +172,13 @@ class QuantizedModule:
     def owns_tensor(self, own: str) -> bool:
         """Return True if a tensor of the module is written with its quantization parameters.
 
-        Attention has other tensors too (sinks). They are written as in an unquantized model, where
-        a checkpoint may have another name for them.
+        Attention has other tensors too (sinks), for which a checkpoint may have another name.
         """
         return not self.is_attention or _is_qparam(own)
 
 
 def parse_format(name: str | None) -> CompressionFormat | None:
-    """Return the compression format named ``name``.
-
-    Raises:
-        ArgumentError: there is no such format, or no loader supports it any more.
-    """
+    """Return the compression format named so; ArgumentError if no loader supports it (any more)."""
     if name is None:
         return None
     known = sorted(item.value for item in CompressionFormat if item.value not in _NO_READER)
@@ -223,44 +193,31 @@ def parse_format(name: str | None) -> CompressionFormat | None:
 def quantized_modules(
     model: Module, *, forced_format: CompressionFormat | None = None
 ) -> list[QuantizedModule]:
-    """Return all quantized modules of ``model`` in module order, shared ones once per name.
-
-    Raises:
-        ArgumentError: the forced format cannot store the scheme of one of them.
-    """
+    """Return all quantized modules of ``model`` in module order, shared ones once per name."""
     found = []
     for name, module in model.named_modules(remove_duplicate=False):
         if not is_module_quantized(module):
             continue
+        scheme, has_group = module.quantization_scheme, hasattr(module, IMPL_ATTR)
         entry = quantized_module(
-            name,
-            module,
-            module.quantization_scheme,
-            has_group=hasattr(module, IMPL_ATTR),
-            forced_format=forced_format,
+            name, module, scheme, has_group=has_group, forced_format=forced_format
         )
         if entry is not None:
             found.append(entry)
-    if forced_format is not None:
-        _warn_of_forced_format(found, forced_format)
-    return found
-
-
-def _warn_of_forced_format(entries: Sequence[QuantizedModule], forced: CompressionFormat) -> None:
-    """Warn once of the modules whose forced format differs from their own."""
-    if forced is CompressionFormat.dense:
-        return
-    changed = {}
-    for entry in entries:
-        own = format_of(entry.module.quantization_scheme)
-        if entry.scheme.format == forced.value != own:
-            changed[entry.name] = own
-    if changed:
+    forced = None if forced_format in (None, CompressionFormat.dense) else forced_format
+    own = {entry.name: format_of(entry.module.quantization_scheme) for entry in found if forced}
+    changed = {
+        entry.name: own[entry.name]
+        for entry in found
+        if forced is not None and entry.scheme.format == forced.value != own[entry.name]
+    }
+    if forced is not None and changed:
         logger.warning(
             f"quantization_format: {len(changed)} modules ({next(iter(changed))}, …) are written "
             f"as {forced.value} instead of {', '.join(sorted(set(changed.values())))}. Servers "
             "may read only the latter."
         )
+    return found
 
 
 def quantized_module(
@@ -278,16 +235,14 @@ def quantized_module(
         module: the module.
         scheme: its quantization scheme.
         has_group: for attention: a scheme of the recipe targets it.
-        forced_format: one format for all modules, instead of the default for each scheme.
-
-    Raises:
-        ArgumentError: the forced format cannot store such weights.
+        forced_format: one format for all modules; ArgumentError if it cannot store this one.
     """
     if isinstance(module, Linear | Embedding):
-        chosen = _format(scheme, forced_format, name)
-        _check_groups(name, module, scheme, chosen)
-        copy = scheme.model_copy(update={"format": chosen.value})
-        return QuantizedModule(name, module, copy)
+        chosen = CompressionFormat(format_of(scheme))
+        if forced_format is not None and scheme.weights is not None:
+            chosen = forced_format
+            _check_forced_format(name, module, scheme, chosen)
+        return QuantizedModule(name, module, scheme.model_copy(update={"format": chosen.value}))
     if has_kv_cache_argument(module) or kv_source_layer(module) is not None:
         copy = scheme.model_copy(update={"format": CompressionFormat.dense.value})
         return QuantizedModule(name, module, copy, True, has_group)
@@ -298,40 +253,32 @@ def quantized_module(
     return None
 
 
-def _format(
-    scheme: QuantizationScheme, forced: CompressionFormat | None, name: str
-) -> CompressionFormat:
-    if forced is None or scheme.weights is None:
-        return CompressionFormat(format_of(scheme))
-    wrong = format_mismatch(scheme, forced.value)
-    if wrong is not None:
-        raise ArgumentError(f"quantization_format does not fit {name}: {wrong[0]}.", wrong[1])
-    return forced
-
-
-def _check_groups(
+def _check_forced_format(
     name: str, module: Module, scheme: QuantizationScheme, chosen: CompressionFormat
 ) -> None:
-    """Refuse a forced format that supports whole groups only if the last group is incomplete.
+    """Refuse a forced format that cannot store a module's scheme or its incomplete last group.
 
     For the default format the modifier checked this when it was initialized.
     """
-    weights = scheme.weights
-    if weights is None or weights.strategy != QuantizationStrategy.GROUP.value:
-        return
-    own = format_of(scheme)
-    if chosen.value in (own, CompressionFormat.dense.value):
+    wrong = format_mismatch(scheme, chosen.value)
+    if wrong is not None:
+        raise ArgumentError(f"quantization_format does not fit {name}: {wrong[0]}.", wrong[1])
+    weights, own = scheme.weights, format_of(scheme)
+    is_grouped = weights.strategy == QuantizationStrategy.GROUP.value
+    if not is_grouped or chosen.value in (own, CompressionFormat.dense.value):
         return
     weight = weight_without_onloading(module)
-    if weight is None:
-        return
-    columns = weight.shape[-1]
+    columns = 0 if weight is None else weight.shape[-1]
     if columns % weights.group_size and not supports_ragged_groups(chosen.value, columns):
         raise ArgumentError(
             f"quantization_format does not fit {name}: {chosen.value} holds whole groups of "
             f"{weights.group_size}, and there are {columns} columns.",
             f"Leave it out, and it is {own}.",
         )
+
+
+# --------------------
+# Compression of a quantized module's tensors to their stored form.
 
 
 def compress(entry: QuantizedModule, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -370,22 +317,9 @@ def _pack(entry: QuantizedModule, own: Mapping[str, Tensor]) -> dict[str, Tensor
     computed here where possible, as compressed-tensors takes several times as long.
     """
     scheme, on_meta = entry.scheme, own["weight"].is_meta
-    compressor: Any = BaseCompressor.get_value_from_registry(scheme.format)
     codes = None if on_meta else _packed_codes(entry, own)
     if codes is None and not on_meta:
-        return _packed_by_compressor(compressor, own, entry)
-    packed = _packed_structure(own, scheme)
-    if codes is not None:
-        packed["weight_packed" if "weight_packed" in packed else "weight"] = codes
-    zero = packed.get("weight_zero_point")
-    if zero is not None and scheme.format == _PACKED and scheme.weights.strategy in PACKED_ZEROS:
-        # compressed-tensors leaves these alone where the weight has no data
-        packed["weight_zero_point"] = _packed_zero(zero, scheme.weights.num_bits)
-    return packed
-
-
-def _packed_structure(own: Mapping[str, Tensor], scheme: QuantizationScheme) -> dict[str, Tensor]:
-    """Return the stored tensors of a module; the codes of its weight have no data."""
+        return _packed_by_compressor(own, entry)
     forms = tuple((name, tuple(tensor.shape), tensor.dtype) for name, tensor in own.items())
     structure = _structure_of(scheme.model_dump_json(), forms)
     packed = {
@@ -395,7 +329,22 @@ def _packed_structure(own: Mapping[str, Tensor], scheme: QuantizationScheme) -> 
     if scheme.format in _MX_FORMATS:  # their scales are stored as exponents
         scale, dtype = _to_float32(own["weight_scale"]), structure["weight_scale"].dtype
         packed["weight_scale"] = compress_mx_scale(scale, dtype)
+    if codes is not None:
+        packed["weight_packed" if "weight_packed" in packed else "weight"] = codes
+    zero = packed.get("weight_zero_point")
+    if zero is not None and scheme.format == _PACKED and scheme.weights.strategy in PACKED_ZEROS:
+        # compressed-tensors leaves these alone where the weight has no data
+        bits = scheme.weights.num_bits
+        if zero.is_meta:
+            packed["weight_zero_point"] = _packed_zero_on_meta(zero, bits)
+        else:
+            packed["weight_zero_point"] = pack_to_int32(zero, bits, packed_dim=0).contiguous()
     return packed
+
+
+def _packed_zero_on_meta(zero: Tensor, bits: int) -> Tensor:
+    words = -(-zero.shape[0] * bits // _WORD)
+    return torch.empty((words, *zero.shape[1:]), dtype=torch.int32, device="meta")
 
 
 @functools.lru_cache(maxsize=256)  # a model has few forms, and this takes milliseconds
@@ -407,14 +356,6 @@ def _structure_of(
     compressor: Any = BaseCompressor.get_value_from_registry(scheme.format)
     own = {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape, dtype in forms}
     packed: dict[str, Tensor] = compressor.compress(own, scheme)
-    return packed
-
-
-def _packed_zero(zero: Tensor, bits: int) -> Tensor:
-    if zero.is_meta:
-        words = -(-zero.shape[0] * bits // _WORD)
-        return zero.new_empty((words, *zero.shape[1:]), dtype=torch.int32)
-    packed: Tensor = pack_to_int32(zero, bits, packed_dim=0).contiguous()
     return packed
 
 
@@ -489,9 +430,7 @@ def _code_packer(scheme: QuantizationScheme, columns: int) -> Callable[[Tensor],
     return None
 
 
-def _packed_by_compressor(
-    compressor: Any, own: Mapping[str, Tensor], entry: QuantizedModule
-) -> dict[str, Tensor]:
+def _packed_by_compressor(own: Mapping[str, Tensor], entry: QuantizedModule) -> dict[str, Tensor]:
     """Pack a weight with compressed-tensors, from a float32 weight and float32 scales."""
     weights, weight = entry.scheme.weights, own["weight"]
     wide = {
@@ -508,6 +447,7 @@ def _packed_by_compressor(
     if needs_recoding(grid, weight.dtype):
         codes = partition.apply(partial(_recode, grid), weight, scale, zero)
         wide["weight"] = dequantize_matrix(codes, _to_float32(scale), zero, grid, partition)
+    compressor: Any = BaseCompressor.get_value_from_registry(entry.scheme.format)
     packed: dict[str, Tensor] = compressor.compress(wide, entry.scheme)
     for name, tensor in own.items():  # of what was only widened for the arithmetic
         if name in packed and packed[name].dtype is torch.float32:
@@ -517,7 +457,7 @@ def _packed_by_compressor(
 
 def _is_qparam(key: str) -> bool:
     base, _, part = key.partition("_")
-    return base in _BASES and (part in _PARTS or part in {"g_idx", "shape"})
+    return base in _BASES and part in _PARTS
 
 
 def _expected_parameters(entry: QuantizedModule) -> set[str]:
@@ -536,11 +476,8 @@ def _expected_parameters(entry: QuantizedModule) -> set[str]:
             continue
         if args.strategy == QuantizationStrategy.TENSOR_GROUP.value and args.dynamic is not True:
             expected.add(f"{base}_global_scale")
-        if args.dynamic in (True, DynamicType.LOCAL, DynamicType.LOCAL.value):
-            continue
-        expected.add(f"{base}_scale")
-        if not args.symmetric:
-            expected.add(f"{base}_zero_point")
+        if args.dynamic not in (True, DynamicType.LOCAL, DynamicType.LOCAL.value):
+            expected |= {f"{base}_scale", *([] if args.symmetric else [f"{base}_zero_point"])}
     return expected
 
 
@@ -553,13 +490,12 @@ def _check_scales(
             f"The module {entry.name} was never calibrated: it has no {', '.join(missing)}. "
             "Run the recipe on the model before saving it."
         )
-    for key in sorted(expected):
-        if not key.endswith("_scale"):
-            continue
+    for key in sorted(key for key in expected if key.endswith("_scale")):
         scale = tensors[key]
-        if scale.is_meta:
-            continue
-        if not is_finite(scale) or float(scale.to(torch.float32).amin()) < 0:
+        is_bad = not scale.is_meta and (
+            not is_finite(scale) or float(scale.to(torch.float32).amin()) < 0
+        )
+        if is_bad:
             raise NonFiniteError(
                 f"The {key} of {entry.name} is not finite or negative, so its values are lost. "
                 "Check the weights and the calibration data that reach this module."
@@ -584,12 +520,7 @@ _LEAST = 2.0**-12
 def is_on_grid(entry: QuantizedModule, own: Mapping[str, Tensor]) -> bool:
     """Return True if a module's weight equals its quantized and dequantized value.
 
-    Args:
-        entry: the module and its scheme.
-        own: own name → tensor, as for :func:`.compress.compress`.
-
-    Returns:
-        True too for a weight that is not rounded yet or has no data.
+    That is so for a weight that is not rounded yet or has no data.
     """
     weights, weight = entry.scheme.weights, own.get("weight")
     if entry.is_raw or entry.is_attention or weights is None or weight is None:
@@ -632,12 +563,7 @@ def warn_off_grid(names: Iterable[str]) -> None:
 
 
 def warn_cast(dtype: torch.dtype, before: torch.dtype | None) -> None:
-    """Warn if a model was cast after it was quantized.
-
-    Args:
-        dtype: the model's dtype.
-        before: its dtype when it was quantized; ``None`` if unknown or not quantized.
-    """
+    """Warn if a model was cast to ``dtype`` after it was quantized in ``before``, if known."""
     if before is not None and dtype is not before:
         names = [str(one).removeprefix("torch.") for one in (before, dtype)]
         logger.warning(
@@ -671,18 +597,11 @@ def patch_packed_zero_points() -> Iterator[None]:
         found: dict[str, Tensor] = own.__func__(cls, state_dict, scheme)
         zero, scale = found.get("weight_zero_point"), found.get("weight_scale")
         args = scheme.weights
-        if (
-            args is None
-            or args.symmetric
-            or args.strategy not in _PACKED_STRATEGIES
-            or zero is None
-        ):
+        is_packed = args is not None and args.strategy in _PACKED_STRATEGIES
+        if zero is None or scale is None or not is_packed or args.symmetric:
             return found
-        if zero.is_meta and scale is not None and zero.shape == scale.shape:
-            rows = ceil(zero.shape[0] * args.num_bits / 32)
-            found["weight_zero_point"] = torch.empty(
-                (rows, *zero.shape[1:]), dtype=torch.int32, device="meta"
-            )
+        if zero.is_meta and zero.shape == scale.shape:
+            found["weight_zero_point"] = _packed_zero_on_meta(zero, args.num_bits)
         return found
 
     PackedQuantizationCompressor.compress = classmethod(compress)

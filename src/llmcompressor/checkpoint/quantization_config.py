@@ -54,16 +54,6 @@ from llmcompressor.modeling.fused import is_expert, missing_qkv_partners
 from llmcompressor.modeling.names import name_aliases, named_modules, own_parameters
 from llmcompressor.modeling.weights import embeddings
 
-__all__ = [
-    "build_quantization_config",
-    "dense_experts_group",
-    "existing_quantization",
-    "expert_stacks",
-    "merge_quantization",
-    "order_groups_for_experts",
-]
-
-
 # --------------------
 # The config group that transformers applies to stacked experts.
 #
@@ -74,7 +64,8 @@ __all__ = [
 
 _NOTHING = "re:(?!)experts"
 """A target that matches no module, and that transformers takes to name experts."""
-
+_COMPRESSED = "compressed"
+_NOT_KEPT = ("transform_config", "sparsity_config")
 
 Targets: TypeAlias = Sequence[str]
 
@@ -86,7 +77,7 @@ def _mentions_experts(targets: Targets) -> bool:
 def _expert_group_index(groups: Sequence[Targets]) -> int | None:
     """Return the index of the group that transformers applies to experts, or ``None``."""
     by_class = [any(not target.startswith("re:") for target in targets) for targets in groups]
-    for which in ([_mentions_experts(targets) for targets in groups], by_class):
+    for which in (list(map(_mentions_experts, groups)), by_class):
         if any(which):
             return which.index(True)
     return 0 if groups else None
@@ -99,15 +90,8 @@ def order_groups_for_experts(
 
     The group of the experts gets one more target, which matches nothing. It is moved to the front
     where a group before it has a pattern with that word (for shared experts, say). Each module
-    matches the targets of one group only, so the order has no other effect.
-
-    Args:
-        groups: the targets of each group, in order.
-        of_experts: indices of the groups with experts. With two or more nothing is changed, as
-            transformers can apply only one.
-
-    Returns:
-        Index and targets of each group, in order.
+    matches the targets of one group only, so the order has no other effect. With several groups of
+    experts (indices ``of_experts``) nothing is changed, as transformers can apply only one.
 
     >>> order_groups_for_experts([["re:.*attn.*"], ["re:.*mlp.*"]], {1})
     [(0, ['re:.*attn.*']), (1, ['re:.*mlp.*', 're:(?!)experts'])]
@@ -135,12 +119,7 @@ def dense_experts_group(
     dense experts random with no more than a warning; only for 8-bit floats it accepts dense weights
     too. So this group must come first, also when group names are sorted. Some releases apply the
     same group to any module whose tensors are merged while loading (one convolution of three), and
-    fail to load it.
-
-    Args:
-        classes: the names of the model classes that load the checkpoint.
-        schemes: the groups.
-        quantized: the names of quantized modules in all of these classes.
+    fail to load it. ``classes`` are those that load the checkpoint, ``quantized`` the names in all.
     """
     has_experts = any(
         one.merges_experts() and expert_stacks(one.model, quantized) for one in classes
@@ -153,16 +132,14 @@ def dense_experts_group(
     weights = schemes[taken].weights if taken is not None else None
     if weights is not None and weights.type == "float" and weights.num_bits == 8:
         return {}
-    return {
-        "experts_not_quantized" if has_experts else "dense_weights": QuantizationScheme(
-            targets=[_NOTHING],
-            weights=QuantizationArgs(num_bits=8, type="float", strategy="tensor"),
-            input_activations=QuantizationArgs(
-                num_bits=8, type="float", strategy="tensor", dynamic=True
-            ),
-            format=CompressionFormat.float_quantized.value,
-        )
-    }
+    args: dict[str, Any] = {"num_bits": 8, "type": "float", "strategy": "tensor"}
+    scheme = QuantizationScheme(
+        targets=[_NOTHING],
+        weights=QuantizationArgs(**args),
+        input_activations=QuantizationArgs(**args, dynamic=True),
+        format=CompressionFormat.float_quantized.value,
+    )
+    return {"experts_not_quantized" if has_experts else "dense_weights": scheme}
 
 
 def expert_stacks(model: PreTrainedModel, quantized: Collection[str]) -> list[str]:
@@ -222,7 +199,7 @@ def build_quantization_config(
     status: QuantizationStatus,
     extra_ignore: Iterable[str] = (),
 ) -> dict[str, Any] | None:
-    """Return the configuration as plain JSON data.
+    """Return the configuration as plain JSON data; ``None`` if nothing needs one.
 
     It describes the model that loaders build: experts that were unfused for the run and are not
     quantized are stacks there.
@@ -232,9 +209,6 @@ def build_quantization_config(
         quantized: its quantized modules.
         status: ``COMPRESSED``, or ``DECOMPRESSED`` where weights are written dense.
         extra_ignore: patterns of modules that only the checkpoint holds.
-
-    Returns:
-        The configuration, or ``None`` if nothing is quantized and no rotation is online.
     """
     transform = getattr(model, "transform_config", None)
     if not quantized:
@@ -259,8 +233,12 @@ def _config(
     ignore = [*_ignored_names(names, candidates, quantized), *tied, *extra_ignore]
     _choose_targets(groups, candidates, ignore)
     _target_missing_projections(groups, candidates, ignore)
-    for group in attention:
-        group.targets = _attention_targets(model, group)
+    for group in attention:  # vLLM skips a group with one target ``…Attention``
+        members = {entry.name for entry in group.members}
+        classes = {type(entry.module).__name__ for entry in group.members}
+        same = {name for name, module in model.named_modules() if type(module).__name__ in classes}
+        is_one = len(classes) == 1 and same == members
+        group.targets = list(classes if is_one else (entry.name for entry in group.members))
 
     every = [*groups, *attention]
     of_experts = {
@@ -268,23 +246,32 @@ def _config(
         for index, group in enumerate(groups)
         if any(is_expert(entry.name) for entry in group.members)
     }
+    ordered = order_groups_for_experts([group.targets for group in every], of_experts)
     schemes = [
-        every[index].scheme.model_copy(update={"targets": targets})
-        for index, targets in order_groups_for_experts(
-            [group.targets for group in every], of_experts
-        )
+        every[index].scheme.model_copy(update={"targets": targets}) for index, targets in ordered
     ]
     named = {f"group_{index}": scheme for index, scheme in enumerate(schemes)}
     coded = [one for one in candidates if one.group is not None]
     coded_names = {name for one in coded for name in (one.name, *one.others)}
+    caches: list[QuantizationArgs] = []
+    for entry in quantized:
+        if entry.is_attention and entry.scheme.input_activations not in caches:
+            caches.append(entry.scheme.input_activations)
+    if len(caches) > 1:
+        logger.warning(
+            "The format holds one scheme for the cache of all layers, the model has "
+            f"{len(caches)}; the first one is written."
+        )
+    formats = {group.scheme.format for group in groups} - {CompressionFormat.dense.value}
+    overall = next(iter(formats), CompressionFormat.dense.value)
     return QuantizationConfig(
         config_groups={
             **dense_experts_group([names, *names.loaders], schemes, coded_names),
             **named,
         },
         quantization_status=status,
-        kv_cache_scheme=_kv_cache_scheme(quantized),
-        format=_overall_format(groups).value,
+        kv_cache_scheme=caches[0] if caches else None,
+        format=CompressionFormat.mixed_precision.value if len(formats) > 1 else overall,
         ignore=list(dict.fromkeys(ignore)),
     )
 
@@ -398,11 +385,9 @@ def _class_names(kind: type[Module]) -> frozenset[str]:
 
 
 def _served_class(module: Module) -> str:
-    if isinstance(module, Linear):
-        return "Linear"
-    if isinstance(module, Embedding):
-        return "VocabParallelEmbedding"
-    return str(get_vllm_module_type(type(module).__name__))
+    is_table = isinstance(module, Embedding)
+    kind = "Linear" if isinstance(module, Linear) else type(module).__name__
+    return "VocabParallelEmbedding" if is_table else str(get_vllm_module_type(kind))
 
 
 class _TargetMatcher:
@@ -591,16 +576,12 @@ def _ignored_names(
     classes = {type(entry.module).__name__ for entry in quantized if entry.has_group}
     types = set(map(get_vllm_module_type, classes))
     known = {item.name: item for item in candidates}
+    own_types: dict[type[Module], set[str]] = {}
     plain = []
-    of_types: dict[type[Module], bool] = {}
     for name, module in named_modules(names.model, remove_duplicate=False):
-        if not name or name in quantized_names:
-            continue
-        kind = type(module)
-        if kind not in of_types:
-            own = set(map(get_vllm_module_type, _class_names(kind)))
-            of_types[kind] = bool(own & types)
-        if of_types[kind]:
+        if type(module) not in own_types:
+            own_types[type(module)] = set(map(get_vllm_module_type, _class_names(type(module))))
+        if name and name not in quantized_names and own_types[type(module)] & types:
             plain.append(name)
     stored = names.stored([name for name in plain if name not in known])
     stored |= {name: item.stored for name, item in known.items()}
@@ -612,20 +593,11 @@ def _ignored_names(
         if entry == name or entry not in taken
     ]
     stacks = expert_stacks(names.model, quantized_names) if "Linear" in types else []
-    patterns = _fused_experts(names, stacks)
-    found += [
-        source
-        for source in _fused_source_names(names, plain, stacks, quantized_names)
-        if source not in taken and not any(match_name(source, pattern) for pattern in patterns)
-    ]
-    return [*found, *patterns]
-
-
-def _fused_source_names(
-    names: NameMap, plain: Sequence[str], stacks: Sequence[str], quantized: set[str]
-) -> list[str]:
-    """Return the checkpoint's own names for modules that fuse weights of unquantized modules."""
-    tensors: dict[str, Tensor] = {}
+    places = names.stored(stacks)
+    paths = (path for name in stacks for path in (f"{name}.", f"{places[name]}."))
+    # experts that are one 3-D parameter here and Linears elsewhere
+    patterns = list(dict.fromkeys(f"{_expert_prefix_pattern(path)}.*" for path in paths))
+    tensors: dict[str, Tensor] = {}  # that the checkpoint may fuse under names of its own
     for name in plain:
         weight = getattr(names.model.get_submodule(name), "weight", None)
         if isinstance(weight, Tensor):
@@ -633,47 +605,12 @@ def _fused_source_names(
     for name in stacks:
         for own, parameter in names.model.get_submodule(name).named_parameters(recurse=False):
             tensors[f"{name}.{own}"] = parameter
-    return names.fused(tensors, quantized)
-
-
-def _fused_experts(names: NameMap, stacks: Sequence[str]) -> list[str]:
-    """Return patterns for experts that are one 3-D parameter here and Linears elsewhere."""
-    stored = names.stored(stacks)
-    patterns = []
-    for name in stacks:
-        for path in (f"{name}.", f"{stored[name]}."):
-            patterns.append(f"{_expert_prefix_pattern(path)}.*")
-    return list(dict.fromkeys(patterns))
-
-
-def _attention_targets(model: PreTrainedModel, group: _Group) -> list[str]:
-    """Return one class name if it suffices: vLLM skips a group with one target ``…Attention``."""
-    names = [entry.name for entry in group.members]
-    classes = {type(entry.module).__name__ for entry in group.members}
-    same = [name for name, module in model.named_modules() if type(module).__name__ in classes]
-    if len(classes) == 1 and set(same) == set(names):
-        return list(classes)
-    return names
-
-
-def _kv_cache_scheme(quantized: Sequence[QuantizedModule]) -> QuantizationArgs | None:
-    found: list[QuantizationArgs] = []
-    for entry in quantized:
-        if entry.is_attention and entry.scheme.input_activations not in found:
-            found.append(entry.scheme.input_activations)
-    if len(found) > 1:
-        logger.warning(
-            f"The format holds one scheme for the cache of all layers, the model has {len(found)}; "
-            "the first one is written."
-        )
-    return found[0] if found else None
-
-
-def _overall_format(groups: Sequence[_Group]) -> CompressionFormat:
-    formats = {group.scheme.format for group in groups} - {CompressionFormat.dense.value}
-    if len(formats) > 1:
-        return CompressionFormat.mixed_precision
-    return CompressionFormat(next(iter(formats), CompressionFormat.dense.value))
+    found += [
+        source
+        for source in names.fused(tensors, quantized_names)
+        if source not in taken and not any(match_name(source, pattern) for pattern in patterns)
+    ]
+    return [*found, *patterns]
 
 
 # --------------------
@@ -683,16 +620,9 @@ def _overall_format(groups: Sequence[_Group]) -> CompressionFormat:
 # own scheme and no other, so a target that would also match a module of the other run (``Linear``
 # does) is replaced by the names of its modules.
 
-_COMPRESSED = "compressed"
-_NOT_KEPT = ("transform_config", "sparsity_config")
-
 
 def existing_quantization(model: str, config: Mapping[str, Any]) -> Mapping[str, Any] | None:
     """Return the ``quantization_config`` of a partly quantized checkpoint; ``None`` without one.
-
-    Args:
-        model: the checkpoint's folder.
-        config: its ``config.json``.
 
     Raises:
         CheckpointError: it was quantized by another method, or part of it cannot be kept.
@@ -722,16 +652,9 @@ def merge_quantization(
     old: Mapping[str, Any],
     compressed: Mapping[str, Module],
 ) -> dict[str, Any]:
-    """Merge two quantization configurations into one.
+    """Merge the configurations of this run (``new``) and of the source (``old``) for modules.
 
-    Args:
-        new: the configuration that this run writes.
-        modules: its modules, by name.
-        old: the source's configuration.
-        compressed: modules that were quantized before, by name; placeholders of their classes do.
-
-    Returns:
-        The groups of both, those of the source first, unless experts need another order.
+    The source's groups come first, unless experts need another order.
 
     Raises:
         CheckpointError: the source has no scheme for one of its quantized modules.

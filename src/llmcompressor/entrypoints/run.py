@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 from llmcompressor.args import DatasetArguments
 from llmcompressor.checkpoint.block_reader import REST, BlockWeights
 from llmcompressor.checkpoint.block_stream import BlockStream, CompletedOutput
+from llmcompressor.checkpoint.journal import Workspace, open_workspace, reserve_output
 from llmcompressor.checkpoint.load import (
     check_no_peft_adapters,
     check_unquantized,
@@ -33,7 +34,6 @@ from llmcompressor.checkpoint.load import (
     parse_precision,
     remove_accelerate_hooks,
     remove_offload_caches,
-    untie_embeddings,
 )
 from llmcompressor.checkpoint.manifest import OutputManifest, build_manifest, module_kinds
 from llmcompressor.checkpoint.meta_model import MetaModel, build_meta_model
@@ -64,11 +64,6 @@ from llmcompressor.checkpoint.source import (
     quantization_method,
 )
 from llmcompressor.checkpoint.tensor_files import OutputLayout, layout_files
-from llmcompressor.checkpoint.workspace import (
-    Workspace,
-    open_workspace,
-    reserve_output,
-)
 from llmcompressor.core.modifier import Modifier, planned_structure
 from llmcompressor.datasets.source import Source
 from llmcompressor.entrypoints.arguments import (
@@ -102,7 +97,7 @@ from llmcompressor.errors import (
 from llmcompressor.logger import logger
 from llmcompressor.modeling.blocks import find_blocks
 from llmcompressor.modeling.sharded import has_partitioned_parameters
-from llmcompressor.modeling.weights import align_parameters, first_nonfinite
+from llmcompressor.modeling.weights import align_parameters, first_nonfinite, untie_embeddings
 from llmcompressor.pipelines import PIPELINES
 from llmcompressor.pipelines.attention_trial import check_attention_forward
 from llmcompressor.pipelines.moe_routing import experts_report
@@ -278,14 +273,14 @@ def _run(job: Job, source: Source | None) -> Module:
     report = compression_report({**records, EXPERTS: experts_report(model)}, model)
     fuse_dense_experts(model)  # type: ignore[arg-type]  # others have no MoE modules
     if hasattr(model, "save_pretrained"):
-        modify_save_pretrained(
-            model,  # type: ignore[arg-type]  # it has the methods of a PreTrainedModel
+        options = SaveOptions(
             recipe=job.applied_recipe(session.lifecycle.recipe),
             source=job.source,
             report=report,
             check=verify_saved if job.run_args.verify else None,
             once=job.processes.count > 1,
         )
+        modify_save_pretrained(model, options)  # type: ignore[arg-type]  # or one like it
     if job.output_dir is not None and job.processes.is_first:
         _save(job, model, processor, session, report)
     if job.recipe_args.clear_sparse_session:
@@ -420,18 +415,16 @@ def _save(
 ) -> None:
     assert job.output_dir is not None
     malloc_trim()
-    save_checkpoint(
-        model,
-        job.output_dir,
+    options = SaveOptions(
         save_compressed=job.model_args.save_compressed,
         processor=job.processor_to_write(processor),
-        recipe_yaml=job.applied_recipe(session.lifecycle.recipe),
+        recipe=job.applied_recipe(session.lifecycle.recipe),
         source=job.source,
-        overwrite=job.model_args.overwrite,
-        was_free=True,
         report=report,
         check=partial(verify_written, kinds=module_kinds(model)) if job.run_args.verify else None,
     )
+    overwrite = job.model_args.overwrite
+    save_checkpoint(model, job.output_dir, options, overwrite=overwrite, was_free=True)
 
 
 def _check_values(model: Module) -> None:
@@ -840,10 +833,7 @@ class _Run:
         )
         try:
             self._fill(stream, passes)
-            if workspace.is_published:
-                workspace.remove()
-            else:
-                self._publish(stream, workspace, prediction, layout)
+            self._publish(stream, workspace, prediction, layout)
             self._make_lazy_model(stream, self._told(stream))
             self.job.made = {"config": _config_hash(workspace.target), "choices": stream.choices}
         finally:
@@ -898,15 +888,14 @@ class _Run:
         if stream.rest_is_finished:
             stream.restore_rest(target)
         stream.attach_lazy_blocks(target)
-        options = self._options(report)
-        modify_save_pretrained(
-            self.blueprint.model,
-            recipe=options.recipe,
-            source=options.source,
-            report=options.report,
+        options = replace(
+            self._options(report),
+            save_compressed=True,
+            processor=None,
             check=verify_saved if self.job.run_args.verify else None,
             once=self.job.processes.count > 1,
         )
+        modify_save_pretrained(self.blueprint.model, options)
 
     def _told(self, stream: BlockStream) -> dict[str, Any] | None:
         return compression_report(stream.reports(), self.blueprint.model)

@@ -408,8 +408,7 @@ def modify_save_pretrained(
     """
     known = [one for one in map(save_options, model.modules()) if one is not None]
     own = save_options(model) or SaveOptions()
-    save.modify_save_pretrained(
-        model,
+    options = SaveOptions(
         recipe=recipe or own.recipe or _recipe_of_parts(known) or _recipe_of_session(model),
         source=source or own.source,
         processor=own.processor if processor is None else processor,
@@ -417,6 +416,7 @@ def modify_save_pretrained(
         check=known[0].check if known else verify_saved,  # a run may have left it out
         once=any(one.once for one in known),
     )
+    save.modify_save_pretrained(model, options)
 
 
 def _recipe_of_parts(known: list[SaveOptions]) -> Text:

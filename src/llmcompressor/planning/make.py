@@ -15,7 +15,7 @@ from torch.nn import Module
 from llmcompressor.args import DatasetArguments
 from llmcompressor.checkpoint.atomic_output import work_folder
 from llmcompressor.checkpoint.block_writer import check_space, non_weight_bytes, unallocated_bytes
-from llmcompressor.checkpoint.workspace import files_folder, scratch_folder
+from llmcompressor.checkpoint.journal import files_folder, scratch_folder
 from llmcompressor.core.contract import ComputeCost, DataSize, Edits, PlannedModule
 from llmcompressor.core.modifier import Modifier
 from llmcompressor.core.state import RunSettings, State
