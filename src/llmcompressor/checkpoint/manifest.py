@@ -30,6 +30,7 @@ from llmcompressor.checkpoint.source import TensorHeader
 from llmcompressor.checkpoint.tensor_files import StoredTensor, dtype_name, natural_key
 from llmcompressor.modeling.names import named_modules
 from llmcompressor.modeling.weights import config_ties_embeddings, embeddings
+from llmcompressor.transformers_internals import not_saved, tied_keys
 
 # --------------------
 # Partition of a state dict into the tensors of quantized modules and all others.
@@ -68,7 +69,7 @@ def partition_state_dict(
         f"{name}.{other}"
         for name, module in named_modules(model)
         if isinstance(module, TransformBase)
-        for other, first in (getattr(module, "_tied_weights_keys", None) or {}).items()
+        for other, first in tied_keys(module).items()
         if first in plain
     }
     plain = {key: tensor for key, tensor in plain.items() if key not in others}
@@ -111,7 +112,7 @@ def _resolve_tie(
     if is_pair and {name_in, name_out} & quantized:
         return False
     key_in, key_out = f"{name_in}.weight", f"{name_out}.weight"
-    can_tie = key_out in (getattr(model, "_tied_weights_keys", None) or {})
+    can_tie = key_out in tied_keys(model)
     if first is second and is_pair and can_tie:
         return True
     every = model.named_parameters(remove_duplicate=False)
@@ -203,7 +204,7 @@ def build_manifest(
             tensors[entry.name] = {}
     quantized.sort(key=lambda entry: order[entry.name])
     # the state dict that the model will have after the run
-    ignored = getattr(model, "_keys_to_ignore_on_save", None) or ()
+    ignored = not_saved(model)
     state = {
         name: value
         for name, value in model.state_dict().items()

@@ -38,6 +38,7 @@ from llmcompressor.checkpoint.source import SourceInfo, TensorHeader
 from llmcompressor.checkpoint.tensor_files import DTYPES
 from llmcompressor.errors import CheckpointError
 from llmcompressor.modeling.weights import text_config
+from llmcompressor.transformers_internals import auto_mapping, build_from_config
 
 _SPEAKERS = "load_speakers"
 """The method of a model whose voices are no tensors of its checkpoint."""
@@ -230,7 +231,7 @@ def _draft(loader: Any, config: PretrainedConfig) -> Any:
     if not any(stacks_tensors(kind) for kind in kinds):
         return None
     with torch.device("meta"):
-        return loader._from_config(copy.deepcopy(config))
+        return build_from_config(loader, copy.deepcopy(config))
 
 
 def meta_parameter(tensor: Tensor) -> Parameter:
@@ -279,7 +280,7 @@ def _loader_class(config: PretrainedConfig, place: str, *, trust_remote_code: bo
     if trust_remote_code and name is not None:
         return get_class_from_dynamic_module(remote[name], place)
     found = model_class(config, trust_remote_code=trust_remote_code)
-    mapping = getattr(found, "_model_mapping", None)
+    mapping = auto_mapping(found)
     if mapping is None:
         return found
     classes = mapping[type(config)]

@@ -50,6 +50,13 @@ from llmcompressor.modeling.names import distinguishes_digits, is_in_tower, name
 from llmcompressor.modeling.weights import text_config
 from llmcompressor.moe.layouts import StackedMoE
 from llmcompressor.moe.linear_experts import LinearExperts
+from llmcompressor.transformers_internals import (
+    build_from_config,
+    commit_of,
+    conversions_of,
+    original_patterns,
+    set_conversions,
+)
 
 # a letter with a digit, as in w1: no pattern that has it can tell one layer from another by it
 _LETTERED = re.compile(r"(?<!\\)[A-Za-z_]\d+")
@@ -135,7 +142,7 @@ def _canonical_name(key: str) -> tuple[str, dict[str, str]]:
 
 def _transforms(model: PreTrainedModel, *, reverse: bool) -> _Transforms:
     """Return fresh transforms, since some store what they have matched."""
-    found: list[Any] | None = getattr(model, "_weight_conversions", None)
+    found: Any = conversions_of(model)
     if found is None:
         found = get_model_conversion_mapping(model, add_legacy=not reverse)
         if reverse:
@@ -156,7 +163,7 @@ def drop_dequantizing_conversions(model: Any) -> None:
     transformers records what it did to each tensor and reverts it when the model is saved. What is
     not compressed would be quantized again as the files were, without a warning.
     """
-    found = getattr(model, "_weight_conversions", None) or ()
+    found = conversions_of(model) or ()
     operations = [one for entry in found for one in getattr(entry, "operations", ())]
     is_dequantized = any(hasattr(one, "hf_quantizer") for one in operations)
     if getattr(model, "hf_quantizer", None) is not None or not is_dequantized:
@@ -166,11 +173,11 @@ def drop_dequantizing_conversions(model: Any) -> None:
         return list(entry.source_patterns), list(entry.target_patterns)
 
     prefixes = [patterns(entry) for entry in found if isinstance(entry, PrefixChange)]
-    model._weight_conversions = [
-        entry
-        for entry in get_model_conversion_mapping(model, add_legacy=False)
-        if not isinstance(entry, PrefixChange) or patterns(entry) in prefixes
+    mapping = get_model_conversion_mapping(model, add_legacy=False)
+    kept = [
+        one for one in mapping if not isinstance(one, PrefixChange) or patterns(one) in prefixes
     ]
+    set_conversions(model, kept)
 
 
 def stacks_tensors(kind: str) -> bool:
@@ -389,7 +396,7 @@ class NameMap:
         for kind, settings in _loader_classes(self.model):
             try:
                 with torch.device("meta"):
-                    found.append(NameMap(kind._from_config(copy.deepcopy(settings))))
+                    found.append(NameMap(build_from_config(kind, copy.deepcopy(settings))))
             except Exception as error:  # a class of any kind
                 logger.debug(f"{kind.__name__} is not asked for names of modules: {error!r:.200}")
         return tuple(found)
@@ -569,10 +576,10 @@ def record_prefix(model: PreTrainedModel) -> None:
     (``language_model`` of Llama 4's text model).
     """
     place, prefix = model.config.name_or_path, model.base_model_prefix
-    conversions: list[Any] | None = getattr(model, "_weight_conversions", None)
+    conversions: Any = conversions_of(model)
     if not place or not prefix or conversions is None:
         return  # it was not loaded from a folder
-    folder = local_directory(place, revision=getattr(model.config, "_commit_hash", None))
+    folder = local_directory(place, revision=commit_of(model.config))
     if folder is None:
         return
     try:
@@ -652,10 +659,9 @@ def _source_names(converter: Any, target: str) -> list[str]:
     scope, base = converter.scope_prefix, converter.base_model_prefix
     if scope and not target.startswith((f"{scope}.", f"{base}.{scope}.")):
         return []
-    patterns = [
-        str(one).replace("\\", "").rstrip("$") for one in converter._original_target_patterns
-    ]
+    sources, targets = original_patterns(converter)
+    patterns = [str(one).replace("\\", "").rstrip("$") for one in targets]
     if not any(target.endswith(pattern.lstrip("^")) for pattern in patterns):
         return []
-    found = [_PER_EXPERT.search(str(one)) for one in converter._original_source_patterns]
+    found = [_PER_EXPERT.search(str(one)) for one in sources]
     return [one.group(1) for one in found if one is not None]

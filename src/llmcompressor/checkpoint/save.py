@@ -85,6 +85,7 @@ from llmcompressor.modeling.sharded import (
 from llmcompressor.runtime.memory import malloc_trim
 from llmcompressor.runtime.processes import skip_write, write_once
 from llmcompressor.runtime.progress import join_names
+from llmcompressor.transformers_internals import commit_of, not_saved
 
 RECIPE_FILE = "recipe.yaml"
 DEFAULT_SHARD_SIZE = "20GB"
@@ -154,7 +155,7 @@ class SaveOptions:
         place = self.source or model.config.name_or_path
         if not place:
             return None
-        return local_directory(place, revision=getattr(model.config, "_commit_hash", None))
+        return local_directory(place, revision=commit_of(model.config))
 
 
 def save_checkpoint(
@@ -454,7 +455,7 @@ def _state_to_write(
             f"The tensor {empty[0]} has no data ({len(empty)} such tensors).",
             "Load the model's weights before saving it.",
         )
-    for name in getattr(model, "_keys_to_ignore_on_save", None) or ():
+    for name in not_saved(model):
         state.pop(name, None)
     return state
 

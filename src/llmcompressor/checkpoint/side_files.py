@@ -20,6 +20,7 @@ from llmcompressor.checkpoint.source import SIDE_FILES, TensorHeader, local_dire
 from llmcompressor.errors import CheckpointError
 from llmcompressor.logger import logger
 from llmcompressor.runtime.progress import join_names
+from llmcompressor.transformers_internals import unexpected_patterns
 
 _RECOMPUTED = re.compile(r"rotary_emb\.inv_freq$|(^|\.)position_ids$")
 _EXPERT = re.compile(r"^(.*\.experts)\.\d+\.")
@@ -106,7 +107,7 @@ def extra_tensors(
 
 def _warn(model: PreTrainedModel, extras: Sequence[str], left: Sequence[str]) -> None:
     """Warn of tensors in modules of the model that are not written, and of an adapter."""
-    patterns = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
+    patterns = unexpected_patterns(model)
     told = [
         name
         for name in left
