@@ -24,7 +24,7 @@ from accelerate.utils.offload import OffloadedWeightsLoader, PrefixedDataset
 from compressed_tensors.offload import remove_dispatch
 from compressed_tensors.offload.cache.base import OffloadCache
 from huggingface_hub import snapshot_download
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import Tensor
 from torch.distributed import get_world_size, is_initialized
 from torch.nn import Module, Parameter
@@ -73,8 +73,6 @@ LOADING_FAILURES = (
 )
 """What transformers and torch raise of files that are damaged or no weights at all."""
 _NO_DTYPE = re.compile(r"module 'torch' has no attribute '(.*)'")
-_ROWS = 64
-"""Of a tensor, that tell whether its codes were dequantized."""
 AUTO_CLASSES = (
     "AutoModelForCausalLM",
     "AutoModelForImageTextToText",
@@ -298,14 +296,13 @@ def check_model_declared(model: Module) -> None:
     """Refuse (CheckpointError) a model object whose weights are undeclared codes of its folder."""
     place = getattr(getattr(model, "config", None), "name_or_path", None)
     source = _undeclared_source(place) if isinstance(place, str) and place else None
-    if source is None:
-        return
-    name = next(code_tensors(source.tensors), None)
-    if name is not None and _has_codes(model, name, source):
+    name = None if source is None else next(code_tensors(source.tensors), None)
+    if source is not None and name is not None:
         error = undeclared_error(name, source.tensors[name])
         raise CheckpointError(
             f"{error.problem.rstrip('.')}, and the model object was loaded from there.",
-            "Load the original, unquantized model.",
+            "Load the original, unquantized model; or, if its weights are dequantized since, save "
+            "it to another folder and load that.",
         )
 
 
@@ -317,20 +314,6 @@ def _undeclared_source(place: str | os.PathLike[str], **hub: Any) -> SourceInfo 
     except CheckpointError:  # reported when it is read; a model object may have outlived it
         return None
     return None if source is None or quantization_method(source.config) else source
-
-
-def _has_codes(model: Module, name: str, source: SourceInfo) -> bool:
-    """Return True if a model holds the values of a tensor of codes, as far as can be seen."""
-    header, state = source.tensors[name], model.state_dict()
-    found = NameMap(model).loaded([name], state).get(name)  # type: ignore[arg-type]  # or one like it
-    if found is None or found.merged:
-        return True  # packed: no class loads it, and the model's own tensor is random
-    held = state[found.target]
-    if held.is_meta or held.shape != header.shape or type(held) not in (Tensor, Parameter):
-        return True
-    with safe_open(str(header.file), framework="pt") as reader:
-        codes = reader.get_slice(name)[:_ROWS]
-    return torch.equal(held[:_ROWS].float().cpu(), codes.float())
 
 
 def check_unquantized(model: PreTrainedModel) -> None:
@@ -365,11 +348,9 @@ def model_class(config: PretrainedConfig, *, trust_remote_code: bool) -> Any:
         found = auto_mapping(auto).get(type(config), None)
         classes = found if isinstance(found, tuple | list) else [found]
         mapped += [(auto, cls) for cls in classes if cls is not None]
-    for _, cls in mapped:
-        if cls.__name__ in architectures:
-            return cls
+    known = {cls.__name__: cls for _, cls in reversed(mapped)}
     for name in architectures:
-        cls = getattr(transformers, name, None)
+        cls = known.get(name) or getattr(transformers, name, None)
         if isinstance(cls, type) and issubclass(cls, PreTrainedModel):
             return cls
     if mapped:
@@ -382,28 +363,24 @@ def model_class(config: PretrainedConfig, *, trust_remote_code: bool) -> Any:
 
 def check_complete(place: str, info: Mapping[str, Any]) -> None:
     """Refuse (CheckpointError) missing or misshapen tensors, by the info of ``from_pretrained``."""
-    misshapen = sorted(info["mismatched_keys"])
+    misshapen, missing = sorted(info["mismatched_keys"]), sorted(info["missing_keys"])
     if misshapen:
         name, found, expected = misshapen[0]
         more = f", and {len(misshapen) - 1} more have another shape" if misshapen[1:] else ""
-        raise CheckpointError(
+        problem = (
             f"The tensor {name} of the checkpoint {place} is {list(found)}, and the model of its "
-            f"config.json has {list(expected)}{more}.",
-            "Check that config.json belongs to these weights.",
+            f"config.json has {list(expected)}{more}."
         )
-    missing = sorted(info["missing_keys"])
-    if missing:
-        raise CheckpointError(
+    elif missing:
+        problem = (
             f"The checkpoint {place} lacks {len(missing)} of the model's tensors, which would be "
-            f"random: {', '.join(missing[:5])}{' …' if len(missing) > 5 else ''}.",
-            "Check that config.json belongs to these weights.",
+            f"random: {join_names(missing)}."
         )
-    unexpected = sorted(info["unexpected_keys"])
-    if unexpected:
-        logger.info(
-            f"{len(unexpected)} tensors of {place} are not part of the model: "
-            f"{', '.join(unexpected[:5])}."
-        )
+    else:
+        if unexpected := sorted(info["unexpected_keys"]):
+            logger.info(f"Tensors of {place} that are not of the model: {join_names(unexpected)}.")
+        return
+    raise CheckpointError(problem, "Check that config.json belongs to these weights.")
 
 
 @contextmanager

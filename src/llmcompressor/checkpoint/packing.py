@@ -47,7 +47,7 @@ from llmcompressor.numerics.packing import (
     pack_integers,
     recode,
 )
-from llmcompressor.numerics.partition import Partition, dequantize_matrix, fake_quantize_matrix
+from llmcompressor.numerics.partition import Partition, fake_quantize_matrix
 from llmcompressor.numerics.scales import effective_scale, smallest_of
 from llmcompressor.runtime.progress import join_names
 from llmcompressor.runtime.threads import parallel_for
@@ -82,6 +82,7 @@ _PLAIN_FORMATS = {
     CompressionFormat.naive_quantized.value,
     CompressionFormat.int_quantized.value,
     CompressionFormat.float_quantized.value,
+    CompressionFormat.mxfp8_quantized.value,
 }
 _WORD = 32
 _NO_READER = {"sparse-bitmask", "sparse-24-bitmask", "marlin-24", "mixed-precision"}
@@ -314,12 +315,12 @@ def _pack(entry: QuantizedModule, own: Mapping[str, Tensor]) -> dict[str, Tensor
     """Return the stored tensors of a module.
 
     compressed-tensors defines what is stored, given a weight on the meta device. The codes are
-    computed here where possible, as compressed-tensors takes several times as long.
+    computed here, as compressed-tensors takes several times as long.
     """
-    scheme, on_meta = entry.scheme, own["weight"].is_meta
-    codes = None if on_meta else _packed_codes(entry, own)
-    if codes is None and not on_meta:
-        return _packed_by_compressor(own, entry)
+    scheme, weight = entry.scheme, own["weight"]
+    if scheme.format == CompressionFormat.dense.value:
+        return {**own, "weight": _rounded(entry, own) if entry.is_raw else weight}
+    codes = None if weight.is_meta else _packed_codes(entry, own)
     forms = tuple((name, tuple(tensor.shape), tensor.dtype) for name, tensor in own.items())
     structure = _structure_of(scheme.model_dump_json(), forms)
     packed = {
@@ -359,8 +360,17 @@ def _structure_of(
     return packed
 
 
-def _packed_codes(entry: QuantizedModule, own: Mapping[str, Tensor]) -> Tensor | None:
-    """Return the weight's codes as stored; ``None`` if only compressed-tensors can pack them.
+def _rounded(entry: QuantizedModule, own: Mapping[str, Tensor]) -> Tensor:
+    weights = entry.scheme.weights
+    if own["weight"].is_meta:
+        return own["weight"]
+    scale = effective_scale(own["weight_scale"], own.get("weight_global_scale"))
+    zero = None if weights.symmetric else own["weight_zero_point"]
+    return fake_quantize_matrix(own["weight"], scale, zero, grid_of(weights), partition_of(weights))
+
+
+def _packed_codes(entry: QuantizedModule, own: Mapping[str, Tensor]) -> Tensor:
+    """Return the weight's codes as stored.
 
     A weight that lies on its grid was rounded to the model's dtype. Dividing it by its scale in
     that dtype loses half a unit twice: in bfloat16 some 8-bit codes come out one off. In float32
@@ -371,8 +381,6 @@ def _packed_codes(entry: QuantizedModule, own: Mapping[str, Tensor]) -> Tensor |
     """
     weights, weight = entry.scheme.weights, own["weight"]
     convert = _code_packer(entry.scheme, weight.shape[-1])
-    if convert is None or weight.ndim != 2:
-        return None
     grid = grid_of(weights)
     scale = effective_scale(own["weight_scale"], own.get("weight_global_scale"))
     zero = None if weights.symmetric else own["weight_zero_point"]
@@ -384,7 +392,7 @@ def _packed_codes(entry: QuantizedModule, own: Mapping[str, Tensor]) -> Tensor |
         if grid.needs_float32 or is_shifted_float or needs_recoding(grid, weight.dtype):
             quotients = partial(_rounded_quotients, grid)
     elif needs_recoding(grid, weight.dtype):
-        quotients = partial(_recode, grid)
+        quotients = partial(recode, grid=grid)
     else:
         weight = _to_float32(weight)
         scale = effective_scale(_to_float32(own["weight_scale"]), own.get("weight_global_scale"))
@@ -402,15 +410,11 @@ def _rounded_quotients(grid: Grid, x: Tensor, scale: Tensor, zero: Tensor | None
     return grid.limit(_to_float32(rounded), _to_float32(scale), zero)
 
 
-def _recode(grid: Grid, x: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
-    return recode(x, scale, zero, grid)
-
-
 def _to_float32(tensor: Tensor) -> Tensor:
     return tensor.to(torch.float32)
 
 
-def _code_packer(scheme: QuantizationScheme, columns: int) -> Callable[[Tensor], Tensor] | None:
+def _code_packer(scheme: QuantizationScheme, columns: int) -> Callable[[Tensor], Tensor]:
     """Return the function from clamped quotients to the format's stored form."""
     weights = scheme.weights
     grid = grid_of(weights)
@@ -423,36 +427,10 @@ def _code_packer(scheme: QuantizationScheme, columns: int) -> Callable[[Tensor],
         if grid.kind == "float":
             return lambda quotients: quotients.to(dtype)  # rounds to nearest, ties to even
         return lambda quotients: grid.round_(quotients).to(dtype)
-    if scheme.format == _PACKED:
-        bits = weights.num_bits
-        pack = pack_integers if can_pack(columns, bits) else pack_to_int32
-        return lambda quotients: pack(grid.round_(quotients).to(torch.int8), bits)
-    return None
-
-
-def _packed_by_compressor(own: Mapping[str, Tensor], entry: QuantizedModule) -> dict[str, Tensor]:
-    """Pack a weight with compressed-tensors, from a float32 weight and float32 scales."""
-    weights, weight = entry.scheme.weights, own["weight"]
-    wide = {
-        name: _to_float32(tensor) if name.endswith("_scale") else tensor
-        for name, tensor in own.items()
-    }
-    scale = effective_scale(own["weight_scale"], own.get("weight_global_scale"))
-    zero = None if weights.symmetric else own["weight_zero_point"]
-    grid, partition = grid_of(weights), partition_of(weights)
-    if entry.is_raw:
-        weight = fake_quantize_matrix(weight, scale, zero, grid, partition)
-        own = {**own, "weight": weight}
-    wide["weight"] = _to_float32(weight)
-    if needs_recoding(grid, weight.dtype):
-        codes = partition.apply(partial(_recode, grid), weight, scale, zero)
-        wide["weight"] = dequantize_matrix(codes, _to_float32(scale), zero, grid, partition)
-    compressor: Any = BaseCompressor.get_value_from_registry(entry.scheme.format)
-    packed: dict[str, Tensor] = compressor.compress(wide, entry.scheme)
-    for name, tensor in own.items():  # of what was only widened for the arithmetic
-        if name in packed and packed[name].dtype is torch.float32:
-            packed[name] = tensor
-    return packed
+    assert scheme.format == _PACKED, scheme.format
+    bits = weights.num_bits
+    pack = pack_integers if can_pack(columns, bits) else pack_to_int32
+    return lambda quotients: pack(grid.round_(quotients).to(torch.int8), bits)
 
 
 def _is_qparam(key: str) -> bool:

@@ -18,9 +18,9 @@ transformers loads it with. Wherever one is written, all are.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import count
+from itertools import chain, count
 from typing import Any, TypeAlias
 
 import compressed_tensors
@@ -74,38 +74,39 @@ def _mentions_experts(targets: Targets) -> bool:
     return any(target.startswith("re:") and "experts" in target for target in targets)
 
 
-def _expert_group_index(groups: Sequence[Targets]) -> int | None:
-    """Return the index of the group that transformers applies to experts, or ``None``."""
-    by_class = [any(not target.startswith("re:") for target in targets) for targets in groups]
-    for which in (list(map(_mentions_experts, groups)), by_class):
-        if any(which):
-            return which.index(True)
-    return 0 if groups else None
+def _expert_group(groups: Mapping[Any, Targets]) -> Any:
+    """Return the key of the group that transformers applies to experts; ``None`` without groups."""
+    with_class = (key for key, targets in groups.items() if any(map(_is_name, targets)))
+    named = (key for key, targets in groups.items() if _mentions_experts(targets))
+    return next(chain(named, with_class, groups), None)
+
+
+def _is_name(target: str) -> bool:
+    return not target.startswith("re:")
 
 
 def order_groups_for_experts(
-    groups: Sequence[Targets], of_experts: Collection[int]
-) -> list[tuple[int, list[str]]]:
+    groups: Mapping[Any, Targets], of_experts: Collection[Any]
+) -> dict[Any, list[str]]:
     """Order and extend groups so that transformers applies the right one to experts.
 
     The group of the experts gets one more target, which matches nothing. It is moved to the front
     where a group before it has a pattern with that word (for shared experts, say). Each module
     matches the targets of one group only, so the order has no other effect. With several groups of
-    experts (indices ``of_experts``) nothing is changed, as transformers can apply only one.
+    experts (``of_experts``) nothing is changed, as transformers can apply only one.
 
-    >>> order_groups_for_experts([["re:.*attn.*"], ["re:.*mlp.*"]], {1})
-    [(0, ['re:.*attn.*']), (1, ['re:.*mlp.*', 're:(?!)experts'])]
+    >>> order_groups_for_experts({0: ["re:.*attn.*"], 1: ["re:.*mlp.*"]}, {1})
+    {0: ['re:.*attn.*'], 1: ['re:.*mlp.*', 're:(?!)experts']}
     """
-    found = [(index, list(targets)) for index, targets in enumerate(groups)]
-    if len(of_experts) != 1 or _expert_group_index(groups) in of_experts:
+    found = {key: list(targets) for key, targets in groups.items()}
+    if len(of_experts) != 1 or _expert_group(groups) in of_experts:
         return found
-    (index,) = of_experts
-    own = found[index][1]
-    if not _mentions_experts(own):
-        own.append(_NOTHING)
-    if any(map(_mentions_experts, groups[:index])):
-        found.insert(0, found.pop(index))
-    return found
+    (own,) = of_experts
+    if not _mentions_experts(found[own]):
+        found[own].append(_NOTHING)
+    before = list(groups)[: list(groups).index(own)]
+    is_behind = any(_mentions_experts(groups[key]) for key in before)
+    return {own: found[own], **found} if is_behind else found
 
 
 def dense_experts_group(
@@ -128,7 +129,7 @@ def dense_experts_group(
         return {}
     if any(is_expert(name) for name in quantized):  # quantized experts need the group
         return {}
-    taken = _expert_group_index([scheme.targets for scheme in schemes])
+    taken = _expert_group({index: scheme.targets for index, scheme in enumerate(schemes)})
     weights = schemes[taken].weights if taken is not None else None
     if weights is not None and weights.type == "float" and weights.num_bits == 8:
         return {}
@@ -246,9 +247,12 @@ def _config(
         for index, group in enumerate(groups)
         if any(is_expert(entry.name) for entry in group.members)
     }
-    ordered = order_groups_for_experts([group.targets for group in every], of_experts)
+    ordered = order_groups_for_experts(
+        {index: group.targets for index, group in enumerate(every)}, of_experts
+    )
     schemes = [
-        every[index].scheme.model_copy(update={"targets": targets}) for index, targets in ordered
+        every[index].scheme.model_copy(update={"targets": targets})
+        for index, targets in ordered.items()
     ]
     named = {f"group_{index}": scheme for index, scheme in enumerate(schemes)}
     coded = [one for one in candidates if one.group is not None]
@@ -365,29 +369,20 @@ def _candidates(names: NameMap, groups: Sequence[_Group]) -> list[_Candidate]:
     served = names.in_vllm(stored)
     _, head = embeddings(names.model)
     classes = {kind: _class_names(kind) for kind in set(map(type, modules.values()))}
-    return [
-        _Candidate(
-            name=name,
-            stored=stored[name],
-            others=names.in_loaders.get(stored[name], ()),
-            served=served[name],
-            classes=classes[type(module)],
-            served_class="" if module is head else _served_class(module),
-            group=group_of.get(name),
-        )
-        for name, module in modules.items()
-    ]
+    found = []
+    for name, module in modules.items():
+        kind = "Linear" if isinstance(module, Linear) else type(module).__name__
+        is_table = isinstance(module, Embedding)
+        in_vllm = "VocabParallelEmbedding" if is_table else str(get_vllm_module_type(kind))
+        others = names.in_loaders.get(stored[name], ())
+        places = (name, stored[name], others, served[name], classes[type(module)])
+        found.append(_Candidate(*places, "" if module is head else in_vllm, group_of.get(name)))
+    return found
 
 
 def _class_names(kind: type[Module]) -> frozenset[str]:
     names = {cls.__name__ for cls in kind.__mro__ if issubclass(cls, Module)}
     return frozenset(names - {"Module"})
-
-
-def _served_class(module: Module) -> str:
-    is_table = isinstance(module, Embedding)
-    kind = "Linear" if isinstance(module, Linear) else type(module).__name__
-    return "VocabParallelEmbedding" if is_table else str(get_vllm_module_type(kind))
 
 
 class _TargetMatcher:
@@ -477,17 +472,17 @@ def _head_targets(group: _Group, candidates: Sequence[_Candidate]) -> list[str]:
 
 def _expert_targets(group: _Group) -> list[str]:
     """Return patterns for experts that the recipe targets by their names in other classes."""
+    if "Linear" in group.targets:
+        return []
+    met = _TargetMatcher(group.targets)
     names = [entry.name for entry in group.members if "experts." in entry.name]
-    linears = [
-        name
+    unmet = {
+        name.rpartition(".")[2]
         for name in names
         if len({alias.rpartition(".")[2] for alias in name_aliases(name)}) > 1
-    ]
-    met = _TargetMatcher(group.targets)
-    is_met = "Linear" in group.targets
-    unmet = [] if is_met else [name for name in linears if not met.means(name)]
-    own = sorted({name.rpartition(".")[2] for name in unmet})
-    return [rf"re:.*experts\.\d+\.(?:{'|'.join(own)})$"] if own else []
+        and not met.means(name)
+    }
+    return [rf"re:.*experts\.\d+\.(?:{'|'.join(sorted(unmet))})$"] if unmet else []
 
 
 def _layer_expert_targets(group: _Group) -> list[str]:
@@ -520,11 +515,10 @@ def _is_unambiguous(
     left_out = _TargetMatcher(ignore)
     every = [_TargetMatcher(group.targets) for group in groups]
     for item in candidates:
-        is_ignored = left_out.means(item.name)
         wanted = set() if item.group is None else {item.group}
-        if is_ignored and item.group is not None:
-            return False
-        if is_ignored:
+        if left_out.means(item.name):
+            if wanted:
+                return False
             continue
         readings = [[own.matches_in_vllm(item) for own in every]]
         for name in (item.name, *item.others):
@@ -534,32 +528,25 @@ def _is_unambiguous(
     return True
 
 
-def _missing_projections(
-    candidates: Sequence[_Candidate],
-) -> Iterator[tuple[_Candidate, _Candidate]]:
-    """Yield each projection that a layer lacks, with the module that it would be fused with."""
-    absent = missing_qkv_partners([item.name for item in candidates])
-    for item in candidates:
-        for partner in absent.get(item.name, ()):
-            own, other = (each.rpartition(".")[2] for each in (item.name, partner))
-            name, stored, served, *others = (
-                f"{each.removesuffix(own)}{other}"
-                for each in (item.name, item.stored, item.served, *item.others)
-            )
-            yield replace(item, name=name, stored=stored, served=served, others=tuple(others)), item
-
-
 def _target_missing_projections(
     groups: Sequence[_Group], candidates: Sequence[_Candidate], ignore: list[str]
 ) -> None:
     """Give key and value projections that a layer lacks the scheme of its queries."""
     left_out = _TargetMatcher(ignore)
     targets = [_TargetMatcher(group.targets) for group in groups]
-    for partner, item in _missing_projections(candidates):
-        if item.group is not None and not targets[item.group].matches_in_vllm(partner):
-            groups[item.group].targets += partner.names
-        elif item.group is None and left_out.means(item.stored):
-            ignore += [name for name in partner.names if not left_out.means(name)]
+    absent = missing_qkv_partners([item.name for item in candidates])
+    for item in candidates:
+        for lacking in absent.get(item.name, ()):
+            own, other = (each.rpartition(".")[2] for each in (item.name, lacking))
+            name, stored, served, *others = (
+                f"{each.removesuffix(own)}{other}"
+                for each in (item.name, item.stored, item.served, *item.others)
+            )
+            partner = replace(item, name=name, stored=stored, served=served, others=tuple(others))
+            if item.group is not None and not targets[item.group].matches_in_vllm(partner):
+                groups[item.group].targets += partner.names
+            elif item.group is None and left_out.means(item.stored):
+                ignore += [name for name in partner.names if not left_out.means(name)]
 
 
 def _ignored_names(
@@ -672,7 +659,10 @@ def merge_quantization(
         groups[name] = group
         if own in after.with_experts():
             of_experts.add(name)
-    groups = _order_groups(groups, of_experts)
+    ordered = order_groups_for_experts(
+        {name: group["targets"] for name, group in groups.items()}, of_experts
+    )
+    groups = {name: {**groups[name], "targets": targets} for name, targets in ordered.items()}
     both = {**compressed, **modules}
     ignore = old.get("ignore") or ()
     wrong = _TargetMatcher(ignore).reaches(both)
@@ -686,16 +676,6 @@ def merge_quantization(
         "kv_cache_scheme": old.get("kv_cache_scheme"),
         "ignore": list(dict.fromkeys([*new["ignore"], *kept])),
     }
-
-
-def _order_groups(
-    groups: Mapping[str, Mapping[str, Any]], of_experts: Collection[str]
-) -> dict[str, Mapping[str, Any]]:
-    names = list(groups)
-    found = order_groups_for_experts(
-        [groups[name]["targets"] for name in names], {names.index(name) for name in of_experts}
-    )
-    return {names[index]: {**groups[names[index]], "targets": targets} for index, targets in found}
 
 
 class _ConfigGroups:
