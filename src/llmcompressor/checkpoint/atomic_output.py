@@ -52,10 +52,6 @@ class OnExisting(Enum):
     MERGE = "merge"
 
 
-# --------------------
-# Errors of disks and file systems.
-
-
 @contextmanager
 def disk_errors(
     target: Path,
@@ -140,10 +136,6 @@ def creation_errors(target: Path) -> Iterator[None]:
         ) from error
 
 
-# --------------------
-# Checks before any work.
-
-
 def check_path_argument(argument: str, given: str | os.PathLike[str]) -> None:
     """Refuse (OutputError) an empty argument, which ``Path`` takes for ``.``, and invalid paths."""
     if not os.fspath(given):
@@ -202,8 +194,7 @@ def check_output_dir(
         The absolute path of the output directory.
 
     Raises:
-        OutputError: it has no name, is a file, is in use, overlaps the input, contains the
-            current directory, or cannot be created.
+        OutputError: it is a file, is in use, overlaps the input, or cannot be created.
     """
     check_path_argument("output_dir", output_dir)
     target = _absolute_path(output_dir)
@@ -293,23 +284,14 @@ def _check_replaceable(target: Path, *, overwrite: bool) -> None:
         )
 
 
-# --------------------
-# Writing under another name, and publishing.
-
-
 @contextmanager
 def staged_output(
     output_dir: str | os.PathLike[str], *, on_existing: OnExisting = OnExisting.REFUSE
 ) -> Iterator[Path]:
     """Write a directory elsewhere and move it into place when the block ends without an error.
 
-    Args:
-        output_dir: the final directory.
-        on_existing: refuse a target that holds files; leave it and use a name alongside it;
-            replace it at the end; or move the new files into it.
-
-    Yields:
-        The directory to write into.
+    A target that holds files is refused; left, with a name alongside it; replaced at the end; or
+    the new files are moved into it. Yields the directory to write into.
 
     Raises:
         OutputError: the target holds files and they may not be touched, or the disk is full.
@@ -351,19 +333,11 @@ def work_folder(target: Path) -> Path:
 def publish_folder(
     folder: Path, target: Path, on_existing: OnExisting, *, journal: Path | None = None
 ) -> None:
-    """Move a finished folder to its final name on the same file system.
+    """Move a finished folder to its final name on the same file system; OutputError if it is taken.
 
     Where files are moved one by one, a ``config.json`` disappears first and is moved last, so that
-    a loader never sees the old configuration with new weights.
-
-    Args:
-        folder: the folder.
-        target: the final path.
-        on_existing: the policy for files that are there.
-        journal: a run's journal, which is removed when files have begun to move.
-
-    Raises:
-        OutputError: files appeared there since the run began, and may not be replaced.
+    a loader never sees the old configuration with new weights. The journal of a run is removed when
+    files have begun to move.
     """
     fsync_tree(folder)
     is_merged = on_existing is OnExisting.MERGE

@@ -38,7 +38,6 @@ REST = ""
 """The name of what lies in no block: embeddings, the last norm, the head."""
 
 
-# --------------------
 # Tied parameters that the checkpoint stores twice: tied only if equal. transformers decides so too,
 # but it needs the values, which a model built on the meta device does not have.
 
@@ -103,10 +102,6 @@ def same_values(model: PreTrainedModel, source: str, target: str) -> bool | None
     return None if first.is_meta or second.is_meta else torch.equal(first, second)
 
 
-# --------------------
-# Blocks.
-
-
 @dataclass(frozen=True)
 class _ReadBlock:
     """A block that has been read but is not in the model yet, with the hash of each tensor."""
@@ -128,12 +123,8 @@ def _combined(hashes: Mapping[str, str]) -> str:
 class BlockWeights:
     """Load and free the weights of a model block by block.
 
-    Args:
-        blueprint: the model, without weights.
-        blocks: names of the modules that are loaded one by one, in order.
-        device: the device to load weights to.
-
     Attributes:
+        blocks: names of the modules that are loaded one by one, in order.
         device: the device that weights are loaded to.
         reads_ahead: enables :meth:`read_ahead`.
         digests: block → hash of its tensors as they were read.
@@ -224,12 +215,9 @@ class BlockWeights:
         self._check(block)
 
     def verify_digest(self, block: str, digest: str, files: Mapping[str, str]) -> None:
-        """Check that a block is unchanged since an earlier run read it, by its hash then.
+        """Check (CheckpointError) by its hash that a block is as an earlier run read it.
 
         It is read only where its files have other stamps, and this run has not read it yet.
-
-        Raises:
-            CheckpointError: the hash differs, or a file cannot be read.
         """
         if block not in self.digests and files != self._reader.file_stamps(self._names[block]):
             self.digests[block] = self._read(block).digest

@@ -50,7 +50,6 @@ Report = Callable[[Sequence[str]], Mapping[str, Any]]
 Visit = Callable[[Module, Module | None], None]
 
 
-# --------------------
 # Lazy parameters: after a run the blocks are on disk and not in memory. The returned model is
 # complete all the same: a block is loaded when one of its parameters is first accessed.
 
@@ -103,10 +102,6 @@ def _after_loading(method: str) -> Any:
 
 for _name in ("__getitem__", "__setitem__", "__delitem__", "get", "pop", "items", "values", "copy"):
     setattr(_LazyParameters, _name, _after_loading(_name))
-
-
-# --------------------
-# The blocks of a written checkpoint.
 
 
 class CompletedOutput:
@@ -274,10 +269,6 @@ def _decompressed(
     if missing:
         found["weight"] = found["weight"][..., :columns].contiguous()
     return found
-
-
-# --------------------
-# The blocks of a run.
 
 
 class BlockStream(CompletedOutput):

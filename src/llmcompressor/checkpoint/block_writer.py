@@ -61,16 +61,9 @@ def unallocated_bytes(folder: Path, size: int) -> int:
 class BlockWriter:
     """Write the tensors of blocks to their planned places in the output files, on a thread.
 
-    Creating it allocates the disk space of the whole output, so that a full disk fails at once.
-
-    Args:
-        folder: the folder of the files.
-        layout: the place of each tensor.
-        scratch: bytes of scratch blocks that the disk must have room for.
-        beside: bytes of the folder's other files, which the disk must have room for too.
-
-    Raises:
-        OutputError: there is not enough space.
+    Creating it allocates the disk space of the whole output, so that a full disk fails at once
+    (OutputError). The disk must have room too for ``scratch`` bytes of scratch blocks and for bytes
+    of other files ``beside`` the weights.
     """
 
     def __init__(

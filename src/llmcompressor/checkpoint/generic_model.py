@@ -150,10 +150,8 @@ def build_tree(
 ) -> MetaModel:
     """Build a model on the meta device whose modules have the names of a checkpoint's tensors.
 
-    Args:
-        source: the checkpoint.
-        headers: its tensors, or a view of them with other names.
-        existing: the configuration of the modules that are quantized already.
+    ``headers`` may be a view of the tensors with other names; ``existing`` is the configuration of
+    the modules that are quantized already.
 
     Raises:
         CheckpointError: a tensor has an unsupported name or dtype, or was quantized by another

@@ -57,15 +57,11 @@ _JOURNAL, _LOCK, _FILES, _SCRATCH = "journal", "lock", "files", "scratch"
 
 @dataclass(frozen=True)
 class BlockEntry:
-    """The journal entry of a finished block.
+    """The journal entry of a finished block; ``""`` is everything outside the blocks.
 
-    Attributes:
-        block: its name; empty for everything outside the blocks.
-        digest: hash of its tensors as they were written.
-        source: hash of its tensors as they were read.
-        report: the modifiers' records of its modules, by modifier.
-        stage: the pass that wrote it; the last pass writes the output.
-        files: file that its tensors were read from → the file's stamp then.
+    ``digest`` and ``source`` are hashes of its tensors as they were written and read, ``files`` the
+    stamps of the files that they were read from, ``report`` the modifiers' records of its modules,
+    and ``stage`` is the pass that wrote it; the last pass writes the output.
     """
 
     block: str
@@ -78,14 +74,9 @@ class BlockEntry:
 
 @dataclass(frozen=True)
 class ProgressEntry:
-    """The journal entry of a progress checkpoint, for work that is not a block.
+    """The journal entry of a progress checkpoint, for work in a pass that is not a block.
 
-    Attributes:
-        stage: the pass over the model.
-        name: the name of the work in progress.
-        number: number of earlier checkpoints of that name.
-        digest: hash of its tensors as they were written.
-        figures: further values to keep.
+    ``number`` counts earlier checkpoints of that name, ``digest`` is the hash of its tensors.
     """
 
     stage: int
@@ -232,10 +223,6 @@ def _shorten(value: Any) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-# --------------------
-# The work folder.
-
-
 class Workspace:
     """The work folder of one run for the output directory ``target``, locked."""
 
@@ -297,13 +284,10 @@ def scratch_folder(folder: Path) -> Path:
 def open_workspace(
     target: Path, fingerprint: Mapping[str, Any], *, resume: str = "auto"
 ) -> Iterator[Workspace]:
-    """Open the workspace of a run, new or resumed.
+    """Open the workspace of a run; its fingerprint decides the bytes of the output.
 
-    Args:
-        target: the output directory.
-        fingerprint: everything that decides the bytes of the output.
-        resume: ``"auto"``: resume if there is progress; ``"never"``: discard it; ``"must"``: refuse
-            to start without progress.
+    ``resume`` is ``"auto"``: resume if there is progress; ``"never"``: discard it; or ``"must"``:
+    refuse to start without progress.
 
     Raises:
         OutputError: another run is writing the same output, there is nothing to resume, or the

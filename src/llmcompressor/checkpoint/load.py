@@ -88,10 +88,6 @@ _OTHER_FORMATS = ["*.bin", "*.pt", "*.pth", "*.gguf", "*.h5", "*.msgpack", "*.on
 _SPEAKING = "qwen2_5_omni"
 
 
-# --------------------
-# Decompression of models in the compressed-tensors format while they are loaded.
-
-
 def load_decompressed(
     load: Callable[..., Any], settings: Mapping[str, Any], **arguments: Any
 ) -> Any:
@@ -131,10 +127,6 @@ def codes_without_scheme(model: PreTrainedModel, names: Iterable[str]) -> list[s
     return lost
 
 
-# --------------------
-# Loading of a model for compression: the class that its checkpoint names, with all weights.
-
-
 def parse_precision(precision: str | torch.dtype | None) -> torch.dtype | str:
     """Return the dtype that ``precision`` names; ``"auto"`` (the checkpoint's own) otherwise.
 
@@ -159,19 +151,18 @@ def load_model(
     token: str | bool | None = None,
     unpacks: bool = False,
 ) -> PreTrainedModel:
-    """Load a model from a folder or the hub, in evaluation mode.
+    """Load a model from a folder or the hub, in evaluation mode, on the device of transformers.
 
     Args:
         model: a folder, or the id of a model on the hub.
         config_name: the source of the configuration, if not ``model``.
         precision: the dtype of the weights; see :func:`parse_precision`.
         tie_word_embeddings: ``False`` unties the output head from the embeddings.
-        trust_remote_code: run modelling code that comes with the checkpoint.
-        revision: the hub's revision, ``"main"`` if ``None``.
-        cache_dir: the hub's cache.
-        token: the hub's token.
-        unpacks: accept a model compressed by compressed-tensors: its weights are decompressed and
-            its modules keep their schemes.
+        trust_remote_code: as for ``from_pretrained``, like the other arguments of the hub.
+        revision: see there.
+        cache_dir: see there.
+        token: see there.
+        unpacks: accept a model compressed by compressed-tensors, and decompress its weights.
 
     Raises:
         CheckpointError: the model is not there, is damaged, incomplete or quantized already.
@@ -245,15 +236,8 @@ def load_pretrained(
 ) -> PreTrainedModel:
     """Load the model of the class that ``config`` names, with all of its weights.
 
-    Args:
-        place: a folder, or the id of a model on the hub.
-        config: the result of :func:`load_config`.
-        trust_remote_code: run modelling code that comes with the checkpoint.
-        settings: its quantization configuration, if it is to be decompressed.
-        arguments: further ones of ``from_pretrained``.
-
-    Raises:
-        CheckpointError: weights are missing or have another shape.
+    It is decompressed if its quantization ``settings`` are given; ``arguments`` are those of
+    ``from_pretrained``. CheckpointError if weights are missing or have another shape.
     """
     check_format(place, quantization_settings(config.to_dict()))
     loader = model_class(config, trust_remote_code=trust_remote_code)
@@ -445,7 +429,6 @@ def fetch(
     return found
 
 
-# --------------------
 # Weights offloaded to memory or disk are brought back.
 #
 # accelerate's hooks and compressed-tensors' caches load a weight for one use of it and unload it

@@ -32,9 +32,6 @@ from llmcompressor.modeling.names import named_modules
 from llmcompressor.modeling.weights import config_ties_embeddings, embeddings
 from llmcompressor.transformers_internals import not_saved, tied_keys
 
-# --------------------
-# Partition of a state dict into the tensors of quantized modules and all others.
-
 
 @dataclass(frozen=True)
 class PartitionedState:
@@ -132,10 +129,6 @@ def _resolve_tie(
     return True
 
 
-# --------------------
-# The manifest.
-
-
 @dataclass(frozen=True)
 class OutputManifest:
     """The tensors that the weight files will hold.
@@ -168,13 +161,9 @@ def build_manifest(
 ) -> OutputManifest:
     """Predict the tensors that the checkpoint will hold, without computing any.
 
-    Args:
-        model: the model; its weights may be on the meta device.
-        planned: the form in which the modifiers will store its modules
-            (:class:`~llmcompressor.core.contract.PlannedModule`). Modules that an earlier
-            run quantized are written unchanged.
-        headers: the tensors of the source.
-        save_compressed: pack the weights instead of writing them dense.
+    ``planned`` is the form in which the modifiers will store modules of the model, perhaps on the
+    meta device (:class:`~llmcompressor.core.contract.PlannedModule`). Modules that an earlier run
+    quantized are written unchanged. ``headers`` are the tensors of the source.
     """
     forced = parse_format(None if save_compressed else "dense")
     quantized, tensors = [], {}
@@ -252,17 +241,10 @@ def compress_block(
     quantized: Sequence[QuantizedModule],
     plain_keys: frozenset[str],
 ) -> dict[str, Tensor]:
-    """Return the tensors of a part of the model in their stored, compressed form.
+    """Return the tensors of a part of the model in their stored, compressed form, by stored name.
 
-    Args:
-        names: the names of the model.
-        block: name in the model → tensor.
-        quantized: the quantized modules of this part.
-        plain_keys: those of the manifest.
-
-    Returns:
-        Stored name → tensor. Compressed tensors are in main memory, so that an accelerator holds
-        the codes of one module at a time; the others stay where they are.
+    Compressed tensors are in main memory, so that an accelerator holds the codes of one module at a
+    time; the others stay where they are. ``quantized`` are the part's quantized modules.
     """
     own, rest = _split_quantized(quantized, block)
     plain = {key: tensor for key, tensor in rest.items() if key in plain_keys}

@@ -44,7 +44,6 @@ _SPEAKERS = "load_speakers"
 """The method of a model whose voices are no tensors of its checkpoint."""
 
 
-# --------------------
 # Placeholders.
 #
 # A large MoE has some ten thousand matrices of experts, which transformers stacks: it copies a
@@ -122,10 +121,6 @@ def _meta_tensor(shape: Sequence[int], dtype: torch.dtype, stands_for: int = 1) 
     return made
 
 
-# --------------------
-# The model.
-
-
 @dataclass
 class MetaModel:
     """A model whose weights are on the meta device.
@@ -180,11 +175,7 @@ def build_meta_model(
 ) -> MetaModel:
     """Build a model on the meta device from its configuration and the headers of its files.
 
-    Args:
-        source: the checkpoint, with safetensors files.
-        config_name: the source of the configuration, if not the checkpoint.
-        precision: see :func:`~llmcompressor.checkpoint.load.parse_precision`.
-        trust_remote_code: run modelling code that comes with the checkpoint.
+    The arguments are those of :func:`~llmcompressor.checkpoint.load.load_model`.
 
     Raises:
         CheckpointError: the model class is not known, the checkpoint is quantized already, or

@@ -56,10 +56,6 @@ def write_json(file: Path, content: Mapping[str, Any]) -> None:
     file.write_text(json_text(content), encoding="utf-8")
 
 
-# --------------------
-# ``config.json``: the original with the changes patched in.
-
-
 def checkpoint_config(
     model: PreTrainedModel,
     source: Path | None,
@@ -67,16 +63,12 @@ def checkpoint_config(
     tied: bool | None,
     quantization: Mapping[str, Any] | None,
 ) -> dict[str, Any]:
-    """Return the configuration to write.
+    """Return the ``config.json`` to write.
 
-    Args:
-        model: the model; its configuration is only read.
-        source: the folder of the original model. Its ``config.json`` is the base, so that keys
-            which transformers does not know, or omits because they are defaults, survive.
-            A submodel's settings are written in their place in it.
-        tied: input and output embeddings are one tensor in the output; ``None`` if the model
-            has no such pair.
-        quantization: the ``quantization_config``, or ``None``.
+    The one in ``source`` is the base, so that keys which transformers does not know, or omits
+    because they are defaults, survive. A submodel's settings are written in their place in it.
+    ``tied`` tells if input and output embeddings are one tensor; ``None`` if the model has no such
+    pair.
     """
     original: Any = None
     if source is not None and (source / "config.json").is_file():
@@ -198,10 +190,6 @@ def _patch_dtype(levels: Sequence[dict[str, Any]], dtype: str) -> None:
         level.update({key: dtype for key in _DTYPE_KEYS if key in level})
 
 
-# --------------------
-# ``compression_report.json``: the report of a run, with those of earlier runs on its source.
-
-
 def write_report(
     folder: Path,
     report: Mapping[str, Any] | None,
@@ -240,10 +228,6 @@ def _report_of(source: Path | None) -> dict[str, Any]:
     if not isinstance(found, dict):
         return {}
     return {key: value for key, value in found.items() if key != _OF_FILES}
-
-
-# --------------------
-# Upload to the Hugging Face Hub.
 
 
 def push_files(

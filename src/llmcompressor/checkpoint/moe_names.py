@@ -246,7 +246,6 @@ def _piece(header: TensorHeader, expert: int, own: slice, *, turned: bool) -> Te
     )
 
 
-# --------------------
 # Fused 3-D expert tensors of a checkpoint, viewed as one matrix per expert and projection.
 #
 # ``P.gate_up_proj`` ``[experts, 2 * intermediate, hidden]`` (gate above up) and ``P.down_proj``

@@ -220,8 +220,6 @@ class NameMap:
     def _writing(self) -> _Transforms:
         return _transforms(self.model, reverse=True)
 
-    # ------------------------------------------------------------------ from the model to files
-
     def stored(self, modules: Iterable[str]) -> dict[str, str]:
         """Return the name of each module's tensors in a checkpoint."""
         names = {}
@@ -249,9 +247,7 @@ class NameMap:
     def layout(self, tensors: Mapping[str, Tensor], compressed: Iterable[str]) -> dict[str, Tensor]:
         """Return uncompressed tensors under the names and in the shapes of a checkpoint.
 
-        Args:
-            tensors: name in the module tree → tensor, without those of compressed modules.
-            compressed: names of the compressed modules.
+        ``tensors`` go by names in the module tree; ``compressed`` names the compressed modules.
         """
         fused_with_compressed = set()
         for module in compressed:
@@ -330,8 +326,6 @@ class NameMap:
             for converter in self._reading.converters
         )
 
-    # ------------------------------------------------------------------ from files to the model
-
     def loaded(self, keys: Iterable[str], state: Mapping[str, Tensor]) -> dict[str, LoadedName]:
         """Return the tensor in the model's ``state`` of each checkpoint tensor that it loads."""
         own_names, prefix = dict(state), self.model.base_model_prefix
@@ -381,8 +375,6 @@ class NameMap:
             if own.pattern in patterns:
                 stacks.setdefault((own.target, own.pattern), []).append(name)
         return list(stacks.values())
-
-    # ------------------------------------------------------------------ in other loaders
 
     @functools.cached_property
     def loaders(self) -> tuple[NameMap, ...]:
@@ -534,7 +526,6 @@ def _written_config(model: PreTrainedModel) -> tuple[Any, list[str]]:
     return settings, content.get("architectures") or []
 
 
-# --------------------
 # Submodels: models that are a part of their folder's model, such as its language model.
 #
 # Such a model is written into a copy of the whole: its tensors under their names there, its
@@ -597,7 +588,6 @@ def record_prefix(model: PreTrainedModel) -> None:
         conversions[:0] = [PrefixChange(prefix_to_remove=prefix)]
 
 
-# --------------------
 # Names of expert matrices in the checkpoints of a family, from transformers' own tables.
 #
 # Where transformers stacks tensors that a checkpoint stores per expert, its table has their

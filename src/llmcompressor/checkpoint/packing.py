@@ -88,7 +88,6 @@ _WORD = 32
 _NO_READER = {"sparse-bitmask", "sparse-24-bitmask", "marlin-24", "mixed-precision"}
 
 
-# --------------------
 # Codes of a weight, computed in cache-sized pieces on all cores.
 #
 # Rounding a matrix takes half a dozen elementwise operations. Over the whole matrix each of them
@@ -139,10 +138,6 @@ def compute_codes(
 
     parallel_for(store, spans)
     return stored
-
-
-# --------------------
-# Quantized modules and the formats in which they are written.
 
 
 @dataclass(frozen=True)
@@ -231,12 +226,8 @@ def quantized_module(
 ) -> QuantizedModule | None:
     """Return how a module is written; ``None`` with a warning if no format supports its kind.
 
-    Args:
-        name: its name in the module tree.
-        module: the module.
-        scheme: its quantization scheme.
-        has_group: for attention: a scheme of the recipe targets it.
-        forced_format: one format for all modules; ArgumentError if it cannot store this one.
+    ``has_group`` tells of attention that a scheme of the recipe targets it. ArgumentError if a
+    forced format cannot store the module.
     """
     if isinstance(module, Linear | Embedding):
         chosen = CompressionFormat(format_of(scheme))
@@ -278,10 +269,6 @@ def _check_forced_format(
         )
 
 
-# --------------------
-# Compression of a quantized module's tensors to their stored form.
-
-
 def compress(entry: QuantizedModule, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return a module's tensors in compressed form.
 
@@ -291,8 +278,7 @@ def compress(entry: QuantizedModule, tensors: Mapping[str, Tensor]) -> dict[str,
             on the meta device the result has shapes and dtypes only.
 
     Returns:
-        Own name → tensor as the format defines them, without parameters that a loader of this
-        scheme does not expect.
+        Own name → tensor as the format defines them, and as a loader of this scheme expects.
 
     Raises:
         LifecycleError: a scale that the scheme needs is missing.
@@ -480,7 +466,6 @@ def _check_scales(
             )
 
 
-# --------------------
 # Round-trip check that a quantized weight still matches its codes and scales when written.
 #
 # Codes are computed from the weight in memory and the scales that it was rounded with. If the
@@ -551,7 +536,6 @@ def warn_cast(dtype: torch.dtype, before: torch.dtype | None) -> None:
         )
 
 
-# --------------------
 # Workaround for loading packed zero points, which compressed-tensors does not pack on meta.
 #
 # transformers determines the shape of each tensor by compressing a model on the meta device. There

@@ -54,7 +54,6 @@ from llmcompressor.modeling.fused import is_expert, missing_qkv_partners
 from llmcompressor.modeling.names import name_aliases, named_modules, own_parameters
 from llmcompressor.modeling.weights import embeddings
 
-# --------------------
 # The config group that transformers applies to stacked experts.
 #
 # Where a checkpoint stores experts one by one and the model holds a stack, transformers has no
@@ -154,10 +153,6 @@ def expert_stacks(model: PreTrainedModel, quantized: Collection[str]) -> list[st
     ]
 
 
-# --------------------
-# The ``quantization_config`` of a written checkpoint.
-
-
 @dataclass(frozen=True)
 class _Candidate:
     """A module that some loader may quantize.
@@ -203,13 +198,8 @@ def build_quantization_config(
     """Return the configuration as plain JSON data; ``None`` if nothing needs one.
 
     It describes the model that loaders build: experts that were unfused for the run and are not
-    quantized are stacks there.
-
-    Args:
-        model: the model.
-        quantized: its quantized modules.
-        status: ``COMPRESSED``, or ``DECOMPRESSED`` where weights are written dense.
-        extra_ignore: patterns of modules that only the checkpoint holds.
+    quantized are stacks there. The status is ``DECOMPRESSED`` where weights are written dense, and
+    ``extra_ignore`` are patterns of modules that only the checkpoint holds.
     """
     transform = getattr(model, "transform_config", None)
     if not quantized:
@@ -600,7 +590,6 @@ def _ignored_names(
     return [*found, *patterns]
 
 
-# --------------------
 # Further quantization of a partly quantized checkpoint, whose configuration is kept.
 #
 # The schemes of two runs are merged into one ``quantization_config``. Each module must match its
@@ -609,10 +598,9 @@ def _ignored_names(
 
 
 def existing_quantization(model: str, config: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """Return the ``quantization_config`` of a partly quantized checkpoint; ``None`` without one.
+    """Return the ``quantization_config`` of a partly quantized checkpoint, if any.
 
-    Raises:
-        CheckpointError: it was quantized by another method, or part of it cannot be kept.
+    CheckpointError if it is of another method, or a part of it cannot be kept.
     """
     method = quantization_method(config)
     if method is None:
@@ -641,10 +629,8 @@ def merge_quantization(
 ) -> dict[str, Any]:
     """Merge the configurations of this run (``new``) and of the source (``old``) for modules.
 
-    The source's groups come first, unless experts need another order.
-
-    Raises:
-        CheckpointError: the source has no scheme for one of its quantized modules.
+    The source's groups come first, unless experts need another order. CheckpointError if it has no
+    scheme for one of its quantized modules.
     """
     before = _ConfigGroups(old, compressed)
     after = _ConfigGroups(new, modules)

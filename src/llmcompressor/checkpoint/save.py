@@ -176,9 +176,6 @@ def save_checkpoint(
         was_free: ``output_dir`` was free when the work on ``model`` began. If it no longer
             is, the checkpoint is written under a name alongside it, which the error reports.
 
-    Returns:
-        The absolute path of the directory.
-
     Raises:
         OutputError: the directory may not be written, or the disk is full.
         NonFiniteError: a scale is not finite.
@@ -192,10 +189,6 @@ def save_checkpoint(
         write_checkpoint(model, folder, options)
     logger.info(f"Saved {target}.")
     return target
-
-
-# --------------------
-# ``save_pretrained``.
 
 
 def modify_save_pretrained(model: PreTrainedModel, options: SaveOptions | None = None) -> None:
@@ -252,26 +245,13 @@ def _save_pretrained(
     """Save this model compressed; see :func:`modify_save_pretrained`.
 
     Other files in the directory (a tokenizer, say) stay; weights and configuration are replaced
-    once the new ones are complete. The sparsity arguments and ``safe_serialization`` are accepted
-    for old scripts: pruned weights are stored densely, in safetensors.
-
-    Args:
-        model: the model.
-        save_directory: the folder to write to.
-        is_main_process: other processes write nothing. They call this too if transformers sharded
-            the model when it loaded it. Of processes that compressed the same model together one
-            writes, and the others wait for it.
-        state_dict: tensors to write instead of the model's own.
-        push_to_hub: upload the files that were written to ``repo_id``.
-        max_shard_size: the maximum size of one file's tensors.
-        save_compressed: pack the weights; otherwise write them dense with their scales.
-        quantization_format: one format for all modules.
-        sparsity_config: has no effect.
-        skip_sparsity_compression_stats: has no effect.
-        disable_sparse_compression: has no effect.
-        safe_serialization: has no effect.
-        hub_arguments: ``repo_id``, ``token``, … for ``push_to_hub``; and arguments of transformers
-            or older releases that have no effect here (``variant``, ``skip_compression_stats``).
+    once the new ones are complete. ``max_shard_size``, ``save_compressed`` and
+    ``quantization_format`` are those of :class:`SaveOptions`, ``state_dict`` is written instead of
+    the model's own. Processes other than the main one write nothing. They call this too if
+    transformers sharded the model when it loaded it; of processes that compressed the same model
+    together one writes, and the others wait for it. With ``push_to_hub`` the written files are
+    uploaded, by ``repo_id``, ``token``, … All other arguments are those of transformers and of old
+    scripts, and have no effect.
     """
     for key in hub_arguments.keys() & {*_WITHOUT_EFFECT}:
         value = hub_arguments.pop(key)
@@ -339,10 +319,6 @@ def _save_into(
         written = [path.relative_to(folder).as_posix() for path in files]
     logger.info(f"Saved {target}.")
     return written
-
-
-# --------------------
-# Writing of all files into a folder that is not in place yet.
 
 
 @torch.no_grad()

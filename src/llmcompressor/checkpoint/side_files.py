@@ -255,9 +255,6 @@ def _python_files_below(folder: Path) -> Iterator[Path]:
             yield from _python_files_below(path)
 
 
-# --------------------
-# Loading of a model's tokenizer or processor, and writing it alongside the weights.
-
 PROCESSOR_FILES = frozenset(
     {
         "added_tokens.json",
@@ -323,12 +320,8 @@ def load_processor(
 ) -> LoadedProcessor:
     """Load a processor or tokenizer: a given one, one by folder or id, or else the model's own.
 
-    Returns:
-        The processor; or ``None`` and the reason, if the model has none of its own. The caller
-        decides if that matters: pre-tokenized data needs none.
-
-    Raises:
-        CheckpointError: the processor that was asked for by name cannot be loaded.
+    ``None`` and the reason are returned if the model has none of its own: the caller decides if
+    that matters. CheckpointError if one that was asked for by name cannot be loaded.
     """
     if processor is not None and not isinstance(processor, str | os.PathLike):
         return LoadedProcessor(processor, "")
@@ -383,8 +376,7 @@ def matches_stored_files(processor: Any, folder: Path) -> bool:
     """Return True if ``processor`` would be saved as ``folder`` holds it.
 
     A token may have been added, its chat template replaced, or a processor assembled from parts.
-    Padding and truncation settings are ignored. Where its class finds no files of its own in
-    ``folder``, the result is False.
+    Padding and truncation settings are ignored.
     """
     try:
         stored = type(processor).from_pretrained(str(folder))

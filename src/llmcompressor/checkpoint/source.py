@@ -55,12 +55,8 @@ class TensorHeader:
 class RowSliceHeader(TensorHeader):
     """A tensor that is a non-contiguous selection of rows of a matrix in a file.
 
-    ``offset`` is the matrix's; ``shape`` and ``nbytes`` are those of the piece.
-
-    Attributes:
-        matrix: the stored shape.
-        turned: rows are selected from the transposed matrix.
-        rows: first, end and step.
+    ``offset`` and ``matrix`` (a shape) are the matrix's; ``shape`` and ``nbytes`` those of the
+    piece. Rows (first, end, step) are selected from the transposed matrix if ``turned``.
     """
 
     matrix: tuple[int, ...] = ()
@@ -70,23 +66,15 @@ class RowSliceHeader(TensorHeader):
 
 @dataclass(frozen=True)
 class SourceInfo:
-    """A local model folder.
+    """A local model folder, with its ``config.json``, and the size of its tensors in bytes.
 
-    Attributes:
-        directory: the folder.
-        config: the contents of its ``config.json``.
-        tensors: name → header, of all its safetensors files; empty for other formats.
-        size: bytes of all tensors.
+    ``tensors`` are the headers of all its safetensors files; empty for other formats.
     """
 
     directory: Path
     config: Mapping[str, Any]
     tensors: Mapping[str, TensorHeader] = field(repr=False)
     size: int
-
-
-# --------------------
-# Folders.
 
 
 def is_hub_id(model: str | os.PathLike[str]) -> bool:
@@ -150,10 +138,8 @@ def inspect_source(
 ) -> SourceInfo:
     """Check a local model folder and list its tensors.
 
-    Args:
-        model: the folder.
-        allow_quantized: accept a model that is quantized already, by its config or its headers.
-        headers_only: accept weight files that end after their headers.
+    ``allow_quantized`` accepts a model that is quantized already, by its config or its headers, and
+    ``headers_only`` weight files that end after their headers.
 
     Raises:
         CheckpointError: the folder is missing, incomplete or damaged, or holds a quantized model.
@@ -255,10 +241,7 @@ def read_header(file: Path, *, headers_only: bool = False) -> dict[str, TensorHe
     """Read the header of one safetensors file and check it against the file's size.
 
     A safetensors file is a little-endian 64-bit length ``n``, ``n`` bytes of JSON, and the data.
-
-    Args:
-        file: the file.
-        headers_only: accept a file that ends after its header.
+    With ``headers_only`` it may end after the header.
 
     Raises:
         CheckpointError: the file is truncated, or safetensors itself would refuse it.
@@ -297,9 +280,6 @@ def read_header(file: Path, *, headers_only: bool = False) -> dict[str, TensorHe
         raise CheckpointError(f"The file {file} is damaged: {error}.", _DOWNLOAD) from error
     return tensors
 
-
-# --------------------
-# Models that are quantized already, by ``config.json``.
 
 _DEQUANTIZED_BY = {"fp8": "FineGrainedFP8Config", "mxfp4": "Mxfp4Config"}
 """Method → transformers' class of settings; its save_pretrained would quantize again."""
@@ -403,7 +383,6 @@ def quantized_error(model: str, method: str) -> CheckpointError:
     return CheckpointError(f"The model {model} is already quantized by {method}.", f"{remedy}.")
 
 
-# --------------------
 # Quantized weights that ``config.json`` does not declare, detected from headers alone.
 #
 # Codes that are loaded as weights give meaningless numbers, and no error. Codes are

@@ -81,10 +81,6 @@ def bytes_of(tensor: Tensor) -> memoryview:
     return memoryview(raw)
 
 
-# --------------------
-# Reading.
-
-
 class BufferPool:
     """A thread-safe pool of read buffers by size, reused from block to block.
 
@@ -249,7 +245,6 @@ def _read_errors(file: Path) -> Iterator[None]:
         ) from error
 
 
-# --------------------
 # Layout of the output files, computed before any tensor.
 #
 # A safetensors file begins with a header that places all its tensors. As names, dtypes and shapes
@@ -295,10 +290,8 @@ class OutputFile:
 class OutputLayout:
     """The layout of all weight files.
 
-    Attributes:
-        files: in order.
-        places: tensor → its header, with a file relative to the output.
-        total_size: bytes of all tensors.
+    ``places`` has the headers of tensors, with files relative to the output; ``total_size`` is the
+    number of bytes of all tensors.
     """
 
     files: Sequence[OutputFile]
@@ -370,10 +363,6 @@ def _header(group: Sequence[StoredTensor]) -> tuple[bytes, dict[StoredTensor, in
     text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % _ALIGNMENT)
     return struct.pack("<Q", len(text)) + text, offsets, begin
-
-
-# --------------------
-# Writing.
 
 
 class TensorWriter:
