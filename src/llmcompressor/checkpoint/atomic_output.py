@@ -26,12 +26,28 @@ from llmcompressor.errors import OutputError
 from llmcompressor.logger import logger
 
 _CHOOSE = "Choose another output directory."
-_IN_TEXT = {
-    errno.ENOSPC: ("No space left on device", "os error 28"),
-    errno.EFBIG: ("File too large", "os error 27"),
-    errno.EROFS: ("Read-only file system", "os error 30"),
-}
-"""How safetensors reports these, in the text of an error of its own."""
+_OF_WRITING = (
+    (
+        (errno.ENOSPC, errno.EDQUOT),
+        ("No space left on device", "os error 28"),
+        "The disk that holds {parent} is full; nothing was written to {target}.",
+        "{remedy}",
+    ),
+    (
+        (errno.EFBIG,),
+        ("File too large", "os error 27"),
+        "A file of {target} would be larger than the limit of this process or of the file system "
+        "allows; nothing was written there.",
+        "Raise the limit (ulimit -f unlimited), or choose an output directory elsewhere.",
+    ),
+    (
+        (errno.EROFS,),
+        ("Read-only file system", "os error 30"),
+        "The file system that holds {parent} can only be read; nothing was written.",
+        _CHOOSE,
+    ),
+)
+"""Numbers of errors, how safetensors reports them in the text of its own, problem and remedy."""
 _OF_TORCH = re.compile(
     r"inline_container\.cc.*unexpected pos \d+ vs \d+|PytorchStreamWriter failed"
     r"|^basic_ios::clear: iostream error$"
@@ -66,10 +82,10 @@ def disk_errors(
     except OutputError:
         raise
     except Exception as error:
-        problem = _write_problem(error, target)
-        if problem is None:
+        clear = _write_error(error, target, remedy)
+        if clear is None:
             raise
-        raise OutputError(problem[0], problem[1].format(remedy=remedy)) from error
+        raise clear from error
 
 
 @contextmanager
@@ -85,43 +101,23 @@ def parents_removed_on_error(target: Path) -> Iterator[None]:
         raise
 
 
-def _write_problem(error: BaseException, target: Path) -> tuple[str, str] | None:
-    """Return problem and remedy of an error of writing; ``None`` for any other error."""
-    number = _write_errno(error)
-    if number is None:
-        if not isinstance(error, RuntimeError) or not _OF_TORCH.search(str(error)):
-            return None
-        return (  # torch does not name the cause
-            f"A file of {target} could not be written to its end: the disk is full, or a limit of "
-            "this process or of the file system is reached.",
-            "{remedy} See ulimit -f, too.",
-        )
-    if number == errno.EFBIG:
-        return (
-            f"A file of {target} would be larger than the limit of this process or of the file "
-            "system allows; nothing was written there.",
-            "Raise the limit (ulimit -f unlimited), or choose an output directory elsewhere.",
-        )
-    if number == errno.EROFS:
-        return (
-            f"The file system that holds {target.parent} can only be read; nothing was written.",
-            _CHOOSE,
-        )
-    return (
-        f"The disk that holds {target.parent} is full; nothing was written to {target}.",
-        "{remedy}",
+def _write_error(error: BaseException, target: Path, remedy: str) -> OutputError | None:
+    """Return the clear error for an error of writing; ``None`` for any other error."""
+    words = {"target": target, "parent": target.parent, "remedy": remedy}
+    cause: BaseException | None = error
+    while cause is not None:
+        for numbers, texts, problem, cure in _OF_WRITING:
+            is_numbered = isinstance(cause, OSError) and cause.errno in numbers
+            if is_numbered or any(text in str(cause) for text in texts):
+                return OutputError(problem.format(**words), cure.format(**words))
+        cause = cause.__cause__ or cause.__context__
+    if not isinstance(error, RuntimeError) or not _OF_TORCH.search(str(error)):
+        return None
+    return OutputError(  # torch does not name the cause
+        f"A file of {target} could not be written to its end: the disk is full, or a limit of "
+        "this process or of the file system is reached.",
+        f"{remedy} See ulimit -f, too.",
     )
-
-
-def _write_errno(error: BaseException | None) -> int | None:
-    while error is not None:
-        if isinstance(error, OSError) and error.errno in {errno.EDQUOT, *_IN_TEXT}:
-            return error.errno
-        for number, texts in _IN_TEXT.items():
-            if any(text in str(error) for text in texts):
-                return number
-        error = error.__cause__ or error.__context__
-    return None
 
 
 @contextmanager
@@ -200,7 +196,15 @@ def check_output_dir(
     target = _absolute_path(output_dir)
     # Path.exists raises an error for a name that is too long
     existing = next((path for path in target.parents if os.path.isdir(path)), target)  # the root
-    _check_name(target, existing)
+    parts, limit = target.relative_to(existing).parts, os.pathconf(existing, "PC_NAME_MAX")
+    for index, part in enumerate(parts):  # to the last one something is appended meanwhile
+        left = limit - (len(f".partial-{_owner()}-999") if index == len(parts) - 1 else 0)
+        if (size := len(os.fsencode(part))) > left:
+            raise OutputError(
+                f"The name {part[:24]}… of an output directory has {size} bytes, and the file "
+                f"system and the names of unfinished output leave {left}.",
+                "Choose a shorter name.",
+            )
     problem = _place_problem(target, None if source is None else _absolute_path(source))
     if problem is not None:
         raise OutputError(problem, _CHOOSE)
@@ -213,20 +217,6 @@ def check_output_dir(
     if _is_in_use(target) and not is_ours:
         _check_replaceable(target, overwrite=overwrite)
     return target
-
-
-def _check_name(target: Path, existing: Path) -> None:
-    """Refuse a name that is too long for the file system, with what is appended meanwhile."""
-    limit = os.pathconf(existing, "PC_NAME_MAX")
-    parts = target.relative_to(existing).parts
-    for index, part in enumerate(parts):
-        longest = len(f".partial-{_owner()}-999") if index == len(parts) - 1 else 0
-        if (size := len(os.fsencode(part))) > limit - longest:
-            raise OutputError(
-                f"The name {part[:24]}… of an output directory has {size} bytes, and the file "
-                f"system and the names of unfinished output leave {limit - longest}.",
-                "Choose a shorter name.",
-            )
 
 
 def _place_problem(target: Path, source: Path | None) -> str | None:

@@ -16,6 +16,7 @@ Everything else is kept unchanged, each tensor in its own dtype.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -290,12 +291,10 @@ def _is_compressed(path: str, tensors: Mapping[str, TensorHeader]) -> bool:
 
 
 def _most_common_dtype(headers: Iterable[TensorHeader]) -> torch.dtype:
-    sizes: dict[torch.dtype, int] = {}
+    sizes: Counter[torch.dtype] = Counter()
     for header in headers:
-        dtype = DTYPES[header.dtype]
-        if dtype.is_floating_point:
-            sizes[dtype] = sizes.get(dtype, 0) + header.nbytes
-    return max(sizes, key=sizes.__getitem__, default=torch.float32)
+        sizes[DTYPES[header.dtype]] += header.nbytes
+    return next((one for one, _ in sizes.most_common() if one.is_floating_point), torch.float32)
 
 
 def _make_module(path: str, tensors: Mapping[str, TensorHeader]) -> Module:

@@ -138,7 +138,11 @@ class Journal:
 
     def _read(self) -> None:
         lines = self._file.read_bytes().split(b"\n")
-        damaged = sum(not self._take_line(line) for line in lines if line)
+        damaged = 0
+        for line in filter(None, lines):
+            checksum, _, text = line.decode("utf-8", errors="replace").partition(" ")
+            is_whole = checksum == xxhash.xxh3_64_hexdigest(text.encode())
+            damaged += not (is_whole and self._take(*json.loads(text)))
         if damaged:
             logger.warning(f"{damaged} damaged line(s) of {self._file}: what they say is redone.")
         if self.fingerprint is None:
@@ -148,10 +152,6 @@ class Journal:
             )
         if damaged or lines[-1]:  # so that lines can be appended
             self._replace()
-
-    def _take_line(self, line: bytes) -> bool:
-        checksum, _, text = line.decode("utf-8", errors="replace").partition(" ")
-        return checksum == xxhash.xxh3_64_hexdigest(text.encode()) and self._take(*json.loads(text))
 
     def _take(self, kind: str, content: Mapping[str, Any]) -> bool:
         """Apply one line; return False if its kind is unknown."""

@@ -200,19 +200,20 @@ def quantized_modules(
         )
         if entry is not None:
             found.append(entry)
-    forced = None if forced_format in (None, CompressionFormat.dense) else forced_format
-    own = {entry.name: format_of(entry.module.quantization_scheme) for entry in found if forced}
-    changed = {
-        entry.name: own[entry.name]
-        for entry in found
-        if forced is not None and entry.scheme.format == forced.value != own[entry.name]
-    }
-    if forced is not None and changed:
-        logger.warning(
-            f"quantization_format: {len(changed)} modules ({next(iter(changed))}, …) are written "
-            f"as {forced.value} instead of {', '.join(sorted(set(changed.values())))}. Servers "
-            "may read only the latter."
-        )
+    if forced_format not in (None, CompressionFormat.dense):
+        forced = str(forced_format.value)
+        changed = {
+            entry.name: own
+            for entry in found
+            if entry.scheme.format == forced
+            and (own := format_of(entry.module.quantization_scheme)) != forced
+        }
+        if changed:
+            logger.warning(
+                f"quantization_format: {join_names(changed, most=1)} are written as {forced} "
+                f"instead of {', '.join(sorted(set(changed.values())))}. Servers may read only "
+                "the latter."
+            )
     return found
 
 
@@ -286,7 +287,19 @@ def compress(entry: QuantizedModule, tensors: Mapping[str, Tensor]) -> dict[str,
     """
     expected = _expected_parameters(entry)
     own = {key: tensor for key, tensor in tensors.items() if key in expected or not _is_qparam(key)}
-    _check_scales(entry, own, expected)
+    missing = sorted(expected - set(own))
+    if missing:
+        raise LifecycleError(
+            f"The module {entry.name} was never calibrated: it has no {', '.join(missing)}. "
+            "Run the recipe on the model before saving it."
+        )
+    for key in sorted(key for key in expected if key.endswith("_scale")):
+        scale = own[key]
+        if not scale.is_meta and not (is_finite(scale) and float(scale.float().amin()) >= 0):
+            raise NonFiniteError(
+                f"The {key} of {entry.name} is not finite or negative, so its values are lost. "
+                "Check the weights and the calibration data that reach this module."
+            )
     if not entry.is_attention and entry.scheme.weights is not None:
         own = _pack(entry, own)
         # Stored in the scheme's scale dtype if every value of the weight's dtype fits in it. The
@@ -443,27 +456,6 @@ def _expected_parameters(entry: QuantizedModule) -> set[str]:
         if args.dynamic not in (True, DynamicType.LOCAL, DynamicType.LOCAL.value):
             expected |= {f"{base}_scale", *([] if args.symmetric else [f"{base}_zero_point"])}
     return expected
-
-
-def _check_scales(
-    entry: QuantizedModule, tensors: Mapping[str, Tensor], expected: set[str]
-) -> None:
-    missing = sorted(expected - set(tensors))
-    if missing:
-        raise LifecycleError(
-            f"The module {entry.name} was never calibrated: it has no {', '.join(missing)}. "
-            "Run the recipe on the model before saving it."
-        )
-    for key in sorted(key for key in expected if key.endswith("_scale")):
-        scale = tensors[key]
-        is_bad = not scale.is_meta and (
-            not is_finite(scale) or float(scale.to(torch.float32).amin()) < 0
-        )
-        if is_bad:
-            raise NonFiniteError(
-                f"The {key} of {entry.name} is not finite or negative, so its values are lost. "
-                "Check the weights and the calibration data that reach this module."
-            )
 
 
 # Round-trip check that a quantized weight still matches its codes and scales when written.

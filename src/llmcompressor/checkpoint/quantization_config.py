@@ -75,13 +75,11 @@ def _mentions_experts(targets: Targets) -> bool:
 
 def _expert_group(groups: Mapping[Any, Targets]) -> Any:
     """Return the key of the group that transformers applies to experts; ``None`` without groups."""
-    with_class = (key for key, targets in groups.items() if any(map(_is_name, targets)))
+    with_class = (
+        key for key, targets in groups.items() if any(not one.startswith("re:") for one in targets)
+    )
     named = (key for key, targets in groups.items() if _mentions_experts(targets))
     return next(chain(named, with_class, groups), None)
-
-
-def _is_name(target: str) -> bool:
-    return not target.startswith("re:")
 
 
 def order_groups_for_experts(
@@ -393,7 +391,11 @@ class _TargetMatcher:
         """Return True if vLLM matches the module."""
         by_name = item.name in self._exact or item.stored in self._exact
         by_name &= IN_LAYER.search(item.stored) is None
-        return by_name or self._match(item.served) or self._is_served(item.served_class)
+        kind = item.served_class
+        if kind not in self._served:
+            by_class = any(target in kind.lower() for target in self._lower) or self._match(kind)
+            self._served[kind] = bool(kind) and by_class
+        return by_name or self._match(item.served) or self._served[kind]
 
     def means(self, name: str) -> bool:
         """Return True if a target is this name or a pattern that matches it."""
@@ -418,12 +420,6 @@ class _TargetMatcher:
     def _class(self, module: Module) -> str | None:
         names = [cls.__name__ for cls in type(module).__mro__ if issubclass(cls, Module)]
         return next((name for name in names if name in self._exact), None)
-
-    def _is_served(self, kind: str) -> bool:
-        if kind not in self._served:
-            by_class = any(target in kind.lower() for target in self._lower) or self._match(kind)
-            self._served[kind] = bool(kind) and by_class
-        return self._served[kind]
 
     def _match(self, name: str) -> bool:
         return any(match_name(name, pattern) for pattern in self._patterns)

@@ -300,6 +300,7 @@ _OF_BATCHES = frozenset(
 """How samples are put together: scripts set it to calibrate, and no reader needs it."""
 _NO_CLASS = "Unrecognized processing class"
 _OF_A_PLACE = frozenset({"_commit_hash", "_name_or_path", "name_or_path", "tokenizer_file"})
+_NOT_COMPARED = _OF_A_CALL | _OF_BATCHES | _OF_A_PLACE
 
 
 class LoadedProcessor(NamedTuple):
@@ -403,16 +404,16 @@ def write_processor(processor: Any, folder: Path) -> None:
 
 def _saved_files(processor: Any) -> dict[str, Any]:
     """Return the content of each file that ``processor`` writes, without its origin."""
+    contents: dict[str, Any] = {}
     with TemporaryDirectory(prefix="llmcompressor-") as place:
         processor.save_pretrained(place)
-        files = (file for file in Path(place).rglob("*") if file.is_file())
-        return {str(file.relative_to(place)): _content(file) for file in files}
-
-
-def _content(file: Path) -> Any:
-    if file.suffix != ".json":
-        return file.read_bytes()
-    held = json.loads(file.read_text(encoding="utf-8"))
-    if not isinstance(held, dict):
-        return held
-    return {key: held[key] for key in held.keys() - _OF_A_CALL - _OF_BATCHES - _OF_A_PLACE}
+        for file in Path(place).rglob("*"):
+            if not file.is_file():
+                continue
+            held: Any = file.read_bytes()
+            if file.suffix == ".json":
+                held = json.loads(held)
+            if isinstance(held, dict):
+                held = {key: held[key] for key in held.keys() - _NOT_COMPARED}
+            contents[str(file.relative_to(place))] = held
+    return contents

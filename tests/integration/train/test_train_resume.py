@@ -155,10 +155,8 @@ def test_what_a_killed_process_had_begun_is_no_newer_checkpoint(
     assert _kept(output) == whole
 
 
-@pytest.mark.parametrize("method", ["publish", "remove"])
 @pytest.mark.parametrize("keep", [True, False], ids=["with checkpoints", "without"])
 def test_broken_off_when_all_is_written(
-    method: str,
     keep: bool,
     whole: dict[str, str],
     one_block: Path,
@@ -172,7 +170,7 @@ def test_broken_off_when_all_is_written(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(Workspace, method, broken)
+        patch.setattr(Workspace, "publish", broken)
         with pytest.raises(KeyboardInterrupt):
             train(str(one_block), _recipe(), **given)
     assert (tmp_path / "out.partial").is_dir()
