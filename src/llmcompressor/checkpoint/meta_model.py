@@ -281,14 +281,16 @@ def _loader_class(config: PretrainedConfig, place: str, *, trust_remote_code: bo
 def _read_generation_config(model: PreTrainedModel, folder: Path) -> None:
     if not model.can_generate():
         return
-    if not (folder / "generation_config.json").is_file():
-        model.generation_config = GenerationConfig.from_model_config(model.config)
-        return
+    file = folder / "generation_config.json"
     try:
-        model.generation_config = GenerationConfig.from_pretrained(str(folder))
+        model.generation_config = (
+            GenerationConfig.from_pretrained(str(folder))
+            if file.is_file()
+            else GenerationConfig.from_model_config(model.config)
+        )
     except (OSError, ValueError, TypeError) as error:
         raise CheckpointError(
-            f"The file {folder / 'generation_config.json'} cannot be read ({error!s:.200}).",
+            f"The file {file} cannot be read ({error!s:.200}).",
             "Restore it, or remove it: the model's configuration says the rest.",
         ) from error
 

@@ -14,7 +14,6 @@ import functools
 import json
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -69,26 +68,43 @@ IN_LAYER = re.compile(r"(\.\d+\.)experts\.")
 """Experts right in a layer: vLLM and SGLang have a module ``moe`` between the two (Gemma 4)."""
 
 
-@dataclass(frozen=True)
 class _Transforms:
-    """A model's conversions of names and weights, for saving if ``reverse``; looked up once."""
+    """A model's conversions of names and weights, for saving if ``reverse``; looked up once.
 
-    renamings: list[WeightRenaming]
-    converters: list[WeightConverter]
-    reverse: bool
-    _known: dict[tuple[str, bool], tuple[str, str | None]] = field(default_factory=dict)
+    They are fresh ones, since some store what they have matched.
+    """
 
-    def name(self, key: str, *, convert: bool) -> tuple[str, str | None]:
+    def __init__(self, model: PreTrainedModel, *, reverse: bool) -> None:
+        found: Any = conversions_of(model)
+        if found is None:
+            found = get_model_conversion_mapping(model, add_legacy=not reverse)
+            if reverse:
+                # the prefix in the checkpoint of a model that was never loaded is unknown
+                found = [entry for entry in found if not isinstance(entry, PrefixChange)]
+        if reverse:
+            found = [entry.reverse_transform() for entry in reversed(found)]
+        self.converters = [entry for entry in found if isinstance(entry, WeightConverter)]
+        self._renamings = [entry for entry in found if isinstance(entry, WeightRenaming)]
+        self._prefix = model.base_model_prefix
+        self._reverse = reverse
+        self._known: dict[tuple[str, bool], tuple[str, str | None]] = {}
+        # the number of a layer or an expert may matter
+        self._takes_numbers = any(
+            distinguishes_digits(_LETTERED.sub("", text))
+            for one in (*self._renamings, *self.converters)
+            for text in (
+                *one.source_patterns,
+                *one.target_patterns,
+                getattr(one, "scope_prefix", None) or "",
+            )
+        )
+
+    def name(self, key: str, *, convert: bool = True) -> tuple[str, str | None]:
         """Return a tensor's new name, and the pattern by which it is merged or split."""
-        owner, dot, own = key.rpartition(".")
-        if own.isdigit():
-            owner, dot, own = key, "", ""
-        form, numbers = (key, {}) if self._depends_on_numbers else _canonical_name(owner)
-        if not self._depends_on_numbers:
-            form += dot + own
+        form, numbers = (key, {}) if self._takes_numbers else _canonical_tensor(key)
         if (form, convert) not in self._known:
             converters = self.converters if convert else []
-            found = rename_source_key(form, self.renamings, converters, reverse=self.reverse)
+            found = rename_source_key(form, self._renamings, converters, reverse=self._reverse)
             self._known[form, convert] = (str(found[0]), found[1])
         renamed, pattern = self._known[form, convert]
         if not numbers:
@@ -96,29 +112,25 @@ class _Transforms:
         return ".".join([numbers.get(part, part) for part in renamed.split(".")]), pattern
 
     def loaded(
-        self, key: str, state: dict[str, Any], prefix: str, *, convert: bool = True
+        self, key: str, state: dict[str, Any], *, convert: bool = True
     ) -> tuple[str, str | None]:
         """Map a name as :meth:`name` does, with the base model's prefix as ``state`` has it."""
         renamed, pattern = self.name(key, convert=convert)
-        if f"{prefix}.{renamed}" in state or (
-            renamed.startswith(prefix) and renamed[len(prefix) + 1 :] in state
-        ):
+        inner = renamed[len(self._prefix) + 1 :] if renamed.startswith(self._prefix) else None
+        if f"{self._prefix}.{renamed}" in state or inner in state:
             converters = self.converters if convert else []
-            renamed, pattern = rename_source_key(key, self.renamings, converters, prefix, state)
+            renamed, pattern = rename_source_key(
+                key, self._renamings, converters, self._prefix, state
+            )
         return str(renamed), pattern
 
-    @functools.cached_property
-    def _depends_on_numbers(self) -> bool:
-        """True if a transform may depend on the number of a layer or an expert."""
-        return any(
-            distinguishes_digits(_LETTERED.sub("", text))
-            for one in (*self.renamings, *self.converters)
-            for text in (
-                *one.source_patterns,
-                *one.target_patterns,
-                getattr(one, "scope_prefix", None) or "",
-            )
-        )
+
+def _canonical_tensor(key: str) -> tuple[str, dict[str, str]]:
+    owner, dot, own = key.rpartition(".")
+    if own.isdigit():
+        return _canonical_name(key)
+    form, numbers = _canonical_name(owner)
+    return f"{form}{dot}{own}", numbers
 
 
 @functools.lru_cache(maxsize=2**17)  # a module has several tensors, and each is asked for often
@@ -138,23 +150,6 @@ def _canonical_name(key: str) -> tuple[str, dict[str, str]]:
             numbers[stand_in] = part
             parts[place] = stand_in
     return ".".join(parts), numbers
-
-
-def _transforms(model: PreTrainedModel, *, reverse: bool) -> _Transforms:
-    """Return fresh transforms, since some store what they have matched."""
-    found: Any = conversions_of(model)
-    if found is None:
-        found = get_model_conversion_mapping(model, add_legacy=not reverse)
-        if reverse:
-            # the prefix in the checkpoint of a model that was never loaded is unknown
-            found = [entry for entry in found if not isinstance(entry, PrefixChange)]
-    if reverse:
-        found = [entry.reverse_transform() for entry in reversed(found)]
-    return _Transforms(
-        [entry for entry in found if isinstance(entry, WeightRenaming)],
-        [entry for entry in found if isinstance(entry, WeightConverter)],
-        reverse,
-    )
 
 
 def drop_dequantizing_conversions(model: Any) -> None:
@@ -214,11 +209,11 @@ class NameMap:
 
     @functools.cached_property
     def _reading(self) -> _Transforms:
-        return _transforms(self.model, reverse=False)
+        return _Transforms(self.model, reverse=False)
 
     @functools.cached_property
     def _writing(self) -> _Transforms:
-        return _transforms(self.model, reverse=True)
+        return _Transforms(self.model, reverse=True)
 
     def stored(self, modules: Iterable[str]) -> dict[str, str]:
         """Return the name of each module's tensors in a checkpoint."""
@@ -238,7 +233,7 @@ class NameMap:
             owned.setdefault(_collapse_expert(key.rpartition(".")[0]), []).append(key)
         found = {}
         for module in sorted({_collapse_expert(module) for module in modules} & owned.keys()):
-            targets = (self._writing.name(key, convert=True)[0] for key in owned[module])
+            targets = (self._writing.name(key)[0] for key in owned[module])
             names = {_collapse_expert(target.rpartition(".")[0]) for target in targets}
             if names != {module}:
                 found[module] = sorted(names)
@@ -252,13 +247,13 @@ class NameMap:
         fused_with_compressed = set()
         for module in compressed:
             for own in ("weight", "bias"):
-                target, pattern = self._writing.name(f"{module}.{own}", convert=True)
+                target, pattern = self._writing.name(f"{module}.{own}")
                 if pattern is not None:
                     fused_with_compressed.add(target)
         apart: dict[str, Tensor] = {}
         rest: dict[str, Tensor] = {}
         for key, tensor in tensors.items():
-            target, pattern = self._writing.name(key, convert=True)
+            target, pattern = self._writing.name(key)
             keep = pattern is not None and (
                 target in fused_with_compressed or self._is_inside_linear(key)
             )
@@ -289,7 +284,7 @@ class NameMap:
         stand_ins = {
             name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
             for name, tensor in tensors.items()
-            if not name.endswith(".weight") or self._writing.name(name, convert=True)[1] is not None
+            if not name.endswith(".weight") or self._writing.name(name)[1] is not None
         }
         if not stand_ins:
             return []
@@ -313,7 +308,7 @@ class NameMap:
             for pattern in converter.source_patterns
         }
         return bool(patterns) and any(
-            self._writing.name(name, convert=True)[1] in patterns
+            self._writing.name(name)[1] in patterns
             for name in self.model.state_dict()
             if name.rpartition(".")[0] not in quantized
         )
@@ -328,16 +323,16 @@ class NameMap:
 
     def loaded(self, keys: Iterable[str], state: Mapping[str, Tensor]) -> dict[str, LoadedName]:
         """Return the tensor in the model's ``state`` of each checkpoint tensor that it loads."""
-        own_names, prefix = dict(state), self.model.base_model_prefix
+        own_names = dict(state)
         names = {}
         for key in keys:
-            renamed, pattern = self._reading.loaded(key, own_names, prefix)
+            renamed, pattern = self._reading.loaded(key, own_names)
             if renamed in state:
                 names[key] = LoadedName(renamed, pattern is not None, pattern)
             elif key in state:
                 names[key] = LoadedName(key, False)
             elif pattern is not None:  # part of a stack that was unfused
-                alone, _ = self._reading.loaded(key, own_names, prefix, convert=False)
+                alone, _ = self._reading.loaded(key, own_names, convert=False)
                 if alone in state:
                     names[key] = LoadedName(alone, False)
         return names
@@ -357,7 +352,7 @@ class NameMap:
         }
         given: dict[str, Any] = dict.fromkeys([*state, *opened])
         for key in set(every) - owned if opened else ():
-            renamed, _ = self._reading.loaded(key, given, self.model.base_model_prefix)
+            renamed, _ = self._reading.loaded(key, given)
             if renamed in opened:
                 owned.add(key)
         return owned
@@ -434,7 +429,7 @@ class NameMap:
         weights = self.loaded([f"{name}.weight" for name in known], self.model.state_dict())
         split: dict[str, list[str]] = {}  # one stored tensor may become several
         for name in self.model.state_dict():
-            target, pattern = self._writing.name(name, convert=True)
+            target, pattern = self._writing.name(name)
             if pattern is not None:
                 split.setdefault(target, []).append(name)
         for name, loaded in weights.items():

@@ -8,10 +8,11 @@ The hub is not contacted unless ``push_to_hub`` is given.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Collection, Mapping
+from contextlib import closing, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -341,34 +342,26 @@ def write_checkpoint(
             name = type(model).__name__
             logger.info(f"Carrying over {len(manifest.extras)} tensors that {name} does not own.")
         layout = layout_files(manifest.stored, options.shard_bytes)
-        _write_weights(folder, layout, _stored_tensors(contents, manifest))
+        _write_weights(folder, layout, contents, manifest)
         write_non_weight_files(model, folder, options, manifest, layout)
 
 
-def _stored_tensors(
-    contents: PartitionedState, manifest: OutputManifest
-) -> Iterator[Mapping[str, Tensor]]:
-    for name, tensor in contents.plain.items():
-        yield {name: tensor}
-    yield from packed_modules(contents.names, contents.compressed)
-    for name, tensor in read_tensors(manifest.extras):
-        yield {name: tensor}
-
-
 def _write_weights(
-    folder: Path, layout: OutputLayout, every: Iterable[Mapping[str, Tensor]]
+    folder: Path, layout: OutputLayout, contents: PartitionedState, manifest: OutputManifest
 ) -> None:
-    writer = TensorWriter(folder, layout)
+    every = chain(
+        ({name: tensor} for name, tensor in contents.plain.items()),
+        packed_modules(contents.names, contents.compressed),
+        ({name: tensor} for name, tensor in read_tensors(manifest.extras)),
+    )
     unreturned = 0
-    try:
+    with closing(TensorWriter(folder, layout)) as writer:
         for tensors in every:
             writer.write(writer.as_planned(tensors))
             unreturned += sum(tensor.nbytes for tensor in tensors.values())
             if unreturned >= _RETURN_EVERY:
                 malloc_trim()  # temporaries of packing fragment the heap
                 unreturned = 0
-    finally:
-        writer.close()
 
 
 def write_non_weight_files(
@@ -499,21 +492,15 @@ def _write_side_files(
         copy_side_files(stored, folder, without={path.name for path in stored.iterdir()} - replaced)
     elif processor is not None and stored is None:
         write_processor(processor, folder)
-    if model.can_generate() and _generation_config_differs(model, folder):
-        model.generation_config.to_json_file(folder / "generation_config.json")
+    if model.can_generate():
+        settings = folder / "generation_config.json"
+        own = model.generation_config.to_diff_dict()
+        copied = GenerationConfig.from_pretrained(str(folder)) if settings.exists() else None
+        held = {} if copied is None else copied.to_diff_dict()
+        changed = (key for key in own.keys() | held.keys() if own.get(key) != held.get(key))
+        known = (key == "transformers_version" or key.startswith("_") for key in changed)
+        if copied is None or not all(known):
+            model.generation_config.to_json_file(settings)
     recipe = options.recipe() if callable(options.recipe) else options.recipe
     if recipe:
         (folder / RECIPE_FILE).write_text(recipe, encoding="utf-8")
-
-
-def _generation_config_differs(model: PreTrainedModel, folder: Path) -> bool:
-    """Return True if the model's generation settings differ from the copied file."""
-    if not (folder / "generation_config.json").exists():
-        return True
-    copied = GenerationConfig.from_pretrained(str(folder)).to_diff_dict()
-    own = model.generation_config.to_diff_dict()
-    return any(
-        own.get(key) != copied.get(key)
-        for key in own.keys() | copied.keys()
-        if key != "transformers_version" and not key.startswith("_")
-    )

@@ -27,27 +27,11 @@ _EXPERT = re.compile(r"^(.*\.experts)\.\d+\.")
 _LAYER = re.compile(r"^((?:.*\.)?(?:layers?|h|blocks?))\.(\d+)\.")
 _ADAPTER = re.compile(r"(?:^|[._])lora_(?:[AB]|down|up|embedding_[AB]|magnitude_vector)(?:[._]|$)")
 _TOWER = re.compile(r"vis|audio|speech")
-_LAYER_COUNTS = (
-    "num_hidden_layers",
-    "n_layer",
-    "n_layers",
-    "num_layers",
-    "decoder_layers",
-    "encoder_layers",
-    "num_decoder_layers",
+_LAYER_COUNT = re.compile(r"num_(?:hidden_|decoder_)?layers|n_layers?|(?:de|en)coder_layers")
+_COPIED = re.compile(
+    r"(?!\.|.*\.index\.json$)(?:.*\.(?:json|jinja|txt|model|py|tiktoken|vocab|bpe|spm)"
+    r"|(?:LICEN[SC]E|NOTICE|USE_POLICY).*|spk_dict\.pt)"
 )
-_COPIED_SUFFIXES = {
-    ".json",
-    ".jinja",
-    ".txt",
-    ".model",
-    ".py",
-    ".tiktoken",
-    ".vocab",
-    ".bpe",
-    ".spm",
-}
-_COPIED_STEMS = ("LICENSE", "LICENCE", "NOTICE", "USE_POLICY")
 _COPIED_FOLDERS = ("additional_chat_templates",)
 _MODULES = "modules.json"
 """Of sentence-transformers."""
@@ -69,17 +53,9 @@ def extra_tensors(
 ) -> list[str]:
     """Return the source's tensors that the model class does not own, such as draft heads.
 
-    Args:
-        model: the loaded model.
-        source: the source's tensors.
-        state: the model's state dict.
-        written: tensor names that are in the output already.
-
-    Returns:
-        The names, in the source's order. Caches that loaders compute themselves, and tensors of
-        experts and layers that were pruned from the model, are left out. So are tensors in layers
-        and modules that the model has, as a change of these may have made them meaningless. A
-        warning is logged for those, and for adapters.
+    Caches that loaders compute themselves, and tensors of experts and layers that were pruned from
+    the model, are left out. So are tensors in layers and modules that the model has, as a change of
+    these may have made them meaningless. A warning is logged for those, and for adapters.
     """
     candidates = [name for name in source if name not in written]
     owned = NameMap(model).owned(candidates, state)
@@ -142,7 +118,8 @@ def _layer_count(source: Mapping[str, TensorHeader]) -> int:
         return 0
     config = json.loads(file.read_text(encoding="utf-8"))
     text = config.get("text_config")
-    counts = [(text if isinstance(text, dict) else config).get(key) for key in _LAYER_COUNTS]
+    settings = text if isinstance(text, dict) else config
+    counts = [value for key, value in settings.items() if _LAYER_COUNT.fullmatch(key)]
     return max((one for one in counts if isinstance(one, int)), default=0)
 
 
@@ -204,14 +181,8 @@ def side_files(source: Path, without: Collection[str] = frozenset()) -> list[Pat
             continue
         if path.is_dir():
             found.update(_python_files_below(path))
-        elif (
-            path.is_file()
-            and not path.name.startswith(".")
-            and not path.name.endswith(".index.json")
-        ):
-            is_known = path.suffix in _COPIED_SUFFIXES or path.name == SPEAKERS_FILE
-            if is_known or path.name.startswith(_COPIED_STEMS):
-                found.add(path)
+        elif path.is_file() and _COPIED.fullmatch(path.name):
+            found.add(path)
     return sorted(found)
 
 
