@@ -37,12 +37,11 @@ from llmcompressor.checkpoint.side_files import SPEAKERS_FILE, module_folders
 from llmcompressor.checkpoint.source import (
     CONFIG,
     SourceInfo,
-    adapter_error,
     check_config_unquantized,
     check_dense,
     check_format,
+    check_no_adapter,
     code_tensors,
-    holds_adapter,
     inspect_source,
     is_compressed_tensors,
     is_empty_quantization,
@@ -386,8 +385,11 @@ def loading_error(place: str, error: BaseException) -> CheckpointError:
             f"The model {place} brings its own code.",
             "Pass trust_remote_code_model=True to run it.",
         )
-    if holds_adapter(Path(place)):
-        return adapter_error(Path(place))
+    if not (Path(place) / CONFIG).is_file():
+        try:
+            check_no_adapter(Path(place))
+        except CheckpointError as clear:
+            return clear
     remedy = (
         "Check the name, the folder, that config.json belongs to the weights, and (for a model on "
         "the hub) the connection and token."

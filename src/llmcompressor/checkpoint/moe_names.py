@@ -291,16 +291,23 @@ def find_fused_experts(headers: Mapping[str, TensorHeader]) -> list[FusedExperts
         holder, _, own = name.removesuffix(".weight").rpartition(".")
         if len(header.shape) == _DIMENSIONS and holder and own in (_GATE_UP, _DOWN):
             found.setdefault(holder, {})[own] = name
-    return [
-        FusedExperts(
-            holder,
-            tensors.get(_GATE_UP),
-            tensors.get(_DOWN),
-            experts=max(headers[name].shape[0] for name in tensors.values()),
-            problem=_problem(holder, tensors, headers),
+    fused = []
+    for holder, tensors in found.items():
+        gate_up, down = tensors.get(_GATE_UP), tensors.get(_DOWN)
+        shapes = [headers[name].shape for name in (gate_up, down) if name]
+        experts, rows, hidden = shapes[0]
+        is_known = shapes[1:] == [(experts, hidden, rows // 2)] and rows % 2 == 0
+        biased = [own for own in tensors if f"{holder}.{own}_bias" in headers]
+        told = " and ".join(str(list(shape)) for shape in shapes)
+        problem = (
+            "with biases, gate and up interleave in some models"
+            if biased
+            else f"{told} is no pair of [experts, 2 * intermediate, hidden] and "
+            "[experts, hidden, intermediate], whose matrices are in one piece"
         )
-        for holder, tensors in found.items()
-    ]
+        is_whole = is_known and not biased
+        fused.append(FusedExperts(holder, gate_up, down, experts, "" if is_whole else problem))
+    return fused
 
 
 def split_fused_experts(
@@ -331,21 +338,3 @@ def split_fused_experts(
                 )
             view[piece] = _piece(header, number, own, turned=False)
     return view
-
-
-def _problem(holder: str, tensors: Mapping[str, str], headers: Mapping[str, TensorHeader]) -> str:
-    if len(tensors) == 1:
-        return f"{next(iter(tensors.values()))} has no partner, so its layout is not known"
-    biased = next(
-        (f"{holder}.{own}_bias" for own in tensors if f"{holder}.{own}_bias" in headers), None
-    )
-    if biased is not None:
-        return f"they have biases ({biased}), and how such experts interleave gate and up varies"
-    gate_up, down = headers[tensors[_GATE_UP]], headers[tensors[_DOWN]]
-    experts, rows, hidden = gate_up.shape
-    if down.shape == (experts, hidden, rows // 2) and rows % 2 == 0:
-        return ""
-    shapes = f"{list(gate_up.shape)} and {list(down.shape)}"
-    if down.shape == (experts, hidden // 2, rows) and hidden % 2 == 0:
-        return f"they are stored transposed ({shapes}), so that a matrix is not in one piece"
-    return f"the shapes {shapes} do not belong together"

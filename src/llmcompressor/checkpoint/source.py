@@ -20,6 +20,7 @@ from huggingface_hub import try_to_load_from_cache
 from safetensors import SafetensorError, safe_open
 
 from llmcompressor.errors import CheckpointError, did_you_mean
+from llmcompressor.runtime.progress import join_names
 
 CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
@@ -108,28 +109,16 @@ def local_directory(
     return Path(cached).parent if isinstance(cached, str) else None
 
 
-def holds_adapter(directory: Path) -> bool:
-    """Return True if a folder holds a PEFT adapter and no model."""
-    return not (directory / CONFIG).is_file() and (directory / _ADAPTER).is_file()
-
-
-def adapter_error(directory: Path) -> CheckpointError:
-    """Return the error for a folder that holds an adapter."""
-    return CheckpointError(
-        f"The folder {directory} holds an adapter (PEFT) and no model.",
-        "Merge it into its base (AutoPeftModelForCausalLM.from_pretrained(...)"
-        ".merge_and_unload()), and give that or the folder that it is saved in.",
-    )
-
-
 def check_no_adapter(directory: Path) -> None:
-    """Refuse (CheckpointError) an adapter alongside a model, as transformers would load both."""
+    """Refuse (CheckpointError) a folder with a PEFT adapter, alone or alongside a model."""
     if (directory / _ADAPTER).is_file():
+        is_alone = not (directory / CONFIG).is_file()
         raise CheckpointError(
-            f"The folder {directory} holds an adapter (PEFT) beside the model: transformers loads "
-            "both, and what is compressed would be the model without it.",
+            f"The folder {directory} holds an adapter (PEFT) "
+            f"{'and no model' if is_alone else 'beside the model, which transformers would add'}.",
             "Merge it into the model (AutoPeftModelForCausalLM.from_pretrained(...)"
-            f".merge_and_unload()) and save that, or take {_ADAPTER} out of the folder.",
+            ".merge_and_unload()) and give the folder that this is saved in"
+            f"{'' if is_alone else f', or take {_ADAPTER} out of the folder'}.",
         )
 
 
@@ -147,9 +136,8 @@ def inspect_source(
     directory = Path(model).expanduser()
     if not directory.is_dir():
         raise _not_a_directory(directory)
-    if holds_adapter(directory):
-        raise adapter_error(directory)
     if not (directory / CONFIG).is_file():
+        check_no_adapter(directory)
         below = sorted(path.parent.name for path in directory.glob(f"*/{CONFIG}"))
         near = f"It holds folders with models: {', '.join(below[:5])}." if below else ""
         raise CheckpointError(
@@ -206,7 +194,7 @@ def _tensors(directory: Path, *, headers_only: bool) -> dict[str, TensorHeader]:
         return found
     every = sorted(path.name for path in directory.iterdir() if path.is_file())
     there = [name for name in every if _WEIGHTS.fullmatch(name)]
-    shown = f"{', '.join(there[:3])}{' …' if len(there) > 3 else ''}" if there else "no weights"
+    shown = join_names(there, most=3) or "no weights"
     raise CheckpointError(
         f"The folder {directory} holds a {CONFIG} and {shown}, but neither {SINGLE} nor {INDEX}, "
         "by which a model's weights are found.",
@@ -223,7 +211,7 @@ def _indexed(
     if missing:
         raise CheckpointError(
             f"The folder {directory} lacks {len(missing)} of {len(files)} weight files: "
-            f"{', '.join(missing[:5])}{' …' if len(missing) > 5 else ''}.",
+            f"{join_names(missing)}.",
             "Download or copy them.",
         )
     headers = {name: read_header(directory / name, headers_only=headers_only) for name in files}

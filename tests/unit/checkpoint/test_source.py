@@ -93,7 +93,7 @@ WEIGHTS = [
     (
         [f"model-0000{number}-of-00004.safetensors" for number in (1, 2, 3, 4)],
         "model-00001-of-00004.safetensors, model-00002-of-00004.safetensors, "
-        "model-00003-of-00004.safetensors …",
+        "model-00003-of-00004.safetensors and 1 more",
     ),
     (["pytorch_model-00001-of-00002.bin"], "pytorch_model-00001"),
     (["model-Q4.gguf"], "model-Q4.gguf"),
