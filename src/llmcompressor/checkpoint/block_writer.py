@@ -18,12 +18,7 @@ from torch import Tensor
 from llmcompressor.checkpoint.atomic_output import fsync
 from llmcompressor.checkpoint.side_files import side_files
 from llmcompressor.checkpoint.source import read_header
-from llmcompressor.checkpoint.tensor_files import (
-    OutputLayout,
-    TensorWriter,
-    bytes_of,
-    read_tensors,
-)
+from llmcompressor.checkpoint.tensor_files import OutputLayout, TensorWriter, bytes_of, read_tensors
 from llmcompressor.errors import CheckpointError, OutputError
 from llmcompressor.runtime.progress import format_bytes
 

@@ -30,12 +30,7 @@ from compressed_tensors.quantization.utils import is_module_quantized
 from torch import Tensor
 from torch.nn import Embedding, Linear, Module
 
-from llmcompressor.errors import (
-    ArgumentError,
-    LifecycleError,
-    NonFiniteError,
-    did_you_mean,
-)
+from llmcompressor.errors import ArgumentError, LifecycleError, NonFiniteError, did_you_mean
 from llmcompressor.logger import logger
 from llmcompressor.numerics.extremes import is_finite
 from llmcompressor.numerics.grid import Grid

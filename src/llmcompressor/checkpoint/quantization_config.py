@@ -107,9 +107,7 @@ def order_groups_for_experts(
 
 
 def dense_experts_group(
-    classes: Sequence[NameMap],
-    schemes: Sequence[QuantizationScheme],
-    quantized: Collection[str],
+    classes: Sequence[NameMap], schemes: Sequence[QuantizationScheme], quantized: Collection[str]
 ) -> dict[str, QuantizationScheme]:
     """Return a group that matches nothing, to make transformers load experts as not quantized.
 
