@@ -10,7 +10,7 @@ import pickle
 import re
 import struct
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -25,7 +25,6 @@ from compressed_tensors.offload import remove_dispatch
 from compressed_tensors.offload.cache.base import OffloadCache
 from huggingface_hub import snapshot_download
 from safetensors import SafetensorError
-from torch import Tensor
 from torch.distributed import get_world_size, is_initialized
 from torch.nn import Module, Parameter
 from transformers import AutoConfig, CompressedTensorsConfig, PretrainedConfig, PreTrainedModel
@@ -438,14 +437,28 @@ def fetch(
 # themselves.
 
 
-def is_dispatched(model: Module) -> bool:
-    """Return True if accelerate's hooks move the model's inputs or its weights."""
-    return any(True for one in model.modules() for _ in _align_hooks(one))
+def remove_offloading(model: Module, *, hooks: bool = False) -> bool:
+    """Load offloaded weights into main memory, and remove what offloads them.
 
+    Weights on an accelerator stay there. With ``hooks`` those hooks of accelerate are removed too
+    that only move inputs. Returns True if any weight was offloaded.
 
-def is_offloaded(model: Module) -> bool:
-    """Return True if accelerate's hooks offload weights, and do not merely move inputs."""
-    return any(hook.offload for one in model.modules() for hook in _align_hooks(one))
+    Raises:
+        ArgumentError: main memory has no room for the weights to load.
+    """
+    aligned = [(one, hook) for one in model.modules() for hook in _align_hooks(one)]
+    has_caches = has_offload_caches(model)
+    was_offloaded = has_caches or any(hook.offload for _, hook in aligned)
+    if not was_offloaded and not (hooks and aligned):
+        return False
+    if has_caches:
+        _remove_caches(model)
+    _remove_hooks(model, aligned)
+    vars(model).pop("hf_device_map", None)  # transformers and its trainer rely on it
+    tie = getattr(model, "tie_weights", None)
+    if was_offloaded and callable(tie):
+        tie()  # modules that shared a weight each have a copy now
+    return was_offloaded
 
 
 def has_offload_caches(model: Module) -> bool:
@@ -453,16 +466,10 @@ def has_offload_caches(model: Module) -> bool:
     return any(map(_caches_of, model.modules()))
 
 
-def remove_accelerate_hooks(model: Module) -> None:
-    """Load offloaded weights into main memory and remove accelerate's hooks; others stay in place.
-
-    Raises:
-        ArgumentError: main memory has no room for those on the disk.
-    """
+def _remove_hooks(model: Module, aligned: Sequence[tuple[Module, AlignDevicesHook]]) -> None:
     away = [
         (module, hook, name, tensor.nbytes, _is_in_memory(hook.weights_map, name))
-        for module in model.modules()
-        for hook in _align_hooks(module)
+        for module, hook in aligned
         if hook.offload
         for name, tensor in named_module_tensors(
             module,
@@ -477,19 +484,12 @@ def remove_accelerate_hooks(model: Module) -> None:
         value = hook.weights_map[name]
         kept = value if is_in_memory else value.clone()  # a file's
         set_module_tensor_to_device(module, name, "cpu", value=kept)
-    for module in model.modules():
-        for hook in _align_hooks(module):
-            hook.offload = False  # else its removal would put the weights back where they were
+    for _, hook in aligned:
+        hook.offload = False  # else its removal would put the weights back where they were
     remove_hook_from_module(model, recurse=True)
-    _forget_dispatch(model, loaded=bool(away))
 
 
-def remove_offload_caches(model: Module) -> None:
-    """Load offloaded weights into main memory and remove compressed-tensors' caches.
-
-    Raises:
-        ArgumentError: main memory has no room for the weights to load.
-    """
+def _remove_caches(model: Module) -> None:
     away = [
         (path or type(model).__name__, module, name, tensor.nbytes)
         for path, module in model.named_modules()
@@ -499,24 +499,19 @@ def remove_offload_caches(model: Module) -> None:
         if tensor is not None
         and (tensor.is_meta or (tensor.device.type == "cpu" and tensor.is_shared()))
     ]
-    held = join_names(list(dict.fromkeys(path for path, *_ in away)))
+    held = join_names(dict.fromkeys(path for path, *_ in away))
     _check_room(
         f"compressed-tensors keeps the weights of {held} on the disk or in shared memory",
         sum(size for *_, size in away),
         processes=get_world_size() if is_initialized() else 1,  # each process gets its own
     )
-    for module in model.modules():
-        for cache in _caches_of(module):
-            is_on_disk = cache.offload_device == "disk"
-            cache.onload_device = "cpu" if is_on_disk else cache.offload_device
+    for cache in (cache for module in model.modules() for cache in _caches_of(module)):
+        is_on_disk = cache.offload_device == "disk"
+        cache.onload_device = "cpu" if is_on_disk else cache.offload_device
     remove_dispatch(model, onload_tensors=True)
-    copied: dict[int, Tensor] = {}
-    for _, module, name, _ in away:
-        one = getattr(module, str(name))
-        if id(one) not in copied:  # it is a mapped file, or shared memory
-            copied[id(one)] = one
-            one.data = one.data.clone()
-    _forget_dispatch(model, loaded=bool(away))
+    mapped = {id(one): one for _, module, name, _ in away for one in [getattr(module, str(name))]}
+    for one in mapped.values():
+        one.data = one.data.clone()  # it is a mapped file, or shared memory
     logger.info(
         "compressed-tensors kept the weights apart from the model: they are brought into memory, "
         "and the model is offloaded no longer."
@@ -549,13 +544,6 @@ def _check_room(kept: str, size: int, processes: int = 1) -> None:
             "them.",
             "Give the folder of the model instead: it is read block by block.",
         )
-
-
-def _forget_dispatch(model: Module, *, loaded: bool) -> None:
-    vars(model).pop("hf_device_map", None)  # transformers and its trainer rely on it
-    tie = getattr(model, "tie_weights", None)
-    if loaded and callable(tie):
-        tie()  # modules that shared a weight each have a copy now
 
 
 def _align_hooks(module: Module) -> Iterator[AlignDevicesHook]:

@@ -27,13 +27,9 @@ from llmcompressor.checkpoint.load import (
     codes_without_scheme,
     decompress_weights,
     fetch,
-    has_offload_caches,
-    is_dispatched,
-    is_offloaded,
     load_model,
     parse_precision,
-    remove_accelerate_hooks,
-    remove_offload_caches,
+    remove_offloading,
 )
 from llmcompressor.checkpoint.manifest import OutputManifest, build_manifest, module_kinds
 from llmcompressor.checkpoint.meta_model import MetaModel, build_meta_model
@@ -320,8 +316,7 @@ def load_whole_model(task: Task, *, device: str | None, goes_on: bool = False) -
     if goes_on:
         prepare_partly_quantized(model)
         drop_dequantizing_conversions(model)
-    if has_offload_caches(model):
-        remove_offload_caches(model)
+    remove_offloading(model)
     align_parameters(model)
     return _move_to_device(model, device)
 
@@ -339,13 +334,7 @@ def _given_model(task: Task, given: Any, *, goes_on: bool) -> Module:
     (prepare_partly_quantized if goes_on else check_unquantized)(model)
     drop_dequantizing_conversions(model)
     device = task.model_args.device
-    was_offloaded = is_offloaded(model) or has_offload_caches(model)
-    if has_offload_caches(model):
-        remove_offload_caches(model)
-    if was_offloaded or (device is not None and is_dispatched(model)):
-        remove_accelerate_hooks(
-            model
-        )  # hooks would send inputs to the former devices of the weights
+    was_offloaded = remove_offloading(model, hooks=device is not None)
     _check_values(model)
     wanted, own = parse_precision(task.model_args.precision), getattr(model, "dtype", None)
     if isinstance(wanted, torch.dtype) and wanted != own:

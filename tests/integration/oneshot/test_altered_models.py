@@ -288,7 +288,7 @@ def test_weights_on_the_disk_that_memory_has_no_room_for(source, tmp_path, monke
     monkeypatch.setattr(load, "free_host_memory", lambda: 1000)
     with pytest.raises(ArgumentError, match=r"9 weights.*1 kB left.*Give the folder"):
         oneshot(model=model, recipe=fp8(), output_dir=str(tmp_path / "out"))
-    assert load.is_offloaded(model)
+    assert any(one.is_meta for one in model.parameters())
     assert not (tmp_path / "out").exists()
 
 
