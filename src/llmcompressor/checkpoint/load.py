@@ -451,12 +451,11 @@ def remove_offloading(model: Module, *, hooks: bool = False) -> bool:
     was_offloaded = has_caches or any(hook.offload for _, hook in aligned)
     if not was_offloaded and not (hooks and aligned):
         return False
-    if has_caches:
-        _remove_caches(model)
-    _remove_hooks(model, aligned)
+    is_loaded = has_caches and _remove_caches(model)
+    is_loaded |= _remove_hooks(model, aligned)
     vars(model).pop("hf_device_map", None)  # transformers and its trainer rely on it
     tie = getattr(model, "tie_weights", None)
-    if was_offloaded and callable(tie):
+    if is_loaded and callable(tie):
         tie()  # modules that shared a weight each have a copy now
     return was_offloaded
 
@@ -466,7 +465,8 @@ def has_offload_caches(model: Module) -> bool:
     return any(map(_caches_of, model.modules()))
 
 
-def _remove_hooks(model: Module, aligned: Sequence[tuple[Module, AlignDevicesHook]]) -> None:
+def _remove_hooks(model: Module, aligned: Sequence[tuple[Module, AlignDevicesHook]]) -> bool:
+    """Return True if weights were loaded."""
     away = [
         (module, hook, name, tensor.nbytes, _is_in_memory(hook.weights_map, name))
         for module, hook in aligned
@@ -487,9 +487,11 @@ def _remove_hooks(model: Module, aligned: Sequence[tuple[Module, AlignDevicesHoo
     for _, hook in aligned:
         hook.offload = False  # else its removal would put the weights back where they were
     remove_hook_from_module(model, recurse=True)
+    return bool(away)
 
 
-def _remove_caches(model: Module) -> None:
+def _remove_caches(model: Module) -> bool:
+    """Return True if weights were loaded."""
     away = [
         (path or type(model).__name__, module, name, tensor.nbytes)
         for path, module in model.named_modules()
@@ -516,6 +518,7 @@ def _remove_caches(model: Module) -> None:
         "compressed-tensors kept the weights apart from the model: they are brought into memory, "
         "and the model is offloaded no longer."
     )
+    return bool(away)
 
 
 def copy_without_weights(model: Module) -> Module:
