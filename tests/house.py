@@ -60,7 +60,7 @@ CEILINGS: dict[str, tuple[float, float]] = {
     "files per 1,000 lines": (4.7, 4.7),
     "% of functions with a body of at most 3 lines": (36.5, 30.0),
     "% of docstrings that open with a question": (3.0, 3.0),
-    "lines of tests": (63_430, 52_000),
+    "lines of tests": (58_534, 52_000),
     "bytes of docs/architecture.md": (7_000, 10_000),
     "rows of its longest table": (20, 20),
 }

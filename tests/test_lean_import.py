@@ -94,7 +94,7 @@ def run(code: str, *arguments: str) -> str:
     return process.stdout
 
 
-def test_the_front_page_loads_nothing_heavy_and_changes_no_environment() -> None:
+def test_the_front_page_loads_nothing_heavy() -> None:
     code = """
 import os, sys
 environment, paths = dict(os.environ), list(sys.path)
@@ -139,7 +139,7 @@ def test_importing_everything_changes_no_setting() -> None:
     assert _after_everything()[0] == []
 
 
-def test_where_torch_was_imported_before_nothing_is_exempted_from_the_search_for_cycles() -> None:
+def test_after_torch_nothing_is_exempted_from_the_cycle_search() -> None:
     """``tests/unit/runtime/test_collecting.py`` has the other case."""
     assert _after_everything()[1:] == [0, True, True, True]
 

@@ -13,7 +13,6 @@ from tests.support import mixtures
 from transformers import AutoModelForCausalLM
 
 from llmcompressor import oneshot, plan
-from llmcompressor.checkpoint.quantization_config import order_groups_for_experts
 from llmcompressor.entrypoints.verify import verify
 from llmcompressor.modifiers.quantization import QuantizationModifier
 
@@ -113,20 +112,3 @@ def test_the_order_is_that_of_the_file(order: list[str], names: list[str], tmp_p
     else:
         with pytest.raises(FAILURES, match=r"automatic conversion|has no attribute"):
             logits(tmp_path / "out")
-
-
-@pytest.mark.parametrize(
-    ("groups", "of_experts", "expected"),
-    [
-        ([["re:a"], ["re:b"]], {0}, [(0, ["re:a"]), (1, ["re:b"])]),
-        ([["re:a"], ["re:b"]], {1}, [(0, ["re:a"]), (1, ["re:b", NOTHING])]),
-        ([["re:a"], ["Linear"]], {0}, [(0, ["re:a", NOTHING]), (1, ["Linear"])]),
-        ([["re:experts"], ["Linear"]], {1}, [(1, ["Linear", NOTHING]), (0, ["re:experts"])]),
-        ([["Linear"], ["re:experts"]], {0}, [(0, ["Linear", NOTHING]), (1, ["re:experts"])]),
-        ([["re:a"], ["re:b"]], {0, 1}, [(0, ["re:a"]), (1, ["re:b"])]),
-        ([["re:a"]], set(), [(0, ["re:a"])]),
-    ],
-)
-def test_targets_and_order(groups: Any, of_experts: set[int], expected: Any) -> None:
-    ordered = order_groups_for_experts(dict(enumerate(groups)), of_experts)
-    assert list(ordered.items()) == expected

@@ -17,7 +17,7 @@ from tests.support.thinned import few, thinned
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from llmcompressor import oneshot, plan
+from llmcompressor import oneshot
 from llmcompressor.checkpoint import block_stream
 from llmcompressor.entrypoints.verify import verify
 from llmcompressor.errors import DatasetError, TargetError
@@ -180,9 +180,6 @@ def test_ignored_experts_stay_in_their_stacks(tmp_path: Path) -> None:
     assert any("experts" in entry for entry in config_of(tmp_path / "out")["ignore"])
 
 
-# ---------------------------------------------------------------------- what experts are shown
-
-
 @torch.no_grad()
 def routed(model: PreTrainedModel, name: str) -> list[int]:
     """How many tokens of the data a layer's router sends to each expert of the original model."""
@@ -339,25 +336,6 @@ def test_gptq_of_experts_is_better_than_rounding(
     assert errors[True] < 0.8 * errors[False]
 
 
-# ---------------------------------------------------------------------- bad input
-
-
-def test_experts_that_would_not_be_seen_are_an_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from transformers.models.mixtral.modeling_mixtral import MixtralExperts
-
-    mixtures.saved("mixtral", tmp_path / "source")
-    monkeypatch.setattr(
-        MixtralExperts, "_apply_gate", lambda self, gate_up: gate_up.chunk(2, -1)[0]
-    )
-    with pytest.raises(TargetError, match=r"model\.layers\.0\.mlp\.experts.*Ignore them") as caught:
-        compressed(tmp_path / "source", tmp_path / "out")
-    pattern = caught.value.remedy.split("'")[1]
-    compressed(tmp_path / "source", tmp_path / "out", ignore=["lm_head", pattern])
-    assert "model.layers.1.block_sparse_moe.experts.3.w2.weight" in mixtures.names(tmp_path / "out")
-
-
 FOREIGN: dict[str, dict[str, Any]] = {
     "dbrx": {
         "d_model": 64,
@@ -398,7 +376,7 @@ def test_the_pattern_that_ignores_experts_is_one_of_the_model(family: str, tmp_p
     assert not any("experts" in name and name.endswith("weight_scale") for name in names)
 
 
-def test_pruned_experts_that_are_not_quantized_go_back_into_stacks(tmp_path: Path) -> None:
+def test_pruned_plain_experts_go_back_into_stacks(tmp_path: Path) -> None:
     """No reader of this family knows dense experts one by one."""
     mixtures.saved("llama4_text", tmp_path / "source")
     recipe = SparseGPTModifier(sparsity=0.5, targets="Linear", ignore=["lm_head"])
@@ -413,57 +391,6 @@ def test_pruned_experts_that_are_not_quantized_go_back_into_stacks(tmp_path: Pat
     assert float((stack == 0).float().mean()) == pytest.approx(0.5, abs=0.01)
     found = mixtures.logits(reread(tmp_path / "out"))
     assert torch.allclose(found, mixtures.logits(returned), atol=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("family", "as_object"),
-    thinned(["gpt_oss", "qwen3_moe"], [False, True]),
-)
-def test_a_plan_knows_that_pruned_experts_go_back_into_stacks(
-    family: str, as_object: bool, tmp_path: Path
-) -> None:
-    mixtures.saved(family, tmp_path / "source")
-
-    def given() -> Any:
-        folder = tmp_path / "source"
-        return AutoModelForCausalLM.from_pretrained(folder) if as_object else str(folder)
-
-    def recipe() -> SparseGPTModifier:
-        return SparseGPTModifier(targets="Linear", sparsity=0.5, ignore=["lm_head"])
-
-    found = plan(given(), recipe(), mixtures.rows(), measure=False)
-    said: list[str] = []
-    sink = logger.add(said.append, level="WARNING")
-    oneshot(given(), recipe=recipe(), dataset=mixtures.rows(), output_dir=tmp_path / "out")
-    logger.remove(sink)
-    files = {one.name: one.stat().st_size for one in (tmp_path / "out").glob("*.safetensors")}
-    assert found.sizes is not None
-    assert dict(found.sizes.files) == files
-    assert not [one for one in found.serving if one.rule == "T6"]
-    assert not [text for text in said if "T6" in text]
-    by_block = family == "qwen3_moe" and not as_object
-    assert found.residency.startswith("one block" if by_block else "the whole model")
-    assert ("a stack of experts" in found.residency) == (family == "gpt_oss" and not as_object)
-
-
-@pytest.mark.parametrize(
-    ("targets", "ignore", "wanted"),
-    [
-        (["MixtralDecoderLayer"], [], [0.5, 0.5]),
-        (["re:.*layers.1$"], [], [0.0, 0.5]),
-        (["MixtralDecoderLayer"], ["re:.*layers.0$"], [0.0, 0.5]),
-        (["MixtralDecoderLayer"], ["re:.*experts.*"], [0.0, 0.0]),
-    ],
-)
-def test_a_target_that_holds_experts_means_them(
-    targets: list[str], ignore: list[str], wanted: list[float]
-) -> None:
-    model = mixtures.build("mixtral")
-    recipe = SparseGPTModifier(sparsity=0.5, targets=targets, ignore=ignore)
-    oneshot(model=model, recipe=recipe, dataset=mixtures.rows())
-    for layer, share in zip(model.model.layers, wanted, strict=True):
-        for stack in (layer.mlp.experts.gate_up_proj, layer.mlp.experts.down_proj):
-            assert float((stack == 0).float().mean()) == pytest.approx(share, abs=0.01)
 
 
 def by_name(folder: Path, output: Path, entry: str, *, object_: bool = False) -> Any:
@@ -512,15 +439,3 @@ def test_experts_are_meant_by_other_names(object_: bool, entry: str, tmp_path: P
     assert torch.allclose(
         mixtures.logits(reread(tmp_path / "usual")), mixtures.logits(usual), atol=1e-6
     )
-
-
-def test_experts_are_ignored_by_other_names(tmp_path: Path, warned: list[str]) -> None:
-    mixtures.saved("mixtral", tmp_path / "source")
-    earlier = ["re:.*block_sparse_moe.gate", "re:.*block_sparse_moe.experts.*.w2$"]
-    ignored = ["lm_head", "re:.*experts.*(gate|up)_proj$", *earlier]
-    compressed(tmp_path / "source", tmp_path / "out", ignore=ignored)
-    packed = [name for name in tensors_of(tmp_path / "out") if name.endswith("weight_packed")]
-    assert packed
-    assert not [name for name in packed if "experts" in name]
-    assert verify(tmp_path / "out").ok
-    assert not [line for line in warned if "matches no module" in line]

@@ -16,14 +16,8 @@ from compressed_tensors.offload import (
     load_offloaded_model,
     set_onload_device,
 )
-from safetensors import safe_open
 from safetensors.torch import load_file
 from tests.support.thinned import thinned
-from torch.nn.utils.parametrize import (
-    is_parametrized,
-    register_parametrization,
-    remove_parametrizations,
-)
 from torch.utils.data import DataLoader, TensorDataset
 
 from llmcompressor import oneshot, plan, verify
@@ -190,57 +184,6 @@ def test_settings_for_generation_that_cannot_be_read(source, tmp_path):
         oneshot(model=str(source), recipe=fp8(), output_dir=tmp_path / "output")
 
 
-@pytest.mark.parametrize("recipe", ["FP8_DYNAMIC", "GPTQ"])
-def test_a_linear_that_only_quantized_models_call(recipe, tmp_path):
-    torch.manual_seed(0)
-    sizes = {"vocab_size": 160, "hidden_size": 64, "num_hidden_layers": 2, "state_size": 8}
-    model = hf.FalconMambaForCausalLM(
-        hf.FalconMambaConfig(**sizes, expand=2, time_step_rank=32, conv_kernel=4)
-    )
-    model.save_pretrained(tmp_path / "source")
-    modifier = fp8()
-    if recipe == "GPTQ":
-        modifier = GPTQModifier(targets="Linear", scheme="W8A8", ignore=["lm_head"])
-    found = oneshot(
-        model=str(tmp_path / "source"),
-        recipe=modifier,
-        dataset=rows() if recipe == "GPTQ" else None,
-        output_dir=tmp_path / "output",
-    )
-    assert_reads_as(found, tmp_path / "output")
-
-
-def test_a_router_that_widens_itself_is_stored_as_it_was(tmp_path):
-    torch.manual_seed(0)
-    config = hf.SwitchTransformersConfig(
-        vocab_size=160,
-        d_model=64,
-        d_kv=16,
-        d_ff=128,
-        num_layers=2,
-        num_decoder_layers=2,
-        num_sparse_encoder_layers=1,
-        num_sparse_decoder_layers=1,
-        num_heads=4,
-        num_experts=4,
-        decoder_start_token_id=0,
-    )
-    kind = hf.SwitchTransformersForConditionalGeneration
-    kind(config).bfloat16().save_pretrained(tmp_path / "source")
-    oneshot(
-        model=str(tmp_path / "source"),
-        recipe=QuantizationModifier(
-            targets="Linear", scheme="FP8", ignore=["re:.*lm_head.*", "re:.*router.*"]
-        ),
-        dataset=[{**row, "labels": row["input_ids"]} for row in rows()],
-        output_dir=tmp_path / "output",
-    )
-    routers = [name for name in names_in(tmp_path / "output") if "router" in name]
-    with safe_open(tmp_path / "output" / "model.safetensors", framework="pt") as reader:
-        assert routers
-        assert {reader.get_tensor(name).dtype for name in routers} == {torch.bfloat16}
-
-
 def partly_on_disk(folder: Path, offload: Path) -> Any:
     """What ``device_map`` makes of a model that does not fit."""
     parts = ("embed_tokens", "norm", "rotary_emb", "layers.1")
@@ -351,35 +294,3 @@ def test_weights_that_compressed_tensors_keeps_elsewhere(kind, how, tmp_path, re
     written = [tmp_path / one / "model.safetensors" for one in ("whole", "out")]
     assert written[0].read_bytes() == written[1].read_bytes()
     assert_reads_as(model, tmp_path / "out")
-
-
-def test_weights_under_names_that_the_class_does_not_have(source, tmp_path):
-    """Those of a class that parametrizes its weights by itself are no matter."""
-    model = loaded(source)
-    layer = model.model.layers[0].mlp.up_proj
-    register_parametrization(layer, "weight", torch.nn.Identity())
-    recipe = QuantizationModifier(
-        targets="Linear", scheme="FP8_DYNAMIC", ignore=["lm_head", "re:.*up_proj"]
-    )
-    with pytest.raises(ArgumentError, match=r"0\.mlp\.up_proj are parametrized.*LlamaForCausalLM"):
-        oneshot(model=model, recipe=recipe, output_dir=str(tmp_path / "out"))
-    assert not (tmp_path / "out").exists()
-    remove_parametrizations(layer, "weight")
-    oneshot(model=model, recipe=recipe, output_dir=str(tmp_path / "out"))
-
-    sizes = {name: size for name, size in SIZES.items() if "key_value" not in name}
-    config = hf.Wav2Vec2Config(
-        **sizes,
-        conv_dim=(32, 32),
-        conv_stride=(2, 2),
-        conv_kernel=(3, 3),
-        num_feat_extract_layers=2,
-    )
-    speech = hf.Wav2Vec2ForCTC(config)
-    recipe = QuantizationModifier(
-        targets="Linear",
-        scheme="FP8_DYNAMIC",
-        ignore=["lm_head", "re:.*feature_projection.*"],
-    )
-    assert any(map(is_parametrized, speech.modules()))
-    oneshot(model=speech, recipe=recipe, output_dir=str(tmp_path / "speech"))

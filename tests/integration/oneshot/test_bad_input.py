@@ -18,7 +18,7 @@ from datasets import Dataset
 from safetensors.torch import load_file, save_file
 from tests.support import small_models as small
 from torch.utils.data import DataLoader
-from transformers import AutoModelForCausalLM, OPTConfig, OPTForCausalLM
+from transformers import AutoModelForCausalLM
 
 import llmcompressor
 from llmcompressor import active_session, model_free_ptq, oneshot, plan, reset_session
@@ -185,7 +185,6 @@ HUGE = {"name": NORM1, "value": 3e38, "whole": True}
 """Finite, but what it is multiplied with is not: seen by whoever reads the second block."""
 
 CASES = [
-    # ---- the recipe
     Case(
         "unknown preset",
         lambda _: quantize("targets: Linear, scheme: W4A61"),
@@ -299,7 +298,6 @@ CASES = [
         ("recipe.yaml",),
     ),
     Case("no such stage", lambda _: {"stage": "prune"}, RecipeError, ("prune", "default")),
-    # ---- arguments
     Case(
         "misspelt argument",
         lambda _: {"num_calibraton_samples": 4},
@@ -354,7 +352,6 @@ CASES = [
         ArgumentError,
         ("datafree", "GPTQModifier", "pipeline", "QuantizationModifier needs none"),
     ),
-    # ---- the model
     Case(
         "no model folder",
         lambda place: {"model": str(place.root / "modle")},
@@ -374,7 +371,6 @@ CASES = [
         TargetError,
         ("q_proj", "quantized already", "ignore list", "original model"),
     ),
-    # ---- targets against the model
     Case(
         "a target that matches nothing",
         lambda _: quantize("targets: ['re:.*q_porj'], scheme: W4A16", "GPTQModifier"),
@@ -398,7 +394,6 @@ CASES = [
         ("layers.1.self_attn.q_proj", "128", "48", "group size"),
         reaches_model=True,
     ),
-    # ---- data
     Case(
         "GPTQ without a dataset",
         lambda _: {"dataset": None},
@@ -476,7 +471,6 @@ CASES = [
         ("500", "127", "batch 1"),
         reaches_model=True,
     ),
-    # ---- NaN and infinity
     *(
         Case(
             f"{value} in a weight, {name}",
@@ -544,7 +538,6 @@ CASES = [
         reaches_model=True,
         calibrates=True,
     ),
-    # ---- the output
     Case(
         "an output directory in use", used_output, OutputError, ("output", "already", "overwrite")
     ),
@@ -726,29 +719,3 @@ def test_a_dry_run_lists_what_a_run_refuses(wrong: dict[str, Any], place: Place)
         (caught.value.problem, caught.value.remedy)
     ]
     assert found.problems == plan(**arguments, measure=False).problems
-
-
-@pytest.mark.parametrize("in_memory", [False, True])
-def test_a_cache_whose_shape_the_configuration_does_not_tell(
-    in_memory: bool, tmp_path: Path
-) -> None:
-    model = OPTForCausalLM(
-        OPTConfig(
-            vocab_size=small.VOCABULARY,
-            hidden_size=32,
-            word_embed_proj_dim=32,
-            ffn_dim=32,
-            num_hidden_layers=1,
-            num_attention_heads=2,
-            max_position_embeddings=64,
-        )
-    )
-    model.save_pretrained(tmp_path / "model")
-    before = small.fingerprint(model)
-    given = model if in_memory else str(tmp_path / "model")
-    with pytest.raises(TargetError, match=r"num_key_value_heads.*OPTConfig.*kv_cache_scheme"):
-        oneshot(given, CACHE, small.token_rows(2), output_dir=tmp_path / "out")
-    assert small.fingerprint(model) == before
-    found = plan(given, CACHE, small.token_rows(2), measure=False)
-    assert any("num_key_value_heads" in str(one) for one in found.problems)
-    assert [path.name for path in tmp_path.iterdir()] == ["model"]

@@ -4,8 +4,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
-import inspect
 import json
 import os
 import pickle
@@ -24,9 +22,8 @@ from tests.support import small_models as small
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from llmcompressor import Oneshot, active_session, create_session, oneshot, plan, verify
-from llmcompressor.args import DatasetArguments, ModelArguments, RecipeArguments, RunArguments
-from llmcompressor.errors import DatasetError, RecipeError, TargetError
+from llmcompressor import Oneshot, create_session, oneshot, plan, verify
+from llmcompressor.errors import DatasetError, TargetError
 from llmcompressor.logger import logger
 from llmcompressor.modifiers.quantization import GPTQModifier, QuantizationModifier
 from llmcompressor.recipe import Recipe
@@ -93,9 +90,6 @@ def test_data_that_nothing_needs_has_to_be_there(given: dict[str, str], message:
         Oneshot(model=small.one_block(), recipe=DYNAMIC, **given)
 
 
-# ---------------------------------------------------------------------- the model
-
-
 def test_a_folder_and_its_model_object_give_the_same_files(
     llama_folder: Path, tmp_path: Path
 ) -> None:
@@ -127,7 +121,7 @@ def test_save_pretrained_writes_compressed_afterwards(recipe: str, tmp_path: Pat
     assert saved == Recipe.create_instance(recipe)
 
 
-def test_a_part_of_a_compressed_model_is_not_written_dense_in_silence(
+def test_a_part_of_a_compressed_model_is_not_written_dense(
     warned: list[str], tmp_path: Path
 ) -> None:
     model = tiny(recipe=DYNAMIC)
@@ -253,8 +247,6 @@ def test_what_the_model_class_does_not_own_is_carried_over(one_block: Path, tmp_
         assert (tmp_path / "out" / name).read_bytes() == (source / name).read_bytes()
 
 
-# ---------------------------------------------------------------------- the recipe
-
 STAGES = """
 args: {bits: 4, size: 64}
 first_stage:
@@ -278,14 +270,6 @@ def test_a_stage_is_run_alone_and_written_under_its_name(stage: str, tmp_path: P
     groups = quantization_of(tmp_path / "out" / stage)["config_groups"]
     kinds = [group["weights"]["type"] for group in groups.values()]
     assert kinds == ["int" if stage == "first" else "float"]
-
-
-def test_all_stages_are_run_without_one_named(tmp_path: Path) -> None:
-    tiny(recipe=STAGES, output_dir=tmp_path / "out")
-    config = quantization_of(tmp_path / "out")
-    assert config["format"] == "mixed-precision"
-    saved = Recipe.create_instance(tmp_path / "out" / "recipe.yaml")
-    assert [stage.name for stage in saved.stages] == ["first", "second"]
 
 
 @pytest.mark.parametrize("arguments", [{"bits": 8}, ["bits=8"], "bits=8"])
@@ -332,9 +316,6 @@ def test_one_modifier_serves_for_several_models() -> None:
     assert torch.equal(first, second)
 
 
-# ---------------------------------------------------------------------- the data
-
-
 def token_lists() -> list[list[int]]:
     rows: list[list[int]] = small.token_rows()["input_ids"]
     return [list(row) for row in rows]
@@ -368,21 +349,10 @@ def test_texts_are_tokenized_by_the_model_s_own_tokenizer(short_pico: Path) -> N
     assert all(torch.equal(results[0], other) for other in results[1:])
 
 
-def test_num_calibration_samples_and_max_seq_length_bound_the_data(short_pico: Path) -> None:
-    oneshot(
-        model=short_pico, recipe=GPTQ, dataset=TEXTS, num_calibration_samples=3, max_seq_length=10
-    )
-    (modifier,) = active_session().lifecycle.recipe.modifiers
-    assert {record["tokens"] for record in modifier.report().values()} == {30}
-
-
 def test_data_that_the_recipe_does_not_need_is_not_read(tmp_path: Path) -> None:
     with small.counted_forwards() as calls:
         tiny(recipe=DYNAMIC)
     assert calls == []
-
-
-# ---------------------------------------------------------------------- how it runs
 
 
 @pytest.mark.parametrize("recipe", [STATIC, GPTQ])
@@ -392,14 +362,6 @@ def test_every_pipeline_compresses(recipe: str, pipeline: str | None, tmp_path: 
     model = tiny(**given, output_dir=tmp_path / "out")
     assert len(quantization_of(tmp_path / "out")["config_groups"]) == 1
     assert torch.equal(small.logits(read(tmp_path / "out")), small.logits(model))
-
-
-@pytest.mark.parametrize("pipeline", ["datafree", "data_free", "basic", "sequential"])
-def test_a_recipe_without_data_runs_in_any_pipeline(pipeline: str) -> None:
-    expected = small.logits(tiny(recipe=DYNAMIC))
-    assert torch.equal(
-        small.logits(tiny(recipe=DYNAMIC, dataset=None, pipeline=pipeline)), expected
-    )
 
 
 def test_the_log_goes_to_a_file_for_the_time_of_the_run(tmp_path: Path) -> None:
@@ -456,15 +418,7 @@ def test_the_class_does_what_the_function_does(tmp_path: Path) -> None:
     assert small.tree(tmp_path / "class") == small.tree(tmp_path / "function")
 
 
-def test_a_run_has_the_processor_that_was_given_or_the_models_own(short_pico: Path) -> None:
-    given = object()
-    assert Oneshot(model="m", tokenizer=given).processor is given
-    assert Oneshot(model=small.llama()).processor is None
-    own = Oneshot(model=short_pico).processor
-    assert own("import os") == AutoTokenizer.from_pretrained(short_pico)("import os")
-
-
-def test_what_a_subclass_makes_of_the_processor_prepares_the_data(short_pico: Path) -> None:
+def test_a_processor_of_a_subclass_prepares_the_data(short_pico: Path) -> None:
     class Watched:
         def __init__(self, tokenizer: Any) -> None:
             self.tokenizer, self.seen = tokenizer, list[str]()
@@ -481,37 +435,6 @@ def test_what_a_subclass_makes_of_the_processor_prepares_the_data(short_pico: Pa
     run = Own(model=short_pico, recipe=ONE_LINEAR, dataset=TEXTS, max_seq_length=8)
     run()
     assert sorted(run.processor.seen) == sorted(TEXTS)
-
-
-@pytest.mark.parametrize("given", [None, "true"])
-def test_tokenizers_start_no_threads_unless_the_user_says_so(
-    given: str | None, monkeypatch: pytest.MonkeyPatch, warned: list[str]
-) -> None:
-    monkeypatch.delenv("TOKENIZERS_PARALLELISM")
-    if given:
-        monkeypatch.setenv("TOKENIZERS_PARALLELISM", given)
-    for _ in range(2):
-        Oneshot(model="m", recipe=DYNAMIC)
-    assert os.environ["TOKENIZERS_PARALLELISM"] == (given or "false")
-    assert len([line for line in warned if "TOKENIZERS_PARALLELISM" in line]) == (not given)
-
-
-def test_every_argument_of_the_four_classes_is_taken_and_shown() -> None:
-    direct = {"output_dir", "log_dir"}
-    defaults = {
-        field.name: getattr(parsed, field.name)
-        for parsed in (
-            ModelArguments(model="m"),
-            DatasetArguments(),
-            RecipeArguments(),
-            RunArguments(),
-        )
-        for field in dataclasses.fields(parsed)
-    }
-    run = Oneshot(**defaults)
-    assert (run.model_args.model, run.recipe.modifiers) == ("m", [])
-    shown = set(inspect.signature(oneshot).parameters) - {"arguments"}
-    assert shown == defaults.keys() | direct
 
 
 def test_overwrite_replaces_a_checkpoint(tmp_path: Path) -> None:
@@ -602,24 +525,6 @@ def test_another_default_dtype_changes_nothing(
     assert {one.dtype for one in model.parameters()} == {torch.bfloat16}
     plain, inside = (tmp_path / name / "model.safetensors" for name in ("plain", "inside"))
     assert plain.read_bytes() == inside.read_bytes()
-
-
-KEEPING = "ConstantPruningModifier: {targets: Linear}"
-ROUNDING = "QuantizationModifier: {targets: Linear, scheme: FP8_DYNAMIC, ignore: [lm_head]}"
-
-
-@pytest.mark.parametrize(
-    "recipe",
-    [
-        f"modifiers: {{{KEEPING}}}",
-        f"a_stage: {{run_type: train, a_modifiers: {{{KEEPING}, {ROUNDING}}}}}",
-        f"modifiers: {{MagnitudePruningModifier: {{init_sparsity: 0, final_sparsity: 0.5, end: 1, "
-        f"targets: Linear}}, {ROUNDING}}}",
-    ],
-)
-def test_what_a_training_is_needed_for_is_refused(recipe: str) -> None:
-    with pytest.raises(RecipeError, match=r"PruningModifier, .* acts over the steps of a training"):
-        tiny(recipe=recipe, dataset=None)
 
 
 class TestRecipeOfTheSource:

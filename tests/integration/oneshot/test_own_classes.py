@@ -19,12 +19,7 @@ from llmcompressor.modifiers.quantization import QuantizationModifier
 
 
 class NamedConfig(PreTrainedConfig):
-    """Of a type that transformers does not know.
-
-    Attributes:
-        table: the name of the embedding.
-        joint: the name of a Linear.
-    """
+    """Of a type that transformers does not know."""
 
     model_type = "named_otherwise"
 

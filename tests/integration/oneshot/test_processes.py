@@ -69,23 +69,12 @@ def test_from_folder_to_folder_one_process_works_for_all(pair, tmp_path, one_blo
     assert len(list(tmp_path.iterdir())) == 4
 
 
-def test_a_save_that_is_left_to_one_process_is_followed_by_one_of_all(pair, tmp_path):
-    assert pair(process_pair.left_to_one, str(tmp_path / "out")) == [True, True]
-
-
 @pytest.mark.parametrize("where", ["arguments", "data", "weights", "output"])
 def test_an_error_of_one_process_ends_all(pair, tmp_path, where):
     first, second = pair(process_pair.broken, str(tmp_path / "two"), where)
     assert not first.startswith(("none", "ProcessError"))
     assert second == f"ProcessError: Process 0 has failed: {first}"
     assert not (tmp_path / "two").exists()
-
-
-def test_an_error_of_the_one_that_saves_reaches_the_others(pair, tmp_path):
-    found = sorted(pair(process_pair.broken, str(tmp_path / "file"), "save"))
-    assert found[0].startswith("OutputError")
-    assert found[1].startswith("ProcessError")
-    assert found[1].endswith(found[0])
 
 
 def test_different_recipes_are_refused(pair, tmp_path):

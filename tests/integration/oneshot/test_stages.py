@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,6 @@ import torch
 from safetensors.torch import load_file
 from tests.support import small_models as small
 from tests.support.training_cases import Breaker, Freezer, WeightHalver, arguments
-from transformers import LlamaForCausalLM
 
 from llmcompressor import run_stages, train, verify
 from llmcompressor.errors import (
@@ -111,17 +109,6 @@ def test_stages_of_another_run_are_not_taken_for_ones_own(
     Freezer.steps.clear()
     _stages(one_block, output, overwrite=True, **change)
     assert bool(Freezer.steps) == ("learning_rate" in change), "and what did not change is kept"
-
-
-def test_a_stage_that_is_removed_is_done_again(one_block: Path, tmp_path: Path) -> None:
-    output = tmp_path / "out"
-    _stages(one_block, output)
-    before = small.tree(output / "stage_quant")
-    shutil.rmtree(output / "stage_quant")
-    _stages(one_block, output)
-    kept = {name: value for name, value in before.items() if "report" not in name}
-    after = small.tree(output / "stage_quant")
-    assert {name: value for name, value in after.items() if "report" not in name} == kept
 
 
 QUANT_FIRST = """
@@ -232,22 +219,6 @@ def test_one_error_before_the_first_stage(
     assert WeightHalver.run_types == {"oneshot"}
 
 
-@pytest.mark.parametrize("run_type", ["oneshot", "train"])
-@pytest.mark.parametrize("loaded", [False, True])
-def test_targets_of_later_stages_that_match_nothing_are_warned_of_before_the_first(
-    run_type: str, loaded: bool, one_block: Path, tmp_path: Path, said: list[str]
-) -> None:
-    recipe = RECIPE.replace("targets: Linear", "targets: [Linear, 're:.*q_prj']")
-    recipe = recipe.replace("run_type: oneshot", f"run_type: {run_type}")
-    model = LlamaForCausalLM.from_pretrained(one_block) if loaded else str(one_block)
-    with pytest.raises(InputError, match="q_prj"):
-        run_stages(model, recipe, **arguments(tmp_path / "out", save_steps=1))
-    [warned] = [place for place, line in enumerate(said) if "cannot begin unless" in line]
-    assert "'quant'" in said[warned]
-    assert "q_proj" in said[warned]
-    assert warned < next(place for place, line in enumerate(said) if "Stage 1 of 3" in line)
-
-
 def test_a_stage_with_what_cannot_train_keeps_zeros_by_itself(
     one_block: Path, tmp_path: Path, warned: list[str]
 ) -> None:
@@ -261,15 +232,6 @@ def test_a_stage_with_what_cannot_train_keeps_zeros_by_itself(
     model = _stages(one_block, tmp_path / "out", recipe)
     assert (model.model.layers[0].mlp.up_proj.weight == 0).float().mean() >= 0.5
     assert [text for text in warned if "ConstantPruningModifier" in text and "left out" in text]
-
-
-def test_train_can_be_told_to_run_all_stages(tmp_path: Path) -> None:
-    recipe = "\n".join(RECIPE.splitlines()[:4])
-    model = train(small.one_block(), recipe, **arguments(tmp_path / "out", run_stages=True))
-    assert (tmp_path / "out" / "stage_halving" / "config.json").is_file()
-    assert (tmp_path / "out" / "stage_fine" / "trainer_state.json").is_file()
-    assert Freezer.steps == [1, 2, 3, 4]
-    assert small.logits(model).isfinite().all()
 
 
 @pytest.mark.parametrize("how", ["run_stages", "do_oneshot"])

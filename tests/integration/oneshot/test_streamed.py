@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import copy
-import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -305,19 +304,6 @@ def test_a_model_of_the_hub(
     assert one["config.json"] == other["config.json"]
 
 
-def test_a_limit_that_is_enough(folders: Callable[[str], Path], tmp_path: Path) -> None:
-    limits: list[Any] = [None, "100GiB", {"cpu": "100GiB"}, {0: "1GiB", "cpu": 10**11}]
-    for number, limit in enumerate(limits):
-        oneshot(
-            model=str(folders("llama")),
-            recipe=RECIPES["W4A16"](),
-            output_dir=tmp_path / str(number),
-            max_memory=limit,
-        )
-    free, *limited = (small.tree(tmp_path / str(number)) for number in range(len(limits)))
-    assert all(one == free for one in limited)
-
-
 def test_a_limit_without_room_for_a_block(folders: Callable[[str], Path], tmp_path: Path) -> None:
     with pytest.raises(ArgumentError, match="Allow at least"):
         oneshot(
@@ -327,23 +313,3 @@ def test_a_limit_without_room_for_a_block(folders: Callable[[str], Path], tmp_pa
             max_memory="10MiB",
         )
     assert not list(tmp_path.iterdir())
-
-
-def test_the_returned_model_stays_what_it_was(
-    folders: Callable[[str], Path], tmp_path: Path
-) -> None:
-    """Its files are open: what becomes of the folder does not change it."""
-    given = {"model": str(folders("llama")), "output_dir": tmp_path / "output"}
-    first: Any = oneshot(recipe=RECIPES["W4A16"](), **given)
-    reader = AutoModelForCausalLM.from_pretrained(tmp_path / "output", dtype="auto").eval()
-    second: Any = oneshot(recipe=RECIPES["FP8_DYNAMIC"](), overwrite=True, **given)
-    shutil.rmtree(tmp_path / "output")
-    with torch.no_grad():
-        assert torch.equal(first(small.probe()).logits, reader(small.probe()).logits)
-        assert not torch.equal(second(small.probe()).logits, reader(small.probe()).logits)
-    trained = {name for name, one in first.named_parameters() if one.requires_grad}
-    memory: Any = oneshot(
-        model=AutoModelForCausalLM.from_pretrained(folders("llama"), dtype="auto"),
-        recipe=RECIPES["W4A16"](),
-    )
-    assert trained == {name for name, one in memory.named_parameters() if one.requires_grad}

@@ -66,7 +66,7 @@ def test_codes_are_not_taken_for_weights(
 @pytest.mark.parametrize(
     ("name", "way"), [(SIDE_FILES[0], "oneshot"), (SIDE_FILES[-1], "model_free_ptq")]
 )
-def test_what_another_method_says_of_the_source_is_not_said_of_the_output(
+def test_another_method_s_word_of_the_source_is_not_carried_on(
     one_block: Path, tmp_path: Path, name: str, way: str
 ) -> None:
     folder, place = tmp_path / "model", tmp_path / "out"

@@ -10,12 +10,10 @@ import pytest
 import torch
 from tests.support import small_models as small
 from tests.support.logging_modifier import LoggingModifier
-from transformers import AutoModelForCausalLM
 
 from llmcompressor import active_session, create_session, oneshot
 from llmcompressor.core import Event, State
 from llmcompressor.modifiers import Modifier
-from llmcompressor.modifiers.quantization import QuantizationModifier
 from llmcompressor.recipe import Recipe
 
 
@@ -148,20 +146,6 @@ def test_its_hooks_see_every_calibration_token_once(name: str, pipeline: str) ->
     assert TokenCounter.counts == {f"model.layers.{n}.mlp.down_proj": 5 * 12 for n in (0, 1)}
     assert TokenCounter.events == ["start", "end"]
     assert not any(module._forward_pre_hooks for module in model.modules())
-
-
-@pytest.mark.parametrize("is_folder", [False, True])
-def test_a_model_that_replaces_the_given_one_is_gone_on_with(
-    is_folder: bool, llama_folder: Path, tmp_path: Path
-) -> None:
-    given = str(llama_folder) if is_folder else small.llama()
-    quantizer = QuantizationModifier(targets="Linear", scheme="W8A16", ignore=["lm_head"])
-    made = oneshot(given, recipe=[Replacer(), quantizer], output_dir=tmp_path / "out")
-    again = QuantizationModifier(targets="Linear", scheme="W8A16", ignore=["lm_head"])
-    expected = oneshot(small.llama(seed=5), recipe=again)
-    assert torch.equal(small.logits(made), small.logits(expected))
-    written = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    assert torch.equal(small.logits(written), small.logits(made))
 
 
 @pytest.mark.parametrize(

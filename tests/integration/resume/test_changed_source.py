@@ -145,7 +145,7 @@ def test_what_was_read_and_is_another_now_is_refused_by_name(
     assert tree(folder / "output") == tree(folder / "whole")
 
 
-def test_finished_blocks_are_read_again_only_where_files_were_touched(
+def test_finished_blocks_are_reread_only_if_files_were_touched(
     stopped: Callable[[str], Path],
     halfway: Callable[[str], Path],
     names_read: list[str],
@@ -205,7 +205,7 @@ def test_a_source_that_is_changed_while_it_is_read(
         ),
     ],
 )
-def test_mappings_that_are_registered_meanwhile_make_it_another_run(
+def test_mappings_registered_meanwhile_make_it_another_run(
     recipe: str,
     registry: dict[str, Any],
     mappings: list[Any],

@@ -13,14 +13,14 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from tests.support.killed_runs import BLOCKS, KILLED, Job, rows, run, tree, write_model
 from tests.support.thinned import few
 
 from llmcompressor import oneshot
 from llmcompressor.checkpoint import tensor_files
-from llmcompressor.errors import CheckpointError, CompressorError, OutputError
-from llmcompressor.modifiers.quantization import GPTQModifier, QuantizationModifier
+from llmcompressor.errors import OutputError
+from llmcompressor.modifiers.quantization import GPTQModifier
 
 Expected = Callable[[str], dict[str, str]]
 
@@ -144,9 +144,6 @@ def test_a_damaged_source(
     assert tree(job.output) == expected("gptq")
 
 
-# ---------------------------------------------------------------------- in this process
-
-
 @pytest.fixture
 def small(tmp_path: Path) -> Path:
     return write_model(tmp_path / "model")
@@ -217,26 +214,6 @@ def test_a_disk_too_small_is_found_before_any_work(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model"]
 
 
-def test_a_shard_that_cannot_be_read_in_mid_run(
-    small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    call(small, tmp_path / "whole")
-    preadv, left = os.preadv, [60]
-
-    def failing(*arguments: Any) -> int:
-        left[0] -= 1
-        if left[0] == 0:
-            raise OSError(errno.EIO, "Input/output error")
-        return preadv(*arguments)
-
-    monkeypatch.setattr(tensor_files.os, "preadv", failing)
-    with pytest.raises(CheckpointError, match="cannot be read: Input/output error"):
-        call(small, tmp_path / "output")
-    monkeypatch.undo()
-    call(small, tmp_path / "output")
-    assert tree(tmp_path / "output") == tree(tmp_path / "whole")
-
-
 @pytest.fixture
 def halfway(small: Path, tmp_path: Path, stopped_at: Callable[..., None]) -> Path:
     """The output of a run that was stopped when one block was done."""
@@ -272,28 +249,6 @@ def test_another_run_is_refused_and_throws_nothing_away(
     assert {**after, "lock": ""} == {**before, "lock": ""}
 
 
-def test_another_source_is_refused(
-    halfway: Path, small: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.undo()
-    shard = sorted(small.glob("model-*.safetensors"))[-1]
-    tensors = load_file(shard)
-    save_file({**tensors, "new": torch.ones(3)}, shard, metadata={"format": "pt"})
-    with pytest.raises(CompressorError) as caught:
-        call(small, halfway)
-    assert shard.name in str(caught.value) or "index" in str(caught.value)
-
-
-def test_never_throws_the_progress_away(
-    halfway: Path, small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.undo()
-    other = QuantizationModifier(targets="Linear", scheme="W8A16", ignore=["lm_head"])
-    call(small, halfway, recipe=other, resume="never")
-    call(small, tmp_path / "whole", recipe=QuantizationModifier(**other.model_dump()))
-    assert tree(halfway) == tree(tmp_path / "whole")
-
-
 def test_must_continues(
     halfway: Path, small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -314,18 +269,6 @@ def test_a_second_run_on_the_same_output_is_refused(small: Path, tmp_path: Path)
             call(small, tmp_path / "output")
     call(small, tmp_path / "output")  # the lock has died with its holder
     assert (tmp_path / "output" / "config.json").is_file()
-
-
-def test_interrupted_by_the_user(
-    small: Path, tmp_path: Path, stopped_at: Callable[..., None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    call(small, tmp_path / "whole")
-    stopped_at(30, KeyboardInterrupt())
-    with pytest.raises(KeyboardInterrupt):
-        call(small, tmp_path / "output")
-    monkeypatch.undo()
-    call(small, tmp_path / "output")
-    assert tree(tmp_path / "output") == tree(tmp_path / "whole")
 
 
 def test_the_returned_model_is_usable(small: Path, tmp_path: Path) -> None:

@@ -146,9 +146,6 @@ def test_an_older_mark_is_refused_by_the_item_that_it_lacks(tmp_path: Path) -> N
         _train(tmp_path / "out")
 
 
-# ------------------------------------------------------------------ run_stages
-
-
 def _stages(output: Path, model: Any = None, **changes: Any) -> Any:
     given: dict[str, Any] = {"dataset": list(_rows()), "save_steps": 1, **changes}
     return run_stages(model or small.one_block(), STAGES, **arguments(output, **given))

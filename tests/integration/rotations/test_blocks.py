@@ -121,7 +121,7 @@ def test_one_block_is_there_at_a_time(tmp_path: Path, monkeypatch: pytest.Monkey
     assert not loaded
 
 
-def test_what_would_compute_something_else_is_refused_and_nothing_is_left(tmp_path: Path) -> None:
+def test_what_would_compute_something_else_is_refused(tmp_path: Path) -> None:
     """BitNet has a norm between values and outputs: a head cannot be turned through it."""
     torch.manual_seed(0)
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}

@@ -131,10 +131,7 @@ def cases(names: Iterable[str]) -> list[Any]:
 
 @dataclass(frozen=True)
 class Read:
-    """What was made of some cases: a folder, and by case the logits.
-
-    They are those of the returned model, of a reader with rotations, of one without.
-    """
+    """What was made of some cases: a folder, and by case the logits."""
 
     place: Path
     logits: dict[str, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]

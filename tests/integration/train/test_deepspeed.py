@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DeepSpeed's engine trains as the trainer's own loop does, on two processes without a device.
-
-What runs it is skipped where DeepSpeed is not installed.
-"""
+"""DeepSpeed's engine trains as the trainer's own loop does, on two processes without a device."""
 
 from __future__ import annotations
 
@@ -35,20 +32,6 @@ installed = pytest.mark.skipif(
     find_spec("deepspeed") is None, reason="deepspeed is an optional companion"
 )
 RECIPE = {"stage_modifiers": {**sharded_run.RECIPE["stage_modifiers"], "Witness": {}}}
-LET_GO = {
-    "stage_modifiers": {
-        "MagnitudePruningModifier": {
-            **sharded_run.LINEARS,
-            **sharded_run.PRUNING,
-            "leave_enabled": False,
-        },
-        "OutputDistillationModifier": sharded_run.RECIPE["stage_modifiers"][
-            "OutputDistillationModifier"
-        ],
-        "Witness": {},
-        "Quitter": {},
-    }
-}
 
 
 @pytest.fixture
@@ -80,20 +63,6 @@ def test_an_engine_trains_as_one_process_does(dense: Path, stage: int) -> None:
     sharded_run.main(dense, 1, {"output_dir": str(dense / "alone"), "use_cpu": True})
     by_engine(dense, "engine", stage)
     assert_alike(dense / "alone", dense / "engine")
-
-
-@installed
-@pytest.mark.slow
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_what_is_let_go_grows_from_zero(dense: Path, stage: int) -> None:
-    """The optimizer's own copy of the weights, in parts on the processes, is masked too."""
-    alone = {"output_dir": str(dense / "alone"), "use_cpu": True, "max_grad_norm": 0.0}
-    sharded_run.main(dense, 1, {**alone, "recipe": LET_GO})
-    by_engine(dense, "engine", stage, LET_GO, max_grad_norm=0.0)
-    ours, theirs = (load_file(dense / one / "model.safetensors") for one in ("engine", "alone"))
-    for name, weight in theirs.items():
-        torch.testing.assert_close(ours[name], weight, rtol=1e-3, atol=1e-4, msg=name)
-    assert losses(dense / "engine") == pytest.approx(losses(dense / "alone"), rel=1e-4)
 
 
 @installed
@@ -241,24 +210,6 @@ def test_the_optimizers_own_copy_is_masked(start: int, number: int) -> None:
     saved = pruning.state_dict()
     pruning.load_state_dict(state, saved)  # as after a checkpoint of DeepSpeed's was loaded
     assert torch.equal(model.weight._hp_mapping.hp_fragment == 0, part == 0)
-
-
-def test_a_flat_piece_is_masked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of three processes the last one has 16 of 48 weights; nothing is gathered to mask them."""
-    monkeypatch.setattr(torch.distributed, "get_rank", lambda group: 2)
-    pruning = MagnitudePruningModifier(
-        targets="re:weight", init_sparsity=0.5, final_sparsity=0.5, end=2
-    )
-    model, state = begun(pruning)
-    weight: Any = model.weight
-    pruning.update_event(state, event(EventType.BATCH_START))
-    masked = weight.detach().clone()
-    weight.ds_tensor, weight.data = torch.full((16,), 1.0), torch.empty(0)
-    weight.ds_shape, weight.ds_numel, weight.ds_process_group = masked.shape, 48, None
-    weight.partition = lambda: None
-    pruning.update_event(state, event(EventType.OPTIM_POST_STEP))
-    assert torch.equal(weight.ds_tensor == 0, masked.flatten()[32:] == 0)
-    assert weight.numel() == 0
 
 
 def test_gradients_are_masked_where_they_arise() -> None:

@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Several processes train as one does.
-
-They run ``distributed_run.py`` by torchrun, with their own trainer, and ``sharded_run.py``, which
-calls ``train``.
-"""
+"""Several processes train as one does."""
 
 from __future__ import annotations
 
@@ -167,19 +163,6 @@ def test_a_model_that_was_loaded_spread_trains_as_one_does(dense):
     whole = {"precision": "auto", "ddp_backend": "gloo", "loaded_spread": True}
     sharded(dense, "spread", processes=2, **given, **whole)
     assert_alike(dense / "alone", dense / "spread")
-
-
-@pytest.mark.slow
-def test_sharded_processes_train_in_mixed_precision(dense):
-    """All parameters are cast for the forward, and not only those of products, as alone."""
-    settings = {"use_cpu": True, "bf16": True}
-    sharded_run.main(dense, 1, {"output_dir": str(dense / "alone"), **settings})
-    sharded(dense, "sharded", processes=2, ddp_backend="gloo", **settings)
-    ours = load_file(dense / "sharded" / "model.safetensors")
-    codes = [each for each in ours.values() if each.dtype is torch.int8]
-    assert len(codes) == 14
-    assert all((each == 0).float().mean() >= 0.5 for each in codes)
-    assert losses(dense / "sharded") == pytest.approx(losses(dense / "alone"), rel=1e-2)
 
 
 @pytest.mark.slow

@@ -308,31 +308,6 @@ def test_an_output_that_is_in_use(
     assert small.tree(tmp_path) == before
 
 
-def test_a_quantized_model_is_not_trained(one_block: Path, tmp_path: Path) -> None:
-    first = tmp_path / "first"
-    train(str(one_block), QUANTIZE, **arguments(first))
-    with pytest.raises(CheckpointError, match="quantized"):
-        train(str(first), QUANTIZE, **arguments(tmp_path / "second"))
-    assert not (tmp_path / "second").exists()
-    assert not (tmp_path / "second.partial").exists()
-
-
-@pytest.mark.parametrize("changed", [{}, {"scheme": "W8A8", "learned_scales": True}], ids=str)
-def test_what_servers_would_refuse_is_said_before_the_first_step(
-    one_block: Path, tmp_path: Path, said: list[str], changed: dict[str, Any]
-) -> None:
-    fields = {"targets": ["Linear"], "ignore": ["lm_head"], "start": 0}
-    two_bits = {"num_bits": 2, "type": "int", "strategy": "tensor"}
-    scheme = {"config_groups": {"g": {"targets": ["Linear"], "weights": two_bits}}}
-    recipe = {"modifiers": {"QuantizationModifier": {**fields, **(changed or scheme)}}}
-    train(str(one_block), recipe, **arguments(tmp_path / "out", logging_steps=1))
-    refused = [place for place, line in enumerate(said) if "would not serve" in line]
-    stepped = [place for place, line in enumerate(said) if line.startswith("Step 1:")]
-    assert stepped
-    assert bool(refused) == (not changed), "parameters of the training are not taken for stored"
-    assert all(place < stepped[0] for place in refused)
-
-
 def test_another_recipe_does_not_continue(one_block: Path, tmp_path: Path) -> None:
     output = tmp_path / "out"
     given = arguments(output, save_steps=1)

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 import multiprocessing
 import os
 import shutil
@@ -71,19 +70,6 @@ def test_interrupted_at_any_step(
     assert list(tmp_path.iterdir()) == [output]
 
 
-def test_the_loss_of_a_resumed_training_is_that_of_its_steps(
-    one_block: Path, tmp_path: Path
-) -> None:
-    output = tmp_path / "out"
-    _break(one_block, output, 4)
-    train(str(one_block), _recipe(), **_given(output))
-    found = json.loads((output / "train_results.json").read_text())
-    state = json.loads((output / "trainer_state.json").read_text())
-    losses = {one["step"]: one["loss"] for one in state["log_history"] if "loss" in one}
-    since = [loss for step, loss in losses.items() if step > 4]  # of 5, from checkpoint-4
-    assert found["train_loss"] == pytest.approx(sum(since) / len(since), abs=1e-3)
-
-
 def test_killed_before_the_first_checkpoint(
     whole: dict[str, str], one_block: Path, tmp_path: Path, said: list[str]
 ) -> None:
@@ -131,27 +117,6 @@ def test_killed(whole: dict[str, str], one_block: Path, tmp_path: Path) -> None:
     # one that was being written when it died, and is in no journal
     (tmp_path / "out.partial" / "training" / "checkpoint-4").mkdir()
     train(str(one_block), _recipe(), **_given(output))
-    assert _kept(output) == whole
-
-
-def test_what_a_killed_process_had_begun_is_no_newer_checkpoint(
-    whole: dict[str, str], one_block: Path, tmp_path: Path
-) -> None:
-    """One of a later step: those that are complete would make room for it."""
-    output = tmp_path / "out"
-    _break(one_block, output, 3)
-    begun = tmp_path / "out.partial" / "training" / "checkpoint-5"
-    begun.mkdir()
-    (begun / "model.safetensors").write_bytes(b"half of it")
-    given = _given(output) | {"save_steps": 1, "save_total_limit": 1}
-    Breaker.at = 4
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            train(str(one_block), _recipe(), **given)
-    finally:
-        Breaker.at = None
-    assert [one.name for one in begun.parent.glob("checkpoint-*")] == ["checkpoint-4"]
-    train(str(one_block), _recipe(), **given)
     assert _kept(output) == whole
 
 

@@ -243,14 +243,6 @@ def test_a_head_that_is_not_called_is_told_with_a_remedy(pico: Path, tmp_path: P
 
 
 @pytest.mark.parametrize("recipe", [DISTILL, LAYERS], ids=["logits", "layers"])
-def test_the_remedy_has_the_head_called(pico: Path, tmp_path: Path, recipe: str) -> None:
-    given = {"recipe": recipe, "teacher": teacher_of(pico)}
-    made = trainer(SparseSFTTrainerOfLogits, pico, tmp_path, given)
-    made.train()
-    assert all("distill_loss" in one for one in made.state.log_history if "loss" in one)
-
-
-@pytest.mark.parametrize("recipe", [DISTILL, LAYERS], ids=["logits", "layers"])
 def test_a_teacher_teaches_the_adapters_that_trl_adds(
     pico: Path, tmp_path: Path, recipe: str
 ) -> None:

@@ -21,7 +21,6 @@ from transformers import (
     ChameleonConfig,
     ChameleonForConditionalGeneration,
     CohereAsrForConditionalGeneration,
-    MiniMaxConfig,
     PreTrainedModel,
 )
 
@@ -72,15 +71,6 @@ def test_every_preset_on_a_llama(preset: str, llama_folder: Path, compressed: Ru
     assert not is_unserved or verify(folder, llama_folder, serve="transformers").ok
 
 
-@pytest.mark.parametrize("preset", ["W4A16", "MXFP6A16"])
-def test_where_no_server_is_named_vllm_is_meant(
-    preset: str, llama_folder: Path, compressed: Run
-) -> None:
-    report = verify(compressed(llama_folder, recipe(preset)), llama_folder)
-    assert report.ok == (preset == "W4A16")
-    assert ("S21" in {one.rule for one in report.findings}) != report.ok
-
-
 @pytest.mark.parametrize(
     "preset",
     few(
@@ -126,34 +116,6 @@ def test_a_quantized_cache(llama_folder: Path, compressed: Run) -> None:
     assert sorted(scaled + unknown) == layers  # as the rule says
     report = verify(folder, llama_folder, serve="transformers", tp=1)
     assert report.ok == (not unknown)
-
-
-def test_a_cache_beside_linear_attention(compressed: Run, tmp_path: Path) -> None:
-    """The layers of linear attention have none, and pass through calibration as they are."""
-    torch.manual_seed(0)
-    config = MiniMaxConfig(
-        vocab_size=small.VOCABULARY,
-        hidden_size=128,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        head_dim=32,
-        num_local_experts=4,
-        block_size=8,
-        layer_types=["linear_attention", "full_attention"],
-    )
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    model.save_pretrained(tmp_path / "source")
-    folder = compressed(tmp_path / "source", recipe("FP8_DYNAMIC", kv_cache_scheme=KV_CACHE))
-    said = worse_than_notes(verify(folder, tp=1))
-    scales = [name for name in load_file(folder / "model.safetensors") if name.endswith("k_scale")]
-    assert scales == ["model.layers.1.self_attn.k_scale"]
-    loaded = AutoModelForCausalLM.from_pretrained(folder)
-    unknown = is_passed_over(loaded.model.layers[1].self_attn)
-    named = [line.partition(":")[0] for line in said]
-    assert named == ["L11 model.layers.1.self_attn"] * unknown
-    assert loaded(small.probe(), use_cache=True).logits.isfinite().all()
 
 
 def test_two_schemes_in_one_model(llama_folder: Path, compressed: Run) -> None:

@@ -96,7 +96,7 @@ def test_old_names_of_transformers_mean_their_new_ones():
 
 
 @pytest.mark.parametrize("old", RENAMED)
-def test_a_name_that_transformers_changed_is_understood_with_any_release(old, warned):
+def test_a_name_that_transformers_changed_is_understood(old, warned):
     """The one that the installed release does not have means the other."""
     from llmcompressor.args import TrainingArguments
 

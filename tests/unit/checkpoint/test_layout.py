@@ -204,7 +204,7 @@ def test_what_only_the_checkpoint_has_is_ignored_by_its_name(tmp_path: Path) -> 
     assert not {"model.layers.0.self_attn.qkv", "model.layers.0.mlp.first"} & ignored
 
 
-def test_sinks_beside_a_quantized_cache_have_the_name_that_the_checkpoint_gives_them(
+def test_sinks_beside_a_quantized_cache_keep_their_stored_name(
     tmp_path: Path,
 ) -> None:
     cache = QuantizationArgs(num_bits=8, type="float", strategy="tensor")

@@ -116,7 +116,7 @@ def assert_reads_as(folder: Path, kind: Any, wanted: torch.Tensor) -> None:
     [(qwen, hf.AutoModelForCausalLM), (llama, hf.Llama4ForCausalLM)],
     ids=["Qwen3.5", "Llama4"],
 )
-def test_the_text_of_a_larger_model_is_written_into_the_larger_model(
+def test_the_text_part_is_written_into_the_larger_model(
     made: Any, part: Any, tmp_path: Path
 ) -> None:
     source = made(tmp_path / "source")

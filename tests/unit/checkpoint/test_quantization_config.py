@@ -226,7 +226,7 @@ def _borrowing(groups: dict[str, QuantizationScheme], *ignore: str) -> dict[str,
 
 
 @pytest.mark.parametrize("layer", [0, 1])
-def test_keys_and_values_that_a_layer_has_not_are_treated_as_its_queries(layer: int) -> None:
+def test_absent_keys_and_values_are_treated_as_queries(layer: int) -> None:
     """Engines join q, k and v there too, and ask for the scheme of each by name."""
     own, other = (
         {f"model.layers.{index}.self_attn.{name}_proj" for name in "qkv"}
@@ -273,7 +273,7 @@ def test_kv_cache(strategy: str) -> None:
     assert alone["kv_cache_scheme"]["num_bits"] == 8
 
 
-def test_quantized_attention_is_one_target_that_ends_in_attention() -> None:
+def test_quantized_attention_is_one_target() -> None:
     args = QuantizationArgs(num_bits=8, type="float", strategy="tensor")
     groups = {
         "a": preset_scheme("W4A16", ["Linear"]),
@@ -301,7 +301,7 @@ def test_routers_and_fused_experts_are_ignored() -> None:
 
 
 @pytest.mark.parametrize("is_quantized", [True, False])
-def test_experts_right_in_a_layer_are_meant_where_engines_have_a_module_around_them(
+def test_experts_right_in_a_layer_are_meant_by_engine_names(
     is_quantized: bool,
 ) -> None:
     """Gemma 4's lie in ``layers.0.experts``, and vLLM looks for ``layers.0.moe.experts``."""

@@ -200,7 +200,7 @@ class TestFiles:
         assert read.patch_size == 4
         assert read.image_processor.crop_size == processor.image_processor.crop_size
 
-    def test_a_tokenizer_from_elsewhere_replaces_all_files_of_the_source_s(
+    def test_another_tokenizer_replaces_all_files_of_the_source(
         self, tmp_path: Path, source: Path
     ) -> None:
         elsewhere = tmp_path / "elsewhere"
@@ -360,7 +360,7 @@ class TestExtraTensors:
         assert ignored("model.layers.2.mlp.up_proj")
         assert not any(ignored(f"model.layers.{n}.mlp.up_proj") for n in (0, 1, 20, 12))
 
-    def test_a_source_that_was_damaged_since_does_not_cost_the_result(
+    def test_a_source_damaged_since_does_not_cost_the_result(
         self, tmp_path: Path, source: Path
     ) -> None:
         model = w4a16(load_model(source))

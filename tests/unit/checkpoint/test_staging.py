@@ -149,7 +149,7 @@ def test_merge_keeps_strangers_and_drops_stale_weights(tmp_path: Path) -> None:
     assert names(tmp_path) == ["out"]
 
 
-def test_a_killed_writer_leaves_no_target_and_the_next_run_cleans_up(tmp_path: Path) -> None:
+def test_a_killed_writer_leaves_no_target_and_is_cleaned_up(tmp_path: Path) -> None:
     target = tmp_path / "out"
     script = f"""
         import os, signal

@@ -11,18 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmcompressor.core.events import Event, EventType, has_reached
+from llmcompressor.core.events import Event, has_reached
 from llmcompressor.errors import InputError
 
 steps = st.integers(0, 10_000)
 counts = st.integers(1, 500)
-
-
-def test_values_are_the_lower_case_names():
-    assert {each.name: each.value for each in EventType} == {
-        each.name: each.name.lower() for each in EventType
-    }
-    assert len(EventType) == 10
 
 
 @given(steps, counts)
@@ -83,13 +76,6 @@ def test_counts_that_no_run_has_are_refused(fields):
         Event(**fields)
     with pytest.raises(InputError, match=f"{name} is {value!r}, and"):
         Event().new_instance(**fields)
-
-
-@given(steps, counts, st.integers(1, 50), st.integers(1, 50))
-def test_update_agrees_with_exact_fractions(step, per_epoch, top, bottom):
-    event = Event(global_step=step, steps_per_epoch=per_epoch)
-    exact = Fraction(step, per_epoch) / Fraction(top, bottom)
-    assert event.should_update(None, None, top / bottom) == (exact.denominator == 1)
 
 
 @given(

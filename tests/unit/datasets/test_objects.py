@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import copy
-import itertools
 from typing import Any
 
 import datasets
@@ -13,7 +12,7 @@ import pandas
 import pyarrow
 import pytest
 import torch
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 from llmcompressor.args import DatasetArguments
 from llmcompressor.datasets import load_calibration
@@ -171,37 +170,9 @@ def test_data_that_cannot_be_used(batches):
             batches(data)
 
 
-def test_columns_to_remove_that_are_not_there_are_told(texts, logged):
-    rows = [{"text": "a", "id": 1}, {"text": "a", "meta": 2}]
-    assert texts(rows, remove_columns=["idd", "meta"]) == ["a", "a"]
-    assert [line.strip() for line in logged if "remove_columns" in line] == [
-        "remove_columns: no row has a column 'idd'. Did you mean id?"
-    ]
-
-
 def test_a_path_beside_data_is_said_to_be_unread(texts, logged):
     assert texts(["a = 1"], dataset_path="nowhere.json") == ["a = 1"]
     assert any("dataset_path is not read" in line for line in logged)
-
-
-@pytest.mark.parametrize(
-    ("data", "splits", "said"),
-    [
-        (["a = 1", "b = 2"], "nope", "has no splits; splits='nope' has no effect"),
-        (["a = 1", "b = 2"], "nope[:1]", "has no splits; splits='nope[:1]' only cuts it"),
-        (["a = 1", "b = 2"], "train+nope", "has no splits; splits='train+nope' has no effect"),
-        ({"text": ["a = 1"]}, "nope", "has no splits; splits='nope' has no effect"),
-        (["a = 1", "b = 2"], "train", ""),
-        (["a = 1", "b = 2"], "train[:1]", ""),
-        (["a = 1", "b = 2"], {"calibration": "train[:1]"}, ""),
-        ({"nope": ["a = 1"]}, "nope", ""),
-    ],
-)
-def test_a_split_that_data_has_not_is_said_to_have_no_effect(texts, logged, data, splits, said):
-    texts(data, splits=splits)
-    told = [line for line in logged if "splits=" in line]
-    assert len(told) == bool(said)
-    assert said in "".join(told)
 
 
 def test_text_without_a_tokenizer_is_an_error(batches):
@@ -349,26 +320,6 @@ def test_batches_of_a_loader_that_cannot_be_used_are_one_error():
         with pytest.raises(DatasetError, match=f"(?i){message}") as caught:
             list(load_calibration(arguments, vocab_size=100))
         assert caught.value.remedy
-
-
-class Endless(IterableDataset):
-    """Rows without end, or a few that do not say how many they are."""
-
-    def __init__(self, rows=None):
-        self.rows = rows
-
-    def __iter__(self):
-        rows = itertools.count() if self.rows is None else range(self.rows)
-        return ({"input_ids": torch.tensor([row % 9, 5])} for row in rows)
-
-
-@pytest.mark.parametrize(("rows", "wanted", "taken"), [(None, 5, 6), (8, 6, 6), (4, 6, 4)])
-def test_a_loader_without_a_length_is_cut_to_the_number_asked(rows, wanted, taken, logged):
-    loader = DataLoader(Endless(rows), batch_size=2)
-    args = DatasetArguments(dataset=loader, num_calibration_samples=wanted)
-    batches = list(load_calibration(args))
-    assert sum(len(batch["input_ids"]) for batch in batches) == taken
-    assert any("does not say how many" in line for line in logged) == (rows != 4)
 
 
 def test_a_loader_with_a_length_is_used_whole():

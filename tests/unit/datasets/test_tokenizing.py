@@ -21,26 +21,6 @@ PICTURES = [{"images": i, "text": f"picture {i}", "license": "free"} for i in ra
 TEXTS = ["import os", "def f(x): return x", "class A: pass  # a class of its own"]
 
 
-def test_a_function_that_does_nothing_is_told(texts, batches, logged):
-    def forgets(row):
-        row["text"].upper()
-
-    def tokenizes(row):
-        row["input_ids"] = row["input_ids"][:1]
-
-    def changes(row):
-        row["text"] = row["text"].upper()
-
-    def told():
-        return [line for line in logged if "returns None" in line]
-
-    assert texts(["a", "b"], preprocessing_func=changes, **FIRST) == ["A", "B"]
-    batches([{"input_ids": [5, 6]}], preprocessing_func=tokenizes, processor=None)
-    assert not told()
-    assert texts(["a", "b"], preprocessing_func=forgets, **FIRST) == ["a", "b"]
-    assert len(told()) == 1
-
-
 def test_tokens_are_those_of_the_tokenizer(batches, tokenizer):
     got = [batch["input_ids"][0].tolist() for batch in batches(TEXTS, **FIRST)]
     assert got == [tokenizer(text)["input_ids"] for text in TEXTS]
@@ -280,18 +260,6 @@ class TestTraining:
         assert [one["labels"] for one in samples] == [[-100, 6], [9, 4], [3]]
         assert [one["attention_mask"] for one in samples] == [[1, 1], [1, 1], [1]]
 
-    def test_a_stream_that_ends_or_fails_says_so(self):
-        ended = load_training(DatasetArguments(dataset=iter([[5, 6], [7, 8]])))
-        assert len(list(ended)) == 2
-        with pytest.raises(DatasetError, match=r"ended after 2 samples.*max_train_samples"):
-            list(ended)
-        again = load_training(DatasetArguments(dataset=Again()))
-        assert len(list(again)) == len(list(again)) == 2
-        with pytest.raises(DatasetError, match="has no samples"):
-            list(load_training(DatasetArguments(dataset=iter([]))))
-        with pytest.raises(DatasetError, match="cannot be read on: ZeroDivisionError"):
-            list(load_training(DatasetArguments(dataset=(1 // 0 for _ in [1]))))
-
     def test_a_collator_gets_tokenized_rows_without_a_batch_axis(self):
         """What is no sequence of tokens has no axis of its own for the sample."""
         row = {"input_ids": [5, 6], "pixel_values": [[0.5, 1.0, 1.5]]}
@@ -329,11 +297,6 @@ class Decoder:
 
     def __getitem__(self, name):
         return {"array": [0.0, 0.1], "sampling_rate": 16000}[name]
-
-
-def making(outputs):
-    """A processor that makes the same of every text."""
-    return lambda text: outputs
 
 
 class TestProcessors:
@@ -381,36 +344,12 @@ class TestProcessors:
             assert batch["decoder_input_ids"].tolist() == [tokenizer(" Hello")["input_ids"]]
             assert "labels" not in batch
 
-    def test_sounds_of_several_rates_are_refused(self, batches, tokenizer):
-        class Speech(FakeProcessor):
-            def __call__(self, audio=None, text=None, **kwargs):
-                raise AssertionError
-
-        sounds = [{"array": [0.0], "sampling_rate": rate} for rate in (16000, 8000)]
-        with pytest.raises(DatasetError, match="its sounds have 8000 and 16000 samples a second"):
-            batches([{"audio": sounds, "text": "a"}], processor=Speech(tokenizer))
-
     def test_a_plain_function_will_do(self, batches):
         def letters(text):
             return {"input_ids": [ord(letter) for letter in text]}
 
         (batch,) = batches(["ab"], processor=letters)
         assert batch["input_ids"].tolist() == [[97, 98]]
-
-    def test_a_processor_whose_output_no_model_takes_is_refused(self, batches):
-        for made, message in [
-            (None, "becomes a NoneType"),
-            ([5, 6], "becomes a list"),
-            ({"input_ids": "ab"}, "becomes input_ids where they are a str"),
-            ({"input_ids": [1.5, 2]}, r"becomes input_ids where number 0 of them is 1\.5"),
-            ({"input_ids": torch.ones(1, 3)}, "becomes input_ids where"),
-            ({"pixels": [1]}, "becomes pixels, no input of the model"),
-            ({}, "becomes nothing, no input of the model"),
-        ]:
-            names = ("input_ids", "attention_mask")
-            with pytest.raises(DatasetError, match=f"sample 0 .*{message}") as caught:
-                batches(["ab"], processor=making(made), model_input_names=names)
-            assert caught.value.remedy
 
     def test_what_the_processor_refuses_names_the_sample(self, batches):
         def broken(text):

@@ -157,7 +157,7 @@ def _doubled(model: Module) -> None:
             parameter.mul_(2)
 
 
-def test_what_a_run_has_left_changed_is_known_until_somebody_changes_it() -> None:
+def test_what_a_run_has_changed_is_known_until_changed_again() -> None:
     model = Linear(4, 4)
     begun = model_fingerprint(model)
     assert not is_result_of(model, begun)

@@ -57,7 +57,7 @@ def test_everything_that_is_taken_is_shown_and_nothing_else(
     assert shown(entrypoint).keys() - OWN == taken - OWN
 
 
-def test_the_first_ones_may_be_given_in_order_and_the_rest_by_name(
+def test_the_first_are_given_in_order_and_the_rest_by_name(
     entrypoint: Callable[..., Any],
 ) -> None:
     _, in_order = CASES[entrypoint]
@@ -68,7 +68,7 @@ def test_the_first_ones_may_be_given_in_order_and_the_rest_by_name(
     assert kinds[len(in_order) :] == [inspect.Parameter.KEYWORD_ONLY] * by_name
 
 
-def test_the_defaults_that_are_shown_are_those_of_a_call_without_arguments() -> None:
+def test_shown_defaults_are_those_of_a_call_without_arguments() -> None:
     without = {*OWN, "model"}
     given = {name: one.default for name, one in shown(oneshot).items() if name not in without}
     made = parse_arguments({"model": "m", **given}, *COMMON)

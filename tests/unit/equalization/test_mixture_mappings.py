@@ -50,10 +50,7 @@ PUBLISHED: dict[str, Names] = {
 
 
 def moved_by_scales(model: nn.Module, sets: Iterable[SmoothSet]) -> float:
-    """How far outputs move, as a share of their size, when sets get random scales.
-
-    In float64, so that no near tie of a router is decided otherwise; some routers round to float32.
-    """
+    """How far outputs move, as a share of their size, when sets get random scales."""
     model.double()
     ids = torch.arange(3, 51).reshape(2, 24)
     with torch.no_grad():

@@ -40,7 +40,7 @@ def test_every_mapping_has_its_own_reason() -> None:
     )
 
 
-def test_a_fused_linear_with_grouped_heads_is_left_out_as_others_are(said: list[str]) -> None:
+def test_a_fused_linear_with_grouped_heads_is_left_out(said: list[str]) -> None:
     model = small.build("phi3", num_key_value_heads=2)
     fused: Names = ("re:.*qkv_proj$", ("re:.*o_proj$",))
     gate_up: Names = ("re:.*gate_up_proj$", ("re:.*down_proj$",))

@@ -89,7 +89,7 @@ def test_the_model_is_as_before() -> None:
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
 
 
-def test_blocks_that_share_a_cache_or_a_dict_of_states_are_run_again_and_again() -> None:
+def test_blocks_that_share_a_cache_are_run_again() -> None:
     """XLM always makes a cache; later blocks of Gemma 3n read what earlier ones put in a dict."""
     assert [("v_lin", ("out_lin",))] in links_of(small.build("xlm"))
     first, sharing = links_of(small.build("gemma3n").bfloat16())

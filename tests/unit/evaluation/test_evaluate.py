@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
-import gzip
 import json
 from importlib.resources import files
 from pathlib import Path
@@ -62,12 +61,6 @@ def test_a_checkpoint_beside_itself(pico: PreTrainedModel) -> None:
     assert report.kl_divergence == 0
     assert report.top1_agreement == 1
     assert report.loss == pytest.approx(evaluate(pico, **given).loss, abs=0.02)
-
-
-def test_a_precision_that_transformers_cannot_unpack(tmp_path: Path) -> None:
-    oneshot(PICO, recipe=QuantizationModifier(scheme="NVFP4A16"), output_dir=tmp_path / "out")
-    with pytest.raises(CheckpointError, match=r"float32.*precision"):
-        evaluate(tmp_path / "out", dataset=TEXTS, precision="float32")
 
 
 def test_a_folder_that_holds_no_model(tmp_path: Path) -> None:
@@ -132,26 +125,6 @@ def test_a_file_is_read_by_what_it_is(
     assert found == evaluate(pico, dataset=expected, max_seq_length=64)
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "match"),
-    [
-        (
-            "text.txt.gz",
-            gzip.compress(b"text", mtime=0),
-            r"text\.txt\.gz is no text: it is not UTF-8",
-        ),
-        ("model.safetensors", (64).to_bytes(8, "little") + b"{}", "holds a zero byte after 1"),
-        ("latin.txt", "gr\u00fcn".encode("latin-1"), r"latin\.txt is no text: .* at byte 2"),
-    ],
-)
-def test_a_file_that_is_no_text(
-    name: str, content: bytes, match: str, pico: PreTrainedModel, tmp_path: Path
-) -> None:
-    (tmp_path / name).write_bytes(content)
-    with pytest.raises(DatasetError, match=match):
-        evaluate(pico, dataset=tmp_path / name)
-
-
 def test_conversations_are_rendered(pico: PreTrainedModel, tmp_path: Path) -> None:
     from transformers import AutoTokenizer
 
@@ -163,24 +136,6 @@ def test_conversations_are_rendered(pico: PreTrainedModel, tmp_path: Path) -> No
     (tmp_path / "chats.jsonl").write_text(json.dumps({"messages": turns}) + "\n")
     found = evaluate(pico, dataset=tmp_path / "chats.jsonl", tokenizer=tokenizer)
     assert found == evaluate(pico, dataset=["".join(TEXTS)])
-
-
-@pytest.mark.parametrize(
-    ("dataset", "more", "match"),
-    [
-        ("d.txt", {"split": "test"}, r"d\.txt is one text, which has no splits: split='test'"),
-        ("d.txt", {"dataset_config_name": "xx"}, "no configurations: dataset_config_name='xx'"),
-        ("d.csv", {"dataset_config_name": "xx"}, "no configurations"),
-        (None, {"split": "test"}, "with Python has no splits"),
-    ],
-)
-def test_parts_of_what_has_none(
-    dataset: str | None, more: dict[str, str], match: str, pico: PreTrainedModel, tmp_path: Path
-) -> None:
-    for name in ("d.txt", "d.csv"):
-        (tmp_path / name).write_text("text\nsome text\n")
-    with pytest.raises(ArgumentError, match=match):
-        evaluate(pico, dataset=dataset and tmp_path / dataset, **more)
 
 
 @pytest.mark.parametrize(

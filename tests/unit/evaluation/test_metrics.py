@@ -63,15 +63,6 @@ def test_chunks_do_not_change_the_sums(monkeypatch: pytest.MonkeyPatch) -> None:
     assert pieces.kl == pytest.approx(whole.kl)
 
 
-def test_divergence_is_positive_and_not_symmetric() -> None:
-    logits, reference, ids, mask = batch()
-    there = batch_sums(logits, ids, mask, reference).kl
-    back = batch_sums(reference, ids, mask, logits).kl
-    assert there > 0
-    assert back > 0
-    assert there != pytest.approx(back)
-
-
 def test_low_precision_is_normalized_in_float32() -> None:
     """A bf16 softmax of 4096 equal logits would not sum to one; the loss must be log 4096."""
     logits = torch.zeros(1, 3, 4096, dtype=torch.bfloat16)

@@ -86,14 +86,6 @@ class Named(nn.ModuleDict):
         return x
 
 
-def test_what_is_never_called_or_a_single_matrix_is_no_block() -> None:
-    model = Model(2)
-    model.body.layers.append(nn.ModuleList([nn.LayerNorm(4), Layer()]))
-    model.prenet = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
-    expected = ["body.layers.0", "body.layers.1", "body.layers.2.1"]
-    assert list(find_blocks(model).values()) == expected
-
-
 def test_a_model_without_repeated_blocks_has_none() -> None:
     assert find_blocks(nn.Sequential(nn.Linear(2, 2))) == {}
 

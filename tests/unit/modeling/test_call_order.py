@@ -33,7 +33,7 @@ def _watch(model: Toy, **arguments) -> CallOrder:
     return trace_calls(lambda: model(torch.ones(2, 3)), modules, **arguments)
 
 
-def test_modules_with_one_tensor_are_a_group_in_the_order_of_calls() -> None:
+def test_modules_with_one_tensor_are_a_group_in_call_order() -> None:
     def body(model, x):
         k, q, v = model.k(x), model.q(x), model.v(x)
         hidden = model.o(k + q + v)
@@ -55,7 +55,7 @@ def test_a_tensor_changed_in_place_is_another_input() -> None:
     assert _groups(Toy(body, "abc")) == ["a", "bc"]
 
 
-def test_tensors_that_are_gone_are_not_confused_with_new_ones_in_their_place() -> None:
+def test_gone_tensors_are_not_confused_with_new_ones() -> None:
     def body(model, x):
         for name in "abcdef":
             x = model.get_submodule(name)(x.clone())
@@ -74,7 +74,7 @@ def test_nothing_is_shared_between_regions() -> None:
     assert groups == ["ab", "cd"]
 
 
-def test_a_module_called_again_is_alone_and_first_calls_stay_in_order() -> None:
+def test_a_module_called_again_is_alone_first_calls_in_order() -> None:
     def body(model, x):
         y = model.a(x) + model.b(x) + model.c(x)
         return model.a(y)

@@ -13,7 +13,7 @@ from llmcompressor.errors import InputError
 from llmcompressor.modeling import center_embeddings, fuse_norm_linears
 
 
-def test_a_centred_embedding_has_no_mean_and_the_same_differences() -> None:
+def test_a_centred_embedding_has_no_mean_but_its_differences() -> None:
     embedding = Embedding(5, 8)
     before = embedding.weight.detach().clone()
     center_embeddings(embedding)

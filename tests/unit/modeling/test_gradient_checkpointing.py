@@ -135,7 +135,7 @@ def test_nothing_of_a_forward_is_kept_but_what_went_into_blocks() -> None:
     blocks.shelf.close()
 
 
-def test_without_gradients_nothing_is_kept_and_forwards_are_given_back() -> None:
+def test_without_gradients_nothing_is_kept() -> None:
     model = model_of()
     blocks = Blocks(model, ALL)
     x, matrix = leaves_of()
@@ -145,9 +145,6 @@ def test_without_gradients_nothing_is_kept_and_forwards_are_given_back() -> None
     assert blocks.shelf.peak == 0
     assert all("forward" not in vars(block) for block in model.blocks)
     assert torch.equal(model(x), expected(x))
-
-
-# ---------------------------------------------------------------------- where tensors wait
 
 
 def test_what_exceeds_the_budget_waits_in_files_that_go(

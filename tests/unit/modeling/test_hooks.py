@@ -43,30 +43,6 @@ def test_kinds_on_modules(layer, calls, kind):
     assert calls == [kind]
 
 
-@pytest.mark.parametrize("kind", ["forward_pre", "forward"])
-def test_what_a_hook_makes_inside_inference_mode_can_be_changed_outside(layer, kind):
-    made = []
-    owner = HooksMixin()
-    owner.register_hook(layer, lambda _, args, *__: made.append(args[0].sum(0)), kind)
-    with torch.inference_mode():
-        run(layer)
-        assert torch.is_inference_mode_enabled()
-    made[0] += 1
-    assert made[0].tolist() == [2.0, 2.0]
-    assert not made[0].requires_grad
-
-
-@pytest.mark.parametrize("kind", ["hook", "post_accumulate_grad"])
-def test_kinds_on_parameters(layer, calls, kind):
-    owner = HooksMixin()
-    hook(owner, layer.weight, calls, kind, kind)
-    run(layer)
-    layer(torch.ones(1, 2)).sum().backward()
-    with HooksMixin.disable_hooks():
-        layer(torch.ones(1, 2)).sum().backward()
-    assert calls == [kind]
-
-
 def test_unknown_kind_suggests_the_nearest(layer):
     with pytest.raises(ValueError, match=r"'foward_pre' on a Linear.*Did you mean forward_pre"):
         HooksMixin().register_hook(layer, print, "foward_pre")
@@ -127,23 +103,6 @@ def test_backward_hooks_in_a_foreign_thread_obey_whoever_waits(layer, calls):
     assert calls == ["kept", "kept", "other"]
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
-def test_backward_in_threads_of_autograd_obeys(calls):
-    layer, owner = nn.Linear(2, 2, device="cuda"), HooksMixin()
-    kept = hook(owner, layer, calls, "module", "full_backward")
-    hook(owner, layer.weight, calls, "weight", "post_accumulate_grad")
-    x = torch.ones(1, 2, device="cuda", requires_grad=True)
-    with HooksMixin.disable_hooks(keep={kept}):
-        layer(x).sum().backward()
-    assert calls == ["module"]
-    with HooksMixin.disable_hooks():
-        layer(x).sum().backward()
-    assert calls == ["module"]
-    layer(x).sum().backward()
-    assert sorted(calls) == ["module", "module", "weight"]
-
-
 def test_copying_a_model_does_not_copy_the_modifier(layer, calls):
     class Heavy(HooksMixin):
         def listen(self, module, args):
@@ -156,9 +115,6 @@ def test_copying_a_model_does_not_copy_the_modifier(layer, calls):
     heavy.register_hook(layer, heavy.listen, "forward_pre")
     run(deepcopy(layer))
     assert calls == [heavy]
-
-
-# ---- showing inputs without running the module
 
 
 def test_input_hooks_run_in_order_without_the_module(layer, calls):
@@ -189,9 +145,6 @@ def test_input_hooks_may_replace_inputs_as_in_torch(layer):
     args, kwargs = run_input_hooks(layer, (x,))
     assert torch.equal(args[0], x * 2 + 1)
     assert kwargs == {"scale": 3}
-
-
-# ---- attention
 
 
 def test_taps_on_attention():

@@ -7,7 +7,6 @@ import contextlib
 import gc
 import weakref
 from collections.abc import Callable, Iterator
-from contextvars import ContextVar
 from typing import Any
 
 import pytest
@@ -71,10 +70,7 @@ def _is_clean(model: Toy) -> bool:
     return not any("forward" in vars(module) for module in model.modules())
 
 
-# ---------------------------------------------------------------------- what comes out
-
-
-def test_all_passes_wait_at_each_target_in_turn_and_return_what_they_would_have() -> None:
+def test_all_passes_wait_at_each_target_and_return_the_same() -> None:
     model, outputs = Toy(), {}
     with torch.no_grad(), _paused(model, outputs) as forward:
         assert list(_serve(forward)) == [("a", [0, 1, 2]), ("b", [0, 1, 2]), ("c", [0, 1, 2])]
@@ -147,29 +143,6 @@ def test_calls_from_outside_of_a_pass_are_not_paused() -> None:
         assert forward.current is None
 
 
-def test_what_runs_where_is_asked_at_calls_of_released_targets_and_given_when_resuming() -> None:
-    model = Toy(lambda m, x, i: m.c(m.b(m.a(x))))
-    log: list[Any] = []
-
-    @contextlib.contextmanager
-    def around(what: Any) -> Iterator[None]:
-        log.append(("in", what))
-        yield
-        log.append(("out", what))
-
-    with torch.no_grad(), _paused(model, count=1) as forward:
-        names = {module: name for name, module in model.named_children()}
-        forward.surroundings = lambda one, module: around((one.index, names[module]))
-        forward.release(model.b)
-        (one,) = forward.next_stop().passes
-        forward.resume(one, around("a"))
-        assert one.module is model.c
-    assert log == [("in", "a"), ("out", "a"), ("in", (0, "b")), ("out", (0, "b"))]
-
-
-# ---------------------------------------------------------------------- state
-
-
 @pytest.mark.parametrize(
     "inside",
     [
@@ -180,7 +153,7 @@ def test_what_runs_where_is_asked_at_calls_of_released_targets_and_given_when_re
     ],
     ids=["autocast", "grad", "inference", "device"],
 )
-def test_state_set_inside_a_pass_holds_for_its_modules_and_nowhere_else(inside) -> None:
+def test_state_set_inside_a_pass_holds_for_its_modules_only(inside) -> None:
     def body(model: Toy, x: torch.Tensor, index: int) -> Any:
         with inside():
             y = model.b(model.a(x))
@@ -209,28 +182,6 @@ def test_state_set_inside_a_pass_holds_for_its_modules_and_nowhere_else(inside) 
     assert (trial.dtype, trial.is_inference()) == (ordinary.dtype, ordinary.is_inference())
 
 
-def test_a_trial_run_is_not_recorded_by_what_the_model_keeps_in_its_context() -> None:
-    recorded: ContextVar[list[int] | None] = ContextVar("recorded", default=None)
-
-    def body(model: Toy, x: torch.Tensor, index: int) -> Any:
-        mine: list[int] = []
-        recorded.set(mine)
-        model.b(model.a(x))
-        return mine
-
-    def note(*_: Any) -> None:
-        if (mine := recorded.get()) is not None:
-            mine.append(1)
-
-    model, outputs = Toy(body), {}
-    for module in (model.a, model.b):
-        module.register_forward_hook(note)
-    with torch.no_grad(), _paused(model, outputs, "ab") as forward:
-        list(_serve(forward))
-    assert outputs == {index: [1, 1] for index in range(3)}
-    assert recorded.get() is None
-
-
 def test_nothing_is_kept_alive_afterwards() -> None:
     model = Toy()
     with torch.no_grad(), _paused(model) as forward:
@@ -242,9 +193,6 @@ def test_nothing_is_kept_alive_afterwards() -> None:
     del stop, one
     gc.collect()
     assert [reference() for reference in inputs] == [None] * 6
-
-
-# ---------------------------------------------------------------------- when it goes wrong
 
 
 class Broken(Exception):  # noqa: N818
@@ -310,7 +258,7 @@ def test_an_error_inside_a_pass_unwinds_all_others(error: type[BaseException], w
     assert torch.is_grad_enabled()
 
 
-def test_a_model_that_swallows_everything_is_unwound_all_the_same() -> None:
+def test_a_model_that_swallows_everything_is_unwound_too() -> None:
     def body(model: Toy, x: torch.Tensor, index: int) -> Any:
         for layer in (model.a, model.b, model.c):
             with contextlib.suppress(BaseException):
@@ -322,27 +270,6 @@ def test_a_model_that_swallows_everything_is_unwound_all_the_same() -> None:
     assert sorted(model.unwound) == [0, 1, 2]
     assert all(one.frame is None for one in forward.passes)
     assert _is_clean(model)
-
-
-def test_a_forward_of_the_instance_is_put_back() -> None:
-    """As hooks of other libraries leave it (offloading, for instance)."""
-    model = Toy()
-    own = model.a.forward
-
-    def wrapped(x: torch.Tensor) -> torch.Tensor:
-        return own(x) + 1
-
-    model.a.forward = wrapped
-    outputs: dict[int, Any] = {}
-    with torch.no_grad(), _paused(model, outputs) as forward:
-        list(_serve(forward))
-    assert model.a.forward is wrapped
-    assert "forward" not in vars(model.b)
-    with torch.no_grad():
-        assert torch.equal(outputs[1], model(_x(1)))
-
-
-# ---------------------------------------------------------------------- targets
 
 
 def test_nested_targets_are_an_error_that_names_both() -> None:

@@ -16,7 +16,7 @@ from llmcompressor.modeling.call_graph import copy_arguments
 STATES = torch.ones(1, 2, 3, 4)
 
 
-def test_what_a_forward_writes_to_containers_and_caches_is_not_seen() -> None:
+def test_what_a_forward_writes_to_caches_is_not_seen() -> None:
     cache = DynamicCache()
     cache.update(STATES, STATES, 0)
     own = ({"past": cache, "shared": UserDict(a=STATES)}, [STATES])

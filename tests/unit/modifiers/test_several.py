@@ -51,14 +51,9 @@ def changed(model: Module, before: dict[str, Tensor]) -> set[str]:
     }
 
 
-# ---------------------------------------------------------------- smoothing behind quantizing
-
-
 @pytest.mark.parametrize("mappings", [[GATE, DOWN], None])
 @pytest.mark.parametrize("pipeline", ["independent", "sequential"])
-def test_what_is_quantized_before_stays_where_others_are_smoothed(
-    mappings: Any, pipeline: str
-) -> None:
+def test_what_is_quantized_stays_where_others_are_smoothed(mappings: Any, pipeline: str) -> None:
     """Neither scaled nor clipped: attention is as if GPTQ had been alone."""
     before = weights_of(tiny.llama())
     alone = weights_of(tiny.run(tiny.llama(), solving(ATTENTION)))
@@ -139,9 +134,6 @@ def test_norms_before_a_quantized_cache_may_be_smoothed() -> None:
     assert not torch.equal(model.model.layers[0].input_layernorm.weight, plain)
 
 
-# ---------------------------------------------------------------- one module, two modifiers
-
-
 def test_what_solves_takes_modules_from_what_rounds() -> None:
     """AWQ in its form of one class, then GPTQ with the same scheme: both have their part."""
     groups = {"all": {"targets": ["Linear"], "weights": WEIGHTS}}
@@ -184,9 +176,6 @@ def test_any_other_pair_is_refused(recipe: list[Modifier], said: str) -> None:
     with pytest.raises(TargetError, match=f"q_proj is quantized already, {said}"):
         tiny.run(model, *recipe)
     assert tiny.traces(model) == {}
-
-
-# ---------------------------------------------------------------- one calibration, by hand
 
 
 def by_hand(model: Any, *recipe: Modifier) -> Any:

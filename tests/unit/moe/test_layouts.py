@@ -26,7 +26,6 @@ from llmcompressor.checkpoint import names as expert_names
 from llmcompressor.checkpoint.moe_names import unfuse_stored_experts
 from llmcompressor.checkpoint.names import expert_linear_names, stacking_converters
 from llmcompressor.errors import TargetError
-from llmcompressor.modeling.patches import replace_functional_linear
 from llmcompressor.modifiers.quantization import QuantizationModifier
 from llmcompressor.moe.expert_stops import begin_calibration_stages
 from llmcompressor.moe.layouts import DOWN, GATE, UP
@@ -74,32 +73,6 @@ def test_what_is_shown_changes_no_output(family: str, shown: Any, wave: int | No
     for mixture in opened.values():
         mixture.end()
         assert not [name for name in mixture._modules if "_" in name and name != "act_fn"]
-
-
-@pytest.mark.parametrize(
-    ("family", "shown", "done"),
-    thinned(mixtures.FAMILIES, itertools.product(SHOWN, [False, True])),
-)
-def test_an_output_has_the_bits_of_its_own_products(family: str, shown: Any, done: bool) -> None:
-    """A run that goes on behind a layer shows it nothing: else it would end with other bytes.
-
-    How many rows are multiplied at once may change the last bits of each; here it changes all.
-    """
-
-    def by_rows(given: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        made = given @ weight.T * (1 + len(given) / 64)
-        return made if bias is None else made + bias
-
-    model = mixtures.build(family)
-    opened = unfuse_stored_experts(model, find_stacked_moes(model))
-    with replace_functional_linear(lambda given, _: given.ndim == 2, by_rows):
-        before = mixtures.logits(model)
-        for mixture in opened.values():
-            begin_calibration_stages(mixture)
-            mixture.shown = [shown] * mixture.num_experts
-            for stage in (one for pair in mixture.stages for one in pair):
-                stage.is_done = done
-        assert torch.equal(mixtures.logits(model), before)
 
 
 def test_names_of_another_part_of_the_model_are_not_taken() -> None:
@@ -193,22 +166,6 @@ def holding(module: nn.Module, name: str = "experts") -> nn.Module:
     model.add_module(name, module)
     model.config = SimpleNamespace(num_experts=3)
     return model
-
-
-def test_a_family_that_no_one_knows_is_taken_apart() -> None:
-    torch.manual_seed(0)
-    module = Stacked()
-    (found,) = find_stacked_moes(holding(module, "anything"))
-    assert found.form is not None
-    made = unfuse_experts(found, NAMES)
-    tokens, index = torch.randn(7, 8), torch.stack([torch.randperm(3)[:2] for _ in range(7)])
-    weights = torch.rand(7, 2)
-    with torch.no_grad():
-        wanted = module(tokens, index, weights)
-        assert torch.allclose(made(tokens, index, weights), wanted, atol=1e-5)
-        elsewhere = index.clone()
-        elsewhere[0] = 3  # an expert that another process has
-        assert not made(tokens, elsewhere, weights)[0].any()
 
 
 class Matrices(nn.Module):

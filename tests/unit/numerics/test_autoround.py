@@ -141,18 +141,6 @@ def test_no_weight_moves_further_than_one_step(grid: Grid) -> None:
         assert (error_RC[nearest.inside_RC] <= (1.0 if grid.kind == "int" else 1.51)).all()
 
 
-def test_a_step_keeps_to_the_bounds() -> None:
-    start = start_of(Grid("int", 3, symmetric=False), Partition(1, 8))
-    rounding = RoundingParameters.of(start)
-    for _ in range(5):
-        found = rounding.apply(start).gradients(start, torch.randn(8, 24), rounding)
-        sign_step(rounding, found, rate=0.4)
-    assert rounding.offset_RC.abs().max() == pytest.approx(0.499)
-    for factor in (rounding.high, rounding.low):
-        assert factor.min() >= 1e-3
-        assert factor.max() <= 1
-
-
 @pytest.mark.parametrize("symmetric", [True, False])
 def test_it_finds_roundings_that_rounding_to_nearest_does_not(symmetric: bool) -> None:
     """The textbook problem, outputs for correlated inputs, by a whole descent."""

@@ -93,16 +93,6 @@ def test_the_best_candidate_is_chosen_and_beats_rounding(
     assert found.error < 0.5 * found.before
 
 
-def test_scales_of_the_formula() -> None:
-    inputs, prominence = torch.tensor([0.2, 4.0, 1.0]), torch.tensor([0.1, 0.5, 1.0])
-    for candidate, scale in candidates(inputs, prominence, 6, "both"):
-        plain = inputs**candidate.ratio
-        if candidate.duo:
-            plain = plain / (prominence ** (1 - candidate.ratio) + 1e-4)
-        plain = plain.clamp(min=1e-4)
-        torch.testing.assert_close(scale, plain / (plain.max() * plain.min()).sqrt())
-
-
 BAD = [0.0, float("inf"), float("nan"), 1e-45, 3e38]
 
 
@@ -160,15 +150,6 @@ def test_one_group_gets_the_best_of_all_tried_ends(inputs: Tensor, sweeps: int) 
             best = min(tried, key=lambda ends: error(row, *ends))
         expected = float(row.min()) * best[0], float(row.max()) * best[1]
         assert (float(low), float(high)) == pytest.approx(expected)
-
-
-def test_rows_do_not_see_each_other(weights: list[Tensor], inputs: Tensor) -> None:
-    """However many are clipped together: rows are worked on by parts."""
-    gram, many = inputs.T @ inputs, torch.cat([weights[0]] * 13)
-    whole = clip_bounds(many, gram, rounded_within, GROUP)
-    alone = clip_bounds(weights[0], gram, rounded_within, GROUP)
-    for together, single in zip(whole, alone, strict=True):
-        torch.testing.assert_close(together, single.repeat(13, 1))
 
 
 def test_the_grid_is_that_of_the_published_search() -> None:

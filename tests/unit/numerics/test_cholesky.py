@@ -161,9 +161,7 @@ def widely_spread(greatest: float) -> tuple[torch.Tensor, torch.Tensor, torch.Te
 @pytest.mark.parametrize(
     ("greatest", "solver"), thinned([1e1, 1e4, 1e8], [FactoredSolver, InverseSolver])
 )
-def test_products_of_16_bits_are_as_exact_however_large_the_greatest_eigenvalue_is(
-    solver: type, greatest: float
-) -> None:
+def test_products_of_16_bits_are_exact_for_any_eigenvalue(solver: type, greatest: float) -> None:
     """Of a matrix with no eigenvalue below 1; and the number of threads does not show."""
     lower_CC, right_CR, expected_CR = widely_spread(greatest)
     found = []

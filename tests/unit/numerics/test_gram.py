@@ -36,9 +36,7 @@ def relative(a: Tensor, b: Tensor) -> float:
 
 
 @each(columns=[1, C, 129, 300, 600], dtype=[torch.float32, torch.bfloat16, torch.float16])
-def test_sixteen_bit_inputs_lose_nothing_beyond_their_own_rounding(
-    dtype: torch.dtype, columns: int
-) -> None:
+def test_sixteen_bit_inputs_lose_only_their_own_rounding(dtype: torch.dtype, columns: int) -> None:
     torch.manual_seed(0)
     x_TC = torch.randn(T, columns).to(dtype)
     exact_CC = x_TC.double().T @ x_TC.double()
@@ -48,20 +46,6 @@ def test_sixteen_bit_inputs_lose_nothing_beyond_their_own_rounding(
     assert relative(total_CC, exact_CC) < 4e-6
     add_symmetric_product(total_CC, x_TC)
     assert relative(total_CC, 2 * exact_CC) < 4e-6
-
-
-def test_float64_on_request_is_float64() -> None:
-    x_TC = inputs()
-    exact_CC = x_TC.double().T @ x_TC.double()
-    assert relative(gram(x_TC, torch.float64), exact_CC) < 1e-14
-
-
-def test_halves_sum_to_the_whole() -> None:
-    x_TC = inputs()
-    whole_CC, parts_CC = gram(x_TC), torch.zeros(C, C)
-    for part_TC in torch.split(x_TC, [1, T // 2, T - T // 2 - 1]):
-        add_symmetric_product(parts_CC, part_TC)
-    assert relative(parts_CC, whole_CC) < 1e-6
 
 
 @each(dtype=[torch.bfloat16, torch.float16, torch.float32], tokens=[1, 1024, 1025, 2500])

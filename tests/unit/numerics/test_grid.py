@@ -55,18 +55,8 @@ def test_every_16_bit_number_rounds_as_readers_round_it(grid, dtype):
     assert same_bits(grid.round(x), reference_round(x, grid))
 
 
-@pytest.mark.parametrize("grid", READ, ids=str)
-def test_ties_and_their_neighbours_round_as_readers_round_them(grid):
-    values = torch.tensor(members(grid))
-    ties = (values[1:] + values[:-1]) / 2
-    x = torch.cat([ties, values, torch.tensor([0.0, 1e30, torch.inf, 1e-45])])
-    x = torch.cat([x, x.nextafter(torch.tensor(torch.inf)), x.nextafter(torch.tensor(-torch.inf))])
-    x = torch.cat([x, -x, torch.randn(1000) * float(grid.qmax or 1)])
-    assert same_bits(grid.round(x), reference_round(x, grid))
-
-
 @pytest.mark.parametrize("grid", [Grid("int", 4), *FLOATS], ids=str)
-def test_the_nearest_member_is_taken_and_ties_go_to_the_even_code(grid):
+def test_the_nearest_member_is_taken_ties_go_to_the_even_code(grid):
     table = members(grid)
     middles = [(a + b) / 2 for a, b in itertools.pairwise(table)]
     for x in [*table, *middles, *torch.rand(200).mul(grid.qmax).tolist()]:
@@ -120,15 +110,3 @@ def test_the_members_of_e2m3_are_those_of_the_specification():
     assert sorted(set(grid.round(torch.linspace(0, 9, 9001)).tolist())) == expected
     signed = torch.tensor([-0.0, -0.01, 0.01])
     assert grid.round(signed).signbit().tolist() == [True, True, False]
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("bits", [9, 12, 16])
-def test_16_bit_floats_on_a_fine_grid_get_the_codes_of_float32(dtype, bits):
-    grid = Grid("int", bits)
-    x = torch.randn(64, 64).to(dtype)
-    scale = (x.abs().amax(1, keepdim=True).float() / grid.qmax).to(dtype)
-    codes = grid.quantize(x, scale)
-    assert torch.equal(codes, grid.quantize(x.float(), scale.float()))
-    assert codes.max() <= grid.qmax  # in bfloat16, 32767 is 32768
-    assert codes.to(torch.int16).min() >= grid.qmin

@@ -99,17 +99,6 @@ def test_no_cell_gets_worse_and_most_get_better(
     assert found_zero_S is None or found_zero_S.dtype == torch.int8
 
 
-@pytest.mark.parametrize("grid", GRIDS, ids=str)
-def test_what_lies_on_the_grid_stays(grid: Grid) -> None:
-    codes = torch.arange(grid.qmin, grid.qmax + 1)
-    values = (codes - (0 if grid.symmetric else 1)).expand(3, -1) * 0.5
-    scale_S = torch.full((3,), 0.5)
-    zero_S = None if grid.symmetric else torch.ones(3, dtype=torch.int8)
-    found_S, found_zero_S = refine_cells(values, scale_S, zero_S, grid, HalfQuadratic())
-    assert torch.equal(found_S, scale_S)
-    assert found_zero_S is None or torch.equal(found_zero_S, torch.ones(3, dtype=torch.int8))
-
-
 def test_a_small_norm_gives_outliers_up() -> None:
     """One weight far out: min-max spreads the grid over it, the lp error lets it be clamped."""
     torch.manual_seed(0)

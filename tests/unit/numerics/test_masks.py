@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.support.thinned import thinned
 
-from llmcompressor.errors import InputError
 from llmcompressor.numerics import masks
 from llmcompressor.numerics import masks as selection
 from llmcompressor.numerics.masks import LazyWeight, grow_masks, num_zeros, parse_structure
@@ -37,9 +36,6 @@ def mask_of(weight, name, sparsity, before=None):
     assert mask.dtype == torch.bool
     assert mask.shape == weight.shape
     return mask
-
-
-# ---- the textbook
 
 
 def units(shape, name):
@@ -102,9 +98,6 @@ def test_any_values_are_cut_exactly(values, sparsity):
     assert torch.equal(mask, textbook(weight.view(-1, 1), "unstructured", sparsity).view(-1))
 
 
-# ---- numbers, growth, ties
-
-
 @pytest.mark.parametrize("name", STRUCTURES)
 def test_masks_only_grow_and_are_exact_whatever_the_weights_do(name):
     structure = parse_structure(name)
@@ -149,9 +142,6 @@ def test_sign_and_scale_do_not_matter(name):
     assert torch.equal(mask_of(weight, name, sparsity), mask)
 
 
-# ---- several weights under one threshold
-
-
 def together(weights, name, sparsity, before=None):
     before = before or [None] * len(weights)
     sources = [LazyWeight.of(*pair) for pair in zip(weights, before, strict=True)]
@@ -165,25 +155,6 @@ def test_one_threshold_is_that_of_all_weights_joined():
     for sparsity in (0.0, 0.05, 0.33, 0.5, 0.98, 1.0):
         found = torch.cat([mask.flatten() for mask in together(weights, "unstructured", sparsity)])
         assert torch.equal(found, textbook(joined.view(-1, 1), "unstructured", sparsity).view(-1))
-
-
-def test_filters_of_several_sizes_are_taken_while_they_fit():
-    wide, narrow = torch.full((2, 8), 2.0), torch.full((4, 2), 1.0)
-    masks_found = together(
-        [wide, narrow], "filter", 0.5
-    )  # 12 of 24 weights; 8 narrow ones go first
-    assert [int(mask.sum()) for mask in masks_found] == [0, 8]
-    masks_found = together([wide, narrow], "filter", 1.0)
-    assert all(mask.all() for mask in masks_found)
-
-
-# ---- names
-
-
-@pytest.mark.parametrize("name", ["block", "block_0,4", "block_4", "4:4", "0:4", "rows", "2 : 4x"])
-def test_names_that_are_none(name):
-    with pytest.raises(InputError, match=r"no mask structure .*Choose unstructured"):
-        parse_structure(name)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.compressors.nvfp4.helpers import pack_fp4_to_uint8, unpack_fp4_from_uint8
 
 from llmcompressor.numerics.grid import Grid, float_layout
-from llmcompressor.numerics.packing import can_pack, pack_e2m1, pack_e2m3, pack_integers
+from llmcompressor.numerics.packing import pack_e2m1, pack_e2m3, pack_integers
 from llmcompressor.schemes.presets import can_store_6_bit_floats, preset_scheme
 
 
@@ -49,12 +49,6 @@ def test_words_hold_the_codes_from_their_lowest_bit_on(bits: int) -> None:
         stream = sum((code + half) << (bits * place) for place, code in enumerate(row))
         expected = [stream >> (32 * word) & 0xFFFFFFFF for word in range(len(words))]
         assert [word & 0xFFFFFFFF for word in words] == expected
-
-
-def test_what_fills_no_words_cannot_be_packed() -> None:
-    for bits in range(1, 9):
-        for columns in range(1, 65):
-            assert can_pack(columns, bits) == (bits in (4, 8) and columns * bits % 32 == 0)
 
 
 MEMBERS_OF_SIX = [

@@ -5,14 +5,12 @@ from __future__ import annotations
 
 import math
 
-import pytest
 import torch
 from compressed_tensors.quantization import QuantizationArgs
 from compressed_tensors.quantization.lifecycle.forward import dequantize, fake_quantize, quantize
 from compressed_tensors.quantization.utils import calculate_qparams
 from tests.support.pairs import each, pairs
 
-from llmcompressor.errors import InputError
 from llmcompressor.numerics.grid import Grid
 from llmcompressor.numerics.partition import (
     Partition,
@@ -77,15 +75,6 @@ def test_extremes_of_narrow_floats_are_those_of_wide_ones(partition, dtype, shif
         assert torch.equal(narrow.float(), wide)
 
 
-@pytest.mark.parametrize("bits", [0x7FC0, 0x7F81, -0x40, -0x7F], ids=hex)
-def test_extremes_of_narrow_floats_tell_nan(bits):
-    matrix = torch.randn(4, 8).bfloat16()
-    matrix.view(torch.int16)[2, 5] = bits
-    low, high = Partition(1, 4).extremes(matrix)
-    broken = ~(low.isfinite() & high.isfinite())
-    assert broken.nonzero().tolist() == [[2, 1]]
-
-
 @each(shape=SHAPES, partition=PARTITIONS)
 def test_each_element_and_each_column_finds_its_scale(partition, shape):
     R, C = shape
@@ -103,23 +92,6 @@ def test_each_element_and_each_column_finds_its_scale(partition, shape):
             expected = by_cell[cell_of(partition, R, C, r, c)]
             assert expanded[r, c] == expected
             assert scale_RG[r, group_of_column_C[c]] == expected
-
-
-@pytest.mark.parametrize("partition", PARTITIONS, ids=str)
-def test_leading_dimensions_are_carried_along(partition):
-    batch = torch.randn(3, 6, 12)
-    grid = Grid("int", 4)
-    low, high = partition.extremes(batch)
-    scale = torch.maximum(-low, high) / 7
-    together = fake_quantize_matrix(batch, scale, None, grid, partition)
-    scale_RG, _ = partition.per_column(scale, 6, 12)
-    for i, matrix in enumerate(batch):
-        assert torch.equal(low[i], partition.extremes(matrix)[0])
-        assert torch.equal(
-            together[i], fake_quantize_matrix(matrix, scale[i], None, grid, partition)
-        )
-        assert torch.equal(scale_RG[i], partition.per_column(scale[i], 6, 12)[0])
-        assert torch.equal(partition.cells(batch)[i], partition.cells(matrix))
 
 
 CT_CASES = [
@@ -178,8 +150,3 @@ def test_rounding_by_cells_equals_that_of_readers_in_every_bit(fields, dtype):
     theirs = fake_quantize(W, scale, zero, args, global_scale=global_scale).to(dtype)
     assert torch.equal(ours, theirs)
     assert torch.equal(ours.signbit(), theirs.signbit())
-
-
-def test_a_scale_of_the_wrong_shape_is_refused():
-    with pytest.raises(InputError, match=r"\(2, 2\)"):
-        Partition(1, 4).expand(torch.ones(2, 3), 2, 8)

@@ -9,7 +9,6 @@ from tests.support.pairs import pairs
 from torch import Tensor
 
 from llmcompressor.numerics import products
-from llmcompressor.numerics.cholesky import QuadraticForm
 from llmcompressor.numerics.products import matmul, parallel_matmul, subtract_matmul_
 
 SHAPES = [(64, 64, 512), (130, 257, 129), (16, 4096, 40), (5, 3, 2), (0, 4, 3), (3, 0, 4)]
@@ -63,16 +62,6 @@ def test_gradients_are_kept() -> None:
     matmul(left, torch.eye(64), fewest=0).sum().backward()
     assert left.grad is not None
     assert torch.equal(left.grad, torch.ones(64, 64))
-
-
-@pytest.mark.usefixtures("library")
-@pytest.mark.parametrize("columns", [1, 40, 300, 513])
-def test_the_quadratic_form_is_that_of_the_whole_matrix(columns: int) -> None:
-    x, change = torch.randn(2 * columns, columns), torch.randn(17, columns)
-    hessian = x.T @ x
-    exact = ((change.double() @ hessian.double()) * change.double()).sum(dim=-1)
-    found = QuadraticForm(hessian)(change)
-    assert torch.allclose(found.double(), exact, rtol=1e-4)
 
 
 @pytest.mark.skipif(not products.prefers_onednn(), reason="MKL is used here")

@@ -94,19 +94,7 @@ def test_chunks_do_not_change_the_result(values, chunk, monkeypatch):
 
 
 @pytest.mark.parametrize("grid", GRIDS, ids=str)
-def test_padding_with_zeros_does_not_change_the_result(values, grid):
-    values[3, 0] = -0.5  # rows that hold both signs, or the padding widens the range to zero
-    padded = torch.nn.functional.pad(values, (0, 9))
-    for plain, wide in zip(
-        search_range(values, grid, ShrinkSearch()),
-        search_range(padded, grid, ShrinkSearch()),
-        strict=True,
-    ):
-        assert torch.equal(plain, wide)
-
-
-@pytest.mark.parametrize("grid", GRIDS, ids=str)
-def test_the_error_is_never_above_that_of_the_extremes_and_often_below(values, grid):
+def test_the_error_is_never_above_that_of_the_extremes(values, grid):
     search = ShrinkSearch(maxshrink=0.8, norm=2.0)
     low, high = search_range(values, grid, search)
     ones = torch.ones(values.shape[1])
@@ -117,17 +105,6 @@ def test_the_error_is_never_above_that_of_the_extremes_and_often_below(values, g
     plain = [loss(x, x.min(), x.max(), grid, norm=2.0, weight_N=ones) for x in values]
     assert all(f <= p for f, p in zip(found, plain, strict=True))
     assert any(f < p for f, p in zip(found, plain, strict=True))
-
-
-def test_importance_of_one_column_keeps_that_column_exact():
-    values = torch.tensor([[0.31, 5.0, -2.0, 1.0]])
-    importance = torch.tensor([[1.0, 0.0, 0.0, 0.0]])
-    search = ShrinkSearch(maxshrink=0.99, patience=0, resolution=500, norm=2.0)
-    low, high = search_range(values, Grid("int", 3), search, importance_PN=importance)
-    scale, _ = scales_from_range(low, high, Grid("int", 3))
-    assert Grid("int", 3).fake_quantize(values[0, :1], scale).item() == pytest.approx(
-        0.31, rel=5e-3
-    )
 
 
 def test_power_of_two_scales_are_searched_as_they_are_stored():

@@ -3,14 +3,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from llmcompressor.numerics import rotation as module
 from llmcompressor.numerics.hadamard import hadamard, random_orthogonal
 from llmcompressor.numerics.rotation import (
     Rotation,
@@ -80,30 +76,6 @@ def test_random_signs_spread_what_all_places_have_in_common(side: str, order: in
     assert len({peak(one) for one in drawn}) == len(drawn)
 
 
-class _Conversions(TorchDispatchMode):
-    """Counts those of ``[N, N]`` tensors."""
-
-    def __init__(self, order: int) -> None:
-        super().__init__()
-        self.found, self._shape = 0, (order, order)
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        is_matrix = func is torch.ops.aten._to_copy.default and args[0].shape == self._shape
-        self.found += is_matrix
-        return func(*args, **(kwargs or {}))
-
-
-def test_a_matrix_is_brought_to_the_weight_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And not for each part of it: that is gigabytes for every weight of a large model."""
-    monkeypatch.setattr(module, "_CHUNK", 3 * C)
-    one = Rotation.of_matrix(random_orthogonal(C, torch.Generator().manual_seed(0)))
-    other = Rotation.of_matrix(random_orthogonal(R, torch.Generator().manual_seed(0)))
-    W = draw(R, C).float()
-    with _Conversions(C) as of_inputs, _Conversions(R) as of_outputs:
-        rotated_weight(W, inputs=[one], outputs=[other], precision=torch.float32)
-    assert of_inputs.found == of_outputs.found == 1
-
-
 def test_one_rounding_is_better_than_two() -> None:
     """bfloat16 weights: everything in float64 and rounded once, against a rounding at each step."""
     W = draw(R, C).bfloat16()
@@ -116,9 +88,6 @@ def test_one_rounding_is_better_than_two() -> None:
     assert once.dtype is torch.bfloat16
     assert torch.equal(once, exact.bfloat16())
     assert float((once - exact).norm()) < 0.6 * float((steps - exact).norm())
-
-
-# ---------------------------------------------------------------------- Cayley SGD
 
 
 def textbook_step(Q: Tensor, gradient: Tensor, momentum: Tensor, rate: float) -> Tensor:

@@ -75,11 +75,3 @@ def test_a_constant_channel_does_not_drown_the_others(weights: list[torch.Tensor
     floored_C = torch.where(range_C > 0, scale_C, 1e-5)
     assert error(scale_C) < 0.02
     assert error(floored_C) > 0.5
-
-
-@pytest.mark.parametrize("strength", [0.0, 0.5, 1.0])
-def test_where_weights_are_zero_the_scale_is_the_range(strength: float) -> None:
-    ranges, weights = torch.tensor([7.0, 3.0]), torch.tensor([0.0, 2.0])
-    found = smoothquant_scales(ranges, weights, strength)
-    assert float(found[0]) == 7.0
-    assert float(found[1]) == pytest.approx(3**strength / 2 ** (1 - strength))

@@ -55,10 +55,7 @@ def clipping_scales(x: Tensor, grid: Grid, partition: Partition) -> tuple[Tensor
 def surrogate(
     x: Tensor, scale: Tensor, zero: Tensor | None, grid: Grid, partition: Partition
 ) -> Callable[[Tensor, Tensor], Tensor]:
-    """The straight-through definition as a differentiable function of values and scales.
-
-    What rounding adds at ``x`` and ``scale`` is a constant c; then x' = (clamp(x/s + z) + c - z) s.
-    """
+    """The straight-through definition as a differentiable function of values and scales."""
     wide_zero = 0.0 if zero is None else partition.expand(zero, *x.shape).double()
 
     def limited(values: Tensor, scales: Tensor) -> Tensor:

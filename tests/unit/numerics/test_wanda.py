@@ -12,14 +12,10 @@ from tests.support.pairs import each
 from llmcompressor.numerics.masks import (
     LazyWeight,
     NofM,
-    Share,
-    Sparsity,
     grow_masks,
-    keep_mask,
     keep_mask_by_group,
 )
 from llmcompressor.numerics.wanda import (
-    outlier_count,
     owl_sparsities,
     wanda_mask,
     wanda_prune,
@@ -73,16 +69,6 @@ def test_groups_are_those_of_pruning_over_time(group: NofM, ties: bool) -> None:
     assert torch.equal(found_CR.T, (~expected).float())
 
 
-def test_a_share_loses_exactly_its_least() -> None:
-    score_CR = torch.rand(C, R)
-    sparsity = Sparsity((Share(5, 0.3), Share(7, 0.8)))
-    kept_CR = keep_mask(score_CR, sparsity)
-    for rows, share in sparsity.spans():
-        score, kept = score_CR[:, rows].flatten(), kept_CR[:, rows].flatten()
-        assert int((~kept).sum()) == round(share * kept.numel())
-        assert float(score[~kept].max()) <= float(score[kept].min())
-
-
 @each(target=[0.05, 0.5, 0.7, 0.98], spread=[0.0, 0.08, 0.3])
 def test_sparsities_keep_their_mean_and_their_bounds(target: float, spread: float) -> None:
     source = random.Random(0)
@@ -105,11 +91,3 @@ def test_where_no_layer_is_at_a_bound_it_is_the_papers_formula(ratios: list[floa
     shares = [2 * spread * (ratio - low) / (high - low) for ratio in ratios]
     expected = [target + sum(shares) / len(shares) - share for share in shares]
     assert owl_sparsities(ratios, [7] * len(ratios), target, spread) == pytest.approx(expected)
-
-
-def test_outliers_are_those_of_a_loop() -> None:
-    score = torch.rand(R, C, generator=torch.Generator().manual_seed(0)) ** 8
-    mean = float(score.mean())
-    for multiple in (0.0, 1.0, 3.0, 5.0, 100.0):
-        expected = sum(one > multiple * mean for one in score.flatten().tolist())
-        assert outlier_count(score, multiple, mean) == expected

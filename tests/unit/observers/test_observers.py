@@ -83,16 +83,6 @@ def test_a_misspelt_name_lists_the_nearest():
         make("static_min_max")
 
 
-def test_the_arguments_go_by_their_former_name_too():
-    scale, zero = Observer.load_from_registry("minmax", quantization_args=INT4)(WEIGHT)
-    for found, expected in zip((scale, zero), make("minmax", "weight", INT4)(WEIGHT), strict=True):
-        assert torch.equal(found, expected)
-    states = QuantizationArgs(strategy="token", dynamic=True)
-    assert Observer.load_from_registry("minmax", quantization_args=states).base_name == "input"
-    with pytest.raises(InputError, match="Give args"):
-        Observer.load_from_registry("minmax", "weight")
-
-
 def test_unknown_options_are_refused_with_a_suggestion():
     with pytest.raises(InputError, match="Did you mean averaging_constant"):
         make("minmax", averaging_const=0.1)
@@ -119,14 +109,6 @@ def test_options_out_of_bounds_are_refused_by_name(name, option):
         make(name, **option)
 
 
-def test_options_come_from_the_arguments_and_the_arguments_stay_as_they_are():
-    args = QuantizationArgs(observer="minmax", observer_kwargs={"averaging_constant": 0.5})
-    before = args.model_dump()
-    assert make("minmax", args=args).options.averaging_constant == 0.5
-    assert make("minmax", args=args, averaging_constant=0.25).options.averaging_constant == 0.25
-    assert args.model_dump() == before
-
-
 def test_third_parties_can_register_an_observer():
     @Observer.register("twice_minmax_for_test", alias="twofold_for_test")
     class Twice(MemorylessMinMaxObserver):
@@ -149,7 +131,7 @@ def test_nothing_seen_is_an_error_that_names_the_tensor(name):
 
 
 @each(bad=[float("nan"), float("inf"), -float("inf")], name=OBSERVERS)
-def test_values_that_are_not_finite_are_an_error_and_leave_no_trace(name, bad):
+def test_bad_values_are_an_error_and_leave_no_trace(name, bad):
     observer = make(name)
     x = torch.ones(3, 32)
     x[1, 5] = bad
@@ -186,21 +168,12 @@ def test_scales_equal_those_that_readers_compute(preset, dtype):
     assert torch.equal(zero.float(), expected[1].float())
 
 
-def test_a_scale_neither_vanishes_nor_overflows_unseen_in_its_dtype():
+def test_a_scale_neither_vanishes_nor_overflows_unseen():
     tiny = make("memoryless_minmax").observe(torch.full((1, 4), 1e-9))
     assert tiny.qparams(dtype=torch.float16)[0] > 0
     huge = make("memoryless_minmax").observe(torch.full((1, 4), 1e9))
     with pytest.raises(NonFiniteError, match="float16"):
         huge.qparams(dtype=torch.float16)
-
-
-def test_integers_are_observed_with_all_their_digits():
-    args = QuantizationArgs(num_bits=8, strategy="tensor", observer="minmax")
-    observer = make("minmax", "input", args)
-    for greatest in (1, 127, 70000):
-        observer(torch.tensor([[greatest, 1, 1]]))
-    assert observer.max_vals.item() == pytest.approx(2.26 + 0.01 * (70000 - 2.26), rel=1e-6)
-    assert observer.get_qparams()["scale"].dtype is torch.float32
 
 
 class TestShapes:
@@ -308,23 +281,6 @@ def test_a_collected_step_is_one_observation(name):
     assert all(map(torch.equal, a.range(), b.range()))
 
 
-@pytest.mark.parametrize("name", ["minmax", "static_minmax", "histogram", "percentile"])
-def test_a_step_counts_the_same_however_it_is_cut(name):
-    """In one batch, in three, or on two processes: not so where each part is searched."""
-    whole, cut, first, second = (make(name) for _ in range(4))
-    for x in steps(3):
-        whole.collect(x).commit()
-        for rows in x.split(2):
-            cut.collect(rows)
-        cut.commit()
-        seen = [first.collect(x[:2]).collected(), second.collect(x[2:]).collected()]
-        first.commit(seen)
-        second.commit(seen)
-    for other in (cut, first, second):
-        assert other.observations == 3
-        assert all(map(torch.equal, whole.range(), other.range()))
-
-
 @each(dtype=[torch.float32, torch.bfloat16], name=COLLECTING)
 def test_a_saved_observer_goes_on_where_it_was(name, dtype, tmp_path):
     a, b = make(name), make(name)
@@ -341,40 +297,6 @@ def test_a_saved_observer_goes_on_where_it_was(name, dtype, tmp_path):
     for one, other in zip((*a.range(), *a.qparams()), (*b.range(), *b.qparams()), strict=True):
         assert one.dtype is other.dtype
         assert torch.equal(one, other)
-
-
-@pytest.mark.parametrize("name", OBSERVERS)
-def test_the_range_goes_by_the_names_of_its_ends(name):
-    observer = make(name, "weight", INT4)
-    observer.importance = torch.ones(32)
-    assert not observer.has_statistics
-    assert not hasattr(observer, "min_vals")
-    with pytest.raises(InputError, match="has not seen any value"):
-        observer.get_statistics()
-    minimum, maximum = observer.observe(WEIGHT).range()
-    assert observer.has_statistics
-    assert torch.equal(observer.min_vals, minimum)
-    assert torch.equal(observer.max_vals, maximum)
-    assert observer.get_statistics().keys() == {"min_vals", "max_vals"}
-    assert observer.is_weight_obs
-    observer.reset()
-    assert not observer.has_statistics
-
-
-@pytest.mark.parametrize(
-    ("fields", "shape"),
-    [
-        ({"strategy": "tensor"}, (1,)),
-        ({"strategy": "channel"}, (1,)),
-        ({"strategy": "group", "group_size": 16}, (2,)),
-    ],
-)
-def test_a_weight_of_one_dimension_is_a_row(fields, shape):
-    args = QuantizationArgs(num_bits=8, **fields)
-    row = WEIGHT[0]
-    scale, zero = make("minmax", "weight", args)(row)
-    assert scale.shape == zero.shape == shape
-    assert torch.equal(scale, make("minmax", "weight", args)(row[None])[0].reshape(shape))
 
 
 @pytest.mark.parametrize(

@@ -184,22 +184,6 @@ def test_two_halves_are_merged_as_it_says(name):
     assert torch.allclose(merged.range()[0], expected)
 
 
-def test_statistics_that_cannot_be_merged_name_the_remedy():
-    @Observer.register("counting")
-    class Counting(Widening):
-        _stats_attrs: ClassVar = ["min_vals", "max_vals", "count"]
-
-        def update_statistics_from_observed(self, observed):
-            super().update_statistics_from_observed(observed)
-            self.count = torch.ones(1)
-
-    one, other = (
-        make("counting", "input", ARGS["input"][0]).observe(seen("input")[0]) for _ in "ab"
-    )
-    with pytest.raises(InputError, match=r"Counting does not say how its count .*_act_sync_dict"):
-        one.merge(other)
-
-
 @Observer.register("spread")
 class Spread(Observer):
     """Two standard deviations around the mean, and scales of its own."""
@@ -231,29 +215,6 @@ def test_it_may_find_scales_by_itself(place):
     low, high = observer.range()
     assert not zero.any()
     assert bool(((low < 0) & (high > 0)).all())
-
-
-@pytest.mark.parametrize(
-    ("place", "found", "told"),
-    [(1, (1, 0), "tuple without scale"), (0, {"scale": 1}, "dict without zero_point")],
-)
-def test_scales_that_are_not_given_by_name_are_refused(place, found, told):
-    class Nameless(Spread):
-        def get_qparams(self):
-            return found
-
-    Observer.register("nameless")(Nameless)
-    with pytest.raises(InputError, match=rf"Nameless.get_qparams gives {told}"):
-        make("nameless", "weight", ARGS["weight"][place])(seen("weight")[0])
-
-
-def test_a_class_that_lacks_what_makes_an_observer_is_refused_as_it_is_registered():
-    class Empty(Observer):
-        def calculate_qparams(self, observed: torch.Tensor) -> None:
-            """Of a release before all of them."""
-
-    with pytest.raises(InputError, match="Empty does not say how a tensor"):
-        Observer.register("empty")(Empty)
 
 
 def test_a_recipe_names_it():

@@ -11,9 +11,7 @@ from torch import Tensor
 from llmcompressor.observers.tokens import (
     count_tokens,
     num_batch_tokens,
-    num_equal_batches,
     real_tokens,
-    split_batches,
     token_mask,
 )
 
@@ -42,38 +40,11 @@ def test_another_layout_has_no_such_positions(shape: tuple[int, ...]) -> None:
     assert torch.equal(real_tokens(values, MASK), values.reshape(-1, shape[-1]))
 
 
-def test_batches_that_were_run_as_one_come_apart_again() -> None:
-    values, mask = torch.randn(5, 3, 4), torch.rand(5, 3) > 0.5
-    parts = list(split_batches(values, mask, (2, 1, 2)))
-    assert [len(part) for part, _ in parts] == [2, 1, 2]
-    assert torch.equal(torch.cat([part for part, _ in parts]), values)
-    assert torch.equal(torch.cat([own for _, own in parts if own is not None]), mask)
-    assert [own for _, own in split_batches(values, None, (2, 1, 2))] == [None, None, None]
-
-
-@pytest.mark.parametrize("sizes", [None, (5,), (2, 2)])
-def test_one_batch_or_another_layout_stays_whole(sizes: tuple[int, ...] | None) -> None:
-    values = torch.randn(5, 3, 4)
-    ((part, own),) = split_batches(values, None, sizes)
-    assert part is values
-    assert own is None
-
-
 @pytest.mark.parametrize("mask", [MASK, None], ids=["mask", ""])
 @pytest.mark.parametrize("shape", [(2, 3, 4), (6, 4), (5, 4), (1, 2, 3, 4), (4,)])
 def test_tokens_are_counted_as_they_are_taken(shape: tuple[int, ...], mask: Tensor | None) -> None:
     values = torch.randn(shape)
     assert count_tokens(values, mask) == len(real_tokens(values, mask))
-
-
-def test_batches_are_alike_if_they_have_one_size_and_no_padding() -> None:
-    values = torch.randn(6, 3, 4)
-    assert num_equal_batches(values, None, (2, 2, 2)) == 3
-    assert num_equal_batches(values, None, (6,)) == 1
-    assert num_equal_batches(values, None, None) == 1
-    assert num_equal_batches(values, None, (4, 2)) == 1
-    assert num_equal_batches(values, torch.ones(6, 3, dtype=torch.bool), (2, 2, 2)) == 1
-    assert num_equal_batches(values[:5], None, (2, 2, 2)) == 1, "laid out otherwise"
 
 
 SIDES = {

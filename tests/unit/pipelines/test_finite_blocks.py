@@ -38,7 +38,7 @@ def test_a_token_that_is_not_finite_is_seen_unless_it_is_padding(
     block(hidden_BTC)
 
 
-def test_what_goes_wrong_behind_the_last_module_that_is_calibrated_is_seen() -> None:
+def test_what_goes_wrong_behind_the_last_module_is_seen() -> None:
     """Its output is what nobody would compute: all batches have been seen before."""
     data = DataLoader(tiny.text_batches(), batch_size=None)  # type: ignore[arg-type]
     model, heads = tiny.build("llama"), list[int]()

@@ -49,10 +49,7 @@ def sizes(batches: list[Any], tokens: int | None = None) -> list[tuple[int, ...]
     return [one.sizes for one in merge_batches(batches, tokens)]
 
 
-# ---------------------------------------------------------------------- what is joined
-
-
-def test_batches_are_joined_as_long_as_they_fit_and_stay_in_order() -> None:
+def test_batches_are_joined_in_order_while_they_fit() -> None:
     merged = list(merge_batches(numbered(), tokens=2 * LENGTH))
     assert [one.sizes for one in merged] == [(1, 1), (1, 1), (1,)]
     ids_BT = torch.cat([one.batch["input_ids"] for one in merged])
@@ -60,13 +57,6 @@ def test_batches_are_joined_as_long_as_they_fit_and_stay_in_order() -> None:
     assert all(one.batch["attention_mask"].shape == one.batch["input_ids"].shape for one in merged)
     assert sizes(numbered(), tokens=2 * LENGTH - 1) == [(1,)] * COUNT
     assert sizes(numbered(), tokens=1) == [(1,)] * COUNT
-
-
-def test_other_lengths_end_a_run_and_nothing_is_reordered() -> None:
-    batches = [*numbered(2), *numbered(1, length=7), *numbered(2)]
-    merged = list(merge_batches(batches))
-    assert [one.sizes for one in merged] == [(1, 1), (1,), (1, 1)]
-    assert [one.batch["input_ids"].shape[1] for one in merged] == [LENGTH, 7, LENGTH]
 
 
 @pytest.mark.parametrize(
@@ -91,9 +81,6 @@ def test_anything_but_plain_text_is_run_as_it_was_given(more: dict[str, Any]) ->
     assert merged[1].batch is batches[0]
     assert merged[2].batch is batches[1]
     assert merged[0].sizes == merged[3].sizes == (1, 1)
-
-
-# ---------------------------------------------------------------------- what modifiers see
 
 
 @pytest.fixture(params=["merged", "alone"])
@@ -168,18 +155,6 @@ def _static(observer: str) -> QuantizationModifier:
     weights = QuantizationArgs(num_bits=8, strategy="channel")
     scheme = QuantizationScheme(targets=["Linear"], weights=weights, input_activations=inputs)
     return QuantizationModifier(config_groups={"all": scheme}, ignore=["lm_head"])
-
-
-@pytest.mark.parametrize("observer", ["minmax", "static_minmax", "mse"])
-@pytest.mark.parametrize("pipeline", ["sequential", "basic"])
-def test_observers_that_count_batches_see_those_that_were_given(
-    pipeline: str, observer: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    merged, unmerged, _ = _each_way(monkeypatch, lambda: _static(observer), pipeline)
-    scales = [name for name in unmerged if name.endswith("input_scale")]
-    assert len(scales) == 7 * tiny.LAYERS
-    for name in scales:
-        assert torch.allclose(merged[name], unmerged[name], rtol=1e-4), name
 
 
 def test_an_observer_is_shown_one_batch_after_another(

@@ -39,7 +39,7 @@ def names(passes: list[list[Modifier]]) -> list[list[str]]:
 
 
 @pytest.mark.parametrize("pipeline", ["independent", "sequential"])
-def test_what_learns_first_begins_a_pass_in_which_nobody_collects(pipeline: str) -> None:
+def test_what_learns_first_begins_a_pass_without_collectors(pipeline: str) -> None:
     recipe = [Scaling(), learning(), rounding()]
     assert names(split_into_passes(recipe, pipeline)) == [
         ["Scaling"],

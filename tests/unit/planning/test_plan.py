@@ -40,9 +40,6 @@ def match(found: Plan, pattern: str) -> Match:
     return one
 
 
-# ---------------------------------------------------------------------- patterns
-
-
 def test_what_each_pattern_matches_and_decides(llama_folder: Path) -> None:
     modifier = QuantizationModifier(
         config_groups={
@@ -89,9 +86,6 @@ def test_every_matrix_is_accounted_for_with_its_reason(pico: Path) -> None:
     assert reasons["lm_head"] == "its weight is the input embedding's"
     names = {name for name, module in model.named_modules() if list(module.parameters(False))}
     assert sum(row.modules for row in found.modules) == sum("norm" not in name for name in names)
-
-
-# ---------------------------------------------------------------------- what would fail
 
 
 def oneshot_error(**call: Any) -> InputError:
@@ -181,9 +175,6 @@ def test_the_sizes_are_told_even_without_the_data(llama_folder: Path) -> None:
     assert (found.tokens.tokens, found.tokens.is_exact) == (8 * 32, False)
 
 
-# ---------------------------------------------------------------------- what it leaves alone
-
-
 def test_headers_are_enough_and_give_the_same_plan(llama_folder: Path, tmp_path: Path) -> None:
     config = published.small(published.LLAMA_3_8B)
     hollow = published.write_headers(tmp_path / "hollow", config, published.tensors_of(config))
@@ -223,9 +214,6 @@ def test_data_that_can_be_read_once_is_left_alone(llama_folder: Path) -> None:
     assert list(data) == ["def main(): pass"]
 
 
-# ---------------------------------------------------------------------- the passes
-
-
 def test_granularity_and_residency(llama_folder: Path) -> None:
     found = quick(llama_folder, GPTQ, rows())
     (one,) = found.passes
@@ -243,7 +231,7 @@ def test_granularity_and_residency(llama_folder: Path) -> None:
     assert "whole" in whole.residency
 
 
-def test_where_experts_in_a_list_may_be_starved_passes_wait_at_blocks(llama_folder: Path) -> None:
+def test_where_listed_experts_may_starve_passes_wait_at_blocks(llama_folder: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(llama_folder)
     for layer in model.model.layers:
         layer.mlp = Routed(layer.mlp)
@@ -283,9 +271,6 @@ def test_the_operations_are_those_of_the_matrices(llama_folder: Path) -> None:
     assert found.operations.gram == tokens * blocks * grams
     assert found.operations.cross == 0
     assert found.operations.rounded == blocks * matrices
-
-
-# ---------------------------------------------------------------------- as data
 
 
 def test_it_is_json(llama_folder: Path) -> None:

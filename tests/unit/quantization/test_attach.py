@@ -23,7 +23,6 @@ from tests.support.pairs import each
 from tests.support.presets import USUAL
 from torch import Tensor
 from torch.nn import Embedding, Linear, Module
-from transformers import BertConfig, BertModel
 
 from llmcompressor.quantization.attach import (
     attach_attention,
@@ -177,35 +176,3 @@ def test_a_copy_of_a_module_quantizes_its_inputs_by_itself(form: str) -> None:
     assert torch.equal(module(values), expected)
     QuantizationMetadata.clear_quantization(twin)  # as compressed-tensors takes it back
     assert torch.equal(twin(values), Linear.forward(twin, values))
-
-
-@pytest.mark.parametrize("form", ["deepcopy", "pickle", "torch"])
-def test_a_copy_of_a_model_has_a_cache_of_its_own(form: str) -> None:
-    model = tiny.llama()
-    for module in cached_attention_modules(model):
-        enable_attention_hooks(model, module, queries=False)
-        scales = {name: torch.tensor([0.25]) for name in ("k_scale", "v_scale")}
-        attach_attention(module, FP8, scales)
-    expected = tiny.logits(model, tiny.batches())
-    twin = copied(model, form)
-    assert torch.equal(tiny.logits(twin, tiny.batches()), expected)
-    for module in cached_attention_modules(twin):
-        module.k_scale.data.mul_(64)
-    assert not torch.equal(tiny.logits(twin, tiny.batches()), expected)
-    assert torch.equal(tiny.logits(model, tiny.batches()), expected)
-
-
-def test_each_part_of_a_model_gets_its_attention_function_back() -> None:
-    model: Any = tiny.llama()
-    config = BertConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, vocab_size=8)
-    model.part = BertModel(config, add_pooling_layer=False)
-    model.part.set_attn_implementation("eager")
-    assert model.config._attn_implementation == "sdpa"
-    attention = list(cached_attention_modules(model))
-    for module in attention:
-        enable_attention_hooks(model, module, queries=True)
-    assert model.config._attn_implementation == config._attn_implementation == "ct_hooked_attention"
-    for module in attention:
-        disable_attention_hooks(model, module)
-    assert model.config._attn_implementation == "sdpa"
-    assert config._attn_implementation == "eager"

@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fake quantization of weights and activations: every path, its values and its gradients.
-
-Values are compared with compressed-tensors' own, bit for bit. Gradients are compared with finite
-differences of the straight-through definition in float64, where what rounding adds is held.
-"""
+"""Fake quantization of weights and activations: every path, its values and its gradients."""
 
 from __future__ import annotations
 
@@ -125,9 +121,6 @@ class Definition:
         assert torch.allclose(gradient.double()[smooth], expected[smooth], atol=1e-4)
 
 
-# ------------------------------------------------------------------ activations
-
-
 def reader(args: QuantizationArgs, stored: dict[str, Tensor], dtype: torch.dtype) -> Module:
     """A module as a reader of the checkpoint has it."""
     module = linear(dtype)
@@ -193,16 +186,7 @@ def test_static_activations_pass_gradients_as_defined(
         assert torch.allclose(found.double(), g * slope * definition.scale, rtol=1e-3)
 
 
-def test_padding_is_not_observed() -> None:
-    one = ActivationFakeQuantizer(linear(), "a", "input", STATIC["tensor"], learned=False)
-    x, mask = activation(), torch.tensor([[True, True, False], [True, False, False]])
-    one.collect(x, mask)
-    one.commit([one.collected()])
-    assert one.observer is not None
-    assert float(one.observer.range()[1]) == float(x[mask].max())
-
-
-def test_states_of_attention_are_observed_without_padding_and_by_head() -> None:
+def test_attention_states_are_observed_by_head_without_padding() -> None:
     args = QuantizationArgs(num_bits=8, strategy="attn_head")
     one = ActivationFakeQuantizer(linear(), "a", "k", args, learned=True)
     assert not one.learned
@@ -217,9 +201,6 @@ def test_states_of_attention_are_observed_without_padding_and_by_head() -> None:
     scale = (amax / 127.5).reshape(1, 4, 1, 1)
     assert values.grad is not None
     Definition(states, rounded, scale, None, args).check(values.grad, torch.ones(()).double())
-
-
-# ------------------------------------------------------------------ weights
 
 
 def weights_of(module: Linear, args: QuantizationArgs, **fields: Any) -> WeightFakeQuantizer:
@@ -306,7 +287,7 @@ def test_at_a_cadence_scales_stay_until_they_are_renewed() -> None:
     assert torch.equal(found.parameters(module).scale, 2 * scale)
 
 
-def test_fused_weights_share_the_global_scale_of_their_present_values() -> None:
+def test_fused_weights_share_the_present_global_scale() -> None:
     args = preset_scheme("NVFP4").weights
     a, b = linear(), linear()
     pair = (a, b)

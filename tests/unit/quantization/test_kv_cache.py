@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention gets its quantized cache by the name that its own forward has for it.
-
-Models may bring code of their own, so each name has to do whichever the installed transformers has.
-"""
+"""Attention gets its quantized cache by the name that its own forward has for it."""
 
 from __future__ import annotations
 
@@ -123,7 +120,7 @@ def test_untapping_leaves_nothing(name: str, *, queries: bool) -> None:
 
 
 @torch.no_grad()
-def test_a_model_of_the_installed_transformers_is_given_its_own_name() -> None:
+def test_the_cache_is_given_by_transformers_own_name() -> None:
     """Whatever it is, no warning comes of it: here warnings are errors."""
     model, data = tiny.llama(), tiny.batches(number=1)
     for layer in model.model.layers:

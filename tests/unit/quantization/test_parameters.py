@@ -18,11 +18,9 @@ from torch.nn import Linear
 
 from llmcompressor.checkpoint.packing import QuantizedModule, compress
 from llmcompressor.numerics.partition import fake_quantize_matrix
-from llmcompressor.numerics.scales import global_scale_from_amax
 from llmcompressor.quantization.parameters import (
     WeightParameters,
     observe_weight,
-    weight_amax,
 )
 from llmcompressor.schemes.bridge import grid_of, partition_of
 from llmcompressor.schemes.presets import format_of, preset_scheme
@@ -166,18 +164,7 @@ def test_columns_carry_the_scales_of_every_element(name: str) -> None:
     assert (columns.zero_RG is None) == parameters.args.symmetric
 
 
-def test_a_shared_global_scale_is_used_instead_of_the_own_one() -> None:
-    weight_RC, args = weight(torch.bfloat16), arguments("NVFP4A16")
-    own = observe_weight(weight_RC, args)
-    assert own.global_scale is not None
-    assert torch.equal(own.global_scale, 448 * 6 / weight_amax(weight_RC))
-    shared = observe_weight(weight_RC, args, global_scale=own.global_scale / 4)
-    assert shared.global_scale is not None
-    assert torch.equal(shared.global_scale, own.global_scale / 4)
-    assert not torch.equal(shared.scale, own.scale)
-
-
-def test_the_observer_of_the_arguments_is_used_and_sees_the_importance() -> None:
+def test_the_observer_of_the_arguments_sees_the_importance() -> None:
     args = arguments("W4A16")
     importance_C = torch.ones(COLUMNS)
     importance_C[:64] = 1000.0
@@ -191,25 +178,3 @@ def test_the_observer_of_the_arguments_is_used_and_sees_the_importance() -> None
     plain_C = torch.ones(COLUMNS)
     assert error("memoryless_mse", plain_C) < 0.95 * error("memoryless_minmax", plain_C)
     assert error("imatrix_mse", importance_C) < 0.95 * error("memoryless_minmax", importance_C)
-
-
-@pytest.mark.parametrize("observer", ["nvfp4_expanded_mse", "fouroversix"])
-def test_scales_beyond_the_extremes_find_room_under_the_global_one(observer: str) -> None:
-    """In the group with the largest value of all, too: it ends at 4, and its scale at 1.5 times."""
-    torch.manual_seed(0)
-    weight_RC = torch.randn(64, 256) * 0.02
-    weight_RC[:, :16] = torch.tensor([1.0, 0.75] * 8)  # 4 and 3 are values of the grid, 4.5 is not
-    args = arguments("NVFP4A16").model_copy(update={"observer": observer})
-    parameters = observe_weight(weight_RC, args)
-    cut = observe_weight(weight_RC, args, global_scale=global_scale_from_amax(torch.ones(1)))
-
-    def error(found: WeightParameters) -> Tensor:
-        scale, grid, partition = found.effective_scale, grid_of(args), partition_of(args)
-        rounded_RC = fake_quantize_matrix(weight_RC, scale, None, grid, partition)
-        return (rounded_RC - weight_RC)[:, :16].square().mean()
-
-    assert float(cut.scale.max()) == 448
-    assert float(parameters.scale.max()) < 448
-    assert error(parameters) < 0.25 * error(cut)
-    plain = observe_weight(weight_RC, arguments("NVFP4A16"))
-    assert float(plain.global_scale) == float(global_scale_from_amax(weight_amax(weight_RC)))

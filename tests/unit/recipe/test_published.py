@@ -183,7 +183,7 @@ def test_every_kind_of_scheme_loads_back_equal(name):
 
 
 @pytest.mark.parametrize("name", ["W4A16", "W4A16_ASYM"])
-def test_every_argument_is_written_in_one_spelling_with_any_compressed_tensors(name):
+def test_every_argument_is_written_in_one_spelling(name):
     groups = {"group_0": preset_scheme(name, ["Linear"])}
     stage = yaml.safe_load(Recipe.from_modifiers(GPTQModifier(config_groups=groups)).yaml())
     ((fields,),) = ([*each.values()] for each in stage["default_stage"].values())

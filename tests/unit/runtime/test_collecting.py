@@ -36,7 +36,7 @@ def _of_a_first_import() -> list[str]:
     return done.stdout.split()
 
 
-def test_what_a_first_import_brings_is_exempted_and_what_comes_later_is_not() -> None:
+def test_only_what_a_first_import_brings_is_exempted() -> None:
     frozen, enabled, after, _ = _of_a_first_import()
     assert int(frozen) > 200_000
     assert (enabled, after) == ("True", "True")

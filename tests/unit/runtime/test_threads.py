@@ -28,7 +28,7 @@ def threads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return number
 
 
-def test_pieces_run_on_one_thread_each_and_the_number_is_put_back() -> None:
+def test_pieces_run_on_one_thread_each() -> None:
     before = torch.get_num_threads()
     seen: list[tuple[int, int]] = []
     parallel_for(lambda item: seen.append((item, torch.get_num_threads())), range(6))

@@ -133,7 +133,7 @@ def test_the_argument_that_is_the_cache(
     assert kv_cache_argument(module, dict.fromkeys(given)) == name
 
 
-def test_a_target_that_names_both_reaches_attention_with_a_cache_alone() -> None:
+def test_a_target_of_both_reaches_cached_attention_alone() -> None:
     states = {"num_bits": 8, "type": "float", "strategy": "tensor"}
     resolved = resolve_schemes(
         config_groups={"group_0": {"targets": ["re:.*attn$"], "input_activations": states}}
@@ -155,7 +155,7 @@ def test_a_target_that_names_both_reaches_attention_with_a_cache_alone() -> None
         ({"strategy": "token", "dynamic": True}, None),
     ],
 )
-def test_strategies_that_states_cannot_have_are_refused_with_the_names(
+def test_strategies_that_states_cannot_have_are_refused(
     states: dict[str, Any], allowed: str | None
 ) -> None:
     model = nn.ModuleDict({"layer": nn.ModuleDict({"attn": FullAttention()})})

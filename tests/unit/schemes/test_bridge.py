@@ -26,7 +26,7 @@ WEIGHTS = {name: fields["weights"] for name, fields in PRESET_SCHEMES.items() if
 
 
 @pytest.mark.parametrize("name", WEIGHTS)
-def test_the_weights_of_every_preset_get_the_scales_that_readers_expect(name):
+def test_weights_of_every_preset_get_the_readers_scales(name):
     args = WEIGHTS[name]
     grid = grid_of(args)
     assert (grid.qmin, grid.qmax) == tuple(end.item() for end in calculate_range(args, "cpu"))

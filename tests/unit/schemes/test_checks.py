@@ -6,7 +6,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 from compressed_tensors.quantization import QuantizationScheme
 from torch import nn
 from torch.nn.utils.parametrize import register_parametrization, remove_parametrizations
@@ -15,10 +14,8 @@ from llmcompressor.errors import TargetError
 from llmcompressor.schemes.checks import (
     check_divisible,
     check_schemes,
-    check_tied,
     check_weights_quantizable,
     indivisible_modules,
-    tied_weights,
     warn_mixed_fused_sets,
 )
 from llmcompressor.schemes.presets import preset_scheme
@@ -110,20 +107,6 @@ def test_embeddings_are_checked_by_their_width() -> None:
     assert [one[:3] for one in indivisible_modules(model, schemes)] == [("e", 10, 32)]
 
 
-def test_weights_without_float_values_are_refused() -> None:
-    model = linears(a=32, b=32)
-    model["a"].weight = nn.Parameter(torch.ones(2, 2, 2))
-    model["b"].weight = nn.Parameter(torch.ones(2, 2, dtype=torch.int8), requires_grad=False)
-    scheme = preset_scheme("W8A8")
-    with pytest.raises(TargetError) as caught:
-        check_weights_quantizable(model, dict.fromkeys("ab", scheme))
-    message = str(caught.value)
-    assert "a (Linear: the weight has 3 dimensions)" in message
-    assert "b (Linear: the weight is int8)" in message
-    with pytest.raises(TargetError, match="LayerNorm"):
-        check_weights_quantizable(nn.ModuleDict({"n": nn.LayerNorm(4)}), {"n": scheme})
-
-
 def test_weights_that_are_computed_anew_are_refused() -> None:
     model = linears(a=32, b=32, c=32)
     for name in "ab":
@@ -134,19 +117,6 @@ def test_weights_that_are_computed_anew_are_refused() -> None:
     with pytest.raises(TargetError, match=r"of a, b are parametrized.*remove_parametrizations"):
         check_weights_quantizable(model, dict.fromkeys("abc", scheme))
     check_weights_quantizable(model, {"c": scheme})
-
-
-def test_tied_weights_are_found_if_one_of_them_is_quantized() -> None:
-    model = nn.ModuleDict({"embed": nn.Embedding(8, 32), "head": nn.Linear(32, 8, bias=False)})
-    model["head"].weight = model["embed"].weight
-    for name in ("embed", "head"):
-        schemes = {name: preset_scheme("W8A8")}
-        assert tied_weights(model, schemes) == [("embed", "head")]
-        with pytest.raises(TargetError, match=f"share one weight, and {name} is to be"):
-            check_tied(model, schemes)
-    assert tied_weights(model, {}) == []
-    model["head"].weight = nn.Parameter(model["embed"].weight.detach().clone())
-    check_tied(model, {"head": preset_scheme("W8A8")})
 
 
 def test_a_set_in_two_schemes_is_told_with_its_members(warned: list[str]) -> None:

@@ -72,7 +72,7 @@ def test_the_format_written(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(PRESETS))
-def test_a_scheme_states_its_format_only_where_the_writer_would_choose_another(name: str) -> None:
+def test_a_scheme_states_its_format_only_where_needed(name: str) -> None:
     scheme = preset_scheme(name)
     inferred = infer_module_format(nn.Linear, scheme).value
     assert (scheme.format is not None) == (inferred != format_of(scheme))
@@ -103,7 +103,7 @@ INPUTS = [
 
 
 @pytest.mark.parametrize("name", PACKED_WITH_ACTIVATIONS)
-def test_packed_weights_with_quantized_activations_survive_the_file(name: str) -> None:
+def test_packed_weights_with_activations_survive_the_file(name: str) -> None:
     torch.manual_seed(0)
     linear = nn.Linear(256, 32, bias=False)
     scheme = preset_scheme(name)
@@ -133,7 +133,7 @@ def test_names_are_read_in_any_case_and_schemes_are_not_shared() -> None:
 
 
 @pytest.mark.parametrize("name", NEWER)
-def test_a_preset_of_a_newer_library_is_refused_with_what_it_needs(name: str) -> None:
+def test_a_preset_of_a_newer_library_says_what_it_needs(name: str) -> None:
     """It is not an unknown name where the installed one has it not."""
     assert is_preset(name.lower())
     assert (name in PRESETS) == (name in PRESET_SCHEMES)

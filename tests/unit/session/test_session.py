@@ -67,9 +67,6 @@ def test_what_cannot_be_logged_is_told(event_type, loss, reason):
             session.log(event_type, loss=loss)
 
 
-# ---- which session is active
-
-
 def test_sessions_nest_and_come_back_after_errors():
     default = active_session()
     with create_session() as outer:
@@ -108,9 +105,6 @@ def test_reset_session_resets_the_active_one_only():
             reset_session()
             assert inner.lifecycle == CompressionLifecycle()
         assert outer.lifecycle.initialized_
-
-
-# ---- a run
 
 
 def test_caller_goes_on_with_what_modifiers_made_of_it():
@@ -173,9 +167,6 @@ def test_a_modifier_in_yaml_sees_model_device_and_optimizer():
     assert seen == [(model, model.weight.device, optimizer)]
 
 
-# ---- recipes and stages
-
-
 def test_the_applied_recipe_as_yaml():
     with create_session() as session:
         assert session.get_serialized_recipe() is None
@@ -206,9 +197,6 @@ def test_another_stage_of_the_same_recipe():
         callbacks.batch_start()
         assert callbacks.loss_calculated(loss=1.0).loss == 0.125
     assert first.finalized
-
-
-# ---- logging
 
 
 def test_log_hands_step_epoch_and_loss_to_the_loggers():

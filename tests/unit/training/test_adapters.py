@@ -15,9 +15,9 @@ from tests.support.pairs import each
 from transformers.integrations.peft import MIN_PEFT_VERSION
 from transformers.utils import check_peft_version
 
-from llmcompressor import oneshot, train, verify
+from llmcompressor import oneshot, train
 from llmcompressor.core import CompressionSession
-from llmcompressor.errors import ArgumentError, CheckpointError, TargetError
+from llmcompressor.errors import ArgumentError, TargetError
 from llmcompressor.modeling.patches import modules_with_adapters
 from llmcompressor.training import Trainer
 
@@ -144,42 +144,3 @@ def test_a_teacher_teaches_adapters(make: Callable[[], Any], tmp_path: Path) -> 
     again.train(resume_from_checkpoint=str(tmp_path / "a" / "checkpoint-2"))
     for ours, theirs in zip(again.model.parameters(), model.parameters(), strict=True):
         assert torch.equal(ours, theirs)
-
-
-def test_adapters_that_would_not_be_saved_are_refused(tmp_path: Path, monkeypatch: Any) -> None:
-    """transformers loads adapters with any PEFT, and saves them with a PEFT that it takes."""
-    wrapped().save_pretrained(tmp_path / "adapter")
-    model = tiny.tiny_model()
-    model.load_adapter(str(tmp_path / "adapter"), is_trainable=True)
-    monkeypatch.setattr("transformers.integrations.peft.MIN_PEFT_VERSION", "99.9")
-    made = trainer(model, tmp_path / "run", DISTILL)
-    with pytest.raises(ArgumentError, match=r"not saved.* 99\.9.*PeftModel\.from_pretrained"):
-        made.train()
-    assert made.state.global_step == 0
-    remedy = peft.PeftModel.from_pretrained(
-        tiny.tiny_model(), tmp_path / "adapter", is_trainable=True
-    )
-    made = trainer(remedy, tmp_path / "run", DISTILL, max_steps=1)
-    made.train()
-    made.save_model(str(tmp_path / "saved"))
-    assert (tmp_path / "saved" / "adapter_model.safetensors").is_file()
-
-
-def test_a_folder_with_an_adapter_alone(tmp_path: Path) -> None:
-    wrapped().save_pretrained(tmp_path / "adapter")
-    tiny.tiny_model().save_pretrained(tmp_path / "model")
-    for refused in (
-        lambda: verify(tmp_path / "adapter"),
-        lambda: verify(tmp_path / "model", reference=tmp_path / "adapter"),
-        lambda: train(
-            str(tmp_path / "model"),
-            DISTILL,
-            tiny.Rows(8),
-            tmp_path / "out",
-            distill_teacher=str(tmp_path / "adapter"),
-            max_steps=1,
-        ),
-    ):
-        with pytest.raises(CheckpointError, match="holds an adapter") as caught:
-            refused()
-        assert "merge_and_unload" in str(caught.value)

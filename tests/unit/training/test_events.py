@@ -13,10 +13,9 @@ from tests.support import tiny_training as tiny
 from torch.nn import Parameter
 
 from llmcompressor.core import EventType, active_session
-from llmcompressor.errors import InputError, LifecycleError, RecipeError
+from llmcompressor.errors import InputError, RecipeError
 from llmcompressor.modifiers import Modifier
 from llmcompressor.modifiers.gptq import GPTQModifier
-from llmcompressor.modifiers.quantization import QuantizationModifier
 from llmcompressor.training import SessionManagerMixIn, Trainer
 
 BY_NAME = "modifiers: {EventRecorder: {}}"
@@ -57,7 +56,7 @@ def test_one_batch_per_step(tmp_path, recipe):
     assert record(tmp_path, tiny.Rows(6), recipe) == expected([1] * 3)
 
 
-def test_four_batches_per_step_and_an_incomplete_group_in_each_epoch(tmp_path):
+def test_four_batches_per_step_and_an_incomplete_group(tmp_path):
     """Eleven batches of two: groups of 4, 4 and 3, twice."""
     seen = record(tmp_path, tiny.Rows(21), gradient_accumulation_steps=4, num_train_epochs=2)
     assert seen == expected([4, 4, 3] * 2)
@@ -75,7 +74,7 @@ def test_a_stream(tmp_path, accumulation, groups):
     assert seen == expected(groups)
 
 
-def test_a_modifier_sees_the_real_model_optimizer_and_device_from_the_beginning(tmp_path):
+def test_a_modifier_sees_model_optimizer_and_device_at_once(tmp_path):
     model = tiny.tiny_model()
     trainer = Trainer(
         model=model, args=tiny.arguments(tmp_path), train_dataset=tiny.Rows(4), recipe=BY_NAME
@@ -139,23 +138,6 @@ def test_schedules_start_and_end_on_time(tmp_path, warned):
     assert not warned
 
 
-@pytest.mark.parametrize(("observing", "told"), [(2, False), (3, True)])
-def test_a_training_in_which_nothing_is_rounded_is_told(tmp_path, warned, observing, told):
-    """Of three steps from step 1 on, the first ones are for observing static ranges."""
-    quantize = QuantizationModifier(
-        targets="Linear",
-        ignore=["lm_head"],
-        scheme="FP8",  # static ranges of the inputs
-        start=1 / 4,
-        num_calibration_steps=observing,
-    )
-    record(tmp_path, tiny.Rows(8), [quantize], num_train_epochs=1)
-    assert any("only observes, to step 4" in line for line in warned) is told
-
-
-# ---- parameters of modifiers
-
-
 class Gain(Modifier):
     """Adds a parameter; another optimizer would leave it at one."""
 
@@ -191,13 +173,8 @@ def test_parameters_that_modifiers_add_are_trained(tmp_path, given):
     assert group["weight_decay"] == 0
 
 
-# ---- the trainer is otherwise as it was
-
-
 @pytest.mark.parametrize("accumulation", [1, 3])
-def test_without_a_recipe_and_with_one_that_does_nothing_the_training_is_the_plain_one(
-    tmp_path, accumulation
-):
+def test_without_an_effective_recipe_the_training_is_plain(tmp_path, accumulation):
     weights = []
     for kind, recipe in ((transformers.Trainer, None), (Trainer, None), (Trainer, BY_NAME)):
         extra = {} if kind is transformers.Trainer else {"recipe": recipe}
@@ -253,9 +230,6 @@ def test_any_trainer_drives_the_session(tmp_path):
     assert losses[0] > 9, "three times the loss of random weights"
 
 
-# ---- one clear error, and nothing left behind
-
-
 def test_a_modifier_of_oneshot_is_refused_before_anything(tmp_path):
     with pytest.raises(RecipeError, match="GPTQModifier cannot be applied while training"):
         Trainer(
@@ -266,21 +240,6 @@ def test_a_modifier_of_oneshot_is_refused_before_anything(tmp_path):
         )
 
 
-def test_an_error_leaves_no_hook_and_a_session_as_new(tmp_path):
-    class Broken(Gain):
-        def on_event(self, state, event, **kwargs):
-            raise LifecycleError("broken")
-
-    model = tiny.tiny_model()
-    trainer = Trainer(
-        model=model, args=tiny.arguments(tmp_path), train_dataset=tiny.Rows(4), recipe=Broken()
-    )
-    with pytest.raises(LifecycleError, match="broken"):
-        trainer.train()
-    assert not model.lm_head._forward_hooks
-    assert not active_session().lifecycle.initialized_
-
-
 class Hiding(SessionManagerMixIn, transformers.Trainer):
     """A trainer whose own loss stands before the mixin's."""
 
@@ -289,7 +248,7 @@ class Hiding(SessionManagerMixIn, transformers.Trainer):
         return (outputs.loss, outputs) if return_outputs else outputs.loss
 
 
-def test_a_loss_that_no_modifier_sees_is_told_and_a_teacher_in_vain_refused(tmp_path, warned):
+def test_an_unseen_loss_is_told_and_a_vain_teacher_refused(tmp_path, warned):
     def train(**given):
         Hiding(
             model=tiny.tiny_model(),

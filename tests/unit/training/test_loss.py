@@ -7,15 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
-import transformers
 from pydantic import PrivateAttr
 from tests.support import tiny_training as tiny
 from torch.nn import functional
 
-from llmcompressor.core import EventType, active_session, callbacks, create_session
+from llmcompressor.core import EventType, active_session
 from llmcompressor.metrics import LambdaLogger, LoggerManager
 from llmcompressor.modifiers import Modifier
-from llmcompressor.training import SessionManagerMixIn, Trainer
+from llmcompressor.training import Trainer
 
 
 class Listener(Modifier):
@@ -102,7 +101,7 @@ def by_sum(outputs, labels, num_items_in_batch=None):
 @pytest.mark.parametrize(
     "changed", [{}, {"label_smoothing_factor": 0.1}, {"compute_loss_func": by_sum}]
 )
-def test_a_term_of_a_modifier_counts_once_per_step_however_it_is_split(tmp_path, changed):
+def test_a_term_counts_once_per_step_however_split(tmp_path, changed):
     whole = train(tmp_path, Penalty(), accumulation=1, batch=6, **changed)
     parts = train(tmp_path, Penalty(), accumulation=3, batch=2, **changed)
     plain = train(tmp_path, None, accumulation=1, batch=6, **changed)
@@ -120,49 +119,6 @@ def test_a_model_that_takes_means_divides_them(tmp_path, monkeypatch):
     logged = [each for each in parts.state.log_history if "loss" in each]
     for each, shown in zip(logged, (listener._shown[:3], listener._shown[3:]), strict=True):
         assert each["step_loss"] == pytest.approx(sum(shown) / 3, rel=1e-5)
-
-
-class OfMeans(transformers.Trainer):
-    """Takes the mean of a micro-batch and says so, though the model would take the step's items."""
-
-    loss_is_scaled_for_ga = False
-
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
-        if not hasattr(transformers.Trainer, "loss_is_scaled_for_ga"):  # nobody asks for it yet
-            self.model_accepts_loss_kwargs = False
-
-    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        return super().compute_loss(model, inputs, return_outputs)
-
-
-class OfTheStep(transformers.Trainer):
-    """Divides by the step's items itself, and says so."""
-
-    loss_is_scaled_for_ga = True
-
-    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        outputs = model(input_ids=inputs["input_ids"])
-        loss = by_sum(outputs, inputs["labels"], num_items_in_batch)
-        return (loss, outputs) if return_outputs else loss
-
-
-@pytest.mark.parametrize("base", [OfMeans, OfTheStep])
-def test_what_a_trainer_says_of_its_loss_counts(tmp_path, base, monkeypatch):
-    """As it does for the trainer itself, which divides the loss by the micro-batches or not."""
-    listener = Listener()
-    split = {"accumulation": 3, "batch": 2}
-    with monkeypatch.context() as context:
-        made = type("Made", (SessionManagerMixIn, base), {})
-        context.setitem(globals(), "Trainer", made)
-        parts = train(tmp_path, [listener, Penalty()], **split)
-    assert listener._shown == pytest.approx(listener._textbook, rel=1e-5)
-    if base is OfMeans:
-        name = "transformers.LlamaForCausalLM.accepts_loss_kwargs"
-        monkeypatch.setattr(name, False, raising=False)
-    whole = train(tmp_path, Penalty(), **split)
-    for name, parameter in whole.model.named_parameters():
-        assert torch.allclose(parameter, parts.model.get_parameter(name), atol=1e-6), name
 
 
 def test_an_evaluation_has_the_models_own_loss(tmp_path):
@@ -184,10 +140,7 @@ def test_an_evaluation_has_the_models_own_loss(tmp_path):
     assert during == pytest.approx(with_session)
 
 
-# ---- what is logged
-
-
-def test_the_trainer_logs_the_models_loss_the_whole_one_and_figures(tmp_path):
+def test_the_trainer_logs_both_losses_and_figures(tmp_path):
     trainer = train(tmp_path, Penalty(), accumulation=3, batch=2)
     first = trainer.state.log_history[0]
     model = tiny.tiny_model()
@@ -234,24 +187,6 @@ def test_loggers_hear_by_their_own_cadence(tmp_path, frequency, kind, steps):
         assert values["epoch"] == pytest.approx(step / 6)
         # Linear decay to zero; the rate is that of the step which was taken.
         assert values["learning_rate"] == pytest.approx(0.6 * (7 - step) / 6)
-
-
-def test_only_the_first_process_writes_but_all_ask_the_modifiers():
-    heard = []
-    loggers = LoggerManager([LambdaLogger(lambda *told: heard.append(told) or True)], 0)
-    with create_session() as session:
-        model = tiny.tiny_model()
-        session.initialize(recipe=Penalty(), model=model, loggers=loggers)
-        session.state.hardware.rank = 1
-        callbacks.batch_start()
-        session.log(EventType.BATCH_END, lambda: {"loss": 1.0})
-        assert not heard
-        session.state.hardware.rank = 0
-        session.log(EventType.BATCH_END, lambda: {"loss": 1.0})
-        assert heard
-
-
-# ---- the end
 
 
 def test_the_result_tells_the_summary(tmp_path):

@@ -65,6 +65,7 @@ from llmcompressor.quantization.parameters import (
     check_observers,
     needs_input_importance,
     observe_weight,
+    replace_weight,
     uses_only_extremes,
     weight_of,
 )
@@ -477,7 +478,7 @@ class AutoRoundModifier(RecordedMixin, QuantizationMixin):
         if rounded.zero is not None:
             zero = rounded.zero.to(zero.dtype).reshape(zero.shape)
         parameters = WeightParameters(found.args, scale, zero, found.global_scale)
-        weight_of(module).data.copy_(parameters.round(rounded.values))
+        replace_weight(module, parameters.round(rounded.values))
         self.keep(module, parameters, rounded=True)
         return float((nearest_RC != rounded.level_RC).float().mean())
 

@@ -18,17 +18,14 @@ from tests.support import tiny_llama as tiny
 from tests.support import tiny_mixtures as mixtures
 from tests.support.thinned import few
 from torch import Tensor
-from transformers import AutoModelForCausalLM, XLMConfig, XLMWithLMHeadModel
+from transformers import AutoModelForCausalLM
 
 from llmcompressor import oneshot, verify
 from llmcompressor.checkpoint.packing import compress, quantized_modules
 from llmcompressor.core.state import State
 from llmcompressor.errors import NonFiniteError, RecipeError
-from llmcompressor.modeling.call_graph import first_tensor
 from llmcompressor.modifiers.autoround import AutoRoundModifier, tune
-from llmcompressor.modifiers.pruning import WandaPruningModifier
 from llmcompressor.modifiers.quantization import QuantizationModifier
-from llmcompressor.observers.tokens import real_tokens
 from llmcompressor.schemes.presets import PRESETS
 
 WEIGHTS: dict[str, Any] = {"num_bits": 3, "strategy": "group", "group_size": 32}
@@ -125,34 +122,6 @@ def test_each_block_comes_closer_and_says_so() -> None:
     assert not modifier._calls
 
 
-@pytest.mark.parametrize("symmetric", [True, False])
-def test_it_begins_with_the_range_that_loses_least(symmetric: bool) -> None:
-    """As a search over every hundredth of the range, written plainly, finds it."""
-    groups = {"all": {"targets": ["Linear"], "weights": {**WEIGHTS, "symmetric": symmetric}}}
-    model = tiny.llama(torch.float32, num_hidden_layers=1)
-    originals = {name: one.weight.clone() for name, one in tiny.linears(model).items()}
-    found = tiny.run(model, autoround(iters=0, config_groups=groups))
-    widest = 3.5 / 3 if symmetric else 1.0
-    for name, module in tiny.linears(found).items():
-        cells_CN = originals[name].unflatten(1, (-1, 32)).flatten(0, 1)
-        low_C1, high_C1 = cells_CN.amin(1, keepdim=True), cells_CN.amax(1, keepdim=True)
-        least_C = torch.full((len(cells_CN),), torch.inf)
-        for fraction in torch.arange(0.5, 1.0 + 1e-6, 0.01 / widest) * widest:
-            if symmetric:
-                scale_C1 = fraction * torch.maximum(-low_C1, high_C1) / 3.5
-                zero_C1 = torch.zeros_like(scale_C1)
-            else:
-                scale_C1 = fraction * (high_C1 - low_C1) / 7
-                zero_C1 = (-4 - fraction * low_C1 / scale_C1).clamp(-4, 3).round()
-            codes_CN = (cells_CN / scale_C1 + zero_C1).round().clamp(-4, 3)
-            error_CN = (codes_CN - zero_C1) * scale_C1 - cells_CN
-            least_C = torch.minimum(least_C, error_CN.square().sum(1))
-        rounded_CN = module.weight.unflatten(1, (-1, 32)).flatten(0, 1)
-        own_C = (rounded_CN - cells_CN).square().sum(1)
-        assert own_C.sum() < 1.02 * least_C.sum()
-        assert (own_C < 1.1 * least_C).float().mean() > 0.9
-
-
 def test_the_seed_decides(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("llmcompressor.pipelines.batches.RUN_TOKENS", 48)
     first, again, other = (
@@ -192,41 +161,10 @@ def test_a_block_makes_up_for_those_before_it() -> None:
     assert errors["sequential"] < 0.9 * errors["basic"]
 
 
-def test_every_block_is_compared_with_the_inputs_of_the_original(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    found: dict[str, Tensor] = {}
-    tune_block = AutoRoundModifier._tune
-
-    def see(self: AutoRoundModifier, block: Any, members: Any) -> None:
-        calls = [(one.original, one.mask) for one in self._calls[block]]
-        inputs = [(first_tensor(call.args, call.kwargs), mask) for call, mask in calls]
-        tokens = [real_tokens(tensor, mask) for tensor, mask in inputs if tensor is not None]
-        found[self._blocks[block]] = torch.cat(tokens)
-        tune_block(self, block, members)
-
-    monkeypatch.setattr(AutoRoundModifier, "_tune", see)
-    tiny.run(tiny.llama(num_hidden_layers=3), autoround(iters=2))
-    original = tiny.llama(num_hidden_layers=3)
-    assert list(found) == [f"model.layers.{index}" for index in range(3)]
-    for name, tensor in found.items():
-        assert torch.equal(tensor, tiny.inputs_of(original, name, tiny.batches())), name
-
-
 @pytest.mark.parametrize("pipeline", ["sequential", "layer_sequential"])
 def test_every_pipeline_gives_the_same_model(pipeline: str) -> None:
     found = tiny.run(tiny.llama(), autoround(), pipeline=pipeline)
     assert same(found, plain_run()[0])
-
-
-def test_a_cache_that_a_block_writes_to_is_empty_in_each_step() -> None:
-    """XLM makes one whatever its configuration says; its attentions are blocks."""
-    torch.manual_seed(0)
-    config = XLMConfig(vocab_size=96, emb_dim=64, n_layers=2, n_heads=4, init_std=0.15)
-    modifier = autoround(ignore=["pred_layer.proj"], iters=4)
-    model = tiny.run(XLMWithLMHeadModel(config).eval(), modifier)
-    assert len([name for name in modifier.records if ".attentions." in name]) == 8
-    assert torch.isfinite(tiny.logits(model, tiny.batches())).all()
 
 
 def test_padding_does_not_count() -> None:
@@ -252,32 +190,6 @@ def test_experts_are_learned_with_their_block(family: str) -> None:
     experts = [one for name, one in modifier.records.items() if ".experts." in name]
     assert len(experts) == 3 * mixtures.EXPERTS
     assert sum(one.moved > 0 for one in experts) > 0.9 * len(experts)
-
-
-@pytest.mark.parametrize("policy", few(["rtn", "all_tokens", "neighbours"], "neighbours"))
-def test_starved_experts_are_rounded_as_the_policy_says(policy: str) -> None:
-    """All of them are starved, since none gets all tokens."""
-    groups = {"all": {"targets": ["Linear"], "weights": {**WEIGHTS, "group_size": 8}}}
-    modifier = autoround(config_groups=groups)
-    model = tiny.run(
-        mixtures.mixture("mixtral", mixtures=1),
-        modifier,
-        moe_calibrate_all_experts=False,
-        min_tokens_per_module=1.0,
-        starved_experts=policy,
-    )
-    nearest = QuantizationModifier(config_groups=groups, ignore=["lm_head"])
-    rounded = tiny.run(mixtures.mixture("mixtral", mixtures=1), nearest)
-    experts = [name for name, _ in model.named_parameters() if ".experts." in name]
-    experts = [name for name in experts if name.endswith(".weight")]
-    are_nearest = {
-        torch.equal(model.get_parameter(name), rounded.get_parameter(name)) for name in experts
-    }
-    assert len(experts) == 3 * mixtures.EXPERTS
-    assert are_nearest == {policy == "rtn"}
-    learned = {name for name, one in modifier.records.items() if one.iteration}
-    assert learned
-    assert all("self_attn" in name for name in learned)
 
 
 def rows(number: int = 6) -> Dataset:
@@ -381,28 +293,6 @@ def test_whole_blocks_are_tuned_whatever_is_named(targets: list[str], said: list
     assert named.records == plain.records
     (told,) = [line for line in said if "Sequential calibration" in line]
     assert "2 stops at block level (the finest that the recipe allows is block)" in told
-
-
-@pytest.mark.parametrize("behind", few([False, True], True), ids=["alone", "with another"])
-def test_blocks_that_are_named_together_are_tuned_one_after_another(
-    behind: bool, said: list[str]
-) -> None:
-    """Each makes up for those before it, and is tuned by what these make of its inputs."""
-    found = []
-    together = ["LlamaModel"], ["LlamaForCausalLM"]
-    for named in ({}, *({"sequential_targets": targets} for targets in together)):
-        modifiers = [WandaPruningModifier(sparsity=0.3, ignore=["lm_head"])] if behind else []
-        modifier = autoround(iters=3)
-        said.clear()
-        whole = {"pipeline": "sequential", "sequential_granularity": "block"}
-        model = tiny.run(tiny.llama(), *modifiers, modifier, **whole, **named)
-        told = [line for line in said if "Sequential calibration" in line]
-        assert "2 stops at block level" in told[-1]
-        found.append((model.state_dict(), modifier.records))
-    (expected, records), *others = found
-    for state, recorded in others:
-        assert records == recorded
-        assert all(torch.equal(state[key], expected[key]) for key in expected)
 
 
 def test_wrong_use_is_refused() -> None:

@@ -108,9 +108,6 @@ def textbook_square_head(student: Any, teacher: Any, batch: tiny.Batch) -> Tenso
 BATCH = with_labels(tiny.padded(tiny.batches(number=1), 6))[0]
 
 
-# ---- what is added to the loss
-
-
 @pytest.mark.parametrize("temperature", [None, 2.0])
 @pytest.mark.parametrize(
     "targets", [None, ["lm_head"], "LlamaForCausalLM", [["lm_head", "re:lm_"]]]
@@ -152,22 +149,6 @@ def test_hidden_states_of_layers(session: CompressionSession, scale: float, fact
     assert modifier.figures(session.state).keys() == tags
 
 
-def test_pairs_of_a_deeper_teacher(session: CompressionSession) -> None:
-    student, teacher = tiny.llama(), tiny.llama(num_hidden_layers=4)
-    modifier = begin(
-        session,
-        student,
-        teacher,
-        targets=[(LAYERS, r"re:.*layers\.[13]$")],
-        comparison="l2_distance",
-    )
-    assert modifier.pairs == [
-        ("model.layers.0", "model.layers.1"),
-        ("model.layers.1", "model.layers.3"),
-    ]
-    assert loss_of(student, BATCH).isfinite()
-
-
 @pytest.mark.parametrize("transform", ["softmax", "log_softmax", ["identity", "softmax"]])
 @pytest.mark.parametrize("comparison", ["kl_divergence", "cross_entropy"])
 def test_probabilities_are_compared_as_logits_are(
@@ -181,25 +162,6 @@ def test_probabilities_are_compared_as_logits_are(
     torch.testing.assert_close(found, loss_of(student, BATCH))
 
 
-def test_arguments_of_a_recipe_reach_the_functions(session: CompressionSession) -> None:
-    student, teacher = tiny.llama(), teacher_model()
-    text = """
-    train_stage:
-      modifiers:
-        OutputDistillationModifier:
-          targets: ["re:.*lm_head$"]
-          transforms: [softmax]
-          transforms_args: [{temperature: 2.0}]
-          comparison: kl_divergence
-          orig_scale: 0.0
-          distill_scale: 4.0
-    """
-    session.initialize(recipe=text, model=student, teacher_model=teacher)
-    torch.testing.assert_close(
-        loss_of(student, BATCH), textbook_kl(student, teacher, BATCH, 2.0), rtol=1e-4, atol=1e-5
-    )
-
-
 @pytest.mark.parametrize("fields", [{}, MIDDLE, {"temperature": 3.0}], ids=str)
 def test_a_teacher_like_the_student_changes_nothing(
     session: CompressionSession, fields: dict[str, Any]
@@ -211,9 +173,6 @@ def test_a_teacher_like_the_student_changes_nothing(
     student.zero_grad()
     student(**BATCH).loss.backward()
     expect_same_gradients(found, gradients(student))
-
-
-# ---- which tokens count, and how they are added up
 
 
 @pytest.mark.parametrize(
@@ -233,19 +192,6 @@ def test_padding_changes_nothing(session: CompressionSession, fields: dict[str, 
         student.zero_grad()
         end_batch()
     expect_same_gradients(*found)
-
-
-def test_tokens_without_a_label_count(session: CompressionSession) -> None:
-    student, teacher = tiny.llama(), teacher_model()
-    begin(session, student, teacher, orig_scale=0.0)
-    prompt = {**BATCH, "labels": BATCH["labels"].clone()}
-    prompt["labels"][:, :10] = -100
-    torch.testing.assert_close(loss_of(student, BATCH), loss_of_next(student, prompt))
-
-
-def loss_of_next(student: Any, batch: tiny.Batch) -> Tensor:
-    end_batch()
-    return loss_of(student, batch)
 
 
 def rows_of(batch: tiny.Batch) -> list[tiny.Batch]:
@@ -289,9 +235,6 @@ def test_accumulated_means_are_the_mean_of_the_batch(
     expect_same_gradients(gradients(student), whole)
 
 
-# ---- the student as it is trained
-
-
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("fields", [{}, MIDDLE], ids=str)
 def test_gradient_checkpointing_changes_nothing(
@@ -324,20 +267,6 @@ def test_a_compiled_student(session: CompressionSession) -> None:
     expect_same_gradients(*found)
 
 
-def test_mixed_precision(session: CompressionSession) -> None:
-    student, teacher = tiny.llama(), teacher_model(dtype=torch.bfloat16)
-    begin(session, student, teacher)
-    with torch.autocast("cpu", torch.bfloat16):
-        loss = loss_of(student, BATCH)
-    assert loss.dtype == torch.float32
-    loss.backward()
-    expected = textbook_kl(student, teacher.float(), BATCH, 1.0) + student(**BATCH).loss
-    torch.testing.assert_close(loss, expected, rtol=0.02, atol=0.02)
-
-
-# ---- the teacher
-
-
 def counting(model: Module, name: str) -> list[int]:
     """How often a module was called, as the length of a list."""
     calls: list[int] = []
@@ -367,26 +296,6 @@ def test_the_teacher_runs_once_a_batch_and_no_further_than_asked(
     assert losses[0] == losses[1] == losses[2]
     # the first batch shows that no module is called twice
     assert (len(first), len(second), len(head)) == (3, 1, 1)
-
-
-def test_two_modifiers_share_a_forward_of_the_teacher(session: CompressionSession) -> None:
-    student, teacher = tiny.llama(), teacher_model()
-    calls = counting(teacher, "model.layers.0")
-    recipe = [
-        OutputDistillationModifier(**MIDDLE),
-        OutputDistillationModifier(temperature=2.0),
-    ]
-    session.initialize(recipe=list(recipe), model=student, teacher_model=teacher)
-    expected = (
-        student(**BATCH).loss
-        + textbook_square_head(student, teacher, BATCH)
-        + textbook_kl(student, teacher, BATCH, 2.0)
-    )
-    before = len(calls)
-    for _ in range(3):
-        torch.testing.assert_close(loss_of(student, BATCH), expected)
-        end_batch()
-    assert len(calls) == before + 3
 
 
 def test_the_teacher_is_left_as_it_was_but_for_its_mode(session: CompressionSession) -> None:
@@ -432,9 +341,6 @@ def test_nothing_is_kept_after_a_batch(session: CompressionSession) -> None:
     assert not modifier._student._kept
 
 
-# ---- schedules
-
-
 def flags(session: CompressionSession, student: Any, steps: int) -> list[bool]:
     """At which steps the loss was replaced."""
     found = []
@@ -469,9 +375,6 @@ def test_the_schedule_is_kept(
     assert flags(session, student, 5) == [bool(flag) for flag in expected]
     session.finalize()
     assert tiny.traces(student) == tiny.traces(teacher) == {}
-
-
-# ---- learned projections
 
 
 def training(

@@ -145,9 +145,6 @@ def test_models_without_a_head(session: CompressionSession) -> None:
     assert "targets" in told
 
 
-# ---- what only a batch shows
-
-
 class Layered(nn.Module):
     """A model without a configuration, as simple as can be."""
 

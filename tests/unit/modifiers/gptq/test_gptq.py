@@ -5,14 +5,12 @@ from __future__ import annotations
 
 import itertools
 import json
-from functools import cache
 from typing import Any
 
 import pytest
 import torch
 from compressed_tensors.compressors import BaseCompressor
 from tests.support import tiny_llama as tiny
-from tests.support import tiny_mixtures as mixtures
 from tests.support.presets import LIKE_OTHERS, USUAL
 from tests.support.thinned import thinned
 from torch import Tensor
@@ -25,14 +23,12 @@ from llmcompressor.errors import NonFiniteError, RecipeError, TargetError
 from llmcompressor.modifiers import Modifier
 from llmcompressor.modifiers.awq.base import AWQModifier
 from llmcompressor.modifiers.gptq import GPTQModifier
-from llmcompressor.modifiers.gptq.base import SolveRecord
 from llmcompressor.modifiers.quantization import QuantizationModifier
 from llmcompressor.numerics import gptq as gptq_numerics
 from llmcompressor.numerics import gram
 from llmcompressor.numerics.hessian import SingularHessianError
 from llmcompressor.observers import input_statistics
 from llmcompressor.pipelines.watchers import reference_input
-from llmcompressor.quantization import column_solver
 from llmcompressor.recipe import Recipe
 from llmcompressor.schemes.presets import PRESETS
 
@@ -151,17 +147,6 @@ def solved(**fields: Any) -> tuple[GPTQModifier, dict[str, Tensor]]:
     return modifier, {name: module.weight.detach() for name, module in tiny.linears(model).items()}
 
 
-def test_the_ridge_holds_the_correction_of_inputs_back() -> None:
-    """Where it is large nothing is corrected: the codes are those of one stream."""
-
-    def away(ridge: float) -> float:
-        _, weights = solved(asymmetric=True, asymmetric_ridge=ridge, refinements=0)
-        return sum(float((one - plain[name]).abs().sum()) for name, one in weights.items())
-
-    _, plain = solved(refinements=0)
-    assert away(10.0) < away(0.05)
-
-
 def test_the_same_input_is_counted_once_and_solved_together() -> None:
     modifier = gptq()
     tiny.run(tiny.llama(), modifier)
@@ -171,24 +156,6 @@ def test_the_same_input_is_counted_once_and_solved_together() -> None:
     assert q == k
     assert losses[f"{layer}mlp.gate_proj"] == losses[f"{layer}mlp.up_proj"]
     assert len({q, o, losses[f"{layer}mlp.up_proj"], losses[f"{layer}mlp.down_proj"]}) == 4
-
-
-def test_modules_of_different_schemes_can_share_an_input() -> None:
-    """q in groups of 16, k in whole rows, v in eight bits, gate ignored."""
-    weights = [{**WEIGHTS, "group_size": 16}, {"num_bits": 3, "strategy": "channel"}]
-    groups = {
-        name: {"targets": [f"re:.*{name}_proj"], "weights": each}
-        for name, each in zip(
-            "qkv", [*weights, {"num_bits": 8, "strategy": "channel"}], strict=True
-        )
-    }
-    groups["up"] = {"targets": ["re:.*up_proj"], "weights": WEIGHTS}
-    model = tiny.run(tiny.llama(), gptq(config_groups=groups, ignore=[]))
-    attention = model.model.layers[1].self_attn
-    shapes = [getattr(attention, f"{name}_proj").weight_scale.shape for name in "qkv"]
-    assert shapes == [(64, 4), (32, 1), (32, 1)]
-    assert not hasattr(attention.o_proj, "weight_scale")
-    assert not hasattr(model.model.layers[1].mlp.gate_proj, "weight_scale")
 
 
 def test_padding_changes_nothing() -> None:
@@ -212,17 +179,6 @@ def test_scales_that_are_fitted_again_lower_the_loss(asymmetric: bool, reference
     assert error(b, reference) < error(a, reference)
     first = next(iter(chosen.records))
     assert fitted.records[first].loss < chosen.records[first].loss
-
-
-def test_scales_of_eight_bits_are_not_fitted_again() -> None:
-    eight = {"weights": {**WEIGHTS, "num_bits": 8}, "targets": ["Linear"]}
-    a, b = (
-        tiny.run(tiny.llama(), gptq(config_groups={"eight": eight}, refit_scales=wanted))
-        for wanted in (False, True)
-    )
-    for one, other in zip(tiny.linears(a).values(), tiny.linears(b).values(), strict=True):
-        assert torch.equal(one.weight_scale, other.weight_scale)
-        assert torch.equal(one.weight, other.weight)
 
 
 NARROW: dict[str, Any] = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8}
@@ -260,43 +216,6 @@ def test_what_outputs_lack_corrects_as_the_cross_product_does(
         assert float(close.float().mean()) > 0.99, name
 
 
-def solved_in_batches(batched: Any) -> list[Tensor]:
-    model = mixtures.mixture("mixtral", mixtures=1, num_local_experts=4, intermediate_size=64)
-    recipe = gptq(targets="Linear", batched_quantization=batched)
-    tiny.run(model, recipe, pipeline="layer_sequential")
-    return [one.weight for one in tiny.linears(model).values()]
-
-
-@cache
-def solved_one_by_one() -> list[Tensor]:
-    return solved_in_batches(False)
-
-
-@pytest.mark.parametrize(
-    ("batched", "most"),
-    [(False, 1), (None, 1), (1, 1), (2, 2), (3, 3), (8, 4), (True, 4), ("auto", 4)],
-)
-def test_batched_solving_is_a_matter_of_speed(
-    batched: Any, most: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Four experts have Linears of one shape."""
-    sizes: list[int] = []
-    whole = column_solver._solve_batch
-
-    def counted(problems: Any, given: Any) -> Any:
-        sizes.append(len(problems))
-        return whole(problems, given)
-
-    alone = solved_one_by_one()
-    monkeypatch.setattr(column_solver, "_solve_batch", counted)
-    for one, other in zip(solved_in_batches(batched), alone, strict=True):
-        assert float((one == other).float().mean()) > 0.95
-    assert max(sizes) == most
-
-
-# ------------------------------------------------------------------ when factorization fails
-
-
 @pytest.mark.parametrize("asymmetric", [False, True])
 def test_the_number_of_threads_never_changes_a_result(asymmetric: bool) -> None:
     """Matrices large enough to be split: where LAPACK would round otherwise, too."""
@@ -316,16 +235,7 @@ def test_the_number_of_threads_never_changes_a_result(asymmetric: bool) -> None:
         assert torch.equal(value, second[name]), name
 
 
-@pytest.mark.parametrize("pipeline", ["sequential", "layer_sequential"])
-def test_without_propagation_every_pipeline_finds_what_the_basic_one_finds(pipeline: str) -> None:
-    """The statistics are those of the original model."""
-    whole = tiny.linears(tiny.run(tiny.llama(), gptq(), pipeline="basic"))
-    model = tiny.run(tiny.llama(), gptq(), pipeline=pipeline, propagate_error=False)
-    for name, module in tiny.linears(model).items():
-        assert float((module.weight == whole[name].weight).float().mean()) > 0.99, name
-
-
-def test_dampening_is_raised_where_there_are_fewer_tokens_than_columns(warned: list[str]) -> None:
+def test_dampening_is_raised_for_fewer_tokens_than_columns(warned: list[str]) -> None:
     modifier = gptq(dampening_frac=0.0)
     tiny.run(tiny.llama(), modifier, data=tiny.batches(tokens=4, number=1))
     raised = {name for name, record in modifier.records.items() if record.dampening}
@@ -375,9 +285,6 @@ def test_a_field_that_does_nothing_says_what_does(
         assert instead in said[0]
 
 
-# ------------------------------------------------------------------ twin streams
-
-
 @pytest.mark.parametrize(
     ("shape", "other", "used"),
     [
@@ -388,7 +295,7 @@ def test_a_field_that_does_nothing_says_what_does(
     ],
     ids=["batch", "flattened batch", "other number of tokens", "as many tokens, but routed"],
 )
-def test_inputs_of_two_streams_meet_only_where_their_tokens_are_the_same(
+def test_two_streams_meet_only_where_tokens_are_the_same(
     shape: tuple[int, ...], other: tuple[int, ...], used: bool
 ) -> None:
     module, reference = Linear(4, 4), torch.zeros(other)
@@ -400,9 +307,6 @@ def test_inputs_of_two_streams_meet_only_where_their_tokens_are_the_same(
     assert (found is reference) == used
 
 
-# ------------------------------------------------------------------ starved modules
-
-
 def with_spare(**changes: Any) -> Any:
     """A model with a Linear that no forward ever calls."""
     model = tiny.llama(**changes)
@@ -411,46 +315,10 @@ def with_spare(**changes: Any) -> Any:
     return model
 
 
-def mute(model: Any) -> Any:
-    """``model`` with a branch that is always zero: the last Linear of it gets zeros alone."""
-    model.model.layers[1].mlp.up_proj.weight.data.zero_()
-    return model
-
-
-@pytest.mark.parametrize("asymmetric", [False, True])
-def test_a_module_that_gets_zeros_alone_is_rounded_and_recorded(
-    asymmetric: bool, warned: list[str]
-) -> None:
-    modifier, name = gptq(asymmetric=asymmetric), "model.layers.1.mlp.down_proj"
-    model = tiny.run(mute(tiny.llama()), modifier)
-    assert modifier.records[name] == SolveRecord(8 * 2 * 24, 0.0, None)
-    assert [line for line in warned if "zero in every calibration token" in line and name in line]
-    nearest = QuantizationModifier(config_groups=GROUPS, ignore=["lm_head"])
-    rounded = tiny.run(mute(tiny.llama()), nearest)
-    weight = model.get_submodule(name).weight
-    assert bool(weight.any())
-    assert torch.equal(weight, rounded.get_submodule(name).weight)
-
-
-# ------------------------------------------------------------------ observers and scales
-
-
 def static(bits: int = 8, **fields: Any) -> dict[str, Any]:
     weights = {"num_bits": 8, "strategy": "channel"}
     inputs = {"num_bits": bits, "strategy": "tensor", "observer": "static_minmax", **fields}
     return {"all": {"targets": ["Linear"], "weights": weights, "input_activations": inputs}}
-
-
-def test_static_inputs_are_calibrated_on_real_tokens_alone() -> None:
-    name = "model.layers.0.self_attn.q_proj"
-    data = tiny.padded(tiny.batches(tokens=4), 40)
-    inputs = tiny.inputs_of(tiny.llama(), name, data)
-    model = tiny.run(tiny.llama(), gptq(config_groups=static()), data=data)
-    expected = inputs.abs().max() / 127.5
-    assert torch.allclose(model.get_submodule(name).input_scale, expected, rtol=1e-6)
-    for module in tiny.linears(model).values():
-        assert module.input_scale.shape == (1,)
-        assert float(module.input_scale) > 0
 
 
 def test_fused_parts_share_one_global_scale() -> None:
@@ -484,9 +352,6 @@ def test_an_embedding_is_rounded_to_nearest() -> None:
     assert "model.embed_tokens" not in modifier.records
 
 
-# ------------------------------------------------------------------ fields
-
-
 def orders(modifier: GPTQModifier) -> dict[str, Any]:
     groups = modifier.resolve_quantization_config().groups
     return {
@@ -516,25 +381,10 @@ def grouped(**orders_by_group: str | None) -> dict[str, Any]:
     }
 
 
-def test_columns_are_ordered_by_activation_unless_asked_otherwise() -> None:
+def test_columns_are_ordered_by_activation_by_default() -> None:
     assert orders(gptq()) == {"all": "static"}
     assert orders(gptq(actorder=None)) == {"all": None}
     assert orders(gptq(actorder=False)) == {"all": None}
-
-
-@pytest.mark.parametrize("strategy", ["tensor", "channel", "block"])
-def test_the_order_is_for_every_strategy(strategy: str) -> None:
-    block = {"block_structure": [32, 32]} if strategy == "block" else {}
-    weights = {"num_bits": 8, "type": "float", "strategy": strategy, **block}
-    assert orders(gptq(config_groups={"g": {"targets": "Linear", "weights": weights}})) == {
-        "g": "static"
-    }
-
-
-@pytest.mark.parametrize("own", ["static", "weight"])
-def test_the_two_names_of_one_order_agree(own: str) -> None:
-    for asked in ("static", "weight"):
-        assert orders(gptq(actorder=own, config_groups=grouped(a=asked)))["a"] is not None
 
 
 @pytest.mark.parametrize("value", ["group", "dynamic", True])
@@ -603,10 +453,7 @@ def test_what_is_saved_of_a_recipe_loads_as_an_equal_one(modifier: GPTQModifier)
     }
 
 
-# ------------------------------------------------------------------ bad input
-
-
-def test_activations_that_are_not_finite_are_named_and_nothing_is_left_behind() -> None:
+def test_bad_activations_are_named_and_nothing_is_left() -> None:
     model = tiny.llama()
     model.model.layers[1].input_layernorm.weight.data[3] = 3e38  # finite, but times an input
     with pytest.raises(NonFiniteError, match=r"model\.layers\.1\.self_attn\.q_proj"):
@@ -614,7 +461,7 @@ def test_activations_that_are_not_finite_are_named_and_nothing_is_left_behind() 
     assert not tiny.traces(model)
 
 
-def test_a_module_that_no_batch_reaches_is_an_error_in_the_sequential_pipeline() -> None:
+def test_an_unreached_module_is_an_error_in_sequential() -> None:
     model = with_spare()
     with pytest.raises(TargetError, match=r"model\.layers\.1\.mlp\.spare"):
         tiny.run(model, gptq())

@@ -109,8 +109,6 @@ class Loop:
         return self
 
 
-# ---- the sparsity after each step is that of the formula
-
 ROUNDED = {name: 12 * 16 if name == "0.weight" else 16 * 8 for name in ("0.weight", "2.weight")}
 
 
@@ -177,14 +175,6 @@ def test_between_updates_the_sparsity_stays(update, unit):
         assert found == expected(modifier, last / unit), step
 
 
-def test_a_window_without_length_prunes_once():
-    loop = Loop(small_model(), gradual(start=2, end=2)).run(4)
-    assert [found["2.weight"] for _, found in loop.after] == [0.0, 0.75, 0.75, 0.75]
-
-
-# ---- masks hold
-
-
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("accumulation", [1, 3])
 def test_no_optimizer_revives_a_weight(optimizer, accumulation):
@@ -222,25 +212,6 @@ def test_a_mask_makes_zeros_even_of_what_is_not_finite():
         session.finalize()
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
-def test_other_dtypes_are_held_too(dtype):
-    model = nn.Linear(16, 8).to(dtype)
-    modifier = gradual(init_sparsity=0.5)
-    with create_session() as session:
-        session.initialize(recipe=modifier, model=model)
-        callbacks.batch_start()
-        pruned, before = model.weight == 0, model.weight.detach().clone()
-        assert int(pruned.sum()) == 64
-        model.weight.grad = torch.ones_like(model.weight)
-        callbacks.optim_pre_step()
-        assert torch.equal(model.weight.grad, (~pruned).to(dtype))
-        with torch.no_grad():
-            model.weight += 1
-        modifier.weights.apply()
-        assert torch.equal(model.weight, (before + 1).masked_fill(pruned, 0))
-        session.finalize()
-
-
 def test_parameters_that_are_not_targeted_train_on():
     model = small_model()
     before = {name: value.detach().clone() for name, value in model.named_parameters()}
@@ -249,13 +220,6 @@ def test_parameters_that_are_not_targeted_train_on():
     for name in ("0.bias", "2.weight", "2.bias", "3.weight"):
         assert not torch.equal(model.get_parameter(name), before[name]), name
         assert not bool((model.get_parameter(name) == 0).any()), name
-
-
-def test_frozen_parameters_are_pruned_too():
-    model = small_model()
-    model[0].weight.requires_grad_(False)
-    Loop(model, gradual()).run(9)
-    assert (model[0].weight == 0).float().mean() == 0.75
 
 
 @pytest.mark.parametrize("structure", ["filter", "channel", "block_2,4", "2:4", "1:4"])
@@ -301,9 +265,6 @@ def test_globally_all_weights_have_one_threshold():
     assert loop.after[-1][1]["2.weight"] < 0.5
 
 
-# ---- after the end
-
-
 def test_masks_are_kept_after_the_end():
     loop = Loop(small_model(), gradual(end=3), optimizer="adamw").run(8)
     assert [found["0.weight"] for _, found in loop.after][3:] == [0.75] * 5
@@ -320,37 +281,6 @@ def test_a_constant_modifier_takes_over(warned):
     assert warned == []
 
 
-def test_weights_that_grow_back_are_told_of(warned):
-    loop = Loop(small_model(), gradual(end=3, leave_enabled=False)).run(6)
-    assert loop.after[-1][1]["0.weight"] < 0.1
-    [text] = warned
-    assert "let go of its masks at its end" in text
-    assert "leave_enabled: true" in text
-
-
-def test_the_end_may_come_with_the_last_step_of_all(warned):
-    """Where nobody sends the end of the batch, too."""
-    modifier = gradual(end=1)
-    with create_session() as session:
-        session.initialize(recipe=modifier, model=small_model())
-        callbacks.batch_start()
-        callbacks.optim_post_step()
-        session.finalize()
-    assert modifier.report()["0"]["sparsity"] == 0.75
-    assert warned == []
-
-
-def test_the_end_of_the_run_zeroes_weights_that_were_loaded_since():
-    model, modifier = small_model(), gradual(init_sparsity=0.75)
-    with create_session() as session:
-        session.initialize(recipe=modifier, model=model)
-        callbacks.batch_start()
-        model.load_state_dict(small_model(3).state_dict())
-        session.finalize()
-    assert (model[0].weight == 0).float().mean() == 0.75
-    assert not modifier.weights.held
-
-
 def test_constant_keeps_exactly_the_zeros_that_are_there():
     model = small_model()
     with torch.no_grad():
@@ -360,9 +290,6 @@ def test_constant_keeps_exactly_the_zeros_that_are_there():
     for name, value in model.named_parameters():
         if name != "3.bias":  # begins at zero, and trains
             assert torch.equal(value == 0, before[name]), name
-
-
-# ---- checkpoints
 
 
 @pytest.mark.parametrize(
@@ -434,21 +361,6 @@ def test_masks_of_another_model_are_refused():
         callbacks.batch_start()
         with pytest.raises(CheckpointError, match=r"other parameters: 2\.weight differ"):
             other.load_state_dict(session.state, modifier.state_dict())
-
-
-# ---- what is told
-
-
-def test_figures_are_the_shares_that_are_zero():
-    model, modifier = small_model(), gradual(init_sparsity=0.5, apply_globally=True)
-    with create_session() as session:
-        session.initialize(recipe=modifier, model=model)
-        callbacks.batch_start()
-        figures = modifier.figures(session.state)
-    zeros = {name: model.get_parameter(name).eq(0).float().mean().item() for name in ROUNDED}
-    assert figures == pytest.approx(
-        {"sparsity": 0.5, **{f"sparsity/{name}": share for name, share in zeros.items()}}
-    )
 
 
 def test_weights_that_are_not_finite_are_refused():

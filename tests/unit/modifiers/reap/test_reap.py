@@ -18,13 +18,9 @@ from transformers import (
     AutoModelForCausalLM,
     Gemma4ForCausalLM,
     Gemma4TextConfig,
-    HunYuanMoEV1Config,
-    HunYuanMoEV1ForCausalLM,
 )
 
 from llmcompressor import verify
-from llmcompressor.core.modifier import planned_structure
-from llmcompressor.core.state import State
 from llmcompressor.errors import (
     NonFiniteError,
     OutputError,
@@ -34,7 +30,6 @@ from llmcompressor.errors import (
 from llmcompressor.modifiers.pruning import REAPPruningModifier
 from llmcompressor.modifiers.quantization import GPTQModifier
 from llmcompressor.modifiers.reap.layers import (
-    expert_count_attributes,
     find_moe_layers,
     prune_experts,
 )
@@ -134,31 +129,6 @@ def test_block_by_block_and_in_memory_are_the_same(
         assert streamed == whole, file
 
 
-@pytest.mark.parametrize("family", small.FAMILIES)
-def test_what_is_only_outlined_is_as_it_was_again(family: str) -> None:
-    def look(model: Any) -> list[Any]:
-        numbers = [
-            (name, key, value)
-            for name, module in model.named_modules()
-            for key, value in vars(module).items()
-            if type(value) is int
-        ]
-        return [
-            model.config.to_dict(),
-            numbers,
-            {key: id(value) for key, value in model.state_dict(keep_vars=True).items()},
-        ]
-
-    model = small.mixture(family)
-    state, modifier = State(model=model), REAPPruningModifier(sparsity=0.5)
-    modifier.initialize(state)
-    before = look(model)
-    with planned_structure([modifier], state):
-        assert count_of(model.config) == 4
-        assert {len(one.experts.down_proj) for one in small.blocks(model)} == {4}
-    assert look(model) == before
-
-
 @torch.no_grad()
 def by_hand(model: Any, sparsity: float, *, propagates: bool) -> list[tuple[list[float], Any]]:
     """Mixture by mixture: S of each expert, which are left; these alone go on where it is asked."""
@@ -216,37 +186,6 @@ def gemma4() -> Any:
         for stack in layer.experts.parameters():
             torch.nn.init.normal_(stack, std=0.2)
     return model
-
-
-def hunyuan() -> Any:
-    """The Linear that scores experts is a part of the router."""
-    torch.manual_seed(0)
-    own = {"head_dim": 8, "num_experts": small.EXPERTS, "moe_topk": 2}
-    return HunYuanMoEV1ForCausalLM(HunYuanMoEV1Config(**small.COMMON, **own)).eval()
-
-
-@pytest.mark.parametrize("make", [gemma4, hunyuan])
-def test_all_that_a_router_has_for_an_expert_goes_with_it(make: Any, tmp_path: Path) -> None:
-    """Whatever holds it: the part that scores, or what that is a part of."""
-    original = make()
-    original.save_pretrained(tmp_path / "model")
-    modifier = REAPPruningModifier(sparsity=0.5)
-    model = tiny.run(str(tmp_path / "model"), modifier, output_dir=tmp_path / "out")
-    assert verify(tmp_path / "out").ok
-    logits = tiny.logits(model, tiny.batches())
-    for layer, record in zip(find_moe_layers(original), modifier.report().values(), strict=True):
-        prune_experts(original, layer, record["kept"])
-        counts = [vars(one)["num_experts"] for one in layer.around if "num_experts" in vars(one)]
-        assert set(counts) <= {4}
-    for holder, name in expert_count_attributes(original, small.EXPERTS):
-        setattr(holder, name, 4)
-    for layer in original.model.layers:
-        router = getattr(layer, "router", None)
-        if router is not None:
-            assert len(router.per_expert_scale) == 4
-    assert torch.equal(tiny.logits(original, tiny.batches()), logits)
-    read = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
-    assert torch.equal(tiny.logits(read, tiny.batches()), logits)
 
 
 MAKERS = {
@@ -324,17 +263,6 @@ def test_stops_within_a_mixture_drop_the_same_experts(
     assert found.report() == expected
     pairs = zip(model.parameters(), whole.parameters(), strict=True)
     assert all(torch.equal(*pair) for pair in pairs)
-
-
-def test_padding_does_not_count() -> None:
-    found = []
-    for data in (tiny.batches(), tiny.padded(tiny.batches(), by=9)):
-        modifier = REAPPruningModifier(sparsity=0.5)
-        tiny.run(small.mixture("mixtral"), modifier, data=data)
-        found.append(modifier.report())
-    for one, other in zip(*(report.values() for report in found), strict=True):
-        assert one["tokens"] == other["tokens"]
-        assert one["saliency"] == pytest.approx(other["saliency"], rel=1e-4)
 
 
 def test_routing_groups_lose_as_many(tmp_path: Path) -> None:

@@ -91,9 +91,6 @@ def compressed(
     return oneshot(model=model, recipe=recipe, dataset=rows, output_dir=output, **more)
 
 
-# ---------------------------------------------------------------------- the gradient
-
-
 class Learning:
     """What is learned on a tiny model, and the same in one graph over all of it."""
 
@@ -185,9 +182,6 @@ def test_the_gradient_is_that_of_one_graph(scheme: str, biases: bool) -> None:
         assert gradient.norm() > 0
 
 
-# ---------------------------------------------------------------------- what is learned
-
-
 def test_the_loss_falls_and_matrices_stay_orthogonal() -> None:
     """With weights of 4 bits, on one batch: from 6.05 to 5.71."""
     learning = Learning(with_gains(tiny.llama()), "W4A16")
@@ -213,20 +207,8 @@ def test_what_was_kept_and_read_again_goes_on_with_the_same_bits() -> None:
         assert one.is_contiguous()
 
 
-def test_what_is_no_better_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(learned, "_is_better", lambda after, before: False)
-    source = written(tmp_path / "model")
-    compressed(str(source), RECIPES["rounded"](), tmp_path / "learned")
-    plain = SpinQuantModifier(rotations=["R1", "R2"])
-    compressed(str(source), [plain, rounded("W8A8")], tmp_path / "plain")
-    one, other = (tmp_path / kind / "model.safetensors" for kind in ("learned", "plain"))
-    assert one.read_bytes() == other.read_bytes()
-
-
 @pytest.mark.parametrize("is_folder", [True, False])
-def test_data_without_anything_to_predict_is_refused_before_the_first_pass_and_by_the_plan(
-    is_folder: bool, tmp_path: Path
-) -> None:
+def test_data_with_nothing_to_predict_is_refused(is_folder: bool, tmp_path: Path) -> None:
     source: Any = str(written(tmp_path / "source"))
     source = source if is_folder else AutoModelForCausalLM.from_pretrained(source)
     before = {} if is_folder else {key: one.clone() for key, one in source.state_dict().items()}
@@ -240,33 +222,6 @@ def test_data_without_anything_to_predict_is_refused_before_the_first_pass_and_b
         assert (problem.message, problem.remedy) == (caught.value.problem, caught.value.remedy)
         assert not list(tmp_path.glob("short*"))
     assert is_folder or all(torch.equal(source.state_dict()[key], before[key]) for key in before)
-
-
-def test_tokens_that_a_loss_mask_leaves_out_are_not_predicted(tmp_path: Path) -> None:
-    source = str(written(tmp_path / "source", num_hidden_layers=1))
-    rows = tiny.batches()[0]["input_ids"].tolist()
-    every = [{"input_ids": row, "loss_mask": [1] * len(row)} for row in rows]
-    none = {"input_ids": rows[1], "loss_mask": [1] + [0] * (len(rows[1]) - 1)}
-    half = {**every[1], "loss_mask": [0] * 3 + [1] * (len(rows[1]) - 3)}
-    found = {}
-    for name, data in {
-        "one": every[:1],
-        "one and none": [every[0], none],
-        "all": every[:2],
-        "some": [every[0], half],
-    }.items():
-        oneshot(
-            source,
-            recipe=[spin(), rounded("W8A8")],
-            dataset=data,
-            shuffle_calibration_samples=False,
-            verify=False,
-            use_loss_mask=True,
-            output_dir=tmp_path / name,
-        )
-        found[name] = tensors_of(tmp_path / name)
-    assert found["one"] == found["one and none"]
-    assert found["all"] not in (found["one"], found["some"])
 
 
 def test_a_step_holds_one_block_however_many_there_are() -> None:
@@ -284,9 +239,6 @@ def test_a_step_holds_one_block_however_many_there_are() -> None:
     waiting = 2 * 24 * 64 * 4  # what goes into a block, in a file
     heads = 16 * 16 * 8 * 4  # a block's own matrix, the next one, its momentum and so on
     assert deep - shallow <= 3 * (waiting + heads)
-
-
-# ---------------------------------------------------------------------- block by block
 
 
 @pytest.fixture

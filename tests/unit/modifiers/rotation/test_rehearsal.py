@@ -205,7 +205,7 @@ def test_a_model_that_was_changed_is_not_judged_by_its_class() -> None:
         proxy_model_builder(other)
 
 
-def test_the_same_seed_gives_the_same_and_nothing_else_is_touched() -> None:
+def test_the_same_seed_gives_the_same_and_touches_nothing() -> None:
     model = large("llama")
     torch.manual_seed(5)
     expected = torch.rand(3)

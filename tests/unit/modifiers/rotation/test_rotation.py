@@ -4,9 +4,7 @@
 from __future__ import annotations
 
 import copy
-import pickle
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -32,17 +30,14 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from llmcompressor import plan, verify
 from llmcompressor.core.modifier import Modifier
 from llmcompressor.errors import RecipeError, TargetError
 from llmcompressor.logger import logger
 from llmcompressor.modifiers.quantization import QuantizationModifier
 from llmcompressor.modifiers.rotation import NormMapping, QuIPModifier, SpinQuantModifier
 from llmcompressor.modifiers.rotation.plan import (
-    RotationPlan,
     SpinQuantMapping,
 )
-from llmcompressor.modifiers.smoothquant import SmoothQuantModifier
 from llmcompressor.pipelines import moe_selection
 from llmcompressor.recipe import Recipe
 
@@ -143,13 +138,6 @@ def test_quip_leaves_routers_alone_unless_they_are_named() -> None:
     assert not torch.equal(gate(named), before)
 
 
-@pytest.mark.parametrize("rotations", [["v"], ["u"]])
-def test_one_side_of_quip(rotations: Any) -> None:
-    model = lively(llama(attention_bias=True))
-    assert moved(model, QuIPModifier(rotations=rotations, transform_block_size=16)) < 1e-5
-    assert not hasattr(model.lm_head, "v_input")
-
-
 def norms_of(model: Any) -> dict[str, torch.Tensor]:
     """Parameters of all norms of the stream."""
     return {
@@ -199,29 +187,6 @@ def test_quip_takes_large_channels_out_of_norms(outlying: Any) -> None:
     assert torch.equal(outlying.model.norm.weight, before["model.norm.weight"])
 
 
-def test_gains_that_were_smoothed_stay() -> None:
-    """To rescale them would undo what the modifier before it is for."""
-
-    def large() -> Any:
-        model = lively(llama())
-        for layer in model.model.layers:
-            layer.input_layernorm.weight.data[3] = 64.0
-        return model
-
-    together, later, alone = large(), large(), large()
-    run(later, SmoothQuantModifier(smoothing_strength=0.1), data=DATA)
-    smoothed = norms_of(later)
-    smooth = SmoothQuantModifier(smoothing_strength=0.1)
-    assert moved(together, smooth, QuIPModifier()) < 1e-5
-    for name, after in norms_of(together).items():
-        assert torch.equal(after, smoothed[name])
-    run(later, QuIPModifier(), data=DATA)  # in a recipe of its own it knows nothing of that
-    run(alone, QuIPModifier(), data=DATA)
-    name = "model.layers.0.input_layernorm.weight"
-    for model in (later, alone):
-        assert not torch.equal(norms_of(model)[name], smoothed[name])
-
-
 @pytest.mark.parametrize("shared", ["norm", "weight of norms", "weight of Linears"])
 def test_what_blocks_share_is_changed_once(shared: str, outlying: Any, warned: list[str]) -> None:
     first, second = outlying.model.layers
@@ -233,13 +198,6 @@ def test_what_blocks_share_is_changed_once(shared: str, outlying: Any, warned: l
         second.mlp.up_proj.weight = first.mlp.up_proj.weight
     assert moved(outlying, QuIPModifier()) < 1e-5
     assert sum("left as it is" in line for line in warned) == 2
-
-
-def test_what_rounding_does_not_explain_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Weights that two modules share, where a trial that changes none of them cannot see it."""
-    monkeypatch.setattr(RotationPlan, "fuse", lambda *_: None)
-    with pytest.raises(TargetError, match="its outputs moved by"):
-        run(lively(llama()), QuIPModifier(), data=DATA)
 
 
 def test_one_matrix_for_each_module() -> None:
@@ -280,18 +238,6 @@ def test_gains_are_folded_and_embeddings_untied() -> None:
     untouched = lively(llama(tie_word_embeddings=True))
     run(untouched, SpinQuantModifier(rotations=["R2"]))
     assert untouched.lm_head.weight is untouched.model.embed_tokens.weight
-
-
-def test_bfloat16_moves_by_its_rounding() -> None:
-    assert moved(lively(llama(torch.bfloat16)), SpinQuantModifier(rotations=ALL)) < 0.05
-
-
-def test_a_rotated_model_can_be_copied() -> None:
-    model = lively(llama())
-    run(model, SpinQuantModifier(rotations=ALL))
-    wanted = logits(model, DATA)
-    assert torch.equal(logits(copy.deepcopy(model), DATA), wanted)
-    assert torch.equal(logits(pickle.loads(pickle.dumps(model)), DATA), wanted)
 
 
 @pytest.mark.parametrize("experts", [0, 4])
@@ -356,8 +302,6 @@ def test_a_config_of_transforms_is_applied() -> None:
     assert hasattr(model.model.layers[0].mlp.down_proj, "mine_input")
 
 
-# ---------------------------------------------------------------------- bad input
-
 WRONG: dict[str, tuple[Any, Any, str]] = {
     "no Hadamard matrix": (
         lambda: llama(intermediate_size=90),
@@ -406,16 +350,6 @@ def test_what_cannot_be_rotated_is_refused_before_anything_is(case: str) -> None
     assert not traces(model)
 
 
-def test_a_part_that_was_not_seen_is_found_out() -> None:
-    """A second reader of the stream, without a norm of its own."""
-    model = lively(llama())
-    layer = model.model.layers[1]
-    layer.mlp.register_parameter("extra", torch.nn.Parameter(torch.randn(SIZES["hidden_size"])))
-    layer.mlp.register_forward_pre_hook(lambda module, args: (args[0] * module.extra,))
-    with pytest.raises(TargetError, match=r"computes something else|was not seen"):
-        run(model, SpinQuantModifier(rotations=["R1"]))
-
-
 INT8: Any = {"targets": "Linear", "scheme": "W8A8", "ignore": ["lm_head"]}
 STATES: Any = {
     "config_groups": {
@@ -425,23 +359,6 @@ STATES: Any = {
         }
     }
 }
-
-
-@pytest.mark.parametrize(("fields", "severity"), [(INT8, "note"), (STATES, "error")])
-def test_it_is_known_before_whether_servers_may_leave_out_r3(
-    fields: Any, severity: str, tmp_path: Path, logged: list[str]
-) -> None:
-    lively(llama()).save_pretrained(tmp_path / "source")
-
-    def recipe() -> list[Modifier]:
-        return [SpinQuantModifier(rotations=["R3"]), QuantizationModifier(**fields)]
-
-    said = plan(tmp_path / "source", recipe=recipe(), measure=False).serving
-    assert {str(one.severity) for one in said if one.rule == "S73"} == {severity}
-    run(str(tmp_path / "source"), *recipe(), output_dir=tmp_path / "model")
-    begun = next(index for index, text in enumerate(logged) if "Pass 1 of" in text)
-    assert any("S73" in text for text in logged[:begun]) == (severity == "error")
-    assert verify(tmp_path / "model").ok == (severity == "note")
 
 
 def test_rotations_come_first() -> None:

@@ -126,26 +126,6 @@ def test_gptq_after_it_sees_the_smoothed_model(pipeline: str) -> None:
     assert far(model, reference, tiny.batches()) < 0.01
 
 
-def test_fewer_batches_may_be_looked_at() -> None:
-    models = [tiny.llama(), tiny.llama()]
-    long = [tiny.padded([one], by=2 * i)[0] for i, one in enumerate(tiny.batches(number=4))]
-    tiny.run(models[0], SmoothQuantModifier(num_calibration_steps=1), data=long)
-    tiny.run(models[1], SmoothQuantModifier(), data=long[:1])
-    found = [model.model.layers[1].input_layernorm.weight for model in models]
-    torch.testing.assert_close(*found)
-
-
-@pytest.mark.parametrize("steps", [1, 3, 4])
-def test_batches_that_run_as_one_are_looked_at_one_by_one(steps: int) -> None:
-    """Calibration runs short batches of equal lengths together."""
-    models, given = [tiny.llama(), tiny.llama()], tiny.batches(number=4)
-    tiny.run(models[0], SmoothQuantModifier(num_calibration_steps=steps), data=given)
-    tiny.run(models[1], SmoothQuantModifier(), data=given[:steps])
-    found = [model.model.layers[1].input_layernorm.weight for model in models]
-    torch.testing.assert_close(*found)
-    assert not torch.equal(found[0], tiny.llama().model.layers[1].input_layernorm.weight)
-
-
 WRONG: dict[str, dict[str, Any]] = {
     "smoothing_strength": {"smoothing_strength": 1.5},
     "no mapping": {"mappings": [["re:.*q_proj", ["a", "b"]]]},
@@ -167,7 +147,7 @@ def test_it_may_not_stand_behind_what_quantizes() -> None:
         tiny.run(tiny.llama(), int8(), SmoothQuantModifier())
 
 
-def test_behind_a_rotation_in_the_forward_there_is_nothing_to_smooth() -> None:
+def test_behind_an_online_rotation_nothing_can_be_smoothed() -> None:
     """Columns of a rotated weight are not those of the norm before it: in one recipe, or two."""
     with pytest.raises(TargetError, match=r"to smooth: QuIPModifier rotates.*Put .* before"):
         tiny.run(tiny.llama(), QuIPModifier(), SmoothQuantModifier())
@@ -177,22 +157,6 @@ def test_behind_a_rotation_in_the_forward_there_is_nothing_to_smooth() -> None:
     with pytest.raises(TargetError, match="nothing to smooth: v_input rotates"):
         tiny.run(model, SmoothQuantModifier())
     assert torch.equal(tiny.logits(model, tiny.batches()), rotated)
-
-
-@pytest.mark.parametrize("shared", ["norm", "weight"])
-def test_a_norm_that_two_blocks_share_stays(shared: str, warned: list[str]) -> None:
-    model = tiny.llama()
-    first, second = model.model.layers
-    if shared == "norm":
-        second.input_layernorm = first.input_layernorm
-    else:
-        second.input_layernorm.weight = first.input_layernorm.weight
-    before = first.input_layernorm.weight.detach().clone()
-    reference = tiny.logits(model, tiny.batches())
-    tiny.run(model, SmoothQuantModifier())
-    assert far(model, reference, tiny.batches()) < 1e-10
-    assert torch.equal(first.input_layernorm.weight, before)
-    assert any("left as it is" in line for line in warned)
 
 
 def test_what_no_rotation_touches_is_smoothed_behind_it(warned: list[str]) -> None:
