@@ -63,7 +63,6 @@ class OnExisting(Enum):
     """Policy for a target that already holds files."""
 
     REFUSE = "refuse"
-    SPARE = "spare"
     REPLACE = "replace"
     MERGE = "merge"
 
@@ -280,15 +279,13 @@ def staged_output(
 ) -> Iterator[Path]:
     """Write a directory elsewhere and move it into place when the block ends without an error.
 
-    A target that holds files is refused; left, with a name alongside it; replaced at the end; or
-    the new files are moved into it. Yields the directory to write into.
+    A target that holds files by then is left, with a name alongside it; replaced; or the new files
+    are moved into it. Yields the directory to write into.
 
     Raises:
         OutputError: the target holds files and they may not be touched, or the disk is full.
     """
     target = _absolute_path(output_dir)
-    if on_existing is OnExisting.REFUSE and _is_in_use(target):
-        _check_replaceable(target, overwrite=False)
     place = _staging_place(target)
     staging = place / f"{target.name}.partial-{_owner()}-{next(_counter)}"
     with disk_errors(target, "Free some space or choose another output directory."):

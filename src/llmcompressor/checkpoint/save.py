@@ -146,11 +146,6 @@ class SaveOptions:
     dtype: torch.dtype | None = None
     once: bool = False
 
-    @property
-    def shard_bytes(self) -> int:
-        """``max_shard_size`` as a number."""
-        return size("max_shard_size", self.max_shard_size)
-
     def folder(self, model: PreTrainedModel) -> Path | None:
         """Return the local folder of the original model."""
         place = self.source or model.config.name_or_path
@@ -185,8 +180,8 @@ def save_checkpoint(
     target = check_output_dir(
         output_dir, source=options.folder(model), overwrite=overwrite, is_ours=was_free
     )
-    spared = OnExisting.SPARE if was_free else OnExisting.REFUSE
-    with staged_output(target, on_existing=OnExisting.REPLACE if overwrite else spared) as folder:
+    on_existing = OnExisting.REPLACE if overwrite else OnExisting.REFUSE
+    with staged_output(target, on_existing=on_existing) as folder:
         write_checkpoint(model, folder, options)
     logger.info(f"Saved {target}.")
     return target
@@ -341,7 +336,7 @@ def write_checkpoint(
         if manifest.extras:
             name = type(model).__name__
             logger.info(f"Carrying over {len(manifest.extras)} tensors that {name} does not own.")
-        layout = layout_files(manifest.stored, options.shard_bytes)
+        layout = layout_files(manifest.stored, size("max_shard_size", options.max_shard_size))
         _write_weights(folder, layout, contents, manifest)
         write_non_weight_files(model, folder, options, manifest, layout)
 

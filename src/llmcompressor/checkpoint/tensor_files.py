@@ -113,12 +113,6 @@ class BufferPool:
             self._is_open = False
             self._idle.clear()
 
-    @property
-    def idle_bytes(self) -> int:
-        """Bytes of the idle buffers."""
-        with self._lock:
-            return sum(size * len(every) for size, every in self._idle.items())
-
     def _take_idle(self, nbytes: int) -> mmap.mmap | None:
         with self._lock:
             if self._idle.get(nbytes):
