@@ -251,7 +251,6 @@ def _current_directories() -> tuple[Path, ...]:
 
 
 def _is_in_use(target: Path, *own: Path) -> bool:
-    """Return True if ``target`` holds files, except those of the run that writes to it."""
     mine = {work_folder(target), *own}
     return target.is_dir() and any(path not in mine for path in target.iterdir())
 
@@ -435,8 +434,6 @@ def fsync(path: Path) -> None:
 
 
 class _TakenError(OutputError):
-    """Files have appeared in the output's place since the run began."""
-
     def __init__(self, target: Path) -> None:
         super().__init__(
             f"The output directory {target} holds files that were not there when the run began.",

@@ -296,7 +296,6 @@ class BlockWeights:
             self._convert(merged)
 
     def _convert(self, tensors: Mapping[str, Tensor]) -> None:
-        """Merge, split or permute tensors with transformers' weight conversion, and load them."""
         model: Any = self._model
         conversions = conversions_of(model)
         mapping: Any = get_model_conversion_mapping(model)
@@ -368,7 +367,6 @@ class BlockWeights:
             )
 
     def _own_modules(self, block: str) -> list[str]:
-        """Return the names of a block's modules, or for the rest of those outside all blocks."""
         if block:
             inner = self._model.get_submodule(block).named_modules(prefix=block)
             return [name for name, _ in inner]

@@ -212,7 +212,9 @@ class CompletedOutput:
         """Load a block, or some modules of it, from the written checkpoint into the model."""
         packed: dict[str, dict[str, Tensor]] = {}
         plain = {}
-        wanted = {name for name, one in named_modules(self._model) if one in (modules or ())}
+        every = () if modules is None else named_modules(self._model)
+        own = set(modules or ())
+        wanted = {name for name, one in every if one in own}
         for name in self._names_of(block):
             entry = self._packed.get(name)
             if entry is not None:
@@ -484,7 +486,6 @@ class BlockStream(CompletedOutput):
         super().close()
 
     def _read_ahead(self) -> None:
-        """Start to read the next block, unless two are loaded or being read already."""
         following = self._weights.after(self._inside[-1]) if len(self._inside) == 1 else None
         if following is not None:
             self._weights.read_ahead(following)
@@ -506,7 +507,6 @@ class BlockStream(CompletedOutput):
         self._commit(block, self._records(block), digest)
 
     def _records(self, block: str) -> dict[str, Any]:
-        """Return the report on a block's modules, or on those outside all blocks."""
         if block == REST:
             every = (name for name, _ in self._model.named_modules())
             outside = (name for name in every if name not in self._block_names)
@@ -589,5 +589,4 @@ class BlockStream(CompletedOutput):
 
 
 def _only_tensors(state: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return a state dict without the extra states of modules."""
     return {name: value for name, value in state.items() if isinstance(value, Tensor)}

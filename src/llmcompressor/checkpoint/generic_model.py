@@ -252,8 +252,6 @@ def untie_source(
 
 @dataclass(frozen=True)
 class _ConfigFacts:
-    """The settings of a configuration that a tree depends on."""
-
     dtype: torch.dtype | None
     is_tied: bool
     is_wrapped: bool
@@ -325,7 +323,6 @@ def _is_embedding(name: str) -> bool:
 
 
 def _find_embeddings(model: TreeModel, facts: _ConfigFacts) -> None:
-    """Find the input embedding and the output head, and mark doubtful candidates."""
     outside = [
         (name, module)
         for name, module in model.named_modules()

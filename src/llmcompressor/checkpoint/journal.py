@@ -154,7 +154,6 @@ class Journal:
             self._replace()
 
     def _take(self, kind: str, content: Mapping[str, Any]) -> bool:
-        """Apply one line; return False if its kind is unknown."""
         if kind == _RUN:
             self.fingerprint = dict(content)
         elif kind == _BLOCK:
@@ -172,7 +171,6 @@ class Journal:
         return True
 
     def _replace(self) -> None:
-        """Write the journal anew, atomically."""
         assert self.fingerprint is not None
         lines = [_line(_RUN, self.fingerprint)]
         lines += [
@@ -357,7 +355,6 @@ def _has_progress(folder: Path) -> bool:
 
 
 def _remove(folder: Path) -> None:
-    """Remove a work folder: the journal first, as the rest without it is no progress."""
     (folder / _JOURNAL).unlink(missing_ok=True)
     shutil.rmtree(folder, ignore_errors=True)
 

@@ -35,7 +35,6 @@ from llmcompressor.checkpoint.packing import patch_packed_zero_points
 from llmcompressor.checkpoint.side_files import SPEAKERS_FILE, module_folders
 from llmcompressor.checkpoint.source import (
     CONFIG,
-    SourceInfo,
     check_config_unquantized,
     check_dense,
     check_format,
@@ -49,7 +48,9 @@ from llmcompressor.checkpoint.source import (
     quantization_method,
     quantization_settings,
     quantized_error,
+    source_of,
     undeclared_error,
+    whole_source,
 )
 from llmcompressor.errors import ArgumentError, CheckpointError, did_you_mean
 from llmcompressor.logger import logger
@@ -269,33 +270,24 @@ def check_quantization_declared(place: str | os.PathLike[str], **hub: Any) -> No
 
     ``place`` is a folder, or an id whose files are in the hub's cache; anything else passes.
     """
-    source = _undeclared_source(place, **hub)
-    if source is not None:
+    source = whole_source(local_directory(place, **hub))
+    if source is not None and quantization_method(source.config) is None:
         check_dense(source.tensors)
 
 
 def check_model_declared(model: Module) -> None:
     """Refuse (CheckpointError) a model object whose weights are undeclared codes of its folder."""
-    place = getattr(getattr(model, "config", None), "name_or_path", None)
-    source = _undeclared_source(place) if isinstance(place, str) and place else None
-    name = None if source is None else next(code_tensors(source.tensors), None)
-    if source is not None and name is not None:
+    source = source_of(model)
+    if source is None or quantization_method(source.config) is not None:
+        return
+    name = next(code_tensors(source.tensors), None)
+    if name is not None:
         error = undeclared_error(name, source.tensors[name])
         raise CheckpointError(
             f"{error.problem.rstrip('.')}, and the model object was loaded from there.",
             "Load the original, unquantized model; or, if its weights are dequantized since, save "
             "it to another folder and load that.",
         )
-
-
-def _undeclared_source(place: str | os.PathLike[str], **hub: Any) -> SourceInfo | None:
-    """Return the source in a folder that declares no quantization; ``None`` for others."""
-    folder = local_directory(place, **hub)
-    try:
-        source = None if folder is None else inspect_source(folder, allow_quantized=True)
-    except CheckpointError:  # reported when it is read; a model object may have outlived it
-        return None
-    return None if source is None or quantization_method(source.config) else source
 
 
 def check_unquantized(model: PreTrainedModel) -> None:
@@ -466,7 +458,6 @@ def has_offload_caches(model: Module) -> bool:
 
 
 def _remove_hooks(model: Module, aligned: Sequence[tuple[Module, AlignDevicesHook]]) -> bool:
-    """Return True if weights were loaded."""
     away = [
         (module, hook, name, tensor.nbytes, _is_in_memory(hook.weights_map, name))
         for module, hook in aligned
@@ -491,7 +482,6 @@ def _remove_hooks(model: Module, aligned: Sequence[tuple[Module, AlignDevicesHoo
 
 
 def _remove_caches(model: Module) -> bool:
-    """Return True if weights were loaded."""
     away = [
         (path or type(model).__name__, module, name, tensor.nbytes)
         for path, module in model.named_modules()
@@ -539,7 +529,6 @@ def copy_without_weights(model: Module) -> Module:
 
 
 def _check_room(kept: str, size: int, processes: int = 1) -> None:
-    """Refuse to load weights that main memory has no room for."""
     free = free_host_memory() // processes
     if size > free:
         raise ArgumentError(
@@ -560,13 +549,11 @@ def _align_hooks(module: Module) -> Iterator[AlignDevicesHook]:
 
 
 def _is_in_memory(held: Any, name: str) -> bool:
-    """Return True if an offloaded weight is held in memory and not on the disk."""
     while isinstance(held, PrefixedDataset):
         held, name = held.dataset, f"{held.prefix}{name}"
     return not isinstance(held, OffloadedWeightsLoader) or name in held.state_dict
 
 
 def _caches_of(module: Module) -> list[OffloadCache]:
-    """Return the offload caches of a module's parameters and buffers."""
     every: tuple[Any, ...] = (module._parameters, module._buffers)
     return [one for one in every if isinstance(one, OffloadCache)]

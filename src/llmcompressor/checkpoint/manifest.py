@@ -80,7 +80,6 @@ def partition_state_dict(
 def _split_quantized(
     quantized: Sequence[QuantizedModule], tensors: Mapping[str, Tensor]
 ) -> tuple[dict[str, dict[str, Tensor]], dict[str, Tensor]]:
-    """Return the tensors of each quantized module by own name, and all others."""
     entries = {entry.name: entry for entry in quantized}
     own: dict[str, dict[str, Tensor]] = {name: {} for name in entries}
     plain = {}

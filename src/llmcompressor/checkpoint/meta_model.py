@@ -232,7 +232,6 @@ def meta_parameter(tensor: Tensor) -> Parameter:
 
 
 def _replace_placeholders(model: Module) -> list[list[tuple[Module, str]]]:
-    """Replace placeholders by plain meta parameters; return the places of shared ones."""
     places: dict[int, list[tuple[Module, str]]] = {}
     kept: dict[int, Parameter] = {}
     for module in model.modules():
@@ -265,7 +264,6 @@ def _dtype(
 
 
 def _loader_class(config: PretrainedConfig, place: str, *, trust_remote_code: bool) -> Any:
-    """Return the model class; remote code is loaded from the checkpoint's folder."""
     remote = getattr(config, "auto_map", None) or {}
     name = next((name for name in AUTO_CLASSES if name in remote), None)
     if trust_remote_code and name is not None:

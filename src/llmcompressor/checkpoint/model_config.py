@@ -161,7 +161,6 @@ def _decode_floats(value: Any) -> Any:
 
 
 def _patch_class(config: dict[str, Any], model: PreTrainedModel) -> None:
-    """Write the model's class where the file names another class of transformers."""
     known = [name for name in config.get("architectures") or () if hasattr(transformers, name)]
     # the nearest base: the class may be a wrapper
     every = (kind for kind in type(model).__mro__ if kind.__module__.startswith(_MODELS))

@@ -130,8 +130,6 @@ class _PlacedTensor(NamedTuple):
 
 
 class _PieceFinder:
-    """Maps checkpoint tensors to the Linears of unfused MoEs."""
-
     def __init__(
         self,
         mixtures: Mapping[str, StackedMoE],

@@ -42,8 +42,7 @@ from transformers.core_model_loading import (
 )
 from transformers.quantizers.base import MODULES_TO_PATCH_FOR_QUANTIZATION
 
-from llmcompressor.checkpoint.source import inspect_source, local_directory
-from llmcompressor.errors import CheckpointError
+from llmcompressor.checkpoint.source import source_of
 from llmcompressor.logger import logger
 from llmcompressor.modeling.names import distinguishes_digits, is_in_tower, named_modules
 from llmcompressor.modeling.weights import text_config
@@ -51,7 +50,6 @@ from llmcompressor.moe.layouts import StackedMoE
 from llmcompressor.moe.linear_experts import LinearExperts
 from llmcompressor.transformers_internals import (
     build_from_config,
-    commit_of,
     conversions_of,
     original_patterns,
     set_conversions,
@@ -425,7 +423,6 @@ class NameMap:
         return heads
 
     def _of_weights(self, known: Collection[str]) -> Iterator[tuple[str, list[str]]]:
-        """Yield each checkpoint module with the names of the modules that load its weight."""
         weights = self.loaded([f"{name}.weight" for name in known], self.model.state_dict())
         split: dict[str, list[str]] = {}  # one stored tensor may become several
         for name in self.model.state_dict():
@@ -477,7 +474,6 @@ def _vllm_name(stored: str) -> str:
 
 
 def _loader_classes(model: PreTrainedModel) -> Iterator[tuple[Any, Any]]:
-    """Yield the other classes that load the checkpoint, each with its configuration."""
     settings, named = _written_config(model)
     mapping: Any = MODEL_FOR_CAUSAL_LM_MAPPING
     text = None if settings is None else mapping.get(type(settings), None)
@@ -561,17 +557,10 @@ def record_prefix(model: PreTrainedModel) -> None:
     transformers records a prefix from a class's own table itself, but not the base model prefix
     (``language_model`` of Llama 4's text model).
     """
-    place, prefix = model.config.name_or_path, model.base_model_prefix
+    prefix, source = model.base_model_prefix, source_of(model)
     conversions: Any = conversions_of(model)
-    if not place or not prefix or conversions is None:
+    if source is None or not prefix or conversions is None:
         return  # it was not loaded from a folder
-    folder = local_directory(place, revision=commit_of(model.config))
-    if folder is None:
-        return
-    try:
-        source = inspect_source(folder, allow_quantized=True)
-    except CheckpointError:
-        return  # the model was complete when it was loaded; saving reports it
     if len(config_levels(dict(source.config), model.config)) == 1:
         return
     weights = [name for name in model.state_dict() if name.endswith(".weight")]

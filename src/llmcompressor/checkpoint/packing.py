@@ -397,7 +397,6 @@ def _packed_codes(entry: QuantizedModule, own: Mapping[str, Tensor]) -> Tensor:
 
 
 def _rounded_quotients(grid: Grid, x: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
-    """Return the codes of unrounded values, computed from the rounded values."""
     rounded = grid.fake_quantize(x, scale, zero)
     if needs_recoding(grid, x.dtype):
         return recode(rounded, scale, zero, grid)
@@ -409,7 +408,6 @@ def _to_float32(tensor: Tensor) -> Tensor:
 
 
 def _code_packer(scheme: QuantizationScheme, columns: int) -> Callable[[Tensor], Tensor]:
-    """Return the function from clamped quotients to the format's stored form."""
     weights = scheme.weights
     grid = grid_of(weights)
     if scheme.format in _FP4_FORMATS:

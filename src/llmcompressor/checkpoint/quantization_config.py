@@ -659,8 +659,6 @@ def merge_quantization(
 
 
 class _ConfigGroups:
-    """The config groups of one configuration and their modules."""
-
     def __init__(self, config: Mapping[str, Any], modules: Mapping[str, Module]) -> None:
         overall = config.get("format")
         overall = None if overall == CompressionFormat.mixed_precision.value else overall

@@ -43,6 +43,7 @@ from llmcompressor.checkpoint.manifest import (
 from llmcompressor.checkpoint.model_config import (
     STORED_AS,
     checkpoint_config,
+    push_files,
     write_json,
     write_report,
 )
@@ -287,10 +288,6 @@ def _save_pretrained(
             return
         written = _save_into(model, target, options, state_dict)
         if push_to_hub:  # transformers' own would write the files again, dense
-            from llmcompressor.checkpoint.model_config import (  # noqa: PLC0415  # few ask for it
-                push_files,
-            )
-
             given = {"repo_id": target.name, "tags": model.model_tags, **hub_arguments}
             push_files(target, written, **given)
 
@@ -427,7 +424,6 @@ def _state_to_write(
 def _source_headers(
     source: Path | None, model: PreTrainedModel, written: Collection[str]
 ) -> Mapping[str, TensorHeader]:
-    """Return the source's tensors, except those whose meaning the output would lose."""
     if source is None:
         return {}
     try:

@@ -82,7 +82,6 @@ def extra_tensors(
 
 
 def _warn(model: PreTrainedModel, extras: Sequence[str], left: Sequence[str]) -> None:
-    """Warn of tensors in modules of the model that are not written, and of an adapter."""
     patterns = unexpected_patterns(model)
     told = [
         name
@@ -111,7 +110,6 @@ def layer_prefix(name: str) -> str | None:
 
 
 def _layer_count(source: Mapping[str, TensorHeader]) -> int:
-    """Return the configured number of layers of the source's language model; 0 if it is unknown."""
     header = next(iter(source.values()), None)
     file = None if header is None else header.file.parent / "config.json"
     if file is None or not file.is_file():

@@ -21,6 +21,7 @@ from safetensors import SafetensorError, safe_open
 
 from llmcompressor.errors import CheckpointError, did_you_mean
 from llmcompressor.runtime.progress import join_names
+from llmcompressor.transformers_internals import commit_of
 
 CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
@@ -152,6 +153,23 @@ def inspect_source(
     if not allow_quantized:
         check_dense(tensors)
     return SourceInfo(directory.resolve(), config, tensors, size)
+
+
+def whole_source(folder: Path | None) -> SourceInfo | None:
+    """Return the source in a folder; ``None`` without one, and where reading it will fail."""
+    try:
+        return None if folder is None else inspect_source(folder, allow_quantized=True)
+    except CheckpointError:
+        return None
+
+
+def source_of(model: Any) -> SourceInfo | None:
+    """Return the source that a model was loaded from, if it is still there and whole."""
+    config = getattr(model, "config", None)
+    place = getattr(config, "name_or_path", None)
+    if not isinstance(place, str) or not place:
+        return None
+    return whole_source(local_directory(place, revision=commit_of(config)))
 
 
 def _not_a_directory(path: Path) -> CheckpointError:
@@ -422,7 +440,6 @@ def _holds_codes(name: str, header: TensorHeader, tensors: Mapping[str, TensorHe
 
 
 def _scales_of(name: str) -> list[str]:
-    """Return the possible names of the scales of a tensor."""
     path, dot, own = name.rpartition(".")
     names = [f"{own}_scale", f"{own}_scale_inv", f"{own}_scales"]
     if own == "weight":
