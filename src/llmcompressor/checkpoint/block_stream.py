@@ -481,7 +481,8 @@ class BlockStream(CompletedOutput):
         return found
 
     def close(self) -> None:
-        """Stop the threads that read and write."""
+        """Stop the threads that read and write; lazy blocks keep this, but nothing of the run."""
+        self._report = lambda names: {}
         self._writer.close()
         super().close()
 
