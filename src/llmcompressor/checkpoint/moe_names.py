@@ -28,7 +28,7 @@ from llmcompressor.checkpoint.names import (
     expert_linear_names,
     stacking_converters,
 )
-from llmcompressor.checkpoint.source import RowSliceHeader, TensorHeader
+from llmcompressor.checkpoint.source import TensorHeader
 from llmcompressor.errors import CheckpointError
 from llmcompressor.moe.layouts import StackedLinear, StackedMoE, StackLayout
 from llmcompressor.moe.linear_experts import LinearExperts, fuse_experts, unfuse_experts
@@ -232,16 +232,9 @@ def _piece(header: TensorHeader, expert: int, own: slice, *, turned: bool) -> Te
     if not turned and own.step is None:
         start = own.start * (size // max(matrix[0], 1))
         return TensorHeader(header.dtype, shape, header.file, offset + start, nbytes)
-    return RowSliceHeader(
-        header.dtype,
-        shape,
-        header.file,
-        offset,
-        nbytes,
-        matrix=tuple(matrix),
-        turned=turned,
-        rows=(own.start, own.stop, own.step or 1),
-    )
+    rows_of = (own.start, own.stop, own.step or 1)
+    place = (header.file, offset, nbytes, tuple(matrix), turned, rows_of)
+    return TensorHeader(header.dtype, shape, *place)
 
 
 # Fused 3-D expert tensors of a checkpoint, viewed as one matrix per expert and projection.

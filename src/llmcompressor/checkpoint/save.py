@@ -7,6 +7,7 @@ The hub is not contacted unless ``push_to_hub`` is given.
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Callable, Collection, Mapping
 from contextlib import closing, nullcontext
@@ -94,16 +95,7 @@ DEFAULT_SHARD_SIZE = "20GB"
 _RETURN_EVERY = 2**25
 """Bytes of packed tensors after which freed memory is returned."""
 _OPTIONS = "_llmcompressor_save_options"
-_HUB_ARGUMENTS = (
-    "commit_description",
-    "commit_message",
-    "create_pr",
-    "private",
-    "repo_id",
-    "revision",
-    "tags",
-    "token",
-)
+_HUB_ARGUMENTS = [*inspect.signature(push_files).parameters][2:]
 _WITHOUT_EFFECT = {
     "save_function": "how files are written",
     "save_original_format": "",

@@ -36,14 +36,11 @@ _ADAPTER = "adapter_config.json"
 
 @dataclass(frozen=True)
 class TensorHeader:
-    """The entry of a tensor in a safetensors header.
+    """The entry of a tensor in a safetensors header, and the place of its data in a file, in bytes.
 
-    Attributes:
-        dtype: safetensors' name of the dtype, such as ``"BF16"``.
-        shape: the tensor's shape.
-        file: the file that holds it.
-        offset: the offset of its data in the file, in bytes.
-        nbytes: the number of bytes of its data.
+    ``dtype`` is safetensors' name of the dtype, such as ``"BF16"``. The tensor may be a selection
+    of ``rows`` (first, end, step) of a ``matrix`` of that shape, transposed first if ``turned``;
+    ``offset`` is the matrix's then.
     """
 
     dtype: str
@@ -51,17 +48,7 @@ class TensorHeader:
     file: Path
     offset: int = 0
     nbytes: int = 0
-
-
-@dataclass(frozen=True)
-class RowSliceHeader(TensorHeader):
-    """A tensor that is a non-contiguous selection of rows of a matrix in a file.
-
-    ``offset`` and ``matrix`` (a shape) are the matrix's; ``shape`` and ``nbytes`` those of the
-    piece. Rows (first, end, step) are selected from the transposed matrix if ``turned``.
-    """
-
-    matrix: tuple[int, ...] = ()
+    matrix: tuple[int, ...] | None = None
     turned: bool = False
     rows: tuple[int, int, int] = (0, 0, 1)
 

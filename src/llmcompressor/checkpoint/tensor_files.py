@@ -29,7 +29,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from llmcompressor.checkpoint.source import SINGLE, RowSliceHeader, TensorHeader
+from llmcompressor.checkpoint.source import SINGLE, TensorHeader
 from llmcompressor.errors import CheckpointError
 
 DTYPES: dict[str, torch.dtype] = {
@@ -152,7 +152,7 @@ class TensorReader:
         """
         header = self._headers[name]
         dtype = torch_dtype(name, header)
-        shape = header.matrix if isinstance(header, RowSliceHeader) else header.shape
+        shape = header.shape if header.matrix is None else header.matrix
         nbytes = prod(shape) * dtype.itemsize
         data = self._buffers.take(nbytes)
         view = bytes_of(data)
@@ -170,10 +170,9 @@ class TensorReader:
                 digest.update(view[done : done + count])
             done += count
         tensor = data.view(dtype).reshape(shape)
-        if isinstance(header, RowSliceHeader):
-            tensor = tensor.mT if header.turned else tensor
-            return tensor[slice(*header.rows)].contiguous()
-        return tensor
+        if header.matrix is None:
+            return tensor
+        return (tensor.mT if header.turned else tensor)[slice(*header.rows)].contiguous()
 
     def file_stamps(self, names: Iterable[str]) -> dict[str, str]:
         """Return a stamp for each open file of some tensors, which changes if it is modified."""
