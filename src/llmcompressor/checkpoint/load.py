@@ -152,16 +152,10 @@ def load_model(
 ) -> PreTrainedModel:
     """Load a model from a folder or the hub, in evaluation mode, on the device of transformers.
 
-    Args:
-        model: a folder, or the id of a model on the hub.
-        config_name: the source of the configuration, if not ``model``.
-        precision: the dtype of the weights; see :func:`parse_precision`.
-        tie_word_embeddings: ``False`` unties the output head from the embeddings.
-        trust_remote_code: as for ``from_pretrained``, like the other arguments of the hub.
-        revision: see there.
-        cache_dir: see there.
-        token: see there.
-        unpacks: accept a model compressed by compressed-tensors, and decompress its weights.
+    The configuration may come from elsewhere; ``precision`` is a dtype (:func:`parse_precision`);
+    with ``tie_word_embeddings=False`` the output head is untied; with ``unpacks`` a model
+    compressed by compressed-tensors is accepted and decompressed. All others are arguments of
+    ``from_pretrained``.
 
     Raises:
         CheckpointError: the model is not there, is damaged, incomplete or quantized already.
@@ -178,9 +172,11 @@ def load_model(
     place = str(Path(model).expanduser()) if Path(model).expanduser().exists() else str(model)
     with loading_errors(place):
         config = load_config(config_name or place, **hub)
-        settings = compressed_tensors_settings(config) if unpacks else None
+        written = config.to_dict()
+        is_kept = unpacks and is_compressed_tensors(quantization_method(written))
+        settings = quantization_settings(written) if is_kept else None
         if settings is None:
-            check_config_unquantized(place, config.to_dict())
+            check_config_unquantized(place, written)
         dtype = parse_precision(precision)
         loaded = load_pretrained(place, config, settings=settings, dtype=dtype, **hub)
         if is_hub_id(model):  # the files are on this machine now
@@ -213,16 +209,6 @@ def load_config(place: str | os.PathLike[str], **hub: Any) -> PretrainedConfig:
         if hasattr(one, "quantization_config") and is_empty_quantization(one.quantization_config):
             del one.quantization_config
     return config
-
-
-def compressed_tensors_settings(config: PretrainedConfig) -> Mapping[str, Any] | None:
-    """Return a model's compressed-tensors configuration; ``None`` where it has none."""
-    written = config.to_dict()
-    return (
-        quantization_settings(written)
-        if is_compressed_tensors(quantization_method(written))
-        else None
-    )
 
 
 def load_pretrained(
@@ -298,14 +284,6 @@ def check_unquantized(model: PreTrainedModel) -> None:
         method = getattr(quantizer.quantization_config, "quant_method", "an unnamed method")
         name = model.config.name_or_path or type(model).__name__
         raise quantized_error(name, str(getattr(method, "value", method)))
-
-
-def read_config(place: str | os.PathLike[str], *, trust_remote_code: bool) -> PretrainedConfig:
-    """Load the configuration of an unquantized model in a folder; CheckpointError for others."""
-    with loading_errors(str(place)):
-        config = load_config(place, trust_remote_code=trust_remote_code)
-    check_config_unquantized(str(place), config.to_dict())
-    return config
 
 
 def model_class(config: PretrainedConfig, *, trust_remote_code: bool) -> Any:

@@ -27,14 +27,14 @@ from transformers.utils import logging as hf_logging
 from llmcompressor.checkpoint.load import (
     AUTO_CLASSES,
     check_complete,
+    load_config,
     loading_errors,
     model_class,
     parse_precision,
-    read_config,
 )
 from llmcompressor.checkpoint.names import LoadedName, NameMap, stacks_tensors
 from llmcompressor.checkpoint.side_files import SPEAKERS_FILE
-from llmcompressor.checkpoint.source import SourceInfo, TensorHeader
+from llmcompressor.checkpoint.source import SourceInfo, TensorHeader, check_config_unquantized
 from llmcompressor.checkpoint.tensor_files import DTYPES
 from llmcompressor.errors import CheckpointError
 from llmcompressor.modeling.weights import text_config
@@ -182,9 +182,10 @@ def build_meta_model(
             lacks tensors of it.
     """
     place = str(source.directory)
-    config = read_config(config_name or place, trust_remote_code=trust_remote_code)
-    dtype = _dtype(parse_precision(precision), config, source.tensors)
     with no_progress_bars(), loading_errors(place):
+        config = load_config(config_name or place, trust_remote_code=trust_remote_code)
+        check_config_unquantized(config_name or place, config.to_dict())
+        dtype = _dtype(parse_precision(precision), config, source.tensors)
         loader = _loader_class(config, place, trust_remote_code=trust_remote_code)
         draft = _draft(loader, config)
         own = NameMap(draft) if draft is not None else None
