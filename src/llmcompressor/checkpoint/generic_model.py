@@ -70,7 +70,7 @@ class TreeConfig(PretrainedConfig):  # type: ignore[no-untyped-call]  # transfor
         return cls()
 
 
-class WrappedTreeConfig(TreeConfig):
+class WrappedTreeConfig(TreeConfig):  # type: ignore[no-untyped-call]  # transformers has no types
     """The configuration where the original has a text part, as served names differ then."""
 
     def get_text_config(self, decoder: Any = None, encoder: Any = None) -> Any:

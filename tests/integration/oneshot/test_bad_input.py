@@ -699,7 +699,7 @@ def test_a_modifier_serves_again_after_a_failure(place: Place) -> None:
 @pytest.fixture
 def _quick_rates(monkeypatch: pytest.MonkeyPatch) -> None:
     """How fast the machine is, which takes a second to measure, is no matter here."""
-    rates = Rates("cpu", 1e9, 1e9, 1e9, 1e9, 1e9, 1.0, 1e9, 1e9)
+    rates = Rates("cpu", 1e9, 1e9, 1e9, 1e9, 1.0)
     monkeypatch.setattr("llmcompressor.planning.make.measure_rates", lambda *_: rates)
 
 

@@ -14,7 +14,7 @@ from typer.testing import CliRunner, Result
 
 from llmcompressor.args.parsing import RENAMED, current_name
 from llmcompressor.cli.app import app
-from llmcompressor.cli.train import OPTIONS
+from llmcompressor.cli.commands import OPTIONS
 
 TRAIN = ["train", "model", "--dataset", "data.jsonl", "--output", "out"]
 RUN = ["run", "model", "--recipe", "recipe.yaml", "--output", "out"]

@@ -11,8 +11,6 @@ from torch import nn
 
 from llmcompressor.core import State
 from llmcompressor.core.contract import (
-    CalibrationCost,
-    DataSize,
     DataUse,
     Edits,
     Granularity,
@@ -131,26 +129,11 @@ def test_methods_feed_selection_prediction_and_report() -> None:
     assert one.report({"b"}) == {"b": 2}
 
 
-def test_methods_feed_cost_and_check() -> None:
+def test_a_check_of_data_feeds_the_check() -> None:
     class Technique(Plain):
-        def effort(self, modules: Any, data: DataSize) -> CalibrationCost:
-            return CalibrationCost(gram=len(modules))
-
-        def beside(self, modules: Any, *, together: bool) -> int:
-            return 5
-
-        def rehearse(self, model: Any, build: Any) -> str:
-            return "unknown"
-
         def check_data(self, batches: Any, *, use_loss_mask: bool) -> None:
             raise DatasetError("There are no labels.", "Add them.")
 
-    cost = Technique().cost()
-    assert cost.calibration([LINEAR], DataSize()).gram == 1
-    assert cost.held([LINEAR], together=True) == 5
-    assert cost.trial is not None
-    assert cost.trial(None, lambda seed: None) == "unknown"
-    assert cost.learning is None
     with pytest.raises(DatasetError):
         Technique().check([], use_loss_mask=False)
 

@@ -22,13 +22,13 @@ from torch.nn import Linear, Module
 
 from llmcompressor.args import ModelArguments
 from llmcompressor.checkpoint.packing import compress, quantized_module
-from llmcompressor.core.contract import CalibrationCost, ComputeCost, DataSize, Granularity
+from llmcompressor.core.contract import Cost, DataSize, Granularity
 from llmcompressor.core.state import State
 from llmcompressor.modifiers.awq.base import AWQModifier
 from llmcompressor.modifiers.awq.base import _InputMoments as Moments
-from llmcompressor.modifiers.awq.parents import awq_cost as awq_effort
+from llmcompressor.modifiers.awq.parents import awq_cost
 from llmcompressor.modifiers.quantization import QuantizationModifier
-from llmcompressor.modifiers.sparsity.solve import sparsegpt_cost as sparse_effort
+from llmcompressor.modifiers.sparsity.solve import sparsegpt_cost
 from llmcompressor.modifiers.transform import QuIPModifier
 from llmcompressor.numerics.hessian import factorize_with_rising_dampening
 from llmcompressor.numerics.masks import NofM, Share, Sparsity
@@ -38,18 +38,17 @@ from llmcompressor.observers.input_statistics import InputStatistics
 from llmcompressor.planning.memory import PartMemory, RunMemory, estimate_phases
 from llmcompressor.planning.result import Operations, PassPlan, Phase, Rates
 from llmcompressor.planning.subject import REST, Part, open_planned_model
-from llmcompressor.planning.trial import PeakBytes, SchemeCost, count_memory, measure_scheme
+from llmcompressor.planning.trial import SchemeCost, count_memory, measure_scheme
 from llmcompressor.planning.workload import (
     BlockWork,
-    Group,
+    Stop,
     Traffic,
-    Unit,
     block_works,
     estimate_time,
     measure_rates,
     read_widths,
 )
-from llmcompressor.quantization.column_solver import Options, Problem, gptq_effort, solve
+from llmcompressor.quantization.column_solver import Options, Problem, gptq_cost, solve
 from llmcompressor.quantization.parameters import observe_weight
 from llmcompressor.runtime.memory import TOLERATED
 
@@ -112,11 +111,11 @@ def test_the_workspace_of_gptq_is_that_of_its_solver(
     with count_memory() as counter:
         solve([problem], options)
 
-    planned = gptq_effort([weight], twin=twin, refinements=refinements, answered=answered)
-    assert planned.workspace == pytest.approx(counter.peak, rel=0.12)
+    planned = gptq_cost([weight], DataSize(), twin=twin, refinements=refinements, answered=answered)
+    assert planned.peak_bytes == pytest.approx(counter.peak, rel=0.12)
     held = sum(one.nbytes for one in (gram, cross, missing) if one is not None)
     copied = weight.nbytes if missing is not None else 0
-    assert held + copied == planned.statistics
+    assert held + copied == planned.held_bytes
 
 
 @pytest.mark.usefixtures("_one_thread")
@@ -129,14 +128,18 @@ def test_the_workspace_of_sparsegpt_is_that_of_its_solver(rows: int, group: NofM
     hessian_CC = inputs_TC.T @ inputs_TC
     with count_memory() as counter:
         sparse_fit(weight_RC, hessian_CC, Sparsity((Share(rows, 0.5),), group))
-    planned = sparse_effort([weight_RC], twin=False, refinements=4, grouped=bool(group))
-    assert planned.workspace == pytest.approx(counter.peak, rel=0.15)
+    planned = sparsegpt_cost(
+        [weight_RC], DataSize(), twin=False, refinements=4, grouped=bool(group)
+    )
+    assert planned.peak_bytes == pytest.approx(counter.peak, rel=0.15)
 
     with count_memory() as counter:
         factor_CC = factorize_with_rising_dampening(hessian_CC, 0.01).factor_CC
         sparse_sweep(weight_RC, factor_CC, Sparsity((Share(rows, 0.5),), group))
-    planned = sparse_effort([weight_RC], twin=False, refinements=0, grouped=bool(group))
-    assert planned.workspace == pytest.approx(counter.peak, rel=0.2)
+    planned = sparsegpt_cost(
+        [weight_RC], DataSize(), twin=False, refinements=0, grouped=bool(group)
+    )
+    assert planned.peak_bytes == pytest.approx(counter.peak, rel=0.2)
 
 
 @pytest.mark.usefixtures("_one_thread")
@@ -157,8 +160,8 @@ def test_the_workspace_of_clipping_is_that_of_its_solver(
     assert tally.gram.shape == (columns, columns)  # made whole before memory is counted
     with torch.no_grad(), count_memory() as counter:
         modifier._clip([linear], tally, scale_C)
-    planned = awq_effort([], points=20, clipped=[linear.weight], group=group)
-    assert planned.workspace == pytest.approx(counter.peak, rel=0.2)
+    planned = awq_cost([], DataSize(), points=20, clipped=[linear.weight], group=group)
+    assert planned.peak_bytes == pytest.approx(counter.peak, rel=0.2)
 
 
 @pytest.mark.parametrize("is_written", [True, False])
@@ -179,9 +182,8 @@ def test_packing_of_another_size_follows_from_the_trial(is_written: bool) -> Non
     assert trial.seconds > 0
     again = measure_scheme(scheme, torch.bfloat16, torch.device("cpu"), is_written=is_written)
     assert (again.rounding, again.packing) == (trial.rounding, trial.packing)
-    assert measure_scheme(QuantizationScheme(targets=[]), torch.bfloat16, torch.device("cpu")) == (
-        SchemeCost(0.0, PeakBytes(0.0, 0.0, 0.0), PeakBytes(0.0, 0.0, 0.0))
-    )
+    empty = QuantizationScheme(targets=[])
+    assert measure_scheme(empty, torch.bfloat16, torch.device("cpu")) == SchemeCost()
 
 
 def histogram_of_groups(group: int, **more: Any) -> QuantizationScheme:
@@ -216,13 +218,11 @@ class Block(Module):
 
 
 class Counting(QuantizationModifier):
-    """Takes as many bytes and operations as there are columns."""
+    """Takes as many bytes as there are columns."""
 
-    def effort(self, modules: Any, data: DataSize) -> CalibrationCost:
+    def cost(self, modules: Any, data: DataSize) -> Cost:
         columns = modules[0].in_features
-        return CalibrationCost(
-            gram=columns, solve=len(modules), statistics=columns, workspace=columns
-        )
+        return Cost(flops=data.tokens, held_bytes=columns, peak_bytes=columns * data.alike)
 
 
 def works(level: Granularity | None) -> BlockWork:
@@ -243,11 +243,16 @@ def published_config() -> Any:
 
 def test_coarser_levels_hold_more_at_once() -> None:
     sub_block, block = works(Granularity.SUB_BLOCK), works(Granularity.BLOCK)
-    assert [unit.statistics for unit in sub_block.units] == [16, 24]
-    assert [unit.statistics for unit in block.units] == [40]
-    # that of the last problem, beside the float32 solutions of the others
-    solutions = 4 * (4 * 64 + 2 * 128)
-    assert block.units[0].solving() == solutions + 16
+    assert [stop.cost.held_bytes for stop in sub_block.stops] == [16, 24]
+    assert [stop.cost.held_bytes for stop in block.stops] == [40]
+    assert block.stops[0].cost.peak_bytes == 16  # of one problem at a time
+
+
+def test_float32_solutions_of_a_stop_wait_for_the_last() -> None:
+    linear = Linear(8, 8)
+    moments = Cost(held_bytes=4 * 8**2)
+    assert Stop(groups=[[linear], [linear]], cost=moments).solutions == 4 * 64
+    assert Stop(groups=[[linear], [linear]]).solutions == 0
 
 
 def load(name: str, loaded: int, *, packed: int = 0, packing: int = 0) -> PartMemory:
@@ -311,15 +316,26 @@ def test_device_and_host_peak_at_different_moments() -> None:
     assert save.host == (1000 + 100 + 2 * 30) * MIB  # a block is read, two are packed
 
 
+def test_learning_adds_what_it_holds_and_its_peak() -> None:
+    cost = Cost(held_bytes=40 * MIB, peak_bytes=30 * MIB)
+    loads = [
+        dataclasses.replace(load("b", 400 * MIB), learning=[cost]),
+        load(REST, 200 * MIB),
+    ]
+    one = PassPlan(["M"], "datafree", activations=9 * MIB, budget=5 * MIB, spilled=4 * MIB)
+    phases = estimate_phases(footprint(on_device=True), loads, [(one, [])], {})
+    (learn,) = (phase for phase in phases if phase.name == "learn")
+    assert learn.device == (600 + 5 + 40 + 30) * MIB
+    assert learn.disk == (500 + 4) * MIB
+
+
 def test_calibration_adds_activations_statistics_and_the_solver() -> None:
-    group = Group(
-        (), CalibrationCost(solve=1, statistics=7 * MIB, workspace=11 * MIB), 0, 3 * MIB, 1.0
-    )
-    work = BlockWork("b", 0, 0, 0, (Unit((group,)),))
+    kept = Linear(1024, 768, bias=False)  # 3 MiB, copied for the other stream
+    stop = Stop(groups=[[kept]], cost=Cost(held_bytes=7 * MIB, peak_bytes=11 * MIB))
     loads = [load("b", 400 * MIB), load(REST, 200 * MIB)]
     one = PassPlan(["M"], "sequential", "linear", "", 2, 2, 90 * MIB, 50 * MIB, 40 * MIB)
-    empty = BlockWork(REST, 0, 0, 0, ())
-    phases = estimate_phases(footprint(), loads, [(one, [work, empty])], {"solve": 5.0})
+    works = [BlockWork("b", 0, 0, 0, [stop]), BlockWork(REST, 0, 0, 0, ())]
+    phases = estimate_phases(footprint(), loads, [(one, works)], {"solve": 5.0})
     found = {phase.name: phase for phase in phases}
 
     held = (1000 + 200 + 400 + 50 + 7) * MIB
@@ -329,13 +345,31 @@ def test_calibration_adds_activations_statistics_and_the_solver() -> None:
     assert found["solve"].seconds == 5.0
 
 
-RATES = Rates("cpu", 1e9, 1e9, 1e9, disk_read=100.0, disk_write=50.0, spread=1.0)
+@pytest.mark.parametrize(("limit", "on_host", "there"), [(None, False, 30), (640, False, 20)])
+def test_kept_data_has_half_of_what_a_limit_leaves(
+    limit: int | None, on_host: bool, there: int
+) -> None:
+    stop = Stop(cost=Cost(data_bytes=30 * MIB), data_on_host=on_host)
+    loads = [load("b", 400 * MIB), load(REST, 200 * MIB)]
+    one = PassPlan(["M"], "sequential", "linear", "", 1, 1)
+    works = [BlockWork("b", 0, 0, 0, [stop]), BlockWork(REST, 0, 0, 0, ())]
+    own = footprint(on_device=True, limit=None if limit is None else limit * MIB)
+    phases = {one.name: one for one in estimate_phases(own, loads, [(one, works)], {})}
+    assert phases["solve"].device == (600 + there) * MIB
+    assert phases["solve"].host == (1000 + 30 - there) * MIB
+
+
+# ---------------------------------------------------------------------- time
+
+RATES = Rates("cpu", 1e9, 1e9, disk_read=100.0, disk_write=50.0, spread=1.0)
 
 
 def timed(*, is_streamed: bool, forward: int = 0) -> dict[str, float]:
     traffic = Traffic(1000, 500, rounding=2.0, first=100, is_streamed=is_streamed)
     operations = Operations(forward=forward)
-    return estimate_time(RATES, operations, [], 0, traffic, ComputeCost(), 0, 0)[0]
+    seconds = estimate_time(RATES, operations, 0, traffic)[0]
+    assert seconds.pop("learn") == 0
+    return seconds
 
 
 def test_reading_and_writing_count_where_they_take_longer() -> None:
@@ -349,7 +383,7 @@ def test_the_machine_is_measured_in_about_a_second() -> None:
     rates = measure_rates(torch.device("cpu"), torch.float32)
 
     assert rates.spread >= 1
-    positive = (rates.model_products, rates.float32_products, rates.memory)
+    positive = (rates.model_products, rates.float32_products)
     assert min(*positive, rates.disk_read, rates.disk_write) > 0
 
 

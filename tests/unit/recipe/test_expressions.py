@@ -80,7 +80,6 @@ def test_values_are_those_of_python(expression):
         ("1 or undefined", 1),
         ("-a + +a", 0),
         ("inf > pi", True),
-        ("factorial(5)", 120),
         ("  a\t", 3),
     ],
 )
@@ -133,8 +132,6 @@ def test_refuses_everything_else(expression):
         "9**9**9",
         "(2**4000) * (2**4000)",
         "10.0**400",
-        "factorial(100000)",
-        "math.perm(10**9, 10**8)",
         "round(1, -10**8)",
         "huge + huge",
         "math.prod(numbers)",

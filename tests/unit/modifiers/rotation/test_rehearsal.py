@@ -27,7 +27,7 @@ from llmcompressor.core.modifier import Modifier
 from llmcompressor.core.state import State
 from llmcompressor.errors import TargetError
 from llmcompressor.modifiers.rotation import QuIPModifier, SpinQuantModifier
-from llmcompressor.planning.miniature import NoProxyModel, ProxyTrials, proxy_model_builder
+from llmcompressor.planning.proxy_model import NoProxyModel, ProxyTrials, proxy_model_builder
 
 LARGE: dict[str, Any] = {
     "vocab_size": 32000,
