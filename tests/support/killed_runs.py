@@ -24,7 +24,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3Moe
 
 from llmcompressor import oneshot
 from llmcompressor.checkpoint import journal, tensor_files
-from llmcompressor.checkpoint.block_stream import CompletedOutput
+from llmcompressor.checkpoint.block_stream import BlockRestorer
 from llmcompressor.modifiers.pruning import REAPPruningModifier
 from llmcompressor.modifiers.quantization import GPTQModifier, QuantizationModifier
 from llmcompressor.modifiers.rotation import learned as rotations
@@ -413,7 +413,7 @@ def _arm_end(strikes: Callable[[str], bool]) -> None:
     for name in ("rename", "replace", "unlink", "rmdir"):
         armed(Path, name)
     armed(shutil, "rmtree")
-    armed(CompletedOutput, "attach_lazy_blocks")
+    armed(BlockRestorer, "attach_lazy_blocks")
 
 
 def tree(folder: Path) -> dict[str, str]:

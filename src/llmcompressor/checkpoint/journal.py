@@ -86,6 +86,32 @@ class ProgressEntry:
     figures: Mapping[str, Any] = field(default_factory=dict)
 
 
+class RunIdentity(dict[str, Any]):
+    """Everything that decides the result of a run, by name: hashes, and settings as JSON values.
+
+    A run goes on from progress, and a stage or a training counts as the same, only if all of it
+    agrees.
+
+    >>> RunIdentity(recipe="a", data={"rows": 3}).differences({"recipe": "a", "data": {"rows": 4}})
+    ['data.rows: 4 then, 3 now']
+    """
+
+    def differences(self, recorded: Mapping[str, Any]) -> list[str]:
+        """Return one line for each item in which a recorded identity differs."""
+        now, then = dict(_flatten(self)), dict(_flatten(recorded))
+        found = []
+        for name in {**then, **now}:
+            old, new = then.get(name), now.get(name)
+            if old == new:
+                continue
+            if isinstance(old, str) and isinstance(new, str):  # the first line that differs
+                lines = zip_longest(old.splitlines(), new.splitlines(), fillvalue="")
+                own = ((one.strip(), two.strip()) for one, two in lines if one != two)
+                old, new = next(own, (old, new))
+            found.append(f"{name}: {_shorten(old)} then, {_shorten(new)} now")
+        return found
+
+
 class Journal:
     """The journal of one run; its file need not exist."""
 
@@ -191,23 +217,6 @@ def _line(kind: str, content: Mapping[str, Any]) -> bytes:
     return f"{xxhash.xxh3_64_hexdigest(text.encode())} {text}\n".encode()
 
 
-def fingerprint_differences(
-    present: Mapping[str, Any], recorded: Mapping[str, Any]
-) -> Iterator[str]:
-    """Yield one line for each item in which two fingerprints differ."""
-    now, then = dict(_flatten(present)), dict(_flatten(recorded))
-    for name in {**then, **now}:
-        old, new = then.get(name), now.get(name)
-        if old == new:
-            continue
-        if isinstance(old, str) and isinstance(new, str):  # the first line that differs
-            lines = zip_longest(old.splitlines(), new.splitlines(), fillvalue="")
-            old, new = next(
-                ((one.strip(), two.strip()) for one, two in lines if one != two), (old, new)
-            )
-        yield f"{name}: {_shorten(old)} then, {_shorten(new)} now"
-
-
 def _flatten(items: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     for key, value in items.items():
         if isinstance(value, Mapping):
@@ -239,7 +248,7 @@ class Workspace:
             for folder in (self.files, self.scratch):
                 shutil.rmtree(folder, ignore_errors=True)
             self.journal.begin(fingerprint)
-        elif differing := list(fingerprint_differences(fingerprint, recorded)):
+        elif differing := RunIdentity(fingerprint).differences(recorded):
             raise OutputError(
                 f"{self.folder} holds the progress of another run: "
                 f"{join_names(differing, most=4, separator='; ')}.",

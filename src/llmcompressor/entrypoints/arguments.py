@@ -574,11 +574,9 @@ class Job(Task):
 
     Attributes:
         processes: the processes that execute this run.
-        made: the output of the first process: a hash of its configuration, and its choices.
     """
 
     processes = Processes()
-    made: Mapping[str, Any] | None = None
 
     def __init__(
         self,

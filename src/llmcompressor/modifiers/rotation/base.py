@@ -158,18 +158,19 @@ class RotationModifier(Modifier):
         # schemes; that is checked before the run, which needs them in the configuration.
         turned_alike = {one.scheme for one in self._plan.online} - staying
         add_schemes(model, {name: self._plan.schemes[name] for name in turned_alike})
-        if not is_loaded(model):  # the output is predicted from the model before the run
+        device = None
+        if not is_loaded(model):
             self._check_blocks(model, self._plan)
             loaded = (one.device for one in model.parameters() if not one.is_meta)
-            self._plan.attach_resting(model, next(loaded, torch.device("meta")))
+            device = next(loaded, torch.device("meta"))
+        # the output is predicted from the model before the run
+        self._plan.attach_resting(model, device)
         return True
 
     def predict(self, state: State) -> Prediction:
-        """Online rotations, which the model holds; without weights they are attached already."""
+        """Online rotations, which the model holds already."""
         assert self._plan is not None
         plan, model = self._plan, state.model
-        if not is_loaded(model):
-            return Prediction()
         return Prediction(attached=lambda: plan.attached(model))
 
     def cost(self, modules: Sequence[Module], data: DataSize) -> Cost:
@@ -207,21 +208,22 @@ class RotationModifier(Modifier):
 
     def on_calibration_start(self, state: State, event: Event, **kwargs: Any) -> None:
         """Rotate the model, and check that its outputs stay the same."""
-        if state.run.block_source is not None:
-            self._begin_blocks(state)
-        else:
+        if state.run.block_source.holds_all:
             self._rotate_whole(state)
+        else:
+            self._begin_blocks(state)
         self._is_done = True
 
     def _rotate_whole(self, state: State) -> None:
         model, plan = state.model, self._plan
         assert plan is not None
-        before = probe_logits(model)
-        plan.attach(model)
-        if self.learnable:
-            self.learn(state, plan)
-        plan.fuse()
-        self._moved = relative_distance(before, probe_logits(model))
+        with stages_bypassed(model):
+            before = probe_logits(model)
+            plan.rest(rests=False)
+            if self.learnable:
+                self.learn(state, plan)
+            plan.fuse()
+            self._moved = relative_distance(before, probe_logits(model))
         self._check_rounding(model)
         logger.info(
             f"{type(self).__name__}: {plan.rotated_weights} weights rotated, {len(plan.online)} "
@@ -234,7 +236,6 @@ class RotationModifier(Modifier):
         """Check that outputs will stay the same, and activate online rotations."""
         plan, source = self._plan, state.run.block_source
         assert plan is not None
-        assert source is not None
         if not source.finished:  # an interrupted run has checked its rotations already
             with source.visiting():
                 self._check_invariance(state.model, plan, by_part=False)
@@ -254,8 +255,8 @@ class RotationModifier(Modifier):
 
     def finish(self, state: State, modules: Iterable[Module], *, written: bool = False) -> None:
         """Rotate the weights of the loaded ``modules``, each once."""
-        if state.run.block_source is None:
-            return
+        if state.run.block_source.holds_all:
+            return  # they are rotated together
         fresh = set(modules) - self._rotated
         assert self._plan is not None
         self._plan.fuse(fresh)

@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 from torch.nn import Linear, Module
 
+from llmcompressor.core.block_source import BlockSource
 from llmcompressor.core.contract import ELEMENTWISE, Cost, DataSize
 from llmcompressor.errors import DatasetError, NonFiniteError
 from llmcompressor.logger import logger
@@ -373,7 +374,7 @@ def learn_rotations(
     *,
     steps: int,
     rate: float,
-    keeper: Any = None,
+    blocks: BlockSource,
     budget: int | None = None,
     use_loss_mask: bool = False,
     device_memory: int | None = None,
@@ -387,7 +388,7 @@ def learn_rotations(
         batches: calibration batches, used in order, repeatedly if there are fewer than steps.
         steps: number of steps.
         rate: learning rate of the first step; it decays linearly to zero.
-        keeper: loads the weights of the blocks; ``None`` if all are in memory.
+        blocks: loads the weights of the blocks.
         budget: bytes of activations that may wait in main memory; ``None``: half of the free
             memory.
         use_loss_mask: predict only tokens whose ``loss_mask`` is 1.
@@ -400,12 +401,12 @@ def learn_rotations(
     data = _training_batches(model, list(batches or ()), use_loss_mask=use_loss_mask)
     # held out from the steps if there are enough batches
     compared = data[steps : steps + COMPARED] or data[:COMPARED]
-    record = _LearningProgress(keeper)
+    record = _LearningProgress(blocks)
     shelf = TensorStore(
         activation_budget(budget), device_activation_budget(model_device(model), device_memory)
     )
     with (
-        _block_visits(keeper) as arrive,
+        blocks.visits() as arrive,
         contextlib.closing(shelf),
         _fake_quantized_inputs(model),
         short_spin_waits(),
@@ -441,7 +442,7 @@ class _LearningProgress:
     """Progress of the learning, saved in the run's journal.
 
     Args:
-        keeper: saves it; ``None``: nothing is saved.
+        blocks: saves it, where the run can be continued.
 
     Attributes:
         steps: number of completed steps.
@@ -449,8 +450,8 @@ class _LearningProgress:
         loss_after: final loss on them; ``None`` while learning.
     """
 
-    def __init__(self, keeper: Any) -> None:
-        self._keeper = keeper
+    def __init__(self, blocks: BlockSource) -> None:
+        self._blocks = blocks
         self.steps = 0
         self.loss_before = 0.0
         self.loss_after: float | None = None
@@ -459,11 +460,9 @@ class _LearningProgress:
 
     def resume_into(self, learning: _RotationOptimizer) -> bool:
         """Resume an earlier run into ``learning``, if there is one; return True if so."""
-        if self._keeper is None:
-            return False
-        found = self._keeper.recall(_PROGRESS)
+        found = self._blocks.recall(_PROGRESS)
         if found is None:
-            self._keeper.forget()
+            self._blocks.forget()
             return False
         tensors, figures = found
         learning.load(tensors)
@@ -480,11 +479,9 @@ class _LearningProgress:
 
     def keep(self, learning: _RotationOptimizer) -> None:
         """Save the progress; it is durable on return."""
-        if self._keeper is None:
-            return
         began = time.monotonic()
         figures = {"steps": self.steps, "before": self.loss_before, "after": self.loss_after}
-        self._keeper.remember(_PROGRESS, learning.tensors(), figures)
+        self._blocks.remember(_PROGRESS, learning.tensors(), figures)
         self._since = time.monotonic()
         self._took = self._since - began
 
@@ -617,16 +614,6 @@ class _NonBlockModules:
         self._standing += missed
         self._calls = [module for module in self._calls if module in self._called]
         return bool(missed)
-
-
-@contextlib.contextmanager
-def _block_visits(keeper: Any) -> Iterator[Arrive]:
-    """Yield the function that loads a block; a no-op if all are in memory."""
-    if keeper is None:
-        yield lambda block, then: None
-        return
-    with keeper.visits() as visit:
-        yield visit
 
 
 @contextlib.contextmanager

@@ -341,16 +341,12 @@ class RotationPlan:
         """Number of weights that are rotated."""
         return sum(bool(one.inputs or one.outputs) for one in self.fusions.values())
 
-    def attach(self, model: Any) -> None:
-        """Attach the online rotations, and add their schemes to the configuration."""
-        self._attach(model, [])
-
-    def attach_resting(self, model: Any, device: torch.device) -> None:
+    def attach_resting(self, model: Any, device: torch.device | None) -> None:
         """Attach the online rotations, deactivated, and add their schemes to the configuration.
 
         Args:
             model: the model.
-            device: device of the matrices.
+            device: device of the matrices; ``None``: that of each module.
         """
         self._attach(model, self.standing, device)
         self.rest(rests=True)

@@ -410,9 +410,9 @@ class SpinQuantModifier(RotationModifier):
 
         If an earlier run has finished all blocks, only the types of the schemes are updated.
         """
-        keeper = state.run.block_source
-        if keeper is not None and keeper.rest_is_finished:
-            self._mark_learned_schemes(state.model, plan, keeper.decide(_LEARNED, []))
+        blocks = state.run.block_source
+        if blocks.rest_is_finished:
+            self._mark_learned_schemes(state.model, plan, blocks.decide(_LEARNED, []))
             return
         start = {name: self._made[name] for name in self._learnable}
         self._outcome = outcome = learn_rotations(
@@ -422,7 +422,7 @@ class SpinQuantModifier(RotationModifier):
             state.data.calib,
             steps=self.learning_steps,
             rate=self.learning_rate,
-            keeper=keeper,
+            blocks=blocks,
             budget=state.run.activation_budget,
             use_loss_mask=state.run.use_loss_mask,
             device_memory=state.run.device_memory,
@@ -435,9 +435,7 @@ class SpinQuantModifier(RotationModifier):
                         if rotation is one:
                             rotations[place] = learned[name]
         new = [name for name, one in learned.items() if one is not start[name]]
-        if keeper is not None:
-            new = keeper.decide(_LEARNED, new)
-        self._mark_learned_schemes(state.model, plan, new)
+        self._mark_learned_schemes(state.model, plan, blocks.decide(_LEARNED, new))
 
     def _mark_learned_schemes(self, model: Any, plan: RotationPlan, new: Sequence[str]) -> None:
         """Set the type of schemes with learned matrices to ``random-matrix``."""
