@@ -192,7 +192,7 @@ def check_output_dir(
         OutputError: it is a file, is in use, overlaps the input, or cannot be created.
     """
     check_path_argument("output_dir", output_dir)
-    target = _absolute_path(output_dir)
+    target = Path(output_dir).expanduser().resolve()
     # Path.exists raises an error for a name that is too long
     existing = next((path for path in target.parents if os.path.isdir(path)), target)  # the root
     parts, limit = target.relative_to(existing).parts, os.pathconf(existing, "PC_NAME_MAX")
@@ -204,7 +204,8 @@ def check_output_dir(
                 f"system and the names of unfinished output leave {left}.",
                 "Choose a shorter name.",
             )
-    problem = _place_problem(target, None if source is None else _absolute_path(source))
+    original = None if source is None else Path(source).expanduser().resolve()
+    problem = _place_problem(target, original)
     if problem is not None:
         raise OutputError(problem, _CHOOSE)
     if target in _current_directories():  # its users would not see that it is replaced
@@ -235,10 +236,6 @@ def _place_problem(target: Path, source: Path | None) -> str | None:
         f"{output} cannot be written: no permission in {existing}.": not is_writable,
     }
     return next((problem for problem, holds in problems.items() if holds), None)
-
-
-def _absolute_path(path: str | os.PathLike[str]) -> Path:
-    return Path(path).expanduser().resolve()
 
 
 def _current_directories() -> tuple[Path, ...]:
@@ -284,7 +281,7 @@ def staged_output(
     Raises:
         OutputError: the target holds files and they may not be touched, or the disk is full.
     """
-    target = _absolute_path(output_dir)
+    target = Path(output_dir).expanduser().resolve()
     place = _staging_place(target)
     staging = place / f"{target.name}.partial-{_owner()}-{next(_counter)}"
     with disk_errors(target, "Free some space or choose another output directory."):

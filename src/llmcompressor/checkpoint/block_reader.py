@@ -108,11 +108,8 @@ class _ReadBlock:
 
     tensors: dict[str, Tensor]
     hashes: dict[str, str]
+    digest: str
     files: Mapping[str, str]
-
-    @property
-    def digest(self) -> str:
-        return _combined(self.hashes)
 
 
 def _combined(hashes: Mapping[str, str]) -> str:
@@ -262,7 +259,8 @@ class BlockWeights:
         files = self._reader.file_stamps(names)  # before the data: a write meanwhile is noticed
         read = {name: self._read_tensor(name) for name in names}
         hashes = {name: digest for name, (_, digest) in read.items()}
-        return _ReadBlock({name: tensor for name, (tensor, _) in read.items()}, hashes, files)
+        tensors = {name: tensor for name, (tensor, _) in read.items()}
+        return _ReadBlock(tensors, hashes, _combined(hashes), files)
 
     def _read_tensor(self, name: str) -> tuple[Tensor, str]:
         digest = xxhash.xxh3_128()

@@ -579,7 +579,7 @@ class StreamedBlocks(BlockSource):
         last = journal.progress.get((stage, name))
         number = 0 if last is None else last.number + 1
         digest = self._scratch.write(stage, f"{name}-{number}", tensors)
-        journal.advance(ProgressEntry(stage, name, number, digest, dict(figures)))
+        journal.add(ProgressEntry(stage, name, number, digest, dict(figures)))
         if last is not None:
             self._scratch.remove(stage, f"{name}-{last.number}")
 

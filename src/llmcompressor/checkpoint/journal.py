@@ -52,7 +52,7 @@ except ImportError as error:
     ) from error
 
 _RUN, _BLOCK, _CHOICE, _PROGRESS, _READY = "run", "block", "choice", "progress", "ready"
-_JOURNAL, _LOCK, _FILES, _SCRATCH = "journal", "lock", "files", "scratch"
+_JOURNAL, _LOCK, FILES, SCRATCH = "journal", "lock", "files", "scratch"
 
 
 @dataclass(frozen=True)
@@ -138,13 +138,9 @@ class Journal:
         self._clear(fingerprint)
         self._replace()
 
-    def add(self, entry: BlockEntry) -> None:
-        """Append a finished block, whose data must be durable."""
-        self._append(_BLOCK, vars(entry))
-
-    def advance(self, entry: ProgressEntry) -> None:
-        """Append a progress checkpoint, whose data must be durable."""
-        self._append(_PROGRESS, vars(entry))
+    def add(self, entry: BlockEntry | ProgressEntry) -> None:
+        """Append a finished block or a progress checkpoint, whose data must be durable."""
+        self._append(_BLOCK if isinstance(entry, BlockEntry) else _PROGRESS, vars(entry))
 
     def decide(self, name: str, value: Any) -> Any:
         """Return the recorded value of a machine-dependent choice, or record ``value``."""
@@ -236,8 +232,8 @@ class Workspace:
     def __init__(self, target: Path, folder: Path) -> None:
         self.target = target
         self.folder = folder
-        self.files = files_folder(folder)
-        self.scratch = scratch_folder(folder)
+        self.files = folder / FILES
+        self.scratch = folder / SCRATCH
         self.journal = Journal(folder / _JOURNAL)
 
     def start_or_resume(self, fingerprint: Mapping[str, Any]) -> None:
@@ -275,16 +271,6 @@ class Workspace:
                 "go on from what is finished."
             )
         _remove(self.folder)
-
-
-def files_folder(folder: Path) -> Path:
-    """Return the folder of the output's files in a work folder."""
-    return folder / _FILES
-
-
-def scratch_folder(folder: Path) -> Path:
-    """Return the folder of scratch blocks in a work folder."""
-    return folder / _SCRATCH
 
 
 @contextmanager
@@ -371,7 +357,7 @@ def _remove(folder: Path) -> None:
 @contextmanager
 def _locked(folder: Path, target: Path) -> Iterator[None]:
     """Create a work folder and lock it until the block or the process ends."""
-    folders = [folder, files_folder(folder), scratch_folder(folder)]
+    folders = [folder, folder / FILES, folder / SCRATCH]
     with creation_errors(target):
         for path in (*folders, folder / _JOURNAL, folder / _LOCK):
             if path.exists() and path.is_dir() != (path in folders):

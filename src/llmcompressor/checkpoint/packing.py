@@ -322,7 +322,7 @@ def _pack(entry: QuantizedModule, own: Mapping[str, Tensor]) -> dict[str, Tensor
         for name, tensor in structure.items()
     }
     if scheme.format in _MX_FORMATS:  # their scales are stored as exponents
-        scale, dtype = _to_float32(own["weight_scale"]), structure["weight_scale"].dtype
+        scale, dtype = own["weight_scale"].float(), structure["weight_scale"].dtype
         packed["weight_scale"] = compress_mx_scale(scale, dtype)
     if codes is not None:
         packed["weight_packed" if "weight_packed" in packed else "weight"] = codes
@@ -388,8 +388,8 @@ def _packed_codes(entry: QuantizedModule, own: Mapping[str, Tensor]) -> Tensor:
     elif needs_recoding(grid, weight.dtype):
         quotients = partial(recode, grid=grid)
     else:
-        weight = _to_float32(weight)
-        scale = effective_scale(_to_float32(own["weight_scale"]), own.get("weight_global_scale"))
+        weight = weight.float()
+        scale = effective_scale(own["weight_scale"].float(), own.get("weight_global_scale"))
     if weights.strategy == QuantizationStrategy.TENSOR.value:
         scale = scale.reshape(1)
         zero = None if zero is None else zero.reshape(1)
@@ -400,11 +400,7 @@ def _rounded_quotients(grid: Grid, x: Tensor, scale: Tensor, zero: Tensor | None
     rounded = grid.fake_quantize(x, scale, zero)
     if needs_recoding(grid, x.dtype):
         return recode(rounded, scale, zero, grid)
-    return grid.limit(_to_float32(rounded), _to_float32(scale), zero)
-
-
-def _to_float32(tensor: Tensor) -> Tensor:
-    return tensor.to(torch.float32)
+    return grid.limit(rounded.float(), scale.float(), zero)
 
 
 def _code_packer(scheme: QuantizationScheme, columns: int) -> Callable[[Tensor], Tensor]:

@@ -629,7 +629,7 @@ def merge_quantization(
     before = _ConfigGroups(old, compressed)
     after = _ConfigGroups(new, modules)
     groups: dict[str, Mapping[str, Any]] = {**before.excluding(modules)}
-    of_experts = before.with_experts() & set(groups)
+    of_experts = before.of_experts & set(groups)
     taken = set(groups)
     added = after.excluding(compressed)
     for number, (own, group) in enumerate(added.items(), start=len(groups)):
@@ -637,7 +637,7 @@ def merge_quantization(
         name = next(name for name in names if name not in taken)
         taken.add(name)
         groups[name] = group
-        if own in after.with_experts():
+        if own in after.of_experts:
             of_experts.add(name)
     ordered = order_groups_for_experts(
         {name: group["targets"] for name, group in groups.items()}, of_experts
@@ -668,6 +668,7 @@ class _ConfigGroups:
         }
         self._members: dict[str, dict[str, Module]] = {name: {} for name in self._groups}
         self._assign(modules, _TargetMatcher(config.get("ignore") or ()))
+        self.of_experts = {name for name, one in self._members.items() if any(map(is_expert, one))}
 
     def _assign(self, modules: Mapping[str, Module], ignore: _TargetMatcher) -> None:
         by_target = {
@@ -683,10 +684,6 @@ class _ConfigGroups:
                     "Compress the original, unquantized model.",
                 )
             self._members[by_target[found]][name] = module
-
-    def with_experts(self) -> set[str]:
-        """Return the names of the groups that contain MoE experts."""
-        return {name for name, members in self._members.items() if any(map(is_expert, members))}
 
     def excluding(self, others: Mapping[str, Module]) -> dict[str, dict[str, Any]]:
         """Return the non-empty groups, with targets that match none of ``others``."""

@@ -284,17 +284,13 @@ class OutputLayout:
     """The layout of all weight files.
 
     ``places`` has the headers of tensors, with files relative to the output; ``total_size`` is the
-    number of bytes of all tensors.
+    number of bytes of all tensors, ``file_size`` that of the files.
     """
 
     files: Sequence[OutputFile]
     places: Mapping[str, TensorHeader]
     total_size: int
-
-    @property
-    def file_size(self) -> int:
-        """Number of bytes of all weight files."""
-        return sum(file.size for file in self.files)
+    file_size: int
 
     def headers(self, folder: Path) -> dict[str, TensorHeader]:
         """Return the headers of the tensors in a folder."""
@@ -335,7 +331,7 @@ def layout_files(tensors: Iterable[StoredTensor], limit: int = SHARD_SIZE) -> Ou
         for stored in group:
             place = (file, begin + offsets[stored], stored.nbytes)
             places[stored.name] = TensorHeader(stored.dtype, stored.shape, *place)
-    return OutputLayout(files, places, total)
+    return OutputLayout(files, places, total, sum(file.size for file in files))
 
 
 def _header(group: Sequence[StoredTensor]) -> tuple[bytes, dict[StoredTensor, int], int]:
