@@ -225,11 +225,6 @@ class BlockWeights:
         if self.reads_ahead and block not in self._ahead:
             self._ahead[block] = self._pool.submit(self._read, block)
 
-    def after(self, block: str) -> str | None:
-        """Return the name of the next block, or ``None`` for the last one."""
-        position = self.blocks.index(block) + 1
-        return self.blocks[position] if position < len(self.blocks) else None
-
     def release(self, block: str) -> None:
         """Free a block's tensors, except those shared with other parts of the model.
 

@@ -188,8 +188,7 @@ class BlockRestorer:
 
     def attach_lazy_blocks(self, folder: Path, blocks: Mapping[Module, str]) -> None:
         """Make blocks load lazily from the checkpoint, wherever ``folder`` is moved later."""
-        reader = TensorReader(self._layout.headers(folder))
-        reader.open_all()
+        reader = TensorReader(self._layout.headers(folder), opened=True)
         for module, name in blocks.items():
             _load_lazily(module, partial(self._restore_from, reader, name))
 
@@ -697,9 +696,11 @@ class StreamedBlocks(BlockSource):
 
     def _read_ahead(self) -> None:
         """Start to read the next block, unless two are loaded or being read already."""
-        following = self.weights.after(self._inside[-1]) if len(self._inside) == 1 else None
-        if following is not None:
-            self.weights.read_ahead(following)
+        if len(self._inside) != 1:
+            return
+        position = self.weights.blocks.index(self._inside[0]) + 1
+        if position < len(self.weights.blocks):
+            self.weights.read_ahead(self.weights.blocks[position])
 
     def _keep(self, block: str) -> None:
         tensors = self._tensors_of(block)

@@ -27,7 +27,7 @@ from llmcompressor.checkpoint.packing import (
 )
 from llmcompressor.checkpoint.side_files import extra_ignore_patterns, extra_tensors
 from llmcompressor.checkpoint.source import TensorHeader
-from llmcompressor.checkpoint.tensor_files import StoredTensor, dtype_name, natural_key
+from llmcompressor.checkpoint.tensor_files import DTYPE_NAMES, StoredTensor, natural_key
 from llmcompressor.modeling.names import named_modules
 from llmcompressor.modeling.weights import config_ties_embeddings, embeddings
 from llmcompressor.transformers_internals import not_saved, tied_keys
@@ -293,4 +293,4 @@ def _sorted_tensors(contents: PartitionedState) -> list[StoredTensor]:
 
 
 def _stored(name: str, tensor: Tensor) -> StoredTensor:
-    return StoredTensor(name, dtype_name(tensor.dtype), tuple(tensor.shape))
+    return StoredTensor(name, DTYPE_NAMES[tensor.dtype], tuple(tensor.shape))

@@ -51,11 +51,6 @@ def json_text(content: Mapping[str, Any]) -> str:
     return json.dumps(content, indent=2, ensure_ascii=False) + "\n"
 
 
-def write_json(file: Path, content: Mapping[str, Any]) -> None:
-    """Write a file with :func:`json_text`."""
-    file.write_text(json_text(content), encoding="utf-8")
-
-
 def checkpoint_config(
     model: PreTrainedModel,
     source: Path | None,
@@ -206,7 +201,7 @@ def write_report(
     if check is not None:
         content[_OF_FILES] = dict(check(folder))
     if content:
-        write_json(folder / REPORT_FILE, content)
+        (folder / REPORT_FILE).write_text(json_text(content), encoding="utf-8")
 
 
 def read_report(folder: Path) -> dict[str, Any] | None:

@@ -162,13 +162,17 @@ def drop_dequantizing_conversions(model: Any) -> None:
     if getattr(model, "hf_quantizer", None) is not None or not is_dequantized:
         return
 
-    def patterns(entry: Any) -> tuple[list[str], list[str]]:
-        return list(entry.source_patterns), list(entry.target_patterns)
-
-    prefixes = [patterns(entry) for entry in found if isinstance(entry, PrefixChange)]
+    prefixes = [
+        (list(entry.source_patterns), list(entry.target_patterns))
+        for entry in found
+        if isinstance(entry, PrefixChange)
+    ]
     mapping = get_model_conversion_mapping(model, add_legacy=False)
     kept = [
-        one for one in mapping if not isinstance(one, PrefixChange) or patterns(one) in prefixes
+        one
+        for one in mapping
+        if not isinstance(one, PrefixChange)
+        or (list(one.source_patterns), list(one.target_patterns)) in prefixes
     ]
     set_conversions(model, kept)
 

@@ -377,17 +377,13 @@ class _TargetMatcher:
     def __init__(self, targets: Iterable[str]) -> None:
         every = set(targets)
         self._patterns = sorted(target for target in every if target.startswith("re:"))
-        self._exact = every.difference(self._patterns)
-        self._lower = [target.lower() for target in self._exact]
+        self.exact = every.difference(self._patterns)
+        self._lower = [target.lower() for target in self.exact]
         self._served: dict[str, bool] = {}
-
-    def matches_in_transformers(self, item: _Candidate, name: str) -> bool:
-        """Return True if transformers matches the module by its name in one of the classes."""
-        return self.means(name) or not self._exact.isdisjoint(item.classes)
 
     def matches_in_vllm(self, item: _Candidate) -> bool:
         """Return True if vLLM matches the module."""
-        by_name = item.name in self._exact or item.stored in self._exact
+        by_name = item.name in self.exact or item.stored in self.exact
         by_name &= IN_LAYER.search(item.stored) is None
         kind = item.served_class
         if kind not in self._served:
@@ -397,19 +393,19 @@ class _TargetMatcher:
 
     def means(self, name: str) -> bool:
         """Return True if a target is this name or a pattern that matches it."""
-        return name in self._exact or self._match(name)
+        return name in self.exact or self._match(name)
 
     def first(self, name: str, module: Module) -> str | None:
         """Return the entry that matches a module: a name before a pattern before a class."""
-        if name in self._exact:
+        if name in self.exact:
             return name
         found = (pattern for pattern in self._patterns if match_name(name, pattern))
         return next(found, None) or self._class(module)
 
     def reaches(self, modules: Mapping[str, Module]) -> set[str]:
         """Return the entries that match any of ``modules``."""
-        found = self._exact & set(modules)
-        found |= {str(self._class(one)) for one in modules.values()} & self._exact
+        found = self.exact & set(modules)
+        found |= {str(self._class(one)) for one in modules.values()} & self.exact
         for entry in self._patterns:
             if any(match_name(name, entry) for name in modules):
                 found.add(entry)
@@ -417,7 +413,7 @@ class _TargetMatcher:
 
     def _class(self, module: Module) -> str | None:
         names = [cls.__name__ for cls in type(module).__mro__ if issubclass(cls, Module)]
-        return next((name for name in names if name in self._exact), None)
+        return next((name for name in names if name in self.exact), None)
 
     def _match(self, name: str) -> bool:
         return any(match_name(name, pattern) for pattern in self._patterns)
@@ -506,7 +502,10 @@ def _is_unambiguous(
             continue
         readings = [[own.matches_in_vllm(item) for own in every]]
         for name in (item.name, *item.others):
-            readings.append([own.matches_in_transformers(item, name) for own in every])
+            by_class = [not own.exact.isdisjoint(item.classes) for own in every]  # transformers
+            readings.append(
+                [one.means(name) or hit for one, hit in zip(every, by_class, strict=True)]
+            )
         if any({index for index, hit in enumerate(hits) if hit} != wanted for hits in readings):
             return False
     return True

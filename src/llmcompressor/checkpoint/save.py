@@ -44,8 +44,8 @@ from llmcompressor.checkpoint.manifest import (
 from llmcompressor.checkpoint.model_config import (
     STORED_AS,
     checkpoint_config,
+    json_text,
     push_files,
-    write_json,
     write_report,
 )
 from llmcompressor.checkpoint.names import NameMap, drop_dequantizing_conversions
@@ -362,7 +362,7 @@ def write_non_weight_files(
     source = options.folder(model)
     _write_side_files(model, folder, source, options)
     config = planned_config(model, source, prediction, compressed=options.save_compressed)
-    write_json(folder / "config.json", config)
+    (folder / "config.json").write_text(json_text(config), encoding="utf-8")
     report = options.report or {}
     records = [each for each in report.get("modifiers", {}).values() if isinstance(each, Mapping)]
     modules = [str(module) for each in records for module in each]

@@ -19,7 +19,6 @@ import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -52,7 +51,7 @@ DTYPES: dict[str, torch.dtype] = {
     "U64": torch.uint64,
 }
 """safetensors' names of dtypes; the last ones are stored first, so that all are aligned."""
-_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _ALIGNMENT = 8
 _CHUNK = 2**23
 """Bytes that are read at once: few enough to be in the cache when they are hashed."""
@@ -62,15 +61,6 @@ _APART = 2**21
 """Bytes from which on memory is asked of the system: a huge page."""
 SHARD_SIZE = 20_000_000_000
 """Bytes of tensors per file, unless the user says otherwise."""
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """Return safetensors' name of a dtype.
-
-    >>> dtype_name(torch.bfloat16)
-    'BF16'
-    """
-    return _NAMES[dtype]
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
@@ -137,12 +127,17 @@ def _map_memory(nbytes: int) -> mmap.mmap | None:
 
 
 class TensorReader:
-    """Thread-safe reader of a checkpoint's tensors by name, given their headers."""
+    """Thread-safe reader of a checkpoint's tensors by name, given their headers.
 
-    def __init__(self, headers: Mapping[str, TensorHeader]) -> None:
+    All files are ``opened`` at once if they may be renamed or removed later.
+    """
+
+    def __init__(self, headers: Mapping[str, TensorHeader], *, opened: bool = False) -> None:
         self._headers = headers
         self._files: dict[Path, int] = {}
         self._buffers = BufferPool()
+        for header in headers.values() if opened else ():
+            self._descriptor(header.file)
 
     def read(self, name: str, digest: xxhash.xxh3_128 | None = None) -> Tensor:
         """Read a tensor into CPU memory, in the dtype of the file; its bytes update ``digest``.
@@ -184,11 +179,6 @@ class TensorReader:
                 times = f"{status.st_mtime_ns} {status.st_ctime_ns}"
                 found[header.file.name] = f"{status.st_size} {status.st_ino} {times}"
         return found
-
-    def open_all(self) -> None:
-        """Open every file now, so that it can be read even if it is renamed or removed."""
-        for header in self._headers.values():
-            self._descriptor(header.file)
 
     def __del__(self) -> None:
         self.close()
@@ -252,11 +242,6 @@ def natural_key(name: str) -> list[tuple[int, int, str]]:
     ]
 
 
-@lru_cache(maxsize=4096)
-def _bytes(dtype: str, shape: tuple[int, ...]) -> int:
-    return prod(shape) * DTYPES[dtype].itemsize
-
-
 class StoredTensor(NamedTuple):
     """The name, dtype (as safetensors calls it) and shape of a stored tensor."""
 
@@ -267,7 +252,7 @@ class StoredTensor(NamedTuple):
     @property
     def nbytes(self) -> int:
         """Number of bytes of the tensor's data."""
-        return _bytes(self.dtype, self.shape)
+        return prod(self.shape) * DTYPES[self.dtype].itemsize
 
 
 @dataclass(frozen=True)
@@ -391,7 +376,7 @@ class TensorWriter:
             if is_float and planned is not tensor.dtype and tensor.element_size() > 1:
                 narrow = tensor.to(planned)
                 tensor = narrow if torch.equal(narrow.to(tensor.dtype), tensor) else tensor
-            own = (dtype_name(tensor.dtype), tuple(tensor.shape))
+            own = (DTYPE_NAMES[tensor.dtype], tuple(tensor.shape))
             if place is None or (place.dtype, place.shape) != own:
                 wanted = "nothing" if place is None else f"{place.dtype} {place.shape}"
                 raise CheckpointError(

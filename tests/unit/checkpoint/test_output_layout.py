@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from llmcompressor.checkpoint.source import read_header
-from llmcompressor.checkpoint.tensor_files import StoredTensor, dtype_name, layout_files
+from llmcompressor.checkpoint.tensor_files import DTYPE_NAMES, StoredTensor, layout_files
 
 TENSORS = {
     "b.weight": torch.zeros(3, 5, dtype=torch.int8),
@@ -25,7 +25,8 @@ TENSORS = {
 
 def stored() -> list[StoredTensor]:
     return [
-        StoredTensor(name, dtype_name(one.dtype), tuple(one.shape)) for name, one in TENSORS.items()
+        StoredTensor(name, DTYPE_NAMES[one.dtype], tuple(one.shape))
+        for name, one in TENSORS.items()
     ]
 
 
