@@ -70,11 +70,11 @@ class TreeConfig(PretrainedConfig):  # type: ignore[no-untyped-call]  # transfor
         return cls()
 
 
-class WrappedTreeConfig(TreeConfig):  # type: ignore[no-untyped-call]  # transformers has no types
-    """The configuration where the original has a text part, as served names differ then."""
+class WrappedTreeConfig(TreeConfig):  # type: ignore[no-untyped-call]
+    """Of a model with a text part, whose served names differ."""
 
     def get_text_config(self, decoder: Any = None, encoder: Any = None) -> Any:
-        """Return another configuration."""
+        """Return another configuration, that of the text part."""
         return PretrainedConfig()
 
 
