@@ -591,7 +591,7 @@ class StreamedBlocks(BlockSource):
         if self._scratch.digest(self.stage, file) != entry.digest:
             logger.warning(f"{file}: damaged on the disk, and done again.")
             return None
-        return self._scratch.read(self.stage, file), dict(entry.figures)
+        return self._scratch.read(self.stage, file)[0], dict(entry.figures)
 
     def forget(self) -> None:
         """Mark the current pass and all later ones as not finished."""
@@ -755,7 +755,7 @@ class StreamedBlocks(BlockSource):
             for name in self._tensors_of(block)
             if modules is None or self.model.get_submodule(name.rpartition(".")[0]) in modules
         }
-        tensors = self._scratch.read(stage, block)
+        tensors, _ = self._scratch.read(stage, block)
         present = {name: tensor for name, tensor in tensors.items() if name in state}
         self.weights.put(present, {name: LoadedName(name, merged=False) for name in present})
         self.weights.settle()

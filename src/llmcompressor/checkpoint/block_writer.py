@@ -139,11 +139,7 @@ class ScratchBlocks:
         fsync(new)
         new.replace(file)
         fsync(self._folder)
-        return self._read(file)[1]
-
-    def read(self, stage: int, block: str) -> dict[str, Tensor]:
-        """Return the tensors of a block by their names in the model, on the CPU."""
-        return self._read(self._file(stage, block))[0]
+        return self.read(stage, block)[1]
 
     def remove(self, stage: int, block: str) -> None:
         """Delete a block's file, if it exists."""
@@ -152,18 +148,19 @@ class ScratchBlocks:
     def digest(self, stage: int, block: str) -> str | None:
         """Return the hash of a block's data; ``None`` if it is missing or damaged."""
         try:
-            return self._read(self._file(stage, block))[1]
+            return self.read(stage, block)[1]
         except (OSError, CheckpointError):
             return None
 
     def _file(self, stage: int, block: str) -> Path:
         return self._folder / f"{stage}-{block}.safetensors"
 
-    @staticmethod
-    def _read(file: Path) -> tuple[dict[str, Tensor], str]:
+    def read(self, stage: int, block: str) -> tuple[dict[str, Tensor], str]:
+        """Return the tensors of a block by their names in the model, on the CPU, and their hash."""
         digest = xxhash.xxh3_128()
         tensors = {}
-        for name, tensor in read_tensors(dict(sorted(read_header(file).items()))):
+        headers = read_header(self._file(stage, block))
+        for name, tensor in read_tensors(dict(sorted(headers.items()))):
             digest.update(bytes_of(tensor))
             tensors[name] = tensor
         return tensors, digest.hexdigest()

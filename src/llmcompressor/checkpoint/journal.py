@@ -129,9 +129,9 @@ class Journal:
         self.is_ready = False
 
     @property
-    def is_begun(self) -> bool:
+    def has_progress(self) -> bool:
         """True if the journal holds work from which a later call can resume."""
-        return bool(self.entries or self.progress)
+        return bool(self.entries or self.progress or self.is_ready)
 
     def begin(self, fingerprint: Mapping[str, Any]) -> None:
         """Start a new journal with a fingerprint, in place of any earlier one."""
@@ -265,7 +265,7 @@ class Workspace:
 
     def abandon(self) -> None:
         """Discard the progress, as no call could resume from it."""
-        if self.journal.is_begun:
+        if self.journal.has_progress:
             logger.warning(
                 f"{self.folder} is removed: the same call would fail again, and no other one could "
                 "go on from what is finished."
@@ -302,7 +302,7 @@ def open_workspace(
             is_mine = True
             yield workspace
         except BaseException as error:
-            if is_mine and _has_progress(folder):
+            if is_mine and Journal(folder / _JOURNAL).has_progress:
                 mended = " once that is mended" if isinstance(error, InputError) else ""
                 other = ', with resume="auto",' if resume == "never" else ""
                 logger.warning(
@@ -322,7 +322,7 @@ def reserve_output(target: Path, *, resume: str = "auto") -> Iterator[None]:
     """
     folder = work_folder(target)
     with parents_removed_on_error(target), _locked(folder, target):
-        if _has_progress(folder) and resume != "never":
+        if Journal(folder / _JOURNAL).has_progress and resume != "never":
             raise OutputError(
                 f"{folder} holds the progress of another run, and this one, with the whole model "
                 "in memory, cannot go on with it.",
@@ -341,12 +341,7 @@ def resumable_fingerprint(target: Path) -> dict[str, Any] | None:
         found = Journal(work_folder(target.expanduser().resolve()) / _JOURNAL)
     except OutputError:
         return None  # a damaged journal, which the run itself reports
-    return found.fingerprint if found.is_begun or found.is_ready else None
-
-
-def _has_progress(folder: Path) -> bool:
-    journal = Journal(folder / _JOURNAL)
-    return journal.is_begun or journal.is_ready
+    return found.fingerprint if found.has_progress else None
 
 
 def _remove(folder: Path) -> None:

@@ -417,7 +417,7 @@ def remove_offloading(model: Module, *, hooks: bool = False) -> bool:
         ArgumentError: main memory has no room for the weights to load.
     """
     aligned = [(one, hook) for one in model.modules() for hook in _align_hooks(one)]
-    has_caches = has_offload_caches(model)
+    has_caches = any(map(_caches_of, model.modules()))
     was_offloaded = has_caches or any(hook.offload for _, hook in aligned)
     if not was_offloaded and not (hooks and aligned):
         return False
@@ -428,11 +428,6 @@ def remove_offloading(model: Module, *, hooks: bool = False) -> bool:
     if is_loaded and callable(tie):
         tie()  # modules that shared a weight each have a copy now
     return was_offloaded
-
-
-def has_offload_caches(model: Module) -> bool:
-    """Return True if compressed-tensors offloads any tensor of the model."""
-    return any(map(_caches_of, model.modules()))
 
 
 def _remove_hooks(model: Module, aligned: Sequence[tuple[Module, AlignDevicesHook]]) -> bool:

@@ -281,12 +281,6 @@ _RETIRED = ("marlin-24", "sparse-24-bitmask", "sparse-bitmask")
 """Formats of earlier releases of compressed-tensors."""
 
 
-def check_source_unquantized(source: SourceInfo) -> None:
-    """Refuse (CheckpointError) a source that is quantized, by its config or its headers."""
-    check_config_unquantized(str(source.directory), source.config)
-    check_dense(source.tensors)
-
-
 def check_config_unquantized(model: str, config: Mapping[str, Any]) -> None:
     """Refuse (CheckpointError) a ``config.json`` that declares quantized weights."""
     method = quantization_method(config)

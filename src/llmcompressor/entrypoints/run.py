@@ -36,8 +36,9 @@ from llmcompressor.checkpoint.quantization_config import existing_quantization
 from llmcompressor.checkpoint.save import SaveOptions, modify_save_pretrained
 from llmcompressor.checkpoint.source import (
     SourceInfo,
+    check_config_unquantized,
+    check_dense,
     check_no_adapter,
-    check_source_unquantized,
     code_tensors,
     inspect_source,
     is_compressed_tensors,
@@ -493,7 +494,8 @@ def streamable_source(job: Job) -> SourceInfo | None:
     if is_partly_quantized(source):
         _warn_in_memory("a part of it is quantized already")
         return None
-    check_source_unquantized(source)
+    check_config_unquantized(str(source.directory), source.config)
+    check_dense(source.tensors)
     check_no_adapter(source.directory)
     if not source.tensors:
         _warn_in_memory("its weights are not safetensors")
