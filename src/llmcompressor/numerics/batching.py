@@ -7,12 +7,9 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
-import torch
-from torch import Tensor
-
 from llmcompressor.numerics.hessian import SingularHessianError
 
-__all__ = ["BATCH_ELEMENTS", "batch_by_kind", "solve_batched_or_single", "stack_float32_rows"]
+__all__ = ["BATCH_ELEMENTS", "batch_by_kind", "solve_batched_or_single"]
 
 Problem = TypeVar("Problem")
 Solution = TypeVar("Solution")
@@ -46,20 +43,6 @@ def batch_by_kind(
         size = most or max(1, limit // columns[indices[0]] ** 2)
         for start in range(0, len(indices), size):
             yield indices[start : start + size]
-
-
-def stack_float32_rows(weights_RC: Sequence[Tensor]) -> Tensor:
-    """The rows of all weights, each ``[R_i, C]``, in one new float32 matrix without other copies.
-
-    >>> stack_float32_rows([torch.ones(1, 2), torch.zeros(1, 2).bfloat16()]).tolist()
-    [[1.0, 1.0], [0.0, 0.0]]
-    """
-    first, rows = weights_RC[0], [len(weight_RC) for weight_RC in weights_RC]
-    shape = sum(rows), first.shape[-1]
-    wide_RC = torch.empty(shape, dtype=torch.float32, device=first.device)
-    for part_RC, weight_RC in zip(torch.split(wide_RC, rows), weights_RC, strict=True):
-        part_RC.copy_(weight_RC)
-    return wide_RC
 
 
 def solve_batched_or_single(

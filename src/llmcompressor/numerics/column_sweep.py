@@ -306,3 +306,17 @@ def subtract_product(target_MR: Tensor, factor_KM: Tensor, error_KR: Tensor) -> 
     if target_MR.shape[-2] == 0:
         return
     subtract_matmul_(target_MR, factor_KM.mT, error_KR)
+
+
+def stack_float32_rows(weights_RC: Sequence[Tensor]) -> Tensor:
+    """The rows of all weights, each ``[R_i, C]``, in one new float32 matrix without other copies.
+
+    >>> stack_float32_rows([torch.ones(1, 2), torch.zeros(1, 2).bfloat16()]).tolist()
+    [[1.0, 1.0], [0.0, 0.0]]
+    """
+    first, rows = weights_RC[0], [len(weight_RC) for weight_RC in weights_RC]
+    shape = sum(rows), first.shape[-1]
+    wide_RC = torch.empty(shape, dtype=torch.float32, device=first.device)
+    for part_RC, weight_RC in zip(torch.split(wide_RC, rows), weights_RC, strict=True):
+        part_RC.copy_(weight_RC)
+    return wide_RC

@@ -16,9 +16,9 @@ from llmcompressor.numerics.batching import (
     BATCH_ELEMENTS,
     batch_by_kind,
     solve_batched_or_single,
-    stack_float32_rows,
 )
 from llmcompressor.numerics.cholesky import PANEL
+from llmcompressor.numerics.column_sweep import stack_float32_rows
 from llmcompressor.numerics.gptq import (
     ColumnScales,
     activation_order,

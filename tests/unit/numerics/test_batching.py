@@ -6,7 +6,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from llmcompressor.numerics.batching import batch_by_kind, stack_float32_rows
+from llmcompressor.numerics.batching import batch_by_kind
+from llmcompressor.numerics.column_sweep import stack_float32_rows
 
 
 @pytest.mark.parametrize(("limit", "most"), [(1, None), (64, None), (300, None), (300, 2)])

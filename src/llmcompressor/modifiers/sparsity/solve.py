@@ -14,8 +14,8 @@ from llmcompressor.numerics.batching import (
     BATCH_ELEMENTS,
     batch_by_kind,
     solve_batched_or_single,
-    stack_float32_rows,
 )
+from llmcompressor.numerics.column_sweep import stack_float32_rows
 from llmcompressor.numerics.gptq import corrected_weight, ridge_for_tokens
 from llmcompressor.numerics.hessian import (
     SingularHessianError,
