@@ -38,13 +38,12 @@ from llmcompressor.errors import RecipeError, TargetError
 from llmcompressor.logger import logger
 from llmcompressor.modifiers.quantization import QuantizationModifier
 from llmcompressor.modifiers.rotation import NormMapping, QuIPModifier, SpinQuantModifier
-from llmcompressor.modifiers.rotation.plan import (
+from llmcompressor.modifiers.rotation.parts import (
     NORM_MAPPING_REGISTRY,
     SPINQUANT_MAPPING_REGISTRY,
-    RescaledNorm,
-    RotationPlan,
     SpinQuantMapping,
 )
+from llmcompressor.modifiers.rotation.plan import Norm, RotationPlan
 from llmcompressor.modifiers.smoothquant import SmoothQuantModifier
 from llmcompressor.pipelines import moe_selection
 from llmcompressor.recipe import Recipe
@@ -277,7 +276,7 @@ def test_a_shared_weight_is_not_rotated_in_two_ways() -> None:
 def test_norms_that_are_at_fault_are_not_blamed_on_a_linear(
     monkeypatch: pytest.MonkeyPatch, outlying: Any
 ) -> None:
-    monkeypatch.setattr(RescaledNorm, "without", lambda *_: {})
+    monkeypatch.setattr(Norm, "remainder", lambda *_: {})
     with pytest.raises(TargetError, match=r"norms rescaled.*Set rescale: false"):
         run(outlying, QuIPModifier(), data=DATA)
 
@@ -382,7 +381,7 @@ def test_experts_that_cannot_be_taken_apart_do_not_rotate(
     config = MixtralConfig(**SIZES, num_local_experts=4)
     model = lively(MixtralForCausalLM(config))
     assert moved(model, SpinQuantModifier(rotations=["R2", "R3"])) < 1e-5
-    with pytest.raises(TargetError, match=r"not taken apart\. Leave R1 out"):
+    with pytest.raises(TargetError, match=r"not unfused\. Leave R1 out"):
         run(model, SpinQuantModifier(rotations=["R1"]))
 
 
