@@ -6,7 +6,7 @@ from __future__ import annotations
 import difflib
 import math
 from abc import abstractmethod
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from enum import Enum
@@ -23,7 +23,8 @@ from pydantic import (
 )
 
 from llmcompressor.core.contract import (
-    CostModel,
+    Cost,
+    DataSize,
     DataUse,
     Edits,
     Prediction,
@@ -347,9 +348,31 @@ class Modifier(HooksMixin):
         """The planned output; it is initialized."""
         return Prediction()
 
-    def cost(self) -> CostModel:
-        """Estimates of its costs; it is initialized."""
-        return CostModel()
+    def cost(self, modules: Sequence[Module], data: DataSize) -> Cost:
+        """What its work on ``modules`` needs; it is initialized.
+
+        Args:
+            modules: if it collects data, selected modules that share an input, or with
+                :attr:`~.Traits.whole_blocks` all of a stop; otherwise all modules of a block, or
+                one that lies outside of blocks. Their weights may be on the meta device.
+            data: size of the calibration data.
+        """
+        return Cost()
+
+    def try_on_proxy(self, model: Any, build: Callable[[int], Any]) -> str:
+        """Check without weights whether it would refuse the model for what it computes.
+
+        Args:
+            model: the model; its weights may be on the meta device.
+            build: builds a small model of its class, with random weights from a seed.
+
+        Returns:
+            The reason why that is unknown, as a clause; empty if it accepts the model.
+
+        Raises:
+            TargetError: it would refuse the model.
+        """
+        return ""
 
     # ---- block by block
 

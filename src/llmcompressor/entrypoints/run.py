@@ -69,6 +69,7 @@ from llmcompressor.checkpoint.workspace import (
     open_workspace,
     reserve_output,
 )
+from llmcompressor.core.contract import DataSize, DataUse
 from llmcompressor.core.modifier import Modifier, planned_structure
 from llmcompressor.datasets.source import Source
 from llmcompressor.entrypoints.arguments import (
@@ -824,9 +825,13 @@ class _Run:
         passes: Sequence[Sequence[Modifier]],
         left: int,
     ) -> None:
-        learning = [one.cost().learning for one in self._modifiers if one.initialized]
+        learning = [
+            one
+            for one in self._modifiers
+            if one.initialized and one.traits.data is DataUse.LEARN_FIRST
+        ]
         # of the progress of learning: a new file is written before the old one goes
-        progress = sum(2 * one.kept for one in learning if one is not None)
+        progress = sum(2 * one.cost((), DataSize()).held_bytes for one in learning)
         stream = BlockStream(
             self.blueprint,
             self.weights,

@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.nn import Embedding, Module
 
 from llmcompressor.core.contract import (
-    CalibrationCost,
-    CostModel,
+    ELEMENTWISE,
+    Cost,
     DataSize,
     DataUse,
     Granularity,
@@ -249,19 +249,17 @@ class QuantizationMixin(Modifier):
         found = resolved.lookup.of(name, module)
         return found is not None and not is_empty(found)
 
-    def cost(self) -> CostModel:
-        """Cost of observing inputs."""
-        return CostModel(calibration=self.calibration_cost)
-
-    def calibration_cost(self, modules: Sequence[Module], data: DataSize) -> CalibrationCost:
-        """The cost of observing the ranges of inputs with a static scale."""
+    def cost(self, modules: Sequence[Module], data: DataSize) -> Cost:
+        """Cost of observing the ranges of inputs with a static scale."""
         weighing = [
             weight_of(one).shape[-1]
             for one in modules
             if one in self._schemes and needs_input_importance(self._schemes[one].weights)
         ]
-        squares = _FLOAT * max(weighing, default=0)  # of the inputs' columns
-        return CalibrationCost(watch=self.watched_values(modules), statistics=squares)
+        return Cost(
+            flops=ELEMENTWISE * data.tokens * self.watched_values(modules),
+            held_bytes=_FLOAT * max(weighing, default=0),  # squares of the inputs' columns
+        )
 
     def watched_values(self, modules: Sequence[Module]) -> int:
         """Number of values observed per token of the inputs of ``modules``, for static scales."""

@@ -22,7 +22,7 @@ from llmcompressor.core.contract import (
     DEFAULT_DAMPENING,
     EARLIER_DAMPENING,
     MOVED_TO_THE_RUN,
-    CalibrationCost,
+    Cost,
     DampeningFraction,
     DataSize,
     RecipeRules,
@@ -44,7 +44,7 @@ from llmcompressor.quantization.column_solver import (
     Options,
     Problem,
     Solution,
-    gptq_effort,
+    gptq_cost,
     refinement_rounds,
     solve,
 )
@@ -196,20 +196,20 @@ class GPTQModifier(RecordedMixin, QuantizationMixin):
             )
         return asked
 
-    def calibration_cost(self, modules: Sequence[Module], data: DataSize) -> CalibrationCost:
+    def cost(self, modules: Sequence[Module], data: DataSize) -> Cost:
         """Second moments, and one factorization and sweep for all Linears that share an input."""
         solved = [module for module in modules if self._is_solved(module)]
         schemes = [args for args in map(self._weight_args, solved) if args is not None]
         bits = [grid_of(args).bits for args in schemes]
-        found = gptq_effort(
+        return super().cost(modules, data) + gptq_cost(
             [weight_of(module) for module in solved],
+            data,
             twin=self._is_asymmetric(),
             refinements=max((refinement_rounds(self.refinements, one) for one in bits), default=0),
             batch=self._batch,
             answered=True,
             group=max([0, *(args.group_size or 0 for args in schemes)]),
         )
-        return replace(found, watch=self.watched_values(modules))
 
     @property
     def _batch(self) -> int | None:

@@ -21,8 +21,7 @@ from pydantic import Field, PrivateAttr, field_validator
 from torch.nn import Embedding, Linear, Module
 
 from llmcompressor.core.contract import (
-    ComputeCost,
-    CostModel,
+    Cost,
     DataSize,
     DataUse,
     Granularity,
@@ -45,8 +44,8 @@ from llmcompressor.modifiers.rotation.online import (
 )
 from llmcompressor.modifiers.rotation.plan import (
     RotationPlan,
-    fusion_cost,
-    trial_cost,
+    fusion_flops,
+    trial_flops,
     write_schemes,
 )
 from llmcompressor.modifiers.rotation.probe import (
@@ -211,32 +210,25 @@ class RotationModifier(Modifier):
             return Prediction()
         return Prediction(attached=lambda: plan.predicted(model))
 
-    def cost(self) -> CostModel:
-        """Costs of the trial of the rotations, and of fusing them into the weights."""
-        return CostModel(compute=self.compute_cost, held=self.held_bytes)
-
-    def compute_cost(self, modules: Sequence[Module], data: DataSize) -> ComputeCost:
-        """Compute for the trial of the rotations, and for fusing them into the weights."""
-        rotating = fusion_cost(self.plan, modules, self.torch_precision)
-        return rotating + trial_cost(self.plan, modules)
-
-    def held_bytes(self, modules: Sequence[Module], *, together: bool) -> int:
-        """Peak bytes for rotating weights, or for the trial of a part in float32 before."""
-        fusing, trying, sizes = [0], [0], [0]
+    def cost(self, modules: Sequence[Module], data: DataSize) -> Cost:
+        """Cost of the trial of the rotations in float32, and of fusing them into the weights."""
+        flops = trial_flops(self.plan, modules)
+        flops += fusion_flops(self.plan, modules, self.torch_precision)
+        fusing = trying = tried = 0
         for one in modules:
             every = [each for each in one._parameters.values() if each is not None]
             size, fusion = sum(each.numel() for each in every), self.plan.fusions.get(one)
             if fusion is None:
-                sizes.append(sum(each.numel() for each in every if each.itemsize < _FLOAT))
+                tried += sum(each.numel() for each in every if each.itemsize < _FLOAT)
                 continue
-            sizes.append(size)
+            tried += size
             held = functools.partial(
                 rotated_weight_peak_bytes, size, inputs=fusion.inputs, outputs=fusion.outputs
             )
-            fusing.append(held(precision=self.plan.precision) + sum(each.nbytes for each in every))
-            trying.append(held(precision=torch.float32, is_apart=False))
-        tried = sum(sizes) if together else max(sizes)
-        return max(*fusing, _FLOAT * tried + max(trying))
+            own = sum(each.nbytes for each in every)
+            fusing = max(fusing, held(precision=self.plan.precision) + own)
+            trying = max(trying, held(precision=torch.float32, is_apart=False))
+        return Cost(flops=flops, peak_bytes=max(fusing, _FLOAT * tried + trying))
 
     def report(self, names: Container[str] | None = None) -> dict[str, Any]:
         """Number of rotated weights; the change of the outputs, if all was in memory.

@@ -34,6 +34,12 @@ from llmcompressor.errors import TargetError
 from llmcompressor.modeling.patches import RESTS
 from llmcompressor.numerics.rotation import Rotation
 from llmcompressor.quantization.attach import disable_attention_hooks, enable_attention_hooks
+from llmcompressor.transformers_internals import (
+    attention_of,
+    can_set_attention,
+    mark_tied,
+    supports_sdpa,
+)
 
 __all__ = [
     "ONLINE_DTYPE",
@@ -89,15 +95,15 @@ def check_attention_hookable(model: Any) -> None:
         TargetError: there is no such function, or it cannot be replaced.
     """
     problem = ""
-    name = model.config._attn_implementation
+    name = attention_of(model.config)
     if name == HOOKED_ATTENTION_NAME:
         name = QuantizedAttentionImpl._original_impl
     if name not in ALL_ATTENTION_FUNCTIONS:
         problem = f"runs with the attention {name!r}, which has no function that could be hooked"
-    elif not getattr(type(model), "_can_set_attn_implementation", lambda: True)():
+    elif not can_set_attention(type(model)):
         problem = "does not let its function of attention be replaced"
     if problem:
-        has_other = name != "sdpa" and getattr(model, "_supports_sdpa", False)
+        has_other = name != "sdpa" and supports_sdpa(model)
         other = ', or load it with attn_implementation="sdpa"' if has_other else ""
         raise TargetError(
             f"R3 needs the queries and keys after RoPE, and {type(model).__name__} {problem}.",
@@ -229,5 +235,4 @@ def tie_weights(online: Iterable[OnlineRotation]) -> None:
         transform: Any = one.transform
         key = f"{one.module_name}.{one.child_name}.weight"
         if first.setdefault(id(transform.weight), key) != key:
-            # read by transformers
-            transform._tied_weights_keys = {"weight": first[id(transform.weight)]}
+            mark_tied(transform, {"weight": first[id(transform.weight)]})
