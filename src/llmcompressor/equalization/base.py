@@ -33,11 +33,12 @@ from llmcompressor.core.events import Event
 from llmcompressor.core.modifier import Modifier, select_records
 from llmcompressor.core.state import State
 from llmcompressor.equalization.mappings import (
+    Names,
+    SmoothSet,
     find_smooth_sets,
     matching_names,
     resolve_mappings,
 )
-from llmcompressor.equalization.probe import Names, SmoothSet
 from llmcompressor.equalization.rescale import divide_outputs, multiply_inputs
 from llmcompressor.errors import NonFiniteError, TargetError
 from llmcompressor.logger import logger
@@ -47,15 +48,7 @@ from llmcompressor.modeling.matching import check_targets
 from llmcompressor.modeling.names import named_modules, own_parameters
 from llmcompressor.observers.tokens import real_tokens
 
-__all__ = ["InputStatistics", "SmoothingMixin", "drop_quantized_sets", "quantized_modules"]
-
-
-# --------------------
-# Conflicts of smoothing with quantization: sets with modules whose scales are already final.
-#
-# The scales of a weight depend on its values, those of inputs, outputs, keys and values on the
-# activations: once an earlier modifier has computed them, neither may be changed. Modules that are
-# not quantized yet may be smoothed.
+__all__ = ["InputStatistics", "SmoothingMixin", "quantized_modules"]
 
 
 def quantized_modules(state: State) -> set[Module]:
@@ -66,54 +59,6 @@ def quantized_modules(state: State) -> set[Module]:
     """
     marked = (module for _, module in named_modules(state.model))
     return {one for one in marked if getattr(one, "quantization_scheme", None) is not None}
-
-
-def drop_quantized_sets(
-    sets: Iterable[SmoothSet], state: State, *, name: str, are_named: bool
-) -> list[SmoothSet]:
-    """The sets that a modifier may smooth.
-
-    A set that was found in the model, and whose readers are all quantized, is left out silently.
-
-    Args:
-        sets: all of them.
-        state: of the session, as :func:`quantized_modules` takes it.
-        name: the modifier's name.
-        are_named: the recipe names the sets.
-
-    Raises:
-        TargetError: a set joins what is quantized with what is not, or is one of the recipe's; or
-            none is left.
-    """
-    quantized = quantized_modules(state)
-    cached = {  # Linear → the attention whose quantized keys and values it helps to compute
-        inner: module
-        for module in state.facts.kv_cache
-        for inner in module.modules()
-        if isinstance(inner, Linear)
-    }
-    kept, why, by = [], "", ""
-    for one in sets:
-        members = {**one.balance, one.name: one.smooth}
-        taken = {each: module for each, module in members.items() if module in quantized}
-        if not taken and one.smooth in cached:
-            taken = {one.name: cached[one.smooth]}
-        if not taken:
-            kept.append(one)
-            continue
-        first, module = next(iter(taken.items()))
-        owner = state.facts.quantizer.get(module)
-        by = "an earlier run" if owner is None else type(owner).__name__
-        why = f"{by} quantizes {first}, and smoothing would change what was found for it"
-        if are_named or not taken.keys() >= one.balance.keys():
-            raise TargetError(
-                f"{name} cannot smooth {one}: {why}.",
-                f"Put {name} before {by}, or leave {first} to one of them, by an ignore list or by "
-                "mappings without it.",
-            )
-    if why and not kept:
-        raise TargetError(f"{name} has nothing to smooth: {why}.", f"Put {name} before {by}.")
-    return kept
 
 
 # --------------------
@@ -256,74 +201,82 @@ class SmoothingMixin(Modifier):
             self._sets = resolve_mappings(model, names, self.ignored(), samples)
         check_targets(model, (), ignore=self.ignored())
         left_out = matching_names(model, self.ignored())
-        self._sets = [
-            one
-            for one in self._sets
-            if one.name not in left_out and not left_out & one.balance.keys()
-        ]
-        self._sets = drop_quantized_sets(
-            self._sets, state, name=type(self).__name__, are_named=names is not None
-        )
-        self._sets = self._without_rotated(state, are_named=names is not None)
+        wanted = [one for one in self._sets if not left_out & {one.name, *one.balance}]
+        self._sets = self._without_conflicts(state, wanted, are_named=names is not None)
         if not self._sets:
-            self._refuse_rotated()
-            what = (
-                f"finds nothing to smooth in {type(model).__name__}"
-                if names is None
-                else "was given mappings that leave nothing to smooth"
-            )
+            what = f"finds nothing to smooth in {type(model).__name__}"
+            if names is not None:
+                what = "was given mappings that leave nothing to smooth"
+            rotated = ((_existing_rotation(one), name) for one, name in self._names.items())
+            if found := next((one for one in rotated if one[0]), None):
+                what = "has nothing to smooth: {} rotates what goes into or comes out of {}".format(
+                    *found
+                )
             raise TargetError(
-                f"{type(self).__name__} {what}.",
-                "Name what is to be smoothed in its mappings, or leave it out of the recipe.",
+                f"{self._name} {what}.",
+                "Name what is to be smoothed in its mappings, put it before a rotation, or leave "
+                "it out of the recipe.",
             )
         state.facts.smoothed.update(one.smooth for one in self._sets if one.is_norm)
         self._tell(model)
         return True
 
-    def _without_rotated(self, state: State, *, are_named: bool) -> list[SmoothSet]:
-        """The sets that no online rotation passes through.
+    def _without_conflicts(
+        self, state: State, sets: Sequence[SmoothSet], *, are_named: bool
+    ) -> list[SmoothSet]:
+        """The sets with which no earlier modifier, or earlier run, conflicts.
 
-        The columns of a weight after such a rotation are not the channels of the module before it.
+        Scales of weights and activations that are final already would not fit after smoothing. The
+        columns of a weight after an online rotation are not the channels of the module before it.
+        A set that was found in the model, and whose readers are all quantized, is left out
+        silently.
 
         Raises:
-            TargetError: for a set that the recipe names, and where nothing is left.
+            TargetError: a set of the recipe conflicts, or joins what is quantized with what is not;
+                or none is left.
         """
-        kept, why = [], ""
-        for one in self._sets:
-            by = [
-                f"{owner} rotates what goes into or comes out of {self._names[module]}"
-                for module in (one.smooth, *one.balance.values())
-                if (owner := state.facts.rotated_by.get(module) or _existing_rotation(module))
-            ]
-            why = why or "".join(by[:1])
-            if not by:
+        quantized = {module: module for module in quantized_modules(state)}
+        for attention in state.facts.kv_cache:  # whose keys and values these help to compute
+            inner = (one for one in attention.modules() if isinstance(one, Linear))
+            cached = dict.fromkeys(inner, attention)
+            quantized |= {one.smooth: cached[one.smooth] for one in sets if one.smooth in cached}
+        kept, why, by, rotated = [], "", "", 0
+        for one in sets:
+            members = {**one.balance, one.name: one.smooth}
+            taken = {name: quantized[each] for name, each in members.items() if each in quantized}
+            turned = {
+                name: owner
+                for name, each in members.items()
+                if (owner := state.facts.rotated_by.get(each) or _existing_rotation(each))
+            }
+            if taken:
+                first, module = next(iter(taken.items()))
+                quantizer = state.facts.quantizer.get(module)
+                by = "an earlier run" if quantizer is None else type(quantizer).__name__
+                why = f"{by} quantizes {first}, and smoothing would change what was found for it"
+            elif turned:
+                first, by = next(iter(turned.items()))
+                why = f"{by} rotates what goes into or comes out of {first}"
+                rotated += 1
+            else:
                 kept.append(one)
-            elif are_named:
+                continue
+            if are_named or (taken and not taken.keys() >= one.balance.keys()):
                 raise TargetError(
-                    f"The mapping {one} of {type(self).__name__} cannot be smoothed: {by[0]}.",
-                    f"Put {type(self).__name__} before the rotation, or leave the mapping out.",
+                    f"The mapping {one} of {self._name} cannot be smoothed: {why}.",
+                    f"Put {self._name} before {by}, or leave {first} to one of them, by an ignore "
+                    "list or by mappings without it.",
                 )
-        if self._sets and not kept:
+        if why and not kept:
             raise TargetError(
-                f"{type(self).__name__} has nothing to smooth: {why}, and so on.",
-                f"Put {type(self).__name__} before the rotation.",
+                f"{self._name} has nothing to smooth: {why}.", f"Put {self._name} before {by}."
             )
-        if len(kept) < len(self._sets):
+        if rotated:
             logger.warning(
-                f"{type(self).__name__} leaves out {len(self._sets) - len(kept)} mappings: {why}. "
-                "Put it before the rotation to smooth them, too."
+                f"{self._name} leaves out {rotated} mappings: {why}. Put it before the rotation to "
+                "smooth them, too."
             )
         return kept
-
-    def _refuse_rotated(self) -> None:
-        """Raise if nothing can be smoothed because of an earlier run's rotations."""
-        for module, name in self._names.items():
-            if by := _existing_rotation(module):
-                raise TargetError(
-                    f"{type(self).__name__} has nothing to smooth: {by} rotates what goes into or "
-                    f"comes out of {name}, and so on.",
-                    f"Put {type(self).__name__} before the rotation.",
-                )
 
     def _tell(self, model: Module) -> None:
         """Log the sets that were found, grouped by place, with their number."""
@@ -338,7 +291,7 @@ class SmoothingMixin(Modifier):
             origin = "found in the model"
             if self.named(model) is not None:
                 origin = f"registered for {type(model).__name__}"
-        logger.info(f"{type(self).__name__}, mappings {origin}: {shown}.")
+        logger.info(f"{self._name}, mappings {origin}: {shown}.")
 
     # ------------------------------------------------------------------ calibration
 
@@ -457,7 +410,7 @@ class SmoothingMixin(Modifier):
         self._tallies.clear()
         self._order = None
         smoothed = sum(1 for record in self._records.values() if record.get("tokens"))
-        logger.info(f"{type(self).__name__}: {smoothed} modules smoothed.")
+        logger.info(f"{self._name}: {smoothed} modules smoothed.")
 
 
 def _sample_batches(state: State) -> Iterator[Mapping[str, Any]]:

@@ -12,8 +12,8 @@ import torch
 from tests.support import small_architectures as small
 from torch import Tensor, nn
 
-from llmcompressor.equalization.mappings import find_smooth_sets, resolve_mappings
-from llmcompressor.equalization.probe import BlockRuns, Names, SmoothSet, block_probes
+from llmcompressor.equalization.mappings import Names, SmoothSet, find_smooth_sets, resolve_mappings
+from llmcompressor.equalization.probe import BlockRuns, block_probes
 from llmcompressor.equalization.rescale import divide_outputs, multiply_inputs
 from llmcompressor.errors import TargetError
 from llmcompressor.modeling.fused import parse_expert_name

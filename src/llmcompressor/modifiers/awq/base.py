@@ -32,8 +32,7 @@ from llmcompressor.core.modifier import Modifier
 from llmcompressor.core.modifier_registry import ModifierFactory
 from llmcompressor.core.state import State
 from llmcompressor.equalization.base import SmoothingMixin, quantized_modules
-from llmcompressor.equalization.mappings import WRITTEN, find_smooth_sets
-from llmcompressor.equalization.probe import Names, SmoothSet
+from llmcompressor.equalization.mappings import WRITTEN, Names, SmoothSet, find_smooth_sets
 from llmcompressor.errors import RecipeError, TargetError
 from llmcompressor.logger import logger
 from llmcompressor.modifiers.awq.parents import (

@@ -20,7 +20,7 @@ from torch.nn import Module, ModuleDict, ModuleList
 
 from llmcompressor.core.contract import ELEMENTWISE, Cost, DataSize
 from llmcompressor.core.state import State
-from llmcompressor.equalization.probe import SmoothSet
+from llmcompressor.equalization.mappings import SmoothSet
 from llmcompressor.equalization.rescale import swapped_parameters
 from llmcompressor.modeling.call_graph import copy_arguments, first_tensor
 from llmcompressor.modeling.hooks import HooksMixin

@@ -18,8 +18,13 @@ from torch.nn import Module
 
 from llmcompressor.core.state import State
 from llmcompressor.equalization.base import SmoothingMixin
-from llmcompressor.equalization.mappings import WRITTEN, find_smooth_sets, norm_mappings
-from llmcompressor.equalization.probe import Names, SmoothSet
+from llmcompressor.equalization.mappings import (
+    WRITTEN,
+    Names,
+    SmoothSet,
+    find_smooth_sets,
+    norm_mappings,
+)
 from llmcompressor.errors import NonFiniteError, RecipeError
 from llmcompressor.modeling.call_graph import first_tensor
 from llmcompressor.numerics.smoothing import (

@@ -20,7 +20,7 @@ from torch.nn import Module
 
 from llmcompressor import plan
 from llmcompressor.core import State
-from llmcompressor.equalization.probe import SmoothSet
+from llmcompressor.equalization.mappings import SmoothSet
 from llmcompressor.errors import RecipeError, TargetError
 from llmcompressor.modifiers import awq as old_path
 from llmcompressor.modifiers.awq.parents import ParentRuns
