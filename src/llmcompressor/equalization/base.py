@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import torch
 from compressed_tensors.transform import HadamardTransform
@@ -42,13 +42,12 @@ from llmcompressor.equalization.mappings import (
 from llmcompressor.equalization.rescale import divide_outputs, multiply_inputs
 from llmcompressor.errors import NonFiniteError, TargetError
 from llmcompressor.logger import logger
-from llmcompressor.modeling.call_graph import CallOrder, first_tensor
 from llmcompressor.modeling.fused import is_expert
 from llmcompressor.modeling.matching import check_targets
 from llmcompressor.modeling.names import named_modules, own_parameters
-from llmcompressor.observers.tokens import real_tokens
+from llmcompressor.observers.input_statistics import InputCollector
 
-__all__ = ["InputStatistics", "SmoothingMixin", "quantized_modules"]
+__all__ = ["SmoothingMixin", "quantized_modules"]
 
 
 def quantized_modules(state: State) -> set[Module]:
@@ -70,17 +69,6 @@ _VISITS = 6
 """Of a weight of a reader: its column's range, the scale, the check."""
 
 
-class InputStatistics(Protocol):
-    """Statistics of one input tensor, which several Linears may share."""
-
-    @property
-    def tokens(self) -> int:
-        """Number of tokens counted."""
-
-    def update(self, input_TC: Tensor) -> None:
-        """Add the tokens of one batch, ``[T, C]``, without padding."""
-
-
 class SmoothingMixin(Modifier):
     """Finds smoothing sets, collects statistics of their inputs, and applies their scales."""
 
@@ -92,8 +80,7 @@ class SmoothingMixin(Modifier):
 
     _sets: list[SmoothSet] = PrivateAttr(default_factory=list)
     _names: dict[Module, str] = PrivateAttr(default_factory=dict)
-    _tallies: dict[Module, Any] = PrivateAttr(default_factory=dict)
-    _order: CallOrder | None = PrivateAttr(None)
+    _inputs: InputCollector[Any] = PrivateAttr()
     _seen: set[Module] = PrivateAttr(default_factory=set)
     _by_reader: dict[Module, list[SmoothSet]] = PrivateAttr(default_factory=dict)
     _scales: dict[SmoothSet, Tensor] = PrivateAttr(default_factory=dict)
@@ -109,8 +96,8 @@ class SmoothingMixin(Modifier):
         """
 
     @abstractmethod
-    def new_statistics(self, columns: int, device: torch.device, name: str) -> InputStatistics:
-        """New statistics of one input tensor."""
+    def new_statistics(self, module: Module, input_TC: Tensor, twin: bool) -> Any:
+        """New statistics of one input, with ``tokens`` and ``update(input_TC)``."""
 
     @abstractmethod
     def compute_scale(self, one: SmoothSet, tallies: Mapping[Module, Any]) -> Tensor | None:
@@ -297,15 +284,18 @@ class SmoothingMixin(Modifier):
 
     def on_calibration_start(self, state: State, event: Event, **kwargs: Any) -> None:
         """Hook the inputs, once for all Linears that share a tensor."""
-        self._order = state.calibration.call_order
+        observed = set(self.observed_modules())
+        order = state.calibration.call_order
+        self._inputs = InputCollector(self.new_statistics, observed.__contains__, order)
         self._by_reader = {}
         for one in self.sets_to_smooth():
             for module in one.balance.values():
                 self._by_reader.setdefault(module, []).append(one)
         if state.run.block_source is not None:
             self._check_blocks(state)
-        for leader in dict.fromkeys(map(self.leader, self.observed_modules())):
-            self.register_hook(leader, self._hook(state), "forward_pre", with_kwargs=True)
+        hook = self._hook(state)
+        for leader in self._inputs.leaders(self.observed_modules()):
+            self.register_hook(leader, hook, "forward_pre", with_kwargs=True)
 
     def _check_blocks(self, state: State) -> None:
         source = state.run.block_source
@@ -321,29 +311,11 @@ class SmoothingMixin(Modifier):
                 )
 
     def _hook(self, state: State) -> Any:
-        @torch.no_grad()
-        def collect(module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            tensor = first_tensor(args, kwargs)
-            if tensor is not None:
-                self.count(module, tensor, state.calibration.token_mask)
-
-        return collect
-
-    def count(self, module: Module, tensor: Tensor, token_mask: Tensor | None) -> None:
-        """Add the input of ``module`` (see :func:`real_tokens`) to its statistics."""
-        if module not in self._tallies:
-            self._tallies[module] = self.new_statistics(
-                tensor.shape[-1], tensor.device, self._names[module]
-            )
-        self._tallies[module].update(real_tokens(tensor, token_mask))
+        return self._inputs.hook(state)
 
     def sets_read_by(self, module: Module) -> Sequence[SmoothSet]:
         """The sets to smooth that have ``module`` among their readers."""
         return self._by_reader.get(module, ())
-
-    def leader(self, module: Module) -> Module:
-        """The first of the hooked modules that share ``module``'s input."""
-        return module if self._order is None else self._order.group_of(module)[0]
 
     def on_sequential_epoch_end(
         self, state: State, event: Event, modules: Iterable[Module], **kwargs: Any
@@ -359,18 +331,15 @@ class SmoothingMixin(Modifier):
             if one.name not in self._records and self._seen.issuperset(one.linears.values()):
                 self._find_scale(one)
         self.after_scales()
-        self._free_statistics()
+        self._free_statistics(came)
         if state.calibration.call_order is None and state.run.block_source is None:
             self.finish(state, self._seen)
 
     @torch.no_grad()
     def _find_scale(self, one: SmoothSet) -> None:
-        tallies = {
-            module: self._tallies[self.leader(module)]
-            for module in one.linears.values()
-            if self.leader(module) in self._tallies
-        }
-        if len(tallies) < len(one.linears) or not all(t.tokens for t in tallies.values()):
+        found = {module: self._inputs.of(module) for module in one.linears.values()}
+        tallies = {module: each for module, each in found.items() if each and each.tokens}
+        if len(tallies) < len(found):
             logger.warning(f"{one}: not smoothed, since no calibration token reached all of them.")
             self._records[one.name] = {"tokens": 0}
             return
@@ -381,13 +350,15 @@ class SmoothingMixin(Modifier):
             raise NonFiniteError(f"The scales found for {one} are not positive numbers.")
         self._scales[one] = scale_C
 
-    def _free_statistics(self) -> None:
-        """Free the statistics whose readers are all done."""
-        for leader in [one for one in self._tallies if one in self._seen]:
-            alike = (leader,) if self._order is None else self._order.group_of(leader)
-            sets = (one for module in alike for one in self.sets_read_by(module))
-            if all(self._seen.issuperset(one.linears.values()) for one in sets):
-                del self._tallies[leader]
+    def _free_statistics(self, came: Iterable[Module]) -> None:
+        """Free the statistics of ``came``, and of what is smoothed with it, if that is all done."""
+        sets = (one for module in came for one in self.sets_read_by(module))
+        readers = (each for one in sets for each in one.linears.values())
+        for leader in self._inputs.leaders((*came, *readers)):
+            sharing = self._inputs.sharing(leader)
+            waiting = (one for module in sharing for one in self.sets_read_by(module))
+            if all(self._seen.issuperset(one.linears.values()) for one in waiting):
+                self._inputs.drop([leader])
 
     # ------------------------------------------------------------------ scaling
 
@@ -407,8 +378,6 @@ class SmoothingMixin(Modifier):
         """Scale the sets that were not scaled with their block."""
         self.remove_hooks()
         self.finish(state, state.model.modules())
-        self._tallies.clear()
-        self._order = None
         smoothed = sum(1 for record in self._records.values() if record.get("tokens"))
         logger.info(f"{self._name}: {smoothed} modules smoothed.")
 

@@ -373,9 +373,10 @@ class AWQModifier(SmoothingMixin):
                         "Set duo_scaling: false.",
                     )
 
-    def new_statistics(self, columns: int, device: torch.device, name: str) -> _InputMoments:
+    def new_statistics(self, module: Module, input_TC: Tensor, twin: bool) -> _InputMoments:
         """Statistics with second moments of the inputs."""
-        return _InputMoments(columns, self.offload_device or device, name)
+        place = self.offload_device or input_TC.device
+        return _InputMoments(input_TC.shape[-1], place, self._names[module])
 
     def compute_scale(self, one: SmoothSet, tallies: Mapping[Module, Any]) -> Tensor | None:
         """The best scale of the grid, evaluated on the Linears that are quantized."""
@@ -418,11 +419,11 @@ class AWQModifier(SmoothingMixin):
         for module in [one for one in self._to_clip if one in self._seen]:
             args, one = _clip_args(module), next(reversed(self.sets_read_by(module)), None)
             if args is not None and (one is None or one.name in self._records):
-                ready.setdefault((self.leader(module), one, _quantization_key(args)), []).append(
-                    module
-                )
+                ready.setdefault(
+                    (self._inputs.leader(module), one, _quantization_key(args)), []
+                ).append(module)
         for (leader, one, _), members in ready.items():
-            tally = self._tallies.get(leader)
+            tally = self._inputs.of(leader)
             if tally is not None and tally.tokens:
                 self._clip(members, tally, None if one is None else self._scales.get(one))
         done = {module for members in ready.values() for module in members}

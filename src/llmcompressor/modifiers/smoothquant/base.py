@@ -214,9 +214,9 @@ class SmoothQuantModifier(SmoothingMixin):
 
     # ------------------------------------------------------------------ while
 
-    def new_statistics(self, columns: int, device: torch.device, name: str) -> _Extremes:
+    def new_statistics(self, module: Module, input_TC: Tensor, twin: bool) -> _Extremes:
         """Statistics with the extremes of every channel."""
-        return _Extremes(columns, device, name)
+        return _Extremes(input_TC.shape[-1], input_TC.device, self._names[module])
 
     def _hook(self, state: State) -> Any:
         limit = self.num_calibration_steps
@@ -234,7 +234,7 @@ class SmoothQuantModifier(SmoothingMixin):
             each = len(sizes) if sizes is not None and len(parts) == 1 else 1
             for part, mask in parts:
                 if seen.get(module, 0) < limit:
-                    self.count(module, part, mask)
+                    self._inputs.add(module, part, mask)
                 seen[module] = seen.get(module, 0) + each
 
         return collect_some
