@@ -12,7 +12,13 @@ from torch import Tensor
 
 from llmcompressor.numerics.hessian import SingularHessianError
 
-__all__ = ["BATCH_ELEMENTS", "batch_by_kind", "solve_batched_or_single", "stack_float32_rows"]
+__all__ = [
+    "BATCH_ELEMENTS",
+    "batch_by_kind",
+    "solve_in_batches",
+    "stack_float32_rows",
+    "stack_or_single",
+]
 
 Problem = TypeVar("Problem")
 Solution = TypeVar("Solution")
@@ -67,21 +73,48 @@ def stack_float32_rows(weights_RC: Sequence[Tensor]) -> Tensor:
     return wide_RC
 
 
-def solve_batched_or_single(
+def stack_or_single(tensors: Sequence[Tensor]) -> Tensor:
+    """Several tensors stacked along a new dimension; a single one without it."""
+    return tensors[0] if len(tensors) == 1 else torch.stack(list(tensors))
+
+
+def solve_in_batches(
+    problems: Sequence[Problem],
+    kinds: Sequence[object],
+    columns: Sequence[int],
+    together: Callable[[Sequence[Problem]], list[Solution]],
+    hopeless: Callable[[Problem], Solution],
+    *,
+    limit: int = BATCH_ELEMENTS,
+    most: int | None = None,
+) -> list[Solution]:
+    """Solve problems; small ones of one kind in one call, or one by one if that fails.
+
+    Args:
+        problems: in any order.
+        kinds: as for :func:`batch_by_kind`.
+        columns: as for :func:`batch_by_kind`.
+        together: solves several of one kind; raises ``SingularHessianError`` if one of them cannot
+            be factorized.
+        hopeless: fallback for a problem that cannot be factorized by itself either.
+        limit: as for :func:`batch_by_kind`.
+        most: as for :func:`batch_by_kind`.
+    """
+    solutions: dict[int, Solution] = {}
+    for batch in batch_by_kind(kinds, columns, limit, most=most):
+        found = _solve_batched_or_single([problems[index] for index in batch], together, hopeless)
+        solutions.update(zip(batch, found, strict=True))
+    return [solutions[index] for index in range(len(problems))]
+
+
+def _solve_batched_or_single(
     problems: Sequence[Problem],
     together: Callable[[Sequence[Problem]], list[Solution]],
     hopeless: Callable[[Problem], Solution],
 ) -> list[Solution]:
-    """Solve problems in one call, or one by one if one of them cannot be factorized.
-
-    Args:
-        problems: problems of one kind.
-        together: solves several; raises ``SingularHessianError`` if one cannot be factorized.
-        hopeless: fallback for a problem that cannot be factorized by itself either.
-    """
     with contextlib.suppress(SingularHessianError):
         return together(problems)
     # outside the handler: the exception, and the tensors of its frames, are freed
     if len(problems) == 1:
         return [hopeless(problems[0])]
-    return [solve_batched_or_single([one], together, hopeless)[0] for one in problems]
+    return [_solve_batched_or_single([one], together, hopeless)[0] for one in problems]

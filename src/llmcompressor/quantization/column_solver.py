@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from compressed_tensors.quantization import QuantizationStrategy
@@ -13,9 +14,9 @@ from torch import Tensor
 from llmcompressor.core.contract import ELEMENTWISE, Cost, DataSize
 from llmcompressor.numerics.batching import (
     BATCH_ELEMENTS,
-    batch_by_kind,
-    solve_batched_or_single,
+    solve_in_batches,
     stack_float32_rows,
+    stack_or_single,
 )
 from llmcompressor.numerics.cholesky import PANEL
 from llmcompressor.numerics.gptq import (
@@ -29,9 +30,7 @@ from llmcompressor.numerics.gptq import (
     sweep_and_refine,
 )
 from llmcompressor.numerics.grid import Grid
-from llmcompressor.numerics.hessian import (
-    dead_columns,
-)
+from llmcompressor.numerics.hessian import dead_columns
 from llmcompressor.observers.input_statistics import prefers_output_residual
 from llmcompressor.quantization.parameters import WeightParameters
 from llmcompressor.runtime.threads import SPAN, one_thread
@@ -134,34 +133,30 @@ def solve(problems: Sequence[Problem], options: Options) -> list[Solution]:
     If every input is zero, the tokens do not determine the weights: they are rounded to nearest.
     """
     idle = [bool(dead_columns(problem.gram_CC).all()) for problem in problems]
-    solutions = {
-        index: replace(_round_to_nearest(problem), is_idle=True)
-        for index, problem in enumerate(problems)
-        if idle[index]
-    }
-    places = [index for index in range(len(problems)) if not idle[index]]
-    lively = [problems[index] for index in places]
-    for batch in _batches(lively, options.batch):
-        found = _solve_batch([lively[number] for number in batch], options)
-        solutions.update(zip([places[number] for number in batch], found, strict=True))
-    return [solutions[index] for index in range(len(problems))]
+    lively = [problem for problem, is_idle in zip(problems, idle, strict=True) if not is_idle]
 
-
-_BATCH_ELEMENTS = BATCH_ELEMENTS
-
-
-def _batches(problems: Sequence[Problem], most: int | None = None) -> Iterator[list[int]]:
-    kinds = [problem.kind for problem in problems]
-    columns = [problem.shape[1] for problem in problems]
-    return batch_by_kind(kinds, columns, _BATCH_ELEMENTS, most=most)
-
-
-def _solve_batch(problems: Sequence[Problem], options: Options) -> list[Solution]:
     def swept(some: Sequence[Problem]) -> list[Solution]:
         with one_thread(some[0].gram_CC.device):
             return _solve_by_sweep(some, options)
 
-    return solve_batched_or_single(problems, swept, _round_to_nearest)
+    solutions = iter(
+        solve_in_batches(
+            lively,
+            [problem.kind for problem in lively],
+            [problem.shape[1] for problem in lively],
+            swept,
+            _round_to_nearest,
+            limit=_BATCH_ELEMENTS,
+            most=options.batch,
+        )
+    )
+    return [
+        replace(_round_to_nearest(problem), is_idle=True) if is_idle else next(solutions)
+        for problem, is_idle in zip(problems, idle, strict=True)
+    ]
+
+
+_BATCH_ELEMENTS = BATCH_ELEMENTS
 
 
 def _round_to_nearest(problem: Problem) -> Solution:
@@ -176,8 +171,8 @@ def _round_to_nearest(problem: Problem) -> Solution:
 
 def _solve_by_sweep(problems: Sequence[Problem], options: Options) -> list[Solution]:
     """Solve all ``problems`` at once; a single one without a batch dimension."""
-    gram_CC = _stack([problem.gram_CC for problem in problems])
-    weight_RC = _stack([stack_float32_rows(problem.weights) for problem in problems])
+    gram_CC = stack_or_single([problem.gram_CC for problem in problems])
+    weight_RC = stack_or_single([stack_float32_rows(problem.weights) for problem in problems])
     kept_RC = _unpruned_mask(problems)
     if options.ridge is not None:
         weight_RC = _error_corrected_weight(problems, weight_RC, gram_CC, options.ridge)
@@ -209,20 +204,14 @@ def _solve_by_sweep(problems: Sequence[Problem], options: Options) -> list[Solut
         settled_RC = conditional_optimum(weight_RC, rounded_RC, gram_CC, dampening=dampening)
         if kept_RC is not None:
             settled_RC.masked_fill_(~kept_RC, 0)
-    if len(problems) == 1:
-        rounded_RC, loss_R = rounded_RC.unsqueeze(0), loss_R.unsqueeze(0)
-        scale_RG = None if scale_RG is None else scale_RG.unsqueeze(0)
-        settled_RC = None if settled_RC is None else settled_RC.unsqueeze(0)
+    results = (rounded_RC, loss_R, scale_RG, settled_RC)
+    if len(problems) > 1:  # one of each for each problem
+        lists = [[None] * len(problems) if one is None else list(one) for one in results]
+        each: Iterable[Any] = zip(*lists, strict=True)
+    else:
+        each = [results]
     return [
-        _solution(
-            problem,
-            rounded_RC[number],
-            loss_R[number],
-            dampening,
-            None if scale_RG is None else scale_RG[number],
-            None if settled_RC is None else settled_RC[number],
-        )
-        for number, problem in enumerate(problems)
+        _solution(problem, dampening, *own) for problem, own in zip(problems, each, strict=True)
     ]
 
 
@@ -236,11 +225,11 @@ def _error_corrected_weight(
     steps = _dampening_attempts(problems)
     if missing:
         return residual_corrected_weight(
-            weight_RC, gram_CC, _stack(missing), by_tokens, steps=steps
+            weight_RC, gram_CC, stack_or_single(missing), by_tokens, steps=steps
         )
     if cross:
         return corrected_weight_with_retries(
-            weight_RC, gram_CC, _stack(cross), by_tokens, steps=steps
+            weight_RC, gram_CC, stack_or_single(cross), by_tokens, steps=steps
         )
     return weight_RC
 
@@ -288,11 +277,7 @@ def _unpruned_mask(problems: Sequence[Problem]) -> Tensor | None:
     rows = [len(problem.weights) for problem in problems]
     starts = [sum(rows[:number]) for number in range(len(rows))]
     each = [torch.cat(kept[at : at + count]) for at, count in zip(starts, rows, strict=True)]
-    return _stack(each)
-
-
-def _stack(tensors: Sequence[Tensor]) -> Tensor:
-    return tensors[0] if len(tensors) == 1 else torch.stack(list(tensors))
+    return stack_or_single(each)
 
 
 def _stacked_column_scales(problems: Sequence[Problem]) -> ColumnScales:
@@ -326,9 +311,9 @@ def _stacked_column_scales(problems: Sequence[Problem]) -> ColumnScales:
 
 def _solution(
     problem: Problem,
+    dampening: float,
     rounded_RC: Tensor,
     loss_R: Tensor,
-    dampening: float,
     scale_RG: Tensor | None,
     settled_RC: Tensor | None,
 ) -> Solution:

@@ -359,14 +359,14 @@ def test_batched_solving_is_a_matter_of_speed(
 ) -> None:
     """Four experts have Linears of one shape."""
     sizes: list[int] = []
-    whole = column_solver._solve_batch
+    whole = column_solver._solve_by_sweep
 
     def counted(problems: Any, given: Any) -> Any:
         sizes.append(len(problems))
         return whole(problems, given)
 
     alone = solved_one_by_one()
-    monkeypatch.setattr(column_solver, "_solve_batch", counted)
+    monkeypatch.setattr(column_solver, "_solve_by_sweep", counted)
     for one, other in zip(solved_in_batches(batched), alone, strict=True):
         assert float((one == other).float().mean()) > 0.95
     assert max(sizes) == most
