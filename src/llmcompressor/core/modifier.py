@@ -6,7 +6,7 @@ from __future__ import annotations
 import difflib
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from enum import Enum
@@ -358,21 +358,6 @@ class Modifier(HooksMixin):
             data: size of the calibration data.
         """
         return Cost()
-
-    def try_on_proxy(self, model: Any, build: Callable[[int], Any]) -> str:
-        """Check without weights whether it would refuse the model for what it computes.
-
-        Args:
-            model: the model; its weights may be on the meta device.
-            build: builds a small model of its class, with random weights from a seed.
-
-        Returns:
-            The reason why that is unknown, as a clause; empty if it accepts the model.
-
-        Raises:
-            TargetError: it would refuse the model.
-        """
-        return ""
 
     # ---- block by block
 

@@ -388,7 +388,8 @@ def _compress(job: Job, model: Module, batches: Any, session: CompressionSession
     check_attention_forward(model, batches, session.lifecycle.recipe.modifiers, session.state)
     modifiers = session.lifecycle.recipe.modifiers
     if job.output_dir is None:
-        warn_save_problems(model, modifiers, session.state, job.source)
+        if batches is not None:  # else its save_pretrained tells as soon
+            warn_save_problems(model, modifiers, session.state, job.source)
     else:
         check_writable_model(
             model,

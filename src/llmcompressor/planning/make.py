@@ -22,7 +22,6 @@ from llmcompressor.core.modifier import Modifier
 from llmcompressor.core.state import RunSettings, State
 from llmcompressor.errors import CompressorError, InputError, OutputError, TargetError
 from llmcompressor.modeling.blocks import find_blocks
-from llmcompressor.modeling.names import own_parameters
 from llmcompressor.numerics.gram import CHUNK_TOKENS
 from llmcompressor.pipelines.attention_trial import check_attention_forward
 from llmcompressor.pipelines.batches import RUN_TOKENS
@@ -36,7 +35,6 @@ from llmcompressor.planning.memory import (
     shortages,
 )
 from llmcompressor.planning.passes import PassContext, plan_passes
-from llmcompressor.planning.proxy_model import ProxyTrials
 from llmcompressor.planning.result import ModuleRow, Plan, Problem, Sizes, Tokens
 from llmcompressor.planning.sizes import Output, predict_output, serving_notes
 from llmcompressor.planning.subject import Part, PlannedModel
@@ -45,6 +43,7 @@ from llmcompressor.planning.workload import (
     Traffic,
     count_operations,
     estimate_time,
+    matrix_elements,
     measure_rates,
     part_cost,
     read_widths,
@@ -146,7 +145,6 @@ class _PlanBuilder:
         self._widths = read_widths(subject.model.config)  # before modifiers change the model
         self._reads_ahead = True
         self._base = 0
-        self._trials = ProxyTrials(subject.model, request.modifiers)
 
     def __call__(self) -> Plan:
         subject, request = self._subject, self._request
@@ -227,14 +225,6 @@ class _PlanBuilder:
                 "what it does is left out."
             )
             return []
-        with self._recording(name, TargetError):
-            unknown = self._trials(modifier)
-            if unknown:
-                self._notes.append(
-                    f"{name} tries out on the weights, before it changes any, whether the model "
-                    "would compute what it does. The plan does not foresee that here: "
-                    f"{unknown.removesuffix('.')}."
-                )
         return planned
 
     def _try_data(self) -> None:
@@ -318,10 +308,13 @@ class _PlanBuilder:
         plan = replace(plan, passes=[one for one, _ in passes], operations=operations)
         seconds: Mapping[str, float] = {}
         if request.measure:
-            rates = measure_rates(
-                request.device, self._subject.model.dtype, _nearest_existing(request.output_dir)
+            folder = request.output_dir  # or the nearest parent there is, on the same disk
+            while folder is not None and not folder.is_dir() and folder != folder.parent:
+                folder = folder.parent
+            rates = measure_rates(request.device, self._subject.model.dtype, folder)
+            rounding = sum(
+                schemes[id(one.scheme)].seconds * matrix_elements(one.module) for one in planned
             )
-            rounding = sum(schemes[id(one.scheme)].seconds * _weights(one) for one in planned)
             calibrating = [works for one, works in passes if one.forwards]
             # of Python, independent of sizes
             rounding += _START_SECONDS + _PASS_SECONDS * len(calibrating)
@@ -423,7 +416,7 @@ class _PlanBuilder:
         for part, cost, learned in zip(parts, beside, learning, strict=True):
             own = [by_name[name] for name in part.modules if name in by_name]
             packed = sum(output.stored_bytes.get(output.places.get(one.name, ""), 0) for one in own)
-            sizes = [(schemes[id(one.scheme)], _weights(one)) for one in own]
+            sizes = [(schemes[id(one.scheme)], matrix_elements(one.module)) for one in own]
             rounding = [one.rounding.of(size) for one, size in sizes]
             packing = [one.packing.of(size) for one, size in sizes]
             changing = cost.held_bytes + cost.peak_bytes
@@ -448,6 +441,8 @@ class _PlanBuilder:
         on_device = request.device.type != "cpu"
         data = DataSize(expert_share=widths.expert_share, on_device=on_device)
         if tokens is not None:
+            is_even = tokens.samples * tokens.longest == tokens.tokens >= CHUNK_TOKENS
+            fills_chunks = is_even and 0 in (longest % CHUNK_TOKENS, CHUNK_TOKENS % longest)
             data = DataSize(
                 tokens=tokens.tokens,
                 real=tokens.real,
@@ -455,7 +450,7 @@ class _PlanBuilder:
                 batch=tokens.tokens // max(request.batches, 1),
                 attention=widths.heads * tokens.longest,
                 expert_share=widths.expert_share,
-                buffered=0 if _fills_chunks(tokens, longest) else CHUNK_TOKENS,
+                buffered=0 if fills_chunks else CHUNK_TOKENS,
                 on_device=on_device,
             )
         return PassContext(
@@ -504,23 +499,6 @@ def _without_overridden(
         taken.update(one.module for one in own or () if not one.is_attention)
         found.append(own)
     return found[::-1]
-
-
-def _fills_chunks(tokens: Tokens, batch: int) -> bool:
-    """Return True if the tokens of batches are a multiple or a divisor of the chunk size."""
-    is_even = tokens.samples * tokens.longest == tokens.tokens >= CHUNK_TOKENS
-    return is_even and 0 in (batch % CHUNK_TOKENS, CHUNK_TOKENS % batch)
-
-
-def _weights(planned: PlannedModule) -> int:
-    return sum(one.numel() for one in own_parameters(planned.module) if one.ndim > 1)
-
-
-def _nearest_existing(folder: Path | None) -> Path | None:
-    """Return the nearest existing parent folder, which is on the output's disk."""
-    while folder is not None and not folder.is_dir() and folder != folder.parent:
-        folder = folder.parent
-    return folder
 
 
 def _modified_names(

@@ -321,7 +321,7 @@ class _Estimate:
         states = run.run_tokens * run.hidden * run.itemsize
         counting = stop.moments or (batch * _SQUARED if stop.cost.held_bytes else 0)
         wide = batch * run.itemsize
-        share = run.run_tokens / max(run.tokens * one.streams, run.run_tokens)
+        share = run.run_tokens / max(run.tokens * one.streams, run.run_tokens, 1)
         own = _STATES_AT[Granularity.LINEAR] * states + max(_AT_ONCE * wide, wide + counting)
         return own, share
 

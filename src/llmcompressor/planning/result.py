@@ -41,9 +41,7 @@ class Match:
     """Matches of a pattern of the recipe.
 
     Attributes:
-        modifier: the class of its modifier.
         role: ``target`` or ``ignore``.
-        pattern: the pattern in the recipe.
         matched: number of matching modules of any class.
         decided: number of modules that it decides: they get their scheme by this target, are
             pruned or contain pruned modules, or are not quantized because of this ignore entry.
@@ -66,9 +64,7 @@ class ModuleRow:
 
     Attributes:
         pattern: their names, with ``*`` for the numbers.
-        scheme: description of their scheme.
         format: format of the stored tensors; empty for dense modules.
-        modules: number of modules.
         weights: total number of weights.
         why: reason why they stay dense.
     """
@@ -86,9 +82,6 @@ class SchemeBytes:
     """Sizes of the modules of a scheme, before and after.
 
     Attributes:
-        scheme: description of the scheme.
-        format: format of the stored tensors.
-        modules: number of modules.
         weights: total number of weights.
         bytes_before: bytes of their tensors in the model's dtype.
         bytes_after: bytes of their tensors as stored.
@@ -109,7 +102,6 @@ class Dense:
     Attributes:
         pattern: names of the tensors' modules, with ``*`` for numbers.
         bytes: bytes of their tensors as stored.
-        why: the reason.
     """
 
     pattern: str
@@ -215,9 +207,8 @@ class Tokens:
     """Size of the calibration data.
 
     Attributes:
-        samples: number of samples.
         tokens: total number of positions, including padding.
-        real: number of real tokens.
+        real: number of tokens that are no padding.
         longest: tokens of the longest sample.
         how: origin of these numbers.
         is_exact: whether they were counted.
@@ -236,8 +227,6 @@ class PassPlan:
     """A pass over the model.
 
     Attributes:
-        modifiers: names of its modifiers.
-        pipeline: its pipeline.
         level: where forwards are paused; empty without forwards.
         reason: reason for the level.
         streams: 1, or 2 with twin streams (the original model runs too).
@@ -260,14 +249,7 @@ class PassPlan:
 
 @dataclass(frozen=True)
 class Problem:
-    """An error that the run would raise.
-
-    Attributes:
-        where: the modifier or the argument.
-        error: the class of the error.
-        message: the problem.
-        remedy: what to do about it.
-    """
+    """An error that the run would raise: at a modifier or an argument, of a class."""
 
     where: str
     error: str
@@ -277,16 +259,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class ServingNote:
-    """A finding of the serving rules about the predicted checkpoint.
-
-    Attributes:
-        rule: number of the rule.
-        severity: ``error``, ``warning`` or ``note``.
-        server: the server that has the rule.
-        module: the module concerned.
-        message: the problem.
-        remedy: what to do about it.
-    """
+    """A finding about the predicted checkpoint: ``error``, ``warning`` or ``note``."""
 
     rule: str
     severity: str

@@ -108,14 +108,11 @@ def measure_scheme(
     except CompressorError:
         return SchemeCost()
     (few, *small), (many, *large) = found[-2:]
-    peaks = [_peak(few, less, many, more) for less, more in zip(small, large, strict=True)]
+    peaks = []
+    for less, more in zip(small, large, strict=True):  # a line through two measurements
+        slope = max(more - less, 0) / (many - few)
+        peaks.append(PeakBytes(max(more - slope * many, 0.0), slope, less / few))
     return SchemeCost(seconds / many, *peaks)
-
-
-def _peak(few: int, small: int, many: int, large: int) -> PeakBytes:
-    """Fit a line through two measurements."""
-    slope = max(large - small, 0) / (many - few)
-    return PeakBytes(max(large - slope * many, 0.0), slope, small / few)
 
 
 def _matrix(

@@ -38,6 +38,7 @@ __all__ = [
     "block_works",
     "count_operations",
     "estimate_time",
+    "matrix_elements",
     "measure_rates",
     "part_cost",
     "read_widths",
@@ -108,7 +109,7 @@ class Stop:
     def solutions(self) -> int:
         """Bytes of the float32 solutions of all groups but the last."""
         solved = self.groups[:-1] if self.moments else ()
-        return _FLOAT * sum(_matrix_elements(one) for group in solved for one in group)
+        return _FLOAT * sum(matrix_elements(one) for group in solved for one in group)
 
     @property
     def copied(self) -> int:
@@ -117,7 +118,8 @@ class Stop:
         return sum(each.nbytes for one in modules for each in own_parameters(one))
 
 
-def _matrix_elements(module: Module) -> int:
+def matrix_elements(module: Module) -> int:
+    """Return the number of weights of a module's own matrices and stacks of them."""
     return sum(one.numel() for one in own_parameters(module) if one.ndim > 1)
 
 

@@ -64,6 +64,7 @@ from llmcompressor.quantization.parameters import (
     check_observers,
     needs_input_importance,
     observe_weight,
+    replace_weight,
     weight_amax_with_headroom,
     weight_of,
     weight_range,
@@ -639,7 +640,7 @@ class QuantizationMixin(Modifier):
             is_raw = parameters is not None and module not in self._rounded
             is_left = written and format_of(scheme) != "dense"  # dense: the writer does not round
             if parameters is not None and is_raw and not is_left:
-                weight_of(module).data.copy_(parameters.round(weight_of(module).data))
+                replace_weight(module, parameters.round(weight_of(module).data))
             static = self._observers.parameters(module)
             attach_linear(module, scheme, parameters, static, is_raw=is_raw and is_left)
         for module in (module for module in self._attention if module in wanted):

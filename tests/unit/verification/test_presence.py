@@ -80,27 +80,12 @@ def test_a_layer_beyond_the_count_is_no_draft_layer() -> None:
     assert found(sample) == {("C2", "model.layers", ERROR)}
 
 
-def test_a_count_that_is_too_small_is_no_draft_layer() -> None:
-    sample = llama()
-    sample.config["num_hidden_layers"] = 1
-    assert found(sample) == {("C2", "model.layers", ERROR)}
-
-
 def test_an_announced_draft_layer_is_none_too_many() -> None:
     sample = llama(num_nextn_predict_layers=1)
     copy_layer(sample, 1, 2)
     assert not found(sample)
     copy_layer(sample, 1, 3)
     assert found(sample) == {("C2", "model.layers", ERROR)}
-
-
-def test_a_draft_layer_shows_by_what_it_holds() -> None:
-    sample = llama()
-    copy_layer(sample, 1, 2)
-    projection = torch.ones(HIDDEN, 2 * HIDDEN, dtype=torch.bfloat16)
-    sample.tensors["model.layers.2.eh_proj.weight"] = projection
-    sample.settings["ignore"].append("model.layers.2.eh_proj")
-    assert not found(sample)
 
 
 def test_experts_of_a_draft_layer_are_not_looked_for() -> None:
@@ -241,21 +226,6 @@ def small(embedding: str, layers: str, **config: Any) -> Sample:
     sample = made(shapes, only=lambda name: name in names, ignore=(head,) if head else (), **config)
     sample.settings["ignore"] = [each for each in sample.settings["ignore"] if each != embedding]
     return sample
-
-
-def test_an_embedding_of_one_letter_is_no_linear() -> None:
-    config = {"architectures": ["CTRLLMHeadModel"], "model_type": "ctrl", "dtype": "float32"}
-    assert not found(small("transformer.w", "transformer.h", **config))
-    # the same matrix within a layer is a Linear that the configuration quantizes
-    wrong = found(small("transformer.h.0.w", "transformer.h", **config))
-    assert ("S19", "transformer.h.0.w", ERROR) in wrong
-
-
-def test_a_head_may_have_another_name() -> None:
-    config = {"architectures": ["RwkvForCausalLM"], "model_type": "something_else"}
-    assert not found(small("rwkv.embeddings", "rwkv.blocks", head="head", **config))
-    lacking = found(small("rwkv.embeddings", "rwkv.blocks", **config))
-    assert lacking == {("S70", "lm_head", ERROR)}
 
 
 def test_shared_keys_and_values_have_the_scales_of_their_source() -> None:

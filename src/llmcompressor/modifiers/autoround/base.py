@@ -66,6 +66,7 @@ from llmcompressor.quantization.parameters import (
     check_observers,
     needs_input_importance,
     observe_weight,
+    replace_weight,
     uses_only_extremes,
     weight_of,
 )
@@ -215,7 +216,7 @@ class AutoRoundModifier(RecordedMixin, QuantizationMixin):
         itemsize = max(one.element_size() for one in weights.values())
         per_weight, alone, shown = _TUNED[data.on_device], 0, 0
         flops = (3 * _STEP_TOKENS + 16 * ELEMENTWISE) * self.iters * elements
-        if self._initializes_with_gptq(data.real, max(one.shape[-1] for one in weights.values())):
+        if self._initializes_with_gptq(data.real, max(self._widest.get(one, 0) for one in weights)):
             every = [
                 gptq_cost([one], data, twin=True, refinements=REFINEMENTS, batch=1)
                 for one in weights.values()
@@ -470,7 +471,7 @@ class AutoRoundModifier(RecordedMixin, QuantizationMixin):
         if rounded.zero is not None:
             zero = rounded.zero.to(zero.dtype).reshape(zero.shape)
         parameters = WeightParameters(found.args, scale, zero, found.global_scale)
-        weight_of(module).data.copy_(parameters.round(rounded.values))
+        replace_weight(module, parameters.round(rounded.values))
         self.keep(module, parameters, rounded=True)
         return float((nearest_RC != rounded.level_RC).float().mean())
 

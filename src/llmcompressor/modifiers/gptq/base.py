@@ -46,7 +46,7 @@ from llmcompressor.quantization.column_solver import (
     refinement_rounds,
     solve,
 )
-from llmcompressor.quantization.parameters import weight_of
+from llmcompressor.quantization.parameters import replace_weight, weight_of
 from llmcompressor.schemes.bridge import grid_of, partition_of
 from llmcompressor.schemes.parse import check_actorder
 from llmcompressor.schemes.resolve import ResolvedSchemes
@@ -262,7 +262,7 @@ class GPTQModifier(RecordedMixin, QuantizationMixin):
                 found = problem.parameters[number]
                 if solution.scales is not None:
                     found = replace(found, scale=solution.scales[number])
-                weight_of(module).data.copy_(found.round(solution.weights[number]))
+                replace_weight(module, found.round(solution.weights[number]))
                 self.keep(module, found, rounded=True)
                 name = self._names[module]
                 self._records[name] = SolveRecord(problem.tokens, solution.loss, solution.dampening)
@@ -270,8 +270,8 @@ class GPTQModifier(RecordedMixin, QuantizationMixin):
 
     def _round_to_nearest(self, module: Module) -> None:
         """Round a weight before later modules see it, as in a resumed run."""
-        found, weight = self.observe(module), weight_of(module)
-        weight.data.copy_(found.round(weight.detach()))
+        found = self.observe(module)
+        replace_weight(module, found.round(weight_of(module).detach()))
         self.keep(module, found, rounded=True)
 
     def _is_solved(self, module: Module) -> bool:
