@@ -8,7 +8,9 @@ all batches, and applied when all batches have left its block.
 
 from __future__ import annotations
 
+import re
 from abc import abstractmethod
+from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -63,6 +65,8 @@ def quantized_modules(state: State) -> set[Module]:
 # --------------------
 # Base of the smoothing modifiers: sets of modules, input statistics, and scales applied.
 
+_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
+"""A part of a name that is a number."""
 _WATCHED = 3
 """Looks at an input for its column's extremes or sizes."""
 _VISITS = 6
@@ -267,11 +271,11 @@ class SmoothingMixin(Modifier):
 
     def _tell(self, model: Module) -> None:
         """Log the sets that were found, grouped by place, with their number."""
-        alike: dict[str, int] = {}
-        for one in self._sets:
-            readers = dict.fromkeys(map(_without_numbers, one.balance))
-            text = f"{_without_numbers(one.name)} -> {', '.join(readers)}"
-            alike[text] = alike.get(text, 0) + 1
+        alike = Counter(
+            _NUMBER.sub("*", f"{one.name} -> ")
+            + ", ".join(dict.fromkeys(_NUMBER.sub("*", name) for name in one.balance))
+            for one in self._sets
+        )
         shown = "; ".join(f"{text} ({number})" for text, number in alike.items())
         origin = "of the recipe"
         if self.mappings is None:
@@ -399,7 +403,3 @@ def _existing_rotation(module: Module) -> str | None:
     """Name of an earlier run's rotation of the inputs or outputs of ``module``, if any."""
     children = module._modules.items()
     return next((name for name, child in children if isinstance(child, HadamardTransform)), None)
-
-
-def _without_numbers(text: str) -> str:
-    return ".".join("*" if part.isdigit() else part for part in text.split("."))

@@ -38,7 +38,6 @@ __all__ = [
     "WRITTEN",
     "Names",
     "SmoothSet",
-    "find_norm_sets",
     "find_smooth_sets",
     "format_names",
     "matching_names",
@@ -235,11 +234,6 @@ def find_smooth_sets(
             readers = {own: model.get_submodule(own) for own in names}
             found.append(SmoothSet(name, model.get_submodule(name), readers, link.offset, block))
     return _without_shared(model, found)
-
-
-def find_norm_sets(model: Module) -> list[SmoothSet]:
-    """All smoothing sets that begin with a norm; weights may be on the meta device."""
-    return find_smooth_sets(model, norms_only=True)
 
 
 def _without_shared(model: Module, sets: Sequence[SmoothSet]) -> list[SmoothSet]:

@@ -75,6 +75,10 @@ __all__ = [
     "get_layer_mappings_from_model",
 ]
 
+_Device = Annotated[
+    str, BeforeValidator(lambda one: str(one) if isinstance(one, torch.device) else one)
+]
+"""The name of a ``torch.device``, as recipes store it."""
 _FINE_BITS = 8
 """Bits from which there is nothing to gain by clipping."""
 _STACKED = 16
@@ -140,10 +144,6 @@ def get_layer_mappings_from_model(model: Module) -> list[AWQMapping]:
     return [AWQMapping(one.name, list(one.balance)) for one in find_smooth_sets(model)]
 
 
-def _registered_mappings(model: Module) -> list[AWQMapping] | None:
-    return AWQ_MAPPING_REGISTRY.added(type(model).__name__)
-
-
 class _InputMoments:
     """Second moments and mean absolute values of the inputs."""
 
@@ -173,11 +173,6 @@ class _InputMoments:
         return self._sizes_C
 
 
-def _device_name(given: Any) -> Any:
-    """The name of a ``torch.device``, as recipes store it; other values unchanged."""
-    return str(given) if isinstance(given, torch.device) else given
-
-
 def _quantization_fields() -> set[str]:
     return QuantizationMixin.model_fields.keys() - AWQModifier.model_fields.keys()
 
@@ -199,10 +194,8 @@ class AWQModifier(SmoothingMixin):
 
     Attributes:
         mappings: smooth and balance layers; inferred from the model if there are none.
-        offload_device: device for statistics (and with ``loss: output`` for activations): a
-            ``torch.device`` or its name. ``None``: the device that they are computed on;
-            activations move to main memory when they exceed half of the free memory there.
-        duo_scaling: use inputs and weights (``True``), inputs alone (``False``), or try ``"both"``.
+        offload_device: _Device | None = None
+    duo_scaling: use inputs and weights (``True``), inputs alone (``False``), or try ``"both"``.
         n_grid: number of scales that are tried for each set.
         loss: the criterion for a scale: the error of the Linears' outputs, from second moments
             (``"statistics"``), or the error of their common parent's output, which is rerun for
@@ -218,7 +211,9 @@ class AWQModifier(SmoothingMixin):
     )
 
     mappings: list[AWQMapping] | None = None
-    offload_device: Annotated[str | None, BeforeValidator(_device_name)] = None
+    offload_device: Annotated[
+        str | None, BeforeValidator(lambda one: str(one) if isinstance(one, torch.device) else one)
+    ] = None
     duo_scaling: bool | Literal["both"] = True
     n_grid: int = Field(default=20, ge=2, le=1000)
     loss: Literal["statistics", "output"] = "statistics"
@@ -275,14 +270,18 @@ class AWQModifier(SmoothingMixin):
         """The mappings as smooth target and balance targets."""
         mappings = self.mappings
         if mappings is None:
-            mappings = _registered_mappings(model)
+            mappings = AWQ_MAPPING_REGISTRY.added(type(model).__name__)
         if mappings is None:
             return None
         return [(one.smooth_layer, tuple(one.balance_layers)) for one in mappings]
 
     def predict(self, state: State) -> Prediction:
         """Mappings registered for the class of the model, if they are used."""
-        found = None if self.mappings is not None else _registered_mappings(state.model)
+        found = (
+            None
+            if self.mappings is not None
+            else AWQ_MAPPING_REGISTRY.added(type(state.model).__name__)
+        )
         return Prediction(registered=None if found is None else [asdict(one) for one in found])
 
     def sets_to_smooth(self) -> list[SmoothSet]:
@@ -420,7 +419,7 @@ class AWQModifier(SmoothingMixin):
             args, one = _clip_args(module), next(reversed(self.sets_read_by(module)), None)
             if args is not None and (one is None or one.name in self._records):
                 ready.setdefault(
-                    (self._inputs.leader(module), one, _quantization_key(args)), []
+                    (self._inputs.leader(module), one, args.model_dump_json()), []
                 ).append(module)
         for (leader, one, _), members in ready.items():
             tally = self._inputs.of(leader)
@@ -527,11 +526,6 @@ def _clip_args(module: Module) -> QuantizationArgs | None:
     return args if partition.rows == 1 and columns % width == 0 else None
 
 
-def _quantization_key(args: QuantizationArgs) -> str:
-    """Key that is equal for weights with the same quantization arguments."""
-    return str(args.model_dump_json())
-
-
 def _balance_batches(
     members: Sequence[Module], tallies: Mapping[Module, Any]
 ) -> Iterator[StackedLinears]:
@@ -541,7 +535,7 @@ def _balance_batches(
         args = _weight_args(module)
         assert args is not None
         by_rows = partition_of(args).rows == 1 and not needs_global_scale(args)
-        own = _quantization_key(args) if by_rows else module
+        own = args.model_dump_json() if by_rows else module
         alike.setdefault((tallies[module], own), []).append(module)
     for (tally, own), modules in alike.items():
         gram_CC = tally.gram.to(weight_of(modules[0]).device)

@@ -195,7 +195,8 @@ class GPTQModifier(RecordedMixin, QuantizationMixin):
     def cost(self, modules: Sequence[Module], data: DataSize) -> Cost:
         """Second moments, and one factorization and sweep for all Linears that share an input."""
         solved = [module for module in modules if self._is_solved(module)]
-        schemes = [args for args in map(self._weight_args, solved) if args is not None]
+        every: list[QuantizationArgs | None] = [self._schemes[module].weights for module in solved]
+        schemes = [args for args in every if args is not None]
         bits = [grid_of(args).bits for args in schemes]
         return super().cost(modules, data) + gptq_cost(
             [weight_of(module) for module in solved],
@@ -214,10 +215,6 @@ class GPTQModifier(RecordedMixin, QuantizationMixin):
         if asked is None or asked is False:
             return 1
         return None if asked is True or asked == "auto" else asked
-
-    def _weight_args(self, module: Module) -> QuantizationArgs | None:
-        weights: QuantizationArgs | None = self._schemes[module].weights
-        return weights
 
     # ------------------------------------------------------------------ while
 
@@ -309,7 +306,10 @@ class GPTQModifier(RecordedMixin, QuantizationMixin):
                 cross, missing = statistics.cross, statistics.missing
             together = self._inputs.sharing(leader)
             if missing is not None and list(members) != list(together):
-                missing = missing[:, _row_indices(members, together)]
+                counts = [len(weight_of(one)) for one in together]
+                rows = torch.split(torch.arange(sum(counts)), counts)
+                place = dict(zip(together, rows, strict=True))
+                missing = missing[:, torch.cat([place[member] for member in members])]
             yield (
                 members,
                 Problem(
@@ -337,10 +337,3 @@ class GPTQModifier(RecordedMixin, QuantizationMixin):
             )
         elif dampening > self.dampening_frac:
             logger.warning(f"{name}: the Hessian needed a dampening of {dampening:g}.")
-
-
-def _row_indices(members: Sequence[Module], together: Sequence[Module]) -> Tensor:
-    """Row indices of some weights within the stack of all that share an input."""
-    counts = [len(weight_of(one)) for one in together]
-    rows = dict(zip(together, torch.split(torch.arange(sum(counts)), counts), strict=True))
-    return torch.cat([rows[member] for member in members])

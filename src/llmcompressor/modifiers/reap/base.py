@@ -41,11 +41,11 @@ from llmcompressor.modifiers.reap.layers import (
     MoeLayer,
     expert_count_attributes,
     find_moe_layers,
-    listed_names,
     prune_experts,
     run_experts,
 )
 from llmcompressor.numerics.reap import Saliency, dropped_experts
+from llmcompressor.runtime.progress import join_names
 
 __all__ = ["REAPPruningModifier"]
 
@@ -121,7 +121,10 @@ class REAPPruningModifier(Modifier):
     def cost(self, modules: Sequence[Module], data: DataSize) -> Cost:
         """Cost of computing the output of each routed expert separately."""
         layers = [self._layers[one] for one in modules if one in self._layers]
-        looks = _LOOKS * sum((layer.top_k or 1) * layer.router_width for layer in layers)
+        looks = 0
+        for layer in layers:
+            width = next(one.shape[-1] for one in layer.router.parameters() if one.ndim > 1)
+            looks += _LOOKS * (layer.top_k or 1) * width
         products = sum(layer.products for layer in layers)
         return Cost(flops=data.tokens * (products + ELEMENTWISE * looks))
 
@@ -178,7 +181,7 @@ class REAPPruningModifier(Modifier):
             raise TargetError(
                 "A configuration has one number of experts for all mixtures, and "
                 + (
-                    f"{listed_names(others)} would keep theirs."
+                    f"{join_names(one.name for one in others)} would keep theirs."
                     if others
                     else f"this model's have {sorted(counts)}."
                 ),
@@ -262,7 +265,7 @@ class REAPPruningModifier(Modifier):
             if layer.experts in self._found:
                 record = self._choose_experts(layer)
                 if state.run.block_source is not None:
-                    record = state.run.block_source.decide(_journal_key(layer), record)
+                    record = state.run.block_source.decide(f"experts of {layer.name}", record)
                 self._take(state.model, layer, record)
 
     def adopt(self, state: State, modules: Iterable[Module]) -> None:
@@ -270,7 +273,7 @@ class REAPPruningModifier(Modifier):
         source = state.run.block_source
         assert source is not None, "only a run block by block continues an earlier one"
         for layer in self._mine(modules):
-            record = source.decide(_journal_key(layer), None)
+            record = source.decide(f"experts of {layer.name}", None)
             assert record is not None, "it was written before its block was"
             self._take(state.model, layer, record)
 
@@ -335,11 +338,6 @@ class REAPPruningModifier(Modifier):
             "saliency": saliency_E.tolist(),
             "tokens": found.count_E.tolist(),
         }
-
-
-def _journal_key(layer: MoeLayer) -> str:
-    """Key of a layer's choice of experts in the run's journal."""
-    return f"experts of {layer.name}"
 
 
 def _check_unmodified(layer: MoeLayer, turned: Mapping[Module, str]) -> None:

@@ -120,17 +120,22 @@ class _RotatedParameters:
                 weight = self._rotate(weight.T, fusion.outputs, using).T
             return (weight if args is None else _rounded(weight, args)).to(own_weight.dtype)
 
-        def bias_rows(rows: slice, using: Leaves) -> Tensor:
-            return self._rotate(own_bias.float(), fusion.outputs, using).to(own_bias.dtype)
-
         own_weight, own_bias = own["weight"], own.get("bias", torch.empty(0))
+        rows, columns = own_weight.shape
         apart = not fusion.outputs and args is None  # else scales or rotations span rows
-        chunks = _row_chunks(own_weight) if apart else [slice(None)]
+        step = max(1, PIECE // columns) if apart else rows
+        chunks = [slice(low, min(low + step, rows)) for low in range(0, rows, step)]
         names = self.learned_in((*fusion.inputs, *fusion.outputs))
         own["weight"] = _recomputed(weight_rows, own_weight, chunks, names, leaves)
         if "bias" in own and isinstance(module, Linear) and fusion.outputs:
             turning = self.learned_in(fusion.outputs)  # input rotations do not affect it
-            own["bias"] = _recomputed(bias_rows, own_bias, [slice(None)], turning, leaves)
+            own["bias"] = _recomputed(
+                lambda _, using: self._rotate(own_bias.float(), fusion.outputs, using).to(own_bias),
+                own_bias,
+                [slice(None)],
+                turning,
+                leaves,
+            )
         return own
 
     def _rotate(self, x: Tensor, rotations: Iterable[Rotation], leaves: Leaves) -> Tensor:
@@ -145,12 +150,6 @@ class _RotatedParameters:
     def inside(self, modules: Iterable[Module], leaves: Leaves) -> AbstractContextManager[None]:
         """Give ``modules`` their rotated parameters in a context."""
         return swapped_parameters({module: self.values(module, leaves) for module in modules})
-
-
-def _row_chunks(weight: Tensor) -> list[slice]:
-    rows, columns = weight.shape
-    step = max(1, PIECE // columns)
-    return [slice(low, min(low + step, rows)) for low in range(0, rows, step)]
 
 
 def _rounded(weight: Tensor, args: Any) -> Tensor:

@@ -145,16 +145,6 @@ class OnlineRotation:
         """Name of the submodule within the module."""
         return f"{self.scheme}_{self.location.value}"
 
-    @property
-    def rests(self) -> bool:
-        """Return True if it is attached and deactivated."""
-        return self.transform is not None and bool(self.transform.__dict__.get(RESTS))
-
-    def rest(self, *, rests: bool) -> None:
-        """Deactivate it, or activate it again."""
-        assert self.transform is not None
-        self.transform.__dict__[RESTS] = rests
-
     def attach(self, model: Any, scheme: TransformScheme, weight: Any) -> None:
         """Add it to the forward of its module.
 

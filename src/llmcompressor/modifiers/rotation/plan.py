@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.nn import Embedding, Linear, Module
 
 from llmcompressor.core.contract import ELEMENTWISE
-from llmcompressor.equalization.mappings import find_norm_sets
+from llmcompressor.equalization.mappings import find_smooth_sets
 from llmcompressor.equalization.rescale import input_channels, write_parameters
 from llmcompressor.errors import TargetError
 from llmcompressor.logger import logger
@@ -114,7 +114,7 @@ def norms_feeding(
         rotated: modules whose inputs are rotated.
         smoothed: names of norms that are not rescaled.
     """
-    sets = find_norm_sets(model)
+    sets = find_smooth_sets(model, norms_only=True)
     try:
         flow = trace_flow(model) if sets else DataFlow()
     except TargetError as error:  # the trial of the rotations reports it, if they are affected
@@ -312,7 +312,8 @@ class RotationPlan:
     def rest(self, *, rests: bool) -> None:
         """Deactivate the attached rotations, or activate them again."""
         for one in self.online:
-            one.rest(rests=rests)
+            assert one.transform is not None
+            one.transform.__dict__[RESTS] = rests
 
     def detach(self) -> None:
         """Remove the attached rotations."""
@@ -323,17 +324,18 @@ class RotationPlan:
     @contextlib.contextmanager
     def active(self, model: Any) -> Iterator[None]:
         """Apply online rotations in the forward while the body runs."""
-        is_attached = all(one.transform is not None for one in self.online)
-        resting = [one for one in self.online if one.rests]
+        transforms = [one.transform for one in self.online if one.transform is not None]
+        is_attached = len(transforms) == len(self.online)
+        resting = [one for one in transforms if one.__dict__.get(RESTS)]
         try:
             if not is_attached:
                 self.attach(model)
             for one in resting:
-                one.rest(rests=False)
+                one.__dict__[RESTS] = False
             yield
         finally:
             for one in resting:
-                one.rest(rests=True)
+                one.__dict__[RESTS] = True
             if not is_attached:
                 self.detach()
 

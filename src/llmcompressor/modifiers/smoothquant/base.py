@@ -27,6 +27,7 @@ from llmcompressor.equalization.mappings import (
 )
 from llmcompressor.errors import NonFiniteError, RecipeError
 from llmcompressor.modeling.call_graph import first_tensor
+from llmcompressor.modeling.matching import as_targets
 from llmcompressor.numerics.smoothing import (
     column_range,
     log_equalization_scales,
@@ -156,7 +157,7 @@ class SmoothQuantModifier(SmoothingMixin):
 
     smoothing_strength: float = Field(default=0.5, ge=0.0, le=1.0)
     mappings: list[tuple[list[str], str]] | None = None
-    ignore: list[str] | None = None
+    ignore: str | list[str] | None = None
     num_calibration_steps: int | None = Field(default=None, ge=1)
     calibration_function: Any = None
     algorithm: Literal["smoothquant", "log_equalization"] = "smoothquant"
@@ -165,11 +166,6 @@ class SmoothQuantModifier(SmoothingMixin):
     @classmethod
     def _parse_mappings(cls, value: Any) -> Any:
         return [_parse_mapping(one) for one in value] if isinstance(value, list | tuple) else value
-
-    @field_validator("ignore", mode="before")
-    @classmethod
-    def _as_list(cls, value: Any) -> Any:
-        return [value] if isinstance(value, str) else value
 
     @model_validator(mode="after")
     def _check_fields(self) -> SmoothQuantModifier:
@@ -210,7 +206,7 @@ class SmoothQuantModifier(SmoothingMixin):
 
     def ignored(self) -> Sequence[str]:
         """Targets of modules that are not smoothed."""
-        return self.ignore or ()
+        return as_targets(self.ignore)
 
     # ------------------------------------------------------------------ while
 
