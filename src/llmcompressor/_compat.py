@@ -17,8 +17,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from importlib.abc import Loader, MetaPathFinder
+
+    class _Protocol(MetaPathFinder, Loader): ...
 else:  # importing importlib.abc takes 13 ms, and Python asks for the methods only
-    Loader = MetaPathFinder = object
+    _Protocol = object
 
 __all__ = ["ABSENT", "OLD_PATHS", "install"]
 
@@ -260,24 +262,18 @@ OLD_PATHS = _parse(_ROWS)
 """Old path → name → ``"module:name"`` of today."""
 
 
-class _Finder(MetaPathFinder):
-    """Finds the modules of :data:`OLD_PATHS`."""
-
-    package = __name__.partition(".")[0]
+class _Finder(_Protocol):
+    """Finds the modules of :data:`OLD_PATHS`, and makes them."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         """Find a module that has a row; nothing for all others."""
         package, _, old = fullname.partition(".")
-        if package != self.package or old not in OLD_PATHS:
+        if package != __name__.partition(".")[0] or old not in OLD_PATHS:
             return None
         is_package = any(row.startswith(f"{old}.") for row in OLD_PATHS)
-        return ModuleSpec(fullname, _Maker(), origin=__file__, is_package=is_package)
-
-
-class _Maker(Loader):
-    """Makes such a module."""
+        return ModuleSpec(fullname, self, origin=__file__, is_package=is_package)
 
     def create_module(self, spec: ModuleSpec) -> None:
         """Leave it to Python, which makes an ordinary module."""

@@ -15,8 +15,8 @@ from tests.support import small_models as small
 
 from llmcompressor import oneshot
 from llmcompressor.args import DatasetArguments
+from llmcompressor.checkpoint import block_stream
 from llmcompressor.datasets import load_calibration
-from llmcompressor.entrypoints import run
 from llmcompressor.errors import OutputError
 from llmcompressor.logger import logger
 from llmcompressor.modifiers import Modifier
@@ -119,7 +119,7 @@ def left_to_one(folder: str) -> bool:
 def broken(folder: str, where: str) -> str:
     """The first process fails in one place; what becomes of this one."""
     first = rank_and_world_size()[0] == 0
-    model, given, original = small.one_block(), {"output_dir": folder}, run.save_checkpoint
+    model, given, original = small.one_block(), {"output_dir": folder}, block_stream.save_checkpoint
     if where == "arguments" and first:
         given["max_seq_length"] = -1
     if where == "weights" and first:
@@ -130,12 +130,12 @@ def broken(folder: str, where: str) -> str:
         wrong = {"model": model, "recipe": {"modifiers": FP8}, "dataset": [[10**6]]}
         return _error(oneshot, **wrong, **given)
     if where == "output" and first:
-        run.save_checkpoint = _full
+        block_stream.save_checkpoint = _full
     if where == "save":
         Path(folder).touch()
         return _error(compress(FP8, model, parts=True).save_pretrained, folder)
     found = _error(compress, FP8, model, parts=True, **given)
-    run.save_checkpoint = original
+    block_stream.save_checkpoint = original
     return found
 
 

@@ -196,28 +196,19 @@ def _max_memory(name: str, value: Any) -> dict[str | int, int]:
         return {"cpu": size(name, value)}
     limits: dict[str | int, int] = {}
     for given, limit in pairs:
-        device = _device_key(name, value, given)
+        found = _DEVICE.fullmatch(str(given))
+        if found is None and str(given) not in _HOST:
+            form = 'sizes by device, such as {0: "40GiB", "cpu": "100GiB"}'
+            raise invalid_value(name, value, form)
+        device: str | int = "cpu" if found is None else int(found.group(1))
         if device in limits:
+            shown = "the host (cpu)" if device == "cpu" else f"device {device}"
             raise ArgumentError(
-                f"The argument {name!r} gives more than one size for {_shown(device)}.",
+                f"The argument {name!r} gives more than one size for {shown}.",
                 "Name each device once.",
             )
         limits[device] = size(f"{name}[{given!r}]", limit)
     return limits
-
-
-def _device_key(name: str, value: Any, given: Any) -> str | int:
-    """Return the number of an accelerator, or "cpu"."""
-    if str(given) in _HOST:
-        return "cpu"
-    found = _DEVICE.fullmatch(str(given))
-    if found is None:
-        raise invalid_value(name, value, 'sizes by device, such as {0: "40GiB", "cpu": "100GiB"}')
-    return int(found.group(1))
-
-
-def _shown(device: str | int) -> str:
-    return "the host (cpu)" if device == "cpu" else f"device {device}"
 
 
 def _pairs(name: str, value: str) -> list[tuple[str, str]]:

@@ -121,7 +121,12 @@ def parse_arguments(
     made = []
     for cls in classes:
         own = {name: value for name, value in given.items() if name in names[cls]}
-        _check_required(cls, own)
+        for field in dataclasses.fields(cls):
+            has_default = (field.default, field.default_factory) != (dataclasses.MISSING,) * 2
+            if field.init and not has_default and field.name not in own:
+                raise ArgumentError(
+                    f"The argument {field.name!r} is missing.", "It has no default."
+                )
         made.append(cls(**own))
     return tuple(made)
 
@@ -207,15 +212,6 @@ def _unknown(name: str, known: Iterable[str]) -> ArgumentError:
     if not suggestion.startswith("Did you mean"):
         suggestion = "Remove it, or look up the name of the argument that was meant."
     return ArgumentError(f"There is no argument named {name!r}.", suggestion)
-
-
-def _check_required(cls: type, given: Mapping[str, Any]) -> None:
-    for field in dataclasses.fields(cls):
-        required = (
-            field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
-        )
-        if field.init and required and field.name not in given:
-            raise ArgumentError(f"The argument {field.name!r} is missing.", "It has no default.")
 
 
 def _warn(message: str) -> None:

@@ -13,13 +13,16 @@ from collections.abc import (
     Sequence,
     ValuesView,
 )
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
+import psutil
 import torch
+import xxhash
 from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.config import CompressionFormat
 from compressed_tensors.quantization import (
@@ -37,26 +40,49 @@ from llmcompressor.checkpoint.block_reader import REST, BlockWeights
 from llmcompressor.checkpoint.block_writer import (
     BlockWriter,
     ScratchBlocks,
+    check_space,
     non_weight_bytes,
     unallocated_bytes,
 )
-from llmcompressor.checkpoint.journal import BlockEntry, ProgressEntry
+from llmcompressor.checkpoint.journal import BlockEntry, Journal, ProgressEntry, RunIdentity
+from llmcompressor.checkpoint.load import check_finite_weights, untie_embeddings
 from llmcompressor.checkpoint.manifest import OutputManifest, compress_block
 from llmcompressor.checkpoint.meta_model import MetaModel
+from llmcompressor.checkpoint.model_config import read_report
+from llmcompressor.checkpoint.moe_names import dense_experts_fused, fuse_dense_experts
 from llmcompressor.checkpoint.names import LoadedName, NameMap
 from llmcompressor.checkpoint.packing import QuantizedModule
+from llmcompressor.checkpoint.save import SaveOptions, save_checkpoint, write_non_weight_files
 from llmcompressor.checkpoint.source import TensorHeader
-from llmcompressor.checkpoint.tensor_files import OutputLayout, TensorReader, read_tensors
-from llmcompressor.checkpoint.workspace import Workspace
+from llmcompressor.checkpoint.tensor_files import (
+    OutputLayout,
+    TensorReader,
+    layout_files,
+    read_tensors,
+)
+from llmcompressor.checkpoint.workspace import Workspace, open_workspace
+from llmcompressor.core.block_source import BlockSource, Visit
+from llmcompressor.errors import (
+    ArgumentError,
+    DatasetError,
+    NonFiniteError,
+    OutputError,
+    RecipeError,
+    TargetError,
+)
 from llmcompressor.logger import logger
+from llmcompressor.modeling.blocks import find_blocks
 from llmcompressor.modeling.names import named_modules
 from llmcompressor.runtime.memory import TOLERATED, malloc_trim
+from llmcompressor.runtime.processes import Processes
 from llmcompressor.runtime.threads import one_thread
 
 __all__ = [
     "BlockRestorer",
-    "BlockStream",
-    "CompletedOutput",
+    "PlannedOutput",
+    "ResidentBlocks",
+    "StreamedBlocks",
+    "check_output_space",
     "has_lazy_parameters",
     "load_lazily",
     "output_headers",
@@ -311,86 +337,287 @@ def _decompressed(
 
 
 # --------------------
-# Block streaming: load one block at a time, hand it to a pipeline, write it, free it.
+# The two sources of blocks: a model in memory, and a checkpoint that is streamed into another.
 
 _CPU = torch.device("cpu")
 _RETURNED_EVERY = 8
 """Blocks after which freed memory is returned, however little: each leaves a few megabytes."""
+_IN_THE_CALL = (ArgumentError, DatasetError, NonFiniteError, RecipeError, TargetError)
+"""What the same call runs into again, while another call would not go on from its progress."""
 
-Report = Callable[[Sequence[str]], Mapping[str, Any]]
-Visit = Callable[[Module, Module | None], None]
+Room = Callable[[int, int], tuple[int | None, bool]]
+Report = Callable[[Sequence[str] | None], dict[str, dict[str, Any]]]
+"""Modifier → module → what it recorded, for the named modules or for all."""
 
 
-class BlockStream:
-    """Stream blocks from the source checkpoint into the model and from there into the output.
-
-    A recipe may need several passes over the model. All but the last store their blocks in a
-    scratch folder, dense, and the next pass reads them from there.
-
-    Args:
-        blueprint: the model; everything but its blocks is loaded.
-        weights: the blocks.
-        prediction: the tensors and modules that the output will hold.
-        layout: the place of each tensor in the output.
-        workspace: the folder and journal of the run.
-        report: return what the modifiers recorded for the named modules.
-        stages: number of passes.
-        scratch: bytes that all passes but the last store in scratch files.
-        compressed: store weights as packed codes.
+@dataclass(frozen=True)
+class PlannedOutput:
+    """The output of a run, as it is known before the first pass.
 
     Attributes:
-        names: block → its name, in order.
-        stage: the index of the current pass.
-        one_by_one: each modifier sees the model as the modifiers before it leave it.
+        target: the folder.
+        manifest: the tensors and modules that it will hold.
+        identity: everything that decides its bytes.
+        resume: see :func:`~llmcompressor.checkpoint.workspace.open_workspace`.
+        passes: number of passes over the model.
+        scratch: bytes that all passes but the last, and learning, keep on the disk meanwhile.
+        compressed: weights are stored as packed codes.
+        overwrite: an existing checkpoint is replaced.
     """
 
+    target: Path
+    manifest: OutputManifest
+    identity: Callable[[StreamedBlocks], RunIdentity]
+    resume: str
+    passes: int
+    scratch: int
+    compressed: bool
+    overwrite: bool
+
+
+def check_output_space(target: Path, manifest: OutputManifest, source: str | None) -> None:
+    """Check that the disk holds an output.
+
+    Args:
+        target: its folder.
+        manifest: its tensors.
+        source: the folder of the original model, for the other files.
+
+    Raises:
+        OutputError: there is not enough space.
+    """
+    stored = manifest.stored
+    beside = non_weight_bytes(None if source is None else Path(source), len(stored))
+    check_space(target, output=layout_files(stored).file_size + beside)
+
+
+class ResidentBlocks(BlockSource):
+    """The blocks of a model in memory, which is written when all of it is finished.
+
+    Args:
+        model: the model.
+        source_folder: the files of the original model, if there are any.
+        by_block: modifiers finish single blocks; otherwise the whole model at once.
+        writes: this process writes the output.
+    """
+
+    device = _CPU
+    headers: Mapping[str, TensorHeader] = MappingProxyType({})
+
     def __init__(
-        self,
-        blueprint: MetaModel,
-        weights: BlockWeights,
-        prediction: OutputManifest,
-        layout: OutputLayout,
-        workspace: Workspace,
-        report: Report,
-        *,
-        stages: int = 1,
-        scratch: int = 0,
-        compressed: bool = True,
+        self, model: Module, source_folder: str | None, *, by_block: bool, writes: bool
     ) -> None:
-        self._blueprint = blueprint
-        self._model = blueprint.model
-        self._names = NameMap(self._model)
-        self._weights = weights
-        self._prediction = prediction
-        self._workspace = workspace
+        super().__init__()
+        self.model = model
+        self.source_folder = source_folder
+        self._by_block = by_block
+        self._writes = writes
+
+    def shared_by(self, processes: Processes) -> AbstractContextManager[None]:
+        """Share a run with other processes: each does all of it."""
+        return nullcontext()
+
+    def activation_room(self, room: Room) -> int | None:
+        """Return the bytes of activations that may be kept; ``None``: as the memory allows."""
+        return None
+
+    def load(self, *, check: bool, tied: bool) -> None:
+        """Refuse a model with NaN or infinity in any weight, targeted by a modifier or not."""
+        check_finite_weights(self.model)
+
+    def update(self, model: Module) -> None:
+        """Take the model that the modifiers have initialized, and find its blocks."""
+        self.model = model
+        self.names = find_blocks(model) if self._by_block else {}
+
+    def as_written(self) -> AbstractContextManager[None]:
+        """Give the model the structure in which it is written, without values."""
+        return dense_experts_fused(self.model)  # type: ignore[arg-type]  # others have no MoE
+
+    @contextmanager
+    def writing(self, output: PlannedOutput | None, report: Report) -> Iterator[None]:
+        """Run the passes in the body; the model is written by :meth:`publish`."""
         self._report = report
-        self._layout = layout
-        self._last = stages - 1
-        self._compressed = compressed
-        self._scratch = ScratchBlocks(workspace.scratch)
-        left = 0 if workspace.journal.is_ready else unallocated_bytes(workspace.scratch, scratch)
-        beside = non_weight_bytes(blueprint.source.directory, len(layout.places))
-        self._writer = BlockWriter(workspace.files, layout, scratch=left, beside=beside)
-        self._restorer = BlockRestorer(
-            self._model, prediction.quantized, layout, weights, weights.device
+        self._output = output if self._writes else None
+        if self._output is not None:
+            check_output_space(self._output.target, self._output.manifest, self.source_folder)
+        yield
+
+    def complete(self) -> None:
+        """Fuse the experts that are not quantized into stacks again."""
+        fuse_dense_experts(self.model)  # type: ignore[arg-type]  # others have no MoE modules
+
+    def reports(self) -> dict[str, dict[str, Any]]:
+        """Return the reports of all modules: modifier → module → record."""
+        return self._report(None)
+
+    def publish(self, options: SaveOptions) -> None:
+        """Write the model to the output."""
+        if self._output is None:
+            return
+        malloc_trim()
+        model: Any = self.model
+        save_checkpoint(
+            model,
+            self._output.target,
+            save_compressed=options.save_compressed,
+            processor=options.processor,
+            recipe_yaml=options.recipe,
+            source=options.source,
+            overwrite=self._output.overwrite,
+            was_free=True,
+            report=options.report,
+            check=options.check,
         )
-        self.names: dict[Module, str] = {
-            self._model.get_submodule(name): name for name in weights.blocks
-        }
-        self._block_names = set(weights.blocks)
-        self._entries: dict[str, list[QuantizedModule]] = {}
-        for entry in prediction.quantized:
-            self._entries.setdefault(self._block_of(entry.name), []).append(entry)
-        self.stage = 0
-        self.one_by_one = True
+
+    def show(self) -> None:
+        """Let the model be used; it is complete."""
+
+
+class StreamedBlocks(BlockSource):
+    """Blocks that are streamed from a checkpoint into the model, and from there into the output.
+
+    A recipe may need several passes over the model. All but the last store their blocks in a
+    scratch folder, dense, and the next pass reads them from there. Of several processes the first
+    one writes; the others take the output that it has written, in which all blocks are finished.
+
+    Args:
+        blueprint: the model, without weights.
+
+    Attributes:
+        weights: the loader of the blocks.
+    """
+
+    holds_all = False
+    _output: PlannedOutput
+
+    def __init__(self, blueprint: MetaModel) -> None:
+        super().__init__()
+        self._blueprint = blueprint
+        self.model = blueprint.model
+        self.source = blueprint.source
+        self.source_folder = str(blueprint.source.directory)
+        self.headers = blueprint.source.tensors
+        self.dtype = blueprint.dtype
+        self.weights = BlockWeights(blueprint, list(find_blocks(self.model).values()))
+        self._made: Mapping[str, Any] | None = None
+        self._block_names = set(self.weights.blocks)
+        self._workspace: Workspace | None = None
+        self._writer: BlockWriter | None = None
+        self._intact: set[tuple[int, str]] = set()
+        self._done: set[tuple[int, str]] = set()
         self._inside: list[str] = []
         self._left = 0
-        try:
-            self._intact = self._find_intact()
-        except BaseException:
-            self.close()
-            raise
-        self._done = {(stage, block) for stage, block in self._intact}
+
+    # ------------------------------------------------------------------ before the passes
+
+    @property
+    def device(self) -> torch.device:
+        """The device that weights are loaded to."""
+        return self.weights.device
+
+    def activation_room(self, room: Room) -> int | None:
+        """Return the bytes of activations that may be kept; ``None``: as the memory allows.
+
+        Args:
+            room: from the bytes in use and those of the largest block to that number, and whether
+                blocks may be read ahead.
+        """
+        malloc_trim(at_least=0)
+        used = psutil.Process().memory_info().rss
+        block = max(map(self.weights.source_bytes, self.weights.blocks), default=0)
+        activations, self.weights.reads_ahead = room(used, block)
+        return activations
+
+    def load(self, *, check: bool, tied: bool) -> None:
+        """Load everything outside the blocks.
+
+        Args:
+            check: read all weights once, so that a damaged file fails before any work.
+            tied: leave embeddings tied; modifiers may untie them all the same.
+        """
+        if check:
+            self.weights.check()
+        self.weights.load_rest()
+        if not tied:
+            untie_embeddings(self.model)
+        self._blueprint.drop_broken_ties()
+
+    def update(self, model: Module) -> None:
+        """Take note of what the modifiers have changed when they were initialized."""
+        self._blueprint.drop_broken_ties()
+        self.names = {self.model.get_submodule(name): name for name in self.weights.blocks}
+
+    def as_written(self) -> AbstractContextManager[None]:
+        """Give the model the structure in which it is written, which it has."""
+        return nullcontext()
+
+    @contextmanager
+    def shared_by(self, processes: Processes) -> Iterator[None]:
+        """Share a run with other processes: the first does it, and the others load its output."""
+        if processes.count > 1 and not processes.is_first:
+            self._made = processes.all_gather("output")[0]
+        yield
+        if processes.count > 1:
+            if processes.is_first:
+                choices = self._journal.choices.items()
+                # what the free memory decides does not bind the others
+                told = {key: one for key, one in choices if not key.endswith(".granularity")}
+                config = _config_hash(self._output.target)
+                processes.all_gather("output", {"config": config, "choices": told})
+            processes.all_gather("model of the output")
+
+    @contextmanager
+    def writing(self, output: PlannedOutput | None, report: Report) -> Iterator[None]:
+        """Open the output and run the passes in the body.
+
+        Raises:
+            OutputError: as :func:`~llmcompressor.checkpoint.workspace.open_workspace`; or the
+                output is not what the first process has written.
+        """
+        assert output is not None, "only a run with an output is streamed"
+        manifest = output.manifest
+        self._output, self._report = output, report
+        self._last = output.passes - 1
+        self._stored_names = NameMap(self.model)
+        self._layout = layout_files(manifest.stored)
+        self._restorer = BlockRestorer(
+            self.model, manifest.quantized, self._layout, self.weights, self.device
+        )
+        self._entries: dict[str, list[QuantizedModule]] = {}
+        for entry in manifest.quantized:
+            self._entries.setdefault(self._block_of(entry.name), []).append(entry)
+        if self._made is not None:
+            if _config_hash(output.target) != self._made["config"]:
+                raise OutputError(
+                    f"{output.target} is not what the first process has just written.",
+                    "Give an output directory that all processes see.",
+                )
+            parts = [*self.weights.blocks, REST]
+            self._intact = {(stage, one) for stage in range(output.passes) for one in parts}
+            self._done = set(self._intact)
+            yield
+            return
+        identity = output.identity(self)
+        with open_workspace(output.target, identity, resume=output.resume) as workspace:
+            try:
+                with closing(self):
+                    self._open(workspace, output)
+                    yield
+            except _IN_THE_CALL:
+                workspace.abandon()
+                raise
+
+    def _open(self, workspace: Workspace, output: PlannedOutput) -> None:
+        """Allocate the output, and find what an earlier run has finished."""
+        self._workspace = workspace
+        self._scratch = ScratchBlocks(workspace.scratch)
+        is_ready, needed = workspace.journal.is_ready, output.scratch
+        left = 0 if is_ready else unallocated_bytes(workspace.scratch, needed)
+        beside = non_weight_bytes(self.source.directory, len(self._layout.places))
+        self._writer = BlockWriter(workspace.files, self._layout, scratch=left, beside=beside)
+        self._intact = self._find_intact(self._writer)
+        self._done = set(self._intact)
 
     # ------------------------------------------------------------------ for pipelines
 
@@ -407,11 +634,32 @@ class BlockStream:
     @property
     def rounds(self) -> bool:
         """True if weights are rounded on writing, so that nothing has to round them before."""
-        return self._compressed and self.stage == self._last
+        return self._output.compressed and self.stage == self._last
+
+    @property
+    def _journal(self) -> Journal:
+        assert self._workspace is not None, "only the first process writes"
+        return self._workspace.journal
 
     def decide(self, name: str, value: Any) -> Any:
         """Return the recorded value of a machine-dependent choice, or record ``value``."""
-        return self._workspace.journal.decide(f"{self.stage}.{name}", value)
+        key = f"{self.stage}.{name}"
+        if self._made is not None:
+            return self._made["choices"].get(key, value)
+        return self._journal.decide(key, value)
+
+    def refuse_uncalled(self, names: Sequence[str]) -> None:
+        """Refuse blocks that are not called when their forward runs, as they would not be loaded.
+
+        Raises:
+            TargetError: names the first one.
+        """
+        if names:
+            raise TargetError(
+                f"The model's code runs the forward of {names[0]} without calling the module, so "
+                "that its weights cannot be loaded for the time that it runs.",
+                "Load the model, and give oneshot that in place of its folder.",
+            )
 
     def enter(self, block: str) -> None:
         """Load a block as the previous pass left it, and start to read the next one."""
@@ -419,7 +667,7 @@ class BlockStream:
             self._put_scratch(self.stage - 1, block)
             return
         with one_thread(_CPU):
-            self._weights.load(block)
+            self.weights.load(block)
         self._inside.append(block)
         self._read_ahead()
 
@@ -428,14 +676,15 @@ class BlockStream:
         if self.stage < self._last:
             self._put_scratch(self.stage, block, modules)
             return
-        self._writer.flush()
-        self._restorer.restore(block, self._workspace.files, modules)
+        self._flush()
+        files = self._output.target if self._workspace is None else self._workspace.files
+        self._restorer.restore(block, files, modules)
 
     def remember(
         self, name: str, tensors: Mapping[str, Tensor], figures: Mapping[str, Any]
     ) -> None:
         """Save a progress checkpoint of the current pass, replacing that of the same name."""
-        journal, stage = self._workspace.journal, self.stage
+        journal, stage = self._journal, self.stage
         last = journal.progress.get((stage, name))
         number = 0 if last is None else last.number + 1
         digest = self._scratch.write(stage, f"{name}-{number}", tensors)
@@ -445,7 +694,7 @@ class BlockStream:
 
     def recall(self, name: str) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
         """Return the last intact progress checkpoint of that name in this pass, or ``None``."""
-        entry = self._workspace.journal.progress.get((self.stage, name))
+        entry = self._journal.progress.get((self.stage, name))
         if entry is None:
             return None
         file = f"{name}-{entry.number}"
@@ -474,7 +723,7 @@ class BlockStream:
 
         def let_go() -> None:
             while inside:
-                self._weights.release(self.names[inside.pop()])
+                self.weights.release(self.names[inside.pop()])
                 malloc_trim()
 
         def visit(module: Module, then: Module | None) -> None:
@@ -484,39 +733,22 @@ class BlockStream:
                 if self.stage > 0:
                     self._put_scratch(self.stage - 1, block)
                 else:
-                    self._weights.load(block)
+                    self.weights.load(block)
                 inside.append(module)
             if then is not None and self.stage == 0:
-                self._weights.read_ahead(self.names[then])
+                self.weights.read_ahead(self.names[then])
 
         try:
             yield visit
         finally:
             let_go()
 
-    @contextmanager
-    def visiting(self) -> Iterator[None]:
-        """Load each block when a forward pass reaches it, one at a time, without writing."""
-        following = dict(pairwise([*self.names, None]))
-        with self.visits() as visit:
-            handles = [
-                one.register_forward_pre_hook(
-                    lambda module, args: visit(module, following[module]), prepend=True
-                )
-                for one in self.names
-            ]
-            try:
-                yield
-            finally:
-                for handle in handles:
-                    handle.remove()
-
     def leave(self, block: str) -> None:
         """Write a block, unless an earlier run did so, and free its tensors."""
         if (self.stage, block) not in self._done:
             with one_thread(_CPU):  # large tensors are split into pieces; small ones are many
                 self._keep(block)
-        self._weights.release(block)
+        self.weights.release(block)
         self._left += 1
         malloc_trim(at_least=2 * TOLERATED if self._left % _RETURNED_EVERY else 0)
         if block in self._inside:
@@ -528,56 +760,62 @@ class BlockStream:
     def complete(self) -> None:
         """Write the blocks that no pipeline visited, and everything outside the blocks."""
         assert self.stage == self._last
-        for block in self._weights.blocks:
+        for block in self.weights.blocks:
             if (self.stage, block) not in self._done:
                 self.enter(block)
                 self.leave(block)
         if not self.rest_is_finished:
-            self._write(REST, self._rest() | dict(read_tensors(self._prediction.extras)))
-        self._writer.flush()
-
-    def restore_rest(self, folder: Path) -> None:
-        """Restore everything outside the blocks from the checkpoint of an earlier run.
-
-        Args:
-            folder: the checkpoint's present folder.
-        """
-        self._restorer.restore(REST, folder)
-
-    @property
-    def choices(self) -> dict[str, Any]:
-        """The choices that the data decided, without what the free memory decides."""
-        chosen = self._workspace.journal.choices.items()
-        return {key: value for key, value in chosen if not key.endswith(".granularity")}
+            self._write(REST, self._rest() | dict(read_tensors(self._output.manifest.extras)))
+        self._flush()
 
     def reports(self) -> dict[str, dict[str, Any]]:
         """Return the reports of all blocks, from whichever run: modifier → module → record."""
         found: dict[str, dict[str, Any]] = {}
-        for entry in self._workspace.journal.entries.values():
+        if self._made is not None:
+            written = read_report(self._output.target) or {}
+            return {**written.get("modifiers", {}), "experts": written.get("experts", {})}
+        for entry in self._journal.entries.values():
             for modifier, records in entry.report.items():
                 found.setdefault(modifier, {}).update(records)
         return found
 
+    def publish(self, options: SaveOptions) -> None:
+        """Write all files but the weights, and give the output its name."""
+        workspace = self._workspace
+        if workspace is None:  # the first process has done that
+            return
+        if workspace.is_published:
+            workspace.remove()
+            return
+        manifest, overwrite = self._output.manifest, self._output.overwrite
+        write_non_weight_files(self.model, workspace.files, options, manifest, self._layout)
+        workspace.journal.mark_ready()
+        workspace.publish(replace=overwrite)
+        logger.info(f"Saved {workspace.target}.")
+
+    def show(self) -> None:
+        """Make the model load its blocks lazily from the output."""
+        if self.rest_is_finished:
+            self._restorer.restore(REST, self._output.target)
+        self._restorer.attach_lazy_blocks(self._output.target, self.names)
+
     def close(self) -> None:
         """Stop the reader and writer threads."""
-        self._writer.close()
-        self._weights.close()
-
-    def attach_lazy_blocks(self, folder: Path) -> None:
-        """Make the model load its blocks lazily from the written checkpoint.
-
-        Args:
-            folder: the checkpoint's present folder.
-        """
-        self._restorer.attach_lazy_blocks(folder, self.names)
+        if self._writer is not None:
+            self._writer.close()
+        self.weights.close()
 
     # ------------------------------------------------------------------ helpers
 
+    def _flush(self) -> None:
+        if self._writer is not None:
+            self._writer.flush()
+
     def _read_ahead(self) -> None:
         """Start to read the next block, unless two are loaded or being read already."""
-        following = self._weights.after(self._inside[-1]) if len(self._inside) == 1 else None
+        following = self.weights.after(self._inside[-1]) if len(self._inside) == 1 else None
         if following is not None:
-            self._weights.read_ahead(following)
+            self.weights.read_ahead(following)
 
     def _keep(self, block: str) -> None:
         tensors = self._tensors_of(block)
@@ -587,7 +825,7 @@ class BlockStream:
             return
         rotations = tuple(
             f"{name}."
-            for name, module in self._model.get_submodule(block).named_modules(prefix=block)
+            for name, module in self.model.get_submodule(block).named_modules(prefix=block)
             if isinstance(module, HadamardTransform)
         )
         # the next pass needs all but the matrices of rotations
@@ -598,28 +836,30 @@ class BlockStream:
     def _modules_of(self, block: str) -> list[str]:
         """Return the names of a block and its submodules, or of the modules outside all blocks."""
         if block == REST:
-            every = (name for name, _ in self._model.named_modules())
+            every = (name for name, _ in self.model.named_modules())
             outside = (name for name in every if name not in self._block_names)
             return [name for name in outside if self._block_of(name) == REST]
-        return [name for name, _ in self._model.get_submodule(block).named_modules(prefix=block)]
+        return [name for name, _ in self.model.get_submodule(block).named_modules(prefix=block)]
 
     def _write(self, block: str, tensors: Mapping[str, Tensor]) -> None:
         entries = self._entries.get(block, [])
-        stored = compress_block(self._names, tensors, entries, self._prediction.plain_keys)
+        manifest = self._output.manifest
+        stored = compress_block(self._stored_names, tensors, entries, manifest.plain_keys)
         for entry in entries:
             if entry.is_raw:  # its weight is rounded when it is read back
                 entry.module.quantization_status = QuantizationStatus.DECOMPRESSED
-        extras = {name: tensors[name] for name in self._prediction.extras if name in tensors}
+        extras = {name: tensors[name] for name in manifest.extras if name in tensors}
         report = dict(self._report(self._modules_of(block)))
+        assert self._writer is not None, "only the first process writes"
         self._writer.write(stored | extras, partial(self._commit, block, report))
 
     def _commit(self, block: str, report: Mapping[str, Any], digest: str) -> None:
         source, files = "", dict[str, str]()
         if self.stage == 0:
-            source = self._weights.digests.get(block, "")
-            files = dict(self._weights.files.get(block, {}))
+            source = self.weights.digests.get(block, "")
+            files = dict(self.weights.files.get(block, {}))
         entry = BlockEntry(block, digest, source, report, self.stage, files)
-        self._workspace.journal.add(entry)
+        self._journal.add(entry)
 
     def _put_scratch(
         self, stage: int, block: str, modules: Collection[Module] | None = None
@@ -628,21 +868,21 @@ class BlockStream:
         state = {
             name
             for name in self._tensors_of(block)
-            if modules is None or self._model.get_submodule(name.rpartition(".")[0]) in modules
+            if modules is None or self.model.get_submodule(name.rpartition(".")[0]) in modules
         }
         tensors = self._scratch.read(stage, block)
         present = {name: tensor for name, tensor in tensors.items() if name in state}
-        self._weights.put(present, {name: LoadedName(name, merged=False) for name in present})
-        self._weights.settle(block)
+        self.weights.put(present, {name: LoadedName(name, merged=False) for name in present})
+        self.weights.settle(block)
 
     def _tensors_of(self, block: str) -> dict[str, Tensor]:
-        state = self._model.get_submodule(block).state_dict()
+        state = self.model.get_submodule(block).state_dict()
         return {
             f"{block}.{name}": value for name, value in state.items() if isinstance(value, Tensor)
         }
 
     def _rest(self) -> dict[str, Tensor]:
-        state = self._model.state_dict()
+        state = self.model.state_dict()
         return {
             name: value
             for name, value in state.items()
@@ -658,18 +898,18 @@ class BlockStream:
             end = name.find(".", end + 1)
         return REST
 
-    def _find_intact(self) -> set[tuple[int, str]]:
+    def _find_intact(self, writer: BlockWriter) -> set[tuple[int, str]]:
         """Return the (pass, block) pairs whose data on disk matches the journal."""
-        entries = self._workspace.journal.entries
+        entries = self._journal.entries
         groups = {block: self._restorer.names_of(block) for s, block in entries if s == self._last}
-        written = self._writer.digests_of(groups)
+        written = writer.digests_of(groups)
         intact = set()
         for (stage, block), entry in entries.items():
             kept = self._scratch.digest(stage, block) if stage < self._last else written[block]
             if kept == entry.digest:
                 intact.add((stage, block))
             if stage == 0 and entry.source:  # all blocks must come from one source
-                self._weights.verify_digest(block, entry.source, entry.files)
+                self.weights.verify_digest(block, entry.source, entry.files)
         if len([block for stage, block in intact if stage == self._last]) <= len(self.names):
             last = (self._last, REST)  # a redone block may change the rest
             damaged = set(entries) - intact
@@ -686,56 +926,6 @@ class BlockStream:
         return intact
 
 
-class CompletedOutput:
-    """A block stream of an output that another process has written: every block is finished.
-
-    Args:
-        blueprint: the model; everything but its blocks is loaded.
-        weights: the blocks.
-        prediction: the tensors and modules of the output.
-        layout: the place of each tensor in the output.
-        choices: the choices that the data decided during the run.
-
-    Attributes:
-        names: block → its name, in order.
-        stage: the index of the current pass.
-        one_by_one: each modifier sees the model as those before it leave it.
-    """
-
-    rest_is_finished = True
-    rounds = False
-
-    def __init__(
-        self,
-        blueprint: MetaModel,
-        weights: BlockWeights,
-        prediction: OutputManifest,
-        layout: OutputLayout,
-        choices: Mapping[str, Any],
-    ) -> None:
-        self._choices = choices
-        self._restorer = BlockRestorer(
-            blueprint.model, prediction.quantized, layout, weights, weights.device
-        )
-        self.names: dict[Module, str] = {
-            blueprint.model.get_submodule(name): name for name in weights.blocks
-        }
-        self.stage = 0
-        self.one_by_one = True
-        self.finished = set(weights.blocks)
-        self.close = weights.close
-
-    def decide(self, name: str, value: Any) -> Any:
-        """Return the recorded value of a choice that depended on the data."""
-        return self._choices.get(f"{self.stage}.{name}", value)
-
-    def complete(self) -> None:
-        """Do nothing, as everything is written."""
-
-    def restore_rest(self, folder: Path) -> None:
-        """Load everything outside the blocks from the output."""
-        self._restorer.restore(REST, folder)
-
-    def attach_lazy_blocks(self, folder: Path) -> None:
-        """Make the model load its blocks lazily from the output."""
-        self._restorer.attach_lazy_blocks(folder, self.names)
+def _config_hash(folder: Path) -> str:
+    file = folder / "config.json"
+    return xxhash.xxh3_128_hexdigest(file.read_bytes()) if file.is_file() else ""

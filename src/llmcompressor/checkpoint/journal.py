@@ -23,7 +23,7 @@ from llmcompressor.checkpoint.atomic_output import fsync
 from llmcompressor.errors import OutputError
 from llmcompressor.logger import logger
 
-__all__ = ["BlockEntry", "Journal", "ProgressEntry", "fingerprint_differences"]
+__all__ = ["BlockEntry", "Journal", "ProgressEntry", "RunIdentity"]
 
 _RUN, _BLOCK, _CHOICE, _READY = "run", "block", "choice", "ready"
 _PROGRESS = "progress"
@@ -67,6 +67,27 @@ class ProgressEntry:
     number: int
     digest: str
     figures: Mapping[str, Any] = field(default_factory=dict)
+
+
+class RunIdentity(dict[str, Any]):
+    """Everything that decides the result of a run, by name: hashes, and settings as JSON values.
+
+    A run goes on from progress, and a stage or a training counts as the same, only if all of it
+    agrees.
+
+    >>> RunIdentity(recipe="a", data={"rows": 3}).differences({"recipe": "a", "data": {"rows": 4}})
+    ['data.rows: 4 then, 3 now']
+    """
+
+    def differences(self, recorded: Mapping[str, Any]) -> list[str]:
+        """Return one line for each item in which a recorded identity differs."""
+        now, then = dict(_flatten(self)), dict(_flatten(recorded))
+        found = []
+        for name in {**then, **now}:
+            if now.get(name) != then.get(name):
+                old, new = _first_difference(then.get(name), now.get(name))
+                found.append(f"{name}: {_shorten(old)} then, {_shorten(new)} now")
+        return found
 
 
 class Journal:
@@ -184,17 +205,6 @@ class Journal:
         if self.is_ready:
             lines.append(_line(_READY, {}))
         self._replace(lines)
-
-
-def fingerprint_differences(
-    present: Mapping[str, Any], recorded: Mapping[str, Any]
-) -> Iterator[str]:
-    """Yield one line for each item in which two fingerprints differ."""
-    now, then = dict(_flatten(present)), dict(_flatten(recorded))
-    for name in {**then, **now}:
-        if now.get(name) != then.get(name):
-            old, new = _first_difference(then.get(name), now.get(name))
-            yield f"{name}: {_shorten(old)} then, {_shorten(new)} now"
 
 
 def _flatten(items: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -53,10 +53,10 @@ from llmcompressor.checkpoint.source import (
     quantized_error,
     undeclared_error,
 )
-from llmcompressor.errors import ArgumentError, CheckpointError, did_you_mean
+from llmcompressor.errors import ArgumentError, CheckpointError, NonFiniteError, did_you_mean
 from llmcompressor.logger import logger
 from llmcompressor.modeling.patches import MERGE, modules_with_adapters
-from llmcompressor.modeling.weights import untie_embeddings
+from llmcompressor.modeling.weights import first_nonfinite, untie_embeddings
 from llmcompressor.runtime.memory import free_host_memory
 from llmcompressor.runtime.progress import format_bytes, join_names
 from llmcompressor.transformers_internals import auto_mapping
@@ -65,6 +65,7 @@ __all__ = [
     "AUTO_CLASSES",
     "LOADING_FAILURES",
     "check_complete",
+    "check_finite_weights",
     "check_model_declared",
     "check_no_peft_adapters",
     "check_quantization_declared",
@@ -720,3 +721,18 @@ def _caches_of(module: Module) -> list[OffloadCache]:
     """Return the offload caches of a module's parameters and buffers."""
     every: tuple[Any, ...] = (module._parameters, module._buffers)
     return [one for one in every if isinstance(one, OffloadCache)]
+
+
+def check_finite_weights(model: Module) -> None:
+    """Refuse a model with NaN or infinity in any weight, targeted by a modifier or not.
+
+    Raises:
+        NonFiniteError: names the weight.
+    """
+    bad = first_nonfinite(model)
+    if bad is not None:
+        raise NonFiniteError(
+            f"The weight {bad} holds NaN or infinity. The checkpoint is damaged or was saved in a "
+            "dtype too narrow for it: get it anew, or load it with precision='float32' if its "
+            "files are in float32."
+        )

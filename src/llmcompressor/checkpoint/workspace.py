@@ -29,7 +29,7 @@ from llmcompressor.checkpoint.atomic_output import (
     remove_stale,
     work_folder,
 )
-from llmcompressor.checkpoint.journal import Journal, fingerprint_differences
+from llmcompressor.checkpoint.journal import Journal, RunIdentity
 from llmcompressor.errors import InputError, OutputError
 from llmcompressor.logger import logger
 from llmcompressor.runtime.progress import join_names
@@ -287,7 +287,7 @@ def _resume_or_start(workspace: Workspace, fingerprint: Mapping[str, Any]) -> No
     if recorded is None:
         workspace.start_afresh(fingerprint)
         return
-    differing = list(fingerprint_differences(fingerprint, recorded))
+    differing = RunIdentity(fingerprint).differences(recorded)
     if differing:
         raise OutputError(
             f"{workspace.folder} holds the progress of another run: "

@@ -72,12 +72,17 @@ def option_parameters(
         if field.name in skip:
             continue
         kind = _kind(hints[field.name], field.default)
+        text = field.metadata.get("help") or ""
+        if kind.typed is bool and field.default is True and isinstance(text, FieldHelp):
+            text = text.off or ""
+        elif kind.typed is not bool and field.default not in (None, dataclasses.MISSING):
+            text = f"{text} (default: {field.default})"
         option = typer.Option(
             # a flag has only the form that changes its default
             dashed(
                 f"no-{field.name}" if kind.typed is bool and field.default is True else field.name
             ),
-            help=_help(field, kind),
+            help=text,
             metavar=kind.metavar,
             rich_help_panel=panel,
             show_default=False,
@@ -170,7 +175,8 @@ def _kind(hint: Any, default: Any) -> _Kind:
     says_none = type(None) in plain and default is not None
     if bool in plain:
         if str in plain:
-            return _Kind(str, _true_or_text)
+            truths = {"true": True, "false": False}
+            return _Kind(str, lambda value: truths.get(value.strip().lower(), value))
         return _Kind(bool, operator.not_ if default is True else _as_is)
     if plain & {int, float} and str not in plain:
         number = int if int in plain else float
@@ -179,16 +185,16 @@ def _kind(hint: Any, default: Any) -> _Kind:
         metavar = f"<{number.__name__}|none>"
         return _Kind(str, lambda value: None if _is_none(value) else number(value), metavar)
     if plain & {list, dict}:
-        return _list_kind(plain, listed=get_origin(members[0]) is list)
-    return _Kind(str, _text_or_none if says_none else _as_is)
+        return _list_kind(plain, is_listed=get_origin(members[0]) is list)
+    return _Kind(str, (lambda value: None if _is_none(value) else value) if says_none else _as_is)
 
 
-def _list_kind(plain: set[Any], *, listed: bool) -> _Kind:
+def _list_kind(plain: set[Any], *, is_listed: bool) -> _Kind:
     if list not in plain:
         return _Kind(list[str], parse_pairs, "<key=value>")
     if dict not in plain:
         return _Kind(list[str], _split, "<str,...>")
-    return _Kind(list[str], _as_is if listed else _one_or_many)
+    return _Kind(list[str], lambda values: values if is_listed or values[1:] else values[0])
 
 
 def dashed(name: str) -> str:
@@ -200,29 +206,12 @@ def dashed(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def _help(field: dataclasses.Field[Any], kind: _Kind) -> str:
-    text = field.metadata.get("help") or ""
-    if kind.typed is bool and field.default is True and isinstance(text, FieldHelp):
-        text = text.off or ""
-    if kind.typed is bool or field.default in (None, dataclasses.MISSING):
-        return text
-    return f"{text} (default: {field.default})"
-
-
 def _as_is(value: Any) -> Any:
     return value
 
 
 def _is_none(value: str) -> bool:
     return value.strip().lower() in {"none", "null"}
-
-
-def _text_or_none(value: str) -> str | None:
-    return None if _is_none(value) else value
-
-
-def _true_or_text(value: str) -> str | bool:
-    return {"true": True, "false": False}.get(value.strip().lower(), value)
 
 
 def _split(values: Sequence[str]) -> list[str]:
@@ -235,10 +224,6 @@ def _split(values: Sequence[str]) -> list[str]:
     for value in values:
         parts += [value] if value.startswith("re:") else value.split(",")
     return [part.strip() for part in parts if part.strip()]
-
-
-def _one_or_many(values: Sequence[str]) -> str | list[str]:
-    return values[0] if len(values) == 1 else list(values)
 
 
 def parse_pairs(values: Sequence[str]) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -50,22 +51,18 @@ class Granularity(StrEnum):
     SUB_BLOCK = "sub_block"
     BLOCK = "block"
 
-    # All four have to be overridden: those of str compare alphabetically.
-    def __lt__(self, other: str) -> bool:
-        return self._rank < Granularity(other)._rank
-
-    def __le__(self, other: str) -> bool:
-        return self._rank <= Granularity(other)._rank
-
-    def __gt__(self, other: str) -> bool:
-        return self._rank > Granularity(other)._rank
-
-    def __ge__(self, other: str) -> bool:
-        return self._rank >= Granularity(other)._rank
-
     @property
     def _rank(self) -> int:
         return list(Granularity).index(self)
+
+
+# All four have to be overridden: those of str compare alphabetically.
+for _compare in (operator.lt, operator.le, operator.gt, operator.ge):
+
+    def _by_rank(one: Granularity, other: str, compare: Any = _compare) -> bool:
+        return bool(compare(one._rank, Granularity(other)._rank))
+
+    setattr(Granularity, f"__{_compare.__name__}__", _by_rank)
 
 
 # --------------------
@@ -314,11 +311,9 @@ MOVED_TO_THE_RUN: Mapping[str, str] = MappingProxyType(
 """Fields of earlier releases that say how a run goes, and what does that now."""
 
 
-def _default_for_none(given: Any) -> Any:
-    return DEFAULT_DAMPENING if given is None else given
-
-
 DampeningFraction: TypeAlias = Annotated[
-    float, Field(ge=0.0, le=10.0), BeforeValidator(_default_for_none)
+    float,
+    Field(ge=0.0, le=10.0),
+    BeforeValidator(lambda given: DEFAULT_DAMPENING if given is None else given),
 ]
 """What is added to a Hessian's diagonal, as a fraction of its mean; the default for ``None``."""

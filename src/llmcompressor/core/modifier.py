@@ -102,7 +102,12 @@ def to_recipe_error(cls: type[BaseModel], error: ValidationError) -> RecipeError
             reason = str(cause or detail["msg"]).rstrip(".")
             if field:
                 reason += f" (given: {detail['input']!r})"
-                remedies.append(_default_hint(cls, field))
+                known = cls.model_fields.get(field)
+                default = ""
+                if known is not None and not known.is_required():
+                    usual = known.get_default(call_default_factory=True, validated_data={})
+                    default = f", or leave it out for its default, {usual!r}"
+                remedies.append(f"Correct {field}{default}.")
         problems.setdefault(field, []).append(reason)
     told = [
         (f"field {field!r}: " if field else "") + ", or ".join(dict.fromkeys(reasons))
@@ -110,14 +115,6 @@ def to_recipe_error(cls: type[BaseModel], error: ValidationError) -> RecipeError
     ]
     said = " ".join(dict.fromkeys(filter(None, [_nearest_fields(cls, unknown), *remedies])))
     return RecipeError(f"{cls.__name__}: {'; '.join(told)}.", said)
-
-
-def _default_hint(cls: type[BaseModel], field: str) -> str:
-    known = cls.model_fields.get(field)
-    if known is None or known.is_required():
-        return f"Correct {field}."
-    default = known.get_default(call_default_factory=True, validated_data={})
-    return f"Correct {field}, or leave it out for its default, {default!r}."
 
 
 def _nearest_fields(cls: type[BaseModel], unknown: Sequence[str]) -> str:
@@ -152,8 +149,8 @@ _LIKE_A_METHOD = 0.8
 """How much like one of the lifecycle a name must be: the share of letters in common."""
 
 
-def _phase_property(phase: Phase) -> property:
-    """Property that reads, enters or clears one phase of a modifier."""
+def _phase_property(phase: Phase, *, settable: bool = False) -> property:
+    """Property that tells if a modifier has entered a phase; it may enter or clear it as well."""
 
     def read(modifier: Modifier) -> bool:
         return phase in modifier._passed
@@ -162,7 +159,7 @@ def _phase_property(phase: Phase) -> property:
         left = tuple(one for one in modifier._passed if one is not phase)
         modifier._passed = (*left, phase) if entered else left
 
-    return property(read, write, doc=f"The same as ``{phase.value}``.")
+    return property(read, write if settable else None, doc=f"Whether it was {phase.value}.")
 
 
 class Modifier(HooksMixin):
@@ -256,8 +253,8 @@ class Modifier(HooksMixin):
         return given
 
     @model_validator(mode="after")
-    def _refuse_empty_names(self) -> Self:
-        """Refuse empty names and patterns, which would match the whole model."""
+    def _check_fields(self) -> Self:
+        """Refuse empty names and patterns, which would match the whole model, and odd schedules."""
         for field in ("targets", "ignore"):
             given = getattr(self, field, None)
             if given == "" and field == "ignore":
@@ -269,18 +266,10 @@ class Modifier(HooksMixin):
                     "Give a name, a class name such as Linear, or a 're:' pattern; 're:.*' means "
                     "all.",
                 )
-        return self
-
-    @model_validator(mode="after")
-    def _check_numbers(self) -> Self:
         for name in ("start", "end", "update"):
             value = getattr(self, name)
             if value is not None and math.isnan(value):
                 raise RecipeError(f"{name} is not a number (nan).", f"Give {name} as one.")
-        return self
-
-    @model_validator(mode="after")
-    def _check_window(self) -> Self:
         if self.start is not None and self.end is not None and self.end < self.start:
             raise RecipeError(
                 f"end ({self.end:g}) lies before start ({self.start:g})",
@@ -420,31 +409,15 @@ class Modifier(HooksMixin):
         """Names of all phases that were entered, for a checkpoint."""
         return tuple(phase.value for phase in self._passed)
 
-    @property
-    def initialized(self) -> bool:
-        """Return True if it was initialized."""
-        return Phase.INITIALIZED in self._passed
-
-    @property
-    def started(self) -> bool:
-        """Return True if it has started."""
-        return Phase.STARTED in self._passed
-
-    @property
-    def ended(self) -> bool:
-        """Return True if it has ended."""
-        return Phase.ENDED in self._passed
-
-    @property
-    def finalized(self) -> bool:
-        """Return True if it was finalized."""
-        return Phase.FINALIZED in self._passed
-
+    initialized = _phase_property(Phase.INITIALIZED)  # type: ignore[pydantic-field]
+    started = _phase_property(Phase.STARTED)  # type: ignore[pydantic-field]
+    ended = _phase_property(Phase.ENDED)  # type: ignore[pydantic-field]
+    finalized = _phase_property(Phase.FINALIZED)  # type: ignore[pydantic-field]
     # Modifiers written for earlier releases set these. Properties, not fields.
-    initialized_ = _phase_property(Phase.INITIALIZED)  # type: ignore[pydantic-field]
-    started_ = _phase_property(Phase.STARTED)  # type: ignore[pydantic-field]
-    ended_ = _phase_property(Phase.ENDED)  # type: ignore[pydantic-field]
-    finalized_ = _phase_property(Phase.FINALIZED)  # type: ignore[pydantic-field]
+    initialized_ = _phase_property(Phase.INITIALIZED, settable=True)  # type: ignore[pydantic-field]
+    started_ = _phase_property(Phase.STARTED, settable=True)  # type: ignore[pydantic-field]
+    ended_ = _phase_property(Phase.ENDED, settable=True)  # type: ignore[pydantic-field]
+    finalized_ = _phase_property(Phase.FINALIZED, settable=True)  # type: ignore[pydantic-field]
 
     # ---- called by the lifecycle
 

@@ -7,12 +7,12 @@ It is imported wherever events are, so torch is imported only where it is needed
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
+from llmcompressor.core.block_source import BlockSource
 from llmcompressor.errors import InputError
 
 if TYPE_CHECKING:
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from llmcompressor.modeling.call_graph import CallOrder
 
 __all__ = [
-    "BlockSource",
     "Calibration",
     "Data",
     "Hardware",
@@ -175,8 +174,7 @@ class RunSettings:
     """Settings of the whole run that modifiers follow.
 
     Attributes:
-        block_source: the source of the weights of blocks that are loaded one by one; ``None`` if
-            the model is in memory.
+        block_source: the blocks that pipelines load and modifiers finish one by one.
         activation_budget: bytes of activations that may be kept in main memory; ``None``: as the
             free memory allows.
         device_memory: maximum bytes that a run may use of an accelerator; ``None``: what is free.
@@ -184,7 +182,7 @@ class RunSettings:
         keeps_tied_embeddings: the user has asked for tied embeddings to stay tied.
     """
 
-    block_source: BlockSource | None = None
+    block_source: BlockSource = field(default_factory=BlockSource)
     activation_budget: int | None = None
     device_memory: int | None = None
     use_loss_mask: bool = False
@@ -214,58 +212,6 @@ class ModuleFacts:
     kv_cache: dict[Module, tuple[QuantizationArgs, bool]] = field(default_factory=dict)
     rotated_by: dict[Module, str] = field(default_factory=dict)
     smoothed: set[Module] = field(default_factory=set)
-
-
-class BlockSource(Protocol):
-    """The source of blocks' weights, which loads and stores them."""
-
-    one_by_one: bool
-    """Whether each modifier sees the model as those before it leave it (``independent``)."""
-
-    @property
-    def names(self) -> Mapping[Module, str]:
-        """Block → name, in order."""
-
-    @property
-    def finished(self) -> Collection[str]:
-        """Names of the blocks that an earlier run has finished."""
-
-    @property
-    def rest_is_finished(self) -> bool:
-        """True if an earlier run has finished everything, modules outside of blocks too."""
-
-    @property
-    def rounds(self) -> bool:
-        """True if weights are quantized when they are written, and need not be before."""
-
-    def decide(self, name: str, value: Any) -> Any:
-        """Return the value that the run recorded for ``name`` at its start, or record ``value``."""
-
-    def enter(self, block: str) -> None:
-        """Load the original weights of a block."""
-
-    def restore(self, block: str, modules: Collection[Module]) -> None:
-        """Load the compressed weights of a block's modules from an earlier run."""
-
-    def leave(self, block: str) -> None:
-        """Store a finished block and free its weights."""
-
-    def visiting(self) -> AbstractContextManager[None]:
-        """Load each block when a forward calls it while the body runs; nothing is written."""
-
-    def visits(self) -> AbstractContextManager[Callable[[Module, Module | None], None]]:
-        """Like :meth:`visiting`, but yield a function that loads a block and prefetches another."""
-
-    def remember(
-        self, name: str, tensors: Mapping[str, Tensor], figures: Mapping[str, Any]
-    ) -> None:
-        """Save the progress of the current pass under ``name``, replacing what was saved before."""
-
-    def recall(self, name: str) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
-        """Return the progress last saved under ``name`` in this pass, also by an earlier run."""
-
-    def forget(self) -> None:
-        """Discard the recorded progress of the current pass and of all later ones."""
 
 
 @dataclass
@@ -350,7 +296,14 @@ class State:
         """
         sets = {"train": train_data, "val": val_data, "test": test_data, "calib": calib_data}
         if copy_data:
-            sets = {role: _copied(role, value) for role, value in sets.items()}
+            for role, value in sets.items():
+                try:
+                    sets[role] = deepcopy(value)
+                except TypeError as error:
+                    raise InputError(
+                        f"The {role} data ({type(value).__name__}) cannot be copied: {error}.",
+                        "Pass copy_data=False to use the object itself.",
+                    ) from error
         given: dict[Any, dict[str, Any]] = {
             "data": sets,
             "hardware": {
@@ -380,6 +333,18 @@ class State:
         return kwargs
 
 
+def _as_device(device: torch.device | str) -> torch.device:
+    """Return a device, given by name or not."""
+    import torch  # noqa: PLC0415
+
+    try:
+        return torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise InputError(
+            f"The device {device!r} is none that torch knows.", 'Give a device such as "cuda:0".'
+        ) from error
+
+
 def _property_of_part(part: str, name: str) -> property:
     """A property of the state that reads and sets a field of one of its parts."""
 
@@ -395,27 +360,6 @@ def _property_of_part(part: str, name: str) -> property:
 for _part, _kind in (("schedule", Schedule), ("calibration", Calibration)):
     for _field in fields(_kind):
         setattr(State, _field.name, _property_of_part(_part, _field.name))
-
-
-def _as_device(device: torch.device | str) -> torch.device:
-    import torch  # noqa: PLC0415
-
-    try:
-        return torch.device(device)
-    except (RuntimeError, TypeError) as error:
-        raise InputError(
-            f"The device {device!r} is none that torch knows.", 'Give a device such as "cuda:0".'
-        ) from error
-
-
-def _copied(role: str, value: Any) -> Any:
-    try:
-        return deepcopy(value)
-    except TypeError as error:
-        raise InputError(
-            f"The {role} data ({type(value).__name__}) cannot be copied: {error}.",
-            "Pass copy_data=False to use the object itself.",
-        ) from error
 
 
 @dataclass

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fingerprint of a run: everything that determines its output, so that only the same resumes."""
+"""Identity of a run: hashes of all that decides its result, so that only the same run goes on."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 
 from llmcompressor.args import DatasetArguments
+from llmcompressor.checkpoint.journal import RunIdentity
 from llmcompressor.checkpoint.side_files import PROCESSOR_FILES
 from llmcompressor.checkpoint.source import CONFIG, SourceInfo, inspect_source
 from llmcompressor.checkpoint.tensor_files import bytes_of
@@ -33,21 +34,16 @@ from llmcompressor.numerics.products import is_slow_dtype
 from llmcompressor.runtime.registry import normalize_name
 
 __all__ = [
-    "DATA",
-    "WEIGHTS",
-    "Sampling",
     "data_fingerprint",
-    "file_fingerprint",
+    "environment",
     "folder_fingerprint",
     "is_result_of",
     "model_fingerprint",
     "path_fingerprint",
     "record_change",
-    "run_fingerprint",
+    "run_identity",
     "source_fingerprint",
     "type_fingerprint",
-    "update_with_file",
-    "update_with_tensor",
     "values_fingerprint",
 ]
 
@@ -66,7 +62,7 @@ _CALIBRATION = (
 """Arguments that change what is found for a given set of batches."""
 
 
-def run_fingerprint(
+def run_identity(
     source: SourceInfo,
     *,
     recipe: str | None,
@@ -75,8 +71,8 @@ def run_fingerprint(
     dtype: torch.dtype,
     device: torch.device,
     output: Mapping[str, Any],
-) -> dict[str, Any]:
-    """Return the fingerprint of a run, the first entry of its journal.
+) -> RunIdentity:
+    """Return the identity of a run, the first entry of its journal.
 
     Args:
         source: the original checkpoint.
@@ -87,47 +83,47 @@ def run_fingerprint(
         device: the device to compute on.
         output: options that determine how the output is written.
     """
-    prints: dict[str, Any] = {
-        "source": source_fingerprint(source),
-        "recipe": recipe,
+    found = RunIdentity(
+        source=source_fingerprint(source),
+        recipe=recipe,
+        output=dict(output),
+        **environment(dtype, device),
+    )
+    if batches is not None:
+        found["calibration"] = {name: getattr(dataset_args, name) for name in _CALIBRATION}
+        found["data"] = _batches_fingerprint(batches)
+        found["seed"] = dataset_args.seed
+        if device.type == "cpu":  # it determines the summation order of products
+            found["threads"] = torch.get_num_threads()
+            found["widened"] = is_slow_dtype(dtype)
+    return RunIdentity(json.loads(json.dumps(found)))  # as when read back
+
+
+def environment(dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
+    """Return what a run computes in: dtype, kind of device and of machine, and versions."""
+    return {
         "dtype": str(dtype).removeprefix("torch."),
         "device": device.type,
         "machine": platform.machine(),
         "versions": {name: _version(name) for name in _LIBRARIES},
-        "output": dict(output),
     }
-    if batches is not None:
-        prints["calibration"] = {name: getattr(dataset_args, name) for name in _CALIBRATION}
-        prints["data"] = _data(batches)
-        prints["seed"] = dataset_args.seed
-        if device.type == "cpu":  # it determines the summation order of products
-            prints["threads"] = torch.get_num_threads()
-            prints["widened"] = is_slow_dtype(dtype)
-    return json.loads(json.dumps(prints))  # type: ignore[no-any-return]  # as when read back
 
 
 def source_fingerprint(source: SourceInfo) -> dict[str, str]:
-    """Fingerprint of a checkpoint by file: size and a hash of the header, without the data.
-
-    Args:
-        source: the checkpoint; its ``config.json`` is hashed as a whole.
-    """
-    by_file: dict[str, list[str]] = {}
+    """Fingerprint of a checkpoint by file: size and a hash of the header; of its config, a hash."""
+    by_file: dict[Path, list[str]] = {}
     for name, header in source.tensors.items():
         entry = f"{name} {header.dtype} {header.shape} {header.offset}"
-        by_file.setdefault(str(header.file), []).append(entry)
+        by_file.setdefault(header.file, []).append(entry)
     prints = {}
     for file in sorted(by_file):
-        path = next(h.file for h in source.tensors.values() if str(h.file) == file)
         digest = xxhash.xxh3_64_hexdigest("\n".join(sorted(by_file[file])).encode())
-        prints[path.name] = f"{path.stat().st_size} bytes, header {digest}"
-    config = source.directory / CONFIG
-    prints[CONFIG] = xxhash.xxh3_64_hexdigest(config.read_bytes())
-    return prints
+        prints[file.name] = f"{file.stat().st_size} bytes, header {digest}"
+    config = (source.directory / CONFIG).read_bytes()
+    return {**prints, CONFIG: xxhash.xxh3_64_hexdigest(config)}
 
 
-def _data(batches: Iterable[Mapping[str, Any]]) -> str:
-    """Number of batches and a hash of their values."""
+def _batches_fingerprint(batches: Iterable[Mapping[str, Any]]) -> str:
     digest = xxhash.xxh3_128()
     count = 0
     for batch in batches:
@@ -143,20 +139,14 @@ def _data(batches: Iterable[Mapping[str, Any]]) -> str:
 
 
 # --------------------
-# Sampled hashing of large data: small data is hashed completely, larger data in windows.
+# Sampled hashing: small data is hashed completely, larger data in evenly spread windows, the first
+# and the last bytes included. Other, fine-tuned and merged weights are told apart so; a change
+# between two windows is not.
 
 
 @dataclass(frozen=True)
-class Sampling:
-    """Selection of bytes to hash: all up to a size, else evenly spread windows.
-
-    A change between two windows is not detected.
-
-    Attributes:
-        all_up_to: size in bytes up to which all bytes are hashed.
-        windows: number of windows for larger data, including the first and the last bytes.
-        window: bytes of each window.
-    """
+class _Sampling:
+    """Selection of bytes to hash: all up to a size, else that many windows of a size."""
 
     all_up_to: int
     windows: int
@@ -165,7 +155,7 @@ class Sampling:
     def parts(self, nbytes: int) -> Iterator[tuple[int, int]]:
         """Yield the first byte and the number of bytes of each hashed part.
 
-        >>> list(Sampling(8, 3, 2).parts(8)), list(Sampling(8, 3, 2).parts(100))
+        >>> list(_Sampling(8, 3, 2).parts(8)), list(_Sampling(8, 3, 2).parts(100))
         ([(0, 8)], [(0, 2), (49, 2), (98, 2)])
         """
         if nbytes <= self.all_up_to:
@@ -175,41 +165,26 @@ class Sampling:
             yield place * (nbytes - self.window) // (self.windows - 1), self.window
 
 
-WEIGHTS = Sampling(all_up_to=2**18, windows=16, window=2**12)
+_WEIGHTS = _Sampling(all_up_to=2**18, windows=16, window=2**12)
 """Of each tensor of a model."""
-
-DATA = Sampling(all_up_to=2**26, windows=256, window=2**16)
+_DATA = _Sampling(all_up_to=2**26, windows=256, window=2**16)
 """Of each file of a data set."""
 
 
-def update_with_tensor(digest: xxhash.xxh3_128, tensor: Tensor, sampling: Sampling) -> None:
-    """Add the sampled values of a tensor to a hash; only the sampled parts are moved to the CPU.
-
-    Args:
-        digest: hash to update.
-        tensor: any shape and dtype, on any device but meta.
-        sampling: selects the bytes.
-    """
+def _update_with_tensor(digest: xxhash.xxh3_128, tensor: Tensor) -> None:
+    """Add sampled values of a tensor to a hash; only these are moved to the CPU."""
     flat = tensor.detach().contiguous().reshape(-1)
     if not flat.numel():
         return
     raw = flat.as_strided((flat.numel(),), (1,)).view(torch.uint8)  # one element has any stride
-    parts = [raw[start : start + count] for start, count in sampling.parts(raw.numel())]
+    parts = [raw[start : start + count] for start, count in _WEIGHTS.parts(raw.numel())]
     digest.update(bytes_of(torch.cat(parts).cpu() if len(parts) > 1 else parts[0].cpu()))
 
 
-def update_with_file(
-    digest: xxhash.xxh3_128, file: Path, sampling: Sampling, start: int = 0, nbytes: int = -1
+def _update_with_file(
+    digest: xxhash.xxh3_128, file: Path, sampling: _Sampling, start: int = 0, nbytes: int = -1
 ) -> None:
-    """Add the sampled bytes of a file, or of a range in it, to a hash.
-
-    Args:
-        digest: hash to update.
-        file: the file.
-        sampling: selects the bytes.
-        start: first byte of the range.
-        nbytes: length of the range; negative for the rest of the file.
-    """
+    """Add sampled bytes of a file, or of a range in it, to a hash."""
     length = file.stat().st_size - start if nbytes < 0 else nbytes
     with file.open("rb", buffering=0) as stream:
         for first, count in sampling.parts(length):
@@ -217,19 +192,14 @@ def update_with_file(
             digest.update(stream.read(count))
 
 
-def file_fingerprint(file: Path, sampling: Sampling) -> str:
-    """Return a file's size and a hash of its sampled bytes."""
+def _file_fingerprint(file: Path, sampling: _Sampling) -> str:
     digest = xxhash.xxh3_128()
-    update_with_file(digest, file, sampling)
+    _update_with_file(digest, file, sampling)
     return f"{file.stat().st_size} bytes, {digest.hexdigest()}"
 
 
 # --------------------
 # Fingerprints of model folders and loaded models, from sampled weights.
-#
-# Tensors of up to 256 KiB are hashed completely, larger ones in 16 windows of 4 KiB spread evenly,
-# including the first and the last bytes. That detects other, fine-tuned and merged weights; a
-# change of a few values of a large matrix may lie between the windows.
 
 _NO_MATTER = frozenset(
     {"_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version", "use_cache"}
@@ -263,23 +233,28 @@ def folder_fingerprint(folder: Path) -> dict[str, Any]:
         folder: if it holds no readable model, sizes and samples of its files are used.
 
     Returns:
-        ``files``, the size and a hash of the header of each and a hash of ``config.json``;
-        ``weights``, a hash of sampled values; ``processor``, a hash of the tokenizer's or
-        processor's files, if there are any.
+        ``files``, as :func:`source_fingerprint`; ``weights``, a hash of sampled values;
+        ``processor``, a hash of the tokenizer's or processor's files, if there are any.
     """
     try:
         source = inspect_source(folder, allow_quantized=True)
     except CheckpointError:  # the loader reports it
-        return {"files": {each.name: file_fingerprint(each, WEIGHTS) for each in _files(folder)}}
-    found: dict[str, Any] = {
-        "files": source_fingerprint(source),
-        "weights": _stored_weights(source),
-    }
+        files = sorted(path for path in folder.iterdir() if path.is_file())
+        return {"files": {each.name: _file_fingerprint(each, _WEIGHTS) for each in files}}
+    weights = xxhash.xxh3_128()
+    for name, header in sorted(source.tensors.items()):
+        weights.update(name.encode())
+        _update_with_file(weights, header.file, _WEIGHTS, header.offset, header.nbytes)
+    if not source.tensors:  # of another format
+        for file in sorted(source.directory.glob("*.bin")):
+            weights.update(f"{file.name} {_file_fingerprint(file, _WEIGHTS)}".encode())
+    found = {"files": source_fingerprint(source), "weights": weights.hexdigest()}
     processor = xxhash.xxh3_128()
     names = [name for name in sorted(PROCESSOR_FILES) if (folder / name).is_file()]
     for name in names:
-        processor.update(f"{name} {(folder / name).stat().st_size}\n".encode())
-        processor.update((folder / name).read_bytes())
+        content = (folder / name).read_bytes()
+        processor.update(f"{name} {len(content)}\n".encode())
+        processor.update(content)
     return {**found, "processor": processor.hexdigest()} if names else found
 
 
@@ -303,15 +278,7 @@ def record_change(model: Any, begun: Mapping[str, str] | None) -> None:
 
 
 def is_result_of(model: Any, begun: Any) -> bool:
-    """Return True if the object is in the state in which a run from that fingerprint left it.
-
-    Args:
-        model: the object.
-        begun: its :func:`model_fingerprint` at the start of the run.
-
-    Returns:
-        ``False`` also if it was changed since by other code.
-    """
+    """Return True if the object is in the state in which a run from that fingerprint left it."""
     model = _unwrapped(model)
     if not isinstance(model, Module) or model not in _changed:
         return False
@@ -336,11 +303,12 @@ def _fingerprint(model: Module, values_of: Callable[[Tensor], Tensor]) -> dict[s
         names.update(f"{name} {tensor.dtype} {full_shape(tensor)}\n".encode())
         values = values_of(tensor)
         if not values.is_meta and type(values) in (Tensor, Parameter):
-            update_with_tensor(weights, values, WEIGHTS)
+            _update_with_tensor(weights, values)
     found = {"class": type(model).__name__}
     config: Any = getattr(model, "config", None)
     if hasattr(config, "to_dict"):
-        text = json.dumps(_settings(config.to_dict()), sort_keys=True, default=_kind)
+        settings = _settings(config.to_dict())
+        text = json.dumps(settings, sort_keys=True, default=lambda one: type(one).__name__)
         found["config"] = xxhash.xxh3_64_hexdigest(text.encode())
     found["tensors"] = f"{count}, {names.hexdigest()}"
     found["weights"] = weights.hexdigest()
@@ -363,50 +331,14 @@ def _settings(config: Any) -> Any:
     return config
 
 
-def _kind(value: Any) -> str:
-    return type(value).__name__
-
-
-def _stored_weights(source: SourceInfo) -> str:
-    digest = xxhash.xxh3_128()
-    for name, header in sorted(source.tensors.items()):
-        digest.update(name.encode())
-        update_with_file(digest, header.file, WEIGHTS, header.offset, header.nbytes)
-    if not source.tensors:  # of another format
-        for file in sorted(source.directory.glob("*.bin")):
-            digest.update(f"{file.name} {file_fingerprint(file, WEIGHTS)}".encode())
-    return digest.hexdigest()
-
-
-def _files(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.iterdir() if path.is_file())
-
-
 # --------------------
-# Fingerprints of data sets, computed without preparing them.
-#
-# ==================================
-# ===============================================================
-# a name of a data set, or on the hub the name
-# a path                              size and hash of each file: of all its bytes up to 64 MiB,
-# else
-#                                     of 256 windows of 64 KiB that lie evenly over it
-# a ``datasets.Dataset``              the fingerprint that the library keeps of it
-# a list, a mapping, a data frame     a hash of its values, down to tensors and images
-# anything else                       its class, and its length if it has one
-# ==================================
-# ===============================================================
-#
-# The last kind are generators, streams, loaders and custom classes: reading them could exhaust
-# them, or yield other values each time.
+# Fingerprints of data sets, computed without preparing them: of files and of values in memory a
+# hash; of a ``datasets.Dataset`` the library's own fingerprint. Generators, streams, loaders and
+# custom classes count by class and length, as reading them could exhaust them.
 
 
 def data_fingerprint(data: Any) -> Any:
-    """Return the fingerprint of a data set as a JSON value.
-
-    Args:
-        data: any value of the argument ``dataset`` or ``dataset_path``.
-    """
+    """Return the fingerprint of any value of the argument ``dataset``, as a JSON value."""
     if data is None:
         return None
     if isinstance(data, str | os.PathLike):
@@ -425,14 +357,13 @@ def path_fingerprint(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Fingerprint of a path: ``path`` as given and, if it exists, ``files`` with size and hash."""
     given, place = os.fspath(path), Path(path).expanduser()
     if place.is_file():
-        return {"path": given, "files": file_fingerprint(place, DATA)}
+        return {"path": given, "files": _file_fingerprint(place, _DATA)}
     if not place.is_dir():
         return {"path": given}
-    digest, count = xxhash.xxh3_128(), 0
-    for file in sorted(one for one in place.rglob("*") if one.is_file()):
-        count += 1
-        digest.update(f"{file.relative_to(place)} {file_fingerprint(file, DATA)}\n".encode())
-    return {"path": given, "files": f"{count} files, {digest.hexdigest()}"}
+    digest, files = xxhash.xxh3_128(), sorted(one for one in place.rglob("*") if one.is_file())
+    for file in files:
+        digest.update(f"{file.relative_to(place)} {_file_fingerprint(file, _DATA)}\n".encode())
+    return {"path": given, "files": f"{len(files)} files, {digest.hexdigest()}"}
 
 
 def values_fingerprint(values: Any) -> str:

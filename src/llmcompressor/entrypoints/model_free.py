@@ -28,7 +28,7 @@ from llmcompressor.checkpoint.source import (
     is_hub_id,
 )
 from llmcompressor.entrypoints.arguments import Job, as_path, parse_device, refuse_transposed
-from llmcompressor.entrypoints.run import run_blueprint
+from llmcompressor.entrypoints.run import compress, streamed_blocks
 from llmcompressor.errors import ArgumentError, CheckpointError, TargetError
 from llmcompressor.logger import logger
 from llmcompressor.modeling.matching import (
@@ -218,7 +218,8 @@ def _quantize(
     fields["ignore"] = _complete_ignore_list(blueprint, resolved)
     refuse_transposed(source, blueprint.model, fields["ignore"], resolved.targets)
     job.recipe = Recipe.from_modifiers(QuantizationModifier(**fields))
-    run_blueprint(job, blueprint)
+    with streamed_blocks(job, blueprint) as blocks:
+        compress(job, blocks)
 
 
 # ---------------------------------------------------------------------- arguments

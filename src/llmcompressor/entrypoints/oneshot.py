@@ -27,7 +27,7 @@ from llmcompressor.args import (
 )
 from llmcompressor.args.checks import Text
 from llmcompressor.entrypoints.arguments import Job
-from llmcompressor.entrypoints.run import run_in_memory, run_streamed, streamable_source
+from llmcompressor.entrypoints.run import run
 from llmcompressor.errors import ArgumentError, InputError
 from llmcompressor.logger import log_to_file, logger, quiet
 from llmcompressor.modeling.sharded import is_sharded
@@ -232,12 +232,7 @@ class Oneshot(Job):
             float32_by_default(),
             full_float32_products(),
         ):
-            source = self.open_data()
-            checkpoint = streamable_source(self)
-            if checkpoint is not None:
-                self.model = run_streamed(self, checkpoint, source)
-            else:
-                self.model = run_in_memory(self, source)
+            self.model = run(self, self.open_data())
         return self.model
 
     @contextmanager

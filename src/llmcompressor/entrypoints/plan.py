@@ -14,13 +14,12 @@ import torch
 
 from llmcompressor.checkpoint.block_reader import BlockWeights
 from llmcompressor.entrypoints.arguments import Job, parse_device
-from llmcompressor.entrypoints.run import MemoryLimits
+from llmcompressor.entrypoints.run import SHARE_FOR_WEIGHTS, MemoryLimits, whole_model_reason
 from llmcompressor.errors import InputError, TargetError
 from llmcompressor.logger import logger
 from llmcompressor.modeling.blocks import find_blocks
 from llmcompressor.numerics.products import float32_by_default
 from llmcompressor.pipelines.batches import CalibrationBatches
-from llmcompressor.pipelines.passes import BY_BLOCK
 from llmcompressor.planning.make import RECIPE, Request, make_plan, problem_of
 from llmcompressor.planning.result import Plan, Problem, Tokens
 from llmcompressor.planning.subject import PlannedModel, open_planned_model
@@ -37,7 +36,6 @@ __all__ = ["plan", "plan_from_arguments"]
 
 _ASSUMED_SAMPLES = 512
 _ASSUMED_LENGTH = 2048
-_SHARE_FOR_WEIGHTS = 0.6
 
 
 def plan(
@@ -88,19 +86,7 @@ def plan(
         **arguments,
     }
     deployment = _deployment(serve, tp, gpu)
-    return _plan({"output_dir": output_dir, **given}, deployment, measure=measure)
-
-
-def plan_from_arguments(arguments: Mapping[str, Any]) -> Plan:
-    """Return the plan of a call of ``oneshot``.
-
-    Args:
-        arguments: the arguments of the call, by name.
-
-    Raises:
-        InputError: as for :func:`plan`.
-    """
-    return _plan(arguments, None, measure=True)
+    return plan_from_arguments({"output_dir": output_dir, **given}, deployment, measure=measure)
 
 
 def _deployment(
@@ -114,7 +100,10 @@ def _deployment(
 
 
 @float32_by_default()
-def _plan(arguments: Mapping[str, Any], deployment: Deployment | None, *, measure: bool) -> Plan:
+def plan_from_arguments(
+    arguments: Mapping[str, Any], deployment: Deployment | None = None, *, measure: bool = True
+) -> Plan:
+    """Return the plan of a call of ``oneshot`` with these arguments, as :func:`plan`."""
     job = _DraftJob(**arguments)
     with gc_relaxed():
         subject = _subject(job)
@@ -265,8 +254,7 @@ def _collect_data_warnings(notes: list[str]) -> Iterator[None]:
 def _is_streamed(job: Job, subject: PlannedModel) -> bool:
     """Return True if blocks would be streamed one by one, given an output folder."""
     is_place = isinstance(job.model_args.model, str | os.PathLike)
-    by_block = all(modifier.traits.by_block for modifier in job.recipe.modifiers)
-    return is_place and by_block and job.pipeline() in BY_BLOCK and not subject.whole
+    return is_place and not whole_model_reason(job) and not subject.whole
 
 
 def _device(job: Job, subject: PlannedModel) -> torch.device:
@@ -283,4 +271,4 @@ def _device(job: Job, subject: PlannedModel) -> torch.device:
     if asked is not None:
         return parse_device(asked)
     free = free_device_memory(torch.cuda.current_device())
-    return torch.device("cuda" if subject.source_bytes <= free * _SHARE_FOR_WEIGHTS else "cpu")
+    return torch.device("cuda" if subject.source_bytes <= free * SHARE_FOR_WEIGHTS else "cpu")

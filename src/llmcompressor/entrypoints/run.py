@@ -1,25 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Streamed runs: checkpoint to checkpoint, one block in memory at a time, with a journal."""
+"""The run of a recipe: one runner for models in memory and for streamed checkpoints."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, TypeAlias
 
-import psutil
 import torch
-import xxhash
-from torch import Tensor
 from torch.nn import Module
 from transformers import PreTrainedModel
 
-from llmcompressor.args import DatasetArguments
 from llmcompressor.checkpoint.block_reader import REST, BlockWeights
-from llmcompressor.checkpoint.block_stream import BlockStream, CompletedOutput
+from llmcompressor.checkpoint.block_stream import PlannedOutput, ResidentBlocks, StreamedBlocks
+from llmcompressor.checkpoint.journal import RunIdentity
 from llmcompressor.checkpoint.load import (
     check_no_peft_adapters,
     check_unquantized,
@@ -35,23 +33,12 @@ from llmcompressor.checkpoint.load import (
     remove_offload_caches,
     untie_embeddings,
 )
-from llmcompressor.checkpoint.manifest import OutputManifest, build_manifest, module_kinds
+from llmcompressor.checkpoint.manifest import module_kinds
 from llmcompressor.checkpoint.meta_model import MetaModel, build_meta_model
-from llmcompressor.checkpoint.model_config import read_report
-from llmcompressor.checkpoint.moe_names import (
-    fuse_dense_experts,
-    unfuse_meta_model,
-    unfuse_stored_experts,
-)
+from llmcompressor.checkpoint.moe_names import unfuse_meta_model, unfuse_stored_experts
 from llmcompressor.checkpoint.names import drop_dequantizing_conversions, record_prefix
 from llmcompressor.checkpoint.quantization_config import existing_quantization
-from llmcompressor.checkpoint.save import (
-    SaveOptions,
-    modify_save_pretrained,
-    planned_config,
-    save_checkpoint,
-    write_non_weight_files,
-)
+from llmcompressor.checkpoint.save import SaveOptions, modify_save_pretrained
 from llmcompressor.checkpoint.source import (
     SourceInfo,
     check_no_adapter,
@@ -63,14 +50,10 @@ from llmcompressor.checkpoint.source import (
     local_directory,
     quantization_method,
 )
-from llmcompressor.checkpoint.tensor_files import OutputLayout, layout_files
-from llmcompressor.checkpoint.workspace import (
-    Workspace,
-    open_workspace,
-    reserve_output,
-)
-from llmcompressor.core.contract import DataSize, DataUse
-from llmcompressor.core.modifier import Modifier, planned_structure
+from llmcompressor.checkpoint.workspace import reserve_output
+from llmcompressor.core.block_source import BlockSource
+from llmcompressor.core.contract import DataSize, DataUse, Prediction
+from llmcompressor.core.modifier import Modifier
 from llmcompressor.datasets.source import Source
 from llmcompressor.entrypoints.arguments import (
     EXPERTS,
@@ -82,29 +65,19 @@ from llmcompressor.entrypoints.arguments import (
     compression_report,
     parse_device,
 )
-from llmcompressor.entrypoints.fingerprints import run_fingerprint
+from llmcompressor.entrypoints.fingerprints import run_identity
 from llmcompressor.entrypoints.verify import (
     check_servable,
-    check_writable_model,
     is_meant_unservable,
+    predict_output,
     verify_saved,
     verify_written,
     warn_save_problems,
 )
-from llmcompressor.errors import (
-    ArgumentError,
-    CheckpointError,
-    DatasetError,
-    NonFiniteError,
-    OutputError,
-    RecipeError,
-    TargetError,
-)
+from llmcompressor.errors import ArgumentError, CheckpointError, OutputError
 from llmcompressor.logger import logger
-from llmcompressor.modeling.blocks import find_blocks
 from llmcompressor.modeling.sharded import has_partitioned_parameters
-from llmcompressor.modeling.weights import align_parameters, first_nonfinite
-from llmcompressor.pipelines import PIPELINES
+from llmcompressor.modeling.weights import align_parameters
 from llmcompressor.pipelines.attention_trial import check_attention_forward
 from llmcompressor.pipelines.moe_routing import experts_report
 from llmcompressor.pipelines.moe_selection import (
@@ -112,15 +85,9 @@ from llmcompressor.pipelines.moe_selection import (
     unquantized_moes,
     warn_unloadable_experts,
 )
-from llmcompressor.pipelines.passes import (
-    BY_BLOCK,
-    insert_surveys,
-    run_passes,
-    split_at_rewrites,
-    split_into_passes,
-)
+from llmcompressor.pipelines.passes import BY_BLOCK, run_passes, split_into_passes
 from llmcompressor.pipelines.targets import check_reached
-from llmcompressor.runtime.memory import empty_device_cache, free_device_memory, malloc_trim
+from llmcompressor.runtime.memory import empty_device_cache, free_device_memory
 from llmcompressor.runtime.progress import join_names
 from llmcompressor.runtime.threads import short_spin_waits
 from llmcompressor.session.functions import active_session
@@ -128,20 +95,20 @@ from llmcompressor.session.session import CompressionSession
 from llmcompressor.verification import Deployment, TensorInfo, check_serving
 from llmcompressor.verification.facts import Severity
 
-if TYPE_CHECKING:
-    from llmcompressor.core.state import BlockSource
-
 __all__ = [
+    "SHARE_FOR_WEIGHTS",
     "MemoryLimits",
-    "check_finite_weights",
+    "compress",
     "is_partly_quantized",
     "load_whole_model",
     "prepare_partly_quantized",
-    "run_blueprint",
-    "run_in_memory",
-    "run_streamed",
+    "run",
     "streamable_source",
+    "streamed_blocks",
+    "whole_model_reason",
 ]
+
+Blocks: TypeAlias = StreamedBlocks | ResidentBlocks
 
 
 # --------------------
@@ -231,67 +198,10 @@ def _check_loadable(source: SourceInfo, *, but: Collection[str]) -> None:
 
 
 # --------------------
-# In-memory runs: the whole model is loaded, for model objects or modifiers that need it.
+# Loading of a model as a whole, for model objects or modifiers that need it.
 
-_SHARE_FOR_WEIGHTS = 0.6
+SHARE_FOR_WEIGHTS = 0.6
 """Of an accelerator's free memory: the rest is for activations and solvers."""
-
-
-def run_in_memory(job: Job, source: Source | None) -> Module:
-    """Load a model, compress all of it, and write it.
-
-    Args:
-        job: the arguments of the run.
-        source: the raw calibration data.
-
-    Returns:
-        The compressed model.
-    """
-    if job.run_args.resume == "must":
-        raise OutputError(
-            "There is nothing to resume: this run needs the whole model in memory, and such a run "
-            "keeps no journal.",
-            'Leave resume="must" (--resume must) out.',
-        )
-    if job.run_args.max_memory is not None:
-        logger.warning("max_memory has no effect: this run needs the whole model in memory.")
-    if job.output_dir is None or not job.processes.is_first:
-        return _run(job, source)
-    job.check_free(job.output_dir)
-    with reserve_output(Path(job.output_dir), resume=job.run_args.resume):
-        return _run(job, source)
-
-
-def _run(job: Job, source: Source | None) -> Module:
-    model = load_whole_model(job, device=job.model_args.device, goes_on=True)
-    mixtures = targeted_moes(model, job.recipe.modifiers)
-    unfuse_stored_experts(model, mixtures)  # type: ignore[arg-type]  # others have no MoE modules
-    processor = job.load_processor()
-    loader = job.load_data(model, processor, source)
-    batches = job.pooled(loader)
-    job.share_memory()
-    session = active_session()
-    session.reset()
-    session.state.run.keeps_tied_embeddings = job.keeps_ties
-    with clean_up_on_error(session):
-        model = _compress(job, model, batches, session)
-    records = collect_reports(session.lifecycle.recipe.modifiers)
-    report = compression_report({**records, EXPERTS: experts_report(model)}, model)
-    fuse_dense_experts(model)  # type: ignore[arg-type]  # others have no MoE modules
-    if hasattr(model, "save_pretrained"):
-        modify_save_pretrained(
-            model,  # type: ignore[arg-type]  # it has the methods of a PreTrainedModel
-            recipe=job.applied_recipe(session.lifecycle.recipe),
-            source=job.source,
-            report=report,
-            check=verify_saved if job.run_args.verify else None,
-            once=job.processes.count > 1,
-        )
-    if job.output_dir is not None and job.processes.is_first:
-        _save(job, model, processor, session, report)
-    if job.recipe_args.clear_sparse_session:
-        session.reset()
-    return model
 
 
 def load_whole_model(task: Task, *, device: str | None, goes_on: bool = False) -> Module:
@@ -371,71 +281,6 @@ def _given_model(task: Task, given: Any, *, goes_on: bool) -> Module:
     return given
 
 
-def _compress(job: Job, model: Module, batches: Any, session: CompressionSession) -> Module:
-    """Apply the recipe and return the model, which a modifier may have replaced."""
-    check_finite_weights(model)
-    going_on = session.initialize(
-        model=model,
-        start=-1,
-        recipe=job.recipe,
-        calib_data=batches,
-        copy_data=False,
-    )
-    model = going_on.model
-    if batches is not None:
-        check_reached(model, session.lifecycle.recipe.modifiers, batches, job.pipeline())
-        job.check_batches(batches)
-    check_attention_forward(model, batches, session.lifecycle.recipe.modifiers, session.state)
-    modifiers = session.lifecycle.recipe.modifiers
-    if job.output_dir is None:
-        if batches is not None:  # else its save_pretrained tells as soon
-            warn_save_problems(model, modifiers, session.state, job.source)
-    else:
-        check_writable_model(
-            model,
-            modifiers,
-            session.state,
-            job.source,
-            job.output_dir,
-            packed=job.model_args.save_compressed,
-            is_meant=not job.run_args.verify or is_meant_unservable(job.recipe.modifiers),
-        )
-    if job.recipe.modifiers:
-        _run_pipelines(job, model, batches, session)
-    session.finalize()
-    return model
-
-
-def _run_pipelines(job: Job, model: Module, batches: Any, session: CompressionSession) -> None:
-    """Run one pipeline for all modifiers, or one pass for each group that needs the one before."""
-    name = job.pipeline()
-    passes = insert_surveys(split_at_rewrites(session.lifecycle.recipe.modifiers))
-    if name == "independent" or len(passes) == 1:
-        PIPELINES.load(name)()(model, batches, job.dataset_args)
-    else:
-        args = job.dataset_args
-        run_passes(passes, model, batches, args, pipeline=name, begin=lambda number: None)
-
-
-def _save(
-    job: Job, model: Any, processor: Any, session: CompressionSession, report: dict[str, Any] | None
-) -> None:
-    assert job.output_dir is not None
-    malloc_trim()
-    save_checkpoint(
-        model,
-        job.output_dir,
-        save_compressed=job.model_args.save_compressed,
-        processor=job.processor_to_write(processor),
-        recipe_yaml=job.applied_recipe(session.lifecycle.recipe),
-        source=job.source,
-        overwrite=job.model_args.overwrite,
-        was_free=True,
-        report=report,
-        check=partial(verify_written, kinds=module_kinds(model)) if job.run_args.verify else None,
-    )
-
-
 def _check_values(model: Module) -> None:
     """Refuse a model with weights on the meta device."""
     for name, module in model.named_modules():
@@ -445,17 +290,6 @@ def _check_values(model: Module) -> None:
                 f"The weights of {name} have no values, they are on the meta device.",
                 "Load the model's weights, or pass its folder instead of the model.",
             )
-
-
-def check_finite_weights(model: Module) -> None:
-    """Refuse a model with NaN or infinity in any weight, targeted by a modifier or not."""
-    bad = first_nonfinite(model)
-    if bad is not None:
-        raise NonFiniteError(
-            f"The weight {bad} holds NaN or infinity. The checkpoint is damaged or was saved in a "
-            "dtype too narrow for it: get it anew, or load it with precision='float32' if its "
-            "files are in float32."
-        )
 
 
 def _move_to_device(model: Module, device: str | None) -> Module:
@@ -469,7 +303,7 @@ def _move_to_device(model: Module, device: str | None) -> Module:
     empty_device_cache()
     free = free_device_memory(torch.cuda.current_device())
     size = sum(p.numel() * p.element_size() for p in model.parameters())
-    if size > free * _SHARE_FOR_WEIGHTS:
+    if size > free * SHARE_FOR_WEIGHTS:
         logger.warning(
             f"The model takes {size / 2**30:.1f} GiB and the accelerator has "
             f"{free / 2**30:.1f} GiB free: it computes on the CPU."
@@ -481,7 +315,6 @@ def _move_to_device(model: Module, device: str | None) -> Module:
 # --------------------
 # Memory limits of a run, by device.
 
-"""Of an accelerator's free memory: the rest is for activations and solvers."""
 _SHARE_FOR_ACTIVATIONS = 0.5
 """Of the host memory that blocks leave: the rest is for solvers and what is packed."""
 _BLOCKS_AT_ONCE = 2
@@ -519,7 +352,7 @@ class MemoryLimits:
         free = free_device_memory(device)
         allowed = min(free, self._given.get(device.index, free))
         needed = self._needed(weights)
-        if needed <= allowed * _SHARE_FOR_WEIGHTS:
+        if needed <= allowed * SHARE_FOR_WEIGHTS:
             return device
         logger.warning(
             f"Two blocks and the embeddings take {needed / 2**30:.1f} GiB and the accelerator has "
@@ -547,26 +380,6 @@ class MemoryLimits:
                 "once while it is worked on.",
                 f"Allow at least {_gib(rest + 2 * block)}, or compute on the CPU.",
             )
-
-    def with_activation_budget(
-        self, dataset_args: DatasetArguments, weights: BlockWeights
-    ) -> DatasetArguments:
-        """Return arguments with an activation budget that keeps the host within its limit.
-
-        Args:
-            dataset_args: the user's arguments; a budget given there is kept.
-            weights: the blocks; everything else is loaded.
-
-        Raises:
-            ArgumentError: the limit is too small for one block.
-        """
-        malloc_trim(at_least=0)
-        used = psutil.Process().memory_info().rss
-        block = max(map(weights.source_bytes, weights.blocks), default=0)
-        activations, weights.reads_ahead = self.room(used, block)
-        if activations is None or dataset_args.activation_budget is not None:
-            return dataset_args
-        return replace(dataset_args, activation_budget=activations)
 
     def room(self, used: int, block: int) -> tuple[int | None, bool]:
         """Return the bytes for activations (``None``: no limit), and whether to prefetch blocks.
@@ -603,10 +416,67 @@ def _gib(size: int) -> str:
 
 
 # --------------------
-# Streamed runs: checkpoint to checkpoint, one block in memory at a time, with a journal.
+# The runner: one for a model in memory and for a checkpoint that is streamed block by block.
 
-_IN_THE_CALL = (ArgumentError, DatasetError, NonFiniteError, RecipeError, TargetError)
-"""What the same call runs into again, while another call would not go on from its progress."""
+
+def run(job: Job, data: Source | None) -> Module:
+    """Compress a model, and write it where there is an output.
+
+    Args:
+        job: the arguments of the run.
+        data: the raw calibration data.
+
+    Returns:
+        The compressed model; one that was streamed loads its blocks lazily from the output.
+    """
+    with _opened(job) as blocks:
+        processor = job.load_processor()
+        batches = job.pooled(job.load_data(blocks.model, processor, data))
+        return compress(job, blocks, processor, batches)
+
+
+@contextmanager
+def _opened(job: Job) -> Iterator[Blocks]:
+    """Open the model: block by block where the run allows it, else as a whole."""
+    source = streamable_source(job)
+    blueprint = None if source is None else _build_streamable(job, source)
+    if blueprint is not None:
+        with streamed_blocks(job, blueprint) as blocks:
+            yield blocks
+        return
+    if job.run_args.resume == "must":
+        raise OutputError(
+            "There is nothing to resume: this run needs the whole model in memory, and such a run "
+            "keeps no journal.",
+            'Leave resume="must" (--resume must) out.',
+        )
+    if job.run_args.max_memory is not None:
+        logger.warning("max_memory has no effect: this run needs the whole model in memory.")
+    target = job.output_dir if job.processes.is_first else None
+    with nullcontext() if target is None else reserve_output(target, resume=job.run_args.resume):
+        model = load_whole_model(job, device=job.model_args.device, goes_on=True)
+        mixtures = targeted_moes(model, job.recipe.modifiers)
+        unfuse_stored_experts(model, mixtures)  # type: ignore[arg-type]  # others have no MoE
+        job.share_memory()
+        by_block = not whole_model_reason(job)
+        yield ResidentBlocks(model, job.source, by_block=by_block, writes=target is not None)
+
+
+@contextmanager
+def streamed_blocks(job: Job, blueprint: MetaModel) -> Iterator[StreamedBlocks]:
+    """Open a model that was built without its weights, on the device that the run computes on."""
+    with closing(StreamedBlocks(blueprint)) as blocks:
+        limits = MemoryLimits(job.run_args.max_memory)
+        blocks.weights.device = limits.choose_device(blocks.weights, job.model_args.device)
+        yield blocks
+
+
+def whole_model_reason(job: Job) -> str:
+    """Return why modifiers cannot finish one block after another; empty if they can."""
+    whole = [type(one).__name__ for one in job.recipe.modifiers if not one.traits.by_block]
+    if whole or job.pipeline() not in BY_BLOCK:
+        return f"{', '.join(whole) or f'the {job.pipeline()} pipeline'} needs all of it"
+    return ""
 
 
 def streamable_source(job: Job) -> SourceInfo | None:
@@ -615,14 +485,24 @@ def streamable_source(job: Job) -> SourceInfo | None:
     That needs an output to write blocks to, safetensors to read them from, and modifiers that
     complete one block at a time.
     """
-    model = job.model_args.model
-    if job.output_dir is None or not isinstance(model, str | os.PathLike):
+    args = job.model_args
+    if job.output_dir is None or not isinstance(args.model, str | os.PathLike):
         return None
-    whole = [type(one).__name__ for one in job.recipe.modifiers if not one.traits.by_block]
-    if whole or job.pipeline() not in BY_BLOCK:
-        _warn_in_memory(f"{', '.join(whole) or f'the {job.pipeline()} pipeline'} needs all of it")
+    reason = whole_model_reason(job)
+    if reason:
+        _warn_in_memory(reason)
         return None
-    source = inspect_source(_local_folder(job, str(model)), allow_quantized=True)
+    model = str(args.model)
+    if is_hub_id(model):
+        model = str(
+            fetch(
+                model,
+                revision=args.model_revision,
+                cache_dir=args.cache_dir,
+                token=args.use_auth_token,
+            )
+        )
+    source = inspect_source(model, allow_quantized=True)
     if is_partly_quantized(source):
         _warn_in_memory("a part of it is quantized already")
         return None
@@ -641,27 +521,9 @@ def _warn_in_memory(reason: str) -> None:
     )
 
 
-def _local_folder(job: Job, model: str) -> str | Path:
-    args = job.model_args
-    if not is_hub_id(model):
-        return model
-    return fetch(
-        model, revision=args.model_revision, cache_dir=args.cache_dir, token=args.use_auth_token
-    )
-
-
-def run_streamed(job: Job, source: SourceInfo, data: Source | None) -> Module:
-    """Compress a checkpoint into another one.
-
-    Args:
-        job: the arguments of the run.
-        source: the original checkpoint.
-        data: the raw calibration data.
-
-    Returns:
-        The compressed model, which loads its blocks lazily from the output.
-    """
-    args = job.model_args
+def _build_streamable(job: Job, source: SourceInfo) -> MetaModel | None:
+    """Build the model without weights, with experts unfused; ``None`` if they cannot be."""
+    args, modifiers = job.model_args, job.recipe.modifiers
     blueprint = build_meta_model(
         source,
         config_name=args.config_name,
@@ -669,163 +531,117 @@ def run_streamed(job: Job, source: SourceInfo, data: Source | None) -> Module:
         trust_remote_code=args.trust_remote_code_model,
     )
     model = blueprint.model
-    modifiers = job.recipe.modifiers
     mixtures = targeted_moes(model, modifiers)
     dense = unquantized_moes(mixtures, model, modifiers)
     warn_unloadable_experts(model, [one for one in mixtures if one.name not in dense])
     reason = unfuse_meta_model(blueprint, mixtures, dense)
     if reason:
         _warn_in_memory(reason)
-        return run_in_memory(job, data)
-    processor = job.load_processor()
-    loader = job.load_data(model, processor, data)
-    return _run_in_first_process(job, blueprint, processor, job.pooled(loader))
+        return None
+    return blueprint
 
 
-def _run_in_first_process(
-    job: Job, blueprint: MetaModel, processor: Any, batches: Sequence[Any] | None
+def compress(
+    job: Job, blocks: Blocks, processor: Any = None, batches: Sequence[Any] | None = None
 ) -> Module:
-    """Run in the first process only; the others load the model from its output."""
-    processes = job.processes
-    if processes.count == 1:
-        return run_blueprint(job, blueprint, processor, batches)
-    if not processes.is_first:
-        job.made = processes.all_gather("output")[0]
-    model = run_blueprint(job, blueprint, processor, batches)
-    if processes.is_first:
-        processes.all_gather("output", job.made)
-    processes.all_gather("model of the output")
-    return model
-
-
-def run_blueprint(
-    job: Job, blueprint: MetaModel, processor: Any = None, batches: Sequence[Any] | None = None
-) -> Module:
-    """Compress a model that was built without its weights into a checkpoint.
+    """Compress a model that is open, and write it where there is an output.
 
     Args:
         job: the arguments of the run.
-        blueprint: the model, with no weights loaded yet.
+        blocks: the model.
         processor: written with the weights; the source's files if ``None``.
         batches: calibration batches.
 
     Returns:
-        As :func:`run_streamed`.
+        As :func:`run`.
     """
-    args, model = job.model_args, blueprint.model
-    assert job.output_dir is not None
-    weights = BlockWeights(blueprint, list(find_blocks(model).values()))
-    limits = MemoryLimits(job.run_args.max_memory)
-    weights.device = limits.choose_device(weights, args.device)
     session = active_session()
     session.reset()
-    if batches is not None:
-        weights.check()
-    session.state.run.keeps_tied_embeddings = job.keeps_ties
-    session.state.run.device_memory = limits.of(weights.device)
-    with clean_up_on_error(session):
-        weights.load_rest()
-        if not args.tie_word_embeddings:
-            untie_embeddings(model)
-        blueprint.drop_broken_ties()
-        _Run(job, blueprint, weights, limits, batches, processor, session)()
+    with clean_up_on_error(session), blocks.shared_by(job.processes):
+        model = _Run(job, blocks, processor, batches, session)()
     if job.recipe_args.clear_sparse_session:
         session.reset()
     return model
 
 
-@dataclass
 class _Run:
-    """State of a streamed run."""
+    """The steps of a run, from the open model to the written one."""
 
-    job: Job
-    blueprint: MetaModel
-    weights: BlockWeights
-    limits: MemoryLimits
-    batches: Sequence[Any] | None
-    processor: Any
-    session: CompressionSession
-    _counts: bool = field(default=False, init=False)
+    def __init__(
+        self,
+        job: Job,
+        blocks: Blocks,
+        processor: Any,
+        batches: Sequence[Any] | None,
+        session: CompressionSession,
+    ) -> None:
+        self._job, self._blocks, self._processor = job, blocks, processor
+        self._batches, self._session = batches, session
 
-    def __call__(self) -> None:
-        """Lay out the output, write it, and publish it."""
-        job, model = self.job, self.blueprint.model
-        assert job.output_dir is not None
-        self.session.initialize(
-            model=model, start=-1, recipe=job.recipe, calib_data=self.batches, copy_data=False
+    def __call__(self) -> Module:
+        """Load, check, compress, write and publish."""
+        job, blocks, session = self._job, self._blocks, self._session
+        limits = MemoryLimits(job.run_args.max_memory)
+        session.state.run.keeps_tied_embeddings = job.keeps_ties
+        session.state.run.device_memory = limits.of(blocks.device)
+        blocks.load(check=self._batches is not None, tied=job.model_args.tie_word_embeddings)
+        going_on = session.initialize(
+            model=blocks.model,
+            start=-1,
+            recipe=job.recipe,
+            calib_data=self._batches,
+            copy_data=False,
         )
-        self.blueprint.drop_broken_ties()  # a modifier may have untied them
+        model: Module = going_on.model  # a modifier may have replaced it
+        blocks.update(model)
         # everything permanent is allocated by now, including rotation matrices
-        job.dataset_args = self.limits.with_activation_budget(job.dataset_args, self.weights)
-        self._modifiers: list[Modifier] = list(self.session.lifecycle.recipe.modifiers)
-        if self.batches is not None:
-            check_reached(model, self._modifiers, self.batches, job.pipeline())
-            job.check_batches(self.batches)
-        state = self.session.state
-        check_attention_forward(model, self.batches, self._modifiers, state)
-        with planned_structure(self._modifiers, state):
-            self._predictions = [modifier.predict(state) for modifier in self._modifiers]
-            planned = [one for each in self._predictions for one in each.modules]
-            prediction = build_manifest(
-                model,
-                planned,
-                self.blueprint.source.tensors,
-                save_compressed=job.model_args.save_compressed,
+        room = blocks.activation_room(limits.room)
+        if room is not None and job.dataset_args.activation_budget is None:
+            job.dataset_args = replace(job.dataset_args, activation_budget=room)
+        self._modifiers: list[Modifier] = list(session.lifecycle.recipe.modifiers)
+        if self._batches is not None:
+            check_reached(model, self._modifiers, self._batches, job.pipeline())
+            job.check_batches(self._batches)
+        check_attention_forward(model, self._batches, self._modifiers, session.state)
+        self._passes = split_into_passes(self._modifiers, job.pipeline())
+        with blocks.writing(self._plan_output(), self._report):
+            self._run_passes()
+            report = compression_report(blocks.reports(), model)
+            if job.output_dir is not None:
+                blocks.publish(self._options(report))
+            blocks.show()
+        if hasattr(model, "save_pretrained"):
+            modify_save_pretrained(
+                model,  # type: ignore[arg-type]  # it has the methods of a PreTrainedModel
+                recipe=job.applied_recipe(session.lifecycle.recipe),
+                source=blocks.source_folder,
+                report=report,
+                check=verify_saved if job.run_args.verify else None,
+                once=job.processes.count > 1,
             )
-            compressed, source = job.model_args.save_compressed, self.blueprint.source.directory
-            config = planned_config(model, source, prediction, compressed=compressed)
-            is_meant = not job.run_args.verify or is_meant_unservable(self._modifiers)
-            check_servable(config, prediction, is_meant=is_meant)
-            layout = layout_files(prediction.stored)
-            left = sum(
-                one.nbytes
-                for block in find_blocks(model)
-                for one in block.state_dict().values()
-                if isinstance(one, Tensor)
-            )
-        passes = split_into_passes(self._modifiers, job.pipeline())
-        self._prints = self._fingerprint()
-        if not job.processes.is_first:
-            self._load_output(prediction, layout, passes)
-            return
-        job.check_free(job.output_dir)
-        with open_workspace(job.output_dir, self._prints, resume=job.run_args.resume) as workspace:
-            try:
-                self._work(workspace, prediction, layout, passes, left)
-            except _IN_THE_CALL:
-                workspace.abandon()
-                raise
+        return model
 
-    def _load_output(
-        self,
-        prediction: OutputManifest,
-        layout: OutputLayout,
-        passes: Sequence[Sequence[Modifier]],
-    ) -> None:
-        """Load the model from the output that the first process has written."""
-        target, made = self.job.output_dir, self.job.made
-        assert target is not None
-        assert made is not None
-        if _config_hash(target) != made["config"]:
-            raise OutputError(
-                f"{target} is not what the first process has just written.",
-                "Give an output directory that all processes see.",
-            )
-        output = CompletedOutput(self.blueprint, self.weights, prediction, layout, made["choices"])
-        try:
-            self._fill(output, passes)
-            self._make_lazy_model(output, read_report(target))
-        finally:
-            output.close()
-
-    def _work(
-        self,
-        workspace: Workspace,
-        prediction: OutputManifest,
-        layout: OutputLayout,
-        passes: Sequence[Sequence[Modifier]],
-        left: int,
-    ) -> None:
+    def _plan_output(self) -> PlannedOutput | None:
+        """Predict the output, and refuse what could not be written or served."""
+        job, blocks, state = self._job, self._blocks, self._session.state
+        if job.output_dir is None:
+            if self._batches is not None:  # else its save_pretrained tells as soon
+                warn_save_problems(blocks.model, self._modifiers, state, job.source)
+            return None
+        packed = job.model_args.save_compressed
+        predicted = predict_output(
+            blocks.model,  # type: ignore[arg-type]  # others have no output
+            self._modifiers,
+            state,
+            blocks.source_folder,
+            packed=packed,
+            headers=blocks.headers,
+            as_written=blocks.as_written(),
+        )
+        is_meant = not job.run_args.verify or is_meant_unservable(self._modifiers)
+        check_servable(predicted.config, predicted.manifest, is_meant=is_meant)
+        if job.processes.is_first:
+            job.check_free(job.output_dir)
         learning = [
             one
             for one in self._modifiers
@@ -833,121 +649,65 @@ class _Run:
         ]
         # of the progress of learning: a new file is written before the old one goes
         progress = sum(2 * one.cost((), DataSize()).held_bytes for one in learning)
-        stream = BlockStream(
-            self.blueprint,
-            self.weights,
-            prediction,
-            layout,
-            workspace,
-            self._report,
-            stages=len(passes),
-            scratch=left * (len(passes) - 1) + progress,
-            compressed=self.job.model_args.save_compressed,
+        return PlannedOutput(
+            job.output_dir,
+            predicted.manifest,
+            lambda source: self._identity(source, predicted.predictions),
+            resume=job.run_args.resume,
+            passes=len(self._passes),
+            scratch=predicted.block_bytes * (len(self._passes) - 1) + progress,
+            compressed=packed,
+            overwrite=job.model_args.overwrite,
         )
-        try:
-            self._fill(stream, passes)
-            if workspace.is_published:
-                workspace.remove()
-            else:
-                self._publish(stream, workspace, prediction, layout)
-            self._make_lazy_model(stream, self._told(stream))
-            self.job.made = {"config": _config_hash(workspace.target), "choices": stream.choices}
-        finally:
-            stream.close()
 
-    def _fill(
-        self, stream: BlockStream | CompletedOutput, passes: Sequence[Sequence[Modifier]]
-    ) -> None:
-        state = self.session.state
-
-        def begin(stage: int) -> None:
-            stream.stage = stage
-            self._counts = any(one.traits.data.collects for one in passes[stage])
-
-        stream.one_by_one = self.job.pipeline() == "independent"
-        # A completed output has no blocks left to load or to store.
-        state.run.block_source = cast("BlockSource", stream)
+    def _run_passes(self) -> None:
+        state = self._session.state
+        state.run.block_source = self._blocks
         try:
             with short_spin_waits():
                 run_passes(
-                    passes,
-                    self.blueprint.model,
-                    self.batches,
-                    self.job.dataset_args,
-                    pipeline=self.job.pipeline(),
-                    begin=begin,
+                    self._passes,
+                    self._blocks.model,
+                    self._batches,
+                    self._job.dataset_args,
+                    pipeline=self._job.pipeline(),
                 )
-                self.session.finalize()
-                stream.complete()
+                self._session.finalize()
+                self._blocks.complete()
         finally:
-            state.run.block_source = None
+            state.run.block_source = BlockSource()
 
-    def _publish(
-        self,
-        stream: BlockStream,
-        workspace: Workspace,
-        prediction: OutputManifest,
-        layout: OutputLayout,
-    ) -> None:
-        options = self._options(self._told(stream))
-        write_non_weight_files(self.blueprint.model, workspace.files, options, prediction, layout)
-        workspace.journal.mark_ready()
-        workspace.publish(replace=self.job.model_args.overwrite)
-        logger.info(f"Saved {workspace.target}.")
-
-    def _make_lazy_model(
-        self, stream: BlockStream | CompletedOutput, report: Mapping[str, Any] | None
-    ) -> None:
-        """Turn the model into one that loads its blocks from the output and saves compressed."""
-        target = self.job.output_dir
-        assert target is not None
-        if stream.rest_is_finished:
-            stream.restore_rest(target)
-        stream.attach_lazy_blocks(target)
-        options = self._options(report)
-        modify_save_pretrained(
-            self.blueprint.model,
-            recipe=options.recipe,
-            source=options.source,
-            report=options.report,
-            check=verify_saved if self.job.run_args.verify else None,
-            once=self.job.processes.count > 1,
-        )
-
-    def _told(self, stream: BlockStream) -> dict[str, Any] | None:
-        return compression_report(stream.reports(), self.blueprint.model)
-
-    def _options(self, report: Mapping[str, Any] | None) -> SaveOptions:
-        job = self.job
-        return SaveOptions(
-            save_compressed=job.model_args.save_compressed,
-            processor=job.processor_to_write(self.processor),
-            recipe=job.applied_recipe(self.session.lifecycle.recipe),
-            source=str(self.blueprint.source.directory),
-            report=report,
-            check=partial(verify_written, kinds=module_kinds(self.blueprint.model))
-            if job.run_args.verify
-            else None,
-        )
-
-    def _report(self, names: Sequence[str]) -> Records:
-        found = collect_reports(self._modifiers, frozenset(names))
-        if self._counts:  # else the journal has the counts of the last pass with data
-            found[EXPERTS] = experts_report(self.blueprint.model, names)
+    def _report(self, names: Sequence[str] | None) -> Records:
+        found = collect_reports(self._modifiers, None if names is None else frozenset(names))
+        counts = any(one.traits.data.collects for one in self._passes[self._blocks.stage])
+        if counts or names is None:  # else the journal has those of the last pass with data
+            found[EXPERTS] = experts_report(self._blocks.model, names)
         return {modifier: records for modifier, records in found.items() if records}
 
-    def _fingerprint(self) -> dict[str, Any]:
-        job = self.job
+    def _options(self, report: Mapping[str, Any] | None) -> SaveOptions:
+        job, model = self._job, self._blocks.model
+        kinds = module_kinds(model)  # type: ignore[arg-type]  # others have no output
+        return SaveOptions(
+            save_compressed=job.model_args.save_compressed,
+            processor=job.processor_to_write(self._processor),
+            recipe=job.applied_recipe(self._session.lifecycle.recipe),
+            source=self._blocks.source_folder,
+            report=report,
+            check=partial(verify_written, kinds=kinds) if job.run_args.verify else None,
+        )
+
+    def _identity(self, blocks: StreamedBlocks, predictions: Sequence[Prediction]) -> RunIdentity:
+        job = self._job
         processor = job.model_args.processor
-        prints = run_fingerprint(
-            self.blueprint.source,
-            recipe=self.session.get_serialized_recipe(),
-            batches=self.batches,
+        found = run_identity(
+            blocks.source,
+            recipe=self._session.get_serialized_recipe(),
+            batches=self._batches,
             dataset_args=job.dataset_args,
-            dtype=self.blueprint.dtype,
-            device=self.weights.device,
+            dtype=blocks.dtype,
+            device=blocks.device,
             output={
-                "class": type(self.blueprint.model).__name__,
+                "class": type(blocks.model).__name__,
                 "save_compressed": job.model_args.save_compressed,
                 "tie_word_embeddings": job.model_args.tie_word_embeddings,
                 "processor": str(local_directory(processor) or processor)
@@ -955,12 +715,12 @@ class _Run:
                 else type(processor).__name__,
             },
         )
-        found = {str(i): one.registered for i, one in enumerate(self._predictions)}
-        registered = {i: values for i, values in found.items() if values is not None}
-        prints |= {"registered": registered} if registered else {}
-        return prints | {"weights": self.weights.fingerprint}
-
-
-def _config_hash(folder: Path) -> str:
-    file = folder / "config.json"
-    return xxhash.xxh3_128_hexdigest(file.read_bytes()) if file.is_file() else ""
+        registered = {
+            str(place): one.registered
+            for place, one in enumerate(predictions)
+            if one.registered is not None
+        }
+        if registered:
+            found["registered"] = registered
+        found["weights"] = blocks.weights.fingerprint
+        return found

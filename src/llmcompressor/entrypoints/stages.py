@@ -33,7 +33,7 @@ from llmcompressor.args import (
     TrainingArguments,
     parse_arguments,
 )
-from llmcompressor.checkpoint.journal import fingerprint_differences
+from llmcompressor.checkpoint.journal import RunIdentity
 from llmcompressor.checkpoint.workspace import resumable_fingerprint
 from llmcompressor.core.modifier import Modifier
 from llmcompressor.entrypoints.arguments import Job, as_path, check_run_types, is_idle
@@ -117,22 +117,15 @@ class StageRecord:
             )
 
     def settled(
-        self, stage: str, present: Mapping[str, Any], folder: Path, model: Any, *, goes_on: bool
-    ) -> dict[str, Any]:
-        """Return the inputs of a stage, with recorded values for those that changed or vanished.
+        self, stage: str, present: RunIdentity, folder: Path, model: Any, *, goes_on: bool
+    ) -> RunIdentity:
+        """Return the identity of a stage, with recorded values for inputs that changed or vanished.
 
         A deleted folder or file counts as recorded. So does a model object that this stage itself
         changed in an earlier call of this process, if the stage is finished or resumes from a
         checkpoint that replaces the weights.
-
-        Args:
-            stage: its name.
-            present: its inputs as they are now.
-            folder: its output.
-            model: the model that it begins with.
-            goes_on: whether the stage resumes.
         """
-        then, now = self._stages.get(stage, {}), dict(present)
+        then, now = self._stages.get(stage, {}), RunIdentity(present)
         recorded = then.get("model")
         now["model"] = _recorded_if_gone(now["model"], recorded)
         past = then.get("arguments", {})
@@ -141,14 +134,15 @@ class StageRecord:
             for name, value in now["arguments"].items()
         }
         if recorded != now["model"] and is_result_of(model, recorded):
-            known = {**now, "model": recorded}
-            is_kept = _is_finished(folder) or (goes_on and _goes_on_from(folder, recorded))
-            if is_kept and not list(fingerprint_differences(known, then)):
+            known = RunIdentity({**now, "model": recorded})
+            progress = resumable_fingerprint(folder) or {}
+            is_kept = _is_finished(folder) or (goes_on and progress.get("model") == recorded)
+            if is_kept and not known.differences(then):
                 return known
         return now
 
     def is_finished(
-        self, stage: str, present: Mapping[str, Any], folder: Path, *, overwrite: bool
+        self, stage: str, present: RunIdentity, folder: Path, *, overwrite: bool
     ) -> bool:
         """Return True if a stage was finished with the same inputs.
 
@@ -157,7 +151,7 @@ class StageRecord:
         """
         if not _is_finished(folder):
             return False
-        differing = list(fingerprint_differences(present, self._stages.get(stage, {})))
+        differing = present.differences(self._stages.get(stage, {}))
         if differing and not overwrite:
             raise OutputError(
                 f"The folder {folder} holds the stage {stage!r} of another run: "
@@ -195,13 +189,7 @@ class StageRecord:
 
 
 def argument_record(name: str, value: Any, written: Sequence[Path]) -> Any:
-    """Return the JSON value of an argument for the record; a fingerprint of data and models.
-
-    Args:
-        name: name of the argument.
-        value: its value.
-        written: folders that the stages write, whose contents are not read.
-    """
+    """Return the JSON value of an argument for the record; a fingerprint of data and models."""
     if name == "dataset":
         return data_fingerprint(value)
     if name == "dataset_path":
@@ -216,7 +204,7 @@ def model_record(model: Any, written: Sequence[Path]) -> Any:
 
     Args:
         model: an object, a folder, or an id on the hub.
-        written: folders that the stages themselves write.
+        written: folders that the stages themselves write; their contents are not read.
     """
     if isinstance(model, Module):
         return model_fingerprint(model)
@@ -245,12 +233,6 @@ def _as_json(value: Any) -> Any:
 
 def _is_finished(folder: Path) -> bool:
     return (folder / "config.json").is_file()
-
-
-def _goes_on_from(folder: Path, model: Any) -> bool:
-    """Return True if an interrupted training from this model left progress in the folder."""
-    progress = resumable_fingerprint(folder)
-    return progress is not None and progress.get("model") == model
 
 
 def _recorded_if_gone(now: Any, then: Any) -> Any:
@@ -330,18 +312,12 @@ def run_stages(
     _check_order(plan)
     record = StageRecord(Path(output_dir), must_exist=given.get("resume") == "must")
     before: _Stage | None = None
+    goes_on, overwrite = given.get("resume") != "never", bool(given.get("overwrite"))
     for stage in plan:
-        stage.follow(before, model, [each.folder for each in plan])
-        stage.record = record.settled(
-            stage.name,
-            stage.record,
-            stage.folder,
-            stage.model,
-            goes_on=given.get("resume") != "never",
-        )
-        stage.is_finished = record.is_finished(
-            stage.name, stage.record, stage.folder, overwrite=bool(given.get("overwrite"))
-        )
+        name, folder = stage.name, stage.folder
+        found = stage.follow(before, model, [each.folder for each in plan])
+        stage.record = record.settled(name, found, folder, stage.model, goes_on=goes_on)
+        stage.is_finished = record.is_finished(name, stage.record, folder, overwrite=overwrite)
         before = stage
     for place, stage in enumerate(plan):
         if not stage.is_finished:
@@ -367,10 +343,10 @@ class _Stage:
         self.arguments = {name: value for name, value in given.items() if name in names}
         if self.arguments.get("resume") == "must":
             self.arguments["resume"] = "auto"  # it concerns all stages, and is checked for all
-        self.record: dict[str, Any] = {}
+        self.record = RunIdentity()
 
-    def follow(self, before: _Stage | None, model: Any, written: Sequence[Path]) -> None:
-        """Set the output of the previous stage as the model of this one.
+    def follow(self, before: _Stage | None, model: Any, written: Sequence[Path]) -> RunIdentity:
+        """Set the output of the previous stage as the model of this one, and return its identity.
 
         Args:
             before: the previous stage, ``None`` for the first one.
@@ -382,20 +358,17 @@ class _Stage:
                 self.arguments.pop(name, None)
         self.model = model if before is None else str(before.folder)
         kept = {k: v for k, v in self.arguments.items() if k not in _NOT_RECORDED}
-        self.record = {
-            "run_type": self.kind,
-            "recipe": self.recipe.yaml(),
-            "model": model_record(model, ()) if before is None else before.folder.name,
-            "stages_before": None if before is None else before.digest,
-            "arguments": {
-                name: argument_record(name, kept[name], written) for name in sorted(kept)
-            },
-        }
-
-    @property
-    def digest(self) -> str:
-        """Hash of the records of this stage and those before it."""
-        return xxhash.xxh3_64_hexdigest(json.dumps(self.record, sort_keys=True).encode())
+        digest = None
+        if before is not None:  # of all stages before, as its own record has that of the others
+            text = json.dumps(before.record, sort_keys=True)
+            digest = xxhash.xxh3_64_hexdigest(text.encode())
+        return RunIdentity(
+            run_type=self.kind,
+            recipe=self.recipe.yaml(),
+            model=model_record(model, ()) if before is None else before.folder.name,
+            stages_before=digest,
+            arguments={name: argument_record(name, kept[name], written) for name in sorted(kept)},
+        )
 
     def check(self, model: Any, before: Sequence[_Stage]) -> None:
         """Check the arguments, with the first stage's model in place of one not yet written.
@@ -422,14 +395,6 @@ class _Stage:
                 "teacher to learn from.",
                 "Give distill_teacher=... (--distill-teacher).",
             )
-
-    @property
-    def matching(self) -> list[Modifier]:
-        """Modifiers of the stage whose targets are names or classes of modules."""
-        found: Sequence[Modifier] = self.recipe.modifiers
-        if self.kind == "train":  # pruning there is about names of parameters
-            return [one for one in found if isinstance(one, QuantizationMixin)]
-        return list(found)
 
     def run(self) -> Any:
         """Run the stage and return its model."""
@@ -522,12 +487,15 @@ def _warn_of_targets(plan: Sequence[_Stage], model: Any) -> None:
     first = _select_arguments(plan[0].arguments, ModelArguments)
     for stage in [one for one in plan if not one.is_finished][1:]:
         [args] = parse_arguments({"model": model} | first, ModelArguments)
+        matching: list[Modifier] = list(stage.recipe.modifiers)
+        if stage.kind == "train":  # pruning there is about names of parameters
+            matching = [one for one in matching if isinstance(one, QuantizationMixin)]
         try:
-            model_now = open_planned_model(args, stage.matching).model
+            model_now = open_planned_model(args, matching).model
         except InputError as error:  # the stage that loads the model reports it
             logger.debug(f"Targets of the stage {stage.name!r} are not looked for: {error}")
             continue
-        for problem in unmatched_targets(model_now, stage.matching):
+        for problem in unmatched_targets(model_now, matching):
             logger.warning(
                 f"The stage {stage.name!r} of the recipe cannot begin unless one before it changes "
                 f"what its targets match: {problem}"
@@ -538,17 +506,17 @@ def _blocking_change(stage: Stage) -> str | None:
     """Return the change by a stage that no later stage can start from, or ``None``."""
     if any(isinstance(one, QuantizationMixin) for one in stage.modifiers):
         return _QUANTIZED
-    return _ROTATED if any(map(_rotates_online, stage.modifiers)) else None
-
-
-def _rotates_online(modifier: Modifier) -> bool:
-    """Return True if a modifier has online rotations, which stay in the forward."""
-    if not isinstance(modifier, RotationModifier):
-        return False
-    config: Any = getattr(modifier, "transform_config", None)
-    if config is not None:
-        return any(args.is_online() for one in config.config_groups.values() for args in one.apply)
-    return not set(getattr(modifier, "rotations", ())) <= _MULTIPLIED_IN
+    for modifier in stage.modifiers:
+        if not isinstance(modifier, RotationModifier):
+            continue
+        config: Any = getattr(modifier, "transform_config", None)
+        online = not set(getattr(modifier, "rotations", ())) <= _MULTIPLIED_IN
+        if config is not None:
+            every = (args for one in config.config_groups.values() for args in one.apply)
+            online = any(args.is_online() for args in every)
+        if online:  # it stays in the forward
+            return _ROTATED
+    return None
 
 
 def _infer_run_type(stage: Stage) -> Any:

@@ -13,12 +13,14 @@ from typing import Any, TypeVar
 
 import torch
 from torch.nn import Module
-from transformers import AutoConfig, PrinterCallback, TrainerCallback
+from transformers import AutoConfig, PreTrainedModel, PrinterCallback
 from transformers.trainer_utils import rotate_checkpoints
 
 from llmcompressor.args import ModelArguments
+from llmcompressor.checkpoint.block_stream import check_output_space
 from llmcompressor.checkpoint.load import (
     check_complete,
+    check_finite_weights,
     check_quantization_declared,
     loading_error,
     model_class,
@@ -33,14 +35,19 @@ from llmcompressor.entrypoints.arguments import (
     compression_report,
 )
 from llmcompressor.entrypoints.fingerprints import record_change
-from llmcompressor.entrypoints.run import check_finite_weights, load_whole_model
+from llmcompressor.entrypoints.run import load_whole_model
 from llmcompressor.entrypoints.training_task import (
     Training,
     TrainingFolder,
     check_labels,
     open_training_folder,
 )
-from llmcompressor.entrypoints.verify import check_writable_model, verify_saved, verify_written
+from llmcompressor.entrypoints.verify import (
+    check_servable,
+    predict_output,
+    verify_saved,
+    verify_written,
+)
 from llmcompressor.errors import ArgumentError, CheckpointError
 from llmcompressor.logger import logger
 from llmcompressor.modeling.sharded import (
@@ -49,10 +56,10 @@ from llmcompressor.modeling.sharded import (
     has_partitioned_parameters,
     was_loaded_sharded,
 )
-from llmcompressor.runtime.progress import Advance, progress
 from llmcompressor.session.functions import run_session
 from llmcompressor.session.session import CompressionSession
 from llmcompressor.training import Trainer
+from llmcompressor.training.callbacks import TrainingProgress
 from llmcompressor.training.optimizer import parameter_ids, without_new_parameters
 from llmcompressor.transformers_internals import (
     divides_by_steps_since_resume,
@@ -61,52 +68,7 @@ from llmcompressor.transformers_internals import (
     use_one_accelerator,
 )
 
-__all__ = ["TrainingBar", "check_teacher", "load_maybe_quantized", "load_teacher", "run_training"]
-
-
-# --------------------
-# Progress bar and log lines of a training.
-
-_SHOWN = ("loss", "eval_loss", "grad_norm", "learning_rate", "epoch")
-
-
-class TrainingBar(TrainerCallback):
-    """Shows steps and remaining time as a bar or log lines, and logs the trainer's metrics.
-
-    Args:
-        stack: closes the bar, also if the training fails.
-    """
-
-    def __init__(self, stack: ExitStack) -> None:
-        self._stack = stack
-        self._advance: Advance | None = None
-        self._done = 0
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Open the bar at the first step, or at the step of a resumed training."""
-        if not state.is_world_process_zero:
-            return
-        self._advance = self._stack.enter_context(progress(state.max_steps, "Training"))
-        self._done = state.global_step
-        self._advance(self._done)
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Advance the bar by the steps taken."""
-        if self._advance is not None:
-            self._advance(state.global_step - self._done)
-            self._done = state.global_step
-
-    def on_log(
-        self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any
-    ) -> None:
-        """Show the loss in the bar and log the metrics."""
-        if self._advance is None or not logs:
-            return
-        if "loss" in logs:
-            self._advance(0, note=f"loss {float(logs['loss']):.4g}")
-        shown = [f"{name} {float(logs[name]):.4g}" for name in _SHOWN if name in logs]
-        if "loss" in logs or "eval_loss" in logs:
-            logger.info(f"Step {state.global_step}: {', '.join(shown)}")
+__all__ = ["check_teacher", "load_maybe_quantized", "load_teacher", "run_training"]
 
 
 # --------------------
@@ -290,16 +252,16 @@ class _Run:
         if not hasattr(train_samples, "__len__"):
             task.data.check_steps(task.args.max_steps)
         use_cache = getattr(self.model.config, "use_cache", None)
-        fingerprint = task.fingerprint(self.model, teacher, train_samples)
+        identity = task.identity(self.model, teacher, train_samples)
         folder = open_training_folder(
             task.output_dir,
-            fingerprint,
+            identity,
             resume=task.run_args.resume,
             is_main=self.is_main,
         )
         try:
             with folder as opened, ExitStack() as stack:
-                self.began_with = fingerprint["model"]
+                self.began_with = identity["model"]
                 if _broadcast(opened.is_written):
                     return self._publish_finished(opened)
                 trainer = self._trainer(opened, stack, teacher, train_samples, eval_samples)
@@ -339,26 +301,26 @@ class _Run:
         trainer.folder = folder
         if task.own_bar:
             trainer.remove_callback(PrinterCallback)
-            trainer.add_callback(TrainingBar(stack))
+            trainer.add_callback(TrainingProgress(stack))
         return trainer
 
     def _check_writable(self) -> None:
-        task = self.task
-        if task.output_dir is not None and self.is_main:
-            check_writable_model(
-                self.model,
-                self.session.lifecycle.recipe.modifiers,
-                self.session.state,
-                task.source,
-                task.output_dir,
-                packed=task.model_args.save_compressed,
-                is_meant=True,  # a training is worthwhile anyway: warn only
-            )
+        task, session = self.task, self.session
+        if task.output_dir is None or not self.is_main:
+            return
+        if isinstance(self.model, PreTrainedModel):
+            packed = task.model_args.save_compressed
+            modifiers = session.lifecycle.recipe.modifiers
+            found = predict_output(self.model, modifiers, session.state, task.source, packed=packed)
+            check_output_space(task.output_dir, found.manifest, task.source)
+            # a training is worthwhile anyway: warn only
+            check_servable(found.config, found.manifest, is_meant=True)
 
     def _train(self, trainer: Trainer, folder: TrainingFolder) -> dict[str, Any]:
         """Train the model and return the metrics."""
         task = self.task
-        start = _broadcast(task.resume_from or self._progress(folder))
+        progress = None if task.run_args.resume == "never" else folder.last_checkpoint()
+        start = _broadcast(task.resume_from or progress)
         if start is not None:
             logger.info(f"Continuing the training at {start}.")
         began = time.monotonic()
@@ -378,9 +340,6 @@ class _Run:
         self.model.eval()
         check_finite_weights(self.model)
         return figures
-
-    def _progress(self, folder: TrainingFolder) -> Path | None:
-        return None if self.task.run_args.resume == "never" else folder.last_checkpoint()
 
     def _finish(self, trainer: Trainer, folder: TrainingFolder, figures: dict[str, Any]) -> None:
         """Write the metrics, the trainer state and the compressed checkpoint, and publish it."""

@@ -5,13 +5,11 @@ from __future__ import annotations
 
 import json
 import os
-import platform
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +18,7 @@ from torch.nn import Module
 
 from llmcompressor.args import DatasetArguments, TrainingArguments
 from llmcompressor.checkpoint.atomic_output import fsync_tree, work_folder
-from llmcompressor.checkpoint.journal import BlockEntry
+from llmcompressor.checkpoint.journal import BlockEntry, RunIdentity
 from llmcompressor.checkpoint.source import inspect_source
 from llmcompressor.checkpoint.workspace import Workspace, open_workspace, resumable_fingerprint
 from llmcompressor.datasets import rows as table
@@ -30,6 +28,7 @@ from llmcompressor.datasets.source import Source, is_loader, open_source, parse_
 from llmcompressor.entrypoints.arguments import Task, data_limits
 from llmcompressor.entrypoints.fingerprints import (
     data_fingerprint,
+    environment,
     is_result_of,
     model_fingerprint,
     source_fingerprint,
@@ -462,8 +461,6 @@ _DECIDE = (
 )
 """Training arguments that decide what is learned, and so make a training the same training."""
 
-_LIBRARIES = ("llmcompressor", "torch", "transformers")
-
 
 class Training(Task):
     """Arguments of a training, parsed and checked.
@@ -548,8 +545,8 @@ class Training(Task):
             )
         return find_checkpoint(os.fspath(given), self.output_dir)
 
-    def fingerprint(self, model: Module, teacher: Module | None, samples: Any) -> dict[str, Any]:
-        """Return the fingerprint of the training, so that only the same training is resumed.
+    def identity(self, model: Module, teacher: Module | None, samples: Any) -> RunIdentity:
+        """Return the identity of the training, so that only the same training is resumed.
 
         If models are sharded over processes, all of these have to call it.
 
@@ -565,28 +562,27 @@ class Training(Task):
         first = next(model.parameters())
         given, named = self.model_args.model, self.model_args.distill_teacher
         of_folder = isinstance(given, str | Path) and Path(given).expanduser().is_dir()
-        return {
-            "task": "train",
-            "place": self.place,
-            "source": source_fingerprint(inspect_source(given)) if of_folder else None,
-            "model": self._fingerprint_at_start(model_fingerprint(model)),
-            "recipe": self.recipe.yaml() if self.recipe.modifiers else None,
-            "teacher": None
-            if teacher is None
-            else {
-                "place": str(named) if isinstance(named, str | Path) else None,
-                **model_fingerprint(teacher),
-            },
-            "dtype": str(first.dtype).removeprefix("torch."),
-            "device": first.device.type,
-            "machine": platform.machine(),
-            "versions": {name: version(name) for name in _LIBRARIES},
-            "data": self._data(samples),
-            "training": {
+        taught: dict[str, Any] | None = None
+        if teacher is not None:
+            place = str(named) if isinstance(named, str | Path) else None
+            taught = {"place": place, **model_fingerprint(teacher)}
+        has_length = hasattr(samples, "__len__")  # a stream is not read
+        return RunIdentity(
+            task="train",
+            place=self.place,
+            source=source_fingerprint(inspect_source(given)) if of_folder else None,
+            model=self._fingerprint_at_start(model_fingerprint(model)),
+            recipe=self.recipe.yaml() if self.recipe.modifiers else None,
+            teacher=taught,
+            data=values_fingerprint(samples)
+            if has_length
+            else data_fingerprint(self.dataset_args.dataset),
+            training={
                 name: value if isinstance(value, int | float | None) else str(value)
                 for name, value in {**training, "world_size": self.args.world_size}.items()
             },
-        }
+            **environment(first.dtype, first.device),
+        )
 
     def _fingerprint_at_start(self, present: dict[str, str]) -> dict[str, str]:
         if self.output_dir is None or self.run_args.resume == "never":
@@ -594,9 +590,3 @@ class Training(Task):
         progress = resumable_fingerprint(self.output_dir)
         begun: dict[str, str] = {} if progress is None else progress.get("model", {})
         return begun if is_result_of(self.model_args.model, begun) else present
-
-    def _data(self, samples: Any) -> Any:
-        """Fingerprint of all samples; a stream is not read."""
-        if hasattr(samples, "__len__"):
-            return values_fingerprint(samples)
-        return data_fingerprint(self.dataset_args.dataset)

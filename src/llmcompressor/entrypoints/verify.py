@@ -5,18 +5,20 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
+from torch import Tensor
 from torch.nn import Module
 from torch.nn.utils.parametrize import is_parametrized
 from transformers import PreTrainedModel
 
 from llmcompressor.args.checks import path
 from llmcompressor.checkpoint import save
-from llmcompressor.checkpoint.block_writer import check_space, non_weight_bytes
 from llmcompressor.checkpoint.manifest import OutputManifest, build_manifest
 from llmcompressor.checkpoint.moe_names import dense_experts_fused
 from llmcompressor.checkpoint.save import (
@@ -25,12 +27,13 @@ from llmcompressor.checkpoint.save import (
     planned_config,
     save_options,
 )
-from llmcompressor.checkpoint.source import local_directory
-from llmcompressor.checkpoint.tensor_files import layout_files
+from llmcompressor.checkpoint.source import TensorHeader, local_directory
+from llmcompressor.core.contract import Prediction
 from llmcompressor.core.modifier import Modifier, planned_structure
 from llmcompressor.core.state import State
 from llmcompressor.errors import ArgumentError, CheckpointError, RecipeError
 from llmcompressor.logger import logger
+from llmcompressor.modeling.blocks import find_blocks
 from llmcompressor.recipe import Recipe
 from llmcompressor.recipe.stages import rename_duplicates
 from llmcompressor.recipe.writing import to_yaml
@@ -44,9 +47,9 @@ from llmcompressor.verification.transformers_model import bare_model
 
 __all__ = [
     "check_servable",
-    "check_writable_model",
     "is_meant_unservable",
     "modify_save_pretrained",
+    "predict_output",
     "verify",
     "verify_saved",
     "verify_written",
@@ -276,83 +279,75 @@ def _refuse_unservable(ask: Callable[..., list[Finding]]) -> None:
     )
 
 
-def check_writable_model(
-    model: Module,
-    modifiers: Sequence[Modifier],
-    state: State,
-    source: str | None,
-    output_dir: str | Path,
-    *,
-    packed: bool,
-    is_meant: bool,
-) -> None:
-    """Check before a run that a model in memory can be written and served.
-
-    Args:
-        model: the model; only models of transformers are checked.
-        modifiers: of the recipe, initialized.
-        state: of the session.
-        source: the folder of the original model.
-        output_dir: the output folder.
-        packed: weights are packed, not written dense.
-        is_meant: as for :func:`check_servable`.
-
-    Raises:
-        ArgumentError: weights are parametrized, but not by the model's class.
-        OutputError: there is not enough disk space.
-        RecipeError: no server would serve the output.
-    """
-    if not isinstance(model, PreTrainedModel):
-        return
-    _check_unparametrized(model)
-    folder = None if source is None else Path(source)
-    prediction, config = _predict_output(model, modifiers, state, folder, packed=packed)
-    layout = layout_files(prediction.stored)
-    beside = non_weight_bytes(folder, len(prediction.stored))
-    check_space(Path(output_dir), output=layout.file_size + beside)
-    check_servable(config, prediction, is_meant=is_meant)
-
-
 def warn_save_problems(
     model: Module, modifiers: Sequence[Modifier], state: State, source: str | None
 ) -> None:
-    """Warn before a run about problems that ``save_pretrained`` of its model would have.
-
-    Args:
-        model: as for :func:`check_writable_model`, like all others.
-        modifiers: see there.
-        state: see there.
-        source: see there.
-    """
+    """Warn before a run about problems that ``save_pretrained`` of its model would have."""
     if not isinstance(model, PreTrainedModel):
         return
-    folder = None if source is None else Path(source)
     try:
-        _check_unparametrized(model)
-        prediction, config = _predict_output(model, modifiers, state, folder, packed=True)
-        check_servable(config, prediction, is_meant=True)
+        predicted = predict_output(model, modifiers, state, source, packed=True)
+        check_servable(predicted.config, predicted.manifest, is_meant=True)
     except Exception as error:  # of any kind: the model may be meant for use in memory only
         said = " ".join(f"{error}".split()) or repr(error)
         logger.warning(f"Its save_pretrained would fail, or write what no one reads. {said:.500}")
 
 
-def _predict_output(
+@dataclass(frozen=True)
+class PredictedOutput:
+    """What a run will write.
+
+    Attributes:
+        predictions: those of the modifiers, in recipe order.
+        manifest: the tensors and modules.
+        config: ``config.json``.
+        block_bytes: bytes of all blocks, in the structure that the modifiers will leave.
+    """
+
+    predictions: Sequence[Prediction]
+    manifest: OutputManifest
+    config: dict[str, Any]
+    block_bytes: int
+
+
+def predict_output(
     model: PreTrainedModel,
     modifiers: Sequence[Modifier],
     state: State,
-    source: Path | None,
+    source: str | None,
     *,
     packed: bool,
-) -> tuple[OutputManifest, dict[str, Any]]:
-    """Predict the tensors and the configuration that will be written."""
-    with planned_structure(modifiers, state), dense_experts_fused(model), ExitStack() as written:
+    headers: Mapping[str, TensorHeader] = MappingProxyType({}),
+    as_written: AbstractContextManager[None] | None = None,
+) -> PredictedOutput:
+    """Predict the tensors and the configuration that will be written.
+
+    Args:
+        model: the model; its weights may be on the meta device.
+        modifiers: of the recipe, initialized.
+        state: of the session.
+        source: the folder of the original model.
+        packed: weights are packed, not written dense.
+        headers: the tensors of the original, of which those without a place in the model are kept.
+        as_written: a context with the structure that is written; by default experts that are not
+            quantized are fused.
+
+    Raises:
+        ArgumentError: weights are parametrized, but not by the model's class.
+    """
+    _check_unparametrized(model)
+    folder = None if source is None else Path(source)
+    structure = dense_experts_fused(model) if as_written is None else as_written
+    with planned_structure(modifiers, state), structure, ExitStack() as written:
         predictions = [modifier.predict(state) for modifier in modifiers]
         for one in predictions:
             written.enter_context(one.attached())
         planned = [module for one in predictions for module in one.modules]
-        prediction = build_manifest(model, planned, {}, save_compressed=packed)
-        config = planned_config(model, source, prediction, compressed=packed)
-    return prediction, config
+        manifest = build_manifest(model, planned, headers, save_compressed=packed)
+        config = planned_config(model, folder, manifest, compressed=packed)
+        tensors = (one for block in find_blocks(model) for one in block.state_dict().values())
+        block_bytes = sum(one.nbytes for one in tensors if isinstance(one, Tensor))
+    return PredictedOutput(predictions, manifest, config, block_bytes)
 
 
 def _check_unparametrized(model: PreTrainedModel) -> None:

@@ -295,16 +295,15 @@ class SmoothingMixin(Modifier):
         for one in self.sets_to_smooth():
             for module in one.balance.values():
                 self._by_reader.setdefault(module, []).append(one)
-        if state.run.block_source is not None:
+        if not state.run.block_source.holds_all:
             self._check_blocks(state)
         hook = self._hook(state)
         for leader in self._inputs.leaders(self.observed_modules()):
             self.register_hook(leader, hook, "forward_pre", with_kwargs=True)
 
     def _check_blocks(self, state: State) -> None:
-        source = state.run.block_source
-        assert source is not None
-        places = {inner: name for block, name in source.names.items() for inner in block.modules()}
+        blocks = state.run.block_source.names
+        places = {inner: name for block, name in blocks.items() for inner in block.modules()}
         for one in self.sets_to_smooth():
             members = (one.smooth, *one.balance.values())
             if len({places.get(module) for module in members}) > 1:
@@ -336,7 +335,7 @@ class SmoothingMixin(Modifier):
                 self._find_scale(one)
         self.after_scales()
         self._free_statistics(came)
-        if state.calibration.call_order is None and state.run.block_source is None:
+        if state.calibration.call_order is None and not state.run.block_source.names:
             self.finish(state, self._seen)
 
     @torch.no_grad()

@@ -7,21 +7,18 @@ from typing import TYPE_CHECKING, Any
 
 from torch.nn import Module
 
-from llmcompressor.logger import logger
 from llmcompressor.modeling.blocks import find_blocks
 from llmcompressor.pipelines.batches import calibration_batches, calibration_mode
 from llmcompressor.pipelines.block_loading import BlockLoader
 from llmcompressor.pipelines.moe_lists import broadcast_expert_inputs, count_listed_experts
 from llmcompressor.pipelines.moe_routing import expert_calibration
-from llmcompressor.pipelines.passes import group_joined, insert_surveys
-from llmcompressor.pipelines.registry import PIPELINES, infer_pipeline
+from llmcompressor.pipelines.passes import run_passes, split_into_passes
 from llmcompressor.pipelines.targets import (
     modifier_indices,
     report_low_coverage,
     trace_calibrated_modules,
 )
 from llmcompressor.pipelines.watchers import check_finite_outputs
-from llmcompressor.recipe import Recipe
 from llmcompressor.runtime.progress import progress
 from llmcompressor.session.functions import LifecycleCallbacks, active_session
 
@@ -93,26 +90,18 @@ class DataFreePipeline:
         modifiers = session.lifecycle.recipe.modifiers
         with calibration_mode(model):
             LifecycleCallbacks.calibration_epoch_start()
-            if state.run.block_source is None:
-                LifecycleCallbacks.sequential_epoch_end(tuple(model.modules()))
-            else:
-                self._by_block(model, BlockLoader(state.run.block_source, state, modifiers))
+            loader = BlockLoader(state, modifiers)
+            with progress(len(loader.unfinished), "Compressing") as advance:
+                for name in loader.unfinished:
+                    advance(0, note=name)
+                    loader.enter(name)
+                    LifecycleCallbacks.sequential_epoch_end(loader.modules_of(name))
+                    loader.leave(name)
+                    advance(1)
+            loader.finish_unvisited()
+            if not state.run.block_source.rest_is_finished:
+                LifecycleCallbacks.sequential_epoch_end(loader.others())
             LifecycleCallbacks.calibration_epoch_end()
-
-    @staticmethod
-    def _by_block(model: Module, residency: BlockLoader) -> None:
-        """Compress the model block by block; each block is loaded, compressed and freed."""
-        names = residency.unfinished
-        with progress(len(names), "Compressing") as advance:
-            for name in names:
-                advance(0, note=name)
-                residency.enter(name)
-                LifecycleCallbacks.sequential_epoch_end(residency.modules_of(name))
-                residency.leave(name)
-                advance(1)
-        residency.finish_unvisited()
-        if not residency.rest_is_finished:
-            LifecycleCallbacks.sequential_epoch_end(residency.others(model.modules()))
 
 
 # --------------------
@@ -122,8 +111,8 @@ class DataFreePipeline:
 class IndependentPipeline:
     """Runs the modifiers of the recipe one by one, in recipe order.
 
-    A modifier that joins those before it runs together with them. All modifiers are initialized
-    before; during each run the session's recipe holds only the modifiers that run.
+    All modifiers are initialized before; during each pass the session's recipe holds only the
+    modifiers of the pass (:func:`~llmcompressor.pipelines.passes.split_into_passes`).
     """
 
     def __call__(
@@ -133,20 +122,6 @@ class IndependentPipeline:
         dataset_args: DatasetArguments,
     ) -> None:
         """Run all modifiers of the active session."""
-        lifecycle = active_session().lifecycle
-        whole = lifecycle.recipe
-        try:
-            done = 0
-            for modifiers in group_joined(whole.modifiers):
-                name = infer_pipeline(modifiers)
-                for modifier in modifiers:
-                    done += 1
-                    logger.info(
-                        f"{type(modifier).__name__} ({done} of {len(whole.modifiers)}): "
-                        f"{name} pipeline."
-                    )
-                for some in insert_surveys([modifiers]):
-                    lifecycle.recipe = Recipe.from_modifiers(list(some))
-                    PIPELINES.load(name)()(model, dataloader, dataset_args)
-        finally:
-            lifecycle.recipe = whole
+        modifiers = active_session().lifecycle.recipe.modifiers
+        passes = split_into_passes(modifiers, "independent")
+        run_passes(passes, model, dataloader, dataset_args, pipeline="independent")

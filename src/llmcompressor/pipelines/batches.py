@@ -323,7 +323,12 @@ def _encoder_decoder_masks(
         if batch is None:
             return
         encoded = returned.get(id(batch))
-        crossed = encoded is not None and _shares_data(first_tensor(args, kwargs), encoded())
+        given, known = first_tensor(args, kwargs), None if encoded is None else encoded()
+        crossed = (
+            given is not None
+            and known is not None
+            and (given is known or given.data_ptr() == known.data_ptr())
+        )
         encodes = module in inside or crossed
         state.calibration.token_mask = (
             token_mask(batch) if encodes else _decoder_mask(batch, padding)
@@ -387,13 +392,6 @@ def _padding_token(model: Module) -> tuple[int, bool] | None:
     if padding is None:
         return None
     return padding, padding in (ends if isinstance(ends, list) else [ends])
-
-
-def _shares_data(tensor: Tensor | None, other: Tensor | None) -> bool:
-    """Return True if two tensors are the same or start at the same memory address."""
-    if tensor is None or other is None:
-        return False
-    return tensor is other or tensor.data_ptr() == other.data_ptr()
 
 
 def _encoder_of(model: Module) -> Module | None:

@@ -1,23 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Block loading: blocks are in memory only while batches pass through them.
+"""Block loading: blocks are loaded when a pass enters them, and finished when all have left.
 
-The source of the weights (a stream over a checkpoint) loads a block when a pass enters it, and
-stores it when all passes have left it and every modifier is done with it.
+A streamed block is in memory only meanwhile; of a model in memory blocks are finished at the same
+points, so that both give the same result.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING
 
 from torch.nn import Module
 
 from llmcompressor.core.contract import Edits
 from llmcompressor.core.modifier import Modifier
-
-if TYPE_CHECKING:
-    from llmcompressor.core.state import BlockSource, State
+from llmcompressor.core.state import State
 
 __all__ = ["BlockLoader"]
 
@@ -26,26 +23,28 @@ class BlockLoader:
     """Loads blocks when passes enter them, and finishes and frees them when passes have left.
 
     Args:
-        keeper: the source of the weights.
-        state: passed to the modifiers.
-        modifiers: those that finish a block before it is written.
+        state: of the run, with the source of the blocks.
+        modifiers: those that finish a block before it is stored.
+
+    Attributes:
+        loaded: name → block, for those that passes are in.
     """
 
-    def __init__(self, keeper: BlockSource, state: State, modifiers: Sequence[Modifier]) -> None:
-        self._keeper = keeper
+    def __init__(self, state: State, modifiers: Sequence[Modifier]) -> None:
+        self._source = source = state.run.block_source
         self._state = state
         self._modifiers = modifiers
+        self._blocks = {name: block for block, name in source.names.items()}
         self._region = {
-            inner: name for block, name in keeper.names.items() for inner in block.modules()
+            inner: name for block, name in source.names.items() for inner in block.modules()
         }
-        self._blocks = {name: block for block, name in keeper.names.items()}
         self._visited: set[str] = set()
         # those without data that precede the first one with data, which may see their changes
         needing = [place for place, one in enumerate(modifiers) if one.traits.needs_data]
         self._early = [
             one
             for one in (modifiers[: needing[0]] if needing else [])
-            if keeper.one_by_one or Edits.AT_ONCE in one.traits.edits
+            if source.one_by_one or Edits.AT_ONCE in one.traits.edits
         ]
         self.loaded: dict[str, Module] = {}
 
@@ -53,8 +52,10 @@ class BlockLoader:
     def watching(self) -> Iterator[None]:
         """Load every block when it is called while the body runs."""
         handles = [
-            block.register_forward_pre_hook(self._arrive, prepend=True)
-            for block in self._keeper.names
+            block.register_forward_pre_hook(
+                lambda module, args: self.enter(self._region[module]), prepend=True
+            )
+            for block in self._blocks.values()
         ]
         try:
             yield
@@ -68,7 +69,7 @@ class BlockLoader:
 
     def is_finished(self, module: Module) -> bool:
         """Return True if an earlier run has finished the block that contains a module."""
-        return self._region.get(module) in self._keeper.finished
+        return self._region.get(module) in self._source.finished
 
     def replace_finished(self, module: Module) -> None:
         """Replace the original weights of a finished block by the compressed ones.
@@ -90,7 +91,12 @@ class BlockLoader:
             if one in inside
         }
         if changed:
-            self._keeper.restore(name, changed)
+            self._source.restore(name, changed)
+
+    def begin(self) -> None:
+        """Finish modules outside of blocks with the modifiers that work before calibration."""
+        if not self._source.rest_is_finished:
+            self._finish(self._early, self.others())
 
     def enter(self, name: str) -> None:
         """Load a block unless it is loaded."""
@@ -98,22 +104,22 @@ class BlockLoader:
             return
         self.loaded[name] = self._blocks[name]
         self._visited.add(name)
-        self._keeper.enter(name)
+        self._source.enter(name)
         self._finish(self._early, self.modules_of(name))
 
+    def enter_block_of(self, module: Module) -> None:
+        """Load the block that contains a module, if any does."""
+        if module in self._region:
+            self.enter(self._region[module])
+
     def leave(self, name: str) -> None:
-        """Finish a block with all modifiers, write it and free it."""
+        """Finish a block with all modifiers, store it and free it."""
         self.loaded.pop(name)
-        if name in self._keeper.finished:
+        if name in self._source.finished:
             self._adopt(self.modules_of(name))
         else:
-            self._finish(self._modifiers, self.modules_of(name), written=self._keeper.rounds)
-        self._keeper.leave(name)
-
-    def begin(self) -> None:
-        """Finish modules outside of blocks with the modifiers that work before calibration."""
-        if not self.rest_is_finished:
-            self._finish(self._early, self.others(self._state.model.modules()))
+            self._finish(self._modifiers, self.modules_of(name), written=self._source.rounds)
+        self._source.leave(name)
 
     def finish_unvisited(self) -> None:
         """Finish the blocks that no pass has entered.
@@ -125,10 +131,10 @@ class BlockLoader:
             if name not in self._visited:
                 self.enter(name)
                 self.leave(name)
-        for name in self._keeper.finished:
+        for name in self._source.finished:
             self._adopt(self.modules_of(name))
-        if self.rest_is_finished:
-            self._adopt(self.others(self._state.model.modules()))
+        if self._source.rest_is_finished:
+            self._adopt(self.others())
 
     def _adopt(self, modules: Sequence[Module]) -> None:
         for modifier in self._modifiers:
@@ -143,20 +149,18 @@ class BlockLoader:
     @property
     def unfinished(self) -> list[str]:
         """Names of the blocks that no earlier run has finished, in order."""
-        return [name for name in self._blocks if name not in self._keeper.finished]
+        return [name for name in self._blocks if name not in self._source.finished]
 
     @property
-    def rest_is_finished(self) -> bool:
-        """True if an earlier run has finished everything, modules outside of blocks too."""
-        return self._keeper.rest_is_finished
+    def is_complete(self) -> bool:
+        """True if an earlier run has finished all blocks."""
+        return bool(self._blocks) and not self.unfinished
 
     def modules_of(self, name: str) -> tuple[Module, ...]:
         """All modules of a block, itself included."""
         return tuple(self._blocks[name].modules())
 
-    def others(self, modules: Iterable[Module]) -> tuple[Module, ...]:
-        """The modules among ``modules`` outside of all blocks."""
-        return tuple(module for module in modules if module not in self._region)
-
-    def _arrive(self, module: Module, args: object) -> None:
-        self.enter(self._region[module])
+    def others(self) -> tuple[Module, ...]:
+        """The modules of the model outside of all blocks."""
+        every: Iterable[Module] = self._state.model.modules()
+        return tuple(module for module in every if module not in self._region)

@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from llmcompressor.core.state import State
 
 __all__ = [
+    "CalibratedModules",
     "LevelChoice",
     "StopPlan",
     "StopUnit",
@@ -67,14 +69,32 @@ class StopUnit:
 
 
 @dataclass(frozen=True)
-class StopPlan:
-    """The units of a model in call order, their level, and the reason for it."""
+class LevelChoice:
+    """A level and the reason for its choice."""
 
     level: Granularity
-    units: tuple[StopUnit, ...]
     reason: str
     bytes: int
     """About what the suspended passes hold at once."""
+
+
+@dataclass(frozen=True)
+class StopPlan(LevelChoice):
+    """The units of a model in call order, and their level."""
+
+    units: tuple[StopUnit, ...]
+
+
+@dataclass(frozen=True)
+class CalibratedModules:
+    """The calibrated modules, with their call order."""
+
+    names: Mapping[Module, str]
+    """Module → name, in the order of the model."""
+    order: CallOrder
+    """When they are called, and which of them share an input; other parts of blocks are counted."""
+    stages: Mapping[Module, tuple[Module, str]]
+    """Linear of an expert → the stage at which it gets its input, and that one's name."""
 
 
 def count_forwards(level: Granularity, streams: int, *, propagates: bool) -> int:
@@ -203,16 +223,6 @@ def _weight_matrices(module: Module) -> list[Tensor]:
     return [one for one in held if isinstance(one, Tensor) and one.ndim > 1]
 
 
-@dataclass(frozen=True)
-class LevelChoice:
-    """A level and the reason for its choice."""
-
-    level: Granularity
-    reason: str
-    bytes: int
-    """About what the suspended passes hold at once."""
-
-
 def choose_level(
     modules: Sequence[Module],
     *,
@@ -249,8 +259,7 @@ def choose_level(
 
 
 def plan_stops(
-    names: Mapping[Module, str],
-    order: CallOrder,
+    calibrated: CalibratedModules,
     blocks: dict[Module, str],
     *,
     finest: Granularity,
@@ -259,41 +268,41 @@ def plan_stops(
     streams: int,
     budget: int,
     every_block: bool = False,
-    gates: Mapping[Module, str] | None = None,
+    gates: Mapping[Module, str] = MappingProxyType({}),
     to_end: bool = False,
-    stages: Mapping[Module, tuple[Module, str]] | None = None,
     undivided: Container[Module] = (),
 ) -> StopPlan:
     """Choose the finest level that is allowed and fits, and lay out its units.
 
     Args:
-        names: calibrated module → name.
-        order: their call order, and groups of modules that share an input.
+        calibrated: the calibrated modules and their call order.
         blocks: the model's blocks.
-        finest: the finest level that every modifier's declarations allow.
-        forced: the level the user asked for, if any.
-        tokens: of all calibration batches.
-        streams: 1, or 2 with twin streams.
-        budget: bytes for activations.
-        every_block: stop at all blocks, also at those that contain none of ``names``.
+        finest: as for :func:`choose_level`, like the next four.
+        forced: see there.
+        tokens: see there.
+        streams: see there.
+        budget: see there.
+        every_block: stop at all blocks, also at those without a calibrated module.
         gates: blocks to stop at if they contain no stop, so that all passes are in the same block.
         to_end: the passes go on after the last calibrated module.
-        stages: Linear of an expert → the stage at which it is calibrated together with those of
-            other experts, and its name.
         undivided: blocks that have no parts to stop at.
     """
-    modules = list(names)
-    finest = Granularity.BLOCK if every_block else finest
+    names, order = calibrated.names, calibrated.order
     chosen = choose_level(
-        modules, finest=finest, forced=forced, tokens=tokens, streams=streams, budget=budget
+        list(names),
+        finest=Granularity.BLOCK if every_block else finest,
+        forced=forced,
+        tokens=tokens,
+        streams=streams,
+        budget=budget,
     )
-    if chosen.level is Granularity.LINEAR:
-        stops = _linear_units(names, order, stages or {})
+    level = chosen.level
+    if level is Granularity.LINEAR:
+        stops = _linear_units(names, order, calibrated.stages)
     else:
-        level = chosen.level
         stops = _units(level, names, order, blocks, every_block=every_block, undivided=undivided)
-    units = tuple(_with_gates(stops, order, gates or {}, to_end=to_end))
-    return StopPlan(chosen.level, tuple(units), chosen.reason, chosen.bytes)
+    units = tuple(_with_gates(stops, order, gates, to_end=to_end))
+    return StopPlan(level, chosen.reason, chosen.bytes, units)
 
 
 def _mib(size: int) -> str:

@@ -13,7 +13,7 @@ that learns first begins a pass.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch.nn import Module
@@ -28,14 +28,7 @@ from llmcompressor.session.functions import active_session
 if TYPE_CHECKING:
     from llmcompressor.args import DatasetArguments
 
-__all__ = [
-    "BY_BLOCK",
-    "group_joined",
-    "insert_surveys",
-    "run_passes",
-    "split_at_rewrites",
-    "split_into_passes",
-]
+__all__ = ["BY_BLOCK", "run_passes", "split_into_passes"]
 
 BY_BLOCK = frozenset({"independent", "sequential", "layer_sequential", "datafree"})
 """The pipelines that need only one block at a time."""
@@ -44,11 +37,14 @@ BY_BLOCK = frozenset({"independent", "sequential", "layer_sequential", "datafree
 def split_into_passes(modifiers: Sequence[Modifier], pipeline: str) -> list[list[Modifier]]:
     """Split the modifiers of a recipe into passes.
 
+    A modifier that does not finish single blocks works on the whole model at once. It shares a pass
+    only with others that collect data in the same pipeline.
+
     Args:
         modifiers: of the recipe, in order.
-        pipeline: one of :data:`BY_BLOCK`; others than ``independent`` make more than one pass
-            only where a modifier rewrites the inputs that later ones would collect. A modifier
-            without data shares the pass of the next one, which must not see its rounding.
+        pipeline: others than ``independent`` make more than one pass only where a modifier rewrites
+            the inputs that later ones would collect. A modifier without data shares the pass of the
+            next one, which must not see its rounding.
     """
     passes: list[list[Modifier]] = [[]]
     for place, modifier in enumerate(modifiers):
@@ -56,16 +52,24 @@ def split_into_passes(modifiers: Sequence[Modifier], pipeline: str) -> list[list
         waits = needs or (pipeline != "independent" and _any_needs_data(modifiers[place:]))
         taken = _any_needs_data(passes[-1])
         alone = pipeline == "independent" and not _joins(modifier, passes[-1])
-        apart = alone or any(_rewrites(one) for one in passes[-1])
-        first = _needs_survey_pass(modifier, passes[-1], pipeline)
+        # they rewrite the inputs that this one would collect
+        rewritten = any(
+            Edits.INPUTS in one.traits.edits or one.traits.data is DataUse.LEARN_FIRST
+            for one in passes[-1]
+        )
+        apart = alone or rewritten
+        # it works on what the calibration of those before it leaves
+        is_open = any(Edits.OPEN in one.traits.edits for one in passes[-1])
+        later = modifier.traits.begins_pass or (is_open and not needs)
+        whole = passes[-1] and not all(one.traits.by_block for one in [modifier, *passes[-1]])
         if (
-            first
-            or (waits and taken and apart)
-            or (taken and _needs_later_pass(modifier, passes[-1]))
+            _needs_survey_pass(modifier, passes[-1], pipeline)
+            or (apart and (whole or (waits and taken)))
+            or (taken and later)
         ):
             passes.append([])
         passes[-1].append(modifier)
-    return insert_surveys(passes)
+    return _insert_surveys(passes)
 
 
 def _any_needs_data(modifiers: Sequence[Modifier]) -> bool:
@@ -81,13 +85,7 @@ def _needs_survey_pass(modifier: Modifier, others: Sequence[Modifier], pipeline:
     return data is DataUse.SURVEY_FIRST and any(seen)
 
 
-def _needs_later_pass(modifier: Modifier, others: Sequence[Modifier]) -> bool:
-    """Return True if a modifier must run after the calibration of the others, in a later pass."""
-    is_open = any(Edits.OPEN in one.traits.edits for one in others)
-    return modifier.traits.begins_pass or (is_open and not modifier.traits.needs_data)
-
-
-def insert_surveys(passes: Sequence[list[Modifier]]) -> list[list[Modifier]]:
+def _insert_surveys(passes: Sequence[list[Modifier]]) -> list[list[Modifier]]:
     """Insert, before each pass, a pass of the modifiers that survey all data without changes."""
     surveys = [
         [modifier for modifier in one if modifier.traits.data is DataUse.SURVEY_FIRST]
@@ -95,17 +93,6 @@ def insert_surveys(passes: Sequence[list[Modifier]]) -> list[list[Modifier]]:
     ]
     pairs = zip(surveys, passes, strict=True)
     return [each for survey, one in pairs for each in (survey, one) if each or each is one]
-
-
-def group_joined(modifiers: Sequence[Modifier]) -> list[list[Modifier]]:
-    """Group the modifiers: each alone, except that joining modifiers share a group."""
-    groups: list[list[Modifier]] = []
-    for modifier in modifiers:
-        if groups and _joins(modifier, groups[-1]):
-            groups[-1].append(modifier)
-        else:
-            groups.append([modifier])
-    return groups
 
 
 def _joins(modifier: Modifier, others: Sequence[Modifier]) -> bool:
@@ -116,28 +103,6 @@ def _joins(modifier: Modifier, others: Sequence[Modifier]) -> bool:
     )
 
 
-def split_at_rewrites(modifiers: Sequence[Modifier]) -> list[list[Modifier]]:
-    """Split the modifiers after each one that rewrites the inputs that others would collect.
-
-    The list is also split before each modifier that surveys the model first, or that has to run
-    after the calibration of those before it.
-    """
-    stretches: list[list[Modifier]] = [[]]
-    for modifier in modifiers:
-        first = _needs_survey_pass(modifier, stretches[-1], "sequential")
-        behind = _any_needs_data(stretches[-1]) and _needs_later_pass(modifier, stretches[-1])
-        if first or behind or any(_rewrites(one) for one in stretches[-1]):
-            stretches.append([])
-        stretches[-1].append(modifier)
-    return stretches
-
-
-def _rewrites(modifier: Modifier) -> bool:
-    """Return True if later modifiers cannot collect statistics in the pass of this one."""
-    traits = modifier.traits
-    return Edits.INPUTS in traits.edits or traits.data is DataUse.LEARN_FIRST
-
-
 def run_passes(
     passes: Sequence[Sequence[Modifier]],
     model: Module,
@@ -145,7 +110,6 @@ def run_passes(
     dataset_args: DatasetArguments,
     *,
     pipeline: str,
-    begin: Callable[[int], None],
 ) -> None:
     """Run all passes; while one runs, the session's recipe holds only its modifiers.
 
@@ -155,13 +119,14 @@ def run_passes(
         batches: calibration batches.
         dataset_args: for the pipelines.
         pipeline: as for :func:`split_into_passes`.
-        begin: called with the number of each pass before it.
     """
-    lifecycle = active_session().lifecycle
+    session = active_session()
+    lifecycle, blocks = session.lifecycle, session.state.run.block_source
     whole = lifecycle.recipe
+    blocks.one_by_one = pipeline == "independent"
     try:
         for number, modifiers in enumerate(passes):
-            begin(number)
+            blocks.stage = number
             if not modifiers:
                 continue
             name = infer_pipeline(modifiers)
@@ -169,7 +134,8 @@ def run_passes(
                 name = pipeline
             shown = ", ".join(type(modifier).__name__ for modifier in modifiers)
             logger.info(f"Pass {number + 1} of {len(passes)}, {name} pipeline: {shown}.")
-            lifecycle.recipe = Recipe.from_modifiers(list(modifiers))
+            if len(passes) > 1:
+                lifecycle.recipe = Recipe.from_modifiers(list(modifiers))
             PIPELINES.load(name)()(model, batches, dataset_args)
     finally:
         lifecycle.recipe = whole

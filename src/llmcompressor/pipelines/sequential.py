@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +24,7 @@ from llmcompressor.core.modifier import Modifier
 from llmcompressor.errors import TargetError
 from llmcompressor.logger import logger
 from llmcompressor.modeling.blocks import find_blocks
-from llmcompressor.modeling.call_graph import CallOrder, first_tensor, model_device
+from llmcompressor.modeling.call_graph import first_tensor, model_device
 from llmcompressor.modeling.hooks import HooksMixin, has_output_hooks
 from llmcompressor.modeling.offload import activation_budget, device_activation_budget
 from llmcompressor.modeling.paused_forward import Pass, PausedForward, Stop
@@ -34,7 +34,6 @@ from llmcompressor.pipelines.activations import LITTLE, ActivationStore
 from llmcompressor.pipelines.batches import CalibrationBatches, calibration_batches
 from llmcompressor.pipelines.block_loading import BlockLoader
 from llmcompressor.pipelines.granularity import (
-    StopPlan,
     StopUnit,
     count_forwards,
     plan_stops,
@@ -52,10 +51,10 @@ from llmcompressor.pipelines.moe_routing import (
     expert_calibration,
 )
 from llmcompressor.pipelines.targets import (
-    check_blocks_called,
     modifier_indices,
     report_low_coverage,
     trace_calibrated_modules,
+    uncalled_blocks,
     warn_uncalled_modules,
 )
 from llmcompressor.pipelines.watchers import (
@@ -109,22 +108,9 @@ class SequentialPipeline:
                 model, state, modifiers, batches, dataset_args, blocks=blocks
             ) as lists,
         ):
-            keeper = state.run.block_source
-            residency = None if keeper is None else BlockLoader(keeper, state, modifiers)
-            run = _prepare(
-                model,
-                batches,
-                modifiers,
-                state,
-                dataset_args,
-                blocks,
-                self.forced_level or level,
-                lists,
-                residency,
-            )
-            run.experts, run.starvation = (
-                experts,
-                StarvationPolicy.from_arguments(dataset_args, batches),
+            forced = self.forced_level or level
+            run = _SequentialRun(
+                model, batches, state, dataset_args, blocks, forced, lists, experts
             )
             logger.info(
                 f"Sequential calibration: {len(run.plan.units)} stops at {run.plan.level} level "
@@ -132,21 +118,17 @@ class SequentialPipeline:
                 f"{run.forwards} forward(s)."
             )
             LifecycleCallbacks.calibration_epoch_start()
-            if residency is not None:
-                residency.begin()
+            run.loader.begin()
             if run.has_work:
-                watched = _modules_to_calibrate(modifiers, state, residency)
+                share = dataset_args.min_tokens_per_module
                 with (
-                    report_low_coverage(
-                        model, watched, batches, state, dataset_args.min_tokens_per_module
-                    ),
+                    report_low_coverage(model, run.owners, batches, state, share),
                     count_listed_experts(model, state, modifiers, batches, dataset_args, lists),
                     check_finite_outputs(model, state),
                     progress(len(run.plan.units), "Calibrating") as advance,
                 ):
                     run.run_units(advance)
-            if residency is not None:
-                residency.finish_unvisited()
+            run.loader.finish_unvisited()
             malloc_trim()
             LifecycleCallbacks.calibration_epoch_end()
 
@@ -155,67 +137,6 @@ class LayerSequentialPipeline(SequentialPipeline):
     """Calibrates part by part, at the level of blocks (decoder layers)."""
 
     forced_level = Granularity.BLOCK
-
-
-def _prepare(
-    model: Module,
-    batches: CalibrationBatches,
-    modifiers: Sequence[Modifier],
-    state: State,
-    dataset_args: DatasetArguments,
-    blocks: dict[Module, str],
-    forced: Granularity | None,
-    lists: ExpertBroadcast,
-    residency: BlockLoader | None,
-) -> _SequentialRun:
-    owners = _modules_to_calibrate(modifiers, state, residency)
-    calibrated = trace_calibrated_modules(model, batches, owners, blocks, lists)
-    source = state.run.block_source
-    if source is not None:
-        loaded = {one: name for one, name in source.names.items() if one in blocks}
-        check_blocks_called(calibrated, loaded)
-    warn_uncalled_modules(calibrated, modifiers, state)
-    propagates = dataset_args.propagate_error and all(m.traits.propagates_error for m in modifiers)
-    state.calibration.propagates_error, state.calibration.call_order = propagates, calibrated.order
-    streams = 2 if propagates and any(m.traits.twin for m in modifiers) else 1
-    undeclared = any(_is_undeclared(modifier, state) for modifier in modifiers)
-    budget = _budget(dataset_args)
-    to_end = undeclared or any(m.select(state).to_end for m in modifiers)
-    finest = max((m.traits.granularity for m in modifiers), default=Granularity.BLOCK)
-    lay_out = partial(
-        plan_stops,
-        calibrated.names,
-        calibrated.order,
-        blocks,
-        finest=Granularity.BLOCK if lists.waits_at_blocks else finest,
-        tokens=batches.tokens,
-        streams=streams,
-        budget=budget,
-        every_block=undeclared,
-        gates=None if source is None else source.names,
-        to_end=to_end,
-        stages=calibrated.stages,
-        undivided=whole_modules(modifiers, state),
-    )
-    plan = lay_out(forced=forced)
-    if source is not None:  # the level decides the result: it stays that of the first attempt
-        level = Granularity(source.decide("granularity", str(plan.level)))
-        plan = plan if level is plan.level else lay_out(forced=level)
-    return _SequentialRun(
-        model,
-        batches,
-        state,
-        plan,
-        calibrated.order,
-        streams,
-        propagates,
-        budget=budget,
-        to_end=to_end,
-        undeclared=undeclared,
-        modifiers=modifiers,
-        lists=lists,
-        residency=residency,
-    )
 
 
 def _stops(
@@ -233,71 +154,85 @@ def _stops(
     return target_stops(model, blocks, owners, modifiers, state, level, at_blocks=undeclared)
 
 
-def _modules_to_calibrate(
-    modifiers: Sequence[Modifier], state: State, residency: BlockLoader | None
-) -> dict[Module, list[int]]:
-    """Modules to calibrate with their modifiers; streamed runs leave out finished blocks."""
-    if residency is None:
-        return modifier_indices(modifiers, state)
-    needing = [modifier for modifier in modifiers if modifier.traits.needs_data]
-    owners = modifier_indices(needing, state)
-    return {
-        module: positions
-        for module, positions in owners.items()
-        if not residency.is_finished(module)
-    }
-
-
 def _is_undeclared(modifier: Modifier, state: State) -> bool:
     """Return True if a modifier needs data without declaring modules, so it gets all modules."""
     own = modifier.select(state)
     return modifier.traits.needs_data and not (own.to_end or own.modules)
 
 
-def _budget(dataset_args: DatasetArguments) -> int:
-    return activation_budget(dataset_args.activation_budget)
-
-
-def _resident_budget(device: torch.device, budget: int, limit: int | None) -> int:
-    """Bytes of activations that may stay on the device of the passes."""
-    return device_activation_budget(device, limit) if device.type == "cuda" else budget
-
-
-@dataclass
 class _SequentialRun:
-    """State of one calibration run: the plan, the batches and the options of the pass."""
+    """One calibration run: the plan of its stops, the batches and the options of the pass."""
 
-    model: Module
-    batches: CalibrationBatches
-    state: State
-    plan: StopPlan
-    order: CallOrder
-    streams: int
-    propagates: bool
-    budget: int
-    to_end: bool
-    undeclared: bool
-    modifiers: Sequence[Modifier]
-    lists: ExpertBroadcast
-    residency: BlockLoader | None = None
-    experts: ExpertCalibration = field(default_factory=ExpertCalibration)
-    starvation: StarvationPolicy = field(default_factory=StarvationPolicy)
+    def __init__(
+        self,
+        model: Module,
+        batches: CalibrationBatches,
+        state: State,
+        args: DatasetArguments,
+        blocks: dict[Module, str],
+        forced: Granularity | None,
+        lists: ExpertBroadcast,
+        experts: ExpertCalibration,
+    ) -> None:
+        self.model, self.batches, self.state = model, batches, state
+        self.lists, self.experts = lists, experts
+        self.starvation = StarvationPolicy.from_arguments(args, batches)
+        self.modifiers = modifiers = active_session().lifecycle.recipe.modifiers
+        self.loader = BlockLoader(state, modifiers)
+        needing = [modifier for modifier in modifiers if modifier.traits.needs_data]
+        self.owners = {
+            module: positions
+            for module, positions in modifier_indices(needing, state).items()
+            if not self.loader.is_finished(module)  # by an earlier run
+        }
+        calibrated = trace_calibrated_modules(model, batches, self.owners, blocks, lists)
+        source = state.run.block_source
+        loaded = {one: name for one, name in source.names.items() if one in blocks}
+        source.refuse_uncalled(uncalled_blocks(calibrated, loaded))
+        warn_uncalled_modules(calibrated, modifiers, state)
+        self.order = calibrated.order
+        self.propagates = args.propagate_error and all(m.traits.propagates_error for m in modifiers)
+        state.calibration.propagates_error = self.propagates
+        state.calibration.call_order = self.order
+        self.streams = 2 if self.propagates and any(m.traits.twin for m in modifiers) else 1
+        self.undeclared = any(_is_undeclared(modifier, state) for modifier in modifiers)
+        self.to_end = self.undeclared or any(m.select(state).to_end for m in modifiers)
+        self.budget = activation_budget(args.activation_budget)
+        finest = max((m.traits.granularity for m in modifiers), default=Granularity.BLOCK)
+        lay_out = partial(
+            plan_stops,
+            calibrated,
+            blocks,
+            finest=Granularity.BLOCK if lists.waits_at_blocks else finest,
+            tokens=batches.tokens,
+            streams=self.streams,
+            budget=self.budget,
+            every_block=self.undeclared,
+            gates=source.names,
+            to_end=self.to_end,
+            undivided=whole_modules(modifiers, state),
+        )
+        self.plan = lay_out(forced=forced)
+        # the level decides the result: it stays that of the first attempt
+        level = Granularity(source.decide("granularity", str(self.plan.level)))
+        if level is not self.plan.level:
+            self.plan = lay_out(forced=level)
 
     @property
     def has_work(self) -> bool:
         """True unless an earlier run has already calibrated everything."""
-        all_finished = self.residency is not None and not self.residency.unfinished
         if any(not unit.is_gate for unit in self.plan.units):
             return True
-        return self.to_end and not all_finished
+        return self.to_end and not self.loader.is_complete
 
     def run_units(self, advance: Advance) -> None:
         """Calibrate and compress all units of the plan in order."""
         units = {unit.stop: unit for unit in self.plan.units}
         device = model_device(self.model)
-        fits = self.plan.bytes <= _resident_budget(
-            device, self.budget, self.state.run.device_memory
-        )
+        room = self.budget
+        if device.type == "cuda":  # bytes that may stay there
+            room = device_activation_budget(device, self.state.run.device_memory)
+        fits = self.plan.bytes <= room
         store = ActivationStore(
             self.budget,
             self._tensors_of_others(),
@@ -308,7 +243,7 @@ class _SequentialRun:
         originals = OriginalWeights(len(self.batches), self.order.calls, self.lists.is_layer_active)
         with (
             PausedForward(self._targets(), self._passes()) as forward,
-            contextlib.nullcontext() if self.residency is None else self.residency.watching(),
+            self.loader.watching(),
         ):
             forward.surroundings = originals.in_place
             self.lists.pending = forward.pending_modules
@@ -393,9 +328,7 @@ class _SequentialRun:
             )
         logger.warning(f"No calibration batch reached {shown}.")
         for unit in units:
-            block = None if self.residency is None else self.residency.block_of(unit.stop)
-            if self.residency is not None and block is not None:
-                self.residency.enter(block)
+            self.loader.enter_block_of(unit.stop)
             LifecycleCallbacks.sequential_epoch_end(unit.modules)
 
 
@@ -427,12 +360,11 @@ class _Stepper:
         if self.run.keeps_originals:
             self._keep_originals(unit)
         malloc_trim(at_least=self.store.tolerated)
-        residency = self.run.residency
-        is_finished = residency is not None and residency.is_finished(unit.stop)
+        is_finished = self.run.loader.is_finished(unit.stop)
         if not unit.is_gate:
             LifecycleCallbacks.sequential_epoch_end(modules)
-        elif residency is not None and is_finished:
-            residency.replace_finished(unit.stop)
+        elif is_finished:
+            self.run.loader.replace_finished(unit.stop)
             _mark_stages_done(unit.stop.modules())
         last = self._is_last(unit)
         self.forward.release(unit.stop)
@@ -491,29 +423,27 @@ class _Stepper:
 
     def settle(self) -> None:
         """Free every block that all passes have left and that has no stop ahead."""
-        residency = self.run.residency
-        if residency is None:
-            return
+        loader = self.run.loader
         waiting = [one.module for one in self.forward.passes if one.module is not None]
-        places = {residency.block_of(module) for module in waiting}
+        places = {loader.block_of(module) for module in waiting}
         if None in places:
             return  # a pass that waits outside may have come from inside
-        for name in [one for one in residency.loaded if one not in places]:
-            again = self.run.order.calls.get(residency.loaded[name], 1) > 1
-            inside = residency.modules_of(name)
+        for name in [one for one in loader.loaded if one not in places]:
+            again = self.run.order.calls.get(loader.loaded[name], 1) > 1
+            inside = loader.modules_of(name)
             if not again and self.forward.pending_modules.isdisjoint(inside):
                 self.forward.restore_forwards(inside)
-                residency.leave(name)
+                loader.leave(name)
 
     def free_all_blocks(self) -> None:
         """Free all blocks that are still loaded, after everything was calibrated."""
-        residency = self.run.residency
-        if residency is None:
+        loader = self.run.loader
+        if not loader.loaded:
             return
         self.forward.stop()
-        for name in list(residency.loaded):
-            self.forward.restore_forwards(residency.modules_of(name))
-            residency.leave(name)
+        for name in list(loader.loaded):
+            self.forward.restore_forwards(loader.modules_of(name))
+            loader.leave(name)
 
     def _is_last(self, unit: StopUnit) -> bool:
         if self.run.to_end or self.forward.pending_modules != {unit.stop}:

@@ -7,7 +7,6 @@ import contextlib
 import inspect
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ from llmcompressor.core.modifier import Modifier
 from llmcompressor.core.state import State
 from llmcompressor.errors import CheckpointError, CompressorError, DatasetError, TargetError
 from llmcompressor.logger import logger
-from llmcompressor.modeling.call_graph import CallOrder, first_tensor, tensor_version, trace_calls
+from llmcompressor.modeling.call_graph import first_tensor, tensor_version, trace_calls
 from llmcompressor.modeling.hooks import HooksMixin
 from llmcompressor.modeling.meta_weights import skip_zero_products, zero_weights
 from llmcompressor.modeling.patches import input_rotation_key, rotations_suspended
@@ -28,33 +27,21 @@ from llmcompressor.moe.expert_stops import ExpertStage
 from llmcompressor.moe.module_list import ExpertBroadcast, is_linear_like
 from llmcompressor.observers.tokens import count_tokens
 from llmcompressor.pipelines.batches import CalibrationBatches, small_batch
+from llmcompressor.pipelines.granularity import CalibratedModules
 from llmcompressor.pipelines.moe_routing import call_all_experts
 from llmcompressor.pipelines.passes import BY_BLOCK
 from llmcompressor.runtime.progress import join_names
 
 __all__ = [
-    "CalibratedModules",
     "TokenCounter",
-    "check_blocks_called",
     "check_reached",
     "dry_run_context",
     "modifier_indices",
     "report_low_coverage",
     "trace_calibrated_modules",
+    "uncalled_blocks",
     "warn_uncalled_modules",
 ]
-
-
-@dataclass(frozen=True)
-class CalibratedModules:
-    """The calibrated modules, with their call order."""
-
-    names: Mapping[Module, str]
-    """Module → name, in the order of the model."""
-    order: CallOrder
-    """When they are called, and which of them share an input; other parts of blocks are counted."""
-    stages: Mapping[Module, tuple[Module, str]]
-    """Linear of an expert → the stage at which it gets its input, and that one's name."""
 
 
 def modifier_indices(modifiers: Sequence[Modifier], state: State) -> dict[Module, list[int]]:
@@ -246,24 +233,14 @@ class TokenCounter(HooksMixin):
                 self.register_hook(module, count, "forward_pre", with_kwargs=True)
 
 
-def check_blocks_called(calibrated: CalibratedModules, blocks: Mapping[Module, str]) -> None:
-    """Refuse a model that runs the forward of a block without calling the module.
-
-    Args:
-        calibrated: result of the dry-run forward.
-        blocks: blocks whose weights are loaded when they are called.
-
-    Raises:
-        TargetError: a block is not called, so its weights would not be loaded.
-    """
+def uncalled_blocks(calibrated: CalibratedModules, blocks: Mapping[Module, str]) -> list[str]:
+    """Names of the blocks whose forward the model runs without calling the module."""
     calls = calibrated.order.calls
-    for block, name in blocks.items():
-        if block not in calls and any(inner in calls for inner in block.modules()):
-            raise TargetError(
-                f"The model's code runs the forward of {name} without calling the module, so that "
-                "its weights cannot be loaded for the time that it runs.",
-                "Load the model, and give oneshot that in place of its folder.",
-            )
+    return [
+        name
+        for block, name in blocks.items()
+        if block not in calls and any(inner in calls for inner in block.modules())
+    ]
 
 
 def warn_uncalled_modules(

@@ -170,7 +170,9 @@ class _PlanBuilder:
             parameters=parameters,
             blocks=len(parts) - 1,
             recipe=request.recipe,
-            residency=self._residency(),
+            residency="one block at a time, the next one read ahead"
+            if request.is_streamed
+            else "the whole model in memory" + f", because {subject.whole}" * bool(subject.whole),
             matches=match_patterns(subject.model, zip(request.modifiers, names, strict=True)),
             modules=rows,
             schemes={one.name: words[id(one.scheme)] for one in everything},
@@ -251,12 +253,6 @@ class _PlanBuilder:
                 f"({', '.join(row.pattern for row in stacks)}: experts), which no target reaches: "
                 "they stay as they are."
             )
-
-    def _residency(self) -> str:
-        if self._request.is_streamed:
-            return "one block at a time, the next one read ahead"
-        reason = self._subject.whole
-        return "the whole model in memory" + (f", because {reason}" if reason else "")
 
     # ------------------------------------------------------------------ the output
 

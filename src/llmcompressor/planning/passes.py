@@ -17,16 +17,11 @@ from llmcompressor.modeling.offload import activation_budget
 from llmcompressor.pipelines import infer_pipeline
 from llmcompressor.pipelines.granularity import choose_level, count_forwards, target_stops
 from llmcompressor.pipelines.moe_lists import needs_block_level
-from llmcompressor.pipelines.passes import (
-    group_joined,
-    insert_surveys,
-    split_at_rewrites,
-    split_into_passes,
-)
+from llmcompressor.pipelines.passes import split_into_passes
 from llmcompressor.pipelines.targets import modifier_indices
 from llmcompressor.planning.result import PassPlan
 from llmcompressor.planning.subject import Part
-from llmcompressor.planning.workload import BlockWork, Widths, block_works
+from llmcompressor.planning.workload import BlockWork, BlockWorks, Widths
 
 __all__ = ["PassContext", "Passes", "plan_passes"]
 
@@ -77,9 +72,8 @@ class PassContext:
     ) -> list[BlockWork]:
         """Return the work of each part in a pass of ``modifiers``."""
         every = self.args.moe_calibrate_all_experts
-        return block_works(
-            self.parts, self.widths, modifiers, owners, level, self.data, every_expert=every
-        )
+        work = BlockWorks(self.widths, modifiers, owners, level, self.data, every)
+        return [work(part) for part in self.parts]
 
 
 def plan_passes(modifiers: Sequence[Modifier], context: PassContext) -> Passes:
@@ -89,12 +83,7 @@ def plan_passes(modifiers: Sequence[Modifier], context: PassContext) -> Passes:
         modifiers: of the recipe, initialized.
         context: of the run.
     """
-    if context.is_streamed:
-        split = split_into_passes(modifiers, context.pipeline)
-    elif context.pipeline == "independent":
-        split = insert_surveys(group_joined(modifiers))
-    else:
-        split = insert_surveys(split_at_rewrites(modifiers))
+    split = split_into_passes(modifiers, context.pipeline)
     return [_plan_pass(each, context) for each in split if each]
 
 

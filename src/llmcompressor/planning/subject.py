@@ -112,10 +112,15 @@ class PlannedModel:
         """Notes on assumptions that a run would check on the data."""
         one = self.model.get_parameter  # a modifier may have untied them
         believed = [tie for tie in self.believed if one(tie.source) is one(tie.target)]
-        found = [_tie_note(tie) for tie in believed]
-        if self.is_hollow:
-            found.insert(0, "The weight files hold headers and no data: a run needs the data.")
-        return found
+        hollow = "The weight files hold headers and no data: a run needs the data."
+        return [hollow] * self.is_hollow + [
+            f"The configuration ties {tie.target} to {tie.source}, and the files hold both. The "
+            "plan reads no weights and takes them for one. The run compares them when it has "
+            "loaded them: if they differ, it warns, keeps and writes both "
+            f"({format_bytes(tie.nbytes)} more before anything is quantized), and "
+            f"{tie.target.rpartition('.')[0]} is a module like others, which targets reach."
+            for tie in believed
+        ]
 
     def parts(self) -> list[Part]:
         """Return the blocks in order, and last the modules outside of blocks."""
@@ -193,7 +198,10 @@ def _from_folder(args: ModelArguments, modifiers: Sequence[Modifier]) -> Planned
         precision=args.precision,
         trust_remote_code=args.trust_remote_code_model,
     )
-    size = _file_bytes(source.tensors.values())
+    ends: dict[Path, int] = {}  # of the files with all the data that their headers declare
+    for header in source.tensors.values():
+        ends[header.file] = max(ends.get(header.file, 0), header.offset + header.nbytes)
+    size = sum(ends.values())
     is_hollow = source.size < size
     believed = resolve_ties_by_config(blueprint)
     if not args.tie_word_embeddings:
@@ -217,24 +225,6 @@ def _from_folder(args: ModelArguments, modifiers: Sequence[Modifier]) -> Planned
         whole=whole,
         believed=believed if args.tie_word_embeddings else (),
     )
-
-
-def _tie_note(tie: AssumedTie) -> str:
-    owner = tie.target.rpartition(".")[0]
-    return (
-        f"The configuration ties {tie.target} to {tie.source}, and the files hold both. The plan "
-        "reads no weights and takes them for one. The run compares them when it has loaded them: "
-        f"if they differ, it warns, keeps and writes both ({format_bytes(tie.nbytes)} more before "
-        f"anything is quantized), and {owner} is a module like others, which targets reach."
-    )
-
-
-def _file_bytes(headers: Iterable[TensorHeader]) -> int:
-    """Bytes of the files with all the data that their headers declare."""
-    ends: dict[Path, int] = {}
-    for header in headers:
-        ends[header.file] = max(ends.get(header.file, 0), header.offset + header.nbytes)
-    return sum(ends.values())
 
 
 def _from_object(

@@ -32,10 +32,10 @@ from llmcompressor.schemes.attention import updates_kv_cache
 
 __all__ = [
     "BlockWork",
+    "BlockWorks",
     "Stop",
     "Traffic",
     "Widths",
-    "block_works",
     "count_operations",
     "estimate_time",
     "matrix_elements",
@@ -156,22 +156,32 @@ class BlockWork:
 
 
 @dataclass(frozen=True)
-class _Calibration:
-    """Inputs of :func:`block_works` besides the parts."""
+class BlockWorks:
+    """Computes the workload of each part of a model in a pass.
+
+    Attributes:
+        widths: of the model's forward.
+        modifiers: of the pass.
+        owners: module → indices of the modifiers that calibrate it.
+        level: where forwards are paused; ``None`` if all modules are calibrated at once.
+        data: the calibration data.
+        every_expert: experts are calibrated with all tokens.
+    """
 
     widths: Widths
     modifiers: Sequence[Modifier]
     owners: Mapping[Module, Sequence[int]]
     level: Granularity | None
     data: DataSize
-    every_expert: bool
+    every_expert: bool = False
 
     @property
     def seen(self) -> float:
         """Share of the tokens that an expert is calibrated with."""
         return 1.0 if self.every_expert else self.widths.expert_share
 
-    def block(self, part: Part) -> BlockWork:
+    def __call__(self, part: Part) -> BlockWork:
+        """Return the workload of a block, or of what lies outside of blocks."""
         own = {name: module for name, module in part.modules.items() if module in self.owners}
         waves = _expert_waves(part, every=self.seen == 1)
         entering = [enter for enter, _ in waves] if self.seen == 1 else []
@@ -259,31 +269,6 @@ class _Calibration:
 
 def _shapes(modules: Sequence[Module]) -> tuple[Any, ...]:
     return tuple(one.shape for module in modules for one in own_parameters(module))
-
-
-def block_works(
-    parts: Sequence[Part],
-    widths: Widths,
-    modifiers: Sequence[Modifier],
-    owners: Mapping[Module, Sequence[int]],
-    level: Granularity | None,
-    data: DataSize,
-    *,
-    every_expert: bool = False,
-) -> list[BlockWork]:
-    """Compute the workload of each part of a model in a pass.
-
-    Args:
-        parts: the blocks in order, and the modules outside of blocks.
-        widths: of the model's forward.
-        modifiers: of the pass.
-        owners: module → indices of the modifiers that calibrate it.
-        level: where forwards are paused; ``None`` if all modules are calibrated at once.
-        data: the calibration data.
-        every_expert: experts are calibrated with all tokens.
-    """
-    calibration = _Calibration(widths, modifiers, owners, level, data, every_expert)
-    return [calibration.block(part) for part in parts]
 
 
 def part_cost(modifier: Modifier, part: Part, data: DataSize) -> Cost:
@@ -376,10 +361,9 @@ class Traffic:
     """Disk traffic and overhead of a run.
 
     Attributes:
-        read: bytes of weights to read.
+        read: bytes of weights to read, the first ``first`` of them before any computation.
         written: bytes of the output.
         rounding: seconds to round and pack all weights, and of Python.
-        first: bytes to read before computation can begin.
         is_streamed: reading and writing overlap with computation.
     """
 

@@ -525,7 +525,7 @@ class QuantizationMixin(Modifier):
         A modifier without data of its own shares the block's pass with others, which may change
         weights until all batches have passed: then :meth:`finish` quantizes them.
         """
-        if state.run.block_source is not None and not self._needs_data():
+        if not self._needs_data():
             return
         mine = [
             module

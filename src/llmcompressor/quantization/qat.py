@@ -639,7 +639,8 @@ class TrainableMixin(QuantizationMixin):
             scheme = getattr(module, "quantization_scheme", None) if queries else None
             attach_attention(module, args, static[module], scheme)
         self._shared.keep(self._attention)
-        self._shared.attach(self._shared.names, lambda source: self.adopt(state, [source]))
+        blocks = state.run.block_source
+        self._shared.attach(self._shared.names, lambda source: self.adopt(state, [source]), blocks)
         every = (*self._schemes, *self._attention, *self._shared.names)
         if has_partitioned_parameters(state.model):
             for module in every:

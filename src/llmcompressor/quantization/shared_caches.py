@@ -16,6 +16,7 @@ from compressed_tensors.quantization import QuantizationArgs, QuantizationStatus
 from torch import Tensor
 from torch.nn import Module, Parameter
 
+from llmcompressor.core.block_source import BlockSource
 from llmcompressor.core.contract import PlannedModule
 from llmcompressor.modeling.names import named_modules
 from llmcompressor.quantization.attach import cache_scheme
@@ -83,19 +84,19 @@ class SharedKVCaches:
             self._states[source] = _states_of(source)
 
     def attach(
-        self, modules: Iterable[Module], adopt: Callable[[Module], None], keeper: Any = None
+        self, modules: Iterable[Module], adopt: Callable[[Module], None], blocks: BlockSource
     ) -> None:
         """Give modules that share a cache the scales of the attention that they read from.
 
         Args:
             modules: of a block, or of the model.
             adopt: marks that attention as quantized; its values were written by an earlier run.
-            keeper: holds the blocks of that run.
+            blocks: the blocks of that run.
         """
         for module, source in self._shared_pairs(modules):
             if source not in self._states:
                 adopt(source)
-                _restore(keeper, source)
+                _restore(blocks, source)
                 self.keep([source])
             device = next((one.device for one in module.parameters() if not one.is_meta), None)
             kept = self._states[source].items()
@@ -135,8 +136,8 @@ def _states_of(source: Module) -> dict[str, Tensor]:
     return {own: one.detach() for own, one in found if one is not None}
 
 
-def _restore(keeper: Any, source: Module) -> None:
+def _restore(blocks: BlockSource, source: Module) -> None:
     """Load the scales of attention that an earlier run has finished."""
-    for block, name in keeper.names.items():
+    for block, name in blocks.names.items():
         if any(one is source for one in block.modules()):
-            keeper.restore(name, {source})
+            blocks.restore(name, {source})

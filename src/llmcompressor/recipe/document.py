@@ -203,7 +203,9 @@ def parse_text(text: str, *, source: str = "The recipe", extension: str = "") ->
     except (yaml.YAMLError, ValueError) as error:
         if isinstance(error, RecipeError):
             raise
-        problem = _yaml_problem(error)
+        problem = getattr(error, "problem", None) or str(error).partition("\n")[0]
+        if (mark := getattr(error, "problem_mark", None)) is not None:
+            problem += f" (line {mark.line + 1}, column {mark.column + 1})"
         tab = "Indent with spaces: YAML takes no tabs." if "'\\t'" in problem else ""
         remedy = tab or "Correct it there; what belongs below a name is indented by spaces."
         raise RecipeError(f"{source} is not valid YAML: {problem}.", remedy) from None
@@ -260,14 +262,6 @@ def _is_recipe(text: str) -> bool:
     return isinstance(found, Mapping) and any(
         isinstance(value, Mapping | list) and _SECTION.fullmatch(str(key))
         for key, value in found.items()
-    )
-
-
-def _yaml_problem(error: Exception) -> str:
-    problem = getattr(error, "problem", None) or str(error).partition("\n")[0]
-    mark = getattr(error, "problem_mark", None)
-    return (
-        problem if mark is None else f"{problem} (line {mark.line + 1}, column {mark.column + 1})"
     )
 
 

@@ -137,8 +137,13 @@ class _RecipeParser:
             elif key == "stages":
                 for name, body in self._mapping(value, "stages").items():
                     self._read_stage(name, body)
-        self._require_modifiers(document)
-        stages = tuple(draft.finish() for draft in self._drafts.values())
+        drafts = self._drafts.values()
+        if not any(draft.modifiers or draft.empty_on_purpose for draft in drafts):
+            raise RecipeError(
+                f"{self._source} has no modifiers: its keys are {_format_keys(document)}.",
+                f"{_EXPECTED} Write `modifiers: {{}}` for a recipe that does nothing.",
+            )
+        stages = tuple(draft.finish() for draft in drafts)
         used = {name: value for args in self._args for name, value in args.used.items()}
         return ParsedRecipe(stages, {**used, **self._overrides})
 
@@ -169,7 +174,13 @@ class _RecipeParser:
         match = _GROUP_KEY.match(key)
         group = match["name"] if match else draft.name
         for class_name, fields in self._entries(key, value):
-            draft.modifiers += _create_modifiers(class_name, args.resolve(fields), group)
+            resolved = args.resolve(fields).items()
+            given = {key: one for key, one in resolved if key not in DERIVED_FIELDS}
+            for field_name in given:
+                if not isinstance(field_name, str):
+                    raise RecipeError(f"{field_name!r} is no field of the modifier {class_name}.")
+            own = given.pop("group", None) or group
+            draft.modifiers += ModifierFactory.create_all(class_name, group=own, **given)
         if value in ({}, []):
             draft.empty_on_purpose = True
 
@@ -204,24 +215,6 @@ class _RecipeParser:
             )
         return value
 
-    def _require_modifiers(self, document: Mapping[str, Any]) -> None:
-        drafts = self._drafts.values()
-        if any(draft.modifiers or draft.empty_on_purpose for draft in drafts):
-            return
-        raise RecipeError(
-            f"{self._source} has no modifiers: its keys are {_format_keys(document)}.",
-            f"{_EXPECTED} Write `modifiers: {{}}` for a recipe that does nothing.",
-        )
-
-
-def _create_modifiers(class_name: str, fields: Mapping[str, Any], group: str) -> list[Modifier]:
-    given = {key: value for key, value in fields.items() if key not in DERIVED_FIELDS}
-    for key in given:
-        if not isinstance(key, str):
-            raise RecipeError(f"{key!r} is no field of the modifier {class_name}.")
-    group = given.pop("group", None) or group
-    return ModifierFactory.create_all(class_name, group=group, **given)
-
 
 def _require_mapping(document: Any, source: str) -> None:
     if isinstance(document, Mapping):
@@ -237,18 +230,17 @@ def _require_mapping(document: Any, source: str) -> None:
 def _check_keys(body: Mapping[Any, Any], known: frozenset[str], has: str, expected: str) -> None:
     """Raise for keys outside of the grammar, with suggestions."""
     top = known is TOP_KEYS
-    unknown = [key for key in body if not _is_known(key, known, top=top)]
+    named = known | METADATA_KEYS
+    unknown = [
+        key
+        for key in body
+        if not isinstance(key, str)
+        or not (key in named or _is_group_key(key) or (top and _is_stage_key(key)))
+    ]
     if unknown:
         keys = "an unrecognized key" if len(unknown) == 1 else "unrecognized keys"
         hints = [hint for key in unknown if (hint := _suggest(str(key), known, top=top))]
         raise RecipeError(f"{has} {keys}: {_format_keys(unknown)}.", " ".join([*hints, expected]))
-
-
-def _is_known(key: object, known: frozenset[str], *, top: bool) -> bool:
-    if not isinstance(key, str):
-        return False
-    named = key in known or key in METADATA_KEYS
-    return named or _is_group_key(key) or (top and _is_stage_key(key))
 
 
 def _suggest(key: str, known: frozenset[str], *, top: bool) -> str:

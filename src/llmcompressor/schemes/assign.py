@@ -23,14 +23,13 @@ import contextlib
 import functools
 import inspect
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 from compressed_tensors.offload import disable_onloading
 from compressed_tensors.quantization import (
-    QuantizationArgs,
     QuantizationScheme,
 )
 from compressed_tensors.utils.match import is_narrow_match, match_targets
@@ -233,14 +232,11 @@ class _SchemeMatcher:
                 self.useful.update(found.targets)
                 self._assign(name, module, found)
             else:
-                self._note_unquantizable(name, module, found.targets)
+                for target in found.targets:
+                    self.useless.setdefault(target, set()).add(type(module).__name__)
+                if _is_unsupported_matrix(module):
+                    self.unreadable[name] = type(module).__name__
         return self
-
-    def _note_unquantizable(self, name: str, module: Module, targets: list[str]) -> None:
-        for target in targets:
-            self.useless.setdefault(target, set()).add(type(module).__name__)
-        if _is_unsupported_matrix(module):
-            self.unreadable[name] = type(module).__name__
 
     def _match(self, name: str, module: Module) -> _TargetMatch:
         matched = matching_targets(name, module, self._possible.of(name, module))
@@ -395,9 +391,12 @@ def _with_narrow_groups(
         if key not in narrowed:
             update: dict[str, object] = {
                 field_name: args.model_copy(update={"group_size": columns})
-                for field_name, args in _grouped_arguments(scheme)
+                for field_name in ("weights", "input_activations")
+                if (args := getattr(scheme, field_name)) is not None
+                and args.strategy == "group"
                 # the group of an MX format is part of the format
-                if columns < args.group_size and args.scale_dtype != torch.uint8
+                and columns < (args.group_size or 0)
+                and args.scale_dtype != torch.uint8
             }
             narrowed[key] = scheme.model_copy(update={**update, "targets": []}) if update else None
         own = narrowed[key]
@@ -417,10 +416,3 @@ def _with_narrow_groups(
 def _columns(module: Module) -> int | None:
     weight = weight_without_onloading(module)
     return weight.shape[-1] if weight is not None and weight.dim() == 2 else None
-
-
-def _grouped_arguments(scheme: QuantizationScheme) -> Iterator[tuple[str, QuantizationArgs]]:
-    for field_name in ("weights", "input_activations"):
-        args = getattr(scheme, field_name)
-        if args is not None and args.strategy == "group" and args.group_size:
-            yield field_name, args

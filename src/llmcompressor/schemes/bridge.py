@@ -139,17 +139,14 @@ def compatible_formats(scheme: QuantizationScheme) -> tuple[str, ...]:
     >>> compatible_formats(preset_scheme("W8A8"))
     ('int-quantized', 'naive-quantized', 'pack-quantized')
     """
-    own = format_of(scheme.model_copy(update={"format": None}))
-    if scheme.weights is None:
-        return (own,)
-    return (own, *(name for name in _candidate_formats(scheme.weights) if name != own))
-
-
-def _candidate_formats(weights: QuantizationArgs) -> tuple[str, ...]:
-    if weights.type == "float":  # those of 4 and 6 bits have one format each
-        return ("float-quantized", "naive-quantized") if weights.num_bits == _BYTE else ()
-    plain = ("int-quantized", "naive-quantized") if weights.num_bits <= _WIDEST else ()
-    return (*plain, "pack-quantized") if weights.num_bits <= _BYTE else plain
+    weights, own = scheme.weights, format_of(scheme.model_copy(update={"format": None}))
+    fitting: tuple[str, ...] = ()
+    if weights is not None and weights.type == "float":  # those of 4 and 6 bits have one each
+        fitting = ("float-quantized", "naive-quantized") if weights.num_bits == _BYTE else ()
+    elif weights is not None and weights.num_bits <= _WIDEST:
+        packed = ("pack-quantized",) if weights.num_bits <= _BYTE else ()
+        fitting = ("int-quantized", "naive-quantized", *packed)
+    return (own, *(name for name in fitting if name != own))
 
 
 def format_mismatch(scheme: QuantizationScheme, form: str) -> tuple[str, str] | None:

@@ -70,14 +70,22 @@ def check_weights_quantizable(model: Module, schemes: Schemes) -> None:
     Raises:
         TargetError: lists every such module and what its weight is.
     """
-    _check_unparametrized(model, schemes)
-    wrong = []
+    wrong, parametrized = [], []
     for name, module in _submodules(model, schemes):
         if schemes[name].weights is None:
             continue
-        reason = _unquantizable_reason(module)
-        if reason:
+        if is_parametrized(module, "weight"):
+            parametrized.append(name)
+        elif reason := _unquantizable_reason(module):
             wrong.append(f"{name} ({type(module).__name__}: {reason})")
+    if parametrized:  # torch recomputes them on every read, so none can be set
+        raise TargetError(
+            f"The weights of {join_names(parametrized)} are parametrized "
+            "(torch.nn.utils.parametrize): they are computed whenever they are read, and cannot be "
+            "quantized.",
+            'Call torch.nn.utils.parametrize.remove_parametrizations(module, "weight") for each '
+            "before; ignore those that the model's class parametrizes itself.",
+        )
     if wrong:
         raise TargetError(
             f"These modules cannot be quantized: {join_names(wrong)}.",
@@ -105,23 +113,6 @@ def check_attention(model: Module, schemes: Schemes) -> None:
             "keys and "
             "values cannot.",
             f"Use {' or '.join(allowed)}.",
-        )
-
-
-def _check_unparametrized(model: Module, schemes: Schemes) -> None:
-    """Refuse parametrized weights: torch recomputes them on every read, so none can be set."""
-    found = [
-        name
-        for name, module in _submodules(model, schemes)
-        if schemes[name].weights is not None and is_parametrized(module, "weight")
-    ]
-    if found:
-        raise TargetError(
-            f"The weights of {join_names(found)} are parametrized (torch.nn.utils.parametrize): "
-            "they "
-            "are computed whenever they are read, and cannot be quantized.",
-            'Call torch.nn.utils.parametrize.remove_parametrizations(module, "weight") for each '
-            "before; ignore those that the model's class parametrizes itself.",
         )
 
 
@@ -216,21 +207,17 @@ def check_divisible(model: Module, schemes: Schemes, *, bypass: bool = False) ->
         return
     shown = bound if bypass else misfits
     lines = "\n".join(f"  {one.name}: {one.columns} columns, groups of {one.size}" for one in shown)
-    reason, remedy = (
-        ", which no reader takes",
-        "Choose a group size that divides them, or add them to ignore.",
-    )
+    reason, remedy = ", which no reader takes", "Choose a group size that divides them"
     if bypass:
         reason = (
             ", and bypass_divisibility_checks cannot help: no forward rounds inputs in such "
             f"groups, and no format but {', '.join(sorted(_RAGGED))} holds such weights "
             "(floats of 4 bits in pairs)"
         )
-    elif not bound:
-        remedy = (
-            "Choose a group size that divides them, add them to ignore, or set "
-            "bypass_divisibility_checks: true."
-        )
+    if bypass or bound:
+        remedy += ", or add them to ignore."
+    else:
+        remedy += ", add them to ignore, or set bypass_divisibility_checks: true."
     raise TargetError(
         "The columns of these modules are not a whole number of groups of their weights or "
         f"inputs{reason}:\n{lines}\n",
@@ -271,15 +258,12 @@ def check_tied(model: Module, schemes: Schemes) -> None:
     )
     if more:
         problem += f" So it is with {more} more {'set' if more == 1 else 'sets'} of modules."
-    raise TargetError(problem, _untying_remedy(model, schemes, sets))
-
-
-def _untying_remedy(model: Module, schemes: Schemes, sets: Sequence[Sequence[str]]) -> str:
-    """The remedy in the error message: untie the embeddings, if that separates all weights."""
     if are_separate_after_untying(model, schemes, sets):
-        return "Pass tie_word_embeddings=False to give each its own weight, or ignore it."
-    meant = join_names(name for names in sets for name in names if name in schemes)
-    return f"Nothing gives each a weight of its own: add all of them to ignore ({meant})."
+        remedy = "Pass tie_word_embeddings=False to give each its own weight, or ignore it."
+    else:
+        all_meant = join_names(name for names in sets for name in names if name in schemes)
+        remedy = f"Nothing gives each a weight of its own: add all of them to ignore ({all_meant})."
+    raise TargetError(problem, remedy)
 
 
 def are_separate_after_untying(
@@ -321,7 +305,10 @@ def warn_mixed_fused_sets(schemes: Schemes, joined: Iterable[Sequence[str]]) -> 
             if own not in keys:
                 keys[own] = _serving_key(scheme)
         if len({keys[own] for own in present}) > 1:
-            mixed.append(_describe_mixed({name: describe(schemes.get(name)) for name in names}))
+            by_kind: dict[str, list[str]] = {}
+            for name in names:
+                by_kind.setdefault(describe(schemes.get(name)), []).append(name)
+            mixed.append(", ".join(f"{join_names(own)} {kind}" for kind, own in by_kind.items()))
     if mixed:
         logger.warning(
             "These modules are served as one but would be quantized differently, which vLLM "
@@ -329,13 +316,6 @@ def warn_mixed_fused_sets(schemes: Schemes, joined: Iterable[Sequence[str]]) -> 
             f"{f'; and {len(mixed) - 4} more sets' if len(mixed) > 4 else ''}. "
             "Give all members of a set one scheme, or ignore all of them."
         )
-
-
-def _describe_mixed(kinds: Mapping[str, str]) -> str:
-    by_kind: dict[str, list[str]] = {}
-    for name, kind in kinds.items():
-        by_kind.setdefault(kind, []).append(name)
-    return ", ".join(f"{join_names(names)} {kind}" for kind, names in by_kind.items())
 
 
 def _serving_key(scheme: QuantizationScheme | None) -> str:

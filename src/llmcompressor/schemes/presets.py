@@ -32,7 +32,7 @@ known by name, and refused.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from copy import deepcopy
 from types import MappingProxyType
 from typing import Any, NoReturn
 
@@ -46,7 +46,6 @@ from llmcompressor.errors import InputError, did_you_mean
 
 __all__ = [
     "PRESETS",
-    "Preset",
     "can_store_6_bit_floats",
     "check_6_bit_floats",
     "format_of",
@@ -56,47 +55,13 @@ __all__ = [
     "with_format",
 ]
 
-Arguments = Mapping[str, Any]
-
 _PACKED = "pack-quantized"
 _MXFP6 = "mxfp6-pack-quantized"
 _NEEDED = "0.20"
-
-
-@dataclass(frozen=True)
-class Preset:
-    """Keyword arguments of the two ``QuantizationArgs`` of a preset.
-
-    Attributes:
-        weights: arguments of the weights; ``None`` leaves them unquantized.
-        input_activations: arguments of the inputs; ``None`` leaves them unquantized.
-    """
-
-    weights: Arguments | None = None
-    input_activations: Arguments | None = None
-
-    def scheme(self, targets: Iterable[str]) -> QuantizationScheme:
-        """A new scheme of this preset for ``targets``, with an explicit format if it needs one."""
-        scheme = QuantizationScheme(
-            targets=list(targets),
-            weights=self.weights and QuantizationArgs(**self.weights),
-            input_activations=self.input_activations and QuantizationArgs(**self.input_activations),
-        )
-        return with_format(scheme)
-
-
-def _grouped_int_arguments(bits: int, *, symmetric: bool = True) -> Arguments:
-    return {
-        "num_bits": bits,
-        "type": "int",
-        "strategy": "group",
-        "group_size": 128,
-        "symmetric": symmetric,
-    }
-
-
-def _per_token_arguments(bits: int, kind: str) -> Arguments:
-    return {"num_bits": bits, "type": kind, "strategy": "token", "dynamic": True}
+_NEWER = frozenset({"MXFP4XFP8", "MXFP6A16", "MXFP6A8"})
+_OTHERS = """
+UNQUANTIZED W8A8 INT8 W4AFP8 FP8 FP8_DYNAMIC FP8_BLOCK NVFP4A16 NVFP4 MXFP4A16 MXFP4 MXFP8A16 MXFP8
+"""
 
 
 def can_store_6_bit_floats() -> bool:
@@ -121,69 +86,36 @@ def _refuse_newer(what: str) -> NoReturn:
     )
 
 
-_FP8_TENSOR: Arguments = {"num_bits": 8, "type": "float", "strategy": "tensor"}
-_FP8_BLOCK = Preset(
-    {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": [128, 128]},
-    {"num_bits": 8, "type": "float", "strategy": "group", "group_size": 128, "dynamic": True},
-)
-_NVFP4: Arguments = {
-    "num_bits": 4,
-    "type": "float",
-    "strategy": "tensor_group",
-    "group_size": 16,
-    "scale_dtype": torch.float8_e4m3fn,
-    "zp_dtype": torch.float8_e4m3fn,
-}
-
-
-def _mx_arguments(bits: int) -> Arguments:
-    """Arguments of the OCP microscaling (MX) formats: 32 values share a power-of-two scale."""
-    return {
-        "num_bits": bits,
-        "type": "float",
-        "strategy": "group",
-        "group_size": 32,
-        "scale_dtype": torch.uint8,
-        "zp_dtype": torch.uint8,
-    }
-
-
-def _build_presets() -> dict[str, Preset]:
-    w8a8 = Preset(
-        {"num_bits": 8, "type": "int", "strategy": "channel"}, _per_token_arguments(8, "int")
+def _integer_preset(bits: int, inputs: int, *, symmetric: bool = True) -> Mapping[str, Any]:
+    """Arguments of the weights, and of the inputs if these have fewer than 16 bits."""
+    weights = QuantizationArgs(
+        num_bits=bits, type="int", strategy="group", group_size=128, symmetric=symmetric
     )
-    presets = {"UNQUANTIZED": Preset(), "W8A8": w8a8, "INT8": w8a8}
-    for bits in range(2, 9):
-        presets[f"W{bits}A16"] = Preset(_grouped_int_arguments(bits))
-        presets[f"W{bits}A16_ASYM"] = Preset(_grouped_int_arguments(bits, symmetric=False))
-    for bits in range(2, 8):
-        presets[f"W{bits}A8"] = Preset(_grouped_int_arguments(bits), _per_token_arguments(8, "int"))
-    for bits in range(2, 5):
-        presets[f"W{bits}A4"] = Preset(_grouped_int_arguments(bits), _per_token_arguments(4, "int"))
-    presets |= {
-        "W4AFP8": Preset(_grouped_int_arguments(4), _per_token_arguments(8, "float")),
-        "FP8": Preset(_FP8_TENSOR, {**_FP8_TENSOR, "observer": "static_minmax"}),
-        "FP8_DYNAMIC": Preset(
-            {**_FP8_TENSOR, "strategy": "channel"}, _per_token_arguments(8, "float")
-        ),
-        "FP8_BLOCK": _FP8_BLOCK,
-        "NVFP4A16": Preset(_NVFP4),
-        "NVFP4": Preset(_NVFP4, {**_NVFP4, "dynamic": "local", "observer": "static_minmax"}),
-        "MXFP4A16": Preset(_mx_arguments(4)),
-        "MXFP4": Preset(_mx_arguments(4), {**_mx_arguments(4), "dynamic": True}),
-        "MXFP8A16": Preset(_mx_arguments(8)),
-        "MXFP8": Preset(_mx_arguments(8), {**_mx_arguments(8), "dynamic": True}),
+    if inputs == 16:
+        return {"weights": weights}
+    tokens = QuantizationArgs(num_bits=inputs, type="int", strategy="token", dynamic=True)
+    return {"weights": weights, "input_activations": tokens}
+
+
+def _build_presets() -> dict[str, Mapping[str, Any]]:
+    # W8A8 has scales of rows, not of groups; compressed-tensors before 0.20 has few of the others
+    widths = [(bits, inputs) for inputs in (16, 8, 4) for bits in range(2, 9)]
+    presets = {
+        f"W{bits}A{inputs}": _integer_preset(bits, inputs)
+        for bits, inputs in widths
+        if inputs == 16 or bits < inputs or bits == inputs == 4
     }
-    return presets | {name: one for name, one in _NEWER.items() if name in PRESET_SCHEMES}
+    asymmetric = {
+        f"W{bits}A16_ASYM": _integer_preset(bits, 16, symmetric=False) for bits in range(2, 9)
+    }
+    named = {name: PRESET_SCHEMES[name] for name in _OTHERS.split()}
+    newer = {name: PRESET_SCHEMES[name] for name in _NEWER if name in PRESET_SCHEMES}
+    return {**presets, **asymmetric, **named, **newer}
 
 
-_NEWER = {
-    "MXFP4XFP8": Preset(_mx_arguments(4), _FP8_BLOCK.input_activations),
-    "MXFP6A16": Preset(_mx_arguments(6)),
-    "MXFP6A8": Preset(_mx_arguments(6), {**_mx_arguments(8), "dynamic": True}),
-}
-PRESETS: Mapping[str, Preset] = MappingProxyType(_build_presets())
-"""Every preset that the installed compressed-tensors knows, by its name in capitals."""
+PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(_build_presets())
+"""Every preset that the installed compressed-tensors knows, by its name in capitals → arguments of
+its ``QuantizationScheme``."""
 
 
 def is_preset(name: str) -> bool:
@@ -215,7 +147,8 @@ def preset_scheme(name: str, targets: str | Iterable[str] = ("Linear",)) -> Quan
             f"There is no preset scheme named {name!r}.",
             f"{near} {every}" if near.startswith("Did") else every,
         )
-    return preset.scheme([targets] if isinstance(targets, str) else targets)
+    names = [targets] if isinstance(targets, str) else list(targets)
+    return with_format(QuantizationScheme(targets=names, **deepcopy(dict(preset))))
 
 
 def is_bit_packed(scheme: QuantizationScheme) -> bool:

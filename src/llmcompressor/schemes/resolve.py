@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from torch.nn import Module
@@ -156,13 +156,24 @@ def resolve_schemes(
             "is for that one alone: move it here.",
         )
     _check_shared_targets(groups)
-    overrides = _ObserverOverrides.from_fields(
-        weight_observer, input_observer, output_observer, observer
+    own = dict(
+        zip(ARGUMENT_FIELDS, (weight_observer, input_observer, output_observer), strict=True)
     )
+    observers = _observers({name: one for name, one in own.items() if one is not None}, observer)
     complete = {
-        name: overrides.with_observers(with_format(group)) for name, group in groups.items()
+        name: _with_observers(with_format(group), observers) for name, group in groups.items()
     }
-    overrides.warn_unused()
+    static = {
+        argument
+        for group in complete.values()
+        for argument in ARGUMENT_FIELDS
+        if (args := getattr(group, argument)) is not None and args.dynamic is not True
+    }
+    if unused := [argument for argument in observers if argument not in static]:
+        logger.warning(
+            f"An observer is set for {', '.join(unused)}, but no scheme here has a static scale "
+            "for them; it has no effect."
+        )
     return ResolvedSchemes(
         groups=complete,
         ignore=tuple(parse_names(ignore, "ignore")) if ignore else (),
@@ -170,8 +181,9 @@ def resolve_schemes(
         bypass_divisibility_checks=bypass_divisibility_checks,
         allow_unmatched=allow_unmatched,
         observer_fields={
-            (name, argument): overrides.fields.get(argument)
-            or (f"config_groups.{name}.{argument}" if scheme is None else "scheme")
+            (name, argument): observers[argument].field
+            if argument in observers
+            else (f"config_groups.{name}.{argument}" if scheme is None else "scheme")
             for name in groups
             for argument in ARGUMENT_FIELDS
         },
@@ -260,75 +272,52 @@ def _with_observer(
     return args.model_copy(update={"observer": chosen and (override or chosen)})
 
 
-@dataclass
-class _ObserverOverrides:
-    """The observers that a modifier sets for all its schemes, and a record of those used."""
+class _Observer(NamedTuple):
+    """The observer that a modifier sets for an argument of all its schemes, and its field."""
 
-    by_field: Mapping[str, str]
-    fields: Mapping[str, str]
-    used: set[str] = field(default_factory=set)
-
-    @classmethod
-    def from_fields(
-        cls,
-        weight_observer: str | None,
-        input_observer: str | None,
-        output_observer: str | None,
-        observer: Mapping[str, str] | str | None,
-    ) -> _ObserverOverrides:
-        given = (weight_observer, input_observer, output_observer)
-        pairs = zip(ARGUMENT_FIELDS, given, strict=True)
-        single = {name: value for name, value in pairs if value is not None}
-        if observer is None:
-            return cls(single, {name: f"{BASE_NAMES[name]}_observer" for name in single})
-        if single:
-            raise RecipeError(
-                "observer is set, and so is weight_observer, input_observer or output_observer.",
-                "Keep either observer, with its keys weights, input and output, or the others.",
-            )
-        keys = {argument: f"observer.{key}" for key, argument in _OBSERVER_KEYS.items()}
-        named = _observer_fields(observer)
-        return cls(named, {argument: keys[argument] for argument in named})
-
-    def with_observers(self, scheme: QuantizationScheme) -> QuantizationScheme:
-        """A copy of ``scheme`` with an observer in every argument."""
-        update: dict[str, QuantizationArgs] = {}
-        for name in ARGUMENT_FIELDS:
-            args = getattr(scheme, name)
-            if args is not None:
-                update[name] = _with_observer(args, BASE_NAMES[name], self.by_field.get(name))
-                if args.dynamic is not True:
-                    self.used.add(name)
-        return scheme.model_copy(update=update)
-
-    def warn_unused(self) -> None:
-        """Warn about observers set for arguments that no scheme has or that are dynamic."""
-        unused = [name for name in self.by_field if name not in self.used]
-        if unused:
-            logger.warning(
-                f"An observer is set for {', '.join(unused)}, but no scheme here has a static "
-                "scale for them; it has no effect."
-            )
+    name: str
+    field: str
 
 
-def _observer_fields(observer: Any) -> dict[str, str]:
-    if isinstance(observer, str):
-        return {_OBSERVER_KEYS["weights"]: observer}
-    if not isinstance(observer, Mapping):
+def _observers(
+    own: Mapping[str, str], observer: Mapping[str, str] | str | None
+) -> dict[str, _Observer]:
+    """The observers by argument, from the fields for each and from the field for all."""
+    if observer is None:
+        return {name: _Observer(one, f"{BASE_NAMES[name]}_observer") for name, one in own.items()}
+    if own:
+        raise RecipeError(
+            "observer is set, and so is weight_observer, input_observer or output_observer.",
+            "Keep either observer, with its keys weights, input and output, or the others.",
+        )
+    named: Any = {"weights": observer} if isinstance(observer, str) else observer
+    if not isinstance(named, Mapping):
         raise RecipeError(
             f"observer is {observer!r}, but must be a mapping.",
             "Its keys are weights, input and output; or set weight_observer.",
         )
-    fields: dict[str, str] = {}
-    for key, value in observer.items():
+    found: dict[str, _Observer] = {}
+    for key, value in named.items():
         if key not in _OBSERVER_KEYS:
             raise RecipeError(
                 f"observer has no key {key!r}.", did_you_mean(str(key), _OBSERVER_KEYS)
             )
         if not isinstance(value, str):
             raise RecipeError(f"observer.{key} is {value!r}.", "Give the name of an observer.")
-        fields[_OBSERVER_KEYS[key]] = value
-    return fields
+        found[_OBSERVER_KEYS[key]] = _Observer(value, f"observer.{key}")
+    return found
+
+
+def _with_observers(
+    scheme: QuantizationScheme, observers: Mapping[str, _Observer]
+) -> QuantizationScheme:
+    """A copy of ``scheme`` with an observer in every argument."""
+    update = {}
+    for name in ARGUMENT_FIELDS:
+        if (args := getattr(scheme, name)) is not None:
+            override = observers[name].name if name in observers else None
+            update[name] = _with_observer(args, BASE_NAMES[name], override)
+    return scheme.model_copy(update=update)
 
 
 def _needs_data(scheme: QuantizationScheme) -> bool:

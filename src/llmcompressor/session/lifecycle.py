@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any
 
@@ -56,11 +57,10 @@ class CompressionLifecycle:
     _seen_event: bool = field(default=False, init=False, repr=False)
     _seen_batch: bool = field(default=False, init=False, repr=False)
     _told_step: bool = field(default=False, init=False, repr=False)
-    # True while a calibration has begun and not ended.
     _calibrates: bool = field(default=False, init=False, repr=False)
-    # The caller's own settings of the hardware; the rest is detected with every update.
+    # the caller's own settings of the hardware; the rest is detected with every update
     _places: dict[str, Any] = field(default_factory=dict, init=False, repr=False)
-    # The source of the recipe, for the next stage of the same recipe.
+    # the source of the recipe, for the next stage of the same recipe
     _source: tuple[RecipeInput, RecipeArgs] | None = field(default=None, init=False, repr=False)
 
     def initialize(
@@ -88,7 +88,7 @@ class CompressionLifecycle:
             InputError: the lifecycle was finalized, or an epoch is to have no step.
             RecipeError: the recipe cannot be used.
         """
-        self._expect_not_finalized("initialize")
+        self._expect("initialize", after_initialize=False)
         _check_counts(kwargs)
         self._places |= {name: kwargs[name] for name in _PLACES if kwargs.get(name) is not None}
         self.state.hardware = Hardware.detect(kwargs.get("model", self.state.model))
@@ -122,7 +122,10 @@ class CompressionLifecycle:
         if global_step is not None:
             Event(global_step=global_step)  # raises for an invalid number of steps
         self._advance(event_type, global_step)
-        self._note(event_type, kwargs)
+        if event_type is EventType.BATCH_START or kwargs.get("batch_data") is not None:
+            self.state.batch_data = kwargs.get("batch_data")
+        if kwargs.get("loss") is not None:
+            self.state.loss = kwargs["loss"]
         event = Event(
             type_=event_type,
             steps_per_epoch=self.state.schedule.steps_per_epoch,
@@ -148,18 +151,14 @@ class CompressionLifecycle:
         Raises:
             InputError: the lifecycle was not initialized, or was finalized before.
         """
-        self._expect_initialized("finalize")
-        self._expect_not_finalized("finalize")
+        self._expect("finalize")
         for modifier in self._active():
             _warn_of_lost_calibration(modifier, began=self._calibrates)
         self._warn_of_lost_steps()
-        try:
+        with self._hooks_removed_on_error():
             results = self._call(
                 lambda each: None if each.finalized else each.finalize(state=self.state, **kwargs)
             )
-        except BaseException:
-            self._remove_hooks()
-            raise
         self.finalized = True
         return results
 
@@ -198,8 +197,7 @@ class CompressionLifecycle:
             InputError: the lifecycle was not initialized, or was finalized.
             LifecycleError: the state of a modifier cannot be saved.
         """
-        self._expect_initialized("save the state of the run")
-        self._expect_not_finalized("save the state of the run")
+        self._expect("save the state of the run")
         return {
             "global_step": self.global_step,
             "global_batch": self.global_batch,
@@ -207,14 +205,6 @@ class CompressionLifecycle:
             "steps_per_epoch": self.state.schedule.steps_per_epoch,
             **recipe_record(self.recipe),
         }
-
-    def check_resumable(self, saved: Mapping[str, Any]) -> None:
-        """Raise for a checkpoint of another recipe; nothing is changed.
-
-        Raises:
-            RecipeError: names the modifier, the field and both values.
-        """
-        check_same_recipe(saved["modifiers"], self.recipe.modifiers)
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Resume where :meth:`state_dict` was taken; the model has the checkpoint's weights by now.
@@ -228,15 +218,14 @@ class CompressionLifecycle:
             InputError: the lifecycle was not initialized with ``resumes=True``.
             RecipeError: the checkpoint is of another recipe.
         """
-        self._expect_initialized("load the state of a run")
-        self._expect_not_finalized("load the state of a run")
+        self._expect("load the state of a run")
         if not self.state.schedule.resumes:
             raise InputError(
                 "The state of a run is loaded into one that does not resume: its modifiers may "
                 "have started already.",
                 "Call session.initialize(..., resumes=True) first.",
             )
-        self.check_resumable(saved)
+        check_same_recipe(saved["modifiers"], self.recipe.modifiers)
         self.global_step, self.global_batch = saved["global_step"], saved["global_batch"]
         self._seen_batch, self._seen_event = saved["seen_batch"], True
         self._told_step = True  # or a run with nothing left to do would be warned of lost steps
@@ -276,13 +265,11 @@ class CompressionLifecycle:
             return result
 
         try:
-            results = self._call(initialize)
-            for modifier in list(self.recipe.modifiers):
-                modifier.on_all_initialized(self.state)
-            return results
-        except BaseException:
-            self._remove_hooks()
-            raise
+            with self._hooks_removed_on_error():
+                results = self._call(initialize)
+                for modifier in list(self.recipe.modifiers):
+                    modifier.on_all_initialized(self.state)
+                return results
         finally:
             outline.undo()
 
@@ -290,9 +277,14 @@ class CompressionLifecycle:
         results = [call(modifier) for modifier in list(self.recipe.modifiers)]
         return [result for result in results if result is not None]
 
-    def _remove_hooks(self) -> None:
-        for modifier in list(self.recipe.modifiers):
-            modifier.remove_hooks()
+    @contextmanager
+    def _hooks_removed_on_error(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            for modifier in list(self.recipe.modifiers):
+                modifier.remove_hooks()
+            raise
 
     def _active(self) -> Iterator[Modifier]:
         for modifier in list(self.recipe.modifiers):
@@ -314,8 +306,7 @@ class CompressionLifecycle:
                 f"{event_type.name} is not an event that can be sent.",
                 f"Call session.{method}() instead.",
             )
-        self._expect_initialized(f"send {event_type.name}")
-        self._expect_not_finalized(f"send {event_type.name}")
+        self._expect(f"send {event_type.name}")
         if event_type is EventType.LOSS_CALCULATED and kwargs.get("loss") is None:
             raise InputError(
                 "LOSS_CALCULATED came without a loss.",
@@ -323,7 +314,12 @@ class CompressionLifecycle:
             )
         if event_type is EventType.CALIBRATION_EPOCH_START:
             self._refuse_rewritten_statistics()
-        if event_type in _BATCH_ORDER and not self._is_in_order(event_type):
+        if event_type is EventType.BATCH_START:
+            in_order = self._last is not EventType.BATCH_START
+        else:
+            place = _BATCH_ORDER.index
+            in_order = event_type not in _BATCH_ORDER or place(self._last) <= place(event_type)
+        if not in_order:
             order = " -> ".join(each.name for each in _BATCH_ORDER)
             raise InputError(
                 f"{event_type.name} cannot come after {self._last.name}.",
@@ -344,19 +340,12 @@ class CompressionLifecycle:
             if Edits.INPUTS in modifier.traits.edits and modifier.traits.data.collects:
                 rewriting = modifier
 
-    def _is_in_order(self, event_type: EventType) -> bool:
-        if event_type is EventType.BATCH_START:
-            return self._last is not EventType.BATCH_START
-        return _BATCH_ORDER.index(self._last) <= _BATCH_ORDER.index(event_type)
-
-    def _expect_initialized(self, what: str) -> None:
-        if not self.initialized_:
+    def _expect(self, what: str, *, after_initialize: bool = True) -> None:
+        if after_initialize and not self.initialized_:
             raise InputError(
                 f"Cannot {what} before the session is initialized.",
                 "Call session.initialize(recipe=..., model=...) first.",
             )
-
-    def _expect_not_finalized(self, what: str) -> None:
         if self.finalized:
             raise InputError(
                 f"Cannot {what} after the session was finalized.",
@@ -366,10 +355,7 @@ class CompressionLifecycle:
     # ---- progress
 
     def _set_start_progress(self) -> None:
-        """Set the progress to the start of a resumed run.
-
-        Called again with every update, until the first event.
-        """
+        """Set the progress to the start of a resumed run, until the first event."""
         schedule = self.state.schedule
         here = Event(
             steps_per_epoch=schedule.steps_per_epoch, batches_per_step=schedule.batches_per_step
@@ -405,13 +391,6 @@ class CompressionLifecycle:
                 "callbacks.optim_post_step() after optimizer.step(), or give global_step with an "
                 "event."
             )
-
-    def _note(self, event_type: EventType, given: dict[str, Any]) -> None:
-        """Store the current batch and loss in the state."""
-        if event_type is EventType.BATCH_START or given.get("batch_data") is not None:
-            self.state.batch_data = given.get("batch_data")
-        if given.get("loss") is not None:
-            self.state.loss = given["loss"]
 
 
 def _check_counts(given: Mapping[str, Any]) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from llmcompressor.checkpoint.journal import RunIdentity
 from llmcompressor.core.modifier import Modifier
 from llmcompressor.errors import LifecycleError, RecipeError
 from llmcompressor.modeling.sharded import gather_full
@@ -17,35 +18,29 @@ from llmcompressor.recipe.writing import modifier_fields
 __all__ = ["check_same_recipe", "recipe_record"]
 
 _PLAIN = frozenset({type(None), bool, int, float, str, torch.dtype})
-# Shown for a field that one of two recipes has no value for.
-_UNSET = "not set"
-
-
-def _modifier_record(modifier: Modifier) -> dict[str, Any]:
-    """The class, fields, phases and own state of a modifier, in plain types.
-
-    Raises:
-        LifecycleError: its ``state_dict`` holds what ``torch.load(weights_only=True)`` refuses.
-    """
-    name = type(modifier).__name__
-    return {
-        "class": name,
-        "fields": _to_plain(modifier_fields(modifier), f"The fields of {name} hold"),
-        "phases": list(modifier.passed_phases),
-        "state": _to_plain(modifier.state_dict(), f"{name}.state_dict() holds"),
-    }
 
 
 def recipe_record(recipe: Recipe) -> dict[str, Any]:
-    """The recipe as text, the values of its arguments, and each modifier's record.
+    """The recipe as text, its arguments, and of each modifier class, fields, phases and own state.
 
     Raises:
-        LifecycleError: as :func:`_modifier_record`.
+        LifecycleError: a modifier's ``state_dict`` holds what ``torch.load(weights_only=True)``
+            refuses.
     """
+    records = []
+    for modifier in recipe.modifiers:
+        name = type(modifier).__name__
+        record = {
+            "class": name,
+            "fields": _to_plain(modifier_fields(modifier), f"The fields of {name} hold"),
+            "phases": list(modifier.passed_phases),
+            "state": _to_plain(modifier.state_dict(), f"{name}.state_dict() holds"),
+        }
+        records.append(record)
     return {
         "recipe": recipe.yaml(),
         "recipe_args": _to_plain(recipe.args, "The recipe's arguments hold"),
-        "modifiers": [_modifier_record(each) for each in recipe.modifiers],
+        "modifiers": records,
     }
 
 
@@ -59,34 +54,25 @@ def check_same_recipe(records: Sequence[Mapping[str, Any]], modifiers: Iterable[
     Raises:
         RecipeError: names the modifier, the field and both values.
     """
-    present = list(modifiers)
-    then = [str(record["class"]) for record in records]
-    now = [type(modifier).__name__ for modifier in present]
-    if then != now:
-        raise _recipe_mismatch_error(
-            f"its modifiers were {_listed(then)}, and those of this run are {_listed(now)}"
+    now = _identity((type(one).__name__, modifier_fields(one)) for one in modifiers)
+    then = _identity((str(one["class"]), one["fields"]) for one in records)
+    if found := now.differences(then):
+        raise RecipeError(
+            f"The checkpoint belongs to another recipe: {found[0]}.",
+            "Resume with the recipe and the recipe arguments of the checkpoint, or start a new run "
+            "from its weights.",
         )
-    for place, (record, modifier) in enumerate(zip(records, present, strict=True), 1):
-        before, after = record["fields"], modifier_fields(modifier)
-        for field in sorted({*before, *after}):
-            old, new = (repr(each[field]) if field in each else _UNSET for each in (before, after))
-            if old != new:
-                raise _recipe_mismatch_error(
-                    f"{record['class']} (modifier {place} of {len(records)}) had {field} {old}, "
-                    f"and this run has {new}"
-                )
 
 
-def _recipe_mismatch_error(difference: str) -> RecipeError:
-    return RecipeError(
-        f"The checkpoint belongs to another recipe: {difference}.",
-        "Resume with the recipe and the recipe arguments of the checkpoint, or start a new run "
-        "from its weights.",
-    )
-
-
-def _listed(names: Sequence[str]) -> str:
-    return ", ".join(names) if names else "none"
+def _identity(modifiers: Iterable[tuple[str, Mapping[str, Any]]]) -> RunIdentity:
+    listed = list(modifiers)
+    fields = {
+        f"{name} (modifier {place} of {len(listed)})": {
+            field: repr(value) for field, value in sorted(own.items())
+        }
+        for place, (name, own) in enumerate(listed, 1)
+    }
+    return RunIdentity(modifiers=", ".join(name for name, _ in listed) or "none", **fields)
 
 
 def _to_plain(value: Any, owner: str, path: str = "") -> Any:

@@ -186,8 +186,7 @@ class CompressionSession:
             return
         told = loss() if callable(loss) else loss
         values = _scalars(self.state.loss if told is None else told)
-        if epoch is not None:
-            values["epoch"] = epoch
+        values |= {} if epoch is None else {"epoch": epoch}
         values["step"] = float(here.global_step)
         groups = getattr(self.state.optimizer, "param_groups", None)
         if groups and "lr" in groups[0]:

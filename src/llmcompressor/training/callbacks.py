@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import Embedding, Module, Parameter
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerCallback
 
 from llmcompressor.core.events import EventType
 from llmcompressor.logger import logger
@@ -18,7 +18,7 @@ from llmcompressor.modeling.sharded import full_shapes_reported, gather_full, is
 from llmcompressor.runtime.progress import Advance, progress
 from llmcompressor.training.driver import SessionDriver
 
-__all__ = ["ProgressLines", "SessionEvents", "summary"]
+__all__ = ["SessionEvents", "TrainingProgress", "summary"]
 
 
 class SessionEvents(TrainerCallback):
@@ -26,7 +26,7 @@ class SessionEvents(TrainerCallback):
 
     Args:
         driver: return the driver of the current training, or ``None``.
-        ready: called when model and optimizer have their final form.
+        ready: called when model and optimizer are wrapped and loaded, and no batch has come yet.
     """
 
     def __init__(
@@ -35,97 +35,79 @@ class SessionEvents(TrainerCallback):
         self._driver = driver
         self._ready = ready
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        """Model and optimizer are wrapped and loaded, and no batch has come yet."""
+    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+        """Resume the session, before the first batch."""
         self._ready()
 
-    def on_epoch_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_epoch_begin(self, *args: Any, **kwargs: Any) -> None:
         """The data starts from the beginning, or from the place of a checkpoint."""
-        if driver := self._driver():
-            driver.place.begin_pass()
+        self._call(lambda driver: driver.place.begin_pass())
 
-    def on_pre_optimizer_step(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_pre_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
         """The gradients of the step are complete and clipped."""
-        if driver := self._driver():
-            driver.before_step()
+        self._call(lambda driver: driver.before_step())
 
-    def on_optimizer_step(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
         """The optimizer has stepped, the scheduler has not."""
+        self._call(lambda driver: driver.step_done())
+
+    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+        """A micro-batch is done."""
+        self._call(lambda driver: driver.send(EventType.BATCH_END))
+
+    on_substep_end = on_step_end
+
+    def _call(self, call: Callable[[SessionDriver], None]) -> None:
         if driver := self._driver():
-            driver.step_done()
-
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        """The last micro-batch of a step is done."""
-        self._send(EventType.BATCH_END)
-
-    def on_substep_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        """A micro-batch that is not the last one of its step is done."""
-        self._send(EventType.BATCH_END)
-
-    def _send(self, event_type: EventType) -> None:
-        if driver := self._driver():
-            driver.send(event_type)
+            call(driver)
 
 
-class ProgressLines(TrainerCallback):
-    """Progress without a terminal: an occasional log line with the time left."""
+class TrainingProgress(TrainerCallback):
+    """Shows steps and remaining time as a bar or log lines, and logs the trainer's metrics.
 
-    def __init__(self) -> None:
-        self._open = ExitStack()
+    Args:
+        stack: closes the bar if the training fails.
+        terminal: a bar where there is a terminal; otherwise an occasional log line.
+    """
+
+    def __init__(self, stack: ExitStack | None = None, *, terminal: bool = True) -> None:
+        self._stack = ExitStack() if stack is None else stack
+        self._terminal = terminal
         self._advance: Advance | None = None
-        self._step = 0
+        self._done = 0
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        """Start counting."""
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Start counting at the first step, or at the step of a resumed training."""
+        self._done = state.global_step
         if state.is_world_process_zero:
             left = state.max_steps - state.global_step
-            self._advance = self._open.enter_context(progress(left, "Training", terminal=False))
-        self._step = state.global_step
+            bar = progress(left, "Training", terminal=self._terminal)
+            self._advance = self._stack.enter_context(bar)
 
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        """Count a step."""
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Count the steps taken."""
         if self._advance is not None:
-            self._advance(state.global_step - self._step)
-        self._step = state.global_step
+            self._advance(state.global_step - self._done)
+        self._done = state.global_step
 
     def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: dict[str, Any] | None = None,
-        **kwargs: Any,
+        self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any
     ) -> None:
         """Write the trainer's log entry as one line."""
-        if state.is_world_process_zero and self._advance is not None:
-            told = {name: value for name, value in (logs or {}).items() if name != "total_flos"}
-            parts = (
-                f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}"
-                for name, value in told.items()
-            )
-            logger.info("Step {}: {}", state.global_step, ", ".join(parts))
+        told = {name: one for name, one in (logs or {}).items() if name != "total_flos"}
+        if self._advance is None or not told:
+            return
+        if isinstance(told.get("loss"), float):
+            self._advance(0, note=f"loss {told['loss']:.4g}")
+        parts = (
+            f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}"
+            for name, value in told.items()
+        )
+        logger.info("Step {}: {}", state.global_step, ", ".join(parts))
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_end(self, *args: Any, **kwargs: Any) -> None:
         """Stop counting."""
-        self._open.close()
+        self._stack.close()
         self._advance = None
 
 

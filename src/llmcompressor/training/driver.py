@@ -3,8 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,109 +31,14 @@ from llmcompressor.training.checks import (
 from llmcompressor.training.loss import RunLoss, StepLoss, micro_batch_mean, scale_to_share
 
 __all__ = [
-    "PreStepHook",
     "SessionDriver",
-    "SessionInputs",
-    "expose_fp32_copies",
-    "gather_with_deepspeed",
     "modifiers_to_apply",
     "remove_checkpoint_wrappers",
 ]
 
 
-# --------------------
-# Hooks into DeepSpeed's engine, which steps by itself at the end of the backward pass.
-#
-# The trainer's own event comes after the step, so listeners that have to act before it hook in
-# here.
-
 _OF_A_TRAINING = ("optimizer", "scheduler", "gradient_clipping")
-
-
-class PreStepHook:
-    """Calls a function before each step of an engine.
-
-    Args:
-        engine: a DeepSpeed engine; its ``step`` is replaced until :meth:`leave`.
-        before: called when the gradients of all micro-batches of a step are accumulated.
-    """
-
-    def __init__(self, engine: Any, before: Callable[[], None]) -> None:
-        self._engine, step = engine, engine.step
-
-        def told(*args: Any, **kwargs: Any) -> Any:
-            if engine.is_gradient_accumulation_boundary():
-                before()
-            return step(*args, **kwargs)
-
-        engine.step = told
-
-    def leave(self) -> None:
-        """Restore the engine's own ``step``."""
-        del self._engine.step
-
-
-def expose_fp32_copies(engine: Any) -> None:
-    """Attach the optimizer's float32 master weights to the parameters, as ``fp32_copy``.
-
-    Without ZeRO (stage 0) the engine keeps them in groups parallel to those of the 16-bit weights,
-    without a link between the two; its other stages provide a link themselves.
-
-    Args:
-        engine: a DeepSpeed engine.
-    """
-    optimizer = engine.optimizer
-    lows, highs = (getattr(optimizer, name, ()) for name in ("fp16_groups", "fp32_groups"))
-    for low, high in zip(lows, highs, strict=False):
-        for parameter, copy in zip(low, high, strict=True):
-            parameter.fp32_copy = copy
-
-
-def gather_with_deepspeed(model: Module | None, engine: Any) -> None:
-    """Let DeepSpeed gather a second model's weights while its modules run.
-
-    A teacher that was loaded with ZeRO stage 3 is sharded into flat pieces, and only an engine
-    gathers them.
-
-    Args:
-        model: the second model; it may be unsharded, or have an engine already.
-        engine: the engine of the trained model, whose configuration is used.
-    """
-    if (
-        model is None
-        or not has_partitioned_parameters(model)
-        or hasattr(model, "ds_inflight_param_registry")
-    ):
-        return
-    import deepspeed  # noqa: PLC0415  # an optional companion
-
-    config = {name: value for name, value in engine.config.items() if name not in _OF_A_TRAINING}
-    deepspeed.initialize(model=model, config=config)
-
-
-# --------------------
-# The driver of a session through one training run of a trainer.
-
-
-@dataclass(frozen=True)
-class SessionInputs:
-    """The inputs of a session besides the model and its optimizer.
-
-    Attributes:
-        recipe: the recipe to apply; ``None`` for that of the session.
-        teacher: the teacher model of distillation.
-        train_data: the training set.
-        loggers: a ``LoggerManager`` or loggers; by default those of the session.
-        batches_per_step: micro-batches in an optimizer step.
-        distributed_strategy: the strategy of distributing the model over processes.
-    """
-
-    recipe: Recipe | None
-    teacher: Any
-    train_data: Any
-    loggers: Any
-    batches_per_step: int
-    distributed_strategy: str
+"""Settings of DeepSpeed that a model without a training of its own has no use for."""
 
 
 class SessionDriver:
@@ -142,8 +46,10 @@ class SessionDriver:
 
     Args:
         session: the active session.
-        inputs: the inputs of the session.
         checkpoint: the checkpoint to resume from.
+        recipe: the recipe to apply; ``None`` for that of the session.
+        strategy: the strategy of distributing the model over processes.
+        **inputs: further arguments of the session's ``initialize``.
 
     Raises:
         CheckpointError: the checkpoint has no session, and the recipe needs one.
@@ -151,19 +57,25 @@ class SessionDriver:
     """
 
     def __init__(
-        self, session: CompressionSession, inputs: SessionInputs, checkpoint: Path | None = None
+        self,
+        session: CompressionSession,
+        checkpoint: Path | None,
+        *,
+        recipe: Recipe | None,
+        strategy: str,
+        **inputs: Any,
     ) -> None:
         self.session = session
         self.begun = False
+        self.awaits_loss = False
+        """A training micro-batch has begun and its loss is not known yet."""
         self.place = DataPosition()
-        self._inputs = inputs
-        self._in_micro_batch = False
+        self.run_loss = RunLoss()
+        self._recipe, self._strategy, self._inputs = recipe, strategy, inputs
         self._warned_of_loss = False
         self._hooks: frozenset[int] = frozenset()
-        self._step_done = True
-        self._step, self._first_step = StepLoss(), True
-        self.run_loss = RunLoss()
-        self._engine: PreStepHook | None = None
+        self._step, self._first_step, self._step_done = StepLoss(), True, True
+        self._engine: Any = None
         self._steps_per_epoch: int | None = None
         self._max_steps: int | None = None
         check_can_train(self._modifiers())
@@ -186,25 +98,23 @@ class SessionDriver:
         """Initialize the session: the modifiers match their targets and add their parameters."""
         session, inputs = self.session, self._inputs
         check_experts(model, self._modifiers())
-        loggers = session.state.loggers if inputs.loggers is None else inputs.loggers
-        if inputs.recipe is not None or session.lifecycle.finalized:
+        if inputs["loggers"] is None:
+            inputs["loggers"] = session.state.loggers
+        if self._recipe is not None or session.lifecycle.finalized:
             session.reset()  # the state of an earlier run
         self.begun = True
         if self._saved is not None:
             warn_if_epoch_changed(self._saved, self._steps_per_epoch)
         with full_shapes_reported(model):
             going_on = session.initialize(
-                recipe=inputs.recipe,
+                recipe=self._recipe,
                 model=model,
-                teacher_model=inputs.teacher,
                 optimizer=optimizer,
-                train_data=inputs.train_data,
                 copy_data=False,
                 steps_per_epoch=self._steps_per_epoch,
-                batches_per_step=inputs.batches_per_step,
-                loggers=loggers,
-                distributed_strategy=inputs.distributed_strategy,
+                distributed_strategy=self._strategy,
                 resumes=self._saved is not None,
+                **inputs,
             )
         is_other = optimizer is not None and going_on.optimizer is not optimizer
         if going_on.model is not model or is_other:
@@ -229,13 +139,9 @@ class SessionDriver:
         session = self.session
         session.state.optimizer = optimizer
         session.state.hardware = Hardware.detect(wrapped)
-        session.state.hardware.distributed_strategy = self._inputs.distributed_strategy
-        if self._inputs.distributed_strategy in ("deepspeed", "zero3"):
-            self._engine = PreStepHook(wrapped, lambda: self.send(EventType.OPTIM_PRE_STEP))
-            expose_fp32_copies(wrapped)
-            gather_with_deepspeed(session.state.teacher_model, wrapped)
-            for modifier in self._modifiers_now():
-                modifier.move_pre_hooks_last()  # the engine's hooks gather the weights
+        session.state.hardware.distributed_strategy = self._strategy
+        if self._strategy in ("deepspeed", "zero3"):
+            self._join_engine(wrapped)
         if self._saved is not None:
             session.lifecycle.load_state_dict(self._saved)
             self._saved = None
@@ -281,18 +187,11 @@ class SessionDriver:
 
     def batch_start(self, inputs: Any) -> None:
         """Send the start of a micro-batch."""
-        if not self.begun:
-            return
         if self._step_done:
             self._step, self._step_done = StepLoss(), False
         self.session.event(EventType.BATCH_START, batch_data=inputs)
         self._recompile_if_hooks_changed()
-        self._in_micro_batch = True
-
-    @property
-    def awaits_loss(self) -> bool:
-        """True if a training micro-batch has begun and its loss is not known yet."""
-        return self._in_micro_batch
+        self.awaits_loss = True
 
     def batch_on_device(self, inputs: Any) -> None:
         """Store the micro-batch on the model's device, before its forward pass."""
@@ -318,7 +217,7 @@ class SessionDriver:
             The loss to differentiate, on the same scale; ``loss`` itself if no modifier replaced
             it.
         """
-        self._in_micro_batch = False
+        self.awaits_loss = False
         # The loss of a model on several devices may be on another device than the batch.
         share, token_weight, targets = (
             None if one is None else one.to(loss.device) for one in (share, token_weight, targets)
@@ -330,16 +229,18 @@ class SessionDriver:
         return loss if final is shown else scale_to_share(final, share)
 
     def backward_done(self) -> None:
-        """Free the graph of the loss."""
-        if self._in_micro_batch:
+        """Free the graph of the loss.
+
+        Raises:
+            InputError: modifiers never saw the loss, and there is a teacher to learn from.
+        """
+        if self.awaits_loss:
             self._report_hidden_loss()
-        self._in_micro_batch = False
-        loss = self.session.state.loss
-        if self.begun and isinstance(loss, Tensor):
-            self.session.state.loss = loss.detach()
+        self.awaits_loss = False
+        if isinstance(self.session.state.loss, Tensor):
+            self.session.state.loss = self.session.state.loss.detach()
 
     def _report_hidden_loss(self) -> None:
-        """Report a ``compute_loss`` that precedes the mixin's and hides the loss from it."""
         what = (
             "The trainer's own compute_loss hides that of SessionManagerMixIn: no modifier sees "
             "the loss"
@@ -387,23 +288,49 @@ class SessionDriver:
 
     # ---- inner workings
 
+    def _join_engine(self, engine: Any) -> None:
+        """Send the event before a step of DeepSpeed's engine, which steps by itself."""
+        step = engine.step
+
+        def told(*args: Any, **kwargs: Any) -> Any:
+            if engine.is_gradient_accumulation_boundary():
+                self.send(EventType.OPTIM_PRE_STEP)
+            return step(*args, **kwargs)
+
+        self._engine, engine.step = engine, told
+        # Without ZeRO (stage 0) nothing links the 16-bit weights to their float32 masters.
+        lows, highs = (
+            getattr(engine.optimizer, name, ()) for name in ("fp16_groups", "fp32_groups")
+        )
+        for low, high in zip(lows, highs, strict=False):
+            for parameter, copy in zip(low, high, strict=True):
+                parameter.fp32_copy = copy
+        teacher = self.session.state.teacher_model
+        is_sharded = teacher is not None and has_partitioned_parameters(teacher)
+        if is_sharded and not hasattr(teacher, "ds_inflight_param_registry"):
+            import deepspeed  # noqa: PLC0415  # an optional companion
+
+            # a teacher that was loaded with ZeRO stage 3: only an engine gathers its pieces
+            config = {key: one for key, one in engine.config.items() if key not in _OF_A_TRAINING}
+            deepspeed.initialize(model=teacher, config=config)
+        for modifier in self.session.lifecycle.recipe.modifiers:
+            modifier.move_pre_hooks_last()  # the engine's hooks gather the weights
+
     def _leave_engine(self) -> None:
         if self._engine is not None:
-            self._engine.leave()
+            del self._engine.step
             self._engine = None
 
     def _recompile_if_hooks_changed(self) -> None:
         """Recompile a compiled model if hooks were added or removed, as it would not notice."""
-        hooks = frozenset[int]().union(*(one.hook_ids for one in self._modifiers_now()))
+        modifiers = self.session.lifecycle.recipe.modifiers
+        hooks = frozenset[int]().union(*(one.hook_ids for one in modifiers))
         if hooks != self._hooks:
             reset_compiled()
         self._hooks = hooks
 
-    def _modifiers_now(self) -> list[Modifier]:
-        return self.session.lifecycle.recipe.modifiers
-
     def _modifiers(self) -> list[Modifier]:
-        return modifiers_to_apply(self.session, self._inputs.recipe)
+        return modifiers_to_apply(self.session, self._recipe)
 
     def _read(self, checkpoint: Path) -> dict[str, Any] | None:
         saved = read_session(checkpoint)

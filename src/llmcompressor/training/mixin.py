@@ -30,12 +30,11 @@ from llmcompressor.recipe.arguments import RecipeArgs
 from llmcompressor.recipe.recipe import RecipeInput, renew_recipe
 from llmcompressor.runtime.progress import hide_tqdm_bars
 from llmcompressor.session.functions import active_session
-from llmcompressor.training.callbacks import ProgressLines, SessionEvents, summary
+from llmcompressor.training.callbacks import SessionEvents, TrainingProgress, summary
 from llmcompressor.training.checkpoints import checkpoint_to_resume, write_session
 from llmcompressor.training.checks import check_can_train, check_trainer, zero_stage
 from llmcompressor.training.driver import (
     SessionDriver,
-    SessionInputs,
     modifiers_to_apply,
     remove_checkpoint_wrappers,
 )
@@ -127,7 +126,7 @@ class SessionManagerMixIn(_Base):
         super().__init__(*args, **kwargs)
         self.add_callback(SessionEvents(lambda: self._driver, self._session_is_ready))
         if not sys.stderr.isatty() and self.pop_callback(ProgressCallback) is not None:
-            self.add_callback(ProgressLines())
+            self.add_callback(TrainingProgress(terminal=False))
 
     # ---- the run
 
@@ -215,15 +214,16 @@ class SessionManagerMixIn(_Base):
         session = active_session()
         if modifiers := modifiers_to_apply(session, recipe):
             check_trainer(self, modifiers)
-        inputs = SessionInputs(
+        return SessionDriver(
+            session,
+            checkpoint,
             recipe=recipe,
-            teacher=self.teacher,
+            strategy=self._strategy(),
+            teacher_model=self.teacher,
             train_data=self.train_dataset,
             loggers=self._session_loggers,
             batches_per_step=self.args.gradient_accumulation_steps,
-            distributed_strategy=self._strategy(),
         )
-        return SessionDriver(session, inputs, checkpoint)
 
     def _strategy(self) -> str:
         if self.is_fsdp_enabled or was_loaded_sharded(self.model):

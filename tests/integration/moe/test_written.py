@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from llmcompressor import oneshot
 from llmcompressor.checkpoint import block_stream
+from llmcompressor.entrypoints import run as run_module
 from llmcompressor.entrypoints.verify import verify
 from llmcompressor.errors import DatasetError, TargetError
 from llmcompressor.logger import logger
@@ -143,7 +143,7 @@ def test_streamed_is_as_in_memory(
 ) -> None:
     mixtures.saved(family, tmp_path / "source")
     compressed(tmp_path / "source", tmp_path / "streamed", gptq=True)
-    monkeypatch.setattr(sys.modules[oneshot.__module__], "streamable_source", lambda job: None)
+    monkeypatch.setattr(run_module, "streamable_source", lambda job: None)
     compressed(tmp_path / "source", tmp_path / "memory", gptq=True)
     for file in sorted((tmp_path / "streamed").iterdir()):
         assert file.read_bytes() == (tmp_path / "memory" / file.name).read_bytes(), file.name
@@ -154,7 +154,7 @@ def test_a_run_that_was_broken_off_writes_the_same(
 ) -> None:
     mixtures.saved("llama4_text", tmp_path / "source")
     compressed(tmp_path / "source", tmp_path / "whole", gptq=True)
-    leave = block_stream.BlockStream.leave
+    leave = block_stream.StreamedBlocks.leave
 
     def broken(self: Any, block: str) -> None:
         if block.endswith(".1"):
@@ -162,7 +162,7 @@ def test_a_run_that_was_broken_off_writes_the_same(
         leave(self, block)
 
     with monkeypatch.context() as patched:
-        patched.setattr(block_stream.BlockStream, "leave", broken)
+        patched.setattr(block_stream.StreamedBlocks, "leave", broken)
         with pytest.raises(KeyboardInterrupt):
             compressed(tmp_path / "source", tmp_path / "out", gptq=True)
     compressed(tmp_path / "source", tmp_path / "out", gptq=True)

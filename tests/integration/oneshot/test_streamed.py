@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import copy
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -29,6 +28,7 @@ from transformers import (
 from llmcompressor import oneshot
 from llmcompressor.checkpoint.block_reader import BlockWeights
 from llmcompressor.checkpoint.packing import patch_packed_zero_points
+from llmcompressor.entrypoints import run as run_module
 from llmcompressor.errors import ArgumentError
 from llmcompressor.modifiers.quantization import GPTQModifier, QuantizationModifier
 
@@ -138,7 +138,7 @@ def both_ways(
     )
     assert len(calls) > 1, "it was to be streamed"
     calls.clear()
-    monkeypatch.setattr(sys.modules[oneshot.__module__], "streamable_source", lambda job: None)
+    monkeypatch.setattr(run_module, "streamable_source", lambda job: None)
     oneshot(model=str(folder), recipe=RECIPES[recipe](), output_dir=tmp_path / "memory", **given)
     assert not calls, "it was to be in memory"
     return tmp_path / "streamed", tmp_path / "memory", streamed
@@ -241,12 +241,12 @@ def test_arguments_mean_the_same(
 
 def test_two_blocks_are_in_memory_at_most(folders: Callable[[str], Path], tmp_path: Path) -> None:
     """The one that is written, and the one that the batches have come to."""
-    from llmcompressor.checkpoint.block_stream import BlockStream
+    from llmcompressor.checkpoint.block_stream import StreamedBlocks
 
     seen: list[int] = []
-    leave = BlockStream.leave
+    leave = StreamedBlocks.leave
 
-    def counting(self: BlockStream, block: str) -> None:
+    def counting(self: StreamedBlocks, block: str) -> None:
         full = [
             name
             for one, name in self.names.items()
@@ -256,7 +256,7 @@ def test_two_blocks_are_in_memory_at_most(folders: Callable[[str], Path], tmp_pa
         leave(self, block)
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(BlockStream, "leave", counting)
+        patched.setattr(StreamedBlocks, "leave", counting)
         oneshot(
             model=str(folders("deep")),
             recipe=RECIPES["GPTQ"](),

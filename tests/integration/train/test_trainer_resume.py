@@ -168,11 +168,11 @@ def half(tmp_path) -> Path:
 @pytest.mark.parametrize(
     ("other", "told"),
     [
-        ({"recipe_args": {"growth": 0.03}}, "had growth 0.02, and this run has 0.03"),
-        ({"recipe": recipe(end=2)}, "had end 1.5, and this run has 2"),
-        ({"recipe": "modifiers: {GrowingMask: {start: 0}}"}, "had end 1.5, and this run has not"),
-        ({"recipe": None}, "were GrowingMask, and those of this run are none"),
-        ({"recipe": [Odd(), GrowingMask()]}, "those of this run are Odd, GrowingMask"),
+        ({"recipe_args": {"growth": 0.03}}, r"growth: 0\.02 then, 0\.03 now"),
+        ({"recipe": recipe(end=2)}, r"end: 1\.5 then, 2.* now"),
+        ({"recipe": "modifiers: {GrowingMask: {start: 0}}"}, r"end: 1\.5 then, nothing now"),
+        ({"recipe": None}, "modifiers: GrowingMask then, none now"),
+        ({"recipe": [Odd(), GrowingMask()]}, "GrowingMask then, Odd, GrowingMask now"),
     ],
 )
 def test_another_recipe_is_refused_before_the_first_step(half, other, told):

@@ -11,7 +11,7 @@ from llmcompressor.checkpoint import journal as journal_module
 from llmcompressor.checkpoint.journal import (
     BlockEntry,
     Journal,
-    fingerprint_differences,
+    RunIdentity,
 )
 from llmcompressor.errors import OutputError
 
@@ -102,7 +102,7 @@ def test_without_its_first_line_it_is_refused(tmp_path: Path) -> None:
 
 def test_differences_are_named() -> None:
     now = {"recipe": "b", "versions": {"torch": "3"}}
-    assert list(fingerprint_differences(now, PRINT)) == [
+    assert RunIdentity(now).differences(PRINT) == [
         "recipe: a then, b now",
         "versions.torch: 2 then, 3 now",
     ]

@@ -20,7 +20,12 @@ from llmcompressor.modeling.call_graph import trace_calls
 from llmcompressor.modifiers import Modifier
 from llmcompressor.modifiers.quantization import QuantizationModifier
 from llmcompressor.pipelines import activations
-from llmcompressor.pipelines.granularity import StopPlan, estimate_bytes, plan_stops
+from llmcompressor.pipelines.granularity import (
+    CalibratedModules,
+    StopPlan,
+    estimate_bytes,
+    plan_stops,
+)
 
 LINEAR, SUB_BLOCK, BLOCK = Granularity
 LAYER = [
@@ -49,7 +54,7 @@ def _plan(model: Module, **changes: Any) -> StopPlan:
         "streams": 1,
         "budget": 10**9,
     }
-    return plan_stops(names, order, blocks, **{**settings, **changes})
+    return plan_stops(CalibratedModules(names, order, {}), blocks, **{**settings, **changes})
 
 
 def _shape(plan: StopPlan, model: Module) -> list[tuple[str, tuple[str, ...]]]:

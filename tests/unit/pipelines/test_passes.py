@@ -12,7 +12,7 @@ from llmcompressor.modifiers import Modifier
 from llmcompressor.modifiers.quantization import GPTQModifier, QuantizationModifier
 from llmcompressor.modifiers.smoothquant import SmoothQuantModifier
 from llmcompressor.modifiers.transform import SpinQuantModifier
-from llmcompressor.pipelines.passes import split_at_rewrites, split_into_passes
+from llmcompressor.pipelines.passes import split_into_passes
 
 
 class Scaling(Modifier):
@@ -52,4 +52,4 @@ def test_what_learns_first_begins_a_pass_without_collectors(pipeline: str) -> No
 def test_in_memory_too_it_finds_what_stands_before_done() -> None:
     recipe = [Scaling(), learning(), rounding(), solving()]
     stretches = [["Scaling"], ["SpinQuant"], ["Quantization", "GPTQ"]]
-    assert names(split_at_rewrites(recipe)) == stretches
+    assert names(split_into_passes(recipe, "sequential")) == stretches

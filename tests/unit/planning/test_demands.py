@@ -41,9 +41,9 @@ from llmcompressor.planning.subject import REST, Part, open_planned_model
 from llmcompressor.planning.trial import SchemeCost, count_memory, measure_scheme
 from llmcompressor.planning.workload import (
     BlockWork,
+    BlockWorks,
     Stop,
     Traffic,
-    block_works,
     estimate_time,
     measure_rates,
     read_widths,
@@ -231,8 +231,7 @@ def works(level: Granularity | None) -> BlockWork:
     part = Part("b", names, 0, 0, 0)
     owners = {one: [0] for one in block.modules() if isinstance(one, Linear)}
     widths = read_widths(published_config())
-    (work,) = block_works([part], widths, [Counting(scheme="W8A8")], owners, level, DataSize())
-    return work
+    return BlockWorks(widths, [Counting(scheme="W8A8")], owners, level, DataSize())(part)
 
 
 def published_config() -> Any:

@@ -25,7 +25,7 @@ from llmcompressor.modifiers.smoothquant import SmoothQuantModifier
 from llmcompressor.modifiers.transform import SpinQuantModifier
 from llmcompressor.numerics.awq import candidates
 from llmcompressor.pipelines import moe_routing
-from llmcompressor.planning import passes, workload
+from llmcompressor.planning import workload
 
 SAMPLES, LENGTH = 32, 32
 TARGETS: dict[str, Any] = {"targets": "Linear", "ignore": ["lm_head"]}
@@ -183,16 +183,14 @@ def test_what_is_planned_for_one_stop_is_solved_at_one(
     for user in (workload, moe_routing):
         monkeypatch.setattr(user, "experts_per_wave", lambda mixture, *, every: 5)
     planned: list[int] = []
-    block_works = workload.block_works
+    work_of = workload.BlockWorks.__call__
 
-    def watched(*args: Any, **kwargs: Any) -> Any:
-        found = block_works(*args, **kwargs)
-        planned.extend(
-            sum(len(group) for group in stop.groups) for work in found for stop in work.stops
-        )
+    def watched(self: workload.BlockWorks, part: Any) -> Any:
+        found = work_of(self, part)
+        planned.extend(sum(len(group) for group in stop.groups) for stop in found.stops)
         return found
 
-    monkeypatch.setattr(passes, "block_works", watched)
+    monkeypatch.setattr(workload.BlockWorks, "__call__", watched)
     plan(str(source), make(), data, measure=False, max_seq_length=LENGTH, **more)
 
     solved: list[int] = []

@@ -276,7 +276,7 @@ class AutoRoundModifier(RecordedMixin, QuantizationMixin):
                 self._shown.add(module, real_tokens(given, state.calibration.token_mask))
 
         self._order = state.calibration.call_order
-        finished = () if state.run.block_source is None else state.run.block_source.finished
+        finished = state.run.block_source.finished
         places: dict[Module, ExpertPosition] = {}
         for block, name in find_blocks(state.model).items():
             inside = [module for module in block.modules() if self._is_tuned(module)]

@@ -224,8 +224,7 @@ class REAPPruningModifier(Modifier):
 
     def on_calibration_start(self, state: State, event: Event, **kwargs: Any) -> None:
         """Observe the inputs of the experts, except in finished blocks."""
-        finished = () if state.run.block_source is None else state.run.block_source.finished
-        done = tuple(f"{name}." for name in finished)
+        done = tuple(f"{name}." for name in state.run.block_source.finished)
         for module, layer in self._layers.items():
             if not layer.name.startswith(done):
                 self._found[module] = Saliency.of(layer.count)
@@ -264,16 +263,13 @@ class REAPPruningModifier(Modifier):
         for layer in self._mine(modules):
             if layer.experts in self._found:
                 record = self._choose_experts(layer)
-                if state.run.block_source is not None:
-                    record = state.run.block_source.decide(f"experts of {layer.name}", record)
+                record = state.run.block_source.decide(f"experts of {layer.name}", record)
                 self._take(state.model, layer, record)
 
     def adopt(self, state: State, modules: Iterable[Module]) -> None:
         """Apply the choice of experts of an earlier run."""
-        source = state.run.block_source
-        assert source is not None, "only a run block by block continues an earlier one"
         for layer in self._mine(modules):
-            record = source.decide(f"experts of {layer.name}", None)
+            record = state.run.block_source.decide(f"experts of {layer.name}", None)
             assert record is not None, "it was written before its block was"
             self._take(state.model, layer, record)
 

@@ -168,8 +168,7 @@ class RotationModifier(Modifier):
             find: finds the symptom of a part of the plan; ``None`` if parts cannot be tried.
         """
         return TargetError(
-            f"{type(self).__name__}: rotated, {type(model).__name__} computes something else "
-            f"({fault}).",
+            f"{self._name}: rotated, {type(model).__name__} computes something else ({fault}).",
             "Leave it out of the recipe.",
         )
 
@@ -204,11 +203,9 @@ class RotationModifier(Modifier):
         return self._plan
 
     def predict(self, state: State) -> Prediction:
-        """Online rotations, which the model holds; without weights they are attached already."""
+        """Online rotations, which the model holds already."""
         plan, model = self.plan, state.model
-        if not _is_loaded(model):
-            return Prediction()
-        return Prediction(attached=lambda: plan.predicted(model))
+        return Prediction(attached=lambda: plan.active(model))
 
     def cost(self, modules: Sequence[Module], data: DataSize) -> Cost:
         """Cost of the trial of the rotations in float32, and of fusing them into the weights."""
@@ -244,7 +241,7 @@ class RotationModifier(Modifier):
 
     def on_initialize(self, state: State, **kwargs: Any) -> bool:
         """Find the parts of the model and make every matrix; a failure changes nothing."""
-        model, kind = state.model, type(self).__name__
+        model, kind = state.model, self._name
         for name, module in named_modules(model):
             if getattr(module, "quantization_scheme", None) is not None:
                 raise TargetError(
@@ -259,6 +256,7 @@ class RotationModifier(Modifier):
             self._check_invariance(model)
         self.prepare(model)
         state.facts.rotated_by.update(dict.fromkeys((one.module for one in plan.online), kind))
+        online = {one.scheme for one in plan.online}
         staying = {one.scheme for one in plan.online if one.in_linear}
         if staying:
             logger.warning(
@@ -266,22 +264,20 @@ class RotationModifier(Modifier):
                 "the forward, which readers of the checkpoint have to apply: vLLM does; "
                 "transformers drops transform_config, and its outputs are wrong."
             )
-        # Rotations of queries and keys alike may be dropped by servers, depending on the attention
-        # schemes; that is checked before the run, which needs them in the configuration.
-        alike = {one.scheme for one in plan.online} - staying
-        write_schemes(model, {name: one for name, one in plan.schemes.items() if name in alike})
-        if not _is_loaded(model):  # the output is predicted from the model before the run
+        device = None
+        if not _is_loaded(model):
             self._check_blocks(model)
             loaded = (one.device for one in model.parameters() if not one.is_meta)
-            plan.attach(model, next(loaded, torch.device("meta")))
-            plan.rest(rests=True)
-            write_schemes(model, plan.schemes)
+            device = next(loaded, torch.device("meta"))
+        plan.attach(model, device)  # the output is predicted from the model before the run
+        plan.rest(rests=True)
+        alike = {key: one for key, one in plan.schemes.items() if key in online - staying}
+        write_schemes(model, alike | plan.schemes)
         return True
 
     def on_finalize(self, state: State, **kwargs: Any) -> bool:
         """Remove rotations and their schemes if the weights were not rotated."""
         if self._plan is not None and not self._is_done:
-            self._plan.detach()
             self._plan.detach()
             write_schemes(state.model, {}, without=self._plan.schemes)
         return True
@@ -289,28 +285,28 @@ class RotationModifier(Modifier):
     def on_calibration_start(self, state: State, event: Event, **kwargs: Any) -> None:
         """Rotate the model, or prepare to do so block by block; check that its outputs stay."""
         plan, model, source = self.plan, state.model, state.run.block_source
-        before = None
-        if source is None:
-            before = probe_logits(model)
-            plan.attach(model)
-            write_schemes(model, plan.schemes)
-        else:
+        told = ""
+        if not source.holds_all:
             if not source.finished:  # an interrupted run has checked its rotations already
                 with source.visiting():
                     self._check_invariance(model)
             plan.rest(rests=False)
-        if self.learnable:
-            self.learn(state, plan)
-        told = ""
-        if before is not None:
-            plan.fuse()
-            self._moved = relative_distance(before, probe_logits(model))
+            if self.learnable:
+                self.learn(state, plan)
+        else:
+            with stages_bypassed(model):
+                before = probe_logits(model)
+                plan.rest(rests=False)
+                if self.learnable:
+                    self.learn(state, plan)
+                plan.fuse()
+                self._moved = relative_distance(before, probe_logits(model))
             self._check_rounding(model, self._moved)
             told = f"; outputs moved by {self._moved:.2g} of their size"
         self._is_done = True
         logger.info(
-            f"{type(self).__name__}: {plan.rotated_weights} weights are rotated, "
-            f"{len(plan.online)} rotations stay in the forward{told}."
+            f"{self._name}: {plan.rotated_weights} weights are rotated, {len(plan.online)} "
+            f"rotations stay in the forward{told}."
         )
 
     def on_sequential_epoch_end(
@@ -321,10 +317,11 @@ class RotationModifier(Modifier):
 
     def finish(self, state: State, modules: Iterable[Module], *, written: bool = False) -> None:
         """Rotate the weights of the loaded ``modules``, each once."""
-        if state.run.block_source is not None:
-            fresh = set(modules) - self._rotated
-            self.plan.fuse(fresh)
-            self._rotated |= fresh
+        if state.run.block_source.holds_all:
+            return  # they are rotated together
+        fresh = set(modules) - self._rotated
+        self.plan.fuse(fresh)
+        self._rotated |= fresh
 
     def adopt(self, state: State, modules: Iterable[Module]) -> None:
         """Mark the weights of ``modules`` as rotated."""
@@ -362,11 +359,11 @@ class RotationModifier(Modifier):
             raise self.invariance_error(model, f"its {told}")
         if not math.isfinite(moved):
             raise TargetError(
-                f"{type(self).__name__}: rotated, {type(model).__name__} overflows in {dtype}.",
+                f"{self._name}: rotated, {type(model).__name__} overflows in {dtype}.",
                 'Load it in a wider dtype: precision="bfloat16" or "float32".',
             )
         logger.warning(
-            f"{type(self).__name__}: {told}. That is the rounding of rotated weights to {dtype}, "
+            f"{self._name}: {told}. That is the rounding of rotated weights to {dtype}, "
             f"computed in {self.precision}; without it they stay."
         )
 
@@ -399,7 +396,7 @@ class RotationModifier(Modifier):
         taken = [one for one in online if one.module in owners or has_online_rotation(one.module)]
         if taken:
             owner = owners.get(taken[0].module)
-            by = f" from {owner}, and {type(self).__name__} would add another" if owner else ""
+            by = f" from {owner}, and {self._name} would add another" if owner else ""
             raise TargetError(
                 f"{taken[0].module_name} has a rotation in its forward already{by}.",
                 self.advice_without(model, [one.module_name for one in taken]),
@@ -439,7 +436,7 @@ class RotationModifier(Modifier):
     def _make(self, name: str, order: int, what: str, kind: str) -> Rotation:
         if kind not in get_args(TransformType):
             raise RecipeError(
-                f"{type(self).__name__}: there is no type of rotation {kind!r}.",
+                f"{self._name}: there is no type of rotation {kind!r}.",
                 did_you_mean(kind, get_args(TransformType)),
             )
         generator = torch.Generator().manual_seed(zlib.crc32(f"{self.seed}/{name}".encode()))

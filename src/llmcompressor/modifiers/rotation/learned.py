@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 from torch.nn import Linear, Module
 
+from llmcompressor.core.block_source import BlockSource
 from llmcompressor.core.contract import ELEMENTWISE, Cost, DataSize
 from llmcompressor.equalization.rescale import swapped_parameters
 from llmcompressor.errors import DatasetError, NonFiniteError
@@ -319,7 +320,7 @@ def learn_rotations(
     *,
     steps: int,
     rate: float,
-    keeper: Any = None,
+    blocks: BlockSource,
     budget: int | None = None,
     use_loss_mask: bool = False,
     device_memory: int | None = None,
@@ -333,8 +334,7 @@ def learn_rotations(
         batches: calibration batches, used in order, repeatedly if there are fewer than steps.
         steps: number of steps.
         rate: learning rate of the first step; it decays linearly to zero.
-        keeper: loads the weights of the blocks, and keeps the progress; ``None`` if all are in
-            memory.
+        blocks: loads the weights of the blocks, and keeps the progress.
         budget: bytes of activations that may wait in main memory; ``None``: half of the free
             memory.
         use_loss_mask: predict only tokens whose ``loss_mask`` is 1.
@@ -351,14 +351,12 @@ def learn_rotations(
         activation_budget(budget), device_activation_budget(model_device(model), device_memory)
     )
     with (
-        (
-            contextlib.nullcontext(lambda block, then: None) if keeper is None else keeper.visits()
-        ) as arrive,
+        blocks.visits() as arrive,
         contextlib.closing(shelf),
         _fake_quantized_inputs(model),
         short_spin_waits(),
     ):
-        learning = _RotationOptimizer(model, plan, start, arrive, shelf, keeper)
+        learning = _RotationOptimizer(model, plan, start, arrive, shelf, blocks)
         if not learning.resume():
             learning.loss_before = learning.mean_loss(compared)
             learning.keep()
@@ -388,7 +386,7 @@ class _RotationOptimizer:
         start: the initial rotations, by name.
         arrive: loads a block.
         shelf: stores the inputs of blocks.
-        keeper: keeps the progress in the run's journal; ``None``: nothing is kept.
+        source: keeps the progress, where the run can be continued.
 
     Attributes:
         steps: number of completed steps.
@@ -403,10 +401,10 @@ class _RotationOptimizer:
         start: Mapping[str, Rotation],
         arrive: Arrive,
         shelf: TensorStore,
-        keeper: Any,
+        source: BlockSource,
     ) -> None:
         device = model_device(model)
-        self._model, self._keeper = model, keeper
+        self._model, self._source = model, source
         self._matrices = {name: one.matrix().contiguous().to(device) for name, one in start.items()}
         self._momenta = {name: torch.zeros_like(one) for name, one in self._matrices.items()}
         self._rotated = _RotatedParameters(plan, {id(one): name for name, one in start.items()})
@@ -468,11 +466,9 @@ class _RotationOptimizer:
 
     def resume(self) -> bool:
         """Resume an earlier run, if there is one; return True if so."""
-        if self._keeper is None:
-            return False
-        found = self._keeper.recall(_PROGRESS)
+        found = self._source.recall(_PROGRESS)
         if found is None:
-            self._keeper.forget()
+            self._source.forget()
             return False
         tensors, figures = found
         for name, one in self._matrices.items():
@@ -492,13 +488,11 @@ class _RotationOptimizer:
 
     def keep(self) -> None:
         """Keep the progress; it is durable on return."""
-        if self._keeper is None:
-            return
         began = time.monotonic()
         tensors = {f"matrix {name}": one for name, one in self._matrices.items()}
         tensors |= {f"momentum {name}": one for name, one in self._momenta.items()}
         figures = {"steps": self.steps, "before": self.loss_before, "after": self.loss_after}
-        self._keeper.remember(_PROGRESS, tensors, figures)
+        self._source.remember(_PROGRESS, tensors, figures)
         self._since = time.monotonic()
         self._keeping_time = self._since - began
 

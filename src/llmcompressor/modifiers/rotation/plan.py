@@ -34,6 +34,7 @@ from llmcompressor.errors import TargetError
 from llmcompressor.logger import logger
 from llmcompressor.modeling.call_graph import DataFlow, trace_flow
 from llmcompressor.modeling.names import named_modules, own_parameters
+from llmcompressor.modeling.patches import RESTS
 from llmcompressor.modifiers.rotation.online import OnlineRotation, stored_weight, tie_weights
 from llmcompressor.numerics.hadamard import split_order
 from llmcompressor.numerics.rotation import (
@@ -338,19 +339,6 @@ class RotationPlan:
                 one.__dict__[RESTS] = True
             if not is_attached:
                 self.detach()
-
-    @contextlib.contextmanager
-    def predicted(self, model: Any) -> Iterator[None]:
-        """Let the model hold the online rotations and their schemes while the body runs."""
-        before = getattr(model, "transform_config", None)
-        try:
-            with self.active(model):
-                write_schemes(model, self.schemes)
-                yield
-        finally:
-            model.transform_config = before
-            if before is None:
-                del model.transform_config
 
 
 def write_schemes(

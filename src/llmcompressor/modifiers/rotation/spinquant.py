@@ -276,8 +276,8 @@ class SpinQuantModifier(RotationModifier):
 
         If an earlier run has finished all blocks, only the types of the schemes are updated.
         """
-        keeper, new = state.run.block_source, list[str]()
-        if keeper is None or not keeper.rest_is_finished:
+        blocks, new = state.run.block_source, list[str]()
+        if not blocks.rest_is_finished:
             start = {name: self._made[name] for name in self._learnable}
             self._outcome = learn_rotations(
                 state.model,
@@ -286,7 +286,7 @@ class SpinQuantModifier(RotationModifier):
                 state.data.calib,
                 steps=self.learning_steps,
                 rate=self.learning_rate,
-                keeper=keeper,
+                blocks=blocks,
                 budget=state.run.activation_budget,
                 use_loss_mask=state.run.use_loss_mask,
                 device_memory=state.run.device_memory,
@@ -297,8 +297,7 @@ class SpinQuantModifier(RotationModifier):
                 fusion.inputs = [by_id.get(id(one), one) for one in fusion.inputs]
                 fusion.outputs = [by_id.get(id(one), one) for one in fusion.outputs]
             new = [name for name, one in learned.items() if one is not start[name]]
-        if keeper is not None:
-            new = keeper.decide(_LEARNED, new)
+        new = blocks.decide(_LEARNED, new)
         for key, scheme in plan.schemes.items():
             if any(name.startswith(f"{key}/") for name in new):
                 plan.schemes[key] = scheme.model_copy(update={"type": "random-matrix"})

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import torch
-from pydantic import ConfigDict, Field, field_validator, model_validator
+from pydantic import BeforeValidator, ConfigDict, Field, field_validator, model_validator
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 from torch.nn import Module
@@ -27,7 +27,6 @@ from llmcompressor.equalization.mappings import (
 )
 from llmcompressor.errors import NonFiniteError, RecipeError
 from llmcompressor.modeling.call_graph import first_tensor
-from llmcompressor.modeling.matching import as_targets
 from llmcompressor.numerics.smoothing import (
     column_range,
     log_equalization_scales,
@@ -48,6 +47,9 @@ __all__ = [
     "get_layer_mappings_from_model",
 ]
 
+_Names = Annotated[
+    list[str], BeforeValidator(lambda given: [given] if isinstance(given, str) else given)
+]
 _FORM = "Write each as [[targets of the Linears], target of the norm]."
 
 
@@ -157,7 +159,7 @@ class SmoothQuantModifier(SmoothingMixin):
 
     smoothing_strength: float = Field(default=0.5, ge=0.0, le=1.0)
     mappings: list[tuple[list[str], str]] | None = None
-    ignore: str | list[str] | None = None
+    ignore: _Names | None = None
     num_calibration_steps: int | None = Field(default=None, ge=1)
     calibration_function: Any = None
     algorithm: Literal["smoothquant", "log_equalization"] = "smoothquant"
@@ -206,7 +208,7 @@ class SmoothQuantModifier(SmoothingMixin):
 
     def ignored(self) -> Sequence[str]:
         """Targets of modules that are not smoothed."""
-        return as_targets(self.ignore)
+        return self.ignore or ()
 
     # ------------------------------------------------------------------ while
 

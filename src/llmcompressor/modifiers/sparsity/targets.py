@@ -14,12 +14,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor
 from torch.nn import Conv1d, Conv2d, Embedding, Linear, Module
 from torch.nn.functional import pad, unfold
 
+from llmcompressor.core.block_source import BlockSource
 from llmcompressor.errors import TargetError
 from llmcompressor.logger import logger
 from llmcompressor.modeling.matching import (
@@ -422,7 +422,7 @@ class OutlierProfile:
         """Keep the input statistics of a module until its layer is surveyed."""
         self._squares[module] = mean_square_C
 
-    def survey(self, modules: Sequence[Module], keeper: Any) -> None:
+    def survey(self, modules: Sequence[Module], blocks: BlockSource) -> None:
         """Count the outliers of modules with input statistics and loaded weights."""
         known = [module for module in modules if module in self._squares]
         by_layer: dict[str, list[Module]] = {}
@@ -432,18 +432,17 @@ class OutlierProfile:
         if not counts:
             return
         key = self._key(modules)
-        if keeper is not None:
-            counts = keeper.decide(key, counts)
+        counts = blocks.decide(key, counts)
         self._counts[key] = {layer: (one[0], one[1]) for layer, one in counts.items()}
         for module in known:
             del self._squares[module]
 
-    def adopt(self, modules: Sequence[Module], keeper: Any) -> None:
+    def adopt(self, modules: Sequence[Module], blocks: BlockSource) -> None:
         """Restore the counts of an earlier run."""
         if modules:
             key = self._key(modules)
             self._counts[key] = {
-                layer: (one[0], one[1]) for layer, one in keeper.decide(key, {}).items()
+                layer: (one[0], one[1]) for layer, one in blocks.decide(key, {}).items()
             }
 
     def decide(self) -> Mapping[str, float]:
