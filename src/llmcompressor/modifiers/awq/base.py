@@ -194,8 +194,10 @@ class AWQModifier(SmoothingMixin):
 
     Attributes:
         mappings: smooth and balance layers; inferred from the model if there are none.
-        offload_device: _Device | None = None
-    duo_scaling: use inputs and weights (``True``), inputs alone (``False``), or try ``"both"``.
+        offload_device: device for statistics (and with ``loss: output`` for activations): a
+            ``torch.device`` or its name. ``None``: the device that they are computed on;
+            activations move to main memory when they exceed half of the free memory there.
+        duo_scaling: use inputs and weights (``True``), inputs alone (``False``), or try ``"both"``.
         n_grid: number of scales that are tried for each set.
         loss: the criterion for a scale: the error of the Linears' outputs, from second moments
             (``"statistics"``), or the error of their common parent's output, which is rerun for
@@ -211,9 +213,7 @@ class AWQModifier(SmoothingMixin):
     )
 
     mappings: list[AWQMapping] | None = None
-    offload_device: Annotated[
-        str | None, BeforeValidator(lambda one: str(one) if isinstance(one, torch.device) else one)
-    ] = None
+    offload_device: _Device | None = None
     duo_scaling: bool | Literal["both"] = True
     n_grid: int = Field(default=20, ge=2, le=1000)
     loss: Literal["statistics", "output"] = "statistics"

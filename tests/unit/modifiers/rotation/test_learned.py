@@ -203,7 +203,7 @@ def test_what_was_kept_and_read_again_goes_on_with_the_same_bits() -> None:
     straight, again = (Learning(with_gains(tiny.llama(torch.bfloat16)), "W4A16") for _ in "ab")
     for learning in (straight, again):
         learning.way.step(learning.batch, 1.5)
-    again.way._keeper = Kept()
+    again.way._source = Kept()
     again.way.keep()
     assert again.way.resume()
     for learning in (straight, again):
