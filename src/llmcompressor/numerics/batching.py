@@ -12,13 +12,7 @@ from torch import Tensor
 
 from llmcompressor.numerics.hessian import SingularHessianError
 
-__all__ = [
-    "BATCH_ELEMENTS",
-    "batch_by_kind",
-    "solve_in_batches",
-    "stack_float32_rows",
-    "stack_or_single",
-]
+__all__ = ["BATCH_ELEMENTS", "batch_by_kind", "solve_batched_or_single", "stack_float32_rows"]
 
 Problem = TypeVar("Problem")
 Solution = TypeVar("Solution")
@@ -34,13 +28,11 @@ def batch_by_kind(
     *,
     most: int | None = None,
 ) -> Iterator[list[int]]:
-    """Group the indices of problems that can be solved together.
+    """Group the indices of problems that can be solved together: those of equal kinds.
 
-    Args:
-        kinds: key of each problem; equal for those that can be stacked.
-        columns: columns of each problem, whose Gram matrix has that number squared of elements.
-        limit: elements of the Gram matrices of one batch; a larger problem is a batch of its own.
-        most: problems of one batch, whatever their elements, in place of ``limit``.
+    A batch has at most ``most`` problems, or by default so many that their Gram matrices, of
+    ``columns`` squared elements each, have at most ``limit``; a larger problem is a batch of its
+    own.
 
     >>> list(batch_by_kind("aba", [2, 2, 2], limit=8))
     [[0, 2], [1]]
@@ -57,10 +49,7 @@ def batch_by_kind(
 
 
 def stack_float32_rows(weights_RC: Sequence[Tensor]) -> Tensor:
-    """The rows of all weights in one new float32 matrix, without intermediate copies.
-
-    Args:
-        weights_RC: any floating dtype, each ``[R_i, C]``.
+    """The rows of all weights, each ``[R_i, C]``, in one new float32 matrix without other copies.
 
     >>> stack_float32_rows([torch.ones(1, 2), torch.zeros(1, 2).bfloat16()]).tolist()
     [[1.0, 1.0], [0.0, 0.0]]
@@ -73,48 +62,19 @@ def stack_float32_rows(weights_RC: Sequence[Tensor]) -> Tensor:
     return wide_RC
 
 
-def stack_or_single(tensors: Sequence[Tensor]) -> Tensor:
-    """Several tensors stacked along a new dimension; a single one without it."""
-    return tensors[0] if len(tensors) == 1 else torch.stack(list(tensors))
-
-
-def solve_in_batches(
+def solve_batched_or_single(
     problems: Sequence[Problem],
-    kinds: Sequence[object],
-    columns: Sequence[int],
     together: Callable[[Sequence[Problem]], list[Solution]],
     hopeless: Callable[[Problem], Solution],
-    *,
-    limit: int = BATCH_ELEMENTS,
-    most: int | None = None,
 ) -> list[Solution]:
-    """Solve problems; small ones of one kind in one call, or one by one if that fails.
+    """Solve problems of one kind in one call, or one by one if one of them cannot be factorized.
 
-    Args:
-        problems: in any order.
-        kinds: as for :func:`batch_by_kind`.
-        columns: as for :func:`batch_by_kind`.
-        together: solves several of one kind; raises ``SingularHessianError`` if one of them cannot
-            be factorized.
-        hopeless: fallback for a problem that cannot be factorized by itself either.
-        limit: as for :func:`batch_by_kind`.
-        most: as for :func:`batch_by_kind`.
+    ``together`` then raises ``SingularHessianError``; ``hopeless`` solves a problem that cannot be
+    factorized by itself either.
     """
-    solutions: dict[int, Solution] = {}
-    for batch in batch_by_kind(kinds, columns, limit, most=most):
-        found = _solve_batched_or_single([problems[index] for index in batch], together, hopeless)
-        solutions.update(zip(batch, found, strict=True))
-    return [solutions[index] for index in range(len(problems))]
-
-
-def _solve_batched_or_single(
-    problems: Sequence[Problem],
-    together: Callable[[Sequence[Problem]], list[Solution]],
-    hopeless: Callable[[Problem], Solution],
-) -> list[Solution]:
     with contextlib.suppress(SingularHessianError):
         return together(problems)
     # outside the handler: the exception, and the tensors of its frames, are freed
     if len(problems) == 1:
         return [hopeless(problems[0])]
-    return [_solve_batched_or_single([one], together, hopeless)[0] for one in problems]
+    return [solve_batched_or_single([one], together, hopeless)[0] for one in problems]

@@ -12,11 +12,11 @@ from torch import Tensor
 from llmcompressor.core.contract import ELEMENTWISE, Cost, DataSize
 from llmcompressor.numerics.batching import (
     BATCH_ELEMENTS,
-    solve_in_batches,
+    batch_by_kind,
+    solve_batched_or_single,
     stack_float32_rows,
-    stack_or_single,
 )
-from llmcompressor.numerics.gptq import corrected_weight_with_retries, ridge_for_tokens
+from llmcompressor.numerics.gptq import corrected_weight, ridge_for_tokens
 from llmcompressor.numerics.hessian import (
     SingularHessianError,
     dead_columns,
@@ -83,30 +83,32 @@ class Solution:
 
 def solve(problems: Sequence[Problem], options: Options) -> list[Solution]:
     """Solve ``problems``; small ones of one kind in one batch."""
+    solutions: dict[int, Solution] = {}
+    kinds = [problem.kind for problem in problems]
+    for batch in batch_by_kind(kinds, [problem.gram_CC.shape[-1] for problem in problems]):
+        found = _solve_batch([problems[index] for index in batch], options)
+        solutions.update(zip(batch, found, strict=True))
+    return [solutions[index] for index in range(len(problems))]
 
+
+def _solve_batch(problems: Sequence[Problem], options: Options) -> list[Solution]:
     def pruned(some: Sequence[Problem]) -> list[Solution]:
         with one_thread(some[0].gram_CC.device):
             return _solve_stacked(some, options)
 
-    return solve_in_batches(
-        problems,
-        [problem.kind for problem in problems],
-        [problem.gram_CC.shape[-1] for problem in problems],
-        pruned,
-        lambda one: _prune_by_score(one, options),
-    )
+    return solve_batched_or_single(problems, pruned, lambda one: _prune_by_score(one, options))
 
 
 def _solve_stacked(problems: Sequence[Problem], options: Options) -> list[Solution]:
     """Solve all of ``problems`` at once; a single one without a batch dimension."""
     steps = _STEPS if len(problems) == 1 else 1  # do not raise the dampening for a whole batch
-    gram_CC = stack_or_single([problem.gram_CC for problem in problems])
-    weight_RC = stack_or_single([stack_float32_rows(one.weights) for one in problems])
+    gram_CC = _stack([problem.gram_CC for problem in problems])
+    weight_RC = _stack([stack_float32_rows(one.weights) for one in problems])
     gone_RC = weight_RC == 0 if options.preserve else None
     if problems[0].cross_CC is not None:
-        cross_CC = stack_or_single([p.cross_CC for p in problems if p.cross_CC is not None])
+        cross_CC = _stack([p.cross_CC for p in problems if p.cross_CC is not None])
         ridge = ridge_for_tokens(options.ridge, gram_CC, [problem.tokens for problem in problems])
-        weight_RC = corrected_weight_with_retries(weight_RC, gram_CC, cross_CC, ridge, steps=steps)
+        weight_RC = corrected_weight(weight_RC, gram_CC, cross_CC, ridge, steps=steps)
     weight_RC.masked_fill_(dead_columns(gram_CC).unsqueeze(-2), 0)
     sparsity = problems[0].sparsity
     if options.refinements == 0:
@@ -177,6 +179,10 @@ def _solution(
     rows = [len(weight) for weight in problem.weights]
     losses = [float(part.sum()) for part in torch.split(loss_R, rows)]
     return Solution(list(torch.split(weight_RC, rows)), losses, dampening)
+
+
+def _stack(tensors: Sequence[Tensor]) -> Tensor:
+    return tensors[0] if len(tensors) == 1 else torch.stack(list(tensors))
 
 
 # --------------------
