@@ -38,14 +38,13 @@ from llmcompressor.equalization.mappings import (
     Names,
     SmoothSet,
     find_smooth_sets,
-    matching_names,
     resolve_mappings,
 )
 from llmcompressor.equalization.rescale import divide_outputs, multiply_inputs
 from llmcompressor.errors import NonFiniteError, TargetError
 from llmcompressor.logger import logger
 from llmcompressor.modeling.fused import is_expert
-from llmcompressor.modeling.matching import check_targets
+from llmcompressor.modeling.matching import check_targets, match_named_modules
 from llmcompressor.modeling.names import named_modules, own_parameters
 from llmcompressor.observers.input_statistics import InputCollector
 
@@ -191,7 +190,8 @@ class SmoothingMixin(Modifier):
         else:
             self._sets = resolve_mappings(model, names, self.ignored(), samples)
         check_targets(model, (), ignore=self.ignored())
-        left_out = matching_names(model, self.ignored())
+        matched = match_named_modules(model, list(self.ignored()))
+        left_out = {name for name, _ in matched}
         wanted = [one for one in self._sets if not left_out & {one.name, *one.balance}]
         self._sets = self._without_conflicts(state, wanted, are_named=names is not None)
         if not self._sets:

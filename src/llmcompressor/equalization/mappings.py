@@ -40,7 +40,6 @@ __all__ = [
     "SmoothSet",
     "find_smooth_sets",
     "format_names",
-    "matching_names",
     "norm_mappings",
     "resolve_mappings",
 ]
@@ -294,15 +293,12 @@ def resolve_mappings(
     for one in names:
         _refuse_unmatched(model, one, matched.unmatched(one))
     probes = block_probes(model, batches)
-    resolver = _MappingResolver(model, probes, matching_names(model, ignore))
+    resolver = _MappingResolver(
+        model, probes, {name for name, _ in match_named_modules(model, list(ignore))}
+    )
     for one in names:
         resolver.add(one, matched.places(one))
     return resolver.finish()
-
-
-def matching_names(model: Module, targets: Sequence[str]) -> set[str]:
-    """Names of the modules that any of the targets matches."""
-    return {name for name, _ in match_named_modules(model, targets)} if targets else set()
 
 
 def _format_mapping(names: Names) -> str:

@@ -57,7 +57,6 @@ from llmcompressor.observers.canonical import Range
 from llmcompressor.observers.input_statistics import InputStatistics
 from llmcompressor.quantization.base import SAYING_HOW, QuantizationMixin
 from llmcompressor.quantization.parameters import (
-    WeightParameters,
     min_max_parameters,
     range_parameters,
     weight_amax,
@@ -484,7 +483,8 @@ def _rounding(module: Module) -> Round:
     stored = parameter_dtype(weight_of(module).dtype)
 
     def rounded(weight_RC: Tensor) -> Tensor:
-        return _round_in_float32(min_max_parameters(weight_RC, args, stored_in=stored), weight_RC)
+        found = min_max_parameters(weight_RC, args, stored_in=stored)
+        return replace(found, scale=found.scale.float()).round(weight_RC)
 
     return rounded
 
@@ -498,15 +498,10 @@ def _rounding_within(module: Module, whole_RC: Tensor) -> RoundWithin:
 
     def rounded(weight_RC: Tensor, least_R: Tensor, greatest_R: Tensor) -> Tensor:
         ends = Range(least_R.unsqueeze(-1), greatest_R.unsqueeze(-1))
-        return _round_in_float32(
-            range_parameters(ends, weight_RC, args, shared, stored_in=stored), weight_RC
-        )
+        found = range_parameters(ends, weight_RC, args, shared, stored_in=stored)
+        return replace(found, scale=found.scale.float()).round(weight_RC)
 
     return rounded
-
-
-def _round_in_float32(found: WeightParameters, weight_RC: Tensor) -> Tensor:
-    return replace(found, scale=found.scale.float()).round(weight_RC)
 
 
 def _columns_per_scale(module: Module) -> int:

@@ -446,7 +446,10 @@ class Projections:
     def state_dict(self) -> dict[str, Tensor]:
         """The projections by pair."""
         return {
-            _pair_key(pair): getattr(pair.student, name).detach().cpu().clone()
+            f"{pair.student_name} -> {pair.teacher_name}": getattr(pair.student, name)
+            .detach()
+            .cpu()
+            .clone()
             for pair, name in self._placed.items()
         }
 
@@ -454,8 +457,9 @@ class Projections:
     def load_state_dict(self, saved: Mapping[str, Tensor]) -> None:
         """Copy the projections of a checkpoint into the existing parameters."""
         for pair, name in self._placed.items():
-            if _pair_key(pair) in saved:
-                getattr(pair.student, name).copy_(saved[_pair_key(pair)])
+            key = f"{pair.student_name} -> {pair.teacher_name}"
+            if key in saved:
+                getattr(pair.student, name).copy_(saved[key])
 
 
 def _replace_tensor(output: Any, old: Tensor, new: Tensor) -> Any:
@@ -490,10 +494,6 @@ def _free_name(module: Module) -> str:
         number += 1
         name = f"{_NAME}_{number}"
     return name
-
-
-def _pair_key(pair: Pair) -> str:
-    return f"{pair.student_name} -> {pair.teacher_name}"
 
 
 # --------------------

@@ -168,7 +168,9 @@ class REAPPruningModifier(Modifier):
     def outline(self, state: State) -> None:
         """Reduce each MoE to the number of remaining experts, whichever these are."""
         for layer in self._layers.values():
-            prune_experts(state.model, layer, range(self._kept_count(layer)))
+            prune_experts(
+                state.model, layer, range(len(self._left(layer, torch.zeros(layer.count))))
+            )
         self._tell(state.model)
 
     def _check_counts(
@@ -308,10 +310,7 @@ class REAPPruningModifier(Modifier):
         """Set the number of experts in the configuration."""
         first = next(iter(self._layers.values()))
         for config, name in expert_count_attributes(model, first.count):
-            setattr(config, name, self._kept_count(first))
-
-    def _kept_count(self, layer: MoeLayer) -> int:
-        return len(self._left(layer, torch.zeros(layer.count)))
+            setattr(config, name, len(self._left(first, torch.zeros(first.count))))
 
     def _left(self, layer: MoeLayer, saliency_E: Tensor) -> list[int]:
         gone = set(dropped_experts(saliency_E, self.sparsity, layer.groups))

@@ -550,17 +550,14 @@ def check_next_tokens(batches: Sequence[Mapping[str, Any]], *, use_loss_mask: bo
             "Rotations are learned by predicting next tokens, and a sample has no input_ids.",
             "Give text, or tokens.",
         )
-    if any(_has_target(_labels(batch, use_loss_mask=use_loss_mask)) for batch in batches):
+    labels = (_labels(batch, use_loss_mask=use_loss_mask) for batch in batches)
+    if any(bool((one[:, 1:] != _IGNORED).any()) for one in labels):
         return
     mask = ", or a loss_mask that is 1 somewhere behind the first token" if use_loss_mask else ""
     raise DatasetError(
         "Rotations are learned by predicting next tokens, and no sample has one to predict.",
         f"Give longer samples{mask}.",
     )
-
-
-def _has_target(labels: Tensor) -> bool:
-    return bool((labels[:, 1:] != _IGNORED).any())
 
 
 def _labels(batch: Mapping[str, Any], *, use_loss_mask: bool) -> Tensor:
@@ -583,7 +580,7 @@ def _training_batches(
     device, data = model_device(model), []
     for batch in batches:
         labels = _labels(batch, use_loss_mask=use_loss_mask)
-        if _has_target(labels):
+        if bool((labels[:, 1:] != _IGNORED).any()):
             inputs = {"input_ids": batch["input_ids"], "labels": labels}
             if batch.get("attention_mask") is not None:
                 inputs["attention_mask"] = batch["attention_mask"]
