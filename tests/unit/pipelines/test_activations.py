@@ -7,12 +7,11 @@ import gc
 import os
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import psutil
-from functools import partial
-
 import pytest
 import torch
 from tests.support import tiny_models as tiny
