@@ -109,7 +109,7 @@ def _build_presets() -> dict[str, Mapping[str, Any]]:
         f"W{bits}A16_ASYM": _integer_preset(bits, 16, symmetric=False) for bits in range(2, 9)
     }
     named = {name: PRESET_SCHEMES[name] for name in _OTHERS.split()}
-    newer = {name: PRESET_SCHEMES[name] for name in _NEWER if name in PRESET_SCHEMES}
+    newer = {name: PRESET_SCHEMES[name] for name in sorted(_NEWER) if name in PRESET_SCHEMES}
     return {**presets, **asymmetric, **named, **newer}
 
 
