@@ -61,7 +61,7 @@ CEILINGS: dict[str, tuple[float, float]] = {
     "% of functions with a body of at most 3 lines": (36.5, 30.0),
     "% of docstrings that open with a question": (3.0, 3.0),
     "lines of tests": (58_534, 52_000),
-    "bytes of docs/architecture.md": (7_000, 10_000),
+    "bytes of docs/architecture.md": (8_000, 10_000),
     "rows of its longest table": (20, 20),
 }
 SLACK = 0.02
