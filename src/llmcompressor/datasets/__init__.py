@@ -3,12 +3,12 @@
 
 ::
 
-    arguments ─source─> rows ─sampling─> some rows ─preprocess─> text ─tokenize─> samples
+    arguments ─source─> rows ─sampling─> some rows ─text─> text ─tokenize─> samples
     samples ─collate─> batches
 
 ``source`` resolves the data that the arguments name (``files`` and ``hub`` read it), ``sampling``
-selects rows of it, ``preprocess`` makes text of each row, whatever its form, ``tokenize`` makes
-samples of the text and checks them, ``collate`` makes batches.
+selects rows of it, ``text`` makes text of each row, whatever its form (``media`` finds its
+pictures), ``tokenize`` makes samples of the text and checks them, ``collate`` makes batches.
 
 The names below are imported lazily (PEP 562).
 """

@@ -3,9 +3,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch.utils.data import DataLoader
@@ -19,17 +19,18 @@ from llmcompressor.datasets.collate import (
     TruncationCollator,
     check_placeholders_kept,
 )
-from llmcompressor.datasets.preprocess import placeholder_ids
-from llmcompressor.datasets.rows import Row, Stream
-from llmcompressor.datasets.samples import MAIN_INPUTS, Sample
+from llmcompressor.datasets.media import placeholder_ids
+from llmcompressor.datasets.rows import Stream
+from llmcompressor.datasets.samples import Sample
 from llmcompressor.datasets.sampling import (
     StreamedSamples,
     own_sample_count,
     own_samples,
     prepare_samples,
 )
-from llmcompressor.datasets.source import Source, is_loader, open_source, split_for
+from llmcompressor.datasets.source import Source, is_loader, open_source
 from llmcompressor.datasets.tokenize import (
+    ModelFacts,
     Preparation,
     pad_id_of,
     padding_side_of,
@@ -50,20 +51,21 @@ __all__ = [
 ]
 
 _LARGE_BATCH = 16
+_PREPARING = (
+    *("concatenate_data", "dataset_path", "pad_to_max_length"),
+    *("preprocessing_func", "remove_columns", "splits"),
+)
+"""Arguments that are of no use where data is there and tokenized."""
 
 
 def load_calibration(
     args: DatasetArguments,
     *,
     processor: Any = None,
-    model_input_names: Collection[str] = (),
-    main_inputs: Collection[str] = (),
-    vocab_size: int | None = None,
-    model_max_length: int | None = None,
-    in_table: bool = False,
     placeholders: frozenset[int] = frozenset(),
     source: Source | None = None,
     processes: Processes | None = None,
+    **model: Unpack[ModelFacts],
 ) -> DataLoader[Any] | None:
     """Load the calibration batches that the arguments describe.
 
@@ -75,12 +77,6 @@ def load_calibration(
     Args:
         args: the user's arguments.
         processor: the tokenizer or processor; not changed.
-        model_input_names: the inputs that the model's forward takes; other columns are dropped.
-            Empty if unknown.
-        main_inputs: further names of inputs that represent a whole sample.
-        vocab_size: rows of the model's embedding, to check token ids against.
-        model_max_length: maximum number of tokens of the model.
-        in_table: the model has a table of positions, and fails beyond ``model_max_length``.
         placeholders: ids of further placeholder tokens for images, videos and audio, besides
             those of the processor; truncation must not drop any.
         source: result of :func:`~llmcompressor.datasets.source.open_source`, if it was called
@@ -88,6 +84,8 @@ def load_calibration(
         processes: processes that share their samples: each loads all samples if all have the
             same data, else its part of the number. ``None`` divides the samples among the
             processes of the process group.
+        **model: what is known of the model, see
+            :class:`~llmcompressor.datasets.tokenize.ModelFacts`.
 
     Returns:
         Batches with ``input_ids`` and ``attention_mask`` (long ``[batch, tokens]``) and what
@@ -96,40 +94,30 @@ def load_calibration(
     Raises:
         DatasetError: the data cannot be used; raised before the first batch.
     """
-    positions = model_max_length if in_table else None
+    vocab_size = model.get("vocab_size")
+    positions = model.get("model_max_length") if model.get("in_table") else None
+    wanted = args.num_calibration_samples
     if is_loader(args.dataset):
-        loader: DataLoader[Any] = args.dataset
         _warn_without_effect(args)
-        return CheckedLoader(
-            loader, BatchCheck(vocab_size, positions), samples=args.num_calibration_samples
-        )
+        check = BatchCheck(vocab_size, positions)
+        return CheckedLoader(args.dataset, check, samples=wanted)
     source = source or open_source(args, processor=processor)
     if source is None:
         logger.info("No calibration data was given.")
         return None
     collator = make_collator(args, processor=processor, vocab_size=vocab_size, positions=positions)
-    wanted = args.num_calibration_samples
+    is_stream = isinstance(source.rows, Stream)
     if processes is not None and not isinstance(source.rows, Stream):
         wanted = own_sample_count(source.rows, wanted, processes)
     samples = prepare_samples(
         source.rows,
-        Preparation(
-            args=args,
-            processor=processor,
-            name=source.name,
-            template=template_of(args, source, processor, "calibration"),
-            model_input_names=model_input_names,
-            main_inputs=MAIN_INPUTS.union(main_inputs),
-            vocab_size=vocab_size,
-            model_max_length=model_max_length,
-            in_table=in_table,
-        ),
+        Preparation.of(source, args, processor, **model),
         wanted=wanted,
         shuffle=args.shuffle_calibration_samples,
         seed=args.seed,
         distributed=processes is None,
     )
-    if processes is not None and isinstance(source.rows, Stream):
+    if processes is not None and is_stream:
         samples = own_samples(samples, wanted, processes)
     if isinstance(collator, TruncationCollator):
         placeholders |= placeholder_ids(processor, tokenizer_of(processor))
@@ -148,28 +136,14 @@ def load_training(
     args: DatasetArguments,
     *,
     processor: Any = None,
-    model_input_names: Collection[str] = (),
-    main_inputs: Collection[str] = (),
-    vocab_size: int | None = None,
-    model_max_length: int | None = None,
-    in_table: bool = False,
     source: Source | None = None,
+    **model: Unpack[ModelFacts],
 ) -> list[Sample] | StreamedSamples:
     """Load the training samples that the arguments describe, in the order of the data.
 
     Each has ``labels``: its ``input_ids``, with -100 for the prompt and for padding. All rows
     are prepared, or the first ``max_train_samples``; the trainer shuffles. Samples of a stream
-    are prepared lazily.
-
-    Args:
-        args: the user's arguments.
-        processor: the tokenizer or processor; not changed.
-        model_input_names: the inputs that the model's forward takes.
-        main_inputs: further names of inputs that represent a whole sample.
-        vocab_size: rows of the model's embedding, to check token ids against.
-        model_max_length: maximum number of tokens of the model.
-        in_table: the model has a table of positions, and fails beyond ``model_max_length``.
-        source: result of ``open_source(args, "train")``, if it was called already.
+    are prepared lazily. The arguments are those of :func:`load_calibration`.
 
     Raises:
         DatasetError: the data cannot be used, or there is none.
@@ -177,18 +151,7 @@ def load_training(
     source = source or open_source(args, "train", processor=processor)
     if source is None:
         raise DatasetError("Training needs data.", "Give dataset or dataset_path.")
-    preparation = Preparation(
-        args=args,
-        processor=processor,
-        name=source.name,
-        template=template_of(args, source, processor, "train"),
-        model_input_names=model_input_names,
-        main_inputs=MAIN_INPUTS.union(main_inputs),
-        vocab_size=vocab_size,
-        model_max_length=model_max_length,
-        in_table=in_table,
-        for_training=True,
-    )
+    preparation = Preparation.of(source, args, processor, for_training=True, **model)
     if isinstance(source.rows, Stream) and args.max_train_samples is None:
         return StreamedSamples(source.rows, preparation)
     return prepare_samples(
@@ -228,16 +191,7 @@ def make_collator(
 def _warn_without_effect(args: DatasetArguments) -> None:
     """Warn about arguments that have no effect on a DataLoader."""
     plain = DatasetArguments()
-    preparing = (
-        "concatenate_data",
-        "data_collator",
-        "dataset_path",
-        "pad_to_max_length",
-        "preprocessing_func",
-        "remove_columns",
-        "splits",
-        "text_column",
-    )
+    preparing = sorted({*_PREPARING, "data_collator", "text_column"})
     given = [name for name in preparing if getattr(args, name) != getattr(plain, name)]
     if given:
         logger.warning(
@@ -245,32 +199,8 @@ def _warn_without_effect(args: DatasetArguments) -> None:
         )
 
 
-def template_of(
-    args: DatasetArguments, source: Source, processor: Any, role: str
-) -> Callable[[Row], Mapping[str, Any]] | None:
-    """Return the template of a registered data set, from a row to text; ``None`` for other data."""
-    if source.owner is None:
-        return None
-    split = split_for(role, args.splits)
-    owner = source.owner(dataset_args=replace(args), split=split, processor=processor)
-    template: Callable[[Row], Mapping[str, Any]] = owner.dataset_template
-    return template
-
-
 # --------------------
 # Functions for scripts that prepare calibration batches themselves.
-
-_PREPARING = (
-    "concatenate_data",
-    "dataset_config_name",
-    "dataset_path",
-    "pad_to_max_length",
-    "preprocessing_func",
-    "remove_columns",
-    "splits",
-    "streaming",
-)
-"""Arguments that are of no use where data is there and tokenized."""
 
 
 def get_calibration_dataloader(
@@ -319,12 +249,7 @@ def get_processed_dataset(dataset_args: DatasetArguments, processor: Any = None)
     if source is None:
         logger.info("No calibration data was given.")
         return None
-    preparation = Preparation(
-        args=dataset_args,
-        processor=processor,
-        name=source.name,
-        template=template_of(dataset_args, source, processor, "calibration"),
-    )
+    preparation = Preparation.of(source, dataset_args, processor)
     samples = prepare_samples(
         source.rows, preparation, wanted=None, shuffle=False, seed=dataset_args.seed
     )
@@ -346,8 +271,8 @@ def format_calibration_data(
         DatasetError: the data cannot be used.
     """
     plain = DatasetArguments()
-    done = {name: getattr(plain, name) for name in _PREPARING}
-    own = replace(args, **{**done, "dataset": tokenized_dataset})
-    loader = load_calibration(own, processor=processor)
+    unread = (*_PREPARING, "dataset_config_name", "streaming")
+    done: dict[str, Any] = {name: getattr(plain, name) for name in unread}
+    loader = load_calibration(replace(args, **done, dataset=tokenized_dataset), processor=processor)
     assert loader is not None
     return loader

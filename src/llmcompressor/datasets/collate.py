@@ -3,10 +3,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 import torch
@@ -49,20 +49,36 @@ _WHOLE = (
 
 @dataclass(frozen=True)
 class TruncationCollator:
-    """Truncates every sequence to the shortest of the batch, without padding.
-
-    Attributes:
-        max_length: maximum number of tokens.
-    """
+    """Truncates every sequence to the shortest of the batch and to ``max_length``, if given."""
 
     max_length: int | None = None
 
     def __call__(self, samples: Sequence[Sample]) -> dict[str, Any]:
         """Collate samples; token tensors are long ``[batch, tokens]``."""
-        batch = _concatenate_others(samples)
-        for name, rows in _truncate_all(samples, self.max_length).items():
-            batch[name] = _tensor(rows)
-        return batch
+        return _collated(samples, truncate_batch(samples, self.max_length))
+
+
+@dataclass(frozen=True)
+class PaddingCollator:
+    """Pads every sequence to the longest of the batch; padding is masked.
+
+    Attributes:
+        pad_id: the padding token.
+        side: "left" or "right".
+    """
+
+    pad_id: int = 0
+    side: str = "right"
+
+    def __call__(self, samples: Sequence[Sample]) -> dict[str, Any]:
+        """Collate samples; token tensors are long ``[batch, tokens]``."""
+        columns = {}
+        for name in token_sequences(samples):
+            length = max(len(sample[name]) for sample in samples)
+            columns[name] = [
+                pad(sample, name, length, pad_id=self.pad_id, side=self.side) for sample in samples
+            ]
+        return _collated(samples, columns)
 
 
 class DataCollatorWithTruncation:
@@ -83,46 +99,40 @@ class DataCollatorWithTruncation:
         """Collate features, which are not changed."""
         from transformers import default_data_collator  # noqa: PLC0415  # not needed by calibration
 
-        rows = [
-            {
-                name: value.tolist() if name in SEQUENCES and hasattr(value, "tolist") else value
-                for name, value in one.items()
-            }
-            for one in features
-        ]
-        columns = _truncate_all(rows, self.max_seq_length)
-        rows = [
-            row | {name: column[number] for name, column in columns.items()}
-            for number, row in enumerate(rows)
-        ]
+        rows = [dict(one) for one in features]
+        for row in rows:
+            for name in SEQUENCES & row.keys():
+                if hasattr(row[name], "tolist"):
+                    row[name] = row[name].tolist()
+        for name, column in truncate_batch(rows, self.max_seq_length).items():
+            for row, tokens in zip(rows, column, strict=True):
+                row[name] = tokens
         batch: dict[str, Any] = default_data_collator(rows, return_tensors)
         return batch
 
 
-@dataclass(frozen=True)
-class PaddingCollator:
-    """Pads every sequence to the longest of the batch; padding is masked.
+def truncate_batch(samples: Sequence[Sample], max_length: int | None) -> dict[str, list[list[int]]]:
+    """Truncate the sequences of a batch to the shortest one and to ``max_length``."""
+    columns = {}
+    for name in token_sequences(samples):
+        lengths = [len(sample[name]) for sample in samples]
+        length = min(lengths if max_length is None else [*lengths, max_length])
+        columns[name] = [truncate(sample, name, length) for sample in samples]
+    return columns
 
-    Attributes:
-        pad_id: the padding token.
-        side: "left" or "right".
-    """
 
-    pad_id: int = 0
-    side: str = "right"
-
-    def __call__(self, samples: Sequence[Sample]) -> dict[str, Any]:
-        """Collate samples; token tensors are long ``[batch, tokens]``."""
-        batch = _concatenate_others(samples)
-        for name in token_sequences(samples):
-            length = max(len(sample[name]) for sample in samples)
-            batch[name] = _tensor(
-                [
-                    pad(sample, name, length, pad_id=self.pad_id, side=self.side)
-                    for sample in samples
-                ]
-            )
-        return batch
+def _collated(samples: Sequence[Sample], columns: Mapping[str, list[list[int]]]) -> dict[str, Any]:
+    """Make tensors of token sequences; concatenate all other inputs along their leading axis."""
+    batch: dict[str, Any] = {}
+    for name in dict.fromkeys(name for sample in samples for name in sample):
+        values = [sample[name] for sample in samples if name in sample]
+        if name in SEQUENCES and any(isinstance(value, list) for value in values):
+            continue
+        if all(isinstance(value, Tensor) for value in values):
+            batch[name] = torch.cat(values)
+        else:
+            batch[name] = values[0] if len(values) == 1 else values
+    return batch | {name: torch.tensor(rows, dtype=torch.long) for name, rows in columns.items()}
 
 
 def check_placeholders_kept(
@@ -141,9 +151,7 @@ def check_placeholders_kept(
     Raises:
         DatasetError: a sample would lose placeholders.
     """
-    if not placeholders:
-        return
-    for number, sample in enumerate(samples):
+    for number, sample in enumerate(samples if placeholders else ()):
         tokens = sample.get("input_ids")
         if not isinstance(tokens, list) or SEQUENCES.issuperset(sample):
             continue  # it has no other inputs
@@ -153,8 +161,8 @@ def check_placeholders_kept(
         asked = len(tokens) if max_length is None else max_length
         for length, remedy in ((asked, _LONGER), (shortest, _WHOLE)):
             kept = truncate(sample, "input_ids", length)
-            lost = sum(map(placeholders.__contains__, tokens)) - sum(
-                map(placeholders.__contains__, kept)
+            lost = sum(one in placeholders for one in tokens) - sum(
+                one in placeholders for one in kept
             )
             if lost:
                 raise DatasetError(
@@ -165,43 +173,8 @@ def check_placeholders_kept(
                 )
 
 
-def _truncate_all(samples: Sequence[Sample], max_length: int | None) -> dict[str, list[list[int]]]:
-    """Truncate the sequences of a batch to the shortest one and to ``max_length``."""
-    cut_rows = {}
-    for name in token_sequences(samples):
-        shortest = min(len(sample[name]) for sample in samples)
-        length = shortest if max_length is None else min(shortest, max_length)
-        cut_rows[name] = [truncate(sample, name, length) for sample in samples]
-    return cut_rows
-
-
-def _tensor(rows: list[list[int]]) -> Tensor:
-    return torch.tensor(rows, dtype=torch.long)
-
-
-def _concatenate_others(samples: Sequence[Sample]) -> dict[str, Any]:
-    """Concatenate all inputs that are not token sequences along their leading axis."""
-    names = dict.fromkeys(
-        name
-        for sample in samples
-        for name, value in sample.items()
-        if not (name in SEQUENCES and isinstance(value, list))
-    )
-    batch: dict[str, Any] = {}
-    for name in names:
-        values = [sample[name] for sample in samples if name in sample]
-        if all(isinstance(value, Tensor) for value in values):
-            batch[name] = torch.cat(values)
-        else:
-            batch[name] = values[0] if len(values) == 1 else values
-    return batch
-
-
 # --------------------
 # Validation of batches from a user's DataLoader or collator.
-
-Fault: TypeAlias = tuple[str, str]
-"""A problem and its remedy."""
 
 
 @dataclass(frozen=True)
@@ -229,7 +202,7 @@ class BatchCheck:
         Raises:
             DatasetError: it is no mapping, or its token ids do not fit the model.
         """
-        if isinstance(batch, torch.Tensor) and batch.ndim == 2 and not batch.is_floating_point():
+        if isinstance(batch, Tensor) and batch.ndim == 2 and not batch.is_floating_point():
             batch = {"input_ids": batch}
         if not isinstance(batch, Mapping):
             raise DatasetError(
@@ -237,114 +210,75 @@ class BatchCheck:
                 "input of the model is which.",
                 "Have it give dictionaries, such as {'input_ids': ..., 'attention_mask': ...}.",
             )
-        for problem, remedy in self._faults(batch, what):
-            raise DatasetError(problem[:1].upper() + problem[1:], remedy)
+        for problem, remedy in self._faults(batch):
+            raise DatasetError(f"{what[:1].upper()}{what[1:]} {problem}", remedy)
         return batch
 
-    def _faults(self, batch: Mapping[Any, Any], what: str) -> Iterator[Fault]:
-        """Yield what is wrong with a batch; each check relies on those before it."""
-        if not batch:
-            yield (
-                f"{what} is empty: it holds no input of the model.",
-                "Have it hold at least input_ids, or what else the model takes.",
-            )
-        if unnamed := [name for name in batch if not isinstance(name, str)]:
-            yield (
-                f"{what} has {unnamed[0]!r} for the name of an input.",
-                "Name each as the model does, such as input_ids.",
-            )
+    def _faults(self, batch: Mapping[Any, Any]) -> Iterator[tuple[str, str]]:
+        """Yield problem and remedy of a batch's faults; each check relies on those before it."""
         ids = batch.get("input_ids")
-        if ids is not None:
-            yield from _faults_of_ids(ids, what)
-            for name in ("attention_mask", "position_ids", "token_type_ids"):
-                if batch.get(name) is not None:
-                    yield from _faults_of_token_input(name, batch[name], ids, what)
-            yield from self._faults_of_vocabulary(ids, batch.get("labels"), what)
-            yield from self._faults_of_length(ids, batch.get("attention_mask"), what)
-
-    def _faults_of_vocabulary(self, ids: Tensor, labels: Any, what: str) -> Iterator[Fault]:
-        if self.vocab_size is None:
+        if not batch or not all(isinstance(name, str) for name in batch):
+            yield (
+                f"has inputs of the names {list(batch)}.",
+                "Name each as the model does, and give at least input_ids.",
+            )
+        if ids is None:
             return
-        wrong = (ids < 0) | (ids >= self.vocab_size)
+        is_whole = isinstance(ids, Tensor) and ids.dtype in (torch.long, torch.int)
+        if not is_whole or ids.ndim < 2 or not ids.numel() or ids.is_meta:
+            yield (
+                f"has a {type(ids).__name__} of {getattr(ids, 'dtype', 'no type')}, shape "
+                f"{list(getattr(ids, 'shape', ()))}, for its input_ids.",
+                "Give a filled tensor of torch.long, [samples, tokens]; of one sample, "
+                "[1, tokens].",
+            )
+        for name in ("attention_mask", "position_ids", "token_type_ids"):
+            value: Any = batch.get(name)
+            shape = list(getattr(value, "shape", ()))
+            # Some models take masks and positions of more dimensions.
+            fits = isinstance(value, Tensor) and (
+                ids.ndim > 2 or len(shape) > 2 or shape[-1:] == [*ids.shape][-1:]
+            )
+            if value is not None and not fits:
+                yield (
+                    f"has a {type(value).__name__} of shape {shape} for its {name}, and input_ids "
+                    f"of shape {list(ids.shape)}.",
+                    "Give a tensor for the same tokens.",
+                )
+        if self.vocab_size is not None:
+            yield from self._unknown_tokens(ids, batch.get("labels"), self.vocab_size)
+        yield from self._long_samples(ids, batch.get("attention_mask"))
+
+    def _unknown_tokens(self, ids: Tensor, labels: Any, size: int) -> Iterator[tuple[str, str]]:
+        """Yield tokens and labels that the model has no embedding for."""
+        wrong = (ids < 0) | (ids >= size)
         if bool(wrong.any()):
             yield (
-                f"Sample {int(wrong.nonzero()[0, 0])} of {what} holds the token id "
-                f"{int(ids[wrong][0])}, and the model's vocabulary ends at {self.vocab_size - 1}.",
+                f"holds the token id {int(ids[wrong][0])} in its sample "
+                f"{int(wrong.nonzero()[0, 0])}, and the model's vocabulary ends at {size - 1}.",
                 "Tokenize with the model's own tokenizer.",
             )
-        if not self.learns or not isinstance(labels, Tensor):
+        by_token = isinstance(labels, Tensor) and labels.ndim > 1 and not labels.is_floating_point()
+        if not (self.learns and by_token):
             return
-        if labels.is_floating_point() or labels.ndim < 2:  # per sample, not per token
-            return
-        wrong = (labels != IGNORED_LABEL) & ((labels < 0) | (labels >= self.vocab_size))
+        wrong = (labels != IGNORED_LABEL) & ((labels < 0) | (labels >= size))
         if bool(wrong.any()):
             yield (
-                f"{what} holds {int(labels[wrong][0])} in its labels, and the model's vocabulary "
-                f"ends at {self.vocab_size - 1}.",
+                f"holds {int(labels[wrong][0])} in its labels, and the model's vocabulary ends at "
+                f"{size - 1}.",
                 f"Label a token with its id, or with {IGNORED_LABEL} if it is not to be learned.",
             )
 
-    def _faults_of_length(self, ids: Tensor, mask: Any, what: str) -> Iterator[Fault]:
+    def _long_samples(self, ids: Tensor, mask: Any) -> Iterator[tuple[str, str]]:
         # Some models count positions by the mask: padding beyond the table is harmless.
-        longest = ids.shape[-1]
-        if isinstance(mask, Tensor) and mask.shape == ids.shape:
-            longest = int(mask.sum(dim=-1).max())
+        counted = mask if isinstance(mask, Tensor) and mask.shape == ids.shape else ids.isfinite()
+        longest = int(counted.sum(dim=-1).max())
         if self.positions is not None and longest > self.positions:
             yield (
-                f"{what} has samples of {longest} tokens, and the model has positions for "
+                f"has samples of {longest} tokens, and the model has positions for "
                 f"{self.positions}.",
                 "Cut them before they are put into a batch.",
             )
-
-
-def _faults_of_ids(ids: Any, what: str) -> Iterator[Fault]:
-    """Yield faults of token ids that are not a filled integer tensor ``[samples, tokens]``."""
-    if not isinstance(ids, Tensor):
-        yield (
-            f"{what} has a {type(ids).__name__} for its input_ids.",
-            "Give a tensor of torch.long, [samples, tokens].",
-        )
-    if ids.dtype not in (torch.long, torch.int):
-        yield (
-            f"{what} has input_ids of {ids.dtype}.",
-            "Token ids are whole numbers: give torch.long.",
-        )
-    if ids.is_meta:
-        yield (
-            f"{what} has input_ids on the meta device, which have no values.",
-            "Make them on the CPU.",
-        )
-    if not ids.numel():
-        yield (
-            f"{what} has no token: its input_ids are of shape {list(ids.shape)}.",
-            "Leave such batches out.",
-        )
-    if ids.ndim < 2:  # some models have several ids for each token
-        yield (
-            f"{what} has input_ids of shape {list(ids.shape)}.",
-            "Give them as [samples, tokens]; of one sample, [1, tokens].",
-        )
-
-
-def _faults_of_token_input(name: str, value: Any, ids: Tensor, what: str) -> Iterator[Fault]:
-    """Yield faults of a mask, positions or token types beside the token ids."""
-    if not isinstance(value, Tensor):
-        yield (
-            f"{what} has a {type(value).__name__} for its {name}.",
-            "Give a tensor of the shape of input_ids.",
-        )
-    # Some models take masks and positions of more dimensions.
-    if ids.ndim == 2 and value.ndim <= 2 and value.shape[-1:] != ids.shape[-1:]:
-        yield (
-            f"{what} has {name} of shape {list(value.shape)}, and input_ids of shape "
-            f"{list(ids.shape)}.",
-            "Give both for the same tokens.",
-        )
-    if value.is_floating_point() and bool(value.isnan().any()):
-        yield (
-            f"{what} has NaN in its {name}.",
-            "Give 1 for a token that counts, and 0 for one that does not.",
-        )
 
 
 class CheckedLoader(DataLoader[Any]):
@@ -368,8 +302,17 @@ class CheckedLoader(DataLoader[Any]):
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         """Yield the user's batches."""
-        has_ids, taken = False, 0
-        for number, batch in enumerate(_with_batch_numbers(self._loader)):
+        has_ids, taken, number, batches = False, 0, 0, iter(self._loader)
+        while self._most is None or taken < self._most:
+            try:
+                batch = next(batches)
+            except StopIteration:
+                return
+            except Exception as error:
+                raise DatasetError(
+                    f"The given DataLoader fails on batch {number}: {_reason(error)}.",
+                    "Correct its dataset or its collate_fn; iterate over it once to see.",
+                ) from error
             what = f"batch {number} of the given DataLoader"
             checked = self._batch_check(batch, what, "The DataLoader")
             given = {name for name, value in checked.items() if value is not None}
@@ -382,16 +325,22 @@ class CheckedLoader(DataLoader[Any]):
             has_ids |= "input_ids" in given
             yield checked
             tensors = (one for one in checked.values() if isinstance(one, Tensor) and one.ndim)
-            taken += next((len(one) for one in tensors), 1)
-            if self._most is not None and taken >= self._most:
-                logger.warning(
-                    f"{taken} samples were taken of a DataLoader that does not say how many it "
-                    "has: as many as num_calibration_samples says, in whole batches."
-                )
-                return
+            taken, number = taken + next((len(one) for one in tensors), 1), number + 1
+        logger.warning(
+            f"{taken} samples were taken of a DataLoader that does not say how many it has: as "
+            "many as num_calibration_samples says, in whole batches."
+        )
 
     def __len__(self) -> int:
         return len(self._loader)
+
+
+def _reason(error: Exception) -> str:
+    """Message of an error, without the traceback of a DataLoader worker."""
+    text = str(error).strip()
+    if text.startswith("Caught ") and "Traceback" in text:
+        return text.splitlines()[-1].rstrip(".")
+    return f"{type(error).__name__}: {text}".rstrip(".")
 
 
 @dataclass(frozen=True)
@@ -433,36 +382,8 @@ class CheckedCollator:
         return self.check(batch, "a batch of the data_collator", "The data_collator")
 
 
-def _with_batch_numbers(loader: Iterable[Any]) -> Iterator[Any]:
-    """Yield a loader's batches; its errors are raised with the number of the batch."""
-    batches = iter(loader)
-    number = 0
-    while True:
-        try:
-            batch = next(batches)
-        except StopIteration:
-            return
-        except Exception as error:
-            raise DatasetError(
-                f"The given DataLoader fails on batch {number}: {_reason(error)}.",
-                "Correct its dataset or its collate_fn; iterate over it once to see.",
-            ) from error
-        yield batch
-        number += 1
-
-
-def _reason(error: Exception) -> str:
-    """Message of an error, without the traceback of a DataLoader worker."""
-    text = str(error).strip()
-    if text.startswith("Caught ") and "Traceback" in text:
-        return text.splitlines()[-1].rstrip(".")
-    return f"{type(error).__name__}: {text}".rstrip(".")
-
-
 # --------------------
 # Single-sample collators with the inputs of multimodal model families.
-
-_TEXT = ("input_ids", "attention_mask")
 
 
 @dataclass(frozen=True)
@@ -477,7 +398,7 @@ class NamedInputsCollator:
     names: tuple[str, ...]
     bare_pictures: bool = False
 
-    def __call__(self, samples: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
+    def __call__(self, samples: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
         """Collate a single sample."""
         if len(samples) != 1:
             raise DatasetError(
@@ -497,9 +418,10 @@ class NamedInputsCollator:
         return batch
 
 
-llava_data_collator = NamedInputsCollator((*_TEXT, "pixel_values"))
+_PICTURES = ("input_ids", "attention_mask", "pixel_values")
+llava_data_collator = NamedInputsCollator(_PICTURES)
 mllama_data_collator = NamedInputsCollator(
-    (*_TEXT, "pixel_values", "aspect_ratio_ids", "aspect_ratio_mask", "cross_attention_mask")
+    (*_PICTURES, "aspect_ratio_ids", "aspect_ratio_mask", "cross_attention_mask")
 )
-pixtral_data_collator = NamedInputsCollator((*_TEXT, "pixel_values"), bare_pictures=True)
-qwen2_vl_data_collator = NamedInputsCollator((*_TEXT, "pixel_values", "image_grid_thw"))
+pixtral_data_collator = NamedInputsCollator(_PICTURES, bare_pictures=True)
+qwen2_vl_data_collator = NamedInputsCollator((*_PICTURES, "image_grid_thw"))

@@ -2,7 +2,7 @@
 """Local data files by split: JSON, JSON lines, CSV, Parquet and plain text.
 
 The ``datasets`` library reads the files. What is decided here is which file belongs to which
-split, and the few options that keep cells of a CSV file text and blank lines out.
+split, what a JSON document holds, and the few options that keep cells of a CSV file text.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import csv
 import json
 import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -20,7 +20,7 @@ from llmcompressor.errors import DatasetError, did_you_mean
 from llmcompressor.logger import logger
 from llmcompressor.runtime.registry import resolve
 
-__all__ = ["KINDS", "is_saved_dataset", "kind_of", "read_files", "read_path", "split_of"]
+__all__ = ["KINDS", "kind_of", "read_files", "read_path"]
 
 KINDS: Mapping[str, tuple[str, ...]] = {
     "csv": (".csv", ".tsv"),
@@ -42,11 +42,6 @@ def kind_of(path: Path) -> str | None:
     return next((kind for kind, suffixes in KINDS.items() if suffix in suffixes), None)
 
 
-def is_saved_dataset(path: Path) -> bool:
-    """Return True if a folder was written by ``Dataset.save_to_disk``."""
-    return any((path / name).is_file() for name in ("state.json", "dataset_dict.json"))
-
-
 # --------------------
 # The files of a split, read by the library.
 
@@ -66,30 +61,23 @@ def read_files(files: Sequence[Path], kind: str, options: Options) -> Any:
     Raises:
         DatasetError: a file cannot be read as that kind.
     """
-    readers: Mapping[str, Callable[[Sequence[Path], Options], Any]] = {
-        "csv": _read_csv,
-        "json": _read_json,
-        "text": _read_text,
-    }
-    is_packed = any(file.suffix.lower() in _PACKED for file in files)
+    readers = {"csv": _read_csv, "json": _read_json, "text": _read_text}
     named = f"The file {files[0]}"
     if len(files) > 1:
         named += f" (or one of the {len(files) - 1} after it)"
     try:
-        if kind in readers and not is_packed:
-            return readers[kind](files, options)
-        return _load(kind, files)
+        if kind not in readers or any(file.suffix.lower() in _PACKED for file in files):
+            return _load(kind, files)
+        return readers[kind](files, options)
     except DatasetError:
         raise
-    except UnicodeDecodeError as error:
-        raise DatasetError(
-            f"{named} cannot be read as {kind}: it is not UTF-8 ({error}).",
-            "Save it as UTF-8, or name its kind with dataset= if it is none.",
-        ) from error
     except Exception as error:  # of the library, pandas or pyarrow
+        is_text = isinstance(error, UnicodeDecodeError)
+        reason = f"it is not UTF-8 ({error})" if is_text else str(error)
         raise DatasetError(
-            f"{named} cannot be read as {kind}: {error}.",
-            "Check the file, or name its kind with dataset=.",
+            f"{named} cannot be read as {kind}: {reason}.",
+            f"{'Save it as UTF-8' if is_text else 'Check the file'}, or name its kind with "
+            "dataset=.",
         ) from error
 
 
@@ -101,11 +89,7 @@ def _read_json(files: Sequence[Path], options: Options) -> Any:
     """Rows of JSON lines, or what the only document holds."""
     field = options.get("field")
     if field is None and all(map(_has_rows_by_line, files)):
-        try:
-            return _load("json", files)
-        except Exception:
-            _refuse_broken_line(files)
-            raise
+        return _load("json", files)
     parts = (rows_of(_document(file, field)) for file in files)
     return join([part for part in parts if isinstance(part, Rows)])
 
@@ -127,19 +111,6 @@ def _holds_lists(value: Mapping[str, Any]) -> bool:
     return bool(value) and all(isinstance(each, list) for each in value.values())
 
 
-def _refuse_broken_line(files: Sequence[Path]) -> None:
-    """Raise an error that names the first line that is not JSON, if there is one."""
-    for file in files:
-        for number, line in enumerate(file.read_bytes().splitlines(), start=1):
-            try:
-                json.loads(line or b"null")
-            except ValueError as error:
-                raise DatasetError(
-                    f"Line {number} of {file} is not JSON: {error}.",
-                    "Each line must hold one JSON object.",
-                ) from error
-
-
 def _document(path: Path, field: str | None) -> Any:
     """Rows or columns that a JSON document holds, or that are under one of its keys."""
     text = path.read_text(encoding="utf-8-sig")
@@ -152,11 +123,9 @@ def _document(path: Path, field: str | None) -> Any:
             raise
         value = [json.loads(line) for line in text.splitlines() if line.strip()]
     if field is not None:
-        if not isinstance(value, dict) or field not in value:
-            raise DatasetError(
-                f"The file {path} has no key {field!r}.",
-                did_you_mean(field, value if isinstance(value, dict) else []),
-            )
+        keys = value if isinstance(value, dict) else {}
+        if field not in keys:
+            raise DatasetError(f"The file {path} has no key {field!r}.", did_you_mean(field, keys))
         value = value[field]
     if isinstance(value, dict):
         return _rows_of_object(value, path)
@@ -181,10 +150,6 @@ def _rows_of_object(value: dict[str, Any], path: Path) -> Any:
     return next(iter(value.values()))
 
 
-_DELIMITERS = (";", "\t", "|", ",")
-"""What other programs put between cells."""
-
-
 def _read_csv(files: Sequence[Path], options: Options) -> Any:
     """Rows below the headers; each cell is text, also one that looks like a number or is empty."""
     given = options.get("delimiter")
@@ -196,34 +161,23 @@ def _read_csv(files: Sequence[Path], options: Options) -> Any:
     delimiter = given or ("\t" if files[0].suffix.lower() == ".tsv" else ",")
     with files[0].open(encoding="utf-8-sig", newline="") as file:
         header = next(csv.reader(file, delimiter=delimiter), [])
-    _check_header(files[0], header, delimiter, is_given=given is not None)
-    features = resolve("llmcompressor.datasets.hub:text_features")(header)
+    other = next((mark for mark in ";\t|," if len(header) == 1 and mark in header[0]), None)
+    if other is not None and given is None:
+        raise DatasetError(
+            f"The file {files[0]} is read with {delimiter!r} between its cells, and it seems to "
+            f"have {other!r}: its header is {header[0]!r}.",
+            f"Give raw_kwargs={{'delimiter': {other!r}}} (--raw-kwargs 'delimiter={other}'), "
+            f"or {delimiter!r} there if it is meant so.",
+        )
     with warnings.catch_warnings():
         warnings.filterwarnings("error", "Length of header")  # a row has more cells than it
         return _load(
             "csv",
             files,
             delimiter=delimiter,
-            features=features,
+            text_columns=header,
             keep_default_na=False,
             index_col=False,
-        )
-
-
-def _check_header(path: Path, header: Sequence[str], delimiter: str, *, is_given: bool) -> None:
-    """Refuse a header with a column that comes twice, or that seems to have another delimiter."""
-    if twice := next((name for name in header if header.count(name) > 1), None):
-        raise DatasetError(
-            f"The header of {path} names the column {twice!r} more than once.",
-            "Give each column a name of its own.",
-        )
-    other = next((mark for mark in _DELIMITERS if len(header) == 1 and mark in header[0]), None)
-    if other is not None and not is_given:
-        raise DatasetError(
-            f"The file {path} is read with {delimiter!r} between its cells, and it seems to "
-            f"have {other!r}: its header is {header[0]!r}.",
-            f"Give raw_kwargs={{'delimiter': {other!r}}} (--raw-kwargs 'delimiter={other}'), "
-            f"or {delimiter!r} there if it is meant so.",
         )
 
 
@@ -287,16 +241,6 @@ class _Splits(Mapping[str, Any]):
         return read_files(self._known[name], self._kind, self._options)
 
 
-def split_of(name: str) -> str:
-    """The split that a file's name speaks of.
-
-    >>> split_of("my-Train"), split_of("val"), split_of("notes")
-    ('train', 'validation', 'notes')
-    """
-    lowered = name.lower()
-    return next((split for key, split in _KEYS if key in lowered), name)
-
-
 def _splits_by_name(folder: Path, files: Sequence[Path], kind: str, options: Options) -> _Splits:
     """Splits as far as the names of files say.
 
@@ -311,17 +255,22 @@ def _splits_by_name(folder: Path, files: Sequence[Path], kind: str, options: Opt
         also.setdefault(file.stem, []).append(file)
     alike: dict[str, list[str]] = {}
     for name in named:
-        alike.setdefault(split_of(name), []).append(name)
+        meant = next((split for key, split in _KEYS if key in name.lower()), name)
+        alike.setdefault(meant, []).append(name)
     splits = {
-        (key if len(names) == 1 else name): named[name]
-        for key, names in alike.items()
+        (meant if len(names) == 1 else name): named[name]
+        for meant, names in alike.items()
         for name in names
     }
     return _Splits(splits, kind, options, {**also, **named})
 
 
 def _split_name(file: Path) -> str:
-    """A file's name without the number of a piece, or the name of a folder that is a split."""
+    """A file's name without the number of a piece, or the name of a folder that is a split.
+
+    >>> [_split_name(Path(one)) for one in ("my-Train_1.txt", "val/a.txt", "notes.txt")]
+    ['my-Train', 'validation', 'notes']
+    """
     whole = _SHARD.sub("", file.stem)
     if any(key in whole.lower() for key, _ in _KEYS):
         return _NUMBER.sub("", whole) or whole
@@ -344,21 +293,19 @@ def read_path(
         config: of a folder with a card, the configuration; ``None`` for the default one.
 
     Raises:
-        DatasetError: the path does not exist, or holds no readable file.
+        DatasetError: the path holds no readable file.
     """
     if unknown := sorted(set(options) - _OPTIONS):
         logger.warning(f"Local files are read without the options {', '.join(unknown)}.")
     if path.is_dir():
         return _read_folder(path, kind, options, config)
-    if not path.exists():
-        raise DatasetError(f"There is no file or folder {path}.", "Check dataset_path.")
     kind = kind or kind_of(path)
     if path.suffix.lower() in _PACKED:
         raise DatasetError(f"The file {path} is packed.", "Unpack it, and name what was in it.")
     if kind is None:
         raise DatasetError(
             f"The file {path} has a suffix that says nothing about its kind.",
-            f"Name its kind: dataset={' or '.join(repr(kind) for kind in KINDS)}.",
+            f"Name its kind: dataset={' or '.join(map(repr, KINDS))}.",
         )
     return _Splits({"train": [path]}, kind, options)
 
@@ -370,7 +317,9 @@ def _read_folder(
         loader, splits, own = resolve("llmcompressor.datasets.hub:resolve_card")(path, config)
         if kind in (None, loader):
             return _Splits(splits, loader, {**own, **options})
-    files = _files(path)
+    files = sorted(file for file in path.iterdir() if file.is_file())
+    if not any(map(kind_of, files)):
+        files = sorted(file for file in path.rglob("*") if file.is_file())
     present = sorted({found for file in files if (found := kind_of(file))})
     if kind is None and len(present) > 1:
         raise DatasetError(
@@ -378,14 +327,13 @@ def _read_folder(
             f"Name the one to use, for instance dataset={present[0]!r}.",
         )
     kind = kind or next(iter(present), None)
-    chosen = [file for file in files if kind and kind_of(file) == kind]
-    if not chosen or kind is None:
+    if kind is None or kind not in present:
         suffixes = KINDS[kind] if kind else [s for several in KINDS.values() for s in several]
         raise DatasetError(
             f"The folder {path} holds no file that can be read.",
             f"Put files there that end in {', '.join(suffixes)}.",
         )
-    return _splits_by_name(path, chosen, kind, options)
+    return _splits_by_name(path, [file for file in files if kind_of(file) == kind], kind, options)
 
 
 def _has_card(folder: Path) -> bool:
@@ -396,11 +344,3 @@ def _has_card(folder: Path) -> bool:
     text = card.read_text(encoding="utf-8", errors="replace").replace("\r\n", "\n")
     front, end, _ = text.removeprefix("---").partition("\n---")
     return text.startswith("---") and bool(end) and "\nconfigs:" in front
-
-
-def _files(path: Path) -> list[Path]:
-    """Files of a folder, or of all its subfolders if it has no readable file itself."""
-    own = sorted(file for file in path.iterdir() if file.is_file())
-    if any(kind_of(file) for file in own):
-        return own
-    return sorted(file for file in path.rglob("*") if file.is_file())

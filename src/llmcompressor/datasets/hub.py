@@ -26,7 +26,6 @@ __all__ = [
     "load_hub",
     "load_saved",
     "resolve_card",
-    "text_features",
 ]
 
 
@@ -48,47 +47,75 @@ def dataset_of_table(table: Any) -> Dataset:
         ) from error
 
 
-def text_features(names: Sequence[str]) -> datasets.Features:
-    """Features of columns that hold text, for a file whose cells could look like numbers."""
-    return datasets.Features({name: datasets.Value("string") for name in names})
+@contextmanager
+def _without_bars() -> Iterator[None]:
+    shown = not datasets.are_progress_bars_disabled()
+    datasets.disable_progress_bars()
+    try:
+        yield
+    finally:
+        if shown:
+            datasets.enable_progress_bars()
 
 
-def load_hub(
-    path: str,
-    *,
-    config: str | None,
-    split: str | None,
-    streaming: bool,
-    options: Mapping[str, Any],
-) -> Any:
+@contextmanager
+def _loading(what: str) -> Iterator[None]:
+    """Make a ``DatasetError`` of whatever fails: the network, a split, a configuration."""
+    try:
+        with _without_bars():
+            yield
+    except Exception as error:
+        reason = str(error).strip().partition("\n")[0] or type(error).__name__
+        raise DatasetError(
+            f"The data set {what} cannot be loaded: {reason.rstrip('.')}.",
+            "Check its name, configuration and split, and the network; or give a local copy "
+            "with dataset_path.",
+        ) from error
+
+
+def load_hub(path: str, *, config: str | None, **options: Any) -> Any:
     """Load a data set from the hub (or a loader of the library's, such as ``"json"``).
 
     Raises:
         DatasetError: it cannot be loaded, for any reason.
     """
+    with _loading(f"{path} ({config})" if config else path):
+        return datasets.load_dataset(path, config, **options)
+
+
+def load_saved(path: str) -> Any:
+    """Load a data set that ``save_to_disk`` wrote."""
+    with _loading(path):
+        return datasets.load_from_disk(path)
+
+
+@contextmanager
+def _offline() -> Iterator[str]:
+    """Read local files quietly, without the request that counts downloads; yields a cache."""
+    counted, logs = datasets.config.HF_UPDATE_DOWNLOAD_COUNTS, datasets.logging.get_verbosity()
+    datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)
     try:
-        with _progress_bars_hidden():
-            return datasets.load_dataset(path, config, split=split, streaming=streaming, **options)
-    except Exception as error:  # network, permission, split, configuration: all end here
-        raise _cannot_load(path, config, error) from error
+        with _without_bars(), TemporaryDirectory(ignore_cleanup_errors=True) as cache:
+            yield cache
+    finally:
+        datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = counted
+        datasets.logging.set_verbosity(logs)
 
 
-def _cannot_load(path: str, config: str | None, error: Exception) -> DatasetError:
-    where = f" ({config})" if config else ""
-    reason = str(error).strip().partition("\n")[0] or type(error).__name__
-    return DatasetError(
-        f"The data set {path}{where} cannot be loaded: {reason.rstrip('.')}.",
-        "Check its name, configuration and split, and the network; or give a local copy "
-        "with dataset_path.",
-    )
-
-
-def load_files(loader: str, files: Sequence[Path | str], **options: Any) -> Any:
+def load_files(
+    loader: str,
+    files: Sequence[Path],
+    *,
+    text_columns: Sequence[str] | None = None,
+    **options: Any,
+) -> Any:
     """Load local files, in their order, with a loader of the library's.
 
     Args:
         loader: "csv", "json", "parquet", "text" or another of the library's loaders.
         files: the files, which may be packed.
+        text_columns: all columns, if their cells are text even where they look like numbers.
         options: options of the loader.
 
     Returns:
@@ -97,8 +124,11 @@ def load_files(loader: str, files: Sequence[Path | str], **options: Any) -> Any:
     Raises:
         OSError, ValueError: the cause of the library's failure.
     """
+    if text_columns is not None:
+        text = datasets.Value("string")
+        options["features"] = datasets.Features(dict.fromkeys(text_columns, text))
     places = [glob.escape(str(file)) for file in files]
-    with _offline(), TemporaryDirectory(ignore_cleanup_errors=True) as cache:
+    with _offline() as cache:
         builder = datasets.load_dataset_builder(
             loader, data_files=places, cache_dir=cache, **options
         )
@@ -126,11 +156,9 @@ def resolve_card(
     Raises:
         DatasetError: there are no files, or no such configuration.
     """
-    try:
-        with _offline(), TemporaryDirectory() as cache:  # a lock file is written even for reading
-            builder = datasets.load_dataset_builder(str(folder), config, cache_dir=cache)
-    except Exception as error:
-        raise _cannot_load(str(folder), config, error) from error
+    what = f"{folder} ({config})" if config else str(folder)
+    with _loading(what), _offline() as cache:  # a lock file is written even for reading
+        builder = datasets.load_dataset_builder(str(folder), config, cache_dir=cache)
     field, separator = (getattr(builder.config, name, None) for name in ("field", "sep"))
     options = {"field": field, "delimiter": separator if separator != "," else None}
     files = {
@@ -139,40 +167,3 @@ def resolve_card(
     }
     loader = type(builder).__module__.rpartition(".")[2]
     return loader, files, {name: value for name, value in options.items() if value is not None}
-
-
-def load_saved(path: str) -> Any:
-    """Load a data set that ``save_to_disk`` wrote."""
-    try:
-        with _progress_bars_hidden():
-            return datasets.load_from_disk(path)
-    except Exception as error:
-        raise DatasetError(
-            f"The saved data set {path} cannot be loaded: {error}.", "Check the folder."
-        ) from error
-
-
-@contextmanager
-def _progress_bars_hidden() -> Iterator[None]:
-    """Disable the library's progress bars while the body runs."""
-    shown = datasets.are_progress_bars_disabled() is False
-    datasets.disable_progress_bars()
-    try:
-        yield
-    finally:
-        if shown:
-            datasets.enable_progress_bars()
-
-
-@contextmanager
-def _offline() -> Iterator[None]:
-    """Read local files quietly, and without the request that counts downloads."""
-    counted, logs = datasets.config.HF_UPDATE_DOWNLOAD_COUNTS, datasets.logging.get_verbosity()
-    datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False
-    datasets.logging.set_verbosity(datasets.logging.CRITICAL)
-    try:
-        with _progress_bars_hidden():
-            yield
-    finally:
-        datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = counted
-        datasets.logging.set_verbosity(logs)

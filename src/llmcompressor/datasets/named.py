@@ -9,7 +9,6 @@ from typing import Any, ClassVar, TypeVar
 
 from llmcompressor.args import DatasetArguments
 from llmcompressor.datasets import rows as table
-from llmcompressor.datasets.preprocess import ChatRenderer, normalize_turns
 from llmcompressor.datasets.rows import Row
 from llmcompressor.datasets.sampling import prepare_samples
 from llmcompressor.datasets.source import (
@@ -18,6 +17,7 @@ from llmcompressor.datasets.source import (
     rows_of_object,
     streamed_split,
 )
+from llmcompressor.datasets.text import ChatRenderer, normalize_turns
 from llmcompressor.datasets.tokenize import Preparation
 from llmcompressor.errors import ArgumentError, DatasetError, did_you_mean
 from llmcompressor.runtime.registry import normalize_name, resolve
@@ -106,7 +106,7 @@ class TextGenerationDataset:
             config=config,
             split=streamed_split(self.split)[0] if args.streaming else self.split,
             streaming=args.streaming,
-            options=options,
+            **options,
         )
 
     def dataset_template(self, row: Row) -> Mapping[str, Any]:
@@ -122,12 +122,11 @@ class TextGenerationDataset:
         Returns:
             A ``datasets.Dataset``, which a trainer takes.
         """
-        name = f"The data set {type(self).__name__}"
         preparation = Preparation(
-            args=self.dataset_args,
-            processor=self.processor,
-            name=name,
-            template=self.dataset_template,
+            self.dataset_args,
+            self.processor,
+            f"The data set {type(self).__name__}",
+            self.dataset_template,
             for_training=add_labels,
         )
         rows = rows_of_object(self.load_dataset(), self.rest)
@@ -172,11 +171,9 @@ class TextGenerationDataset:
             DatasetError: there is no data set of that name.
         """
         if (dataset_args is None) == (data_args is None):
+            names = "none of their names" if data_args is None else "both their names"
             raise ArgumentError(
-                f"The arguments of the data set {name!r} are given "
-                + (
-                    "under none of their names." if data_args is None else "under both their names."
-                ),
+                f"The arguments of the data set {name!r} are given under {names}.",
                 "Give them as dataset_args.",
             )
         found = table.find(name)
@@ -202,7 +199,7 @@ class TextGenerationDataset:
 
 # The wording of the Alpaca prompt: models that were tuned on it know it letter by letter.
 _ALPACA = (
-    "Below is an instruction that describes a {what}. Write a {result} that appropriately "
+    "Below is an instruction that describes a task. Write a response that appropriately "
     "completes the request.\n\n### Instruction:\n{instruction}\n\n### Response:\n"
 )
 _ALPACA_WITH_INPUT = (
@@ -212,57 +209,51 @@ _ALPACA_WITH_INPUT = (
 )
 
 
-def _solved(prompt: str, solution: str) -> dict[str, str]:
-    return {"text": prompt + solution, "prompt": prompt}
+class _Solved(TextGenerationDataset):
+    """Base class of prompts that are filled with the columns of a row, and solutions."""
+
+    prompt: ClassVar[str]
+    solution: ClassVar[str]
+
+    def dataset_template(self, row: Row) -> Mapping[str, Any]:
+        """Return the prompt with the solution, and the prompt alone."""
+        has_input = self.prompt == _ALPACA and row.get("input")
+        prompt = (_ALPACA_WITH_INPUT if has_input else self.prompt).format_map(row)
+        return {"text": prompt + self.solution.format_map(row), "prompt": prompt}
 
 
-class OpenPlatypus(TextGenerationDataset):
+class OpenPlatypus(_Solved):
     """Questions of science and logic, with Alpaca's prompt."""
 
     hub_id = "garage-bAInd/Open-Platypus"
-
-    def dataset_template(self, row: Row) -> Mapping[str, Any]:
-        """``instruction`` and, where there is one, ``input``; then ``output``."""
-        if row.get("input"):
-            prompt = _ALPACA_WITH_INPUT.format(instruction=row["instruction"], input=row["input"])
-        else:
-            prompt = _ALPACA.format(what="task", result="response", instruction=row["instruction"])
-        return _solved(prompt, row["output"])
+    prompt = _ALPACA
+    solution = "{output}"
 
 
-class EvolCodeAlpaca(TextGenerationDataset):
+class EvolCodeAlpaca(_Solved):
     """Programming tasks, with Alpaca's prompt."""
 
     hub_id = "theblackcat102/evol-codealpaca-v1"
-
-    def dataset_template(self, row: Row) -> Mapping[str, Any]:
-        """``instruction``, then ``output``."""
-        prompt = _ALPACA.format(
-            what="programming task", result="program", instruction=row["instruction"]
-        )
-        return _solved(prompt, row["output"])
+    prompt = _ALPACA.replace("a task", "a programming task").replace("a response", "a program")
+    solution = "{output}"
 
 
-class GSM8K(TextGenerationDataset):
+class GSM8K(_Solved):
     """Grade school math word problems."""
 
     hub_id = "openai/gsm8k"
     config_name = "main"
-
-    def dataset_template(self, row: Row) -> Mapping[str, Any]:
-        """``question``, then ``answer``."""
-        return _solved(f"Question: {row['question']}\nAnswer:", f" {row['answer']}")
+    prompt = "Question: {question}\nAnswer:"
+    solution = " {answer}"
 
 
-class CNNDailyMail(TextGenerationDataset):
+class CNNDailyMail(_Solved):
     """News articles with summaries."""
 
     hub_id = "abisee/cnn_dailymail"
     config_name = "3.0.0"
-
-    def dataset_template(self, row: Row) -> Mapping[str, Any]:
-        """``article``, then ``highlights``."""
-        return _solved(f"Article:\n{row['article']}\n\n### Summarization:\n", row["highlights"])
+    prompt = "Article:\n{article}\n\n### Summarization:\n"
+    solution = "{highlights}"
 
 
 # --------------------

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lazy row access to data of any type.
+"""Lazy row access to data of any type, and the registry of named data sets.
 
 A row is a dict from column to value. :class:`Rows` has a length and random access;
 :class:`Stream` only yields rows in order.
@@ -21,7 +21,6 @@ __all__ = [
     "Row",
     "Rows",
     "Stream",
-    "as_row",
     "find",
     "has_columns",
     "is_a",
@@ -79,49 +78,35 @@ class Stream:
 
     Args:
         items: an iterable of the user's, or a ``datasets.IterableDataset``.
+        start: items to skip.
+        stop: the first item that is not read.
     """
 
-    def __init__(self, items: Iterable[Any]) -> None:
+    def __init__(self, items: Iterable[Any], start: int = 0, stop: int | None = None) -> None:
         self._items: Any = items
+        self._start, self._stop = start, stop
 
     def __iter__(self) -> Iterator[Row]:
-        for index, item in enumerate(self._items):
-            yield as_row(item, index)
+        for index, item in itertools.islice(enumerate(self._items), self._start, self._stop):
+            yield _as_row(item, index)
 
     def cut(self, start: int, stop: int | None) -> Stream:
         """Return the rows from ``start`` on, up to but not including ``stop``."""
-        if not self._is_from_library:
-            return Stream(_IterableSlice(self, start, stop))
+        if not is_a(self._items, "datasets", "IterableDataset"):
+            return Stream(self, start, stop)
         skipped = self._items.skip(start) if start else self._items
         return Stream(skipped if stop is None else skipped.take(max(0, stop - start)))
 
     def shuffled(self, seed: int) -> Stream:
         """Shuffle a stream of the library within a buffer; a plain iterator keeps its order."""
-        return Stream(self._items.shuffle(seed=seed)) if self._is_from_library else self
-
-    @property
-    def _is_from_library(self) -> bool:
-        return is_a(self._items, "datasets", "IterableDataset")
+        is_of_library = is_a(self._items, "datasets", "IterableDataset")
+        return Stream(self._items.shuffle(seed=seed)) if is_of_library else self
 
 
-class _IterableSlice:
-    """A contiguous range of items that can be iterated repeatedly."""
-
-    def __init__(self, items: Iterable[Any], start: int, stop: int | None) -> None:
-        self._items, self._start, self._stop = items, start, stop
-
-    def __iter__(self) -> Iterator[Any]:
-        return itertools.islice(self._items, self._start, self._stop)
-
-
-# --------------------
-# Rows of the user's objects.
-
-
-def as_row(item: Any, index: int) -> Row:
+def _as_row(item: Any, index: int) -> Row:
     """Convert an item of the user's data to a row.
 
-    >>> as_row("some text", 0), as_row([1, 2], 0)
+    >>> _as_row("some text", 0), _as_row([1, 2], 0)
     ({'text': 'some text'}, {'input_ids': [1, 2]})
     """
     if isinstance(item, str):
@@ -159,16 +144,15 @@ def rows_of(data: Any) -> Rows | Stream:
         data, "datasets", "IterableDataset"
     )
     if not (is_class or is_stream) and hasattr(data, "__len__") and hasattr(data, "__getitem__"):
-        if _is_scalar(data):
+        if getattr(data, "ndim", None) == 0:
             raise DatasetError("The data is a single number.", "Give a row for each sample.")
         return _rows_of_sequence(data)
     if not is_class and hasattr(data, "__iter__"):
         return Stream(data)
     remedy = "Give a Dataset, a DataLoader, a list, a path or a name."
     if callable(data) and hasattr(data, "__name__"):
-        what = "an object of it" if is_class else "what it returns"
         call = f", as in dataset={data.__name__}()" if data.__name__.isidentifier() else ""
-        remedy = f"Give {what}{call}."
+        remedy = f"Give {'an object of it' if is_class else 'what it returns'}{call}."
     raise DatasetError(f"The data is a {type(data).__name__}, which has no rows.", remedy)
 
 
@@ -187,7 +171,7 @@ def _rows_of_sequence(items: Any) -> Rows:
                 "Give a Dataset, a list of rows, or anything that is indexed by a sample's number.",
             ) from error
 
-    return Rows(len(items), lambda indices: [as_row(item(index), index) for index in indices])
+    return Rows(len(items), lambda indices: [_as_row(item(index), index) for index in indices])
 
 
 def _rows_of_dataset(dataset: Any) -> Rows:
@@ -244,7 +228,8 @@ def _is_one_row(data: Mapping[str, Any]) -> bool:
         return True
     ids = data.get("input_ids")
     first = None if ids is None else next(iter(ids), None)
-    return isinstance(data.get("text"), str) or isinstance(first, int) or _is_scalar(first)
+    is_token = isinstance(first, int) or getattr(first, "ndim", None) == 0
+    return is_token or isinstance(data.get("text"), str)
 
 
 def is_chat(value: Any) -> bool:
@@ -260,10 +245,6 @@ def is_chat(value: Any) -> bool:
     if not all(isinstance(turn, Mapping) and turn.keys() & {"role", "from"} for turn in value):
         return False
     return any(turn.keys() & {"content", "from"} for turn in value)
-
-
-def _is_scalar(value: Any) -> bool:
-    return getattr(value, "ndim", None) == 0
 
 
 def is_a(data: Any, package: str, name: str) -> bool:

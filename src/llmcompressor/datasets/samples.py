@@ -4,13 +4,17 @@
 A sample is a dict from a model input's name to its value. Values of :data:`SEQUENCES` are plain
 lists with one integer per token; everything else (pixels, audio) is a tensor with a leading
 axis along which the samples of a batch are concatenated.
+
+Errors of a sample say what it does ("has input_ids that …"): :func:`errors_naming` puts its name
+before them.
 """
 
 from __future__ import annotations
 
 import operator
 import reprlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeAlias
 
 import torch
@@ -24,6 +28,7 @@ __all__ = [
     "Sample",
     "add_labels",
     "check_token_ids",
+    "errors_naming",
     "from_processor",
     "from_tokenized",
     "num_tokens",
@@ -43,19 +48,10 @@ IGNORED_LABEL = -100
 FILL: Mapping[str, int] = {"labels": IGNORED_LABEL}
 """What padding is where it is not zero; ``input_ids`` get the tokenizer's own."""
 
-SEQUENCES = frozenset(
-    {
-        "attention_mask",
-        "decoder_attention_mask",
-        "decoder_input_ids",
-        "input_ids",
-        "labels",
-        "loss_mask",
-        "mm_token_type_ids",
-        "position_ids",
-        "token_type_ids",
-    }
-)
+_MASKS = frozenset({"attention_mask", "decoder_attention_mask", "loss_mask"})
+_PLACES = ("mm_token_type_ids", "position_ids", "token_type_ids")
+_TOKENS = ("input_ids", "decoder_input_ids", "labels")
+SEQUENCES = _MASKS.union(_PLACES, _TOKENS)
 """Inputs with one integer per token."""
 
 MAIN_INPUTS = frozenset(
@@ -70,9 +66,6 @@ MAIN_INPUTS = frozenset(
 )
 """A row with one of these, or with what the model calls so, needs no processor any more."""
 
-_MASKS = frozenset({"attention_mask", "decoder_attention_mask", "loss_mask"})
-"""Inputs that say of each token whether it counts."""
-
 _BY_PRODUCTS = frozenset(
     {
         "length",
@@ -83,6 +76,16 @@ _BY_PRODUCTS = frozenset(
     }
 )
 """What tokenizers may add, and not every model takes."""
+
+
+@contextmanager
+def errors_naming(where: str) -> Iterator[None]:
+    """Put the name of a sample before the errors that the body raises."""
+    try:
+        yield
+    except DatasetError as error:
+        joint = " " if error.problem[:1].islower() else ": "
+        raise type(error)(f"{where}{joint}{error.problem}", error.remedy) from error
 
 
 def token_list(value: Any) -> list[int] | None:
@@ -113,7 +116,6 @@ def from_tokenized(
     *,
     use_loss_mask: bool,
     keep_labels: bool,
-    where: str,
 ) -> Sample:
     """Convert a tokenized row to a sample, without columns that are not model inputs.
 
@@ -122,7 +124,6 @@ def from_tokenized(
         model_input_names: the inputs of the model; if empty, every numeric column is kept.
         use_loss_mask: keep ``loss_mask``.
         keep_labels: for training; otherwise only encoder-decoder models get ``labels``.
-        where: description of the sample, for errors.
 
     Raises:
         DatasetError: token ids are not a sequence of integers, or a mask has another length.
@@ -132,33 +133,29 @@ def from_tokenized(
         dropped.add("labels")
     inputs = (SEQUENCES - _BY_PRODUCTS).union(model_input_names)
     ids: Any = row.get("input_ids")
-    if hasattr(ids, "ndim"):
-        batched = ids.ndim == 2
-    else:  # a batch of one: [[...]]
-        batched = isinstance(ids, (list, tuple)) and bool(ids) and _is_sequence(ids[0])
+    # a batch of one: [[...]]
+    is_list = isinstance(ids, (list, tuple)) and bool(ids)
+    batched = ids.ndim == 2 if hasattr(ids, "ndim") else is_list and _is_sequence(ids[0])
     sample: Sample = {}
     for name, value in row.items():
         if value is None or name in dropped or (model_input_names and name not in inputs):
             continue
         tokens = token_list(value) if name in SEQUENCES else None
+        if tokens is None and name in _MASKS:
+            tokens = _float_mask(value, name)
         if tokens is not None:
             sample[name] = tokens
-        elif name == "input_ids":
+            continue
+        tensor = None if name == "input_ids" else _as_tensor(value)
+        if tensor is not None:
+            if tensor.ndim:
+                sample[name] = tensor if batched else tensor.unsqueeze(0)
+        elif name in {"input_ids", *_MASKS} or (name in SEQUENCES and _is_sequence(value)):
             raise DatasetError(
-                f"{where} has input_ids that are no sequence of whole numbers: "
-                f"{_find_fault(value)}.",
-                "Give one sequence of token ids for each sample.",
+                f"has {name} that are no sequence of whole numbers: {_find_fault(value)}.",
+                "Give one whole number for each token, or leave out what is no input.",
             )
-        elif name in _MASKS and (mask := _mask(value, name, where)) is not None:
-            sample[name] = mask
-        elif (tensor := _as_tensor(value)) is not None and tensor.ndim:
-            sample[name] = tensor if batched else tensor.unsqueeze(0)
-        elif tensor is None and (name in _MASKS or (name in SEQUENCES and _is_sequence(value))):
-            raise DatasetError(
-                f"{where} has {name} that are no sequence of whole numbers: {_find_fault(value)}.",
-                "Give one whole number for each token, or leave the column out.",
-            )
-    return _with_mask(sample, where, decodes="decoder_input_ids" in model_input_names)
+    return _with_mask(sample, decodes="decoder_input_ids" in model_input_names)
 
 
 def _find_fault(value: Any) -> str:
@@ -168,11 +165,10 @@ def _find_fault(value: Any) -> str:
         return f"they are a {type(values).__name__}"
     if len(values) > 1 and all(_is_sequence(each) for each in values):
         return f"they are {len(values)} sequences"
-    wrong = (place for place, each in enumerate(values) if not hasattr(each, "__index__"))
-    place = next(wrong, None)
-    if place is None:
-        return "they are nested"
-    return f"number {place} of them is {reprlib.repr(values[place])}"
+    for place, each in enumerate(values):
+        if not hasattr(each, "__index__"):
+            return f"number {place} of them is {reprlib.repr(each)}"
+    return "they are nested"
 
 
 def _as_tensor(value: Any) -> torch.Tensor | None:
@@ -182,7 +178,7 @@ def _as_tensor(value: Any) -> torch.Tensor | None:
         return None
 
 
-def _mask(value: Any, name: str, where: str) -> list[int] | None:
+def _float_mask(value: Any, name: str) -> list[int] | None:
     """Convert a floating-point mask to integers; ``None`` for anything else."""
     tensor = _as_tensor(value)
     if tensor is None or not tensor.is_floating_point():
@@ -191,25 +187,23 @@ def _mask(value: Any, name: str, where: str) -> list[int] | None:
         return None
     if not bool((tensor == tensor.round()).all()):
         raise DatasetError(
-            f"{where} has values in {name} that are no whole numbers.",
+            f"has values in {name} that are no whole numbers.",
             "Give 1 for a token that counts, and 0 for one that does not.",
         )
     return [int(token) for token in tensor.flatten().tolist()]
 
 
-def _with_mask(sample: Sample, where: str, *, decodes: bool) -> Sample:
+def _with_mask(sample: Sample, *, decodes: bool) -> Sample:
+    """Add a mask of ones where there is none, and compare the lengths of all sequences."""
     ids = sample.get("input_ids")
     if ids is None:
         return sample
-    by_token = ["attention_mask", "loss_mask"]
-    beside = ("mm_token_type_ids", "position_ids", "token_type_ids")
-    by_token += [name for name in beside if isinstance(sample.get(name), list)]
-    if not decodes and isinstance(sample.get("labels"), list):
-        by_token.append("labels")  # otherwise they belong to the decoder's tokens
-    for name in by_token:
+    beside = _PLACES if decodes else (*_PLACES, "labels")  # else labels are the decoder's
+    by_token = [name for name in beside if isinstance(sample.get(name), list)]
+    for name in ("attention_mask", "loss_mask", *by_token):
         if name in sample and len(sample[name]) != len(ids):
             raise DatasetError(
-                f"{where} has {len(ids)} input_ids, but {len(sample[name])} in {name}.",
+                f"has {len(ids)} input_ids, but {len(sample[name])} in {name}.",
                 "Give as many of both.",
             )
     sample.setdefault("attention_mask", [1] * len(ids))
@@ -217,7 +211,7 @@ def _with_mask(sample: Sample, where: str, *, decodes: bool) -> Sample:
 
 
 def from_processor(
-    outputs: Mapping[str, Any], model_input_names: Collection[str], *, keep_labels: bool, where: str
+    outputs: Mapping[str, Any], model_input_names: Collection[str], *, keep_labels: bool
 ) -> Sample:
     """Convert the outputs of a tokenizer or processor for a row to a sample.
 
@@ -225,55 +219,47 @@ def from_processor(
         outputs: token lists flat or as a batch of one, other values as a batch of one.
         model_input_names: the inputs of the model; empty if unknown.
         keep_labels: for training; otherwise a transcript becomes the decoder's input.
-        where: description of the sample, for errors.
 
     Raises:
         DatasetError: the outputs are no mapping, have no valid token ids, or no model input.
     """
     if not isinstance(outputs, Mapping):
-        raise _unusable(where, f"a {type(outputs).__name__}", "a dict of the model's inputs")
+        raise _unusable(f"a {type(outputs).__name__}", "a dict of the model's inputs")
     sample: Sample = {}
     for name, value in outputs.items():
         if value is None or (name in _BY_PRODUCTS and name not in model_input_names):
             continue
         tokens = token_list(value) if name in SEQUENCES else None
-        sample[name] = tokens if tokens is not None else _batch_of_one(value)
-        if name == "input_ids" and not _are_ids(sample[name]):
-            raise _unusable(
-                where, f"input_ids where {_find_fault(value)}", "a sequence of token ids"
-            )
+        sample[name] = own = tokens if tokens is not None else _batch_of_one(value)
+        if name != "input_ids" or tokens is not None:
+            continue
+        if not isinstance(own, torch.Tensor) or own.is_floating_point() or own.is_complex():
+            raise _unusable(f"input_ids where {_find_fault(value)}", "a sequence of token ids")
     # A forward that only passes its arguments on names none of them.
     if MAIN_INPUTS.intersection(model_input_names) and not set(model_input_names) & sample.keys():
         made = ", ".join(sorted(map(str, sample))) or "nothing"
-        raise _unusable(where, f"{made}, no input of the model", "a dict of the model's inputs")
-    speech = "labels" in sample and "decoder_input_ids" in model_input_names
-    if speech and not keep_labels:
+        raise _unusable(f"{made}, no input of the model", "a dict of the model's inputs")
+    decodes = "decoder_input_ids" in model_input_names
+    if decodes and "labels" in sample and not keep_labels:  # a transcript of speech
         sample.setdefault("decoder_input_ids", sample["labels"])
         del sample["labels"]
-    return _with_mask(sample, where, decodes="decoder_input_ids" in model_input_names)
+    return _with_mask(sample, decodes=decodes)
 
 
-def _are_ids(value: Any) -> bool:
-    """Return True if a processor's token ids are integers, of any shape."""
-    if isinstance(value, torch.Tensor):
-        return not (value.is_floating_point() or value.is_complex())
-    return isinstance(value, list) and all(hasattr(each, "__index__") for each in value)
-
-
-def _unusable(where: str, made: str, wanted: str) -> DatasetError:
+def _unusable(made: str, wanted: str) -> DatasetError:
     return DatasetError(
-        f"{where} becomes {made} in the tokenizer or processor.",
+        f"becomes {made} in the tokenizer or processor.",
         f"Give one that makes {wanted}, or data with input_ids.",
     )
 
 
 def _batch_of_one(value: Any) -> Any:
     """Convert a batch of one to a tensor if possible, also a list of one array."""
-    if isinstance(value, (list, tuple)) and len(value) == 1:
-        inner = _as_tensor(value[0])
-        return value if inner is None else inner.unsqueeze(0)
-    tensor = _as_tensor(value)
-    return value if tensor is None else tensor
+    is_list = isinstance(value, (list, tuple)) and len(value) == 1
+    tensor = _as_tensor(value[0] if is_list else value)
+    if tensor is None:
+        return value
+    return tensor.unsqueeze(0) if is_list else tensor
 
 
 def without_batch_axis(sample: Sample) -> Sample:
@@ -292,7 +278,7 @@ def num_tokens(sample: Mapping[str, Any]) -> int | None:
     return len(ids or []) if mask is None else sum(mask)
 
 
-def add_labels(sample: Sample, prompt: list[int] | None) -> Sample:
+def add_labels(sample: Sample, prompt: Sequence[int]) -> Sample:
     """Add labels to a sample: its token ids, with -100 for the prompt and for padding.
 
     A ``loss_mask`` is merged into the labels: positions with 0 become -100.
@@ -303,29 +289,21 @@ def add_labels(sample: Sample, prompt: list[int] | None) -> Sample:
     """
     if "input_ids" not in sample:
         return sample
-    if "labels" not in sample:
-        sample = {**sample, "labels": _labels(sample, prompt)}
-    counts = sample.get("loss_mask")
-    if counts is None or len(counts) != len(sample["labels"]):
-        return sample
-    labels = [
-        label if counted else IGNORED_LABEL
-        for label, counted in zip(sample["labels"], counts, strict=True)
-    ]
-    return {**{name: sample[name] for name in sample if name != "loss_mask"}, "labels": labels}
+    made = dict(sample)
+    if "labels" not in made:
+        labels = _masked(made["input_ids"], made["attention_mask"])
+        for place, (token, own) in enumerate(zip(prompt, made["input_ids"], strict=False)):
+            if token != own:
+                break
+            labels[place] = IGNORED_LABEL
+        made["labels"] = labels
+    if "loss_mask" in made and len(made["loss_mask"]) == len(made["labels"]):
+        made["labels"] = _masked(made["labels"], made.pop("loss_mask"))
+    return made
 
 
-def _labels(sample: Sample, prompt: list[int] | None) -> list[int]:
-    ids = sample["input_ids"]
-    labels = [
-        token if real else IGNORED_LABEL
-        for token, real in zip(ids, sample["attention_mask"], strict=True)
-    ]
-    for place, (token, own) in enumerate(zip(prompt or [], ids, strict=False)):
-        if token != own:
-            break
-        labels[place] = IGNORED_LABEL
-    return labels
+def _masked(tokens: Sequence[int], mask: Sequence[int]) -> list[int]:
+    return [own if real else IGNORED_LABEL for own, real in zip(tokens, mask, strict=True)]
 
 
 def pad(sample: Sample, name: str, length: int, *, pad_id: int, side: str) -> list[int]:
@@ -367,20 +345,8 @@ def token_sequences(samples: Sequence[Sample]) -> list[str]:
     ]
 
 
-# --------------------
-# Check of token ids against the model's vocabulary.
-
-_TOKENS = ("input_ids", "decoder_input_ids", "labels")
-
-
-def check_token_ids(sample: Mapping[str, Any], vocab_size: int | None, where: str) -> None:
-    """Refuse token ids outside ``[0, vocab_size)``.
-
-    Args:
-        sample: ``input_ids``, ``decoder_input_ids`` and ``labels`` are checked if present.
-            A label may also be the ignored one, -100.
-        vocab_size: rows of the model's embedding; ``None`` if unknown.
-        where: description of the sample, for the error.
+def check_token_ids(sample: Mapping[str, Any], vocab_size: int | None) -> None:
+    """Refuse token ids outside ``[0, vocab_size)``; a label may also be -100.
 
     Raises:
         DatasetError: names the first id without an embedding.
@@ -388,14 +354,13 @@ def check_token_ids(sample: Mapping[str, Any], vocab_size: int | None, where: st
     if vocab_size is None:
         return
     for name in _TOKENS:
-        ids = token_list(sample[name]) if name in sample else None
-        if ids and name == "labels":
+        ids = (token_list(sample[name]) if name in sample else None) or []
+        if name == "labels":
             ids = [token for token in ids if token != IGNORED_LABEL]
-        if not ids or (min(ids) >= 0 and max(ids) < vocab_size):
-            continue
-        wrong = next(token for token in ids if not 0 <= token < vocab_size)
-        raise DatasetError(
-            f"{where} holds the token id {wrong} in its {name}, and the model's vocabulary ends at "
-            f"{vocab_size - 1}.",
-            "Tokenize with the model's own tokenizer.",
-        )
+        if ids and not (min(ids) >= 0 and max(ids) < vocab_size):
+            wrong = next(token for token in ids if not 0 <= token < vocab_size)
+            raise DatasetError(
+                f"holds the token id {wrong} in its {name}, and the model's vocabulary ends at "
+                f"{vocab_size - 1}.",
+                "Tokenize with the model's own tokenizer.",
+            )

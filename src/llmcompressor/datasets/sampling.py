@@ -10,12 +10,11 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed
-from torch import Tensor
 from torch.utils.data import IterableDataset, Sampler, get_worker_info
 
 from llmcompressor.datasets.rows import Row, Rows, Stream
@@ -33,6 +32,8 @@ __all__ = [
     "own_samples",
     "prepare_samples",
 ]
+
+Numbered = Iterator[tuple[int, Row]]
 
 
 def partition(count: int, rank: int, size: int) -> tuple[int, int]:
@@ -68,7 +69,7 @@ def get_rank_partition(split: str, num_samples: int) -> str:
 class LengthAwareSampler(Sampler[int]):
     """Yields row indices from the longest to the shortest, so that batches have similar lengths.
 
-    It is for a script's own ``DataLoader``; runs use ``draw_order``.
+    It is for a script's own ``DataLoader``; runs draw their rows.
 
     Args:
         data_source: a ``Dataset`` with ``input_ids`` or ``decoder_input_ids``; without them its
@@ -100,28 +101,8 @@ class LengthAwareSampler(Sampler[int]):
         return self.num_samples
 
 
-def draw_order(size: int, *, shuffle: bool, seed: int) -> Tensor:
-    """Row indices in sampling order, long ``[size]``."""
-    if not shuffle:
-        return torch.arange(size)
-    return torch.randperm(size, generator=torch.Generator().manual_seed(seed))
-
-
-def rank_order(order: Tensor, wanted: int, rank: int, size: int) -> Tensor:
-    """Return a rank's part of an order: its slice of the first ``wanted`` rows, then spares.
-
-    The spares are this rank's share of the remaining rows. They replace rows that turn out to
-    be empty.
-    """
-    start, stop = partition(min(wanted, len(order)), rank, size)
-    return torch.cat([order[:wanted][start:stop], order[wanted:][rank::size]])
-
-
-def has_same_rows_everywhere(rows: Rows, size: int) -> bool:
-    """Return True if all processes have the same rows, by number and by first and last rows."""
-    digests: list[str | None] = [None] * size
-    torch.distributed.all_gather_object(digests, _digest(rows))
-    return len(set(digests)) == 1
+# --------------------
+# Which rows and samples are a process's own.
 
 
 def own_sample_count(rows: Rows, wanted: int | None, processes: Processes) -> int | None:
@@ -138,21 +119,20 @@ def own_sample_count(rows: Rows, wanted: int | None, processes: Processes) -> in
 
 def own_samples(samples: list[Sample], wanted: int | None, processes: Processes) -> list[Sample]:
     """Like :func:`own_sample_count`, for a stream, which is compared once it is read."""
-    count = len(samples)
-    digest = _digest_of(count, samples) if processes.count > 1 else None
-    if wanted is None or len(set(processes.all_gather("samples of a stream", digest))) == 1:
-        return samples
-    start, stop = partition(wanted, processes.rank, processes.count)
-    return samples[: stop - start]
+    rows = Rows(len(samples), lambda indices: [samples[index] for index in indices])
+    return samples[: own_sample_count(rows, wanted, processes)]
+
+
+def has_same_rows_everywhere(rows: Rows, size: int) -> bool:
+    """Return True if all processes have the same rows, by number and by first and last rows."""
+    digests: list[str | None] = [None] * size
+    torch.distributed.all_gather_object(digests, _digest(rows))
+    return len(set(digests)) == 1
 
 
 def _digest(rows: Rows) -> str:
     count = len(rows)
     some = rows.fetch(sorted({*range(min(4, count)), *range(max(0, count - 4), count)}))
-    return _digest_of(count, some)
-
-
-def _digest_of(count: int, some: Sequence[Mapping[str, Any]]) -> str:
     shown = [[(name, _shown(value)) for name, value in row.items()] for row in some]
     return hashlib.sha256(repr((count, shown)).encode()).hexdigest()
 
@@ -160,9 +140,8 @@ def _digest_of(count: int, some: Sequence[Mapping[str, Any]]) -> str:
 def _shown(value: Any) -> str:
     """Represent a value as text that is the same in every process."""
     plain = value.tolist() if hasattr(value, "tolist") else value
-    return (
-        repr(plain) if isinstance(plain, (str, int, float, list, tuple)) else type(value).__name__
-    )
+    is_plain = isinstance(plain, (str, int, float, list, tuple))
+    return repr(plain) if is_plain else type(value).__name__
 
 
 # --------------------
@@ -196,42 +175,46 @@ def prepare_samples(
     Raises:
         DatasetError: a row cannot be used, or no sample is left.
     """
-    args = preparation.args
-    _warn_of_limit(preparation)
-    packer = Packer(preparation.max_length) if args.concatenate_data else None
-    rank, size = rank_and_world_size() if distributed else (0, 1)
-    own = wanted
-    if wanted is not None:
-        start, stop = partition(wanted, rank, size)
-        own = stop - start
-    numbered: Iterator[tuple[int, Row]]
-    if isinstance(rows, Stream):
-        stream = rows.shuffled(seed) if shuffle else rows
-        numbered = itertools.islice(
-            enumerate(iterate_stream(stream, preparation.name)), rank, None, size
-        )
-    else:
-        order = draw_order(len(rows), shuffle=shuffle, seed=seed)
-        if size > 1 and has_same_rows_everywhere(rows, size):
-            # The number of rows that fill a rank's pieces is unknown: each rank shares all rows.
-            first = len(order) if packer or wanted is None else wanted
-            order = rank_order(order, first, rank, size)
-        numbered = _fetch_in_order(rows, order.tolist(), own)
-    return _collect(numbered, preparation, packer, own)
-
-
-def _warn_of_limit(preparation: Preparation) -> None:
     asked, limit = preparation.args.max_seq_length, preparation.model_limit
     if asked is not None and limit is not None and asked > limit:
         logger.warning(
             f"max_seq_length is {asked}, and the model takes {limit} tokens: text is cut to "
             f"{limit} tokens."
         )
+    packer = Packer(preparation.max_length) if preparation.args.concatenate_data else None
+    rank, size = rank_and_world_size() if distributed else (0, 1)
+    own = wanted
+    if wanted is not None:
+        start, stop = partition(wanted, rank, size)
+        own = stop - start
+    numbered: Numbered
+    if isinstance(rows, Stream):
+        stream = rows.shuffled(seed) if shuffle else rows
+        numbered = itertools.islice(_numbered(stream, preparation.name), rank, None, size)
+    else:
+        order = torch.arange(len(rows))
+        if shuffle:
+            order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed))
+        if size > 1 and has_same_rows_everywhere(rows, size):
+            # The number of rows that fill a rank's pieces is unknown: each rank shares all rows.
+            first = len(order) if packer or wanted is None else min(wanted, len(order))
+            begin, end = partition(first, rank, size)
+            # then this rank's share of the others, which replace rows that turn out to be empty
+            order = torch.cat([order[begin:end], order[first:][rank::size]])
+        numbered = _fetch_in_order(rows, order.tolist(), own)
+    maker = SampleMaker(preparation)
+    samples: list[Sample] = []
+    while own is None or len(samples) < own:
+        missing = _CHUNK if own is None or packer else own - len(samples)
+        taken = list(itertools.islice(numbered, min(_CHUNK, missing)))
+        if not taken:
+            break
+        samples += packer(maker(taken)) if packer else maker(taken)
+    maker.report(len(samples), own, packed=packer is not None)
+    return samples[:own]
 
 
-def _fetch_in_order(
-    rows: Rows, order: Sequence[int], wanted: int | None
-) -> Iterator[tuple[int, Row]]:
+def _fetch_in_order(rows: Rows, order: Sequence[int], wanted: int | None) -> Numbered:
     """Yield the rows in an order, read in chunks of at most ``wanted`` rows."""
     chunk = _CHUNK if wanted is None else max(1, min(_CHUNK, wanted))
     for start in range(0, len(order), chunk):
@@ -239,42 +222,14 @@ def _fetch_in_order(
         yield from zip(indices, rows.fetch(indices), strict=True)
 
 
-def iterate_stream(stream: Stream, name: str) -> Iterator[Row]:
-    """Yield the rows of a stream, with exceptions turned into errors about the data.
-
-    Raises:
-        DatasetError: the stream cannot be read.
-    """
-    rows = iter(stream)
-    while True:
-        try:
-            row = next(rows)
-        except StopIteration:
-            return
-        except DatasetError:
-            raise
-        except Exception as error:
-            raise DatasetError(f"{name} cannot be read on: {error!r}.", "Check it.") from error
-        yield row
-
-
-def _collect(
-    numbered: Iterator[tuple[int, Row]],
-    preparation: Preparation,
-    packer: Packer | None,
-    wanted: int | None,
-) -> list[Sample]:
-    prepare = SampleMaker(preparation)
-    samples: list[Sample] = []
-    while wanted is None or len(samples) < wanted:
-        missing = _CHUNK if wanted is None or packer else wanted - len(samples)
-        rows = list(itertools.islice(numbered, min(_CHUNK, missing)))
-        if not rows:
-            break
-        made = prepare(rows)
-        samples += packer(made) if packer else made
-    prepare.report(len(samples), wanted, packed=packer is not None)
-    return samples[:wanted]
+def _numbered(stream: Iterable[Row], name: str) -> Numbered:
+    """Number the rows of a stream, with exceptions turned into errors about the data."""
+    try:
+        yield from enumerate(stream)
+    except DatasetError:
+        raise
+    except Exception as error:
+        raise DatasetError(f"{name} cannot be read on: {error!r}.", "Check it.") from error
 
 
 # --------------------
@@ -299,28 +254,24 @@ class StreamedSamples(IterableDataset[Sample]):
         self._given = 0  # samples of an earlier pass
 
     def __iter__(self) -> Iterator[Sample]:
-        args = self._preparation.args
-        packer = Packer(self._preparation.max_length) if args.concatenate_data else None
-        prepare = SampleMaker(self._preparation)
-        worker = get_worker_info()
+        it, worker = self._preparation, get_worker_info()
+        packer = Packer(it.max_length) if it.args.concatenate_data else None
+        maker = SampleMaker(it)
         first, step = (0, 1) if worker is None else (worker.id, worker.num_workers)
-        numbered: Iterator[tuple[int, Row]]
-        rows_of_all = enumerate(iterate_stream(self._rows, self._preparation.name))
-        numbered = itertools.islice(rows_of_all, first, None, step)
+        numbered = itertools.islice(_numbered(self._rows, it.name), first, None, step)
         count = 0
-        while rows := list(itertools.islice(numbered, _STREAM_CHUNK)):
-            made = prepare(rows)
-            for sample in packer(made) if packer else made:
+        while taken := list(itertools.islice(numbered, _STREAM_CHUNK)):
+            made: Iterable[Mapping[str, Any]] = packer(maker(taken)) if packer else maker(taken)
+            for sample in made:
                 count += 1
                 self._given = max(self._given, count)
-                yield sample
+                yield dict(sample)
         if count or worker is not None:  # one of several workers may get no row
             return
-        name = self._preparation.name
         if not self._given:
-            raise DatasetError(f"{name} has no samples.", "Give data that holds text.")
+            raise DatasetError(f"{it.name} has no samples.", "Give data that holds text.")
         raise DatasetError(
-            f"{name} has ended after {self._given} samples, and cannot be read once more.",
+            f"{it.name} has ended after {self._given} samples, and cannot be read once more.",
             "Give a data set that can, or train for no more steps than it has samples for "
             "(max_train_samples takes them first).",
         )

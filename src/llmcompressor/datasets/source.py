@@ -5,14 +5,14 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from llmcompressor.args import DatasetArguments
 from llmcompressor.datasets import rows as table
-from llmcompressor.datasets.files import KINDS, is_saved_dataset, kind_of, read_path
+from llmcompressor.datasets.files import KINDS, kind_of, read_path
 from llmcompressor.datasets.rows import Rows, Stream, has_columns, is_a, join, rows_of
 from llmcompressor.errors import DatasetError, did_you_mean
 from llmcompressor.logger import logger
@@ -38,7 +38,6 @@ KIND_NAMES: Mapping[str, str | None] = {
     "txt": "text",
 }
 """What ``dataset`` may be to name the kind of files under ``dataset_path``."""
-
 
 _WHERE = ("dataset_path", "dataset_config_name", "raw_kwargs", "streaming")
 """Arguments that say where data is, and how to read it."""
@@ -90,30 +89,24 @@ def open_source(
         DatasetError: the data does not exist, cannot be read, has no such split or is empty.
     """
     data, split = args.dataset, split_for(role, args.splits)
-    if is_loader(data):
-        _warn_unread_arguments(args, (*_WHERE, "splits"))
-    if is_loader(data) or (data is None and args.dataset_path is None):
-        return None
-    if isinstance(data, str) or data is None:
-        source = _open_named(args, split, processor)
-    else:
-        _warn_unread_arguments(args, _WHERE)
-        source = Source("The given data", rows_of_object(data, split))
-    if not isinstance(source.rows, Stream) and not len(source.rows):
-        if split is not None and "[" in split:
-            raise DatasetError(
-                f"{source.name} has no rows in {split!r}: this part of it is empty.",
-                "Give a larger part, or leave splits out.",
-            )
-        raise DatasetError(f"{source.name} is empty.", "Give at least one sample.")
-    return source
-
-
-def _warn_unread_arguments(args: DatasetArguments, names: Iterable[str]) -> None:
-    """Warn about arguments for the location of data that have no effect on data objects."""
-    for name in names:
+    is_named = isinstance(data, str) or data is None
+    for name in () if is_named else (*_WHERE, "splits") if is_loader(data) else _WHERE:
         if getattr(args, name):
             logger.warning(f"{name} is not read: dataset is the data itself.")
+    if is_loader(data) or (data is None and args.dataset_path is None):
+        return None
+    if is_named:
+        source = _open_named(args, split, processor)
+    else:
+        source = Source("The given data", rows_of_object(data, split))
+    if isinstance(source.rows, Stream) or len(source.rows):
+        return source
+    if split is not None and "[" in split:
+        raise DatasetError(
+            f"{source.name} has no rows in {split!r}: this part of it is empty.",
+            "Give a larger part, or leave splits out.",
+        )
+    raise DatasetError(f"{source.name} is empty.", "Give at least one sample.")
 
 
 def check_data_exists(args: DatasetArguments) -> None:
@@ -122,36 +115,39 @@ def check_data_exists(args: DatasetArguments) -> None:
     Raises:
         DatasetError: there is no such data; suggests similar names.
     """
-    name = args.dataset
+    name, path = args.dataset, args.dataset_path
     if name is not None and not isinstance(name, str):
         return
-    owner = table.find(name) if name else None
-    if args.dataset_path is not None:
-        if name and owner is None:
-            _kind(name)
-        _check_path(str(args.dataset_path))
-        return
-    if not name or owner is not None or os.path.exists(os.path.expanduser(name)):
-        return
-    if normalize_name(name) in KIND_NAMES:
-        raise DatasetError(
-            f"The argument dataset={name!r} says what kind of files to read, but not which.",
-            "Give their path with dataset_path.",
-        )
-    if not _HUB_NAME.fullmatch(name) or kind_of(Path(name)) is not None:
-        raise DatasetError(
-            f"There is no data set, file or folder {_shortened(name)!r}.",
-            f"{did_you_mean(name, table.names())} Data sets on the hub are named 'owner/name'.",
-        )
+    is_registered = name is not None and table.find(name) is not None
+    if path is not None:
+        if name and not is_registered and normalize_name(name) not in KIND_NAMES:
+            raise DatasetError(
+                f"The argument dataset={name!r} names no kind of file that dataset_path could "
+                "hold.",
+                did_you_mean(name, [*KIND_NAMES, *table.names()]),
+            )
+        if not str(path).startswith("dvc://") and not _exists(str(path)):
+            raise DatasetError(
+                f"There is no file or folder {os.path.expanduser(path)!s:.{_LONGEST_SHOWN}}"
+                f"{'…' * (len(str(path)) > _LONGEST_SHOWN)}.",
+                "Check dataset_path.",
+            )
+    elif name and not is_registered and not _exists(name):
+        if normalize_name(name) in KIND_NAMES:
+            raise DatasetError(
+                f"The argument dataset={name!r} says what kind of files to read, but not which.",
+                "Give their path with dataset_path.",
+            )
+        if not _HUB_NAME.fullmatch(name) or kind_of(Path(name)) is not None:
+            shown = name if len(name) <= _LONGEST_SHOWN else f"{name[:_LONGEST_SHOWN]}…"
+            raise DatasetError(
+                f"There is no data set, file or folder {shown!r}.",
+                f"{did_you_mean(name, table.names())} Data sets on the hub are named 'owner/name'.",
+            )
 
 
-def _check_path(path: str) -> None:
-    where = os.path.expanduser(path)
-    # Path.exists fails on a name that is too long
-    if not path.startswith("dvc://") and not os.path.exists(where):
-        raise DatasetError(
-            f"There is no file or folder {_shortened(where)}.", "Check dataset_path."
-        )
+def _exists(path: str) -> bool:
+    return os.path.exists(os.path.expanduser(path))  # Path.exists fails on too long a name
 
 
 def _open_named(args: DatasetArguments, split: str | None, processor: Any) -> Source:
@@ -160,107 +156,66 @@ def _open_named(args: DatasetArguments, split: str | None, processor: Any) -> So
     name = args.dataset
     owner = table.find(name) if name else None
     if args.dataset_path is not None:
-        kind = _kind(name) if name and owner is None else None
-        rows = _open_local(args, kind, split, owner=owner)
-        return Source(f"The data {args.dataset_path}", rows, owner)
+        kind = KIND_NAMES[normalize_name(name)] if name and owner is None else None
+        path = str(args.dataset_path)
+        return Source(f"The data {path}", _open_local(args, path, kind, split, owner), owner)
     if owner is not None:
         opened = owner(dataset_args=replace(args), split=split, processor=processor)
-        return Source(
-            f"The data set {name}", rows_of_object(opened.load_dataset(), opened.rest), owner
-        )
-    if os.path.exists(os.path.expanduser(name)):
-        return Source(f"The data {name}", _open_local(args, None, split, name))
+        rows = rows_of_object(opened.load_dataset(), opened.rest)
+        return Source(f"The data set {name}", rows, owner)
+    if _exists(name):
+        return Source(f"The data {name}", _open_local(args, name, None, split, None))
     whole, rest = streamed_split(split) if args.streaming else (split, None)
-    rows = rows_of_object(_load_hub(args, name, whole, args.raw_kwargs), rest)
-    return Source(f"The data set {name}", rows)
-
-
-def _shortened(name: str | Path) -> str:
-    """Shorten a name for messages, as a text given by mistake may be long."""
-    text = str(name)
-    return text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]}…"
-
-
-def _kind(name: str) -> str | None:
-    if normalize_name(name) not in KIND_NAMES:
-        raise DatasetError(
-            f"The argument dataset={name!r} names no kind of file that dataset_path could hold.",
-            did_you_mean(name, [*KIND_NAMES, *table.names()]),
-        )
-    return KIND_NAMES[normalize_name(name)]
+    loaded = _load_hub(args, name, whole, args.raw_kwargs)
+    return Source(f"The data set {name}", rows_of_object(loaded, rest))
 
 
 def _open_local(
-    args: DatasetArguments,
-    kind: str | None,
-    split: str | None,
-    path: str | None = None,
-    owner: Any = None,
+    args: DatasetArguments, path: str, kind: str | None, split: str | None, owner: Any
 ) -> Rows | Stream:
     """Open rows of a local path or a DVC repository.
 
     Args:
         args: the user's arguments.
+        path: the file, the folder or a ``dvc://`` address.
         kind: the kind of the files, ``None`` to infer it from their suffix.
         split: the split, ``None`` for the only one or ``train``.
-        path: ``None`` for ``dataset_path``.
         owner: the class of the registered data set of which this is a copy.
     """
-    path = path or str(args.dataset_path)
-    if path.startswith("dvc://"):
-        return _from_dvc(args, kind, path, split)
     where = Path(os.path.expanduser(path))
-    if is_saved_dataset(where):
-        saved = resolve("llmcompressor.datasets.hub:load_saved")(str(where))
-        if isinstance(saved, Mapping):
-            split = _resolve_owner_split(owner, args, split, saved)
-        return rows_of_object(saved, split)
-    config = args.dataset_config_name or getattr(owner, "config_name", None)
-    splits = read_path(where, kind, args.raw_kwargs, config)
-    split = _resolve_owner_split(owner, args, split, splits)
+    if path.startswith("dvc://"):
+        loader = kind or kind_of(where)
+        if loader is None:
+            raise DatasetError(
+                f"The kind of {path} is not known.", "Name it, as in dataset='json'."
+            )
+        options: dict[str, Any] = {"data_files": path, **args.raw_kwargs}
+        if args.dvc_data_repository:
+            options.setdefault("storage_options", {"url": args.dvc_data_repository})
+        return rows_of_object(_load_hub(args, loader, None, options), split)
+    if any((where / name).is_file() for name in ("state.json", "dataset_dict.json")):
+        splits = resolve("llmcompressor.datasets.hub:load_saved")(str(where))
+        if not isinstance(splits, Mapping):
+            return rows_of_object(splits, split)
+    else:
+        config = args.dataset_config_name or getattr(owner, "config_name", None)
+        splits = read_path(where, kind, args.raw_kwargs, config)
+    if owner is not None and (split or not ("train" in splits or len(splits) == 1)):
+        # of a copy of ultrachat_200k, ``train`` is ``train_sft``
+        own: str | None = owner(dataset_args=replace(args), split=split).split
+        for one in (split, own):
+            if one is not None and all(part.name in splits for part in parse_split(one)):
+                split = one
+                break
     return pick_split(splits, split, f"The data {path}")
-
-
-def _resolve_owner_split(
-    owner: Any, args: DatasetArguments, split: str | None, splits: Mapping[str, Any]
-) -> str | None:
-    """Map a split to a registered data set's own name for it, if the copy has only that.
-
-    For example ``train`` of a copy of ``ultrachat_200k`` is ``train_sft``.
-    """
-    if owner is None or (split is None and ("train" in splits or len(splits) == 1)):
-        return split
-    own: str | None = owner(dataset_args=replace(args), split=split).split
-    if split is not None and all(part.name in splits for part in parse_split(split)):
-        return split
-    if own is None or any(part.name not in splits for part in parse_split(own)):
-        return split
-    return own
-
-
-def _from_dvc(
-    args: DatasetArguments, kind: str | None, path: str, split: str | None
-) -> Rows | Stream:
-    suffixes = {suffix: kind for kind, several in KINDS.items() for suffix in several}
-    loader = kind or suffixes.get(Path(path).suffix.lower())
-    if loader is None:
-        raise DatasetError(f"The kind of {path} is not known.", "Name it, as in dataset='json'.")
-    options: dict[str, Any] = {"data_files": path, **args.raw_kwargs}
-    if args.dvc_data_repository:
-        options.setdefault("storage_options", {"url": args.dvc_data_repository})
-    return rows_of_object(_load_hub(args, loader, None, options), split)
 
 
 def _load_hub(
     args: DatasetArguments, path: str, split: str | None, options: Mapping[str, Any]
 ) -> Any:
-    return resolve("llmcompressor.datasets.hub:load_hub")(
-        path,
-        config=args.dataset_config_name,
-        split=split,
-        streaming=args.streaming,
-        options=options,
-    )
+    load = resolve("llmcompressor.datasets.hub:load_hub")
+    config, streaming = args.dataset_config_name, args.streaming
+    return load(path, config=config, split=split, streaming=streaming, **options)
 
 
 def rows_of_object(data: Any, split: str | None = None) -> Rows | Stream:
@@ -314,14 +269,11 @@ class Part:
         >>> Part("train", None, "5%").bounds(200), Part("train", "-10", None).bounds(200)
         ((0, 10), (190, 200))
         """
-        return _place(self.start, size, 0), _place(self.stop, size, size)
-
-
-def _place(text: str | None, size: int, default: int) -> int:
-    if text is None:
-        return default
-    place = round(int(text[:-1]) * size / 100) if text.endswith("%") else int(text)
-    return min(size, max(0, place + size if place < 0 else place))
+        places = []
+        for text in (self.start or "0", self.stop or str(size)):
+            place = round(int(text[:-1]) * size / 100) if text.endswith("%") else int(text)
+            places.append(min(size, max(0, place + size if place < 0 else place)))
+        return places[0], places[1]
 
 
 def parse_split(text: str) -> list[Part]:
@@ -438,9 +390,7 @@ def streamed_split(split: str | None) -> tuple[str | None, str | None]:
     >>> streamed_split("train[:100]"), streamed_split("train")
     (('train', 'train[:100]'), ('train', None))
     """
-    if split is None:
-        return None, None
-    parts = parse_split(split)
+    parts = [] if split is None else parse_split(split)
     if len(parts) > 1:
-        raise _unjoinable(split)
-    return parts[0].name, None if parts[0].whole else split
+        raise _unjoinable(str(split))
+    return (parts[0].name, None if parts[0].whole else split) if parts else (None, None)

@@ -8,26 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, TypedDict, Unpack
 
 from llmcompressor.args import DatasetArguments
-from llmcompressor.datasets.preprocess import (
-    ChatRenderer,
-    NoTokenizerError,
-    RowPreparer,
-    check_placeholders,
-    errors_naming,
-    find_chat_fault,
-    parameters_of,
-    resolve_media,
-)
+from llmcompressor.datasets.media import MEDIA, check_placeholders, resolve_media
 from llmcompressor.datasets.rows import Row
 from llmcompressor.datasets.samples import (
     MAIN_INPUTS,
     Sample,
     add_labels,
     check_token_ids,
+    errors_naming,
     from_processor,
     from_tokenized,
     num_tokens,
@@ -37,11 +29,20 @@ from llmcompressor.datasets.samples import (
     truncate_all,
     without_batch_axis,
 )
+from llmcompressor.datasets.source import Source, split_for
+from llmcompressor.datasets.text import (
+    ChatRenderer,
+    NoTokenizerError,
+    RowPreparer,
+    find_chat_fault,
+    parameters_of,
+)
 from llmcompressor.errors import DatasetError
 from llmcompressor.logger import logger
 
 __all__ = [
     "Encoder",
+    "ModelFacts",
     "Packer",
     "Preparation",
     "SampleMaker",
@@ -76,7 +77,6 @@ _OPTIONS = frozenset(
 )
 """Parameters of a tokenizer that are not data."""
 
-_MEDIA = frozenset({"audio", "audios", "image", "images", "raw_speech", "video", "videos"})
 _UNNAMED = frozenset({"audio", "images", "sampling_rate", "text", "videos"})
 """What a processor takes that names none of its parameters (Whisper's does not)."""
 
@@ -108,67 +108,58 @@ class Encoder:
         processor: a tokenizer, a processor, or any function from ``text=`` to token ids.
         max_length: maximum number of tokens, or ``None``.
         cut_media: also truncate rows with images; truncation within an image is an error.
+
+    Attributes:
+        columns: those that the processor accepts.
     """
 
     def __init__(self, processor: Any, *, max_length: int | None, cut_media: bool) -> None:
         self._processor = processor
-        self._max_length = max_length
         self._cut_media = cut_media
         self._names, self._takes_any = parameters_of(processor)
         self._bos = automatic_bos(tokenizer_of(processor))
+        self._limits: dict[str, Any] = {}
+        if max_length is not None:
+            limits = {"truncation": True, "max_length": max_length}
+            self._limits = {one: limits[one] for one in limits if self._takes(one)}
+        self.columns = self._names - _OPTIONS
+        if not self.columns and self._takes_any:
+            self.columns = _UNNAMED
+        elif "audio" in self.columns and self._takes_any:
+            self.columns |= {"sampling_rate"}
 
-    @property
-    def columns(self) -> frozenset[str]:
-        """Columns that the processor accepts."""
-        data = self._names - _OPTIONS
-        if not data and self._takes_any:
-            return _UNNAMED
-        if "audio" in data and self._takes_any:
-            return data | {"sampling_rate"}
-        return data
+    def _takes(self, argument: str) -> bool:
+        return self._takes_any or argument in self._names
 
     def __call__(self, rows: Sequence[Row]) -> list[Mapping[str, Any]]:
         """Tokenize rows and return the outputs of each, without columns that are not accepted."""
-        kept = [self._usable(row) for row in rows]
+        kept = []
+        for row in rows:
+            own = {name: row[name] for name in row if name in self.columns}
+            own = {name: value for name, value in own.items() if value is not None}
+            if isinstance(own.get("text"), str):
+                # Rendered chats begin with the start token, which the tokenizer would add again.
+                own["text"] = own["text"].removeprefix(self._bos)
+            kept.append(own)
         with _restored_settings(tokenizer_of(self._processor)):
-            if _is_tokenizer(self._processor) and all(row.keys() == {"text"} for row in kept):
-                return self._texts([row["text"] for row in kept])
-            return [self._one(row) for row in kept]
+            if not _is_tokenizer(self._processor) or any(row.keys() != {"text"} for row in kept):
+                return [self._one(row) for row in kept]
+            outputs = dict(self._processor([row["text"] for row in kept], **self._limits))
+            return [{name: outputs[name][at] for name in outputs} for at in range(len(kept))]
 
     def ids(self, text: str) -> list[int]:
         """Tokenize a text, truncated like the rows."""
         ids: list[int] = list(self([{"text": text}])[0]["input_ids"])
         return ids
 
-    def _usable(self, row: Row) -> Row:
-        columns = self.columns
-        kept = {name: value for name, value in row.items() if name in columns and value is not None}
-        if isinstance(kept.get("text"), str):
-            # Rendered chats begin with the start token, which the tokenizer would add again.
-            kept["text"] = kept["text"].removeprefix(self._bos)
-        return kept
-
-    def _texts(self, texts: list[str]) -> list[Mapping[str, Any]]:
-        outputs = dict(self._processor(texts, **self._length_options()))
-        return [{name: values[at] for name, values in outputs.items()} for at in range(len(texts))]
-
     def _one(self, row: Row) -> Mapping[str, Any]:
-        has_media = bool(_MEDIA & row.keys())
-        options: dict[str, Any] = {}
-        if not has_media or (self._cut_media and "audio" not in row):
-            options = self._length_options()
-        if has_media and (self._takes_any or "return_tensors" in self._names):
+        has_media = bool(MEDIA & row.keys())
+        is_cut = not has_media or (self._cut_media and "audio" not in row)
+        options = dict(self._limits) if is_cut else {}
+        if has_media and self._takes("return_tensors"):
             options["return_tensors"] = "pt"
         outputs: Mapping[str, Any] = self._processor(**row, **options)
         return outputs
-
-    def _length_options(self) -> dict[str, Any]:
-        if self._max_length is None:
-            return {}
-        options = {"truncation": True, "max_length": self._max_length}
-        return {
-            name: value for name, value in options.items() if self._takes_any or name in self._names
-        }
 
 
 def _is_tokenizer(processor: Any) -> bool:
@@ -212,6 +203,21 @@ _NO_LIMIT = 1 << 24
 """Tokenizers without a limit say so with a number beyond any sequence."""
 
 
+class ModelFacts(TypedDict, total=False):
+    """What the preparation of data has to know of the model; all of it may be unknown."""
+
+    model_input_names: Collection[str]
+    """The inputs that the model's forward takes; other columns are dropped."""
+    main_inputs: Collection[str]
+    """Further names of inputs that represent a whole sample."""
+    vocab_size: int | None
+    """Rows of the model's embedding, to check token ids against."""
+    model_max_length: int | None
+    """Maximum number of tokens of the model."""
+    in_table: bool
+    """The model has a table of ``model_max_length`` positions, and fails beyond."""
+
+
 @dataclass(frozen=True)
 class Preparation:
     """Settings for the conversion of rows to samples.
@@ -221,12 +227,12 @@ class Preparation:
         processor: the tokenizer or processor; may be ``None`` for tokenized data.
         name: name of the data in messages.
         template: a registered data set's function from a row to text.
-        model_input_names: the inputs that the model takes; empty if unknown.
+        model_input_names: see :class:`ModelFacts`; empty if unknown.
         main_inputs: names of inputs; a row that has one of them needs no processor.
-        vocab_size: rows of the model's embedding; ``None`` if unknown.
-        model_max_length: maximum number of tokens of the model; ``None`` if unknown.
+        vocab_size: see :class:`ModelFacts`.
+        model_max_length: see :class:`ModelFacts`.
+        in_table: see :class:`ModelFacts`.
         for_training: add labels.
-        in_table: the model has a table of ``model_max_length`` positions, and fails beyond.
     """
 
     args: DatasetArguments
@@ -237,8 +243,28 @@ class Preparation:
     main_inputs: frozenset[str] = MAIN_INPUTS
     vocab_size: int | None = None
     model_max_length: int | None = None
-    for_training: bool = False
     in_table: bool = False
+    for_training: bool = False
+
+    @classmethod
+    def of(
+        cls,
+        source: Source,
+        args: DatasetArguments,
+        processor: Any,
+        *,
+        for_training: bool = False,
+        **model: Unpack[ModelFacts],
+    ) -> Preparation:
+        """The settings for opened data, whose rows a registered data set has a template for."""
+        template = None
+        if source.owner is not None:
+            split = split_for("train" if for_training else "calibration", args.splits)
+            owner = source.owner(dataset_args=replace(args), split=split, processor=processor)
+            template = owner.dataset_template
+        facts: dict[str, Any] = dict(model)
+        facts["main_inputs"] = MAIN_INPUTS.union(facts.get("main_inputs", ()))
+        return cls(args, processor, source.name, template, for_training=for_training, **facts)
 
     @property
     def model_limit(self) -> int | None:
@@ -276,15 +302,12 @@ class SampleMaker:
             chat=ChatRenderer(preparation.processor),
             main_inputs=preparation.main_inputs,
         )
-        self._encoder: Encoder | None = None
+        self._own_encoder: Encoder | None = None
         self._read = self._empty = self._long = self._longest = 0
         self._first_empty = ""
-        # A user's own collator gets tokenized rows unchanged.
-        self._as_given = (
-            callable(args.data_collator)
-            and not preparation.for_training
-            and not args.concatenate_data
-        )
+        self._has_own_collator = callable(args.data_collator)
+        # samples are cut to max_seq_length, here or by the collator
+        self._cuts = preparation.for_training or args.data_collator == "truncation"
 
     def __call__(self, numbered: Sequence[tuple[int, Row]]) -> list[Sample]:
         """Convert rows to samples; rows without tokens are dropped."""
@@ -292,28 +315,33 @@ class SampleMaker:
         made: dict[int, Sample] = {}
         raw: dict[int, Row] = {}
         for index, given in numbered:
-            where = self._where(index)
-            row = self._rows(given, where)
-            if self._is_tokenized(row, where):
-                made[index] = self._tokenized(row, where)
-            elif not _is_blank(row):
-                raw[index] = row
-        made.update(self._encoded(raw))
+            with self._errors_of(index):
+                row = self._rows(given)
+                if self._is_tokenized(row):
+                    made[index] = self._tokenized(row)
+                elif not _is_blank(row):
+                    self._check_raw(row)
+                    raw[index] = resolve_media(row, self._encoder.columns)
+                    self._rows.check_columns(raw[index], self._encoder.columns)
+                    check_placeholders(self._it.processor, raw[index], self._encoder.columns)
+        made.update(self._encoded(raw) if raw else {})
         kept = []
         for index, _ in numbered:
             if index in made and num_tokens(made[index]) != 0:
-                check_token_ids(made[index], self._it.vocab_size, self._where(index))
+                with self._errors_of(index):
+                    check_token_ids(made[index], self._it.vocab_size)
                 kept.append(made[index])
             else:
                 self._empty += 1
-                self._first_empty = self._first_empty or self._describe_empty(
-                    index, made.get(index)
-                )
+                self._first_empty = self._first_empty or _describe_empty(index, made.get(index))
         return kept
+
+    def _errors_of(self, index: int) -> Any:
+        return errors_naming(f"{self._it.name}: sample {index}")
 
     def report(self, samples: int, wanted: int | None, *, packed: bool) -> None:
         """Warn about dropped and long samples, and raise if no sample is left."""
-        name = self._it.name
+        name, limit = self._it.name, self._it.model_max_length
         if not samples and packed and self._read > self._empty:
             raise DatasetError(
                 f"{name} has fewer than {self._it.max_length} tokens in all, which is one sample.",
@@ -321,132 +349,118 @@ class SampleMaker:
             )
         if not samples:
             problem = f"All {self._read} samples are without tokens" if self._read else "no sample"
-            first = f" ({self._first_empty})" if self._first_empty else ""
-            raise DatasetError(f"{name} is empty: {problem}{first}.", "Give data that holds text.")
+            raise DatasetError(
+                f"{name} is empty: {problem}{self._first_empty}.", "Give data that holds text."
+            )
         self._rows.report()
         if self._empty:
             logger.warning(f"{name}: {self._empty} samples without tokens are left out.")
         if self._long:
-            logger.warning(self._describe_long())
+            remedy = f" max_seq_length={limit} cuts them." if self._cuts else ""
+            logger.warning(
+                f"{name}: {self._long} samples that came tokenized have up to {self._longest} "
+                f"tokens, and the model takes {limit}: "
+                + (
+                    f"they are cut to {limit}."
+                    if self._it.in_table
+                    else f"they are used as they are.{remedy}"
+                )
+            )
         if wanted is not None and samples < wanted:
             logger.warning(f"{name}: {wanted} samples were asked for, there are only {samples}.")
 
-    def _where(self, index: int) -> str:
-        return f"{self._it.name}: sample {index}"
-
-    @staticmethod
-    def _describe_empty(index: int, sample: Sample | None) -> str:
-        if sample is None:
-            return f"sample {index} has a text without a word"
-        if not token_list(sample["input_ids"]):
-            return f"sample {index} has empty input_ids"
-        return f"the attention_mask of sample {index} is 0 everywhere"
-
-    def _is_tokenized(self, row: Row, where: str) -> bool:
+    def _is_tokenized(self, row: Row) -> bool:
         """Return True if a row is tokenized already."""
         inputs = self._it.main_inputs & row.keys()
         given = {name for name in inputs if row[name] is not None}
         if inputs and not given and row.get("text") is None:
             raise DatasetError(
-                f"{where} has no value (None) in its column {min(inputs)!r}.",
+                f"has no value (None) in its column {min(inputs)!r}.",
                 "Give the token ids of each sample, or leave such samples out.",
             )
         return bool(given) and ("input_ids" in given or "text" not in row)
 
-    def _tokenized(self, row: Row, where: str) -> Sample:
-        if self._as_given:
-            return row
+    def _tokenized(self, row: Row) -> Sample:
+        it, args = self._it, self._it.args
+        if self._has_own_collator and not it.for_training and not args.concatenate_data:
+            return row  # a user's own collator gets tokenized rows unchanged
         sample = from_tokenized(
             row,
-            self._it.model_input_names,
-            use_loss_mask=self._it.args.use_loss_mask,
-            keep_labels=self._it.for_training,
-            where=where,
+            it.model_input_names,
+            use_loss_mask=args.use_loss_mask,
+            keep_labels=it.for_training,
         )
-        if not self._it.for_training:
+        if not it.for_training:
             return self._within_limit(sample)
-        prompt = row.get("prompt")
-        ids = self._own_encoder(where).ids(prompt) if isinstance(prompt, str) else None
-        sample = add_labels(sample, ids)
-        if self._it.args.max_seq_length is not None and not self._it.args.concatenate_data:
-            # collators of training do not
-            sample = truncate_all(sample, self._it.args.max_seq_length)
+        sample = self._with_labels(sample, row)
+        if args.max_seq_length is not None and not args.concatenate_data:
+            sample = truncate_all(sample, args.max_seq_length)  # collators of training do not
         sample = self._within_limit(sample)
-        return without_batch_axis(sample) if callable(self._it.args.data_collator) else sample
+        return without_batch_axis(sample) if self._has_own_collator else sample
+
+    def _with_labels(self, sample: Sample, row: Row) -> Sample:
+        prompt = row.get("prompt")
+        return add_labels(sample, self._encoder.ids(prompt) if isinstance(prompt, str) else ())
 
     def _within_limit(self, sample: Sample) -> Sample:
         """Truncate a tokenized sample to the model's table of positions, and count long samples."""
-        limit = self._it.model_max_length
+        limit, asked = self._it.model_max_length, self._it.args.max_seq_length
         if limit is None or self._it.args.concatenate_data:
             return sample
         length = len(sample.get("input_ids", ()))
-        if self._cuts and self._it.args.max_seq_length is not None:
-            length = min(length, self._it.args.max_seq_length)
+        if self._cuts and asked is not None:
+            length = min(length, asked)
         if length <= limit:
             return sample
         self._long, self._longest = self._long + 1, max(self._longest, length)
         return truncate_all(sample, limit) if self._it.in_table else sample
 
-    def _describe_long(self) -> str:
-        limit = self._it.model_max_length
-        said = (
-            f"{self._it.name}: {self._long} samples that came tokenized have up to "
-            f"{self._longest} tokens, and the model takes {limit}"
-        )
-        if self._it.in_table:
-            return f"{said}: they are cut to {limit}."
-        remedy = f" max_seq_length={limit} cuts them." if self._cuts else ""
-        return f"{said}: they are used as they are.{remedy}"
-
-    @property
-    def _cuts(self) -> bool:
-        """True if samples are truncated to ``max_seq_length``, here or by the collator."""
-        return self._it.for_training or self._it.args.data_collator == "truncation"
+    def _check_raw(self, row: Row) -> None:
+        """Refuse a text that no tokenizer takes, and any row where there is no tokenizer."""
+        if self._it.processor is None:
+            raise NoTokenizerError(
+                "is not tokenized, and there is no tokenizer.",
+                "Give the model's tokenizer, or data with input_ids.",
+            )
+        text: Any = row.get("text")
+        if text is not None and not isinstance(text, str):
+            turns = isinstance(text, list) and any(isinstance(one, Mapping) for one in text)
+            fault = f": {find_chat_fault(text)}" if turns else ""
+            raise DatasetError(
+                f"has a {type(text).__name__} for its text{fault}.",
+                "Make a string of it with a preprocessing_func, or name another text_column.",
+            )
+        try:
+            (text or "").encode("utf-8")
+        except UnicodeEncodeError as error:  # a lone surrogate, which tokenizers refuse
+            raise DatasetError(
+                f"has {error.object[error.start]!r} in its text, at {error.start}: it is no "
+                "character by itself.",
+                "Read the text with errors='replace', or clean it in a preprocessing_func.",
+            ) from error
 
     def _encoded(self, rows: Mapping[int, Row]) -> dict[int, Sample]:
         """Run rows of text, images or audio through the processor."""
-        if not rows:
-            return {}
-        encoder = self._own_encoder(self._where(next(iter(rows))))
-        known = encoder.columns
-        ready: dict[int, Row] = {}
-        for index, row in rows.items():
-            where = self._where(index)
-            with errors_naming(where):
-                ready[index] = resolve_media(row, known)
-            self._rows.check_columns(ready[index], known, where)
-            _check_text(ready[index], where)
-            with errors_naming(where):
-                check_placeholders(self._it.processor, ready[index], known)
         try:
-            outputs = encoder(list(ready.values()))
+            outputs = self._encoder(list(rows.values()))
         except DatasetError:
             raise
         except Exception as error:
-            first = self._where(next(iter(rows)))
             raise DatasetError(
-                f"{first} (or one of the {len(rows) - 1} after it) is refused by the "
-                f"processor: {error!r}.",
+                f"{self._it.name}: sample {min(rows)} (or one of the {len(rows) - 1} after it) is "
+                f"refused by the processor: {error!r}.",
                 "Check the data, or prepare it in a preprocessing_func.",
             ) from error
-        return {
-            index: self._finished(output, ready[index], encoder, self._where(index))
-            for index, output in zip(ready, outputs, strict=True)
-        }
-
-    def _finished(
-        self, outputs: Mapping[str, Any], row: Row, encoder: Encoder, where: str
-    ) -> Sample:
-        it = self._it
-        sample = from_processor(
-            outputs, it.model_input_names, keep_labels=it.for_training, where=where
-        )
-        if it.for_training:
-            prompt = row.get("prompt")
-            sample = add_labels(sample, encoder.ids(prompt) if isinstance(prompt, str) else None)
-        if it.args.pad_to_max_length and not it.args.concatenate_data:
-            sample = self._padded(sample)
-        return without_batch_axis(sample) if callable(it.args.data_collator) else sample
+        it, made = self._it, {}
+        for (index, row), output in zip(rows.items(), outputs, strict=True):
+            with self._errors_of(index):
+                sample = from_processor(output, it.model_input_names, keep_labels=it.for_training)
+            if it.for_training:
+                sample = self._with_labels(sample, row)
+            if it.args.pad_to_max_length and not it.args.concatenate_data:
+                sample = self._padded(sample)
+            made[index] = without_batch_axis(sample) if self._has_own_collator else sample
+        return made
 
     def _padded(self, sample: Sample) -> Sample:
         length = self._it.max_length
@@ -457,53 +471,35 @@ class SampleMaker:
             )
         pad_id = pad_id_of(self._it.processor, self._it.vocab_size)
         side = padding_side_of(self._it.processor)
-        padded = {
-            name: pad(sample, name, length, pad_id=pad_id, side=side)
-            for name in token_sequences([sample])
-        }
-        return {**sample, **padded}
+        names = token_sequences([sample])
+        return sample | {one: pad(sample, one, length, pad_id=pad_id, side=side) for one in names}
 
-    def _own_encoder(self, where: str) -> Encoder:
-        if self._encoder is None:
-            if self._it.processor is None:
-                raise NoTokenizerError(
-                    f"{where} is not tokenized, and there is no tokenizer.",
-                    "Give the model's tokenizer, or data with input_ids.",
-                )
-            self._encoder = Encoder(
+    @property
+    def _encoder(self) -> Encoder:
+        """The encoder, made when the first row needs it."""
+        if self._own_encoder is None:
+            self._own_encoder = Encoder(
                 self._it.processor,
                 max_length=self._it.max_length,
                 cut_media=self._it.args.max_seq_length is not None,
             )
-        return self._encoder
+        return self._own_encoder
+
+
+def _describe_empty(index: int, sample: Sample | None) -> str:
+    if sample is None:
+        return f" (sample {index} has a text without a word)"
+    if not token_list(sample["input_ids"]):
+        return f" (sample {index} has empty input_ids)"
+    return f" (the attention_mask of sample {index} is 0 everywhere)"
 
 
 def _is_blank(row: Row) -> bool:
     """Return True if a row has nothing but a blank text."""
-    if "text" not in row:
+    if "text" not in row or MEDIA & row.keys():
         return False
     text = row["text"]
-    media = any(name in row for name in ("images", "image", "audio", "videos", "video"))
-    return not media and (text is None or (isinstance(text, str) and not text.strip()))
-
-
-def _check_text(row: Row, where: str) -> None:
-    text: Any = row.get("text")
-    if text is not None and not isinstance(text, str):
-        turns = isinstance(text, list) and any(isinstance(one, Mapping) for one in text)
-        fault = f": {find_chat_fault(text)}" if turns else ""
-        raise DatasetError(
-            f"{where} has a {type(text).__name__} for its text{fault}.",
-            "Make a string of it with a preprocessing_func, or name another text_column.",
-        )
-    try:
-        (text or "").encode("utf-8")
-    except UnicodeEncodeError as error:  # a lone surrogate, which tokenizers refuse
-        raise DatasetError(
-            f"{where} has {error.object[error.start]!r} in its text, at {error.start}: it is no "
-            "character by itself.",
-            "Read the text with errors='replace', or clean it in a preprocessing_func.",
-        ) from error
+    return text is None or (isinstance(text, str) and not text.strip())
 
 
 # --------------------
@@ -513,7 +509,7 @@ def _check_text(row: Row, where: str) -> None:
 class Packer:
     """Concatenates samples in order and yields pieces of ``length`` tokens.
 
-    Padding is dropped, and so is an incomplete piece at the end.
+    Padding is dropped, which could fill whole pieces, and so is an incomplete piece at the end.
     """
 
     def __init__(self, length: int | None) -> None:
@@ -533,36 +529,24 @@ class Packer:
                     "Only text can be concatenated, and the data holds images or sound.",
                     "Give concatenate_data=False.",
                 )
-            joined = _without_padding(sample)
             if not self._held:
-                self._held = {name: [] for name in joined}
+                self._held = {name: [] for name in sample}
             if self._held.keys() != sample.keys():
                 raise DatasetError(
                     f"Samples with {', '.join(sample)} cannot be joined to samples with "
                     f"{', '.join(self._held)}.",
                     "Give all samples the same columns.",
                 )
-            for name, tokens in joined.items():
-                self._held[name] += tokens
+            mask = sample.get("attention_mask") or ()
+            for name, tokens in sample.items():
+                real = [one for one, is_real in zip(tokens, mask, strict=False) if is_real]
+                self._held[name] += real if len(tokens) == len(mask) else tokens
             yield from self._complete()
 
     def _complete(self) -> Iterator[Sample]:
-        count = min(map(len, self._held.values())) // self._length
-        for start in range(0, count * self._length, self._length):
+        end = min(map(len, self._held.values())) // self._length * self._length
+        for start in range(0, end, self._length):
             yield {
                 name: tokens[start : start + self._length] for name, tokens in self._held.items()
             }
-        self._held = {name: tokens[count * self._length :] for name, tokens in self._held.items()}
-
-
-def _without_padding(sample: Sample) -> Sample:
-    """Drop the padding of a sample, which could fill whole pieces between texts."""
-    mask = sample.get("attention_mask")
-    if mask is None or all(mask):
-        return sample
-    return {
-        name: [token for token, real in zip(tokens, mask, strict=True) if real]
-        if len(tokens) == len(mask)
-        else tokens
-        for name, tokens in sample.items()
-    }
+        self._held = {name: tokens[end:] for name, tokens in self._held.items()}

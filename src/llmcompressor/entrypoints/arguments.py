@@ -38,8 +38,8 @@ from llmcompressor.checkpoint.workspace import is_being_published
 from llmcompressor.core.modifier import Modifier
 from llmcompressor.datasets import rows
 from llmcompressor.datasets.calibration import load_calibration
-from llmcompressor.datasets.preprocess import NoTokenizerError
 from llmcompressor.datasets.source import Source, check_data_exists, open_source
+from llmcompressor.datasets.text import NoTokenizerError
 from llmcompressor.entrypoints.fingerprints import values_fingerprint
 from llmcompressor.errors import ArgumentError, DatasetError, OutputError, RecipeError, TargetError
 from llmcompressor.logger import logger

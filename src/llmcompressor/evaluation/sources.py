@@ -14,8 +14,8 @@ from torch import Tensor
 from llmcompressor.args import DatasetArguments
 from llmcompressor.datasets import Source, open_source
 from llmcompressor.datasets.files import KINDS, kind_of
-from llmcompressor.datasets.preprocess import ChatRenderer, RowPreparer, refuse_broken_chat
-from llmcompressor.datasets.samples import from_tokenized
+from llmcompressor.datasets.samples import errors_naming, from_tokenized
+from llmcompressor.datasets.text import ChatRenderer, RowPreparer, refuse_broken_chat
 from llmcompressor.datasets.tokenize import automatic_bos, tokenizer_of
 from llmcompressor.errors import ArgumentError, DatasetError, did_you_mean
 from llmcompressor.evaluation.stdlib_text import held_out_texts
@@ -182,7 +182,9 @@ def _rows_with_text(
         chat=ChatRenderer(tokenizer),
     )
     for index, row in enumerate(_rows(opened)):
-        yield prepare(row, f"{opened.name}: sample {index}")
+        with errors_naming(f"{opened.name}: sample {index}"):
+            prepared = prepare(row)
+        yield prepared
 
 
 def _rows(opened: Source) -> Iterator[dict[str, Any]]:
@@ -197,9 +199,10 @@ def _rows(opened: Source) -> Iterator[dict[str, Any]]:
 def _tokenize_rows(rows: Iterable[Mapping[str, Any]], tokenizer: Any) -> Iterator[Window]:
     bos = automatic_bos(tokenizer_of(tokenizer))
     for index, row in enumerate(rows):
-        where = f"The data: sample {index}"
         if row.get("input_ids") is not None:
-            yield _unpadded_tokens(row, where)
+            with errors_naming(f"The data: sample {index}"):
+                window = _unpadded_tokens(row)
+            yield window
         elif tokenizer is None:
             raise DatasetError(
                 "The data holds text, and the model came without its tokenizer.",
@@ -207,21 +210,23 @@ def _tokenize_rows(rows: Iterable[Mapping[str, Any]], tokenizer: Any) -> Iterato
             )
         else:
             # Rendered chats already begin with the BOS token that the tokenizer adds.
-            yield from tokenize([_text(row, where).removeprefix(bos)], tokenizer)
+            with errors_naming(f"The data: sample {index}"):
+                text = _text(row).removeprefix(bos)
+            yield from tokenize([text], tokenizer)
 
 
-def _unpadded_tokens(row: Mapping[str, Any], where: str) -> Window:
+def _unpadded_tokens(row: Mapping[str, Any]) -> Window:
     """Token ids of a row without its padding."""
     given = {name: row.get(name) for name in ("input_ids", "attention_mask")}
-    sample = from_tokenized(given, (), use_loss_mask=False, keep_labels=False, where=where)
+    sample = from_tokenized(given, (), use_loss_mask=False, keep_labels=False)
     pairs = zip(sample["input_ids"], sample["attention_mask"], strict=True)
     return [token for token, real in pairs if real]
 
 
-def _text(row: Mapping[str, Any], where: str) -> str:
+def _text(row: Mapping[str, Any]) -> str:
     if isinstance(row.get("text"), str):
         return str(row["text"])
-    refuse_broken_chat(row, where)
+    refuse_broken_chat(row)
     texts = [name for name, value in row.items() if isinstance(value, str)]
     raise DatasetError(
         "The data has no text column 'text' and no `input_ids`; "

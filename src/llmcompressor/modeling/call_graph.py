@@ -24,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 
 from llmcompressor.errors import CompressorError, TargetError
 from llmcompressor.modeling.meta_weights import skip_zero_products, zero_weights
-from llmcompressor.modeling.patches import eval_mode
+from llmcompressor.modeling.patches import eval_mode, restored
 from llmcompressor.modeling.weights import text_config
 
 __all__ = [
@@ -114,8 +114,8 @@ def trace_calls(
         place = region(modules[module])
         if tensor is not None:
             for reference, version, other_place, group in reversed(seen):
-                same = reference() is tensor and version == tensor_version(tensor)
-                if same and other_place == place:
+                is_same = reference() is tensor and version == tensor_version(tensor)
+                if is_same and other_place == place:
                     group.append(module)
                     return
         groups.append([module])
@@ -160,24 +160,14 @@ def _split_from_group(groups: list[list[Module]], module: Module) -> None:
 # new tensors and end the trace. No weight is read; those that are not loaded count as zero.
 
 _TOKENS = 8
-_CASTS = (
-    Tensor.to,
-    Tensor.float,
-    Tensor.half,
-    Tensor.bfloat16,
-    Tensor.double,
-    Tensor.type,
-    Tensor.type_as,
+_CASTS = tuple(
+    getattr(Tensor, name)
+    for name in ("to", "float", "half", "bfloat16", "double", "type", "type_as")
 )
 
 FORWARD_FAILURES = (
-    ArithmeticError,
-    AssertionError,
-    AttributeError,
-    LookupError,
-    RuntimeError,
-    TypeError,
-    ValueError,
+    *(ArithmeticError, AssertionError, AttributeError, LookupError),
+    *(RuntimeError, TypeError, ValueError),
 )
 """What a forward raises that was not made for what it got."""
 
@@ -268,12 +258,9 @@ class _FlowTracer(TorchFunctionMode):
 
     def before(self, module: Module, args: Any, kwargs: Any) -> None:
         """Record the call of a module and the leaf that feeds it."""
-        tensor = first_tensor(args, kwargs)
         self.flow.called.setdefault(module)
-        if (
-            tensor is not None
-            and (feeder := self._source.get(_storage_pointer(tensor))) is not None
-        ):
+        feeder = self._feeder_of(first_tensor(args, kwargs))
+        if feeder is not None:
             self.flow.feeder.setdefault(module, feeder)
 
     def after(self, module: Module, _: Any, output: Any) -> None:
@@ -286,19 +273,17 @@ class _FlowTracer(TorchFunctionMode):
     ) -> Any:
         """Run a torch function; the cast of a followed tensor is followed."""
         result = func(*args, **(kwargs or {}))
-        if func in _CASTS and isinstance(result, Tensor):
-            feeder = self._source.get(_storage_pointer(args[0]))
-            if feeder is not None:
-                self._follow(result, feeder)
+        feeder = self._feeder_of(args[0]) if func in _CASTS else None
+        if feeder is not None and isinstance(result, Tensor):
+            self._follow(result, feeder)
         return result
+
+    def _feeder_of(self, tensor: Tensor | None) -> Module | None:
+        return None if tensor is None else self._source.get(tensor.untyped_storage().data_ptr())
 
     def _follow(self, tensor: Tensor, feeder: Module) -> None:
         self._alive.append(tensor)
-        self._source.setdefault(_storage_pointer(tensor), feeder)
-
-
-def _storage_pointer(tensor: Tensor) -> int:
-    return int(tensor.untyped_storage().data_ptr())
+        self._source.setdefault(tensor.untyped_storage().data_ptr(), feeder)
 
 
 # --------------------
@@ -311,37 +296,23 @@ def _storage_pointer(tensor: Tensor) -> int:
 def copy_arguments(value: Any, of_tensor: Callable[[Tensor], Tensor] = lambda one: one) -> Any:
     """Copy arguments, so that a forward can write to them without side effects.
 
-    Containers and stateful objects are copied. Tensors are shared, except those that such an object
-    holds, which it may change in place.
+    Containers and stateful objects are copied, each once. Tensors are shared, except those that
+    such an object holds, which it may change in place.
 
     Args:
         value: what a module is called with.
         of_tensor: what to put in place of each tensor, at any depth.
     """
-    return _ArgumentCopier(of_tensor).of(value)
+    made: dict[int, Any] = {}
 
-
-class _ArgumentCopier:
-    """Copies of values, one for each object.
-
-    Args:
-        of_tensor: what to put in place of each tensor.
-    """
-
-    def __init__(self, of_tensor: Callable[[Tensor], Tensor]) -> None:
-        self._of_tensor = of_tensor
-        self._made: dict[int, Any] = {}
-
-    def of(self, value: Any, *, is_held: bool = False) -> Any:
-        """The copy of a value; ``is_held`` if a stateful object holds it."""
+    def copied(value: Any, *, is_held: bool = False) -> Any:
         if isinstance(value, Tensor):
-            return self._of_tensor(value.clone() if is_held else value)
-        if id(value) in self._made:
-            return self._made[id(value)]
+            return of_tensor(value.clone() if is_held else value)
+        if id(value) in made:
+            return made[id(value)]
         if type(value) in (tuple, list, set):
-            twin = type(value)(self.of(item, is_held=is_held) for item in value)
-            self._made[id(value)] = twin
-            return twin
+            made[id(value)] = type(value)(copied(item, is_held=is_held) for item in value)
+            return made[id(value)]
         is_mapping = isinstance(value, MutableMapping)
         # a mapping, or another object with attributes that a forward may set: a cache, say
         is_stateful = is_mapping or (
@@ -352,17 +323,15 @@ class _ArgumentCopier:
         if not is_stateful:
             return value
         try:
-            twin = copy.copy(value)
+            made[id(value)] = twin = copy.copy(value)
         except TypeError:  # what cannot be copied: a lock, a handle
             return value
-        self._made[id(value)] = twin
-        if is_mapping:
-            for key, item in value.items():
-                twin[key] = self.of(item, is_held=is_held)
-        else:
-            for name, item in vars(value).items():
-                vars(twin)[name] = self.of(item, is_held=True)
+        items, target = (value, twin) if is_mapping else (vars(value), vars(twin))
+        for key, item in items.items():
+            target[key] = copied(item, is_held=is_held or not is_mapping)
         return twin
+
+    return copied(value)
 
 
 # --------------------
@@ -411,21 +380,10 @@ def main_input_names(model: Module) -> frozenset[str]:
 @contextlib.contextmanager
 def without_cache(model: Module) -> Iterator[None]:
     """Disable the generation cache of a model, and of models within it, in the body."""
-    configs = _cache_configs(model)
-    try:
-        for config, _ in configs:
+    configs: Iterator[Any] = (getattr(each, "config", None) for each in model.modules())
+    every = {id(one): one for one in configs}
+    caching = [one for one in every.values() if isinstance(getattr(one, "use_cache", None), bool)]
+    with restored(caching, "use_cache"):
+        for config in caching:
             config.use_cache = False
         yield
-    finally:
-        for config, value in configs:
-            config.use_cache = value
-
-
-def _cache_configs(model: Module) -> list[tuple[Any, bool]]:
-    """Every configuration in the model that has a ``use_cache``, with its value."""
-    found: dict[int, tuple[Any, bool]] = {}
-    for module in model.modules():
-        config = getattr(module, "config", None)
-        if config is not None and isinstance(getattr(config, "use_cache", None), bool):
-            found.setdefault(id(config), (config, config.use_cache))
-    return list(found.values())

@@ -174,11 +174,8 @@ def check_targets(
     Raises:
         TargetError: a target matches no module; the message lists near matches.
     """
-    kind = type(model).__name__
-    missing = unmatched(model, targets)
-    if missing:
-        problem = f"{_listed('target', missing)} no module of {kind}."
-        hints = _hints(model, missing)
+    if missing := unmatched(model, targets):
+        problem, hints = _problem(model, ("target", "targets"), missing)
         if not allow_unmatched:
             classes = {
                 type(each).__name__
@@ -190,10 +187,8 @@ def check_targets(
                 hints += " If that is meant, set allow_unmatched: true."
             raise TargetError(problem, hints)
         logger.warning(f"{problem} {hints}".strip())
-    idle = unmatched(model, ignore)
-    if idle:
-        problem = f"{_listed('ignore entry', idle)} no module of {kind}."
-        logger.warning(f"{problem} {_hints(model, idle)}".strip())
+    if idle := unmatched(model, ignore):
+        logger.warning(" ".join(_problem(model, ("ignore entry", "ignore entries"), idle)).strip())
     if ignore:
         meant = match_named_modules(model, targets)
         warn_of_parent_ignores(model, as_targets(ignore), (name for name, _ in meant))
@@ -258,20 +253,20 @@ def _parent_names(name: str) -> Iterator[str]:
         yield name
 
 
-def _listed(noun: str, targets: Sequence[str]) -> str:
-    quoted = ", ".join(repr(target) for target in targets)
-    if len(targets) == 1:
-        return f"The {noun} {quoted} matches"
-    plural = noun.replace("entry", "entrie") + "s"
-    return f"The {plural} {quoted} match"
-
-
-def _hints(model: Module, targets: Sequence[str]) -> str:
-    index = _NameIndex(model)
-    hints = [(target, index.hint(target)) for target in targets]
-    if len(hints) == 1:
-        return hints[0][1]
-    return " ".join(f"For {target!r}: {hint}" for target, hint in hints if hint)
+def _problem(model: Module, nouns: tuple[str, str], targets: Sequence[str]) -> tuple[str, str]:
+    """What to say of targets that match nothing, and hints at what they may have meant."""
+    index, is_one = _NameIndex(model), len(targets) == 1
+    hints = {target: index.hint(target) for target in targets}
+    several = " ".join(f"For {target!r}: {hint}" for target, hint in hints.items() if hint)
+    said = (
+        f"{nouns[0]} {targets[0]!r} matches"
+        if is_one
+        else (f"{nouns[1]} {', '.join(map(repr, targets))} match")
+    )
+    return (
+        f"The {said} no module of {type(model).__name__}.",
+        hints[targets[0]] if is_one else several,
+    )
 
 
 def looks_like_pattern(target: str) -> bool:
@@ -343,34 +338,25 @@ class _NameIndex:
             return f"{hint} {_did_you_mean([REGEX + bare])}" if self._any(bare) else hint
         floating = pattern.removeprefix("^")
         if any(_compiled(floating).search(name) for name in self._names):
-            return (
-                "Patterns are anchored at the start of the full name. "
-                f"{_did_you_mean([f'{REGEX}.*{floating}'])}"
-            )
-        return _did_you_mean(
-            self._repaired(pattern) or self._with_literal(_longest_literal(pattern))
-        )
-
-    def _any(self, pattern: str) -> bool:
-        return any(_compiled(pattern).match(name) for name in self._names)
-
-    def _repaired(self, pattern: str) -> list[str]:
-        """The pattern with unknown words replaced by the nearest known ones."""
-        repaired = pattern
+            hint = "Patterns are anchored at the start of the full name."
+            return f"{hint} {_did_you_mean([f'{REGEX}.*{floating}'])}"
+        repaired = pattern  # unknown words replaced by the nearest known ones
         for word in re.findall(r"(?<!\\)[A-Za-z_][A-Za-z0-9_]+", pattern):
             if not any(word in known for known in self._words):
                 near = _closest(word, self._words)
                 repaired = repaired.replace(word, near[0]) if near else repaired
-        return [REGEX + repaired] if repaired != pattern and self._any(repaired) else []
-
-    def _with_literal(self, literal: str) -> list[str]:
-        parts = sorted(literal.split("."), key=len, reverse=True)
-        for part in [literal, *parts] if literal else []:
-            folded = part.casefold()
-            holding = [name for name in self._first.values() if folded in name.casefold()]
+        if repaired != pattern and self._any(repaired):
+            return _did_you_mean([REGEX + repaired])
+        # names that hold the longest word of the pattern
+        words = re.findall(r"[A-Za-z_][A-Za-z0-9_]+", re.sub(r"\[[^\]]*\]", "*", pattern))
+        for word in sorted(words, key=len, reverse=True):
+            holding = [name for name in self._first.values() if word.lower() in name.lower()]
             if holding:
-                return holding
-        return []
+                return _did_you_mean(holding)
+        return ""
+
+    def _any(self, pattern: str) -> bool:
+        return any(_compiled(pattern).match(name) for name in self._names)
 
 
 def _closest(word: str, options: Iterable[str]) -> list[str]:
@@ -385,17 +371,6 @@ def _closest(word: str, options: Iterable[str]) -> list[str]:
 def _did_you_mean(suggestions: Iterable[str]) -> str:
     unique = list(dict.fromkeys(suggestions))[:_MOST_SUGGESTIONS]
     return f"Did you mean {' or '.join(repr(name) for name in unique)}?" if unique else ""
-
-
-def _longest_literal(pattern: str) -> str:
-    r"""The longest literal part of a pattern.
-
-    >>> _longest_literal(r".*layers\.[0-3]\.mlp_(gate|up)$")
-    'layers'
-    """
-    without_sets = re.sub(r"\[[^\]]*\]", "*", pattern).replace(r"\.", ".")
-    parts = [part.strip(".") for part in re.split(r"[(){}*+?|^$\\]+", without_sets)]
-    return max((part for part in parts if re.search("[A-Za-z]", part)), key=len, default="")
 
 
 def common_parent(first: str, second: str) -> str:
@@ -476,12 +451,6 @@ def group_matches(
                 found, widened = {each: [] for each in targets}, name
             found[target].append((name, module))
             parent = widened
-    yield from _last_set(found, targets)
-
-
-def _last_set(
-    found: dict[str, list[tuple[str, Module]]], targets: Sequence[str]
-) -> Iterator[list[list[tuple[str, Module]]]]:
     if not any(found.values()):
         return
     missing = [target for target in targets if not found[target]]

@@ -33,10 +33,28 @@ __all__ = [
     "replace_functional_linear",
     "reset_compiled",
     "restore_forward",
+    "restored",
     "rotations_suspended",
 ]
 
 Forward = Callable[..., Any]
+
+
+_ABSENT = object()
+
+
+@contextmanager
+def restored(objects: Iterable[Any], name: str) -> Iterator[None]:
+    """Restore an attribute of objects after the body, also where an object had none of its own."""
+    before = [(vars(one), vars(one).get(name, _ABSENT)) for one in objects]
+    try:
+        yield
+    finally:
+        for own, value in before:
+            if value is _ABSENT:
+                own.pop(name, None)
+            else:
+                own[name] = value
 
 
 def restore_forward(module: Module, own: Forward | None) -> None:
@@ -62,17 +80,14 @@ def forward_overridden(
         modules: the modules to override.
         stub: makes the override, given the module and its own forward.
     """
-    own = {module: module.__dict__.get("forward") for module in modules}
-    try:
-        for module in own:
+    overridden = dict.fromkeys(modules)
+    with restored(overridden, "forward"):
+        for module in overridden:
             forward = module.forward
             module.forward = stub(module, forward)
             # inspect.signature follows it
             module.forward.__wrapped__ = forward  # type: ignore[attr-defined]
         yield
-    finally:
-        for module, before in own.items():
-            restore_forward(module, before)
 
 
 # --------------------
@@ -82,14 +97,13 @@ Fits = Callable[[Tensor, Tensor], bool]
 Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 
-class _ActiveReplacements(threading.local):
+class _Replacements(threading.local):
     """The active replacements of ``functional.linear`` in this thread, innermost last."""
 
-    def __init__(self) -> None:
-        self.products: tuple[tuple[Fits, Product], ...] = ()
+    products: tuple[tuple[Fits, Product], ...] = ()
 
 
-_here = _ActiveReplacements()
+_here = _Replacements()
 _lock = threading.Lock()
 _plain = functional.linear
 _users = 0
@@ -138,30 +152,19 @@ def _patch_functional_linear(change: int) -> None:
 @contextmanager
 def eval_mode(module: Module) -> Iterator[None]:
     """Put a module in eval mode in the body, and restore each submodule's mode afterwards."""
-    before = [(one, one.training) for one in module.modules()]
-    try:
+    with restored(module.modules(), "training"):
         module.eval()
         yield
-    finally:
-        for one, training in before:
-            one.training = training
 
 
 @contextmanager
 def quantization_disabled(module: Module) -> Iterator[None]:
     """Disable quantization of the modules in the body, and restore it afterwards."""
     quantized = [one for one in module.modules() if hasattr(one, "quantization_scheme")]
-    before = [vars(one).get("quantization_enabled") for one in quantized]
-    try:
+    with restored(quantized, "quantization_enabled"):
         for one in quantized:
             one.quantization_enabled = False  # type: ignore[assignment]
         yield
-    finally:
-        for one, enabled in zip(quantized, before, strict=True):
-            if enabled is None:
-                vars(one).pop("quantization_enabled", None)
-            else:
-                one.quantization_enabled = enabled
 
 
 # --------------------
@@ -181,13 +184,9 @@ def mark_quantized(model: Module) -> None:
 @contextlib.contextmanager
 def marked_quantized(model: Module) -> Iterator[None]:
     """Apply :func:`mark_quantized` while the body runs."""
-    unmarked = [config for config in _configs(model) if not hasattr(config, QUANTIZED_MARK)]
-    mark_quantized(model)
-    try:
+    with restored(_configs(model), QUANTIZED_MARK):
+        mark_quantized(model)
         yield
-    finally:
-        for config in unmarked:
-            vars(config).pop(QUANTIZED_MARK, None)
 
 
 def _configs(model: Module) -> list[Any]:
@@ -208,9 +207,8 @@ def input_rotation_key(module: Module) -> tuple[object, ...]:
     Empty where nothing rotates the input. Rotations count even while they are suspended, or have no
     values yet.
     """
-    return tuple(
-        (id(one.weight), bool(one.args.inverse)) for one in _input_transforms(module.children())
-    )
+    inputs = _transforms_at(TransformLocation.INPUT, module.children())
+    return tuple((id(one.weight), bool(one.args.inverse)) for one in inputs)
 
 
 @contextmanager
@@ -219,35 +217,22 @@ def rotations_suspended(model: Module) -> Iterator[None]:
 
     Rotations that another library attached are not suspended.
     """
-    awake = [one for one in _input_transforms(model.modules()) if not one.__dict__.get(RESTS)]
-    for one in awake:
-        one.__dict__[RESTS] = True
-    try:
+    rotations = list(_transforms_at(TransformLocation.INPUT, model.modules()))
+    with restored(rotations, RESTS):
+        for one in rotations:
+            one.__dict__[RESTS] = True
         yield
-    finally:
-        for one in awake:
-            one.__dict__[RESTS] = False
 
 
 def linear_with_rotations(linear: Module, given: Tensor) -> Tensor:
     """The output of a Linear, rotations included, computed without calling any hook."""
-    for one in reversed(
-        list(_input_transforms(linear.children()))
-    ):  # the last one attached runs first
-        given = _rotate(one, given)
+    inputs = list(_transforms_at(TransformLocation.INPUT, linear.children()))
+    for one in reversed(inputs):  # the last one attached runs first
+        given = given if one.__dict__.get(RESTS) else one(given)
     made: Tensor = linear.forward(given)
     for one in _transforms_at(TransformLocation.OUTPUT, linear.children()):
-        made = _rotate(one, made)
+        made = made if one.__dict__.get(RESTS) else one(made)
     return made
-
-
-def _rotate(rotation: TransformBase, values: Tensor) -> Tensor:
-    turned: Tensor = values if rotation.__dict__.get(RESTS) else rotation(values)
-    return turned
-
-
-def _input_transforms(modules: Iterator[Module]) -> Iterator[TransformBase]:
-    return _transforms_at(TransformLocation.INPUT, modules)
 
 
 def _transforms_at(
@@ -305,9 +290,7 @@ def modules_with_adapters(model: Module) -> list[str]:
     >>> modules_with_adapters(Module())
     []
     """
-    names = [name for name, module in named_modules(model) if _LAYER in _class_names(module)]
-    return names or ([type(model).__name__] if _WRAPPERS & _class_names(model) else [])
-
-
-def _class_names(module: Module) -> set[str]:
-    return {one.__name__ for one in type(module).__mro__}
+    kinds = {name: type(module).__mro__ for name, module in named_modules(model)}
+    bases = {name: {one.__name__ for one in kind} for name, kind in kinds.items()}
+    names = [name for name, own in bases.items() if _LAYER in own]
+    return names or ([type(model).__name__] if _WRAPPERS & bases[""] else [])

@@ -115,26 +115,25 @@ def untie_embeddings(model: PreTrainedModel) -> bool:
         return False
     was_tied = has_tied_embeddings(model)
     tied: dict[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
+    places: list[tuple[Module, str]] = []
     for target, source in tied.items():
         path, _, own = target.rpartition(".")
         module, (of, _, its) = model.get_submodule(path), source.rpartition(".")
         shared = model.get_submodule(of)._parameters.get(its)
         if own in module._parameters and module._parameters[own] is shared:
-            _untie_parameter(module, own)
-    if has_tied_embeddings(model):
-        _untie_parameter(outputs, "weight")
+            places.append((module, own))
+    if has_tied_embeddings(model) and (outputs, "weight") not in places:
+        places.append((outputs, "weight"))
+    for module, own in places:
+        parameter = module.get_parameter(own)
+        values = gather_full(parameter).detach().clone()
+        module.register_parameter(own, Parameter(values, requires_grad=parameter.requires_grad))
     for config in (model.config, text_config(model.config)):
         if getattr(config, "tie_word_embeddings", None):
             config.tie_word_embeddings = False
     if hasattr(model, "all_tied_weights_keys"):
         model.all_tied_weights_keys = model.get_expanded_tied_weights_keys(all_submodels=True)
     return was_tied
-
-
-def _untie_parameter(module: Module, name: str) -> None:
-    parameter = module.get_parameter(name)
-    values = gather_full(parameter).detach().clone()
-    module.register_parameter(name, Parameter(values, requires_grad=parameter.requires_grad))
 
 
 # --------------------

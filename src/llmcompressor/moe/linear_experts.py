@@ -542,7 +542,8 @@ def _small_copy(module: Module, form: StackLayout) -> _SmallMoE:
     shape = replace(form, experts=experts, hidden=hidden, intermediate=between)
     random = torch.Generator().manual_seed(0)
     small._parameters = {
-        name: Parameter(_random_normal(random, *shape.shape_of(name))) for name in shape.stacks
+        name: Parameter(torch.randn(shape.shape_of(name), generator=random))
+        for name in shape.stacks
     }
     small._modules = {
         name: None if child is None else _small_child_copy(child, sizes, random)
@@ -551,8 +552,10 @@ def _small_copy(module: Module, form: StackLayout) -> _SmallMoE:
     if form.routed:
         index = torch.stack([torch.randperm(experts, generator=random)[:2] for _ in range(_TOKENS)])
         weights = torch.rand(_TOKENS, 2, generator=random)
-        return _SmallMoE(small, shape, [_random_normal(random, _TOKENS, hidden), index, weights])
-    return _SmallMoE(small, shape, [_random_normal(random, experts * _TOKENS, hidden)])
+        return _SmallMoE(
+            small, shape, [torch.randn(_TOKENS, hidden, generator=random), index, weights]
+        )
+    return _SmallMoE(small, shape, [torch.randn(experts * _TOKENS, hidden, generator=random)])
 
 
 def _small_child_copy(child: Module, sizes: Mapping[int, int], random: torch.Generator) -> Module:
@@ -563,13 +566,9 @@ def _small_child_copy(child: Module, sizes: Mapping[int, int], random: torch.Gen
     small = copy.deepcopy(child)
     for name, one in own:
         path, _, key = name.rpartition(".")
-        value = _random_normal(random, sizes[len(one)])
+        value = torch.randn(sizes[len(one)], generator=random)
         small.get_submodule(path)._parameters[key] = Parameter(value, requires_grad=False)
     return small
-
-
-def _random_normal(random: torch.Generator, *shape: int) -> Tensor:
-    return torch.randn(*shape, generator=random)
 
 
 # --------------------
@@ -614,9 +613,11 @@ def patch_moe_mappings(
             "Give WeightRenaming or WeightConverter of transformers.core_model_loading.",
         )
     removed = set(remove_targets or ())
-    kept = [one for one in _conversion_table(model_type) if removed.isdisjoint(one.target_patterns)]
     part = (CONFIG_MAPPING[model_type].sub_configs or {}).get("text_config")
-    text_table = _conversion_table(getattr(part, "model_type", None))  # of the language model
+    text_type = getattr(part, "model_type", None)
+    read: Any = get_checkpoint_conversion_mapping  # it has no types
+    kept = [one for one in read(model_type) or [] if removed.isdisjoint(one.target_patterns)]
+    text_table = (read(text_type) if text_type else None) or []  # of the language model
     stacks = any(
         isinstance(entry, WeightConverter) and any(_EACH in one for one in entry.source_patterns)
         for entry in [*kept, *mappings, *text_table]
@@ -625,11 +626,6 @@ def patch_moe_mappings(
     register_checkpoint_conversion_mapping(
         model_type, [*kept, *mappings, *stacking], overwrite=True
     )
-
-
-def _conversion_table(model_type: str | None) -> list[Any]:
-    read: Any = get_checkpoint_conversion_mapping  # it has no types
-    return list(read(model_type) or []) if model_type else []
 
 
 def _stacking_converters() -> list[Any]:

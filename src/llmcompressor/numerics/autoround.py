@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 r"""AutoRound: learned rounding directions of weights and learned clipping of ranges.
 
-Cheng et al., *Optimize Weight RoundingParameters via Signed Gradient Descent*, arXiv:2309.05516.
-With an
+Cheng et al., *Optimize Weight Rounding via Signed Gradient Descent*, arXiv:2309.05516. With an
 offset V of at most half a step for every weight and factors α, β of at most 1 for the ends of
 every range,
 
@@ -15,7 +14,7 @@ where [a, b] is the range of the initial scale and zero point: V = 0 and α = β
 On symmetric grids z = 0 and s is α times its initial value. On floating grids V is in units of the
 spacing of the values around W / s.
 
-RoundingParameters uses straight-through gradients. With G the gradient by W', and
+Gradients are straight through. With G the gradient by W', and
 r = round(W / s + V + z) - z, an element has
 
 ==========  ================  ===================  ===========
@@ -35,6 +34,7 @@ cells, written ``YX``.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -128,8 +128,11 @@ class RoundingParameters:
         scale, zero = self.parameters(start)
         grid, scale_RC = start.grid, start.expand(scale)
         wide_RC = start.weight_RC.float() / scale_RC
-        spacing_RC = _spacing(wide_RC, grid)
-        moved_RC = self.offset_RC if spacing_RC is None else self.offset_RC * spacing_RC
+        spacing_RC, moved_RC = None, self.offset_RC
+        if grid.floats is not None:
+            exponent_RC = wide_RC.abs().clamp(grid.floats.smallest, grid.qmax).log2_().floor_()
+            spacing_RC = exponent_RC.sub_(grid.floats.mantissa).exp2_()
+            moved_RC = moved_RC * spacing_RC
         moved_RC = wide_RC + moved_RC
         zero_RC = 0.0 if zero is None else start.expand(zero)
         if grid.kind == "int":
@@ -144,8 +147,7 @@ class RoundingParameters:
         )
 
 
-@dataclass(frozen=True)
-class Gradients:
+class Gradients(NamedTuple):
     """The gradients of a :class:`RoundingParameters`; ``None`` for parts that are not learned."""
 
     offset_RC: Tensor
@@ -207,14 +209,11 @@ class Rounded:
 def start_at_codes(start: RoundingStart, codes_RC: Tensor, wanted_RC: Tensor) -> RoundingStart:
     """A start that rounds to given codes and otherwise is as close as possible to other values.
 
-    Args:
-        start: how to round; its weight is ignored.
-        codes_RC: values on its grid, float32 ``[R, C]``.
-        wanted_RC: the values to approach within half a step of the codes, ``[R, C]``.
+    ``start`` says how to round; its weight is ignored. ``codes_RC`` are values on its grid, float32
+    ``[R, C]``, and ``wanted_RC`` those to approach within half a step of them.
     """
-    own = RoundingParameters.of(replace(start, weight_RC=codes_RC)).apply(
-        replace(start, weight_RC=codes_RC)
-    )
+    on_codes = replace(start, weight_RC=codes_RC)
+    own = RoundingParameters.of(on_codes).apply(on_codes)
     reach_RC = _LARGEST_OFFSET * own.scale_RC
     if own.spacing_RC is not None:
         reach_RC = reach_RC * own.spacing_RC
@@ -231,11 +230,8 @@ def sign_step(
 ) -> None:
     """Move every parameter against the sign of its gradient, in place, within its bounds.
 
-    Args:
-        rounding: the parameters; changed.
-        gradients: gradients of the loss.
-        rate: learning rate of offsets.
-        range_rate: learning rate of range factors; ``None``: the same.
+    ``rate`` is the learning rate of offsets, ``range_rate`` that of range factors, by default the
+    same.
     """
     range_rate = rate if range_rate is None else range_rate
     offset_RC = rounding.offset_RC
@@ -262,11 +258,3 @@ def _stored(scale: Tensor, start: RoundingStart) -> Tensor:
     assert start.scale_dtype is not None
     stored = scale.to(start.scale_dtype).float()
     return torch.where(stored > 0, stored, start.scale.float())
-
-
-def _spacing(wide_RC: Tensor, grid: Grid) -> Tensor | None:
-    """The distance between neighbours on the grid around each value; ``None`` if it is always 1."""
-    if grid.floats is None:
-        return None
-    exponent_RC = wide_RC.abs().clamp(grid.floats.smallest, grid.qmax).log2_().floor_()
-    return exponent_RC.sub_(grid.floats.mantissa).exp2_()

@@ -67,9 +67,10 @@ ErrorOf: TypeAlias = Callable[[Tensor], Sequence[float]]
 
 _FLOOR = 1e-4
 _TINY = 1e-6
-_FRACTIONS = (0.95, 0.9, 0.85, 0.8, 0.75, 0.7, 0.6)
+_BOTH_ENDS = [(part, part) for part in (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7, 0.6)]
 _STEPS = (0.9, 0.95, 1.05, 1.1)
-CLIP_ATTEMPTS = (1 + len(_FRACTIONS), 1 + 2 * len(_STEPS))
+_EITHER_END = [(1.0, 1.0), *((step, 1.0) for step in _STEPS), *((1.0, step) for step in _STEPS)]
+CLIP_ATTEMPTS = (len(_BOTH_ENDS), len(_EITHER_END))
 """Pairs of ends that each sweep of :func:`clip_bounds` tries for a group."""
 _AT_ONCE = 2**18
 """Elements of the weights of several candidates that are rounded at once: they fit a core's cache,
@@ -90,25 +91,19 @@ class Candidate(NamedTuple):
 
 
 class ScaleChoice(NamedTuple):
-    """The candidate with the least error, and its scale."""
+    """The candidate with the least error, its scale, and the error without scaling."""
 
     scale_C: Tensor
     candidate: Candidate | None
     """``None`` where none was better than no scaling at all."""
     error: float
     before: float
-    """The error without scaling."""
 
 
 def relative_column_magnitude(weights: Sequence[Tensor], group: int) -> Tensor:
-    """Mean absolute value of each column relative to the maximum of its group.
+    """Mean absolute value of each column relative to the maximum of its group: float32 ``[C]``.
 
-    Args:
-        weights: each ``[R_i, C]``, any floating dtype.
-        group: columns of a group; C for one group per row.
-
-    Returns:
-        float32 ``[C]``, from 0 to 1.
+    ``weights`` are ``[R_i, C]`` of any floating dtype; groups of C columns are one per row.
 
     >>> relative_column_magnitude([torch.tensor([[1.0, 2.0, 4.0, 4.0]])], 2)
     tensor([0.5000, 1.0000, 1.0000, 1.0000])
@@ -126,47 +121,36 @@ def relative_column_magnitude(weights: Sequence[Tensor], group: int) -> Tensor:
     return total_C / rows
 
 
-def _candidate_grid(points: int, duo: Duo) -> Iterator[Candidate]:
+def _candidate_grid(points: int, duo: Duo) -> list[Candidate]:
     if duo == "both":
         half = max(points // 2, 2)
-        for index in range(half):
-            yield from (Candidate(index / (half - 1), both) for both in (False, True))
-    elif duo:
-        yield Candidate(0.0, duo=False)
-        for index in range(points - 1):
-            yield Candidate(index / max(points - 2, 1), duo=True)
-    else:
-        for index in range(points):
-            yield Candidate(index / max(points - 1, 1), duo=False)
+        return [Candidate(k / (half - 1), both) for k in range(half) for both in (False, True)]
+    if duo:
+        every = [Candidate(k / max(points - 2, 1), duo=True) for k in range(points - 1)]
+        return [Candidate(0.0, duo=False), *every]
+    return [Candidate(k / max(points - 1, 1), duo=False) for k in range(points)]
 
 
 def candidates(
     input_C: Tensor, weight_C: Tensor, points: int, duo: Duo
 ) -> Iterator[tuple[Candidate, Tensor]]:
-    """The candidate scales of the grid search.
+    """The candidates of the grid search with their scales, float32 ``[C]``, finite and positive.
 
     Args:
         input_C: mean absolute input of each column, ``[C]``.
         weight_C: result of :func:`relative_column_magnitude`.
         points: number of exponents, at least 2.
         duo: divide by weights (``True``), use inputs alone (``False``), or try both.
-
-    Yields:
-        The candidate and its scale, float32 ``[C]``, finite and positive.
     """
     for candidate in _candidate_grid(points, duo):
         scale_C = input_C.float().pow(candidate.ratio)
         if candidate.duo:
             scale_C = scale_C / (weight_C.float().pow(1 - candidate.ratio) + _FLOOR)
-        yield candidate, _normalized(scale_C)
-
-
-def _normalized(scale_C: Tensor) -> Tensor:
-    """Scales centred around one; non-finite values become one, and none is zero."""
-    scale_C = scale_C.clamp(min=_FLOOR)
-    scale_C = torch.where(torch.isfinite(scale_C), scale_C, 1.0)
-    scale_C = scale_C / (scale_C.max() * scale_C.min()).sqrt()
-    return torch.where(torch.isfinite(scale_C) & (scale_C > 0), scale_C, 1.0)
+        # centred around one; non-finite values become one, and none is zero
+        scale_C = scale_C.clamp(min=_FLOOR)
+        scale_C = torch.where(torch.isfinite(scale_C), scale_C, 1.0)
+        scale_C = scale_C / (scale_C.max() * scale_C.min()).sqrt()
+        yield candidate, torch.where(torch.isfinite(scale_C) & (scale_C > 0), scale_C, 1.0)
 
 
 class StackedLinears(NamedTuple):
@@ -182,14 +166,7 @@ class StackedLinears(NamedTuple):
 
 
 def output_error_from_gram(readers: Sequence[StackedLinears]) -> ErrorOf:
-    """The function that computes the output error of Linears with one input for given scales.
-
-    Args:
-        readers: all Linears with this input.
-
-    Returns:
-        From scales ``[K, C]`` to ``sum_i tr(D_i G_i D_i^T)`` of each.
-    """
+    """The output error ``sum_i tr(D_i G_i D_i^T)`` of Linears with one input, by scales."""
 
     def error_of(scale_KC: Tensor) -> list[float]:
         total_K = torch.zeros(len(scale_KC), dtype=torch.float64)
@@ -231,16 +208,7 @@ def _errors(one: StackedLinears, form: QuadraticForm, rows: slice, scale_KC: Ten
 def choose_scale(
     error_of: ErrorOf, grid: Iterable[tuple[Candidate, Tensor]], one_C: Tensor
 ) -> ScaleChoice:
-    """The scale with the least error.
-
-    Args:
-        error_of: from scales ``[K, C]`` to the error of each.
-        grid: candidates; see :func:`candidates`.
-        one_C: a scale of ones, tried first.
-
-    Returns:
-        The choice; ones if no candidate is better, or all errors are NaN.
-    """
+    """The candidate with the least error, or ones, if none is better or all errors are NaN."""
     tried: list[tuple[Candidate | None, Tensor]] = [(None, one_C), *grid]
     found = error_of(torch.stack([scale_C for _, scale_C in tried]))
     best = min(range(len(tried)), key=lambda k: math.inf if math.isnan(found[k]) else found[k])
@@ -274,7 +242,8 @@ def clip_bounds(
 ) -> Bounds:
     """The clipping bounds of each group with the least output error, optimized group by group.
 
-    The first sweep tries fractions of both bounds at once, later ones change either of them.
+    The first of ``sweeps`` over all groups tries fractions of both bounds at once, later ones
+    change either of them; the error falls with each.
 
     Args:
         weight_RC: any floating dtype; C is a multiple of ``group``.
@@ -282,7 +251,7 @@ def clip_bounds(
         round_: rounds one group of any number of rows, ``[R, g]``, each row by itself, within
             given bounds.
         group: g, columns of a group.
-        sweeps: number of sweeps over all groups; the error falls with each.
+        sweeps: number of sweeps.
     """
     rows, columns = weight_RC.shape
     shape = (rows, columns // group)
@@ -311,22 +280,22 @@ def _clip_rows(
     whole = zip(weight_NRg, least_NR, greatest_NR, strict=True)
     change_RC = torch.cat([round_(*one) for one in whole], dim=1).sub_(wide_RC)
     for sweep in range(sweeps):
+        tried_K2 = wide_RC.new_tensor(_EITHER_END if sweep else _BOTH_ENDS)
+        low_K1, high_K1 = tried_K2[:, :1], tried_K2[:, 1:]
         for n, begin in enumerate(range(0, columns, group)):
             span = slice(begin, begin + group)
             own_gg = gram_CC[span, span].contiguous()
             # G is symmetric, and its rows are dense
             others_Rg = matmul(change_RC, gram_CC[span].T, fewest=MANY_ALIKE)
             others_Rg -= change_RC[:, span] @ own_gg
-            low_KR, high_KR = (_first_clip_fractions if sweep == 0 else _clip_fractions)(
-                low_NR[n], high_NR[n]
-            )
-            change_KRg = _rounding_errors(
-                weight_NRg[n], round_, low_KR * least_NR[n], high_KR * greatest_NR[n]
-            )
-            slope_KRg = matmul(change_KRg.flatten(0, 1), own_gg, fewest=MANY_ALIKE).reshape(
-                change_KRg.shape
-            )
-            slope_KRg.add_(others_Rg, alpha=2)
+            low_KR = (low_K1 * low_NR[n]).clamp(max=1)
+            high_KR = (high_K1 * high_NR[n]).clamp(max=1)
+            ends_KR = low_KR * least_NR[n], high_KR * greatest_NR[n]
+            clamped_KRg = weight_NRg[n].clamp(*(end_KR.unsqueeze(-1) for end_KR in ends_KR))
+            rounded_JRg = round_(clamped_KRg.flatten(0, 1), *(end.flatten() for end in ends_KR))
+            change_KRg = rounded_JRg.reshape(clamped_KRg.shape).sub_(weight_NRg[n])
+            slope_JRg = matmul(change_KRg.flatten(0, 1), own_gg, fewest=MANY_ALIKE)
+            slope_KRg = slope_JRg.reshape(change_KRg.shape).add_(others_Rg, alpha=2)
             error_KR = slope_KRg.mul_(change_KRg).sum(dim=-1)
             best_1R = error_KR.nan_to_num(nan=torch.inf).argmin(dim=0, keepdim=True)
             low_NR[n] = low_KR.gather(0, best_1R)[0]
@@ -334,26 +303,3 @@ def _clip_rows(
             index_1Rg = best_1R.unsqueeze(-1).expand(1, rows, group)
             change_RC[:, span] = change_KRg.gather(0, index_1Rg)[0]
     return Bounds((least_NR * low_NR).T, (greatest_NR * high_NR).T)
-
-
-def _first_clip_fractions(low_R: Tensor, high_R: Tensor) -> tuple[Tensor, Tensor]:
-    """The fractions of both bounds to try, the present ones first; ``[K, R]`` each."""
-    parts_K1 = low_R.new_tensor([1.0, *_FRACTIONS]).unsqueeze(-1)
-    return parts_K1 * low_R, parts_K1 * high_R
-
-
-def _clip_fractions(low_R: Tensor, high_R: Tensor) -> tuple[Tensor, Tensor]:
-    """The present fractions, and those with one of them changed; ``[K, R]`` each."""
-    pairs = [(low_R, high_R)]
-    pairs += [((low_R * step).clamp(max=1), high_R) for step in _STEPS]
-    pairs += [(low_R, (high_R * step).clamp(max=1)) for step in _STEPS]
-    return torch.stack([low for low, _ in pairs]), torch.stack([high for _, high in pairs])
-
-
-def _rounding_errors(
-    weight_Rg: Tensor, round_: RoundWithin, low_KR: Tensor, high_KR: Tensor
-) -> Tensor:
-    """The change of a group's weights by rounding within each pair of bounds, ``[K, R, g]``."""
-    clamped_KRg = weight_Rg.clamp(low_KR.unsqueeze(-1), high_KR.unsqueeze(-1))
-    rounded_JRg = round_(clamped_KRg.flatten(0, 1), low_KR.flatten(), high_KR.flatten())
-    return rounded_JRg.reshape(clamped_KRg.shape).sub_(weight_Rg)

@@ -28,13 +28,11 @@ def batch_by_kind(
     *,
     most: int | None = None,
 ) -> Iterator[list[int]]:
-    """Group the indices of problems that can be solved together.
+    """Group the indices of problems that can be solved together: those of equal kinds.
 
-    Args:
-        kinds: key of each problem; equal for those that can be stacked.
-        columns: columns of each problem, whose Gram matrix has that number squared of elements.
-        limit: elements of the Gram matrices of one batch; a larger problem is a batch of its own.
-        most: problems of one batch, whatever their elements, in place of ``limit``.
+    A batch has at most ``most`` problems, or by default so many that their Gram matrices, of
+    ``columns`` squared elements each, have at most ``limit``; a larger problem is a batch of its
+    own.
 
     >>> list(batch_by_kind("aba", [2, 2, 2], limit=8))
     [[0, 2], [1]]
@@ -51,10 +49,7 @@ def batch_by_kind(
 
 
 def stack_float32_rows(weights_RC: Sequence[Tensor]) -> Tensor:
-    """The rows of all weights in one new float32 matrix, without intermediate copies.
-
-    Args:
-        weights_RC: any floating dtype, each ``[R_i, C]``.
+    """The rows of all weights, each ``[R_i, C]``, in one new float32 matrix without other copies.
 
     >>> stack_float32_rows([torch.ones(1, 2), torch.zeros(1, 2).bfloat16()]).tolist()
     [[1.0, 1.0], [0.0, 0.0]]
@@ -72,12 +67,10 @@ def solve_batched_or_single(
     together: Callable[[Sequence[Problem]], list[Solution]],
     hopeless: Callable[[Problem], Solution],
 ) -> list[Solution]:
-    """Solve problems in one call, or one by one if one of them cannot be factorized.
+    """Solve problems of one kind in one call, or one by one if one of them cannot be factorized.
 
-    Args:
-        problems: problems of one kind.
-        together: solves several; raises ``SingularHessianError`` if one cannot be factorized.
-        hopeless: fallback for a problem that cannot be factorized by itself either.
+    ``together`` then raises ``SingularHessianError``; ``hopeless`` solves a problem that cannot be
+    factorized by itself either.
     """
     with contextlib.suppress(SingularHessianError):
         return together(problems)

@@ -10,7 +10,7 @@ ed., Alg. 4.2.4 in blocks):
 .. math:: A_{11} = L_{11} L_{11}^\top, \quad L_{21} = A_{21} L_{11}^{-\top}, \quad
       A_{22} \leftarrow A_{22} - L_{21} L_{21}^\top .
 
-Only the lower triangle of A is read.
+Matrices are float32 or float64 ``[..., C, C]``; only the lower triangle of A is read.
 """
 
 from __future__ import annotations
@@ -44,15 +44,10 @@ def _panel_of(matrix_CC: Tensor) -> int:
 def cholesky(
     matrix_CC: Tensor, *, panel: int | None = None, overwrite: bool = False
 ) -> Tensor | None:
-    """The lower triangular L with ``L Lᵀ = A``.
+    """The lower triangular L with ``L Lᵀ = A``; ``None`` if A is not positive definite or finite.
 
-    Args:
-        matrix_CC: A, symmetric, float32 or float64, ``[..., C, C]``.
-        panel: columns factorized at once; the default depends on the device.
-        overwrite: use the memory of A for L; A is then lost, even if there is no L.
-
-    Returns:
-        L, or ``None`` if one of the matrices is not positive definite, or not finite.
+    With ``overwrite`` the memory of A is used; A is then lost, even if there is no L. ``panel``
+    columns are factorized at once; the default depends on the device.
 
     >>> cholesky(torch.tensor([[4.0, 2.0], [2.0, 5.0]]))
     tensor([[2., 0.],
@@ -68,40 +63,33 @@ def cholesky(
             return None
         lower_CC[..., lo:hi, lo:hi] = corner_KK
         if hi < columns:
-            _divide_rows_(lower_CC[..., hi:, lo:hi], corner_KK)
-            _subtract_square_(lower_CC[..., hi:, hi:], lower_CC[..., hi:, lo:hi].contiguous())
+            _eliminate_(lower_CC[..., hi:, lo:hi], lower_CC[..., hi:, hi:], corner_KK)
     lower_CC = lower_CC.tril_()
     return lower_CC if bool(torch.isfinite(lower_CC.sum())) else None
 
 
-def _divide_rows_(below_MK: Tensor, corner_KK: Tensor) -> None:
-    """``A₂₁ ← A₂₁ L₁₁⁻ᵀ``, by parts of the rows."""
+def _eliminate_(below_MK: Tensor, rest_MM: Tensor, corner_KK: Tensor) -> None:
+    """``A₂₁ ← A₂₁ L₁₁⁻ᵀ`` by parts of the rows, then ``A₂₂ ← A₂₂ − L₂₁ L₂₁ᵀ`` by columns."""
 
     def divide(span: slice) -> None:
         part_SK = below_MK[..., span, :]
         part_SK.copy_(torch.linalg.solve_triangular(corner_KK.mT, part_SK, upper=True, left=False))
 
     parallel_spans(divide, below_MK.shape[-2], below_MK.device)
-
-
-def _subtract_square_(rest_MM: Tensor, below_MK: Tensor) -> None:
-    """``A₂₂ ← A₂₂ − L₂₁ L₂₁ᵀ``, from the diagonal down."""
+    left_MK = below_MK.contiguous()
 
     def subtract(span: slice) -> None:
         lo = span.start or 0
-        subtract_matmul_(rest_MM[..., lo:, span], below_MK[..., lo:, :], below_MK[..., span, :].mT)
+        subtract_matmul_(rest_MM[..., lo:, span], left_MK[..., lo:, :], left_MK[..., span, :].mT)
 
-    parallel_spans(subtract, below_MK.shape[-2], below_MK.device)
+    parallel_spans(subtract, left_MK.shape[-2], left_MK.device)
 
 
 def invert_lower_(lower_CC: Tensor, *, smallest: int | None = None) -> Tensor:
-    """Invert a lower triangular matrix in place.
+    """Invert a lower triangular matrix, zero above its diagonal, in place.
 
-    Recursively by halves: the inverse of ``[[A, 0], [B, D]]`` is ``[[A⁻¹, 0], [−D⁻¹ B A⁻¹, D⁻¹]]``.
-
-    Args:
-        lower_CC: L, zero above its diagonal, float32 or float64, ``[..., C, C]``.
-        smallest: number of columns up to which LAPACK inverts; the default depends on the device.
+    Recursively by halves, down to ``smallest`` columns: the inverse of ``[[A, 0], [B, D]]`` is
+    ``[[A⁻¹, 0], [−D⁻¹ B A⁻¹, D⁻¹]]``.
 
     >>> invert_lower_(torch.tensor([[2.0, 0.0], [1.0, 1.0]]))
     tensor([[ 0.5000,  0.0000],
@@ -123,24 +111,21 @@ def invert_lower_(lower_CC: Tensor, *, smallest: int | None = None) -> Tensor:
 
 
 class FactoredSolver:
-    """Solves ``L Lᵀ X = B`` repeatedly for one L, by products of blocks.
+    """Solves ``L Lᵀ X = B`` repeatedly for one L, by products of blocks in ``dtype``.
 
-    The diagonal blocks are inverted once, and the off-diagonal blocks are stored in reading order.
-
-    With ``dtype`` bfloat16, solutions have an error of some thousandths of B if no eigenvalue of
-    ``L Lᵀ`` is below 1, however large the greatest is: rounding errors are then not amplified.
-
-    Args:
-        lower_CC: L, float32 or float64, ``[..., C, C]``; its memory is not kept.
-        block: columns of a diagonal block; the default depends on the device and ``dtype``.
-        dtype: dtype of the products; that of L if ``None``.
+    The diagonal blocks are inverted once, and the off-diagonal blocks are stored in reading order;
+    the memory of L is not kept. In bfloat16, solutions have an error of some thousandths of B if no
+    eigenvalue of ``L Lᵀ`` is below 1, however large the greatest is: rounding errors are then not
+    amplified. By default the dtype is L's, and the columns of a diagonal block depend on it and the
+    device.
     """
 
     def __init__(
         self, lower_CC: Tensor, *, block: int | None = None, dtype: torch.dtype | None = None
     ) -> None:
         columns, self._dtype = lower_CC.shape[-1], dtype or lower_CC.dtype
-        block = block or self._block_of(lower_CC)
+        is_coarse = self._dtype.itemsize < lower_CC.dtype.itemsize
+        block = block or _panel_of(lower_CC) * (2 if is_coarse else 1)
         self._spans = [(lo, min(lo + block, columns)) for lo in range(0, columns, block)]
         self._corners = [
             self._laid_out(invert_lower_(lower_CC[..., lo:hi, lo:hi].contiguous()))
@@ -148,10 +133,6 @@ class FactoredSolver:
         ]
         self._before = [self._laid_out(lower_CC[..., lo:hi, :lo]) for lo, hi in self._spans]
         self._after = [self._laid_out(lower_CC[..., hi:, lo:hi].mT) for lo, hi in self._spans]
-
-    def _block_of(self, lower_CC: Tensor) -> int:
-        panel = _panel_of(lower_CC)
-        return 2 * panel if self._dtype.itemsize < lower_CC.dtype.itemsize else panel
 
     def _laid_out(self, part_MK: Tensor) -> Tensor:
         return part_MK.to(self._dtype).contiguous()
@@ -183,9 +164,7 @@ class FactoredSolver:
 class InverseSolver:
     """The same as :class:`FactoredSolver` by one product with the inverse: faster for many B.
 
-    Args:
-        lower_CC: L, float32 or float64, ``[..., C, C]``; overwritten.
-        dtype: dtype of the products. In bfloat16 the error is that of :class:`FactoredSolver`.
+    L is overwritten.
     """
 
     def __init__(self, lower_CC: Tensor, *, dtype: torch.dtype) -> None:
@@ -221,11 +200,7 @@ WIDTH = 256
 
 
 class QuadraticForm:
-    """``d H dᵀ`` of each row d of a matrix.
-
-    Args:
-        hessian_CC: H, symmetric, float32 or float64 ``[C, C]``.
-    """
+    """``d H dᵀ`` of each row d of a matrix, H ``[C, C]`` without batch dimensions."""
 
     def __init__(self, hessian_CC: Tensor) -> None:
         columns = len(hessian_CC)

@@ -94,12 +94,7 @@ class ColumnOps(NamedTuple):
 
 
 def column_ops(work_CR: Tensor, *, by_torch: bool = False) -> ColumnOps:
-    """The faster operations for columns of ``work_CR``.
-
-    Args:
-        work_CR: float32 ``[..., C, R]``.
-        by_torch: always use torch.
-    """
+    """The faster operations for columns of ``work_CR``, float32 ``[..., C, R]``."""
     length = work_CR[..., 0, :].numel()
     short = work_CR.device.type == "cpu" and work_CR.dtype == torch.float32 and length < _SHORT
     return _NUMPY if short and not by_torch else _TORCH
@@ -126,11 +121,6 @@ def _clip() -> Callable[..., Any]:
     return np.clip
 
 
-def _columns_by_numpy(tensor_KR: Tensor) -> list[Any]:
-    array_KR = tensor_KR.numpy()
-    return [array_KR[..., k, :] for k in range(array_KR.shape[-2])]
-
-
 _TORCH = ColumnOps(
     view=lambda tensor: tensor,
     columns=lambda tensor_KR: tensor_KR.unbind(-2),
@@ -145,7 +135,7 @@ _TORCH = ColumnOps(
 )
 _NUMPY = ColumnOps(
     view=lambda tensor: tensor.numpy(),
-    columns=_columns_by_numpy,
+    columns=lambda tensor_KR: list(np.moveaxis(tensor_KR.numpy(), -2, 0)),
     scratch=lambda tensor: np.empty(tensor.shape, np.float32),
     number=lambda value: np.array(value, np.float32),
     multiply=np.multiply,
@@ -156,9 +146,6 @@ _NUMPY = ColumnOps(
     subtract_outer=_outer_by_numpy,
 )
 
-
-# --------------------
-# The column sweep of GPTQ and SparseGPT: fix one column, and let the later ones compensate.
 
 DecideColumn = Callable[[Column, int, Column], None]
 """Decides a column ``[..., R]``, given its number in the block, into the third argument."""

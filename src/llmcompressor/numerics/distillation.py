@@ -60,9 +60,6 @@ def to_compute_dtype(input_ND: Tensor) -> Tensor:
     return input_ND if input_ND.dtype == torch.float64 else input_ND.float()
 
 
-# ---- transforms: [N, D] → [N, D]
-
-
 def identity(input_ND: Tensor) -> Tensor:
     """The tensor, unchanged."""
     return input_ND
@@ -145,12 +142,8 @@ def kl_divergence(student_ND: Tensor, teacher_ND: Tensor, *, temperature: float 
 
     The gradient to the student's logits is T (q − p); the teacher gets none. An entry that the
     teacher masks (−infinity, or a mask's lowest number) adds nothing. One that the student masks is
-    removed from the teacher's distribution too: no weight could change it.
-
-    Args:
-        student_ND: logits or log probabilities, any floating dtype.
-        teacher_ND: the same.
-        temperature: T.
+    removed from the teacher's distribution too: no weight could change it. Inputs are logits or log
+    probabilities.
 
     >>> kl_divergence(torch.tensor([[5.0, 5.0]]), torch.tensor([[1.0, 1.0]]))
     tensor([0.])
@@ -163,13 +156,8 @@ def cross_entropy(student_ND: Tensor, teacher_ND: Tensor, *, temperature: float 
 
     .. math:: -T^2 \sum_i p_i \log q_i
 
-    It has the same gradient as :func:`kl_divergence` and differs from it by the teacher's entropy.
-    Masked entries are handled in the same way.
-
-    Args:
-        student_ND: logits or log probabilities, any floating dtype.
-        teacher_ND: the same.
-        temperature: T.
+    It has the same gradient as :func:`kl_divergence`, from which it differs by the teacher's
+    entropy, and takes the same inputs.
 
     >>> cross_entropy(torch.tensor([[0.0, 0.0]]), torch.tensor([[9.0, 9.0]]))
     tensor([0.6931])
@@ -284,7 +272,7 @@ def mean_over_tokens(
     rows_N: Tensor | None = None,
     chunk_elements: int | None = None,
 ) -> Tensor:
-    """The mean of ``compare`` over the selected rows.
+    """The mean of ``compare`` over the selected rows: a scalar, 0 if no row is selected.
 
     Args:
         compare: returns one value per row, from the two rows alone.
@@ -292,9 +280,6 @@ def mean_over_tokens(
         teacher_RD: a constant, with the same number of rows.
         rows_N: indices of the selected rows, long; by default all. Others get a gradient of zero.
         chunk_elements: elements of the wider tensor per chunk; the default depends on the device.
-
-    Returns:
-        A float32 scalar, float64 if the student's tensor is; 0 if no row is selected.
 
     >>> from llmcompressor.numerics.distillation import l1_distance
     >>> student = torch.tensor([[1.0], [5.0]], requires_grad=True)
@@ -315,14 +300,7 @@ def mean_of_rows(
     rows_N: Tensor | None = None,
     chunk_elements: int | None = None,
 ) -> Tensor:
-    """The mean of ``function`` (``[N, D] → [N]``) over the selected rows, without gradient.
-
-    Args:
-        function: returns one value per row.
-        input_RD: any floating dtype.
-        rows_N: indices of the selected rows, long; by default all.
-        chunk_elements: elements per chunk; the default depends on the device.
-    """
+    """The same for a function of one tensor, ``[N, D] → [N]``, without gradient."""
     with torch.no_grad():
         sums = [
             function(input_RD[chunk]).sum()

@@ -65,53 +65,43 @@ def magnitudes_of_cells(split: Tensor) -> Tensor:
     if split.device.type != "cpu":
         return split.abs().amax(_DIMS)
     integer = float_layout(split.dtype).integer
-    in_pairs = _has_narrow_pairs(split)
-    find = _magnitudes_by_pairs if in_pairs else _magnitudes_of_part
-    parts = list(_parts(split))
-    # one buffer for all of them: reused memory is in the cache
-    spare = split.new_empty(parts[0].numel() * (2 if in_pairs else 1))
-    found = [find(part, integer, spare) for part in parts]
-    return torch.cat(found, dim=-2).view(split.dtype)
-
-
-def _magnitudes_of_part(split: Tensor, integer: torch.dtype, spare: Tensor) -> Tensor:
-    bits = torch.abs(split, out=_like(split, spare)).view(integer)
-    return bits.amax(_DIMS)
-
-
-def _like(split: Tensor, spare: Tensor) -> Tensor:
-    return spare[: split.numel()].view(split.shape)
-
-
-def _has_narrow_pairs(split: Tensor) -> bool:
-    """Return True if cells are so narrow that comparing two 16-bit floats at once is faster."""
-    return (
+    # of cells so narrow, comparing two 16-bit floats at once is faster
+    in_pairs = (
         split.element_size() == 2
         and split.shape[-1] % 2 == 0
         and split.shape[-1] <= _NARROW
         and split.is_contiguous()
         and split.storage_offset() % 2 == 0
     )
+    parts = list(_parts(split))
+    # one buffer for all of them: reused memory is in the cache
+    spare = split.new_empty(parts[0].numel() * (2 if in_pairs else 1))
+    found = [
+        _magnitudes_by_pairs(part, spare).to(integer)
+        if in_pairs
+        else torch.abs(part, out=_like(part, spare)).view(integer).amax(_DIMS)
+        for part in parts
+    ]
+    return torch.cat(found, dim=-2).view(split.dtype)
 
 
-def _magnitudes_by_pairs(split: Tensor, integer: torch.dtype, spare: Tensor) -> Tensor:
+def _like(split: Tensor, spare: Tensor) -> Tensor:
+    return spare[: split.numel()].view(split.shape)
+
+
+def _magnitudes_by_pairs(split: Tensor, spare: Tensor) -> Tensor:
     """Absolute maxima by words of two floats: the greater one is moved to the upper half."""
     words = split.view(torch.int32)
     upper, lower = (_like(words, half.view(torch.int32)) for half in spare.chunk(2))
     torch.bitwise_and(words, _WITHOUT_SIGNS, out=upper)
     torch.bitwise_left_shift(upper, 16, out=lower)
-    words = torch.maximum(upper, lower, out=upper)
-    return (words.amax(_DIMS) >> 16).to(integer)
+    return torch.maximum(upper, lower, out=upper).amax(_DIMS) >> 16
 
 
 def _parts(split: Tensor) -> Iterator[Tensor]:
     """Parts of several rows of cells each."""
     elements = max(split.numel() // split.shape[-4], 1)
     yield from torch.split(split, max(_AT_ONCE // elements, 1), dim=-4)
-
-
-# --------------------
-# Check for NaN and infinity in one pass over a tensor.
 
 
 def is_finite(tensor: Tensor) -> bool:

@@ -15,11 +15,25 @@ dimension solves many small weights with their own Hessians in one call.
 
 A pruned weight stays zero: in its column it gets the value 0, and the later columns compensate for
 that as for any other error (joint sparsification and quantization, arXiv:2301.00774, Sec. 3.5).
+
+Arguments of all functions, none of which they change:
+
+==================  ==============================================================================
+``weight_RC``       W, float32 ``[..., R, C]``
+``rounded_RC``      Q, values on the grid, float32 ``[..., R, C]``
+``hessian_CC``      H, float32 ``[..., C, C]``
+``gram_CC``         the same, undamped
+``kept_RC``         bool ``[..., R, C]``, false for weights that are to be zero; all if ``None``
+``order_C``         the order of the columns in the sweep, int64 ``[..., C]``; by default their own
+``dampening``       what is added to the diagonal of H, as a fraction of its mean
+``block, strip``    columns whose updates to the rest are accumulated in one product, at two levels
+==================  ==============================================================================
+
+``block`` and ``strip`` change results by floating-point rounding alone.
 """
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -56,9 +70,7 @@ __all__ = [
     "conditional_optimum",
     "coordinate_descent",
     "corrected_weight",
-    "corrected_weight_with_retries",
     "refit_scales",
-    "residual_corrected_weight",
     "ridge_for_tokens",
     "sweep",
     "sweep_and_refine",
@@ -80,12 +92,19 @@ class ColumnScales(NamedTuple):
 
 
 class GptqResult(NamedTuple):
-    """The result of :func:`sweep`: the rounded weight and the loss of each row."""
+    """Q, float32 ``[..., R, C]``, and ½ tr(D H Dᵀ) of each row, D = Q - W: float32 ``[..., R]``."""
 
     weight_RC: Tensor
-    """Rounded and dequantized, float32 ``[..., R, C]``."""
     loss_R: Tensor
-    """½ Σ_c R_cc² (v_c - q_c)² of each row, float32 ``[..., R]``: ½ tr(D H Dᵀ), D = Q - W."""
+
+
+class _Rounding(NamedTuple):
+    """How columns are rounded, and how many are worked on at once."""
+
+    scales: ColumnScales
+    grid: Grid
+    block: int
+    strip: int
 
 
 def activation_order(hessian_CC: Tensor) -> Tensor:
@@ -106,53 +125,14 @@ def sweep(
 ) -> GptqResult:
     """Round the columns of ``weight_RC``, from left to right or in a given order.
 
-    Nothing is mutated. The result depends on ``block`` and ``strip`` only by floating-point
-    rounding.
-
-    Args:
-        weight_RC: float32 ``[..., R, C]``.
-        factor_CC: upper triangular R with ``R Rᵀ = H + λI``, float32 ``[..., C, C]``; its
-            columns in the order in which they are rounded.
-        scales: scale and zero point of every row and column; columns in that order too.
-        grid: the grid to round to.
-        order_C: the order of the columns, int64 ``[..., C]``; the result has the original order.
-        kept_RC: bool ``[..., R, C]``, false for weights that are to be zero; columns in their
-            original order.
-        block: columns for which all before them are accumulated in one product.
-        strip: columns for which those before them in the block are accumulated in one product.
+    ``factor_CC`` is R with ``R Rᵀ = H + λI``. It and ``scales`` have their columns in the order in
+    which they are rounded; the weight, the mask and the result in their own.
     """
     work_CR = columns_first(weight_RC, order_C)
-    rounded_CR, loss_R = _sweep_(
-        work_CR, factor_CC, scales, grid, _transposed_mask(kept_RC, order_C), block, strip
-    )
+    how = _Rounding(scales, grid, block, strip)
+    rounded_CR, loss_R = _sweep_(work_CR, factor_CC, how, _transposed_mask(kept_RC, order_C))
     del work_CR
     return GptqResult(rows_first(rounded_CR, order_C), loss_R)
-
-
-def _sweep_(
-    work_CR: Tensor,
-    factor_CC: Tensor,
-    scales: ColumnScales,
-    grid: Grid,
-    kept_CR: Tensor | None,
-    block: int,
-    strip: int,
-) -> tuple[Tensor, Tensor]:
-    """:func:`sweep` of a transposed weight, overwritten with Q − W; returns Q and row losses."""
-    ops = column_ops(work_CR, by_torch=grid.kind == "float")
-    round_column = _column_rounder(scales, grid, ops, kept_CR)
-    return sweep_columns_(
-        work_CR,
-        factor_CC,
-        lambda entered: _with_column_offset(entered.first, round_column),
-        ops,
-        block=block,
-        strip=strip,
-    )
-
-
-def _transposed_mask(kept_RC: Tensor | None, order_C: Tensor | None) -> Tensor | None:
-    return None if kept_RC is None else columns_first(kept_RC, order_C)
 
 
 def sweep_and_refine(
@@ -169,25 +149,13 @@ def sweep_and_refine(
     block: int = 128,
     strip: int = 16,
 ) -> tuple[GptqResult, float]:
-    """Factorize H, :func:`sweep`, and then :func:`descend` for ``rounds`` rounds.
+    """Factorize H, :func:`sweep`, and then :func:`coordinate_descent` for ``rounds`` rounds.
 
-    The result equals that of these three in turn; the weight is transposed only once.
-
-    Args:
-        weight_RC: float32 ``[..., R, C]``; not changed.
-        hessian_CC: H, float32 ``[..., C, C]``; not changed.
-        scales: scale and zero point of every row and column.
-        grid: the grid to round to.
-        dampening: added to the diagonal of H, as a fraction of its mean.
-        rounds: rounds of coordinate descent.
-        order_C: the order of the columns in the sweep, int64 ``[..., C]``.
-        kept_RC: bool ``[..., R, C]``, false for weights that are to be zero.
-        steps: number of dampenings to try; each is ten times the one before.
-        block: columns whose updates to the rest of the weight are accumulated in one product.
-        strip: columns whose updates to the rest of the block are accumulated in one product.
+    ``steps`` dampenings are tried, each ten times the one before. The result equals that of these
+    functions in turn; the weight is transposed only once.
 
     Returns:
-        Values on the grid with the loss of each row, and the dampening that was needed.
+        Q with the loss of each row, and the dampening that was needed.
 
     Raises:
         SingularHessianError: if all dampenings fail.
@@ -198,43 +166,21 @@ def sweep_and_refine(
     work_CR = columns_first(weight_RC, order_C)
     kept_CR = _transposed_mask(kept_RC, order_C)
     in_order = scales if order_C is None else _permuted(scales, order_C)
-    rounded_CR, loss_R = _sweep_(work_CR, factor_CC, in_order, grid, kept_CR, block, strip)
+    how = _Rounding(in_order, grid, block, strip)
+    rounded_CR, loss_R = _sweep_(work_CR, factor_CC, how, kept_CR)
     del factor_CC  # as large as H, and no longer needed
     if rounds == 0:
         del work_CR
         return GptqResult(rows_first(rounded_CR, order_C), loss_R), dampening
     if order_C is not None:
-        rounded_CR, kept_CR = (
-            restore_column_order(rounded_CR, order_C),
-            _transposed_mask(kept_RC, None),
-        )
+        rounded_CR = restore_column_order(rounded_CR, order_C)
+        kept_CR = _transposed_mask(kept_RC, None)
         work_CR = restore_column_order(work_CR, order_C)
+    how = how._replace(scales=scales)
     for _ in range(rounds):
-        loss_R += _descend_(
-            rounded_CR, work_CR, hessian_CC, scales, grid, dampening, kept_CR, block, strip
-        )
+        loss_R += _descend_(rounded_CR, work_CR, hessian_CC, how, dampening, kept_CR)
     del work_CR
     return GptqResult(rows_first(rounded_CR, None), loss_R), dampening
-
-
-def _permuted(scales: ColumnScales, order_C: Tensor) -> ColumnScales:
-    """The scales for columns in another order; with one order per problem, a scale per column."""
-    group_C = scales.group_of_column_C[order_C]
-    if order_C.ndim == 1:
-        return ColumnScales(scales.scale_RG, scales.zero_RG, group_C)
-
-    def spread(values_RG: Tensor) -> Tensor:
-        wide = group_C.unsqueeze(-2).expand(*values_RG.shape[:-1], group_C.shape[-1])
-        return values_RG.gather(-1, wide)
-
-    zero_RC = None if scales.zero_RG is None else spread(scales.zero_RG)
-    own_C = torch.arange(group_C.shape[-1], device=group_C.device)
-    return ColumnScales(spread(scales.scale_RG), zero_RC, own_C)
-
-
-def _with_column_offset(first: int, round_column: DecideColumn) -> DecideColumn:
-    """``round_column`` with column indices relative to the first column of a block."""
-    return lambda w_R, b, out_R: round_column(w_R, first + b, out_R)
 
 
 def coordinate_descent(
@@ -259,44 +205,67 @@ def coordinate_descent(
     which is the exact minimum over that column, so that ``tr(D H Dᵀ)`` never rises. ``D H`` is kept
     for one block of columns at a time, as the sweep keeps its errors.
 
-    Args:
-        weight_RC: the unrounded weight, float32 ``[..., R, C]``.
-        rounded_RC: values on the grid, float32 ``[..., R, C]``; not changed.
-        hessian_CC: H, float32 ``[..., C, C]``.
-        scales: scale and zero point of every row and column.
-        grid: the grid to round to.
-        dampening: added to the diagonal of H, as a fraction of its mean.
-        kept_RC: bool ``[..., R, C]``, false for weights that are to be zero.
-        block: columns whose sums are kept up to date at once.
-        strip: columns whose updates to the rest of the block are accumulated in one product.
-
     Returns:
-        Values on the grid, and the change of the loss of each row (never more than 0).
+        The new Q, and the change of the loss of each row (never more than 0).
     """
     rounded_CR = columns_first(rounded_RC, None)
     change_CR = columns_first(weight_RC, None)
     torch.sub(rounded_CR, change_CR, out=change_CR)
     kept_CR = _transposed_mask(kept_RC, None)
-    changed_R = _descend_(
-        rounded_CR, change_CR, hessian_CC, scales, grid, dampening, kept_CR, block, strip
-    )
+    how = _Rounding(scales, grid, block, strip)
+    changed_R = _descend_(rounded_CR, change_CR, hessian_CC, how, dampening, kept_CR)
     return GptqResult(rows_first(rounded_CR, None), changed_R)
+
+
+def _transposed_mask(kept_RC: Tensor | None, order_C: Tensor | None) -> Tensor | None:
+    return None if kept_RC is None else columns_first(kept_RC, order_C)
+
+
+def _permuted(scales: ColumnScales, order_C: Tensor) -> ColumnScales:
+    """The scales for columns in another order; with one order per problem, a scale per column."""
+    group_C = scales.group_of_column_C[order_C]
+    if order_C.ndim == 1:
+        return scales._replace(group_of_column_C=group_C)
+
+    def spread(values_RG: Tensor) -> Tensor:
+        wide = group_C.unsqueeze(-2).expand(*values_RG.shape[:-1], group_C.shape[-1])
+        return values_RG.gather(-1, wide)
+
+    zero_RC = None if scales.zero_RG is None else spread(scales.zero_RG)
+    own_C = torch.arange(group_C.shape[-1], device=group_C.device)
+    return ColumnScales(spread(scales.scale_RG), zero_RC, own_C)
+
+
+def _sweep_(
+    work_CR: Tensor, factor_CC: Tensor, how: _Rounding, kept_CR: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """:func:`sweep` of a transposed weight, overwritten with Q − W; returns Q and row losses."""
+    ops, round_column = _column_rounder(work_CR, how, kept_CR)
+    return sweep_columns_(
+        work_CR,
+        factor_CC,
+        lambda entered: _with_column_offset(entered.first, round_column),
+        ops,
+        block=how.block,
+        strip=how.strip,
+    )
+
+
+def _with_column_offset(first: int, round_column: DecideColumn) -> DecideColumn:
+    """``round_column`` with column indices relative to the first column of a block."""
+    return lambda w_R, b, out_R: round_column(w_R, first + b, out_R)
 
 
 def _descend_(
     rounded_CR: Tensor,
     change_CR: Tensor,
     hessian_CC: Tensor,
-    scales: ColumnScales,
-    grid: Grid,
+    how: _Rounding,
     dampening: float,
     kept_CR: Tensor | None,
-    block: int,
-    strip: int,
 ) -> Tensor:
-    """:func:`descend` of transposed Q and Q − W, in place; returns the change of the losses."""
-    ops = column_ops(rounded_CR, by_torch=grid.kind == "float")
-    round_column = _column_rounder(scales, grid, ops, kept_CR)
+    """A round of descent of transposed Q and Q − W, in place; returns the change of the losses."""
+    ops, round_column = _column_rounder(rounded_CR, how, kept_CR)
     diagonal_C = hessian_CC.diagonal(dim1=-2, dim2=-1)
     added_1 = ridge(hessian_CC, dampening)
     curvature_C = diagonal_C + added_1
@@ -304,8 +273,8 @@ def _descend_(
     columns = rounded_CR.shape[-2]
     saved_R = rounded_CR.new_zeros(rounded_CR.shape[:-2] + rounded_CR.shape[-1:])
     width = wide_span(rounded_CR.shape[-1])
-    for lo in range(0, columns, block):
-        hi = min(lo + block, columns)
+    for lo in range(0, columns, how.block):
+        hi = min(lo + how.block, columns)
         sums_BR = parallel_matmul(
             hessian_CC[..., lo:hi, :], change_CR, fewest=OFTEN_ALIKE, width=width
         )
@@ -320,7 +289,7 @@ def _descend_(
                 step_C[..., lo:hi],
                 _with_column_offset(lo, round_column),
                 ops,
-                strip,
+                how.strip,
             )
         rounded_CR[..., lo:hi, :] = decided_BR
         change_CR[..., lo:hi, :] += moved_BR
@@ -365,9 +334,11 @@ def _descend_block(
 
 
 def _column_rounder(
-    scales: ColumnScales, grid: Grid, ops: ColumnOps, kept_CR: Tensor | None = None
-) -> DecideColumn:
-    """The function that rounds a column; one indexed lookup finds its scale for any strategy."""
+    work_CR: Tensor, how: _Rounding, kept_CR: Tensor | None
+) -> tuple[ColumnOps, DecideColumn]:
+    """Operations on columns of ``work_CR``, and the function that rounds one to its own scale."""
+    scales, grid = how.scales, how.grid
+    ops = column_ops(work_CR, by_torch=grid.kind == "float")
     scale_GR = scales.scale_RG.mT.float().contiguous()
     scales_R = ops.columns(scale_GR)
     inverses_R = ops.columns(scale_GR.reciprocal())
@@ -399,14 +370,14 @@ def _column_rounder(
 
     round_column = round_int if grid.kind == "int" else round_float
     if kept_CR is None:
-        return round_column
+        return ops, round_column
     kept_R = ops.columns(kept_CR)
 
     def round_kept(w_R: Column, c: int, out_R: Column) -> None:
         round_column(w_R, c, out_R)
         ops.multiply(out_R, kept_R[c], out=out_R)
 
-    return round_kept
+    return ops, round_kept
 
 
 # --------------------
@@ -429,20 +400,13 @@ def refit_scales(
 
     .. math:: s_g \leftarrow s_g - \frac{V_g (H D^\top)_g}{V_g H_{gg} V_g^\top}
 
-    Groups are refitted from left to right, once. The error is that of the stored scale: if it is
-    not smaller, or the scale is not positive, the old scale is kept.
-
-    Args:
-        weight_RC: W, the unrounded weight, float32 ``[..., R, C]``.
-        rounded_RC: Q, values on the grid, float32 ``[..., R, C]``; not changed.
-        hessian_CC: H, float32 ``[..., C, C]``.
-        scales: scale and zero point of every row and column; groups of consecutive columns.
-        stored: the dtype in which scales are stored.
-        dampening: added to the diagonal of H, as a fraction of its mean.
+    Groups, which are of consecutive columns, are refitted from left to right, once. The error is
+    that of the scale in the dtype ``stored``: if it is not smaller, or the scale is not positive,
+    the old scale is kept.
 
     Returns:
-        The scales, float32 ``[..., R, G]``; the dequantized weight with these scales; the change of
-        the loss of each row (never more than 0).
+        The scales, float32 ``[..., R, G]``; Q with these scales; the change of the loss of each row
+        (never more than 0).
     """
     scale_RG = scales.scale_RG.float().clone()
     found_RC = rounded_RC.clone()
@@ -501,30 +465,16 @@ def _spans(group_of_column_C: Tensor) -> Iterator[tuple[int, slice]]:
         lo = hi
 
 
-# --------------------
-# The optimal value of each weight, given the codes of all others.
-
-
 def conditional_optimum(
     weight_RC: Tensor, rounded_RC: Tensor, hessian_CC: Tensor, *, dampening: float = 0.0
 ) -> Tensor:
-    r"""The minimum of ``tr(D H Dᵀ)``, D = Q − W, over each single weight.
+    r"""The minimum of ``tr(D H Dᵀ)``, D = Q − W, over each single weight, given all other codes.
 
     .. math:: \tilde w_c = q_c - (D H)_c / H_{cc}
 
-    Once coordinate descent (:func:`llmcompressor.numerics.gptq.coordinate_descent`) has converged,
-    each of
-    them rounds to its own code; its distance from the middle between two codes determines the cost
-    of the other code.
-
-    Args:
-        weight_RC: W, float32 ``[..., R, C]``.
-        rounded_RC: Q, float32 ``[..., R, C]``.
-        hessian_CC: H, float32 ``[..., C, C]``.
-        dampening: added to the diagonal of H, as a fraction of its mean, more than 0 if columns
-            are dead.
-
-    With a diagonal H it is the weight itself:
+    Once :func:`coordinate_descent` has converged, each of them rounds to its own code; its distance
+    from the middle between two codes determines the cost of the other code. Dampening has to be
+    more than 0 if columns are dead. With a diagonal H it is the weight itself:
 
     >>> import torch
     >>> W, Q = torch.tensor([[0.4, 0.9]]), torch.tensor([[0.0, 1.0]])
@@ -548,25 +498,21 @@ def conditional_optimum(
 #
 # over real-valued Q, with a ridge towards W, gives the weight to round instead of W:
 #
-# .. math:: W^* = W + W \left[ (G + \lambda I)^{-1} C \right]^\top,
+# .. math:: W^* = W + \left[ (G + \lambda I)^{-1} C W^\top \right]^\top,
 #       \qquad G = Y^\top Y,\; C = Y^\top (X - Y),\;
 #       \lambda = \text{ridge} \cdot \operatorname{mean}(\operatorname{diag} G).
 #
 # The ordinary sweep of W* on G then does the rest. Compare GPTAQ (arXiv:2504.02692, Eq. 9) and
 # Qronos (arXiv:2505.11695); the difference X − Y is accumulated, and not YᵀX, because it is small
-# and YᵀX − YᵀY would cancel.
+# and YᵀX − YᵀY would cancel. With any residual E of the sum to which the outputs are added, YᵀE
+# stands in place of C Wᵀ.
 
 
 def ridge_for_tokens(ridge: float, gram_CC: Tensor, tokens: Sequence[int]) -> float | Tensor:
-    """The ridge for a number of tokens: at least C / T.
+    """The ridge for a number of tokens of each Gram matrix: at least C / T.
 
     (G + λI)⁻¹C is a regression on C inputs from T tokens. With few tokens it fits their noise, and
     its variance grows with C / T.
-
-    Args:
-        ridge: the requested ridge, as a fraction of the mean diagonal.
-        gram_CC: ``[C, C]``, or ``[B, C, C]`` with B numbers of tokens.
-        tokens: tokens of each Gram matrix, at least 1.
 
     >>> import torch
     >>> ridge_for_tokens(0.05, torch.eye(4), [40]), ridge_for_tokens(0.05, torch.eye(4), [4000])
@@ -577,91 +523,45 @@ def ridge_for_tokens(ridge: float, gram_CC: Tensor, tokens: Sequence[int]) -> fl
 
 
 def corrected_weight(
-    weight_RC: Tensor, gram_CC: Tensor, cross_CC: Tensor, ridge: float | Tensor
+    weight_RC: Tensor,
+    gram_CC: Tensor,
+    cross_CC: Tensor | None,
+    ridge: float | Tensor,
+    *,
+    missing_CR: Tensor | None = None,
+    steps: int = 4,
 ) -> Tensor:
     """The weight W* whose outputs on Y approximate those of W on X.
 
     Args:
-        weight_RC: W, float32 ``[..., R, C]``.
-        gram_CC: ``G = YᵀY``, float32 ``[..., C, C]``.
+        weight_RC: W.
+        gram_CC: ``G = YᵀY``.
         cross_CC: ``C = Yᵀ(X − Y)``, float32 ``[..., C, C]``; rows belong to Y.
-        ridge: λ as a fraction of the mean of the diagonal of G, more than 0; of each matrix
-            ``[..., 1]``.
+        ridge: the first λ as a fraction of the mean of the diagonal of G, more than 0; of each
+            matrix ``[..., 1]``.
+        missing_CR: ``YᵀE``, float32 ``[..., C, R]``, in place of the cross product.
+        steps: number of λ to try, each ten times the one before.
 
     Raises:
-        SingularHessianError: if ``G + λI`` is not positive definite.
+        SingularHessianError: if ``G + λI`` is not positive definite for any of them.
 
     With X = Y there is no correction:
 
     >>> import torch
-    >>> W, Y = torch.ones(1, 2), torch.eye(2)
+    >>> W, Y, E = torch.ones(1, 2), torch.eye(2), torch.tensor([[3.0], [6.0]])
     >>> corrected_weight(W, Y.T @ Y, Y.T @ (Y - Y), 0.01)
     tensor([[1., 1.]])
-    """
-    lower_CC = _factored(gram_CC, ridge)
-    # R right-hand sides instead of C: (G + λ)⁻¹ C Wᵀ, the product first.
-    change_CR = parallel_matmul(cross_CC, weight_RC.mT)
-    return weight_RC + FactoredSolver(lower_CC).solve_(change_CR).mT
-
-
-def _factored(gram_CC: Tensor, ridge: float | Tensor) -> Tensor:
-    lower_CC = cholesky(damp(gram_CC, ridge), overwrite=True)
-    if lower_CC is None:
-        raise SingularHessianError("The Gram matrix with its ridge is not positive definite.")
-    return lower_CC
-
-
-def corrected_weight_with_retries(
-    weight_RC: Tensor, gram_CC: Tensor, cross_CC: Tensor, ridge: float | Tensor, *, steps: int = 4
-) -> Tensor:
-    """The same as :func:`corrected_weight`, with 10, 100, … times the ridge if it is too small.
-
-    Args:
-        weight_RC: W, float32 ``[..., R, C]``.
-        gram_CC: G, float32 ``[..., C, C]``.
-        cross_CC: C, float32 ``[..., C, C]``.
-        ridge: the first value.
-        steps: number of values to try.
-
-    Raises:
-        SingularHessianError: if all of them fail.
-    """
-    for step in range(steps - 1):
-        with contextlib.suppress(SingularHessianError):
-            return corrected_weight(weight_RC, gram_CC, cross_CC, ridge * 10**step)
-    return corrected_weight(weight_RC, gram_CC, cross_CC, ridge * 10 ** (steps - 1))
-
-
-def residual_corrected_weight(
-    weight_RC: Tensor,
-    gram_CC: Tensor,
-    missing_CR: Tensor,
-    ridge: float | Tensor,
-    *,
-    steps: int = 4,
-) -> Tensor:
-    """The weight that also compensates for a residual E of the sum to which its output is added.
-
-    With E the residual of each token: ``W + [(G + λI)⁻¹ Yᵀ E]ᵀ``, the minimum of
-    ``‖Y (Q − W)ᵀ − E‖²`` with a ridge towards W.
-
-    Args:
-        weight_RC: W, float32 ``[..., R, C]``.
-        gram_CC: ``G = YᵀY``, float32 ``[..., C, C]``.
-        missing_CR: ``YᵀE``, float32 ``[..., C, R]``; not changed.
-        ridge: λ as a fraction of the mean diagonal, more than 0; the first value.
-        steps: number of values to try, each ten times the one before.
-
-    Raises:
-        SingularHessianError: if all of them fail.
-
-    >>> import torch
-    >>> W, Y, E = torch.zeros(1, 2), torch.eye(2), torch.tensor([[3.0], [6.0]])
-    >>> residual_corrected_weight(W, Y.T @ Y, Y.T @ E, 0.5).round(decimals=4)
+    >>> corrected_weight(0 * W, Y.T @ Y, None, 0.5, missing_CR=Y.T @ E).round(decimals=4)
     tensor([[2., 4.]])
     """
     for step in range(steps):
-        with contextlib.suppress(SingularHessianError):
-            lower_CC = _factored(gram_CC, ridge * 10**step)
-            return weight_RC + FactoredSolver(lower_CC).solve_(missing_CR.clone()).mT
+        lower_CC = cholesky(damp(gram_CC, ridge * 10**step), overwrite=True)
+        if lower_CC is None:
+            continue
+        if missing_CR is not None:
+            change_CR = missing_CR.clone()
+        else:  # R right-hand sides instead of C: (G + λ)⁻¹ C Wᵀ, the product first
+            assert cross_CC is not None
+            change_CR = parallel_matmul(cross_CC, weight_RC.mT)
+        return weight_RC + FactoredSolver(lower_CC).solve_(change_CR).mT
     raise SingularHessianError("The Gram matrix with its ridge is not positive definite.")

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""Second moments of the inputs of a Linear: ``G = XᵀX`` and the cross product of two streams.
+"""Second moments of the inputs of a Linear: ``G = XᵀX`` and the cross product of two streams.
 
-T tokens (rows), C columns (input features). G is accumulated in float32, or float64 on request,
-whatever the inputs' dtype. Many small products are slow, so the callers buffer tokens
-(:class:`TokenBuffer`) and multiply two thousand at a time. On a CPU products have few distinct
-sizes: each new one costs oneDNN half a megabyte permanently, and time to prepare.
+T tokens, C columns (input features), R rows. Sums are accumulated in float32, or float64 on
+request, whatever the inputs' dtype ``[T, C]``, in place, on one device. Many small products are
+slow, so the callers buffer tokens (:class:`TokenBuffer`) and multiply two thousand at a time. On a
+CPU products have few distinct sizes: each new one costs oneDNN half a megabyte permanently, and
+time to prepare.
 
 =================  =============================================================================
 inputs             product
@@ -15,10 +16,10 @@ CPU                the upper block triangle only, in float32; operands that came
 float64            in float64, on any device
 =================  =============================================================================
 
-The cross product (:func:`add_cross_product`) has no symmetry to exploit; its operands and sums are
-the same. It only corrects the weight, but a 16-bit result per chunk costs quality. If a weight has
-few rows (R), its output residual (:func:`add_residual_product`) takes ``2 R C`` multiplications per
-token in place of ``C²``.
+With Y the input in the compressed model and X that in the original one, the cross product
+``Yᵀ(X − Y)`` has no symmetry to exploit; its operands and sums are the same. It only corrects the
+weight, but a 16-bit result per chunk costs quality. If a weight has few rows, its output residual
+``W (X − Y)ᵀ Y`` takes ``2 R C`` multiplications per token in place of ``C²``.
 """
 
 from __future__ import annotations
@@ -37,7 +38,6 @@ __all__ = [
     "TokenBuffer",
     "add_cross_product",
     "add_residual_product",
-    "add_symmetric_product",
     "add_upper_product",
     "mirror_upper_",
 ]
@@ -54,44 +54,36 @@ _NARROWEST = 128
 """Columns of a block row below which its products are too small to be fast."""
 
 
-def add_symmetric_product(gram_CC: Tensor, input_TC: Tensor) -> None:
-    """Add ``XᵀX`` to ``gram_CC`` in place.
-
-    Args:
-        gram_CC: symmetric, float32 or float64 ``[C, C]``.
-        input_TC: any floating dtype ``[T, C]``, on the same device.
-
-    >>> gram = torch.zeros(2, 2)
-    >>> add_symmetric_product(gram, torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
-    >>> gram
-    tensor([[10., 14.],
-            [14., 20.]])
-    """
-    add_upper_product(gram_CC, input_TC)
-    mirror_upper_(gram_CC)
-
-
 def add_upper_product(gram_CC: Tensor, input_TC: Tensor) -> None:
     """Add ``XᵀX`` to the upper triangle of ``gram_CC``; the lower one is undefined afterwards.
 
     :func:`mirror_upper_` completes the matrix: once, after many of these.
-
-    Args:
-        gram_CC: float32 or float64 ``[C, C]``.
-        input_TC: any floating dtype ``[T, C]``, on the same device.
     """
     input_TC = input_TC.detach()
-    if input_TC.device.type == "cpu":
-        _add_by_rows(gram_CC, input_TC, input_TC, upper=True)
-    elif input_TC.device.type == "cuda" and input_TC.dtype in (torch.float16, torch.bfloat16):
-        gram_CC += torch.mm(input_TC.T, input_TC, out_dtype=torch.float32)
+    _add_product(gram_CC, input_TC, input_TC, upper=True)
+
+
+def _add_product(total_CC: Tensor, left_TC: Tensor, right_TC: Tensor, *, upper: bool) -> None:
+    """Add ``LᵀR``; with ``upper``, the lower triangle need not be right."""
+    if left_TC.device.type == "cpu":
+        _add_by_rows(total_CC, left_TC, right_TC, upper=upper)
+    elif left_TC.device.type == "cuda" and left_TC.dtype in (torch.float16, torch.bfloat16):
+        total_CC += torch.mm(left_TC.T, right_TC, out_dtype=torch.float32)
     else:
-        wide_TC = input_TC.to(gram_CC.dtype)
-        gram_CC.addmm_(wide_TC.T, wide_TC)
+        wide_TC = left_TC.to(total_CC.dtype)
+        other_TC = wide_TC if right_TC is left_TC else right_TC.to(total_CC.dtype)
+        total_CC.addmm_(wide_TC.T, other_TC)
 
 
 def mirror_upper_(gram_CC: Tensor) -> Tensor:
-    """Copy the upper triangle of ``gram_CC`` to the lower one in place."""
+    """Copy the upper triangle of ``gram_CC`` to the lower one in place.
+
+    >>> gram = torch.zeros(2, 2)
+    >>> add_upper_product(gram, torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
+    >>> mirror_upper_(gram)
+    tensor([[10., 14.],
+            [14., 20.]])
+    """
     for lo, hi in _spans(gram_CC.shape[0]):
         corner_KK = gram_CC[lo:hi, lo:hi]
         corner_KK.copy_(corner_KK.triu() + corner_KK.triu(1).T)
@@ -100,11 +92,7 @@ def mirror_upper_(gram_CC: Tensor) -> Tensor:
 
 
 def _add_by_rows(total_CC: Tensor, left_TC: Tensor, right_TC: Tensor, *, upper: bool) -> None:
-    """Add ``LᵀR`` by block rows; with ``upper``, each from its diagonal block on.
-
-    Operands that came from bfloat16 may be multiplied as bfloat16: nothing is lost, the sums are in
-    float32, and processors with such instructions are up to four times as fast.
-    """
+    """Add ``LᵀR`` by block rows; with ``upper``, each from its diagonal block on."""
     lefts, rights = (torch.split(one, _WIDE_TOKENS) for one in (left_TC, right_TC))
     with _allow_bfloat16_products(left_TC.dtype, total_CC.dtype):
         for left, right in zip(lefts, rights, strict=True):
@@ -135,7 +123,11 @@ def _spans(columns: int) -> list[tuple[int, int]]:
 
 @contextlib.contextmanager
 def _allow_bfloat16_products(operands: torch.dtype, sums: torch.dtype) -> Iterator[None]:
-    """Allow bfloat16 operands in float32 products on a CPU that supports it, if they are exact."""
+    """Allow bfloat16 operands in float32 products on a CPU, if operands came from bfloat16.
+
+    Nothing is lost, the sums are in float32, and processors with such instructions are up to four
+    times as fast.
+    """
     if operands != torch.bfloat16 or sums != torch.float32:
         yield
         return
@@ -149,34 +141,18 @@ def _allow_bfloat16_products(operands: torch.dtype, sums: torch.dtype) -> Iterat
 
 
 def add_cross_product(cross_CC: Tensor, input_TC: Tensor, difference_TC: Tensor) -> None:
-    """Add ``Yᵀ(X − Y)`` to ``cross_CC`` in place.
-
-    Args:
-        cross_CC: float32 or float64 ``[C, C]``; rows belong to Y.
-        input_TC: Y, the Linear's input in the compressed model, ``[T, C]``.
-        difference_TC: X − Y with X its input in the original model, ``[T, C]``, in the dtype of Y.
-    """
-    if input_TC.device.type == "cpu":
-        _add_by_rows(cross_CC, input_TC, difference_TC, upper=False)
-    elif input_TC.device.type == "cuda" and input_TC.dtype in (torch.float16, torch.bfloat16):
-        cross_CC += torch.mm(input_TC.T, difference_TC, out_dtype=torch.float32)
-    else:
-        cross_CC.addmm_(input_TC.to(cross_CC.dtype).T, difference_TC.to(cross_CC.dtype))
+    """Add ``Yᵀ(X − Y)`` to ``cross_CC``, whose rows belong to Y, from Y and X − Y in one dtype."""
+    _add_product(cross_CC, input_TC, difference_TC, upper=False)
 
 
 def add_residual_product(
     missing_RC: Tensor, weight_RC: Tensor, input_TC: Tensor, difference_TC: Tensor
 ) -> None:
-    """Add ``W (X − Y)ᵀ Y``, the output residual by input column, to ``missing_RC`` in place.
+    """Add ``W (X − Y)ᵀ Y``, the output residual by input column, to ``missing_RC``.
 
     It equals ``W Cᵀ`` with C the cross product, which is not computed. The residual of a token has
-    the dtype of the activations, as all outputs do; the sums are as in the cross product.
-
-    Args:
-        missing_RC: float32 or float64 ``[R, C]``.
-        weight_RC: W, ``[R, C]``, in the dtype of Y.
-        input_TC: Y, ``[T, C]``.
-        difference_TC: X − Y, ``[T, C]``, in the dtype of Y.
+    the dtype of the activations, as all outputs and ``weight_RC`` do; the sums are as in the cross
+    product.
     """
     if input_TC.device.type == "cuda" and input_TC.dtype == torch.bfloat16:
         lacking_TR = difference_TC @ weight_RC.T
@@ -185,10 +161,8 @@ def add_residual_product(
     inputs, differences = (torch.split(one, _WIDE_TOKENS) for one in (input_TC, difference_TC))
     with _allow_bfloat16_products(input_TC.dtype, missing_RC.dtype):
         for input_SC, difference_SC in zip(inputs, differences, strict=True):
-            wide_SC, change_SC = (
-                _pad_tokens(input_SC).to(missing_RC.dtype),
-                _pad_tokens(difference_SC),
-            )
+            wide_SC = _pad_tokens(input_SC).to(missing_RC.dtype)
+            change_SC = _pad_tokens(difference_SC)
 
             def add(
                 span: tuple[int, int], wide_SC: Tensor = wide_SC, change_SC: Tensor = change_SC
@@ -197,20 +171,16 @@ def add_residual_product(
                 lacking_SK = (change_SC @ weight_RC[rows].T).to(missing_RC.dtype)
                 missing_RC[rows].addmm_(lacking_SK.T, wide_SC)
 
-            spans = _spans(len(missing_RC))
             if input_TC.device.type == "cpu":
-                parallel_for(add, spans)
+                parallel_for(add, _spans(len(missing_RC)))
             else:
                 add((0, len(missing_RC)))
 
 
 class TokenBuffer:
-    """Buffers tokens and returns them in multiples of ``CHUNK_TOKENS``, until it is drained.
+    """Buffers tokens and returns them in multiples of ``chunk``, until it is drained.
 
-    Args:
-        parallel: number of aligned tensors in each call of :meth:`add` (1: inputs alone,
-            2: inputs and a second tensor with the same tokens).
-        chunk: tokens of one chunk.
+    ``parallel`` is the number of aligned tensors in each call of :meth:`add`.
     """
 
     def __init__(self, parallel: int = 1, chunk: int = CHUNK_TOKENS) -> None:

@@ -18,6 +18,9 @@ grid                    values                              ends
 Ties go to the even code. Each arithmetic step rounds to the dtype of its operands, in the order
 written above: the loaders of a checkpoint do the same, so results agree with theirs in every bit.
 For grids that 16-bit floats do not resolve (integers of more than 8 bits), x / s + z is in float32.
+
+x has any shape and a floating dtype. The effective scale and the zero point, of any dtype or
+``None``, broadcast to it. Results are new tensors of the shape of x.
 """
 
 from __future__ import annotations
@@ -31,20 +34,14 @@ from torch import Tensor
 
 from llmcompressor.errors import InputError
 
-__all__ = ["FloatLayout", "Grid", "SmallFloat", "float_layout"]
+__all__ = ["FloatLayout", "Grid", "SmallFloat", "float_layout", "power_of_two"]
 
 _HALF_DTYPES = (torch.bfloat16, torch.float16)
 _MOST_BITS_OF_HALVES = 8
 
 
 class FloatLayout(NamedTuple):
-    """The bit layout of a floating dtype.
-
-    Attributes:
-        integer: the signed integer dtype of the same width.
-        mantissa: number of mantissa bits.
-        exponent_mask: the exponent bits, in place.
-    """
+    """The bit layout of a floating dtype: its integer dtype, mantissa bits, and exponent bits."""
 
     integer: torch.dtype
     mantissa: int
@@ -62,10 +59,7 @@ _LAYOUTS = {
 class SmallFloat(NamedTuple):
     """The members of a floating-point grid.
 
-    Attributes:
-        mantissa: explicit mantissa bits.
-        smallest: the smallest normal member, a power of two; below it spacing is even.
-        largest: the largest member.
+    ``smallest`` is the smallest normal member, a power of two, below which spacing is even.
     """
 
     mantissa: int
@@ -162,27 +156,16 @@ class Grid:
         return self.kind == "int" and self.bits > _MOST_BITS_OF_HALVES
 
     def round(self, x: Tensor) -> Tensor:
-        """The member nearest to each x, ties to even; values beyond the ends are clamped.
+        """The member nearest to each x, already divided by its scale.
 
-        Args:
-            x: values already divided by their scale, any shape, floating dtype.
-
-        Returns:
-            New tensor of the shape and dtype of ``x``. NaN stays NaN.
+        Those beyond the ends are clamped; NaN stays NaN.
         """
         return self.round_(x.clamp(self.qmin, self.qmax))
 
     def quantize(self, x: Tensor, scale: Tensor, zero: Tensor | None = None) -> Tensor:
         """Codes q = round(clamp(x / scale + zero)), held as floating values.
 
-        Args:
-            x: values, any shape, floating dtype.
-            scale: effective scale, broadcastable to ``x``.
-            zero: zero point of any dtype, broadcastable to ``x``; ``None`` for none.
-
-        Returns:
-            New tensor of the shape of ``x``, in the dtype that ``x / scale`` promotes to; of
-            16-bit floats on a fine grid, float32.
+        In the dtype that ``x / scale`` promotes to; of 16-bit floats on a fine grid, float32.
         """
         return self.round_(self.limit(x, scale, zero))
 
@@ -191,7 +174,7 @@ class Grid:
         return self.quotients(x, scale, zero).clamp_(self.qmin, self.qmax)
 
     def quotients(self, x: Tensor, scale: Tensor, zero: Tensor | None = None) -> Tensor:
-        """A new tensor x / scale + zero, neither clamped nor rounded.
+        """The quotients x / scale + zero, neither clamped nor rounded.
 
         In float32 if the dtype of ``x`` does not resolve the codes (:attr:`needs_float32`).
         """
@@ -206,16 +189,7 @@ class Grid:
         return quotients
 
     def dequantize(self, q: Tensor, scale: Tensor, zero: Tensor | None = None) -> Tensor:
-        """Values x' = (q - zero) * scale.
-
-        Args:
-            q: codes, any shape and dtype.
-            scale: effective scale, broadcastable to ``q``; its dtype is that of the result.
-            zero: zero point of any dtype, broadcastable to ``q``; ``None`` for none.
-
-        Returns:
-            New tensor of the shape of ``q`` and the dtype of ``scale``.
-        """
+        """Values x' = (q - zero) * scale of codes of any dtype, in the dtype of ``scale``."""
         values = q.to(scale.dtype)
         if zero is None:
             return values * scale
@@ -225,14 +199,6 @@ class Grid:
         """Quantize and dequantize x, in the dtype of ``x``.
 
         One temporary of the size of ``x`` (two on float grids), which becomes the result.
-
-        Args:
-            x: values, any shape, floating dtype.
-            scale: effective scale, broadcastable to ``x``.
-            zero: zero point of any dtype, broadcastable to ``x``; ``None`` for none.
-
-        Returns:
-            New tensor of the shape and dtype of ``x``.
         """
         values = self.quantize(x, scale, zero).to(scale.dtype)
         if zero is not None:
@@ -240,34 +206,28 @@ class Grid:
         return values.mul_(scale).to(x.dtype)
 
     def round_(self, x: Tensor) -> Tensor:
-        """Round ``x``, which is within the ends, in place; ``x`` must not be used again."""
+        """Round ``x``, within the ends or NaN, in place; ``x`` must not be used again.
+
+        Members of floats are spaced by 2^-mantissa times the power of two at or below abs(x), and
+        evenly under the smallest normal member. So x / spacing is exact, its last bit is that of
+        the code, and one half-to-even rounding of integers does it.
+        """
         if self.floats is None:
             return x.round_()
         if self.bits == 4:
             x.add_(0.0)  # loaders treat the sign of -0.0 as 0; rounding to zero keeps the sign
-        return _round_to_float_(x, self.floats)
+        spacing = power_of_two(x).clamp_(min=self.floats.smallest).mul_(2.0**-self.floats.mantissa)
+        return x.div_(spacing).round_().mul_(spacing)
+
+
+def power_of_two(x: Tensor) -> Tensor:
+    """The power of two at or below the absolute value of each x: its exponent field alone."""
+    layout = float_layout(x.dtype)
+    return x.view(layout.integer).bitwise_and(layout.exponent_mask).view(x.dtype)
 
 
 def _fits(scale: Tensor, x: Tensor) -> bool:
     """Return True if ``scale`` broadcasts to ``x`` without enlarging it."""
-    behind = x.shape[x.ndim - scale.ndim :] if scale.ndim <= x.ndim else ()
-    return len(behind) == scale.ndim and all(
-        own in (1, of) for own, of in zip(scale.shape, behind, strict=True)
-    )
-
-
-def _round_to_float_(x: Tensor, floats: SmallFloat) -> Tensor:
-    """Round ``x`` in place to members of ``floats``, half to even.
-
-    Members are spaced by 2^-mantissa times the power of two at or below abs(x), and evenly under
-    the smallest normal member. That power of two is the exponent field alone, so x / spacing is
-    exact, its last bit is that of the code, and one half-to-even rounding of integers does it.
-
-    Args:
-        x: within the ends of the grid, or NaN.
-        floats: what the members are.
-    """
-    layout = float_layout(x.dtype)
-    spacing = x.view(layout.integer).bitwise_and(layout.exponent_mask).view(x.dtype)
-    spacing.clamp_(min=floats.smallest).mul_(2.0**-floats.mantissa)
-    return x.div_(spacing).round_().mul_(spacing)
+    last = x.shape[max(x.ndim - scale.ndim, 0) :]
+    pairs = zip(scale.shape, last, strict=False)
+    return scale.ndim <= x.ndim and all(own in (1, of) for own, of in pairs)

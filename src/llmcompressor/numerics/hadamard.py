@@ -7,12 +7,12 @@ An order is the largest power of two times a base that one of these reaches:
 Sylvester           n = 2^k: the Kronecker power of [[1, 1], [1, -1]]
 Paley I             n = q + 1, q = 3 mod 4: from the quadratic character of a field of q elements
 Paley II            n = 2 (q + 1), q = 1 mod 4
-Kronecker product   n = a b of two of these
 table               n a multiple of 4 up to 256: Sloane's library, as compressed-tensors ships it
 ==================  ============================================================================
 
-q is a power of a prime. Paley, J. Math. Phys. 12 (1933). Other orders have no matrix here: a
-rotation takes blocks of an order that divides the width, or a random orthogonal matrix.
+q is a power of a prime. Paley, J. Math. Phys. 12 (1933). Other orders have no matrix here, and
+raise ``ValueError``: a rotation takes blocks of an order that divides the width, or a random
+orthogonal matrix.
 
 Legend: N order; B the part that is no power of two.
 """
@@ -42,14 +42,15 @@ __all__ = [
 def hadamard(order: int) -> Tensor:
     """A Hadamard matrix, float64 ``[N, N]``; deterministic for each order.
 
-    Raises:
-        ValueError: no matrix of this order is known here (:func:`has_hadamard`).
-
     >>> hadamard(4).int().tolist()
     [[1, 1, 1, 1], [1, -1, 1, -1], [1, 1, -1, -1], [1, -1, -1, 1]]
     """
     power, base = split_order(order)
-    return torch.kron(_sylvester(power), _base(base))
+    sylvester = torch.ones(1, 1, dtype=torch.float64)  # (-1)^(number of ones that i and j share)
+    while len(sylvester) < power:
+        rows = [torch.cat([sylvester, sylvester], 1), torch.cat([sylvester, -sylvester], 1)]
+        sylvester = torch.cat(rows)
+    return torch.kron(sylvester, _base(base))
 
 
 def has_hadamard(order: int) -> bool:
@@ -63,9 +64,6 @@ def has_hadamard(order: int) -> bool:
 
 def split_order(order: int) -> tuple[int, int]:
     """Factor ``order`` into the largest power of two and the smallest other supported order.
-
-    Raises:
-        ValueError: no matrix of this order is known here.
 
     >>> split_order(11008), split_order(64), split_order(36)
     ((64, 172), (64, 1), (1, 36))
@@ -99,17 +97,11 @@ def random_orthogonal(order: int, generator: torch.Generator) -> Tensor:
 
 
 def fast_hadamard(x: Tensor, *, signs_N: Tensor | None = None) -> Tensor:
-    """Multiply by ``diag(signs) hadamard(N)`` along the last dimension N.
+    """``x diag(signs) hadamard(N)`` along the last dimension N, as a new tensor.
 
     This takes N (log2 + B) steps per row instead of N². The power of two is computed by butterflies
-    (the Walsh-Hadamard transform), the rest as a product.
-
-    Args:
-        x: ``[..., N]``, floating dtype; not changed.
-        signs_N: 1 or -1 for each element, ``[N]``; all are 1 if ``None``.
-
-    Raises:
-        ValueError: as :func:`hadamard`.
+    (the Walsh-Hadamard transform), the rest as a product. The signs, 1 or -1, are all 1 if
+    ``None``.
 
     >>> fast_hadamard(torch.tensor([1.0, 0.0, 0.0, 0.0])).tolist()
     [1.0, 1.0, 1.0, 1.0]
@@ -123,16 +115,12 @@ def fast_hadamard(x: Tensor, *, signs_N: Tensor | None = None) -> Tensor:
     half = power // 2
     while half:
         pairs = y.view(*x.shape[:-1], -1, 2, half, base)
-        _add_and_subtract_(pairs.select(-3, 0), pairs.select(-3, 1))
+        first, second = pairs.select(-3, 0), pairs.select(-3, 1)
+        total = first + second
+        second.neg_().add_(first)
+        first.copy_(total)
         half //= 2
     return y.flatten(-2)
-
-
-def _add_and_subtract_(first: Tensor, second: Tensor) -> None:
-    """A butterfly step in place, with one temporary of half the size."""
-    total = first + second
-    second.neg_().add_(first)
-    first.copy_(total)
 
 
 # ---------------------------------------------------------------------- constructions
@@ -145,31 +133,38 @@ def _split(order: int) -> tuple[int, int] | None:
     power = order & -order
     base = order // power
     while power >= 1:
-        if base == 1 or _is_base(base):
+        is_known = base % 4 == 0 and (_paley_field(base) or base in _table_orders())
+        if base == 1 or is_known:
             return power, base
         power, base = power // 2, base * 2
     return None
 
 
-@functools.lru_cache(maxsize=4096)
-def _is_base(order: int) -> bool:
-    return order % 4 == 0 and bool(
-        _paley_field(order) or _factors(order) or order in _table_orders()
-    )
-
-
 @functools.lru_cache(maxsize=8)
 def _base(order: int) -> Tensor:
-    """The matrix of a base, float64."""
+    """The matrix of a base, float64, from the table or from C = [[0, 1], [±1, Q]].
+
+    Q is the character of differences: skew for q = 3 mod 4, which gives C + I of order q + 1 with
+    -1, and symmetric for 1 mod 4, C ⊗ [[1, 1], [1, -1]] + I ⊗ [[1, -1], [-1, -1]] of order 2 (q +
+    1).
+    """
     if order == 1:
         return torch.ones(1, 1, dtype=torch.float64)
-    if (field := _paley_field(order)) is not None:
-        return _paley_1(field) if field == order - 1 else _paley_2(field)
-    if (factors := _factors(order)) is not None:
-        return torch.kron(*map(_base, factors))
-    with safe_open(_table(), framework="pt") as file:
-        matrix: Tensor = file.get_tensor(str(order))
-    return matrix.double()
+    q = _paley_field(order)
+    if q is None:
+        with safe_open(_table(), framework="pt") as file:
+            matrix: Tensor = file.get_tensor(str(order))
+        return matrix.double()
+    is_first = q == order - 1
+    C = torch.zeros(q + 1, q + 1, dtype=torch.float64)
+    C[0, 1:], C[1:, 0] = 1, -1 if is_first else 1
+    C[1:, 1:] = _characters(q)
+    eye = torch.eye(q + 1, dtype=torch.float64)
+    if is_first:
+        return C + eye
+    plus = torch.tensor([[1, 1], [1, -1]], dtype=torch.float64)
+    minus = torch.tensor([[1, -1], [-1, -1]], dtype=torch.float64)
+    return torch.kron(C, plus) + torch.kron(eye, minus)
 
 
 def _paley_field(order: int) -> int | None:
@@ -178,14 +173,6 @@ def _paley_field(order: int) -> int | None:
     if _prime_and_exponent(order - 1):
         return order - 1
     return half if half % 4 == 1 and _prime_and_exponent(half) else None
-
-
-def _factors(order: int) -> tuple[int, int] | None:
-    """Two bases with this product."""
-    for factor in range(12, math.isqrt(order) + 1, 4):
-        if order % factor == 0 and _is_base(factor) and _is_base(order // factor):
-            return factor, order // factor
-    return None
 
 
 @functools.cache
@@ -201,32 +188,6 @@ def _table() -> Path:
 def _table_orders() -> frozenset[int]:
     with safe_open(_table(), framework="pt") as file:
         return frozenset(map(int, file.keys()))
-
-
-def _sylvester(power: int) -> Tensor:
-    """``H[i, j] = (-1)^(number of ones that i and j share)``, float64."""
-    matrix = torch.ones(1, 1, dtype=torch.float64)
-    while len(matrix) < power:
-        matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
-    return matrix
-
-
-def _paley_1(q: int) -> Tensor:
-    """I + S with S = [[0, 1], [-1, Q]], Q the character of differences (skew for q = 3 mod 4)."""
-    S_NN = torch.zeros(q + 1, q + 1, dtype=torch.float64)
-    S_NN[0, 1:], S_NN[1:, 0] = 1, -1
-    S_NN[1:, 1:] = _characters(q)
-    return S_NN + torch.eye(q + 1, dtype=torch.float64)
-
-
-def _paley_2(q: int) -> Tensor:
-    """C ⊗ [[1, 1], [1, -1]] + I ⊗ [[1, -1], [-1, -1]], C = [[0, 1], [1, Q]] (symmetric)."""
-    C = torch.zeros(q + 1, q + 1, dtype=torch.float64)
-    C[0, 1:], C[1:, 0] = 1, 1
-    C[1:, 1:] = _characters(q)
-    plus = torch.tensor([[1, 1], [1, -1]], dtype=torch.float64)
-    minus = torch.tensor([[1, -1], [-1, -1]], dtype=torch.float64)
-    return torch.kron(C, plus) + torch.kron(torch.eye(q + 1, dtype=torch.float64), minus)
 
 
 def _characters(q: int) -> Tensor:

@@ -12,7 +12,8 @@ it needs the upper triangular R with
 With J the reversal of the order, ``J H J = L Lᵀ`` gives ``R = J L J``. The papers' factor of the
 inverse is its inverse, so that their ``1 / U_cc`` is ``R_cc``.
 
-All functions support leading batch dimensions.
+H is symmetric, float32 or float64 ``[..., C, C]``; ``dampening`` is at least 0, of each matrix
+``[..., 1]``. The diagonal of a dead column, whose input was zero in every token, counts as 1.
 """
 
 from __future__ import annotations
@@ -58,37 +59,28 @@ def dead_columns(hessian_CC: Tensor) -> Tensor:
 
 
 def damp(hessian_CC: Tensor, dampening: float | Tensor) -> Tensor:
-    """``H + dampening · mean(diag H) · I`` as a new tensor; dead columns get a diagonal of 1.
-
-    Args:
-        hessian_CC: symmetric, float32 or float64, ``[..., C, C]``.
-        dampening: fraction of the mean of the diagonal, at least 0; of each matrix ``[..., 1]``.
-    """
+    """``H + λI`` as a new tensor."""
     damped_CC = hessian_CC.clone()
     damped_CC.diagonal(dim1=-2, dim2=-1).copy_(_damped_diagonal(hessian_CC, dampening))
     return damped_CC
 
 
 def ridge(hessian_CC: Tensor, dampening: float | Tensor) -> Tensor:
-    """λ: ``dampening`` times the mean of the diagonal, with 1 for dead columns; ``[..., 1]``."""
-    return dampening * _diagonal_with_live_columns(hessian_CC).mean(dim=-1, keepdim=True)
+    """λ, ``[..., 1]``."""
+    return dampening * _live_diagonal(hessian_CC).mean(dim=-1, keepdim=True)
 
 
 def _damped_diagonal(hessian_CC: Tensor, dampening: float | Tensor) -> Tensor:
-    return _diagonal_with_live_columns(hessian_CC) + ridge(hessian_CC, dampening)
+    return _live_diagonal(hessian_CC) + ridge(hessian_CC, dampening)
 
 
-def _diagonal_with_live_columns(hessian_CC: Tensor) -> Tensor:
-    """The diagonal, with 1 for dead columns."""
+def _live_diagonal(hessian_CC: Tensor) -> Tensor:
     diagonal_C = hessian_CC.diagonal(dim1=-2, dim2=-1)
     return diagonal_C.masked_fill(diagonal_C == 0, 1)
 
 
 def upper_factor(damped_CC: Tensor) -> Tensor:
-    """The upper triangular R with ``R Rᵀ = H``.
-
-    Args:
-        damped_CC: symmetric positive definite, ``[..., C, C]``.
+    """The upper triangular R with ``R Rᵀ = H``, H positive definite.
 
     Raises:
         SingularHessianError: if H has no such factor.
@@ -130,11 +122,8 @@ def factorize_with_rising_dampening(
 ) -> DampedFactor:
     """Factorize with ``dampening``, then with 10, 100, … times as much until it succeeds.
 
-    Args:
-        hessian_CC: symmetric, ``[..., C, C]``; not changed.
-        dampening: the first fraction to try; 0 is raised to 0.001 at the second step.
-        order_C: factorize with rows and columns in this order, int64 ``[..., C]``.
-        steps: number of fractions to try.
+    ``order_C``, int64 ``[..., C]``, is the order of rows and columns in the factor; H is not
+    changed. A dampening of 0 is raised to 0.001 at the second of ``steps``.
 
     Raises:
         SingularHessianError: if all of them fail.

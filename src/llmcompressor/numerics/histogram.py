@@ -24,6 +24,7 @@ from torch import Tensor
 
 from llmcompressor.errors import InputError
 from llmcompressor.numerics.grid import Grid
+from llmcompressor.numerics.range_search import BestSoFar
 from llmcompressor.numerics.scales import scales_from_range
 
 __all__ = ["Histogram", "entropy_range", "mse_range", "percentile_range", "try_few_ranges"]
@@ -72,12 +73,10 @@ class Histogram:
 
     @classmethod
     def of(cls, values_SN: Tensor, bins: int = 2048) -> Histogram:
-        """The histogram of each row.
+        """The histogram of each row of finite values, floating dtype, not empty.
 
-        Args:
-            values_SN: finite values, floating dtype, not empty.
-            bins: bins on each side of zero; at least half of them are in use on the side with the
-                largest value.
+        At least half of the ``bins`` on each side of zero are in use on the side with the largest
+        value.
 
         >>> Histogram.of(torch.tensor([[0.0, 1.0, 2.5, -1.0]]), bins=4).counts.tolist()
         [[0, 0, 0, 1, 1, 1, 1, 0]]
@@ -114,10 +113,6 @@ class Histogram:
     def add(self, values_SN: Tensor) -> Histogram:
         """The histogram with further values, [S, N]."""
         return self.merge(Histogram.of(values_SN, self.bins))
-
-    def select_scales(self, rows: slice) -> Histogram:
-        """The histogram of the scales in ``rows``."""
-        return Histogram(self.counts[rows], self.exponent[rows], self.low[rows], self.high[rows])
 
     def merge(self, other: Histogram) -> Histogram:
         """The histogram of the values of both."""
@@ -157,16 +152,10 @@ _Error = Callable[[Histogram, Tensor, Tensor, Tensor], Tensor]
 def percentile_range(
     histogram: Histogram, percentile: float, *, symmetric: bool
 ) -> tuple[Tensor, Tensor]:
-    """The range that contains ``percentile`` percent of the values.
+    """The range that contains ``percentile`` percent of the values, float32 [S] each.
 
-    Args:
-        histogram: of S scales.
-        percentile: above 0, up to 100.
-        symmetric: use the same bound on both sides, for a percentile of absolute values;
-            otherwise cut half of the rest off at each end.
-
-    Returns:
-        Bounds, float32 [S] each, linear within a bin and never beyond the observed extremes.
+    A symmetric one has the same bound on both sides, for a percentile of absolute values; otherwise
+    half of the rest is cut off at each end. 100 gives the observed extremes.
 
     >>> h = Histogram.of(torch.arange(-50.0, 50.0)[None], bins=64)
     >>> percentile_range(h, 90, symmetric=True)
@@ -190,21 +179,13 @@ def percentile_range(
 
 
 def mse_range(histogram: Histogram, grid: Grid) -> tuple[Tensor, Tensor]:
-    """The clipping range with the least mean square rounding error.
+    """The clipping range with the least mean square rounding error on a grid, float32 [S] each.
 
     t* = argmin_t sum_b n_b (c_b - Q_t(c_b))^2 over the bins' counts n and centres c, where t
     bounds absolute values.
-
-    Args:
-        histogram: of S scales.
-        grid: the grid that values will be rounded to.
-
-    Returns:
-        Bounds, float32 [S] each.
     """
 
-    def error(some: Histogram, rounded_SB: Tensor, low_S: Tensor, high_S: Tensor) -> Tensor:
-        del low_S, high_S
+    def error(some: Histogram, rounded_SB: Tensor, *_: Tensor) -> Tensor:
         return (some.counts * (some.centers - rounded_SB).square()).sum(1)
 
     return _best_range(histogram, grid, error, least=_LEAST_FRACTION)
@@ -215,64 +196,41 @@ def entropy_range(histogram: Histogram, grid: Grid) -> tuple[Tensor, Tensor]:
 
     As in NVIDIA's entropy calibration (Migacz, 2017): P is the histogram within the range, with all
     counts beyond it moved to the outermost bins; Q spreads the counts of each code (within the
-    range) evenly over the non-empty bins that round to it; the range minimizes KL(P || Q) = sum_b
-    P_b log(P_b / Q_b). Any grid is supported, not only integers.
-
-    Args:
-        histogram: of S scales.
-        grid: the grid that values will be rounded to.
-
-    Returns:
-        Bounds, float32 [S] each.
+    range) evenly over the non-empty bins that round to it; the range, float32 [S] each, minimizes
+    KL(P || Q) = sum_b P_b log(P_b / Q_b). Any grid is supported, not only integers.
     """
     least = min(0.5, 2.0**grid.bits / histogram.bins)
     return _best_range(histogram, grid, _divergence, least=least)
 
 
 def _best_range(
-    histogram: Histogram,
-    grid: Grid,
-    error: _Error,
-    *,
-    least: float,
-) -> tuple[Tensor, Tensor]:
-    """The clipping range with the least error for each scale.
-
-    Bounds p max(-a, b) on absolute values are tried, p from 1 down to ``least``, for values from a
-    to b. An outlier on one side thus costs nothing on the other.
-
-    ``error(histogram, rounded_SB, low_S, high_S)`` returns one number per scale. Scales are
-    processed in parts, so that memory is bounded.
-    """
-    rows = max(_CELLS_AT_ONCE // (2 * histogram.bins), 1)
-    parts = [
-        _best_range_of_chunk(
-            histogram.select_scales(slice(top, top + rows)), grid, error, least=least
-        )
-        for top in range(0, len(histogram.low), rows)
-    ]
-    low_S, high_S = (torch.cat(each) for each in zip(*parts, strict=True))
-    return low_S, high_S
-
-
-def _best_range_of_chunk(
     histogram: Histogram, grid: Grid, error: _Error, *, least: float
 ) -> tuple[Tensor, Tensor]:
-    floor_S, ceiling_S = histogram.low.clamp(max=0.0), histogram.high.clamp(min=0.0)
-    amax_S = torch.maximum(-floor_S, ceiling_S)
-    best_S = torch.full_like(amax_S, torch.inf, dtype=torch.float64)
-    best_low_S, best_high_S = floor_S, ceiling_S
-    for p in torch.logspace(0.0, math.log2(least), _tried.get(), base=2.0).tolist():
-        low_S, high_S = torch.maximum(-p * amax_S, floor_S), torch.minimum(p * amax_S, ceiling_S)
-        scale_S, zero_S = scales_from_range(low_S, high_S, grid)
-        zero = None if grid.symmetric else zero_S[:, None]
-        rounded_SB = grid.fake_quantize(histogram.centers, scale_S[:, None], zero)
-        error_S = error(histogram, rounded_SB, low_S, high_S).double()
-        better_S = error_S < best_S
-        best_S = torch.where(better_S, error_S, best_S)
-        best_low_S = torch.where(better_S, low_S, best_low_S)
-        best_high_S = torch.where(better_S, high_S, best_high_S)
-    return best_low_S, best_high_S
+    """The clipping range with the least ``error(histogram, rounded_SB, low_S, high_S)``.
+
+    Bounds p max(-a, b) on absolute values are tried, p from 1 down to ``least``, for values from a
+    to b. An outlier on one side thus costs nothing on the other. Scales are processed in parts, so
+    that memory is bounded.
+    """
+    rows = max(_CELLS_AT_ONCE // (2 * histogram.bins), 1)
+    every = (histogram.counts, histogram.exponent, histogram.low, histogram.high)
+    found = []
+    for part in zip(*(torch.split(one, rows) for one in every), strict=True):
+        some = Histogram(*part)
+        floor_S, ceiling_S = some.low.clamp(max=0.0), some.high.clamp(min=0.0)
+        amax_S = torch.maximum(-floor_S, ceiling_S)
+        worst_S = torch.full_like(amax_S, torch.inf, dtype=torch.float64)
+        best = BestSoFar(worst_S, floor_S, ceiling_S)
+        for p in torch.logspace(0.0, math.log2(least), _tried.get(), base=2.0).tolist():
+            low_S = torch.maximum(-p * amax_S, floor_S)
+            high_S = torch.minimum(p * amax_S, ceiling_S)
+            scale_S, zero_S = scales_from_range(low_S, high_S, grid)
+            zero = None if grid.symmetric else zero_S[:, None]
+            rounded_SB = grid.fake_quantize(some.centers, scale_S[:, None], zero)
+            best.take(error(some, rounded_SB, low_S, high_S).double(), low_S, high_S)
+        found.append(best.candidate_S)
+    low_S, high_S = (torch.cat(each) for each in zip(*found, strict=True))
+    return low_S, high_S
 
 
 def _divergence(histogram: Histogram, rounded_SB: Tensor, low_S: Tensor, high_S: Tensor) -> Tensor:

@@ -31,6 +31,7 @@ from torch import Tensor
 
 from llmcompressor.errors import InputError
 from llmcompressor.numerics.grid import Grid
+from llmcompressor.numerics.range_search import BestSoFar, power_
 
 __all__ = ["CHUNK_ELEMENTS", "HalfQuadratic", "lp_error", "refine_cells"]
 
@@ -76,7 +77,7 @@ def lp_error(
     zero = None if zero_S is None else zero_S.unsqueeze(-1)
     rounded_SN = grid.fake_quantize(values_SN, scale_S.unsqueeze(-1), zero)
     error_SN = rounded_SN.float().sub_(values_SN.float()).abs_()
-    return _power_(error_SN, norm).sum(-1)
+    return power_(error_SN, norm).sum(-1)
 
 
 def refine_cells(
@@ -86,7 +87,7 @@ def refine_cells(
     grid: Grid,
     search: HalfQuadratic,
 ) -> tuple[Tensor, Tensor | None]:
-    """Scales and zero points with a smaller lp error than the given ones.
+    """Scales and zero points with an :func:`lp_error` that is larger than before for no cell.
 
     Args:
         values_SN: the elements of each cell, floating dtype; zeros may pad them.
@@ -96,8 +97,7 @@ def refine_cells(
         search: options of the optimization.
 
     Returns:
-        New tensors in the shapes and dtypes of ``scale_S`` and ``zero_S``. The :func:`lp_error` of
-        no cell is larger than before.
+        New tensors in the shapes and dtypes of ``scale_S`` and ``zero_S``.
     """
     if grid.kind != "int" or grid.symmetric != (zero_S is None):
         raise InputError(
@@ -105,44 +105,23 @@ def refine_cells(
             "asymmetric.",
             "Give an integer grid that fits the zero points.",
         )
-    scale_S = scale_S.clone()
-    zero_S = None if zero_S is None else zero_S.clone()
+    found = [one.clone() for one in (scale_S, zero_S) if one is not None]
     height = max(1, CHUNK_ELEMENTS // max(1, values_SN.shape[1]))
     for top in range(0, len(values_SN), height):
         rows = slice(top, top + height)
-        zero = None if zero_S is None else zero_S[rows]
-        best = _Best(values_SN[rows], scale_S[rows], zero, grid, search.norm)
-        _alternate(best, search)
-        scale_S[rows] = best.scale_S
-        if zero_S is not None and best.zero_S is not None:
-            zero_S[rows] = best.zero_S
-    return scale_S, zero_S
+        best = _alternate(values_SN[rows], [one[rows] for one in found], grid, search)
+        for one, better_S in zip(found, best.candidate_S, strict=True):
+            one[rows] = better_S
+    return found[0], None if zero_S is None else found[1]
 
 
-class _Best:
-    """The best parameters of each cell so far, as they would be stored."""
-
-    def __init__(
-        self, values_SN: Tensor, scale_S: Tensor, zero_S: Tensor | None, grid: Grid, norm: float
-    ) -> None:
-        self.values_SN, self.grid, self._norm = values_SN, grid, norm
-        self.scale_S, self.zero_S = scale_S, zero_S
-        self._error_S = lp_error(values_SN, scale_S, zero_S, grid, norm)
-
-    def take(self, scale_S: Tensor, zero_S: Tensor | None) -> None:
-        """Keep new parameters where they are better; scales have to be positive and finite."""
-        error_S = lp_error(self.values_SN, scale_S, zero_S, self.grid, self._norm)
-        better_S = (error_S < self._error_S) & (scale_S > 0) & scale_S.isfinite()
-        self._error_S = torch.where(better_S, error_S, self._error_S)
-        self.scale_S = torch.where(better_S, scale_S, self.scale_S)
-        if zero_S is not None and self.zero_S is not None:
-            self.zero_S = torch.where(better_S, zero_S, self.zero_S)
-
-
-def _alternate(best: _Best, search: HalfQuadratic) -> None:
-    """Run the rounds on all cells at once; each starts from the stored form of the last one."""
-    grid, exact_SN = best.grid, best.values_SN.float()
-    scale_S, zero_S = best.scale_S, best.zero_S
+def _alternate(
+    values_SN: Tensor, start_S: list[Tensor], grid: Grid, search: HalfQuadratic
+) -> BestSoFar:
+    """The best parameters of all rounds; each starts from what the last one would store."""
+    exact_SN = values_SN.float()
+    scale_S, zero_S = start_S[0], start_S[1] if len(start_S) > 1 else None
+    best = BestSoFar(lp_error(values_SN, scale_S, zero_S, grid, search.norm), *start_S)
     beta = search.beta
     for _ in range(search.iterations):
         step_S1 = scale_S.float().unsqueeze(-1)
@@ -150,7 +129,10 @@ def _alternate(best: _Best, search: HalfQuadratic) -> None:
         zero_S1 = 0.0 if zero_S is None else zero_S.float().unsqueeze(-1)
         code_SN = (wide_SN + zero_S1).clamp_(grid.qmin, grid.qmax).round_()
         error_SN = wide_SN - (code_SN - zero_S1)
-        target_SN = wide_SN - _shrunk(error_SN, search.norm, beta)
+        size_SN = error_SN.abs()
+        # infinite at 0: h is 0 there
+        threshold_SN = power_(size_SN.clone(), search.norm - 1).div_(beta)
+        target_SN = wide_SN - error_SN.sign() * (size_SN - threshold_SN).clamp_(min=0)
         if zero_S is not None:
             found_S = (code_SN - target_SN).mean(-1).round_().clamp_(grid.qmin, grid.qmax)
             zero_S = found_S.to(zero_S.dtype)
@@ -158,19 +140,8 @@ def _alternate(best: _Best, search: HalfQuadratic) -> None:
         # a cell of zeros alone: its scale stays
         factor_S = (target_SN * code_SN).sum(-1) / code_SN.square().sum(-1)
         moved_S = (step_S1.squeeze(-1) * factor_S).to(scale_S.dtype)
-        usable_S = moved_S.isfinite() & (moved_S > 0)
-        scale_S = torch.where(usable_S, moved_S, scale_S)
-        best.take(scale_S, zero_S)
+        scale_S = torch.where(moved_S.isfinite() & (moved_S > 0), moved_S, scale_S)
+        candidate_S = [scale_S] if zero_S is None else [scale_S, zero_S]
+        best.take(lp_error(values_SN, scale_S, zero_S, grid, search.norm), *candidate_S)
         beta *= search.kappa
-
-
-def _shrunk(error_SN: Tensor, norm: float, beta: float) -> Tensor:
-    """The h that approximately minimizes abs(h)^norm + beta / 2 (h - e)^2: a soft threshold."""
-    size_SN = error_SN.abs()
-    threshold_SN = _power_(size_SN.clone(), norm - 1).div_(beta)  # infinite at 0: h is 0 there
-    return error_SN.sign() * (size_SN - threshold_SN).clamp_(min=0)
-
-
-def _power_(x: Tensor, norm: float) -> Tensor:
-    """``x ** norm`` in place for x not negative; ``pow`` is slow at fractional exponents."""
-    return x.pow_(norm) if float(norm).is_integer() else x.log2_().mul_(norm).exp2_()
+    return best

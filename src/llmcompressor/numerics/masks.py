@@ -28,7 +28,6 @@ from __future__ import annotations
 
 import math
 import re
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -47,7 +46,6 @@ __all__ = [
     "Slices",
     "Sparsity",
     "Structure",
-    "Unstructured",
     "find_threshold",
     "grow_masks",
     "keep_mask",
@@ -75,8 +73,6 @@ __all__ = [
 # result depends neither on the device nor on the chunks.
 #
 # Ties: scores are taken in the order of the pools, and within one by position in memory.
-#
-# Shapes: U units of one pool.
 
 _SELECTION_CHUNK = 1 << 22
 _CPU_CHUNK_ELEMENTS = 1 << 19
@@ -103,12 +99,9 @@ class Pool:
 
 @dataclass(frozen=True)
 class SelectionThreshold:
-    """The threshold at which a budget is exhausted.
+    """Units with a smaller key are selected, and those with this key while ``spare`` lasts.
 
-    Attributes:
-        key: units with a smaller key are selected.
-        spare: remaining budget for units with exactly this key.
-        dtype: float32 or float64, whose bits the keys are.
+    Keys are the bits of float32 or float64.
     """
 
     key: int
@@ -119,17 +112,12 @@ class SelectionThreshold:
 def find_threshold(
     pools: Callable[[], Iterable[Pool]], budget: int, dtype: torch.dtype
 ) -> SelectionThreshold:
-    """Find the score at which ``budget`` is exhausted, from the smallest score on.
+    """Find the score at which ``budget``, a sum of sizes, is exhausted, from the smallest on.
 
-    A unit that does not fit ends the selection: the next one is not tried in its place.
-
-    Args:
-        pools: called once per digit, so that pools can be computed one at a time.
-        budget: sum of the sizes that may be selected.
-        dtype: float32 or float64; scores are compared in it.
-
-    Returns:
-        The cut; :func:`take` of every pool, in the same order, selects the units.
+    A unit that does not fit ends the selection: the next one is not tried in its place. ``pools``
+    is called once per digit, so that they can be computed one at a time. Scores are compared in
+    ``dtype``, float32 or float64. :func:`select_below` of every pool, in the same order, selects
+    the units.
     """
     if budget <= 0:
         return SelectionThreshold(0, 0, dtype)
@@ -141,21 +129,15 @@ def find_threshold(
             counts += _digit_counts(pool, key, shift, dtype).cpu() * pool.size
         sums = counts.cumsum(0)
         digit = int(torch.searchsorted(sums, spare, right=True))
-        if digit == len(sums):
-            return SelectionThreshold(
-                _LARGEST_KEY, 0, dtype
-            )  # all fit; so it is only for the first digit
+        if digit == len(sums):  # all fit; only of the first digit
+            return SelectionThreshold(_LARGEST_KEY, 0, dtype)
         spare -= int(sums[digit - 1]) if digit else 0
         key = (key << _DIGIT) | digit
     return SelectionThreshold(key, spare, dtype)
 
 
 def select_below(pool: Pool, cut: SelectionThreshold) -> tuple[Tensor, SelectionThreshold]:
-    """Select the units of ``pool`` below the cut.
-
-    Returns:
-        Bool of the pool's shape, and the cut for the next pool, with the remaining budget.
-    """
+    """The units below the cut, bool of the pool's shape, and the cut for the next pool."""
     taken_U = torch.zeros_like(pool.free_U, memory_format=torch.contiguous_format)
     flat_U, spare = taken_U.view(-1), cut.spare
     for at, key_U, free_U in _chunks(pool, cut.dtype):
@@ -198,7 +180,7 @@ def _chunks(pool: Pool, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor, Ten
 
 
 # --------------------
-# Magnitude pruning masks: zero the weights of least magnitude, singly or in structures.
+# Structures.
 
 _CHUNK_ELEMENTS = 1 << 20
 
@@ -212,47 +194,30 @@ def num_zeros(sparsity: float, units: int) -> int:
     return min(units, round(sparsity * units))
 
 
-class Structure(ABC):
-    """The partition of a weight into units that are zeroed as one."""
+@dataclass(frozen=True)
+class Structure:
+    """The partition of a weight into units that are zeroed as one: here single weights."""
 
     @property
     def full_sparsity(self) -> float | None:
         """The only final sparsity that the structure supports; ``None`` for any."""
         return None
 
-    @abstractmethod
     def misfit(self, shape: Sequence[int]) -> str | None:
         """Why a weight of this shape cannot have this structure; ``None`` if it can."""
-
-    @abstractmethod
-    def unit(self, shape: Sequence[int]) -> int:
-        """The number of weights in one unit of a weight of this shape."""
-
-    @abstractmethod
-    def pool(self, weight: Tensor, pruned: Tensor | None) -> Pool:
-        """The units of ``weight`` with their scores; those masked in ``pruned`` are not free."""
-
-    def spread(self, chosen_U: Tensor, shape: Sequence[int]) -> Tensor:
-        """Expand a bool choice of units to a bool mask of the weights, of ``shape``."""
-        return chosen_U
-
-
-@dataclass(frozen=True)
-class Unstructured(Structure):
-    """Single weights."""
-
-    def misfit(self, shape: Sequence[int]) -> str | None:
-        """Always ``None``: every weight fits."""
         return None
 
     def unit(self, shape: Sequence[int]) -> int:
-        """Always 1."""
+        """The number of weights in one unit of a weight of this shape."""
         return 1
 
     def pool(self, weight: Tensor, pruned: Tensor | None) -> Pool:
-        """The single weights, scored by magnitude."""
-        free = torch.ones_like(weight, dtype=torch.bool) if pruned is None else ~pruned
-        return Pool(weight, free)
+        """The units of ``weight`` with their scores; those masked in ``pruned`` are not free."""
+        return Pool(weight, _unpruned(pruned, (), weight))
+
+    def spread(self, chosen_U: Tensor, shape: Sequence[int]) -> Tensor:
+        """Expand a bool choice of units to a bool mask of the weights, of ``shape``."""
+        return chosen_U.reshape(tuple(shape))
 
 
 @dataclass(frozen=True)
@@ -308,7 +273,8 @@ class Blocks(Structure):
         rows = max(1, _CHUNK_ELEMENTS // blocks_YaXb[0].numel())
         # Chunk by chunk: a norm over two dimensions at once takes many times as long.
         parts = (blocks_YaXb[low : low + rows] for low in range(0, len(blocks_YaXb), rows))
-        sums = [_wide(part.abs()).sum(3).sum(1) for part in parts]
+        wide = torch.float64 if weight.dtype == torch.float64 else torch.float32
+        sums = [part.abs().to(wide).sum(3).sum(1) for part in parts]
         score_U = torch.cat(sums) / self.unit(weight.shape)
         masked = None if pruned is None else self._blocks(pruned)
         return Pool(score_U, _unpruned(masked, [1, 3], score_U), self.unit(weight.shape))
@@ -344,10 +310,6 @@ class NofM(Structure):
         C = math.prod(shape[1:])
         return None if C % self.group == 0 else f"{C} columns are no multiple of {self.group}"
 
-    def unit(self, shape: Sequence[int]) -> int:
-        """Always 1: weights are chosen singly, among those that the groups allow."""
-        return 1
-
     def pool(self, weight: Tensor, pruned: Tensor | None) -> Pool:
         """The single weights; the N smallest of each group are free unless already pruned."""
         weight_GM = weight.reshape(-1, self.group)
@@ -363,10 +325,6 @@ class NofM(Structure):
             if masked_GM is not None:
                 free_GM[at] &= ~masked_GM[at]
         return Pool(weight_GM, free_GM)
-
-    def spread(self, chosen_U: Tensor, shape: Sequence[int]) -> Tensor:
-        """Reshape to the shape of the weight."""
-        return chosen_U.reshape(tuple(shape))
 
     def _least(self, size_GM: Tensor) -> Tensor:
         """Mask of the N smallest of each group; of equal values the first are chosen."""
@@ -387,7 +345,7 @@ def parse_structure(text: str) -> Structure:
     Raises:
         InputError: there is no structure of this name.
     """
-    plain = {"unstructured": Unstructured(), "filter": Slices(0), "channel": Slices(1)}
+    plain = {"unstructured": Structure(), "filter": Slices(0), "channel": Slices(1)}
     name = text.strip().lower()
     if name in plain:
         return plain[name]
@@ -430,17 +388,13 @@ class LazyWeight:
 def grow_masks(
     sources: Sequence[LazyWeight], structure: Structure, sparsity: float
 ) -> Iterator[Tensor]:
-    """Masks under which the weights together have a sparsity, by increasing magnitude.
+    """Masks under which the weights together have a sparsity in [0, 1], by increasing magnitude.
 
     The number of zeros is exact: ``round(sparsity n)`` of n weights; with units of u weights, all
     of one size, ``u round(sparsity n / u)``. If units differ in size (filters or channels of
     several weights) they are taken as long as the next one fits. Of equal scores the first in
-    memory are taken, in the order of the sources. If more is masked already, nothing is added.
-
-    Args:
-        sources: one weight for a threshold of its own, several for a common one.
-        structure: the units that are zeroed as one.
-        sparsity: the fraction of zeros, in [0, 1].
+    memory are taken, in the order of the sources, which have one threshold in common. If more is
+    masked already, nothing is added.
 
     Yields:
         The mask of each source, bool [R, C, ...], true where the weight is to be zero.
@@ -464,16 +418,11 @@ def grow_masks(
         yield mask if pruned is None else mask | pruned
 
 
-def _wide(tensor: Tensor) -> Tensor:
-    """The tensor in a dtype that is wide enough for sums."""
-    return tensor if tensor.dtype == torch.float64 else tensor.float()
-
-
 def _unpruned(pruned: Tensor | None, dims: Sequence[int], score_U: Tensor) -> Tensor:
     """Mask of the units that are not pruned; each is masked as a whole or not at all."""
     if pruned is None:
         return torch.ones_like(score_U, dtype=torch.bool)
-    return ~pruned.amax(dim=list(dims))
+    return ~(pruned.amax(dim=list(dims)) if dims else pruned)
 
 
 # --------------------
@@ -489,14 +438,14 @@ def _unpruned(pruned: Tensor | None, dims: Sequence[int], score_U: Tensor) -> Te
 # ===================  ====================================================
 #
 # ``polynomial_decay`` with k = 3 is the cubic schedule of Zhu & Gupta, *To prune, or not to prune*
-# (arXiv:1710.01878), eq. 1: fast at first, when many weights are redundant, slow in the end. There
-# t = (i - start) / (n dt). All are exact at both ends, independent of rounding in between.
+# (arXiv:1710.01878), eq. 1, with t = (i - start) / (n dt): fast at first, when many weights are
+# redundant, slow in the end. All are exact at both ends, independent of rounding in between.
 
 
 def progress(index: float, start: float, end: float) -> float:
     """The fraction of the window from ``start`` to ``end`` completed at ``index``, in [0, 1].
 
-    All three have the same unit, epochs or steps. An empty window is a jump.
+    An empty window is a jump.
 
     >>> progress(3, 2, 4), progress(1, 2, 4), progress(9, 2, 4)
     (0.5, 0.0, 1.0)
@@ -509,7 +458,7 @@ def progress(index: float, start: float, end: float) -> float:
 
 
 def linear(t: float, init: float, final: float) -> float:
-    """Linear schedule: the same increase at every step.
+    """The same increase at every step.
 
     >>> linear(0.5, 0.25, 0.75)
     0.5
@@ -518,7 +467,7 @@ def linear(t: float, init: float, final: float) -> float:
 
 
 def polynomial(t: float, init: float, final: float, exponent: float = 2.0) -> float:
-    """Polynomial schedule: slow at first, fast in the end, for an exponent above 1.
+    """Slow at first, fast in the end, for an exponent above 1.
 
     >>> polynomial(0.5, 0.0, 0.8), polynomial(0.5, 0.0, 0.8, exponent=1)
     (0.2, 0.4)
@@ -527,7 +476,7 @@ def polynomial(t: float, init: float, final: float, exponent: float = 2.0) -> fl
 
 
 def polynomial_decay(t: float, init: float, final: float, exponent: float = 3.0) -> float:
-    """Polynomial decay: fast at first, slow in the end, for an exponent above 1; cubic by default.
+    """Fast at first, slow in the end, for an exponent above 1; cubic by default.
 
     >>> polynomial_decay(0.5, 0.0, 1.0), polynomial_decay(0.5, 0.0, 1.0, exponent=1)
     (0.875, 0.5)
@@ -536,12 +485,7 @@ def polynomial_decay(t: float, init: float, final: float, exponent: float = 3.0)
 
 
 def multi_step(index: float, steps: Iterable[tuple[float, float]], init: float) -> float:
-    """Step schedule: the sparsity of the last of ``steps`` already reached, else ``init``.
-
-    Args:
-        index: current position in the training.
-        steps: pairs of an index and the sparsity from there on, in any order.
-        init: the sparsity before the first.
+    """The sparsity of the last of ``steps`` reached at ``index``, pairs of an index and a sparsity.
 
     >>> [multi_step(i, [(2, 0.5), (4, 0.75)], 0.1) for i in (1, 2, 3.9, 4)]
     [0.1, 0.5, 0.5, 0.75]
@@ -636,48 +580,32 @@ def keep_mask(
             if gone_BCR is not None:
                 free_CS = ~gone_BCR[batch, :, rows]
                 budget -= free_CS.numel() - int(free_CS.sum())  # noqa: PLW2901 - what is left
-            kept[:, rows] = free_CS & ~_least(score_CS, free_CS, budget)
+            pool = [Pool(score_CS, free_CS)]
+            cut = find_threshold(pool.copy, budget, torch.float32)
+            kept[:, rows] = free_CS & ~select_below(pool[0], cut)[0]
     return kept_CR
 
 
-def _least(score_CS: Tensor, free_CS: Tensor, budget: int) -> Tensor:
-    pool = Pool(score_CS, free_CS)
-    return select_below(pool, find_threshold(lambda: [pool], budget, torch.float32))[0]
+def keep_mask_by_row(score_RC: Tensor, sparsity: float) -> Tensor:
+    """Keep the weights with the highest scores, at least 0, in each row of ``[..., R, C]``.
 
-
-def keep_mask_by_row(score_RC: Tensor, sparsity: float, gone_RC: Tensor | None = None) -> Tensor:
-    """Keep the weights with the highest scores in each row; every row loses equally many.
-
-    Args:
-        score_RC: at least 0, ``[..., R, C]``.
-        sparsity: the fraction of a row that is to be zero.
-        gone_RC: bool, same shape: weights that are zero in any case, included in the number.
+    Every row loses the same fraction.
 
     >>> keep_mask_by_row(torch.tensor([[3.0, 1.0], [5.0, 6.0]]), 0.5).tolist()
     [[True, False], [False, True]]
     """
-    if gone_RC is not None:
-        score_RC = score_RC.masked_fill(gone_RC, -1)
     zeros = num_zeros(sparsity, score_RC.shape[-1])
     least_RZ = score_RC.topk(zeros, dim=-1, largest=False, sorted=False).indices
-    kept_RC = torch.ones_like(score_RC, dtype=torch.bool).scatter_(-1, least_RZ, False)
-    return kept_RC if gone_RC is None else kept_RC & ~gone_RC
+    return torch.ones_like(score_RC, dtype=torch.bool).scatter_(-1, least_RZ, False)
 
 
 def keep_mask_by_group(score_CR: Tensor, group: NofM, gone_CR: Tensor | None = None) -> Tensor:
     """Mask of 1 for kept weights: all but the N lowest scores of each group of M columns.
 
-    Of equal scores the first are removed. Computed by M (M - 1) / 2 comparisons of whole columns,
-    which needs no sorting and reads memory in order. The mask is numeric and not bool, since a CPU
+    Of equal scores, at least 0, the first are removed; weights in ``gone_CR`` rank below every
+    other and are never kept. Computed by M (M - 1) / 2 comparisons of whole columns, which needs no
+    sorting and reads memory in order. The mask has the dtype of ``score_CR``, since a CPU
     vectorizes only numbers here.
-
-    Args:
-        score_CR: at least 0, floating ``[..., C, R]``; M divides C.
-        group: N and M.
-        gone_CR: bool, same shape: ranked below every other weight, and never kept.
-
-    Returns:
-        0 and 1 in the dtype of ``score_CR``, ``[..., C, R]``.
 
     Raises:
         InputError: M does not divide the columns.

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from llmcompressor.errors import InputError
-from llmcompressor.numerics.grid import Grid, float_layout
+from llmcompressor.numerics.grid import Grid, float_layout, power_of_two
 
 __all__ = ["can_pack", "needs_recoding", "pack_e2m1", "pack_e2m3", "pack_integers", "recode"]
 
@@ -35,17 +35,13 @@ _ONE_AND_A_HALF = 1.5
 
 
 def pack_e2m1(x_RC: Tensor) -> Tensor:
-    """Round to the nearest e2m1 values, ties to even, and pack their codes to bytes.
+    """Round to the nearest e2m1 values, ties to even, and pack their codes to uint8 ``[R, C / 2]``.
 
     A code is round(2|x|) up to a magnitude of 2, round(|x|) + 2 up to 4, and round(|x| / 2) + 4 up
     to 6: everywhere the least of the three. Added to 1.5 * 2^(23 - k), a float32 is rounded to
     multiples of 2^-k, half to even, and its lowest byte holds their number.
 
-    Args:
-        x_RC: from -6 to 6, any floating dtype, ``[R, C]`` with C even. May be overwritten.
-
-    Returns:
-        uint8 ``[R, C / 2]``.
+    ``x_RC`` is from -6 to 6, with C even, and may be overwritten.
 
     >>> pack_e2m1(torch.tensor([[0.5, -6.0, 2.5, 2.6]])).tolist()
     [[241, 84]]
@@ -64,17 +60,11 @@ def pack_e2m1(x_RC: Tensor) -> Tensor:
 
 
 def pack_e2m3(x_RC: Tensor) -> Tensor:
-    """Round to the nearest e2m3 values, ties to even, and pack their codes to bytes.
+    """Round to the nearest e2m3 values, ties to even, and pack their codes to ``[R, 3 C / 4]``.
 
     The same as :func:`pack_e2m1`: a code is the least of round(8|x|), round(4|x|) + 8 and
-    round(2|x|) + 16. Zero has a sign here, as in the loaders.
-
-    Args:
-        x_RC: from -7.5 to 7.5, any floating dtype, ``[R, C]``, C a multiple of 4. May be
-            overwritten.
-
-    Returns:
-        uint8 ``[R, 3 C / 4]``.
+    round(2|x|) + 16. Zero has a sign here, as in the loaders. ``x_RC`` is from -7.5 to 7.5, with C
+    a multiple of 4, and may be overwritten.
 
     >>> pack_e2m3(torch.tensor([[0.125, -7.5, 2.0, 0.0]])).tolist()
     [[193, 15, 1]]
@@ -87,12 +77,7 @@ def pack_e2m3(x_RC: Tensor) -> Tensor:
         next_RC = _lowest_byte(x_RC + _ONE_AND_A_HALF * step).abs_().add_(first)
         code_RC = torch.minimum(code_RC, next_RC, out=code_RC)
     code_RC |= x_RC.signbit().to(torch.int8).mul_(_SIGN_OF_6)
-    return _pack_6_bit_codes(code_RC)
-
-
-def _pack_6_bit_codes(codes_RC: Tensor) -> Tensor:
-    """Pack int8 codes from 0 to 63, four in three bytes, the first in the lowest bits."""
-    four = codes_RC.view(torch.int32)  # the first is the lowest byte
+    four = code_RC.view(torch.int32)  # the first is the lowest byte
     word = four & _OF_FOUR[0]
     for place, mask in enumerate(_OF_FOUR[1:], start=1):
         word |= (four >> 2 * place) & mask
@@ -110,14 +95,10 @@ def can_pack(columns: int, bits: int) -> bool:
 
 
 def pack_integers(codes_RC: Tensor, bits: int) -> Tensor:
-    """Pack integer codes into 32-bit words.
+    """Pack int8 codes of 4 or 8 bits, ``[R, C]``, into int32 words, ``[R, C * bits / 32]``.
 
-    Args:
-        codes_RC: int8, ``[R, C]``.
-        bits: bits of a code, 4 or 8; see :func:`can_pack`.
-
-    Returns:
-        int32 ``[R, C * bits / 32]``.
+    Raises:
+        InputError: a row does not fill whole words, see :func:`can_pack`.
 
     >>> [hex(word) for word in pack_integers(torch.arange(-8, 8, dtype=torch.int8)[None], 4)[0]]
     ['0x76543210', '-0x1234568']
@@ -148,7 +129,7 @@ def _pack_4_bit_codes(codes_RC: Tensor) -> Tensor:
 # the dtype near w' / s is d, and d + z, rounded, is a code that the loader decodes to w'.
 
 _STEPS = (0, -1, 1, -2, 2, -3, 3, -4, 4)
-"""In half units of the last place: the spacing halves below a power of two."""
+"""In half units of the last place of each value: the spacing halves below a power of two."""
 
 
 def needs_recoding(grid: Grid, dtype: torch.dtype) -> bool:
@@ -162,16 +143,10 @@ def needs_recoding(grid: Grid, dtype: torch.dtype) -> bool:
 
 
 def recode(x: Tensor, scale: Tensor, zero: Tensor | None, grid: Grid) -> Tensor:
-    """The code of each x: the nearest one that loaders decode to x, if there is one.
+    """The code of each x, float32: the nearest one that loaders decode to x, if there is one.
 
-    Args:
-        x: rounded values, floating dtype.
-        scale: effective scale, broadcastable to ``x``, in the dtype that loaders compute in.
-        zero: zero point of any dtype, broadcastable to ``x``; ``None`` for none.
-        grid: the grid of the codes.
-
-    Returns:
-        float32, the shape of ``x``; members of the grid.
+    ``scale`` is the effective one in the dtype that loaders compute in; it and ``zero`` broadcast
+    to x.
     """
     wide = scale.float()
     codes = grid.quantize(x.float(), wide, zero)
@@ -180,7 +155,8 @@ def recode(x: Tensor, scale: Tensor, zero: Tensor | None, grid: Grid) -> Tensor:
         return codes
     shift = torch.zeros_like(wide) if zero is None else zero.to(scale.dtype).float()
     middle = (x.float() / wide).to(scale.dtype)
-    unit, middle = _half_unit(middle), middle.float()
+    unit = power_of_two(middle).float() * 2.0 ** -(float_layout(scale.dtype).mantissa + 1)
+    middle = middle.float()
     if grid.kind == "int":  # as every d is
         unit, middle = unit.clamp_(min=1.0), middle.round()
     for step in _STEPS:
@@ -195,10 +171,3 @@ def recode(x: Tensor, scale: Tensor, zero: Tensor | None, grid: Grid) -> Tensor:
 
 def _is_off(codes: Tensor, x: Tensor, scale: Tensor, zero: Tensor | None, grid: Grid) -> Tensor:
     return grid.dequantize(codes, scale, zero).to(x.dtype) != x
-
-
-def _half_unit(x: Tensor) -> Tensor:
-    """Half a unit of the last place of each x, in float32."""
-    layout = float_layout(x.dtype)
-    power = x.view(layout.integer).bitwise_and(layout.exponent_mask).view(x.dtype)
-    return power.float() * 2.0 ** -(layout.mantissa + 1)

@@ -14,6 +14,7 @@ block of r by c       (r, c)          r by c           [ceil(R / r), ceil(C / c)
 ====================  ==============  ===============  ==========================
 
 Cells at the right and lower edge may be ragged, and a matrix may be smaller than one cell.
+Extremes, scales and zero points have the shape of the last column after any leading dimensions.
 """
 
 from __future__ import annotations
@@ -60,27 +61,15 @@ class Partition:
         return R % h == 0 and C % w == 0
 
     def cells(self, matrix: Tensor, *, fill: float = 0.0) -> Tensor:
-        """The elements of each cell, row by row.
+        """The elements of each cell, row by row: [..., Y, X, h * w]; a view of rows.
 
-        Args:
-            matrix: [..., R, C].
-            fill: value of missing elements of a ragged cell. Zero is on every grid and in every
-                range, so it changes neither a scale nor a sum of errors.
-
-        Returns:
-            [..., Y, X, h * w]; a view if cells are at most one row high.
+        Missing elements of a ragged cell are ``fill``. Zero is on every grid and in every range, so
+        it changes neither a scale nor a sum of errors.
         """
         return self._split(matrix, fill).transpose(-3, -2).flatten(-2)
 
     def extremes(self, matrix: Tensor) -> tuple[Tensor, Tensor]:
-        """The minimum and maximum of each cell.
-
-        Args:
-            matrix: [..., R, C], not empty.
-
-        Returns:
-            Two tensors of the scale's shape (after leading dimensions) and the matrix's dtype.
-        """
+        """The minimum and maximum of each cell of [..., R, C], not empty, in its dtype."""
         R, C = matrix.shape[-2:]
         if self.divides(R, C):
             least, greatest = extremes_of_cells(self._split(matrix, 0.0))
@@ -93,27 +82,13 @@ class Partition:
     def magnitudes(self, matrix: Tensor) -> Tensor:
         """The absolute maximum of each cell, which is all that symmetric scales need.
 
-        Args:
-            matrix: [..., R, C], not empty, floating dtype.
-
-        Returns:
-            In the scale's shape (after leading dimensions) and the matrix's dtype; NaN if a cell
-            holds one.
+        In the matrix's dtype, which is floating; NaN if a cell holds one.
         """
         found = magnitudes_of_cells(self._split(matrix, 0.0))
         return found.reshape(*matrix.shape[:-2], *self.shape(*matrix.shape[-2:]))
 
     def expand(self, scale: Tensor, R: int, C: int) -> Tensor:
-        """The scale of each element.
-
-        Args:
-            scale: in the shape of :meth:`shape`, after leading dimensions.
-            R: rows of the matrix.
-            C: columns of the matrix.
-
-        Returns:
-            [..., R, C]; a view if cells span whole rows.
-        """
+        """The scale of each element, [..., R, C]; a view if cells span whole rows."""
         scale_YX = self._as_cells(scale, R, C)
         h, w = self._cell(R, C)
         if scale_YX.shape[-1] > 1:
@@ -124,11 +99,6 @@ class Partition:
 
     def per_column(self, scale: Tensor, R: int, C: int) -> tuple[Tensor, Tensor]:
         """The scale by row and column group, for column-by-column solvers.
-
-        Args:
-            scale: in the shape of :meth:`shape`, after leading dimensions.
-            R: rows of the matrix.
-            C: columns of the matrix.
 
         Returns:
             scale_RG: [..., R, G], a row of scales for each row of the matrix.
@@ -185,18 +155,10 @@ class Partition:
         scale: Tensor,
         zero: Tensor | None = None,
     ) -> Tensor:
-        """Apply ``function(matrix, scale, zero)`` with scales broadcast over cells.
+        """Apply ``function(matrix, scale, zero)``, elementwise, with scales broadcast over cells.
 
-        Scales are not materialized; only ragged partitions need a scale per element.
-
-        Args:
-            function: elementwise, such as :meth:`Grid.fake_quantize`.
-            matrix: [..., R, C].
-            scale: in the shape of :meth:`shape`, after leading dimensions.
-            zero: zero point of that shape, or ``None``.
-
-        Returns:
-            [..., R, C], in the dtype that ``function`` returns.
+        Scales are not materialized; only ragged partitions need a scale per element. The result,
+        [..., R, C], has the dtype that the function returns.
         """
         R, C = matrix.shape[-2:]
         if not self.divides(R, C):
@@ -214,19 +176,19 @@ class Partition:
 def quantize_matrix(
     matrix: Tensor, scale: Tensor, zero: Tensor | None, grid: Grid, partition: Partition
 ) -> Tensor:
-    """Quantize a matrix [..., R, C] with one scale per cell; see :meth:`Grid.quantize`."""
+    """:meth:`Grid.quantize` for a matrix [..., R, C] with one scale per cell."""
     return partition.apply(grid.quantize, matrix, scale, zero)
 
 
 def dequantize_matrix(
     codes: Tensor, scale: Tensor, zero: Tensor | None, grid: Grid, partition: Partition
 ) -> Tensor:
-    """Dequantize codes [..., R, C] with one scale per cell; see :meth:`Grid.dequantize`."""
+    """:meth:`Grid.dequantize` for codes [..., R, C] with one scale per cell."""
     return partition.apply(grid.dequantize, codes, scale, zero)
 
 
 def fake_quantize_matrix(
     matrix: Tensor, scale: Tensor, zero: Tensor | None, grid: Grid, partition: Partition
 ) -> Tensor:
-    """Fake-quantize a matrix [..., R, C], one scale per cell; see :meth:`Grid.fake_quantize`."""
+    """:meth:`Grid.fake_quantize` for a matrix [..., R, C] with one scale per cell."""
     return partition.apply(grid.fake_quantize, matrix, scale, zero)

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""Products of float32 matrices on the CPU, with its widest instructions.
+"""Products of float32 matrices on the CPU, with its widest instructions, and their precision.
 
 torch multiplies float32 by MKL, which uses only AVX2 on processors that are not Intel's. oneDNN,
 which torch uses for 16-bit products, uses AVX-512 on all that have it: on a Zen 5 core 125 instead
 of 56 · 10⁹ multiply-adds a second. Compiled models call it by
-``torch.ops.mkldnn._linear_pointwise``; so does :func:`matmul`, where it is faster.
+``torch.ops.mkldnn._linear_pointwise``; so does :func:`matmul`, where it is faster. Both sum in
+float32. They differ in the order of the sums, so the choice depends on the processor and the shapes
+alone.
 
-Both sum in float32. They differ in the order of the sums, so the choice depends on the processor
-and the shapes alone.
-
-Shapes: M and N outer, K summed over.
+Shapes: M and N outer, K summed over; leading batch dimensions of any floating dtype, at most one
+with oneDNN. ``fewest`` is the number of multiply-adds below which MKL is used.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ import contextlib
 import functools
 import platform
 import threading
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -43,9 +44,6 @@ __all__ = [
 ]
 
 
-# --------------------
-# Detection of the CPU's multiplication instructions through torch.
-
 _INSTRUCTIONS = {
     torch.bfloat16: ("_is_avx512_bf16_supported", "_is_amx_tile_supported"),
     torch.float16: ("_is_amx_fp16_supported",),
@@ -56,8 +54,7 @@ _INSTRUCTIONS = {
 def has_multiply_instruction(dtype: torch.dtype) -> bool | None:
     """Return True if the CPU has an instruction for products of ``dtype``; ``None`` if unknown.
 
-    Only x86 processors can be queried, and only for 16-bit dtypes. If torch lacks one of the
-    queries, the result is never ``False``.
+    Only x86 processors can be queried, and only for 16-bit dtypes.
     """
     names = _INSTRUCTIONS.get(dtype, ())
     if not names or platform.machine().lower() not in ("x86_64", "amd64"):
@@ -67,9 +64,6 @@ def has_multiply_instruction(dtype: torch.dtype) -> bool | None:
         return True
     return None if None in known else False
 
-
-# --------------------
-# Products of float32 matrices on the CPU, with its widest instructions.
 
 _FEWEST = 2**25
 """Multiply-adds from which on oneDNN is worth the memory that it takes for each shape it meets."""
@@ -82,17 +76,12 @@ _NARROWEST = 16
 
 
 def matmul(left_MK: Tensor, right_KN: Tensor, *, fewest: int = _FEWEST) -> Tensor:
-    """Compute ``L R``, for operands with at most one leading batch dimension.
-
-    Args:
-        left_MK: any floating dtype ``[..., M, K]``.
-        right_KN: of the same dtype ``[..., K, N]``.
-        fewest: number of multiply-adds below which MKL is used.
+    """Compute ``L R``.
 
     >>> matmul(torch.ones(2, 3), torch.ones(3, 1)).tolist()
     [[3.0], [3.0]]
     """
-    if not (_may_use_onednn(left_MK, right_KN, fewest) and prefers_onednn()):
+    if not _use_onednn(left_MK, right_KN, fewest):
         return left_MK @ right_KN
     if left_MK.ndim == 2:
         return _by_onednn(left_MK, right_KN)
@@ -103,13 +92,11 @@ def matmul(left_MK: Tensor, right_KN: Tensor, *, fewest: int = _FEWEST) -> Tenso
 def subtract_matmul_(
     target_MN: Tensor, left_MK: Tensor, right_KN: Tensor, *, fewest: int = _FEWEST
 ) -> None:
-    """Compute ``target -= L R``, for operands with at most one leading batch dimension."""
-    if _may_use_onednn(left_MK, right_KN, fewest) and prefers_onednn():
+    """Compute ``target -= L R``."""
+    if _use_onednn(left_MK, right_KN, fewest) or target_MN.ndim != 2:
         target_MN.sub_(matmul(left_MK, right_KN, fewest=fewest))
-    elif target_MN.ndim == 2:
-        target_MN.addmm_(left_MK, right_KN, alpha=-1)
     else:
-        target_MN.sub_(left_MK @ right_KN)
+        target_MN.addmm_(left_MK, right_KN, alpha=-1)
 
 
 def parallel_matmul(
@@ -120,16 +107,10 @@ def parallel_matmul(
     fewest: int = _FEWEST,
     width: int = SPAN,
 ) -> Tensor:
-    """Compute ``L R`` by parts of the columns of R, each on one thread.
+    """Compute ``L R`` by parts of ``width`` columns of R, each on one thread.
 
-    The result is the same for any number of threads, without a barrier after every step.
-
-    Args:
-        left_MK: any floating dtype ``[..., M, K]``.
-        right_KN: of the same dtype ``[..., K, N]``.
-        out: memory for the result, ``[..., M, N]``; neither of the operands.
-        fewest: for each part; see :func:`matmul`.
-        width: columns of a part.
+    The result is the same for any number of threads, without a barrier after every step. It is
+    written to ``out`` if given, which is neither of the operands.
     """
     columns = right_KN.shape[-1]
     out_MN = left_MK.new_empty(*left_MK.shape[:-1], columns) if out is None else out
@@ -143,8 +124,8 @@ def parallel_matmul(
     return out_MN
 
 
-def _may_use_onednn(left_MK: Tensor, right_KN: Tensor, fewest: int) -> bool:
-    """Return True if oneDNN may be faster for operands of this kind and size."""
+def _use_onednn(left_MK: Tensor, right_KN: Tensor, fewest: int) -> bool:
+    """Return True if oneDNN is faster for operands of this kind and size."""
     rows, inner = left_MK.shape[-2:]
     columns = right_KN.shape[-1]
     return (
@@ -154,6 +135,7 @@ def _may_use_onednn(left_MK: Tensor, right_KN: Tensor, fewest: int) -> bool:
         and min(rows, inner, columns) >= _NARROWEST
         and rows * inner * columns >= fewest
         and not (torch.is_grad_enabled() and (left_MK.requires_grad or right_KN.requires_grad))
+        and prefers_onednn()
     )
 
 
@@ -174,10 +156,7 @@ def _without_gaps(matrix_MK: Tensor) -> Tensor:
 
 @functools.cache
 def prefers_onednn() -> bool:
-    """Return True if oneDNN multiplies float32 faster than MKL here, and torch provides it.
-
-    This is the case on processors with AVX-512 that are not Intel's.
-    """
+    """Return True on processors with AVX-512 that are not Intel's, if torch provides oneDNN."""
     if torch.backends.cpu.get_cpu_capability() != "AVX512" or _cpu_vendor() in ("", "GenuineIntel"):
         return False
     with contextlib.suppress(AttributeError, RuntimeError, TypeError):
@@ -187,13 +166,7 @@ def prefers_onednn() -> bool:
 
 
 def fast_matmul_dtype(device: torch.device, multiply_adds: int) -> torch.dtype:
-    """Bfloat16 if its products take at most half of the time of float32's; else float32.
-
-    Only on x86 processors and accelerators with an instruction for it.
-
-    Args:
-        device: device of the products.
-        multiply_adds: of one product; small ones are not worth the conversion.
+    """Bfloat16 if a product of so many multiply-adds takes at most half of float32's time.
 
     >>> fast_matmul_dtype(torch.device("cpu"), 1000)
     torch.float32
@@ -222,11 +195,8 @@ def _cpu_vendor() -> str:
 # A Linear with 16-bit operands, on processors that multiply 32-bit ones faster.
 #
 # x86 processors without an instruction for bfloat16 multiply it at about a quarter of the rate of
-# float32. The products of 16-bit operands are exact in float32 and are summed there in any case,
-# so widening the operands, multiplying, and rounding once gives the result of the 16-bit product
-# up to the order of the sums.
-#
-# Shapes: T tokens, C input and R output features.
+# float32. Products of 16-bit operands are exact in float32 and are summed there in any case, so
+# widening, multiplying, and rounding once gives the same result up to the order of the sums.
 
 _PIECE_TOKENS = 256
 _PIECE_WEIGHTS = 2**21
@@ -239,17 +209,14 @@ def is_slow_dtype(dtype: torch.dtype) -> bool:
 
 
 def wide_linear(input_TC: Tensor, weight_RC: Tensor, bias_R: Tensor | None = None) -> Tensor:
-    """Compute ``x Wᵀ + b``, summed in float32 and rounded once.
+    """Compute ``x Wᵀ + b`` on the CPU, summed in float32 and rounded once to the dtype of x.
 
     The result is the same for any number of threads: the pieces depend on the shapes alone.
 
     Args:
-        input_TC: ``[..., C]``, on the CPU, any floating dtype.
-        weight_RC: ``[R, C]``.
-        bias_R: ``[R]``, if there is one.
-
-    Returns:
-        ``[..., R]`` in the dtype of the input.
+        input_TC: x, ``[..., C]``, any floating dtype.
+        weight_RC: W, ``[R, C]``.
+        bias_R: b, ``[R]``, if there is one.
 
     >>> wide_linear(torch.ones(2, 3, dtype=torch.bfloat16), torch.ones(1, 3).bfloat16()).tolist()
     [[3.0], [3.0]]
@@ -279,58 +246,51 @@ def wide_linear(input_TC: Tensor, weight_RC: Tensor, bias_R: Tensor | None = Non
 
 
 # --------------------
-# Context managers for full float32 precision, whatever the process has set.
+# Settings of the process that a body needs; several threads may be inside at once.
 
 _FULL, _INHERITED = "ieee", "none"
+_lock = threading.Lock()
+_entered: Counter[Callable[[], Callable[[], None]]] = Counter()
+_restore: dict[Callable[[], Callable[[], None]], Callable[[], None]] = {}
 
 
-class _MatmulPrecision:
-    """The process's settings before the first entry; several threads may be inside at once."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._within = 0
-        self._before: list[tuple[Any, str]] = []
-        self._coarse: str | None = None
-
-    def enter(self) -> None:
-        with self._lock:
-            self._within += 1
-            if self._within == 1:
-                self._coarse = _reduced_precision_setting()
-                # not all of torch's settings objects are declared
-                found = [getattr(torch.backends, name).matmul for name in ("cuda", "mkldnn")]
-                self._before = [(one, one.fp32_precision) for one in found]
-                if self._coarse is not None:  # otherwise reading it inside would raise
-                    torch.set_float32_matmul_precision("highest")
-                for one, _ in self._before:
-                    one.fp32_precision = _FULL
-
-    def leave(self) -> None:
-        with self._lock:
-            self._within -= 1
-            if self._within == 0:
-                if self._coarse is not None:
-                    torch.set_float32_matmul_precision(self._coarse)
-                for one, before in self._before:
-                    one.fp32_precision = _INHERITED
-                    if one.fp32_precision != before:
-                        one.fp32_precision = before
-
-
-_SETTINGS = _MatmulPrecision()
-
-
-def _reduced_precision_setting() -> str | None:
-    """The value of torch's older matmul precision setting if it allows reduced precision.
-
-    Torch refuses to read it if it disagrees with the newer settings.
-    """
+@contextlib.contextmanager
+def _setting(change: Callable[[], Callable[[], None]]) -> Iterator[None]:
+    """``change`` on the first entry of any thread; what it returns restores on the last exit."""
+    with _lock:
+        _entered[change] += 1
+        if _entered[change] == 1:
+            _restore[change] = change()
     try:
-        said = torch.get_float32_matmul_precision()
-    except RuntimeError:
-        return None
-    return said if said != "highest" else None
+        yield
+    finally:
+        with _lock:
+            _entered[change] -= 1
+            if _entered[change] == 0:
+                _restore.pop(change)()
+
+
+def _forbid_reduced_precision() -> Callable[[], None]:
+    coarse = None
+    with contextlib.suppress(RuntimeError):  # raised where it disagrees with the newer settings
+        coarse = torch.get_float32_matmul_precision()
+    # not all of torch's settings objects are declared
+    found: list[Any] = [getattr(torch.backends, name).matmul for name in ("cuda", "mkldnn")]
+    before = [one.fp32_precision for one in found]
+    if coarse is not None and coarse != "highest":  # otherwise reading it inside would raise
+        torch.set_float32_matmul_precision("highest")
+    for one in found:
+        one.fp32_precision = _FULL
+
+    def restore() -> None:
+        if coarse is not None and coarse != "highest":
+            torch.set_float32_matmul_precision(coarse)
+        for one, precision in zip(found, before, strict=True):
+            one.fp32_precision = _INHERITED
+            if one.fp32_precision != precision:
+                one.fp32_precision = precision
+
+    return restore
 
 
 @contextlib.contextmanager
@@ -342,36 +302,14 @@ def full_float32_products() -> Iterator[None]:
     mantissa of ten bits the Schur complements of an ill-conditioned matrix are no longer positive,
     and results differ between accelerators.
     """
-    _SETTINGS.enter()
-    try:
+    with _setting(_forbid_reduced_precision):
         yield
-    finally:
-        _SETTINGS.leave()
 
 
-class _DefaultDtype:
-    """The default dtype before the first entry."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._within = 0
-        self._before = torch.float32
-
-    def enter(self) -> None:
-        with self._lock:
-            self._within += 1
-            if self._within == 1:
-                self._before = torch.get_default_dtype()
-                torch.set_default_dtype(torch.float32)
-
-    def leave(self) -> None:
-        with self._lock:
-            self._within -= 1
-            if self._within == 0:
-                torch.set_default_dtype(self._before)
-
-
-_DEFAULT = _DefaultDtype()
+def _default_to_float32() -> Callable[[], None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    return lambda: torch.set_default_dtype(before)
 
 
 @contextlib.contextmanager
@@ -383,8 +321,5 @@ def float32_by_default() -> Iterator[None]:
     probes of a model's structure with random values would be lost in rounding. The dtype of a model
     is that of its configuration or its weights.
     """
-    _DEFAULT.enter()
-    try:
+    with _setting(_default_to_float32):
         yield
-    finally:
-        _DEFAULT.leave()

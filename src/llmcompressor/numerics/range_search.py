@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -25,10 +26,24 @@ from llmcompressor.errors import InputError
 from llmcompressor.numerics.grid import Grid
 from llmcompressor.numerics.scales import ScaleFormat, scales_from_range
 
-__all__ = ["ShrinkSearch", "search_range"]
+__all__ = ["BestSoFar", "ShrinkSearch", "power_", "search_range"]
 
 _CHUNK_ELEMENTS = 1 << 18
 _FRACTIONS_AT_ONCE = 5
+
+
+class BestSoFar:
+    """The candidate with the least error of each cell: tensors [S], and its error."""
+
+    def __init__(self, error_S: Tensor, *candidate_S: Tensor) -> None:
+        self.error_S, self.candidate_S = error_S, candidate_S
+
+    def take(self, error_S: Tensor, *candidate_S: Tensor) -> None:
+        """Keep another candidate where its error is less; NaN never is."""
+        better_S = error_S < self.error_S
+        self.error_S = torch.where(better_S, error_S, self.error_S)
+        pairs = zip(candidate_S, self.candidate_S, strict=True)
+        self.candidate_S = tuple(torch.where(better_S, new, old) for new, old in pairs)
 
 
 @dataclass(frozen=True)
@@ -100,84 +115,63 @@ def search_range(
     >>> search_range(x, Grid("int", 3), ShrinkSearch(maxshrink=0.5, patience=0, norm=2.0))
     (tensor([0.9000]), tensor([3.9000]))
     """
+    S, N = values_SN.shape
     if values_SN.numel() == 0:
         raise InputError("There are no values to search a range for.", "Observe some first.")
-    if importance_PN is not None:
-        _check_importance(importance_PN, values_SN)
-    plain = scale_format is ScaleFormat.E4M3
-    rounding = _Rounding(grid, ScaleFormat.PLAIN if plain else scale_format, scale_dtype)
+    if importance_PN is not None and (
+        importance_PN.ndim != 2 or importance_PN.shape[1] != N or S % importance_PN.shape[0]
+    ):
+        raise InputError(
+            f"Importance of shape {tuple(importance_PN.shape)} does not fit cells [{S}, {N}].",
+            f"Give rows of {N} whose number divides {S}.",
+        )
+    scales = partial(
+        scales_from_range,
+        grid=grid,
+        scale_format=ScaleFormat.PLAIN if scale_format is ScaleFormat.E4M3 else scale_format,
+        scale_dtype=scale_dtype,
+        stored_in=values_SN.dtype,
+    )
     lowest_S, highest_S = values_SN.amin(1) * search.expand, values_SN.amax(1) * search.expand
-    best = _Best(lowest_S, highest_S)
+    worst_S = torch.full_like(lowest_S, torch.inf, dtype=torch.float32)
+    best, idle = BestSoFar(worst_S, lowest_S, highest_S), 0
     fractions = search.fractions()
     for start in range(0, len(fractions), _FRACTIONS_AT_ONCE):
         tried = fractions[start : start + _FRACTIONS_AT_ONCE]
         low_KS = torch.stack([p * lowest_S for p in tried])
         high_KS = torch.stack([p * highest_S for p in tried])
-        error_KS = _errors(
-            values_SN, low_KS, high_KS, rounding, norm=search.norm, importance_PN=importance_PN
-        )
-        if not best.take(low_KS, high_KS, error_KS, search.patience):
+        scale_KS, zero_KS = scales(low_KS, high_KS)
+        zero = None if grid.symmetric else zero_KS
+        error_KS = _errors(values_SN, scale_KS, zero, grid, search.norm, importance_PN)
+        counted = len(tried)
+        if search.patience:
+            counted, idle = _counted(best.error_S, error_KS, search.patience, idle)
+        for each in zip(error_KS[:counted], low_KS, high_KS, strict=False):
+            best.take(*each)
+        if search.patience and idle >= search.patience:
             break
-    return best.low_S, best.high_S
+    low_S, high_S = best.candidate_S
+    return low_S, high_S
 
 
-@dataclass(frozen=True)
-class _Rounding:
-    grid: Grid
-    scale_format: ScaleFormat
-    scale_dtype: torch.dtype | None
-
-    def scales(self, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor | None]:
-        scale, zero = scales_from_range(
-            low,
-            high,
-            self.grid,
-            scale_format=self.scale_format,
-            scale_dtype=self.scale_dtype,
-            stored_in=low.dtype,
-        )
-        return scale, None if self.grid.symmetric else zero
-
-
-class _Best:
-    """The best range of each cell so far, and the number of tries since an improvement."""
-
-    def __init__(self, lowest_S: Tensor, highest_S: Tensor) -> None:
-        self.low_S, self.high_S = lowest_S.clone(), highest_S.clone()
-        self._error_S = torch.full_like(lowest_S, torch.inf, dtype=torch.float32)
-        self._idle = 0
-
-    def take(self, low_KS: Tensor, high_KS: Tensor, error_KS: Tensor, patience: int) -> bool:
-        """Compare fractions one after another; return False once patience has run out."""
-        counted = self._counted(error_KS, patience) if patience else len(error_KS)
-        for low_S, high_S, error_S in zip(
-            low_KS[:counted], high_KS[:counted], error_KS[:counted], strict=True
-        ):
-            better_S = error_S < self._error_S
-            self._error_S = torch.where(better_S, error_S, self._error_S)
-            self.low_S = torch.where(better_S, low_S, self.low_S)
-            self.high_S = torch.where(better_S, high_S, self.high_S)
-        return not patience or self._idle < patience
-
-    def _counted(self, error_KS: Tensor, patience: int) -> int:
-        """Number of fractions before patience runs out, with one device synchronization."""
-        least_S, improves = self._error_S, []
-        for error_S in error_KS:
-            improves.append((error_S < least_S).any())
-            least_S = torch.fmin(least_S, error_S)  # of a number and NaN the number
-        for number, improved in enumerate(torch.stack(improves).tolist()):
-            self._idle = 0 if improved else self._idle + 1
-            if self._idle >= patience:
-                return number
-        return len(error_KS)
+def _counted(least_S: Tensor, error_KS: Tensor, patience: int, idle: int) -> tuple[int, int]:
+    """Number of fractions before patience runs out, with one device synchronization; and idle."""
+    improves = []
+    for error_S in error_KS:
+        improves.append((error_S < least_S).any())
+        least_S = torch.fmin(least_S, error_S)  # of a number and NaN the number
+    for number, improved in enumerate(torch.stack(improves).tolist()):
+        idle = 0 if improved else idle + 1
+        if idle >= patience:
+            return number, idle
+    return len(error_KS), idle
 
 
 def _errors(
     values_SN: Tensor,
-    low_KS: Tensor,
-    high_KS: Tensor,
-    rounding: _Rounding,
-    *,
+    scale_KS: Tensor,
+    zero_KS: Tensor | None,
+    grid: Grid,
     norm: float,
     importance_PN: Tensor | None,
 ) -> Tensor:
@@ -186,7 +180,6 @@ def _errors(
     Chunks are small enough to stay in a cache while all K ranges are tried on them, as many at once
     as make up a chunk.
     """
-    scale_KS, zero_KS = rounding.scales(low_KS, high_KS)
     error_KS = torch.zeros_like(scale_KS, dtype=torch.float32)
     period = 1 if importance_PN is None else len(importance_PN)
     S, N = values_SN.shape
@@ -199,16 +192,15 @@ def _errors(
             some = slice(first, first + height)
             scale = scale_KS[some, rows, None]
             zero = None if zero_KS is None else zero_KS[some, rows, None]
-            every = part.expand(len(scale), *part.shape)
-            rounded = rounding.grid.fake_quantize(every, scale, zero)
-            loss = _power_(rounded.to(torch.float32).sub_(exact).abs_(), norm)
+            rounded = grid.fake_quantize(part.expand(len(scale), *part.shape), scale, zero)
+            loss = power_(rounded.to(torch.float32).sub_(exact).abs_(), norm)
             if weight is not None:
                 loss.unflatten(1, (-1, period)).mul_(weight)  # type: ignore[no-untyped-call]
             error_KS[some, rows] += loss.sum(-1)
     return error_KS
 
 
-def _power_(x: Tensor, norm: float) -> Tensor:
+def power_(x: Tensor, norm: float) -> Tensor:
     """``x ** norm`` in place for x not negative; ``pow`` is slow at fractional exponents."""
     return x.pow_(norm) if float(norm).is_integer() else x.log2_().mul_(norm).exp2_()
 
@@ -220,12 +212,3 @@ def _chunks(S: int, N: int, period: int) -> Iterator[tuple[slice, slice]]:
     for top in range(0, S, height):
         for left in range(0, N, width):
             yield slice(top, top + height), slice(left, left + width)
-
-
-def _check_importance(importance_PN: Tensor, values_SN: Tensor) -> None:
-    S, N = values_SN.shape
-    if importance_PN.ndim != 2 or importance_PN.shape[1] != N or S % importance_PN.shape[0]:
-        raise InputError(
-            f"Importance of shape {tuple(importance_PN.shape)} does not fit cells [{S}, {N}].",
-            f"Give rows of {N} whose number divides {S}.",
-        )

@@ -32,9 +32,8 @@ _CHUNK_TOKENS = 1024
 class Saliency:
     """Sums over tokens; add batches, then read :meth:`mean`.
 
-    Attributes:
-        sum_E: sum of weight times norm, float64 on the CPU.
-        count_E: number of routed tokens, int64 on the CPU.
+    ``sum_E`` is that of weight times norm, float64; ``count_E`` the number of routed tokens, int64;
+    both on the CPU.
     """
 
     sum_E: Tensor
@@ -82,15 +81,10 @@ class Saliency:
 
 
 def dropped_experts(saliency_E: Tensor, sparsity: float, groups: int = 1) -> list[int]:
-    """The experts to drop: the least salient fraction of each group, rounded down.
+    """The indices of the experts to drop: the least salient fraction of each group, rounded down.
 
-    Args:
-        saliency_E: any dtype.
-        sparsity: the fraction, between 0 and 1.
-        groups: number of groups of consecutive experts, of one size.
-
-    Returns:
-        Their indices, increasing. Of equal saliencies the first is dropped.
+    Groups are of consecutive experts, of one size. Indices increase; of equal saliencies the first
+    is dropped.
 
     Raises:
         InputError: the experts do not make groups of one size.

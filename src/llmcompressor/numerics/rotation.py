@@ -34,7 +34,6 @@ __all__ = [
     "cayley_step",
     "channel_rescaling",
     "column_squares",
-    "orthogonality_error",
     "rotated_bias",
     "rotated_weight",
     "rotated_weight_peak_bytes",
@@ -130,7 +129,7 @@ def rotated_weight(
     precision: torch.dtype = torch.float64,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """``Qoutᵀ W diag(g) Qin``: the weight for rotated inputs and outputs.
+    """``Qoutᵀ W diag(g) Qin``: the weight for rotated inputs and outputs, ``[R, C]``, rounded once.
 
     Args:
         W_RC: ``[R, C]``; not changed.
@@ -139,9 +138,6 @@ def rotated_weight(
         outputs: rotations of the output; orders divide R.
         precision: dtype of the computation.
         dtype: dtype of the result; that of ``W_RC`` if ``None``.
-
-    Returns:
-        ``[R, C]``, rounded once.
     """
 
     def columns(part_TC: Tensor) -> Tensor:
@@ -178,14 +174,10 @@ def rotated_weight_peak_bytes(
     precision: torch.dtype = torch.float64,
     is_apart: bool = True,
 ) -> int:
-    """Peak bytes of :func:`rotated_weight`, without the weight and the result.
+    """Peak bytes of :func:`rotated_weight` for so many elements, without the weight and the result.
 
-    Args:
-        elements: elements of the weight.
-        inputs: rotations of its input.
-        outputs: rotations of its output, which get the weight in ``precision`` already.
-        precision: dtype of the computation.
-        is_apart: whether the result has another dtype.
+    Rotations of the output get the weight in ``precision`` already; ``is_apart`` if the result has
+    another dtype.
     """
     at_once = min(elements, _CHUNK)
     by_input = max(map(_copies, inputs), default=1.0) * at_once
@@ -271,17 +263,6 @@ def cayley_step(
     return moved_NN, W_NN @ Q_NN
 
 
-def orthogonality_error(Q_NN: Tensor) -> float:
-    """The largest entry of ``|Q Qᵀ - I|``.
-
-    >>> orthogonality_error(torch.eye(3))
-    0.0
-    """
-    wide_NN = Q_NN.double()
-    eye_NN = torch.eye(len(wide_NN), dtype=torch.float64, device=wide_NN.device)
-    return float((wide_NN @ wide_NN.T - eye_NN).abs().max())
-
-
 # --------------------
 # Rescaling of channels before a rotation mixes them.
 #
@@ -304,13 +285,7 @@ _RESCALE_CHUNK = 1 << 20
 
 
 def column_squares(weights: Iterable[Tensor]) -> Tensor:
-    """Sum of the squares of each column over several weights.
-
-    Args:
-        weights: at least one, each ``[R_i, C]``, any floating dtype.
-
-    Returns:
-        float64 ``[C]``.
+    """Sum of the squares of each column over several weights ``[R_i, C]``: float64 ``[C]``.
 
     >>> column_squares([torch.tensor([[1.0, -3.0]]), torch.tensor([[2.0, 0.0]])])
     tensor([5., 9.], dtype=torch.float64)
@@ -326,13 +301,12 @@ def column_squares(weights: Iterable[Tensor]) -> Tensor:
 def channel_rescaling(square_C: Tensor, column_square_C: Tensor) -> Tensor:
     """Factors on columns, and divisors of channels: powers of two, exact in any dtype.
 
-    Args:
-        square_C: mean squares of the channels, ``[C]``, h in the module's equation.
-        column_square_C: squared norms of the columns, ``[C]``, from :func:`column_squares`.
+    1 for most channels if their optima are similar, and for channels that are zero or have only
+    zero weights.
 
-    Returns:
-        float64 ``[C]``; 1 for most channels if their optima are similar, and for channels that are
-        zero or have only zero weights.
+    Args:
+        square_C: h, mean squares of the channels, ``[C]``.
+        column_square_C: w², squared norms of the columns, ``[C]``, from :func:`column_squares`.
 
     >>> squares = torch.tensor([1.0, 1.0, 4096.0, 0.0])
     >>> channel_rescaling(squares, torch.tensor([1.0, 1.0, 2**-12, 1.0]))

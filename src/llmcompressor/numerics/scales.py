@@ -67,11 +67,11 @@ def scales_from_range(
     zero_dtype: torch.dtype | None = None,
     stored_in: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The scale and zero point of each range.
+    """The scale and zero point of each range, given by tensors of any shape and one floating dtype.
 
     Args:
-        minimum: minimum values, any shape, floating dtype.
-        maximum: maximum values, shape and dtype of ``minimum``.
+        minimum: of each range.
+        maximum: of each range.
         grid: the grid that the values will be rounded to.
         scale_format: how scales are stored; they are rounded accordingly.
         global_scale: float32, shape [1]; scales are multiplied by it before they are rounded.
@@ -97,20 +97,27 @@ def scales_from_range(
         minimum, maximum = minimum.reshape(1), maximum.reshape(1)
     zero_dtype = zero_dtype or default_zero_dtype(grid)
     if scale_format is ScaleFormat.E8M0:
-        scale = _stored_power_of_two_scale(torch.maximum(-minimum, maximum), grid, stored_in)
+        amax = torch.maximum(-minimum, maximum)
+        if stored_in is not None:  # also correct if it is tiny in its dtype
+            amax = amax.to(torch.promote_types(amax.dtype, torch.float32))
+        scale = _power_of_two_scale(amax, grid)
+        scale = scale if stored_in is None else stored_scale(scale, stored_in)
         return scale, torch.zeros(scale.shape, dtype=zero_dtype, device=scale.device)
     scale, zero = _plain_scale(minimum, maximum, grid, zero_dtype)
     if global_scale is not None:
         scale = global_scale * scale
     stored_dtype = torch.float8_e4m3fn if scale_format is ScaleFormat.E4M3 else scale_dtype
-    scale = _rounded_to_dtype(scale, stored_dtype) if stored_dtype else scale
     own_dtype = stored_dtype or scale.dtype
     is_e4m3 = own_dtype is torch.float8_e4m3fn
+    if is_e4m3:
+        scale = Grid("float", 8).round(scale)  # a CPU takes five times as long to cast and return
+    elif stored_dtype:
+        scale = _rounded_to(scale, stored_dtype).to(scale.dtype)
     filled = fill_zeros(scale, _E4M3_SUBSTITUTE if is_e4m3 else torch.finfo(own_dtype).eps)
     if stored_in is None:
         return filled, zero
     kept = stored_scale(filled, stored_in)
-    if global_scale is not None or stored_dtype is torch.float8_e4m3fn:
+    if global_scale is not None or is_e4m3:
         return kept, zero
     dtypes = (scale.dtype, own_dtype, stored_in)
     return _round_up_small_scales(kept, scale, zero, (minimum, maximum), grid, dtypes)
@@ -119,11 +126,8 @@ def scales_from_range(
 def global_scale_from_amax(amax: Tensor) -> Tensor:
     """NVFP4's scale per tensor: 448 * 6 / amax, so that the largest group scale becomes 448.
 
-    Args:
-        amax: absolute maximum, any shape (its greatest entry counts), floating dtype.
-
-    Returns:
-        float32, shape [1]. 1 where amax is zero, so small that the quotient overflows, or NaN.
+    The greatest entry of ``amax`` counts. The result is float32 [1]; 1 where amax is zero, so small
+    that the quotient overflows, or NaN.
 
     >>> global_scale_from_amax(torch.tensor([1.0, 2688.0]))
     tensor([1.])
@@ -140,11 +144,7 @@ def effective_scale(scale: Tensor, global_scale: Tensor | None = None) -> Tensor
 
 
 def fill_zeros(scale: Tensor, substitute: float) -> Tensor:
-    """Scales with ``substitute`` in place of each zero; may return ``scale`` itself.
-
-    Args:
-        scale: not negative, any shape, floating dtype.
-        substitute: the replacement of zeros.
+    """Scales, not negative, with ``substitute`` in place of each zero; may return ``scale`` itself.
 
     >>> fill_zeros(torch.tensor([0.0, 2.0]), 0.5)
     tensor([0.5000, 2.0000])
@@ -208,7 +208,7 @@ def _round_up_small_scales(
         scale: the same, zero where they underflowed.
         zero: zero points.
         ends: minimum and maximum, whose range contains zero.
-        grid: the grid that values are rounded to.
+        grid: the grid.
         dtypes: all dtypes that the scale is rounded to.
     """
     can_look = kept.device.type == "cpu" and not torch.compiler.is_compiling()
@@ -238,14 +238,6 @@ def smallest_of(dtype: torch.dtype) -> float:
     return info.smallest_normal * info.eps
 
 
-def _stored_power_of_two_scale(amax: Tensor, grid: Grid, stored_in: torch.dtype | None) -> Tensor:
-    """The E8M0 scale; stored ones are also correct if ``amax`` is tiny in its dtype."""
-    if stored_in is None:
-        return _power_of_two_scale(amax, grid)
-    wide = amax.to(torch.promote_types(amax.dtype, torch.float32))
-    return stored_scale(_power_of_two_scale(wide, grid), stored_in)
-
-
 def _power_of_two_scale(amax: Tensor, grid: Grid) -> Tensor:
     """2^(floor(log2 amax') - floor(log2 qmax)), where amax' is amax rounded to a power of two.
 
@@ -260,13 +252,6 @@ def _power_of_two_scale(amax: Tensor, grid: Grid) -> Tensor:
     biased = (exponent + _E8M0_BIAS).clamp(0, 255)
     scale = torch.exp2(biased.float() - _E8M0_BIAS).to(amax.dtype)
     return torch.where(scale == 0, 1.0, scale)
-
-
-def _rounded_to_dtype(scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """``scale`` rounded to the values of ``dtype``, in its own dtype."""
-    if dtype is torch.float8_e4m3fn:
-        return Grid("float", 8).round(scale)  # a CPU takes five times as long to cast and return
-    return _rounded_to(scale, dtype).to(scale.dtype)
 
 
 def _rounded_to(x: Tensor, dtype: torch.dtype) -> Tensor:

@@ -31,13 +31,7 @@ _FLOOR = 1e-5
 
 
 def column_range(weights: Iterable[Tensor]) -> Tensor:
-    """Twice the absolute maximum of each column over several weights.
-
-    Args:
-        weights: each ``[R_i, C]``, any floating dtype.
-
-    Returns:
-        float32 ``[C]``.
+    """Twice the absolute maximum of each column over several weights ``[R_i, C]``: float32 ``[C]``.
 
     >>> column_range([torch.tensor([[1.0, -3.0]]), torch.tensor([[2.0, 0.0]])])
     tensor([4., 6.])
@@ -47,15 +41,12 @@ def column_range(weights: Iterable[Tensor]) -> Tensor:
 
 
 def smoothquant_scales(range_C: Tensor, weight_range_C: Tensor, strength: float) -> Tensor:
-    """SmoothQuant's divisors of the activations.
+    """SmoothQuant's divisors of the activations: float32 ``[C]``; 1 for constant channels.
 
     Args:
         range_C: of the activations, ``[C]``; not negative.
         weight_range_C: result of :func:`column_range`.
         strength: a, from 0 (the weights' ranges alone) to 1 (the activations' alone).
-
-    Returns:
-        float32 ``[C]``, at least 1e-5; 1 for constant channels.
 
     >>> ranges = torch.tensor([16.0, 4.0, 0.0])
     >>> smoothquant_scales(ranges, torch.tensor([1.0, 0.0, 1.0]), 0.5)
@@ -67,13 +58,7 @@ def smoothquant_scales(range_C: Tensor, weight_range_C: Tensor, strength: float)
 
 
 def log_equalization_scales(range_C: Tensor) -> Tensor:
-    """Divisors of the activations by log equalization, from their ranges alone.
-
-    Args:
-        range_C: of the activations, ``[C]``; not negative.
-
-    Returns:
-        As :func:`smoothquant_scales`.
+    """The same by log equalization, from the activations' ranges alone.
 
     >>> log_equalization_scales(torch.tensor([14.0, 2.0, 0.0]))
     tensor([3.5000, 1.0000, 1.0000])

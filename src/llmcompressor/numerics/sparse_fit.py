@@ -52,7 +52,7 @@ from llmcompressor.numerics.products import MANY_ALIKE, matmul
 from llmcompressor.numerics.sparsegpt import SparseResult
 from llmcompressor.runtime.threads import parallel_spans
 
-__all__ = ["REFIT_STEPS", "ROUNDS_PER_FACTOR", "refit", "sparse_fit"]
+__all__ = ["REFIT_STEPS", "ROUNDS_PER_FACTOR", "sparse_fit"]
 
 _LAST_PENALTY = 0.8
 _MOST_RELAXED = 1.8
@@ -92,33 +92,22 @@ def sparse_fit(
     """
     scaled = _scaled(weight_RC, hessian_CC, dampening)
     gone_CR = None if gone_RC is None else gone_RC.mT.contiguous()
-    start_CR, kept_CR = _admm(scaled, sparsity, rounds, gone_CR, dtype)
-    return _refitted(scaled, start_CR, kept_CR, steps)
+    value_CR, kept_CR = _admm(scaled, sparsity, rounds, gone_CR, dtype)
+    loss_R = value_CR.new_empty(value_CR.shape[:-2] + value_CR.shape[-1:])
 
+    def descend(rows: slice) -> None:
+        loss_R[..., rows] = _descend_(
+            scaled.hessian_CC,
+            scaled.weight_CR[..., rows],
+            value_CR[..., rows],
+            kept_CR[..., rows].contiguous(),
+            steps,
+        )
 
-def refit(
-    weight_RC: Tensor,
-    start_RC: Tensor,
-    hessian_CC: Tensor,
-    kept_RC: Tensor,
-    *,
-    steps: int = REFIT_STEPS,
-    dampening: float = 0.01,
-) -> SparseResult:
-    """Fit the values for a given mask by conjugate gradients.
-
-    Args:
-        weight_RC: W, float32 ``[..., R, C]``.
-        start_RC: initial values, same shape; only kept entries are used.
-        hessian_CC: H, float32 ``[..., C, C]``; not changed.
-        kept_RC: bool ``[..., R, C]``.
-        steps: each costs R C² multiplications; the error never rises.
-        dampening: added to the diagonal of H, as a fraction of its mean.
-    """
-    scaled = _scaled(weight_RC, hessian_CC, dampening)
-    kept_CR = columns_first(kept_RC, None)
-    start_CR = columns_first(start_RC, None).mul_(scaled.scale_C1).mul_(kept_CR)
-    return _refitted(scaled, start_CR, kept_CR, steps)
+    parallel_spans(descend, value_CR.shape[-1], value_CR.device)
+    value_CR.div_(scaled.scale_C1)
+    kept_RC = rows_first(kept_CR, None).bool()
+    return SparseResult(rows_first(value_CR, None), kept_RC, loss_R.clamp_min_(0).mul_(0.5))
 
 
 class _Scaled(NamedTuple):
@@ -229,30 +218,10 @@ def _solver(problem: _Scaled, penalty: float, dtype: torch.dtype) -> _Solver:
     return FactoredSolver(lower_CC, dtype=dtype)
 
 
-def _refitted(problem: _Scaled, value_CR: Tensor, kept_CR: Tensor, steps: int) -> SparseResult:
-    """Run conjugate gradients on the kept weights; ``value_CR`` is overwritten."""
-    loss_R = value_CR.new_empty(value_CR.shape[:-2] + value_CR.shape[-1:])
-
-    def descend(rows: slice) -> None:
-        loss_R[..., rows] = _descend_(
-            problem.hessian_CC,
-            problem.weight_CR[..., rows],
-            value_CR[..., rows],
-            kept_CR[..., rows].contiguous(),
-            steps,
-        )
-
-    parallel_spans(descend, value_CR.shape[-1], value_CR.device)
-    value_CR.div_(problem.scale_C1)
-    return SparseResult(
-        rows_first(value_CR, None), rows_first(kept_CR, None).bool(), loss_R.clamp_min_(0).mul_(0.5)
-    )
-
-
 def _descend_(
     hessian_CC: Tensor, weight_CR: Tensor, value_CR: Tensor, kept_CR: Tensor, steps: int
 ) -> Tensor:
-    """Improve ``value_CR`` in place; return the resulting ``tr(D H Dᵀ)`` of each row."""
+    """Improve ``value_CR`` by conjugate gradients in place; return ``tr(D H Dᵀ)`` of each row."""
     change_CR = weight_CR - value_CR
     residual_CR = matmul(hessian_CC, change_CR, fewest=MANY_ALIKE)
     loss_R = (change_CR.mul_(residual_CR)).sum(dim=-2)

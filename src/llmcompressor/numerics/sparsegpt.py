@@ -41,14 +41,14 @@ __all__ = ["SparseResult", "sparse_sweep"]
 
 
 class SparseResult(NamedTuple):
-    """A pruned weight."""
+    """A pruned weight, float32 ``[..., R, C]``, zero where it is not kept (bool, same shape).
+
+    ``loss_R`` is ½ tr(D H Dᵀ) of each row, D the change of the weight: float32 ``[..., R]``.
+    """
 
     weight_RC: Tensor
-    """float32 ``[..., R, C]``, zero where it is not kept."""
     kept_RC: Tensor
-    """bool ``[..., R, C]``."""
     loss_R: Tensor
-    """½ tr(D H Dᵀ) of each row, D the change of the weight: float32 ``[..., R]``."""
 
 
 def sparse_sweep(
@@ -60,11 +60,10 @@ def sparse_sweep(
     block: int = 128,
     strip: int = 16,
 ) -> SparseResult:
-    """Prune ``weight_RC`` from left to right.
+    """Prune ``weight_RC`` from left to right; nothing is mutated.
 
-    Nothing is mutated. With N:M the result depends on ``block`` and ``strip`` only by
-    floating-point rounding; otherwise ``block`` is the number of columns within which weights are
-    compared.
+    With N:M the result depends on ``block`` and ``strip`` only by floating-point rounding;
+    otherwise ``block`` is the number of columns within which weights are compared.
 
     Args:
         weight_RC: float32 ``[..., R, C]``.

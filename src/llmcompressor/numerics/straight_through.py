@@ -54,19 +54,16 @@ def fake_quantize(
     through: torch.dtype | None = None,
     gradient_scale: float = 1.0,
 ) -> Tensor:
-    """Fake-quantize x with straight-through gradients.
+    """Fake-quantize x, of any shape and floating dtype, with straight-through gradients.
 
     Args:
-        x: values, any shape, floating dtype.
+        x: values.
         scale: effective scale, broadcastable to ``x``. If it requires a gradient it gets that of
             LSQ; otherwise it is a constant.
         zero: zero point, broadcastable to ``x``; ``None`` for none. Always a constant.
         grid: the grid to round to.
         through: an intermediate dtype of the values, as in loaders of packed floats.
         gradient_scale: g, see :func:`lsq_gradient_scale`.
-
-    Returns:
-        New tensor of the shape and dtype of ``x``.
 
     >>> x = torch.tensor([0.3, 9.0], requires_grad=True)
     >>> fake_quantize(x, torch.tensor(0.5), None, Grid("int", 4)).sum().backward()
@@ -76,8 +73,7 @@ def fake_quantize(
     if not torch.is_grad_enabled() or not (x.requires_grad or scale.requires_grad):
         codes = grid.round_(grid.limit(x, scale, zero))
         return _values(codes, x.dtype, scale, zero, through)
-    function = _LearnedScale if scale.requires_grad else _ConstantScale
-    result: Tensor = function.apply(  # type: ignore[no-untyped-call]  # torch's own
+    result: Tensor = _FakeQuantize.apply(  # type: ignore[no-untyped-call]  # torch's own
         x, scale, zero, grid, through, gradient_scale
     )
     return result
@@ -105,11 +101,9 @@ def fake_quantize_matrix(
 
 
 def lsq_gradient_scale(elements: int, grid: Grid) -> float:
-    """LSQ's g = 1 / sqrt(N qmax), which keeps updates of scales and of values in proportion.
+    """LSQ's g = 1 / sqrt(N qmax) for N elements that share the scale.
 
-    Args:
-        elements: N, the number of elements that share the scale.
-        grid: the grid, for its largest member.
+    It keeps updates of scales and of values in proportion.
 
     >>> lsq_gradient_scale(14, Grid("int", 4)) == 1 / 98**0.5
     True
@@ -118,18 +112,11 @@ def lsq_gradient_scale(elements: int, grid: Grid) -> float:
 
 
 def learned_scale(log_ratio: Tensor, start: Tensor) -> Tensor:
-    """The scale s = start · exp(p), which is positive for any p.
+    """The scale s = start · exp(p), which is positive for any p, in the dtype of ``start``.
 
     In the logarithm, an update changes a scale by a fraction of itself, however small it is: an
     optimizer that normalizes gradients (Adam) changes all scales by similar fractions. Weight decay
-    on p pulls the scale to its initial value.
-
-    Args:
-        log_ratio: p, floating, broadcastable with ``start``; initially zero.
-        start: the observed scale, positive; a constant.
-
-    Returns:
-        The shape and dtype of ``start``.
+    on p, initially zero, pulls the scale to its initial value, a positive constant.
 
     >>> learned_scale(torch.zeros(1), torch.tensor([0.25])).tolist()
     [0.25]
@@ -144,13 +131,9 @@ def storable_scale(
     global_scale: Tensor | None = None,
     dtype: torch.dtype,
 ) -> Tensor:
-    """A scale rounded to its storage format, in ``dtype``, with straight-through gradients.
+    """A positive scale rounded to its storage format, with straight-through gradients.
 
-    Args:
-        scale: positive, floating; the divisor of the values.
-        scale_format: how it is stored.
-        global_scale: float32 [1], for ``E4M3``; the stored scale is multiplied by it.
-        dtype: of the result.
+    The stored scale is multiplied by ``global_scale``, float32 [1], which ``E4M3`` has.
 
     >>> storable_scale(
     ...     torch.tensor([0.3]), ScaleFormat.E8M0, dtype=torch.float32
@@ -209,8 +192,11 @@ def _replaced(x: Tensor, value: Tensor) -> Tensor:
     return result
 
 
-class _ConstantScale(torch.autograd.Function):
-    """Fake quantization with a constant scale. One bool per element is saved for the backward."""
+class _FakeQuantize(torch.autograd.Function):
+    """Fake quantization with a constant or a learned scale (LSQ, equation 3).
+
+    With a constant one, a bool per element is all that is saved for the backward.
+    """
 
     @staticmethod
     def forward(
@@ -223,38 +209,16 @@ class _ConstantScale(torch.autograd.Function):
         gradient_scale: float,
     ) -> Tensor:
         quotients = grid.quotients(x, scale, zero)
-        ctx.save_for_backward(_inside(quotients, grid))
-        codes = grid.round_(quotients.clamp_(grid.qmin, grid.qmax))
-        return _values(codes, x.dtype, scale, zero, through)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        (inside,) = ctx.saved_tensors
-        return torch.where(inside, gradient, 0.0), None, None, None, None, None
-
-
-class _LearnedScale(torch.autograd.Function):
-    """Fake quantization with a learned scale (LSQ, equation 3)."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        scale: Tensor,
-        zero: Tensor | None,
-        grid: Grid,
-        through: torch.dtype | None,
-        gradient_scale: float,
-    ) -> Tensor:
-        quotients = grid.quotients(x, scale, zero)
-        inside = _inside(quotients, grid)
-        codes = grid.round_(quotients.clamp(grid.qmin, grid.qmax))
-        offset = quotients if zero is None else quotients.sub_(zero.to(quotients.dtype))
-        # q - t inside, q - z outside: t - z is x / s, which counts inside only
-        slope = codes - torch.where(inside, offset, 0.0)
-        if zero is not None:
-            slope.sub_(zero.to(slope.dtype))
+        inside, slope = _inside(quotients, grid), None
+        if not ctx.needs_input_grad[1]:
+            codes = grid.round_(quotients.clamp_(grid.qmin, grid.qmax))
+        else:
+            codes = grid.round_(quotients.clamp(grid.qmin, grid.qmax))
+            offset = quotients if zero is None else quotients.sub_(zero.to(quotients.dtype))
+            # q - t inside, q - z outside: t - z is x / s, which counts inside only
+            slope = codes - torch.where(inside, offset, 0.0)
+            if zero is not None:
+                slope.sub_(zero.to(slope.dtype))
         ctx.save_for_backward(inside, slope)
         ctx.scale_shape, ctx.scale_dtype = scale.shape, scale.dtype
         ctx.gradient_scale = gradient_scale
@@ -265,6 +229,8 @@ class _LearnedScale(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         inside, slope = ctx.saved_tensors
         to_x = torch.where(inside, gradient, 0.0) if ctx.needs_input_grad[0] else None
+        if slope is None:
+            return to_x, None, None, None, None, None
         products = (gradient * slope).sum_to_size(ctx.scale_shape)
         to_scale = (products * ctx.gradient_scale).to(ctx.scale_dtype)
         return to_x, to_scale, None, None, None, None

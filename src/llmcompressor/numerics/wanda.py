@@ -20,68 +20,33 @@ from torch import Tensor
 from llmcompressor.numerics.masks import NofM, keep_mask_by_group, keep_mask_by_row
 from llmcompressor.runtime.threads import parallel_spans
 
-__all__ = ["outlier_count", "owl_sparsities", "wanda_mask", "wanda_prune", "wanda_score"]
+__all__ = ["outlier_count", "owl_sparsities", "wanda_prune", "wanda_score"]
 
 _ROWS = 128
 """Rows that are compared at once: what is made of them stays in a processor's cache."""
 
 
 def wanda_score(weight_RC: Tensor, mean_square_C: Tensor) -> Tensor:
-    """The score of every weight, float32 ``[..., R, C]``.
+    """The score of every weight, of any floating dtype: float32 ``[..., R, C]``.
 
-    Args:
-        weight_RC: any floating dtype.
-        mean_square_C: mean of the squares of each input column, float32 ``[..., C]``.
+    ``mean_square_C`` is the mean of the squares of each input column, float32 ``[..., C]``.
     """
     return weight_RC.float().abs().mul_(mean_square_C.sqrt().unsqueeze(-2))
-
-
-def wanda_mask(
-    score_RC: Tensor,
-    sparsity: float,
-    group: NofM | None = None,
-    *,
-    gone_RC: Tensor | None = None,
-) -> Tensor:
-    """Mask of the kept weights, bool ``[..., R, C]``.
-
-    Args:
-        score_RC: of every weight, at least 0.
-        sparsity: the fraction of each row to remove; unused with a group.
-        group: N zeros in each M consecutive weights of a row; ``None`` to compare whole rows.
-        gone_RC: bool, same shape: weights that are zero in any case, included in the number.
-
-    Of equal scores in a group the first are removed.
-
-    >>> import torch
-    >>> wanda_mask(torch.tensor([[1.0, 4.0, 3.0, 2.0]]), 0.5, NofM(2, 4)).tolist()
-    [[False, True, True, False]]
-    """
-    if group is None:
-        return keep_mask_by_row(score_RC, sparsity, gone_RC)
-    return _group_mask(score_RC, group, gone_RC).bool()
-
-
-def _group_mask(score_RC: Tensor, group: NofM, gone_RC: Tensor | None = None) -> Tensor:
-    """Mask of 1 for kept weights, else 0, in the dtype of ``score_RC``."""
-    gone_CR = None if gone_RC is None else gone_RC.mT
-    # transposed in memory too: comparing adjacent members of a group is not vectorized
-    return keep_mask_by_group(score_RC.mT.contiguous(), group, gone_CR).mT.contiguous()
 
 
 def wanda_prune(
     weight_RC: Tensor, mean_square_C: Tensor, sparsity: float, group: NofM | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The pruned weight, and the error of each row.
+    """The pruned weight as a new tensor, and the error of each row.
 
     Args:
-        weight_RC: any floating dtype ``[R, C]``; not changed.
+        weight_RC: any floating dtype ``[R, C]``.
         mean_square_C: mean of the squares of each input column, float32 ``[C]``.
         sparsity: the fraction of each row to remove; unused with a group.
         group: N zeros in each M consecutive weights of a row; ``None`` to compare whole rows.
 
     Returns:
-        A new tensor like ``weight_RC``; Σ S² of the removed weights, float32 ``[R]``.
+        The weight; Σ S² of the removed weights, float32 ``[R]``.
 
     Raises:
         InputError: M does not divide the columns.
@@ -100,7 +65,8 @@ def wanda_prune(
         if group is None:
             kept_PC = keep_mask_by_row(score_PC, sparsity).to(score_PC.dtype)
         else:
-            kept_PC = _group_mask(score_PC, group)
+            # transposed in memory too: comparing adjacent members of a group is not vectorized
+            kept_PC = keep_mask_by_group(score_PC.mT.contiguous(), group).mT.contiguous()
         torch.mul(part_PC, kept_PC.to(part_PC.dtype), out=pruned_RC[span]).add_(0.0)  # not -0.0
         lost_R[span] = score_PC.mul_(kept_PC.sub_(1)).square_().sum(-1)
 
@@ -149,10 +115,6 @@ def owl_sparsities(
         weights: parameters of each layer.
         target: S, in [0, 1].
         spread: λ, at least 0.
-
-    Returns:
-        Values within ``target ± spread`` and [0, 1], lower where the ratio is higher, whose mean
-        weighted by parameters is ``target``.
 
     >>> [round(s, 6) for s in owl_sparsities([0.0, 0.1], [100, 100], 0.5, 0.08)]
     [0.58, 0.42]

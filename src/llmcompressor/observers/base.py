@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The observer base classes: accumulate statistics of tensors and compute their scales.
 
-A concrete observer defines the range of one tensor (:meth:`RangeObserver.measure`) and the way it
-updates the range of the tensors before (:meth:`RangeObserver.combine`).
+A concrete observer defines the statistics of one tensor, how they add up to those of all tensors,
+and the range that these give.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from llmcompressor.numerics.scales import (
     parameter_dtype,
     scales_from_range,
 )
-from llmcompressor.observers.canonical import ACTIVATIONS, CanonicalTensor, Range, to_canonical
+from llmcompressor.observers.canonical import CanonicalTensor, Range, to_canonical
 from llmcompressor.runtime.registry import LazyRegistry, resolve
 from llmcompressor.schemes.bridge import (
     grid_of,
@@ -41,7 +41,6 @@ __all__ = [
     "Observer",
     "ObserverOptions",
     "QParamsDict",
-    "RangeObserver",
     "ScaleAndZeroPoint",
     "fused_global_scale",
 ]
@@ -68,7 +67,6 @@ _STATISTICS = "llmcompressor.observers.statistics"
 
 ObserverClass = TypeVar("ObserverClass", bound=type)
 
-
 MinMaxTuple: TypeAlias = tuple[Tensor, Tensor]
 """Least and greatest value per scale."""
 
@@ -88,13 +86,6 @@ class ScaleAndZeroPoint(tuple[Tensor, Tensor]):
     """
 
     observer: Observer
-
-    @classmethod
-    def of(cls, observer: Observer) -> Self:
-        """Compute the :meth:`Observer.qparams` of the observations so far."""
-        found = cls(observer.qparams())
-        found.observer = observer
-        return found
 
     def get_qparams(self) -> QParamsDict:
         """:meth:`Observer.get_qparams` of the observer."""
@@ -124,6 +115,8 @@ class Observer(ABC):
 
     _stats_attrs: tuple[str, ...] | list[str] = ("min_vals", "max_vals")
     """Names of what :meth:`get_statistics` gives."""
+    _act_sync_dict: Mapping[str, Any] = {}
+    """Attribute → how those of several processes become one; by default the wider range."""
 
     importance: Tensor | None = None
     """Mean square of each input feature [C], or a multiple of it; set by who collects it."""
@@ -150,12 +143,8 @@ class Observer(ABC):
     ) -> Observer:
         """Create an observer by its registered name.
 
-        Args:
-            name: the registered name.
-            base_name: the kind of tensor; a weight, unless the strategy is for activations only.
-            args: how it will be quantized.
-            quantization_args: the same, under its name in earlier releases.
-            **observer_kwargs: options of the observer.
+        ``quantization_args`` is the name of ``args`` in earlier releases. The default of
+        ``base_name`` is a weight, unless the strategy is for activations only.
 
         Raises:
             InputError: there is no such observer, it does not have one of the options, or no
@@ -208,8 +197,9 @@ class Observer(ABC):
 
     def __call__(self, x: Tensor) -> ScaleAndZeroPoint:
         """Observe ``x``, then return :meth:`qparams`."""
-        self.observe(x)
-        return ScaleAndZeroPoint.of(self)
+        found = ScaleAndZeroPoint(self.observe(x).qparams())
+        found.observer = self
+        return found
 
     if TYPE_CHECKING:
         min_vals: Tensor
@@ -267,15 +257,7 @@ class Observer(ABC):
 
     @torch.no_grad()
     def observe_each(self, x: Tensor, parts: int) -> Self:
-        """Update the statistics with several tensors of one size, each as one observation.
-
-        Args:
-            x: the tensors, as for :meth:`observe`, concatenated along the first dimension.
-            parts: number of tensors.
-
-        Raises:
-            NonFiniteError: ``x`` holds NaN or infinity.
-        """
+        """The same as :meth:`observe` of each of ``parts`` tensors of one size, joined in ``x``."""
         for part in x.chunk(parts):
             self.observe(part)
         return self
@@ -301,9 +283,8 @@ class Observer(ABC):
     def commit(self, seen: Iterable[Any] | None = None) -> Self:
         """Update the statistics with the collected tensors, as one observation.
 
-        Args:
-            seen: the :meth:`collected` statistics of this tensor from all processes, including this
-                one, in the same order on all processes.
+        ``seen`` are the :meth:`collected` statistics of this tensor from all processes, including
+        this one, in the same order on all of them.
 
         Raises:
             NonFiniteError: they hold NaN or infinity; nothing has changed then.
@@ -312,7 +293,9 @@ class Observer(ABC):
         self._collected = None
         parts = [one for one in seen if one is not None]
         if parts:
-            self._take(functools.reduce(self._joined, parts))
+            found = functools.reduce(self._joined, parts)
+            self._check_finite(found)
+            self._include(found)
             self.observations += 1
         return self
 
@@ -327,25 +310,25 @@ class Observer(ABC):
         if self.observations:
             self._load(saved)
 
-    def _check_finite(self, found: Range) -> None:
+    def _check_finite(self, found: Iterable[Tensor]) -> None:
         if not all(map(is_finite, found)):
             raise NonFiniteError(f"NaN or infinity in the {self.base_name} that was observed.")
 
     @abstractmethod
     def _measured(self, observed: CanonicalTensor) -> Any:
-        """The statistics of one tensor that are buffered until the commit."""
+        """The statistics of one tensor: a tuple of tensors."""
 
     @abstractmethod
     def _joined(self, own: Any, other: Any) -> Any:
         """Combine the statistics of two tensors; the order does not matter."""
 
     @abstractmethod
-    def _take(self, measured: Any) -> None:
-        """Accumulate buffered statistics.
+    def _include(self, measured: Any) -> None:
+        """Accumulate the finite statistics of an observation."""
 
-        Raises:
-            NonFiniteError: they are not finite.
-        """
+    def _update(self, observed: CanonicalTensor) -> None:
+        """Accumulate a finite, non-empty tensor."""
+        self._include(self._measured(observed))
 
     @abstractmethod
     def _saved(self) -> dict[str, Any]:
@@ -356,20 +339,12 @@ class Observer(ABC):
         """Restore the accumulated statistics from the result of :meth:`_saved`."""
 
     @abstractmethod
-    def _update(self, observed: CanonicalTensor) -> None:
-        """Accumulate a finite, non-empty tensor."""
-
-    @abstractmethod
     def _range(self) -> Range:
         """The range after at least one observation."""
 
     @abstractmethod
-    def _merge(self, other: Self) -> None:
-        """Merge the statistics of ``other``; both observers have observations."""
-
-    @abstractmethod
-    def _adopt(self, other: Self) -> None:
-        """Copy the statistics of ``other``; this observer has no observations."""
+    def _merge(self, other: Self, share: float) -> None:
+        """Merge the statistics of ``other``, which has this share of all observations."""
 
     def range(self) -> tuple[Tensor, Tensor]:
         """The range that values are clipped to: two tensors of the scale's shape.
@@ -391,16 +366,15 @@ class Observer(ABC):
     def qparams(
         self, global_scale: Tensor | None = None, *, dtype: torch.dtype | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Scale and zero point of the observed tensors.
+        """Scale and zero point of the observed tensors, of the scale's shape.
+
+        Zero points are zero on symmetric grids.
 
         Args:
             global_scale: float32 [1], if several tensors share one; by default this observer's own,
                 if the strategy has one.
             dtype: dtype of the module, in which the scale is stored (float16 for unusual dtypes);
                 by default the scale keeps the dtype in which it was computed.
-
-        Returns:
-            scale and zero point, of the scale's shape; zero points are zero on symmetric grids.
 
         Raises:
             InputError: nothing has been observed.
@@ -438,17 +412,23 @@ class Observer(ABC):
                 "Merge observers of the same class and arguments.",
             )
         if other.observations:
-            if self.observations:
-                self._merge(other)
-            else:
-                self._adopt(other)
             self.observations += other.observations
+            if self.observations > other.observations:
+                self._merge(other, other.observations / self.observations)
+            else:
+                self._load(other._saved())
         return self
 
     def reset(self) -> None:
         """Discard all observations."""
         self.observations = 0
         self._collected = None
+
+    def delete_statistics(self, check_fused: bool = True) -> None:
+        """Delete the statistics that a class keeps as attributes."""
+        del check_fused
+        for name in self._stats_attrs:
+            self.__dict__.pop(name, None)
 
     def _read_options(self, given: Mapping[str, Any]) -> Any:
         """``given``, validated against the observer's options."""
@@ -467,101 +447,6 @@ class Observer(ABC):
                 f"{type(self).__name__}: {name} = {first['input']!r} cannot be used.",
                 f"{first['msg']}.",
             ) from error
-
-
-class RangeObserver(Observer):
-    """An observer whose state is a single range.
-
-    The range is kept in float32 or wider: moving averages in 16 bits stop changing.
-    """
-
-    def __init__(self, base_name: str, args: QuantizationArgs, **observer_kwargs: Any) -> None:
-        super().__init__(base_name, args, **observer_kwargs)
-        self._state: Range | None = None
-        self._dtype = torch.float32
-
-    def measure(self, observed: CanonicalTensor) -> Range:
-        """The range of one tensor: by default its minimum and maximum."""
-        return observed.extremes
-
-    @abstractmethod
-    def combine(self, old: Range, new: Range) -> Range:
-        """The updated range after a tensor of range ``new``, given the range ``old`` before."""
-
-    def combine_peers(self, own: Range, other: Range, share: float) -> Range:
-        """The merged range of two observers; ``share`` is the other's fraction of observations."""
-        del share
-        return range_union(own, other)
-
-    @torch.no_grad()
-    def observe_each(self, x: Tensor, parts: int) -> Self:
-        """The same as repeated :meth:`observe`; the extremes are computed in one pass."""
-        if self._overrides_extremes() or self.base_name not in ACTIVATIONS or x.numel() == 0:
-            return super().observe_each(x, parts)
-        whole = to_canonical(x.detach(), self.base_name, self.args)
-        every = whole.extremes_of_each(parts)
-        self._check_finite(every)
-        for minimum, maximum in zip(*every, strict=True):
-            self._include(Range(minimum, maximum))
-        self.observations += parts
-        return self
-
-    def _overrides_extremes(self) -> bool:
-        """Return True if a subclass computes more from a tensor than its minimum and maximum."""
-        own = type(self)
-        return (
-            own.measure is not RangeObserver.measure
-            or own.observe is not RangeObserver.observe
-            or own._update is not RangeObserver._update
-        )
-
-    def reset(self) -> None:
-        """Discard all observations."""
-        super().reset()
-        self._state = None
-
-    def _update(self, observed: CanonicalTensor) -> None:
-        self._include(self.measure(observed))
-
-    def _include(self, found: Range) -> None:
-        minimum, maximum = found
-        self._dtype = minimum.dtype
-        kept = torch.promote_types(minimum.dtype, torch.float32)
-        new = Range(minimum.to(kept), maximum.to(kept))
-        self._state = new if self._state is None else self.combine(self._state, new)
-
-    def _measured(self, observed: CanonicalTensor) -> Range:
-        return self.measure(observed)
-
-    def _joined(self, own: Range, other: Range) -> Range:
-        return range_union(Range(*own), Range(*other))
-
-    def _take(self, measured: Range) -> None:
-        self._check_finite(Range(*measured))
-        self._include(Range(*measured))
-
-    def _saved(self) -> dict[str, Any]:
-        assert self._state is not None
-        # an empty tensor stores the dtype in which scales are computed
-        like = torch.empty(0, dtype=self._dtype)
-        return {"minimum": self._state.minimum, "maximum": self._state.maximum, "like": like}
-
-    def _load(self, saved: Mapping[str, Any]) -> None:
-        self._state = Range(saved["minimum"], saved["maximum"])
-        self._dtype = saved["like"].dtype
-
-    def _range(self) -> Range:
-        assert self._state is not None
-        return Range(self._state.minimum.to(self._dtype), self._state.maximum.to(self._dtype))
-
-    def _merge(self, other: Self) -> None:
-        assert self._state is not None
-        assert other._state is not None
-        share = other.observations / (self.observations + other.observations)
-        self._state = self.combine_peers(self._state, other._state, share)
-
-    def _adopt(self, other: Self) -> None:
-        self._state, self._dtype = other._state, other._dtype
 
 
 def range_union(a: Range, b: Range) -> Range:

@@ -41,6 +41,7 @@ __all__ = [
 
 ACTIVATIONS = frozenset({"input", "output"})
 ATTENTION_STATES = frozenset({"q", "k", "v"})
+_FOR_ACTIVATIONS = "tensor, group or tensor_group"
 _GROUPED = (QuantizationStrategy.GROUP, QuantizationStrategy.TENSOR_GROUP)
 
 
@@ -123,7 +124,7 @@ def to_canonical(x: Tensor, base_name: str, args: QuantizationArgs) -> Canonical
                 f"States of attention have several dimensions, but those of {base_name} {x.ndim}.",
                 "Give them as [batch, heads, tokens, head_dim].",
             )
-        return _attention_states(x.transpose(0, 1).flatten(1), base_name, args)
+        return _activation(x.transpose(0, 1).flatten(1), base_name, args)
     known = {"weight", *ACTIVATIONS, *ATTENTION_STATES}
     raise InputError(f"There is no tensor named {base_name!r}.", did_you_mean(base_name, known))
 
@@ -131,13 +132,7 @@ def to_canonical(x: Tensor, base_name: str, args: QuantizationArgs) -> Canonical
 def flatten_for_calibration(value: Tensor, base_name: str, args: QuantizationArgs) -> Tensor:
     """A tensor as ``[observations, *scale, elements]``: the elements of each scale in one row.
 
-    Args:
-        value: the tensor to be quantized, see :func:`canonical`.
-        base_name: the kind of tensor.
-        args: how it will be quantized.
-
-    Raises:
-        InputError: the strategy does not apply to such a tensor.
+    Arguments and errors are those of :func:`to_canonical`.
     """
     return to_observations(to_canonical(value, base_name, args), base_name)
 
@@ -167,31 +162,22 @@ def _weight(x: Tensor, args: QuantizationArgs) -> CanonicalTensor:
 
 
 def _activation(matrix: Tensor, base_name: str, args: QuantizationArgs) -> CanonicalTensor:
-    C = matrix.shape[1]
+    R, C = matrix.shape
+    choices = "tensor or attn_head" if base_name in ATTENTION_STATES else _FOR_ACTIVATIONS
     if args.strategy == QuantizationStrategy.TENSOR:
         return CanonicalTensor(matrix, Partition(0, 0), (1,))
-    if args.strategy in _GROUPED and args.group_size is not None:
+    if args.strategy == QuantizationStrategy.ATTN_HEAD and base_name in ATTENTION_STATES:
+        return CanonicalTensor(matrix, Partition(1, 0), (R, 1, 1))
+    if args.strategy in _GROUPED and args.group_size is not None and base_name in ACTIVATIONS:
         partition = Partition(0, args.group_size)
-        if not partition.divides(*matrix.shape):
+        if not partition.divides(R, C):
             raise InputError(
                 f"{C} features of the {base_name} cannot be cut into groups of {args.group_size}.",
                 f"Choose a group_size that divides {C}, or ignore the module.",
             )
         return CanonicalTensor(matrix, partition, (max(1, C // args.group_size),))
-    raise _unsupported_strategy(args, base_name, "tensor, group or tensor_group")
-
-
-def _attention_states(matrix: Tensor, base_name: str, args: QuantizationArgs) -> CanonicalTensor:
-    if args.strategy == QuantizationStrategy.TENSOR:
-        return CanonicalTensor(matrix, Partition(0, 0), (1,))
-    if args.strategy == QuantizationStrategy.ATTN_HEAD:
-        return CanonicalTensor(matrix, Partition(1, 0), (matrix.shape[0], 1, 1))
-    raise _unsupported_strategy(args, base_name, "tensor or attn_head")
-
-
-def _unsupported_strategy(args: QuantizationArgs, base_name: str, choices: str) -> InputError:
     name = QuantizationStrategy(args.strategy).value if args.strategy else "None"
-    return InputError(
+    raise InputError(
         f"The strategy {name} has no static scales for the {base_name}.",
         f"Use {choices}, or dynamic scales.",
     )

@@ -11,8 +11,6 @@ from compressed_tensors.quantization import QuantizationArgs
 from pydantic import Field
 from torch import Tensor
 
-from llmcompressor.errors import NonFiniteError
-from llmcompressor.numerics.extremes import is_finite
 from llmcompressor.numerics.histogram import (
     Histogram,
     entropy_range,
@@ -71,19 +69,15 @@ class HistogramObserver(Observer):
     def __init__(self, base_name: str, args: QuantizationArgs, **observer_kwargs: Any) -> None:
         super().__init__(base_name, args, **observer_kwargs)
         self._histogram: Histogram | None = None
-        self._scale_shape: tuple[int, ...] = (1,)
-        self._dtype = torch.float32
+        self._like = torch.empty(0, 1)
 
     def reset(self) -> None:
         """Discard all observations."""
         super().reset()
         self._histogram = None
 
-    def _update(self, observed: CanonicalTensor) -> None:
-        self._include(self._counted(observed))
-        self._scale_shape, self._dtype = observed.scale_shape, observed.matrix.dtype
-
-    def _counted(self, observed: CanonicalTensor) -> Histogram:
+    def _measured(self, observed: CanonicalTensor) -> tuple[Tensor, ...]:
+        self._check_finite(observed.extremes)  # non-finite values belong to no bin
         bins = self.options.bins
         is_asked_for = "bins" in self.options.model_fields_set
         if self.base_name == "weight" and not is_asked_for:  # it may have 10^5 scales
@@ -91,33 +85,23 @@ class HistogramObserver(Observer):
         seen = Histogram.of(observed.values, bins)
         if not observed.partition.divides(*observed.matrix.shape):
             seen = seen.without_zeros(observed.padding)
-        return seen
-
-    def _include(self, seen: Histogram) -> None:
-        self._histogram = seen if self._histogram is None else self._histogram.merge(seen)
-
-    def _measured(self, observed: CanonicalTensor) -> tuple[Tensor, ...]:
-        if not all(map(is_finite, observed.extremes)):  # non-finite values belong to no bin
-            raise NonFiniteError(f"NaN or infinity in the {self.base_name} that was observed.")
         # an empty tensor stores the shape and the dtype of the scales
-        like = observed.matrix.new_empty((0, *observed.scale_shape))
-        return *_parts(self._counted(observed)), like
+        return *_parts(seen), observed.matrix.new_empty((0, *observed.scale_shape))
 
     def _joined(self, own: tuple[Tensor, ...], other: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         return *_parts(Histogram(*own[:4]).merge(Histogram(*other[:4]))), own[4]
 
-    def _take(self, measured: tuple[Tensor, ...]) -> None:
-        self._include(Histogram(*measured[:4]))
-        self._scale_shape, self._dtype = tuple(measured[4].shape[1:]), measured[4].dtype
+    def _include(self, measured: tuple[Tensor, ...]) -> None:
+        *parts, self._like = measured
+        seen = Histogram(*parts)
+        self._histogram = seen if self._histogram is None else self._histogram.merge(seen)
 
     def _saved(self) -> dict[str, Any]:
         assert self._histogram is not None
-        like = torch.empty((0, *self._scale_shape), dtype=self._dtype)
-        return {"histogram": [*_parts(self._histogram)], "like": like}
+        return {"histogram": [*_parts(self._histogram)], "like": self._like.to("cpu")}
 
     def _load(self, saved: Mapping[str, Any]) -> None:
-        self._histogram = Histogram(*saved["histogram"])
-        self._scale_shape, self._dtype = tuple(saved["like"].shape[1:]), saved["like"].dtype
+        self._histogram, self._like = Histogram(*saved["histogram"]), saved["like"]
 
     def _range(self) -> Range:
         assert self._histogram is not None
@@ -129,19 +113,13 @@ class HistogramObserver(Observer):
         else:
             find = mse_range if options.method == "mse" else entropy_range
             low_S, high_S = find(self._histogram, grid)
-        return Range(self._shaped(low_S), self._shaped(high_S))
+        shape = self._like.shape[1:]
+        return Range(*(one.to(self._like.dtype).reshape(shape) for one in (low_S, high_S)))
 
-    def _shaped(self, bound_S: Tensor) -> Tensor:
-        return bound_S.to(self._dtype).reshape(self._scale_shape)
-
-    def _merge(self, other: Self) -> None:
+    def _merge(self, other: Self, share: float) -> None:
         assert self._histogram is not None
         assert other._histogram is not None
         self._histogram = self._histogram.merge(other._histogram)
-
-    def _adopt(self, other: Self) -> None:
-        self._histogram = other._histogram
-        self._scale_shape, self._dtype = other._scale_shape, other._dtype
 
 
 def _parts(histogram: Histogram) -> tuple[Tensor, ...]:

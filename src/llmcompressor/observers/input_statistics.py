@@ -73,10 +73,16 @@ class InputStatistics:
         self.name = name
         self.is_twin = twin
         self._gram_CC = torch.zeros(columns, columns, dtype=torch.float32, device=device)
-        self._weight_RC = _stacked_weights(weights, columns, device) if twin else None
+        self._weight_RC: Tensor | None = None
         self._missing_RC: Tensor | None = None
         self._cross_CC: Tensor | None = None
-        if self._weight_RC is not None:
+        if (
+            twin
+            and weights
+            and not any(weight.is_meta for weight in weights)
+            and prefers_output_residual(sum(map(len, weights)), columns, weights[0].dtype)
+        ):
+            self._weight_RC = torch.cat([weight.detach() for weight in weights]).to(device)
             self._missing_RC = torch.zeros_like(self._weight_RC, dtype=torch.float32)
         elif twin:
             self._cross_CC = torch.zeros_like(self._gram_CC)
@@ -84,11 +90,9 @@ class InputStatistics:
         self._symmetric = True
 
     def update(self, input_TC: Tensor, reference_TC: Tensor | None = None) -> None:
-        """Accumulate the tokens of one batch.
+        """Accumulate the tokens of one batch, without padding: ``[T, C]``.
 
-        Args:
-            input_TC: the input of the Linear, ``[T, C]``, without padding.
-            reference_TC: its input in the original model for the same tokens, ``[T, C]``.
+        ``reference_TC`` is the input in the original model for the same tokens.
         """
         self.tokens += len(input_TC)
         if not self.is_twin:
@@ -160,15 +164,3 @@ class InputStatistics:
         elif self._missing_RC is not None and self._weight_RC is not None:
             weight_RC = self._weight_RC.to(input_TC.dtype)
             add_residual_product(self._missing_RC, weight_RC, input_TC, difference_TC)
-
-
-def _stacked_weights(
-    weights: Sequence[Tensor], columns: int, device: torch.device | str
-) -> Tensor | None:
-    """A copy of the rows of all weights, if their output residual is accumulated."""
-    rows = sum(map(len, weights))
-    if not weights or any(weight.is_meta for weight in weights):
-        return None
-    if not prefers_output_residual(rows, columns, weights[0].dtype):
-        return None
-    return torch.cat([weight.detach() for weight in weights]).to(device)

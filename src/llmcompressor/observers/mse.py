@@ -22,6 +22,7 @@ __all__ = [
     "SearchOptions",
 ]
 
+_OF_SEARCH = {"maxshrink", "patience", "norm", "expand"}
 _EXPANDED = 1.8
 _LEAST = 0.8
 
@@ -71,18 +72,12 @@ class MemorylessMSEObserver(MemorylessMinMaxObserver):
 
     def measure(self, observed: CanonicalTensor) -> Range:
         """The shrunk range of each cell with the least error."""
-        options = self.options
+        options = self.options.model_dump(include=_OF_SEARCH)
+        search = ShrinkSearch(**options, resolution=self.options.grid, inclusive=self.inclusive)
         minimum, maximum = search_range(
             observed.values,
             grid_of(self.args),
-            ShrinkSearch(
-                maxshrink=options.maxshrink,
-                patience=options.patience,
-                resolution=options.grid,
-                norm=options.norm,
-                expand=options.expand,
-                inclusive=self.inclusive,
-            ),
+            search,
             importance_PN=self.error_weights(observed),
             scale_format=scale_format_of(self.args),
             scale_dtype=scale_dtype_of(self.args),
@@ -102,7 +97,7 @@ class MSEObserver(MemorylessMSEObserver):
 
     def combine(self, old: Range, new: Range) -> Range:
         """A step from the old range towards the new one."""
-        return average(old, new, self.options.averaging_constant)
+        return self.combine_peers(old, new, self.options.averaging_constant)
 
     def combine_peers(self, own: Range, other: Range, share: float) -> Range:
         """The mean, weighted by the number of observations."""

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import torch
 from compressed_tensors.quantization import QuantizationArgs
@@ -40,44 +40,18 @@ __all__ = ["StatisticsObserver", "complete_observer", "has_update_method"]
 
 def has_update_method(observer: type) -> bool:
     """Return True if a class has one of the update methods and has not been completed yet."""
-    said = any(hasattr(observer, name) for name in _FORMS)
+    said = any(hasattr(observer, name) for name in _UPDATES)
     return said and not issubclass(observer, StatisticsObserver)
 
 
-def complete_observer(observer: type) -> type:
-    """A class of the same name that adds the missing methods of an observer to ``observer``."""
+def complete_observer(observer: type) -> type[StatisticsObserver]:
+    """Add the missing methods of an observer to ``observer``."""
     own = {key: getattr(observer, key) for key in ("__module__", "__doc__", "__qualname__")}
-    rest = next(rest for name, rest in _FORMS.items() if hasattr(observer, name))
-    return type(observer.__name__, (rest, observer, _StatisticsAttributes), own)
-
-
-class _StatisticsAttributes:
-    """Attributes and methods that a third-party class may use or override."""
-
-    _act_sync_dict: Mapping[str, Any] = {}
-    """Attribute → how those of several processes become one; by default the wider range."""
-    _stats_attrs: tuple[str, ...] | list[str]
-
-    def delete_statistics(self, check_fused: bool = True) -> None:
-        """Delete the statistics."""
-        del check_fused
-        for name in self._stats_attrs:
-            self.__dict__.pop(name, None)
+    return type(observer.__name__, (StatisticsObserver, observer), own)
 
 
 class StatisticsObserver(Observer):
     """An observer whose statistics are attributes that a subclass accumulates."""
-
-    if TYPE_CHECKING:
-        _act_sync_dict: Mapping[str, Any]
-        update_statistics_from_observed: Callable[[Tensor], None]
-        delete_statistics: Callable[[], None]
-
-    else:
-
-        def __getattr__(self, name: str) -> Any:
-            """Raise AttributeError for attributes that the class has not set yet."""
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     _scale_shape: tuple[int, ...] = ()
     _is_asked: bool = False
@@ -92,6 +66,10 @@ class StatisticsObserver(Observer):
                 "Keep min_vals and max_vals instead of overriding get_qparams.",
             )
         self._begun = dict(vars(self))
+
+    def __getattr__(self, name: str) -> Any:
+        """Raise AttributeError for attributes that the class has not set yet."""
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     @property
     def _has_own_qparams(self) -> bool:
@@ -159,7 +137,14 @@ class StatisticsObserver(Observer):
 
     def _update(self, observed: CanonicalTensor) -> None:
         self._scale_shape = observed.scale_shape
-        self.update_statistics_from_observed(to_observations(observed, self.base_name))
+        self._apply(to_observations(observed, self.base_name))
+
+    def _apply(self, observed: Tensor) -> None:
+        """Give a tensor to the update method that the class has, the newest first."""
+        name = next(one for one in _UPDATES if hasattr(type(self), one))
+        found = getattr(self, name)(observed)
+        if name == "get_min_max":
+            self.min_vals, self.max_vals = found
 
     def _measured(self, observed: CanonicalTensor) -> Range:
         return observed.extremes
@@ -167,16 +152,19 @@ class StatisticsObserver(Observer):
     def _joined(self, own: Range, other: Range) -> Range:
         return range_union(Range(*own), Range(*other))
 
-    def _take(self, measured: Range) -> None:
-        self._check_finite(Range(*measured))
+    def _include(self, measured: Range) -> None:
         self._scale_shape = tuple(measured[0].shape)
-        self.update_statistics_from_observed(torch.stack(list(measured), dim=-1).unsqueeze(0))
+        self._apply(torch.stack(list(measured), dim=-1).unsqueeze(0))
 
     def _saved(self) -> dict[str, Any]:
         return {**self.get_statistics(), "shape": list(self._scale_shape)}
 
     def _load(self, saved: Mapping[str, Any]) -> None:
         self._scale_shape = tuple(saved["shape"])
+        if hasattr(type(self), "get_min_max"):  # it may keep further attributes
+            self._apply(
+                torch.stack([saved[name] for name in self._stats_attrs], dim=-1).unsqueeze(0)
+            )
         for name in self._stats_attrs:
             setattr(self, name, saved[name])
 
@@ -189,8 +177,7 @@ class StatisticsObserver(Observer):
             self._shaped(self.min_vals, "min_vals"), self._shaped(self.max_vals, "max_vals")
         )
 
-    def _merge(self, other: Self) -> None:
-        share = other.observations / (self.observations + other.observations)
+    def _merge(self, other: Self, share: float) -> None:
         for name in self._stats_attrs:
             pair = getattr(self, name), getattr(other, name)
             setattr(self, name, _REDUCED[self._reduction_of(name)](*pair, share))
@@ -209,43 +196,9 @@ class StatisticsObserver(Observer):
             )
         return kind
 
-    def _adopt(self, other: Self) -> None:
-        self._load(other._saved())
 
-
-class _UpdateStatisticsAdapter(StatisticsObserver):
-    """Adapter for a class with the earlier method ``update_statistics``."""
-
-    if TYPE_CHECKING:
-        update_statistics: Callable[[Tensor], None]
-
-    def update_statistics_from_observed(self, observed: Tensor) -> None:
-        """Call the class's ``update_statistics``."""
-        self.update_statistics(observed)
-
-
-class _GetMinMaxAdapter(StatisticsObserver):
-    """Adapter for a class with the method ``get_min_max``, which may keep further attributes."""
-
-    if TYPE_CHECKING:
-        get_min_max: Callable[[Tensor], tuple[Tensor, Tensor]]
-
-    def update_statistics_from_observed(self, observed: Tensor) -> None:
-        """Set ``min_vals`` and ``max_vals`` to the result of ``get_min_max``."""
-        self.min_vals, self.max_vals = self.get_min_max(observed)
-
-    def _load(self, saved: Mapping[str, Any]) -> None:
-        ends = [saved[name] for name in self._stats_attrs]
-        self.get_min_max(torch.stack(ends, dim=-1).unsqueeze(0))
-        super()._load(saved)
-
-
-_FORMS: Mapping[str, type[StatisticsObserver]] = {
-    "update_statistics_from_observed": StatisticsObserver,
-    "update_statistics": _UpdateStatisticsAdapter,
-    "get_min_max": _GetMinMaxAdapter,
-}
-"""By the method that a class has, the newest first."""
+_UPDATES = ("update_statistics_from_observed", "update_statistics", "get_min_max")
+"""The methods one of which such a class has, the newest first."""
 
 _REDUCED: Mapping[str, Callable[[Tensor, Tensor, float], Tensor]] = {
     "MIN": lambda own, other, _: torch.minimum(own, other),

@@ -13,6 +13,7 @@ __all__ = [
     "count_tokens",
     "num_batch_tokens",
     "num_equal_batches",
+    "real_states",
     "real_tokens",
     "split_batches",
     "token_mask",
@@ -25,12 +26,9 @@ _BY_QUERY = (3, 4)
 def token_mask(batch: Mapping[str, Any], key: str = "attention_mask") -> Tensor | None:
     """Bool ``[batch, tokens]``, true at real tokens; ``None`` if there is no padding.
 
-    Args:
-        batch: the arguments of the model's forward.
-        key: name of the mask: ``[batch, tokens]``; or ``[batch, queries, keys]`` or
-            ``[batch, heads, queries, keys]``, either boolean (true where attended) or numbers that
-            are added to scores; or a mapping of several of these, for models with two kinds of
-            attention.
+    The mask ``key`` of a batch is ``[batch, tokens]``; or ``[batch, queries, keys]`` or ``[batch,
+    heads, queries, keys]``, either boolean (true where attended) or numbers that are added to
+    scores; or a mapping of several of these, for models with two kinds of attention.
     """
     mask, ids = batch.get(key), batch.get("input_ids")
     several = list(mask.values()) if isinstance(mask, Mapping) else [mask]
@@ -83,12 +81,9 @@ def _attended_positions(mask: Any) -> Tensor | None:
 def real_tokens(activation: Tensor, token_mask: Tensor | None) -> Tensor:
     """Flatten an activation to ``[tokens, columns]`` and drop padding positions.
 
-    Args:
-        activation: ``[batch, tokens, C]``, or already flattened ``[batch · tokens, C]``; a
-            vector ``[C]`` is one token.
-        token_mask: bool ``[batch, tokens]``, true at real tokens; ``None``: all are. Activations of
-            another layout (tokens routed to an expert, patches of an image) have no padding
-            positions, and all rows count.
+    It is ``[batch, tokens, C]``, already flattened, or a vector, which is one token. The mask is
+    bool ``[batch, tokens]``, true at real tokens. Activations of another layout (tokens routed to
+    an expert, patches of an image) have no padding positions, and all rows count.
     """
     if token_mask is not None:
         token_mask = token_mask.to(activation.device)  # a model may be spread over devices
@@ -111,15 +106,10 @@ def count_tokens(activation: Tensor, token_mask: Tensor | None) -> int:
 def split_batches(
     activation: Tensor, token_mask: Tensor | None, sizes: tuple[int, ...] | None
 ) -> Iterator[tuple[Tensor, Tensor | None]]:
-    """Split an activation into the calibration batches that were run in one forward.
+    """Split an activation and its mask into the calibration batches that were run in one forward.
 
-    Args:
-        activation: ``[samples, …]``; any other layout is one batch.
-        token_mask: bool ``[samples, tokens]``, or ``None``.
-        sizes: samples of each batch, or ``None`` for one batch.
-
-    Yields:
-        Activation and mask of each batch in turn.
+    ``sizes`` are the samples of each batch. Without them, or if the layout is not ``[samples, …]``,
+    it is one batch.
     """
     if sizes is None or len(sizes) == 1 or len(activation) != sum(sizes):
         yield activation, token_mask
@@ -132,10 +122,15 @@ def split_batches(
 def num_equal_batches(
     activation: Tensor, token_mask: Tensor | None, sizes: tuple[int, ...] | None
 ) -> int:
-    """Number of batches run in one forward, if they have one size and no padding.
-
-    1 otherwise, and if :func:`split_batches` with the same arguments would yield one batch.
-    """
+    """Number of the batches of :func:`split_batches` if they have one size, unpadded; or 1."""
     if sizes is None or token_mask is not None or len(activation) != sum(sizes):
         return 1
     return len(sizes) if len(set(sizes)) == 1 else 1
+
+
+def real_states(states_BHTD: Tensor, token_mask: Tensor | None) -> Tensor:
+    """The real tokens of attention states as one sequence ``[1, H, N, D]``, if any are hidden."""
+    states_BTHD = states_BHTD.transpose(1, 2)
+    if token_mask is None or token_mask.shape != states_BTHD.shape[:2]:
+        return states_BHTD
+    return states_BTHD[token_mask].transpose(0, 1).unsqueeze(0)

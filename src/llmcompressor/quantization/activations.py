@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 from functools import partial
 
@@ -15,33 +14,22 @@ from torch.nn import Module
 from llmcompressor.core.modifier import Modifier
 from llmcompressor.core.state import State
 from llmcompressor.errors import NonFiniteError, TargetError
-from llmcompressor.logger import logger
 from llmcompressor.modeling.call_graph import first_tensor
 from llmcompressor.modeling.fused import is_expert
 from llmcompressor.moe.linear_experts import LinearExperts
 from llmcompressor.observers.base import Observer
-from llmcompressor.observers.tokens import num_equal_batches, real_tokens, split_batches
+from llmcompressor.observers.tokens import (
+    num_equal_batches,
+    real_states,
+    real_tokens,
+    split_batches,
+)
 from llmcompressor.schemes.bridge import default_observer, needs_global_scale
 
 __all__ = ["ActivationObservers"]
 
 _STATE_KINDS = {"q": "query", "k": "key", "v": "value"}
 _NOTHING = 1e-35
-_NUMBER = re.compile(r"(?<=\bexperts\.)\d+(?=\.)")
-
-
-def _expert_pattern(name: str) -> str:
-    """The name of a module of an expert, with the expert's index replaced by ``*``.
-
-    >>> _expert_pattern("layers.0.experts.17.down_proj")
-    'layers.0.experts.*.down_proj'
-    """
-    return _NUMBER.sub("*", name)
-
-
-def _is_negligible_range(observer: Observer) -> bool:
-    """Return True if the range is empty, or so small that its global scale overflows float32."""
-    return not any(bool((bound.abs() > _NOTHING).any()) for bound in observer.range())
 
 
 class ActivationObservers:
@@ -58,19 +46,14 @@ class ActivationObservers:
         self._observers: dict[Module, dict[str, Observer]] = {}
         self._names: dict[Module, str] = {}
         self._inputs: dict[Module, list[Observer]] = {}
-        self._least: dict[str, Tensor] = {}
 
     def watch_linear(
         self, module: Module, name: str, scheme: QuantizationScheme, *, source: Module | None = None
     ) -> None:
         """Observe the inputs and outputs of a Linear that need a static parameter.
 
-        Args:
-            module: the Linear.
-            name: its name, for errors.
-            scheme: how it is quantized.
-            source: a module that runs earlier with the same input. The input is observed there,
-                once for all modules with equal arguments.
+        The input is observed at ``source``, a module that runs earlier with the same input, once
+        for all modules with equal arguments.
         """
         self._names[module] = name
         if observer := self._observer(scheme.input_activations, "input"):
@@ -126,37 +109,22 @@ class ActivationObservers:
         return found
 
     def _global_scale(self, module: Module, base: str, observer: Observer) -> Tensor:
-        """The observer's global scale; that of other experts if an expert's inputs were all zero.
+        """The observer's global scale, refused if an expert's inputs were all zero.
 
         Engines use the smallest scale of an MoE for the inputs of all its experts, so a meaningless
         scale must not be smaller than those of the others.
         """
         found, name = observer.global_scale(), self._names[module]
         assert found is not None
-        if base != "input" or not is_expert(name):
-            return found
-        mixture = _expert_pattern(name)
-        if not _is_negligible_range(observer):
-            known = self._least.get(mixture, found)
-            self._least[mixture] = torch.minimum(known, found)
-            return found
-        every = [self._least[mixture]] if mixture in self._least else []
-        for other, observers in self._observers.items():
-            own = observers.get("input")
-            if own is not None and _expert_pattern(self._names[other]) == mixture:
-                scale = (
-                    own.global_scale()
-                    if own.observations and not _is_negligible_range(own)
-                    else None
+        if base == "input" and is_expert(name):
+            low, high = observer.range()
+            if float(torch.maximum(low.abs().max(), high.abs().max())) <= _NOTHING:
+                raise TargetError(
+                    f"All inputs of {name} were zero in calibration, and its input scale, which "
+                    "engines share among all experts, is static.",
+                    "Put this expert on the recipe's ignore list, or prune it with REAP.",
                 )
-                every += [] if scale is None else [scale]
-        if not every:
-            return found
-        logger.warning(
-            f"All inputs of {name} were zero in calibration: its global scale is the least "
-            "that the other experts of its layer have."
-        )
-        return torch.stack([scale.to(found) for scale in every]).min(dim=0).values
+        return found
 
     def forget(self, modules: Iterable[Module]) -> None:
         """Discard the observers of ``modules``, whose parameters are now stored in the modules."""
@@ -189,14 +157,9 @@ class ActivationObservers:
     @torch.no_grad()
     def _observe_states(self, base: str, module: Module, states_BHTD: Tensor) -> None:
         """Observe the real tokens of a batch as one sequence, whether padded or not."""
-        calibration = self._state.calibration
-        for part_BHTD, mask_BT in split_batches(
-            states_BHTD, calibration.token_mask, calibration.batch_sizes
-        ):
-            if mask_BT is not None and mask_BT.shape == part_BHTD.transpose(1, 2).shape[:2]:
-                states_NHD = part_BHTD.transpose(1, 2)[mask_BT]
-                part_BHTD = states_NHD.transpose(0, 1).unsqueeze(0)  # noqa: PLW2901 - one canonical form
-            self._feed(module, base, part_BHTD)
+        of = self._state.calibration
+        for part_BHTD, mask_BT in split_batches(states_BHTD, of.token_mask, of.batch_sizes):
+            self._feed(module, base, real_states(part_BHTD, mask_BT))
 
     def _feed(self, module: Module, base: str, values: Tensor, batches: int = 1) -> None:
         observer = self._observers[module][base]
@@ -215,7 +178,10 @@ class ActivationObservers:
         if not observer.observations:
             name = self._names[module]
             remedy = "Add data that uses it"
-            if is_expert(name) and self._is_unfused_expert(name):
+            parts = name.split(".")
+            names = (".".join(parts[:end]) for end in range(len(parts)))
+            holders = (self._state.model.get_submodule(one) for one in names)
+            if is_expert(name) and any(isinstance(holder, LinearExperts) for holder in holders):
                 remedy = (
                     "Set moe_calibrate_all_experts, or choose all_tokens or neighbours for "
                     "starved_experts (rtn shows a starved expert nothing)"
@@ -230,10 +196,3 @@ class ActivationObservers:
                 f"No calibration token was shown to {name}, whose {base} scale is static.",
                 f"{remedy}, or put it on the recipe's ignore list.",
             )
-
-    def _is_unfused_expert(self, name: str) -> bool:
-        """Return True if a module belongs to an unfused expert, which can receive any token."""
-        parts = name.split(".")
-        holders = (".".join(parts[:end]) for end in range(len(parts)))
-        find = self._state.model.get_submodule
-        return any(isinstance(find(holder), LinearExperts) for holder in holders)

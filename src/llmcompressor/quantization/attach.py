@@ -95,12 +95,9 @@ def attach_linear(
 ) -> None:
     """Mark a Linear or Embedding as quantized.
 
-    Args:
-        module: its weight is already rounded, unless ``is_raw``.
-        scheme: how it is quantized.
-        weight: the parameters of its weight, or ``None`` if only activations are quantized.
-        activations: static parameters by name (``input_scale``, …).
-        is_raw: whether the weight is not rounded yet.
+    ``weight`` are the parameters of its weight, which is already rounded unless ``is_raw``;
+    ``None`` if only activations are quantized. ``activations`` are static parameters by name
+    (``input_scale``, …).
     """
     initialize_module_for_quantization(module, scheme, force_zero_point=False)
     make_forward_portable(module)
@@ -218,9 +215,7 @@ def cache_scheme(args: QuantizationArgs) -> QuantizationScheme:
 def quantized_linear_tensors(module: Module, scheme: QuantizationScheme) -> dict[str, Tensor]:
     """The tensors, on the meta device, that a Linear or Embedding will have once it is quantized.
 
-    Args:
-        module: the module; not changed.
-        scheme: how it will be quantized.
+    The module is not changed.
     """
     copy = _meta_copy(module)
     initialize_module_for_quantization(copy, scheme, force_zero_point=False)
@@ -271,13 +266,10 @@ def attach_attention(
     states: Mapping[str, Tensor],
     scheme: QuantizationScheme | None = None,
 ) -> None:
-    """Mark an attention module's keys and values (and queries) as quantized.
+    """Mark keys and values (and queries) of attention with enabled hooks as quantized.
 
-    Args:
-        module: prepared by :func:`enable_attention_hooks`.
-        args: how its states are quantized.
-        states: ``k_scale``, ``v_scale``, ``q_scale`` and zero points.
-        scheme: the scheme that targets it; by default one for the KV cache alone.
+    ``states`` are ``k_scale``, ``v_scale``, ``q_scale`` and zero points; without a ``scheme`` that
+    targets it, there is one for the KV cache alone.
     """
     if scheme is None:
         scheme = cache_scheme(args)

@@ -166,8 +166,6 @@ class QuantizationMixin(Modifier):
     def traits(self) -> Traits:
         """Only inputs are observed, so a forward may be paused at every Linear.
 
-        The result for a module is complete once all batches have passed its block.
-
         Raises:
             RecipeError: a field names an unknown observer.
         """
@@ -179,10 +177,7 @@ class QuantizationMixin(Modifier):
         )
 
     def resolve_quantization_config(self) -> ResolvedSchemes:
-        """The schemes that the fields define, independent of any model.
-
-        They are resolved again if fields, or parts of their values, have changed since the last
-        call.
+        """The schemes that the fields define, resolved again if fields have changed.
 
         Raises:
             RecipeError: the fields contradict each other, or one of them is wrong.
@@ -264,16 +259,15 @@ class QuantizationMixin(Modifier):
 
     def watched_values(self, modules: Sequence[Module]) -> int:
         """Number of values observed per token of the inputs of ``modules``, for static scales."""
-        schemes = [(one, self._schemes[one]) for one in modules if one in self._schemes]
-        looks = [0]
-        for module, scheme in schemes:
-            args, columns = scheme.input_activations, int(weight_of(module).shape[-1])
+        most = 0
+        for module in (one for one in modules if one in self._schemes):
+            scheme, columns = self._schemes[module], int(weight_of(module).shape[-1])
+            args = scheme.input_activations
             observer = None if args is None else default_observer(args, "input")
-            if observer is not None:
-                looks.append(columns * (_EXTREMES if observer.endswith("minmax") else _SEARCHED))
-            elif needs_input_importance(scheme.weights):
-                looks.append(columns * _EXTREMES)
-        return max(looks)
+            is_searched = observer is not None and not observer.endswith("minmax")
+            if observer is not None or needs_input_importance(scheme.weights):
+                most = max(most, columns * (_SEARCHED if is_searched else _EXTREMES))
+        return most
 
     # ------------------------------------------------------------------ before
 
@@ -294,21 +288,21 @@ class QuantizationMixin(Modifier):
         for name, scheme in schemes.items():
             module = modules[name]
             taken[module] = previous_quantizer(state, module, name, scheme, self)
-            self._check_inputs(module, name, scheme)
+            if isinstance(module, Embedding) and scheme.input_activations is not None:
+                raise TargetError(
+                    f"{name} is an Embedding: its inputs are row numbers, not activations.",
+                    "Give embeddings a group of their own without input_activations, or ignore "
+                    "them.",
+                )
             if module in attention:
                 self._attention[module] = name
             else:
                 own[module] = scheme
             names[module] = name
-        self._check_all_attention(attention)
-        if self._attention:
-            check_replaceable_attention(model)
+        self._check_queries(model, attention)
         if resolved.kv_cache_scheme is not None:
             self._add_caches(state, attention, schemes, resolved.kv_cache_scheme)
-        for module, name in self._attention.items():
-            self._check_cache_free(state, module, name)
-        if self._attention:
-            check_kv_shape_attributes(model)
+        self._check_caches(state)
         self._check_finite()
         self._find_fused(modules)
         for name, scheme in schemes.items():  # last: an error above leaves the model untouched
@@ -356,20 +350,22 @@ class QuantizationMixin(Modifier):
         firsts = ((names, next(filter(schemes.__contains__, names), None)) for names in joined)
         warn_mixed_fused_sets(schemes, [names for names, first in firsts if first in own])
 
-    def _check_all_attention(self, attention: Mapping[Module, str]) -> None:
-        """Refuse quantized queries in some layers only: all share one attention function."""
+    def _check_queries(self, model: Module, attention: Mapping[Module, str]) -> None:
+        """Refuse quantized queries that readers cannot replace, or in some layers only."""
+        if not self._attention:
+            return
         left = [
             name
             for module, name in attention.items()
             if module not in self._attention and not hasattr(module, "quantization_scheme")
         ]
-        if self._attention and left:
+        if left:
             raise TargetError(
                 "The attention of some layers is to be quantized, but not that of "
-                f"{join_names(left)}, "
-                "and readers run all layers with one attention function.",
+                f"{join_names(left)}, and readers run all layers with one attention function.",
                 "Target all of them, or quantize keys and values alone with kv_cache_scheme.",
             )
+        check_replaceable_attention(model)
 
     def _add_caches(
         self,
@@ -398,22 +394,18 @@ class QuantizationMixin(Modifier):
             self._attention.setdefault(module, name)
             self._names[module] = name
 
-    def _check_cache_free(self, state: State, module: Module, name: str) -> None:
-        if module in state.facts.kv_cache:
-            raise TargetError(
-                f"The keys and values of {name} are quantized by another modifier of the recipe.",
-                "Leave kv_cache_scheme, or the attention modules, to one of them. A "
-                "kv_cache_scheme holds for all layers, whatever is ignored "
-                f"({type(self).__name__} is the later).",
-            )
-
-    @staticmethod
-    def _check_inputs(module: Module, name: str, scheme: QuantizationScheme) -> None:
-        if isinstance(module, Embedding) and scheme.input_activations is not None:
-            raise TargetError(
-                f"{name} is an Embedding: its inputs are row numbers, not activations.",
-                "Give embeddings a group of their own without input_activations, or ignore them.",
-            )
+    def _check_caches(self, state: State) -> None:
+        for module, name in self._attention.items():
+            if module in state.facts.kv_cache:
+                raise TargetError(
+                    f"The keys and values of {name} are quantized by another modifier of the "
+                    "recipe.",
+                    "Leave kv_cache_scheme, or the attention modules, to one of them. A "
+                    "kv_cache_scheme holds for all layers, whatever is ignored "
+                    f"({type(self).__name__} is the later).",
+                )
+        if self._attention:
+            check_kv_shape_attributes(state.model)
 
     def _check_finite(self) -> None:
         weights = {
@@ -449,8 +441,7 @@ class QuantizationMixin(Modifier):
             what = "scheme" if self.config_groups is None else "config_groups"
             logger.warning(
                 f"{type(self).__name__}: targets ({join_names(given)}) has no effect beside "
-                f"{what}, "
-                f"which has targets of its own ({join_names(used)})."
+                f"{what}, which has targets of its own ({join_names(used)})."
             )
 
     def _check_fused_in_one_modifier(self, names: Sequence[str], members: Sequence[Module]) -> None:
@@ -463,8 +454,7 @@ class QuantizationMixin(Modifier):
         if taken:
             raise RecipeError(
                 f"{names[0]} is served as one with {join_names(taken)}, which another modifier of "
-                "the "
-                "recipe quantizes, and all of them need one global scale.",
+                "the recipe quantizes, and all of them need one global scale.",
                 "Let one modifier quantize them; it can have a group of config_groups for each.",
             )
 
@@ -485,22 +475,21 @@ class QuantizationMixin(Modifier):
         have changed their weights since initialization.
         """
         if module in self._fused and module not in self._global_scales:
-            members = self._fused[module]
-            amax = torch.stack([self._amax(one).cpu() for one in members]).max()
+            members, spans = self._fused[module], []
+            for one in members:
+                args, found = self._schemes[one].weights, self._ranges.get(one)
+                assert args is not None
+                spans.append(
+                    weight_amax_with_headroom(weight_of(one).detach(), args).cpu()
+                    if found is None
+                    else found.maximum.amax().float().reshape(1).cpu()
+                )
+            amax = torch.stack(spans).max()
             for member in members:
                 self._global_scales[member] = global_scale_from_amax(amax).to(
                     weight_of(member).device
                 )
         return self._global_scales.get(module)
-
-    def _amax(self, module: Module) -> Tensor:
-        """The absolute maximum that the global scale of a module's weight has to cover, ``[1]``."""
-        found = self._ranges.get(module)
-        if found is None:
-            args = self._schemes[module].weights
-            assert args is not None
-            return weight_amax_with_headroom(weight_of(module).detach(), args)
-        return found.maximum.amax().float().reshape(1)
 
     # ------------------------------------------------------------------ while
 
@@ -609,12 +598,11 @@ class QuantizationMixin(Modifier):
         of_attention = {}
         for module, name in self._attention.items():
             args, queries = self._attention_args(module)
-            own = getattr(module, "quantization_scheme", None) if queries else None
-            scheme = own if own is not None else cache_scheme(args)
-            tensors = quantized_attention_tensors(state.model, module, scheme, queries=queries)
+            own: Any = module.quantization_scheme if queries else cache_scheme(args)
+            tensors = quantized_attention_tensors(state.model, module, own, queries=queries)
             of_attention[module] = tensors
             plans.append(
-                PlannedModule(name, module, scheme, tensors, is_attention=True, has_group=queries)
+                PlannedModule(name, module, own, tensors, is_attention=True, has_group=queries)
             )
         return Prediction(modules=[*plans, *self._shared.planned(of_attention)])
 
@@ -644,9 +632,7 @@ class QuantizationMixin(Modifier):
             static = self._observers.parameters(module)
             attach_linear(module, scheme, parameters, static, is_raw=is_raw and is_left)
         for module in (module for module in self._attention if module in wanted):
-            args, queries = self._attention_args(module)
-            scheme = getattr(module, "quantization_scheme", None) if queries else None
-            attach_attention(module, args, self._observers.parameters(module), scheme)
+            self._attach_attention(module, self._observers.parameters(module))
         self._shared.keep(wanted)
         self._shared.attach(
             wanted, lambda source: self.adopt(state, [source]), state.run.block_source
@@ -660,9 +646,7 @@ class QuantizationMixin(Modifier):
         for module in (module for module in self._schemes if module in wanted):
             attach_linear(module, self._schemes[module], None, {})
         for module in (module for module in self._attention if module in wanted):
-            args, queries = self._attention_args(module)
-            scheme = getattr(module, "quantization_scheme", None) if queries else None
-            attach_attention(module, args, {}, scheme)
+            self._attach_attention(module, {})
         self._finished |= wanted
         self._shared.mark(wanted, lambda source: self.adopt(state, [source]))
 
@@ -708,3 +692,8 @@ class QuantizationMixin(Modifier):
         cache = self.resolve_quantization_config().kv_cache_scheme
         assert cache is not None
         return cache, False
+
+    def _attach_attention(self, module: Module, states: Mapping[str, Tensor]) -> None:
+        args, queries = self._attention_args(module)
+        scheme: Any = module.quantization_scheme if queries else None
+        attach_attention(module, args, states, scheme)

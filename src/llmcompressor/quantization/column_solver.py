@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from compressed_tensors.quantization import QuantizationStrategy
@@ -22,9 +23,8 @@ from llmcompressor.numerics.gptq import (
     ColumnScales,
     activation_order,
     conditional_optimum,
-    corrected_weight_with_retries,
+    corrected_weight,
     refit_scales,
-    residual_corrected_weight,
     ridge_for_tokens,
     sweep_and_refine,
 )
@@ -133,27 +133,20 @@ def solve(problems: Sequence[Problem], options: Options) -> list[Solution]:
 
     If every input is zero, the tokens do not determine the weights: they are rounded to nearest.
     """
-    idle = [bool(dead_columns(problem.gram_CC).all()) for problem in problems]
-    solutions = {
-        index: replace(_round_to_nearest(problem), is_idle=True)
-        for index, problem in enumerate(problems)
-        if idle[index]
-    }
-    places = [index for index in range(len(problems)) if not idle[index]]
-    lively = [problems[index] for index in places]
-    for batch in _batches(lively, options.batch):
-        found = _solve_batch([lively[number] for number in batch], options)
-        solutions.update(zip([places[number] for number in batch], found, strict=True))
+    solutions: dict[int, Solution] = {}
+    places = []
+    for index, problem in enumerate(problems):
+        if bool(dead_columns(problem.gram_CC).all()):
+            solutions[index] = replace(_round_to_nearest(problem), is_idle=True)
+        else:
+            places.append(index)
+    kinds = [problems[index].kind for index in places]
+    columns = [problems[index].shape[1] for index in places]
+    for batch in batch_by_kind(kinds, columns, BATCH_ELEMENTS, most=options.batch):
+        indices = [places[number] for number in batch]
+        found = _solve_batch([problems[index] for index in indices], options)
+        solutions.update(zip(indices, found, strict=True))
     return [solutions[index] for index in range(len(problems))]
-
-
-_BATCH_ELEMENTS = BATCH_ELEMENTS
-
-
-def _batches(problems: Sequence[Problem], most: int | None = None) -> Iterator[list[int]]:
-    kinds = [problem.kind for problem in problems]
-    columns = [problem.shape[1] for problem in problems]
-    return batch_by_kind(kinds, columns, _BATCH_ELEMENTS, most=most)
 
 
 def _solve_batch(problems: Sequence[Problem], options: Options) -> list[Solution]:
@@ -209,40 +202,27 @@ def _solve_by_sweep(problems: Sequence[Problem], options: Options) -> list[Solut
         settled_RC = conditional_optimum(weight_RC, rounded_RC, gram_CC, dampening=dampening)
         if kept_RC is not None:
             settled_RC.masked_fill_(~kept_RC, 0)
-    if len(problems) == 1:
-        rounded_RC, loss_R = rounded_RC.unsqueeze(0), loss_R.unsqueeze(0)
-        scale_RG = None if scale_RG is None else scale_RG.unsqueeze(0)
-        settled_RC = None if settled_RC is None else settled_RC.unsqueeze(0)
-    return [
-        _solution(
-            problem,
-            rounded_RC[number],
-            loss_R[number],
-            dampening,
-            None if scale_RG is None else scale_RG[number],
-            None if settled_RC is None else settled_RC[number],
-        )
-        for number, problem in enumerate(problems)
-    ]
+    each = [_unstacked(one, len(problems)) for one in (rounded_RC, loss_R, scale_RG, settled_RC)]
+    pairs = zip(problems, *each, strict=True)
+    return [_solution(problem, dampening, *found) for problem, *found in pairs]
 
 
 def _error_corrected_weight(
     problems: Sequence[Problem], weight_RC: Tensor, gram_CC: Tensor, ridge: float
 ) -> Tensor:
     """The weight to round instead of the original: it corrects the error of earlier layers."""
-    by_tokens = ridge_for_tokens(ridge, gram_CC, [problem.tokens for problem in problems])
     missing = [one.missing_CR for one in problems if one.missing_CR is not None]
     cross = [one.cross_CC for one in problems if one.cross_CC is not None]
-    steps = _dampening_attempts(problems)
-    if missing:
-        return residual_corrected_weight(
-            weight_RC, gram_CC, _stack(missing), by_tokens, steps=steps
-        )
-    if cross:
-        return corrected_weight_with_retries(
-            weight_RC, gram_CC, _stack(cross), by_tokens, steps=steps
-        )
-    return weight_RC
+    if not missing and not cross:
+        return weight_RC
+    return corrected_weight(
+        weight_RC,
+        gram_CC,
+        _stack(cross) if cross and not missing else None,
+        ridge_for_tokens(ridge, gram_CC, [problem.tokens for problem in problems]),
+        missing_CR=_stack(missing) if missing else None,
+        steps=_dampening_attempts(problems),
+    )
 
 
 def refinement_rounds(asked: int | None, bits: int) -> int:
@@ -276,19 +256,16 @@ def _unpruned_mask(problems: Sequence[Problem]) -> Tensor | None:
 
     A weight counts as pruned from 5 percent of exact zeros on: rounding to 16 bits makes a few.
     """
-    weights = [weight for problem in problems for weight in problem.weights]
-    fewest = 1 - PRUNED_SHARE
-    pruned = [int(torch.count_nonzero(weight)) <= fewest * weight.numel() for weight in weights]
-    if not any(pruned):
-        return None
-    kept = [
-        weight != 0 if is_pruned else torch.ones_like(weight, dtype=torch.bool)
-        for weight, is_pruned in zip(weights, pruned, strict=True)
-    ]
-    rows = [len(problem.weights) for problem in problems]
-    starts = [sum(rows[:number]) for number in range(len(rows))]
-    each = [torch.cat(kept[at : at + count]) for at, count in zip(starts, rows, strict=True)]
-    return _stack(each)
+    is_any, each = False, []
+    for problem in problems:
+        kept = []
+        for weight in problem.weights:
+            fewest = (1 - PRUNED_SHARE) * weight.numel()
+            is_pruned = int(torch.count_nonzero(weight)) <= fewest
+            is_any |= is_pruned
+            kept.append(weight != 0 if is_pruned else torch.ones_like(weight, dtype=torch.bool))
+        each.append(torch.cat(kept))
+    return _stack(each) if is_any else None
 
 
 def _stack(tensors: Sequence[Tensor]) -> Tensor:
@@ -299,36 +276,41 @@ def _stacked_column_scales(problems: Sequence[Problem]) -> ColumnScales:
     """The scales of stacked rows, and of stacked problems."""
     stacked = []
     for problem in problems:
-        each = [
-            parameters.columns(*weight.shape)
-            for weight, parameters in zip(problem.weights, problem.parameters, strict=True)
-        ]
+        pairs = zip(problem.weights, problem.parameters, strict=True)
+        each = [parameters.columns(*weight.shape) for weight, parameters in pairs]
         groups_C = each[0].group_of_column_C
         if not all(torch.equal(one.group_of_column_C, groups_C) for one in each):
-            wide = [(one.scale_RG, one.zero_RG, one.group_of_column_C) for one in each]
             groups_C = torch.arange(problem.shape[1], device=groups_C.device)
             each = [  # a scale per column
                 ColumnScales(scale[:, own_C], None if zero is None else zero[:, own_C], groups_C)
-                for scale, zero, own_C in wide
+                for scale, zero, own_C in each
             ]
-        zeros = [one.zero_RG for one in each if one.zero_RG is not None]
         scale_RG = torch.cat([one.scale_RG for one in each])
-        stacked.append(ColumnScales(scale_RG, torch.cat(zeros) if zeros else None, groups_C))
+        stacked.append(ColumnScales(scale_RG, _joined(torch.cat, each), groups_C))
     if len(stacked) == 1:
         return stacked[0]
-    all_zeros = [one.zero_RG for one in stacked if one.zero_RG is not None]
-    return ColumnScales(
-        torch.stack([one.scale_RG for one in stacked]),
-        torch.stack(all_zeros) if all_zeros else None,
-        stacked[0].group_of_column_C,
-    )
+    scale_RG = torch.stack([one.scale_RG for one in stacked])
+    return ColumnScales(scale_RG, _joined(torch.stack, stacked), stacked[0].group_of_column_C)
+
+
+def _joined(
+    join: Callable[[list[Tensor]], Tensor], scales: Sequence[ColumnScales]
+) -> Tensor | None:
+    zeros = [one.zero_RG for one in scales if one.zero_RG is not None]
+    return join(zeros) if zeros else None
+
+
+def _unstacked(stacked: Any, count: int) -> Sequence[Any]:
+    if stacked is None:
+        return [None] * count
+    return [stacked] if count == 1 else stacked
 
 
 def _solution(
     problem: Problem,
+    dampening: float,
     rounded_RC: Tensor,
     loss_R: Tensor,
-    dampening: float,
     scale_RG: Tensor | None,
     settled_RC: Tensor | None,
 ) -> Solution:

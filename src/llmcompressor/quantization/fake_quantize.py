@@ -40,9 +40,10 @@ from llmcompressor.numerics.straight_through import (
     lsq_gradient_scale,
     storable_scale,
 )
-from llmcompressor.observers.base import Observer, RangeObserver
+from llmcompressor.observers.base import Observer
 from llmcompressor.observers.canonical import ATTENTION_STATES
-from llmcompressor.observers.tokens import real_tokens
+from llmcompressor.observers.min_max import RangeObserver
+from llmcompressor.observers.tokens import real_states, real_tokens
 from llmcompressor.quantization.parameters import (
     WeightParameters,
     min_max_parameters,
@@ -75,12 +76,10 @@ _GROUPED = (QuantizationStrategy.GROUP, QuantizationStrategy.TENSOR_GROUP)
 def dynamic_fake_quantize(
     x: Tensor, args: QuantizationArgs, global_scale: Tensor | None = None
 ) -> Tensor:
-    """An activation rounded with scales computed from itself.
+    """An activation ``[..., C]`` rounded with scales computed from itself.
 
-    Args:
-        x: ``[..., C]``.
-        args: dynamic, or locally dynamic.
-        global_scale: float32 ``[1]``, where the strategy has one.
+    ``args`` are dynamic, or locally dynamic; ``global_scale`` is float32 ``[1]``, where the
+    strategy has one.
     """
     with torch.no_grad():
         minimum, maximum = _extremes(x.detach(), args)
@@ -100,19 +99,15 @@ def dynamic_fake_quantize(
 def _extremes(x: Tensor, args: QuantizationArgs) -> tuple[Tensor, Tensor]:
     """Minimum and maximum per scale, in a shape that :func:`_rounded` broadcasts."""
     if args.strategy in _GROUPED:
-        return _aminmax(_reshape_to_groups(x, args))
+        parts = _reshape_to_groups(x, args)
+        return parts.amin(-1, keepdim=True), parts.amax(-1, keepdim=True)
     # Loaders treat the first two dimensions as tokens, so that a matrix, the input of an MoE
     # expert, has one scale. We do the same: the checkpoint has to produce these values.
     if args.strategy == QuantizationStrategy.TOKEN and x.ndim > 2:
-        least, greatest = _aminmax(x.flatten(2))
         shape = (*x.shape[:2], *(1 for _ in x.shape[2:]))
-        return least.reshape(shape), greatest.reshape(shape)
+        return x.flatten(2).amin(-1).reshape(shape), x.flatten(2).amax(-1).reshape(shape)
     least, greatest = torch.aminmax(x)
     return least.reshape(1), greatest.reshape(1)
-
-
-def _aminmax(x: Tensor) -> tuple[Tensor, Tensor]:
-    return x.amin(-1, keepdim=True), x.amax(-1, keepdim=True)
 
 
 def _reshape_to_groups(x: Tensor, args: QuantizationArgs) -> Tensor:
@@ -137,11 +132,8 @@ def _rounded(
 def stored_fake_quantize(module: Module, base: str, x: Tensor, args: QuantizationArgs) -> Tensor:
     """An activation of a quantized module, rounded as in the module's own forward.
 
-    Args:
-        module: the module with the static parameters, if there are any.
-        base: ``"input"``, ``"output"``, ``"q"``, ``"k"`` or ``"v"``.
-        x: the activation.
-        args: how it is quantized.
+    ``base`` is ``"input"``, ``"output"``, ``"q"``, ``"k"`` or ``"v"``; the module has the static
+    parameters, if there are any.
     """
     if x.numel() == 0:
         return x
@@ -171,12 +163,8 @@ def _static_fake_quantize(
 class ActivationFakeQuantizer:
     """The fake quantization of one activation of one module.
 
-    Args:
-        module: the module.
-        name: name of the module, for errors.
-        base: ``"input"``, ``"output"``, ``"q"``, ``"k"`` or ``"v"``.
-        args: how it is quantized.
-        learned: whether a static scale is learned.
+    ``base`` is ``"input"``, ``"output"``, ``"q"``, ``"k"`` or ``"v"``; ``learned``: whether a
+    static scale is learned.
     """
 
     def __init__(
@@ -222,8 +210,9 @@ class ActivationFakeQuantizer:
         """Collect ``x`` without its padding in the observer; see :meth:`Observer.collect`."""
         if self.observer is None or self.is_learning_scale:
             return
+        real = real_states if self.base in ATTENTION_STATES else real_tokens
         try:
-            self.observer.collect(self._real_values(x, token_mask))
+            self.observer.collect(real(x, token_mask))
         except NonFiniteError as error:
             raise self._non_finite_error() from error
 
@@ -232,11 +221,7 @@ class ActivationFakeQuantizer:
         return None if self.observer is None else self.observer.collected()
 
     def commit(self, seen: Iterable[Any]) -> None:
-        """Commit the observations of a step, which take effect from now on.
-
-        Args:
-            seen: the :meth:`collected` observations of all processes.
-        """
+        """Commit the :meth:`collected` observations of all processes; they count from now on."""
         if self.observer is None:
             return
         before = self.observer.observations
@@ -264,7 +249,7 @@ class ActivationFakeQuantizer:
             return dynamic_fake_quantize(x, args, found["global_scale"])
         gradient_scale, scale = 1.0, found["scale"]
         if self.learned:
-            scale = self._learned_scale()
+            scale = self._present_scale(found)
             features = x.shape[-1] // max(scale.numel(), 1)
             gradient_scale = lsq_gradient_scale(features, grid_of(args))
         return _static_fake_quantize(x, {**found, "scale": scale}, args, gradient_scale)
@@ -276,7 +261,7 @@ class ActivationFakeQuantizer:
             return {}
         found = dict(self._parameters())
         if self.learned:
-            found["scale"] = self._learned_scale()
+            found["scale"] = self._present_scale(found)
         if self.args.symmetric:
             found.pop("zero_point", None)
         return {f"{self.base}_{name}": value for name, value in found.items()}
@@ -315,17 +300,9 @@ class ActivationFakeQuantizer:
             self._found = found
         return self._found
 
-    def _learned_scale(self) -> Tensor:
-        """The scale to be stored, differentiable with respect to the module's parameter."""
-        found = self._parameters()
-        first = effective_scale(found["scale"], found.get("global_scale"))
-        wide = first.to(torch.promote_types(first.dtype, torch.float32))
-        return storable_scale(
-            learned_scale(gather_full(getattr(self.module, self.step_name)), wide),
-            scale_format_of(self.args),
-            global_scale=found.get("global_scale"),
-            dtype=found["scale"].dtype,
-        )
+    def _present_scale(self, found: Mapping[str, Tensor]) -> Tensor:
+        step = getattr(self.module, self.step_name)
+        return _learned_scale(step, found["scale"], found.get("global_scale"), self.args)
 
     def _scale_shape(self) -> tuple[int, ...]:
         if self.args.strategy not in _GROUPED:
@@ -335,19 +312,27 @@ class ActivationFakeQuantizer:
         features = weight.shape[0 if rows else -1]
         return (max(1, features // (self.args.group_size or 1)),)
 
-    def _real_values(self, x: Tensor, token_mask: Tensor | None) -> Tensor:
-        """``x`` without padding; attention states keep their layout."""
-        if self.base not in ATTENTION_STATES:
-            return real_tokens(x, token_mask)
-        if token_mask is None or token_mask.shape != x.transpose(1, 2).shape[:2]:
-            return x
-        return x.transpose(1, 2)[token_mask].transpose(0, 1).unsqueeze(0)
-
     def _non_finite_error(self) -> NonFiniteError:
         return NonFiniteError(
             f"The {self.base} activations of {self.name} hold NaN or infinity: the training has "
             "diverged. Go back to an earlier checkpoint and lower the learning rate."
         )
+
+
+def _learned_scale(
+    step: Tensor, scale: Tensor, global_scale: Tensor | None, args: QuantizationArgs
+) -> Tensor:
+    """The scale to be stored, ``scale`` after so many steps of its logarithm; differentiable."""
+    start = effective_scale(scale, global_scale)
+    wide = start.to(torch.promote_types(start.dtype, torch.float32))
+    learned = learned_scale(gather_full(step), wide)
+    named = scale_dtype_of(args)
+    return storable_scale(
+        learned if named is None else learned.to(named),
+        scale_format_of(args),
+        global_scale=global_scale,
+        dtype=scale.dtype,
+    )
 
 
 def _on_device(saved: Any, device: torch.device) -> Any:
@@ -446,7 +431,7 @@ class WeightFakeQuantizer:
         args, gradient_scale, scale = parameters.args, 1.0, parameters.effective_scale
         grid, partition = grid_of(args), partition_of(args)
         if self._learned:
-            stored = self._learned_scale(module, parameters)
+            stored = self._present_scale(module, parameters)
             scale = effective_scale(stored, parameters.global_scale)
             gradient_scale = lsq_gradient_scale(weight.numel() // max(scale.numel(), 1), grid)
         zero = None if args.symmetric else parameters.zero_point
@@ -475,7 +460,7 @@ class WeightFakeQuantizer:
             )
         parameters = self._present(module, weight)
         if self._learned:
-            parameters = replace(parameters, scale=self._learned_scale(module, parameters))
+            parameters = replace(parameters, scale=self._present_scale(module, parameters))
         if not is_finite(parameters.scale):
             raise NonFiniteError(f"The scales of {self._names[module]} are not finite.")
         return parameters
@@ -504,21 +489,9 @@ class WeightFakeQuantizer:
                 shared = None if shared is None else shared.to(device)
                 self._found[module] = ((), WeightParameters(args, scale, zero_point, shared))
 
-    def _learned_scale(self, module: Module, first: WeightParameters) -> Tensor:
-        """The scale to be stored, differentiable with respect to the parameter of ``module``."""
-        steps = gather_full(getattr(module, WEIGHT_STEP))
-        start = first.effective_scale
-        wide = start.to(torch.promote_types(start.dtype, torch.float32))
-        scale = learned_scale(steps, wide)
-        named = scale_dtype_of(first.args)
-        if named is not None:
-            scale = scale.to(named)
-        return storable_scale(
-            scale,
-            scale_format_of(first.args),
-            global_scale=first.global_scale,
-            dtype=first.scale.dtype,
-        )
+    def _present_scale(self, module: Module, first: WeightParameters) -> Tensor:
+        step = getattr(module, WEIGHT_STEP)
+        return _learned_scale(step, first.scale, first.global_scale, first.args)
 
     @torch.no_grad()
     def _present(self, module: Module, weight: Tensor) -> WeightParameters:

@@ -48,12 +48,10 @@ from llmcompressor.schemes.attention import kv_cache_argument
 
 __all__ = [
     "DifferentiableAttention",
-    "DifferentiableCache",
     "EmptyCache",
     "differentiable_forward",
     "hook_cache",
     "initialize_attention",
-    "is_empty_cache_of",
     "make_cache_portable",
     "make_forward_portable",
     "needs_gradients",
@@ -112,9 +110,6 @@ class EmptyCache:
     """The cache of one call of attention: it quantizes, and behaves like an empty cache otherwise.
 
     It belongs to the call and not to the module: several forwards may be interleaved.
-
-    Args:
-        quantized: the quantized cache of the attention module.
     """
 
     def __init__(self, quantized: QuantizedKVCache) -> None:
@@ -136,11 +131,6 @@ class EmptyCache:
         return getattr(self._cache, name)
 
 
-def is_empty_cache_of(cache: Any, quantized: QuantizedKVCache) -> bool:
-    """Return True if the cache of a call is an :class:`EmptyCache` made for ``quantized``."""
-    return isinstance(cache, EmptyCache) and cache._quantized is quantized
-
-
 def provide_empty_cache(
     attention: Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -155,16 +145,14 @@ def provide_empty_cache(
 @contextmanager
 def without_empty_caches(attentions: Iterable[Module]) -> Iterator[None]:
     """Context manager: attention without a cache gets no empty one, as under loaders."""
-    taken: list[tuple[Module, Any]] = []
-    for module in attentions:
-        hooks = module._forward_pre_hooks
-        taken.append((module, hooks))
+    taken = {module: module._forward_pre_hooks for module in attentions}
+    for module, hooks in taken.items():
         kept = ((key, hook) for key, hook in hooks.items() if hook is not provide_empty_cache)
         module._forward_pre_hooks = OrderedDict(kept)
     try:
         yield
     finally:
-        for module, hooks in taken:
+        for module, hooks in taken.items():
             module._forward_pre_hooks = hooks
 
 
@@ -180,13 +168,10 @@ _ROWS = 2
 
 
 def needs_gradients(module: Module, *values: Tensor) -> bool:
-    """Return True if gradients have to pass the roundings of ``module``.
+    """Return True if gradients have to pass the roundings of a quantized module.
 
-    False for a single row, which loaders scale differently, and while tracing.
-
-    Args:
-        module: a quantized Linear, Embedding or attention module.
-        values: the tensors that it rounds or computes its outputs from.
+    False for a single row, which loaders scale differently, and while tracing. ``values`` are the
+    tensors that it rounds or computes its outputs from.
     """
     is_tracing: bool = torch.jit.is_tracing()  # type: ignore[attr-defined,no-untyped-call]
     if is_tracing or not torch.is_grad_enabled():
@@ -216,25 +201,6 @@ def differentiable_forward(module: Any, input: Tensor) -> Tensor:
     if scheme.output_activations:
         out = stored_fake_quantize(module, "output", out, scheme.output_activations)
     return out
-
-
-class DifferentiableCache(QuantizedKVCache):  # type: ignore[misc]  # compressed-tensors has no types
-    """A quantized KV cache whose keys and values have gradients."""
-
-    past_key_values: Any
-
-    def forward(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Quantize keys and values, and update the cache of the call, if it has one."""
-        attention = self.attn_module()
-        if not needs_gradients(attention, key_states, value_states):
-            return super().forward(key_states, value_states, *args, **kwargs)
-        how: QuantizationArgs = attention.quantization_scheme.input_activations
-        states = tuple(
-            stored_fake_quantize(attention, base, values, how)
-            for base, values in (("k", key_states), ("v", value_states))
-        )
-        held, self.past_key_values = self.past_key_values, None
-        return states if held is None else held().update(*states, *args, **kwargs)
 
 
 class DifferentiableAttention(QuantizedAttentionImpl):  # type: ignore[misc]  # as above
@@ -295,13 +261,30 @@ class QuantizedForward:
         return {"__self__": self.__self__, "_function": None}
 
 
-class PortableCache(DifferentiableCache):
-    """A quantized cache that is pickled with its attention, and allows a repeated call."""
+class PortableCache(QuantizedKVCache):  # type: ignore[misc]  # compressed-tensors has no types
+    """A quantized cache that passes gradients, is pickled with its attention, and called again."""
+
+    past_key_values: Any
+
+    def forward(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Quantize keys and values, and update the cache of the call, if it has one."""
+        attention = self.attn_module()
+        if not needs_gradients(attention, key_states, value_states):
+            return super().forward(key_states, value_states, *args, **kwargs)
+        how: QuantizationArgs = attention.quantization_scheme.input_activations
+        states = tuple(
+            stored_fake_quantize(attention, base, values, how)
+            for base, values in (("k", key_states), ("v", value_states))
+        )
+        held, self.past_key_values = self.past_key_values, None
+        return states if held is None else held().update(*states, *args, **kwargs)
 
     def add_past_key_values(self, past_key_values: Any) -> None:
         """Set the cache of a call, unless it is a stand-in for this quantized cache itself."""
-        again = past_key_values is self or is_empty_cache_of(past_key_values, self)
-        super().add_past_key_values(None if again else past_key_values)
+        is_empty = isinstance(past_key_values, EmptyCache) and past_key_values._quantized is self
+        super().add_past_key_values(
+            None if is_empty or past_key_values is self else past_key_values
+        )
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "attn_module": self.attn_module(), "past_key_values": None}

@@ -51,12 +51,7 @@ def previous_quantizer(
 ) -> Quantizer | None:
     """The modifier that leaves ``module`` to ``later``; ``None`` if no other modifier has it.
 
-    Args:
-        state: the session's state.
-        module: the module that the later modifier is to quantize.
-        name: name of the module.
-        scheme: the scheme of the later modifier.
-        later: the later modifier.
+    ``name`` is that of the module, ``scheme`` that of the later modifier.
 
     Raises:
         TargetError: another modifier quantizes it and cannot leave it.

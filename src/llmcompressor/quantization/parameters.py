@@ -21,8 +21,9 @@ from llmcompressor.numerics.scales import (
     parameter_dtype,
     scales_from_range,
 )
-from llmcompressor.observers.base import OBSERVERS, Observer, RangeObserver
+from llmcompressor.observers.base import OBSERVERS, Observer
 from llmcompressor.observers.canonical import Range, to_canonical
+from llmcompressor.observers.min_max import RangeObserver
 from llmcompressor.runtime.memory import release_clean_pages
 from llmcompressor.schemes.bridge import (
     default_observer,
@@ -152,29 +153,29 @@ def weight_amax_with_headroom(weight_RC: Tensor, args: QuantizationArgs) -> Tens
     Its absolute maximum; more if the observer also tries ranges beyond the extremes: a global scale
     without headroom would clip such scales (arXiv:2512.02010, which leaves 448/256).
     """
+    options = _weight_observer(args).options
+    return weight_amax(weight_RC) * max(1.0, float(getattr(options, "expand", 1.0)))
+
+
+def _weight_observer(args: QuantizationArgs) -> Observer:
     name = default_observer(args, "weight")
     assert name is not None, "weights are never quantized dynamically"
-    observer = Observer.load_from_registry(name, base_name="weight", args=args)
-    return weight_amax(weight_RC) * max(1.0, float(getattr(observer.options, "expand", 1.0)))
+    return Observer.load_from_registry(name, base_name="weight", args=args)
 
 
 def check_observers(resolved: ResolvedSchemes, modifier: str = "") -> None:
     """Construct every observer that will be needed, which checks its name and options.
 
-    Args:
-        resolved: the schemes of the modifier.
-        modifier: its name; omitted in its constructor, where the error gets it elsewhere.
-
     Raises:
-        RecipeError: an observer is unknown, or it does not have one of its options.
+        RecipeError: an observer is unknown, or it does not have one of its options. It begins with
+            the modifier's name if that is given.
     """
     wanted = [("kv_cache_scheme", "k", resolved.kv_cache_scheme)]
     for (group, argument), where in resolved.observer_fields.items():
-        base_name = BASE_NAMES[argument]
-        wanted.append((where, base_name, getattr(resolved.groups[group], argument)))
+        wanted.append((where, BASE_NAMES[argument], getattr(resolved.groups[group], argument)))
     for where, base_name, args in wanted:
         name = None if args is None else default_observer(args, base_name)
-        if args is None or name is None:
+        if name is None:
             continue
         try:
             Observer.load_from_registry(name, base_name=base_name, args=args)
@@ -199,10 +200,10 @@ def observe_weight(
     importance_C: Tensor | None = None,
     found: Range | None = None,
 ) -> WeightParameters:
-    """Compute the parameters of a weight with the observer named in its arguments.
+    """Compute the parameters of a weight, ``[R, C]``, with the observer named in its arguments.
 
     Args:
-        weight_RC: the weight, ``[R, C]``.
+        weight_RC: the weight.
         args: how to quantize it.
         global_scale: global scale of its fused set; its own if ``None``.
         importance_C: mean square of the inputs per column, for importance-weighted observers.
@@ -219,9 +220,7 @@ def observe_weight(
         if not is_finite(parameters.scale):
             raise NonFiniteError(f"A scale of the weight does not fit {parameters.scale.dtype}.")
         return parameters
-    name = default_observer(args, "weight")
-    assert name is not None, "weights are never quantized dynamically"
-    observer = Observer.load_from_registry(name, base_name="weight", args=args)
+    observer = _weight_observer(args)
     observer.importance = importance_C
     observer.observe(weight_RC)
     if needs_global_scale(args) and global_scale is None:
@@ -233,9 +232,8 @@ def observe_weight(
 def weight_range(weight_RC: Tensor, args: QuantizationArgs) -> Range | None:
     """Minimum and maximum of each cell of a weight, in the shape of its scales.
 
-    Returns:
-        ``None`` if its observer uses more than the extremes (:func:`uses_only_extremes`). On
-        symmetric grids both bounds have the largest absolute value.
+    ``None`` if its observer uses more than the extremes (:func:`uses_only_extremes`). On symmetric
+    grids both bounds have the largest absolute value.
     """
     if not uses_only_extremes(args):
         return None
@@ -264,12 +262,7 @@ def min_max_parameters(
     """The same as :func:`observe_weight` for min-max observers, without its checks.
 
     Nothing here synchronizes with an accelerator, so that it can run in every forward.
-
-    Args:
-        weight_RC: the weight, ``[R, C]``.
-        args: how to quantize it.
-        global_scale: global scale of its fused set; its own if ``None``.
-        stored_in: dtype of the scales, if ``weight_RC`` is temporarily in another one.
+    ``stored_in`` is the dtype of the scales, if ``weight_RC`` is temporarily in another one.
     """
     weight_RC = weight_RC.detach()
     found = to_canonical(weight_RC, "weight", args).range_for_scales
@@ -284,15 +277,7 @@ def range_parameters(
     *,
     stored_in: torch.dtype | None = None,
 ) -> WeightParameters:
-    """The parameters of a weight whose values lie within ``found``.
-
-    Args:
-        found: minimum and maximum of each cell, in the shape of its scales.
-        weight_RC: the weight, for its dtype.
-        args: how to quantize it.
-        global_scale: global scale of its fused set; its own if ``None``.
-        stored_in: dtype of the scales, if ``weight_RC`` is temporarily in another one.
-    """
+    """The parameters of a weight whose cells have these extremes."""
     if needs_global_scale(args) and global_scale is None:
         amax = torch.maximum(-found.minimum.amin(), found.maximum.amax())
         global_scale = global_scale_from_amax(amax.float())

@@ -15,20 +15,20 @@ reads ``self.weight`` is supported, gradients go to the parameter, and no name c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, ClassVar
 from weakref import ref
 
 import torch
-from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+from compressed_tensors.quantization import QuantizationArgs
 from pydantic import Field, PrivateAttr
 from torch import Tensor
 from torch.nn import Module
 
 from llmcompressor.core.contract import MOVED_TO_THE_RUN, RecipeRules, Traits
 from llmcompressor.core.events import Event, EventType
-from llmcompressor.core.modifier import Modifier
 from llmcompressor.core.state import State
 from llmcompressor.errors import InputError, LifecycleError, RecipeError, TargetError
 from llmcompressor.logger import logger
@@ -45,7 +45,6 @@ from llmcompressor.modeling.sharded import (
 from llmcompressor.numerics.straight_through import with_zero_gradients
 from llmcompressor.observers.tokens import token_mask
 from llmcompressor.quantization.attach import (
-    attach_attention,
     attach_linear,
     enable_attention_hooks,
 )
@@ -68,9 +67,7 @@ __all__ = ["QuantizationAwareTraining", "TrainableMixin", "all_gather_statistics
 def all_gather_statistics(values: list[Any]) -> list[list[Any]]:
     """``values`` of every process in rank order; those of this process alone without a group.
 
-    Args:
-        values: tuples of tensors, or ``None``; equally many on every process. They are small:
-            ranges or histograms.
+    They are tuples of small tensors, or ``None``; equally many on every process.
     """
     distributed = torch.distributed
     alone = not (distributed.is_available() and distributed.is_initialized())
@@ -78,14 +75,13 @@ def all_gather_statistics(values: list[Any]) -> list[list[Any]]:
         return [values]
     devices = [None if value is None else value[0].device for value in values]
     ranks: list[Any] = [None] * distributed.get_world_size()
-    distributed.all_gather_object(ranks, [_moved(value, None) for value in values])
-    return [
-        [_moved(value, device) for value, device in zip(one, devices, strict=True)] for one in ranks
-    ]
 
+    def moved(given: list[Any], to: Sequence[Any]) -> list[Any]:
+        pairs = zip(given, to, strict=True)
+        return [one and tuple(part.to(device) for part in one) for one, device in pairs]
 
-def _moved(value: Any, device: torch.device | None) -> tuple[Tensor, ...] | None:
-    return None if value is None else tuple(part.to(device or "cpu") for part in value)
+    distributed.all_gather_object(ranks, moved(values, ["cpu"] * len(values)))
+    return [moved(one, devices) for one in ranks]
 
 
 # --------------------
@@ -103,52 +99,31 @@ _KINDS = {"q": "query", "k": "key", "v": "value"}
 
 
 class QuantizationAwareTraining:
-    """The fake quantization of one modifier during training.
+    """The fake quantization of the modules of one modifier during training."""
 
-    Args:
-        modifier: the modifier that registers the hooks.
-        schemes: Linear or Embedding → its scheme.
-        attention: attention module → the arguments of its states, and whether queries are included.
-        names: the names of all of them.
-        fused: module → the modules that share a global scale with it, including itself.
-        learned: whether static scales are learned.
-        calibration_steps: optimizer steps in which static activations are only observed.
-        update: interval between searches for weight scales, as in the modifier's field.
-    """
-
-    def __init__(
-        self,
-        modifier: Modifier,
-        schemes: Mapping[Module, QuantizationScheme],
-        attention: Mapping[Module, tuple[QuantizationArgs, bool]],
-        names: Mapping[Module, str],
-        fused: Mapping[Module, tuple[Module, ...]],
-        *,
-        learned: bool,
-        calibration_steps: int,
-        update: float | None,
-    ) -> None:
+    def __init__(self, modifier: TrainableMixin) -> None:
         self._modifier = modifier
-        self._schemes, self._attention, self._names = schemes, attention, names
-        self._update = update
+        self._schemes, self._names = modifier._schemes, modifier._names
+        self._attention = {one: modifier._attention_args(one) for one in modifier._attention}
         weights = {
             module: scheme.weights
-            for module, scheme in schemes.items()
+            for module, scheme in self._schemes.items()
             if scheme.weights is not None
         }
+        learned, follow = modifier.learned_scales, modifier.update is None
         self.weights = WeightFakeQuantizer(
-            weights, names, fused, learned=learned, follow=update is None
+            weights, self._names, modifier._fused, learned=learned, follow=follow
         )
         self._activations: dict[Module, dict[str, ActivationFakeQuantizer]] = {}
         for module, base, args in self._wanted():
-            one = ActivationFakeQuantizer(module, names[module], base, args, learned=learned)
+            one = ActivationFakeQuantizer(module, self._names[module], base, args, learned=learned)
             self._activations.setdefault(module, {})[base] = one
-        self._steps_left = calibration_steps if self._static else 0
-        self._learned, self._learning = learned, set[Module]()
+        self._steps_left = modifier.num_calibration_steps if self._static else 0
+        self._learning: set[Module] = set()
         if learned:
             self._learning.update(one.module for one in self._each() if one.learned)
-            self._learning.update(module for module in schemes if module in self.weights)
-        self._is_begun = self._is_frozen = self._in_batch = False
+            self._learning.update(self.weights)
+        self.is_begun = self._is_frozen = self._in_batch = False
         self._last_step = self._steps = 0
         self._mask: Tensor | None = None
         self._shadowed: dict[Module, Any] = {}
@@ -158,14 +133,9 @@ class QuantizationAwareTraining:
         self._rounding_steps, self._looked = 0, False
 
     @property
-    def is_begun(self) -> bool:
-        """True once the schedule has reached its start."""
-        return self._is_begun
-
-    @property
     def is_rounding(self) -> bool:
         """True if forwards are fake-quantized: training has started and scales are known."""
-        return self._is_begun and self._steps_left <= 0
+        return self.is_begun and self._steps_left <= 0
 
     # ------------------------------------------------------------------ set-up
 
@@ -200,7 +170,7 @@ class QuantizationAwareTraining:
 
     def hook_modules(self, state: State) -> None:
         """Register the forward hooks of all modules."""
-        self._is_begun = True
+        self.is_begun = True
         reset_compiled()
         for module in self._schemes:
             self._hook(module)
@@ -208,7 +178,7 @@ class QuantizationAwareTraining:
             enable_attention_hooks(state.model, module, queries=queries)
             module.quantization_enabled = False  # type: ignore[assignment]  # our hooks round
             for base in self._activations[module]:
-                hook = exclude_from_compile(self._states_hook(base))
+                hook = exclude_from_compile(partial(self._on_states, base))
                 self._modifier.register_hook(module, hook, _KINDS[base])
 
     def _hook(self, module: Module) -> None:
@@ -239,8 +209,8 @@ class QuantizationAwareTraining:
         self._last_step = event.global_step
         self._steps += 1
         due = self._steps % _SEARCH_EVERY == 0
-        if self._update is not None:
-            due = event.should_update(self._modifier.start, None, self._update)
+        if self._modifier.update is not None:
+            due = event.should_update(self._modifier.start, None, self._modifier.update)
         if self._static and not self._is_frozen:
             self._commit()
         if due:
@@ -251,8 +221,20 @@ class QuantizationAwareTraining:
             self._check_unused_modules(event)
         if self._steps_left > 0:
             self._steps_left -= 1
-            if not self._steps_left:
-                self._start_rounding()
+            if self._steps_left:
+                return
+            reset_compiled()
+            if left := self.unreached():
+                logger.warning(
+                    f"No token has reached {join_names(left)} yet: they are fake-quantized once "
+                    "one has."
+                )
+            logger.info(f"{len(self._names)} modules are fake-quantized from here on.")
+
+    def _commit(self) -> None:
+        ranks = all_gather_statistics([one.collected() for one in self._static])
+        for one, seen in zip(self._static, zip(*ranks, strict=True), strict=True):
+            one.commit(seen)
 
     def batch_end(self) -> None:
         """Handle the end of a batch: later forwards, such as an evaluation, are not observed."""
@@ -267,11 +249,7 @@ class QuantizationAwareTraining:
         self.weights.share()
 
     def _check_unused_modules(self, event: Event) -> None:
-        """Check after the first step, and once more later, that all modules are being rounded.
-
-        Raises:
-            InputError: no hook of any module was called.
-        """
+        """Check after the first step, and once more later, that all modules are being rounded."""
         self._rounding_steps += 1
         if self._rounding_steps == 1 and len(self.weights) and not self._rounded:
             raise InputError(
@@ -293,21 +271,6 @@ class QuantizationAwareTraining:
             )
         self._looked = True
 
-    def _commit(self) -> None:
-        ranks = all_gather_statistics([one.collected() for one in self._static])
-        for one, seen in zip(self._static, zip(*ranks, strict=True), strict=True):
-            one.commit(seen)
-
-    def _start_rounding(self) -> None:
-        reset_compiled()
-        left = [f"{one.name} ({one.base})" for one in self._static if not one.is_known]
-        if left:
-            logger.warning(
-                f"No token has reached {join_names(left)} yet: they are fake-quantized once one "
-                "has."
-            )
-        logger.info(f"{len(self._names)} modules are fake-quantized from here on.")
-
     # ------------------------------------------------------------------ hooks
 
     def _before(self, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -318,7 +281,7 @@ class QuantizationAwareTraining:
             if module in self._learning and torch.is_grad_enabled():
                 steps = [getattr(module, name) for name in self._step_names(module)]
                 self._shadow(module, with_zero_gradients(weight_of(module), *steps))
-            if self._is_begun:
+            if self.is_begun:
                 self._observe(module, "input", first_tensor(args, kwargs))
             return None
         if module in self.weights:
@@ -339,19 +302,16 @@ class QuantizationAwareTraining:
     def _after(self, module: Module, args: tuple[Any, ...], output: Any) -> Any:
         self._unshadow(module)
         one = self._activations.get(module, {}).get("output")
-        if one is None or not isinstance(output, Tensor) or not self._is_begun:
+        if one is None or not isinstance(output, Tensor) or not self.is_begun:
             return None
         self._observe(module, "output", output)
         return one(output) if self.is_rounding else None
 
-    def _states_hook(self, base: str) -> Callable[[Module, Tensor], Tensor | None]:
-        def on_states(module: Module, states: Tensor) -> Tensor | None:
-            if module not in self._activations:
-                return None
-            self._observe(module, base, states)
-            return self._activations[module][base](states) if self.is_rounding else None
-
-        return on_states
+    def _on_states(self, base: str, module: Module, states: Tensor) -> Tensor | None:
+        if module not in self._activations:
+            return None
+        self._observe(module, base, states)
+        return self._activations[module][base](states) if self.is_rounding else None
 
     def _observe(self, module: Module, base: str, x: Tensor | None) -> None:
         if x is None or not self._in_batch or self._is_frozen:
@@ -520,7 +480,7 @@ class TrainableMixin(QuantizationMixin):
         if self.learned_scales:
             if any(weight_of(module).is_meta for module in self._schemes):
                 raise _unlearnable_error("the weights of this run are loaded block by block")
-            self._aware = self._make_training()
+            self._aware = QuantizationAwareTraining(self)
             self._aware.register()
         return done
 
@@ -575,7 +535,7 @@ class TrainableMixin(QuantizationMixin):
 
     def _begin(self, state: State, event: Event) -> None:
         if self._aware is None:
-            self._aware = self._make_training()
+            self._aware = QuantizationAwareTraining(self)
         self._aware.begin(state, event)
         if event.type_ is EventType.BATCH_START:
             self._aware.batch_start(state, event)
@@ -635,9 +595,7 @@ class TrainableMixin(QuantizationMixin):
             with full_shapes_reported(module):
                 attach_linear(module, scheme, parameters, static[module])
         for module in self._attention:
-            args, queries = self._attention_args(module)
-            scheme = getattr(module, "quantization_scheme", None) if queries else None
-            attach_attention(module, args, static[module], scheme)
+            self._attach_attention(module, static[module])
         self._shared.keep(self._attention)
         blocks = state.run.block_source
         self._shared.attach(self._shared.names, lambda source: self.adopt(state, [source]), blocks)
@@ -660,14 +618,14 @@ class TrainableMixin(QuantizationMixin):
         """Restore fake quantization as saved, or to its state before the start."""
         if saved:
             if self._aware is None:
-                self._aware = self._make_training()
+                self._aware = QuantizationAwareTraining(self)
             self._aware.load_state_dict(state, saved)
         elif self._aware is not None and self._is_training_active:
             self.remove_hooks()
             self._aware.clear()
             self._aware = None
             if self.learned_scales:  # their parameters stay on the model
-                self._aware = self._make_training()
+                self._aware = QuantizationAwareTraining(self)
                 self._aware.watch()
 
     def figures(self, state: State) -> dict[str, float]:
@@ -676,30 +634,13 @@ class TrainableMixin(QuantizationMixin):
 
     # ------------------------------------------------------------------ helpers
 
-    def _make_training(self) -> QuantizationAwareTraining:
-        return QuantizationAwareTraining(
-            self,
-            self._schemes,
-            {module: self._attention_args(module) for module in self._attention},
-            self._names,
-            self._fused,
-            learned=self.learned_scales,
-            calibration_steps=self.num_calibration_steps,
-            update=self.update,
-        )
-
     def _check_training(self) -> None:
-        """Refuse options that only work in calibration.
-
-        Raises:
-            RecipeError: an observer needs statistics that training does not collect.
-        """
-        weighing: Iterable[Module] = (
-            module
+        """Refuse observers that need statistics that training does not collect."""
+        names = [
+            self._names[module]
             for module, scheme in self._schemes.items()
             if needs_input_importance(scheme.weights)
-        )
-        names = [self._names[module] for module in weighing]
+        ]
         if names:
             raise RecipeError(
                 f"The weight observer of {join_names(names)} weighs errors by calibration data, "

@@ -61,11 +61,7 @@ class SharedKVCaches:
         return isinstance(other, SharedKVCaches) and vars(self) == vars(other)
 
     def planned(self, tensors: Mapping[Module, Mapping[str, Tensor]]) -> list[PlannedModule]:
-        """The entries of these modules in the checkpoint.
-
-        Args:
-            tensors: the tensors of the attention that they read from, on the meta device.
-        """
+        """The entries in the checkpoint, from the meta tensors of their sources."""
         return [
             PlannedModule(
                 name,
@@ -88,10 +84,8 @@ class SharedKVCaches:
     ) -> None:
         """Give modules that share a cache the scales of the attention that they read from.
 
-        Args:
-            modules: of a block, or of the model.
-            adopt: marks that attention as quantized; its values were written by an earlier run.
-            blocks: the blocks of that run.
+        ``adopt`` marks that attention as quantized if its values were written by an earlier run,
+        whose finished ones ``blocks`` are.
         """
         for module, source in self._shared_pairs(modules):
             if source not in self._states:
@@ -103,12 +97,7 @@ class SharedKVCaches:
             self._mark(module, source, {own: one.to(device, copy=True) for own, one in kept})
 
     def mark(self, modules: Iterable[Module], adopt: Callable[[Module], None]) -> None:
-        """Mark modules that share a cache as quantized; their values are already on disk.
-
-        Args:
-            modules: of a block, or of the model.
-            adopt: does the same for the attention they read from.
-        """
+        """Mark modules that share a cache, after their sources; the values are already on disk."""
         for module, source in self._shared_pairs(modules):
             adopt(source)
             forms = _states_of(source)

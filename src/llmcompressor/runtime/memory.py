@@ -41,10 +41,7 @@ def malloc_trim(*, at_least: int = TOLERATED) -> None:
 
     Long-lived activations and short-lived temporaries lie side by side in the heap, and glibc only
     shrinks it from its end. Without this call a run would hold far more memory than it uses.
-
-    Args:
-        at_least: do nothing if fewer bytes were freed since the last call; 0 to return memory
-            always.
+    Nothing happens if fewer bytes than ``at_least`` were freed since the last call; 0 is always.
     """
     global _kept_anyway  # noqa: PLW0603 - the heap belongs to the process too
     library = _library()
@@ -71,11 +68,7 @@ class _Heap(ctypes.Structure):
 
 
 def _unused_heap_bytes(library: ctypes.CDLL) -> float:
-    """Return the bytes of private memory that the C library has not handed out.
-
-    That is freed memory held by the heap, and memory allocated by others: stacks, Python's small
-    objects.
-    """
+    """Private memory that the C library has not handed out: freed, stacks, Python's objects."""
     look = getattr(library, "mallinfo2", None)
     if look is None:  # glibc before 2.33: unknown, so memory is returned each time
         return math.nan
@@ -90,10 +83,6 @@ def release_pages(address: int, nbytes: int) -> None:
 
     Written data stays in the file, and the page cache writes it to disk when it needs the memory.
     Data that is read again is loaded again. Pages at the ends that are shared with others are kept.
-
-    Args:
-        address: the address of the first byte.
-        nbytes: the number of bytes.
     """
     library = _library()
     if library is None or not hasattr(mmap, "MADV_DONTNEED"):
@@ -158,11 +147,8 @@ def free_host_memory(groups: Path = _GROUPS, own: Path = _OWN_GROUPS) -> int:
     """Return the bytes that this process can still allocate before the kernel kills it or swaps.
 
     That is the machine's free memory, or what is left of a control group's limit if that is less,
-    as in a container. Cached files that are not in use count as free.
-
-    Args:
-        groups: the mount point of control groups.
-        own: the kernel's list of this process's groups.
+    as in a container. Cached files that are not in use count as free. ``groups`` is the mount point
+    of control groups, ``own`` the kernel's list of this process's.
     """
     free = int(psutil.virtual_memory().available)
     return max(0, min([free, *_free_in_cgroups(groups, own)]))
@@ -205,9 +191,6 @@ def free_device_memory(device: torch.device | int) -> int:
 
     That is the device's free memory plus the memory cached by torch's allocator and used by no
     tensor. The device counts the cache as used, and it grows to the highest peak so far.
-
-    Args:
-        device: the device, or its index.
     """
     index = device if isinstance(device, int) else device.index
     if index is None:

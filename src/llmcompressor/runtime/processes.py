@@ -96,9 +96,7 @@ class Processes:
     def all_gather(self, on: str, value: Any = None) -> list[Any]:
         """Gather a small value of each process, in the order of their ranks.
 
-        Args:
-            on: the subject; all processes must call with the same subjects in the same order.
-            value: this process's value.
+        All processes must call with the same subjects ``on`` in the same order.
 
         Raises:
             ProcessError: another process has failed, has ended, or has another subject.
@@ -123,13 +121,8 @@ class Processes:
     def pooled(self, batches: Sequence[Any], digest: str) -> tuple[Sequence[Any], int]:
         """Return the batches of all processes in the order of their ranks, in main memory.
 
-        Args:
-            batches: the batches of this process.
-            digest: the hash of their values.
-
-        Returns:
-            The batches, with equal ones of several processes once, and the number of different
-            sets; this process's own batches if all are equal.
+        Equal ones of several processes, by the hash ``digest`` of their values, occur once. Also
+        the number of different sets; if all are equal, the batches are this process's own.
         """
         digests = self.all_gather("calibration data", digest)
         first = [digests.index(each) for each in dict.fromkeys(digests)]
@@ -154,12 +147,9 @@ class Processes:
 
 @contextmanager
 def write_once(place: Path) -> Iterator[bool]:
-    """Yield True in the one process that is to write; the others wait until it has written.
+    """Yield True in the one process that is to write ``place``; others wait until it has written.
 
     The first process to arrive writes. A place may also be written by some of the processes only.
-
-    Args:
-        place: the path to write.
 
     Raises:
         ProcessError: the writing process has failed.

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from typing import Protocol
 
@@ -87,21 +87,6 @@ def _minutes(seconds: float) -> str:
     return f"{int(seconds) // 60}:{int(seconds) % 60:02d}"
 
 
-def _display() -> Progress:
-    """Create a display on standard error: description, bar, count, times and note."""
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(bar_width=24),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TextColumn("left"),
-        TimeRemainingColumn(),
-        TextColumn("[dim]{task.fields[note]}"),
-        console=Console(stderr=True),
-        transient=True,
-    )
-
-
 @contextmanager
 def progress(
     total: int,
@@ -112,56 +97,35 @@ def progress(
 ) -> Iterator[Advance]:
     """Show the progress of a job of ``total`` steps while the body runs.
 
-    Args:
-        total: the number of steps.
-        description: the job, in a word or two.
-        terminal: show a bar (true) or log lines (false); by default a bar if standard error is a
-            terminal.
-        clock: a clock in seconds, for the log lines.
-
-    Yields:
-        ``advance(by=1, note=None)``, which counts ``by`` steps as done and shows ``note``, usually
-        the name of the current module.
+    A bar (``terminal`` true; by default if standard error is one) or log lines by a clock in
+    seconds. Yields ``advance(by=1, note=None)``, which counts ``by`` steps as done and shows
+    ``note``, usually the name of the current module.
     """
-    if is_quiet():
-        yield _LogLines(total, description, clock)  # logs nothing
-        return
     display = _shown.get()
-    if display is None:
-        terminal = Console(stderr=True).is_terminal if terminal is None else terminal
-        if not terminal:
-            yield _LogLines(total, description, clock)
-            return
-        display = _display()
-        with display:
-            _shown.set(display)
-            try:
-                yield _ProgressLine(display, total, description)
-            finally:
-                _shown.set(None)
+    terminal = Console(stderr=True).is_terminal if terminal is None else terminal
+    if is_quiet() or (display is None and not terminal):
+        yield _LogLines(total, description, clock)  # which are not shown if quiet
         return
-    line = _ProgressLine(display, total, description)
-    try:
-        yield line
-    finally:
-        line.remove()
+    with ExitStack() as stack:
+        if display is None:
+            columns = (
+                *(TextColumn("{task.description}"), BarColumn(bar_width=24), MofNCompleteColumn()),
+                *(TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn()),
+                TextColumn("[dim]{task.fields[note]}"),
+            )
+            shown = Progress(*columns, console=Console(stderr=True), transient=True)
+            display = stack.enter_context(shown)
+            _shown.set(display)
+            stack.callback(_shown.set, None)
+        line = display.add_task(description, total=total, note="")
+        stack.callback(display.remove_task, line)
 
+        def advance(by: int = 1, note: str | None = None) -> None:
+            if note is not None:
+                display.update(line, note=note)
+            display.advance(line, by)
 
-class _ProgressLine:
-    """A line of the progress display."""
-
-    def __init__(self, display: Progress, total: int, description: str) -> None:
-        self._display = display
-        self._id = display.add_task(description, total=total, note="")
-
-    def __call__(self, by: int = 1, note: str | None = None) -> None:
-        if note is not None:
-            self._display.update(self._id, note=note)
-        self._display.advance(self._id, by)
-
-    def remove(self) -> None:
-        """Remove the line from the display."""
-        self._display.remove_task(self._id)
+        yield advance
 
 
 @contextmanager

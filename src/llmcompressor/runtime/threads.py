@@ -106,14 +106,11 @@ _standing_by = False
 
 
 def parallel_for(work: Callable[[T], None], items: Sequence[T]) -> None:
-    """Call ``work`` for every item, several at a time, each on a single thread.
+    """Call ``work`` for every item, large ones first, several at a time, each on a single thread.
 
-    An item's result does not depend on the number of threads. The calling thread takes part, since
-    waiting for others costs as much as the product of small matrices.
-
-    Args:
-        work: the function to call; it must not depend on the order of the items.
-        items: the items, large ones first.
+    An item's result does not depend on the number of threads, nor may it on the order of the items.
+    The calling thread takes part, since waiting for others costs as much as the product of small
+    matrices.
     """
     before = torch.get_num_threads()
     threads = 1 if getattr(_here, "is_piece", False) else max(before, _allowed)
@@ -128,7 +125,11 @@ def parallel_for(work: Callable[[T], None], items: Sequence[T]) -> None:
     def take_turns() -> None:
         _here.is_piece = True
         try:
-            for item in _pop_items(left):
+            while True:
+                try:
+                    item = left.popleft()
+                except IndexError:
+                    return
                 torch.set_num_threads(1)  # each time: part of this setting is global to the process
                 work(item)
         except BaseException:
@@ -160,29 +161,13 @@ def run_serially() -> Iterator[None]:
         _here.is_piece = outer
 
 
-def _pop_items(left: deque[T]) -> Iterator[T]:
-    """Yield items, each to one of the threads that iterate."""
-    while True:
-        try:
-            item = left.popleft()
-        except IndexError:
-            return
-        yield item
-
-
 def parallel_spans(
     work: Callable[[slice], None], length: int, device: torch.device, *, width: int = SPAN
 ) -> None:
-    """Call ``work`` for spans of a dimension whose elements are independent.
+    """Call ``work`` for spans of a dimension of ``length`` independent elements.
 
-    On the CPU the spans depend on ``length`` alone, each on one thread; elsewhere there is one
-    span.
-
-    Args:
-        work: the function to call with a span.
-        length: the size of the dimension.
-        device: the device of the work.
-        width: the width of a span.
+    On the CPU the spans depend on ``length`` and ``width`` alone, each on one thread; elsewhere
+    there is one span.
     """
     if device.type != "cpu":
         work(slice(None))

@@ -103,7 +103,7 @@ class ModuleSparsificationInfo:
     @property
     def params_sparse_percent(self) -> float:
         """Percentage of zeros in the trainable parameters."""
-        return _percent(self.params_sparse, self.params_total)
+        return 100.0 * self.params_sparse / max(self.params_total, 1)
 
     @property
     def params_quantized(self) -> int:
@@ -119,7 +119,7 @@ class ModuleSparsificationInfo:
     @property
     def params_quantized_percent(self) -> float:
         """Quantized elements as a percentage of the trainable parameters."""
-        return _percent(self.params_quantized, self.params_total)
+        return 100.0 * self.params_quantized / max(self.params_total, 1)
 
     def __str__(self) -> str:
         summary = {
@@ -130,7 +130,3 @@ class ModuleSparsificationInfo:
             "quantized_percent": self.params_quantized_percent,
         }
         return json.dumps({"params_summary": summary})
-
-
-def _percent(part: int, of: int) -> float:
-    return 100.0 * part / max(of, 1)

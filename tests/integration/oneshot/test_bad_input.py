@@ -468,7 +468,7 @@ CASES = [
         "a token id above the vocabulary in a DataLoader",
         lambda _: {"dataset": loader([[5, 6], [7, 500]])},
         DatasetError,
-        ("500", "127", "batch 1"),
+        ("500", "127", "Batch 1"),
         reaches_model=True,
     ),
     *(

@@ -139,7 +139,7 @@ def test_a_file_that_cannot_be_read(texts, tmp_path):
     for name, content, message in [
         ("data.json", b'[{"text": ', "cannot be read as json"),
         ("data.json", b"3 4", "neither a list|is not JSON|cannot be read"),
-        ("data.jsonl", b'{"text": "a"}\n{"text": \n', "Line 2 of .*data.jsonl is not JSON"),
+        ("data.jsonl", b'{"text": "a"}\n{"text": \n', "data.jsonl cannot be read as json"),
         ("data.jsonl", b'{"text": "\xff\xfe"}\n', "cannot be read|is not JSON"),
         ("data.txt", b"\xff\xfe\x00", "cannot be read as text"),
         ("data.parquet", b"PAR1 not really", "cannot be read as parquet"),
@@ -150,7 +150,6 @@ def test_a_file_that_cannot_be_read(texts, tmp_path):
         ("data.csv", b"text;n\na, b;1\nc;2\n", r"seems to have ';'.*raw_kwargs=.'delimiter': ';'"),
         ("data.csv", b"n|text\n1|a\n", r"seems to have '\|'.*raw_kwargs"),
         ("data.csv", b"text,n\na;b,1,2\n", r"data.csv cannot be read as csv.*Length of header"),
-        ("data.csv", b"text,text\na,b\n", "names the column 'text' more than once"),
         ("data.json", b"3", "neither a list"),
         ("data.csv", b"text,n\na,1\nb,1,2\n", "Expected 2 fields in line 3, saw 3"),
         ("data.json", b'{"text": ["a", "b"], "n": [1]}', "text has 2, n has 1"),

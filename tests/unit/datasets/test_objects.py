@@ -275,7 +275,7 @@ class TestDataLoader:
     def test_its_token_ids_are_checked(self):
         loader = DataLoader([{"input_ids": torch.tensor([1, i])} for i in range(6)], batch_size=2)
         checked = load_calibration(DatasetArguments(dataset=loader), vocab_size=5)
-        with pytest.raises(DatasetError, match=r"Sample 1 of batch 2.*token id 5"):
+        with pytest.raises(DatasetError, match=r"Batch 2 .*token id 5 in its sample 1"):
             list(checked)
 
 
@@ -302,16 +302,15 @@ def test_batches_of_a_loader_that_cannot_be_used_are_one_error():
     for data, message in [
         ([{"input_ids": torch.ones(1, 3)}], r"batch 0 .* torch\.float32"),
         ([{"input_ids": torch.ones(3, dtype=torch.long)}], r"batch 0 .* shape \[3\]"),
-        ([{"input_ids": IDS[:, :0]}], r"batch 0 .* no token.* shape \[1, 0\]"),
-        ([{"input_ids": IDS[:0]}], r"batch 0 .* no token.* shape \[0, 3\]"),
-        ([{"input_ids": IDS.tolist()}], "batch 0 .* a list for its input_ids"),
-        ([{"input_ids": IDS.to("meta")}], "batch 0 .* meta device"),
-        ([{0: IDS}], "batch 0 .* 0 for the name of an input"),
-        ([{}], "batch 0 .* is empty"),
-        (of_ids(attention_mask=IDS[:, :2]), r"attention_mask of shape \[1, 2\].* \[1, 3\]"),
-        (of_ids(position_ids=IDS[:, :2]), r"position_ids of shape \[1, 2\].* \[1, 3\]"),
-        (of_ids(attention_mask=[[1, 1, 1]]), "a list for its attention_mask"),
-        (of_ids(attention_mask=IDS * float("nan")), "NaN in its attention_mask"),
+        ([{"input_ids": IDS[:, :0]}], r"batch 0 .* shape \[1, 0\]"),
+        ([{"input_ids": IDS[:0]}], r"batch 0 .* shape \[0, 3\]"),
+        ([{"input_ids": IDS.tolist()}], "batch 0 .* a list .*for its input_ids"),
+        ([{"input_ids": IDS.to("meta")}], "batch 0 .* a filled tensor"),
+        ([{0: IDS}], r"batch 0 .* names \[0\]"),
+        ([{}], r"batch 0 .* names \[\]"),
+        (of_ids(attention_mask=IDS[:, :2]), r"shape \[1, 2\] for its attention_mask.* \[1, 3\]"),
+        (of_ids(position_ids=IDS[:, :2]), r"shape \[1, 2\] for its position_ids.* \[1, 3\]"),
+        (of_ids(attention_mask=[[1, 1, 1]]), "a list .*for its attention_mask"),
         ([*of_ids(), {"input_ids": None}], "batch 1 .* has no input_ids"),
         ([*of_ids(), {"labels": IDS}], "batch 1 .* has no input_ids"),
         (Failing(), r"fails on batch 2: OSError: the disk is gone\."),

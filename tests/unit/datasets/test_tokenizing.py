@@ -203,7 +203,7 @@ class TestChat:
             ([5], "a int"),
         ]:
             rows = [{"messages": [{"role": "user", "content": content}]}]
-            with pytest.raises(DatasetError, match=f"sample 0, column 'messages'.*{message}"):
+            with pytest.raises(DatasetError, match=f"sample 0: Column 'messages'.*{message}"):
                 batches(rows)
 
 

@@ -9,8 +9,6 @@ from torch import Tensor
 
 from llmcompressor.numerics.gptq import (
     corrected_weight,
-    corrected_weight_with_retries,
-    residual_corrected_weight,
     ridge_for_tokens,
 )
 from llmcompressor.numerics.hessian import SingularHessianError
@@ -105,7 +103,7 @@ def test_what_a_sum_lacks_is_regressed_on_the_inputs(ridge: float) -> None:
     expected_RC = W_RC + torch.linalg.lstsq(stacked, wanted).solution.T
     missing_CR = Y_TC.T @ E_TR
     before_CR = missing_CR.clone()
-    found_RC = residual_corrected_weight(W_RC, Y_TC.T @ Y_TC, missing_CR, ridge)
+    found_RC = corrected_weight(W_RC, Y_TC.T @ Y_TC, None, ridge, missing_CR=missing_CR)
     assert torch.allclose(found_RC, expected_RC, atol=1e-9)
     assert torch.equal(missing_CR, before_CR)
 
@@ -122,13 +120,13 @@ def test_a_ridge_that_is_too_small_is_raised_tenfold() -> None:
     assert -1 < least < -0.1
     expected_RC = corrected_weight(W_RC, G_CC, cross_CC, 1.0)
     for raised in (
-        corrected_weight_with_retries(W_RC, G_CC, cross_CC, 0.01),
-        residual_corrected_weight(W_RC, G_CC, missing_CR, 0.01),
+        corrected_weight(W_RC, G_CC, cross_CC, 0.01),
+        corrected_weight(W_RC, G_CC, None, 0.01, missing_CR=missing_CR),
     ):
         assert torch.allclose(raised, expected_RC, atol=1e-9)
     for too_few in (
-        lambda: corrected_weight_with_retries(W_RC, G_CC, cross_CC, 0.01, steps=2),
-        lambda: residual_corrected_weight(W_RC, G_CC, missing_CR, 0.01, steps=2),
+        lambda: corrected_weight(W_RC, G_CC, cross_CC, 0.01, steps=2),
+        lambda: corrected_weight(W_RC, G_CC, None, 0.01, missing_CR=missing_CR, steps=2),
     ):
         with pytest.raises(SingularHessianError, match="positive definite"):
             too_few()

@@ -12,12 +12,16 @@ from llmcompressor.numerics.gram import (
     TokenBuffer,
     add_cross_product,
     add_residual_product,
-    add_symmetric_product,
     add_upper_product,
     mirror_upper_,
 )
 
 T, C = 600, 48
+
+
+def add_symmetric_product(total_CC: Tensor, x_TC: Tensor) -> None:
+    add_upper_product(total_CC, x_TC)
+    mirror_upper_(total_CC)
 
 
 def inputs(dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:

@@ -11,7 +11,6 @@ from llmcompressor.numerics.hadamard import hadamard, random_orthogonal
 from llmcompressor.numerics.rotation import (
     Rotation,
     cayley_step,
-    orthogonality_error,
     rotated_bias,
     rotated_weight,
 )
@@ -116,8 +115,7 @@ def test_many_steps_stay_orthogonal(dtype: torch.dtype) -> None:
     Q, momentum = torch.eye(16).double(), torch.zeros(16, 16).double()
     for _ in range(500):
         Q, momentum = cayley_step(Q, 10 * torch.randn(16, 16, dtype=dtype), momentum, 1.5)
-    assert orthogonality_error(Q) < 1e-6
-    assert orthogonality_error(Q) < 1e-12  # what is measured
+    assert float((Q @ Q.T - torch.eye(16)).abs().max()) < 1e-12
 
 
 def test_it_finds_the_rotation_between_two_sets_of_points() -> None:

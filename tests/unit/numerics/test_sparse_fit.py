@@ -12,7 +12,7 @@ from torch import Tensor
 
 from llmcompressor.numerics.hessian import damp, upper_factor
 from llmcompressor.numerics.masks import NofM, Share, Sparsity
-from llmcompressor.numerics.sparse_fit import refit, sparse_fit
+from llmcompressor.numerics.sparse_fit import sparse_fit
 from llmcompressor.numerics.sparsegpt import sparse_sweep
 
 R, C = 24, 64
@@ -103,6 +103,7 @@ def test_the_choice_is_that_of_the_equations(penalties: list[float], relaxation:
 def test_it_comes_close_to_the_best_of_all_choices() -> None:
     """Eight columns in two groups of four: 36 choices for each row, all tried."""
     weight_RC, hessian_CC = problem(columns=8)
+    sparsity = Sparsity((Share(R, 0.5),), PAIRS)
     best_R = torch.full((R,), torch.inf)
     pairs = list(combinations(range(4), 2))
     for first in pairs:
@@ -110,10 +111,10 @@ def test_it_comes_close_to_the_best_of_all_choices() -> None:
             kept_C = torch.ones(8, dtype=torch.bool)
             kept_C[list(first)] = False
             kept_C[[4 + one for one in second]] = False
-            kept_RC = kept_C.expand(R, 8)
-            tried = refit(weight_RC, weight_RC * kept_RC, hessian_CC, kept_RC, steps=16)
+            gone_RC = ~kept_C.expand(R, 8)
+            tried = sparse_fit(weight_RC, hessian_CC, sparsity, rounds=0, steps=16, gone_RC=gone_RC)
+            assert torch.equal(tried.kept_RC, ~gone_RC)
             best_R = torch.minimum(best_R, tried.loss_R)
-    sparsity = Sparsity((Share(R, 0.5),), PAIRS)
     found = sparse_fit(weight_RC, hessian_CC, sparsity, rounds=30, steps=16)
     assert bool((found.loss_R > 0.999 * best_R).all())
     assert float(found.loss_R.sum()) < 1.5 * float(best_R.sum())

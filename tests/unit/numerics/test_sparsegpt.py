@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from llmcompressor.numerics.hessian import damp, upper_factor
-from llmcompressor.numerics.masks import NofM, Share, Sparsity
+from llmcompressor.numerics.masks import NofM, Share, Sparsity, keep_mask_by_group
 from llmcompressor.numerics.sparse_fit import sparse_fit
 from llmcompressor.numerics.sparsegpt import SparseResult, sparse_sweep
-from llmcompressor.numerics.wanda import wanda_mask, wanda_score
+from llmcompressor.numerics.wanda import wanda_prune, wanda_score
 
 R, C, B = 24, 64, 32
 PAIRS = NofM(2, 4)
@@ -111,7 +111,7 @@ def test_a_diagonal_hessian_leaves_what_is_kept(group: NofM | None) -> None:
             kept[least] = False
             kept_RB = kept.view(part_RB.shape)
         else:
-            kept_RB = wanda_mask(part_RB, 0.5, group)
+            kept_RB = keep_mask_by_group(part_RB.T, group).T.bool()
         assert torch.equal(found.kept_RC[:, lo : lo + B], kept_RB)
 
 
@@ -163,8 +163,7 @@ def test_magnitude_wanda_sweep_and_fit_come_in_this_order(group: NofM | None, se
     weight_RC, hessian_CC = problem(seed)
     choices = [torch.ones(C), hessian_CC.diagonal()]
     losses = [
-        loss(weight_RC * wanda_mask(wanda_score(weight_RC, one), 0.5, group), weight_RC, hessian_CC)
-        for one in choices
+        loss(wanda_prune(weight_RC, one, 0.5, group)[0], weight_RC, hessian_CC) for one in choices
     ]
     found = [
         swept(weight_RC, hessian_CC, half(group)),

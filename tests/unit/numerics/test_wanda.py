@@ -14,10 +14,10 @@ from llmcompressor.numerics.masks import (
     NofM,
     grow_masks,
     keep_mask_by_group,
+    keep_mask_by_row,
 )
 from llmcompressor.numerics.wanda import (
     owl_sparsities,
-    wanda_mask,
     wanda_prune,
     wanda_score,
 )
@@ -40,7 +40,11 @@ def test_a_weight_pruned_by_parts_is_what_the_choice_leaves(rows: int, group: No
     weight_RC, mean_square_C = torch.randn(rows, C).bfloat16(), torch.rand(C)
     pruned_RC, lost_R = wanda_prune(weight_RC, mean_square_C, 0.3, group)
     score_RC = wanda_score(weight_RC, mean_square_C)
-    kept_RC = wanda_mask(score_RC, 0.3, group)
+    kept_RC = (
+        keep_mask_by_row(score_RC, 0.3)
+        if group is None
+        else keep_mask_by_group(score_RC.T, group).T.bool()
+    )
     assert torch.equal(pruned_RC, weight_RC.masked_fill(~kept_RC, 0))
     assert pruned_RC.dtype == torch.bfloat16
     torch.testing.assert_close(lost_R, (score_RC * ~kept_RC).square().sum(-1))
@@ -49,7 +53,7 @@ def test_a_weight_pruned_by_parts_is_what_the_choice_leaves(rows: int, group: No
 @pytest.mark.parametrize("sparsity", [0.0, 0.25, 0.4, 1.0])
 def test_every_row_loses_its_least(sparsity: float) -> None:
     score_RC = torch.rand(R, C)
-    kept_RC = wanda_mask(score_RC, sparsity)
+    kept_RC = keep_mask_by_row(score_RC, sparsity)
     zeros = round(sparsity * C)
     for score_C, kept_C in zip(score_RC, kept_RC, strict=True):
         order = score_C.argsort()
@@ -64,7 +68,6 @@ def test_groups_are_those_of_pruning_over_time(group: NofM, ties: bool) -> None:
     if ties:
         score_RC = (score_RC * 3).floor()
     expected = next(grow_masks([LazyWeight.of(score_RC)], group, group.zeros / group.group))
-    assert torch.equal(wanda_mask(score_RC, 0.5, group), ~expected)
     found_CR = keep_mask_by_group(score_RC.T.contiguous(), group)
     assert torch.equal(found_CR.T, (~expected).float())
 

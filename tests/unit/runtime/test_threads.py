@@ -12,7 +12,7 @@ import torch
 from llmcompressor.numerics.gram import (
     add_cross_product,
     add_residual_product,
-    add_symmetric_product,
+    add_upper_product,
 )
 from llmcompressor.runtime.threads import one_thread, parallel_for, parallel_spans
 
@@ -78,7 +78,7 @@ def test_second_moments_do_not_depend_on_the_number_of_threads(tokens: int) -> N
         for threads in (1, 2, 3):
             torch.set_num_threads(threads)
             gram_CC, cross_CC = torch.zeros(320, 320), torch.zeros(320, 320)
-            add_symmetric_product(gram_CC, input_TC)
+            add_upper_product(gram_CC, input_TC)
             add_cross_product(cross_CC, input_TC, input_TC.flip(0))
             missing_RC = torch.zeros(150, 320)
             add_residual_product(missing_RC, weight_RC, input_TC, input_TC.flip(0))

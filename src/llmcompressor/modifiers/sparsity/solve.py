@@ -16,7 +16,7 @@ from llmcompressor.numerics.batching import (
     solve_batched_or_single,
     stack_float32_rows,
 )
-from llmcompressor.numerics.gptq import corrected_weight_with_retries, ridge_for_tokens
+from llmcompressor.numerics.gptq import corrected_weight, ridge_for_tokens
 from llmcompressor.numerics.hessian import (
     SingularHessianError,
     dead_columns,
@@ -108,7 +108,7 @@ def _solve_stacked(problems: Sequence[Problem], options: Options) -> list[Soluti
     if problems[0].cross_CC is not None:
         cross_CC = _stack([p.cross_CC for p in problems if p.cross_CC is not None])
         ridge = ridge_for_tokens(options.ridge, gram_CC, [problem.tokens for problem in problems])
-        weight_RC = corrected_weight_with_retries(weight_RC, gram_CC, cross_CC, ridge, steps=steps)
+        weight_RC = corrected_weight(weight_RC, gram_CC, cross_CC, ridge, steps=steps)
     weight_RC.masked_fill_(dead_columns(gram_CC).unsqueeze(-2), 0)
     sparsity = problems[0].sparsity
     if options.refinements == 0:
