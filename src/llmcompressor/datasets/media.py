@@ -21,12 +21,8 @@ _COLUMNS = {"image": "images", "video": "videos", "audio": "audio"}
 _SOURCES = ("url", "path", "base64")
 """Where a part may say what it shows, besides under its own type."""
 _OTHER_NAMES = {
-    "image": "images",
-    "images": "image",
-    "video": "videos",
-    "videos": "video",
-    "audio": "audios",
-    "audios": "audio",
+    **{"image": "images", "video": "videos", "audio": "audios"},
+    **{"images": "image", "videos": "video", "audios": "audio"},
 }
 _PLACEHOLDERS = {
     "image_token": ("image", "images"),

@@ -56,23 +56,16 @@ SEQUENCES = _MASKS.union(_PLACES, _TOKENS)
 
 MAIN_INPUTS = frozenset(
     {
-        "flattened_patches",
-        "input_features",
-        "input_ids",
-        "input_values",
-        "inputs_embeds",
-        "pixel_values",
+        *("flattened_patches", "input_features", "input_ids"),
+        *("input_values", "inputs_embeds", "pixel_values"),
     }
 )
 """A row with one of these, or with what the model calls so, needs no processor any more."""
 
 _BY_PRODUCTS = frozenset(
     {
-        "length",
-        "offset_mapping",
-        "overflow_to_sample_mapping",
-        "special_tokens_mask",
-        "token_type_ids",
+        *("length", "offset_mapping", "overflow_to_sample_mapping"),
+        *("special_tokens_mask", "token_type_ids"),
     }
 )
 """What tokenizers may add, and not every model takes."""

@@ -24,7 +24,6 @@ from llmcompressor.datasets.samples import (
     from_tokenized,
     num_tokens,
     pad,
-    token_list,
     token_sequences,
     truncate_all,
     without_batch_axis,
@@ -54,25 +53,11 @@ __all__ = [
 
 _OPTIONS = frozenset(
     {
-        "add_special_tokens",
-        "is_split_into_words",
-        "kwargs",
-        "max_length",
-        "pad_to_multiple_of",
-        "padding",
-        "padding_side",
-        "return_attention_mask",
-        "return_length",
-        "return_offsets_mapping",
-        "return_overflowing_tokens",
-        "return_special_tokens_mask",
-        "return_tensors",
-        "return_token_type_ids",
-        "self",
-        "stride",
-        "tokenizer_kwargs",
-        "truncation",
-        "verbose",
+        *("add_special_tokens", "is_split_into_words", "kwargs", "max_length"),
+        *("pad_to_multiple_of", "padding", "padding_side", "return_attention_mask"),
+        *("return_length", "return_offsets_mapping", "return_overflowing_tokens"),
+        *("return_special_tokens_mask", "return_tensors", "return_token_type_ids", "self"),
+        *("stride", "tokenizer_kwargs", "truncation", "verbose"),
     }
 )
 """Parameters of a tokenizer that are not data."""
@@ -304,7 +289,6 @@ class SampleMaker:
         )
         self._own_encoder: Encoder | None = None
         self._read = self._empty = self._long = self._longest = 0
-        self._first_empty = ""
         self._has_own_collator = callable(args.data_collator)
         # samples are cut to max_seq_length, here or by the collator
         self._cuts = preparation.for_training or args.data_collator == "truncation"
@@ -333,7 +317,6 @@ class SampleMaker:
                 kept.append(made[index])
             else:
                 self._empty += 1
-                self._first_empty = self._first_empty or _describe_empty(index, made.get(index))
         return kept
 
     def _errors_of(self, index: int) -> Any:
@@ -350,7 +333,8 @@ class SampleMaker:
         if not samples:
             problem = f"All {self._read} samples are without tokens" if self._read else "no sample"
             raise DatasetError(
-                f"{name} is empty: {problem}{self._first_empty}.", "Give data that holds text."
+                f"{name} is empty: {problem}.",
+                "Give data that holds text or tokens.",
             )
         self._rows.report()
         if self._empty:
@@ -430,14 +414,6 @@ class SampleMaker:
                 f"has a {type(text).__name__} for its text{fault}.",
                 "Make a string of it with a preprocessing_func, or name another text_column.",
             )
-        try:
-            (text or "").encode("utf-8")
-        except UnicodeEncodeError as error:  # a lone surrogate, which tokenizers refuse
-            raise DatasetError(
-                f"has {error.object[error.start]!r} in its text, at {error.start}: it is no "
-                "character by itself.",
-                "Read the text with errors='replace', or clean it in a preprocessing_func.",
-            ) from error
 
     def _encoded(self, rows: Mapping[int, Row]) -> dict[int, Sample]:
         """Run rows of text, images or audio through the processor."""
@@ -484,14 +460,6 @@ class SampleMaker:
                 cut_media=self._it.args.max_seq_length is not None,
             )
         return self._own_encoder
-
-
-def _describe_empty(index: int, sample: Sample | None) -> str:
-    if sample is None:
-        return f" (sample {index} has a text without a word)"
-    if not token_list(sample["input_ids"]):
-        return f" (sample {index} has empty input_ids)"
-    return f" (the attention_mask of sample {index} is 0 everywhere)"
 
 
 def _is_blank(row: Row) -> bool:

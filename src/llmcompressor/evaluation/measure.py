@@ -11,7 +11,7 @@ from types import TracebackType
 
 import psutil
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from llmcompressor.errors import ArgumentError, NonFiniteError
 from llmcompressor.evaluation.metrics import MetricSums, Report, batch_sums
@@ -30,14 +30,7 @@ def measure(
     reference: nn.Module | None = None,
     batch_size: int = 8,
 ) -> Report:
-    """Evaluate a model on ``windows``, compared with a reference if there is one.
-
-    Args:
-        model: a causal language model; it is neither moved nor changed.
-        windows: token ids, each window at least two.
-        reference: the original, with the same vocabulary.
-        batch_size: windows per forward.
-    """
+    """Evaluate one model on windows, see :func:`compare`; it is neither moved nor changed."""
     return compare({"model": model}, windows, reference=reference, batch_size=batch_size)["model"]
 
 
@@ -79,13 +72,17 @@ def compare(
         for model, window in product(everything, windows[:1]):
             check_causal(model, window)
         for ids_BT, mask_BT in padded_batches(windows, batch_size):
-            reference_BTV = (
-                None if reference is None else compute_logits(reference, ids_BT, mask_BT)
-            )
+            expected = None if reference is None else compute_logits(reference, ids_BT, mask_BT)
             for name, model in models.items():
                 logits_BTV = compute_logits(model, ids_BT, mask_BT)
-                _check_vocabularies(name, logits_BTV, reference_BTV)
-                sums[name] += batch_sums(logits_BTV, ids_BT, mask_BT, reference_BTV)
+                if expected is not None and expected.shape != logits_BTV.shape:
+                    raise ArgumentError(
+                        f"{name} has a vocabulary of {logits_BTV.shape[-1]} tokens and its "
+                        f"reference one of {expected.shape[-1]}: their probabilities cannot be "
+                        "compared.",
+                        "Give the model that was compressed as the reference.",
+                    )
+                sums[name] += batch_sums(logits_BTV, ids_BT, mask_BT, expected)
             advance()
     return {name: _report(name, sums[name], len(windows), reference) for name in models}
 
@@ -99,28 +96,9 @@ def _report(name: str, sums: MetricSums, windows: int, reference: nn.Module | No
             f"loss {sums.nll / sums.tokens}, reference {sums.reference_nll / sums.tokens}, "
             f"divergence {sums.kl / sums.tokens}. The weights are likely damaged."
         )
-    loss = sums.nll / sums.tokens
-    if reference is None:
-        return Report(sums.tokens, windows, loss)
-    return Report(
-        sums.tokens,
-        windows,
-        loss,
-        reference_loss=sums.reference_nll / sums.tokens,
-        # Rounding can leave the divergence of equal models slightly below zero.
-        kl_divergence=max(0.0, sums.kl / sums.tokens),
-        top1_agreement=sums.agreed / sums.tokens,
-    )
-
-
-def _check_vocabularies(name: str, logits_BTV: Tensor, reference_BTV: Tensor | None) -> None:
-    if reference_BTV is None or reference_BTV.shape[-1] == logits_BTV.shape[-1]:
-        return
-    raise ArgumentError(
-        f"{name} has a vocabulary of {logits_BTV.shape[-1]} tokens and its reference one of "
-        f"{reference_BTV.shape[-1]}: their probabilities cannot be compared.",
-        "Give the model that was compressed as the reference.",
-    )
+    means = [one / sums.tokens for one in (sums.nll, sums.reference_nll, sums.kl, sums.agreed)]
+    means[2] = max(0.0, means[2])  # rounding can leave that of equal models below zero
+    return Report(sums.tokens, windows, *means[: 1 if reference is None else None])
 
 
 # --------------------

@@ -8,7 +8,7 @@ of a float32 log-softmax, whatever the logits' dtype, and sums are kept in float
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass
 
 import torch
 from torch import Tensor
@@ -38,13 +38,8 @@ class MetricSums:
     agreed: int = 0
 
     def __add__(self, other: MetricSums) -> MetricSums:
-        return MetricSums(
-            self.tokens + other.tokens,
-            self.nll + other.nll,
-            self.reference_nll + other.reference_nll,
-            self.kl + other.kl,
-            self.agreed + other.agreed,
-        )
+        pairs = zip(astuple(self), astuple(other), strict=True)
+        return MetricSums(*(own + others for own, others in pairs))
 
 
 def predicted_positions(mask_BT: Tensor) -> Tensor:
@@ -67,7 +62,7 @@ def batch_sums(
     mask_BT: Tensor,
     reference_BTV: Tensor | None = None,
 ) -> MetricSums:
-    """Compute the sums of one batch.
+    """Compute the sums of one batch over the tokens that :func:`predicted_positions` gives.
 
     With ``p`` the reference's and ``q`` the model's distribution of the next token, a token adds
     ``-log q(token)`` to ``nll`` and ``sum_v p_v (log p_v - log q_v)`` to ``kl``.
@@ -77,9 +72,6 @@ def batch_sums(
         ids_BT: token ids, long.
         mask_BT: bool, true where a real token is.
         reference_BTV: the reference's logits.
-
-    Returns:
-        Sums over the tokens that :func:`predicted_positions` gives.
     """
     vocabulary = logits_BTV.shape[-1]
     positions_N = predicted_positions(mask_BT)
@@ -160,12 +152,8 @@ class Report:
 
     def as_dict(self) -> dict[str, float | int | None]:
         """Fields and derived metrics by name, ready for JSON."""
-        return {
-            **asdict(self),
-            "perplexity": self.perplexity,
-            "reference_perplexity": self.reference_perplexity,
-            "loss_increase": self.loss_increase,
-        }
+        derived = ("perplexity", "reference_perplexity", "loss_increase")
+        return asdict(self) | {name: getattr(self, name) for name in derived}
 
 
 def _exp(loss: float) -> float:

@@ -96,17 +96,10 @@ def check_causal(model: Module, window: Sequence[int]) -> None:
     share = _rounding_tolerance(model)
     start, *rest = window
     others = [[one] * len(rest) for one in (start, rest[-1], 0 if start else 1)]
-    moves = (
-        float(
-            (first - compute_logits(model, torch.tensor([[start, *other]]))[0, 0].float())
-            .abs()
-            .max()
-        )
-        for other in others
-        if other != rest
-    )
+    texts = [torch.tensor([[start, *other]]) for other in others if other != rest]
+    moved = ((first - compute_logits(model, text)[0, 0].float()).abs().max() for text in texts)
     # a single one may be due to a router that routed the token elsewhere by rounding
-    if all(move > share * float(first.abs().max()) for move in moves):
+    if all(float(move) > share * float(first.abs().max()) for move in moved):
         raise CheckpointError(
             f"{type(model).__name__} ({getattr(config, 'model_type', 'no type')}) reads a text in "
             "both directions: it would see each token that it is to predict.",
@@ -137,7 +130,9 @@ def compute_logits(model: Module, ids_BT: Tensor, mask_BT: Tensor | None = None)
     Raises:
         ArgumentError: the model returns something else.
     """
-    device = _input_device(model)
+    embedding, _ = embeddings(model)
+    parameter = next((embedding if embedding is not None else model).parameters(), None)
+    device = torch.device("cpu") if parameter is None or parameter.is_meta else parameter.device
     inputs: dict[str, Any] = {"input_ids": ids_BT.to(device), "use_cache": False}
     if mask_BT is not None and not mask_BT.all():
         inputs["attention_mask"] = mask_BT.long().to(device)
@@ -150,11 +145,3 @@ def compute_logits(model: Module, ids_BT: Tensor, mask_BT: Tensor | None = None)
             _WANTED,
         )
     return logits
-
-
-def _input_device(model: Module) -> torch.device:
-    """The device for token ids: that of the embedding, or the CPU if it is on meta."""
-    embedding, _ = embeddings(model)
-    parameters = (embedding if embedding is not None else model).parameters()
-    device = next((parameter.device for parameter in parameters), torch.device("cpu"))
-    return torch.device("cpu") if device.type == "meta" else device

@@ -14,6 +14,7 @@ from torch import Tensor
 from llmcompressor.args import DatasetArguments
 from llmcompressor.datasets import Source, open_source
 from llmcompressor.datasets.files import KINDS, kind_of
+from llmcompressor.datasets.rows import Row, Rows
 from llmcompressor.datasets.samples import errors_naming, from_tokenized
 from llmcompressor.datasets.text import ChatRenderer, RowPreparer, refuse_broken_chat
 from llmcompressor.datasets.tokenize import automatic_bos, tokenizer_of
@@ -81,9 +82,6 @@ def padded_batches(windows: Sequence[Window], size: int) -> Iterator[tuple[Tenso
         yield ids_BT, torch.arange(ids_BT.shape[1]) < lengths_B[:, None]
 
 
-# --------------------
-# Evaluation text: a user's source converted to documents of token ids.
-
 _ROWS_AT_A_TIME = 64
 
 
@@ -136,34 +134,30 @@ def tokenized_documents(
 
 def _refuse_config_and_split(what: str, config_name: str | None, split: str | None) -> None:
     """Raise if a configuration or split is named of a source that has none."""
-    for name, given, kind in (
-        ("dataset_config_name", config_name, "configurations"),
-        ("split", split, "splits"),
-    ):
-        if given is not None:
-            raise ArgumentError(f"{what} has no {kind}: {name}={given!r}.", f"Leave {name} out.")
+    given = {"dataset_config_name": config_name, "split": split}
+    for name, kind in (("dataset_config_name", "configurations"), ("split", "splits")):
+        if given[name] is not None:
+            raise ArgumentError(
+                f"{what} has no {kind}: {name}={given[name]!r}.", f"Leave {name} out."
+            )
 
 
 def _read_text(path: Path) -> str:
     """Read a file as one text; raise for binary formats."""
     try:
         text = path.read_text(encoding="utf-8-sig")
+        problem = "it holds a zero byte" if "\0" in text else ""
     except UnicodeDecodeError as error:
-        raise _not_text_error(
-            path, f"it is not UTF-8 ({error.reason} at byte {error.start})"
-        ) from None
+        problem = f"it is not UTF-8 ({error.reason} at byte {error.start})"
     except OSError as error:
         raise DatasetError(f"The file {path} cannot be read: {error}.", "Check it.") from error
-    if "\0" in text:
-        raise _not_text_error(path, f"it holds a zero byte after {text.index(chr(0))} characters")
+    if problem:
+        suffixes = (one for kind, several in KINDS.items() if kind != "text" for one in several)
+        raise DatasetError(
+            f"The file {path} is no text: {problem}.",
+            f"Give a text in UTF-8, or rows ({', '.join(suffixes)}).",
+        )
     return text
-
-
-def _not_text_error(path: Path, why: str) -> DatasetError:
-    suffixes = ", ".join(s for kind, several in KINDS.items() if kind != "text" for s in several)
-    return DatasetError(
-        f"The file {path} is no text: {why}.", f"Give a text in UTF-8, or rows ({suffixes})."
-    )
 
 
 def _rows_with_text(
@@ -181,17 +175,16 @@ def _rows_with_text(
         remove_columns=None,
         chat=ChatRenderer(tokenizer),
     )
-    for index, row in enumerate(_rows(opened)):
+    rows: Any = opened.rows
+    if isinstance(rows, Rows):
+        rows = _in_chunks(rows)
+    for index, row in enumerate(rows):
         with errors_naming(f"{opened.name}: sample {index}"):
             prepared = prepare(row)
         yield prepared
 
 
-def _rows(opened: Source) -> Iterator[dict[str, Any]]:
-    rows: Any = opened.rows
-    if not hasattr(rows, "fetch"):
-        yield from rows
-        return
+def _in_chunks(rows: Rows) -> Iterator[Row]:
     for start in range(0, len(rows), _ROWS_AT_A_TIME):
         yield from rows.fetch(range(start, min(start + _ROWS_AT_A_TIME, len(rows))))
 
@@ -199,10 +192,16 @@ def _rows(opened: Source) -> Iterator[dict[str, Any]]:
 def _tokenize_rows(rows: Iterable[Mapping[str, Any]], tokenizer: Any) -> Iterator[Window]:
     bos = automatic_bos(tokenizer_of(tokenizer))
     for index, row in enumerate(rows):
-        if row.get("input_ids") is not None:
-            with errors_naming(f"The data: sample {index}"):
-                window = _unpadded_tokens(row)
-            yield window
+        text = ""
+        with errors_naming(f"The data: sample {index}"):
+            if row.get("input_ids") is not None:
+                given = {name: row.get(name) for name in ("input_ids", "attention_mask")}
+                sample = from_tokenized(given, (), use_loss_mask=False, keep_labels=False)
+            else:
+                sample, text = {}, _text(row)
+        if sample:
+            pairs = zip(sample["input_ids"], sample["attention_mask"], strict=True)
+            yield [token for token, real in pairs if real]
         elif tokenizer is None:
             raise DatasetError(
                 "The data holds text, and the model came without its tokenizer.",
@@ -210,17 +209,7 @@ def _tokenize_rows(rows: Iterable[Mapping[str, Any]], tokenizer: Any) -> Iterato
             )
         else:
             # Rendered chats already begin with the BOS token that the tokenizer adds.
-            with errors_naming(f"The data: sample {index}"):
-                text = _text(row).removeprefix(bos)
-            yield from tokenize([text], tokenizer)
-
-
-def _unpadded_tokens(row: Mapping[str, Any]) -> Window:
-    """Token ids of a row without its padding."""
-    given = {name: row.get(name) for name in ("input_ids", "attention_mask")}
-    sample = from_tokenized(given, (), use_loss_mask=False, keep_labels=False)
-    pairs = zip(sample["input_ids"], sample["attention_mask"], strict=True)
-    return [token for token, real in pairs if real]
+            yield from tokenize([text.removeprefix(bos)], tokenizer)
 
 
 def _text(row: Mapping[str, Any]) -> str:

@@ -28,14 +28,8 @@ __all__ = [
 # Excluded folders: not part of the library, or of another style.
 _EXCLUDED = frozenset(
     {
-        "dist-packages",
-        "encodings",
-        "ensurepip",
-        "idlelib",
-        "lib2to3",
-        "site-packages",
-        "test",
-        "turtledemo",
+        *("dist-packages", "encodings", "ensurepip", "idlelib"),
+        *("lib2to3", "site-packages", "test", "turtledemo"),
     }
 )
 _HELD_OUT_ONE_IN = 20
@@ -79,25 +73,18 @@ def source_files(library: Path | None = None) -> list[SourceFile]:
         DatasetError: this Python came without its library's source.
     """
     root = library or Path(sysconfig.get_paths()["stdlib"])
-    files = []
-    for path in _sources(root):
-        name = path.relative_to(root).as_posix()
-        files.append(SourceFile(name, path, is_held_out(name)))
-    if not files:
+    found = list(root.glob("*.py"))
+    # excluded folders may hold far more files, and are not traversed
+    for folder in root.iterdir() if root.is_dir() else ():
+        if folder.is_dir() and not folder.is_symlink() and folder.name not in _EXCLUDED:
+            found.extend(folder.rglob("*.py"))
+    if not found:
         raise DatasetError(
             f"{root} holds no source of the standard library.",
             "Use a Python that has it, or give a text of your own.",
         )
-    return files
-
-
-def _sources(root: Path) -> list[Path]:
-    """Every module, sorted; excluded folders may hold far more files, and are not traversed."""
-    found = list(root.glob("*.py"))
-    for folder in root.iterdir() if root.is_dir() else ():
-        if folder.is_dir() and not folder.is_symlink() and folder.name not in _EXCLUDED:
-            found.extend(folder.rglob("*.py"))
-    return sorted(found)
+    names = {path: path.relative_to(root).as_posix() for path in sorted(found)}
+    return [SourceFile(name, path, is_held_out(name)) for path, name in names.items()]
 
 
 def calibration_texts(library: Path | None = None) -> list[str]:

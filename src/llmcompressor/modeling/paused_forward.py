@@ -116,10 +116,6 @@ class SuspendedState:
         self._state.apply(TorchState.capture())
 
 
-# --------------------
-# Paused forward: the model's own forward, suspended at its target modules.
-
-
 @dataclass(eq=False)
 class Pass:
     """A forward pass of one batch, suspended at a target or finished."""

@@ -178,10 +178,6 @@ def convert_to_buffers(module: Module) -> None:
             module.register_buffer(name, parameter.detach())
 
 
-# --------------------
-# Sharded tensors of FSDP 2 and ZeRO stage 3: gathered, and sharded again.
-
-
 def was_loaded_sharded(model: Any) -> bool:
     """Return True if transformers sharded the model when loading it (``distributed_config``).
 

@@ -71,10 +71,6 @@ def config_value(config: Any, name: str, otherwise: Any = None) -> Any:
         return max(numbers, default=otherwise)
 
 
-# --------------------
-# Input and output embeddings of a model, and the tying of their weights.
-
-
 def embeddings(model: Module) -> tuple[Module | None, Module | None]:
     """The modules of the input and of the output embeddings; ``None`` where there is none."""
     found: list[Module | None] = []

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
@@ -428,7 +428,11 @@ def find_stacked_moes(model: Module) -> list[StackedMoE]:
         stacks = {key: one for key, one in module._parameters.items() if is_stack(one)}
         if not stacks:
             if matrices := _matrices_of_experts(name, module, counts):
-                found.append(StackedMoE(name, module, None, _not_linears_message(module, matrices)))
+                problem = (
+                    f"{' and '.join(matrices)} of {type(module).__name__} are neither Linears nor "
+                    "stacks of one matrix per expert"
+                )
+                found.append(StackedMoE(name, module, None, problem))
             continue
         form = detect_layout(module)
         if isinstance(form, StackLayout):
@@ -437,7 +441,9 @@ def find_stacked_moes(model: Module) -> list[StackedMoE]:
                 tried[key] = moe_mismatch(module, form)
             problem = tried[key]
             found.append(StackedMoE(name, module, None if problem else form, problem))
-        elif _is_experts_module(name, module, stacks, counts):
+        elif not hasattr(module, "kernel_size") and (  # a convolution
+            "experts" in name or any(stack.shape[0] in counts for stack in stacks.values())
+        ):
             found.append(StackedMoE(name, module, None, form))
     return found
 
@@ -451,50 +457,19 @@ def _expert_counts(model: Module) -> set[int]:
     return {value for value in values if isinstance(value, int) and value > 1}
 
 
-def _is_experts_module(name: str, module: Module, stacks: dict[str, Any], counts: set[int]) -> bool:
-    if hasattr(module, "kernel_size"):  # a convolution
-        return False
-    below = any("experts" in part for part in name.split("."))
-    return below or any(stack.shape[0] in counts for stack in stacks.values())
-
-
 def _matrices_of_experts(name: str, module: Module, counts: set[int]) -> list[str]:
     """Names of matrices below ``experts`` that cannot become Linears.
 
     The matrices of all experts may be concatenated in one. A matrix with one row for each expert is
     a router's.
     """
-    if not any("experts" in part for part in name.split(".")):
-        return []
-    if isinstance(module, Linear | Embedding | Conv1D):
+    if "experts" not in name or isinstance(module, Linear | Embedding | Conv1D):
         return []
     return [
         key
         for key, one in module._parameters.items()
         if one is not None and one.ndim == 2 and one.shape[0] not in counts and min(one.shape) > 1
     ]
-
-
-def _not_linears_message(module: Module, names: Sequence[str]) -> str:
-    return (
-        f"{' and '.join(names)} of {type(module).__name__} are neither Linears nor stacks of one "
-        "matrix per expert"
-    )
-
-
-@dataclass
-class _SmallMoE:
-    """A small copy of an MoE.
-
-    Attributes:
-        module: with stacks of few and small matrices.
-        form: its layout.
-        arguments: of its forward.
-    """
-
-    module: Module
-    form: StackLayout
-    arguments: list[Tensor] = field(default_factory=list)
 
 
 def moe_mismatch(module: Module, form: StackLayout) -> str:
@@ -504,13 +479,12 @@ def moe_mismatch(module: Module, form: StackLayout) -> str:
     transformers' MoEs do.
     """
     try:
-        trial = _small_copy(module, form)
+        small, shape, arguments = _small_copy(module, form)
         own = getattr(type(module).forward, "__wrapped__", type(module).forward)
         with torch.no_grad():
-            wanted = own(trial.module, *(one.clone() for one in trial.arguments))
-            names = {part.role: part.role for part in form.parts}
-            made = LinearExperts(trial.module, trial.form, names)
-            found = made(*(one.clone() for one in trial.arguments))
+            wanted = own(small, *(one.clone() for one in arguments))
+            made = LinearExperts(small, shape, {part.role: part.role for part in form.parts})
+            found = made(*(one.clone() for one in arguments))
     except Exception as error:  # a model's own forward may raise anything
         if hasattr(module, "is_transposed"):
             logger.warning(
@@ -527,8 +501,11 @@ def moe_mismatch(module: Module, form: StackLayout) -> str:
     return "its forward computes something else than down(act(gate(x)) * up(x))"
 
 
-def _small_copy(module: Module, form: StackLayout) -> _SmallMoE:
-    """A copy with few and small matrices; sizes that are equal stay equal."""
+def _small_copy(module: Module, form: StackLayout) -> tuple[Module, StackLayout, list[Tensor]]:
+    """A copy with few and small matrices, its layout, and arguments of its forward.
+
+    Sizes that are equal stay equal.
+    """
     hidden = 8
     between = 8 if form.intermediate == form.hidden else 6
     if form.hidden == 2 * form.intermediate:
@@ -552,10 +529,9 @@ def _small_copy(module: Module, form: StackLayout) -> _SmallMoE:
     if form.routed:
         index = torch.stack([torch.randperm(experts, generator=random)[:2] for _ in range(_TOKENS)])
         weights = torch.rand(_TOKENS, 2, generator=random)
-        return _SmallMoE(
-            small, shape, [torch.randn(_TOKENS, hidden, generator=random), index, weights]
-        )
-    return _SmallMoE(small, shape, [torch.randn(experts * _TOKENS, hidden, generator=random)])
+        tokens = torch.randn(_TOKENS, hidden, generator=random)
+        return small, shape, [tokens, index, weights]
+    return small, shape, [torch.randn(experts * _TOKENS, hidden, generator=random)]
 
 
 def _small_child_copy(child: Module, sizes: Mapping[int, int], random: torch.Generator) -> Module:
@@ -622,23 +598,15 @@ def patch_moe_mappings(
         isinstance(entry, WeightConverter) and any(_EACH in one for one in entry.source_patterns)
         for entry in [*kept, *mappings, *text_table]
     )
-    stacking = [] if stacks else _stacking_converters()
+    pairs = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+    stacking = [
+        WeightConverter(
+            source_patterns=[f".{_EACH}{part}.weight" for part in parts],
+            target_patterns=f".experts.{stack}",
+            operations=[MergeModulelist(dim=0), *([Concatenate(dim=1)] if parts[1:] else [])],
+        )
+        for stack, parts in ({} if stacks else pairs).items()
+    ]
     register_checkpoint_conversion_mapping(
         model_type, [*kept, *mappings, *stacking], overwrite=True
     )
-
-
-def _stacking_converters() -> list[Any]:
-    """Converters that stack gate with up projections, and down projections."""
-    return [
-        WeightConverter(
-            source_patterns=[f".{_EACH}gate_proj.weight", f".{_EACH}up_proj.weight"],
-            target_patterns=".experts.gate_up_proj",
-            operations=[MergeModulelist(dim=0), Concatenate(dim=1)],
-        ),
-        WeightConverter(
-            source_patterns=[f".{_EACH}down_proj.weight"],
-            target_patterns=".experts.down_proj",
-            operations=[MergeModulelist(dim=0)],
-        ),
-    ]

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
 import torch
@@ -28,7 +28,7 @@ from llmcompressor.modeling.call_graph import (
     tensor_version,
 )
 from llmcompressor.modeling.hooks import HooksMixin, hooks_enabled
-from llmcompressor.modeling.patches import Forward, forward_overridden
+from llmcompressor.modeling.patches import Forward, forward_overridden, restored
 from llmcompressor.moe.linear_experts import LinearExperts, Shown
 from llmcompressor.moe.similar_experts import module_structure_key
 
@@ -288,8 +288,7 @@ class ExpertBroadcast:
             for one in self.lists
         }
         self._undecided = [] if every else list(self.lists)
-        self._in_survey = False
-        self._in_trial = False
+        self._mode: Literal["calibration", "survey", "trial"] = "calibration"
         self._places = {one.owner: {*one.holders, *one.owner.modules()} for one in self.lists}
         self._inside: Counter[Module] = Counter()
         self._owners: dict[Module, set[Module]] = {}
@@ -325,11 +324,9 @@ class ExpertBroadcast:
 
         So the modules that share an input are known for all experts.
         """
-        self._in_trial = True
-        try:
+        with restored([self], "_mode"):
+            self._mode = "trial"
             yield
-        finally:
-            self._in_trial = False
 
     def with_shown_calls(self, order: CallOrder) -> CallOrder:
         """``order`` with only those calls of experts that every batch makes: the shown ones."""
@@ -366,11 +363,9 @@ class ExpertBroadcast:
     @contextlib.contextmanager
     def counting_tokens(self) -> Iterator[None]:
         """Count the tokens routed to experts while the body runs, without showing them any."""
-        self._in_survey = True
-        try:
+        with restored([self], "_mode"):
+            self._mode = "survey"
             yield
-        finally:
-            self._in_survey = False
 
     def decided(self, one: ExpertList, starved: Mapping[int, Shown], policy: str) -> None:
         """Set what the members of a list are shown, after its tokens were counted.
@@ -389,14 +384,11 @@ class ExpertBroadcast:
     # ------------------------------------------------------------------ forwards
 
     def _is_active(self, owner: Module) -> bool:
-        if self._in_trial:
-            return True
-        if owner not in self._places:
-            return False
-        if self._in_survey:
-            return True
+        if self._mode == "trial" or owner not in self._places:
+            return self._mode == "trial"
         pending = self.pending
-        return self._wanted() and (pending is None or not self._places[owner].isdisjoint(pending))
+        is_near = pending is None or not self._places[owner].isdisjoint(pending)
+        return self._mode == "survey" or (self._wanted() and is_near)
 
     def _broadcast_forward(self, owner: Module, forward: Forward) -> Forward:
         own_lists = [one for one in self._all if one.owner is owner]
@@ -408,18 +400,17 @@ class ExpertBroadcast:
             routed = {member: 0 for one in own_lists for member in one.members.values()}
             self._inside[owner] += 1
             try:
-                if not self._in_survey:
+                if self._mode != "survey":
                     for one in own_lists:
                         self._show(one, "all_tokens", tokens.flatten(0, -2))
                 with _counting_routes(routed):
                     made = forward(*args, **kwargs)
             finally:
                 self._inside[owner] -= 1
-            if hooks_enabled() if self.every else self._in_survey:
-                for one, routing in self._routing.items():
-                    if one in own_lists:
-                        for place, member in enumerate(one.members.values()):
-                            routing.tokens[place] += routed[member]
+            if hooks_enabled() if self.every else self._mode == "survey":
+                for one in self._routing.keys() & set(own_lists):
+                    for place, member in enumerate(one.members.values()):
+                        self._routing[one].tokens[place] += routed[member]
             return made
 
         return shown
@@ -429,7 +420,7 @@ class ExpertBroadcast:
     ) -> None:
         """Call the members that are shown these rows, and drop their outputs."""
         for place, member in enumerate(one.members.values()):
-            is_shown = self._in_trial or self._shown(one, place) == shown
+            is_shown = self._mode == "trial" or self._shown(one, place) == shown
             if is_shown and member is not besides:
                 member(rows if self.every else rows.clone())  # unshared: experts get other rows
 
@@ -445,9 +436,9 @@ class ExpertBroadcast:
             if routed is None or member not in routed or given is None:
                 return forward(*args, **kwargs)
             routed[member] += given.shape[:-1].numel()
-            if self._in_trial:
+            if self._mode == "trial":
                 return torch.zeros_like(given)
-            if not self._in_survey:
+            if self._mode != "survey":
                 with _counting_routes(None):
                     self._show(own_list, "neighbours", given, besides=member)
             if self._shown(own_list, place) == "routed":

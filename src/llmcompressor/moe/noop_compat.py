@@ -68,10 +68,7 @@ def moe_calibration_context(
 ) -> AbstractContextManager[None]:
     """Do nothing: ``oneshot`` shows all tokens to all experts by itself.
 
-    Args:
-        model: is not changed.
-        *given: a stack of contexts in one release, ``calibrate_all_experts`` in another.
-        calibrate_all_experts: ``False`` logs a warning.
+    ``given`` is a stack of contexts in one release, ``calibrate_all_experts`` in another.
     """
     del model
     all_experts = calibrate_all_experts and not any(one is False for one in given)

@@ -3,16 +3,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from accelerate import (
-    dispatch_model,
-    infer_auto_device_map,
-    init_empty_weights,
-)
+from accelerate import dispatch_model, infer_auto_device_map, init_empty_weights
 from accelerate.hooks import remove_hook_from_submodules
 from accelerate.utils import convert_file_size_to_int
 from torch import nn
@@ -88,12 +84,8 @@ def dispatch_for_generation(
     if target.type == "mps" or _model_bytes(model) <= _SHARE_FOR_WEIGHTS * free[target.index]:
         nn.Module.to(model, target)
         return model
-    keep_whole = no_split_modules or whole_classes(model)
-    memory: dict[int | str, int | str] = {
-        index: int(_SHARE_FOR_WEIGHTS * free_bytes) for index, free_bytes in free.items()
-    }
-    memory["cpu"] = _model_bytes(model)
-    device_map = infer_auto_device_map(model, max_memory=memory, no_split_module_classes=keep_whole)
+    memory = {index: int(_SHARE_FOR_WEIGHTS * free_bytes) for index, free_bytes in free.items()}
+    device_map = _infer_device_map(model, memory, no_split_modules)
     logger.info(
         "The model does not fit {}: it is spread over {}.", target, set(device_map.values())
     )
@@ -126,16 +118,12 @@ def calculate_offload_device_map(
     Returns:
         Name of a module → index of an accelerator, or ``"cpu"``.
     """
-    available = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
-    if not available:
-        return {"": "cpu"}
-    model = _meta_model(model_stub, torch_dtype, model_cls, model_kwargs)
-    reserved = _gram_bytes(model) if reserve_for_hessians else 0
-    memory = {
-        index: max(0, int(_SHARE_FOR_WEIGHTS * free_device_memory(index)) - reserved)
-        for index in range(min(num_gpus, available))
-    }
-    return _infer_device_map(model, memory)
+
+    def limit(model: PreTrainedModel, index: int) -> int:
+        reserved = _gram_bytes(model) if reserve_for_hessians else 0
+        return max(0, int(_SHARE_FOR_WEIGHTS * free_device_memory(index)) - reserved)
+
+    return _offload_map(model_stub, num_gpus, torch_dtype, model_cls, model_kwargs, limit)
 
 
 def custom_offload_device_map(
@@ -158,31 +146,48 @@ def custom_offload_device_map(
     Returns:
         Name of a module → index of an accelerator, or ``"cpu"`` for the rest.
     """
-    limit = convert_file_size_to_int(max_memory_per_gpu)
+    most = int(convert_file_size_to_int(max_memory_per_gpu))
+    dtype = model_kwargs.pop("torch_dtype", "auto")
+    dtype = model_kwargs.pop("dtype", dtype)
+    return _offload_map(model_stub, num_gpus, dtype, model_cls, model_kwargs, lambda *_: most)
+
+
+def _offload_map(
+    stub: str,
+    num_gpus: int,
+    dtype: Any,
+    model_cls: Any,
+    given: dict[str, Any],
+    limit: Callable[[PreTrainedModel, int], int],
+) -> dict[str, int | str]:
+    """Return the device map of a model that is built on the meta device.
+
+    Args:
+        stub: name or folder of the model.
+        num_gpus: the number of accelerators to use.
+        dtype: that of the weights; ``"auto"`` for that of the configuration.
+        model_cls: the class of the model.
+        given: arguments for loading the configuration.
+        limit: bytes of the model on an accelerator, given its index.
+    """
     available = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
     if not available:
         return {"": "cpu"}
-    dtype = model_kwargs.pop("torch_dtype", "auto")
-    dtype = model_kwargs.pop("dtype", dtype)
-    model = _meta_model(model_stub, dtype, model_cls, model_kwargs)
-    return _infer_device_map(model, dict.fromkeys(range(min(num_gpus, available)), limit))
-
-
-def _meta_model(stub: str, dtype: Any, model_cls: Any, given: dict[str, Any]) -> PreTrainedModel:
-    """Return a model on the meta device; a dtype of ``"auto"`` is that of its configuration."""
     config = AutoConfig.from_pretrained(stub, **given)
     trust = {key: given[key] for key in ("trust_remote_code",) if key in given}
+    dtype = config.dtype if dtype in ("auto", None) else dtype
     with init_empty_weights():
-        model: PreTrainedModel = build_from_config(
-            model_cls, config, dtype=config.dtype if dtype in ("auto", None) else dtype, **trust
-        )
-    return model
+        model: PreTrainedModel = build_from_config(model_cls, config, dtype=dtype, **trust)
+    memory = {index: limit(model, index) for index in range(min(num_gpus, available))}
+    return _infer_device_map(model, memory)
 
 
-def _infer_device_map(model: PreTrainedModel, memory: Mapping[int, int]) -> dict[str, int | str]:
+def _infer_device_map(
+    model: PreTrainedModel, memory: Mapping[int, int], keep_whole: list[str] | None = None
+) -> dict[str, int | str]:
     limits: dict[int | str, int | str] = dict(memory.items())
     limits["cpu"] = _model_bytes(model)
-    whole = whole_classes(model)
+    whole = keep_whole or whole_classes(model)
     return dict(infer_auto_device_map(model, max_memory=limits, no_split_module_classes=whole))
 
 

