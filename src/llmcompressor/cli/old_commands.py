@@ -14,7 +14,6 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 
 from llmcompressor.args import DatasetArguments, ModelArguments, RecipeArguments, RunArguments
@@ -30,6 +29,21 @@ _TRUE = frozenset({"1", "t", "true", "y", "yes"})
 _HELP = frozenset({"-h", "--help"})
 
 
+def oneshot(arguments: Sequence[str] | None = None) -> None:
+    """Run ``llmcompressor oneshot``."""
+    _run("oneshot", arguments)
+
+
+def train(arguments: Sequence[str] | None = None) -> None:
+    """Run ``llmcompressor train``."""
+    _run("train", arguments)
+
+
+def run(arguments: Sequence[str] | None = None) -> None:
+    """Run ``llmcompressor run``: all stages."""
+    _run("run", arguments)
+
+
 def evaluate(arguments: Sequence[str] | None = None) -> None:
     """Say what evaluates."""
     del arguments
@@ -40,17 +54,11 @@ def evaluate(arguments: Sequence[str] | None = None) -> None:
     raise SystemExit(2)
 
 
-def _run(command: str, arguments: Sequence[str] | None = None) -> None:
-    """Show and run the command of today; ``run`` goes through all stages."""
+def _run(command: str, arguments: Sequence[str] | None) -> None:
     typed = sys.argv[1:] if arguments is None else list(arguments)
     line = [command, "--help"] if _HELP & set(typed) else translated(command, typed)
     sys.stderr.write(f"This command is now: llmcompressor {shlex.join(line)}\n")
     main(line)
-
-
-oneshot = partial(_run, "oneshot")
-train = partial(_run, "train")
-run = partial(_run, "run")
 
 
 def translated(command: str, arguments: Sequence[str]) -> list[str]:
