@@ -70,9 +70,13 @@ class TreeConfig(PretrainedConfig):  # type: ignore[no-untyped-call]  # transfor
         """Return an empty configuration, whatever the arguments."""
         return cls()
 
+
+class WrappedTreeConfig(TreeConfig):  # type: ignore[no-untyped-call]
+    """Of a model with a text part, whose served names differ."""
+
     def get_text_config(self, decoder: Any = None, encoder: Any = None) -> Any:
-        """Return another configuration if the original has a text part, as served names differ."""
-        return PretrainedConfig() if getattr(self, "has_text_part", False) else self
+        """Return another configuration, that of the text part."""
+        return PretrainedConfig()
 
 
 class Linear(nn.Linear):
@@ -174,10 +178,9 @@ def build_tree(
             method.
     """
     _check(headers, quantized=existing is not None)
-    config = TreeConfig()
-    config.name_or_path = str(source.directory)
     facts = _ConfigFacts.read(source.config)
-    config.has_text_part = facts.is_wrapped
+    config = WrappedTreeConfig() if facts.is_wrapped else TreeConfig()
+    config.name_or_path = str(source.directory)
     dtype = facts.dtype or _most_common_dtype(headers.values())
     model = TreeModel(config, dtype)
     model.existing = existing

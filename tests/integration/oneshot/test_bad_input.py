@@ -145,12 +145,6 @@ def output_file(place: Place) -> dict[str, Any]:
     return {}
 
 
-def circle(place: Place) -> str:
-    link = place.root / "circle"
-    link.symlink_to(link)
-    return str(link)
-
-
 def emptied_model(place: Place) -> dict[str, Any]:
     shutil.rmtree(place.model)
     place.model.mkdir()
@@ -199,17 +193,6 @@ CASES = [
         reaches_model=True,
     ),
     Case(
-        "an option that the observer does not have",
-        lambda _: quantize(
-            "config_groups: {g: {targets: [Linear], weights: {num_bits: 4, group_size: 32, "
-            "observer: mse, observer_kwargs: {gird: 10}}}}",
-            "GPTQModifier",
-        ),
-        InputError,
-        ("gird", "grid"),
-        reaches_model=True,
-    ),
-    Case(
         "4-bit floats that no format stores",
         lambda _: quantize(
             "config_groups: {g: {targets: [Linear], "
@@ -228,14 +211,6 @@ CASES = [
         ("config_groups.g.weights", "tensor_group", "strategy: group"),
     ),
     Case(
-        "a global scale of 8-bit floats",
-        lambda _: quantize(
-            "scheme: {weights: {num_bits: 8, type: float, strategy: tensor_group, group_size: 16}}"
-        ),
-        RecipeError,
-        ("scheme.weights", "tensor_group", "strategy: group"),
-    ),
-    Case(
         "static scales of groups of features",
         lambda _: quantize(
             "config_groups: {g: {targets: [Linear], weights: {num_bits: 8}, "
@@ -243,15 +218,6 @@ CASES = [
         ),
         RecipeError,
         ("config_groups.g.input_activations", "group", "dynamic: true", "strategy: tensor"),
-    ),
-    Case(
-        "static scales of groups of outputs",
-        lambda _: quantize(
-            "scheme: {output_activations: "
-            "{num_bits: 4, type: float, strategy: tensor_group, group_size: 16}}"
-        ),
-        RecipeError,
-        ("scheme.output_activations", "tensor_group", "dynamic: local", "strategy: tensor"),
     ),
     Case(
         "a cache with a strategy for weights",
@@ -264,12 +230,6 @@ CASES = [
         lambda _: {"recipe": "quantization:\n  scheme: W4A16\n  targets: Linear\n"},
         RecipeError,
         ("recipe", "quantization", "modifiers"),
-    ),
-    Case(
-        "a stage without a modifier",
-        lambda _: {"recipe": "quant_stage:\n  QuantizationModifier: {scheme: W4A16}\n"},
-        RecipeError,
-        ("quant_stage", "modifiers"),
     ),
     Case(
         "unknown modifier",
@@ -291,12 +251,6 @@ CASES = [
         RecipeError,
         ("scheme", "config_groups"),
     ),
-    Case(
-        "a recipe file that is not there",
-        lambda place: {"recipe": str(place.root / "recipe.yaml")},
-        RecipeError,
-        ("recipe.yaml",),
-    ),
     Case("no such stage", lambda _: {"stage": "prune"}, RecipeError, ("prune", "default")),
     Case(
         "misspelt argument",
@@ -305,22 +259,7 @@ CASES = [
         ("num_calibraton_samples", "num_calibration_samples"),
     ),
     Case("unknown argument", lambda _: {"frobnicate": 1}, ArgumentError, ("frobnicate", "Remove")),
-    Case(
-        "an output_dir that is no path", lambda _: {"output_dir": 5}, ArgumentError, ("5", "path")
-    ),
     Case("an empty output_dir", lambda _: {"output_dir": ""}, OutputError, ("output_dir", "empty")),
-    Case(
-        "an output_dir with a zero byte",
-        lambda _: {"output_dir": "a\0b"},
-        OutputError,
-        ("no path",),
-    ),
-    Case(
-        "an output_dir of links in a circle",
-        lambda place: {"output_dir": circle(place)},
-        OutputError,
-        ("output_dir", "no path", "link"),
-    ),
     Case(
         "an output_dir that is too long",
         lambda place: {"output_dir": str(place.root / ("x" * 300))},
@@ -335,17 +274,11 @@ CASES = [
         ("log_dir", "config.json", "Choose"),
     ),
     Case(
-        "a log_dir that cannot be made", lambda _: {"log_dir": "/proc/x"}, OutputError, ("/proc",)
-    ),
-    Case("an empty log_dir", lambda _: {"log_dir": ""}, OutputError, ("log_dir", "empty")),
-    Case(
         "an output_dir that is the current directory",
         lambda _: {"output_dir": "."},
         OutputError,
         (str(Path.cwd()), "current directory", "inside it"),
     ),
-    Case("a log_dir that is no path", lambda _: {"log_dir": 5}, ArgumentError, ("log_dir", "path")),
-    Case("misspelt output_dir", lambda _: {"outptu_dir": "x"}, ArgumentError, ("output_dir",)),
     Case(
         "a pipeline that reads no data",
         lambda _: {"pipeline": "datafree"},
@@ -361,7 +294,6 @@ CASES = [
     Case("a folder without a model", emptied_model, CheckpointError, ("model", "config.json")),
     Case("a folder without weights", no_weights, CheckpointError, ("model", "safetensors")),
     Case("truncated weights", truncated(0.5), CheckpointError, ("model.safetensors", "truncated")),
-    Case("truncated header", truncated(0.0001), CheckpointError, ("model.safetensors",)),
     Case(
         "quantized by another tool", foreign_config, CheckpointError, ("gptq", "already quantized")
     ),
@@ -406,14 +338,6 @@ CASES = [
         DatasetError,
         ("QuantizationModifier", "dataset="),
     ),
-    Case(
-        "a data file that is not there",
-        lambda place: {"dataset": str(place.root / "lines.jsonl")},
-        DatasetError,
-        ("lines.jsonl",),
-    ),
-    Case("an empty list", lambda _: {"dataset": []}, DatasetError, ("empty", "sample")),
-    Case("an empty dataset", rows(input_ids=[]), DatasetError, ("empty", "sample")),
     Case("an empty file", file_of("data.jsonl", ""), DatasetError, ("data.jsonl", "empty")),
     Case(
         "an empty DataLoader",
@@ -455,13 +379,6 @@ CASES = [
         rows(input_ids=[[5, 6, 7], [5, 128, 7]]),
         DatasetError,
         ("128", "127", "tokenizer"),
-        reaches_model=True,
-    ),
-    Case(
-        "a negative token id",
-        rows(input_ids=[[5, 6, 7], [5, -1, 7]]),
-        DatasetError,
-        ("-1", "127", "tokenizer"),
         reaches_model=True,
     ),
     Case(

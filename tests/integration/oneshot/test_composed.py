@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.house import ROOT
 from tests.integration.oneshot.test_read_back import (
     READER,
     is_of_unknown_attention,
@@ -145,15 +144,6 @@ modifiers:
         [2, 1, 1],  # what is left of each mixture runs once more
         model="mixture",
     ),
-    "smoothed, and rounded by what comes in": Case(
-        """
-modifiers:
-  SmoothQuantModifier: {smoothing_strength: 0.5}
-  QuantizationModifier:
-    {targets: Linear, scheme: W8A8, ignore: [lm_head], weight_observer: imatrix_mse}
-""",
-        [1, 1],
-    ),
     "pruned by profile, and rounded by what comes in": Case(
         """
 modifiers:
@@ -193,17 +183,6 @@ modifiers:
         turned="u, v stay",
         model="one block",
     ),
-    "incoherent, pruned and solved": Case(
-        """
-modifiers:
-  QuIPModifier: {rotations: [v]}
-  SparseGPTModifier: {sparsity: 0.5, targets: Linear, ignore: [lm_head]}
-  GPTQModifier: {targets: Linear, scheme: W8A16, ignore: [lm_head]}
-""",
-        [1],
-        turned="v stays",
-        model="one block",
-    ),
     "rotated in the forward too, and solved": Case(
         """
 modifiers:
@@ -214,48 +193,8 @@ modifiers:
         turned="R4 stays",
         model="one block",
     ),
-    "smoothed, rotated in the forward too, and solved": Case(
-        """
-modifiers:
-  SmoothQuantModifier: {smoothing_strength: 0.5}
-  SpinQuantModifier: {rotations: [R1, R2, R4], transform_type: hadamard}
-  GPTQModifier: {targets: Linear, scheme: W8A8, ignore: [lm_head]}
-""",
-        [1, 1],
-        turned="R4 stays",
-        model="one block",
-    ),
-    "rotated in the forward too, and rounded by what comes in": Case(
-        """
-modifiers:
-  SpinQuantModifier: {rotations: [R1, R3, R4], transform_type: random-hadamard}
-  QuantizationModifier:
-    {targets: Linear, scheme: W8A8, ignore: [lm_head], weight_observer: imatrix_mse}
-""",
-        [1],
-        turned="R4 stays",  # keys and queries that are not quantized are the same for R3
-        model="one block",
-    ),
 }
 TURNED = [name for name, case in CASES.items() if case.turned]
-
-_PAGE = ROOT / "docs" / "modifiers" / "spinquant.md"
-_APPLY = re.search(
-    r"from compressed_tensors\.quantization .*?return model\n(?=```)", _PAGE.read_text(), re.S
-)
-assert _APPLY is not None
-TURNED_READER = f"""
-import json, sys, torch, warnings
-from pathlib import Path  # the page does
-from transformers import AutoModelForCausalLM
-
-warnings.simplefilter("ignore")
-{_APPLY[0]}
-with torch.no_grad():
-    logits = with_rotations(sys.argv[1]).eval()(torch.load(sys.argv[2])).logits
-torch.save(logits, sys.argv[3])
-"""
-"""Reads as the page on rotations tells readers to."""
 
 
 @dataclass(frozen=True)
@@ -267,7 +206,6 @@ class Outcome:
     written: Tensor
     read: Tensor
     left: list[str]
-    turned: Tensor | None
 
 
 @pytest.fixture(scope="module")
@@ -309,12 +247,8 @@ def outcome(
     if "error" in found:
         assert refuses_packed_zero_points(), "it is these that some releases refuse"
         found = read_by_the_package(root / "out")
-    turned = None
-    if case.turned:
-        read_alone(TURNED_READER, root / "out", root / "tokens.pt", root / "turned.pt")
-        turned = torch.load(root / "turned.pt")
     left = found["missing_keys"] + found["unexpected_keys"]
-    return Outcome(root / "out", said, written, found["logits"], left, turned)
+    return Outcome(root / "out", said, written, found["logits"], left)
 
 
 def _compressed(case: Case, source: Path, output: Path) -> torch.nn.Module:

@@ -116,37 +116,25 @@ CASES: dict[str, Case] = {
     **{
         f"gptq-{name}": Case(gptq(scheme=name), blocks=2 if name in ("W4A16", "W8A8") else 1)
         for name in (
-            "W3A16",
             "W4A16",
             "W4A16_ASYM",
             "W8A8",
-            "W4AFP8",
             "FP8_BLOCK",
             "NVFP4",
-            "MXFP4",
-            *(name for name in ("MXFP6A16", "MXFP6A8") if name in PRESETS),
         )
     },
     "gptq-one-stream": Case(gptq(scheme="W4A16", asymmetric=False, actorder=None), blocks=2),
     "cache": Case(rtn(**KV), blocks=2),
     "cache-and-weights": Case(rtn(scheme="W4A16", **KV)),
-    "cache-gptq": Case(gptq(scheme="W8A8", **KV)),
     "cache-per-head": Case(
         rtn(scheme="FP8_DYNAMIC", kv_cache_scheme={**FLOAT8, "strategy": "attn_head"})
     ),
     "cache-int8-asymmetric": Case(rtn(scheme="W4A16", kv_cache_scheme=STATIC_ASYMMETRIC)),
-    "cache-int8-per-head": Case(
-        rtn(scheme="W4A16", kv_cache_scheme={"num_bits": 8, "strategy": "attn_head"})
-    ),
-    "cache-int4": Case(rtn(kv_cache_scheme={"num_bits": 4, "strategy": "tensor"})),
     "cache-dynamic": Case(
         rtn(scheme="FP8", kv_cache_scheme={**FLOAT8, "strategy": "token", "dynamic": True})
     ),
     "attention-int8": Case(
         rtn(config_groups={"W8A16": ["Linear"], "group_1": attention(num_bits=8)})
-    ),
-    "attention-int8-per-head": Case(
-        rtn(config_groups={"group_0": attention(num_bits=8, strategy="attn_head")})
     ),
     "attention-dynamic": Case(
         rtn(config_groups={"group_0": attention(**FLOAT8, strategy="token", dynamic=True)})
@@ -165,16 +153,6 @@ CASES: dict[str, Case] = {
                 "group_1": {
                     "targets": ["LlamaAttention"],
                     "input_activations": {**FLOAT8, "strategy": "tensor"},
-                },
-            }
-        )
-    ),
-    "attention-per-head": Case(
-        rtn(
-            config_groups={
-                "group_0": {
-                    "targets": ["LlamaAttention"],
-                    "input_activations": {**FLOAT8, "strategy": "attn_head"},
                 },
             }
         )
@@ -209,11 +187,6 @@ CASES: dict[str, Case] = {
     "embedding": Case(
         rtn(config_groups={"group_0": EMBEDDING, "W4A16": ["Linear"]}),
     ),
-    "embedding-untied": Case(
-        rtn(config_groups={"group_0": EMBEDDING, "W4A16": ["Linear"]}),
-        model={"tie_word_embeddings": True},
-        arguments={"tie_word_embeddings": False},
-    ),
     "embedding-tied": Case(
         rtn(config_groups={"group_0": EMBEDDING, "W4A16": ["Linear"]}),
         model={"tie_word_embeddings": True},
@@ -227,9 +200,6 @@ CASES: dict[str, Case] = {
     "static-asymmetric": Case(
         rtn(**group(weights=INT8_CHANNEL, input_activations=STATIC_ASYMMETRIC))
     ),
-    "static-asymmetric-gptq": Case(
-        gptq(**group(weights=INT8_CHANNEL, input_activations=STATIC_ASYMMETRIC))
-    ),
     "dynamic-asymmetric": Case(
         rtn(
             **group(
@@ -238,21 +208,8 @@ CASES: dict[str, Case] = {
             )
         )
     ),
-    "int4-with-static-asymmetric": Case(
-        rtn(**group(weights=INT4_ASYMMETRIC, input_activations=STATIC_ASYMMETRIC))
-    ),
-    "outputs-fp8": Case(
-        rtn(
-            **group(
-                weights={**FLOAT8, "strategy": "channel"},
-                output_activations={**FLOAT8, "strategy": "tensor"},
-            )
-        )
-    ),
     "outputs": Case(rtn(**group(weights=INT8_CHANNEL, output_activations=STATIC_ASYMMETRIC))),
-    "blocks-64x32": Case(rtn(**blocks(64, 32))),
     "blocks-ragged": Case(rtn(**blocks(48, 56)), model={"intermediate_size": 200}),
-    "blocks-ragged-gptq": Case(gptq(**blocks(48, 56)), model={"intermediate_size": 200}),
     "int8-weights-per-tensor": Case(
         gptq(**group(weights={"num_bits": 8, "strategy": "tensor", "symmetric": False}))
     ),
@@ -274,21 +231,13 @@ CASES: dict[str, Case] = {
                 kv_cache_scheme={**FLOAT8, "strategy": "tensor", "observer": name},
             )
         )
-        for name in ("histogram", "mse", "percentile", "static_minmax")
+        for name in ("mse",)
     },
     "bias": Case(rtn(scheme="W4A16_ASYM"), model={"attention_bias": True, "mlp_bias": True}),
 }
 UNTOUCHED = {"UNQUANTIZED"}
 """Cases whose logits are those of the original model."""
-ALIKE = {
-    *LIKE_OTHERS,
-    *(f"gptq-{name}" for name in ("W3A16", "W4AFP8", "MXFP4", "MXFP6A16", "MXFP6A8")),
-    *("cache-gptq", "cache-int4", "cache-int8-per-head"),
-    *("attention-int8-per-head", "attention-per-head", "embedding-untied"),
-    *("static-asymmetric-gptq", "int4-with-static-asymmetric", "outputs-fp8"),
-    *("blocks-64x32", "blocks-ragged-gptq"),
-    *(f"observer-{name}" for name in ("histogram", "percentile", "static_minmax")),
-}
+ALIKE = {*LIKE_OTHERS}
 """Cases of which another one has each part."""
 
 

@@ -9,11 +9,26 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.support.pairs import each
 from tests.support.thinned import thinned
+from torch import Tensor
 
 from llmcompressor.numerics import masks
 from llmcompressor.numerics import masks as selection
-from llmcompressor.numerics.masks import LazyWeight, grow_masks, num_zeros, parse_structure
+from llmcompressor.numerics.masks import (
+    LazyWeight,
+    Pool,
+    find_threshold,
+    grow_masks,
+    linear,
+    multi_step,
+    num_zeros,
+    parse_structure,
+    polynomial,
+    polynomial_decay,
+    progress,
+    select_below,
+)
 
 STRUCTURES = ["unstructured", "filter", "channel", "block_1,4", "block_4,2", "2:4", "1:4", "5:8"]
 
@@ -172,3 +187,127 @@ def test_one_threshold_is_that_of_all_weights_joined():
 def test_shapes_that_do_not_fit(name, shape, reason):
     misfit = parse_structure(name).misfit(shape)
     assert misfit is None if reason is None else reason in misfit
+
+
+FORMS = [linear, polynomial, polynomial_decay]
+
+
+shares = st.floats(0, 1)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@given(pair=st.tuples(shares, shares).map(sorted))
+def test_both_ends_are_exact(form, pair):
+    init, final = pair
+    assert form(0.0, init, final) == init
+    assert form(1.0, init, final) == final
+
+
+@pytest.mark.parametrize("form", FORMS)
+@given(pair=st.tuples(shares, shares).map(sorted), ts=st.tuples(shares, shares).map(sorted))
+def test_no_schedule_falls(form, pair, ts):
+    before, after = (form(t, *pair) for t in ts)
+    assert pair[0] - 1e-12 <= before <= after + 1e-12 <= pair[1] + 2e-12
+
+
+@given(t=shares)
+def test_cubic_is_equation_1_of_zhu_and_gupta(t):
+    # s_t = s_f + (s_i - s_f) (1 - (t - t_0) / (n dt))^3 with t_0 = 100, n = 8, dt = 25
+    at, s_i, s_f = 100 + 200 * t, 0.05, 0.8
+    expected = s_f + (s_i - s_f) * (1 - (at - 100) / (8 * 25)) ** 3
+    assert polynomial_decay(progress(at, 100, 300), s_i, s_f) == pytest.approx(expected, abs=1e-12)
+
+
+@given(t=shares)
+def test_decay_mirrors_growth(t):
+    up = polynomial(1 - t, 0.0, 1.0, 4.0)
+    assert polynomial_decay(t, 0.0, 1.0, 4.0) == pytest.approx(1 - up, abs=1e-12)
+
+
+def test_stair_does_not_depend_on_the_order_of_its_steps():
+    steps = [(3.0, 0.5), (1.0, 0.25), (2.0, 0.3)]
+    expected = [0.1, 0.25, 0.3, 0.5, 0.5]
+    assert [multi_step(i, steps, 0.1) for i in range(5)] == expected
+    assert [multi_step(i, sorted(steps), 0.1) for i in range(5)] == expected
+
+
+@pytest.fixture(autouse=True)
+def _selected_in_small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks smaller than the pools, so that their borders are tested too."""
+    monkeypatch.setattr(masks, "_CPU_CHUNK_ELEMENTS", 5)
+
+
+def taken(pools: list[Pool], budget: int, dtype: torch.dtype) -> list[Tensor]:
+    cut = find_threshold(lambda: pools, budget, dtype)
+    found = []
+    for pool in pools:
+        units, cut = select_below(pool, cut)
+        found.append(units)
+    return found
+
+
+def sorted_choice(pools: list[Pool], budget: int, dtype: torch.dtype) -> list[Tensor]:
+    """Sort all free units by magnitude, then by place; take until one does not fit."""
+    units = [
+        (abs(float(score.to(dtype))), number, place)
+        for number, pool in enumerate(pools)
+        for place, score in enumerate(pool.score_U.flatten())
+        if pool.free_U.flatten()[place]
+    ]
+    found = [torch.zeros(pool.free_U.numel(), dtype=torch.bool) for pool in pools]
+    for _, number, place in sorted(units):
+        if pools[number].size > budget:
+            break
+        budget -= pools[number].size
+        found[number][place] = True
+    return [one.view(pool.free_U.shape) for one, pool in zip(found, pools, strict=True)]
+
+
+VALUES = [0.0, -0.0, 1e-45, -1e-38, 1.0, -1.0, 1.0 + 2**-23, 2.5, 3e38, float("inf")]
+
+
+pools = st.lists(
+    st.lists(
+        st.tuples(st.sampled_from(VALUES) | st.floats(-4, 4, width=32), st.booleans()),
+        max_size=14,
+    ),
+    min_size=1,
+    max_size=3,
+)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@given(drawn=pools, budget=st.integers(-1, 45))
+@settings(deadline=None, max_examples=60)
+def test_it_is_what_a_sort_takes(
+    dtype: torch.dtype, drawn: list[list[tuple[float, bool]]], budget: int
+) -> None:
+    made = [
+        Pool(
+            torch.tensor([score for score, _ in one], dtype=torch.float32),
+            torch.tensor([free for _, free in one], dtype=torch.bool),
+        )
+        for one in drawn
+    ]
+    for found, expected in zip(
+        taken(made, budget, dtype), sorted_choice(made, budget, dtype), strict=True
+    ):
+        assert torch.equal(found, expected)
+
+
+@each(budget=range(0, 60, 3), score_dtype=[torch.float32, torch.bfloat16, torch.float16])
+def test_units_of_several_sizes_are_taken_while_they_fit(
+    budget: int, score_dtype: torch.dtype
+) -> None:
+    """Scores without ties: with them, what is left of a budget may fit a smaller unit behind."""
+    order = torch.randperm(24, generator=torch.Generator().manual_seed(1)) + 1.0
+    parts = torch.split(order.to(score_dtype), [8, 12, 4])
+    made = [
+        Pool(part.view(-1, 2), torch.ones(len(part) // 2, 2, dtype=torch.bool), size)
+        for part, size in zip(parts, (1, 3, 4), strict=True)
+    ]
+    found, expected = (way(made, budget, torch.float32) for way in (taken, sorted_choice))
+    for one, other in zip(found, expected, strict=True):
+        assert torch.equal(one, other)
+    spent = sum(int(one.sum()) * pool.size for one, pool in zip(found, made, strict=True))
+    assert spent <= budget
