@@ -182,7 +182,7 @@ class RunSettings:
         keeps_tied_embeddings: the user has asked for tied embeddings to stay tied.
     """
 
-    block_source: BlockSource = field(default_factory=BlockSource)
+    block_source: BlockSource = field(default_factory=BlockSource, compare=False)
     activation_budget: int | None = None
     device_memory: int | None = None
     use_loss_mask: bool = False

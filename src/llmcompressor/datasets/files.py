@@ -313,7 +313,10 @@ def read_path(
 def _read_folder(
     path: Path, kind: str | None, options: Options, config: str | None
 ) -> Mapping[str, Any]:
-    if _has_card(path):
+    card = path / "README.md"
+    text = card.read_text(encoding="utf-8", errors="replace") if card.is_file() else ""
+    front, end, _ = text.replace("\r\n", "\n").removeprefix("---").partition("\n---")
+    if text.startswith("---") and end and "\nconfigs:" in front:
         loader, splits, own = resolve("llmcompressor.datasets.hub:resolve_card")(path, config)
         if kind in (None, loader):
             return _Splits(splits, loader, {**own, **options})
@@ -334,13 +337,3 @@ def _read_folder(
             f"Put files there that end in {', '.join(suffixes)}.",
         )
     return _splits_by_name(path, [file for file in files if kind_of(file) == kind], kind, options)
-
-
-def _has_card(folder: Path) -> bool:
-    """Return True if the folder's card says which files are which split."""
-    card = folder / "README.md"
-    if not card.is_file():
-        return False
-    text = card.read_text(encoding="utf-8", errors="replace").replace("\r\n", "\n")
-    front, end, _ = text.removeprefix("---").partition("\n---")
-    return text.startswith("---") and bool(end) and "\nconfigs:" in front

@@ -303,7 +303,10 @@ class SampleMaker:
                 row = self._rows(given)
                 if self._is_tokenized(row):
                     made[index] = self._tokenized(row)
-                elif not _is_blank(row):
+                    continue
+                text = row.get("text")
+                has_words = text is not None and (not isinstance(text, str) or text.strip())
+                if has_words or "text" not in row or MEDIA & row.keys():
                     self._check_raw(row)
                     raw[index] = resolve_media(row, self._encoder.columns)
                     self._rows.check_columns(raw[index], self._encoder.columns)
@@ -460,14 +463,6 @@ class SampleMaker:
                 cut_media=self._it.args.max_seq_length is not None,
             )
         return self._own_encoder
-
-
-def _is_blank(row: Row) -> bool:
-    """Return True if a row has nothing but a blank text."""
-    if "text" not in row or MEDIA & row.keys():
-        return False
-    text = row["text"]
-    return text is None or (isinstance(text, str) and not text.strip())
 
 
 # --------------------

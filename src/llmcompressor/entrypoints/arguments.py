@@ -65,7 +65,6 @@ __all__ = [
     "PositionLimit",
     "Records",
     "Task",
-    "applied_recipe",
     "as_path",
     "check_run_types",
     "clean_up_on_error",
@@ -76,39 +75,9 @@ __all__ = [
     "parse_device",
     "placeholder_token_ids",
     "position_limit",
-    "read_earlier_stages",
     "refuse_transposed",
     "vocab_size_of",
 ]
-
-
-# --------------------
-# Text of ``recipe.yaml``: the stages applied by a run, after those of the original model.
-
-
-def read_earlier_stages(source: str | None) -> tuple[Stage, ...]:
-    """Stages of the ``recipe.yaml`` in a model's folder; empty, with a warning, if unreadable."""
-    file = None if source is None else Path(source) / RECIPE_FILE
-    return () if file is None or not file.is_file() else applied_stages(file)
-
-
-def applied_recipe(recipe: Recipe, before: Sequence[Stage]) -> str | None:
-    """Return the text of a checkpoint's ``recipe.yaml``; ``None`` if there are no stages.
-
-    Args:
-        recipe: the recipe that the run applies.
-        before: stages that produced the original model; they come first.
-    """
-    own = recipe.stages if recipe.modifiers else ()
-    if before:
-        text = to_yaml(rename_duplicates([*before, *own]))
-        try:
-            Recipe.create_instance(text)
-        except RecipeError as error:  # an order that one run could not have
-            logger.warning(f"What was applied before is not part of {RECIPE_FILE}. {error}")
-        else:
-            return text
-    return recipe.yaml() if own else None
 
 
 # --------------------
@@ -128,32 +97,24 @@ def parse_device(asked: Any, what: str = "The argument 'device'") -> torch.devic
     >>> parse_device("cpu")
     device(type='cpu')
     """
-    counts = _counts()
-    try:
-        device = torch.device(asked)
-    except (RuntimeError, TypeError, ValueError):
-        raise _device_error(asked, "no device has that name", counts, what) from None
-    if device.type == "meta":
-        raise _device_error(asked, "nothing can be computed there", counts, what)
-    if (device.index or 0) >= counts.get(device.type, 0):
-        raise _device_error(asked, "this machine, or this build of torch, has none", counts, what)
-    return device
-
-
-def _counts() -> dict[str, int]:
-    """Number of available devices by type."""
     counts = {"cpu": 1}
     accelerator = torch.accelerator.current_accelerator()
     if accelerator is not None and torch.accelerator.is_available():
         counts[accelerator.type] = torch.accelerator.device_count()
-    return counts
-
-
-def _device_error(asked: Any, why: str, counts: dict[str, int], what: str) -> ArgumentError:
+    try:
+        device = torch.device(asked)
+    except (RuntimeError, TypeError, ValueError):
+        why = "no device has that name"
+    else:
+        if device.type == "meta":
+            why = "nothing can be computed there"
+        elif (device.index or 0) >= counts.get(device.type, 0):
+            why = "this machine, or this build of torch, has none"
+        else:
+            return device
     names = [kind if count == 1 else f"{kind}:0 to {count - 1}" for kind, count in counts.items()]
-    return ArgumentError(
-        f"{what} cannot be {str(asked)!r}: {why}.",
-        f"This machine has {' and '.join(names)}.",
+    raise ArgumentError(
+        f"{what} cannot be {str(asked)!r}: {why}.", f"This machine has {' and '.join(names)}."
     )
 
 
@@ -297,12 +258,25 @@ class Task:
         return None if found is None else str(found)
 
     def applied_recipe(self, recipe: Recipe) -> str | None:
-        """The text of ``recipe.yaml``: the source's stages, then those of ``recipe``."""
-        return applied_recipe(recipe, self._stages_before)
+        """The text of ``recipe.yaml``: the stages of the source's, then those of ``recipe``.
+
+        ``None`` if there are no stages.
+        """
+        own = recipe.stages if recipe.modifiers else ()
+        if self._stages_before:
+            text = to_yaml(rename_duplicates([*self._stages_before, *own]))
+            try:
+                Recipe.create_instance(text)
+            except RecipeError as error:  # an order that one run could not have
+                logger.warning(f"What was applied before is not part of {RECIPE_FILE}. {error}")
+            else:
+                return text
+        return recipe.yaml() if own else None
 
     @cached_property
     def _stages_before(self) -> tuple[Stage, ...]:
-        return read_earlier_stages(self.source)
+        file = None if self.source is None else Path(self.source) / RECIPE_FILE
+        return () if file is None or not file.is_file() else applied_stages(file)
 
     # ------------------------------------------------------------------ the processor
 
@@ -314,7 +288,11 @@ class Task:
 
     def load_processor(self) -> Any:
         """Load the tokenizer or processor if the data or the output needs one, else ``None``."""
-        wants = self.model_args.processor is not None or self._wants_processor(self.place)
+        place, args = self.place, self.model_args
+        wants = args.processor is not None
+        if place is not None and not wants:
+            copied = self.output_dir is None or Path(place).is_dir()
+            wants = not copied or (self.has_data and not self._is_ready_data())
         return self.processor if wants else None
 
     @cached_property
@@ -345,14 +323,6 @@ class Task:
                 raise
             problem = f"{error.problem.rstrip('.')}. {self._no_processor}"
             raise DatasetError(problem, error.remedy) from error
-
-    def _wants_processor(self, place: Any) -> bool:
-        """Return True if data needs the processor, or if it cannot be copied from the source."""
-        if place is None:
-            return False
-        if self.output_dir is not None and not Path(place).is_dir():
-            return True
-        return self.has_data and not self._is_ready_data()
 
     def _is_ready_data(self) -> bool:
         """Return True if the data needs no processor."""
@@ -499,24 +469,17 @@ def position_limit(model: Any) -> PositionLimit:
     limit = getattr(getattr(model, "config", None), "max_position_embeddings", None)
     if not isinstance(limit, int) or limit < 1:
         return PositionLimit()
-    rows = [
-        one
-        for one in _position_table_sizes(model)
-        if limit - _MOST_UNUSED <= one <= limit + _MOST_UNUSED
-    ]
-    return PositionLimit(min([limit, *rows]), bool(rows))
-
-
-def _position_table_sizes(model: nn.Module) -> Iterator[int]:
-    """Yield the number of usable rows of each position table in the model."""
+    sizes = []  # usable rows of each position table
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding) and _is_of_positions(name):
             # With a padding position, positions are counted from the row after it (RoBERTa).
             unused = 0 if module.padding_idx is None else module.padding_idx + 1
-            yield module.num_embeddings - unused
+            sizes.append(module.num_embeddings - unused)
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if tensor.ndim == 2 and _is_of_positions(name):  # GPT-J keeps sines and cosines in a buffer
-            yield tensor.shape[0]
+            sizes.append(tensor.shape[0])
+    rows = [one for one in sizes if limit - _MOST_UNUSED <= one <= limit + _MOST_UNUSED]
+    return PositionLimit(min([limit, *rows]), bool(rows))
 
 
 def _is_of_positions(name: str) -> bool:
@@ -594,7 +557,11 @@ class Job(Task):
         super().__init__("oneshot", output_dir, (), arguments, also_known=("log_dir",))
         self.log_dir = as_path("log_dir", log_dir)
         self._check_log_dir()
-        self._give_data_to_third_parties()
+        if self.has_data and self.dataset_args.pipeline not in (None, "independent", "datafree"):
+            # Others may watch the data with hooks of their own. Modifiers of this package declare
+            # their needs, so that the pipeline need not run for them alone.
+            for each in self._third_party_modifiers():
+                each.be_given_data()
         self._check_data_needed()
         self._check_pipeline()
         self._warn_of_schedules()
@@ -619,24 +586,9 @@ class Job(Task):
                 "Choose a folder beside it: the output appears at the end, as a whole.",
             )
 
-    def _give_data_to_third_parties(self) -> None:
-        """Give data to third-party modifiers if the user names a pipeline that runs data.
-
-        They may watch it with hooks of their own. Modifiers of this package declare their needs, so
-        that the pipeline need not run for them alone.
-        """
-        if not self.has_data or self.dataset_args.pipeline in (None, "independent", "datafree"):
-            return
-        for each in self._third_party_modifiers():
-            each.be_given_data()
-
     def _third_party_modifiers(self) -> list[Modifier]:
-        """Modifiers of third parties."""
-        return [
-            each
-            for each in self.recipe.modifiers
-            if type(each).__module__.partition(".")[0] != _OWN
-        ]
+        every = self.recipe.modifiers
+        return [each for each in every if type(each).__module__.partition(".")[0] != _OWN]
 
     def _check_data_needed(self) -> None:
         needing = self.needing_data
@@ -841,12 +793,13 @@ def refuse_transposed(
     Raises:
         TargetError: a targeted module has a transposed weight.
     """
+    modules = dict(model.named_modules())  # an unfused part has another name there
     found = [
         name
         for name in _transposed(source)
-        if (module := _submodule(model, name)) is not None
-        and matches_any(name, module, targets)
-        and not matches_any(name, module, ignore)
+        if name in modules
+        and matches_any(name, modules[name], targets)
+        and not matches_any(name, modules[name], ignore)
     ]
     if not found:
         return
@@ -882,10 +835,3 @@ def _model_types(config: Any) -> Iterator[str]:
             yield config["model_type"]
         for value in config.values():
             yield from _model_types(value)
-
-
-def _submodule(model: nn.Module, name: str) -> nn.Module | None:
-    try:
-        return model.get_submodule(name)
-    except AttributeError:  # an unfused part has another name here
-        return None

@@ -215,17 +215,29 @@ class Oneshot(Job):
         with self.processes.notify_on_failure():
             super().__init__(output_dir, log_dir, **arguments)
         self.model: Any = None
-        _check_no_unused_steps(type(self))
-        _disable_tokenizer_threads()
+        if hasattr(type(self), "apply_recipe_modifiers"):
+            raise InputError(
+                f"{type(self).__name__} has a method apply_recipe_modifiers, which no run would "
+                "call: blocks are loaded, compressed and written one after another.",
+                "Do before and after super().__call__() what it does, or write a modifier.",
+            )
+        if _TOKENIZERS not in os.environ:
+            os.environ[_TOKENIZERS] = "false"
+            logger.warning(
+                f"{_TOKENIZERS} is set to false: tokenizers' threads do not go with processes that "
+                "a DataLoader forks. Set it, to true or false, and nothing is said."
+            )
 
     def __call__(self) -> Any:
         """Load, calibrate, compress and save the model, or return the plan of a dry run."""
         if self.run_args.dry_run:
             return _planned(self._given)
-        model = self.model_args.model
+        model, log = self.model_args.model, None
+        if self.log_dir is not None:
+            log = Path(self.log_dir) / f"oneshot_{datetime.now():%Y-%m-%d_%H-%M-%S}.log"
         with (
             self._synchronized(),
-            log_to_file(_log_file(self.log_dir) if self.processes.is_first else None),
+            log_to_file(log if self.processes.is_first else None),
             exclusive_session(),
             _leave_inference_mode(model),
             _leave_autocast(),
@@ -256,30 +268,6 @@ class Oneshot(Job):
             with quiet(wanted=not processes.is_first):
                 yield
                 processes.all_gather("end")
-
-
-def _check_no_unused_steps(cls: type) -> None:
-    """Refuse a subclass that overrides a step which no run calls.
-
-    Raises:
-        InputError: the class has a method ``apply_recipe_modifiers``.
-    """
-    if hasattr(cls, "apply_recipe_modifiers"):
-        raise InputError(
-            f"{cls.__name__} has a method apply_recipe_modifiers, which no run would call: blocks "
-            "are loaded, compressed and written one after another.",
-            "Do before and after super().__call__() what it does, or write a modifier.",
-        )
-
-
-def _disable_tokenizer_threads() -> None:
-    """Disable parallelism of tokenizers, whose threads break in processes that are forked later."""
-    if _TOKENIZERS not in os.environ:
-        os.environ[_TOKENIZERS] = "false"
-        logger.warning(
-            f"{_TOKENIZERS} is set to false: tokenizers' threads do not go with processes that a "
-            "DataLoader forks. Set it, to true or false, and nothing is said."
-        )
 
 
 def _planned(given: Mapping[str, Any]) -> Any:
@@ -329,10 +317,3 @@ def _leave_autocast() -> Iterator[None]:
         for device in devices:
             stack.enter_context(torch.autocast(device, enabled=False))
         yield
-
-
-def _log_file(log_dir: str | Path | None) -> Path | None:
-    """Log file in ``log_dir`` for a run that begins now."""
-    if log_dir is None:
-        return None
-    return Path(log_dir) / f"oneshot_{datetime.now():%Y-%m-%d_%H-%M-%S}.log"

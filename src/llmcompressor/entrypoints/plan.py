@@ -27,6 +27,7 @@ from llmcompressor.recipe import Recipe
 from llmcompressor.runtime.memory import free_device_memory
 from llmcompressor.runtime.registry import gc_relaxed
 from llmcompressor.verification import Deployment
+from llmcompressor.verification.facts import DEFAULT_TP
 
 if TYPE_CHECKING:
     from llmcompressor.args.keywords import DataInput, ModelInput, OneshotKeywords
@@ -85,18 +86,11 @@ def plan(
         "dataset": dataset,
         **arguments,
     }
-    deployment = _deployment(serve, tp, gpu)
+    deployment = None
+    if not (serve is None and tp is None and gpu is None):
+        sizes = DEFAULT_TP if tp is None else (tp,) if isinstance(tp, int) else tuple(tp)
+        deployment = Deployment(serve, sizes, gpu)
     return plan_from_arguments({"output_dir": output_dir, **given}, deployment, measure=measure)
-
-
-def _deployment(
-    serve: str | None, tp: int | tuple[int, ...] | None, gpu: str | None
-) -> Deployment | None:
-    if serve is None and tp is None and gpu is None:
-        return None
-    if tp is None:
-        return Deployment(serve, gpu=gpu)
-    return Deployment(serve, (tp,) if isinstance(tp, int) else tuple(tp), gpu)
 
 
 @float32_by_default()
@@ -107,8 +101,7 @@ def plan_from_arguments(
     job = _DraftJob(**arguments)
     with gc_relaxed():
         subject = _subject(job)
-    data = _Data(job, subject)
-    tokens, batches = data()
+    tokens, batches, batch_samples = _count_data(job, subject.model)
     device = _device(job, subject)
     limits = MemoryLimits(job.run_args.max_memory)
     request = Request(
@@ -121,7 +114,7 @@ def plan_from_arguments(
         job.dataset_args,
         tokens,
         batches,
-        data.samples,
+        batch_samples,
         device,
         _is_streamed(job, subject),
         limits.room,
@@ -181,60 +174,39 @@ class _DraftJob(Job):
             super()._check_pipeline()
 
 
-class _Data:
-    """Counts the tokens of the calibration data.
-
-    Attributes:
-        samples: the first batch with each set of inputs.
-    """
-
-    def __init__(self, job: _DraftJob, subject: PlannedModel) -> None:
-        self._job = job
-        self._model = subject.model
-        self.samples: list[Mapping[str, Any]] = []
-
-    def __call__(self) -> tuple[Tokens | None, int]:
-        """Return the number of tokens, and of batches that are run."""
-        job = self._job
-        if not job.needing_data:
-            return None, 0
-        data = job.dataset_args.dataset
-        if data is None and job.dataset_args.dataset_path is None:
-            return self._assumed("no data was given")
-        if isinstance(data, Iterator):
-            return self._assumed("the data can be read only once")
+def _count_data(job: _DraftJob, model: Any) -> tuple[Tokens | None, int, list[Mapping[str, Any]]]:
+    """Return the number of tokens and of batches, and the first batch with each set of inputs."""
+    args = job.dataset_args
+    if not job.needing_data:
+        return None, 0, []
+    why = "the data cannot be used"
+    if args.dataset is None and args.dataset_path is None:
+        why = "no data was given"
+    elif isinstance(args.dataset, Iterator):
+        why = "the data can be read only once"
+    else:
         with job.recording_problems("dataset"), _collect_data_warnings(job.notes):
-            return self._counted()
-        return self._assumed("the data cannot be used")
+            return _load_and_count(job, model)
+    samples = args.num_calibration_samples or _ASSUMED_SAMPLES
+    limit = getattr(model.config, "max_position_embeddings", None) or _ASSUMED_LENGTH
+    length = min(args.max_seq_length or _ASSUMED_LENGTH, limit)
+    tokens = samples * length
+    how = f"assumed: {why}"
+    return Tokens(samples, tokens, tokens, length, how, is_exact=False), samples, []
 
-    def _counted(self) -> tuple[Tokens, int]:
-        job = self._job
-        source = job.open_data()
-        processor = job.load_processor()
-        loaded = list(job.load_data(self._model, processor, source))
-        with job.recording_problems("dataset"):
-            job.check_batches(loaded)
-        kinds = {frozenset(batch): batch for batch in reversed(loaded)}
-        self.samples = list(reversed(kinds.values()))
-        batches = CalibrationBatches(
-            self._model, loaded, use_loss_mask=job.dataset_args.use_loss_mask
-        )
-        samples = sum(sum(batches.sizes(index)) for index in range(len(batches)))
-        ids = [batch["input_ids"] for batch in batches if "input_ids" in batch]
-        longest = max((one.shape[-1] for one in ids), default=0)
-        tokens = Tokens(
-            samples, batches.tokens, batches.real_tokens, longest, "counted", is_exact=True
-        )
-        return tokens, len(batches)
 
-    def _assumed(self, why: str) -> tuple[Tokens, int]:
-        args = self._job.dataset_args
-        samples = args.num_calibration_samples or _ASSUMED_SAMPLES
-        limit = getattr(self._model.config, "max_position_embeddings", None) or _ASSUMED_LENGTH
-        length = min(args.max_seq_length or _ASSUMED_LENGTH, limit)
-        how = f"assumed: {why}"
-        tokens = samples * length
-        return Tokens(samples, tokens, tokens, length, how, is_exact=False), samples
+def _load_and_count(job: _DraftJob, model: Any) -> tuple[Tokens, int, list[Mapping[str, Any]]]:
+    source = job.open_data()
+    loaded = list(job.load_data(model, job.load_processor(), source))
+    with job.recording_problems("dataset"):
+        job.check_batches(loaded)
+    kinds = {frozenset(batch): batch for batch in reversed(loaded)}
+    batches = CalibrationBatches(model, loaded, use_loss_mask=job.dataset_args.use_loss_mask)
+    samples = sum(sum(batches.sizes(index)) for index in range(len(batches)))
+    ids = [batch["input_ids"] for batch in batches if "input_ids" in batch]
+    longest = max((one.shape[-1] for one in ids), default=0)
+    tokens = Tokens(samples, batches.tokens, batches.real_tokens, longest, "counted", is_exact=True)
+    return tokens, len(batches), list(reversed(kinds.values()))
 
 
 @contextmanager

@@ -9,7 +9,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -59,12 +59,16 @@ _EVAL_ROLES = ("eval", "validation", "test")
 _NOTHING_TO_EVALUATE = "There is nothing to evaluate on: eval_strategy or do_eval is set"
 
 
-@dataclass(frozen=True)
 class _Role:
-    """Arguments and source of the training or the evaluation data."""
+    """The training or the evaluation data, opened.
 
-    args: DatasetArguments
-    source: Source | None
+    A registered data set is opened later, as it may need the processor.
+    """
+
+    def __init__(self, args: DatasetArguments) -> None:
+        self.args = args
+        registered = isinstance(args.dataset, str) and table.find(args.dataset) is not None
+        self.source: Source | None = None if registered else open_source(args, "train")
 
     @property
     def is_stream(self) -> bool:
@@ -72,6 +76,11 @@ class _Role:
         rows = None if self.source is None else self.source.rows
         streamed = self.args.streaming if rows is None else isinstance(rows, Stream)
         return streamed and self.args.max_train_samples is None
+
+    def load(self, model: Module, processor: Any) -> Any:
+        """Load the samples."""
+        limits = data_limits(model)
+        return load_training(self.args, processor=processor, source=self.source, **limits)
 
 
 class TrainingData:
@@ -96,12 +105,12 @@ class TrainingData:
         splits: Any = args.splits
         if isinstance(splits, Mapping) and _TRAIN in splits:
             splits = splits[_TRAIN]
-        self._train = _open_role(replace(args, splits=splits))
+        self._train = _Role(replace(args, splits=splits))
         self._eval: _Role | None = None
         if evaluates:
             split = _eval_split(args.splits)
             _refuse_the_same_data(args, split)
-            self._eval = _open_role(replace(args, splits=split, max_train_samples=None))
+            self._eval = _Role(replace(args, splits=split, max_train_samples=None))
 
     def check_steps(self, max_steps: int) -> None:
         """Refuse a stream of unknown length without a number of steps.
@@ -118,8 +127,8 @@ class TrainingData:
 
     def load(self, model: Module, processor: Any) -> tuple[Any, Any]:
         """Load the training samples and the evaluation samples, which may be ``None``."""
-        train = _samples(self._train, model, processor)
-        return train, None if self._eval is None else _samples(self._eval, model, processor)
+        train = self._train.load(model, processor)
+        return train, None if self._eval is None else self._eval.load(model, processor)
 
     def collator(self, model: Module, processor: Any, *, given: bool) -> Any:
         """Make the data collator, which pads by default.
@@ -182,8 +191,15 @@ def _refuse_the_same_data(args: DatasetArguments, split: str) -> None:
 
     Every split of such data is all of it, whatever its name. A slice, or ``train``, is accepted.
     """
-    parts = parse_split(split)
-    if _has_splits(args) or any(not part.whole or part.name == _TRAIN for part in parts):
+    parts, data = parse_split(split), args.dataset
+    if isinstance(data, Mapping):  # keys are splits or columns
+        has_splits = bool({_TRAIN, *_EVAL_ROLES} & set(data))
+    elif data is not None and not isinstance(data, str):
+        has_splits = False
+    else:  # where save_to_disk wrote several data sets, there is a dataset_dict.json instead
+        place = Path(args.dataset_path or str(data)).expanduser()
+        has_splits = not (place.is_file() or (place / "state.json").is_file())
+    if has_splits or any(not part.whole or part.name == _TRAIN for part in parts):
         return
     raise DatasetError(
         f"{_NOTHING_TO_EVALUATE}, and the data has no split {split!r}.",
@@ -191,28 +207,6 @@ def _refuse_the_same_data(args: DatasetArguments, split: str) -> None:
         "off, as in splits={'train': 'train[100:]', 'eval': 'train[:100]'} "
         "(--splits 'train=train[100:]' --splits 'eval=train[:100]').",
     )
-
-
-def _has_splits(args: DatasetArguments) -> bool:
-    """Return True if the data is opened by split name, so that missing splits raise on opening."""
-    data = args.dataset
-    if isinstance(data, Mapping):  # keys are splits or columns
-        return bool({_TRAIN, *_EVAL_ROLES} & set(data))
-    if data is not None and not isinstance(data, str):
-        return False
-    # Where save_to_disk wrote several data sets, there is a dataset_dict.json instead.
-    place = Path(args.dataset_path or str(data)).expanduser()
-    return not (place.is_file() or (place / "state.json").is_file())
-
-
-def _open_role(args: DatasetArguments) -> _Role:
-    """Open the raw data; a registered data set is opened later, as it may need the processor."""
-    registered = isinstance(args.dataset, str) and table.find(args.dataset) is not None
-    return _Role(args, None if registered else open_source(args, "train"))
-
-
-def _samples(role: _Role, model: Module, processor: Any) -> Any:
-    return load_training(role.args, processor=processor, source=role.source, **data_limits(model))
 
 
 # --------------------

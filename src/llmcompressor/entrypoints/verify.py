@@ -174,11 +174,8 @@ def verify_saved(folder: Path, kinds: Mapping[str, str] | None = None) -> dict[s
 
 
 def _broken(report: VerificationReport) -> list[Finding]:
-    return [
-        one
-        for one in report.findings
-        if one.severity is Severity.ERROR and (not one.server or one.rule in _OF_VALUES)
-    ]
+    errors = _errors(report.findings)
+    return [one for one in errors if not one.server or one.rule in _OF_VALUES]
 
 
 def _summarize_report(report: VerificationReport) -> dict[str, Any]:
@@ -224,7 +221,7 @@ def check_servable(
     )
     errors = _errors(ask())
     of_transformers = ask(deployment=Deployment("transformers"))
-    limits = [one for one in of_transformers if one.severity is Severity.ERROR]
+    limits = _errors(of_transformers)
     if limits and not is_meant:
         _refuse_unservable(ask)
     for each in merged(errors, by_rule=True):
@@ -242,16 +239,8 @@ def check_servable(
             f"transformers would not {failing} this ({each.first.rule}). "
             f"{join_names(each.modules)}: {each.first.message} {remedy}".strip()
         )
-    if not limits:
-        _report_transformers_limits(of_transformers)
-
-
-def _report_transformers_limits(findings: Iterable[Finding]) -> None:
-    """Report differences of transformers' forward for a checkpoint that it can load.
-
-    Quality that is measured with transformers then differs from that of the recipe.
-    """
-    own = (one for one in findings if one.server == "transformers")
+    # quality that is measured with transformers differs then from that of the recipe
+    own = [] if limits else [one for one in of_transformers if one.server == "transformers"]
     for each in merged(own, by_rule=True):
         tell = logger.warning if each.first.severity is Severity.WARNING else logger.info
         tell(
@@ -403,9 +392,11 @@ def modify_save_pretrained(
     """
     known = [one for one in map(save_options, model.modules()) if one is not None]
     own = save_options(model) or SaveOptions()
+    session = active_session()
+    of_session = session.get_serialized_recipe() if session.state.model is model else None
     save.modify_save_pretrained(
         model,
-        recipe=recipe or own.recipe or _recipe_of_parts(known) or _recipe_of_session(model),
+        recipe=recipe or own.recipe or _recipe_of_parts(known) or of_session,
         source=source or own.source,
         processor=own.processor if processor is None else processor,
         report=report or own.report,
@@ -423,8 +414,3 @@ def _join_recipes(recipes: list[Any]) -> str:
     texts = [one() if callable(one) else one for one in recipes]
     stages = [stage for text in texts if text for stage in Recipe.create_instance(text).stages]
     return to_yaml(rename_duplicates(stages))
-
-
-def _recipe_of_session(model: PreTrainedModel) -> str | None:
-    session = active_session()
-    return session.get_serialized_recipe() if session.state.model is model else None

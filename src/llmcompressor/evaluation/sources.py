@@ -14,7 +14,7 @@ from torch import Tensor
 from llmcompressor.args import DatasetArguments
 from llmcompressor.datasets import Source, open_source
 from llmcompressor.datasets.files import KINDS, kind_of
-from llmcompressor.datasets.rows import Row, Rows
+from llmcompressor.datasets.rows import Rows
 from llmcompressor.datasets.samples import errors_naming, from_tokenized
 from llmcompressor.datasets.text import ChatRenderer, RowPreparer, refuse_broken_chat
 from llmcompressor.datasets.tokenize import automatic_bos, tokenizer_of
@@ -177,16 +177,14 @@ def _rows_with_text(
     )
     rows: Any = opened.rows
     if isinstance(rows, Rows):
-        rows = _in_chunks(rows)
+        chunk, sized = _ROWS_AT_A_TIME, rows
+        starts = range(0, len(sized), chunk)
+        parts = (sized.cut(start, start + chunk) for start in starts)
+        rows = (row for part in parts for row in part.fetch(range(len(part))))
     for index, row in enumerate(rows):
         with errors_naming(f"{opened.name}: sample {index}"):
             prepared = prepare(row)
         yield prepared
-
-
-def _in_chunks(rows: Rows) -> Iterator[Row]:
-    for start in range(0, len(rows), _ROWS_AT_A_TIME):
-        yield from rows.fetch(range(start, min(start + _ROWS_AT_A_TIME, len(rows))))
 
 
 def _tokenize_rows(rows: Iterable[Mapping[str, Any]], tokenizer: Any) -> Iterator[Window]:

@@ -133,13 +133,11 @@ def _forwarded(name: str) -> Callable[..., bool]:
 
 
 class LambdaLogger(BaseLogger):
-    """A logger that calls a function.
+    """A logger that calls a function; ``name`` and ``enabled`` are those of every logger.
 
     Args:
         lambda_func: called with tag, value, values, step, wall time and level; returns True if it
             logged them.
-        name: the logger's name.
-        enabled: log anything at all.
     """
 
     def __init__(self, lambda_func: Write, name: str = "lambda", enabled: bool = True) -> None:
@@ -159,8 +157,6 @@ class PythonLogger(BaseLogger):
     Args:
         logger: a logger of ``logging``; by default this package's own log.
         log_level: level of entries without one.
-        name: the logger's name.
-        enabled: log anything at all.
     """
 
     def __init__(
@@ -209,8 +205,6 @@ class TensorBoardLogger(BaseLogger):
     Args:
         log_path: the directory to write to; by default TensorBoard's own.
         writer: a ``SummaryWriter`` to use instead.
-        name: the logger's name.
-        enabled: log anything at all.
 
     Raises:
         ImportError: TensorBoard is not installed.
@@ -258,8 +252,6 @@ class WANDBLogger(BaseLogger):
     Args:
         init_kwargs: arguments for starting a run; without them the active run is used: that of a
             Trainer with ``report_to="wandb"``, for instance.
-        name: the logger's name.
-        enabled: log anything at all.
 
     Raises:
         ImportError: wandb is not installed.
@@ -315,8 +307,6 @@ class SparsificationGroupLogger(BaseLogger):
         python_log_level: level of entries without one.
         tensorboard: also write for TensorBoard: true, a directory or a ``SummaryWriter``.
         wandb_: also log to Weights & Biases: true, or arguments for starting a run.
-        name: the logger's name.
-        enabled: log anything at all.
     """
 
     def __init__(
@@ -393,8 +383,14 @@ class LoggerManager:
         mode: LoggingMode = "exact",
         frequency_type: FrequencyType = "epoch",
     ) -> None:
-        _check_choice("mode", mode, get_args(LoggingMode))
-        _check_choice("frequency_type", frequency_type, get_args(FrequencyType))
+        for argument, given, options in (
+            ("mode", mode, get_args(LoggingMode)),
+            ("frequency_type", frequency_type, get_args(FrequencyType)),
+        ):
+            if given not in options:
+                raise ArgumentError(
+                    f"There is no {argument} {given!r}.", did_you_mean(given, options)
+                )
         is_number = isinstance(log_frequency, SupportsFloat) and log_frequency is not True
         if log_frequency is not None and not (is_number and float(log_frequency) >= 0):
             raise ArgumentError(
@@ -420,11 +416,7 @@ class LoggerManager:
 
     @classmethod
     def of(cls, given: Any) -> LoggerManager | None:
-        """Return a given manager, or a manager of the given loggers; ``None`` for ``None``.
-
-        Raises:
-            ArgumentError: they are no loggers.
-        """
+        """Return a given manager, or a manager of the given loggers; ``None`` for ``None``."""
         return given if given is None or isinstance(given, cls) else cls(given)
 
     @property
@@ -442,11 +434,7 @@ class LoggerManager:
         return iter(self.loggers)
 
     def add_logger(self, logger: BaseLogger) -> None:
-        """Add a logger.
-
-        Raises:
-            ArgumentError: it is no logger.
-        """
+        """Add a logger; an ``ArgumentError`` if it is none."""
         if not isinstance(logger, BaseLogger):
             raise ArgumentError(
                 f"{logger!r} is not a logger.", "Derive it from llmcompressor.metrics.BaseLogger."
@@ -525,8 +513,3 @@ class SystemLogging(_Part):
     warning = functools.partialmethod(log_string, level=logging.WARNING)
     error = functools.partialmethod(log_string, level=logging.ERROR)
     critical = functools.partialmethod(log_string, level=logging.CRITICAL)
-
-
-def _check_choice(argument: str, given: str, options: Iterable[str]) -> None:
-    if given not in options:
-        raise ArgumentError(f"There is no {argument} {given!r}.", did_you_mean(given, options))

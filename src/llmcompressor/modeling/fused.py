@@ -79,22 +79,17 @@ def fused_partners(name: str, present: Container[str] = ()) -> tuple[str, ...]:
 
 def _fused_names(name: str, present: Container[str]) -> Iterator[str]:
     """``name`` and all names that may be fused with it, in the order of fusion."""
-    prefix, own = _split_suffix(name)
+    parent, dot, own = name.rpartition(".")
+    prefix = parent + dot
+    for nested in _FORGET_GATE[1:]:
+        if name.endswith(f".{nested}"):
+            prefix, own = name.removesuffix(nested), nested
     found = dict.fromkeys(
         each for suffixes in FUSED_SUFFIXES if own in suffixes for each in suffixes
     )
     if own in _DELTA_ATTENTION and any(f"{prefix}{one}" in present for one in _FORGET_GATE):
         found = dict.fromkeys(_DELTA_ATTENTION)
     return (f"{prefix}{suffix}" for suffix in found)
-
-
-def _split_suffix(name: str) -> tuple[str, str]:
-    """Split a name into its prefix, with the dot, and the suffix that the tables list."""
-    for nested in _FORGET_GATE[1:]:
-        if name.endswith(f".{nested}"):
-            return name.removesuffix(nested), nested
-    parent, dot, own = name.rpartition(".")
-    return f"{parent}{dot}", own
 
 
 def fused_sets(model: Module) -> list[tuple[str, ...]]:

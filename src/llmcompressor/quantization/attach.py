@@ -34,6 +34,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from llmcompressor.errors import TargetError
 from llmcompressor.modeling.names import named_modules
 from llmcompressor.quantization.kv_cache import (
+    QuantizedForward,
     hook_cache,
     initialize_attention,
     make_cache_portable,
@@ -57,6 +58,7 @@ __all__ = [
     "cached_attention_modules",
     "check_kv_shape_attributes",
     "check_replaceable_attention",
+    "detach",
     "disable_attention_hooks",
     "enable_attention_hooks",
     "quantized_attention_tensors",
@@ -113,6 +115,23 @@ def attach_linear(
     module.quantization_status = (
         QuantizationStatus.FROZEN if is_raw else QuantizationStatus.DECOMPRESSED
     )
+
+
+_OWN = frozenset(
+    f"{base}_{kind}"
+    for base in ("weight", "input", "output", "q", "k", "v")
+    for kind in ("scale", "zero_point", "global_scale", "g_idx")
+)
+
+
+def detach(module: Module) -> None:
+    """Remove the scheme and the parameters of a quantized module; a rounded weight stays so."""
+    if isinstance(module.__dict__.get("forward"), QuantizedForward):
+        del module.forward
+    for name in ("quantization_scheme", "quantization_status"):
+        module.__dict__.pop(name, None)
+    for name in _OWN.intersection(module._parameters):
+        del module._parameters[name]
 
 
 def cached_attention_modules(model: Module) -> dict[Module, str]:

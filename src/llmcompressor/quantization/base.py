@@ -48,6 +48,7 @@ from llmcompressor.quantization.attach import (
     cached_attention_modules,
     check_kv_shape_attributes,
     check_replaceable_attention,
+    detach,
     disable_attention_hooks,
     enable_attention_hooks,
     quantized_attention_tensors,
@@ -664,17 +665,17 @@ class QuantizationMixin(Modifier):
         logger.info(f"{type(self).__name__}: {len(self._schemes)} modules quantized.")
 
     def on_finalize(self, state: State, **kwargs: Any) -> bool:
-        """Remove the schemes of modules left unfinished by an aborted run.
+        """Remove the schemes of unfinished modules, and after an error those of all.
 
         A model with finished modules is run as a quantized model from here on.
         """
-        attention = self._attention
-        for module in (*self._schemes, *attention):
-            if getattr(module, "quantization_status", None) is None:
-                module.__dict__.pop("quantization_scheme", None)
+        attention, aborted = self._attention, state.schedule.aborted
+        for module in (*self._schemes, *attention, *self._shared.names):
+            if aborted or getattr(module, "quantization_status", None) is None:
+                detach(module)
                 if module in attention:
                     disable_attention_hooks(state.model, module)
-        if self._finished:
+        if self._finished and not aborted:
             mark_quantized(state.model)
         return True
 

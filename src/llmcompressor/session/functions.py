@@ -29,15 +29,9 @@ __all__ = [
 ]
 
 
-class _SessionStack(threading.local):
-    """The sessions opened in this thread, innermost last."""
-
-    def __init__(self) -> None:
-        self.sessions: tuple[CompressionSession, ...] = ()
-
-
 _default = CompressionSession()
-_stack = _SessionStack()
+_opened = threading.local()
+"""``sessions``: those that are open in this thread, innermost last."""
 _running = threading.RLock()
 """Held by the thread whose run is at work."""
 _PATIENCE = 60.0
@@ -50,18 +44,23 @@ def create_session() -> Iterator[CompressionSession]:
 
     The session that was active before is restored afterwards.
     """
-    before = _stack.sessions
+    before = _sessions()
     session = CompressionSession()
-    _stack.sessions = (*before, session)
+    _opened.sessions = (*before, session)
     try:
         yield session
     finally:
-        _stack.sessions = before
+        _opened.sessions = before
+
+
+def _sessions() -> tuple[CompressionSession, ...]:
+    found: tuple[CompressionSession, ...] = getattr(_opened, "sessions", ())
+    return found
 
 
 def active_session() -> CompressionSession:
     """The innermost session of this thread, else the shared session of the process."""
-    return _stack.sessions[-1] if _stack.sessions else _default
+    return (_default, *_sessions())[-1]
 
 
 @contextmanager
@@ -70,7 +69,7 @@ def run_session() -> Iterator[CompressionSession]:
 
     A session in which another run is active is not used either.
     """
-    if _stack.sessions:
+    if _sessions():
         with exclusive_session() as session:
             yield session
     else:
@@ -88,14 +87,14 @@ def exclusive_session() -> Iterator[CompressionSession]:
     """
     with _exclusive_run():
         session = active_session()
-        if not session.take():
+        if not session.taken.acquire(blocking=False):
             with create_session() as own:
                 yield own
             return
         try:
             yield session
         finally:
-            session.leave()
+            session.taken.release()
 
 
 @contextmanager

@@ -18,19 +18,15 @@ __all__ = ["CompressionSession"]
 
 
 class CompressionSession:
-    """Manages a run: owns its lifecycle, and through it its state."""
+    """Manages a run: owns its lifecycle, and through it its state.
+
+    Attributes:
+        taken: held by the run, of any thread, that uses this session.
+    """
 
     def __init__(self) -> None:
         self._lifecycle = CompressionLifecycle()
-        self._taken = threading.Lock()
-
-    def take(self) -> bool:
-        """Acquire this session for one run; False if another run, of any thread, holds it."""
-        return self._taken.acquire(blocking=False)
-
-    def leave(self) -> None:
-        """Release the session at the end of its run."""
-        self._taken.release()
+        self.taken = threading.Lock()
 
     @property
     def lifecycle(self) -> CompressionLifecycle:
