@@ -34,32 +34,17 @@ from llmcompressor.numerics.extremes import is_finite
 from llmcompressor.runtime.progress import progress
 from llmcompressor.transformers_internals import conversions_of, dtype_plan, set_conversions
 
-__all__ = [
-    "REST",
-    "AssumedTie",
-    "BlockWeights",
-    "resolve_ties",
-    "resolve_ties_by_config",
-    "same_values",
-]
+REST = ""
+"""The name of what lies in no block: embeddings, the last norm, the head."""
 
 
-# --------------------
-# Resolution of tied parameters that the checkpoint stores twice: tied only if equal.
-#
-# transformers decides so too, but it needs the values, which a model built on the meta device does
-# not have.
+# Tied parameters that the checkpoint stores twice: tied only if equal. transformers decides so too,
+# but it needs the values, which a model built on the meta device does not have.
 
 
 @dataclass(frozen=True)
 class AssumedTie:
-    """Two stored tensors that are assumed to be tied without reading them.
-
-    Attributes:
-        source: the parameter that is kept.
-        target: the parameter that the configuration ties to it.
-        nbytes: the bytes of one of them, in the model's dtype.
-    """
+    """Two stored tensors that are assumed to be tied unread, and the bytes of one in memory."""
 
     source: str
     target: str
@@ -69,9 +54,7 @@ class AssumedTie:
 def resolve_ties(model: PreTrainedModel, equal: Callable[[str, str], bool | None]) -> None:
     """Tie two parameters as configured if they are equal, and untie them otherwise.
 
-    Args:
-        model: the model.
-        equal: return if two parameters, by name, are equal; ``None`` to leave them as they are.
+    ``equal`` compares two parameters by name; for ``None`` they are left as they are.
     """
     tied: dict[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
     for target, source in list(tied.items()):
@@ -91,15 +74,9 @@ def resolve_ties(model: PreTrainedModel, equal: Callable[[str, str], bool | None
 
 
 def resolve_ties_by_config(blueprint: MetaModel) -> list[AssumedTie]:
-    """Do the same as :func:`resolve_ties`, by the configuration alone.
+    """Resolve ties of a model without weights: tensors of one shape are assumed to be equal.
 
-    Nothing is read: stored tensors are assumed to be equal if their shapes are.
-
-    Args:
-        blueprint: the model, without weights.
-
-    Returns:
-        The pairs that are assumed to be tied, though the files hold both.
+    Returns the pairs that are assumed to be tied, though the files hold both.
     """
     headers = blueprint.source.tensors
     rest = blueprint.tensors_of(None, list(find_blocks(blueprint.model).values()))
@@ -125,22 +102,26 @@ def same_values(model: PreTrainedModel, source: str, target: str) -> bool | None
     return None if first.is_meta or second.is_meta else torch.equal(first, second)
 
 
-# --------------------
-# Block-wise loading of weights into a model that was built on the meta device.
+@dataclass(frozen=True)
+class _ReadBlock:
+    """A block that has been read but is not in the model yet, with the hash of each tensor."""
 
-REST = ""
-"""The name of what lies in no block: embeddings, the last norm, the head."""
+    tensors: dict[str, Tensor]
+    hashes: dict[str, str]
+    digest: str
+    files: Mapping[str, str]
+
+
+def _combined(hashes: Mapping[str, str]) -> str:
+    lines = [f"{name} {digest}" for name, digest in hashes.items()]
+    return xxhash.xxh3_128_hexdigest("\n".join(lines).encode())
 
 
 class BlockWeights:
     """Load and free the weights of a model block by block.
 
-    Args:
-        blueprint: the model, without weights.
-        blocks: names of the modules that are loaded one by one, in order.
-        device: the device to load weights to.
-
     Attributes:
+        blocks: names of the modules that are loaded one by one, in order.
         device: the device that weights are loaded to.
         reads_ahead: enables :meth:`read_ahead`.
         digests: block → hash of its tensors as they were read.
@@ -152,7 +133,7 @@ class BlockWeights:
     ) -> None:
         self._blueprint = blueprint
         self._model = blueprint.model
-        self._blocks = list(blocks)
+        self.blocks = list(blocks)
         self.device = torch.device(device)
         self._names = {name: blueprint.tensors_of(name, blocks) for name in blocks}
         self._names[REST] = blueprint.tensors_of(None, blocks)
@@ -164,11 +145,6 @@ class BlockWeights:
         self.files: dict[str, Mapping[str, str]] = {}
         self._rest: Mapping[str, str] = {}
         self._stamps: dict[str, str] = {}
-
-    @property
-    def blocks(self) -> Sequence[str]:
-        """Names of the blocks, in order."""
-        return self._blocks
 
     def source_bytes(self, block: str) -> int:
         """Bytes of a block's tensors in the checkpoint."""
@@ -195,10 +171,10 @@ class BlockWeights:
         """
         headers = self._blueprint.source.tensors
         with progress(sum(map(len, self._names.values())), "Checking weights") as advance:
-            for block in self._names:
-                hashes = _TensorHashes()
-                for name in self._names[block]:
-                    tensor = hashes.read(self._reader, name)
+            for block, names in self._names.items():
+                hashes: dict[str, str] = {}
+                for name in names:
+                    tensor, hashes[name] = self._read_tensor(name)
                     if tensor.is_floating_point() and not is_finite(tensor):
                         raise NonFiniteError(
                             f"The weight {name} in {headers[name].file} holds NaN or infinity. "
@@ -206,7 +182,7 @@ class BlockWeights:
                             "get it anew."
                         )
                     advance(1)
-                self.digests[block] = hashes.together
+                self.digests[block] = _combined(hashes)
 
     def load(self, block: str) -> None:
         """Read a block's tensors and put them into the model.
@@ -218,32 +194,30 @@ class BlockWeights:
         """
         future = self._ahead.pop(block, None)
         read = future.result() if future is not None else self._read(block)
-        if block not in self.digests:  # no earlier hash to compare with
-            self._check_files_unchanged(read.files)
-        self._check_digest(block, read.hashes.together)
+        for file, stamp in read.files.items() if block not in self.digests else ():
+            # there is no earlier hash to compare with
+            if self._stamps.setdefault(file, stamp) != stamp:
+                raise CheckpointError(
+                    f"{file} was written to or replaced while this run reads it.",
+                    "Start the same call again when the file is as it is to be: what is finished "
+                    "is compared with it, and kept where nothing is another.",
+                )
+        self._check_digest(block, read.digest)
         self.files[block] = read.files
         if block == REST:
-            self._rest = read.hashes.by_name
+            self._rest = read.hashes
         self.put(read.tensors, self._blueprint.names)
-        self.settle(block)
+        self.settle()
         self._fill_tied(block)
         self._check(block)
 
     def verify_digest(self, block: str, digest: str, files: Mapping[str, str]) -> None:
-        """Check that a block is unchanged since an earlier run read it.
+        """Check (CheckpointError) by its hash that a block is as an earlier run read it.
 
-        It is read only where its files may have changed since and this run has not read it yet.
-
-        Args:
-            block: its name.
-            digest: the hash of its tensors in the earlier run.
-            files: the stamps of its files in the earlier run.
-
-        Raises:
-            CheckpointError: the hash differs, or a file cannot be read.
+        It is read only where its files have other stamps, and this run has not read it yet.
         """
         if block not in self.digests and files != self._reader.file_stamps(self._names[block]):
-            self.digests[block] = self._read(block).hashes.together
+            self.digests[block] = self._read(block).digest
         self._check_digest(block, digest)
 
     def read_ahead(self, block: str) -> None:
@@ -251,23 +225,22 @@ class BlockWeights:
         if self.reads_ahead and block not in self._ahead:
             self._ahead[block] = self._pool.submit(self._read, block)
 
-    def after(self, block: str) -> str | None:
-        """Return the name of the next block, or ``None`` for the last one."""
-        position = self._blocks.index(block) + 1
-        return self._blocks[position] if position < len(self._blocks) else None
-
     def release(self, block: str) -> None:
         """Free a block's tensors, except those shared with other parts of the model.
 
         Online rotation matrices stay too: one block holds them for all.
         """
-        module = self._model.get_submodule(block)
-        outside = self._shared_outside(module)
-        for inner in module.modules():
-            if isinstance(inner, HadamardTransform):
-                continue
+        inside = set(self._model.get_submodule(block).modules())
+        kept = {
+            id(owner._parameters[name])
+            for owners in self._blueprint.shared
+            if any(other not in inside for other, _ in owners)
+            for owner, name in owners
+        }
+        for inner in inside:
             for name, parameter in inner._parameters.items():
-                if parameter is not None and id(parameter) not in outside:
+                is_kept = isinstance(inner, HadamardTransform) or id(parameter) in kept
+                if parameter is not None and not is_kept:
                     inner._parameters[name] = meta_parameter(parameter)
 
     def close(self) -> None:
@@ -276,24 +249,17 @@ class BlockWeights:
         self._ahead.clear()
         self._reader.close()
 
-    # ------------------------------------------------------------------ helpers
-
     def _read(self, block: str) -> _ReadBlock:
-        names, hashes = self._names[block], _TensorHashes()
-        files = self._reader.file_stamps(
-            names
-        )  # before the data, so that a write meanwhile is noticed
-        return _ReadBlock({name: hashes.read(self._reader, name) for name in names}, hashes, files)
+        names = self._names[block]
+        files = self._reader.file_stamps(names)  # before the data: a write meanwhile is noticed
+        read = {name: self._read_tensor(name) for name in names}
+        hashes = {name: digest for name, (_, digest) in read.items()}
+        tensors = {name: tensor for name, (tensor, _) in read.items()}
+        return _ReadBlock(tensors, hashes, _combined(hashes), files)
 
-    def _check_files_unchanged(self, files: Mapping[str, str]) -> None:
-        """Check that files have not changed since this run first read from them."""
-        for file, stamp in files.items():
-            if self._stamps.setdefault(file, stamp) != stamp:
-                raise CheckpointError(
-                    f"{file} was written to or replaced while this run reads it.",
-                    "Start the same call again when the file is as it is to be: what is finished "
-                    "is compared with it, and kept where nothing is another.",
-                )
+    def _read_tensor(self, name: str) -> tuple[Tensor, str]:
+        digest = xxhash.xxh3_128()
+        return self._reader.read(name, digest), digest.hexdigest()
 
     def _check_digest(self, block: str, digest: str) -> None:
         if self.digests.setdefault(block, digest) != digest:
@@ -305,34 +271,24 @@ class BlockWeights:
 
     @torch.no_grad()
     def put(self, tensors: Mapping[str, Tensor], names: Mapping[str, LoadedName]) -> None:
-        """Assign checkpoint tensors to the model's parameters and buffers.
-
-        Args:
-            tensors: name in the checkpoint → tensor.
-            names: the tensor of the model that each becomes.
-        """
+        """Assign checkpoint tensors by ``names``, in the dtypes of the model."""
         merged = {name: tensor for name, tensor in tensors.items() if names[name].merged}
         for name, tensor in tensors.items():
-            if name not in merged:
-                self._put(names[name].target, tensor)
+            if name in merged:
+                continue
+            path, _, own = names[name].target.rpartition(".")
+            module = self._model.get_submodule(path)
+            present, buffer = module._parameters.get(own), module._buffers.get(own)
+            if present is not None:
+                value = tensor.to(self.device, present.dtype)
+                module._parameters[own] = Parameter(value, requires_grad=value.is_floating_point())
+            else:
+                assert buffer is not None
+                module._buffers[own] = tensor.to(self.device, buffer.dtype)
         if merged:
             self._convert(merged)
 
-    def _put(self, target: str, tensor: Tensor) -> None:
-        """Assign one tensor to a parameter or buffer, converted to its dtype."""
-        path, _, own = target.rpartition(".")
-        module = self._model.get_submodule(path)
-        present = module._parameters.get(own)
-        if present is None:
-            buffer = module._buffers[own]
-            assert buffer is not None
-            module._buffers[own] = tensor.to(self.device, buffer.dtype)
-            return
-        value = tensor.to(self.device, present.dtype)
-        module._parameters[own] = Parameter(value, requires_grad=value.is_floating_point())
-
     def _convert(self, tensors: Mapping[str, Tensor]) -> None:
-        """Merge, split or permute tensors with transformers' weight conversion, and load them."""
         model: Any = self._model
         conversions = conversions_of(model)
         mapping: Any = get_model_conversion_mapping(model)
@@ -349,8 +305,8 @@ class BlockWeights:
             name, error = next(iter(info.conversion_errors.items()))
             raise CheckpointError(f"The tensors of {name} cannot be merged: {error}")
 
-    def settle(self, block: str) -> None:
-        """Re-tie the parameters that were tied before ``block`` was loaded."""
+    def settle(self) -> None:
+        """Tie again the parameters that were tied before a block was loaded."""
         for owners in self._blueprint.shared:
             loaded = [
                 module._parameters[name] for module, name in owners if not _is_empty(module, name)
@@ -359,52 +315,30 @@ class BlockWeights:
                 for module, name in owners:
                     module._parameters[name] = loaded[0]
 
+    @torch.no_grad()
     def _fill_tied(self, block: str) -> None:
         """Fill tied parameters whose tensor the file stores under another block's name."""
         inside = {self._model.get_submodule(name) for name in self._own_modules(block)}
-        paths: dict[Module, str] = {}
+        names, paths = self._blueprint.names, dict[Module, str]()
         for owners in self._blueprint.stored_once:
             lacking = [one for one in owners if one[0] in inside and _is_empty(*one)]
             if not lacking:
                 continue
             paths = paths or {module: path for path, module in self._model.named_modules()}
             targets = {f"{paths[module]}.{own}": (module, own) for module, own in owners}
-            names = self._blueprint.names
             stored = [name for name, loaded in names.items() if loaded.target in targets]
-            if stored:
-                self._load_into(stored, targets[names[stored[0]].target], lacking)
-        self.settle(block)
-
-    def _load_into(
-        self,
-        stored: Sequence[str],
-        lender: tuple[Module, str],
-        places: Sequence[tuple[Module, str]],
-    ) -> None:
-        """Load a stored tensor into other places than its own; its own place keeps its value."""
-        module, own = lender
-        kept = module._parameters[own]
-        self.put({name: self._reader.read(name) for name in stored}, self._blueprint.names)
-        read = module._parameters[own]
-        assert read is not None
-        module._parameters[own] = kept
-        for place, name in places:
-            place._parameters[name] = Parameter(
-                read.detach().clone(), requires_grad=read.requires_grad
-            )
-
-    def _shared_outside(self, module: Module) -> set[int]:
-        """Return the ids of a module's parameters that other parts of the model share."""
-        inside = set(module.modules())
-        return {
-            id(owner._parameters[name])
-            for owners in self._blueprint.shared
-            if any(other not in inside for other, _ in owners)
-            for owner, name in owners
-        }
+            if not stored:
+                continue
+            module, own = targets[names[stored[0]].target]
+            kept = module._parameters[own]  # its own place keeps its value
+            self.put({name: self._reader.read(name) for name in stored}, names)
+            read, module._parameters[own] = module._parameters[own], kept
+            assert read is not None
+            for place, name in lacking:
+                place._parameters[name] = Parameter(read.clone(), requires_grad=read.requires_grad)
+        self.settle()
 
     def _check(self, block: str) -> None:
-        module = self._model.get_submodule(block)
         names = self._own_modules(block)
         empty = [
             f"{name}.{own}"
@@ -419,51 +353,22 @@ class BlockWeights:
             )
         bad = first_nonfinite(self._model, names)
         if bad is not None:
+            kind = type(self._model.get_submodule(block)).__name__
             raise NonFiniteError(
-                f"The weight {bad} holds NaN or infinity: the {type(module).__name__} would "
+                f"The weight {bad} holds NaN or infinity: the {kind} would "
                 "compute nothing. Check the checkpoint it was read from."
             )
 
     def _own_modules(self, block: str) -> list[str]:
-        """Return the names of a block's modules, or for the rest of those outside all blocks."""
         if block:
             inner = self._model.get_submodule(block).named_modules(prefix=block)
             return [name for name, _ in inner]
-        inside = tuple(f"{name}." for name in self._blocks)
+        inside = tuple(f"{name}." for name in self.blocks)
         return [
             name
             for name, _ in self._model.named_modules()
             if not (inside and f"{name}.".startswith(inside))
         ]
-
-
-class _TensorHashes:
-    """Collects the hashes of tensors while they are read."""
-
-    def __init__(self) -> None:
-        self.by_name: dict[str, str] = {}
-
-    def read(self, reader: TensorReader, name: str) -> Tensor:
-        """Read a tensor and record its hash."""
-        digest = xxhash.xxh3_128()
-        tensor = reader.read(name, digest)
-        self.by_name[name] = digest.hexdigest()
-        return tensor
-
-    @property
-    def together(self) -> str:
-        """Hash over all tensors read."""
-        lines = [f"{name} {digest}" for name, digest in self.by_name.items()]
-        return xxhash.xxh3_128_hexdigest("\n".join(lines).encode())
-
-
-@dataclass(frozen=True)
-class _ReadBlock:
-    """A block that has been read but is not in the model yet."""
-
-    tensors: dict[str, Tensor]
-    hashes: _TensorHashes
-    files: Mapping[str, str]
 
 
 def _is_empty(module: Module, name: str) -> bool:

@@ -4,15 +4,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import (
-    Callable,
-    Collection,
-    ItemsView,
-    Iterator,
-    Mapping,
-    Sequence,
-    ValuesView,
-)
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -44,8 +36,15 @@ from llmcompressor.checkpoint.block_writer import (
     non_weight_bytes,
     unallocated_bytes,
 )
-from llmcompressor.checkpoint.journal import BlockEntry, Journal, ProgressEntry, RunIdentity
-from llmcompressor.checkpoint.load import check_finite_weights, untie_embeddings
+from llmcompressor.checkpoint.journal import (
+    BlockEntry,
+    Journal,
+    ProgressEntry,
+    RunIdentity,
+    Workspace,
+    open_workspace,
+)
+from llmcompressor.checkpoint.load import check_finite_weights
 from llmcompressor.checkpoint.manifest import OutputManifest, compress_block
 from llmcompressor.checkpoint.meta_model import MetaModel
 from llmcompressor.checkpoint.model_config import read_report
@@ -60,7 +59,6 @@ from llmcompressor.checkpoint.tensor_files import (
     layout_files,
     read_tensors,
 )
-from llmcompressor.checkpoint.workspace import Workspace, open_workspace
 from llmcompressor.core.block_source import BlockSource, Visit
 from llmcompressor.errors import (
     ArgumentError,
@@ -73,37 +71,28 @@ from llmcompressor.errors import (
 from llmcompressor.logger import logger
 from llmcompressor.modeling.blocks import find_blocks
 from llmcompressor.modeling.names import named_modules
+from llmcompressor.modeling.weights import untie_embeddings
 from llmcompressor.runtime.memory import TOLERATED, malloc_trim
 from llmcompressor.runtime.processes import Processes
 from llmcompressor.runtime.threads import one_thread
 
-__all__ = [
-    "BlockRestorer",
-    "PlannedOutput",
-    "ResidentBlocks",
-    "StreamedBlocks",
-    "check_output_space",
-    "has_lazy_parameters",
-    "load_lazily",
-    "output_headers",
-]
+_CPU = torch.device("cpu")
+_RETURNED_EVERY = 8
+"""Blocks after which freed memory is returned, however little: each leaves a few megabytes."""
+_IN_THE_CALL = (ArgumentError, DatasetError, NonFiniteError, RecipeError, TargetError)
+"""What the same call runs into again, while another call would not go on from its progress."""
+
+Room = Callable[[int, int], tuple[int | None, bool]]
+Report = Callable[[Sequence[str] | None], dict[str, dict[str, Any]]]
+"""Modifier → module → what it recorded, for the named modules or for all."""
 
 
-# --------------------
-# Lazy parameters: a block is loaded when one of its parameters is first accessed.
-#
-# After a run over a checkpoint the blocks are on disk and not in memory. The returned model is
-# complete all the same: a module's parameters are kept in a dict that loads their block on first
-# access, by a forward pass, by ``parameters()``, by ``state_dict()`` or by name.
+# Lazy parameters: after a run the blocks are on disk and not in memory. The returned model is
+# complete all the same: a block is loaded when one of its parameters is first accessed.
 
 
-def load_lazily(block: Module, load: Callable[[], None]) -> None:
-    """Call ``load`` before the first access to a parameter of ``block``.
-
-    Args:
-        block: its parameters are on the meta device.
-        load: load the block's parameters.
-    """
+def _load_lazily(block: Module, load: Callable[[], None]) -> None:
+    """Call ``load`` before the first access to a parameter of ``block``, all on the meta device."""
     modules = list(block.modules())
 
     def read() -> None:
@@ -115,11 +104,6 @@ def load_lazily(block: Module, load: Callable[[], None]) -> None:
     for module in modules:
         if dict(module._parameters):
             module._parameters = _LazyParameters(module, read)
-
-
-def has_lazy_parameters(module: Module) -> bool:
-    """Return True if a module's parameters have not been loaded yet."""
-    return isinstance(module._parameters, _LazyParameters)
 
 
 class _LazyParameters(dict[str, Any]):
@@ -139,30 +123,6 @@ class _LazyParameters(dict[str, Any]):
             self._read()
         return self._module._parameters
 
-    def __getitem__(self, name: str) -> Any:
-        return self._loaded()[name]
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        self._loaded()[name] = value
-
-    def __delitem__(self, name: str) -> None:
-        del self._loaded()[name]
-
-    def get(self, name: str, default: Any = None) -> Any:
-        return self._loaded().get(name, default)
-
-    def pop(self, *arguments: Any) -> Any:
-        return self._loaded().pop(*arguments)
-
-    def items(self) -> ItemsView[str, Any]:  # type: ignore[override]
-        return self._loaded().items()
-
-    def values(self) -> ValuesView[Any]:  # type: ignore[override]
-        return self._loaded().values()
-
-    def copy(self) -> dict[str, Any]:
-        return self._loaded().copy()
-
     def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Any]:
         return copy.deepcopy(self._loaded(), memo)
 
@@ -170,22 +130,15 @@ class _LazyParameters(dict[str, Any]):
         return dict, (self._loaded(),)
 
 
-# --------------------
-# Restoring of blocks from a written checkpoint into the model that they were made of.
+def _after_loading(method: str) -> Any:
+    def call(self: _LazyParameters, *arguments: Any) -> Any:
+        return getattr(self._loaded(), method)(*arguments)
+
+    return call
 
 
-def output_headers(layout: OutputLayout, folder: Path) -> dict[str, TensorHeader]:
-    """Return the headers of an output's tensors."""
-    return {
-        name: TensorHeader(
-            place.stored.dtype,
-            place.stored.shape,
-            folder / place.file,
-            place.offset,
-            place.stored.nbytes,
-        )
-        for name, place in layout.places.items()
-    }
+for _name in ("__getitem__", "__setitem__", "__delitem__", "get", "pop", "items", "values", "copy"):
+    setattr(_LazyParameters, _name, _after_loading(_name))
 
 
 class BlockRestorer:
@@ -196,7 +149,6 @@ class BlockRestorer:
         quantized: its quantized modules.
         layout: the places of the checkpoint's tensors.
         weights: the loader of the source's blocks.
-        device: the device to load weights to.
     """
 
     def __init__(
@@ -205,87 +157,69 @@ class BlockRestorer:
         quantized: Sequence[QuantizedModule],
         layout: OutputLayout,
         weights: BlockWeights,
-        device: torch.device | str,
     ) -> None:
         self._model = model
-        self._entries = {entry.name: entry for entry in quantized}
-        names = NameMap(model)
-        self._by_place = {place: name for name, place in names.stored(self._entries).items()}
-        self._names = {module: name for name, module in named_modules(model)}
-        self._layout = layout
         self._weights = weights
-        self._device = torch.device(device)
-        plain = (name for name in layout.places if self._module_of(name) is None)
+        self._layout = layout
+        self._quantized = {entry.name: entry for entry in quantized}
+        names = NameMap(model)
+        stored = names.stored(self._quantized)
+        by_place = {place: self._quantized[name] for name, place in stored.items()}
+        self._packed: dict[str, QuantizedModule] = {}
+        for name in layout.places:
+            place, _, own = name.rpartition(".")
+            if place in by_place and by_place[place].owns_tensor(own):
+                self._packed[name] = by_place[place]
+        plain = (name for name in layout.places if name not in self._packed)
         self._plain = names.loaded(plain, model.state_dict())
 
     def names_of(self, block: str) -> list[str]:
         """Return the stored tensors of a block; for :data:`REST` those outside all blocks."""
-        if block == REST:
-            inside_any = {name for one in self._weights.blocks for name in self.names_of(one)}
-            return [name for name in self._layout.places if name not in inside_any]
-        inside = f"{block}."
-        names = [name for name, own in self._plain.items() if own.target.startswith(inside)]
+        inside = tuple(f"{name}." for name in ([block] if block else self._weights.blocks))
+        found = []
         for name in self._layout.places:
-            module = self._module_of(name)
-            if module is not None and module.startswith(inside):
-                names.append(name)
-        return names
-
-    def restore(self, block: str, folder: Path, modules: Collection[Module] | None = None) -> None:
-        """Load a block from the written checkpoint into the model.
-
-        Args:
-            block: its name.
-            folder: the folder of the files.
-            modules: the modules to restore; the whole block if ``None``.
-        """
-        reader = self.reader(folder)
-        try:
-            self.restore_from(reader, block, modules)
-        finally:
-            reader.close()
+            if name in self._packed:
+                target = f"{self._packed[name].name}."
+            else:
+                target = self._plain[name].target if name in self._plain else ""
+            if target.startswith(inside) == bool(block):
+                found.append(name)
+        return found
 
     def attach_lazy_blocks(self, folder: Path, blocks: Mapping[Module, str]) -> None:
-        """Make blocks load lazily from the written checkpoint.
-
-        Args:
-            folder: the checkpoint's present folder; it may be moved, replaced or removed later.
-            blocks: module of each → its name.
-        """
-        reader = self.reader(folder)
-        reader.open_all()
+        """Make blocks load lazily from the checkpoint, wherever ``folder`` is moved later."""
+        reader = TensorReader(self._layout.headers(folder), opened=True)
         for module, name in blocks.items():
-            load_lazily(module, partial(self.restore_from, reader, name))
+            _load_lazily(module, partial(self._restore_from, reader, name))
 
-    def reader(self, folder: Path) -> TensorReader:
-        """Return a reader of the checkpoint in ``folder``."""
-        return TensorReader(output_headers(self._layout, folder))
+    def restore(self, block: str, folder: Path, modules: Collection[Module] | None = None) -> None:
+        """Load a block, or some of its modules, from the checkpoint in ``folder``."""
+        with closing(TensorReader(self._layout.headers(folder))) as reader:
+            self._restore_from(reader, block, modules)
 
     @torch.no_grad()
-    def restore_from(
+    def _restore_from(
         self, reader: TensorReader, block: str, modules: Collection[Module] | None = None
     ) -> None:
-        """Restore a block as :meth:`restore` does, with an open reader."""
+        """Load a block, or some modules of it, from the written checkpoint into the model."""
         packed: dict[str, dict[str, Tensor]] = {}
         plain = {}
-        wanted = None if modules is None else {self._names[module] for module in modules}
+        every = () if modules is None else named_modules(self._model)
+        own = set(modules or ())
+        wanted = {name for name, one in every if one in own}
         for name in self.names_of(block):
-            module = self._module_of(name)
-            if module is None:
-                if wanted is None or self._plain[name].target.rpartition(".")[0] in wanted:
+            entry = self._packed.get(name)
+            if entry is not None:
+                if modules is None or entry.module in modules:
+                    packed.setdefault(entry.name, {})[name.rpartition(".")[2]] = reader.read(name)
+            elif name in self._plain:
+                owner = self._plain[name].target.rpartition(".")[0]
+                if modules is None or owner in wanted:
                     plain[name] = reader.read(name)
-            elif modules is None or self._entries[module].module in modules:
-                packed.setdefault(module, {})[name.rpartition(".")[2]] = reader.read(name)
         self._weights.put(plain, self._plain)
         for module, tensors in packed.items():
-            self._unpack(self._entries[module], tensors)
-        self._weights.settle(block)
-
-    def _module_of(self, stored: str) -> str | None:
-        """Return the quantized module that a stored tensor belongs to, or ``None``."""
-        place, _, own = stored.rpartition(".")
-        module = self._by_place.get(place)
-        return module if module is not None and self._entries[module].owns_tensor(own) else None
+            self._unpack(self._quantized[module], tensors)
+        self._weights.settle()
 
     def _unpack(self, entry: QuantizedModule, tensors: Mapping[str, Tensor]) -> None:
         module, scheme = entry.module, entry.scheme
@@ -298,22 +232,17 @@ class BlockRestorer:
             values |= _decompressed(values, scheme, module._parameters["weight"])
         for name, present in list(module._parameters.items()):
             if present is not None and name in values:
-                value = values[name].to(self._device, present.dtype).reshape(present.shape)
+                value = values[name].to(self._weights.device, present.dtype).reshape(present.shape)
                 module._parameters[name] = Parameter(value, requires_grad=present.requires_grad)
 
 
 def _decompressed(
     tensors: Mapping[str, Tensor], scheme: QuantizationScheme, weight: Tensor | None
 ) -> dict[str, Tensor]:
-    """Return a module's tensors with its dense weight in place of the codes.
+    """Return a module's stored tensors with a dense weight, shaped as ``weight``, for the codes.
 
     compressed-tensors decompresses whole groups only. Where the last group is incomplete, the codes
     are padded to its end and the padding is cut off again.
-
-    Args:
-        tensors: own name → tensor, as stored.
-        scheme: the module's scheme, with its format.
-        weight: a weight of the dense shape.
     """
     compressor: Any = BaseCompressor.get_value_from_registry(scheme.format)
     assert weight is not None
@@ -336,20 +265,6 @@ def _decompressed(
     return found
 
 
-# --------------------
-# The two sources of blocks: a model in memory, and a checkpoint that is streamed into another.
-
-_CPU = torch.device("cpu")
-_RETURNED_EVERY = 8
-"""Blocks after which freed memory is returned, however little: each leaves a few megabytes."""
-_IN_THE_CALL = (ArgumentError, DatasetError, NonFiniteError, RecipeError, TargetError)
-"""What the same call runs into again, while another call would not go on from its progress."""
-
-Room = Callable[[int, int], tuple[int | None, bool]]
-Report = Callable[[Sequence[str] | None], dict[str, dict[str, Any]]]
-"""Modifier → module → what it recorded, for the named modules or for all."""
-
-
 @dataclass(frozen=True)
 class PlannedOutput:
     """The output of a run, as it is known before the first pass.
@@ -358,7 +273,7 @@ class PlannedOutput:
         target: the folder.
         manifest: the tensors and modules that it will hold.
         identity: everything that decides its bytes.
-        resume: see :func:`~llmcompressor.checkpoint.workspace.open_workspace`.
+        resume: see :func:`~llmcompressor.checkpoint.journal.open_workspace`.
         passes: number of passes over the model.
         scratch: bytes that all passes but the last, and learning, keep on the disk meanwhile.
         compressed: weights are stored as packed codes.
@@ -376,16 +291,7 @@ class PlannedOutput:
 
 
 def check_output_space(target: Path, manifest: OutputManifest, source: str | None) -> None:
-    """Check that the disk holds an output.
-
-    Args:
-        target: its folder.
-        manifest: its tensors.
-        source: the folder of the original model, for the other files.
-
-    Raises:
-        OutputError: there is not enough space.
-    """
+    """Refuse (OutputError) a disk without room for an output and the other files of its source."""
     stored = manifest.stored
     beside = non_weight_bytes(None if source is None else Path(source), len(stored))
     check_space(target, output=layout_files(stored).file_size + beside)
@@ -457,18 +363,8 @@ class ResidentBlocks(BlockSource):
             return
         malloc_trim()
         model: Any = self.model
-        save_checkpoint(
-            model,
-            self._output.target,
-            save_compressed=options.save_compressed,
-            processor=options.processor,
-            recipe_yaml=options.recipe,
-            source=options.source,
-            overwrite=self._output.overwrite,
-            was_free=True,
-            report=options.report,
-            check=options.check,
-        )
+        target, overwrite = self._output.target, self._output.overwrite
+        save_checkpoint(model, target, options, overwrite=overwrite, was_free=True)
 
     def show(self) -> None:
         """Let the model be used; it is complete."""
@@ -508,8 +404,6 @@ class StreamedBlocks(BlockSource):
         self._done: set[tuple[int, str]] = set()
         self._inside: list[str] = []
         self._left = 0
-
-    # ------------------------------------------------------------------ before the passes
 
     @property
     def device(self) -> torch.device:
@@ -572,7 +466,7 @@ class StreamedBlocks(BlockSource):
         """Open the output and run the passes in the body.
 
         Raises:
-            OutputError: as :func:`~llmcompressor.checkpoint.workspace.open_workspace`; or the
+            OutputError: as :func:`~llmcompressor.checkpoint.journal.open_workspace`; or the
                 output is not what the first process has written.
         """
         assert output is not None, "only a run with an output is streamed"
@@ -581,9 +475,7 @@ class StreamedBlocks(BlockSource):
         self._last = output.passes - 1
         self._stored_names = NameMap(self.model)
         self._layout = layout_files(manifest.stored)
-        self._restorer = BlockRestorer(
-            self.model, manifest.quantized, self._layout, self.weights, self.device
-        )
+        self._restorer = BlockRestorer(self.model, manifest.quantized, self._layout, self.weights)
         self._entries: dict[str, list[QuantizedModule]] = {}
         for entry in manifest.quantized:
             self._entries.setdefault(self._block_of(entry.name), []).append(entry)
@@ -618,8 +510,6 @@ class StreamedBlocks(BlockSource):
         self._writer = BlockWriter(workspace.files, self._layout, scratch=left, beside=beside)
         self._intact = self._find_intact(self._writer)
         self._done = set(self._intact)
-
-    # ------------------------------------------------------------------ for pipelines
 
     @property
     def finished(self) -> set[str]:
@@ -688,7 +578,7 @@ class StreamedBlocks(BlockSource):
         last = journal.progress.get((stage, name))
         number = 0 if last is None else last.number + 1
         digest = self._scratch.write(stage, f"{name}-{number}", tensors)
-        journal.advance(ProgressEntry(stage, name, number, digest, dict(figures)))
+        journal.add(ProgressEntry(stage, name, number, digest, dict(figures)))
         if last is not None:
             self._scratch.remove(stage, f"{name}-{last.number}")
 
@@ -701,7 +591,7 @@ class StreamedBlocks(BlockSource):
         if self._scratch.digest(self.stage, file) != entry.digest:
             logger.warning(f"{file}: damaged on the disk, and done again.")
             return None
-        return self._scratch.read(self.stage, file), dict(entry.figures)
+        return self._scratch.read(self.stage, file)[0], dict(entry.figures)
 
     def forget(self) -> None:
         """Mark the current pass and all later ones as not finished."""
@@ -715,9 +605,7 @@ class StreamedBlocks(BlockSource):
     def visits(self) -> Iterator[Visit]:
         """Load blocks one at a time, as the previous pass left them, without writing anything.
 
-        Yields:
-            A function that loads a block and starts to read another. It frees the block before,
-            and the last block is freed at the end.
+        Yields a function that loads a block, frees the one before and starts to read another.
         """
         inside: list[Module] = []
 
@@ -755,8 +643,6 @@ class StreamedBlocks(BlockSource):
             self._inside.remove(block)
             self._read_ahead()
 
-    # ------------------------------------------------------------------ the end
-
     def complete(self) -> None:
         """Write the blocks that no pipeline visited, and everything outside the blocks."""
         assert self.stage == self._last
@@ -765,7 +651,9 @@ class StreamedBlocks(BlockSource):
                 self.enter(block)
                 self.leave(block)
         if not self.rest_is_finished:
-            self._write(REST, self._rest() | dict(read_tensors(self._output.manifest.extras)))
+            state, extras = self.model.state_dict(), self._output.manifest.extras
+            rest = {name: one for name, one in state.items() if self._block_of(name) == REST}
+            self._write(REST, _only_tensors(rest) | dict(read_tensors(extras)))
         self._flush()
 
     def reports(self) -> dict[str, dict[str, Any]]:
@@ -783,9 +671,6 @@ class StreamedBlocks(BlockSource):
         """Write all files but the weights, and give the output its name."""
         workspace = self._workspace
         if workspace is None:  # the first process has done that
-            return
-        if workspace.is_published:
-            workspace.remove()
             return
         manifest, overwrite = self._output.manifest, self._output.overwrite
         write_non_weight_files(self.model, workspace.files, options, manifest, self._layout)
@@ -805,17 +690,17 @@ class StreamedBlocks(BlockSource):
             self._writer.close()
         self.weights.close()
 
-    # ------------------------------------------------------------------ helpers
-
     def _flush(self) -> None:
         if self._writer is not None:
             self._writer.flush()
 
     def _read_ahead(self) -> None:
         """Start to read the next block, unless two are loaded or being read already."""
-        following = self.weights.after(self._inside[-1]) if len(self._inside) == 1 else None
-        if following is not None:
-            self.weights.read_ahead(following)
+        if len(self._inside) != 1:
+            return
+        position = self.weights.blocks.index(self._inside[0]) + 1
+        if position < len(self.weights.blocks):
+            self.weights.read_ahead(self.weights.blocks[position])
 
     def _keep(self, block: str) -> None:
         tensors = self._tensors_of(block)
@@ -831,15 +716,17 @@ class StreamedBlocks(BlockSource):
         # the next pass needs all but the matrices of rotations
         kept = {name: one for name, one in tensors.items() if not name.startswith(rotations)}
         digest = self._scratch.write(self.stage, block, kept)
-        self._commit(block, dict(self._report(self._modules_of(block))), digest)
+        self._commit(block, self._records(block), digest)
 
-    def _modules_of(self, block: str) -> list[str]:
-        """Return the names of a block and its submodules, or of the modules outside all blocks."""
+    def _records(self, block: str) -> dict[str, Any]:
         if block == REST:
             every = (name for name, _ in self.model.named_modules())
             outside = (name for name in every if name not in self._block_names)
-            return [name for name in outside if self._block_of(name) == REST]
-        return [name for name, _ in self.model.get_submodule(block).named_modules(prefix=block)]
+            names = [name for name in outside if self._block_of(name) == REST]
+        else:
+            inner = self.model.get_submodule(block).named_modules(prefix=block)
+            names = [name for name, _ in inner]
+        return dict(self._report(names))
 
     def _write(self, block: str, tensors: Mapping[str, Tensor]) -> None:
         entries = self._entries.get(block, [])
@@ -849,17 +736,15 @@ class StreamedBlocks(BlockSource):
             if entry.is_raw:  # its weight is rounded when it is read back
                 entry.module.quantization_status = QuantizationStatus.DECOMPRESSED
         extras = {name: tensors[name] for name in manifest.extras if name in tensors}
-        report = dict(self._report(self._modules_of(block)))
         assert self._writer is not None, "only the first process writes"
-        self._writer.write(stored | extras, partial(self._commit, block, report))
+        self._writer.write(stored | extras, partial(self._commit, block, self._records(block)))
 
     def _commit(self, block: str, report: Mapping[str, Any], digest: str) -> None:
         source, files = "", dict[str, str]()
         if self.stage == 0:
             source = self.weights.digests.get(block, "")
             files = dict(self.weights.files.get(block, {}))
-        entry = BlockEntry(block, digest, source, report, self.stage, files)
-        self._journal.add(entry)
+        self._journal.add(BlockEntry(block, digest, source, report, self.stage, files))
 
     def _put_scratch(
         self, stage: int, block: str, modules: Collection[Module] | None = None
@@ -870,24 +755,14 @@ class StreamedBlocks(BlockSource):
             for name in self._tensors_of(block)
             if modules is None or self.model.get_submodule(name.rpartition(".")[0]) in modules
         }
-        tensors = self._scratch.read(stage, block)
+        tensors, _ = self._scratch.read(stage, block)
         present = {name: tensor for name, tensor in tensors.items() if name in state}
         self.weights.put(present, {name: LoadedName(name, merged=False) for name in present})
-        self.weights.settle(block)
+        self.weights.settle()
 
     def _tensors_of(self, block: str) -> dict[str, Tensor]:
         state = self.model.get_submodule(block).state_dict()
-        return {
-            f"{block}.{name}": value for name, value in state.items() if isinstance(value, Tensor)
-        }
-
-    def _rest(self) -> dict[str, Tensor]:
-        state = self.model.state_dict()
-        return {
-            name: value
-            for name, value in state.items()
-            if isinstance(value, Tensor) and self._block_of(name) == REST
-        }
+        return _only_tensors({f"{block}.{name}": value for name, value in state.items()})
 
     def _block_of(self, name: str) -> str:
         """Return the name of the block that contains a module or tensor, or :data:`REST`."""
@@ -929,3 +804,7 @@ class StreamedBlocks(BlockSource):
 def _config_hash(folder: Path) -> str:
     file = folder / "config.json"
     return xxhash.xxh3_128_hexdigest(file.read_bytes()) if file.is_file() else ""
+
+
+def _only_tensors(state: Mapping[str, Any]) -> dict[str, Tensor]:
+    return {name: value for name, value in state.items() if isinstance(value, Tensor)}

@@ -9,7 +9,6 @@ import shutil
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 
 import xxhash
@@ -19,26 +18,9 @@ from torch import Tensor
 from llmcompressor.checkpoint.atomic_output import fsync
 from llmcompressor.checkpoint.side_files import side_files
 from llmcompressor.checkpoint.source import read_header
-from llmcompressor.checkpoint.tensor_files import (
-    OutputLayout,
-    TensorWriter,
-    bytes_of,
-    read_tensors,
-)
+from llmcompressor.checkpoint.tensor_files import OutputLayout, TensorWriter, bytes_of, read_tensors
 from llmcompressor.errors import CheckpointError, OutputError
 from llmcompressor.runtime.progress import format_bytes
-
-__all__ = [
-    "BlockWriter",
-    "ScratchBlocks",
-    "check_space",
-    "non_weight_bytes",
-    "unallocated_bytes",
-]
-
-
-# --------------------
-# Check of free disk space before a run.
 
 _BLOCK = 4096
 _FILES = 8
@@ -46,39 +28,23 @@ _PER_TENSOR = 512
 
 
 def check_space(place: Path, *, output: int, scratch: int = 0) -> None:
-    """Check that a disk has room for the output.
-
-    Args:
-        place: a path on that disk.
-        output: bytes still to be allocated for weight files.
-        scratch: bytes still to be allocated for blocks between two passes.
-
-    Raises:
-        OutputError: there is not enough.
-    """
+    """Refuse (OutputError) a disk without room for bytes of the output and of scratch blocks."""
     there = next(one for one in (place, *place.parents) if one.exists())
     free = shutil.disk_usage(there).free
     if output + scratch > free:
         between = f" and {format_bytes(scratch)} for blocks between passes" if scratch else ""
         raise OutputError(
             f"The output needs {format_bytes(output)} more{between}, and the disk that holds "
-            f"{place} "
-            f"has {format_bytes(free)} left.",
+            f"{place} has {format_bytes(free)} left.",
             "Free some space or choose another output directory.",
         )
 
 
 def non_weight_bytes(source: Path | None, tensors: int) -> int:
-    """Estimate the bytes of all files besides the weights: side files, index and report.
-
-    Args:
-        source: the folder of the original.
-        tensors: number of stored tensors; index, configuration and report have lines on each.
-    """
+    """Estimate the bytes of all files besides the weights: side files, index and report."""
     files = [] if source is None else side_files(source)
-    return (
-        sum(one.stat().st_size + _BLOCK for one in files) + tensors * _PER_TENSOR + _FILES * _BLOCK
-    )
+    copied = sum(one.stat().st_size + _BLOCK for one in files)
+    return copied + tensors * _PER_TENSOR + _FILES * _BLOCK
 
 
 def unallocated_bytes(folder: Path, size: int) -> int:
@@ -87,29 +53,12 @@ def unallocated_bytes(folder: Path, size: int) -> int:
     return max(0, size - sum(one.stat().st_blocks * 512 for one in files if one.is_file()))
 
 
-# --------------------
-# Background writer: stores blocks at their planned offsets and journals each once durable.
-
-
-@dataclass(frozen=True)
-class _WriteJob:
-    tensors: Mapping[str, Tensor]
-    commit: Callable[[str], None]
-
-
 class BlockWriter:
-    """Write the tensors of blocks to their planned places in the output files.
+    """Write the tensors of blocks to their planned places in the output files, on a thread.
 
-    Args:
-        folder: the folder of the files.
-        layout: the place of each tensor.
-        scratch: bytes of scratch blocks that the disk must have room for.
-        beside: bytes of the folder's other files, which the disk must have room for too.
-
-    Creating it allocates the disk space of the whole output, so that a full disk fails at once.
-
-    Raises:
-        OutputError: there is not enough space.
+    Creating it allocates the disk space of the whole output, so that a full disk fails at once
+    (OutputError). The disk must have room too for ``scratch`` bytes of scratch blocks and for bytes
+    of other files ``beside`` the weights.
     """
 
     def __init__(
@@ -119,7 +68,7 @@ class BlockWriter:
             folder, output=unallocated_bytes(folder, layout.file_size + beside), scratch=scratch
         )
         self._writer = TensorWriter(folder, layout)
-        self._jobs: queue.Queue[_WriteJob | None] = queue.Queue()
+        self._jobs: queue.Queue[Callable[[], None] | None] = queue.Queue()
         self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._work, name="block-writer", daemon=True)
         self._thread.start()
@@ -127,14 +76,12 @@ class BlockWriter:
     def write(self, tensors: Mapping[str, Tensor], commit: Callable[[str], None]) -> None:
         """Queue tensors to be written, after waiting for the block before to be durable.
 
-        Args:
-            tensors: stored name → tensor, on any device.
-            commit: called with their hash once they are durable, on the writer's thread.
+        ``commit`` is called on the writer's thread with their hash, once they are durable.
         """
         self._raise_failure()
         on_host = self._writer.as_planned(tensors)
         self.flush()  # a longer queue would only take memory
-        self._jobs.put(_WriteJob(on_host, commit))
+        self._jobs.put(lambda: commit(self._writer.write(on_host, durable=True)))
 
     def flush(self) -> None:
         """Wait until everything is durable and committed."""
@@ -154,13 +101,11 @@ class BlockWriter:
         self._thread.join()
         self._writer.close()
 
-    # ------------------------------------------------------------------ on the thread
-
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:
             try:
                 if self._failure is None:
-                    job.commit(self._writer.write(job.tensors, durable=True))
+                    job()
             except BaseException as error:  # raised again where the next block is handed over
                 self._failure = error
             finally:
@@ -173,43 +118,28 @@ class BlockWriter:
             raise self._failure
 
 
-# --------------------
-# Scratch files for blocks between two passes over a model, one file per block.
-
-
 class ScratchBlocks:
-    """Stores dense blocks, with the parameters that modifiers have added to them.
-
-    Args:
-        folder: the folder of the files; created on the first write.
-    """
+    """Dense blocks between two passes over a model, one file each, with modifiers' parameters."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
     def write(self, stage: int, block: str, tensors: Mapping[str, Tensor]) -> str:
-        """Store a block durably and return its hash.
-
-        Args:
-            stage: the pass that produced it.
-            block: its name.
-            tensors: name in the model → tensor.
-
-        Returns:
-            The hash of its data.
-        """
+        """Store a block of a pass durably and return its hash."""
+        apart: dict[str, Tensor] = {}  # contiguous tensors on the CPU that share no memory
+        seen: set[int] = set()
+        for name, tensor in tensors.items():
+            value = tensor.detach().to("cpu").contiguous()
+            apart[name] = value.clone() if value.data_ptr() in seen else value
+            seen.add(apart[name].data_ptr())
         file = self._file(stage, block)
         self._folder.mkdir(exist_ok=True)
         new = file.with_suffix(".new")
-        save_file(_unaliased(tensors), new)
+        save_file(apart, new)
         fsync(new)
         new.replace(file)
         fsync(self._folder)
-        return self._read(file)[1]
-
-    def read(self, stage: int, block: str) -> dict[str, Tensor]:
-        """Return the tensors of a block by their names in the model, on the CPU."""
-        return self._read(self._file(stage, block))[0]
+        return self.read(stage, block)[1]
 
     def remove(self, stage: int, block: str) -> None:
         """Delete a block's file, if it exists."""
@@ -218,32 +148,19 @@ class ScratchBlocks:
     def digest(self, stage: int, block: str) -> str | None:
         """Return the hash of a block's data; ``None`` if it is missing or damaged."""
         try:
-            return self._read(self._file(stage, block))[1]
+            return self.read(stage, block)[1]
         except (OSError, CheckpointError):
             return None
 
     def _file(self, stage: int, block: str) -> Path:
         return self._folder / f"{stage}-{block}.safetensors"
 
-    @staticmethod
-    def _read(file: Path) -> tuple[dict[str, Tensor], str]:
-        headers = read_header(file)
+    def read(self, stage: int, block: str) -> tuple[dict[str, Tensor], str]:
+        """Return the tensors of a block by their names in the model, on the CPU, and their hash."""
         digest = xxhash.xxh3_128()
         tensors = {}
+        headers = read_header(self._file(stage, block))
         for name, tensor in read_tensors(dict(sorted(headers.items()))):
             digest.update(bytes_of(tensor))
             tensors[name] = tensor
         return tensors, digest.hexdigest()
-
-
-def _unaliased(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return contiguous CPU tensors that share no memory."""
-    seen: set[int] = set()
-    apart = {}
-    for name, tensor in tensors.items():
-        value = tensor.detach().to("cpu").contiguous()
-        if value.data_ptr() in seen:
-            value = value.clone()
-        seen.add(value.data_ptr())
-        apart[name] = value
-    return apart

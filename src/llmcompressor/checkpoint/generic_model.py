@@ -16,6 +16,7 @@ Everything else is kept unchanged, each tensor in its own dtype.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -35,11 +36,9 @@ from llmcompressor.checkpoint.source import (
     code_tensors,
     undeclared_error,
 )
-from llmcompressor.checkpoint.tensor_files import DTYPES, natural_key
+from llmcompressor.checkpoint.tensor_files import DTYPES, natural_key, torch_dtype
 from llmcompressor.errors import CheckpointError
 from llmcompressor.transformers_internals import keep_whole, set_conversions
-
-__all__ = ["TreeModel", "build_tree", "tied_pair", "untie_source"]
 
 _EMBEDDING = re.compile(
     r"emb|embeds?|embeddings?|embed_(?:in|tokens|positions)|wte|wpe|tok_embeddings"
@@ -97,10 +96,6 @@ class TreeBlock(TreePart):
 class TreeModel(PreTrainedModel):  # type: ignore[no-untyped-call]  # transformers has no types
     """A model built from tensor names; it has no forward.
 
-    Args:
-        config: an empty configuration.
-        dtype: the dtype of the original's configuration, or of most of its tensors.
-
     Attributes:
         doubtful: Linears that may be norms or embeddings: quantized only if they are named.
         tied: heads that the configuration ties to an embedding: never quantized, because
@@ -138,12 +133,7 @@ class TreeModel(PreTrainedModel):  # type: ignore[no-untyped-call]  # transforme
         return None if self._outputs is None else self.get_submodule(self._outputs)
 
     def merged(self, quantization: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
-        """Merge this run's configuration with the original's for modules quantized before.
-
-        Args:
-            quantization: this run's configuration.
-            names: the modules that this run quantizes.
-        """
+        """Merge this run's configuration of some modules with that of modules quantized before."""
         quantization = dict(quantization)
         if self._outputs is None and _HEAD_NAME not in quantization["ignore"]:
             # a tied head has no tensor here, and is a Linear in loaders of the checkpoint
@@ -163,15 +153,10 @@ def build_tree(
     headers: Mapping[str, TensorHeader],
     existing: Mapping[str, Any] | None = None,
 ) -> MetaModel:
-    """Build a model whose modules have the names of a checkpoint's tensors.
+    """Build a model on the meta device whose modules have the names of a checkpoint's tensors.
 
-    Args:
-        source: the checkpoint.
-        headers: its tensors, or a view of them with other names.
-        existing: the configuration of the modules that are quantized already.
-
-    Returns:
-        The model, with all weights on the meta device. Each tensor keeps its name.
+    ``headers`` may be a view of the tensors with other names; ``existing`` is the configuration of
+    the modules that are quantized already.
 
     Raises:
         CheckpointError: a tensor has an unsupported name or dtype, or was quantized by another
@@ -184,20 +169,35 @@ def build_tree(
     dtype = facts.dtype or _most_common_dtype(headers.values())
     model = TreeModel(config, dtype)
     model.existing = existing
-    modules: dict[str, dict[str, TensorHeader]] = {}
+    modules: dict[str, dict[str, TensorHeader]] = {"": {}}
     for name in sorted(headers, key=natural_key):
         path, _, own = name.rpartition(".")
-        modules.setdefault(path, {})[own] = headers[name]
+        parts = path.split(".")
+        for end in range(1, len(parts) + 1):  # parents first
+            modules.setdefault(".".join(parts[:end]), {})
+        modules[path][own] = headers[name]
     try:
         made: dict[str, Module] = {"": model}
-        for path, tensors in _with_parents(modules):
-            _add_module(made, path, tensors)
+        for path, tensors in modules.items():
+            if path:
+                parent, _, own = path.rpartition(".")
+                made[path] = _make_module(path, tensors)
+                made[parent].add_module(own, made[path])
+            for name, header in tensors.items():
+                empty = torch.empty(header.shape, dtype=DTYPES[header.dtype], device="meta")
+                made[path].register_parameter(name, Parameter(empty, requires_grad=False))
             if _is_compressed(path, tensors):
                 kind = Embedding if _is_embedding(path.rpartition(".")[2]) else Linear
                 model.compressed[path] = kind(1, 1, device="meta")
     except (KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"A tensor has a name that torch cannot hold: {error}.") from error
-    model.doubtful += _doubtful_linears(model)
+    # norm matrices, and names similar to an embedding: patch_embedding, embed_tokens_per_layer,
+    # but not embedding_projection and embed_out
+    for name, module in model.named_modules():
+        own = name.rpartition(".")[2]
+        is_similar = _LIKE_EMBEDDING.fullmatch(own) and not _HEAD.fullmatch(own)
+        if isinstance(module, Linear) and (name.endswith("norm") or is_similar):
+            model.doubtful.append(name)
     _find_embeddings(model, facts)
     model.doubtful = list(dict.fromkeys(model.doubtful))
     model.train(mode=False)
@@ -208,15 +208,10 @@ def build_tree(
 def tied_pair(
     config: Mapping[str, Any], headers: Mapping[str, TensorHeader]
 ) -> tuple[str, str] | None:
-    """Return the head that a configuration ties to an embedding, and that embedding.
+    """Return the paths of the head that a configuration ties to an embedding, and of that.
 
-    Args:
-        config: the content of ``config.json``.
-        headers: the tensors.
-
-    Returns:
-        Their paths; the head's is the usual one if no tensor is stored for it. ``None`` if nothing
-        is tied, or the embedding is ambiguous or missing.
+    The head's is the usual one if no tensor is stored for it. ``None`` if nothing is tied, or the
+    embedding is ambiguous or missing.
     """
     facts = _ConfigFacts.read(config)
     matrices = {
@@ -247,13 +242,7 @@ def tied_pair(
 def untie_source(
     source: SourceInfo, headers: Mapping[str, TensorHeader], pair: tuple[str, str]
 ) -> tuple[SourceInfo, dict[str, TensorHeader]]:
-    """Return a checkpoint's description as if its head had its own copy of the embedding.
-
-    Args:
-        source: the checkpoint.
-        headers: its tensors.
-        pair: the result of :func:`tied_pair`.
-    """
+    """Describe a checkpoint as if the head of a :func:`tied_pair` had its own copy."""
     head, embedding = pair
     config = dict(source.config)
     for level in (config, config.get("text_config")):
@@ -266,8 +255,6 @@ def untie_source(
 
 @dataclass(frozen=True)
 class _ConfigFacts:
-    """The settings of a configuration that a tree depends on."""
-
     dtype: torch.dtype | None
     is_tied: bool
     is_wrapped: bool
@@ -291,12 +278,7 @@ class _ConfigFacts:
 
 def _check(headers: Mapping[str, TensorHeader], *, quantized: bool) -> None:
     for name, header in headers.items():
-        if header.dtype not in DTYPES:
-            raise CheckpointError(
-                f"The tensor {name} of {header.file} has the dtype {header.dtype}, which torch "
-                "does not know.",
-                "Convert the checkpoint.",
-            )
+        torch_dtype(name, header)
         if not quantized and _BESIDE.match(name.rpartition(".")[2]):
             raise undeclared_error(name, header)
     if not quantized:
@@ -310,39 +292,10 @@ def _is_compressed(path: str, tensors: Mapping[str, TensorHeader]) -> bool:
 
 
 def _most_common_dtype(headers: Iterable[TensorHeader]) -> torch.dtype:
-    sizes: dict[torch.dtype, int] = {}
+    sizes: Counter[torch.dtype] = Counter()
     for header in headers:
-        dtype = DTYPES[header.dtype]
-        if dtype.is_floating_point:
-            sizes[dtype] = sizes.get(dtype, 0) + header.nbytes
-    return max(sizes, key=sizes.__getitem__, default=torch.float32)
-
-
-def _with_parents(
-    modules: Mapping[str, Mapping[str, TensorHeader]],
-) -> Iterable[tuple[str, Mapping[str, TensorHeader]]]:
-    """Yield every module with its own tensors, parents first."""
-    seen = {""}
-    yield "", modules.get("", {})
-    for path in modules:
-        parts = path.split(".") if path else []
-        for end in range(1, len(parts) + 1):
-            inner = ".".join(parts[:end])
-            if inner not in seen:
-                seen.add(inner)
-                yield inner, modules.get(inner, {})
-
-
-def _add_module(made: dict[str, Module], path: str, tensors: Mapping[str, TensorHeader]) -> None:
-    """Make one module and add it to its parent, which exists already."""
-    module = made.get(path)
-    if module is None:
-        parent, _, own = path.rpartition(".")
-        module = made[path] = _make_module(path, tensors)
-        made[parent].add_module(own, module)
-    for name, header in tensors.items():
-        empty = torch.empty(header.shape, dtype=DTYPES[header.dtype], device="meta")
-        module.register_parameter(name, Parameter(empty, requires_grad=False))
+        sizes[DTYPES[header.dtype]] += header.nbytes
+    return next((one for one, _ in sizes.most_common() if one.is_floating_point), torch.float32)
 
 
 def _make_module(path: str, tensors: Mapping[str, TensorHeader]) -> Module:
@@ -372,23 +325,7 @@ def _is_embedding(name: str) -> bool:
     return bool(_EMBEDDING.fullmatch(name))
 
 
-def _doubtful_linears(model: TreeModel) -> list[str]:
-    """Return norm matrices, and modules with a name similar to an embedding's.
-
-    They are Linears here, because loaders that go by shapes treat them so. ``patch_embedding`` and
-    ``embed_tokens_per_layer`` are similar, ``embedding_projection`` and ``embed_out`` are not.
-    """
-    return [
-        name
-        for name, module in model.named_modules()
-        if isinstance(module, Linear)
-        for own in [name.rpartition(".")[2]]
-        if name.endswith("norm") or (_LIKE_EMBEDDING.fullmatch(own) and not _HEAD.fullmatch(own))
-    ]
-
-
 def _find_embeddings(model: TreeModel, facts: _ConfigFacts) -> None:
-    """Find the input embedding and the output head, and mark doubtful candidates."""
     outside = [
         (name, module)
         for name, module in model.named_modules()

@@ -1,45 +1,67 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Journal of a run's finished blocks on disk, from which a killed run resumes.
+"""The journal of a run's finished blocks, from which a killed run resumes, and its work folder.
 
-One line per finished block is appended after the block's data is durable, and one for each saved
-progress checkpoint of what is learned before the blocks. Each line carries a checksum: a line torn
-by a crash or damaged later counts as not written, and its work is redone. The first line is the
-run's fingerprint: everything that decides the bytes of the output. A run resumes only if all of it
-agrees.
+::
+
+    NAME.partial/        alongside the output NAME
+        lock             held while a run is active; released when its process ends
+        journal          the finished blocks
+        files/           the output, written in place; renamed to NAME at the end
+        scratch/         blocks between two passes over the model
+
+One line per finished block is appended to the journal after the block's data is durable, and one
+for each saved progress checkpoint of what is learned before the blocks. Each line carries a
+checksum: a line torn by a crash or damaged later counts as not written, and its work is redone. The
+first line is the run's fingerprint: everything that decides the bytes of the output. A run resumes
+only if all of it agrees. The journal goes as soon as the output has its name.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import xxhash
 
-from llmcompressor.checkpoint.atomic_output import fsync
-from llmcompressor.errors import OutputError
+from llmcompressor.checkpoint.atomic_output import (
+    OnExisting,
+    creation_errors,
+    disk_errors,
+    fsync,
+    parents_removed_on_error,
+    publish_folder,
+    work_folder,
+)
+from llmcompressor.errors import InputError, OutputError
 from llmcompressor.logger import logger
+from llmcompressor.runtime.progress import join_names
 
-__all__ = ["BlockEntry", "Journal", "ProgressEntry", "RunIdentity"]
+try:
+    import fcntl
+except ImportError as error:
+    raise ImportError(
+        "A run locks the folder that it writes to with Python's fcntl, which this system has not: "
+        "llmcompressor runs on Linux and macOS."
+    ) from error
 
-_RUN, _BLOCK, _CHOICE, _READY = "run", "block", "choice", "ready"
-_PROGRESS = "progress"
+_RUN, _BLOCK, _CHOICE, _PROGRESS, _READY = "run", "block", "choice", "progress", "ready"
+_JOURNAL, _LOCK, FILES, SCRATCH = "journal", "lock", "files", "scratch"
 
 
 @dataclass(frozen=True)
 class BlockEntry:
-    """The journal entry of a finished block.
+    """The journal entry of a finished block; ``""`` is everything outside the blocks.
 
-    Attributes:
-        block: its name; empty for everything outside the blocks.
-        digest: hash of its tensors as they were written.
-        source: hash of its tensors as they were read.
-        report: the modifiers' records of its modules, by modifier.
-        stage: the pass that wrote it; the last pass writes the output.
-        files: file that its tensors were read from → the file's stamp then.
+    ``digest`` and ``source`` are hashes of its tensors as they were written and read, ``files`` the
+    stamps of the files that they were read from, ``report`` the modifiers' records of its modules,
+    and ``stage`` is the pass that wrote it; the last pass writes the output.
     """
 
     block: str
@@ -52,14 +74,9 @@ class BlockEntry:
 
 @dataclass(frozen=True)
 class ProgressEntry:
-    """The journal entry of a progress checkpoint, for work that is not a block.
+    """The journal entry of a progress checkpoint, for work in a pass that is not a block.
 
-    Attributes:
-        stage: the pass over the model.
-        name: the name of the work in progress.
-        number: number of earlier checkpoints of that name.
-        digest: hash of its tensors as they were written.
-        figures: further values to keep.
+    ``number`` counts earlier checkpoints of that name, ``digest`` is the hash of its tensors.
     """
 
     stage: int
@@ -84,100 +101,83 @@ class RunIdentity(dict[str, Any]):
         now, then = dict(_flatten(self)), dict(_flatten(recorded))
         found = []
         for name in {**then, **now}:
-            if now.get(name) != then.get(name):
-                old, new = _first_difference(then.get(name), now.get(name))
-                found.append(f"{name}: {_shorten(old)} then, {_shorten(new)} now")
+            old, new = then.get(name), now.get(name)
+            if old == new:
+                continue
+            if isinstance(old, str) and isinstance(new, str):  # the first line that differs
+                lines = zip_longest(old.splitlines(), new.splitlines(), fillvalue="")
+                own = ((one.strip(), two.strip()) for one, two in lines if one != two)
+                old, new = next(own, (old, new))
+            found.append(f"{name}: {_shorten(old)} then, {_shorten(new)} now")
         return found
 
 
 class Journal:
-    """The journal of one run.
-
-    Args:
-        file: the journal's path; the file need not exist.
-    """
+    """The journal of one run; its file need not exist."""
 
     def __init__(self, file: Path) -> None:
         self._file = file
-        self.fingerprint: dict[str, Any] | None = None
+        self._clear(None)
+        if file.is_file():
+            self._read()
+
+    def _clear(self, fingerprint: Mapping[str, Any] | None) -> None:
+        self.fingerprint = None if fingerprint is None else dict(fingerprint)
         self.entries: dict[tuple[int, str], BlockEntry] = {}
         self.choices: dict[str, Any] = {}
         self.progress: dict[tuple[int, str], ProgressEntry] = {}
         self.is_ready = False
-        self._read()
 
     @property
-    def is_begun(self) -> bool:
+    def has_progress(self) -> bool:
         """True if the journal holds work from which a later call can resume."""
-        return bool(self.entries or self.progress)
+        return bool(self.entries or self.progress or self.is_ready)
 
     def begin(self, fingerprint: Mapping[str, Any]) -> None:
         """Start a new journal with a fingerprint, in place of any earlier one."""
-        self.entries.clear()
-        self.choices.clear()
-        self.progress.clear()
-        self.is_ready = False
-        self.fingerprint = dict(fingerprint)
-        self._replace([_line(_RUN, self.fingerprint)])
+        self._clear(fingerprint)
+        self._replace()
 
-    def _replace(self, lines: Sequence[bytes]) -> None:
-        """Replace all lines atomically."""
-        replacement = self._file.with_suffix(".new")
-        replacement.write_bytes(b"".join(lines))
-        fsync(replacement)
-        replacement.replace(self._file)
-        fsync(self._file.parent)
-
-    def add(self, entry: BlockEntry) -> None:
-        """Append a finished block, whose data must be durable."""
-        self._append(_BLOCK, vars(entry))
-        self.entries[entry.stage, entry.block] = entry
-
-    def advance(self, entry: ProgressEntry) -> None:
-        """Append a progress checkpoint, whose data must be durable."""
-        self._append(_PROGRESS, vars(entry))
-        self.progress[entry.stage, entry.name] = entry
+    def add(self, entry: BlockEntry | ProgressEntry) -> None:
+        """Append a finished block or a progress checkpoint, whose data must be durable."""
+        self._append(_BLOCK if isinstance(entry, BlockEntry) else _PROGRESS, vars(entry))
 
     def decide(self, name: str, value: Any) -> Any:
-        """Return the recorded value of a choice that depends on the machine, or record ``value``.
-
-        Args:
-            name: the name of the choice.
-            value: the value to record if there is none yet.
-        """
+        """Return the recorded value of a machine-dependent choice, or record ``value``."""
         if name not in self.choices:
             self._append(_CHOICE, {"name": name, "value": value})
-            self.choices[name] = value
         return self.choices[name]
 
     def mark_ready(self) -> None:
         """Record that the output is complete but for its name."""
         self._append(_READY, {})
-        self.is_ready = True
 
     def _append(self, kind: str, content: Mapping[str, Any]) -> None:
         with self._file.open("ab") as stream:
             stream.write(_line(kind, content))
         fsync(self._file)
+        self._take(kind, content)
 
     def _read(self) -> None:
-        if not self._file.is_file():
-            return
-        damaged = sum(not self._take(kind, content) for kind, content in _lines(self._file))
+        lines = self._file.read_bytes().split(b"\n")
+        damaged = 0
+        for line in filter(None, lines):
+            checksum, _, text = line.decode("utf-8", errors="replace").partition(" ")
+            is_whole = checksum == xxhash.xxh3_64_hexdigest(text.encode())
+            damaged += not (is_whole and self._take(*json.loads(text)))
         if damaged:
             logger.warning(f"{damaged} damaged line(s) of {self._file}: what they say is redone.")
-        if damaged or not self._file.read_bytes().endswith(b"\n"):
-            self._rewrite()
         if self.fingerprint is None:
             raise OutputError(
                 f"The journal {self._file} is damaged: it does not say what run it is of.",
                 'Start afresh with resume="never" (--resume never), or restore the file.',
             )
+        if damaged or lines[-1]:  # so that lines can be appended
+            self._replace()
 
-    def _take(self, kind: str, content: dict[str, Any]) -> bool:
-        """Apply one line; return False if its kind is unknown."""
+    def _take(self, kind: str, content: Mapping[str, Any]) -> bool:
         if kind == _RUN:
-            self.fingerprint = content
+            self.fingerprint = dict(content)
         elif kind == _BLOCK:
             entry = BlockEntry(**content)
             self.entries[entry.stage, entry.block] = entry
@@ -192,19 +192,25 @@ class Journal:
             return False
         return True
 
-    def _rewrite(self) -> None:
-        """Rewrite the journal from its intact lines, so that lines can be appended."""
-        if self.fingerprint is None:
-            return
+    def _replace(self) -> None:
+        assert self.fingerprint is not None
         lines = [_line(_RUN, self.fingerprint)]
         lines += [
             _line(_CHOICE, {"name": name, "value": value}) for name, value in self.choices.items()
         ]
         lines += [_line(_PROGRESS, vars(entry)) for entry in self.progress.values()]
         lines += [_line(_BLOCK, vars(entry)) for entry in self.entries.values()]
-        if self.is_ready:
-            lines.append(_line(_READY, {}))
-        self._replace(lines)
+        lines += [_line(_READY, {})] if self.is_ready else []
+        replacement = self._file.with_suffix(".new")
+        replacement.write_bytes(b"".join(lines))
+        fsync(replacement)
+        replacement.replace(self._file)
+        fsync(self._file.parent)
+
+
+def _line(kind: str, content: Mapping[str, Any]) -> bytes:
+    text = json.dumps([kind, content], separators=(",", ":"), ensure_ascii=False)
+    return f"{xxhash.xxh3_64_hexdigest(text.encode())} {text}\n".encode()
 
 
 def _flatten(items: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -215,33 +221,160 @@ def _flatten(items: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
             yield f"{prefix}{key}", value
 
 
-def _first_difference(then: Any, now: Any) -> tuple[Any, Any]:
-    """Return the first pair of lines that differ, for texts; otherwise the two values."""
-    if not (isinstance(then, str) and isinstance(now, str)):
-        return then, now
-    for old, new in zip_longest(then.splitlines(), now.splitlines()):
-        if old != new:
-            return (old and old.strip()), (new and new.strip())
-    return then, now
-
-
 def _shorten(value: Any) -> str:
-    text = "nothing" if value is None else str(value)
+    text = "nothing" if value in (None, "") else str(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-def _line(kind: str, content: Mapping[str, Any]) -> bytes:
-    text = json.dumps([kind, content], separators=(",", ":"), ensure_ascii=False)
-    return f"{xxhash.xxh3_64_hexdigest(text.encode())} {text}\n".encode()
+class Workspace:
+    """The work folder of one run for the output directory ``target``, locked."""
+
+    def __init__(self, target: Path, folder: Path) -> None:
+        self.target = target
+        self.folder = folder
+        self.files = folder / FILES
+        self.scratch = folder / SCRATCH
+        self.journal = Journal(folder / _JOURNAL)
+
+    def start_or_resume(self, fingerprint: Mapping[str, Any]) -> None:
+        """Begin a new journal, or continue that of the same run (OutputError: of another)."""
+        recorded = self.journal.fingerprint
+        is_published = self.journal.is_ready and not self.files.exists()
+        if recorded is None or is_published:
+            for folder in (self.files, self.scratch):
+                shutil.rmtree(folder, ignore_errors=True)
+            self.journal.begin(fingerprint)
+        elif differing := RunIdentity(fingerprint).differences(recorded):
+            raise OutputError(
+                f"{self.folder} holds the progress of another run: "
+                f"{join_names(differing, most=4, separator='; ')}.",
+                "Repeat the call that was broken off, with the model and the data that it had, "
+                'choose another output directory, or pass resume="never" (--resume never) to throw '
+                "that progress away.",
+            )
+        else:
+            logger.info(f"Continuing the run in {self.folder}.")
+        self.files.mkdir(exist_ok=True)
+
+    def publish(self, *, replace: bool) -> None:
+        """Move the finished output to its final name and remove the work folder."""
+        on_existing = OnExisting.REPLACE if replace else OnExisting.REFUSE
+        journal = self.folder / _JOURNAL
+        publish_folder(self.files, self.target, on_existing, journal=journal)
+        _remove(self.folder)
+
+    def abandon(self) -> None:
+        """Discard the progress, as no call could resume from it."""
+        if self.journal.has_progress:
+            logger.warning(
+                f"{self.folder} is removed: the same call would fail again, and no other one could "
+                "go on from what is finished."
+            )
+        _remove(self.folder)
 
 
-def _lines(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    for raw in file.read_bytes().split(b"\n"):
-        if not raw:
-            continue
-        checksum, _, text = raw.decode("utf-8", errors="replace").partition(" ")
-        if checksum != xxhash.xxh3_64_hexdigest(text.encode()):
-            yield "damaged", {}
-            continue
-        kind, content = json.loads(text)
-        yield kind, content
+@contextmanager
+def open_workspace(
+    target: Path, fingerprint: Mapping[str, Any], *, resume: str = "auto"
+) -> Iterator[Workspace]:
+    """Open the workspace of a run; its fingerprint decides the bytes of the output.
+
+    ``resume`` is ``"auto"``: resume if there is progress; ``"never"``: discard it; or ``"must"``:
+    refuse to start without progress.
+
+    Raises:
+        OutputError: another run is writing the same output, there is nothing to resume, or the
+            progress belongs to another run.
+    """
+    folder = work_folder(target)
+    if resume == "must" and not (folder / _JOURNAL).is_file():
+        raise OutputError(
+            f"There is nothing to resume: {folder} is not there.",
+            'Start with resume="auto" (the default).',
+        )
+    created, is_mine = not folder.exists(), False
+    with disk_errors(target), _locked(folder, target):
+        if resume == "never":
+            (folder / _JOURNAL).unlink(missing_ok=True)
+        try:
+            workspace = Workspace(target, folder)
+            workspace.start_or_resume(fingerprint)
+            is_mine = True
+            yield workspace
+        except BaseException as error:
+            if is_mine and Journal(folder / _JOURNAL).has_progress:
+                mended = " once that is mended" if isinstance(error, InputError) else ""
+                other = ', with resume="auto",' if resume == "never" else ""
+                logger.warning(
+                    f"What is finished is kept in {folder}: the same call{other} continues{mended}."
+                )
+            elif created:
+                _remove(folder)
+            raise
+
+
+@contextmanager
+def reserve_output(target: Path, *, resume: str = "auto") -> Iterator[None]:
+    """Lock an output directory for a run without progress; ``"never"`` discards that of others.
+
+    Raises:
+        OutputError: another run is writing the same output, or has left its progress there.
+    """
+    folder = work_folder(target)
+    with parents_removed_on_error(target), _locked(folder, target):
+        if Journal(folder / _JOURNAL).has_progress and resume != "never":
+            raise OutputError(
+                f"{folder} holds the progress of another run, and this one, with the whole model "
+                "in memory, cannot go on with it.",
+                "Repeat the call that was broken off, choose another output directory, or pass "
+                'resume="never" (--resume never) to throw that progress away.',
+            )
+        try:
+            yield
+        finally:
+            _remove(folder)
+
+
+def resumable_fingerprint(target: Path) -> dict[str, Any] | None:
+    """Return the fingerprint of an interrupted run that can be resumed, or ``None``."""
+    try:
+        found = Journal(work_folder(target.expanduser().resolve()) / _JOURNAL)
+    except OutputError:
+        return None  # a damaged journal, which the run itself reports
+    return found.fingerprint if found.has_progress else None
+
+
+def _remove(folder: Path) -> None:
+    (folder / _JOURNAL).unlink(missing_ok=True)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextmanager
+def _locked(folder: Path, target: Path) -> Iterator[None]:
+    """Create a work folder and lock it until the block or the process ends."""
+    folders = [folder, folder / FILES, folder / SCRATCH]
+    with creation_errors(target):
+        for path in (*folders, folder / _JOURNAL, folder / _LOCK):
+            if path.exists() and path.is_dir() != (path in folders):
+                found, wanted = ("file", "folder") if path in folders else ("folder", "file")
+                raise OutputError(
+                    f"{path} is a {found}, and the {wanted} of that name is part of a run's "
+                    "progress.",
+                    f"Remove {folder}, or choose another output directory.",
+                )
+        folder.mkdir(parents=True, exist_ok=True)
+        lock: IO[str] = (folder / _LOCK).open("a+", encoding="utf-8")
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            lock.seek(0)
+            owner = lock.read().strip()
+            raise OutputError(
+                f"Another run{f' (process {owner})' if owner else ''} is writing {target}.",
+                "Wait for it, or choose another output directory.",
+            ) from error
+        lock.truncate(0)
+        lock.write(str(os.getpid()))
+        lock.flush()
+        yield

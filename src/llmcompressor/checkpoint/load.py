@@ -10,7 +10,8 @@ import pickle
 import re
 import struct
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,9 +24,7 @@ from accelerate.utils.offload import OffloadedWeightsLoader, PrefixedDataset
 from compressed_tensors.offload import remove_dispatch
 from compressed_tensors.offload.cache.base import OffloadCache
 from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
-from safetensors import SafetensorError, safe_open
-from torch import Tensor
+from safetensors import SafetensorError
 from torch.distributed import get_world_size, is_initialized
 from torch.nn import Module, Parameter
 from transformers import AutoConfig, CompressedTensorsConfig, PretrainedConfig, PreTrainedModel
@@ -36,13 +35,11 @@ from llmcompressor.checkpoint.packing import patch_packed_zero_points
 from llmcompressor.checkpoint.side_files import SPEAKERS_FILE, module_folders
 from llmcompressor.checkpoint.source import (
     CONFIG,
-    SourceInfo,
-    adapter_error,
     check_config_unquantized,
     check_dense,
     check_format,
+    check_no_adapter,
     code_tensors,
-    holds_adapter,
     inspect_source,
     is_compressed_tensors,
     is_empty_quantization,
@@ -51,7 +48,9 @@ from llmcompressor.checkpoint.source import (
     quantization_method,
     quantization_settings,
     quantized_error,
+    source_of,
     undeclared_error,
+    whole_source,
 )
 from llmcompressor.errors import ArgumentError, CheckpointError, NonFiniteError, did_you_mean
 from llmcompressor.logger import logger
@@ -61,56 +60,37 @@ from llmcompressor.runtime.memory import free_host_memory
 from llmcompressor.runtime.progress import format_bytes, join_names
 from llmcompressor.transformers_internals import auto_mapping
 
-__all__ = [
-    "AUTO_CLASSES",
-    "LOADING_FAILURES",
-    "check_complete",
-    "check_finite_weights",
-    "check_model_declared",
-    "check_no_peft_adapters",
-    "check_quantization_declared",
-    "check_unquantized",
-    "codes_without_scheme",
-    "compressed_tensors_settings",
-    "copy_without_weights",
-    "decompress_weights",
-    "fetch",
-    "has_offload_caches",
-    "is_dispatched",
-    "is_offloaded",
-    "load_config",
-    "load_decompressed",
-    "load_model",
-    "load_pretrained",
-    "loading_error",
-    "model_class",
-    "parse_precision",
-    "read_config",
-    "remove_accelerate_hooks",
-    "remove_offload_caches",
-    "untie_embeddings",
-]
-
-
-# --------------------
-# Decompression of models in the compressed-tensors format while they are loaded.
-
-_SCALE = "weight_scale"
+LOADING_FAILURES = (
+    EOFError,
+    ImportError,
+    OSError,
+    RuntimeError,
+    SafetensorError,
+    ValueError,
+    pickle.UnpicklingError,
+    struct.error,
+)
+"""What transformers and torch raise of files that are damaged or no weights at all."""
+_NO_DTYPE = re.compile(r"module 'torch' has no attribute '(.*)'")
+AUTO_CLASSES = (
+    "AutoModelForCausalLM",
+    "AutoModelForImageTextToText",
+    "AutoModelForMultimodalLM",
+    "AutoModelForSeq2SeqLM",
+    "AutoModelForSpeechSeq2Seq",
+    "AutoModelForSequenceClassification",
+    "AutoModelForTokenClassification",
+    "AutoModelForMaskedLM",
+    "AutoModel",
+)
+_OTHER_FORMATS = ["*.bin", "*.pt", "*.pth", "*.gguf", "*.h5", "*.msgpack", "*.onnx", "original/*"]
+_SPEAKING = "qwen2_5_omni"
 
 
 def load_decompressed(
     load: Callable[..., Any], settings: Mapping[str, Any], **arguments: Any
 ) -> Any:
-    """Load a compressed model and decompress its weights, each by its own module's scheme.
-
-    Args:
-        load: a ``from_pretrained``.
-        settings: the ``quantization_config`` of the model.
-        arguments: arguments for ``load``.
-
-    Returns:
-        The result of ``load``. The modules keep their schemes.
-    """
+    """Load a model by ``load`` (a ``from_pretrained``) and decompress it; schemes are kept."""
     # Since transformers 5.21 a single scheme is used to decompress all modules. That also handles
     # models that cannot be loaded packed, as where a class's initialization accesses a weight.
     groups = dict(settings.get("config_groups") or {}).values()
@@ -134,13 +114,8 @@ def decompress_weights(model: PreTrainedModel) -> None:
 
 
 def codes_without_scheme(model: PreTrainedModel, names: Iterable[str]) -> list[str]:
-    """Return the code tensors whose scheme the model lost, as those of fused experts.
-
-    Args:
-        model: the result of :func:`load_decompressed`.
-        names: names of tensors that hold codes.
-    """
-    scales = {name: f"{name.rpartition('.')[0]}.{_SCALE}" for name in names}
+    """Return those of some code tensors whose scheme the model lost, as those of fused experts."""
+    scales = {name: f"{name.rpartition('.')[0]}.weight_scale" for name in names}
     found = NameMap(model).loaded(scales.values(), model.state_dict())
     lost = []
     for name, scale in scales.items():
@@ -149,36 +124,6 @@ def codes_without_scheme(model: PreTrainedModel, names: Iterable[str]) -> list[s
         if own is None or own.merged or not hasattr(module, "quantization_scheme"):
             lost.append(name)
     return lost
-
-
-# --------------------
-# Loading of a model for compression: the class that its checkpoint names, with all weights.
-
-LOADING_FAILURES = (
-    EOFError,
-    ImportError,
-    OSError,
-    RuntimeError,
-    SafetensorError,
-    ValueError,
-    pickle.UnpicklingError,
-    struct.error,
-)
-"""What transformers and torch raise of files that are damaged or no weights at all."""
-_NO_DTYPE = re.compile(r"module 'torch' has no attribute '(.*)'")
-_ROWS = 64
-"""Of a tensor, that tell whether its codes were dequantized."""
-AUTO_CLASSES = (
-    "AutoModelForCausalLM",
-    "AutoModelForImageTextToText",
-    "AutoModelForMultimodalLM",
-    "AutoModelForSeq2SeqLM",
-    "AutoModelForSpeechSeq2Seq",
-    "AutoModelForSequenceClassification",
-    "AutoModelForTokenClassification",
-    "AutoModelForMaskedLM",
-    "AutoModel",
-)
 
 
 def parse_precision(precision: str | torch.dtype | None) -> torch.dtype | str:
@@ -205,22 +150,12 @@ def load_model(
     token: str | bool | None = None,
     unpacks: bool = False,
 ) -> PreTrainedModel:
-    """Load a model from a folder or the hub, in evaluation mode.
+    """Load a model from a folder or the hub, in evaluation mode, on the device of transformers.
 
-    Args:
-        model: a folder, or the id of a model on the hub.
-        config_name: the source of the configuration, if not ``model``.
-        precision: the dtype of the weights; see :func:`parse_precision`.
-        tie_word_embeddings: ``False`` unties the output head from the embeddings.
-        trust_remote_code: run modelling code that comes with the checkpoint.
-        revision: the hub's revision, ``"main"`` if ``None``.
-        cache_dir: the hub's cache.
-        token: the hub's token.
-        unpacks: accept a model compressed by compressed-tensors: its weights are decompressed and
-            its modules keep their schemes.
-
-    Returns:
-        The model, on the device that transformers put it on.
+    The configuration may come from elsewhere; ``precision`` is a dtype (:func:`parse_precision`);
+    with ``tie_word_embeddings=False`` the output head is untied; with ``unpacks`` a model
+    compressed by compressed-tensors is accepted and decompressed. All others are arguments of
+    ``from_pretrained``.
 
     Raises:
         CheckpointError: the model is not there, is damaged, incomplete or quantized already.
@@ -235,21 +170,17 @@ def load_model(
         "trust_remote_code": trust_remote_code,
     }
     place = str(Path(model).expanduser()) if Path(model).expanduser().exists() else str(model)
-    try:
+    with loading_errors(place):
         config = load_config(config_name or place, **hub)
-        settings = compressed_tensors_settings(config) if unpacks else None
+        written = config.to_dict()
+        is_kept = unpacks and is_compressed_tensors(quantization_method(written))
+        settings = quantization_settings(written) if is_kept else None
         if settings is None:
-            check_config_unquantized(place, config.to_dict())
+            check_config_unquantized(place, written)
         dtype = parse_precision(precision)
         loaded = load_pretrained(place, config, settings=settings, dtype=dtype, **hub)
         if is_hub_id(model):  # the files are on this machine now
             check_quantization_declared(place, revision=revision, cache_dir=cache_dir)
-    except torch.OutOfMemoryError:
-        raise
-    except LOADING_FAILURES as error:
-        if isinstance(error, CheckpointError):
-            raise
-        raise loading_error(place, error) from error
     if not tie_word_embeddings:
         untie_embeddings(loaded)
     loaded.train(mode=False)
@@ -257,15 +188,10 @@ def load_model(
 
 
 def load_config(place: str | os.PathLike[str], **hub: Any) -> PretrainedConfig:
-    """Return a model's configuration, without an empty ``quantization_config``.
-
-    Args:
-        place: a folder, or the id of a model on the hub.
-        hub: arguments of ``from_pretrained``.
+    """Return the configuration in a folder or on the hub, without an empty ``quantization_config``.
 
     Raises:
-        CheckpointError: it names a dtype that torch does not know. For other faults transformers
-            raises its own errors.
+        CheckpointError: it names a dtype that torch does not know.
     """
     try:
         config: PretrainedConfig = AutoConfig.from_pretrained(str(place), **hub)
@@ -285,16 +211,6 @@ def load_config(place: str | os.PathLike[str], **hub: Any) -> PretrainedConfig:
     return config
 
 
-def compressed_tensors_settings(config: PretrainedConfig) -> Mapping[str, Any] | None:
-    """Return a model's compressed-tensors configuration; ``None`` where it has none."""
-    written = config.to_dict()
-    return (
-        quantization_settings(written)
-        if is_compressed_tensors(quantization_method(written))
-        else None
-    )
-
-
 def load_pretrained(
     place: str,
     config: PretrainedConfig,
@@ -305,16 +221,8 @@ def load_pretrained(
 ) -> PreTrainedModel:
     """Load the model of the class that ``config`` names, with all of its weights.
 
-    Args:
-        place: a folder, or the id of a model on the hub.
-        config: the result of :func:`load_config`.
-        trust_remote_code: run modelling code that comes with the checkpoint.
-        settings: its quantization configuration, if it is to be decompressed.
-        arguments: further ones of ``from_pretrained``.
-
-    Raises:
-        CheckpointError: weights are missing or have another shape. For other faults transformers
-            raises its own errors (:func:`loading_error`).
+    It is decompressed if its quantization ``settings`` are given; ``arguments`` are those of
+    ``from_pretrained``. CheckpointError if weights are missing or have another shape.
     """
     check_format(place, quantization_settings(config.to_dict()))
     loader = model_class(config, trust_remote_code=trust_remote_code)
@@ -334,106 +242,48 @@ def load_pretrained(
 
 
 def check_no_peft_adapters(model: Module) -> None:
-    """Refuse a model object with PEFT adapters.
-
-    Raises:
-        ArgumentError: it has some.
-    """
+    """Refuse a model object with PEFT adapters (ArgumentError)."""
     if adapted := modules_with_adapters(model):
         raise ArgumentError(
             f"The model has adapters (PEFT) at {join_names(adapted)}, and compressed checkpoints "
-            "hold "
-            "the weights of a model without.",
+            "hold the weights of a model without.",
             MERGE,
         )
 
 
 def check_quantization_declared(place: str | os.PathLike[str], **hub: Any) -> None:
-    """Refuse a model with quantized weights whose ``config.json`` does not declare it.
+    """Refuse (CheckpointError) a model whose ``config.json`` does not declare quantized weights.
 
-    Args:
-        place: a folder, or an id whose files are in the hub's cache; anything else passes.
-        hub: ``revision`` and ``cache_dir``.
-
-    Raises:
-        CheckpointError: transformers would read codes as weights.
+    ``place`` is a folder, or an id whose files are in the hub's cache; anything else passes.
     """
-    source = _undeclared_source(place, **hub)
-    if source is not None:
+    source = whole_source(local_directory(place, **hub))
+    if source is not None and quantization_method(source.config) is None:
         check_dense(source.tensors)
 
 
 def check_model_declared(model: Module) -> None:
-    """Refuse a model object whose weights are undeclared codes of its source folder.
-
-    Raises:
-        CheckpointError: its weights are codes. A model that was dequantized since passes.
-    """
-    place = getattr(getattr(model, "config", None), "name_or_path", None)
-    source = _undeclared_source(place) if isinstance(place, str) and place else None
-    if source is None:
+    """Refuse (CheckpointError) a model object whose weights are undeclared codes of its folder."""
+    source = source_of(model)
+    if source is None or quantization_method(source.config) is not None:
         return
     name = next(code_tensors(source.tensors), None)
-    if name is not None and _has_codes(model, name, source):
+    if name is not None:
         error = undeclared_error(name, source.tensors[name])
         raise CheckpointError(
             f"{error.problem.rstrip('.')}, and the model object was loaded from there.",
-            "Load the original, unquantized model.",
+            "Load the original, unquantized model; or, if its weights are dequantized since, save "
+            "it to another folder and load that.",
         )
 
 
-def _undeclared_source(place: str | os.PathLike[str], **hub: Any) -> SourceInfo | None:
-    """Return the source in a folder that declares no quantization; ``None`` for others."""
-    folder = local_directory(place, **hub)
-    try:
-        source = None if folder is None else inspect_source(folder, allow_quantized=True)
-    except CheckpointError:  # reported when it is read; a model object may have outlived it
-        return None
-    return None if source is None or quantization_method(source.config) else source
-
-
-def _has_codes(model: Module, name: str, source: SourceInfo) -> bool:
-    """Return True if a model holds the values of a tensor of codes, as far as can be seen."""
-    header, state = source.tensors[name], model.state_dict()
-    found = NameMap(model).loaded([name], state).get(name)  # type: ignore[arg-type]  # or one like it
-    if found is None or found.merged:
-        return True  # packed: no class loads it, and the model's own tensor is random
-    held = state[found.target]
-    if held.is_meta or held.shape != header.shape or type(held) not in (Tensor, Parameter):
-        return True
-    with safe_open(str(header.file), framework="pt") as reader:
-        codes = reader.get_slice(name)[:_ROWS]
-    return torch.equal(held[:_ROWS].float().cpu(), codes.float())
-
-
 def check_unquantized(model: PreTrainedModel) -> None:
-    """Refuse a model object whose weights are quantized already.
-
-    Raises:
-        CheckpointError: it was loaded from a quantized checkpoint and not dequantized.
-    """
+    """Refuse (CheckpointError) a model object that was loaded quantized and not dequantized."""
     check_model_declared(model)
     quantizer = getattr(model, "hf_quantizer", None)
     if quantizer is not None:
         method = getattr(quantizer.quantization_config, "quant_method", "an unnamed method")
         name = model.config.name_or_path or type(model).__name__
         raise quantized_error(name, str(getattr(method, "value", method)))
-
-
-def read_config(place: str | os.PathLike[str], *, trust_remote_code: bool) -> PretrainedConfig:
-    """Load the configuration of a model in a folder.
-
-    Raises:
-        CheckpointError: it cannot be read, or declares that the model is quantized.
-    """
-    try:
-        config = load_config(place, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, ImportError) as error:
-        if isinstance(error, CheckpointError):
-            raise
-        raise loading_error(str(place), error) from error
-    check_config_unquantized(str(place), config.to_dict())
-    return config
 
 
 def model_class(config: PretrainedConfig, *, trust_remote_code: bool) -> Any:
@@ -450,11 +300,9 @@ def model_class(config: PretrainedConfig, *, trust_remote_code: bool) -> Any:
         found = auto_mapping(auto).get(type(config), None)
         classes = found if isinstance(found, tuple | list) else [found]
         mapped += [(auto, cls) for cls in classes if cls is not None]
-    for _, cls in mapped:
-        if cls.__name__ in architectures:
-            return cls
+    known = {cls.__name__: cls for _, cls in reversed(mapped)}
     for name in architectures:
-        cls = getattr(transformers, name, None)
+        cls = known.get(name) or getattr(transformers, name, None)
         if isinstance(cls, type) and issubclass(cls, PreTrainedModel):
             return cls
     if mapped:
@@ -466,37 +314,36 @@ def model_class(config: PretrainedConfig, *, trust_remote_code: bool) -> Any:
 
 
 def check_complete(place: str, info: Mapping[str, Any]) -> None:
-    """Refuse a checkpoint with missing or misshapen tensors.
-
-    Args:
-        place: its name.
-        info: the loading info of ``from_pretrained``.
-
-    Raises:
-        CheckpointError: some tensors would be random.
-    """
-    misshapen = sorted(info["mismatched_keys"])
+    """Refuse (CheckpointError) missing or misshapen tensors, by the info of ``from_pretrained``."""
+    misshapen, missing = sorted(info["mismatched_keys"]), sorted(info["missing_keys"])
     if misshapen:
         name, found, expected = misshapen[0]
         more = f", and {len(misshapen) - 1} more have another shape" if misshapen[1:] else ""
-        raise CheckpointError(
+        problem = (
             f"The tensor {name} of the checkpoint {place} is {list(found)}, and the model of its "
-            f"config.json has {list(expected)}{more}.",
-            "Check that config.json belongs to these weights.",
+            f"config.json has {list(expected)}{more}."
         )
-    missing = sorted(info["missing_keys"])
-    if missing:
-        raise CheckpointError(
+    elif missing:
+        problem = (
             f"The checkpoint {place} lacks {len(missing)} of the model's tensors, which would be "
-            f"random: {', '.join(missing[:5])}{' …' if len(missing) > 5 else ''}.",
-            "Check that config.json belongs to these weights.",
+            f"random: {join_names(missing)}."
         )
-    unexpected = sorted(info["unexpected_keys"])
-    if unexpected:
-        logger.info(
-            f"{len(unexpected)} tensors of {place} are not part of the model: "
-            f"{', '.join(unexpected[:5])}."
-        )
+    else:
+        if unexpected := sorted(info["unexpected_keys"]):
+            logger.info(f"Tensors of {place} that are not of the model: {join_names(unexpected)}.")
+        return
+    raise CheckpointError(problem, "Check that config.json belongs to these weights.")
+
+
+@contextmanager
+def loading_errors(place: str) -> Iterator[None]:
+    """Convert what transformers and the hub raise inside (:func:`loading_error`)."""
+    try:
+        yield
+    except (CheckpointError, torch.OutOfMemoryError):
+        raise
+    except LOADING_FAILURES as error:
+        raise loading_error(place, error) from error
 
 
 def loading_error(place: str, error: BaseException) -> CheckpointError:
@@ -507,27 +354,23 @@ def loading_error(place: str, error: BaseException) -> CheckpointError:
             f"The model {place} brings its own code.",
             "Pass trust_remote_code_model=True to run it.",
         )
-    if holds_adapter(Path(place)):
-        return adapter_error(Path(place))
-    remedy = "Check the name, the folder and (for a model on the hub) the connection and token."
-    if not Path(place).exists():
-        folders = [
-            entry.name for entry in Path.cwd().iterdir() if (entry / "config.json").is_file()
-        ]
-        near = did_you_mean(place, folders) if folders else ""
-        return CheckpointError(
-            f"There is no folder {place} here, and the hub did not give it: {text}",
-            f"{near} {remedy}".strip(),
-        )
-    return CheckpointError(f"The model {place} cannot be loaded: {text}", remedy)
-
-
-# --------------------
-# Download of a model from the Hugging Face Hub.
-
-_OTHER_FORMATS = ["*.bin", "*.pt", "*.pth", "*.gguf", "*.h5", "*.msgpack", "*.onnx", "original/*"]
-
-_SPEAKING = "qwen2_5_omni"
+    if not (Path(place) / CONFIG).is_file():
+        try:
+            check_no_adapter(Path(place))
+        except CheckpointError as clear:
+            return clear
+    remedy = (
+        "Check the name, the folder, that config.json belongs to the weights, and (for a model on "
+        "the hub) the connection and token."
+    )
+    if Path(place).exists():
+        return CheckpointError(f"The model {place} cannot be loaded: {text}", remedy)
+    folders = [entry.parent.name for entry in Path.cwd().glob(f"*/{CONFIG}")]
+    near = did_you_mean(place, folders) if folders else ""
+    return CheckpointError(
+        f"There is no folder {place} here, and the hub did not give it: {text}",
+        f"{near} {remedy}".strip(),
+    )
 
 
 def fetch(
@@ -539,22 +382,13 @@ def fetch(
 ) -> Path:
     """Download a model's files into the hub's cache, without its weights in other formats.
 
-    Args:
-        model: the model's id.
-        revision: a branch, tag or commit.
-        cache_dir: the cache's folder.
-        token: a token for models that are not public.
-
-    Returns:
-        The folder of the snapshot.
-
     Raises:
         CheckpointError: the hub cannot be reached, or does not have it.
     """
     download = partial(
         snapshot_download, model, revision=revision, cache_dir=cache_dir, token=token
     )
-    try:
+    with loading_errors(model):
         found = Path(download(ignore_patterns=_OTHER_FORMATS))
         # these are copied as they are, whatever their format
         further = [f"{glob.escape(folder)}/*" for folder in module_folders(found)]
@@ -563,12 +397,9 @@ def fetch(
             further.append(SPEAKERS_FILE)  # its class loads its voices from a separate file
         if further:
             download(allow_patterns=further)
-    except (OSError, ValueError, HfHubHTTPError, LocalEntryNotFoundError) as error:
-        raise loading_error(model, error) from error
     return found
 
 
-# --------------------
 # Weights offloaded to memory or disk are brought back.
 #
 # accelerate's hooks and compressed-tensors' caches load a weight for one use of it and unload it
@@ -576,33 +407,33 @@ def fetch(
 # themselves.
 
 
-def is_dispatched(model: Module) -> bool:
-    """Return True if accelerate's hooks move the model's inputs or its weights."""
-    return any(True for one in model.modules() for _ in _align_hooks(one))
+def remove_offloading(model: Module, *, hooks: bool = False) -> bool:
+    """Load offloaded weights into main memory, and remove what offloads them.
 
-
-def is_offloaded(model: Module) -> bool:
-    """Return True if accelerate's hooks offload weights, and do not merely move inputs."""
-    return any(hook.offload for one in model.modules() for hook in _align_hooks(one))
-
-
-def has_offload_caches(model: Module) -> bool:
-    """Return True if compressed-tensors offloads any tensor of the model."""
-    return any(map(_caches_of, model.modules()))
-
-
-def remove_accelerate_hooks(model: Module) -> None:
-    """Load all offloaded weights into memory and remove accelerate's hooks.
-
-    Weights on an accelerator stay there; offloaded ones are loaded into main memory.
+    Weights on an accelerator stay there. With ``hooks`` those hooks of accelerate are removed too
+    that only move inputs. Returns True if any weight was offloaded.
 
     Raises:
-        ArgumentError: main memory has no room for those on the disk.
+        ArgumentError: main memory has no room for the weights to load.
     """
+    aligned = [(one, hook) for one in model.modules() for hook in _align_hooks(one)]
+    has_caches = any(map(_caches_of, model.modules()))
+    was_offloaded = has_caches or any(hook.offload for _, hook in aligned)
+    if not was_offloaded and not (hooks and aligned):
+        return False
+    is_loaded = has_caches and _remove_caches(model)
+    is_loaded |= _remove_hooks(model, aligned)
+    vars(model).pop("hf_device_map", None)  # transformers and its trainer rely on it
+    tie = getattr(model, "tie_weights", None)
+    if is_loaded and callable(tie):
+        tie()  # modules that shared a weight each have a copy now
+    return was_offloaded
+
+
+def _remove_hooks(model: Module, aligned: Sequence[tuple[Module, AlignDevicesHook]]) -> bool:
     away = [
         (module, hook, name, tensor.nbytes, _is_in_memory(hook.weights_map, name))
-        for module in model.modules()
-        for hook in _align_hooks(module)
+        for module, hook in aligned
         if hook.offload
         for name, tensor in named_module_tensors(
             module,
@@ -617,21 +448,13 @@ def remove_accelerate_hooks(model: Module) -> None:
         value = hook.weights_map[name]
         kept = value if is_in_memory else value.clone()  # a file's
         set_module_tensor_to_device(module, name, "cpu", value=kept)
-    for module in model.modules():
-        for hook in _align_hooks(module):
-            hook.offload = False  # else its removal would put the weights back where they were
+    for _, hook in aligned:
+        hook.offload = False  # else its removal would put the weights back where they were
     remove_hook_from_module(model, recurse=True)
-    _forget_dispatch(model, loaded=bool(away))
+    return bool(away)
 
 
-def remove_offload_caches(model: Module) -> None:
-    """Load all offloaded weights into memory and remove compressed-tensors' caches.
-
-    Weights on an accelerator stay there; others are loaded into main memory.
-
-    Raises:
-        ArgumentError: main memory has no room for the weights to load.
-    """
+def _remove_caches(model: Module) -> bool:
     away = [
         (path or type(model).__name__, module, name, tensor.nbytes)
         for path, module in model.named_modules()
@@ -641,28 +464,24 @@ def remove_offload_caches(model: Module) -> None:
         if tensor is not None
         and (tensor.is_meta or (tensor.device.type == "cpu" and tensor.is_shared()))
     ]
-    held = join_names(list(dict.fromkeys(path for path, *_ in away)))
+    held = join_names(dict.fromkeys(path for path, *_ in away))
     _check_room(
         f"compressed-tensors keeps the weights of {held} on the disk or in shared memory",
         sum(size for *_, size in away),
         processes=get_world_size() if is_initialized() else 1,  # each process gets its own
     )
-    for module in model.modules():
-        for cache in _caches_of(module):
-            is_on_disk = cache.offload_device == "disk"
-            cache.onload_device = "cpu" if is_on_disk else cache.offload_device
+    for cache in (cache for module in model.modules() for cache in _caches_of(module)):
+        is_on_disk = cache.offload_device == "disk"
+        cache.onload_device = "cpu" if is_on_disk else cache.offload_device
     remove_dispatch(model, onload_tensors=True)
-    copied: dict[int, Tensor] = {}
-    for _, module, name, _ in away:
-        one = getattr(module, str(name))
-        if id(one) not in copied:  # it is a mapped file, or shared memory
-            copied[id(one)] = one
-            one.data = one.data.clone()
-    _forget_dispatch(model, loaded=bool(away))
+    mapped = {id(one): one for _, module, name, _ in away for one in [getattr(module, str(name))]}
+    for one in mapped.values():
+        one.data = one.data.clone()  # it is a mapped file, or shared memory
     logger.info(
         "compressed-tensors kept the weights apart from the model: they are brought into memory, "
         "and the model is offloaded no longer."
     )
+    return bool(away)
 
 
 def copy_without_weights(model: Module) -> Module:
@@ -683,7 +502,6 @@ def copy_without_weights(model: Module) -> Module:
 
 
 def _check_room(kept: str, size: int, processes: int = 1) -> None:
-    """Refuse to load weights that main memory has no room for."""
     free = free_host_memory() // processes
     if size > free:
         raise ArgumentError(
@@ -691,13 +509,6 @@ def _check_room(kept: str, size: int, processes: int = 1) -> None:
             "them.",
             "Give the folder of the model instead: it is read block by block.",
         )
-
-
-def _forget_dispatch(model: Module, *, loaded: bool) -> None:
-    vars(model).pop("hf_device_map", None)  # transformers and its trainer rely on it
-    tie = getattr(model, "tie_weights", None)
-    if loaded and callable(tie):
-        tie()  # modules that shared a weight each have a copy now
 
 
 def _align_hooks(module: Module) -> Iterator[AlignDevicesHook]:
@@ -711,14 +522,12 @@ def _align_hooks(module: Module) -> Iterator[AlignDevicesHook]:
 
 
 def _is_in_memory(held: Any, name: str) -> bool:
-    """Return True if an offloaded weight is held in memory and not on the disk."""
     while isinstance(held, PrefixedDataset):
         held, name = held.dataset, f"{held.prefix}{name}"
     return not isinstance(held, OffloadedWeightsLoader) or name in held.state_dict
 
 
 def _caches_of(module: Module) -> list[OffloadCache]:
-    """Return the offload caches of a module's parameters and buffers."""
     every: tuple[Any, ...] = (module._parameters, module._buffers)
     return [one for one in every if isinstance(one, OffloadCache)]
 

@@ -27,26 +27,10 @@ from llmcompressor.checkpoint.packing import (
 )
 from llmcompressor.checkpoint.side_files import extra_ignore_patterns, extra_tensors
 from llmcompressor.checkpoint.source import TensorHeader
-from llmcompressor.checkpoint.tensor_files import StoredTensor, dtype_name, natural_key
+from llmcompressor.checkpoint.tensor_files import DTYPE_NAMES, StoredTensor, natural_key
 from llmcompressor.modeling.names import named_modules
 from llmcompressor.modeling.weights import config_ties_embeddings, embeddings
 from llmcompressor.transformers_internals import not_saved, tied_keys
-
-__all__ = [
-    "OutputManifest",
-    "PartitionedState",
-    "build_manifest",
-    "compress_block",
-    "manifest_of",
-    "module_kinds",
-    "packed_modules",
-    "partition_state_dict",
-    "split_quantized",
-]
-
-
-# --------------------
-# Partition of a state dict into the tensors of quantized modules and all others.
 
 
 @dataclass(frozen=True)
@@ -73,50 +57,29 @@ class PartitionedState:
 def partition_state_dict(
     model: PreTrainedModel, quantized: Sequence[QuantizedModule], state: Mapping[str, Tensor]
 ) -> PartitionedState:
-    """Partition the state dict into the tensors of quantized modules and all others.
-
-    Args:
-        model: the model.
-        quantized: its quantized modules.
-        state: name → tensor; on the meta device where weights are not loaded.
-    """
-    own, plain = split_quantized(quantized, state)
+    """Partition a state dict, also of meta tensors, by quantized modules and all others."""
+    own, plain = _split_quantized(quantized, state)
     tied = _resolve_tie(model, plain, {entry.name for entry in quantized})
-    plain = remove_tied_weights_from_state_dict(_drop_shared_transforms(model, plain), model)
-    keys = frozenset(plain)
-    names = [entry.name for entry in quantized]
-    own_names = NameMap(model)
-    plain = own_names.layout(plain, names)
-    compressed = {entry.name: (entry, own[entry.name]) for entry in quantized}
-    return PartitionedState(plain, keys, compressed, state, tied, own_names)
-
-
-def _drop_shared_transforms(
-    model: PreTrainedModel, plain: Mapping[str, Tensor]
-) -> dict[str, Tensor]:
-    """Keep each matrix that online rotations share under its first name only.
-
-    transformers drops the other names too, but it tries each of them as a pattern for every other,
-    which takes minutes for a few thousand.
-    """
+    # Of a matrix that online rotations share, only the first name. transformers drops the other
+    # names too, but tries each as a pattern for every other, minutes for a few thousand.
     others = {
-        f"{name}.{own}"
+        f"{name}.{other}"
         for name, module in named_modules(model)
         if isinstance(module, TransformBase)
-        for own, first in tied_keys(module).items()
+        for other, first in tied_keys(module).items()
         if first in plain
     }
-    return {key: tensor for key, tensor in plain.items() if key not in others}
+    plain = {key: tensor for key, tensor in plain.items() if key not in others}
+    plain = remove_tied_weights_from_state_dict(plain, model)
+    keys, names = frozenset(plain), NameMap(model)
+    plain = names.layout(plain, [entry.name for entry in quantized])
+    compressed = {entry.name: (entry, own[entry.name]) for entry in quantized}
+    return PartitionedState(plain, keys, compressed, state, tied, names)
 
 
-def split_quantized(
+def _split_quantized(
     quantized: Sequence[QuantizedModule], tensors: Mapping[str, Tensor]
 ) -> tuple[dict[str, dict[str, Tensor]], dict[str, Tensor]]:
-    """Split tensors into those of quantized modules and all others.
-
-    Returns:
-        Quantized module → own name → tensor; and name in the model → tensor.
-    """
     entries = {entry.name: entry for entry in quantized}
     own: dict[str, dict[str, Tensor]] = {name: {} for name in entries}
     plain = {}
@@ -135,48 +98,34 @@ def _resolve_tie(
     """Return True if one tensor serves as input and output embeddings.
 
     Equal tensors are merged if the configuration ties them. Otherwise they stay two, as the user
-    requested.
-
-    Returns:
-        ``None`` if the model has no such pair, or shares it in a way of its own.
+    requested. ``None`` if the model has no such pair, or shares it in a way of its own.
     """
     inputs, outputs = embeddings(model)
     first, second = getattr(inputs, "weight", None), getattr(outputs, "weight", None)
-    if first is None or second is None or inputs is outputs:
-        return None
+    is_pair = first is not None and second is not None and inputs is not outputs
     names = {id(module): name for name, module in named_modules(model)}
     name_in, name_out = names.get(id(inputs)), names.get(id(outputs))
-    if {name_in, name_out} & quantized:
+    if is_pair and {name_in, name_out} & quantized:
         return False
     key_in, key_out = f"{name_in}.weight", f"{name_out}.weight"
     can_tie = key_out in tied_keys(model)
-    if first is second:
-        return True if can_tie else None
+    if first is second and is_pair and can_tie:
+        return True
     every = model.named_parameters(remove_duplicate=False)
-    if any(one is second and name != key_out for name, one in every):
-        return None  # with a decoder's embedding, say, which is not the model's input
+    # tied to a decoder's embedding, say, which is not the model's input
+    is_elsewhere = any(one is second and name != key_out for name, one in every)
+    if not is_pair or first is second or is_elsewhere:
+        return None
     has_bias = getattr(outputs, "bias", None) is not None
     may_tie = can_tie and config_ties_embeddings(model) and not has_bias
-    return may_tie and _merge_if_equal(plain, key_in, key_out)
-
-
-def _merge_if_equal(plain: dict[str, Tensor], first: str, second: str) -> bool:
-    """Make ``second`` the same tensor as ``first`` if they are equal; return True if they are.
-
-    The state's tensors are compared: the model's own may be sharded over processes, and only this
-    process is here.
-    """
-    if not {first, second} <= set(plain):
+    # the state's tensors are compared: the model's own may be sharded over processes
+    one, other = plain.get(key_in), plain.get(key_out)
+    if not may_tie or one is None or other is None:
         return False
-    one, other = plain[first], plain[second]
-    if one.is_meta or other.is_meta or one.shape != other.shape or not torch.equal(one, other):
+    if one.is_meta or other.is_meta or not torch.equal(one, other):
         return False
-    plain[second] = one
+    plain[key_out] = one
     return True
-
-
-# --------------------
-# Manifest of an output: the tensors to write, from the model's structure and schemes alone.
 
 
 @dataclass(frozen=True)
@@ -211,13 +160,9 @@ def build_manifest(
 ) -> OutputManifest:
     """Predict the tensors that the checkpoint will hold, without computing any.
 
-    Args:
-        model: the model; its weights may be on the meta device.
-        planned: the form in which the modifiers will store its modules
-            (:class:`~llmcompressor.core.contract.PlannedModule`). Modules that an earlier
-            run quantized are written unchanged.
-        headers: the tensors of the source.
-        save_compressed: pack the weights instead of writing them dense.
+    ``planned`` is the form in which the modifiers will store modules of the model, perhaps on the
+    meta device (:class:`~llmcompressor.core.contract.PlannedModule`). Modules that an earlier run
+    quantized are written unchanged. ``headers`` are the tensors of the source.
     """
     forced = parse_format(None if save_compressed else "dense")
     quantized, tensors = [], {}
@@ -246,8 +191,18 @@ def build_manifest(
             quantized.append(entry)
             tensors[entry.name] = {}
     quantized.sort(key=lambda entry: order[entry.name])
-    contents = partition_state_dict(model, quantized, _expected_state(model, tensors))
-    return manifest_of(model, contents, lambda written: headers)
+    # the state dict that the model will have after the run
+    ignored = not_saved(model)
+    state = {
+        name: value
+        for name, value in model.state_dict().items()
+        if isinstance(value, Tensor) and name not in ignored
+    }
+    for module, own in tensors.items():
+        state |= {f"{module}.{name}": tensor for name, tensor in own.items()}
+    return manifest_of(
+        model, partition_state_dict(model, quantized, state), lambda written: headers
+    )
 
 
 def manifest_of(
@@ -255,13 +210,10 @@ def manifest_of(
     contents: PartitionedState,
     headers_beside: Callable[[set[str]], Mapping[str, TensorHeader]],
 ) -> OutputManifest:
-    """Return the manifest of a partitioned state dict.
+    """Return the manifest of a partitioned state dict, whose values are not read.
 
-    Args:
-        model: the model.
-        contents: its tensors; their values are not read.
-        headers_beside: from the names of the model's stored tensors to the source's tensors, of
-            which those that the model does not own are stored too.
+    ``headers_beside`` returns the source's tensors, given the names of the stored ones; those that
+    the model does not own are stored too.
     """
     quantized = [entry for entry, _ in contents.compressed.values()]
     stored = _sorted_tensors(contents)
@@ -288,19 +240,12 @@ def compress_block(
     quantized: Sequence[QuantizedModule],
     plain_keys: frozenset[str],
 ) -> dict[str, Tensor]:
-    """Return the tensors of a part of the model in their stored, compressed form.
+    """Return the tensors of a part of the model in their stored, compressed form, by stored name.
 
-    Args:
-        names: the names of the model.
-        block: name in the model → tensor.
-        quantized: the quantized modules of this part.
-        plain_keys: those of the prediction.
-
-    Returns:
-        Stored name → tensor. Compressed tensors are in main memory, so that an accelerator holds
-        the codes of one module at a time; the others stay where they are.
+    Compressed tensors are in main memory, so that an accelerator holds the codes of one module at a
+    time; the others stay where they are. ``quantized`` are the part's quantized modules.
     """
-    own, rest = split_quantized(quantized, block)
+    own, rest = _split_quantized(quantized, block)
     plain = {key: tensor for key, tensor in rest.items() if key in plain_keys}
     found = names.layout(plain, list(own))
     for packed in packed_modules(names, {one.name: (one, own[one.name]) for one in quantized}):
@@ -311,12 +256,7 @@ def compress_block(
 def packed_modules(
     names: NameMap, modules: Mapping[str, tuple[QuantizedModule, Mapping[str, Tensor]]]
 ) -> Iterator[dict[str, Tensor]]:
-    """Yield the stored tensors of quantized modules, each packed only when it is reached.
-
-    Args:
-        names: the names of the model.
-        modules: name → its entry and its own tensors.
-    """
+    """Yield the stored tensors of quantized modules, each packed only when it is reached."""
     places = names.stored(modules)
     off_grid = []
     for name, (entry, own) in modules.items():
@@ -337,21 +277,6 @@ def module_kinds(model: PreTrainedModel) -> dict[str, str]:
     return {places[name]: kind for name, kind in kinds.items()}
 
 
-def _expected_state(
-    model: PreTrainedModel, tensors: Mapping[str, Mapping[str, Tensor]]
-) -> dict[str, Tensor]:
-    """Return the state dict that the model will have after the run."""
-    ignored = not_saved(model)
-    state = {
-        name: value
-        for name, value in model.state_dict().items()
-        if isinstance(value, Tensor) and name not in ignored
-    }
-    for module, own in tensors.items():
-        state |= {f"{module}.{name}": tensor for name, tensor in own.items()}
-    return state
-
-
 def _sorted_tensors(contents: PartitionedState) -> list[StoredTensor]:
     places = contents.names.stored(contents.compressed)
     pieces = {name: [_stored(name, tensor)] for name, tensor in contents.plain.items()}
@@ -368,4 +293,4 @@ def _sorted_tensors(contents: PartitionedState) -> list[StoredTensor]:
 
 
 def _stored(name: str, tensor: Tensor) -> StoredTensor:
-    return StoredTensor(name, dtype_name(tensor.dtype), tuple(tensor.shape))
+    return StoredTensor(name, DTYPE_NAMES[tensor.dtype], tuple(tensor.shape))

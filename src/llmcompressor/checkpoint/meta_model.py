@@ -10,12 +10,12 @@ tensors and shape mismatches are found without reading a weight.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,29 +27,24 @@ from transformers.utils import logging as hf_logging
 from llmcompressor.checkpoint.load import (
     AUTO_CLASSES,
     check_complete,
+    load_config,
+    loading_errors,
     model_class,
     parse_precision,
-    read_config,
 )
 from llmcompressor.checkpoint.names import LoadedName, NameMap, stacks_tensors
 from llmcompressor.checkpoint.side_files import SPEAKERS_FILE
-from llmcompressor.checkpoint.source import SourceInfo, TensorHeader
+from llmcompressor.checkpoint.source import SourceInfo, TensorHeader, check_config_unquantized
 from llmcompressor.checkpoint.tensor_files import DTYPES
 from llmcompressor.errors import CheckpointError
 from llmcompressor.modeling.weights import text_config
 from llmcompressor.transformers_internals import auto_mapping, build_from_config
 
-__all__ = [
-    "MetaModel",
-    "build_meta_model",
-    "build_meta_tensors",
-    "meta_parameter",
-    "no_progress_bars",
-]
+_SPEAKERS = "load_speakers"
+"""The method of a model whose voices are no tensors of its checkpoint."""
 
 
-# --------------------
-# Meta tensors: placeholders with shapes and dtypes, passed to transformers for loading.
+# Placeholders.
 #
 # A large MoE has some ten thousand matrices of experts, which transformers stacks: it copies a
 # rule, starts a job and makes a tensor for each. Where a stack has matrices of one shape, one
@@ -57,34 +52,28 @@ __all__ = [
 # size.
 
 
-def build_meta_tensors(
-    headers: Mapping[str, TensorHeader], stacks: Iterable[Sequence[str]] = ()
+def _placeholders(
+    headers: Mapping[str, TensorHeader], stacks: Iterable[Sequence[str]]
 ) -> dict[str, Any]:
     """Return placeholders for all tensors, to pass to ``from_pretrained`` as ``state_dict``.
 
-    Args:
-        headers: tensor → its header.
-        stacks: names of tensors that are stacked and not converted otherwise before.
+    ``stacks`` are names of tensors that are stacked and not converted otherwise before.
     """
     counts: dict[str, int] = {}
     left_out: set[str] = set()
     for names in stacks:
-        if len({_form(headers[name]) for name in names}) == 1:
+        if len({(headers[name].dtype, headers[name].shape) for name in names}) == 1:
             counts[names[0]] = len(names)
             left_out.update(names[1:])
     made: dict[Any, _MetaSlice] = {}
     found = {}
     for name, header in headers.items():
         if name not in left_out:
-            key = (*_form(header), counts.get(name, 1))
+            key = (header.dtype, tuple(header.shape), counts.get(name, 1))
             if key not in made:
                 made[key] = _MetaSlice(*key)
             found[name] = made[key]
     return found
-
-
-def _form(header: TensorHeader) -> tuple[str, tuple[int, ...]]:
-    return header.dtype, tuple(header.shape)
 
 
 class _MetaSlice:
@@ -100,26 +89,29 @@ class _MetaSlice:
 
 
 class _MetaTensor(Tensor):
-    """A tensor on the meta device that stays there when it is moved.
+    """A meta tensor that stays on the device when it is moved.
 
-    Attributes:
-        stands_for: number of tensors of one shape and dtype that it represents.
+    ``stands_for`` is the number of tensors of one shape and dtype that it represents.
     """
 
     stands_for: int
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        as_before: Any = super().__torch_function__
         named = kwargs or {}
         if func is Tensor.to:
             dtype = named.get("dtype")
             if dtype is None or dtype is args[0].dtype:
                 return args[0]
-            return _meta_tensor(args[0].shape, dtype, _count(args[0]))
+            return _meta_tensor(args[0].shape, dtype, getattr(args[0], "stands_for", 1))
         if func is torch.stack and len(args) == 1 and set(named) <= {"dim"}:
-            stacked = _stack_meta(args[0], named.get("dim", 0))
-            return as_before(func, types, args, named) if stacked is None else stacked
+            first, *others = args[0]
+            count = getattr(first, "stands_for", 1)
+            if count > 1 and not others:  # torch stacks several
+                shape = list(first.shape)
+                shape.insert(named.get("dim", 0), count)
+                return _meta_tensor(shape, first.dtype)
+        as_before: Any = super().__torch_function__
         return as_before(func, types, args, named)
 
 
@@ -127,26 +119,6 @@ def _meta_tensor(shape: Sequence[int], dtype: torch.dtype, stands_for: int = 1) 
     made = torch.empty(shape, dtype=dtype, device="meta").as_subclass(_MetaTensor)
     made.stands_for = stands_for
     return made
-
-
-def _count(tensor: Tensor) -> int:
-    return getattr(tensor, "stands_for", 1)
-
-
-def _stack_meta(tensors: Sequence[Tensor], dim: int) -> Tensor | None:
-    """Stack one placeholder of many tensors; ``None`` for several tensors, which torch stacks."""
-    if len(tensors) != 1 or _count(tensors[0]) == 1:
-        return None
-    shape = list(tensors[0].shape)
-    shape.insert(dim, _count(tensors[0]))
-    return _meta_tensor(shape, tensors[0].dtype)
-
-
-# --------------------
-# Meta-device model: a model built without weights, and a map of its checkpoint's tensors.
-
-_SPEAKERS = "load_speakers"
-"""The method of a model whose voices are no tensors of its checkpoint."""
 
 
 @dataclass
@@ -186,13 +158,11 @@ class MetaModel:
 
     def tensors_of(self, block: str | None, blocks: Sequence[str]) -> list[str]:
         """Return the checkpoint's tensors of a block; for ``None`` those outside all ``blocks``."""
-        if block is not None:
-            return [name for name, own in self.names.items() if own.target.startswith(f"{block}.")]
-        inside = tuple(f"{name}." for name in blocks)
+        inside = tuple(f"{name}." for name in (blocks if block is None else [block]))
         return [
             name
             for name, own in self.names.items()
-            if not inside or not own.target.startswith(inside)
+            if own.target.startswith(inside) == (block is not None)
         ]
 
 
@@ -205,23 +175,22 @@ def build_meta_model(
 ) -> MetaModel:
     """Build a model on the meta device from its configuration and the headers of its files.
 
-    Args:
-        source: the checkpoint, with safetensors files.
-        config_name: the source of the configuration, if not the checkpoint.
-        precision: see :func:`~llmcompressor.checkpoint.load.parse_precision`.
-        trust_remote_code: run modelling code that comes with the checkpoint.
+    The arguments are those of :func:`~llmcompressor.checkpoint.load.load_model`.
 
     Raises:
         CheckpointError: the model class is not known, the checkpoint is quantized already, or
             lacks tensors of it.
     """
     place = str(source.directory)
-    config = read_config(config_name or place, trust_remote_code=trust_remote_code)
-    dtype = _dtype(parse_precision(precision), config, source.tensors)
-    loader = _loader_class(config, place, trust_remote_code=trust_remote_code)
-    with no_progress_bars(), _build_errors(place):
-        draft = _draft_names(loader, config, source.tensors)
-        state = build_meta_tensors(source.tensors, draft.stacks)
+    with no_progress_bars(), loading_errors(place):
+        config = load_config(config_name or place, trust_remote_code=trust_remote_code)
+        check_config_unquantized(config_name or place, config.to_dict())
+        dtype = _dtype(parse_precision(precision), config, source.tensors)
+        loader = _loader_class(config, place, trust_remote_code=trust_remote_code)
+        draft = _draft(loader, config)
+        own = NameMap(draft) if draft is not None else None
+        names = {} if own is None else own.loaded(source.tensors, draft.state_dict())
+        stacks = [] if own is None else own.stacks(names)
         load = loader.from_pretrained
         if hasattr(loader, _SPEAKERS):  # its own would read a file of speakers
             load = partial(PreTrainedModel.from_pretrained.__func__, loader)  # type: ignore[attr-defined]  # of a class method
@@ -229,7 +198,7 @@ def build_meta_model(
             None,
             config=config,
             dtype=dtype,
-            state_dict=state,
+            state_dict=_placeholders(source.tensors, stacks),
             ignore_mismatched_sizes=True,  # refused below, by name
             output_loading_info=True,
         )
@@ -239,41 +208,22 @@ def build_meta_model(
         model.load_speakers(str(source.directory / SPEAKERS_FILE))
     shared = _replace_placeholders(model)
     _read_generation_config(model, source.directory)
-    names = draft.names
-    if draft.own != model.state_dict().keys():
+    if draft is None or draft.state_dict().keys() != model.state_dict().keys():
         names = NameMap(model).loaded(source.tensors, model.state_dict())
     model.train(mode=False)
     return MetaModel(model, source, names, dtype, shared)
 
 
-class _NameDraft(NamedTuple):
-    """The name map of a checkpoint, computed before loading.
-
-    Attributes:
-        names: as in :class:`MetaModel`.
-        own: names of the model's tensors; empty where no model was built.
-        stacks: names of the tensors that each stack is made of.
-    """
-
-    names: Mapping[str, LoadedName]
-    own: Set[str]
-    stacks: Sequence[Sequence[str]]
-
-
-def _draft_names(loader: Any, config: PretrainedConfig, names: Iterable[str]) -> _NameDraft:
-    """Find the tensors that are stacked while loading, on a model built on the meta device.
+def _draft(loader: Any, config: PretrainedConfig) -> Any:
+    """Return a model on the meta device if transformers stacks tensors while it loads one.
 
     Models whose experts are modules are slow to build and stack nothing, so they are skipped.
     """
     kinds = {config.model_type, text_config(config).model_type, loader.__name__}
     if not any(stacks_tensors(kind) for kind in kinds):
-        return _NameDraft({}, frozenset(), ())
+        return None
     with torch.device("meta"):
-        model = build_from_config(loader, copy.deepcopy(config))
-    state = model.state_dict()
-    own = NameMap(model)
-    found = own.loaded(names, state)
-    return _NameDraft(found, state.keys(), own.stacks(found))
+        return build_from_config(loader, copy.deepcopy(config))
 
 
 def meta_parameter(tensor: Tensor) -> Parameter:
@@ -283,7 +233,6 @@ def meta_parameter(tensor: Tensor) -> Parameter:
 
 
 def _replace_placeholders(model: Module) -> list[list[tuple[Module, str]]]:
-    """Replace placeholders by plain meta parameters; return the places of shared ones."""
     places: dict[int, list[tuple[Module, str]]] = {}
     kept: dict[int, Parameter] = {}
     for module in model.modules():
@@ -316,12 +265,10 @@ def _dtype(
 
 
 def _loader_class(config: PretrainedConfig, place: str, *, trust_remote_code: bool) -> Any:
-    """Return the model class; remote code is loaded from the checkpoint's folder."""
     remote = getattr(config, "auto_map", None) or {}
-    if trust_remote_code:
-        for name in AUTO_CLASSES:
-            if name in remote:
-                return get_class_from_dynamic_module(remote[name], place)
+    name = next((name for name in AUTO_CLASSES if name in remote), None)
+    if trust_remote_code and name is not None:
+        return get_class_from_dynamic_module(remote[name], place)
     found = model_class(config, trust_remote_code=trust_remote_code)
     mapping = auto_mapping(found)
     if mapping is None:
@@ -333,16 +280,18 @@ def _loader_class(config: PretrainedConfig, place: str, *, trust_remote_code: bo
 def _read_generation_config(model: PreTrainedModel, folder: Path) -> None:
     if not model.can_generate():
         return
-    if (folder / "generation_config.json").is_file():
-        try:
-            model.generation_config = GenerationConfig.from_pretrained(str(folder))
-        except (OSError, ValueError, TypeError) as error:
-            raise CheckpointError(
-                f"The file {folder / 'generation_config.json'} cannot be read ({error!s:.200}).",
-                "Restore it, or remove it: the model's configuration says the rest.",
-            ) from error
-    else:
-        model.generation_config = GenerationConfig.from_model_config(model.config)
+    file = folder / "generation_config.json"
+    try:
+        model.generation_config = (
+            GenerationConfig.from_pretrained(str(folder))
+            if file.is_file()
+            else GenerationConfig.from_model_config(model.config)
+        )
+    except (OSError, ValueError, TypeError) as error:
+        raise CheckpointError(
+            f"The file {file} cannot be read ({error!s:.200}).",
+            "Restore it, or remove it: the model's configuration says the rest.",
+        ) from error
 
 
 @contextmanager
@@ -356,17 +305,3 @@ def no_progress_bars() -> Iterator[None]:
     finally:
         if shown:
             bars.enable_progress_bar()
-
-
-@contextmanager
-def _build_errors(place: str) -> Iterator[None]:
-    try:
-        yield
-    except (OSError, ValueError, RuntimeError, ImportError) as error:
-        if isinstance(error, CheckpointError):
-            raise
-        text = " ".join(str(error).split())
-        raise CheckpointError(
-            f"The model {place} cannot be built: {text}",
-            "Check that config.json belongs to these weights.",
-        ) from error

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ``config.json`` of a written checkpoint: the original with the changes patched in."""
+"""The JSON files of a written checkpoint: ``config.json`` and the report; and the upload."""
 
 from __future__ import annotations
 
@@ -18,21 +18,11 @@ from llmcompressor.checkpoint.names import config_levels
 from llmcompressor.logger import logger
 from llmcompressor.modeling.weights import config_value, text_config
 
-__all__ = [
-    "REPORT_FILE",
-    "STORED_AS",
-    "checkpoint_config",
-    "json_text",
-    "push_files",
-    "read_report",
-    "write_json",
-    "write_report",
-]
-
 _QUANTIZATION_KEYS = ("quantization_config", "compression_config")
 _DTYPE_KEYS = ("dtype", "torch_dtype")
 _MODELS = "transformers.models."
 _PLAIN = (bool, int, float, str, list, tuple, dict)
+_FLOAT = "__float__"
 _RUN_TIME = {
     *_QUANTIZATION_KEYS,
     *_DTYPE_KEYS,
@@ -47,6 +37,19 @@ _RUN_TIME = {
     "use_cache",
 }
 
+REPORT_FILE = "compression_report.json"
+STORED_AS = "stored_as"
+"""Module → its names in the files, where these are others; what is recorded goes by modules."""
+_EARLIER = "before"
+_OF_FILES = "verification"
+"""What a report says of the files beside it; of other files it says nothing."""
+_CARD = "README.md"
+
+
+def json_text(content: Mapping[str, Any]) -> str:
+    """Serialize JSON as in all written files: indented, keys in their given order."""
+    return json.dumps(content, indent=2, ensure_ascii=False) + "\n"
+
 
 def checkpoint_config(
     model: PreTrainedModel,
@@ -55,63 +58,41 @@ def checkpoint_config(
     tied: bool | None,
     quantization: Mapping[str, Any] | None,
 ) -> dict[str, Any]:
-    """Return the configuration to write.
+    """Return the ``config.json`` to write.
 
-    Args:
-        model: the model; its configuration is only read.
-        source: the folder of the original model. Its ``config.json`` is the base, so that keys
-            which transformers does not know, or omits because they are defaults, survive.
-            A submodel's settings are written in their place in it.
-        tied: input and output embeddings are one tensor in the output; ``None`` if the model
-            has no such pair.
-        quantization: the ``quantization_config``, or ``None``.
+    The one in ``source`` is the base, so that keys which transformers does not know, or omits
+    because they are defaults, survive. A submodel's settings are written in their place in it.
+    ``tied`` tells if input and output embeddings are one tensor; ``None`` if the model has no such
+    pair.
     """
-    original = _read(source)
-    config: dict[str, Any] = copy.deepcopy(original or json.loads(model.config.to_json_string()))
+    original: Any = None
+    if source is not None and (source / "config.json").is_file():
+        original = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    has_original = isinstance(original, dict) and bool(original)
+    config: dict[str, Any] = copy.deepcopy(
+        original if has_original else json.loads(model.config.to_json_string())
+    )
     levels = config_levels(config, model.config)
     own = levels[-1]
-    if original:
+    if has_original:
         _patch_changes(own, model.config, copy.deepcopy(own))
     if len(levels) == 1:  # a submodel is written into the whole, which keeps its class
         _patch_class(config, model)
-    _drop_quantization([*levels, own.get("text_config")])
+    text = own.get("text_config")
+    with_text = [*levels, text] if isinstance(text, dict) else levels
+    for level in with_text:
+        for key in _QUANTIZATION_KEYS:
+            level.pop(key, None)
     _patch_dtype(levels, str(model.dtype).removeprefix("torch."))
-    if tied is not None:
-        _patch_tie(levels, model.config, tied=tied)
+    if tied is not None:  # where loaders look: at the top and in text_config
+        is_wrapped = text_config(model.config) is not model.config
+        for level in with_text if is_wrapped else levels:
+            level["tie_word_embeddings"] = tied
     if quantization is not None:
         for level in (levels[0], own):
             # a class that loads the submodel alone looks nowhere else
             level["quantization_config"] = dict(quantization)
     return config
-
-
-def _drop_quantization(levels: Iterable[Any]) -> None:
-    """Remove the source's own quantization configuration."""
-    for level in levels:
-        if isinstance(level, dict):
-            for key in _QUANTIZATION_KEYS:
-                level.pop(key, None)
-
-
-def json_text(content: Mapping[str, Any]) -> str:
-    """Serialize JSON as in all written files: indented, keys in their given order."""
-    return json.dumps(content, indent=2, ensure_ascii=False) + "\n"
-
-
-def write_json(file: Path, content: Mapping[str, Any]) -> None:
-    """Write a file with :func:`json_text`."""
-    file.write_text(json_text(content), encoding="utf-8")
-
-
-_FLOAT = "__float__"
-
-
-def _read(source: Path | None) -> dict[str, Any] | None:
-    file = source / "config.json" if source is not None else None
-    if file is None or not file.is_file():
-        return None
-    content = json.loads(file.read_text(encoding="utf-8"))
-    return content if isinstance(content, dict) else None
 
 
 def _patch_changes(
@@ -147,15 +128,16 @@ def _patch_level(
         if isinstance(now, PretrainedConfig):
             if isinstance(before, PretrainedConfig) and isinstance(config.get(key), dict):
                 _patch_level(config[key], now, before)
-        elif (
-            isinstance(now, _PLAIN)
-            and _is_json(now)
-            and _canonical_json(now) != _canonical_json(before)
-        ):
-            logger.info(f"config.json: {key} becomes {now} (was {before}).")
-            aliases = [name for name, real in current.attribute_map.items() if real == key]
-            names = [name for name in dict.fromkeys([key, *aliases]) if name in config]
-            config.update(dict.fromkeys(names or [key], json.loads(_canonical_json(now))))
+        elif isinstance(now, _PLAIN):
+            try:
+                text = json.dumps(now)
+            except TypeError:  # dtypes and configurations are left unchanged
+                continue
+            if text != json.dumps(before, default=repr):  # JSON stores lists and tuples alike
+                logger.info(f"config.json: {key} becomes {now} (was {before}).")
+                aliases = [name for name, real in current.attribute_map.items() if real == key]
+                names = [name for name in dict.fromkeys([key, *aliases]) if name in config]
+                config.update(dict.fromkeys(names or [key], json.loads(text)))
 
 
 def _decode_floats(value: Any) -> Any:
@@ -173,22 +155,7 @@ def _decode_floats(value: Any) -> Any:
     return {key: _decode_floats(one) for key, one in value.items()}
 
 
-def _is_json(value: Any) -> bool:
-    """Return True if JSON can hold ``value``; dtypes and configurations are left unchanged."""
-    try:
-        json.dumps(value)
-    except TypeError:
-        return False
-    return True
-
-
-def _canonical_json(value: Any) -> str:
-    """Return a text that is equal for values that JSON stores alike, as lists and tuples."""
-    return json.dumps(value, default=repr)
-
-
 def _patch_class(config: dict[str, Any], model: PreTrainedModel) -> None:
-    """Write the model's class where the file names another class of transformers."""
     known = [name for name in config.get("architectures") or () if hasattr(transformers, name)]
     # the nearest base: the class may be a wrapper
     every = (kind for kind in type(model).__mro__ if kind.__module__.startswith(_MODELS))
@@ -208,35 +175,13 @@ def _patch_dtype(levels: Sequence[dict[str, Any]], dtype: str) -> None:
     config = levels[0]
     keys = [key for key in _DTYPE_KEYS if key in config] or ["dtype"]
     before = config.get(keys[0])
-    for key in keys:
-        config[key] = dtype
-    for value in config.values():
-        if isinstance(value, dict):
-            for key in _DTYPE_KEYS:
-                if before is not None and value.get(key) == before:
-                    value[key] = dtype
+    config.update(dict.fromkeys(keys, dtype))
+    for level in config.values():
+        for key in _DTYPE_KEYS if isinstance(level, dict) and before is not None else ():
+            if level.get(key) == before:
+                level[key] = dtype
     for level in levels[1:]:
         level.update({key: dtype for key in _DTYPE_KEYS if key in level})
-
-
-def _patch_tie(levels: Sequence[dict[str, Any]], current: PretrainedConfig, *, tied: bool) -> None:
-    """Write ``tie_word_embeddings`` where loaders look: at the top and in ``text_config``."""
-    for level in levels:
-        level["tie_word_embeddings"] = tied
-    own = levels[-1]
-    if text_config(current) is not current and isinstance(own.get("text_config"), dict):
-        own["text_config"]["tie_word_embeddings"] = tied
-
-
-# --------------------
-# ``compression_report.json``: the report of a run, with those of earlier runs on its source.
-
-REPORT_FILE = "compression_report.json"
-STORED_AS = "stored_as"
-"""Module → its names in the files, where these are others; what is recorded goes by modules."""
-_EARLIER = "before"
-_OF_FILES = "verification"
-"""What a report says of the files beside it; of other files it says nothing."""
 
 
 def write_report(
@@ -245,13 +190,9 @@ def write_report(
     source: Path | None,
     check: Callable[[Path], Mapping[str, Any]] | None,
 ) -> None:
-    """Write the report of a run; no file if it is empty.
+    """Write the report of a run, with that of its source nested in it; no file if it is empty.
 
-    Args:
-        folder: the output, otherwise complete.
-        report: the run's report.
-        source: the folder of the source model, whose report is nested in this one.
-        check: verify the output and return findings, which become part of the report.
+    ``check`` verifies the otherwise complete output; its findings become part of the report.
     """
     content = dict(report or {})
     earlier = _report_of(source)
@@ -260,7 +201,7 @@ def write_report(
     if check is not None:
         content[_OF_FILES] = dict(check(folder))
     if content:
-        write_json(folder / REPORT_FILE, content)
+        (folder / REPORT_FILE).write_text(json_text(content), encoding="utf-8")
 
 
 def read_report(folder: Path) -> dict[str, Any] | None:
@@ -283,12 +224,6 @@ def _report_of(source: Path | None) -> dict[str, Any]:
     return {key: value for key, value in found.items() if key != _OF_FILES}
 
 
-# --------------------
-# Upload of a written checkpoint to the Hugging Face Hub.
-
-_CARD = "README.md"
-
-
 def push_files(
     folder: Path,
     names: Iterable[str],
@@ -302,19 +237,9 @@ def push_files(
     create_pr: bool = False,
     tags: Sequence[str] | None = None,
 ) -> None:
-    """Upload files unchanged, with a model card if there is none among them.
+    """Upload files below ``folder`` unchanged, with a model card if there is none among them.
 
-    Args:
-        folder: the folder of the files.
-        names: their paths below ``folder``.
-        repo_id: the repository; it is created if it does not exist.
-        commit_message: by default "Upload model".
-        commit_description: more about the commit.
-        private: make a created repository private.
-        token: the token to log in with.
-        revision: the branch; it is created if it does not exist.
-        create_pr: open a pull request.
-        tags: tags of the model card.
+    Repository and branch are created if they do not exist; other arguments are ``HfApi``'s.
     """
     api = HfApi(token=token)
     repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id

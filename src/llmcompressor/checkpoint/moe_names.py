@@ -12,6 +12,7 @@ import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import product
 from math import prod
 from typing import Any, NamedTuple
 
@@ -27,20 +28,10 @@ from llmcompressor.checkpoint.names import (
     expert_linear_names,
     stacking_converters,
 )
-from llmcompressor.checkpoint.source import RowSliceHeader, TensorHeader
+from llmcompressor.checkpoint.source import TensorHeader
 from llmcompressor.errors import CheckpointError
 from llmcompressor.moe.layouts import StackedLinear, StackedMoE, StackLayout
 from llmcompressor.moe.linear_experts import LinearExperts, fuse_experts, unfuse_experts
-
-__all__ = [
-    "FusedExperts",
-    "dense_experts_fused",
-    "find_fused_experts",
-    "fuse_dense_experts",
-    "split_fused_experts",
-    "unfuse_meta_model",
-    "unfuse_stored_experts",
-]
 
 _PER_EXPERT = re.compile(r"\.(\d+)\.(\w+\.(?:weight|bias))$")
 
@@ -48,11 +39,7 @@ _PER_EXPERT = re.compile(r"\.(\d+)\.(\w+\.(?:weight|bias))$")
 def unfuse_stored_experts(
     model: PreTrainedModel, mixtures: Sequence[StackedMoE]
 ) -> dict[str, LinearExperts]:
-    """Replace ``mixtures`` by experts made of Linears.
-
-    Returns:
-        Name → the new module.
-    """
+    """Replace ``mixtures`` by experts made of Linears; return the new module of each name."""
     converters = stacking_converters(model) if mixtures else []
     opened = {}
     for mixture in mixtures:
@@ -95,13 +82,8 @@ def unfuse_meta_model(
 ) -> str:
     """Unfuse MoEs of a model on the meta device, and map their weights to file offsets.
 
-    Args:
-        blueprint: the model.
-        mixtures: the MoEs that can be unfused.
-        dense: names of the MoEs that are not to be quantized.
-
-    Returns:
-        The reason why it is impossible, with nothing changed; empty on success.
+    Returns the reason why that is impossible, with nothing changed; empty on success. MoEs that are
+    ``dense`` are not to be quantized.
     """
     if not mixtures:
         return ""
@@ -121,26 +103,18 @@ def unfuse_meta_model(
                 return f"{name} is a stack of experts that is to be written as one again"
         cut[name] = pieces or [_PlacedTensor(name, own, header)]
     unfuse_stored_experts(model, mixtures)
-    _rename_pieces(model, cut)
+    split = {name: pieces for name, pieces in cut.items() if pieces[0].name != name}
+    owners = {piece.target.rpartition(".")[0] for pieces in split.values() for piece in pieces}
+    places = NameMap(model).stored(sorted(owners))
+    for name, pieces in split.items():  # named as a checkpoint would name them
+        for number, piece in enumerate(pieces):
+            module, _, kind = piece.target.rpartition(".")
+            cut[name][number] = piece._replace(name=f"{places[module]}.{kind}")
     every = [piece for pieces in cut.values() for piece in pieces]
     tensors = {piece.name: piece.header for piece in every}
     blueprint.source = replace(blueprint.source, tensors=tensors)
     blueprint.names = {piece.name: piece.own for piece in every if piece.own is not None}
     return ""
-
-
-def _rename_pieces(model: PreTrainedModel, cut: dict[str, list[_PlacedTensor]]) -> None:
-    """Give pieces of stacks the names that a checkpoint would have for them."""
-    split = {name: pieces for name, pieces in cut.items() if pieces[0].name != name}
-    targets = {piece.target for pieces in split.values() for piece in pieces}
-    modules = {target.rpartition(".")[0] for target in targets}
-    places = NameMap(model).stored(sorted(modules))
-    for name, pieces in split.items():
-        cut[name] = [
-            piece._replace(name=f"{places[module]}.{kind}")
-            for piece in pieces
-            for module, _, kind in [piece.target.rpartition(".")]
-        ]
 
 
 class _PlacedTensor(NamedTuple):
@@ -152,13 +126,10 @@ class _PlacedTensor(NamedTuple):
 
     @property
     def target(self) -> str:
-        """Name of the model's tensor that it becomes; empty without one."""
         return "" if self.own is None else self.own.target
 
 
 class _PieceFinder:
-    """Maps checkpoint tensors to the Linears of unfused MoEs."""
-
     def __init__(
         self,
         mixtures: Mapping[str, StackedMoE],
@@ -199,64 +170,42 @@ class _PieceFinder:
         if own.merged and single is not None:
             target = f"{holder}.{single.group(1)}.{single.group(2)}"
             return [_PlacedTensor(name, LoadedName(target, merged=False), header)]
-        if own.pattern in self._joined:
+        parts = [one for one in mixture.form.parts if one.stack == stack.removesuffix("_bias")]
+        turned: bool | None = False
+        if own.pattern in self._joined:  # one of several stacks that are concatenated by rows
             place, count = self._joined[own.pattern]
-            return self._cut_joined(mixture, stack, name, header, place, count)
-        if own.merged and own.pattern not in self._turned:
+            experts, rows, columns = wanted.shape
+            share = rows // count
+            parts = list(_parts_within(parts, place * share, share))
+            is_whole = sum(part.rows.stop - part.rows.start for part in parts) == share
+            is_known = not mixture.form.transposed and is_whole
+            if not is_known or tuple(header.shape) != (experts, share, columns):
+                return f"{name} {list(header.shape)} holds no whole matrices of {stack}"
+        elif own.merged and own.pattern not in self._turned:
             return f"transformers makes {own.target} of {name} in a way that is not known here"
-        turned = _is_transposed(header, wanted, mixture.form, stack)
-        if turned is None:
-            return f"{name} has the shape {list(header.shape)}, not {list(wanted.shape)}"
-        return list(self._cut(mixture, stack, name, header, turned=turned))
+        else:
+            turned = _is_transposed(header, wanted, mixture.form, stack)
+            if turned is None:
+                return f"{name} has the shape {list(header.shape)}, not {list(wanted.shape)}"
+        pieces = []
+        for expert in range(mixture.form.experts):
+            for part in parts:
+                kind = "bias" if stack.endswith("_bias") else "weight"
+                target = f"{holder}.{expert}.{self._names[holder][part.role]}.{kind}"
+                piece = _piece(header, expert, part.rows, turned=bool(turned))
+                placed = LoadedName(target, merged=False)
+                pieces.append(_PlacedTensor(f"{name}:{expert}:{part.role}", placed, piece))
+        return pieces
 
-    def _cut_joined(
-        self,
-        mixture: StackedMoE,
-        stack: str,
-        name: str,
-        header: TensorHeader,
-        place: int,
-        count: int,
-    ) -> list[_PlacedTensor] | str:
-        """Return the matrices in one of ``count`` stacks that are concatenated by rows."""
-        form, wanted = mixture.form, mixture.module._parameters[stack]
-        assert form is not None
-        assert wanted is not None
-        experts, rows, columns = wanted.shape
-        share = rows // count
-        if form.transposed or tuple(header.shape) != (experts, share, columns):
-            return f"{name} has the shape {list(header.shape)}, not {[experts, share, columns]}"
-        first = place * share
-        own = [
-            replace(part, rows=slice(part.rows.start - first, part.rows.stop - first))
-            for part in form.parts
-            if part.stack == stack and first <= part.rows.start <= part.rows.stop <= first + share
-        ]
-        if sum(part.rows.stop - part.rows.start for part in own) != share:
-            return f"{name} holds no whole matrices of {stack}"
-        return list(self._cut(mixture, stack, name, header, turned=False, parts=own))
 
-    def _cut(
-        self,
-        mixture: StackedMoE,
-        stack: str,
-        name: str,
-        header: TensorHeader,
-        *,
-        turned: bool,
-        parts: Sequence[StackedLinear] | None = None,
-    ) -> Iterator[_PlacedTensor]:
-        form = mixture.form
-        assert form is not None
-        kind = "bias" if stack.endswith("_bias") else "weight"
-        for expert in range(form.experts):
-            for part in form.parts if parts is None else parts:
-                if part.stack == stack.removesuffix("_bias"):
-                    own = self._names[mixture.name][part.role]
-                    target = f"{mixture.name}.{expert}.{own}.{kind}"
-                    piece = _piece(header, expert, part.rows, turned=turned)
-                    placed = LoadedName(target, merged=False)
-                    yield _PlacedTensor(f"{name}:{expert}:{part.role}", placed, piece)
+def _parts_within(
+    parts: Sequence[StackedLinear], first: int, share: int
+) -> Iterator[StackedLinear]:
+    """Yield the parts in some rows of a stack, with their rows counted from the first of these."""
+    for part in parts:
+        start, stop = part.rows.start - first, part.rows.stop - first
+        if 0 <= start <= stop <= share:
+            yield replace(part, rows=slice(start, stop))
 
 
 def _is_transposed(
@@ -283,30 +232,16 @@ def _piece(header: TensorHeader, expert: int, own: slice, *, turned: bool) -> Te
     if not turned and own.step is None:
         start = own.start * (size // max(matrix[0], 1))
         return TensorHeader(header.dtype, shape, header.file, offset + start, nbytes)
-    return RowSliceHeader(
-        header.dtype,
-        shape,
-        header.file,
-        offset,
-        nbytes,
-        matrix=tuple(matrix),
-        turned=turned,
-        rows=(own.start, own.stop, own.step or 1),
-    )
+    rows_of = (own.start, own.stop, own.step or 1)
+    place = (header.file, offset, nbytes, tuple(matrix), turned, rows_of)
+    return TensorHeader(header.dtype, shape, *place)
 
 
-# --------------------
 # Fused 3-D expert tensors of a checkpoint, viewed as one matrix per expert and projection.
 #
-# A stack is a pair of tensors below one module::
-#
-#     P.gate_up_proj  [experts, 2 * intermediate, hidden]   gate above up
-#     P.down_proj     [experts, hidden, intermediate]
-#
-# It becomes ``P.N.gate_proj.weight``, ``P.N.up_proj.weight`` ``[intermediate, hidden]`` and
-# ``P.N.down_proj.weight`` ``[hidden, intermediate]``. Each of them is a contiguous
-# piece of the file, so only a header with its offset has to be made: no tensor is read as a whole.
-#
+# ``P.gate_up_proj`` ``[experts, 2 * intermediate, hidden]`` (gate above up) and ``P.down_proj``
+# ``[experts, hidden, intermediate]`` become ``P.N.gate_proj.weight``, ``P.N.up_proj.weight`` and
+# ``P.N.down_proj.weight``. Each is a contiguous piece of the file: no tensor is read as a whole.
 # The two shapes alone identify this layout: the transposed one, ``[experts, hidden, 2 *
 # intermediate]``, would need ``intermediate = 0`` to look the same.
 
@@ -317,14 +252,9 @@ _DIMENSIONS = 3
 
 @dataclass(frozen=True)
 class FusedExperts:
-    """The fused experts of one MoE.
+    """The fused experts of one MoE: their module and its tensors (``None`` if absent).
 
-    Attributes:
-        name: the module that holds them.
-        gate_up: the gate and up projections, ``None`` if there are none.
-        down: the down projections, ``None`` if there are none.
-        experts: number of experts.
-        problem: the reason why they cannot be unfused; empty if they can.
+    ``problem`` is the reason why they cannot be unfused; empty if they can.
     """
 
     name: str
@@ -346,87 +276,56 @@ class FusedExperts:
 
 
 def find_fused_experts(headers: Mapping[str, TensorHeader]) -> list[FusedExperts]:
-    """Return the fused expert stacks of a checkpoint.
-
-    Args:
-        headers: its tensors.
-    """
+    """Return the fused expert stacks of a checkpoint with these tensors."""
     found: dict[str, dict[str, str]] = {}
     for name, header in headers.items():
         holder, _, own = name.removesuffix(".weight").rpartition(".")
         if len(header.shape) == _DIMENSIONS and holder and own in (_GATE_UP, _DOWN):
             found.setdefault(holder, {})[own] = name
-    return [
-        FusedExperts(
-            holder,
-            tensors.get(_GATE_UP),
-            tensors.get(_DOWN),
-            experts=max(headers[name].shape[0] for name in tensors.values()),
-            problem=_problem(holder, tensors, headers),
+    fused = []
+    for holder, tensors in found.items():
+        gate_up, down = tensors.get(_GATE_UP), tensors.get(_DOWN)
+        shapes = [headers[name].shape for name in (gate_up, down) if name]
+        experts, rows, hidden = shapes[0]
+        is_known = shapes[1:] == [(experts, hidden, rows // 2)] and rows % 2 == 0
+        biased = [own for own in tensors if f"{holder}.{own}_bias" in headers]
+        told = " and ".join(str(list(shape)) for shape in shapes)
+        problem = (
+            "with biases, gate and up interleave in some models"
+            if biased
+            else f"{told} is no pair of [experts, 2 * intermediate, hidden] and "
+            "[experts, hidden, intermediate], whose matrices are in one piece"
         )
-        for holder, tensors in found.items()
-    ]
+        is_whole = is_known and not biased
+        fused.append(FusedExperts(holder, gate_up, down, experts, "" if is_whole else problem))
+    return fused
 
 
 def split_fused_experts(
     headers: Mapping[str, TensorHeader], stacks: Collection[FusedExperts]
 ) -> dict[str, TensorHeader]:
-    """Return a checkpoint's tensors with expert stacks replaced by their matrices.
-
-    Args:
-        headers: its tensors.
-        stacks: the stacks to unfuse.
-
-    Raises:
-        CheckpointError: a stack has another layout, or a name is taken already.
-    """
+    """Return tensors with expert stacks replaced by their matrices; CheckpointError if it fails."""
     by_tensor = {name: one for one in stacks for name in (one.gate_up, one.down) if name}
     view: dict[str, TensorHeader] = {}
     for name, header in headers.items():
         stack = by_tensor.get(name)
-        pieces = {name: header} if stack is None else dict(_pieces(stack, name, header))
-        taken = next((piece for piece in pieces if piece in view or piece in headers), None)
-        if stack is not None and taken is not None:
+        if stack is None:
+            view[name] = header
+            continue
+        if stack.problem:
             raise CheckpointError(
-                f"The experts of {stack.name} are stored together, and {taken} beside them.",
-                f"Ignore them: ignore=['re:.*{stack.name}'].",
+                f"The experts of {stack.name} cannot be taken apart: {stack.problem}.",
+                f"Ignore them: ignore=['{stack.name}'], or store one matrix per expert.",
             )
-        view |= pieces
-    return view
-
-
-def _problem(holder: str, tensors: Mapping[str, str], headers: Mapping[str, TensorHeader]) -> str:
-    if len(tensors) == 1:
-        return f"{next(iter(tensors.values()))} has no partner, so its layout is not known"
-    biased = next(
-        (f"{holder}.{own}_bias" for own in tensors if f"{holder}.{own}_bias" in headers), None
-    )
-    if biased is not None:
-        return f"they have biases ({biased}), and how such experts interleave gate and up varies"
-    gate_up, down = headers[tensors[_GATE_UP]], headers[tensors[_DOWN]]
-    experts, rows, hidden = gate_up.shape
-    if down.shape == (experts, hidden, rows // 2) and rows % 2 == 0:
-        return ""
-    shapes = f"{list(gate_up.shape)} and {list(down.shape)}"
-    if down.shape == (experts, hidden // 2, rows) and hidden % 2 == 0:
-        return f"they are stored transposed ({shapes}), so that a matrix is not in one piece"
-    return f"the shapes {shapes} do not belong together"
-
-
-def _pieces(
-    stack: FusedExperts, name: str, header: TensorHeader
-) -> Iterator[tuple[str, TensorHeader]]:
-    """Yield the matrices of one 3-D tensor, in file order."""
-    if stack.problem:
-        raise CheckpointError(
-            f"The experts of {stack.name} cannot be taken apart: {stack.problem}.",
-            f"Ignore them: ignore=['{stack.name}'], or store one matrix per expert.",
-        )
-    parts = ("gate_proj", "up_proj") if name == stack.gate_up else (_DOWN,)
-    experts, rows, _ = header.shape
-    share = rows // len(parts)
-    for number in range(experts):
-        for place, part in enumerate(parts):
+        parts = ("gate_proj", "up_proj") if name == stack.gate_up else (_DOWN,)
+        share = header.shape[1] // len(parts)
+        for number, (place, part) in product(range(header.shape[0]), enumerate(parts)):
             own = slice(place * share, (place + 1) * share)
-            piece = _piece(header, number, own, turned=False)
-            yield f"{stack.name}.{number}.{part}.weight", piece
+            piece = f"{stack.name}.{number}.{part}.weight"
+            if piece in view or piece in headers:
+                raise CheckpointError(
+                    f"The experts of {stack.name} are stored together, and {piece} beside them.",
+                    f"Ignore them: ignore=['re:.*{stack.name}'].",
+                )
+            view[piece] = _piece(header, number, own, turned=False)
+    return view

@@ -9,13 +9,11 @@ partition of the module tree.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
 import json
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -44,8 +42,7 @@ from transformers.core_model_loading import (
 )
 from transformers.quantizers.base import MODULES_TO_PATCH_FOR_QUANTIZATION
 
-from llmcompressor.checkpoint.source import inspect_source, local_directory
-from llmcompressor.errors import CheckpointError
+from llmcompressor.checkpoint.source import source_of
 from llmcompressor.logger import logger
 from llmcompressor.modeling.names import distinguishes_digits, is_in_tower, named_modules
 from llmcompressor.modeling.weights import text_config
@@ -53,93 +50,85 @@ from llmcompressor.moe.layouts import StackedMoE
 from llmcompressor.moe.linear_experts import LinearExperts
 from llmcompressor.transformers_internals import (
     build_from_config,
-    commit_of,
     conversions_of,
     original_patterns,
     set_conversions,
 )
 
-__all__ = [
-    "INDEXED",
-    "IN_LAYER",
-    "LoadedName",
-    "NameMap",
-    "config_levels",
-    "drop_dequantizing_conversions",
-    "expert_linear_names",
-    "has_reordered_experts",
-    "loads_experts_one_by_one",
-    "record_prefix",
-    "stacking_converters",
-    "stacks_tensors",
-]
-
 # a letter with a digit, as in w1: no pattern that has it can tell one layer from another by it
 _LETTERED = re.compile(r"(?<!\\)[A-Za-z_]\d+")
 _STAND_INS = "123456789"
 _EXPERT = re.compile(r"((?:.*\.)?experts)\.(?:\d+|\*)(?:\.|$)")
+_PER_EXPERT = re.compile(r"\*\\?\.(\w+)\\?\.weight\$?$")
+_NOT_READ = {"quantization_config", "compression_config"}
+INDEXED = re.compile(r"(?:^|\.)([^.\d]+\.\d+\..*)$")
+IN_LAYER = re.compile(r"(\.\d+\.)experts\.")
+"""Experts right in a layer: vLLM and SGLang have a module ``moe`` between the two (Gemma 4)."""
 
 
-@dataclass(frozen=True)
 class _Transforms:
-    """A model's weight conversions; the names of all layers and experts are looked up once.
+    """A model's conversions of names and weights, for saving if ``reverse``; looked up once.
 
-    Attributes:
-        renamings: the transforms that change a name.
-        converters: the transforms that merge or split tensors.
-        reverse: map from the module tree to the checkpoint.
+    They are fresh ones, since some store what they have matched.
     """
 
-    renamings: list[WeightRenaming]
-    converters: list[WeightConverter]
-    reverse: bool
-    _known: dict[tuple[str, bool], tuple[str, str | None]] = field(default_factory=dict)
-
-    def name(self, key: str, *, convert: bool) -> tuple[str, str | None]:
-        """Return a tensor's new name, and the pattern by which it is merged or split."""
-        if self._depends_on_numbers:
-            return self._renamed(key, convert=convert)
-        owner, dot, own = key.rpartition(".")
-        if own.isdigit():
-            owner, dot, own = key, "", ""
-        form, numbers = _canonical_name(owner)
-        form += dot + own
-        if (form, convert) not in self._known:
-            self._known[form, convert] = self._renamed(form, convert=convert)
-        renamed, pattern = self._known[form, convert]
-        if not numbers:
-            return renamed, pattern
-        return ".".join([numbers.get(part, part) for part in renamed.split(".")]), pattern
-
-    def loaded(
-        self, key: str, state: dict[str, Any], prefix: str, *, convert: bool = True
-    ) -> tuple[str, str | None]:
-        """Map a name as :meth:`name` does, with the base model's prefix as ``state`` has it."""
-        renamed, pattern = self.name(key, convert=convert)
-        if f"{prefix}.{renamed}" in state or (
-            renamed.startswith(prefix) and renamed[len(prefix) + 1 :] in state
-        ):
-            converters = self.converters if convert else []
-            renamed, pattern = rename_source_key(key, self.renamings, converters, prefix, state)
-        return str(renamed), pattern
-
-    def _renamed(self, key: str, *, convert: bool) -> tuple[str, str | None]:
-        converters = self.converters if convert else []
-        renamed, pattern = rename_source_key(key, self.renamings, converters, reverse=self.reverse)
-        return str(renamed), pattern
-
-    @functools.cached_property
-    def _depends_on_numbers(self) -> bool:
-        """True if a transform may depend on the number of a layer or an expert."""
-        return any(
+    def __init__(self, model: PreTrainedModel, *, reverse: bool) -> None:
+        found: Any = conversions_of(model)
+        if found is None:
+            found = get_model_conversion_mapping(model, add_legacy=not reverse)
+            if reverse:
+                # the prefix in the checkpoint of a model that was never loaded is unknown
+                found = [entry for entry in found if not isinstance(entry, PrefixChange)]
+        if reverse:
+            found = [entry.reverse_transform() for entry in reversed(found)]
+        self.converters = [entry for entry in found if isinstance(entry, WeightConverter)]
+        self._renamings = [entry for entry in found if isinstance(entry, WeightRenaming)]
+        self._prefix = model.base_model_prefix
+        self._reverse = reverse
+        self._known: dict[tuple[str, bool], tuple[str, str | None]] = {}
+        # the number of a layer or an expert may matter
+        self._takes_numbers = any(
             distinguishes_digits(_LETTERED.sub("", text))
-            for one in (*self.renamings, *self.converters)
+            for one in (*self._renamings, *self.converters)
             for text in (
                 *one.source_patterns,
                 *one.target_patterns,
                 getattr(one, "scope_prefix", None) or "",
             )
         )
+
+    def name(self, key: str, *, convert: bool = True) -> tuple[str, str | None]:
+        """Return a tensor's new name, and the pattern by which it is merged or split."""
+        form, numbers = (key, {}) if self._takes_numbers else _canonical_tensor(key)
+        if (form, convert) not in self._known:
+            converters = self.converters if convert else []
+            found = rename_source_key(form, self._renamings, converters, reverse=self._reverse)
+            self._known[form, convert] = (str(found[0]), found[1])
+        renamed, pattern = self._known[form, convert]
+        if not numbers:
+            return renamed, pattern
+        return ".".join([numbers.get(part, part) for part in renamed.split(".")]), pattern
+
+    def loaded(
+        self, key: str, state: dict[str, Any], *, convert: bool = True
+    ) -> tuple[str, str | None]:
+        """Map a name as :meth:`name` does, with the base model's prefix as ``state`` has it."""
+        renamed, pattern = self.name(key, convert=convert)
+        inner = renamed[len(self._prefix) + 1 :] if renamed.startswith(self._prefix) else None
+        if f"{self._prefix}.{renamed}" in state or inner in state:
+            converters = self.converters if convert else []
+            renamed, pattern = rename_source_key(
+                key, self._renamings, converters, self._prefix, state
+            )
+        return str(renamed), pattern
+
+
+def _canonical_tensor(key: str) -> tuple[str, dict[str, str]]:
+    owner, dot, own = key.rpartition(".")
+    if own.isdigit():
+        return _canonical_name(key)
+    form, numbers = _canonical_name(owner)
+    return f"{form}{dot}{own}", numbers
 
 
 @functools.lru_cache(maxsize=2**17)  # a module has several tensors, and each is asked for often
@@ -161,47 +150,31 @@ def _canonical_name(key: str) -> tuple[str, dict[str, str]]:
     return ".".join(parts), numbers
 
 
-def _transforms(model: PreTrainedModel, *, reverse: bool) -> _Transforms:
-    """Return fresh transforms, since some store what they have matched."""
-    found: Any = conversions_of(model)
-    if found is None:
-        found = get_model_conversion_mapping(model, add_legacy=not reverse)
-        if reverse:
-            # the prefix in the checkpoint of a model that was never loaded is unknown
-            found = [entry for entry in found if not isinstance(entry, PrefixChange)]
-    if reverse:
-        found = [entry.reverse_transform() for entry in reversed(found)]
-    return _Transforms(
-        [entry for entry in found if isinstance(entry, WeightRenaming)],
-        [entry for entry in found if isinstance(entry, WeightConverter)],
-        reverse,
-    )
-
-
 def drop_dequantizing_conversions(model: Any) -> None:
-    """Make a model that was dequantized while loading be saved as it is now.
+    """Make a transformers model that was dequantized while loading be saved as it is now.
 
     transformers records what it did to each tensor and reverts it when the model is saved. What is
     not compressed would be quantized again as the files were, without a warning.
-
-    Args:
-        model: any model; only a dequantized transformers model is changed.
     """
     found = conversions_of(model) or ()
     operations = [one for entry in found for one in getattr(entry, "operations", ())]
     is_dequantized = any(hasattr(one, "hf_quantizer") for one in operations)
     if getattr(model, "hf_quantizer", None) is not None or not is_dequantized:
         return
-    prefixes = [_patterns(entry) for entry in found if isinstance(entry, PrefixChange)]
+
+    prefixes = [
+        (list(entry.source_patterns), list(entry.target_patterns))
+        for entry in found
+        if isinstance(entry, PrefixChange)
+    ]
     mapping = get_model_conversion_mapping(model, add_legacy=False)
     kept = [
-        one for one in mapping if not isinstance(one, PrefixChange) or _patterns(one) in prefixes
+        one
+        for one in mapping
+        if not isinstance(one, PrefixChange)
+        or (list(one.source_patterns), list(one.target_patterns)) in prefixes
     ]
     set_conversions(model, kept)
-
-
-def _patterns(transform: Any) -> tuple[list[str], list[str]]:
-    return list(transform.source_patterns), list(transform.target_patterns)
 
 
 def stacks_tensors(kind: str) -> bool:
@@ -211,21 +184,19 @@ def stacks_tensors(kind: str) -> bool:
 
 
 def _is_stacking(transform: Any) -> bool:
-    """Return True if a transform's first operation stacks tensors."""
-    return (
-        isinstance(transform, WeightConverter) and type(transform.operations[0]) is MergeModulelist
-    )
+    is_converter = isinstance(transform, WeightConverter)
+    return is_converter and type(transform.operations[0]) is MergeModulelist
 
 
 class LoadedName(NamedTuple):
-    """The tensor of the model that a checkpoint tensor is loaded into."""
+    """The model's tensor that a checkpoint tensor becomes (a part of).
+
+    ``merged`` if it is merged with others, or split, on the way, by ``pattern``.
+    """
 
     target: str
-    """The model's tensor that it becomes, or becomes a part of."""
     merged: bool
-    """Whether it is merged with others, or split, on the way."""
     pattern: str | None = None
-    """The pattern by which it is."""
 
 
 class NameMap:
@@ -233,9 +204,6 @@ class NameMap:
 
     transformers' own tables of conversions are read once; a change of the model's structure needs
     a new map. The names that a server gives to modules belong here too (:meth:`in_vllm`).
-
-    Args:
-        model: the model.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -243,15 +211,11 @@ class NameMap:
 
     @functools.cached_property
     def _reading(self) -> _Transforms:
-        """The conversions from a checkpoint to the model."""
-        return _transforms(self.model, reverse=False)
+        return _Transforms(self.model, reverse=False)
 
     @functools.cached_property
     def _writing(self) -> _Transforms:
-        """The conversions from the model to a checkpoint."""
-        return _transforms(self.model, reverse=True)
-
-    # ------------------------------------------------------------------ from the model to files
+        return _Transforms(self.model, reverse=True)
 
     def stored(self, modules: Iterable[str]) -> dict[str, str]:
         """Return the name of each module's tensors in a checkpoint."""
@@ -264,18 +228,14 @@ class NameMap:
     def renamed(self, modules: Iterable[str]) -> dict[str, list[str]]:
         """Return the modules that have other names in a checkpoint, and those names.
 
-        Args:
-            modules: module names. Experts count as one, whether they are modules or stacked.
-
-        Returns:
-            Module name → the names of its tensors' modules in a checkpoint, where they differ.
+        Experts count as one module, whether they are modules or stacked.
         """
         owned: dict[str, list[str]] = {}
         for key in self.model.state_dict():
             owned.setdefault(_collapse_expert(key.rpartition(".")[0]), []).append(key)
         found = {}
         for module in sorted({_collapse_expert(module) for module in modules} & owned.keys()):
-            targets = (self._writing.name(key, convert=True)[0] for key in owned[module])
+            targets = (self._writing.name(key)[0] for key in owned[module])
             names = {_collapse_expert(target.rpartition(".")[0]) for target in targets}
             if names != {module}:
                 found[module] = sorted(names)
@@ -284,26 +244,20 @@ class NameMap:
     def layout(self, tensors: Mapping[str, Tensor], compressed: Iterable[str]) -> dict[str, Tensor]:
         """Return uncompressed tensors under the names and in the shapes of a checkpoint.
 
-        Args:
-            tensors: name in the module tree → tensor, without those of compressed modules.
-            compressed: names of the compressed modules.
-
-        Returns:
-            Name in the checkpoint → tensor.
+        ``tensors`` go by names in the module tree; ``compressed`` names the compressed modules.
         """
         fused_with_compressed = set()
         for module in compressed:
             for own in ("weight", "bias"):
-                target, pattern = self._writing.name(f"{module}.{own}", convert=True)
+                target, pattern = self._writing.name(f"{module}.{own}")
                 if pattern is not None:
                     fused_with_compressed.add(target)
-
         apart: dict[str, Tensor] = {}
         rest: dict[str, Tensor] = {}
         for key, tensor in tensors.items():
-            target, pattern = self._writing.name(key, convert=True)
+            target, pattern = self._writing.name(key)
             keep = pattern is not None and (
-                target in fused_with_compressed or _is_inside_linear(self.model, key)
+                target in fused_with_compressed or self._is_inside_linear(key)
             )
             (apart if keep else rest)[key] = tensor
         result: dict[str, Tensor] = dict(revert_weight_conversion(self.model, rest))
@@ -311,20 +265,28 @@ class NameMap:
             result[self._writing.name(key, convert=False)[0]] = tensor
         return result
 
+    def _is_inside_linear(self, key: str) -> bool:
+        """Return True for a tensor of a module inside a Linear, such as a rotation matrix.
+
+        It is named after the Linear, but takes no part in the conversion of the Linear's weight.
+        """
+        owner = key.rpartition(".")[0].rpartition(".")[0]
+        try:
+            return isinstance(self.model.get_submodule(owner), Linear)
+        except AttributeError:
+            return False
+
     def fused(self, tensors: Mapping[str, Tensor], compressed: Iterable[str]) -> list[str]:
         """Return modules that exist only in a checkpoint, where one tensor fuses several modules.
 
-        A module that is written unfused, because a part of it is compressed, is not among them.
-
-        Args:
-            tensors: name in the module tree → tensor, without those of compressed modules.
-            compressed: names of the compressed modules.
+        A module that is written unfused, because a part of it is compressed, is not among them. The
+        arguments are those of :meth:`layout`.
         """
         # only the names that transformers' own operations give are needed, no values
         stand_ins = {
             name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
             for name, tensor in tensors.items()
-            if not name.endswith(".weight") or self._writing.name(name, convert=True)[1] is not None
+            if not name.endswith(".weight") or self._writing.name(name)[1] is not None
         }
         if not stand_ins:
             return []
@@ -337,11 +299,7 @@ class NameMap:
         ]
 
     def merges_weights(self, quantized: Collection[str]) -> bool:
-        """Return True if plain weights are merged in the model that are stored separately.
-
-        Args:
-            quantized: the quantized modules, which are skipped, as experts are.
-        """
+        """Return True if plain weights, not experts, are merged that are stored separately."""
         patterns = {
             pattern
             for converter in self._writing.converters
@@ -352,7 +310,7 @@ class NameMap:
             for pattern in converter.source_patterns
         }
         return bool(patterns) and any(
-            self._writing.name(name, convert=True)[1] in patterns
+            self._writing.name(name)[1] in patterns
             for name in self.model.state_dict()
             if name.rpartition(".")[0] not in quantized
         )
@@ -365,35 +323,26 @@ class NameMap:
             for converter in self._reading.converters
         )
 
-    # ------------------------------------------------------------------ from files to the model
-
     def loaded(self, keys: Iterable[str], state: Mapping[str, Tensor]) -> dict[str, LoadedName]:
-        """Return the model's tensor for each checkpoint tensor that the model loads.
-
-        Args:
-            keys: names in the checkpoint.
-            state: the model's state dict.
-        """
-        own_names, prefix = dict(state), self.model.base_model_prefix
+        """Return the tensor in the model's ``state`` of each checkpoint tensor that it loads."""
+        own_names = dict(state)
         names = {}
         for key in keys:
-            renamed, pattern = self._reading.loaded(key, own_names, prefix)
+            renamed, pattern = self._reading.loaded(key, own_names)
             if renamed in state:
                 names[key] = LoadedName(renamed, pattern is not None, pattern)
             elif key in state:
                 names[key] = LoadedName(key, False)
             elif pattern is not None:  # part of a stack that was unfused
-                alone, _ = self._reading.loaded(key, own_names, prefix, convert=False)
+                alone, _ = self._reading.loaded(key, own_names, convert=False)
                 if alone in state:
                     names[key] = LoadedName(alone, False)
         return names
 
     def owned(self, keys: Iterable[str], state: Mapping[str, Tensor]) -> set[str]:
-        """Return those of a checkpoint's tensors that the model loads.
+        """Return those of a checkpoint's tensors that the model loads, as :meth:`loaded` does.
 
-        Args:
-            keys: names in the checkpoint.
-            state: the model's state dict.
+        Expert stacks that were unfused into Linears are among them.
         """
         every = list(keys)
         owned = set(self.loaded(every, state))
@@ -403,20 +352,15 @@ class NameMap:
             if isinstance(module, LinearExperts)
             for stack in module.form.stacks
         }
-        if opened:  # expert stacks that were unfused into Linears
-            given: dict[str, Any] = dict.fromkeys([*state, *opened])
-            for key in set(every) - owned:
-                renamed, _ = self._reading.loaded(key, given, self.model.base_model_prefix)
-                if renamed in opened:
-                    owned.add(key)
+        given: dict[str, Any] = dict.fromkeys([*state, *opened])
+        for key in set(every) - owned if opened else ():
+            renamed, _ = self._reading.loaded(key, given)
+            if renamed in opened:
+                owned.add(key)
         return owned
 
     def stacks(self, names: Mapping[str, LoadedName]) -> list[list[str]]:
-        """Return the checkpoint tensors that each stack is built from.
-
-        Args:
-            names: the result of :meth:`loaded`.
-        """
+        """Return the tensors that each stack is built from, of those that :meth:`loaded` found."""
         patterns = {
             pattern
             for converter in self._reading.converters
@@ -429,8 +373,6 @@ class NameMap:
                 stacks.setdefault((own.target, own.pattern), []).append(name)
         return list(stacks.values())
 
-    # ------------------------------------------------------------------ in other loaders
-
     @functools.cached_property
     def loaders(self) -> tuple[NameMap, ...]:
         """The maps of the other classes that load the checkpoint, built on the meta device.
@@ -439,8 +381,14 @@ class NameMap:
         builds. That may be the language model alone (``AutoModelForCausalLM`` of Qwen 3.5), the
         whole that a model is a part of, or the class of ``config.json``.
         """
-        built = (_build_on_meta(kind, settings) for kind, settings in _loader_classes(self.model))
-        return tuple(NameMap(one) for one in built if one is not None)
+        found = []
+        for kind, settings in _loader_classes(self.model):
+            try:
+                with torch.device("meta"):
+                    found.append(NameMap(build_from_config(kind, copy.deepcopy(settings))))
+            except Exception as error:  # a class of any kind
+                logger.debug(f"{kind.__name__} is not asked for names of modules: {error!r:.200}")
+        return tuple(found)
 
     @functools.cached_property
     def in_loaders(self) -> dict[str, tuple[str, ...]]:
@@ -467,15 +415,22 @@ class NameMap:
         stored = self.stored(own).values()  # a head may have a bias only
         others = (other for name in stored for other in self.in_loaders.get(name, ()))
         known = {*own, *stored, *others}
-        heads = (name for loader in self.loaders for name in _tied_heads(loader.model))
-        return [name for name in heads if name not in known]
+        heads = []
+        for loader in self.loaders:
+            ties: Mapping[str, str] = getattr(loader.model, "all_tied_weights_keys", None) or {}
+            modules = dict(loader.model.named_modules(remove_duplicate=False))
+            for pair in ties.items():
+                head, embedding = (one.removesuffix(".weight") for one in pair)
+                is_head = isinstance(modules.get(head), Linear) and head not in known
+                if is_head and isinstance(modules.get(embedding), Embedding):
+                    heads.append(head)
+        return heads
 
     def _of_weights(self, known: Collection[str]) -> Iterator[tuple[str, list[str]]]:
-        """Yield each checkpoint module with the names of the modules that load its weight."""
         weights = self.loaded([f"{name}.weight" for name in known], self.model.state_dict())
         split: dict[str, list[str]] = {}  # one stored tensor may become several
         for name in self.model.state_dict():
-            target, pattern = self._writing.name(name, convert=True)
+            target, pattern = self._writing.name(name)
             if pattern is not None:
                 split.setdefault(target, []).append(name)
         for name, loaded in weights.items():
@@ -486,13 +441,7 @@ class NameMap:
             )
 
     def in_vllm(self, stored: Mapping[str, str]) -> dict[str, str]:
-        """Return the name of each module in vLLM, possibly after another prefix.
-
-        Renamings of a server's classes belong here.
-
-        Args:
-            stored: the result of :meth:`stored`.
-        """
+        """Return the name in vLLM of each module in a result of :meth:`stored`, less its prefix."""
         config = self.model.config
         is_wrapped = text_config(config) is not config or any(
             name != other for name, other in stored.items()
@@ -513,19 +462,65 @@ def _collapse_expert(name: str) -> str:
     return name if found is None else found[1]
 
 
-def _is_inside_linear(model: PreTrainedModel, key: str) -> bool:
-    """Return True if a tensor belongs to a module inside a Linear, such as a rotation matrix.
+def _vllm_name(stored: str) -> str:
+    """Return the name that a module of a multimodal model has in vLLM.
 
-    It is named after the Linear, but takes no part in the conversion of the Linear's weight.
+    >>> _vllm_name("model.language_model.layers.3.mlp.up_proj")
+    'language_model.model.layers.3.mlp.up_proj'
+    >>> _vllm_name("model.vision_tower.layers.3.mlp.up_proj")
+    'vision_tower.layers.3.mlp.up_proj'
     """
-    owner = key.rpartition(".")[0].rpartition(".")[0]
+    if is_in_tower(stored):
+        return stored.removeprefix("model.")
+    match = INDEXED.search(stored)
+    tail = match.group(1) if match else stored.rpartition(".")[2]
+    return f"language_model.model.{tail}"
+
+
+def _loader_classes(model: PreTrainedModel) -> Iterator[tuple[Any, Any]]:
+    settings, named = _written_config(model)
+    mapping: Any = MODEL_FOR_CAUSAL_LM_MAPPING
+    text = None if settings is None else mapping.get(type(settings), None)
+    parts = getattr(settings, "sub_configs", None) or {}
+    if getattr(text, "config_class", None) is not parts.get("text_config", ...):
+        text = None  # as in transformers' auto classes, which pass only the part then
+    for name in named[:1]:
+        kind: Any = getattr(transformers, str(name), None)
+        is_class = isinstance(kind, type) and issubclass(kind, PreTrainedModel)
+        if is_class and kind is not text and not isinstance(model, kind):
+            yield kind, settings
+    if text is not None and not isinstance(model, text):
+        yield text, settings.get_text_config()
+
+
+def _written_config(model: PreTrainedModel) -> tuple[Any, list[str]]:
+    """Return the configuration and the class names that the written checkpoint will have.
+
+    It is the model's own, unless the model is a part of what the file describes, or is made of it.
+    """
+    place, content = model.config.name_or_path, None
     try:
-        return isinstance(model.get_submodule(owner), torch.nn.Linear)
-    except AttributeError:
-        return False
+        file = Path(place or "") / "config.json"
+        content = json.loads(file.read_text(encoding="utf-8")) if place else {}
+    except (OSError, ValueError):  # reported where it is needed
+        content = {}
+    if not isinstance(content, Mapping):
+        content = {}
+    is_part = len(config_levels(dict(content), model.config)) > 1
+    if model.config.model_type and not is_part:
+        return model.config, []  # it is written with its own class
+    kind = content.get("model_type")
+    if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
+        return None, []
+    try:
+        plain = {key: value for key, value in content.items() if key not in _NOT_READ}
+        settings = CONFIG_MAPPING[kind].from_dict(copy.deepcopy(plain))
+    except Exception as error:  # what a class refuses may be of any kind
+        logger.debug(f"config.json is not read for other names of modules: {error!r:.200}")
+        return None, []
+    return settings, content.get("architectures") or []
 
 
-# --------------------
 # Submodels: models that are a part of their folder's model, such as its language model.
 #
 # Such a model is written into a copy of the whole: its tensors under their names there, its
@@ -566,129 +561,27 @@ def record_prefix(model: PreTrainedModel) -> None:
     transformers records a prefix from a class's own table itself, but not the base model prefix
     (``language_model`` of Llama 4's text model).
     """
-    place, prefix = model.config.name_or_path, model.base_model_prefix
+    prefix, source = model.base_model_prefix, source_of(model)
     conversions: Any = conversions_of(model)
-    if not place or not prefix or conversions is None:
+    if source is None or not prefix or conversions is None:
         return  # it was not loaded from a folder
-    folder = local_directory(place, revision=commit_of(model.config))
-    if folder is None:
+    if len(config_levels(dict(source.config), model.config)) == 1:
         return
-    try:
-        source = inspect_source(folder, allow_quantized=True)
-    except CheckpointError:
-        return  # the model was complete when it was loaded; saving reports it
-    is_part = len(config_levels(dict(source.config), model.config)) > 1
-    if is_part and _is_prefix_lost(model, prefix, source.tensors):
+    weights = [name for name in model.state_dict() if name.endswith(".weight")]
+    modules = NameMap(model).stored([name.removesuffix(".weight") for name in weights])
+    names = [f"{name}.weight" for name in modules.values()]
+    after = sum(f"{prefix}.{name}" in source.tensors for name in names)
+    if after > sum(name in source.tensors for name in names):
         # applied first while loading, and last while saving
         conversions[:0] = [PrefixChange(prefix_to_remove=prefix)]
 
 
-def _is_prefix_lost(model: PreTrainedModel, prefix: str, source: Mapping[str, Any]) -> bool:
-    """Return True if a folder has most of a model's weights only after a prefix."""
-    weights = [name for name in model.state_dict() if name.endswith(".weight")]
-    modules = NameMap(model).stored([name.removesuffix(".weight") for name in weights])
-    names = [f"{name}.weight" for name in modules.values()]
-    after = sum(f"{prefix}.{name}" in source for name in names)
-    return after > sum(name in source for name in names)
-
-
-# --------------------
-# Other classes that load a checkpoint, and servers.
-
-_NOT_READ = {"quantization_config", "compression_config"}
-INDEXED = re.compile(r"(?:^|\.)([^.\d]+\.\d+\..*)$")
-IN_LAYER = re.compile(r"(\.\d+\.)experts\.")
-"""Experts right in a layer: vLLM and SGLang have a module ``moe`` between the two (Gemma 4)."""
-
-
-def _vllm_name(stored: str) -> str:
-    """Return the name that a module of a multimodal model has in vLLM.
-
-    >>> _vllm_name("model.language_model.layers.3.mlp.up_proj")
-    'language_model.model.layers.3.mlp.up_proj'
-    >>> _vllm_name("model.vision_tower.layers.3.mlp.up_proj")
-    'vision_tower.layers.3.mlp.up_proj'
-    """
-    if is_in_tower(stored):
-        return stored.removeprefix("model.")
-    match = INDEXED.search(stored)
-    tail = match.group(1) if match else stored.rpartition(".")[2]
-    return f"language_model.model.{tail}"
-
-
-def _tied_heads(built: PreTrainedModel) -> Iterator[str]:
-    ties: Mapping[str, str] = getattr(built, "all_tied_weights_keys", None) or {}
-    modules = dict(built.named_modules(remove_duplicate=False))
-    for target, source in ties.items():
-        head, embedding = (one.removesuffix(".weight") for one in (target, source))
-        if isinstance(modules.get(head), Linear) and isinstance(modules.get(embedding), Embedding):
-            yield head
-
-
-def _loader_classes(model: PreTrainedModel) -> Iterator[tuple[Any, Any]]:
-    """Yield the other classes that load the checkpoint, each with its configuration."""
-    settings, named = _written_config(model)
-    if settings is None:
-        return
-    kinds = [getattr(transformers, str(name), None) for name in named[:1]]
-    mapping: Any = MODEL_FOR_CAUSAL_LM_MAPPING
-    text = mapping.get(type(settings), None)
-    parts = getattr(settings, "sub_configs", None) or {}
-    if getattr(text, "config_class", None) is not parts.get("text_config", ...):
-        text = None  # as in transformers' auto classes, which pass only the part then
-    for kind in kinds:
-        if isinstance(kind, type) and issubclass(kind, PreTrainedModel) and kind is not text:
-            yield from () if isinstance(model, kind) else [(kind, settings)]
-    if text is not None and not isinstance(model, text):
-        yield text, settings.get_text_config()
-
-
-def _written_config(model: PreTrainedModel) -> tuple[Any, list[str]]:
-    """Return the configuration and the class names that the written checkpoint will have.
-
-    It is the model's own, unless the model is a part of what the file describes, or is made of it.
-    """
-    place, content = model.config.name_or_path, None
-    if place:
-        with contextlib.suppress(OSError, ValueError):  # reported where it is needed
-            content = json.loads((Path(place) / "config.json").read_text(encoding="utf-8"))
-    if not isinstance(content, Mapping):
-        content = {}
-    is_part = len(config_levels(dict(content), model.config)) > 1
-    if model.config.model_type and not is_part:
-        return model.config, []  # it is written with its own class
-    kind = content.get("model_type")
-    if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
-        return None, []
-    try:
-        plain = {key: value for key, value in content.items() if key not in _NOT_READ}
-        return CONFIG_MAPPING[kind].from_dict(copy.deepcopy(plain)), content.get(
-            "architectures"
-        ) or []
-    except Exception as error:  # what a class refuses may be of any kind
-        logger.debug(f"config.json is not read for other names of modules: {error!r:.200}")
-        return None, []
-
-
-def _build_on_meta(kind: Any, settings: Any) -> PreTrainedModel | None:
-    try:
-        with torch.device("meta"):
-            found: PreTrainedModel = build_from_config(kind, copy.deepcopy(settings))
-    except Exception as error:  # a class of any kind
-        logger.debug(f"{kind.__name__} is not asked for names of modules: {error!r:.200}")
-        return None
-    return found
-
-
-# --------------------
 # Names of expert matrices in the checkpoints of a family, from transformers' own tables.
 #
 # Where transformers stacks tensors that a checkpoint stores per expert, its table has their
 # patterns: ``.experts.*.w1.weight`` and ``.experts.*.w3.weight`` become ``.experts.gate_up_proj``.
 # Without a table, checkpoints store stacks; servers then accept the names ``gate_proj``,
 # ``up_proj`` and ``down_proj``.
-
-_PER_EXPERT = re.compile(r"\*\\?\.(\w+)\\?\.weight\$?$")
 
 
 def stacking_converters(model: PreTrainedModel) -> list[WeightConverter]:
@@ -698,12 +591,7 @@ def stacking_converters(model: PreTrainedModel) -> list[WeightConverter]:
 
 
 def expert_linear_names(mixture: StackedMoE, converters: list[WeightConverter]) -> dict[str, str]:
-    """Return the checkpoint names of the Linears of an MoE, by role.
-
-    Args:
-        mixture: an MoE that can be unfused.
-        converters: the result of :func:`stacking_converters`.
-    """
+    """Return the checkpoint names of an MoE's Linears by role (:func:`stacking_converters`)."""
     assert mixture.form is not None
     names = {part.role: part.role for part in mixture.form.parts}
     for stack in dict.fromkeys(part.stack for part in mixture.form.parts):
@@ -732,15 +620,15 @@ def has_reordered_experts(mixture: StackedMoE, model: PreTrainedModel) -> bool:
     assert mixture.form is not None
     stacks = {f"{mixture.name}.{part.stack}" for part in mixture.form.parts}
     found: list[Any] = get_model_conversion_mapping(model, add_legacy=False)
-    for entry in found:
-        if isinstance(entry, WeightConverter):
-            first, *rest = entry.operations
-            is_plain = all(isinstance(one, Concatenate) for one in rest)
-            if type(first) is MergeModulelist and is_plain:
-                continue
-            if any(_source_names(entry, stack) for stack in stacks):
-                return True
-    return False
+    reordering = (
+        entry
+        for entry in found
+        if isinstance(entry, WeightConverter)
+        and not (
+            _is_stacking(entry) and all(type(one) is Concatenate for one in entry.operations[1:])
+        )
+    )
+    return any(_source_names(entry, stack) for entry in reordering for stack in stacks)
 
 
 def _source_names(converter: Any, target: str) -> list[str]:

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from math import ceil
 from typing import Any
 
 import torch
@@ -31,12 +30,7 @@ from compressed_tensors.quantization.utils import is_module_quantized
 from torch import Tensor
 from torch.nn import Embedding, Linear, Module
 
-from llmcompressor.errors import (
-    ArgumentError,
-    LifecycleError,
-    NonFiniteError,
-    did_you_mean,
-)
+from llmcompressor.errors import ArgumentError, LifecycleError, NonFiniteError, did_you_mean
 from llmcompressor.logger import logger
 from llmcompressor.numerics.extremes import is_finite
 from llmcompressor.numerics.grid import Grid
@@ -48,7 +42,7 @@ from llmcompressor.numerics.packing import (
     pack_integers,
     recode,
 )
-from llmcompressor.numerics.partition import Partition, dequantize_matrix, fake_quantize_matrix
+from llmcompressor.numerics.partition import Partition, fake_quantize_matrix
 from llmcompressor.numerics.scales import effective_scale, smallest_of
 from llmcompressor.runtime.progress import join_names
 from llmcompressor.runtime.threads import parallel_for
@@ -64,30 +58,37 @@ from llmcompressor.schemes.bridge import (
 from llmcompressor.schemes.checks import supports_ragged_groups
 from llmcompressor.schemes.presets import format_of
 
-__all__ = [
-    "QuantizedModule",
-    "compress",
-    "compute_codes",
-    "is_on_grid",
-    "parse_format",
-    "patch_packed_zero_points",
-    "quantized_module",
-    "quantized_modules",
-    "warn_cast",
-    "warn_off_grid",
-]
+_ELEMENTS = 2**19
+"""Of a piece: small enough for caches, large enough that starting operations takes no time."""
+_PARTS = ("scale", "zero_point", "global_scale", "g_idx", "shape")
+_BASES = ("weight", "input", "output", "q", "k", "v")
+_FP4_FORMATS = {
+    CompressionFormat.nvfp4_pack_quantized.value,
+    CompressionFormat.mxfp4_pack_quantized.value,
+}
+_MXFP6 = "mxfp6-pack-quantized"  # of compressed-tensors 0.20 and newer
+_MX_FORMATS = {
+    CompressionFormat.mxfp4_pack_quantized.value,
+    _MXFP6,
+    CompressionFormat.mxfp8_quantized.value,
+}
+_PACKED = CompressionFormat.pack_quantized.value
+_PLAIN_FORMATS = {
+    CompressionFormat.naive_quantized.value,
+    CompressionFormat.int_quantized.value,
+    CompressionFormat.float_quantized.value,
+    CompressionFormat.mxfp8_quantized.value,
+}
+_WORD = 32
+_NO_READER = {"sparse-bitmask", "sparse-24-bitmask", "marlin-24", "mixed-precision"}
 
 
-# --------------------
-# Quantized codes of a weight, computed in cache-sized pieces on all cores.
+# Codes of a weight, computed in cache-sized pieces on all cores.
 #
 # Rounding a matrix takes half a dozen elementwise operations. Over the whole matrix each of them
 # reads and writes main memory; piece by piece only the first reads and the last writes it. Each
 # piece is processed by one thread: torch's own parallelism synchronizes all threads after every
 # operation, which is slow when a core is busy elsewhere.
-
-_ELEMENTS = 2**19
-"""Of a piece: small enough for caches, large enough that starting operations takes no time."""
 
 
 def compute_codes(
@@ -109,9 +110,6 @@ def compute_codes(
         partition: which elements share a scale.
         convert: from the quotients of some rows, clamped to the grid, to their stored form;
             rows stay rows.
-
-    Returns:
-        The results of ``convert``, concatenated along the rows.
     """
     R, C = matrix_RC.shape
     if matrix_RC.device.type != "cpu" or R * C <= _ELEMENTS:
@@ -119,54 +117,22 @@ def compute_codes(
     height = partition.rows if 0 < partition.rows < R else 1
     rows = max(_ELEMENTS // (C * height), 1) * height  # no group is split
     spans = [(first, min(first + rows, R)) for first in range(0, R, rows)]
-
-    def work(span: tuple[int, int]) -> Tensor:
-        first, last = span
-        cell = _scales_of_rows(scale, span, R, partition)
-        offset = None if zero is None else _scales_of_rows(zero, span, R, partition)
-        return convert(partition.apply(quotients, matrix_RC[first:last], cell, offset))
-
     row = convert(torch.zeros(1, C))
     stored = row.new_empty((R, *row.shape[1:]))
 
+    def of_rows(scales: Tensor, first: int, last: int) -> Tensor:
+        if partition.rows == 0 or scales.ndim < 2 or scales.shape[0] == 1 < R:
+            return scales
+        return scales[first // partition.rows : -(-last // partition.rows)]
+
     def store(span: tuple[int, int]) -> None:
-        stored[span[0] : span[1]] = work(span)
+        first, last = span
+        offset = None if zero is None else of_rows(zero, first, last)
+        cells = (of_rows(scale, first, last), offset)
+        stored[first:last] = convert(partition.apply(quotients, matrix_RC[first:last], *cells))
 
     parallel_for(store, spans)
     return stored
-
-
-def _scales_of_rows(scale: Tensor, span: tuple[int, int], R: int, partition: Partition) -> Tensor:
-    """Return the scales of the rows in ``span``."""
-    if partition.rows == 0 or scale.ndim < 2 or scale.shape[0] == 1 < R:
-        return scale
-    first, last = span
-    return scale[first // partition.rows : -(-last // partition.rows)]
-
-
-# --------------------
-# Compression of a quantized module's tensors to their stored form, by compressed-tensors.
-
-_PARTS = ("scale", "zero_point", "global_scale")
-_BASES = ("weight", "input", "output", "q", "k", "v")
-_FP4_FORMATS = {
-    CompressionFormat.nvfp4_pack_quantized.value,
-    CompressionFormat.mxfp4_pack_quantized.value,
-}
-_MXFP6 = "mxfp6-pack-quantized"  # of compressed-tensors 0.20 and newer
-_MX_FORMATS = {
-    CompressionFormat.mxfp4_pack_quantized.value,
-    _MXFP6,
-    CompressionFormat.mxfp8_quantized.value,
-}
-_PACKED = CompressionFormat.pack_quantized.value
-_PLAIN_FORMATS = {
-    CompressionFormat.naive_quantized.value,
-    CompressionFormat.int_quantized.value,
-    CompressionFormat.float_quantized.value,
-}
-_WORD = 32
-_NO_READER = {"sparse-bitmask", "sparse-24-bitmask", "marlin-24", "mixed-precision"}
 
 
 @dataclass(frozen=True)
@@ -197,18 +163,13 @@ class QuantizedModule:
     def owns_tensor(self, own: str) -> bool:
         """Return True if a tensor of the module is written with its quantization parameters.
 
-        Attention has other tensors too (sinks). They are written as in an unquantized model, where
-        a checkpoint may have another name for them.
+        Attention has other tensors too (sinks), for which a checkpoint may have another name.
         """
         return not self.is_attention or _is_qparam(own)
 
 
 def parse_format(name: str | None) -> CompressionFormat | None:
-    """Return the compression format named ``name``.
-
-    Raises:
-        ArgumentError: there is no such format, or no loader supports it any more.
-    """
+    """Return the compression format named so; ArgumentError if no loader supports it (any more)."""
     if name is None:
         return None
     known = sorted(item.value for item in CompressionFormat if item.value not in _NO_READER)
@@ -223,44 +184,32 @@ def parse_format(name: str | None) -> CompressionFormat | None:
 def quantized_modules(
     model: Module, *, forced_format: CompressionFormat | None = None
 ) -> list[QuantizedModule]:
-    """Return all quantized modules of ``model`` in module order, shared ones once per name.
-
-    Raises:
-        ArgumentError: the forced format cannot store the scheme of one of them.
-    """
+    """Return all quantized modules of ``model`` in module order, shared ones once per name."""
     found = []
     for name, module in model.named_modules(remove_duplicate=False):
         if not is_module_quantized(module):
             continue
+        scheme, has_group = module.quantization_scheme, hasattr(module, IMPL_ATTR)
         entry = quantized_module(
-            name,
-            module,
-            module.quantization_scheme,
-            has_group=hasattr(module, IMPL_ATTR),
-            forced_format=forced_format,
+            name, module, scheme, has_group=has_group, forced_format=forced_format
         )
         if entry is not None:
             found.append(entry)
-    if forced_format is not None:
-        _warn_of_forced_format(found, forced_format)
+    if forced_format not in (None, CompressionFormat.dense):
+        forced = str(forced_format.value)
+        changed = {
+            entry.name: own
+            for entry in found
+            if entry.scheme.format == forced
+            and (own := format_of(entry.module.quantization_scheme)) != forced
+        }
+        if changed:
+            logger.warning(
+                f"quantization_format: {join_names(changed, most=1)} are written as {forced} "
+                f"instead of {', '.join(sorted(set(changed.values())))}. Servers may read only "
+                "the latter."
+            )
     return found
-
-
-def _warn_of_forced_format(entries: Sequence[QuantizedModule], forced: CompressionFormat) -> None:
-    """Warn once of the modules whose forced format differs from their own."""
-    if forced is CompressionFormat.dense:
-        return
-    changed = {}
-    for entry in entries:
-        own = format_of(entry.module.quantization_scheme)
-        if entry.scheme.format == forced.value != own:
-            changed[entry.name] = own
-    if changed:
-        logger.warning(
-            f"quantization_format: {len(changed)} modules ({next(iter(changed))}, …) are written "
-            f"as {forced.value} instead of {', '.join(sorted(set(changed.values())))}. Servers "
-            "may read only the latter."
-        )
 
 
 def quantized_module(
@@ -273,21 +222,15 @@ def quantized_module(
 ) -> QuantizedModule | None:
     """Return how a module is written; ``None`` with a warning if no format supports its kind.
 
-    Args:
-        name: its name in the module tree.
-        module: the module.
-        scheme: its quantization scheme.
-        has_group: for attention: a scheme of the recipe targets it.
-        forced_format: one format for all modules, instead of the default for each scheme.
-
-    Raises:
-        ArgumentError: the forced format cannot store such weights.
+    ``has_group`` tells of attention that a scheme of the recipe targets it. ArgumentError if a
+    forced format cannot store the module.
     """
     if isinstance(module, Linear | Embedding):
-        chosen = _format(scheme, forced_format, name)
-        _check_groups(name, module, scheme, chosen)
-        copy = scheme.model_copy(update={"format": chosen.value})
-        return QuantizedModule(name, module, copy)
+        chosen = CompressionFormat(format_of(scheme))
+        if forced_format is not None and scheme.weights is not None:
+            chosen = forced_format
+            _check_forced_format(name, module, scheme, chosen)
+        return QuantizedModule(name, module, scheme.model_copy(update={"format": chosen.value}))
     if has_kv_cache_argument(module) or kv_source_layer(module) is not None:
         copy = scheme.model_copy(update={"format": CompressionFormat.dense.value})
         return QuantizedModule(name, module, copy, True, has_group)
@@ -298,34 +241,22 @@ def quantized_module(
     return None
 
 
-def _format(
-    scheme: QuantizationScheme, forced: CompressionFormat | None, name: str
-) -> CompressionFormat:
-    if forced is None or scheme.weights is None:
-        return CompressionFormat(format_of(scheme))
-    wrong = format_mismatch(scheme, forced.value)
-    if wrong is not None:
-        raise ArgumentError(f"quantization_format does not fit {name}: {wrong[0]}.", wrong[1])
-    return forced
-
-
-def _check_groups(
+def _check_forced_format(
     name: str, module: Module, scheme: QuantizationScheme, chosen: CompressionFormat
 ) -> None:
-    """Refuse a forced format that supports whole groups only if the last group is incomplete.
+    """Refuse a forced format that cannot store a module's scheme or its incomplete last group.
 
     For the default format the modifier checked this when it was initialized.
     """
-    weights = scheme.weights
-    if weights is None or weights.strategy != QuantizationStrategy.GROUP.value:
-        return
-    own = format_of(scheme)
-    if chosen.value in (own, CompressionFormat.dense.value):
+    wrong = format_mismatch(scheme, chosen.value)
+    if wrong is not None:
+        raise ArgumentError(f"quantization_format does not fit {name}: {wrong[0]}.", wrong[1])
+    weights, own = scheme.weights, format_of(scheme)
+    is_grouped = weights.strategy == QuantizationStrategy.GROUP.value
+    if not is_grouped or chosen.value in (own, CompressionFormat.dense.value):
         return
     weight = weight_without_onloading(module)
-    if weight is None:
-        return
-    columns = weight.shape[-1]
+    columns = 0 if weight is None else weight.shape[-1]
     if columns % weights.group_size and not supports_ragged_groups(chosen.value, columns):
         raise ArgumentError(
             f"quantization_format does not fit {name}: {chosen.value} holds whole groups of "
@@ -343,8 +274,7 @@ def compress(entry: QuantizedModule, tensors: Mapping[str, Tensor]) -> dict[str,
             on the meta device the result has shapes and dtypes only.
 
     Returns:
-        Own name → tensor as the format defines them, without parameters that a loader of this
-        scheme does not expect.
+        Own name → tensor as the format defines them, and as a loader of this scheme expects.
 
     Raises:
         LifecycleError: a scale that the scheme needs is missing.
@@ -352,7 +282,19 @@ def compress(entry: QuantizedModule, tensors: Mapping[str, Tensor]) -> dict[str,
     """
     expected = _expected_parameters(entry)
     own = {key: tensor for key, tensor in tensors.items() if key in expected or not _is_qparam(key)}
-    _check_scales(entry, own, expected)
+    missing = sorted(expected - set(own))
+    if missing:
+        raise LifecycleError(
+            f"The module {entry.name} was never calibrated: it has no {', '.join(missing)}. "
+            "Run the recipe on the model before saving it."
+        )
+    for key in sorted(key for key in expected if key.endswith("_scale")):
+        scale = own[key]
+        if not scale.is_meta and not (is_finite(scale) and float(scale.float().amin()) >= 0):
+            raise NonFiniteError(
+                f"The {key} of {entry.name} is not finite or negative, so its values are lost. "
+                "Check the weights and the calibration data that reach this module."
+            )
     if not entry.is_attention and entry.scheme.weights is not None:
         own = _pack(entry, own)
         # Stored in the scheme's scale dtype if every value of the weight's dtype fits in it. The
@@ -367,25 +309,12 @@ def _pack(entry: QuantizedModule, own: Mapping[str, Tensor]) -> dict[str, Tensor
     """Return the stored tensors of a module.
 
     compressed-tensors defines what is stored, given a weight on the meta device. The codes are
-    computed here where possible, as compressed-tensors takes several times as long.
+    computed here, as compressed-tensors takes several times as long.
     """
-    scheme, on_meta = entry.scheme, own["weight"].is_meta
-    compressor: Any = BaseCompressor.get_value_from_registry(scheme.format)
-    codes = None if on_meta else _packed_codes(entry, own)
-    if codes is None and not on_meta:
-        return _packed_by_compressor(compressor, own, entry)
-    packed = _packed_structure(own, scheme)
-    if codes is not None:
-        packed["weight_packed" if "weight_packed" in packed else "weight"] = codes
-    zero = packed.get("weight_zero_point")
-    if zero is not None and scheme.format == _PACKED and scheme.weights.strategy in PACKED_ZEROS:
-        # compressed-tensors leaves these alone where the weight has no data
-        packed["weight_zero_point"] = _packed_zero(zero, scheme.weights.num_bits)
-    return packed
-
-
-def _packed_structure(own: Mapping[str, Tensor], scheme: QuantizationScheme) -> dict[str, Tensor]:
-    """Return the stored tensors of a module; the codes of its weight have no data."""
+    scheme, weight = entry.scheme, own["weight"]
+    if scheme.format == CompressionFormat.dense.value:
+        return {**own, "weight": _rounded(entry, own) if entry.is_raw else weight}
+    codes = None if weight.is_meta else _packed_codes(entry, own)
     forms = tuple((name, tuple(tensor.shape), tensor.dtype) for name, tensor in own.items())
     structure = _structure_of(scheme.model_dump_json(), forms)
     packed = {
@@ -393,9 +322,24 @@ def _packed_structure(own: Mapping[str, Tensor], scheme: QuantizationScheme) -> 
         for name, tensor in structure.items()
     }
     if scheme.format in _MX_FORMATS:  # their scales are stored as exponents
-        scale, dtype = _to_float32(own["weight_scale"]), structure["weight_scale"].dtype
+        scale, dtype = own["weight_scale"].float(), structure["weight_scale"].dtype
         packed["weight_scale"] = compress_mx_scale(scale, dtype)
+    if codes is not None:
+        packed["weight_packed" if "weight_packed" in packed else "weight"] = codes
+    zero = packed.get("weight_zero_point")
+    if zero is not None and scheme.format == _PACKED and scheme.weights.strategy in PACKED_ZEROS:
+        # compressed-tensors leaves these alone where the weight has no data
+        bits = scheme.weights.num_bits
+        if zero.is_meta:
+            packed["weight_zero_point"] = _packed_zero_on_meta(zero, bits)
+        else:
+            packed["weight_zero_point"] = pack_to_int32(zero, bits, packed_dim=0).contiguous()
     return packed
+
+
+def _packed_zero_on_meta(zero: Tensor, bits: int) -> Tensor:
+    words = -(-zero.shape[0] * bits // _WORD)
+    return torch.empty((words, *zero.shape[1:]), dtype=torch.int32, device="meta")
 
 
 @functools.lru_cache(maxsize=256)  # a model has few forms, and this takes milliseconds
@@ -410,16 +354,17 @@ def _structure_of(
     return packed
 
 
-def _packed_zero(zero: Tensor, bits: int) -> Tensor:
-    if zero.is_meta:
-        words = -(-zero.shape[0] * bits // _WORD)
-        return zero.new_empty((words, *zero.shape[1:]), dtype=torch.int32)
-    packed: Tensor = pack_to_int32(zero, bits, packed_dim=0).contiguous()
-    return packed
+def _rounded(entry: QuantizedModule, own: Mapping[str, Tensor]) -> Tensor:
+    weights = entry.scheme.weights
+    if own["weight"].is_meta:
+        return own["weight"]
+    scale = effective_scale(own["weight_scale"], own.get("weight_global_scale"))
+    zero = None if weights.symmetric else own["weight_zero_point"]
+    return fake_quantize_matrix(own["weight"], scale, zero, grid_of(weights), partition_of(weights))
 
 
-def _packed_codes(entry: QuantizedModule, own: Mapping[str, Tensor]) -> Tensor | None:
-    """Return the weight's codes as stored; ``None`` if only compressed-tensors can pack them.
+def _packed_codes(entry: QuantizedModule, own: Mapping[str, Tensor]) -> Tensor:
+    """Return the weight's codes as stored.
 
     A weight that lies on its grid was rounded to the model's dtype. Dividing it by its scale in
     that dtype loses half a unit twice: in bfloat16 some 8-bit codes come out one off. In float32
@@ -430,8 +375,6 @@ def _packed_codes(entry: QuantizedModule, own: Mapping[str, Tensor]) -> Tensor |
     """
     weights, weight = entry.scheme.weights, own["weight"]
     convert = _code_packer(entry.scheme, weight.shape[-1])
-    if convert is None or weight.ndim != 2:
-        return None
     grid = grid_of(weights)
     scale = effective_scale(own["weight_scale"], own.get("weight_global_scale"))
     zero = None if weights.symmetric else own["weight_zero_point"]
@@ -443,10 +386,10 @@ def _packed_codes(entry: QuantizedModule, own: Mapping[str, Tensor]) -> Tensor |
         if grid.needs_float32 or is_shifted_float or needs_recoding(grid, weight.dtype):
             quotients = partial(_rounded_quotients, grid)
     elif needs_recoding(grid, weight.dtype):
-        quotients = partial(_recode, grid)
+        quotients = partial(recode, grid=grid)
     else:
-        weight = _to_float32(weight)
-        scale = effective_scale(_to_float32(own["weight_scale"]), own.get("weight_global_scale"))
+        weight = weight.float()
+        scale = effective_scale(own["weight_scale"].float(), own.get("weight_global_scale"))
     if weights.strategy == QuantizationStrategy.TENSOR.value:
         scale = scale.reshape(1)
         zero = None if zero is None else zero.reshape(1)
@@ -454,23 +397,13 @@ def _packed_codes(entry: QuantizedModule, own: Mapping[str, Tensor]) -> Tensor |
 
 
 def _rounded_quotients(grid: Grid, x: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
-    """Return the codes of unrounded values, computed from the rounded values."""
     rounded = grid.fake_quantize(x, scale, zero)
     if needs_recoding(grid, x.dtype):
         return recode(rounded, scale, zero, grid)
-    return grid.limit(_to_float32(rounded), _to_float32(scale), zero)
+    return grid.limit(rounded.float(), scale.float(), zero)
 
 
-def _recode(grid: Grid, x: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
-    return recode(x, scale, zero, grid)
-
-
-def _to_float32(tensor: Tensor) -> Tensor:
-    return tensor.to(torch.float32)
-
-
-def _code_packer(scheme: QuantizationScheme, columns: int) -> Callable[[Tensor], Tensor] | None:
-    """Return the function from clamped quotients to the format's stored form."""
+def _code_packer(scheme: QuantizationScheme, columns: int) -> Callable[[Tensor], Tensor]:
     weights = scheme.weights
     grid = grid_of(weights)
     if scheme.format in _FP4_FORMATS:
@@ -482,42 +415,15 @@ def _code_packer(scheme: QuantizationScheme, columns: int) -> Callable[[Tensor],
         if grid.kind == "float":
             return lambda quotients: quotients.to(dtype)  # rounds to nearest, ties to even
         return lambda quotients: grid.round_(quotients).to(dtype)
-    if scheme.format == _PACKED:
-        bits = weights.num_bits
-        pack = pack_integers if can_pack(columns, bits) else pack_to_int32
-        return lambda quotients: pack(grid.round_(quotients).to(torch.int8), bits)
-    return None
-
-
-def _packed_by_compressor(
-    compressor: Any, own: Mapping[str, Tensor], entry: QuantizedModule
-) -> dict[str, Tensor]:
-    """Pack a weight with compressed-tensors, from a float32 weight and float32 scales."""
-    weights, weight = entry.scheme.weights, own["weight"]
-    wide = {
-        name: _to_float32(tensor) if name.endswith("_scale") else tensor
-        for name, tensor in own.items()
-    }
-    scale = effective_scale(own["weight_scale"], own.get("weight_global_scale"))
-    zero = None if weights.symmetric else own["weight_zero_point"]
-    grid, partition = grid_of(weights), partition_of(weights)
-    if entry.is_raw:
-        weight = fake_quantize_matrix(weight, scale, zero, grid, partition)
-        own = {**own, "weight": weight}
-    wide["weight"] = _to_float32(weight)
-    if needs_recoding(grid, weight.dtype):
-        codes = partition.apply(partial(_recode, grid), weight, scale, zero)
-        wide["weight"] = dequantize_matrix(codes, _to_float32(scale), zero, grid, partition)
-    packed: dict[str, Tensor] = compressor.compress(wide, entry.scheme)
-    for name, tensor in own.items():  # of what was only widened for the arithmetic
-        if name in packed and packed[name].dtype is torch.float32:
-            packed[name] = tensor
-    return packed
+    assert scheme.format == _PACKED, scheme.format
+    bits = weights.num_bits
+    pack = pack_integers if can_pack(columns, bits) else pack_to_int32
+    return lambda quotients: pack(grid.round_(quotients).to(torch.int8), bits)
 
 
 def _is_qparam(key: str) -> bool:
     base, _, part = key.partition("_")
-    return base in _BASES and (part in _PARTS or part in {"g_idx", "shape"})
+    return base in _BASES and part in _PARTS
 
 
 def _expected_parameters(entry: QuantizedModule) -> set[str]:
@@ -536,37 +442,11 @@ def _expected_parameters(entry: QuantizedModule) -> set[str]:
             continue
         if args.strategy == QuantizationStrategy.TENSOR_GROUP.value and args.dynamic is not True:
             expected.add(f"{base}_global_scale")
-        if args.dynamic in (True, DynamicType.LOCAL, DynamicType.LOCAL.value):
-            continue
-        expected.add(f"{base}_scale")
-        if not args.symmetric:
-            expected.add(f"{base}_zero_point")
+        if args.dynamic not in (True, DynamicType.LOCAL, DynamicType.LOCAL.value):
+            expected |= {f"{base}_scale", *([] if args.symmetric else [f"{base}_zero_point"])}
     return expected
 
 
-def _check_scales(
-    entry: QuantizedModule, tensors: Mapping[str, Tensor], expected: set[str]
-) -> None:
-    missing = sorted(expected - set(tensors))
-    if missing:
-        raise LifecycleError(
-            f"The module {entry.name} was never calibrated: it has no {', '.join(missing)}. "
-            "Run the recipe on the model before saving it."
-        )
-    for key in sorted(expected):
-        if not key.endswith("_scale"):
-            continue
-        scale = tensors[key]
-        if scale.is_meta:
-            continue
-        if not is_finite(scale) or float(scale.to(torch.float32).amin()) < 0:
-            raise NonFiniteError(
-                f"The {key} of {entry.name} is not finite or negative, so its values are lost. "
-                "Check the weights and the calibration data that reach this module."
-            )
-
-
-# --------------------
 # Round-trip check that a quantized weight still matches its codes and scales when written.
 #
 # Codes are computed from the weight in memory and the scales that it was rounded with. If the
@@ -584,12 +464,7 @@ _LEAST = 2.0**-12
 def is_on_grid(entry: QuantizedModule, own: Mapping[str, Tensor]) -> bool:
     """Return True if a module's weight equals its quantized and dequantized value.
 
-    Args:
-        entry: the module and its scheme.
-        own: own name → tensor, as for :func:`.compress.compress`.
-
-    Returns:
-        True too for a weight that is not rounded yet or has no data.
+    That is so for a weight that is not rounded yet or has no data.
     """
     weights, weight = entry.scheme.weights, own.get("weight")
     if entry.is_raw or entry.is_attention or weights is None or weight is None:
@@ -616,10 +491,8 @@ def is_on_grid(entry: QuantizedModule, own: Mapping[str, Tensor]) -> bool:
             allowed = _OF_A_STEP * scale + _OF_A_VALUE * x.abs()
         return ((x - grid.fake_quantize(x, scale, zero)).abs() > allowed).to(wide)
 
-    def largest_of_row(values: Tensor) -> Tensor:
-        return values.amax(-1, keepdim=True)
-
     partition = partition_of(weights)
+    largest_of_row = partial(torch.amax, dim=-1, keepdim=True)
     if grid.kind == "int":  # most weights pass this, which takes a third of the time
         off = compute_codes(weight, scale, zero, most_off, partition, largest_of_row)
         if bool((off <= _OF_A_STEP).all()):
@@ -640,12 +513,7 @@ def warn_off_grid(names: Iterable[str]) -> None:
 
 
 def warn_cast(dtype: torch.dtype, before: torch.dtype | None) -> None:
-    """Warn if a model was cast after it was quantized.
-
-    Args:
-        dtype: the model's dtype.
-        before: its dtype when it was quantized; ``None`` if unknown or not quantized.
-    """
+    """Warn if a model was cast to ``dtype`` after it was quantized in ``before``, if known."""
     if before is not None and dtype is not before:
         names = [str(one).removeprefix("torch.") for one in (before, dtype)]
         logger.warning(
@@ -655,7 +523,6 @@ def warn_cast(dtype: torch.dtype, before: torch.dtype | None) -> None:
         )
 
 
-# --------------------
 # Workaround for loading packed zero points, which compressed-tensors does not pack on meta.
 #
 # transformers determines the shape of each tensor by compressing a model on the meta device. There
@@ -679,18 +546,11 @@ def patch_packed_zero_points() -> Iterator[None]:
         found: dict[str, Tensor] = own.__func__(cls, state_dict, scheme)
         zero, scale = found.get("weight_zero_point"), found.get("weight_scale")
         args = scheme.weights
-        if (
-            args is None
-            or args.symmetric
-            or args.strategy not in _PACKED_STRATEGIES
-            or zero is None
-        ):
+        is_packed = args is not None and args.strategy in _PACKED_STRATEGIES
+        if zero is None or scale is None or not is_packed or args.symmetric:
             return found
-        if zero.is_meta and scale is not None and zero.shape == scale.shape:
-            rows = ceil(zero.shape[0] * args.num_bits / 32)
-            found["weight_zero_point"] = torch.empty(
-                (rows, *zero.shape[1:]), dtype=torch.int32, device="meta"
-            )
+        if zero.is_meta and zero.shape == scale.shape:
+            found["weight_zero_point"] = _packed_zero_on_meta(zero, args.num_bits)
         return found
 
     PackedQuantizationCompressor.compress = classmethod(compress)

@@ -18,9 +18,9 @@ transformers loads it with. Wherever one is written, all are.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import count
+from itertools import chain, count
 from typing import Any, TypeAlias
 
 import compressed_tensors
@@ -54,17 +54,6 @@ from llmcompressor.modeling.fused import is_expert, missing_qkv_partners
 from llmcompressor.modeling.names import name_aliases, named_modules, own_parameters
 from llmcompressor.modeling.weights import embeddings
 
-__all__ = [
-    "build_quantization_config",
-    "dense_experts_group",
-    "existing_quantization",
-    "expert_stacks",
-    "merge_quantization",
-    "order_groups_for_experts",
-]
-
-
-# --------------------
 # The config group that transformers applies to stacked experts.
 #
 # Where a checkpoint stores experts one by one and the model holds a stack, transformers has no
@@ -74,7 +63,8 @@ __all__ = [
 
 _NOTHING = "re:(?!)experts"
 """A target that matches no module, and that transformers takes to name experts."""
-
+_COMPRESSED = "compressed"
+_NOT_KEPT = ("transform_config", "sparsity_config")
 
 Targets: TypeAlias = Sequence[str]
 
@@ -83,51 +73,41 @@ def _mentions_experts(targets: Targets) -> bool:
     return any(target.startswith("re:") and "experts" in target for target in targets)
 
 
-def _expert_group_index(groups: Sequence[Targets]) -> int | None:
-    """Return the index of the group that transformers applies to experts, or ``None``."""
-    by_class = [any(not target.startswith("re:") for target in targets) for targets in groups]
-    for which in ([_mentions_experts(targets) for targets in groups], by_class):
-        if any(which):
-            return which.index(True)
-    return 0 if groups else None
+def _expert_group(groups: Mapping[Any, Targets]) -> Any:
+    """Return the key of the group that transformers applies to experts; ``None`` without groups."""
+    with_class = (
+        key for key, targets in groups.items() if any(not one.startswith("re:") for one in targets)
+    )
+    named = (key for key, targets in groups.items() if _mentions_experts(targets))
+    return next(chain(named, with_class, groups), None)
 
 
 def order_groups_for_experts(
-    groups: Sequence[Targets], of_experts: Collection[int]
-) -> list[tuple[int, list[str]]]:
+    groups: Mapping[Any, Targets], of_experts: Collection[Any]
+) -> dict[Any, list[str]]:
     """Order and extend groups so that transformers applies the right one to experts.
 
     The group of the experts gets one more target, which matches nothing. It is moved to the front
     where a group before it has a pattern with that word (for shared experts, say). Each module
-    matches the targets of one group only, so the order has no other effect.
+    matches the targets of one group only, so the order has no other effect. With several groups of
+    experts (``of_experts``) nothing is changed, as transformers can apply only one.
 
-    Args:
-        groups: the targets of each group, in order.
-        of_experts: indices of the groups with experts. With two or more nothing is changed, as
-            transformers can apply only one.
-
-    Returns:
-        Index and targets of each group, in order.
-
-    >>> order_groups_for_experts([["re:.*attn.*"], ["re:.*mlp.*"]], {1})
-    [(0, ['re:.*attn.*']), (1, ['re:.*mlp.*', 're:(?!)experts'])]
+    >>> order_groups_for_experts({0: ["re:.*attn.*"], 1: ["re:.*mlp.*"]}, {1})
+    {0: ['re:.*attn.*'], 1: ['re:.*mlp.*', 're:(?!)experts']}
     """
-    found = [(index, list(targets)) for index, targets in enumerate(groups)]
-    if len(of_experts) != 1 or _expert_group_index(groups) in of_experts:
+    found = {key: list(targets) for key, targets in groups.items()}
+    if len(of_experts) != 1 or _expert_group(groups) in of_experts:
         return found
-    (index,) = of_experts
-    own = found[index][1]
-    if not _mentions_experts(own):
-        own.append(_NOTHING)
-    if any(map(_mentions_experts, groups[:index])):
-        found.insert(0, found.pop(index))
-    return found
+    (own,) = of_experts
+    if not _mentions_experts(found[own]):
+        found[own].append(_NOTHING)
+    before = list(groups)[: list(groups).index(own)]
+    is_behind = any(_mentions_experts(groups[key]) for key in before)
+    return {own: found[own], **found} if is_behind else found
 
 
 def dense_experts_group(
-    classes: Sequence[NameMap],
-    schemes: Sequence[QuantizationScheme],
-    quantized: Collection[str],
+    classes: Sequence[NameMap], schemes: Sequence[QuantizationScheme], quantized: Collection[str]
 ) -> dict[str, QuantizationScheme]:
     """Return a group that matches nothing, to make transformers load experts as not quantized.
 
@@ -135,12 +115,7 @@ def dense_experts_group(
     dense experts random with no more than a warning; only for 8-bit floats it accepts dense weights
     too. So this group must come first, also when group names are sorted. Some releases apply the
     same group to any module whose tensors are merged while loading (one convolution of three), and
-    fail to load it.
-
-    Args:
-        classes: the names of the model classes that load the checkpoint.
-        schemes: the groups.
-        quantized: the names of quantized modules in all of these classes.
+    fail to load it. ``classes`` are those that load the checkpoint, ``quantized`` the names in all.
     """
     has_experts = any(
         one.merges_experts() and expert_stacks(one.model, quantized) for one in classes
@@ -149,20 +124,18 @@ def dense_experts_group(
         return {}
     if any(is_expert(name) for name in quantized):  # quantized experts need the group
         return {}
-    taken = _expert_group_index([scheme.targets for scheme in schemes])
+    taken = _expert_group({index: scheme.targets for index, scheme in enumerate(schemes)})
     weights = schemes[taken].weights if taken is not None else None
     if weights is not None and weights.type == "float" and weights.num_bits == 8:
         return {}
-    return {
-        "experts_not_quantized" if has_experts else "dense_weights": QuantizationScheme(
-            targets=[_NOTHING],
-            weights=QuantizationArgs(num_bits=8, type="float", strategy="tensor"),
-            input_activations=QuantizationArgs(
-                num_bits=8, type="float", strategy="tensor", dynamic=True
-            ),
-            format=CompressionFormat.float_quantized.value,
-        )
-    }
+    args: dict[str, Any] = {"num_bits": 8, "type": "float", "strategy": "tensor"}
+    scheme = QuantizationScheme(
+        targets=[_NOTHING],
+        weights=QuantizationArgs(**args),
+        input_activations=QuantizationArgs(**args, dynamic=True),
+        format=CompressionFormat.float_quantized.value,
+    )
+    return {"experts_not_quantized" if has_experts else "dense_weights": scheme}
 
 
 def expert_stacks(model: PreTrainedModel, quantized: Collection[str]) -> list[str]:
@@ -174,10 +147,6 @@ def expert_stacks(model: PreTrainedModel, quantized: Collection[str]) -> list[st
         and any(parameter.ndim == 3 for parameter in own_parameters(module))
         and not any(other.startswith(f"{name}.") for other in quantized)
     ]
-
-
-# --------------------
-# The ``quantization_config`` of a written checkpoint.
 
 
 @dataclass(frozen=True)
@@ -222,19 +191,11 @@ def build_quantization_config(
     status: QuantizationStatus,
     extra_ignore: Iterable[str] = (),
 ) -> dict[str, Any] | None:
-    """Return the configuration as plain JSON data.
+    """Return the configuration as plain JSON data; ``None`` if nothing needs one.
 
     It describes the model that loaders build: experts that were unfused for the run and are not
-    quantized are stacks there.
-
-    Args:
-        model: the model.
-        quantized: its quantized modules.
-        status: ``COMPRESSED``, or ``DECOMPRESSED`` where weights are written dense.
-        extra_ignore: patterns of modules that only the checkpoint holds.
-
-    Returns:
-        The configuration, or ``None`` if nothing is quantized and no rotation is online.
+    quantized are stacks there. The status is ``DECOMPRESSED`` where weights are written dense, and
+    ``extra_ignore`` are patterns of modules that only the checkpoint holds.
     """
     transform = getattr(model, "transform_config", None)
     if not quantized:
@@ -259,8 +220,12 @@ def _config(
     ignore = [*_ignored_names(names, candidates, quantized), *tied, *extra_ignore]
     _choose_targets(groups, candidates, ignore)
     _target_missing_projections(groups, candidates, ignore)
-    for group in attention:
-        group.targets = _attention_targets(model, group)
+    for group in attention:  # vLLM skips a group with one target ``…Attention``
+        members = {entry.name for entry in group.members}
+        classes = {type(entry.module).__name__ for entry in group.members}
+        same = {name for name, module in model.named_modules() if type(module).__name__ in classes}
+        is_one = len(classes) == 1 and same == members
+        group.targets = list(classes if is_one else (entry.name for entry in group.members))
 
     every = [*groups, *attention]
     of_experts = {
@@ -268,23 +233,35 @@ def _config(
         for index, group in enumerate(groups)
         if any(is_expert(entry.name) for entry in group.members)
     }
+    ordered = order_groups_for_experts(
+        {index: group.targets for index, group in enumerate(every)}, of_experts
+    )
     schemes = [
         every[index].scheme.model_copy(update={"targets": targets})
-        for index, targets in order_groups_for_experts(
-            [group.targets for group in every], of_experts
-        )
+        for index, targets in ordered.items()
     ]
     named = {f"group_{index}": scheme for index, scheme in enumerate(schemes)}
     coded = [one for one in candidates if one.group is not None]
     coded_names = {name for one in coded for name in (one.name, *one.others)}
+    caches: list[QuantizationArgs] = []
+    for entry in quantized:
+        if entry.is_attention and entry.scheme.input_activations not in caches:
+            caches.append(entry.scheme.input_activations)
+    if len(caches) > 1:
+        logger.warning(
+            "The format holds one scheme for the cache of all layers, the model has "
+            f"{len(caches)}; the first one is written."
+        )
+    formats = {group.scheme.format for group in groups} - {CompressionFormat.dense.value}
+    overall = next(iter(formats), CompressionFormat.dense.value)
     return QuantizationConfig(
         config_groups={
             **dense_experts_group([names, *names.loaders], schemes, coded_names),
             **named,
         },
         quantization_status=status,
-        kv_cache_scheme=_kv_cache_scheme(quantized),
-        format=_overall_format(groups).value,
+        kv_cache_scheme=caches[0] if caches else None,
+        format=CompressionFormat.mixed_precision.value if len(formats) > 1 else overall,
         ignore=list(dict.fromkeys(ignore)),
     )
 
@@ -378,31 +355,20 @@ def _candidates(names: NameMap, groups: Sequence[_Group]) -> list[_Candidate]:
     served = names.in_vllm(stored)
     _, head = embeddings(names.model)
     classes = {kind: _class_names(kind) for kind in set(map(type, modules.values()))}
-    return [
-        _Candidate(
-            name=name,
-            stored=stored[name],
-            others=names.in_loaders.get(stored[name], ()),
-            served=served[name],
-            classes=classes[type(module)],
-            served_class="" if module is head else _served_class(module),
-            group=group_of.get(name),
-        )
-        for name, module in modules.items()
-    ]
+    found = []
+    for name, module in modules.items():
+        kind = "Linear" if isinstance(module, Linear) else type(module).__name__
+        is_table = isinstance(module, Embedding)
+        in_vllm = "VocabParallelEmbedding" if is_table else str(get_vllm_module_type(kind))
+        others = names.in_loaders.get(stored[name], ())
+        places = (name, stored[name], others, served[name], classes[type(module)])
+        found.append(_Candidate(*places, "" if module is head else in_vllm, group_of.get(name)))
+    return found
 
 
 def _class_names(kind: type[Module]) -> frozenset[str]:
     names = {cls.__name__ for cls in kind.__mro__ if issubclass(cls, Module)}
     return frozenset(names - {"Module"})
-
-
-def _served_class(module: Module) -> str:
-    if isinstance(module, Linear):
-        return "Linear"
-    if isinstance(module, Embedding):
-        return "VocabParallelEmbedding"
-    return str(get_vllm_module_type(type(module).__name__))
 
 
 class _TargetMatcher:
@@ -411,35 +377,35 @@ class _TargetMatcher:
     def __init__(self, targets: Iterable[str]) -> None:
         every = set(targets)
         self._patterns = sorted(target for target in every if target.startswith("re:"))
-        self._exact = every.difference(self._patterns)
-        self._lower = [target.lower() for target in self._exact]
+        self.exact = every.difference(self._patterns)
+        self._lower = [target.lower() for target in self.exact]
         self._served: dict[str, bool] = {}
-
-    def matches_in_transformers(self, item: _Candidate, name: str) -> bool:
-        """Return True if transformers matches the module by its name in one of the classes."""
-        return self.means(name) or not self._exact.isdisjoint(item.classes)
 
     def matches_in_vllm(self, item: _Candidate) -> bool:
         """Return True if vLLM matches the module."""
-        by_name = item.name in self._exact or item.stored in self._exact
+        by_name = item.name in self.exact or item.stored in self.exact
         by_name &= IN_LAYER.search(item.stored) is None
-        return by_name or self._match(item.served) or self._is_served(item.served_class)
+        kind = item.served_class
+        if kind not in self._served:
+            by_class = any(target in kind.lower() for target in self._lower) or self._match(kind)
+            self._served[kind] = bool(kind) and by_class
+        return by_name or self._match(item.served) or self._served[kind]
 
     def means(self, name: str) -> bool:
         """Return True if a target is this name or a pattern that matches it."""
-        return name in self._exact or self._match(name)
+        return name in self.exact or self._match(name)
 
     def first(self, name: str, module: Module) -> str | None:
         """Return the entry that matches a module: a name before a pattern before a class."""
-        if name in self._exact:
+        if name in self.exact:
             return name
         found = (pattern for pattern in self._patterns if match_name(name, pattern))
         return next(found, None) or self._class(module)
 
     def reaches(self, modules: Mapping[str, Module]) -> set[str]:
         """Return the entries that match any of ``modules``."""
-        found = self._exact & set(modules)
-        found |= {str(self._class(one)) for one in modules.values()} & self._exact
+        found = self.exact & set(modules)
+        found |= {str(self._class(one)) for one in modules.values()} & self.exact
         for entry in self._patterns:
             if any(match_name(name, entry) for name in modules):
                 found.add(entry)
@@ -447,13 +413,7 @@ class _TargetMatcher:
 
     def _class(self, module: Module) -> str | None:
         names = [cls.__name__ for cls in type(module).__mro__ if issubclass(cls, Module)]
-        return next((name for name in names if name in self._exact), None)
-
-    def _is_served(self, kind: str) -> bool:
-        if kind not in self._served:
-            by_class = any(target in kind.lower() for target in self._lower) or self._match(kind)
-            self._served[kind] = bool(kind) and by_class
-        return self._served[kind]
+        return next((name for name in names if name in self.exact), None)
 
     def _match(self, name: str) -> bool:
         return any(match_name(name, pattern) for pattern in self._patterns)
@@ -492,17 +452,17 @@ def _head_targets(group: _Group, candidates: Sequence[_Candidate]) -> list[str]:
 
 def _expert_targets(group: _Group) -> list[str]:
     """Return patterns for experts that the recipe targets by their names in other classes."""
+    if "Linear" in group.targets:
+        return []
+    met = _TargetMatcher(group.targets)
     names = [entry.name for entry in group.members if "experts." in entry.name]
-    linears = [
-        name
+    unmet = {
+        name.rpartition(".")[2]
         for name in names
         if len({alias.rpartition(".")[2] for alias in name_aliases(name)}) > 1
-    ]
-    met = _TargetMatcher(group.targets)
-    is_met = "Linear" in group.targets
-    unmet = [] if is_met else [name for name in linears if not met.means(name)]
-    own = sorted({name.rpartition(".")[2] for name in unmet})
-    return [rf"re:.*experts\.\d+\.(?:{'|'.join(own)})$"] if own else []
+        and not met.means(name)
+    }
+    return [rf"re:.*experts\.\d+\.(?:{'|'.join(sorted(unmet))})$"] if unmet else []
 
 
 def _layer_expert_targets(group: _Group) -> list[str]:
@@ -535,33 +495,20 @@ def _is_unambiguous(
     left_out = _TargetMatcher(ignore)
     every = [_TargetMatcher(group.targets) for group in groups]
     for item in candidates:
-        is_ignored = left_out.means(item.name)
         wanted = set() if item.group is None else {item.group}
-        if is_ignored and item.group is not None:
-            return False
-        if is_ignored:
+        if left_out.means(item.name):
+            if wanted:
+                return False
             continue
         readings = [[own.matches_in_vllm(item) for own in every]]
         for name in (item.name, *item.others):
-            readings.append([own.matches_in_transformers(item, name) for own in every])
+            by_class = [not own.exact.isdisjoint(item.classes) for own in every]  # transformers
+            readings.append(
+                [one.means(name) or hit for one, hit in zip(every, by_class, strict=True)]
+            )
         if any({index for index, hit in enumerate(hits) if hit} != wanted for hits in readings):
             return False
     return True
-
-
-def _missing_projections(
-    candidates: Sequence[_Candidate],
-) -> Iterator[tuple[_Candidate, _Candidate]]:
-    """Yield each projection that a layer lacks, with the module that it would be fused with."""
-    absent = missing_qkv_partners([item.name for item in candidates])
-    for item in candidates:
-        for partner in absent.get(item.name, ()):
-            own, other = (each.rpartition(".")[2] for each in (item.name, partner))
-            name, stored, served, *others = (
-                f"{each.removesuffix(own)}{other}"
-                for each in (item.name, item.stored, item.served, *item.others)
-            )
-            yield replace(item, name=name, stored=stored, served=served, others=tuple(others)), item
 
 
 def _target_missing_projections(
@@ -570,11 +517,19 @@ def _target_missing_projections(
     """Give key and value projections that a layer lacks the scheme of its queries."""
     left_out = _TargetMatcher(ignore)
     targets = [_TargetMatcher(group.targets) for group in groups]
-    for partner, item in _missing_projections(candidates):
-        if item.group is not None and not targets[item.group].matches_in_vllm(partner):
-            groups[item.group].targets += partner.names
-        elif item.group is None and left_out.means(item.stored):
-            ignore += [name for name in partner.names if not left_out.means(name)]
+    absent = missing_qkv_partners([item.name for item in candidates])
+    for item in candidates:
+        for lacking in absent.get(item.name, ()):
+            own, other = (each.rpartition(".")[2] for each in (item.name, lacking))
+            name, stored, served, *others = (
+                f"{each.removesuffix(own)}{other}"
+                for each in (item.name, item.stored, item.served, *item.others)
+            )
+            partner = replace(item, name=name, stored=stored, served=served, others=tuple(others))
+            if item.group is not None and not targets[item.group].matches_in_vllm(partner):
+                groups[item.group].targets += partner.names
+            elif item.group is None and left_out.means(item.stored):
+                ignore += [name for name in partner.names if not left_out.means(name)]
 
 
 def _ignored_names(
@@ -591,16 +546,12 @@ def _ignored_names(
     classes = {type(entry.module).__name__ for entry in quantized if entry.has_group}
     types = set(map(get_vllm_module_type, classes))
     known = {item.name: item for item in candidates}
+    own_types: dict[type[Module], set[str]] = {}
     plain = []
-    of_types: dict[type[Module], bool] = {}
     for name, module in named_modules(names.model, remove_duplicate=False):
-        if not name or name in quantized_names:
-            continue
-        kind = type(module)
-        if kind not in of_types:
-            own = set(map(get_vllm_module_type, _class_names(kind)))
-            of_types[kind] = bool(own & types)
-        if of_types[kind]:
+        if type(module) not in own_types:
+            own_types[type(module)] = set(map(get_vllm_module_type, _class_names(type(module))))
+        if name and name not in quantized_names and own_types[type(module)] & types:
             plain.append(name)
     stored = names.stored([name for name in plain if name not in known])
     stored |= {name: item.stored for name, item in known.items()}
@@ -612,20 +563,11 @@ def _ignored_names(
         if entry == name or entry not in taken
     ]
     stacks = expert_stacks(names.model, quantized_names) if "Linear" in types else []
-    patterns = _fused_experts(names, stacks)
-    found += [
-        source
-        for source in _fused_source_names(names, plain, stacks, quantized_names)
-        if source not in taken and not any(match_name(source, pattern) for pattern in patterns)
-    ]
-    return [*found, *patterns]
-
-
-def _fused_source_names(
-    names: NameMap, plain: Sequence[str], stacks: Sequence[str], quantized: set[str]
-) -> list[str]:
-    """Return the checkpoint's own names for modules that fuse weights of unquantized modules."""
-    tensors: dict[str, Tensor] = {}
+    places = names.stored(stacks)
+    paths = (path for name in stacks for path in (f"{name}.", f"{places[name]}."))
+    # experts that are one 3-D parameter here and Linears elsewhere
+    patterns = list(dict.fromkeys(f"{_expert_prefix_pattern(path)}.*" for path in paths))
+    tensors: dict[str, Tensor] = {}  # that the checkpoint may fuse under names of its own
     for name in plain:
         weight = getattr(names.model.get_submodule(name), "weight", None)
         if isinstance(weight, Tensor):
@@ -633,69 +575,25 @@ def _fused_source_names(
     for name in stacks:
         for own, parameter in names.model.get_submodule(name).named_parameters(recurse=False):
             tensors[f"{name}.{own}"] = parameter
-    return names.fused(tensors, quantized)
+    found += [
+        source
+        for source in names.fused(tensors, quantized_names)
+        if source not in taken and not any(match_name(source, pattern) for pattern in patterns)
+    ]
+    return [*found, *patterns]
 
 
-def _fused_experts(names: NameMap, stacks: Sequence[str]) -> list[str]:
-    """Return patterns for experts that are one 3-D parameter here and Linears elsewhere."""
-    stored = names.stored(stacks)
-    patterns = []
-    for name in stacks:
-        for path in (f"{name}.", f"{stored[name]}."):
-            patterns.append(f"{_expert_prefix_pattern(path)}.*")
-    return list(dict.fromkeys(patterns))
-
-
-def _attention_targets(model: PreTrainedModel, group: _Group) -> list[str]:
-    """Return one class name if it suffices: vLLM skips a group with one target ``…Attention``."""
-    names = [entry.name for entry in group.members]
-    classes = {type(entry.module).__name__ for entry in group.members}
-    same = [name for name, module in model.named_modules() if type(module).__name__ in classes]
-    if len(classes) == 1 and set(same) == set(names):
-        return list(classes)
-    return names
-
-
-def _kv_cache_scheme(quantized: Sequence[QuantizedModule]) -> QuantizationArgs | None:
-    found: list[QuantizationArgs] = []
-    for entry in quantized:
-        if entry.is_attention and entry.scheme.input_activations not in found:
-            found.append(entry.scheme.input_activations)
-    if len(found) > 1:
-        logger.warning(
-            f"The format holds one scheme for the cache of all layers, the model has {len(found)}; "
-            "the first one is written."
-        )
-    return found[0] if found else None
-
-
-def _overall_format(groups: Sequence[_Group]) -> CompressionFormat:
-    formats = {group.scheme.format for group in groups} - {CompressionFormat.dense.value}
-    if len(formats) > 1:
-        return CompressionFormat.mixed_precision
-    return CompressionFormat(next(iter(formats), CompressionFormat.dense.value))
-
-
-# --------------------
 # Further quantization of a partly quantized checkpoint, whose configuration is kept.
 #
 # The schemes of two runs are merged into one ``quantization_config``. Each module must match its
 # own scheme and no other, so a target that would also match a module of the other run (``Linear``
 # does) is replaced by the names of its modules.
 
-_COMPRESSED = "compressed"
-_NOT_KEPT = ("transform_config", "sparsity_config")
-
 
 def existing_quantization(model: str, config: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """Return the ``quantization_config`` of a partly quantized checkpoint; ``None`` without one.
+    """Return the ``quantization_config`` of a partly quantized checkpoint, if any.
 
-    Args:
-        model: the checkpoint's folder.
-        config: its ``config.json``.
-
-    Raises:
-        CheckpointError: it was quantized by another method, or part of it cannot be kept.
+    CheckpointError if it is of another method, or a part of it cannot be kept.
     """
     method = quantization_method(config)
     if method is None:
@@ -722,24 +620,15 @@ def merge_quantization(
     old: Mapping[str, Any],
     compressed: Mapping[str, Module],
 ) -> dict[str, Any]:
-    """Merge two quantization configurations into one.
+    """Merge the configurations of this run (``new``) and of the source (``old``) for modules.
 
-    Args:
-        new: the configuration that this run writes.
-        modules: its modules, by name.
-        old: the source's configuration.
-        compressed: modules that were quantized before, by name; placeholders of their classes do.
-
-    Returns:
-        The groups of both, those of the source first, unless experts need another order.
-
-    Raises:
-        CheckpointError: the source has no scheme for one of its quantized modules.
+    The source's groups come first, unless experts need another order. CheckpointError if it has no
+    scheme for one of its quantized modules.
     """
     before = _ConfigGroups(old, compressed)
     after = _ConfigGroups(new, modules)
     groups: dict[str, Mapping[str, Any]] = {**before.excluding(modules)}
-    of_experts = before.with_experts() & set(groups)
+    of_experts = before.of_experts & set(groups)
     taken = set(groups)
     added = after.excluding(compressed)
     for number, (own, group) in enumerate(added.items(), start=len(groups)):
@@ -747,9 +636,12 @@ def merge_quantization(
         name = next(name for name in names if name not in taken)
         taken.add(name)
         groups[name] = group
-        if own in after.with_experts():
+        if own in after.of_experts:
             of_experts.add(name)
-    groups = _order_groups(groups, of_experts)
+    ordered = order_groups_for_experts(
+        {name: group["targets"] for name, group in groups.items()}, of_experts
+    )
+    groups = {name: {**groups[name], "targets": targets} for name, targets in ordered.items()}
     both = {**compressed, **modules}
     ignore = old.get("ignore") or ()
     wrong = _TargetMatcher(ignore).reaches(both)
@@ -765,19 +657,7 @@ def merge_quantization(
     }
 
 
-def _order_groups(
-    groups: Mapping[str, Mapping[str, Any]], of_experts: Collection[str]
-) -> dict[str, Mapping[str, Any]]:
-    names = list(groups)
-    found = order_groups_for_experts(
-        [groups[name]["targets"] for name in names], {names.index(name) for name in of_experts}
-    )
-    return {names[index]: {**groups[names[index]], "targets": targets} for index, targets in found}
-
-
 class _ConfigGroups:
-    """The config groups of one configuration and their modules."""
-
     def __init__(self, config: Mapping[str, Any], modules: Mapping[str, Module]) -> None:
         overall = config.get("format")
         overall = None if overall == CompressionFormat.mixed_precision.value else overall
@@ -787,6 +667,7 @@ class _ConfigGroups:
         }
         self._members: dict[str, dict[str, Module]] = {name: {} for name in self._groups}
         self._assign(modules, _TargetMatcher(config.get("ignore") or ()))
+        self.of_experts = {name for name, one in self._members.items() if any(map(is_expert, one))}
 
     def _assign(self, modules: Mapping[str, Module], ignore: _TargetMatcher) -> None:
         by_target = {
@@ -802,10 +683,6 @@ class _ConfigGroups:
                     "Compress the original, unquantized model.",
                 )
             self._members[by_target[found]][name] = module
-
-    def with_experts(self) -> set[str]:
-        """Return the names of the groups that contain MoE experts."""
-        return {name for name, members in self._members.items() if any(map(is_expert, members))}
 
     def excluding(self, others: Mapping[str, Module]) -> dict[str, dict[str, Any]]:
         """Return the non-empty groups, with targets that match none of ``others``."""

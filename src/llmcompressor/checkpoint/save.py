@@ -7,11 +7,13 @@ The hub is not contacted unless ``push_to_hub`` is given.
 
 from __future__ import annotations
 
+import inspect
 import os
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Collection, Mapping
+from contextlib import closing, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -42,18 +44,12 @@ from llmcompressor.checkpoint.manifest import (
 from llmcompressor.checkpoint.model_config import (
     STORED_AS,
     checkpoint_config,
-    write_json,
+    json_text,
+    push_files,
     write_report,
 )
-from llmcompressor.checkpoint.names import (
-    NameMap,
-    drop_dequantizing_conversions,
-)
-from llmcompressor.checkpoint.packing import (
-    parse_format,
-    quantized_modules,
-    warn_cast,
-)
+from llmcompressor.checkpoint.names import NameMap, drop_dequantizing_conversions
+from llmcompressor.checkpoint.packing import parse_format, quantized_modules, warn_cast
 from llmcompressor.checkpoint.quantization_config import build_quantization_config
 from llmcompressor.checkpoint.side_files import (
     PROCESSOR_FILES,
@@ -94,44 +90,20 @@ from llmcompressor.runtime.processes import skip_write, write_once
 from llmcompressor.runtime.progress import join_names
 from llmcompressor.transformers_internals import commit_of, not_saved
 
-__all__ = [
-    "DEFAULT_SHARD_SIZE",
-    "SaveOptions",
-    "modify_save_pretrained",
-    "planned_config",
-    "save_checkpoint",
-    "save_options",
-    "write_checkpoint",
-    "write_non_weight_files",
-]
-
 RECIPE_FILE = "recipe.yaml"
 DEFAULT_SHARD_SIZE = "20GB"
 _RETURN_EVERY = 2**25
 """Bytes of packed tensors after which freed memory is returned."""
 _OPTIONS = "_llmcompressor_save_options"
-_HUB_ARGUMENTS = (
-    "commit_description",
-    "commit_message",
-    "create_pr",
-    "private",
-    "repo_id",
-    "revision",
-    "tags",
-    "token",
-)
-
-_WITHOUT_EFFECT = (
-    "save_function",
-    "save_original_format",
-    "save_peft_format",
-    "skip_compression_stats",
-    "variant",
-)
-"""Of transformers and of older releases of this API; by the time of saving, all work is done."""
-
-_OTHERWISE = {"save_function": "how files are written", "variant": "names of files"}
-"""Those of them that ask for something else than is done."""
+_HUB_ARGUMENTS = [*inspect.signature(push_files).parameters][2:]
+_WITHOUT_EFFECT = {
+    "save_function": "how files are written",
+    "save_original_format": "",
+    "save_peft_format": "",
+    "skip_compression_stats": "",
+    "variant": "names of files",
+}
+"""Arguments of transformers and of older releases, and what they ask for that is not done."""
 
 Text = str | Callable[[], str | None] | None
 Check = Callable[..., Mapping[str, Any]] | None
@@ -150,8 +122,8 @@ class SaveOptions:
         source: the original model's folder or hub id; the folder the model was loaded from if
             ``None``.
         report: decisions and figures to store alongside the weights, as JSON data.
-        check: called with the folder when all else is written; its result is stored in the
-            report as ``verification``.
+        check: called with the folder when all else is written (by ``save_pretrained`` with
+            ``kinds`` too, the kinds of the modules); its result is stored in the report.
         dtype: the model's dtype when it was quantized, if known.
         once: several processes hold the same model, and only one of them writes.
     """
@@ -167,114 +139,56 @@ class SaveOptions:
     dtype: torch.dtype | None = None
     once: bool = False
 
-    @property
-    def shard_bytes(self) -> int:
-        """``max_shard_size`` as a number."""
-        return size("max_shard_size", self.max_shard_size)
+    def folder(self, model: PreTrainedModel) -> Path | None:
+        """Return the local folder of the original model."""
+        place = self.source or model.config.name_or_path
+        if not place:
+            return None
+        return local_directory(place, revision=commit_of(model.config))
 
 
 def save_checkpoint(
     model: PreTrainedModel,
     output_dir: str | os.PathLike[str],
+    options: SaveOptions | None = None,
     *,
-    save_compressed: bool = True,
-    quantization_format: str | None = None,
-    max_shard_size: int | str = DEFAULT_SHARD_SIZE,
-    processor: Any | None = None,
-    recipe_yaml: Text = None,
-    source: str | os.PathLike[str] | None = None,
     overwrite: bool = False,
     was_free: bool = False,
-    report: Mapping[str, Any] | None = None,
-    check: Check = None,
 ) -> Path:
     """Write ``model`` to ``output_dir``, which appears only when it is complete.
 
     Args:
         model: the model, with dense weights that lie on their grids; it is not changed.
         output_dir: must be free, or hold a checkpoint and ``overwrite`` be given.
-        save_compressed: see :class:`SaveOptions`, like all others.
-        quantization_format: see there.
-        max_shard_size: see there.
-        processor: see there.
-        recipe_yaml: see there (``recipe``).
-        source: see there.
+        options: the save options.
         overwrite: replace the checkpoint that ``output_dir`` holds.
         was_free: ``output_dir`` was free when the work on ``model`` began. If it no longer
             is, the checkpoint is written under a name alongside it, which the error reports.
-        report: see there.
-        check: see there.
-
-    Returns:
-        The absolute path of the directory.
 
     Raises:
         OutputError: the directory may not be written, or the disk is full.
         NonFiniteError: a scale is not finite.
     """
-    options = SaveOptions(
-        save_compressed=save_compressed,
-        quantization_format=quantization_format,
-        max_shard_size=max_shard_size,
-        processor=processor,
-        recipe=recipe_yaml,
-        source=source,
-        report=report,
-        check=check,
-    )
+    options = options or SaveOptions()
     target = check_output_dir(
-        output_dir,
-        source=_source_directory(model, options),
-        overwrite=overwrite,
-        is_ours=was_free,
+        output_dir, source=options.folder(model), overwrite=overwrite, is_ours=was_free
     )
-    if overwrite:
-        on_existing = OnExisting.REPLACE
-    else:
-        on_existing = OnExisting.SPARE if was_free else OnExisting.REFUSE
+    on_existing = OnExisting.REPLACE if overwrite else OnExisting.REFUSE
     with staged_output(target, on_existing=on_existing) as folder:
         write_checkpoint(model, folder, options)
     logger.info(f"Saved {target}.")
     return target
 
 
-def modify_save_pretrained(
-    model: PreTrainedModel,
-    *,
-    recipe: Text = None,
-    source: str | os.PathLike[str] | None = None,
-    processor: Any | None = None,
-    report: Mapping[str, Any] | None = None,
-    check: Check = None,
-    once: bool = False,
-) -> None:
+def modify_save_pretrained(model: PreTrainedModel, options: SaveOptions | None = None) -> None:
     """Make ``model.save_pretrained`` write compressed checkpoints.
 
     Calling it again only replaces the options. A copy of the model, deep or through pickle, saves
     itself.
-
-    Args:
-        model: the model.
-        recipe: the text of ``recipe.yaml``, or a function that returns it when saving.
-        source: the original model's folder or hub id; the folder the model was loaded from if
-            ``None``.
-        processor: written too if given; ``save_pretrained`` of a model writes none by itself.
-        report: see :class:`SaveOptions`.
-        check: see there; called with ``kinds`` too, the kinds of the modules.
-        once: see there.
     """
     drop_dequantizing_conversions(model)
     dtype = model_dtype(model) if any(map(is_module_quantized, model.modules())) else None
-    options = SaveOptions(
-        recipe=recipe,
-        source=source,
-        processor=processor,
-        report=report,
-        check=check,
-        dtype=dtype,
-        once=once,
-    )
-    object.__setattr__(model, _OPTIONS, options)
+    object.__setattr__(model, _OPTIONS, replace(options or SaveOptions(), dtype=dtype))
     # a bound method is pickled by name, and the model's class has another method of that name
     object.__setattr__(model, "save_pretrained", partial(_save_pretrained, model))
     for name, part in named_modules(model):
@@ -285,11 +199,7 @@ def modify_save_pretrained(
 
 
 def save_options(model: Module) -> SaveOptions | None:
-    """Return the save options of a model set up by :func:`modify_save_pretrained`, else ``None``.
-
-    Args:
-        model: the model, or a submodel.
-    """
+    """Return the options of :func:`modify_save_pretrained` for a model or submodel, or ``None``."""
     found: SaveOptions | None = vars(model).get(_OPTIONS)
     return found
 
@@ -324,31 +234,20 @@ def _save_pretrained(
     """Save this model compressed; see :func:`modify_save_pretrained`.
 
     Other files in the directory (a tokenizer, say) stay; weights and configuration are replaced
-    once the new ones are complete. The sparsity arguments have no effect: the format stores pruned
-    weights densely.
-
-    Args:
-        model: the model.
-        save_directory: the folder to write to.
-        is_main_process: other processes write nothing. They call this too if transformers sharded
-            the model when it loaded it. Of processes that compressed the same model together one
-            writes, and the others wait for it.
-        state_dict: tensors to write instead of the model's own.
-        push_to_hub: upload the files that were written to ``repo_id``.
-        max_shard_size: the maximum size of one file's tensors.
-        save_compressed: pack the weights; otherwise write them dense with their scales.
-        quantization_format: one format for all modules.
-        sparsity_config: accepted for old scripts.
-        skip_sparsity_compression_stats: accepted for old scripts.
-        disable_sparse_compression: accepted for old scripts.
-        safe_serialization: accepted for old scripts; only safetensors is written.
-        hub_arguments: ``repo_id``, ``token``, … for ``push_to_hub``; and arguments of transformers
-            or older releases that have no effect here (``variant``, ``skip_compression_stats``).
+    once the new ones are complete. ``max_shard_size``, ``save_compressed`` and
+    ``quantization_format`` are those of :class:`SaveOptions`, ``state_dict`` is written instead of
+    the model's own. Processes other than the main one write nothing. They call this too if
+    transformers sharded the model when it loaded it; of processes that compressed the same model
+    together one writes, and the others wait for it. With ``push_to_hub`` the written files are
+    uploaded, by ``repo_id``, ``token``, … All other arguments are those of transformers and of old
+    scripts, and have no effect.
     """
     for key in hub_arguments.keys() & {*_WITHOUT_EFFECT}:
         value = hub_arguments.pop(key)
-        if key in _OTHERWISE and value is not None:  # the rest ask for what is done anyway
-            logger.warning(f"save_pretrained({key}={value!r}) has no effect on {_OTHERWISE[key]}.")
+        if _WITHOUT_EFFECT[key] and value is not None:  # the rest ask for what is done anyway
+            logger.warning(
+                f"save_pretrained({key}={value!r}) has no effect on {_WITHOUT_EFFECT[key]}."
+            )
     unknown = [key for key in hub_arguments if key not in _HUB_ARGUMENTS]
     if unknown:
         raise ArgumentError(
@@ -362,10 +261,10 @@ def _save_pretrained(
         state_dict = full_state_dict(model, keep=is_main_process)
     check_path_argument("save_directory", save_directory)
     options: SaveOptions = getattr(model, _OPTIONS)
-    place = Path(save_directory).expanduser().resolve()
+    target = Path(save_directory).expanduser().resolve()
     if not is_main_process:
         if options.once:
-            skip_write(place)
+            skip_write(target)
         return
     check = options.check
     options = replace(
@@ -376,37 +275,25 @@ def _save_pretrained(
         max_shard_size=max_shard_size,
     )
     warn_cast(model_dtype(model), options.dtype)
-    with write_once(place) if options.once else nullcontext(True) as is_mine:
+    with write_once(target) if options.once else nullcontext(True) as is_mine:
         if not is_mine:
             return
-        written = _save_into(model, Path(save_directory), options, state_dict)
-        if push_to_hub:
-            _push(model, Path(save_directory), written, hub_arguments)
-
-
-def _push(
-    model: PreTrainedModel, directory: Path, names: Sequence[str], arguments: Mapping[str, Any]
-) -> None:
-    """Upload the written files; transformers' ``push_to_hub`` would write them again, dense."""
-    from llmcompressor.checkpoint.model_config import push_files  # noqa: PLC0415  # few ask for it
-
-    folder = directory.expanduser().resolve()
-    given = {"repo_id": folder.name, "tags": model.model_tags, **arguments}
-    push_files(folder, names, **given)
+        written = _save_into(model, target, options, state_dict)
+        if push_to_hub:  # transformers' own would write the files again, dense
+            given = {"repo_id": target.name, "tags": model.model_tags, **hub_arguments}
+            push_files(target, written, **given)
 
 
 def _save_into(
     model: PreTrainedModel,
-    directory: Path,
+    target: Path,
     options: SaveOptions,
     state_dict: Mapping[str, Tensor] | None,
 ) -> list[str]:
     """Write to a folder that may hold other files; return the paths of the files written."""
-    target = directory.expanduser().resolve()
-    source = _source_directory(model, options)
     if target.is_file():
         raise OutputError(f"The output {target} is a file.", "Choose another output directory.")
-    if source is not None and target == source:
+    if target == options.folder(model):
         raise OutputError(
             f"The output directory {target} is the input model itself.",
             "Choose another output directory.",
@@ -419,13 +306,6 @@ def _save_into(
     return written
 
 
-def _source_directory(model: PreTrainedModel, options: SaveOptions) -> Path | None:
-    place = options.source or model.config.name_or_path
-    if not place:
-        return None
-    return local_directory(place, revision=commit_of(model.config))
-
-
 @torch.no_grad()
 def write_checkpoint(
     model: PreTrainedModel,
@@ -433,59 +313,39 @@ def write_checkpoint(
     options: SaveOptions,
     state_dict: Mapping[str, Tensor] | None = None,
 ) -> None:
-    """Write every file of a checkpoint into a folder that is not in place yet.
-
-    Args:
-        model: the model, as for :func:`save_checkpoint`.
-        folder: the folder to write to.
-        options: the save options.
-        state_dict: tensors to write instead of the model's own.
-    """
+    """Write every file of a checkpoint, with the model's tensors or a given state dict."""
     state = _state_to_write(model, state_dict)
-    with full_shapes_reported(model):
-        _write(model, folder, options, state)
-
-
-def _write(
-    model: PreTrainedModel, folder: Path, options: SaveOptions, state: dict[str, Tensor]
-) -> None:
     forced = parse_format(options.quantization_format if options.save_compressed else "dense")
-    quantized = quantized_modules(model, forced_format=forced)
-    source = _source_directory(model, options)
-    contents = partition_state_dict(model, quantized, state)
-    manifest = manifest_of(model, contents, partial(_source_headers, source, model))
-    if manifest.extras:
-        name = type(model).__name__
-        logger.info(f"Carrying over {len(manifest.extras)} tensors that {name} does not own.")
-    layout = layout_files(manifest.stored, options.shard_bytes)
-    _write_weights(folder, layout, _stored_tensors(contents, manifest))
-    write_non_weight_files(model, folder, options, manifest, layout)
-
-
-def _stored_tensors(
-    contents: PartitionedState, manifest: OutputManifest
-) -> Iterator[Mapping[str, Tensor]]:
-    for name, tensor in contents.plain.items():
-        yield {name: tensor}
-    yield from packed_modules(contents.names, contents.compressed)
-    for name, tensor in read_tensors(manifest.extras):
-        yield {name: tensor}
+    with full_shapes_reported(model):
+        contents = partition_state_dict(
+            model, quantized_modules(model, forced_format=forced), state
+        )
+        source = options.folder(model)
+        manifest = manifest_of(model, contents, partial(_source_headers, source, model))
+        if manifest.extras:
+            name = type(model).__name__
+            logger.info(f"Carrying over {len(manifest.extras)} tensors that {name} does not own.")
+        layout = layout_files(manifest.stored, size("max_shard_size", options.max_shard_size))
+        _write_weights(folder, layout, contents, manifest)
+        write_non_weight_files(model, folder, options, manifest, layout)
 
 
 def _write_weights(
-    folder: Path, layout: OutputLayout, every: Iterable[Mapping[str, Tensor]]
+    folder: Path, layout: OutputLayout, contents: PartitionedState, manifest: OutputManifest
 ) -> None:
-    writer = TensorWriter(folder, layout)
+    every = chain(
+        ({name: tensor} for name, tensor in contents.plain.items()),
+        packed_modules(contents.names, contents.compressed),
+        ({name: tensor} for name, tensor in read_tensors(manifest.extras)),
+    )
     unreturned = 0
-    try:
+    with closing(TensorWriter(folder, layout)) as writer:
         for tensors in every:
             writer.write(writer.as_planned(tensors))
             unreturned += sum(tensor.nbytes for tensor in tensors.values())
             if unreturned >= _RETURN_EVERY:
                 malloc_trim()  # temporaries of packing fragment the heap
                 unreturned = 0
-    finally:
-        writer.close()
 
 
 def write_non_weight_files(
@@ -495,34 +355,20 @@ def write_non_weight_files(
     prediction: OutputManifest,
     layout: OutputLayout,
 ) -> None:
-    """Write every file of a checkpoint except its weights.
-
-    Args:
-        model: the model; its weights are not read.
-        folder: the folder to write to.
-        options: the save options.
-        prediction: the tensors of the weight files.
-        layout: the places of the tensors.
-    """
+    """Write every file of a checkpoint except its weights, which are not read."""
     index = layout.index()
     if index is not None:
         (folder / INDEX).write_text(index, encoding="utf-8")
-    source = _source_directory(model, options)
+    source = options.folder(model)
     _write_side_files(model, folder, source, options)
     config = planned_config(model, source, prediction, compressed=options.save_compressed)
-    write_json(folder / "config.json", config)
-    write_report(folder, _report_with_stored_names(model, options), source, options.check)
-
-
-def _report_with_stored_names(
-    model: PreTrainedModel, options: SaveOptions
-) -> Mapping[str, Any] | None:
-    """Return the run's report, with the stored names of the modules in it."""
+    (folder / "config.json").write_text(json_text(config), encoding="utf-8")
     report = options.report or {}
     records = [each for each in report.get("modifiers", {}).values() if isinstance(each, Mapping)]
     modules = [str(module) for each in records for module in each]
     names = NameMap(model).renamed(modules) if modules else {}
-    return {**report, STORED_AS: names} if names else options.report
+    report = {**report, STORED_AS: names} if names else report
+    write_report(folder, report, source, options.check)
 
 
 def planned_config(
@@ -532,14 +378,7 @@ def planned_config(
     *,
     compressed: bool = True,
 ) -> dict[str, Any]:
-    """Return the ``config.json`` of a checkpoint whose tensors are known and not written yet.
-
-    Args:
-        model: the model; its weights are not read.
-        source: the folder of the original.
-        prediction: the tensors of the weight files.
-        compressed: weights are packed, not written dense.
-    """
+    """Return the ``config.json`` of a checkpoint whose tensors are known and not written yet."""
     # loaders use dense weights with this status unchanged, without rounding them again
     status = QuantizationStatus.COMPRESSED if compressed else QuantizationStatus.DECOMPRESSED
     quantization = build_quantization_config(
@@ -577,27 +416,25 @@ def _state_to_write(
 def _source_headers(
     source: Path | None, model: PreTrainedModel, written: Collection[str]
 ) -> Mapping[str, TensorHeader]:
-    """Return the source's tensors, except those whose meaning the output would lose."""
     if source is None:
         return {}
     try:
         found = inspect_source(source, allow_quantized=True)
         if quantization_method(found.config) is None:
             return found.tensors
-        return _drop_codes(model, found.tensors, written)
+        return _without_codes(model, found.tensors, written)
     except CheckpointError as error:
         # the model was complete when it was loaded; its folder has changed since
         logger.warning(f"Tensors that the model class does not own are not carried over. {error}")
         return {}
 
 
-def _drop_codes(
+def _without_codes(
     model: PreTrainedModel, tensors: Mapping[str, TensorHeader], written: Collection[str]
 ) -> Mapping[str, TensorHeader]:
-    """Return a quantized source's tensors that are not codes or scales.
+    """Return a quantized source's tensors that are not codes or scales, whose values the model has.
 
-    The model itself holds their values. A layer that the model does not have is left out as a whole
-    if a part of it is codes.
+    A layer that the model does not have is left out as a whole if a part of it is codes.
     """
     codes = list(code_tensors(tensors))
     modules = {name.rpartition(".")[0] for name in written}
@@ -605,8 +442,7 @@ def _drop_codes(
     if lost:
         logger.warning(
             f"Left out of the output: {join_names(lost)}. {type(model).__name__} does not own "
-            "them, "
-            "and they are quantized in the source in a way that the output does not say."
+            "them, and they are quantized in the source in a way that the output does not say."
         )
     own = {layer_prefix(name) for name in written}
     layers = {layer_prefix(name) for name in lost} - own - {None}
@@ -634,27 +470,20 @@ def _write_side_files(
     own_processor = processor is None or (stored is not None and stored == source)
     replaced = frozenset() if own_processor else replaced_files(processor, source)
     if source is not None:
-        copy_side_files(source, folder, without=set(replaced))
+        copy_side_files(source, folder, without=replaced)
     if stored is not None and not own_processor:
-        others = {path.name for path in stored.iterdir()} - replaced
-        copy_side_files(stored, folder, without=others)
+        copy_side_files(stored, folder, without={path.name for path in stored.iterdir()} - replaced)
     elif processor is not None and stored is None:
         write_processor(processor, folder)
-    if model.can_generate() and _generation_config_differs(model, folder):
-        model.generation_config.to_json_file(folder / "generation_config.json")
+    if model.can_generate():
+        settings = folder / "generation_config.json"
+        own = model.generation_config.to_diff_dict()
+        copied = GenerationConfig.from_pretrained(str(folder)) if settings.exists() else None
+        held = {} if copied is None else copied.to_diff_dict()
+        changed = (key for key in own.keys() | held.keys() if own.get(key) != held.get(key))
+        known = (key == "transformers_version" or key.startswith("_") for key in changed)
+        if copied is None or not all(known):
+            model.generation_config.to_json_file(settings)
     recipe = options.recipe() if callable(options.recipe) else options.recipe
     if recipe:
         (folder / RECIPE_FILE).write_text(recipe, encoding="utf-8")
-
-
-def _generation_config_differs(model: PreTrainedModel, folder: Path) -> bool:
-    """Return True if the model's generation settings differ from the copied file."""
-    if not (folder / "generation_config.json").exists():
-        return True
-    copied = GenerationConfig.from_pretrained(str(folder)).to_diff_dict()
-    own = model.generation_config.to_diff_dict()
-    return any(
-        own.get(key) != copied.get(key)
-        for key in own.keys() | copied.keys()
-        if key != "transformers_version" and not key.startswith("_")
-    )

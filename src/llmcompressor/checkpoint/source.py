@@ -11,166 +11,36 @@ import json
 import os
 import re
 import struct
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub import try_to_load_from_cache
+from safetensors import SafetensorError, safe_open
 
 from llmcompressor.errors import CheckpointError, did_you_mean
-
-__all__ = [
-    "SIDE_FILES",
-    "RowSliceHeader",
-    "SourceInfo",
-    "TensorHeader",
-    "adapter_error",
-    "check_config_unquantized",
-    "check_dense",
-    "check_format",
-    "check_no_adapter",
-    "check_source_unquantized",
-    "code_tensors",
-    "holds_adapter",
-    "inspect_source",
-    "is_compressed_tensors",
-    "is_empty_quantization",
-    "is_hub_id",
-    "local_directory",
-    "quantization_method",
-    "quantization_settings",
-    "quantized_error",
-    "read_header",
-    "undeclared_error",
-    "with_scales",
-]
-
-
-# --------------------
-# Detection of quantized weights that ``config.json`` does not declare, from headers alone.
-#
-# Codes that are loaded as weights give meaningless numbers, and no error. Codes are
-#
-# - integers under a name that only packed weights have (``qweight``, …);
-# - a matrix of values of one byte or less, stored with its scales;
-# - such a matrix named ``weight``, unless its module is named like a table or a draft head: an
-#   embedding may be stored in float8 without scales, and no class loads a draft head.
-#
-# Other tensors of one byte (masks and tables in buffers) are not codes, nor is a dense weight that
-# is stored with scales: it has its values.
-
-SIDE_FILES = ("hf_quant_config.json", "quantize_config.json", "quant_config.json")
-"""What exporters write beside ``config.json``, of the weights that they have quantized."""
-
-_PACKED = frozenset({"weight_packed", "qweight", "W_q"})
-_INTEGER = re.compile(r"[IU]\d+")
-_NARROW = re.compile(r"[IU][48]|F[468](?:_.*)?")
-_TABLE = re.compile(r"(?!.*proj).*emb|wte|wpe")
-_DRAFT = re.compile(r"(?:.*\.)?(?:mtp|nextn|draft|eagle|medusa)")
-_MATRIX = 2
-
-
-def code_tensors(tensors: Mapping[str, TensorHeader]) -> Iterator[str]:
-    """Return the names of the tensors that hold codes.
-
-    Args:
-        tensors: name → header.
-    """
-    return (name for name, header in tensors.items() if _holds_codes(name, header, tensors))
-
-
-def with_scales(names: Iterable[str]) -> set[str]:
-    """Return the names of code tensors and the possible names of their scales.
-
-    >>> sorted(with_scales(["up.weight"]))[:3]
-    ['up.SCB', 'up.scale', 'up.scales']
-    """
-    found = set(names)
-    for name in list(found):
-        path, _, own = name.rpartition(".")
-        found |= {f"{path}.{scale}" if path else scale for scale in _scales_of(own)}
-    return found
-
-
-def _holds_codes(name: str, header: TensorHeader, tensors: Mapping[str, TensorHeader]) -> bool:
-    path, _, own = name.rpartition(".")
-    if own in _PACKED:
-        return _INTEGER.fullmatch(header.dtype) is not None
-    if len(header.shape) < _MATRIX or not _NARROW.fullmatch(header.dtype):
-        return False
-    beside = f"{path}." if path else ""
-    if any(f"{beside}{scale}" in tensors for scale in _scales_of(own)):
-        return True
-    is_weight = own == "weight" and len(header.shape) == _MATRIX
-    is_table = _TABLE.match(path.rpartition(".")[2])  # embed_tokens or wte, but not embed_proj
-    return is_weight and not is_table and not _DRAFT.match(path)
-
-
-def _scales_of(own: str) -> tuple[str, ...]:
-    """Return the possible names of the scales of a tensor."""
-    names = (f"{own}_scale", f"{own}_scale_inv", f"{own}_scales")
-    if own == "weight":
-        return (*names, "scale", "scales", "SCB")
-    return (*names, f"{own.removesuffix('_blocks')}_scales") if own.endswith("_blocks") else names
-
-
-def check_dense(tensors: Mapping[str, TensorHeader]) -> None:
-    """Refuse tensors if one of them holds codes.
-
-    Args:
-        tensors: the tensors of a checkpoint that declares no quantization.
-
-    Raises:
-        CheckpointError: a tensor holds codes.
-    """
-    name = next(code_tensors(tensors), None)
-    if name is not None:
-        raise undeclared_error(name, tensors[name])
-
-
-def undeclared_error(name: str, header: TensorHeader) -> CheckpointError:
-    """Return the error for a tensor of codes that ``config.json`` does not declare."""
-    told = [one for one in SIDE_FILES if (header.file.parent / one).is_file()]
-    elsewhere = f" ({told[0]} beside it does)" if told else ""
-    return CheckpointError(
-        f"The tensor {name} of {header.file} ({header.dtype}) is quantized already, though "
-        f"config.json does not say so{elsewhere}.",
-        "Compress the original, unquantized model.",
-    )
-
-
-# --------------------
-# Inspection of a model's files before anything is loaded.
+from llmcompressor.runtime.progress import join_names
+from llmcompressor.transformers_internals import commit_of
 
 CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 _OTHER_WEIGHTS = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 _WEIGHTS = re.compile(r".*\.(safetensors|gguf)|(pytorch_model|model|consolidated).*\.(bin|pth?)")
-_SHARD = re.compile(r"-\d+-of-\d+\.")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _MAX_HEADER = 100_000_000
 _DOWNLOAD = "Download or copy the file again."
-_DEQUANTIZED_BY = {"fp8": "FineGrainedFP8Config", "mxfp4": "Mxfp4Config"}
-"""Method → transformers' class of settings; its save_pretrained would quantize again."""
-_OF_WEIGHTS = ("config_groups", "kv_cache_scheme", "transform_config")
-_RETIRED = ("marlin-24", "sparse-24-bitmask", "sparse-bitmask")
-"""Formats of earlier releases of compressed-tensors."""
-# What PEFT writes instead.
 _ADAPTER = "adapter_config.json"
 
 
 @dataclass(frozen=True)
 class TensorHeader:
-    """The entry of a tensor in a safetensors header.
+    """The entry of a tensor in a safetensors header, and the place of its data in a file, in bytes.
 
-    Attributes:
-        dtype: safetensors' name of the dtype, such as ``"BF16"``.
-        shape: the tensor's shape.
-        file: the file that holds it.
-        offset: the offset of its data in the file.
-        nbytes: the number of bytes of its data.
+    ``dtype`` is safetensors' name of the dtype, such as ``"BF16"``. The tensor may be a selection
+    of ``rows`` (first, end, step) of a ``matrix`` of that shape, transposed first if ``turned``;
+    ``offset`` is the matrix's then.
     """
 
     dtype: str
@@ -178,34 +48,16 @@ class TensorHeader:
     file: Path
     offset: int = 0
     nbytes: int = 0
-
-
-@dataclass(frozen=True)
-class RowSliceHeader(TensorHeader):
-    """A tensor that is a non-contiguous selection of rows of a matrix in a file.
-
-    ``offset`` is the matrix's; ``shape`` and ``nbytes`` are those of the piece.
-
-    Attributes:
-        matrix: the stored shape.
-        turned: rows are selected from the transposed matrix.
-        rows: first, end and step.
-    """
-
-    matrix: tuple[int, ...] = ()
+    matrix: tuple[int, ...] | None = None
     turned: bool = False
     rows: tuple[int, int, int] = (0, 0, 1)
 
 
 @dataclass(frozen=True)
 class SourceInfo:
-    """A local model folder.
+    """A local model folder, with its ``config.json``, and the size of its tensors in bytes.
 
-    Attributes:
-        directory: the folder.
-        config: the contents of its ``config.json``.
-        tensors: name → header, of all its safetensors files; empty for other formats.
-        size: bytes of all tensors.
+    ``tensors`` are the headers of all its safetensors files; empty for other formats.
     """
 
     directory: Path
@@ -233,10 +85,7 @@ def local_directory(
 ) -> Path | None:
     """Return the folder that ``model`` names: itself, or its snapshot in the hub's cache.
 
-    The hub is not contacted.
-
-    Returns:
-        The folder, or ``None`` if there is none on this machine.
+    The hub is not contacted. ``None`` if there is no such folder on this machine.
     """
     path = Path(model).expanduser()
     if path.is_dir():
@@ -248,34 +97,16 @@ def local_directory(
     return Path(cached).parent if isinstance(cached, str) else None
 
 
-def holds_adapter(directory: Path) -> bool:
-    """Return True if a folder holds a PEFT adapter and no model."""
-    return not (directory / CONFIG).is_file() and (directory / _ADAPTER).is_file()
-
-
-def adapter_error(directory: Path) -> CheckpointError:
-    """Return the error for a folder that holds an adapter."""
-    return CheckpointError(
-        f"The folder {directory} holds an adapter (PEFT) and no model.",
-        "Merge it into its base (AutoPeftModelForCausalLM.from_pretrained(...)"
-        ".merge_and_unload()), and give that or the folder that it is saved in.",
-    )
-
-
 def check_no_adapter(directory: Path) -> None:
-    """Refuse a folder that holds an adapter alongside the model, as it would be left out.
-
-    transformers would load it into the model.
-
-    Raises:
-        CheckpointError: there is one.
-    """
+    """Refuse (CheckpointError) a folder with a PEFT adapter, alone or alongside a model."""
     if (directory / _ADAPTER).is_file():
+        is_alone = not (directory / CONFIG).is_file()
         raise CheckpointError(
-            f"The folder {directory} holds an adapter (PEFT) beside the model: transformers loads "
-            "both, and what is compressed would be the model without it.",
+            f"The folder {directory} holds an adapter (PEFT) "
+            f"{'and no model' if is_alone else 'beside the model, which transformers would add'}.",
             "Merge it into the model (AutoPeftModelForCausalLM.from_pretrained(...)"
-            f".merge_and_unload()) and save that, or take {_ADAPTER} out of the folder.",
+            ".merge_and_unload()) and give the folder that this is saved in"
+            f"{'' if is_alone else f', or take {_ADAPTER} out of the folder'}.",
         )
 
 
@@ -284,13 +115,8 @@ def inspect_source(
 ) -> SourceInfo:
     """Check a local model folder and list its tensors.
 
-    Args:
-        model: the folder.
-        allow_quantized: accept a model that is quantized already, by its config or its headers.
-        headers_only: accept weight files that end after their headers.
-
-    Returns:
-        The folder's configuration and tensors.
+    ``allow_quantized`` accepts a model that is quantized already, by its config or its headers, and
+    ``headers_only`` weight files that end after their headers.
 
     Raises:
         CheckpointError: the folder is missing, incomplete or damaged, or holds a quantized model.
@@ -298,43 +124,165 @@ def inspect_source(
     directory = Path(model).expanduser()
     if not directory.is_dir():
         raise _not_a_directory(directory)
-    config_file = directory / CONFIG
-    if holds_adapter(directory):
-        raise adapter_error(directory)
-    if not config_file.is_file():
+    if not (directory / CONFIG).is_file():
+        check_no_adapter(directory)
         below = sorted(path.parent.name for path in directory.glob(f"*/{CONFIG}"))
         near = f"It holds folders with models: {', '.join(below[:5])}." if below else ""
         raise CheckpointError(
             f"The folder {directory} holds no model: it has no {CONFIG}.",
             near or "Give the folder that holds config.json and the weights.",
         )
-    config = _read_json(config_file)
+    config = _read_json(directory / CONFIG)
     if not allow_quantized:
         check_config_unquantized(str(directory), config)
     tensors = _tensors(directory, headers_only=headers_only)
     size = sum(file.stat().st_size for file in {header.file for header in tensors.values()})
-    source = SourceInfo(directory.resolve(), config, tensors, size)
     if not allow_quantized:
-        check_source_unquantized(source)
-    return source
+        check_dense(tensors)
+    return SourceInfo(directory.resolve(), config, tensors, size)
 
 
-def check_source_unquantized(source: SourceInfo) -> None:
-    """Refuse a source that is quantized already, by its config or its headers.
+def whole_source(folder: Path | None) -> SourceInfo | None:
+    """Return the source in a folder; ``None`` without one, and where reading it will fail."""
+    try:
+        return None if folder is None else inspect_source(folder, allow_quantized=True)
+    except CheckpointError:
+        return None
+
+
+def source_of(model: Any) -> SourceInfo | None:
+    """Return the source that a model was loaded from, if it is still there and whole."""
+    config = getattr(model, "config", None)
+    place = getattr(config, "name_or_path", None)
+    if not isinstance(place, str) or not place:
+        return None
+    return whole_source(local_directory(place, revision=commit_of(config)))
+
+
+def _not_a_directory(path: Path) -> CheckpointError:
+    if path.exists():
+        return CheckpointError(
+            f"The model {path} is a file.", "Give the folder that holds config.json."
+        )
+    folders = [found.parent.name for found in path.parent.glob(f"*/{CONFIG}")]
+    remedy = did_you_mean(path.name, folders) if folders else ""
+    return CheckpointError(
+        f"The model folder {path} does not exist.",
+        remedy
+        if remedy.startswith("Did you mean")
+        else "Give an existing folder or the id of a model on the hub.",
+    )
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise CheckpointError(f"The file {file} is not valid JSON: {error}.", _DOWNLOAD) from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"The file {file} holds no JSON object.", _DOWNLOAD)
+    return content
+
+
+def _tensors(directory: Path, *, headers_only: bool) -> dict[str, TensorHeader]:
+    has_single, has_index = ((directory / name).is_file() for name in (SINGLE, INDEX))
+    found: dict[str, TensorHeader] = {}
+    weight_map = _read_json(directory / INDEX).get("weight_map") if has_index else None
+    # draft layers are stored beside the one file, in an index that names it too
+    if isinstance(weight_map, dict) and (not has_single or SINGLE in weight_map.values()):
+        found = _indexed(directory, weight_map, headers_only=headers_only)
+    elif has_index and not has_single:
+        raise CheckpointError(f"The file {directory / INDEX} has no weight_map.", _DOWNLOAD)
+    if has_single:
+        found |= read_header(directory / SINGLE, headers_only=headers_only)
+    if has_single or has_index or any((directory / name).is_file() for name in _OTHER_WEIGHTS):
+        return found
+    every = sorted(path.name for path in directory.iterdir() if path.is_file())
+    there = [name for name in every if _WEIGHTS.fullmatch(name)]
+    shown = join_names(there, most=3) or "no weights"
+    raise CheckpointError(
+        f"The folder {directory} holds a {CONFIG} and {shown}, but neither {SINGLE} nor {INDEX}, "
+        "by which a model's weights are found.",
+        "Download or copy the missing files, or save the model with save_pretrained of "
+        "transformers and use that.",
+    )
+
+
+def _indexed(
+    directory: Path, weight_map: Mapping[str, str], *, headers_only: bool
+) -> dict[str, TensorHeader]:
+    files = sorted(set(weight_map.values()))
+    missing = [name for name in files if not (directory / name).is_file()]
+    if missing:
+        raise CheckpointError(
+            f"The folder {directory} lacks {len(missing)} of {len(files)} weight files: "
+            f"{join_names(missing)}.",
+            "Download or copy them.",
+        )
+    headers = {name: read_header(directory / name, headers_only=headers_only) for name in files}
+    absent = [name for name, file in weight_map.items() if name not in headers[file]]
+    if absent:
+        raise CheckpointError(
+            f"The index of {directory} places the tensor {absent[0]} in {weight_map[absent[0]]}, "
+            f"which does not hold it ({len(absent)} such tensors).",
+            _DOWNLOAD,
+        )
+    return {name: headers[file][name] for name, file in weight_map.items()}
+
+
+def read_header(file: Path, *, headers_only: bool = False) -> dict[str, TensorHeader]:
+    """Read the header of one safetensors file and check it against the file's size.
+
+    A safetensors file is a little-endian 64-bit length ``n``, ``n`` bytes of JSON, and the data.
+    With ``headers_only`` it may end after the header.
 
     Raises:
-        CheckpointError: it is.
+        CheckpointError: the file is truncated, or safetensors itself would refuse it.
     """
-    check_config_unquantized(str(source.directory), source.config)
-    check_dense(source.tensors)
+    size = file.stat().st_size
+    with file.open("rb") as stream:
+        start = stream.read(8)
+        if start == b"version ":
+            raise CheckpointError(
+                f"The file {file} is a Git LFS pointer, not the weights.", "Run `git lfs pull`."
+            )
+        length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
+        if length == 0 or length > _MAX_HEADER:
+            raise CheckpointError(f"The file {file} is no safetensors file.", _DOWNLOAD)
+        text = stream.read(length)
+    data = expected = 8 + length
+    try:
+        tensors = {}
+        for name, entry in json.loads(text).items() if len(text) == length else ():
+            if name != "__metadata__":
+                begin, end = entry["data_offsets"]
+                place = (file, data + begin, end - begin)
+                tensors[name] = TensorHeader(entry["dtype"], tuple(entry["shape"]), *place)
+                expected = max(expected, data + end)
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise CheckpointError(f"The header of {file} cannot be read.", _DOWNLOAD) from error
+    if size < expected and not (headers_only and size == data):
+        raise CheckpointError(
+            f"The file {file} is truncated: it holds {size} of {expected} bytes.", _DOWNLOAD
+        )
+    try:
+        if size > data:
+            with safe_open(str(file), framework="numpy"):
+                pass
+    except SafetensorError as error:
+        raise CheckpointError(f"The file {file} is damaged: {error}.", _DOWNLOAD) from error
+    return tensors
+
+
+_DEQUANTIZED_BY = {"fp8": "FineGrainedFP8Config", "mxfp4": "Mxfp4Config"}
+"""Method → transformers' class of settings; its save_pretrained would quantize again."""
+_OF_WEIGHTS = ("config_groups", "kv_cache_scheme", "transform_config")
+_RETIRED = ("marlin-24", "sparse-24-bitmask", "sparse-bitmask")
+"""Formats of earlier releases of compressed-tensors."""
 
 
 def check_config_unquantized(model: str, config: Mapping[str, Any]) -> None:
-    """Refuse a ``config.json`` that declares quantized weights.
-
-    Raises:
-        CheckpointError: it does.
-    """
+    """Refuse (CheckpointError) a ``config.json`` that declares quantized weights."""
     method = quantization_method(config)
     if method is not None:
         check_format(model, quantization_settings(config))
@@ -348,11 +296,7 @@ def quantization_settings(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def quantization_method(config: Mapping[str, Any]) -> str | None:
-    """Return the name of the quantization method in ``config.json``, or ``None``.
-
-    Raises:
-        CheckpointError: the quantization configuration is no JSON object.
-    """
+    """Return the name of the quantization method in ``config.json``, or ``None``."""
     text_config = config.get("text_config")
     inner = text_config if isinstance(text_config, Mapping) else {}
     for holder, key in (
@@ -376,8 +320,7 @@ def quantization_method(config: Mapping[str, Any]) -> str | None:
 def is_empty_quantization(settings: Any) -> bool:
     """Return True if a ``quantization_config`` describes no quantized or packed weights.
 
-    An empty one does not. Nor does that of a model that an earlier release only pruned: it reports
-    the number of zeros in weights that are stored densely.
+    Nor does that of a model that an earlier release only pruned: it reports the number of zeros.
     """
     if not settings or not isinstance(settings, Mapping):
         return not settings
@@ -391,15 +334,7 @@ def is_empty_quantization(settings: Any) -> bool:
 
 
 def check_format(model: str, settings: Mapping[str, Any]) -> None:
-    """Refuse a ``quantization_config`` in a format that nothing loads any more.
-
-    Args:
-        model: the model's folder or id.
-        settings: the configuration, of compressed-tensors or any other method.
-
-    Raises:
-        CheckpointError: it is.
-    """
+    """Refuse (CheckpointError) a format in ``quantization_config`` that nothing loads any more."""
     groups, sparsity = settings.get("config_groups"), settings.get("sparsity_config")
     parts = list(groups.values()) if isinstance(groups, Mapping) else []
     found = [one.get("format") for one in (settings, sparsity, *parts) if isinstance(one, Mapping)]
@@ -435,183 +370,79 @@ def quantized_error(model: str, method: str) -> CheckpointError:
     return CheckpointError(f"The model {model} is already quantized by {method}.", f"{remedy}.")
 
 
-def read_header(file: Path, *, headers_only: bool = False) -> dict[str, TensorHeader]:
-    """Read the header of one safetensors file and check it against the file's size.
+# Quantized weights that ``config.json`` does not declare, detected from headers alone.
+#
+# Codes that are loaded as weights give meaningless numbers, and no error. Codes are
+#
+# - integers under a name that only packed weights have (``qweight``, …);
+# - a matrix of values of one byte or less, stored with its scales;
+# - such a matrix named ``weight``, unless its module is named like a table or a draft head: an
+#   embedding may be stored in float8 without scales, and no class loads a draft head.
+#
+# Other tensors of one byte (masks and tables in buffers) are not codes, nor is a dense weight that
+# is stored with scales: it has its values.
 
-    A safetensors file is a little-endian 64-bit length ``n``, ``n`` bytes of JSON, and the data.
+SIDE_FILES = ("hf_quant_config.json", "quantize_config.json", "quant_config.json")
+"""What exporters write beside ``config.json``, of the weights that they have quantized."""
 
-    Args:
-        file: the file.
-        headers_only: accept a file that ends after its header.
+_PACKED = frozenset({"weight_packed", "qweight", "W_q"})
+_INTEGER = re.compile(r"[IU]\d+")
+_NARROW = re.compile(r"[IU][48]|F[468](?:_.*)?")
+_TABLE = re.compile(r"(?!.*proj).*emb|wte|wpe")
+_DRAFT = re.compile(r"(?:.*\.)?(?:mtp|nextn|draft|eagle|medusa)")
+_MATRIX = 2
 
-    Raises:
-        CheckpointError: the file is truncated, has bytes that belong to no tensor, or is no
-            safetensors file.
+
+def code_tensors(tensors: Mapping[str, TensorHeader]) -> Iterator[str]:
+    """Return the names of the tensors that hold codes."""
+    return (name for name, header in tensors.items() if _holds_codes(name, header, tensors))
+
+
+def with_scales(names: Iterable[str]) -> set[str]:
+    """Return the names of code tensors and the possible names of their scales.
+
+    >>> sorted(with_scales(["up.weight"]))[:3]
+    ['up.SCB', 'up.scale', 'up.scales']
     """
-    size = file.stat().st_size
-    with file.open("rb") as stream:
-        start = stream.read(8)
-        if start == b"version ":
-            raise CheckpointError(
-                f"The file {file} is a Git LFS pointer, not the weights.", "Run `git lfs pull`."
-            )
-        length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
-        if length == 0 or length > _MAX_HEADER:
-            raise CheckpointError(f"The file {file} is no safetensors file.", _DOWNLOAD)
-        text = stream.read(length)
-    if len(text) < length:
-        raise _truncated(file, size, 8 + length)
-    try:
-        entries = json.loads(text)
-        tensors = {
-            name: (str(entry["dtype"]), tuple(entry["shape"]), _offsets(entry))
-            for name, entry in entries.items()
-            if name != "__metadata__"
-        }
-    except (ValueError, TypeError, KeyError, AttributeError, IndexError) as error:
-        raise CheckpointError(f"The header of {file} cannot be read.", _DOWNLOAD) from error
-    data = 8 + length
-    places = sorted(place for _, _, place in tensors.values())
-    expected = data + max((end for _, end in places), default=0)
-    if size < expected and not (headers_only and size == data):
-        raise _truncated(file, size, expected)
-    _check_covered(file, places, size - data)
-    return {
-        name: TensorHeader(dtype, shape, file, data + start, end - start)
-        for name, (dtype, shape, (start, end)) in tensors.items()
-    }
+    return {other for name in names for other in (name, *_scales_of(name))}
 
 
-def _check_covered(file: Path, places: Sequence[tuple[int, int]], available: int) -> None:
-    """Refuse data that belongs to no tensor or to several, as safetensors itself does.
-
-    safetensors' own reader, which every other loader uses, would refuse the file.
-    """
-    position = 0
-    for start, end in places:
-        if start != position:
-            what = "that belong to no tensor" if start > position else "that two tensors share"
-            raise CheckpointError(
-                f"The file {file} is damaged: it has {abs(start - position)} bytes {what}.",
-                _DOWNLOAD,
-            )
-        position = end
-    if available > position:
-        raise CheckpointError(
-            f"The file {file} is damaged: it has {available - position} bytes behind its last "
-            "tensor.",
-            _DOWNLOAD,
-        )
+def _holds_codes(name: str, header: TensorHeader, tensors: Mapping[str, TensorHeader]) -> bool:
+    path, _, own = name.rpartition(".")
+    if own in _PACKED:
+        return _INTEGER.fullmatch(header.dtype) is not None
+    if len(header.shape) < _MATRIX or not _NARROW.fullmatch(header.dtype):
+        return False
+    if any(scale in tensors for scale in _scales_of(name)):
+        return True
+    is_weight = own == "weight" and len(header.shape) == _MATRIX
+    is_table = _TABLE.match(path.rpartition(".")[2])  # embed_tokens or wte, but not embed_proj
+    return is_weight and not is_table and not _DRAFT.match(path)
 
 
-def _offsets(entry: Mapping[str, Any]) -> tuple[int, int]:
-    start, end = (int(value) for value in entry["data_offsets"])
-    if not 0 <= start <= end:
-        raise ValueError(f"data offsets {start} to {end}")
-    return start, end
+def _scales_of(name: str) -> list[str]:
+    path, dot, own = name.rpartition(".")
+    names = [f"{own}_scale", f"{own}_scale_inv", f"{own}_scales"]
+    if own == "weight":
+        names += ["scale", "scales", "SCB"]
+    elif own.endswith("_blocks"):
+        names.append(f"{own.removesuffix('_blocks')}_scales")
+    return [f"{path}{dot}{scale}" for scale in names]
 
 
-def _truncated(file: Path, size: int, expected: int) -> CheckpointError:
+def check_dense(tensors: Mapping[str, TensorHeader]) -> None:
+    """Refuse (CheckpointError) undeclared codes among the tensors of a checkpoint."""
+    name = next(code_tensors(tensors), None)
+    if name is not None:
+        raise undeclared_error(name, tensors[name])
+
+
+def undeclared_error(name: str, header: TensorHeader) -> CheckpointError:
+    """Return the error for a tensor of codes that ``config.json`` does not declare."""
+    told = [one for one in SIDE_FILES if (header.file.parent / one).is_file()]
+    elsewhere = f" ({told[0]} beside it does)" if told else ""
     return CheckpointError(
-        f"The file {file} is truncated: it holds {size} of {expected} bytes.", _DOWNLOAD
+        f"The tensor {name} of {header.file} ({header.dtype}) is quantized already, though "
+        f"config.json does not say so{elsewhere}.",
+        "Compress the original, unquantized model.",
     )
-
-
-def _not_a_directory(path: Path) -> CheckpointError:
-    if path.exists():
-        return CheckpointError(
-            f"The model {path} is a file.", "Give the folder that holds config.json."
-        )
-    parent = path.parent
-    siblings = [sibling.name for sibling in parent.iterdir()] if parent.is_dir() else []
-    folders = [name for name in siblings if (parent / name / CONFIG).is_file()]
-    remedy = did_you_mean(path.name, folders) if folders else ""
-    near = remedy if remedy.startswith("Did you mean") else ""
-    return CheckpointError(
-        f"The model folder {path} does not exist.",
-        near or "Give an existing folder or the id of a model on the hub.",
-    )
-
-
-def _read_json(file: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise CheckpointError(f"The file {file} is not valid JSON: {error}.", _DOWNLOAD) from error
-    if not isinstance(content, dict):
-        raise CheckpointError(f"The file {file} holds no JSON object.", _DOWNLOAD)
-    return content
-
-
-def _tensors(directory: Path, *, headers_only: bool) -> dict[str, TensorHeader]:
-    if (directory / SINGLE).is_file():
-        own = read_header(directory / SINGLE, headers_only=headers_only)
-        return {**_indexed_with_single(directory, headers_only=headers_only), **own}
-    if (directory / INDEX).is_file():
-        return _indexed(directory, headers_only=headers_only)
-    if any((directory / name).is_file() for name in _OTHER_WEIGHTS):
-        return {}
-    raise _no_weights(directory)
-
-
-def _indexed_with_single(directory: Path, *, headers_only: bool) -> dict[str, TensorHeader]:
-    """Return the tensors that an index names besides ``model.safetensors``.
-
-    Draft layers are stored so. An index that does not name that file belongs to another set of
-    files.
-    """
-    if not (directory / INDEX).is_file():
-        return {}
-    weight_map = _read_json(directory / INDEX).get("weight_map")
-    if not isinstance(weight_map, dict) or SINGLE not in weight_map.values():
-        return {}
-    return _indexed(directory, headers_only=headers_only)
-
-
-def _no_weights(directory: Path) -> CheckpointError:
-    """Return the error for a folder without weights under the names that loaders look for."""
-    needs = f"It needs {SINGLE}, or {INDEX} with the files that it names."
-    every = sorted(path.name for path in directory.iterdir() if path.is_file())
-    there = [name for name in every if _WEIGHTS.fullmatch(name)]
-    if not there:
-        return CheckpointError(f"The folder {directory} holds a {CONFIG} but no weights.", needs)
-    shown = f"{', '.join(there[:3])}{' …' if len(there) > 3 else ''}"
-    files = f"{len(there)} weight file{'s' if len(there) > 1 else ''} ({shown})"
-    if len(there) == 1 and there[0].endswith(".safetensors") and not _SHARD.search(there[0]):
-        remedy = f"{needs} Rename {there[0]} to {SINGLE} if it holds the whole model."
-    elif any(_SHARD.search(name) for name in there):
-        index = INDEX if there[-1].endswith(".safetensors") else _OTHER_WEIGHTS[1]
-        remedy = (
-            f"Download or copy {index}: it says which tensor is in which file, and of which files "
-            "none may be missing."
-        )
-    else:
-        remedy = f"{needs} Save the model with save_pretrained of transformers, and use that."
-    return CheckpointError(
-        f"The folder {directory} holds a {CONFIG} and {files}, but neither {SINGLE} nor {INDEX}, "
-        "by which a model's weights are found.",
-        remedy,
-    )
-
-
-def _indexed(directory: Path, *, headers_only: bool) -> dict[str, TensorHeader]:
-    weight_map = _read_json(directory / INDEX).get("weight_map")
-    if not isinstance(weight_map, dict):
-        raise CheckpointError(f"The file {directory / INDEX} has no weight_map.", _DOWNLOAD)
-    files = sorted(set(weight_map.values()))
-    missing = [name for name in files if not (directory / name).is_file()]
-    if missing:
-        raise CheckpointError(
-            f"The folder {directory} lacks {len(missing)} of {len(files)} weight files: "
-            f"{', '.join(missing[:5])}{' …' if len(missing) > 5 else ''}.",
-            "Download or copy them.",
-        )
-    headers = {name: read_header(directory / name, headers_only=headers_only) for name in files}
-    absent = [name for name, file in weight_map.items() if name not in headers[file]]
-    if absent:
-        raise CheckpointError(
-            f"The index of {directory} places the tensor {absent[0]} in {weight_map[absent[0]]}, "
-            f"which does not hold it ({len(absent)} such tensors).",
-            _DOWNLOAD,
-        )
-    return {name: headers[file][name] for name, file in weight_map.items()}

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reader of single tensors from safetensors files, into memory of their own.
+"""Reading and writing of single tensors in safetensors files.
 
-The files are read, not mapped: mapped pages count as memory of the process for as long as the
-mapping lives. A file that shrinks or fails under a mapping ends the process with a signal, where a
-read raises an error with the file's name.
+Files are read, not mapped: mapped pages count as memory of the process for as long as the mapping
+lives. A file that shrinks or fails under a mapping ends the process with a signal, where a read
+raises an error with the file's name.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ import threading
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import lru_cache
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,43 +28,56 @@ import torch
 import xxhash
 from torch import Tensor
 
-from llmcompressor.checkpoint.source import SINGLE, RowSliceHeader, TensorHeader
+from llmcompressor.checkpoint.source import SINGLE, TensorHeader
 from llmcompressor.errors import CheckpointError
 
-__all__ = [
-    "DTYPES",
-    "SHARD_SIZE",
-    "BufferPool",
-    "OutputFile",
-    "OutputLayout",
-    "StoredTensor",
-    "TensorPlace",
-    "TensorReader",
-    "TensorWriter",
-    "bytes_of",
-    "dtype_name",
-    "layout_files",
-    "natural_key",
-    "read_tensors",
-]
-
-
-# --------------------
-# A pool of read buffers, reused from block to block.
-#
-# Blocks of equal size come and go. In the heap each would leave holes, which are returned to the
-# system, requested again and cleared page by page. Here large tensors get mappings of their own,
-# in huge pages where the system has them. When the last tensor in a mapping is freed, the next
-# read of the same size reuses it.
-
+DTYPES: dict[str, torch.dtype] = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "I16": torch.int16,
+    "U16": torch.uint16,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I32": torch.int32,
+    "U32": torch.uint32,
+    "F32": torch.float32,
+    "C64": torch.complex64,
+    "F64": torch.float64,
+    "I64": torch.int64,
+    "U64": torch.uint64,
+}
+"""safetensors' names of dtypes; the last ones are stored first, so that all are aligned."""
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_ALIGNMENT = 8
+_CHUNK = 2**23
+"""Bytes that are read at once: few enough to be in the cache when they are hashed."""
+_MOST = 2**26
+"""Bytes that are written or hashed at once."""
 _APART = 2**21
 """Bytes from which on memory is asked of the system: a huge page."""
+SHARD_SIZE = 20_000_000_000
+"""Bytes of tensors per file, unless the user says otherwise."""
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """Return a view of the bytes of a contiguous tensor on the CPU."""
+    # a dimension of one element may have any stride, but only a stride of one can be viewed
+    flat = tensor.reshape(-1).as_strided((tensor.numel(),), (1,))
+    raw: Any = flat.view(torch.uint8).numpy()  # numpy's stubs know no buffers
+    return memoryview(raw)
 
 
 class BufferPool:
-    """A thread-safe pool of buffers by size.
+    """A thread-safe pool of read buffers by size, reused from block to block.
 
-    When a size is requested that has no idle buffer, all idle buffers are returned to the system.
+    Blocks of equal size come and go. In the heap each would leave holes, which are returned to the
+    system, requested again and cleared page by page. Here large tensors get mappings of their own,
+    in huge pages where the system has them; the next read of the same size reuses a mapping whose
+    last tensor is gone. When a size has no idle buffer, all idle ones go back to the system.
     """
 
     def __init__(self) -> None:
@@ -74,14 +86,10 @@ class BufferPool:
         self._is_open = True
 
     def take(self, nbytes: int) -> Tensor:
-        """Return a buffer that nothing else uses.
-
-        Returns:
-            uint8 ``[nbytes]`` on the CPU, of any content.
-        """
-        if nbytes < _APART or not hasattr(mmap, "MADV_HUGEPAGE"):
-            return torch.empty(nbytes, dtype=torch.uint8)
-        own = self._take_idle(nbytes) or _map_memory(nbytes)
+        """Return a buffer that nothing else uses: uint8 ``[nbytes]`` on the CPU, of any content."""
+        own = None
+        if nbytes >= _APART and hasattr(mmap, "MADV_HUGEPAGE"):
+            own = self._take_idle(nbytes) or _map_memory(nbytes)
         if own is None:
             return torch.empty(nbytes, dtype=torch.uint8)  # which raises if memory is exhausted
         array = np.frombuffer(own, dtype=np.uint8)
@@ -94,12 +102,6 @@ class BufferPool:
         with self._lock:
             self._is_open = False
             self._idle.clear()
-
-    @property
-    def idle_bytes(self) -> int:
-        """Bytes of the idle buffers."""
-        with self._lock:
-            return sum(size * len(every) for size, every in self._idle.items())
 
     def _take_idle(self, nbytes: int) -> mmap.mmap | None:
         with self._lock:
@@ -124,99 +126,51 @@ def _map_memory(nbytes: int) -> mmap.mmap | None:
     return own
 
 
-# --------------------
-# Reader of single tensors from safetensors files, into memory of their own.
-
-DTYPES: dict[str, torch.dtype] = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "U16": torch.uint16,
-    "U32": torch.uint32,
-    "U64": torch.uint64,
-    "BOOL": torch.bool,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "F8_E8M0": torch.float8_e8m0fnu,
-    "C64": torch.complex64,
-}
-"""safetensors' names of dtypes."""
-_NAMES = {dtype: name for name, dtype in DTYPES.items()}
-_CHUNK = 2**23
-"""Bytes that are read at once: few enough to be in the cache when they are hashed."""
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """Return safetensors' name of a dtype.
-
-    >>> dtype_name(torch.bfloat16)
-    'BF16'
-    """
-    return _NAMES[dtype]
-
-
-def bytes_of(tensor: Tensor) -> memoryview:
-    """Return a view of the bytes of a contiguous tensor on the CPU."""
-    # a dimension of one element may have any stride, but only a stride of one can be viewed
-    flat = tensor.reshape(-1).as_strided((tensor.numel(),), (1,))
-    raw: Any = flat.view(torch.uint8).numpy()  # numpy's stubs know no buffers
-    return memoryview(raw)
-
-
 class TensorReader:
-    """Thread-safe reader of a checkpoint's tensors by name.
+    """Thread-safe reader of a checkpoint's tensors by name, given their headers.
 
-    Args:
-        headers: name → the tensor's header.
+    All files are ``opened`` at once if they may be renamed or removed later.
     """
 
-    def __init__(self, headers: Mapping[str, TensorHeader]) -> None:
+    def __init__(self, headers: Mapping[str, TensorHeader], *, opened: bool = False) -> None:
         self._headers = headers
         self._files: dict[Path, int] = {}
         self._buffers = BufferPool()
+        for header in headers.values() if opened else ():
+            self._descriptor(header.file)
 
     def read(self, name: str, digest: xxhash.xxh3_128 | None = None) -> Tensor:
-        """Read a tensor into CPU memory, in the dtype of the file.
-
-        Args:
-            name: the tensor's name.
-            digest: updated with the bytes read.
+        """Read a tensor into CPU memory, in the dtype of the file; its bytes update ``digest``.
 
         Raises:
             CheckpointError: the file cannot be read, or is shorter than it was.
         """
         header = self._headers[name]
-        dtype = self._dtype(header, name)
-        stored = header.matrix if isinstance(header, RowSliceHeader) else header.shape
-        nbytes = prod(stored) * dtype.itemsize
+        dtype = torch_dtype(name, header)
+        shape = header.shape if header.matrix is None else header.matrix
+        nbytes = prod(shape) * dtype.itemsize
         data = self._buffers.take(nbytes)
         view = bytes_of(data)
         done = 0
         while done < nbytes:
-            count = self._read_into(header, view[done : done + _CHUNK], done)
+            with _read_errors(header.file):
+                into = [view[done : done + _CHUNK]]
+                count = os.preadv(self._descriptor(header.file), into, header.offset + done)
+            if count == 0:
+                raise CheckpointError(
+                    f"The file {header.file} has become shorter while it was read.",
+                    "Restore it; what is finished is kept, and the same call continues.",
+                )
             if digest is not None:
                 digest.update(view[done : done + count])
             done += count
-        tensor = data.view(dtype).reshape(stored)
-        if isinstance(header, RowSliceHeader):
-            tensor = tensor.mT if header.turned else tensor
-            return tensor[slice(*header.rows)].contiguous()
-        return tensor
+        tensor = data.view(dtype).reshape(shape)
+        if header.matrix is None:
+            return tensor
+        return (tensor.mT if header.turned else tensor)[slice(*header.rows)].contiguous()
 
     def file_stamps(self, names: Iterable[str]) -> dict[str, str]:
-        """Return a stamp for each file of some tensors, which changes if the file is modified.
-
-        It is that of the open file, which is the one that is read.
-
-        Raises:
-            CheckpointError: a file cannot be opened.
-        """
+        """Return a stamp for each open file of some tensors, which changes if it is modified."""
         found: dict[str, str] = {}
         for header in map(self._headers.__getitem__, names):
             if header.file.name not in found:
@@ -225,11 +179,6 @@ class TensorReader:
                 times = f"{status.st_mtime_ns} {status.st_ctime_ns}"
                 found[header.file.name] = f"{status.st_size} {status.st_ino} {times}"
         return found
-
-    def open_all(self) -> None:
-        """Open every file now, so that it can be read even if it is renamed or removed."""
-        for header in self._headers.values():
-            self._descriptor(header.file)
 
     def __del__(self) -> None:
         self.close()
@@ -246,25 +195,16 @@ class TensorReader:
             self._files[file] = os.open(file, os.O_RDONLY)
         return self._files[file]
 
-    def _read_into(self, header: TensorHeader, view: memoryview, done: int) -> int:
-        with _read_errors(header.file):
-            count = os.preadv(self._descriptor(header.file), [view], header.offset + done)
-        if count == 0:
-            raise CheckpointError(
-                f"The file {header.file} has become shorter while it was read.",
-                "Restore it; what is finished is kept, and the same call continues.",
-            )
-        return count
 
-    @staticmethod
-    def _dtype(header: TensorHeader, name: str) -> torch.dtype:
-        if header.dtype not in DTYPES:
-            raise CheckpointError(
-                f"The tensor {name} of {header.file} has the dtype {header.dtype}, which torch "
-                "does not know.",
-                "Convert the checkpoint.",
-            )
-        return DTYPES[header.dtype]
+def torch_dtype(name: str, header: TensorHeader) -> torch.dtype:
+    """Return the dtype of a stored tensor; CheckpointError if torch does not know it."""
+    if header.dtype not in DTYPES:
+        raise CheckpointError(
+            f"The tensor {name} of {header.file} has the dtype {header.dtype}, which torch "
+            "does not know.",
+            "Convert the checkpoint.",
+        )
+    return DTYPES[header.dtype]
 
 
 def read_tensors(headers: Mapping[str, TensorHeader]) -> Iterator[tuple[str, Tensor]]:
@@ -288,39 +228,11 @@ def _read_errors(file: Path) -> Iterator[None]:
         ) from error
 
 
-# --------------------
 # Layout of the output files, computed before any tensor.
 #
 # A safetensors file begins with a header that places all its tensors. As names, dtypes and shapes
 # follow from the model and its schemes, the files are laid out first. Blocks are then written to
 # their places in any order, a killed run resumes, and the size of the output is known to the byte.
-
-SHARD_SIZE = 20_000_000_000
-"""Bytes of tensors per file, unless the user says otherwise."""
-_ALIGNMENT = 8
-# The order of safetensors: wide dtypes first, so that every tensor is aligned to its dtype.
-_ORDER = [
-    "BOOL",
-    "F4",
-    "F6_E2M3",
-    "F6_E3M2",
-    "U8",
-    "I8",
-    "F8_E5M2",
-    "F8_E4M3",
-    "F8_E8M0",
-    "I16",
-    "U16",
-    "F16",
-    "BF16",
-    "I32",
-    "U32",
-    "F32",
-    "C64",
-    "F64",
-    "I64",
-    "U64",
-]
 
 
 def natural_key(name: str) -> list[tuple[int, int, str]]:
@@ -330,43 +242,22 @@ def natural_key(name: str) -> list[tuple[int, int, str]]:
     ]
 
 
-@lru_cache(maxsize=4096)
-def _bytes(dtype: str, shape: tuple[int, ...]) -> int:
-    return prod(shape) * DTYPES[dtype].itemsize
-
-
 class StoredTensor(NamedTuple):
-    """The name, dtype and shape of a stored tensor."""
+    """The name, dtype (as safetensors calls it) and shape of a stored tensor."""
 
     name: str
     dtype: str
-    """safetensors' name of the dtype."""
     shape: tuple[int, ...]
 
     @property
     def nbytes(self) -> int:
         """Number of bytes of the tensor's data."""
-        return _bytes(self.dtype, self.shape)
-
-
-class TensorPlace(NamedTuple):
-    """The place of a stored tensor in a file."""
-
-    file: str
-    offset: int
-    """Bytes from the beginning of the file."""
-    stored: StoredTensor
+        return prod(self.shape) * DTYPES[self.dtype].itemsize
 
 
 @dataclass(frozen=True)
 class OutputFile:
-    """A weight file of the output.
-
-    Attributes:
-        name: its name.
-        header: the safetensors header, including its length.
-        size: bytes of the whole file.
-    """
+    """A weight file of the output: its header with the length before it, and its whole size."""
 
     name: str
     header: bytes
@@ -377,20 +268,18 @@ class OutputFile:
 class OutputLayout:
     """The layout of all weight files.
 
-    Attributes:
-        files: in order.
-        places: tensor → its place.
-        total_size: bytes of all tensors.
+    ``places`` has the headers of tensors, with files relative to the output; ``total_size`` is the
+    number of bytes of all tensors, ``file_size`` that of the files.
     """
 
     files: Sequence[OutputFile]
-    places: Mapping[str, TensorPlace]
+    places: Mapping[str, TensorHeader]
     total_size: int
+    file_size: int
 
-    @property
-    def file_size(self) -> int:
-        """Number of bytes of all weight files."""
-        return sum(file.size for file in self.files)
+    def headers(self, folder: Path) -> dict[str, TensorHeader]:
+        """Return the headers of the tensors in a folder."""
+        return {name: replace(one, file=folder / one.file) for name, one in self.places.items()}
 
     def index(self) -> str | None:
         """Return the text of the index file; ``None`` for a single weight file."""
@@ -398,18 +287,13 @@ class OutputLayout:
             return None
         index = {
             "metadata": {"total_size": self.total_size},
-            "weight_map": {name: place.file for name, place in self.places.items()},
+            "weight_map": {name: str(place.file) for name, place in self.places.items()},
         }
         return json.dumps(index, indent=2, sort_keys=True) + "\n"
 
 
 def layout_files(tensors: Iterable[StoredTensor], limit: int = SHARD_SIZE) -> OutputLayout:
-    """Divide tensors into files in their order, and place them.
-
-    Args:
-        tensors: the tensors in the order to store them.
-        limit: bytes of tensors per file; a single larger one gets a file of its own.
-    """
+    """Place tensors in files, in their order, with up to ``limit`` bytes of tensors in each."""
     groups: list[list[StoredTensor]] = [[]]
     held = total = 0
     for stored in tensors:
@@ -421,33 +305,29 @@ def layout_files(tensors: Iterable[StoredTensor], limit: int = SHARD_SIZE) -> Ou
         held += size
         total += size
     files: list[OutputFile] = []
-    places: dict[str, TensorPlace] = {}
+    places: dict[str, TensorHeader] = {}
     for number, group in enumerate(groups, start=1):
         name = (
             SINGLE if len(groups) == 1 else f"model-{number:05d}-of-{len(groups):05d}.safetensors"
         )
         header, offsets, size = _header(group)
-        begin = len(header)
+        begin, file = len(header), Path(name)
         files.append(OutputFile(name, header, begin + size))
         for stored in group:
-            places[stored.name] = TensorPlace(name, begin + offsets[stored.name], stored)
-    return OutputLayout(files, places, total)
+            place = (file, begin + offsets[stored], stored.nbytes)
+            places[stored.name] = TensorHeader(stored.dtype, stored.shape, *place)
+    return OutputLayout(files, places, total, sum(file.size for file in files))
 
 
-def _header(group: Sequence[StoredTensor]) -> tuple[bytes, dict[str, int], int]:
-    """Build the header of a file as safetensors writes it.
-
-    Returns:
-        The header, the offset of each tensor after it, and the bytes of all tensors.
-    """
-    ranks = {dtype: -place for place, dtype in enumerate(_ORDER)}
-    ordered = sorted(group, key=lambda one: (ranks[one.dtype], one.name))
+def _header(group: Sequence[StoredTensor]) -> tuple[bytes, dict[StoredTensor, int], int]:
+    """Return a file's header as safetensors writes it, each tensor's offset, and all bytes."""
+    ranks = {dtype: -place for place, dtype in enumerate(DTYPES)}
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    offsets: dict[str, int] = {}
+    offsets: dict[StoredTensor, int] = {}
     begin = 0
-    for stored in ordered:
+    for stored in sorted(group, key=lambda one: (ranks[one.dtype], one.name)):
         end = begin + stored.nbytes
-        offsets[stored.name] = begin
+        offsets[stored] = begin
         entries[stored.name] = {
             "dtype": stored.dtype,
             "shape": stored.shape,
@@ -459,29 +339,24 @@ def _header(group: Sequence[StoredTensor]) -> tuple[bytes, dict[str, int], int]:
     return struct.pack("<Q", len(text)) + text, offsets, begin
 
 
-# --------------------
-# Writer of tensors to their places in the output files.
-
-_MOST = 2**26
-"""Bytes that are written or hashed at once."""
-
-
 class TensorWriter:
-    """Write tensors to their planned places, in any order.
+    """Write tensors to their places in the files of a folder, in any order; data there is kept.
 
     Creating it allocates the disk space of all files, so that a full disk fails at once.
-
-    Args:
-        folder: the folder of the files; data that they hold already is kept.
-        layout: the place of each tensor.
     """
 
     def __init__(self, folder: Path, layout: OutputLayout) -> None:
         self._layout = layout
-        self._files: dict[str, int] = {}
+        self._files: dict[Path, int] = {}
         try:
             for file in layout.files:
-                self._open(folder, file)
+                descriptor = os.open(folder / file.name, os.O_RDWR | os.O_CREAT, 0o666)
+                self._files[Path(file.name)] = descriptor
+                if os.fstat(descriptor).st_size != file.size:
+                    os.ftruncate(descriptor, file.size)
+                if hasattr(os, "posix_fallocate"):
+                    os.posix_fallocate(descriptor, 0, file.size)
+                _write_all(descriptor, memoryview(file.header), 0)
         except BaseException:
             self.close()
             raise
@@ -489,21 +364,30 @@ class TensorWriter:
     def as_planned(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return tensors as they are to be stored: contiguous, on the CPU, of the planned dtype.
 
-        Raises:
-            CheckpointError: one of them has another shape or dtype than planned.
+        A float tensor is cast if that is lossless: some routers convert their own weights to
+        float32 when they are called. CheckpointError for another shape or dtype than planned.
         """
-        return {
-            name: self._as_planned(name, tensor.detach().to("cpu").contiguous())
-            for name, tensor in tensors.items()
-        }
+        found = {}
+        for name, given in tensors.items():
+            tensor = given.detach().to("cpu").contiguous()
+            place = self._layout.places.get(name)
+            planned = tensor.dtype if place is None else DTYPES[place.dtype]
+            is_float = tensor.is_floating_point() and planned.is_floating_point
+            if is_float and planned is not tensor.dtype and tensor.element_size() > 1:
+                narrow = tensor.to(planned)
+                tensor = narrow if torch.equal(narrow.to(tensor.dtype), tensor) else tensor
+            own = (DTYPE_NAMES[tensor.dtype], tuple(tensor.shape))
+            if place is None or (place.dtype, place.shape) != own:
+                wanted = "nothing" if place is None else f"{place.dtype} {place.shape}"
+                raise CheckpointError(
+                    f"{name} was to be stored as {wanted} and is {own[0]} {own[1]}.",
+                    "This is a defect of llmcompressor; the model was not written.",
+                )
+            found[name] = tensor
+        return found
 
     def write(self, tensors: Mapping[str, Tensor], *, durable: bool = False) -> str:
-        """Write tensors and return the hash of their bytes.
-
-        Args:
-            tensors: the result of :meth:`as_planned`.
-            durable: sync them to the disk.
-        """
+        """Write tensors :meth:`as_planned`, synced if ``durable``; return their hash."""
         digest = xxhash.xxh3_128()
         touched = set()
         for name in sorted(tensors):
@@ -512,9 +396,8 @@ class TensorWriter:
             place = self._layout.places[name]
             _write_all(self._files[place.file], view, place.offset)
             touched.add(place.file)
-        if durable:
-            for file in touched:
-                os.fdatasync(self._files[file])
+        for file in touched if durable else ():
+            os.fdatasync(self._files[file])
         return digest.hexdigest()
 
     def digest_of(self, names: Iterable[str]) -> str:
@@ -522,7 +405,7 @@ class TensorWriter:
         digest = xxhash.xxh3_128()
         for name in sorted(names):
             place = self._layout.places[name]
-            offset, left = place.offset, place.stored.nbytes
+            offset, left = place.offset, place.nbytes
             while left:
                 part = os.pread(self._files[place.file], min(left, _MOST), offset)
                 if not part:
@@ -536,35 +419,6 @@ class TensorWriter:
         for descriptor in self._files.values():
             os.close(descriptor)
         self._files.clear()
-
-    def _open(self, folder: Path, file: OutputFile) -> None:
-        descriptor = os.open(folder / file.name, os.O_RDWR | os.O_CREAT, 0o666)
-        self._files[file.name] = descriptor
-        if os.fstat(descriptor).st_size != file.size:
-            os.ftruncate(descriptor, file.size)
-        if hasattr(os, "posix_fallocate"):
-            os.posix_fallocate(descriptor, 0, file.size)
-        _write_all(descriptor, memoryview(file.header), 0)
-
-    def _as_planned(self, name: str, tensor: Tensor) -> Tensor:
-        """Return a tensor in its planned float dtype, if the cast is lossless.
-
-        Some routers convert their own weights to float32 when they are called.
-        """
-        place = self._layout.places.get(name)
-        if place is not None and tensor.is_floating_point() and tensor.element_size() > 1:
-            planned = DTYPES[place.stored.dtype]
-            if planned != tensor.dtype and planned.is_floating_point:
-                narrow = tensor.to(planned)
-                tensor = narrow if torch.equal(narrow.to(tensor.dtype), tensor) else tensor
-        found = (dtype_name(tensor.dtype), tuple(tensor.shape))
-        if place is None or (place.stored.dtype, place.stored.shape) != found:
-            wanted = "nothing" if place is None else f"{place.stored.dtype} {place.stored.shape}"
-            raise CheckpointError(
-                f"{name} was to be stored as {wanted} and is {found[0]} {found[1]}.",
-                "This is a defect of llmcompressor; the model was not written.",
-            )
-        return tensor
 
 
 def _write_all(descriptor: int, view: memoryview, offset: int) -> None:

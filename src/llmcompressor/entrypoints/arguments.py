@@ -34,7 +34,6 @@ from llmcompressor.checkpoint.atomic_output import check_file, check_output_dir,
 from llmcompressor.checkpoint.save import RECIPE_FILE
 from llmcompressor.checkpoint.side_files import load_processor
 from llmcompressor.checkpoint.source import SourceInfo, local_directory
-from llmcompressor.checkpoint.workspace import is_being_published
 from llmcompressor.core.modifier import Modifier
 from llmcompressor.datasets import rows
 from llmcompressor.datasets.calibration import load_calibration
@@ -227,12 +226,7 @@ class Task:
         Raises:
             OutputError: it is a file, is in use, overlaps the input, or cannot be created.
         """
-        check_output_dir(
-            target,
-            source=self.source,
-            overwrite=self.model_args.overwrite,
-            is_ours=is_being_published(target),
-        )
+        check_output_dir(target, source=self.source, overwrite=self.model_args.overwrite)
 
     @property
     def has_data(self) -> bool:

@@ -17,21 +17,16 @@ from transformers import PreTrainedModel
 
 from llmcompressor.checkpoint.block_reader import REST, BlockWeights
 from llmcompressor.checkpoint.block_stream import PlannedOutput, ResidentBlocks, StreamedBlocks
-from llmcompressor.checkpoint.journal import RunIdentity
+from llmcompressor.checkpoint.journal import RunIdentity, reserve_output
 from llmcompressor.checkpoint.load import (
     check_no_peft_adapters,
     check_unquantized,
     codes_without_scheme,
     decompress_weights,
     fetch,
-    has_offload_caches,
-    is_dispatched,
-    is_offloaded,
     load_model,
     parse_precision,
-    remove_accelerate_hooks,
-    remove_offload_caches,
-    untie_embeddings,
+    remove_offloading,
 )
 from llmcompressor.checkpoint.manifest import module_kinds
 from llmcompressor.checkpoint.meta_model import MetaModel, build_meta_model
@@ -41,8 +36,9 @@ from llmcompressor.checkpoint.quantization_config import existing_quantization
 from llmcompressor.checkpoint.save import SaveOptions, modify_save_pretrained
 from llmcompressor.checkpoint.source import (
     SourceInfo,
+    check_config_unquantized,
+    check_dense,
     check_no_adapter,
-    check_source_unquantized,
     code_tensors,
     inspect_source,
     is_compressed_tensors,
@@ -50,7 +46,6 @@ from llmcompressor.checkpoint.source import (
     local_directory,
     quantization_method,
 )
-from llmcompressor.checkpoint.workspace import reserve_output
 from llmcompressor.core.block_source import BlockSource
 from llmcompressor.core.contract import DataSize, DataUse, Prediction
 from llmcompressor.core.modifier import Modifier
@@ -77,7 +72,7 @@ from llmcompressor.entrypoints.verify import (
 from llmcompressor.errors import ArgumentError, CheckpointError, OutputError
 from llmcompressor.logger import logger
 from llmcompressor.modeling.sharded import has_partitioned_parameters
-from llmcompressor.modeling.weights import align_parameters
+from llmcompressor.modeling.weights import align_parameters, untie_embeddings
 from llmcompressor.pipelines.attention_trial import check_attention_forward
 from llmcompressor.pipelines.moe_routing import experts_report
 from llmcompressor.pipelines.moe_selection import (
@@ -236,8 +231,7 @@ def load_whole_model(task: Task, *, device: str | None, goes_on: bool = False) -
     if goes_on:
         prepare_partly_quantized(model)
         drop_dequantizing_conversions(model)
-    if has_offload_caches(model):
-        remove_offload_caches(model)
+    remove_offloading(model)
     align_parameters(model)
     return _move_to_device(model, device)
 
@@ -255,13 +249,7 @@ def _given_model(task: Task, given: Any, *, goes_on: bool) -> Module:
     (prepare_partly_quantized if goes_on else check_unquantized)(model)
     drop_dequantizing_conversions(model)
     device = task.model_args.device
-    was_offloaded = is_offloaded(model) or has_offload_caches(model)
-    if has_offload_caches(model):
-        remove_offload_caches(model)
-    if was_offloaded or (device is not None and is_dispatched(model)):
-        remove_accelerate_hooks(
-            model
-        )  # hooks would send inputs to the former devices of the weights
+    was_offloaded = remove_offloading(model, hooks=device is not None)
     _check_values(model)
     wanted, own = parse_precision(task.model_args.precision), getattr(model, "dtype", None)
     if isinstance(wanted, torch.dtype) and wanted != own:
@@ -506,7 +494,8 @@ def streamable_source(job: Job) -> SourceInfo | None:
     if is_partly_quantized(source):
         _warn_in_memory("a part of it is quantized already")
         return None
-    check_source_unquantized(source)
+    check_config_unquantized(str(source.directory), source.config)
+    check_dense(source.tensors)
     check_no_adapter(source.directory)
     if not source.tensors:
         _warn_in_memory("its weights are not safetensors")
@@ -611,14 +600,14 @@ class _Run:
                 blocks.publish(self._options(report))
             blocks.show()
         if hasattr(model, "save_pretrained"):
-            modify_save_pretrained(
-                model,  # type: ignore[arg-type]  # it has the methods of a PreTrainedModel
+            options = SaveOptions(
                 recipe=job.applied_recipe(session.lifecycle.recipe),
                 source=blocks.source_folder,
                 report=report,
                 check=verify_saved if job.run_args.verify else None,
                 once=job.processes.count > 1,
             )
+            modify_save_pretrained(model, options)  # type: ignore[arg-type]  # or one like it
         return model
 
     def _plan_output(self) -> PlannedOutput | None:

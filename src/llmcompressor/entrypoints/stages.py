@@ -33,8 +33,7 @@ from llmcompressor.args import (
     TrainingArguments,
     parse_arguments,
 )
-from llmcompressor.checkpoint.journal import RunIdentity
-from llmcompressor.checkpoint.workspace import resumable_fingerprint
+from llmcompressor.checkpoint.journal import RunIdentity, resumable_fingerprint
 from llmcompressor.core.modifier import Modifier
 from llmcompressor.entrypoints.arguments import Job, as_path, check_run_types, is_idle
 from llmcompressor.entrypoints.fingerprints import (

@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -361,13 +362,9 @@ class _Run:
         if self.is_main:
             logger.info(f"Trained for {trainer.state.global_step} steps: {said}.")
         recipe = task.applied_recipe(self.session.lifecycle.recipe)
-        modify_save_pretrained(
-            self.model,
-            recipe=recipe,
-            source=task.source,
-            report=report,
-            check=verify_saved if task.run_args.verify else None,
-        )
+        check = verify_saved if task.run_args.verify else None
+        options = SaveOptions(recipe=recipe, source=task.source, report=report, check=check)
+        modify_save_pretrained(self.model, options)
         state = None
         if task.output_dir is not None and (
             has_partitioned_parameters(self.model) or was_loaded_sharded(self.model)
@@ -378,15 +375,11 @@ class _Run:
         ):
             state = trainer.accelerator.get_state_dict(trainer.model_wrapped)  # from all processes
         if task.output_dir is not None and self.is_main:
-            options = SaveOptions(
+            options = replace(
+                options,
                 save_compressed=task.model_args.save_compressed,
                 processor=task.processor_to_write(self.processor),
-                recipe=recipe,
-                source=task.source,
-                report=report,
-                check=partial(verify_written, kinds=module_kinds(self.model))
-                if task.run_args.verify
-                else None,
+                check=partial(verify_written, kinds=module_kinds(self.model)) if check else None,
             )
             write_checkpoint(self.model, folder.files, options, state)
             folder.mark_written()

@@ -18,9 +18,14 @@ from torch.nn import Module
 
 from llmcompressor.args import DatasetArguments, TrainingArguments
 from llmcompressor.checkpoint.atomic_output import fsync_tree, work_folder
-from llmcompressor.checkpoint.journal import BlockEntry, RunIdentity
+from llmcompressor.checkpoint.journal import (
+    BlockEntry,
+    RunIdentity,
+    Workspace,
+    open_workspace,
+    resumable_fingerprint,
+)
 from llmcompressor.checkpoint.source import inspect_source
-from llmcompressor.checkpoint.workspace import Workspace, open_workspace, resumable_fingerprint
 from llmcompressor.datasets import rows as table
 from llmcompressor.datasets.calibration import load_training, make_collator
 from llmcompressor.datasets.rows import Stream
@@ -303,9 +308,6 @@ class TrainingFolder:
         """
         workspace = self._workspace
         assert workspace is not None, "only the main process writes the output"
-        if workspace.is_published:
-            workspace.remove()
-            return
         for path in sorted(self.training.iterdir()):
             if keep_checkpoints or not path.name.startswith(_CHECKPOINT):
                 state = path if path.name == STATE_FILE else path / STATE_FILE
@@ -337,7 +339,7 @@ def open_training_folder(
     Args:
         target: the output directory; without one a temporary folder is used.
         fingerprint: identifies the training.
-        resume: see :func:`~llmcompressor.checkpoint.workspace.open_workspace`.
+        resume: see :func:`~llmcompressor.checkpoint.journal.open_workspace`.
         is_main: whether this process writes the output.
 
     Raises:

@@ -394,8 +394,7 @@ def modify_save_pretrained(
     own = save_options(model) or SaveOptions()
     session = active_session()
     of_session = session.get_serialized_recipe() if session.state.model is model else None
-    save.modify_save_pretrained(
-        model,
+    options = SaveOptions(
         recipe=recipe or own.recipe or _recipe_of_parts(known) or of_session,
         source=source or own.source,
         processor=own.processor if processor is None else processor,
@@ -403,6 +402,7 @@ def modify_save_pretrained(
         check=known[0].check if known else verify_saved,  # a run may have left it out
         once=any(one.once for one in known),
     )
+    save.modify_save_pretrained(model, options)
 
 
 def _recipe_of_parts(known: list[SaveOptions]) -> Text:

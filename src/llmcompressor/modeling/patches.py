@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn import Module, Parameter, functional
 
 from llmcompressor.modeling.names import named_modules
+from llmcompressor.numerics.products import is_slow_dtype, wide_linear
 from llmcompressor.transformers_internals import QUANTIZED_MARK
 
 __all__ = [
@@ -23,6 +24,7 @@ __all__ = [
     "RESTS",
     "eval_mode",
     "exclude_from_compile",
+    "float32_linears",
     "forward_overridden",
     "input_rotation_key",
     "linear_with_rotations",
@@ -294,3 +296,36 @@ def modules_with_adapters(model: Module) -> list[str]:
     bases = {name: {one.__name__ for one in kind} for name, kind in kinds.items()}
     names = [name for name, own in bases.items() if _LAYER in own]
     return names or ([type(model).__name__] if _WRAPPERS & bases[""] else [])
+
+
+# --------------------
+# Float32 matrix products for half-precision Linears on CPUs where that is faster.
+
+_DTYPES = (torch.bfloat16, torch.float16)
+_FEWEST_TOKENS = 64
+"""Below this, widening the weight takes longer than multiplying it."""
+
+
+@contextlib.contextmanager
+def float32_linears() -> Iterator[None]:
+    """Make ``torch.nn.functional.linear`` multiply in float32 where that is faster.
+
+    This applies to plain CPU tensors of many tokens without gradients; other calls are unchanged.
+    """
+    if not any(is_slow_dtype(dtype) for dtype in _DTYPES):
+        yield
+        return
+    with replace_functional_linear(_runs_in_fp32, wide_linear):
+        yield
+
+
+def _runs_in_fp32(given: Tensor, weight: Tensor) -> bool:
+    return (
+        given.dtype == weight.dtype
+        and given.device.type == weight.device.type == "cpu"
+        and is_slow_dtype(given.dtype)
+        and given.numel() >= _FEWEST_TOKENS * weight.shape[-1]
+        and not torch.is_inference_mode_enabled()
+        and not torch.is_autocast_enabled("cpu")
+        and not (torch.is_grad_enabled() and (given.requires_grad or weight.requires_grad))
+    )

@@ -227,18 +227,20 @@ def nonfinite_names(named: Mapping[str, Tensor]) -> list[str]:
         if not is_finite(pair[1]):
             bad.add(pair[0])
 
-    parts = [
-        (name, local_shard(weight)) for name, weight in named.items() if not is_partitioned(weight)
-    ]
+    sharded = torch.distributed.is_available() and torch.distributed.is_initialized()
+    parts = list(named.items())
+    if sharded:
+        parts = [(name, local_shard(one)) for name, one in parts if not is_partitioned(one)]
     # one tensor per thread: threads that share one would wait for the one that reads ahead
     parallel_for(look, [pair for pair in parts if pair[1].device.type == "cpu"])
     for pair in parts:
         if pair[1].device.type != "cpu":
             look(pair)
-    for name, weight in named.items():
-        if is_partitioned(weight):
-            look((name, gather_parameter(weight)))
-    bad |= _nonfinite_on_any_rank(named, bad)
+    if sharded:
+        for name, weight in named.items():
+            if is_partitioned(weight):
+                look((name, gather_parameter(weight)))
+        bad |= _nonfinite_on_any_rank(named, bad)
     return [name for name in named if name in bad]
 
 

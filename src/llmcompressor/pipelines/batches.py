@@ -18,11 +18,10 @@ from llmcompressor.logger import logger
 from llmcompressor.modeling.call_graph import first_tensor, model_inputs, without_cache
 from llmcompressor.modeling.patches import (
     eval_mode,
+    float32_linears,
     marked_quantized,
     quantization_disabled,
-    replace_functional_linear,
 )
-from llmcompressor.numerics.products import is_slow_dtype, wide_linear
 from llmcompressor.observers.tokens import token_mask
 from llmcompressor.runtime.threads import short_spin_waits
 
@@ -31,7 +30,6 @@ __all__ = [
     "MergedBatch",
     "calibration_batches",
     "calibration_mode",
-    "float32_linears",
     "merge_batches",
     "small_batch",
 ]
@@ -150,39 +148,6 @@ def small_batch(batch: Mapping[str, Any]) -> dict[str, Any]:
     if any(value.shape != shape for value in tensors.values()):  # masks of four dimensions
         return dict(batch)
     return {key: value[:1, :_PROBE_TOKENS] for key, value in batch.items()}
-
-
-# --------------------
-# Float32 matrix products for half-precision Linears on CPUs where that is faster.
-
-_DTYPES = (torch.bfloat16, torch.float16)
-_FEWEST_TOKENS = 64
-"""Below this, widening the weight takes longer than multiplying it."""
-
-
-@contextlib.contextmanager
-def float32_linears() -> Iterator[None]:
-    """Make ``torch.nn.functional.linear`` multiply in float32 where that is faster.
-
-    This applies to plain CPU tensors of many tokens without gradients; other calls are unchanged.
-    """
-    if not any(is_slow_dtype(dtype) for dtype in _DTYPES):
-        yield
-        return
-    with replace_functional_linear(_runs_in_fp32, wide_linear):
-        yield
-
-
-def _runs_in_fp32(given: Tensor, weight: Tensor) -> bool:
-    return (
-        given.dtype == weight.dtype
-        and given.device.type == weight.device.type == "cpu"
-        and is_slow_dtype(given.dtype)
-        and given.numel() >= _FEWEST_TOKENS * weight.shape[-1]
-        and not torch.is_inference_mode_enabled()
-        and not torch.is_autocast_enabled("cpu")
-        and not (torch.is_grad_enabled() and (given.requires_grad or weight.requires_grad))
-    )
 
 
 # --------------------

@@ -16,7 +16,7 @@ from torch.nn import Module
 from llmcompressor.args import DatasetArguments
 from llmcompressor.checkpoint.atomic_output import work_folder
 from llmcompressor.checkpoint.block_writer import check_space, non_weight_bytes, unallocated_bytes
-from llmcompressor.checkpoint.workspace import files_folder, scratch_folder
+from llmcompressor.checkpoint.journal import FILES, SCRATCH
 from llmcompressor.core.contract import Cost, DataSize, DataUse, Edits, PlannedModule
 from llmcompressor.core.modifier import Modifier
 from llmcompressor.core.state import RunSettings, State
@@ -374,8 +374,8 @@ class _PlanBuilder:
         with self._recording("output_dir", OutputError):
             check_space(
                 folder,
-                output=unallocated_bytes(files_folder(folder), output.layout.file_size + beside),
-                scratch=unallocated_bytes(scratch_folder(folder), scratch),
+                output=unallocated_bytes(folder / FILES, output.layout.file_size + beside),
+                scratch=unallocated_bytes(folder / SCRATCH, scratch),
             )
 
     def _part_costs(

@@ -17,7 +17,6 @@ import torch
 from torch.nn import Module
 from transformers import PreTrainedModel
 
-from llmcompressor.checkpoint.load import untie_embeddings
 from llmcompressor.checkpoint.meta_model import no_progress_bars
 from llmcompressor.checkpoint.moe_names import unfuse_stored_experts
 from llmcompressor.core.modifier import Modifier
@@ -25,7 +24,12 @@ from llmcompressor.errors import CompressorError, TargetError
 from llmcompressor.modeling.blocks import find_blocks
 from llmcompressor.modeling.call_graph import trace_flow
 from llmcompressor.modeling.names import named_modules
-from llmcompressor.modeling.weights import config_value, has_tied_embeddings, text_config
+from llmcompressor.modeling.weights import (
+    config_value,
+    has_tied_embeddings,
+    text_config,
+    untie_embeddings,
+)
 from llmcompressor.numerics.hadamard import has_hadamard
 from llmcompressor.pipelines.moe_selection import targeted_moes
 from llmcompressor.transformers_internals import attention_of, build_from_config

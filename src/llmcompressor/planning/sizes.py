@@ -56,9 +56,9 @@ class Output:
     def stored_bytes(self) -> Mapping[str, int]:
         """Bytes of tensors by name of the stored module."""
         sizes: dict[str, int] = {}
-        for place in self.layout.places.values():
-            owner = place.stored.name.rpartition(".")[0]
-            sizes[owner] = sizes.get(owner, 0) + place.stored.nbytes
+        for name, place in self.layout.places.items():
+            owner = name.rpartition(".")[0]
+            sizes[owner] = sizes.get(owner, 0) + place.nbytes
         return sizes
 
     def by_scheme(self, planned: Sequence[PlannedModule]) -> list[SchemeBytes]:

@@ -25,7 +25,6 @@ from llmcompressor.checkpoint.load import (
     check_no_peft_adapters,
     check_unquantized,
     copy_without_weights,
-    untie_embeddings,
 )
 from llmcompressor.checkpoint.meta_model import MetaModel, build_meta_model
 from llmcompressor.checkpoint.moe_names import unfuse_meta_model, unfuse_stored_experts
@@ -41,6 +40,7 @@ from llmcompressor.core.modifier import Modifier
 from llmcompressor.errors import ArgumentError, CheckpointError
 from llmcompressor.modeling.blocks import find_blocks
 from llmcompressor.modeling.names import named_modules, own_parameters
+from llmcompressor.modeling.weights import untie_embeddings
 from llmcompressor.pipelines.moe_selection import targeted_moes, unquantized_moes
 from llmcompressor.runtime.progress import format_bytes
 

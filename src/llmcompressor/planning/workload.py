@@ -21,10 +21,10 @@ from llmcompressor.logger import logger
 from llmcompressor.modeling.blocks import sub_blocks
 from llmcompressor.modeling.fused import fused_partners, is_expert
 from llmcompressor.modeling.names import own_parameters
+from llmcompressor.modeling.patches import float32_linears
 from llmcompressor.modeling.weights import config_value, text_config
 from llmcompressor.moe.layouts import DOWN
 from llmcompressor.moe.linear_experts import LinearExperts
-from llmcompressor.pipelines.batches import float32_linears
 from llmcompressor.pipelines.moe_routing import experts_per_wave
 from llmcompressor.planning.result import Estimate, Operations, PassPlan, Rates
 from llmcompressor.planning.subject import REST, Part

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from functools import partial
 
 import torch
-from compressed_tensors.quantization import DynamicType, QuantizationArgs, QuantizationScheme
+from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from torch import Tensor
 from torch.nn import Module
 
@@ -24,6 +24,7 @@ from llmcompressor.observers.tokens import (
     real_tokens,
     split_batches,
 )
+from llmcompressor.quantization.parameters import activation_parameters
 from llmcompressor.schemes.bridge import default_observer, needs_global_scale
 
 __all__ = ["ActivationObservers"]
@@ -95,35 +96,8 @@ class ActivationObservers:
         found: dict[str, Tensor] = {}
         for base, observer in self._observers.get(module, {}).items():
             self._check_observed(module, base, observer)
-            args = observer.args
-            if needs_global_scale(args):
-                found[f"{base}_global_scale"] = self._global_scale(module, base, observer)
-            if args.dynamic == DynamicType.LOCAL:
-                continue
-            scale, zero_point = observer.qparams(
-                found.get(f"{base}_global_scale"), dtype=next(module.parameters()).dtype
-            )
-            found[f"{base}_scale"] = scale
-            if not args.symmetric:
-                found[f"{base}_zero_point"] = zero_point
-        return found
-
-    def _global_scale(self, module: Module, base: str, observer: Observer) -> Tensor:
-        """The observer's global scale, refused if an expert's inputs were all zero.
-
-        Engines use the smallest scale of an MoE for the inputs of all its experts, so a meaningless
-        scale must not be smaller than those of the others.
-        """
-        found, name = observer.global_scale(), self._names[module]
-        assert found is not None
-        if base == "input" and is_expert(name):
-            low, high = observer.range()
-            if float(torch.maximum(low.abs().max(), high.abs().max())) <= _NOTHING:
-                raise TargetError(
-                    f"All inputs of {name} were zero in calibration, and its input scale, which "
-                    "engines share among all experts, is static.",
-                    "Put this expert on the recipe's ignore list, or prune it with REAP.",
-                )
+            own = activation_parameters(observer, next(module.parameters()).dtype)
+            found |= {f"{base}_{name}": value for name, value in own.items()}
         return found
 
     def forget(self, modules: Iterable[Module]) -> None:
@@ -175,24 +149,37 @@ class ActivationObservers:
             ) from error
 
     def _check_observed(self, module: Module, base: str, observer: Observer) -> None:
-        if not observer.observations:
-            name = self._names[module]
-            remedy = "Add data that uses it"
-            parts = name.split(".")
-            names = (".".join(parts[:end]) for end in range(len(parts)))
-            holders = (self._state.model.get_submodule(one) for one in names)
-            if is_expert(name) and any(isinstance(holder, LinearExperts) for holder in holders):
-                remedy = (
-                    "Set moe_calibrate_all_experts, or choose all_tokens or neighbours for "
-                    "starved_experts (rtn shows a starved expert nothing)"
+        """Refuse a static scale without tokens, and a shared one of an expert without values.
+
+        Engines use the smallest scale of an MoE for the inputs of all its experts, so a meaningless
+        scale must not be smaller than those of the others.
+        """
+        name = self._names[module]
+        if observer.observations:
+            is_shared = base == "input" and is_expert(name) and needs_global_scale(observer.args)
+            if is_shared and max(float(end.abs().max()) for end in observer.range()) <= _NOTHING:
+                raise TargetError(
+                    f"All inputs of {name} were zero in calibration, and its input scale, which "
+                    "engines share among all experts, is static.",
+                    "Put this expert on the recipe's ignore list, or prune it with REAP.",
                 )
-            elif is_expert(name):
-                remedy = (
-                    "The model's own code calls this expert, with its tokens alone: "
-                    "moe_calibrate_all_experts and starved_experts have no effect on it. Add data "
-                    "that reaches it"
-                )
-            raise TargetError(
-                f"No calibration token was shown to {name}, whose {base} scale is static.",
-                f"{remedy}, or put it on the recipe's ignore list.",
+            return
+        remedy = "Add data that uses it"
+        parts = name.split(".")
+        names = (".".join(parts[:end]) for end in range(len(parts)))
+        holders = (self._state.model.get_submodule(one) for one in names)
+        if is_expert(name) and any(isinstance(holder, LinearExperts) for holder in holders):
+            remedy = (
+                "Set moe_calibrate_all_experts, or choose all_tokens or neighbours for "
+                "starved_experts (rtn shows a starved expert nothing)"
             )
+        elif is_expert(name):
+            remedy = (
+                "The model's own code calls this expert, with its tokens alone: "
+                "moe_calibrate_all_experts and starved_experts have no effect on it. Add data "
+                "that reaches it"
+            )
+        raise TargetError(
+            f"No calibration token was shown to {name}, whose {base} scale is static.",
+            f"{remedy}, or put it on the recipe's ignore list.",
+        )

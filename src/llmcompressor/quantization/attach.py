@@ -257,16 +257,11 @@ def quantized_attention_tensors(
 def _meta_copy(module: Module) -> Module:
     """A shallow copy of a module whose own parameters are on the meta device."""
     copy = module.__class__.__new__(module.__class__)
-    copy.__dict__ = {
-        name: dict(value) if isinstance(value, dict) else value
-        for name, value in module.__dict__.items()
-        if name not in ("forward", "quantization_scheme", "quantization_status")
-    }
-    copy.__dict__ |= {
-        name: type(value)()
-        for name, value in module.__dict__.items()
-        if isinstance(value, dict) and "hooks" in name
-    }
+    for name, value in module.__dict__.items():
+        if name not in ("forward", "quantization_scheme", "quantization_status"):
+            is_table = isinstance(value, dict)
+            is_hooks = is_table and "hooks" in name
+            copy.__dict__[name] = type(value)() if is_hooks else dict(value) if is_table else value
     for name, parameter in module._parameters.items():
         if parameter is not None:
             empty = torch.empty_like(parameter.detach(), device="meta")

@@ -423,15 +423,26 @@ class QuantizationMixin(Modifier):
 
     def _find_fused(self, modules: Mapping[str, Module]) -> None:
         """Find the modules that servers fuse (q, k, v; gate, up) and that need one global scale."""
-        schemes = {id(scheme): scheme.weights for scheme in self._schemes.values()}.values()
-        if not any(weights is not None and needs_global_scale(weights) for weights in schemes):
-            return
-        for module in filter(self._needs_global_scale, self._schemes):
-            own = self._names[module]
-            names = [own, *(name for name in fused_partners(own, modules) if name in modules)]
-            members = [modules[name] for name in names]
-            self._fused[module] = tuple(filter(self._needs_global_scale, members))
-            self._check_fused_in_one_modifier(names, members)
+        schemes = {id(scheme): scheme for scheme in self._schemes.values()}
+        shared = {key for key, scheme in schemes.items() if _has_global_scale(scheme)}
+        own = {module for module, scheme in self._schemes.items() if id(scheme) in shared}
+        for module in (one for one in self._schemes if one in own):
+            name = self._names[module]
+            names = [name, *(one for one in fused_partners(name, modules) if one in modules)]
+            self._fused[module] = tuple(modules[one] for one in names if modules[one] in own)
+            others = [one for one in names if modules[one] not in self._schemes]
+            taken = [
+                one
+                for one in others
+                if _has_global_scale(getattr(modules[one], "quantization_scheme", None))
+            ]
+            if taken:
+                raise RecipeError(
+                    f"{name} is served as one with {join_names(taken)}, which another modifier of "
+                    "the recipe quantizes, and all of them need one global scale.",
+                    "Let one modifier quantize them; it can have a group of config_groups for "
+                    "each.",
+                )
 
     def _warn_unused_targets(self, used: Iterable[str]) -> None:
         """Warn that ``targets`` has no effect because each group has targets of its own."""
@@ -444,25 +455,6 @@ class QuantizationMixin(Modifier):
                 f"{type(self).__name__}: targets ({join_names(given)}) has no effect beside "
                 f"{what}, which has targets of its own ({join_names(used)})."
             )
-
-    def _check_fused_in_one_modifier(self, names: Sequence[str], members: Sequence[Module]) -> None:
-        """Refuse fused modules with a global scale that several modifiers quantize."""
-        taken = []
-        for name, module in zip(names, members, strict=True):
-            weights = getattr(getattr(module, "quantization_scheme", None), "weights", None)
-            if module not in self._schemes and weights is not None and needs_global_scale(weights):
-                taken.append(name)
-        if taken:
-            raise RecipeError(
-                f"{names[0]} is served as one with {join_names(taken)}, which another modifier of "
-                "the recipe quantizes, and all of them need one global scale.",
-                "Let one modifier quantize them; it can have a group of config_groups for each.",
-            )
-
-    def _needs_global_scale(self, module: Module) -> bool:
-        scheme = self._schemes.get(module)
-        weights = None if scheme is None else scheme.weights
-        return weights is not None and needs_global_scale(weights)
 
     def find_global_scales(self, modules: Iterable[Module]) -> None:
         """Compute the global scales of ``modules`` and of all modules fused with them."""
@@ -698,3 +690,8 @@ class QuantizationMixin(Modifier):
         args, queries = self._attention_args(module)
         scheme: Any = module.quantization_scheme if queries else None
         attach_attention(module, args, states, scheme)
+
+
+def _has_global_scale(scheme: QuantizationScheme | None) -> bool:
+    weights = None if scheme is None else scheme.weights
+    return weights is not None and needs_global_scale(weights)

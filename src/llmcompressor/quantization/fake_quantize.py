@@ -46,6 +46,7 @@ from llmcompressor.observers.min_max import RangeObserver
 from llmcompressor.observers.tokens import real_states, real_tokens
 from llmcompressor.quantization.parameters import (
     WeightParameters,
+    activation_parameters,
     min_max_parameters,
     observe_weight,
     uses_only_extremes,
@@ -55,7 +56,6 @@ from llmcompressor.quantization.parameters import (
 from llmcompressor.schemes.bridge import (
     default_observer,
     grid_of,
-    needs_global_scale,
     partition_of,
     scale_dtype_of,
     scale_format_of,
@@ -262,8 +262,6 @@ class ActivationFakeQuantizer:
         found = dict(self._parameters())
         if self.learned:
             found["scale"] = self._present_scale(found)
-        if self.args.symmetric:
-            found.pop("zero_point", None)
         return {f"{self.base}_{name}": value for name, value in found.items()}
 
     def state_dict(self) -> dict[str, Any]:
@@ -288,16 +286,8 @@ class ActivationFakeQuantizer:
         """The observer's quantization parameters, cached until new observations are committed."""
         if self._found is None:
             assert self.observer is not None
-            found: dict[str, Tensor] = {}
-            if needs_global_scale(self.args):
-                global_scale = self.observer.global_scale()
-                assert global_scale is not None
-                found["global_scale"] = global_scale
-            if self.args.dynamic != DynamicType.LOCAL:
-                dtype = next(self.module.parameters()).dtype
-                scale, zero = self.observer.qparams(found.get("global_scale"), dtype=dtype)
-                found |= {"scale": scale, "zero_point": zero}
-            self._found = found
+            dtype = next(self.module.parameters()).dtype
+            self._found = activation_parameters(self.observer, dtype)
         return self._found
 
     def _present_scale(self, found: Mapping[str, Tensor]) -> Tensor:

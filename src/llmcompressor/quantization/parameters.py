@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from compressed_tensors.quantization import QuantizationArgs
+from compressed_tensors.quantization import DynamicType, QuantizationArgs
 from torch import Tensor
 from torch.nn import Module
 
@@ -38,6 +38,7 @@ from llmcompressor.schemes.resolve import BASE_NAMES, ResolvedSchemes
 
 __all__ = [
     "WeightParameters",
+    "activation_parameters",
     "check_observers",
     "min_max_parameters",
     "needs_input_importance",
@@ -110,6 +111,21 @@ class WeightParameters:
         if self._zero is not None:
             zero_RG = partition.per_column(self._zero, rows, columns)[0].float()
         return ColumnScales(scale_RG.float(), zero_RG, group_of_column_C)
+
+
+def activation_parameters(observer: Observer, dtype: torch.dtype) -> dict[str, Tensor]:
+    """The global scale, scale and zero point of an activation, as far as they are stored.
+
+    ``dtype`` is that of the module's weight.
+    """
+    found, global_scale = {}, observer.global_scale()
+    if global_scale is not None:
+        found["global_scale"] = global_scale
+    if observer.args.dynamic != DynamicType.LOCAL:
+        found["scale"], zero_point = observer.qparams(global_scale, dtype=dtype)
+        if not observer.args.symmetric:
+            found["zero_point"] = zero_point
+    return found
 
 
 def weight_of(module: Module) -> Tensor:

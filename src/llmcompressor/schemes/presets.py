@@ -130,7 +130,9 @@ def _build_presets() -> dict[str, Preset]:
         f"W{bits}A16_ASYM": _integer_preset(bits, 16, symmetric=False) for bits in range(2, 9)
     }
     named = {name: Preset(**PRESET_SCHEMES[name]) for name in _OTHERS.split()}
-    newer = {name: Preset(**PRESET_SCHEMES[name]) for name in _NEWER if name in PRESET_SCHEMES}
+    newer = {
+        name: Preset(**PRESET_SCHEMES[name]) for name in sorted(_NEWER) if name in PRESET_SCHEMES
+    }
     return {**presets, **asymmetric, **named, **newer}
 
 

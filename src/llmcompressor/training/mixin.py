@@ -19,7 +19,7 @@ from transformers.trainer_callback import ProgressCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, TrainOutput, has_length
 
 from llmcompressor.checkpoint.names import drop_dequantizing_conversions
-from llmcompressor.checkpoint.save import modify_save_pretrained
+from llmcompressor.checkpoint.save import SaveOptions, modify_save_pretrained
 from llmcompressor.errors import ArgumentError
 from llmcompressor.logger import logger
 from llmcompressor.metrics import BaseLogger, LoggerManager
@@ -175,7 +175,8 @@ class SessionManagerMixIn(_Base):
         is_whole = isinstance(model, PreTrainedModel) and not modules_with_adapters(model)
         if is_whole and driver.session.lifecycle.recipe.modifiers:
             # from here on, for save_model too; checkpoints of the training hold what is trained
-            modify_save_pretrained(model, recipe=driver.session.get_serialized_recipe())
+            recipe = driver.session.get_serialized_recipe()
+            modify_save_pretrained(model, SaveOptions(recipe=recipe))
         self.loss_was_replaced = driver.run_loss.is_replaced
         self._tell_losses(output.metrics, driver.run_loss)
         figures = summary(model)

@@ -11,8 +11,7 @@ from tests.support import small_models as small
 from transformers import AutoModelForCausalLM
 
 from llmcompressor import oneshot, verify
-from llmcompressor.checkpoint.journal import BlockEntry
-from llmcompressor.checkpoint.workspace import open_workspace
+from llmcompressor.checkpoint.journal import BlockEntry, open_workspace
 from llmcompressor.errors import OutputError
 from llmcompressor.modifiers.quantization import QuantizationModifier
 

@@ -22,7 +22,7 @@ from transformers import (
 )
 
 from llmcompressor.checkpoint.packing import patch_packed_zero_points
-from llmcompressor.checkpoint.save import save_checkpoint
+from llmcompressor.checkpoint.save import SaveOptions, save_checkpoint
 from llmcompressor.schemes.presets import preset_scheme
 
 READER = """
@@ -160,12 +160,13 @@ def read_back(
                 "input_features": torch.randn(2, 4, 16),
                 "decoder_input_ids": tiny.tokens(),
             }
-        save_checkpoint(model, root / name, max_shard_size="150KB" if name == "tied" else "1GB")
+        options = SaveOptions(max_shard_size="150KB" if name == "tied" else "1GB")
+        save_checkpoint(model, root / name, options)
         with torch.no_grad(), as_read(model):
             here[name] = model(**tokens[name]).logits
         if name in DENSE:
             dense = f"{name}-dense"
-            save_checkpoint(model, root / dense, save_compressed=False)
+            save_checkpoint(model, root / dense, SaveOptions(save_compressed=False))
             here[dense], tokens[dense] = here[name], tokens[name]
     files = [root.parent / file for file in ("tokens.pt", "out.pt")]
     torch.save(tokens, files[0])

@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tests.support import small_models as small
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM
 
 from llmcompressor import evaluate, model_free_ptq, oneshot, plan, train
 from llmcompressor.checkpoint.source import SIDE_FILES
@@ -61,16 +61,6 @@ def test_codes_are_not_taken_for_weights(
     with pytest.raises(CheckpointError, match=SAID):
         ENTRYPOINTS[entrypoint](model, tmp_path / "out")
     assert not (tmp_path / "out").exists()
-
-
-def dequantized(folder: Path) -> PreTrainedModel:
-    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder)
-    tensors = load_file(folder / "model.safetensors")
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if f"{name}_scale" in tensors:
-                parameter.mul_(tensors[f"{name}_scale"])
-    return model
 
 
 @pytest.mark.parametrize(

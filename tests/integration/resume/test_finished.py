@@ -27,7 +27,7 @@ def test_killed_at_each_step_after_the_last_block(
         if code == 0:
             break
         assert code == KILLED
-        if job.partial.exists():
+        if not job.output.exists():
             again = run(replace(job, resume="must"))
             assert again.code == 0, again.said
             assert "Continuing" in again.said

@@ -32,7 +32,7 @@ from llmcompressor.checkpoint.load import (
 )
 from llmcompressor.checkpoint.meta_model import build_meta_model
 from llmcompressor.checkpoint.quantization_config import existing_quantization
-from llmcompressor.checkpoint.save import save_checkpoint
+from llmcompressor.checkpoint.save import SaveOptions, save_checkpoint
 from llmcompressor.checkpoint.side_files import load_processor
 from llmcompressor.checkpoint.source import inspect_source, local_directory
 from llmcompressor.errors import CheckpointError
@@ -170,7 +170,7 @@ def test_hub_id(hub: Path, tmp_path: Path) -> None:
     assert model.config.name_or_path == "some-owner/some-model"
     folder = local_directory("some-owner/some-model", cache_dir=hub)
     assert folder is not None
-    save_checkpoint(model, tmp_path / "out", source=folder)
+    save_checkpoint(model, tmp_path / "out", SaveOptions(source=folder))
     for name in ("tokenizer.json", "training.json"):
         assert (tmp_path / "out" / name).read_bytes() == (PICO / name).read_bytes()
     loaded = load_processor(None, "some-owner/some-model", cache_dir=hub)

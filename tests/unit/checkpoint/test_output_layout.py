@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from llmcompressor.checkpoint.source import read_header
-from llmcompressor.checkpoint.tensor_files import StoredTensor, dtype_name, layout_files
+from llmcompressor.checkpoint.tensor_files import DTYPE_NAMES, StoredTensor, layout_files
 
 TENSORS = {
     "b.weight": torch.zeros(3, 5, dtype=torch.int8),
@@ -25,7 +25,8 @@ TENSORS = {
 
 def stored() -> list[StoredTensor]:
     return [
-        StoredTensor(name, dtype_name(one.dtype), tuple(one.shape)) for name, one in TENSORS.items()
+        StoredTensor(name, DTYPE_NAMES[one.dtype], tuple(one.shape))
+        for name, one in TENSORS.items()
     ]
 
 
@@ -38,7 +39,7 @@ def test_the_header_is_that_of_safetensors(tmp_path: Path) -> None:
     assert len(written) == file.size
     found = read_header(tmp_path / "one.safetensors")
     for name, place in layout.places.items():
-        assert (found[name].offset, found[name].nbytes) == (place.offset, place.stored.nbytes)
+        assert (found[name].offset, found[name].nbytes) == (place.offset, place.nbytes)
     assert layout.index() is None
 
 
@@ -47,6 +48,6 @@ def test_files_hold_no_more_than_the_limit(limit: int) -> None:
     layout = layout_files(stored(), limit)
     assert {name for name in layout.places} == set(TENSORS)
     for file in layout.files:
-        own = [p.stored for p in layout.places.values() if p.file == file.name]
+        own = [place for place in layout.places.values() if str(place.file) == file.name]
         assert len(own) == 1 or sum(one.nbytes for one in own) <= limit
     assert layout.index() is not None

@@ -28,7 +28,7 @@ from transformers import (
 
 import llmcompressor
 from llmcompressor.checkpoint.load import load_model
-from llmcompressor.checkpoint.save import modify_save_pretrained, save_checkpoint
+from llmcompressor.checkpoint.save import SaveOptions, modify_save_pretrained, save_checkpoint
 from llmcompressor.checkpoint.side_files import extra_ignore_patterns, side_files
 from llmcompressor.errors import ArgumentError
 from llmcompressor.schemes.presets import preset_scheme
@@ -100,9 +100,8 @@ def test_the_model_in_memory_is_not_touched(tmp_path: Path) -> None:
 
 def test_two_saves_are_the_same_bytes(tmp_path: Path, source: Path) -> None:
     for name in ("a", "b"):
-        save_checkpoint(
-            w4a16(load_model(source)), tmp_path / name, recipe_yaml="r: 1", report={"b": 1, "a": 2}
-        )
+        options = SaveOptions(recipe="r: 1", report={"b": 1, "a": 2})
+        save_checkpoint(w4a16(load_model(source)), tmp_path / name, options)
     first, second = (
         {path.name: path.read_bytes() for path in (tmp_path / name).iterdir() if path.is_file()}
         for name in ("a", "b")
@@ -113,12 +112,8 @@ def test_two_saves_are_the_same_bytes(tmp_path: Path, source: Path) -> None:
 
 class TestFiles:
     def test_everything_of_the_source(self, tmp_path: Path, source: Path) -> None:
-        save_checkpoint(
-            w4a16(load_model(source)),
-            tmp_path / "out",
-            recipe_yaml=lambda: "a: b\n",
-            report={"fallbacks": ["x"]},
-        )
+        options = SaveOptions(recipe=lambda: "a: b\n", report={"fallbacks": ["x"]})
+        save_checkpoint(w4a16(load_model(source)), tmp_path / "out", options)
         out = tmp_path / "out"
         for name in (
             "tokenizer.json",
@@ -169,7 +164,9 @@ class TestFiles:
         tokenizer = AutoTokenizer.from_pretrained(source)
         tokenizer.pad_token, tokenizer.padding_side = tokenizer.eos_token, "left"
         tokenizer(["def f"], truncation=True, max_length=1, padding="max_length")
-        save_checkpoint(w4a16(load_model(source)), tmp_path / "out", processor=tokenizer)
+        save_checkpoint(
+            w4a16(load_model(source)), tmp_path / "out", SaveOptions(processor=tokenizer)
+        )
         for name in ("tokenizer.json", "tokenizer_config.json"):
             assert (tmp_path / "out" / name).read_bytes() == (source / name).read_bytes()
 
@@ -178,7 +175,9 @@ class TestFiles:
         tokenizer.add_tokens(["<surprise>"])
         tokenizer.chat_template = "{{ messages[0].content }}!"
         tokenizer(["def f"], truncation=True, max_length=1)
-        save_checkpoint(w4a16(load_model(source)), tmp_path / "out", processor=tokenizer)
+        save_checkpoint(
+            w4a16(load_model(source)), tmp_path / "out", SaveOptions(processor=tokenizer)
+        )
         read = AutoTokenizer.from_pretrained(tmp_path / "out")
         assert len(read) == len(AutoTokenizer.from_pretrained(source)) + 1
         assert read.chat_template == tokenizer.chat_template
@@ -194,7 +193,9 @@ class TestFiles:
             AutoTokenizer.from_pretrained(source),
             patch_size=4,
         )
-        save_checkpoint(w4a16(load_model(source)), tmp_path / "out", processor=processor)
+        save_checkpoint(
+            w4a16(load_model(source)), tmp_path / "out", SaveOptions(processor=processor)
+        )
         read = LlavaProcessor.from_pretrained(tmp_path / "out")
         assert read.patch_size == 4
         assert read.image_processor.crop_size == processor.image_processor.crop_size
@@ -209,7 +210,9 @@ class TestFiles:
         with (elsewhere / "tokenizer_config.json").open("a") as stream:
             stream.write("\n\n")
         tokenizer = AutoTokenizer.from_pretrained(elsewhere)
-        save_checkpoint(w4a16(load_model(source)), tmp_path / "out", processor=tokenizer)
+        save_checkpoint(
+            w4a16(load_model(source)), tmp_path / "out", SaveOptions(processor=tokenizer)
+        )
         name = "tokenizer_config.json"
         assert (tmp_path / "out" / name).read_bytes() == (elsewhere / name).read_bytes()
         assert not (tmp_path / "out" / "chat_template.jinja").exists()
@@ -231,7 +234,9 @@ class TestFiles:
         if kind == "folder of another processor":
             LlavaProcessor(images, tokenizer, patch_size=8).save_pretrained(elsewhere)
             tokenizer = AutoTokenizer.from_pretrained(elsewhere)
-        save_checkpoint(w4a16(load_model(source)), tmp_path / "out", processor=tokenizer)
+        save_checkpoint(
+            w4a16(load_model(source)), tmp_path / "out", SaveOptions(processor=tokenizer)
+        )
         for name in ("preprocessor_config.json", "processor_config.json", "chat_template.jinja"):
             assert (tmp_path / "out" / name).read_bytes() == (source / name).read_bytes()
         read = LlavaProcessor.from_pretrained(tmp_path / "out")
@@ -309,7 +314,7 @@ class TestShards:
     def test_index_covers_all_tensors(self, tmp_path: Path) -> None:
         model = w4a16(tiny.llama())
         save_checkpoint(model, tmp_path / "whole")
-        save_checkpoint(model, tmp_path / "parts", max_shard_size="50KB")
+        save_checkpoint(model, tmp_path / "parts", SaveOptions(max_shard_size="50KB"))
         files = sorted(path.name for path in (tmp_path / "parts").glob("*.safetensors"))
         assert len(files) > 3
         assert files[0] == f"model-00001-of-{len(files):05d}.safetensors"
@@ -387,7 +392,8 @@ class TestFailure:
         named.config.name_or_path = "some-owner/some-model"
         monkeypatch.setattr(socket, "socket", forbidden)
         monkeypatch.setattr(socket, "getaddrinfo", forbidden)
-        save_checkpoint(model, tmp_path / "a", processor=AutoTokenizer.from_pretrained(source))
+        tokenizer = AutoTokenizer.from_pretrained(source)
+        save_checkpoint(model, tmp_path / "a", SaveOptions(processor=tokenizer))
         save_checkpoint(named, tmp_path / "b")
 
 
@@ -417,9 +423,9 @@ class _Hub:
 class TestSavePretrained:
     def test_writes_what_save_checkpoint_writes(self, tmp_path: Path, source: Path) -> None:
         model = w4a16(load_model(source))
-        modify_save_pretrained(model, recipe="a: 1")
+        modify_save_pretrained(model, SaveOptions(recipe="a: 1"))
         model.save_pretrained(tmp_path / "a", save_compressed=True)
-        save_checkpoint(model, tmp_path / "b", recipe_yaml="a: 1")
+        save_checkpoint(model, tmp_path / "b", SaveOptions(recipe="a: 1"))
         shutil.rmtree(tmp_path / "a" / "additional_chat_templates")
         shutil.rmtree(tmp_path / "b" / "additional_chat_templates")
         assert digests(tmp_path / "a") == digests(tmp_path / "b")
@@ -470,7 +476,7 @@ class TestSavePretrained:
     @pytest.mark.parametrize("form", ["copy", "pickle", "torch"])
     def test_a_copy_saves_itself(self, form: str, tmp_path: Path) -> None:
         model = w4a16(tiny.llama())
-        modify_save_pretrained(model, recipe="a: 1")
+        modify_save_pretrained(model, SaveOptions(recipe="a: 1"))
         if form == "torch":
             torch.save(model, tmp_path / "model.pt")
             twin = torch.load(tmp_path / "model.pt", weights_only=False)
@@ -492,7 +498,7 @@ class TestSavePretrained:
             "llmcompressor.checkpoint.model_config.create_and_tag_model_card", lambda *_: "card"
         )
         model = w4a16(tiny.llama())
-        modify_save_pretrained(model, recipe="a: 1")
+        modify_save_pretrained(model, SaveOptions(recipe="a: 1"))
         folder = tmp_path / "out"
         folder.mkdir()
         (folder / "notes.txt").write_text("mine")

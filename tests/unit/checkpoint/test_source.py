@@ -89,25 +89,14 @@ def test_no_weights(single: Path) -> None:
 
 
 WEIGHTS = [
-    (["weights.safetensors"], "1 weight file (weights.safetensors)", "Rename weights.safetens"),
+    (["weights.safetensors"], "weights.safetensors"),
     (
         [f"model-0000{number}-of-00004.safetensors" for number in (1, 2, 3, 4)],
-        "4 weight files (model-00001-of-00004.safetensors, model-00002-of-00004.safetensors, "
-        "model-00003-of-00004.safetensors …)",
-        "Download or copy model.safetensors.index.json",
+        "model-00001-of-00004.safetensors, model-00002-of-00004.safetensors, "
+        "model-00003-of-00004.safetensors and 1 more",
     ),
-    (
-        ["model-00002-of-00004.safetensors"],
-        "1 weight file (",
-        "Download or copy model.safetensors.index.json",
-    ),
-    (
-        ["pytorch_model-00001-of-00002.bin"],
-        "1 weight file (",
-        "Download or copy pytorch_model.bin.index.json",
-    ),
-    (["a.safetensors", "b.safetensors"], "2 weight files (", "save_pretrained"),
-    (["model-Q4.gguf"], "1 weight file (model-Q4.gguf)", "save_pretrained"),
+    (["pytorch_model-00001-of-00002.bin"], "pytorch_model-00001"),
+    (["model-Q4.gguf"], "model-Q4.gguf"),
 ]
 
 
@@ -115,15 +104,13 @@ def test_weights_that_no_loader_finds_are_listed(single: Path) -> None:
     held = (single / "model.safetensors").read_bytes()
     (single / "model.safetensors").unlink()
     (single / "training_args.bin").touch()
-    for names, there, remedy in WEIGHTS:
+    for names, there in WEIGHTS:
         for name in names:
             (single / name).write_bytes(held)
         with pytest.raises(CheckpointError) as caught:
             inspect_source(single)
         assert f"holds a config.json and {there}" in str(caught.value)
         assert "neither model.safetensors nor model.safetensors.index.json" in str(caught.value)
-        assert remedy in caught.value.remedy
-        assert ("Rename" in caught.value.remedy) == (remedy.startswith("Rename"))
         for name in names:
             (single / name).unlink()
 
@@ -133,21 +120,21 @@ def test_bytes_of_no_tensor(single: Path) -> None:
     file = single / "model.safetensors"
     whole = file.read_bytes()
     file.write_bytes(whole + b"\0" * 3)
-    with pytest.raises(CheckpointError, match=r"has 3 bytes behind its last tensor"):
+    with pytest.raises(CheckpointError, match="is damaged"):
         inspect_source(single)
     with pytest.raises(SafetensorError):
         load_file(file)
     (length,) = struct.unpack("<Q", whole[:8])
     header = json.loads(whole[8 : 8 + length])
     last = max(header["a.weight"], header["b"], key=lambda entry: entry["data_offsets"])
-    for by, said in ((4, "has 4 bytes that belong to no tensor"), (-4, "that two tensors share")):
+    for by in (4, -4):
         moved = json.loads(json.dumps(header))
         name = "b" if header["b"] is last else "a.weight"
         moved[name]["data_offsets"] = [place + by for place in last["data_offsets"]]
         text = json.dumps(moved).encode()
         data = whole[8 + length :] + b"\0" * max(by, 0)
         file.write_bytes(struct.pack("<Q", len(text)) + text + data)
-        with pytest.raises(CheckpointError, match=said):
+        with pytest.raises(CheckpointError, match="is damaged"):
             inspect_source(single)
         with pytest.raises(SafetensorError):
             load_file(file)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from llmcompressor.checkpoint.atomic_output import check_file, check_output_dir, staged_output
-from llmcompressor.checkpoint.workspace import open_workspace, reserve_output
+from llmcompressor.checkpoint.journal import open_workspace, reserve_output
 from llmcompressor.errors import OutputError
 
 HOLDERS = {

@@ -12,6 +12,8 @@ from tests.support.pairs import pairs
 from torch import Tensor
 from torch.nn import functional
 
+from llmcompressor.modeling import patches as quick
+from llmcompressor.modeling.patches import float32_linears
 from llmcompressor.numerics import products
 from llmcompressor.numerics.products import (
     MANY_ALIKE,
@@ -25,8 +27,6 @@ from llmcompressor.numerics.products import (
     subtract_matmul_,
     wide_linear,
 )
-from llmcompressor.pipelines import batches as quick
-from llmcompressor.pipelines.batches import float32_linears
 
 SHAPES = [(64, 64, 512), (130, 257, 129), (16, 4096, 40), (5, 3, 2), (0, 4, 3), (3, 0, 4)]
 

@@ -7,6 +7,7 @@ import gc
 import os
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -150,7 +151,7 @@ def test_a_full_disk_is_an_error_and_not_the_end_of_the_process(
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(os, "posix_fallocate", full)
     monkeypatch.setattr(activations, "_SMALLEST", 1)
-    monkeypatch.setattr(sequential, "_budget", lambda _: 1)
+    monkeypatch.setattr(sequential, "activation_budget", lambda _: 1)
     with pytest.raises(OutputError, match=r"No space left on device.*TMPDIR"):
         run_pipeline(tiny.build("llama"), tiny.text_batches(), Recorder())
     assert list(tmp_path.iterdir()) == []
@@ -181,14 +182,20 @@ def test_a_tiny_budget_changes_nothing_to_the_bit(
     monkeypatch.setattr(ActivationStore, "close", watched_close)
     for budget in (10**9, 1):
         monkeypatch.setattr(activations, "_SMALLEST", 1024)
-        monkeypatch.setattr(sequential, "_budget", lambda _, budget=budget: budget)
+        monkeypatch.setattr(sequential, "activation_budget", lambda _, budget=budget: budget)
         recorder = Recorder(ignore=architecture.ignore, granularity=level, twin=True, round_to=2)
         model = tiny.build(name)
         batches = architecture.batches()
         before = [tensor.clone() for tensor in tiny.tensors_of(batches)]
         # So small a budget would choose blocks.
         monkeypatch.setattr("llmcompressor.pipelines.granularity.estimate_bytes", lambda *_: 1)
-        monkeypatch.setattr(sequential, "_resident_budget", lambda _, budget, limit: budget - 1)
+        if budget == 1:
+            never = partial(ActivationStore, fits=False, is_little=False)
+            monkeypatch.setattr(
+                sequential,
+                "ActivationStore",
+                lambda *given, never=never, streams, **_: never(*given, streams=streams),
+            )
         run_pipeline(model, batches, recorder)
         assert all(map(torch.equal, tiny.tensors_of(batches), before))
         runs.append(recorder)
@@ -263,7 +270,7 @@ def test_gptq_writes_the_same_weights_with_and_without_files(
     weights = []
     for budget in (10**9, 1):
         monkeypatch.setattr(activations, "_SMALLEST", 1)
-        monkeypatch.setattr(sequential, "_budget", lambda _, budget=budget: budget)
+        monkeypatch.setattr(sequential, "activation_budget", lambda _, budget=budget: budget)
         model = tiny.build("llama")
         recipe = GPTQModifier(
             targets="Linear",

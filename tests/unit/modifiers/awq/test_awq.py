@@ -59,6 +59,9 @@ class Marking(QuantizationModifier):
     def on_sequential_epoch_end(self, *args: Any, **kwargs: Any) -> None:
         """Nothing."""
 
+    def finish(self, *args: Any, **kwargs: Any) -> None:
+        """Nothing."""
+
     def on_calibration_end(self, *args: Any, **kwargs: Any) -> None:
         """Nothing."""
         self.remove_hooks()

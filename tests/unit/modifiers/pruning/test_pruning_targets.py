@@ -133,7 +133,7 @@ def gradual(**changes: Any) -> MagnitudePruningModifier:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"start": 3, "end": 2}, r"end \(2\) lies before start \(3\)\. Give an end that does not"),
+        ({"start": 3, "end": 2}, r"end \(2\) lies before start \(3\)\. Leave out the end"),
         ({"end": float("inf")}, r"it has no end"),
         ({"end": None}, "it has no end.*Give end, in epochs"),
         ({"update": 0}, "update is 0: .* above 0.*Leave it out"),
