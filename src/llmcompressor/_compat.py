@@ -131,9 +131,9 @@ modifiers.transform.smoothquant.dynamic_mappings
 modifiers.transform.spinquant.base
     from llmcompressor.modifiers.rotation import SpinQuantModifier
 modifiers.transform.spinquant.mappings
-    from llmcompressor.modifiers.rotation.plan import SPINQUANT_MAPPING_REGISTRY, SpinQuantMapping
+    from llmcompressor.modifiers.rotation.parts import SPINQUANT_MAPPING_REGISTRY, SpinQuantMapping
 modifiers.transform.spinquant.norm_mappings
-    from llmcompressor.modifiers.rotation.plan import NORM_MAPPING_REGISTRY, NormMapping
+    from llmcompressor.modifiers.rotation.parts import NORM_MAPPING_REGISTRY, NormMapping
 modifiers.utils, modifiers.utils.hooks
     from llmcompressor.modeling.hooks import HooksMixin
 

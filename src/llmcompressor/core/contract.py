@@ -157,10 +157,6 @@ class Traits:
         unservable: its fields explicitly request an output that no server loads.
         devices: field → the device that it names, which the machine has to have.
         files: field → the file that it names, which is written in addition to the output.
-        trial: checks without weights whether it would refuse the model for what it computes, given
-            the model and a function that builds a small model of the same class, with random
-            weights from a seed. It returns the reason why that is unknown, as a clause, or raises
-            ``TargetError``. It is initialized.
     """
 
     data: DataUse = DataUse.NONE
@@ -176,7 +172,6 @@ class Traits:
     unservable: bool = False
     devices: Mapping[str, str] = field(default_factory=dict)
     files: Mapping[str, str] = field(default_factory=dict)
-    trial: Callable[[Any, Callable[[int], Any]], str] | None = None
 
     @property
     def needs_data(self) -> bool:

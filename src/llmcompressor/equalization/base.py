@@ -8,9 +8,11 @@ all batches, and applied when all batches have left its block.
 
 from __future__ import annotations
 
+import re
 from abc import abstractmethod
+from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import torch
 from compressed_tensors.transform import HadamardTransform
@@ -33,29 +35,20 @@ from llmcompressor.core.events import Event
 from llmcompressor.core.modifier import Modifier, select_records
 from llmcompressor.core.state import State
 from llmcompressor.equalization.mappings import (
+    Names,
+    SmoothSet,
     find_smooth_sets,
-    matching_names,
     resolve_mappings,
 )
-from llmcompressor.equalization.probe import Names, SmoothSet
 from llmcompressor.equalization.rescale import divide_outputs, multiply_inputs
 from llmcompressor.errors import NonFiniteError, TargetError
 from llmcompressor.logger import logger
-from llmcompressor.modeling.call_graph import CallOrder, first_tensor
 from llmcompressor.modeling.fused import is_expert
-from llmcompressor.modeling.matching import check_targets
+from llmcompressor.modeling.matching import check_targets, match_named_modules
 from llmcompressor.modeling.names import named_modules, own_parameters
-from llmcompressor.observers.tokens import real_tokens
+from llmcompressor.observers.input_statistics import InputCollector
 
-__all__ = ["InputStatistics", "SmoothingMixin", "drop_quantized_sets", "quantized_modules"]
-
-
-# --------------------
-# Conflicts of smoothing with quantization: sets with modules whose scales are already final.
-#
-# The scales of a weight depend on its values, those of inputs, outputs, keys and values on the
-# activations: once an earlier modifier has computed them, neither may be changed. Modules that are
-# not quantized yet may be smoothed.
+__all__ = ["SmoothingMixin", "quantized_modules"]
 
 
 def quantized_modules(state: State) -> set[Module]:
@@ -68,72 +61,15 @@ def quantized_modules(state: State) -> set[Module]:
     return {one for one in marked if getattr(one, "quantization_scheme", None) is not None}
 
 
-def drop_quantized_sets(
-    sets: Iterable[SmoothSet], state: State, *, name: str, are_named: bool
-) -> list[SmoothSet]:
-    """The sets that a modifier may smooth.
-
-    A set that was found in the model, and whose readers are all quantized, is left out silently.
-
-    Args:
-        sets: all of them.
-        state: of the session, as :func:`quantized_modules` takes it.
-        name: the modifier's name.
-        are_named: the recipe names the sets.
-
-    Raises:
-        TargetError: a set joins what is quantized with what is not, or is one of the recipe's; or
-            none is left.
-    """
-    quantized = quantized_modules(state)
-    cached = {  # Linear → the attention whose quantized keys and values it helps to compute
-        inner: module
-        for module in state.facts.kv_cache
-        for inner in module.modules()
-        if isinstance(inner, Linear)
-    }
-    kept, why, by = [], "", ""
-    for one in sets:
-        members = {**one.balance, one.name: one.smooth}
-        taken = {each: module for each, module in members.items() if module in quantized}
-        if not taken and one.smooth in cached:
-            taken = {one.name: cached[one.smooth]}
-        if not taken:
-            kept.append(one)
-            continue
-        first, module = next(iter(taken.items()))
-        owner = state.facts.quantizer.get(module)
-        by = "an earlier run" if owner is None else type(owner).__name__
-        why = f"{by} quantizes {first}, and smoothing would change what was found for it"
-        if are_named or not taken.keys() >= one.balance.keys():
-            raise TargetError(
-                f"{name} cannot smooth {one}: {why}.",
-                f"Put {name} before {by}, or leave {first} to one of them, by an ignore list or by "
-                "mappings without it.",
-            )
-    if why and not kept:
-        raise TargetError(f"{name} has nothing to smooth: {why}.", f"Put {name} before {by}.")
-    return kept
-
-
 # --------------------
 # Base of the smoothing modifiers: sets of modules, input statistics, and scales applied.
 
+_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
+"""A part of a name that is a number."""
 _WATCHED = 3
 """Looks at an input for its column's extremes or sizes."""
 _VISITS = 6
 """Of a weight of a reader: its column's range, the scale, the check."""
-
-
-class InputStatistics(Protocol):
-    """Statistics of one input tensor, which several Linears may share."""
-
-    @property
-    def tokens(self) -> int:
-        """Number of tokens counted."""
-
-    def update(self, input_TC: Tensor) -> None:
-        """Add the tokens of one batch, ``[T, C]``, without padding."""
 
 
 class SmoothingMixin(Modifier):
@@ -147,8 +83,7 @@ class SmoothingMixin(Modifier):
 
     _sets: list[SmoothSet] = PrivateAttr(default_factory=list)
     _names: dict[Module, str] = PrivateAttr(default_factory=dict)
-    _tallies: dict[Module, Any] = PrivateAttr(default_factory=dict)
-    _order: CallOrder | None = PrivateAttr(None)
+    _inputs: InputCollector[Any] = PrivateAttr()
     _seen: set[Module] = PrivateAttr(default_factory=set)
     _by_reader: dict[Module, list[SmoothSet]] = PrivateAttr(default_factory=dict)
     _scales: dict[SmoothSet, Tensor] = PrivateAttr(default_factory=dict)
@@ -164,8 +99,8 @@ class SmoothingMixin(Modifier):
         """
 
     @abstractmethod
-    def new_statistics(self, columns: int, device: torch.device, name: str) -> InputStatistics:
-        """New statistics of one input tensor."""
+    def new_statistics(self, module: Module, input_TC: Tensor, twin: bool) -> Any:
+        """New statistics of one input, with ``tokens`` and ``update(input_TC)``."""
 
     @abstractmethod
     def compute_scale(self, one: SmoothSet, tallies: Mapping[Module, Any]) -> Tensor | None:
@@ -255,104 +190,116 @@ class SmoothingMixin(Modifier):
         else:
             self._sets = resolve_mappings(model, names, self.ignored(), samples)
         check_targets(model, (), ignore=self.ignored())
-        left_out = matching_names(model, self.ignored())
-        self._sets = [
-            one
-            for one in self._sets
-            if one.name not in left_out and not left_out & one.balance.keys()
-        ]
-        self._sets = drop_quantized_sets(
-            self._sets, state, name=type(self).__name__, are_named=names is not None
-        )
-        self._sets = self._without_rotated(state, are_named=names is not None)
+        matched = match_named_modules(model, list(self.ignored()))
+        left_out = {name for name, _ in matched}
+        wanted = [one for one in self._sets if not left_out & {one.name, *one.balance}]
+        self._sets = self._without_conflicts(state, wanted, are_named=names is not None)
         if not self._sets:
-            self._refuse_rotated()
-            what = (
-                f"finds nothing to smooth in {type(model).__name__}"
-                if names is None
-                else "was given mappings that leave nothing to smooth"
-            )
+            what = f"finds nothing to smooth in {type(model).__name__}"
+            if names is not None:
+                what = "was given mappings that leave nothing to smooth"
+            rotated = ((_existing_rotation(one), name) for one, name in self._names.items())
+            if found := next((one for one in rotated if one[0]), None):
+                what = "has nothing to smooth: {} rotates what goes into or comes out of {}".format(
+                    *found
+                )
             raise TargetError(
-                f"{type(self).__name__} {what}.",
-                "Name what is to be smoothed in its mappings, or leave it out of the recipe.",
+                f"{self._name} {what}.",
+                "Name what is to be smoothed in its mappings, put it before a rotation, or leave "
+                "it out of the recipe.",
             )
         state.facts.smoothed.update(one.smooth for one in self._sets if one.is_norm)
         self._tell(model)
         return True
 
-    def _without_rotated(self, state: State, *, are_named: bool) -> list[SmoothSet]:
-        """The sets that no online rotation passes through.
+    def _without_conflicts(
+        self, state: State, sets: Sequence[SmoothSet], *, are_named: bool
+    ) -> list[SmoothSet]:
+        """The sets with which no earlier modifier, or earlier run, conflicts.
 
-        The columns of a weight after such a rotation are not the channels of the module before it.
+        Scales of weights and activations that are final already would not fit after smoothing. The
+        columns of a weight after an online rotation are not the channels of the module before it.
+        A set that was found in the model, and whose readers are all quantized, is left out
+        silently.
 
         Raises:
-            TargetError: for a set that the recipe names, and where nothing is left.
+            TargetError: a set of the recipe conflicts, or joins what is quantized with what is not;
+                or none is left.
         """
-        kept, why = [], ""
-        for one in self._sets:
-            by = [
-                f"{owner} rotates what goes into or comes out of {self._names[module]}"
-                for module in (one.smooth, *one.balance.values())
-                if (owner := state.facts.rotated_by.get(module) or _existing_rotation(module))
-            ]
-            why = why or "".join(by[:1])
-            if not by:
+        quantized = {module: module for module in quantized_modules(state)}
+        for attention in state.facts.kv_cache:  # whose keys and values these help to compute
+            inner = (one for one in attention.modules() if isinstance(one, Linear))
+            cached = dict.fromkeys(inner, attention)
+            quantized |= {one.smooth: cached[one.smooth] for one in sets if one.smooth in cached}
+        kept, why, by, rotated = [], "", "", 0
+        for one in sets:
+            members = {**one.balance, one.name: one.smooth}
+            taken = {name: quantized[each] for name, each in members.items() if each in quantized}
+            turned = {
+                name: owner
+                for name, each in members.items()
+                if (owner := state.facts.rotated_by.get(each) or _existing_rotation(each))
+            }
+            if taken:
+                first, module = next(iter(taken.items()))
+                quantizer = state.facts.quantizer.get(module)
+                by = "an earlier run" if quantizer is None else type(quantizer).__name__
+                why = f"{by} quantizes {first}, and smoothing would change what was found for it"
+            elif turned:
+                first, by = next(iter(turned.items()))
+                why = f"{by} rotates what goes into or comes out of {first}"
+                rotated += 1
+            else:
                 kept.append(one)
-            elif are_named:
+                continue
+            if are_named or (taken and not taken.keys() >= one.balance.keys()):
                 raise TargetError(
-                    f"The mapping {one} of {type(self).__name__} cannot be smoothed: {by[0]}.",
-                    f"Put {type(self).__name__} before the rotation, or leave the mapping out.",
+                    f"The mapping {one} of {self._name} cannot be smoothed: {why}.",
+                    f"Put {self._name} before {by}, or leave {first} to one of them, by an ignore "
+                    "list or by mappings without it.",
                 )
-        if self._sets and not kept:
+        if why and not kept:
             raise TargetError(
-                f"{type(self).__name__} has nothing to smooth: {why}, and so on.",
-                f"Put {type(self).__name__} before the rotation.",
+                f"{self._name} has nothing to smooth: {why}.", f"Put {self._name} before {by}."
             )
-        if len(kept) < len(self._sets):
+        if rotated:
             logger.warning(
-                f"{type(self).__name__} leaves out {len(self._sets) - len(kept)} mappings: {why}. "
-                "Put it before the rotation to smooth them, too."
+                f"{self._name} leaves out {rotated} mappings: {why}. Put it before the rotation to "
+                "smooth them, too."
             )
         return kept
 
-    def _refuse_rotated(self) -> None:
-        """Raise if nothing can be smoothed because of an earlier run's rotations."""
-        for module, name in self._names.items():
-            if by := _existing_rotation(module):
-                raise TargetError(
-                    f"{type(self).__name__} has nothing to smooth: {by} rotates what goes into or "
-                    f"comes out of {name}, and so on.",
-                    f"Put {type(self).__name__} before the rotation.",
-                )
-
     def _tell(self, model: Module) -> None:
         """Log the sets that were found, grouped by place, with their number."""
-        alike: dict[str, int] = {}
-        for one in self._sets:
-            readers = dict.fromkeys(map(_without_numbers, one.balance))
-            text = f"{_without_numbers(one.name)} -> {', '.join(readers)}"
-            alike[text] = alike.get(text, 0) + 1
+        alike = Counter(
+            _NUMBER.sub("*", f"{one.name} -> ")
+            + ", ".join(dict.fromkeys(_NUMBER.sub("*", name) for name in one.balance))
+            for one in self._sets
+        )
         shown = "; ".join(f"{text} ({number})" for text, number in alike.items())
         origin = "of the recipe"
         if self.mappings is None:
             origin = "found in the model"
             if self.named(model) is not None:
                 origin = f"registered for {type(model).__name__}"
-        logger.info(f"{type(self).__name__}, mappings {origin}: {shown}.")
+        logger.info(f"{self._name}, mappings {origin}: {shown}.")
 
     # ------------------------------------------------------------------ calibration
 
     def on_calibration_start(self, state: State, event: Event, **kwargs: Any) -> None:
         """Hook the inputs, once for all Linears that share a tensor."""
-        self._order = state.calibration.call_order
+        observed = set(self.observed_modules())
+        order = state.calibration.call_order
+        self._inputs = InputCollector(self.new_statistics, observed.__contains__, order)
         self._by_reader = {}
         for one in self.sets_to_smooth():
             for module in one.balance.values():
                 self._by_reader.setdefault(module, []).append(one)
         if not state.run.block_source.holds_all:
             self._check_blocks(state)
-        for leader in dict.fromkeys(map(self.leader, self.observed_modules())):
-            self.register_hook(leader, self._hook(state), "forward_pre", with_kwargs=True)
+        hook = self._hook(state)
+        for leader in self._inputs.leaders(self.observed_modules()):
+            self.register_hook(leader, hook, "forward_pre", with_kwargs=True)
 
     def _check_blocks(self, state: State) -> None:
         blocks = state.run.block_source.names
@@ -367,29 +314,11 @@ class SmoothingMixin(Modifier):
                 )
 
     def _hook(self, state: State) -> Any:
-        @torch.no_grad()
-        def collect(module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            tensor = first_tensor(args, kwargs)
-            if tensor is not None:
-                self.count(module, tensor, state.calibration.token_mask)
-
-        return collect
-
-    def count(self, module: Module, tensor: Tensor, token_mask: Tensor | None) -> None:
-        """Add the input of ``module`` (see :func:`real_tokens`) to its statistics."""
-        if module not in self._tallies:
-            self._tallies[module] = self.new_statistics(
-                tensor.shape[-1], tensor.device, self._names[module]
-            )
-        self._tallies[module].update(real_tokens(tensor, token_mask))
+        return self._inputs.hook(state)
 
     def sets_read_by(self, module: Module) -> Sequence[SmoothSet]:
         """The sets to smooth that have ``module`` among their readers."""
         return self._by_reader.get(module, ())
-
-    def leader(self, module: Module) -> Module:
-        """The first of the hooked modules that share ``module``'s input."""
-        return module if self._order is None else self._order.group_of(module)[0]
 
     def on_sequential_epoch_end(
         self, state: State, event: Event, modules: Iterable[Module], **kwargs: Any
@@ -405,18 +334,15 @@ class SmoothingMixin(Modifier):
             if one.name not in self._records and self._seen.issuperset(one.linears.values()):
                 self._find_scale(one)
         self.after_scales()
-        self._free_statistics()
+        self._free_statistics(came)
         if state.calibration.call_order is None and not state.run.block_source.names:
             self.finish(state, self._seen)
 
     @torch.no_grad()
     def _find_scale(self, one: SmoothSet) -> None:
-        tallies = {
-            module: self._tallies[self.leader(module)]
-            for module in one.linears.values()
-            if self.leader(module) in self._tallies
-        }
-        if len(tallies) < len(one.linears) or not all(t.tokens for t in tallies.values()):
+        found = {module: self._inputs.of(module) for module in one.linears.values()}
+        tallies = {module: each for module, each in found.items() if each and each.tokens}
+        if len(tallies) < len(found):
             logger.warning(f"{one}: not smoothed, since no calibration token reached all of them.")
             self._records[one.name] = {"tokens": 0}
             return
@@ -427,13 +353,15 @@ class SmoothingMixin(Modifier):
             raise NonFiniteError(f"The scales found for {one} are not positive numbers.")
         self._scales[one] = scale_C
 
-    def _free_statistics(self) -> None:
-        """Free the statistics whose readers are all done."""
-        for leader in [one for one in self._tallies if one in self._seen]:
-            alike = (leader,) if self._order is None else self._order.group_of(leader)
-            sets = (one for module in alike for one in self.sets_read_by(module))
-            if all(self._seen.issuperset(one.linears.values()) for one in sets):
-                del self._tallies[leader]
+    def _free_statistics(self, came: Iterable[Module]) -> None:
+        """Free the statistics of ``came``, and of what is smoothed with it, if that is all done."""
+        sets = (one for module in came for one in self.sets_read_by(module))
+        readers = (each for one in sets for each in one.linears.values())
+        for leader in self._inputs.leaders((*came, *readers)):
+            sharing = self._inputs.sharing(leader)
+            waiting = (one for module in sharing for one in self.sets_read_by(module))
+            if all(self._seen.issuperset(one.linears.values()) for one in waiting):
+                self._inputs.drop([leader])
 
     # ------------------------------------------------------------------ scaling
 
@@ -453,10 +381,8 @@ class SmoothingMixin(Modifier):
         """Scale the sets that were not scaled with their block."""
         self.remove_hooks()
         self.finish(state, state.model.modules())
-        self._tallies.clear()
-        self._order = None
         smoothed = sum(1 for record in self._records.values() if record.get("tokens"))
-        logger.info(f"{type(self).__name__}: {smoothed} modules smoothed.")
+        logger.info(f"{self._name}: {smoothed} modules smoothed.")
 
 
 def _sample_batches(state: State) -> Iterator[Mapping[str, Any]]:
@@ -476,7 +402,3 @@ def _existing_rotation(module: Module) -> str | None:
     """Name of an earlier run's rotation of the inputs or outputs of ``module``, if any."""
     children = module._modules.items()
     return next((name for name, child in children if isinstance(child, HadamardTransform)), None)
-
-
-def _without_numbers(text: str) -> str:
-    return ".".join("*" if part.isdigit() else part for part in text.split("."))

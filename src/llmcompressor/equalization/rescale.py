@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Linear, Module, Parameter
+from torch.nn import Linear, Module
 
 from llmcompressor.errors import InputError
 
@@ -121,20 +121,22 @@ def write_parameters(module: Module, values: Mapping[str, Tensor]) -> None:
 
 @contextlib.contextmanager
 def swapped_parameters(changes: Mapping[Module, Mapping[str, Tensor]]) -> Iterator[None]:
-    """Replace parameters of modules while the body runs, and restore their own afterwards."""
-    before = [
-        (module, name, module._parameters[name])
-        for module, values in changes.items()
-        for name in values
-    ]
+    """Replace parameters and buffers of modules while the body runs, and restore them afterwards.
+
+    New values may be part of a graph: they are taken as they are.
+    """
+    before: list[tuple[dict[str, Any], str, Any]] = []
     try:
         for module, values in changes.items():
             for name, value in values.items():
-                module._parameters[name] = Parameter(value, requires_grad=False)
+                own: dict[str, Any] = module._parameters
+                own = own if name in own else module._buffers
+                before.append((own, name, own[name]))
+                own[name] = value
         yield
     finally:
-        for module, name, parameter in before:
-            module._parameters[name] = parameter
+        for own, name, value in reversed(before):
+            own[name] = value
 
 
 def norm_offset(module: Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> float | None:

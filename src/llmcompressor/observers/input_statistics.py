@@ -6,12 +6,16 @@ They are additive: the statistics of two halves of the data, or of two ranks, su
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
+from torch.nn import Module
 
+from llmcompressor.core.state import State
 from llmcompressor.errors import InputError, NonFiniteError
+from llmcompressor.modeling.call_graph import CallOrder, first_tensor
 from llmcompressor.numerics.gram import (
     TokenBuffer,
     add_cross_product,
@@ -19,8 +23,9 @@ from llmcompressor.numerics.gram import (
     add_upper_product,
     mirror_upper_,
 )
+from llmcompressor.observers.tokens import real_tokens
 
-__all__ = ["InputStatistics", "prefers_output_residual"]
+__all__ = ["InputCollector", "InputStatistics", "prefers_output_residual"]
 
 _WIDE_RANGE = (torch.bfloat16, torch.float32, torch.float64)
 """Dtypes that hold whatever an output may lack; float16 ends at 65504."""
@@ -164,3 +169,94 @@ class InputStatistics:
         elif self._missing_RC is not None and self._weight_RC is not None:
             weight_RC = self._weight_RC.to(input_TC.dtype)
             add_residual_product(self._missing_RC, weight_RC, input_TC, difference_TC)
+
+
+# --------------------
+# Statistics of the inputs of many modules, one for all that share an input.
+
+Statistics = TypeVar("Statistics")
+
+
+class InputCollector(Generic[Statistics]):
+    """Statistics of the inputs of modules, one for all modules that share an input.
+
+    Args:
+        create: makes the statistics of a module that represents others, given a batch ``[T, C]``
+            and whether there are inputs of the original model.
+        observes: returns True for the modules that statistics are collected for.
+        order: which modules share an input; ``None``: none do.
+        rows: the tokens of an input, without padding.
+    """
+
+    def __init__(
+        self,
+        create: Callable[[Module, Tensor, bool], Statistics],
+        observes: Callable[[Module], bool],
+        order: CallOrder | None,
+        rows: Callable[[Module, Tensor, Tensor | None], Tensor] = lambda _, *given: real_tokens(
+            *given
+        ),
+    ) -> None:
+        self._create, self._observes, self._order, self._rows = create, observes, order, rows
+        self._found: dict[Module, Statistics] = {}
+
+    def sharing(self, module: Module) -> Sequence[Module]:
+        """The observed modules that share the input of ``module``, itself included."""
+        if self._order is None or not self._observes(module):
+            return [module]
+        return [one for one in self._order.group_of(module) if self._observes(one)]
+
+    def leader(self, module: Module) -> Module:
+        """The first of the modules that share the input of ``module``: its input is observed."""
+        return self.sharing(module)[0]
+
+    def leaders(self, modules: Iterable[Module]) -> list[Module]:
+        """The modules to hook, so that the inputs of all ``modules`` are observed once."""
+        return list(dict.fromkeys(map(self.leader, modules)))
+
+    def of(self, module: Module) -> Statistics | None:
+        """The statistics of the input of ``module``; ``None`` if there was none."""
+        return self._found.get(self.leader(module))
+
+    def drop(self, modules: Iterable[Module]) -> None:
+        """Free the statistics of the inputs of ``modules``."""
+        for module in modules:
+            self._found.pop(self.leader(module), None)
+
+    def add(
+        self,
+        module: Module,
+        tensor: Tensor,
+        token_mask: Tensor | None,
+        reference: Tensor | None = None,
+    ) -> None:
+        """Add an input of a leader, and that of the original model."""
+        input_TC = self._rows(module, tensor, token_mask)
+        if module not in self._found:
+            self._found[module] = self._create(module, input_TC, reference is not None)
+        statistics: Any = self._found[module]
+        if reference is None:
+            statistics.update(input_TC)
+        else:
+            statistics.update(input_TC, self._rows(module, reference, token_mask))
+
+    def hook(
+        self,
+        state: State,
+        reference: Callable[[Module, Tensor, State], Tensor | None] = lambda *_: None,
+    ) -> Any:
+        """A forward hook for the leaders, to be called with the arguments of a module.
+
+        Args:
+            state: of the run.
+            reference: finds the input of a module in the original model.
+        """
+
+        @torch.no_grad()
+        def collect(module: Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+            tensor = first_tensor(args, kwargs)
+            if tensor is not None:
+                other = reference(module, tensor, state)
+                self.add(module, tensor, state.calibration.token_mask, other)
+
+        return collect

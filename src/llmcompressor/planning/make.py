@@ -35,7 +35,6 @@ from llmcompressor.planning.memory import (
     shortages,
 )
 from llmcompressor.planning.passes import PassContext, plan_passes
-from llmcompressor.planning.proxy_model import ProxyTrials
 from llmcompressor.planning.result import ModuleRow, Plan, Problem, Sizes, Tokens
 from llmcompressor.planning.sizes import Output, predict_output, serving_notes
 from llmcompressor.planning.subject import Part, PlannedModel
@@ -146,7 +145,6 @@ class _PlanBuilder:
         self._widths = read_widths(subject.model.config)  # before modifiers change the model
         self._reads_ahead = True
         self._base = 0
-        self._trials = ProxyTrials(subject.model, request.modifiers)
 
     def __call__(self) -> Plan:
         subject, request = self._subject, self._request
@@ -229,14 +227,6 @@ class _PlanBuilder:
                 "what it does is left out."
             )
             return []
-        with self._recording(name, TargetError):
-            unknown = self._trials(modifier)
-            if unknown:
-                self._notes.append(
-                    f"{name} tries out on the weights, before it changes any, whether the model "
-                    "would compute what it does. The plan does not foresee that here: "
-                    f"{unknown.removesuffix('.')}."
-                )
         return planned
 
     def _try_data(self) -> None:

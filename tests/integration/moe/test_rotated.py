@@ -8,20 +8,21 @@ from typing import Any
 
 import pytest
 import torch
-from compressed_tensors.transform import TransformArgs, TransformScheme
+from compressed_tensors.transform import TransformLocation, TransformScheme
 from tests.support import mixtures
 from tests.support.thinned import thinned
-from torch.nn import Parameter
+from torch.nn import Linear
 from transformers import AutoModelForCausalLM
 
 from llmcompressor import oneshot
 from llmcompressor.modifiers.quantization import GPTQModifier
-from llmcompressor.modifiers.rotation.online import attach_transform
+from llmcompressor.modifiers.rotation.online import OnlineRotation
+from llmcompressor.modifiers.rotation.plan import RotationPlan
 from llmcompressor.modifiers.transform import QuIPModifier, SpinQuantModifier
 from llmcompressor.moe.expert_stops import begin_calibration_stages, stages_bypassed
 from llmcompressor.moe.layouts import DOWN, GATE, UP
 from llmcompressor.moe.linear_experts import find_stacked_moes, unfuse_experts
-from llmcompressor.numerics.hadamard import hadamard
+from llmcompressor.numerics.rotation import Rotation
 
 GROUPS = {
     "g": {
@@ -54,11 +55,14 @@ def test_a_model_and_its_folder_give_the_same_file(family: str, first: str, tmp_
         assert file.read_bytes() == (tmp_path / "in_memory" / file.name).read_bytes()
 
 
-def rotation(location: str, width: int) -> tuple[TransformScheme, TransformArgs, Parameter]:
-    arguments = TransformArgs(targets=["Linear"], location=location)
-    scheme = TransformScheme(type="random-hadamard", apply=[arguments])
-    signs = torch.randint(0, 2, (width,), generator=torch.Generator().manual_seed(width)) * 2 - 1
-    return scheme, arguments, Parameter(hadamard(width).float() * signs)
+def attached(model: Any, linear: Linear, name: str, location: str, *, rests: bool) -> None:
+    """Add a rotation to a Linear's forward."""
+    width = linear.weight.shape[location == "input"]
+    turned = Rotation.of_hadamard(width, torch.Generator().manual_seed(width))
+    plan = RotationPlan(torch.float32, schemes={"r": TransformScheme(type="random-hadamard")})
+    plan.online = [OnlineRotation(linear, name, "r", TransformLocation(location), turned)]
+    plan.attach(model)
+    plan.rest(rests=rests)
 
 
 @pytest.mark.parametrize("rests", [False, True])
@@ -77,9 +81,7 @@ def test_in_stages_experts_make_what_they_make_without(location: str, rests: boo
         for number in range(4):
             for role in (GATE, UP, DOWN):
                 linear = experts.linear(number, role)
-                width = linear.weight.shape[location == "input"]
-                attached = attach_transform(model, linear, role, "r", *rotation(location, width))
-                attached.rest(rests=rests)
+                attached(model, linear, role, location, rests=rests)
         whole = experts(*given)
         assert torch.allclose(whole, plain) == rests
         for is_done in (False, True):

@@ -147,7 +147,7 @@ PATIENCE = 120.0
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def deep_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("source") / "llama"
     config = LlamaConfig(
         vocab_size=128,
@@ -189,9 +189,9 @@ def _child(arguments: list[str], stderr: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", few(["oneshot", "model-free-ptq"], "oneshot"))
-def test_sigterm_ends_at_a_consistent_point(kind: str, model: Path, tmp_path: Path) -> None:
+def test_sigterm_ends_at_a_consistent_point(kind: str, deep_model: Path, tmp_path: Path) -> None:
     output, stderr = tmp_path / "out put", tmp_path / "stderr"
-    arguments = command(model, kind, output)
+    arguments = command(deep_model, kind, output)
     context = multiprocessing.get_context("forkserver")
     running = context.Process(target=_child, args=(arguments, stderr))
     running.start()

@@ -12,9 +12,7 @@ from tests.support import listed_architectures as listed
 from torch import Tensor
 
 from llmcompressor.checkpoint.moe_names import unfuse_stored_experts
-from llmcompressor.equalization import mappings
-from llmcompressor.equalization.mappings import find_smooth_sets
-from llmcompressor.equalization.probe import SmoothSet, format_names
+from llmcompressor.equalization.mappings import SmoothSet, find_smooth_sets, format_names
 from llmcompressor.equalization.rescale import divide_outputs, multiply_inputs
 from llmcompressor.moe.linear_experts import find_stacked_moes
 
@@ -63,13 +61,9 @@ def by_form_of_layer(found: list[SmoothSet]) -> list[dict[str, set[str]]]:
 
 
 @pytest.mark.parametrize("name", listed.LINKS)
-def test_listed_links_are_found_and_scaling_them_is_exact(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_listed_links_are_found_and_scaling_them_is_exact(name: str) -> None:
     model = build(name)
-    with monkeypatch.context() as patched:  # the structure, whatever is listed in the library
-        patched.setattr(mappings, "architecture_mappings", lambda _: None)
-        found = find_smooth_sets(model, [inputs_of(model)])
+    found = find_smooth_sets(model, [inputs_of(model)])
     expected = [
         {smooth: set(readers.split()) for smooth, readers in layer.items()}
         for layer in listed.LINKS[name]

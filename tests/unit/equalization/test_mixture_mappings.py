@@ -11,8 +11,7 @@ import torch
 from tests.support import small_architectures as small
 from torch import Tensor, nn
 
-from llmcompressor.equalization.mappings import find_smooth_sets, resolve_mappings
-from llmcompressor.equalization.probe import Names, SmoothSet
+from llmcompressor.equalization.mappings import Names, SmoothSet, find_smooth_sets, resolve_mappings
 from llmcompressor.equalization.rescale import divide_outputs, multiply_inputs
 from llmcompressor.errors import TargetError
 from llmcompressor.modeling.fused import parse_expert_name

@@ -7,8 +7,7 @@ import pytest
 from tests.support import small_architectures as small
 from tests.support.thinned import thinned
 
-from llmcompressor.equalization.mappings import resolve_mappings
-from llmcompressor.equalization.probe import Names, SmoothSet
+from llmcompressor.equalization.mappings import Names, SmoothSet, resolve_mappings
 from llmcompressor.errors import TargetError
 
 V_TO_O: Names = ("re:.*v_proj$", ("re:.*o_proj$",))

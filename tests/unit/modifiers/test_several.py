@@ -88,15 +88,15 @@ def test_a_checkpoint_is_compressed_as_a_model_is(tmp_path: Path) -> None:
 SMOOTHED_BEHIND: dict[str, tuple[list[Modifier], str]] = {
     "a reader": (
         [solving("re:.*gate_proj$"), AWQModifier(mappings=[GATE]), rounding("re:.*up_proj$")],
-        r"cannot smooth .*GPTQModifier quantizes model\.layers\.0\.mlp\.gate_proj",
+        r"cannot be smoothed: .*GPTQModifier quantizes model\.layers\.0\.mlp\.gate_proj",
     ),
     "a reader of a mapping that was found": (
         [solving("re:.*k_proj$"), AWQModifier(), rounding("re:.*[qvoe]_proj$")],
-        r"cannot smooth .*GPTQModifier quantizes model\.layers\.0\.self_attn\.k_proj",
+        r"cannot be smoothed: .*GPTQModifier quantizes model\.layers\.0\.self_attn\.k_proj",
     ),
     "what is smoothed": (
         [solving("re:.*up_proj$"), AWQModifier(mappings=[DOWN]), rounding("re:.*down_proj$")],
-        r"cannot smooth .*GPTQModifier quantizes model\.layers\.0\.mlp\.up_proj",
+        r"cannot be smoothed: .*GPTQModifier quantizes model\.layers\.0\.mlp\.up_proj",
     ),
     "everything": (
         [rounding(), SmoothQuantModifier()],
@@ -108,7 +108,7 @@ SMOOTHED_BEHIND: dict[str, tuple[list[Modifier], str]] = {
             AWQModifier(mappings=[AWQMapping("re:.*v_proj$", ["re:.*o_proj$"])]),
             rounding(),
         ],
-        r"cannot smooth .*QuantizationModifier quantizes model\.layers\.0\.self_attn\.v_proj",
+        r"cannot be smoothed: .*QuantizationModifier quantizes model\.layers\.0\.self_attn\.v_proj",
     ),
 }
 

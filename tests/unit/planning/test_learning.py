@@ -82,8 +82,11 @@ def test_what_a_step_holds_is_what_was_counted(sizes: tuple[int, int, int], toke
 
     start = {name: modifier._made[name] for name in modifier._learnable}
     shelf = TensorStore(10**9)
-    way = learned._RotationOptimizer(model, modifier._plan, start, lambda block, then: None, shelf)  # type: ignore[arg-type]
-    batch = learned._with_labels(model, {"input_ids": torch.randint(3, sizes[2], (1, tokens))})
+    way = learned._RotationOptimizer(
+        model, modifier._plan, start, lambda block, then: None, shelf, None
+    )  # type: ignore[arg-type]
+    data = [{"input_ids": torch.randint(3, sizes[2], (1, tokens))}]
+    (batch,) = learned._training_batches(model, data, use_loss_mask=False)
     with learned._fake_quantized_inputs(model), count_memory() as counter:
         way.step(batch, 0.1)
     before = costs[0].held_bytes * 2 // 3  # matrices and momenta were there before

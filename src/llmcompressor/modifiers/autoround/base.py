@@ -398,9 +398,9 @@ class AutoRoundModifier(RecordedMixin, QuantizationMixin):
         )
         held |= {key: one for key, one in nearest.items() if runner.is_nearest_expert(key)}
         self._shown.drop(modules)
-        runner.set_held_weights(
-            {key: runner.weight(key, _initially_rounded(one).values) for key, one in held.items()}
-        )
+        runner.held = {
+            key: runner.weight(key, _initially_rounded(one).values) for key, one in held.items()
+        }
         return held
 
     def _begin(

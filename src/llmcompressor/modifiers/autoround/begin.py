@@ -101,7 +101,7 @@ def solve_block(
     found, weights = dict(nearest), dict[str, Tensor]()
     for stage in _solve_stages(runner, nearest, order):
         groups = [
-            _InputGroup(names, runner.block.get_submodule(_module_name(names[0])))
+            _InputGroup(names, runner.block.get_submodule(names[0].removesuffix(".weight")))
             for names in stage
         ]
         direct = (
@@ -141,7 +141,7 @@ def solve_last_linear(
     last = _solve_stages(runner, nearest, order)[-1]
     if len(last) != 1 or len(last[0]) != 1:
         return {}
-    group = _InputGroup(last[0], runner.block.get_submodule(_module_name(last[0][0])))
+    group = _InputGroup(last[0], runner.block.get_submodule(last[0][0].removesuffix(".weight")))
     if not _is_added_to_output(runner, group.leader):
         return {}
     others = {name: weight for name, weight in weights.items() if name not in group.names}
@@ -168,7 +168,7 @@ def solve_experts(
     found = dict(nearest)
     for sharing, statistics in shown:
         for names in _group_by_grid(runner, sharing, nearest, apart=False):
-            group = _InputGroup(names, runner.block.get_submodule(_module_name(names[0])))
+            group = _InputGroup(names, runner.block.get_submodule(names[0].removesuffix(".weight")))
             group.statistics = statistics
             found |= dict(_solve_group(runner, group, nearest))
     return found
@@ -187,10 +187,6 @@ class _InputGroup:
         self.statistics = self.missing_CR = None
 
 
-def _module_name(name: str) -> str:
-    return name.removesuffix(".weight")
-
-
 def _solve_stages(
     runner: BlockRunner, names: Mapping[str, InitialRounding], order: CallOrder | None
 ) -> list[list[list[str]]]:
@@ -198,7 +194,7 @@ def _solve_stages(
 
     While calls are recorded all experts get the same tokens; here each gets its own.
     """
-    name_of = {runner.block.get_submodule(_module_name(name)): name for name in names}
+    name_of = {runner.block.get_submodule(name.removesuffix(".weight")): name for name in names}
     shared = [] if order is None else [[m for m in one if m in name_of] for one in order.groups]
     seen = {module for group in shared for module in group}
     shared += [[module] for module in name_of if module not in seen]
@@ -323,7 +319,9 @@ def _solve_group(
     statistics, routed = group.statistics, group.names[0] in runner.experts
     if statistics is None or statistics.tokens < (statistics.gram.shape[-1] if routed else 1):
         return
-    members = [(name, runner.block.get_submodule(_module_name(name))) for name in group.names]
+    members = [
+        (name, runner.block.get_submodule(name.removesuffix(".weight"))) for name in group.names
+    ]
     problem = Problem(
         weights=[weight_of(module).detach() for _, module in members],
         parameters=[nearest[name].parameters for name in group.names],

@@ -113,7 +113,7 @@ class BlockRunner:
         self._plain = {
             name: self._to_compute_dtype(one.detach()) for name, one in parameters.items()
         }
-        self._held: dict[str, Tensor] = {}
+        self.held: dict[str, Tensor] = {}
         places = expert_positions(block)
         self.experts = {
             f"{name}.weight": places[module]
@@ -133,10 +133,6 @@ class BlockRunner:
     def is_nearest_expert(self, name: str) -> bool:
         """Return True if a weight is of a starved expert with the policy ``rtn``."""
         return name in self.experts and self.experts[name].policy == "rtn"
-
-    def set_held_weights(self, weights: Mapping[str, Tensor]) -> None:
-        """Use these weights in place of the block's own unless others are given."""
-        self._held = dict(weights)
 
     def error(self, index: int, weights: Mapping[str, Tensor]) -> Tensor:
         """Squared error of the output of a call, float32."""
@@ -159,7 +155,7 @@ class BlockRunner:
                 only.
         """
         args, kwargs = self._to_compute_dtype(call.args), self._to_compute_dtype(dict(call.kwargs))
-        others = {} if weights is None else {**self._held, **weights}
+        others = {} if weights is None else {**self.held, **weights}
         # experts get only their routed tokens, as outside of calibration
         with HooksMixin.disable_hooks(), stages_bypassed(self.block):
             output = functional_call(

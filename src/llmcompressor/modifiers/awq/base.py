@@ -32,8 +32,7 @@ from llmcompressor.core.modifier import Modifier
 from llmcompressor.core.modifier_registry import ModifierFactory
 from llmcompressor.core.state import State
 from llmcompressor.equalization.base import SmoothingMixin, quantized_modules
-from llmcompressor.equalization.mappings import WRITTEN, find_smooth_sets
-from llmcompressor.equalization.probe import Names, SmoothSet
+from llmcompressor.equalization.mappings import WRITTEN, Names, SmoothSet, find_smooth_sets
 from llmcompressor.errors import RecipeError, TargetError
 from llmcompressor.logger import logger
 from llmcompressor.modifiers.awq.parents import (
@@ -58,7 +57,6 @@ from llmcompressor.observers.canonical import Range
 from llmcompressor.observers.input_statistics import InputStatistics
 from llmcompressor.quantization.base import SAYING_HOW, QuantizationMixin
 from llmcompressor.quantization.parameters import (
-    WeightParameters,
     min_max_parameters,
     range_parameters,
     weight_amax,
@@ -76,6 +74,10 @@ __all__ = [
     "get_layer_mappings_from_model",
 ]
 
+_Device = Annotated[
+    str, BeforeValidator(lambda one: str(one) if isinstance(one, torch.device) else one)
+]
+"""The name of a ``torch.device``, as recipes store it."""
 _FINE_BITS = 8
 """Bits from which there is nothing to gain by clipping."""
 _STACKED = 16
@@ -141,10 +143,6 @@ def get_layer_mappings_from_model(model: Module) -> list[AWQMapping]:
     return [AWQMapping(one.name, list(one.balance)) for one in find_smooth_sets(model)]
 
 
-def _registered_mappings(model: Module) -> list[AWQMapping] | None:
-    return AWQ_MAPPING_REGISTRY.added(type(model).__name__)
-
-
 class _InputMoments:
     """Second moments and mean absolute values of the inputs."""
 
@@ -172,11 +170,6 @@ class _InputMoments:
     def sizes(self) -> Tensor:
         """Sum of the absolute values of each input column."""
         return self._sizes_C
-
-
-def _device_name(given: Any) -> Any:
-    """The name of a ``torch.device``, as recipes store it; other values unchanged."""
-    return str(given) if isinstance(given, torch.device) else given
 
 
 def _quantization_fields() -> set[str]:
@@ -219,7 +212,7 @@ class AWQModifier(SmoothingMixin):
     )
 
     mappings: list[AWQMapping] | None = None
-    offload_device: Annotated[str | None, BeforeValidator(_device_name)] = None
+    offload_device: _Device | None = None
     duo_scaling: bool | Literal["both"] = True
     n_grid: int = Field(default=20, ge=2, le=1000)
     loss: Literal["statistics", "output"] = "statistics"
@@ -276,14 +269,18 @@ class AWQModifier(SmoothingMixin):
         """The mappings as smooth target and balance targets."""
         mappings = self.mappings
         if mappings is None:
-            mappings = _registered_mappings(model)
+            mappings = AWQ_MAPPING_REGISTRY.added(type(model).__name__)
         if mappings is None:
             return None
         return [(one.smooth_layer, tuple(one.balance_layers)) for one in mappings]
 
     def predict(self, state: State) -> Prediction:
         """Mappings registered for the class of the model, if they are used."""
-        found = None if self.mappings is not None else _registered_mappings(state.model)
+        found = (
+            None
+            if self.mappings is not None
+            else AWQ_MAPPING_REGISTRY.added(type(state.model).__name__)
+        )
         return Prediction(registered=None if found is None else [asdict(one) for one in found])
 
     def sets_to_smooth(self) -> list[SmoothSet]:
@@ -374,9 +371,10 @@ class AWQModifier(SmoothingMixin):
                         "Set duo_scaling: false.",
                     )
 
-    def new_statistics(self, columns: int, device: torch.device, name: str) -> _InputMoments:
+    def new_statistics(self, module: Module, input_TC: Tensor, twin: bool) -> _InputMoments:
         """Statistics with second moments of the inputs."""
-        return _InputMoments(columns, self.offload_device or device, name)
+        place = self.offload_device or input_TC.device
+        return _InputMoments(input_TC.shape[-1], place, self._names[module])
 
     def compute_scale(self, one: SmoothSet, tallies: Mapping[Module, Any]) -> Tensor | None:
         """The best scale of the grid, evaluated on the Linears that are quantized."""
@@ -419,11 +417,11 @@ class AWQModifier(SmoothingMixin):
         for module in [one for one in self._to_clip if one in self._seen]:
             args, one = _clip_args(module), next(reversed(self.sets_read_by(module)), None)
             if args is not None and (one is None or one.name in self._records):
-                ready.setdefault((self.leader(module), one, _quantization_key(args)), []).append(
-                    module
-                )
+                ready.setdefault(
+                    (self._inputs.leader(module), one, args.model_dump_json()), []
+                ).append(module)
         for (leader, one, _), members in ready.items():
-            tally = self._tallies.get(leader)
+            tally = self._inputs.of(leader)
             if tally is not None and tally.tokens:
                 self._clip(members, tally, None if one is None else self._scales.get(one))
         done = {module for members in ready.values() for module in members}
@@ -485,7 +483,8 @@ def _rounding(module: Module) -> Round:
     stored = parameter_dtype(weight_of(module).dtype)
 
     def rounded(weight_RC: Tensor) -> Tensor:
-        return _round_in_float32(min_max_parameters(weight_RC, args, stored_in=stored), weight_RC)
+        found = min_max_parameters(weight_RC, args, stored_in=stored)
+        return replace(found, scale=found.scale.float()).round(weight_RC)
 
     return rounded
 
@@ -499,15 +498,10 @@ def _rounding_within(module: Module, whole_RC: Tensor) -> RoundWithin:
 
     def rounded(weight_RC: Tensor, least_R: Tensor, greatest_R: Tensor) -> Tensor:
         ends = Range(least_R.unsqueeze(-1), greatest_R.unsqueeze(-1))
-        return _round_in_float32(
-            range_parameters(ends, weight_RC, args, shared, stored_in=stored), weight_RC
-        )
+        found = range_parameters(ends, weight_RC, args, shared, stored_in=stored)
+        return replace(found, scale=found.scale.float()).round(weight_RC)
 
     return rounded
-
-
-def _round_in_float32(found: WeightParameters, weight_RC: Tensor) -> Tensor:
-    return replace(found, scale=found.scale.float()).round(weight_RC)
 
 
 def _columns_per_scale(module: Module) -> int:
@@ -527,11 +521,6 @@ def _clip_args(module: Module) -> QuantizationArgs | None:
     return args if partition.rows == 1 and columns % width == 0 else None
 
 
-def _quantization_key(args: QuantizationArgs) -> str:
-    """Key that is equal for weights with the same quantization arguments."""
-    return str(args.model_dump_json())
-
-
 def _balance_batches(
     members: Sequence[Module], tallies: Mapping[Module, Any]
 ) -> Iterator[StackedLinears]:
@@ -541,7 +530,7 @@ def _balance_batches(
         args = _weight_args(module)
         assert args is not None
         by_rows = partition_of(args).rows == 1 and not needs_global_scale(args)
-        own = _quantization_key(args) if by_rows else module
+        own = args.model_dump_json() if by_rows else module
         alike.setdefault((tallies[module], own), []).append(module)
     for (tally, own), modules in alike.items():
         gram_CC = tally.gram.to(weight_of(modules[0]).device)

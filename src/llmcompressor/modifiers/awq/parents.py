@@ -20,7 +20,7 @@ from torch.nn import Module, ModuleDict, ModuleList
 
 from llmcompressor.core.contract import ELEMENTWISE, Cost, DataSize
 from llmcompressor.core.state import State
-from llmcompressor.equalization.probe import SmoothSet
+from llmcompressor.equalization.mappings import SmoothSet
 from llmcompressor.equalization.rescale import swapped_parameters
 from llmcompressor.modeling.call_graph import copy_arguments, first_tensor
 from llmcompressor.modeling.hooks import HooksMixin
@@ -95,7 +95,7 @@ class ParentRuns:
 
     def watch(self, one: SmoothSet) -> Module | None:
         """The parent of a set, to register :attr:`hook` on; ``None`` if it has the hook already."""
-        parent = self._parent(one)
+        parent = parent_of(one, self._modules)
         self._sets.setdefault(parent, set()).add(one.name)
         if parent in self._calls:
             return None
@@ -122,7 +122,7 @@ class ParentRuns:
 
     def drop(self, one: SmoothSet) -> None:
         """Free the calls of a set's parent, unless another set needs them."""
-        parent = self._parent(one)
+        parent = parent_of(one, self._modules)
         self._sets[parent].discard(one.name)
         if not self._sets[parent]:
             for call in self._calls[parent]:
@@ -140,7 +140,7 @@ class ParentRuns:
             one: the set.
             rounds: the rounding of each of its Linears that is quantized.
         """
-        parent = self._parent(one)
+        parent = parent_of(one, self._modules)
         self.tokens, plain = 0, list[int]()
         for output_TC in self._outputs(parent):
             self.tokens += len(output_TC)
@@ -182,9 +182,6 @@ class ParentRuns:
     def _put(self, tensor: Tensor) -> int:
         kept = tensor.detach()
         return self._shelf.put(kept if self._device is None else kept.to(self._device))
-
-    def _parent(self, one: SmoothSet) -> Module:
-        return parent_of(one, self._modules)
 
 
 def parent_of(one: SmoothSet, modules: Mapping[str, Module]) -> Module:

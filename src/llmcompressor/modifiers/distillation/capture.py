@@ -6,7 +6,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, cast
 
 import torch
@@ -65,6 +64,9 @@ class OutputCapture:
         modules: module → its name in messages.
         role: ``student`` or ``teacher``, for messages.
         offload: keep the outputs in main memory.
+
+    Attributes:
+        calls: number of outputs captured since it was opened.
     """
 
     def __init__(self, modules: Mapping[Module, str], role: str, offload: bool = False) -> None:
@@ -75,12 +77,12 @@ class OutputCapture:
         self._offload = offload
         # With the version counter, which torch increments on every in-place change.
         self._kept: dict[Module, tuple[Tensor, int]] = {}
-        self._calls = 0
+        self.calls = 0
 
     def open(self) -> None:
         """Start capturing; free earlier outputs."""
         self._kept.clear()
-        self._calls, self.is_open = 0, True
+        self.calls, self.is_open = 0, True
 
     def close(self) -> None:
         """Stop capturing, and free the outputs."""
@@ -91,11 +93,6 @@ class OutputCapture:
     def complete(self) -> bool:
         """Return True if every module has produced an output."""
         return len(self._kept) == len(self.modules)
-
-    @property
-    def each_called_once(self) -> bool:
-        """Return True if every module was called exactly once."""
-        return self.complete and self._calls == len(self.modules)
 
     def keep(self, module: Module, args: tuple[Any, ...], output: Any) -> None:
         """Forward hook: capture the output of a module."""
@@ -110,7 +107,7 @@ class OutputCapture:
         if self._offload:
             tensor = tensor.to("cpu")
         self._kept[module] = (tensor, tensor._version)
-        self._calls += 1
+        self.calls += 1
         if self.stops and self.complete:
             raise _StopForwardError
 
@@ -184,24 +181,20 @@ def _teacher_inputs(teacher: Module, batch: Any) -> tuple[list[Any], dict[str, A
     device = next(devices, torch.device("cpu"))
     if not isinstance(batch, Mapping):
         values = batch if isinstance(batch, list | tuple) else [batch]
-        return [_to_device(value, device) for value in values], {}
+        return [one.to(device) if isinstance(one, Tensor) else one for one in values], {}
     accepted = inspect.signature(teacher.forward).parameters
     anything = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in accepted.values())
     # An encoder-decoder model derives the decoder's inputs from the labels.
     encoder_decoder = getattr(getattr(teacher, "config", None), "is_encoder_decoder", False)
     unwanted = _FOR_THE_LOSS - ({"labels"} if encoder_decoder else set())
     kwargs = {
-        name: _to_device(value, device)
+        name: value.to(device) if isinstance(value, Tensor) else value
         for name, value in batch.items()
         if name not in unwanted and (anything or name in accepted)
     }
     if "use_cache" in accepted or (anything and hasattr(teacher, "config")):
         kwargs["use_cache"] = False
     return [], kwargs
-
-
-def _to_device(value: Any, device: torch.device) -> Any:
-    return value.to(device) if isinstance(value, Tensor) else value
 
 
 # ---- rows of real tokens
@@ -344,7 +337,8 @@ def check_widths(student: Module, teacher: Module, pairs: Sequence[Pair]) -> Non
         ours, theirs = output_width(student, pair.student), output_width(teacher, pair.teacher)
         if ours is None or theirs is None or ours == theirs:
             continue
-        if _is_head(student, pair.student) or _is_head(teacher, pair.teacher):
+        heads = (embeddings(student)[1] is pair.student, embeddings(teacher)[1] is pair.teacher)
+        if any(heads):
             raise TargetError(
                 f"The student has a vocabulary of {ours} ({pair.student_name}), the teacher one "
                 f"of {theirs} ({pair.teacher_name}): their logits cannot be compared.",
@@ -357,10 +351,6 @@ def check_widths(student: Module, teacher: Module, pairs: Sequence[Pair]) -> Non
             "Set projection: linear, which learns a map from one to the other, or compare the "
             "logits.",
         )
-
-
-def _is_head(model: Module, module: Module) -> bool:
-    return embeddings(model)[1] is module
 
 
 # --------------------
@@ -456,7 +446,10 @@ class Projections:
     def state_dict(self) -> dict[str, Tensor]:
         """The projections by pair."""
         return {
-            _pair_key(pair): getattr(pair.student, name).detach().cpu().clone()
+            f"{pair.student_name} -> {pair.teacher_name}": getattr(pair.student, name)
+            .detach()
+            .cpu()
+            .clone()
             for pair, name in self._placed.items()
         }
 
@@ -464,8 +457,9 @@ class Projections:
     def load_state_dict(self, saved: Mapping[str, Tensor]) -> None:
         """Copy the projections of a checkpoint into the existing parameters."""
         for pair, name in self._placed.items():
-            if _pair_key(pair) in saved:
-                getattr(pair.student, name).copy_(saved[_pair_key(pair)])
+            key = f"{pair.student_name} -> {pair.teacher_name}"
+            if key in saved:
+                getattr(pair.student, name).copy_(saved[key])
 
 
 def _replace_tensor(output: Any, old: Tensor, new: Tensor) -> Any:
@@ -500,10 +494,6 @@ def _free_name(module: Module) -> str:
         number += 1
         name = f"{_NAME}_{number}"
     return name
-
-
-def _pair_key(pair: Pair) -> str:
-    return f"{pair.student_name} -> {pair.teacher_name}"
 
 
 # --------------------
@@ -585,17 +575,20 @@ class OutputDistance:
         """
         arguments = dict(self.arguments)
         if self.comparison == "square_head" and not arguments.get("per_token"):
-            arguments["mean_square"] = mean_of_rows(self._teacher_squared_norm, teacher_RD, rows_N)
-        compare = partial(self._compare, partial(COMPARISONS[self.comparison], **arguments))
-        return mean_over_tokens(compare, student_RD, teacher_RD, rows_N)
-
-    def _compare(
-        self, comparison: Callable[..., Tensor], student_ND: Tensor, teacher_ND: Tensor
-    ) -> Tensor:
-        return comparison(self._transformed(student_ND), self._transformed(teacher_ND))
-
-    def _teacher_squared_norm(self, teacher_ND: Tensor) -> Tensor:
-        return functions.squared_norm(self._transformed(teacher_ND))
+            arguments["mean_square"] = mean_of_rows(
+                lambda rows_ND: functions.squared_norm(self._transformed(rows_ND)),
+                teacher_RD,
+                rows_N,
+            )
+        comparison = COMPARISONS[self.comparison]
+        return mean_over_tokens(
+            lambda ours_ND, theirs_ND: comparison(
+                self._transformed(ours_ND), self._transformed(theirs_ND), **arguments
+            ),
+            student_RD,
+            teacher_RD,
+            rows_N,
+        )
 
     def _transformed(self, output_ND: Tensor) -> Tensor:
         for name, arguments in self.transforms:

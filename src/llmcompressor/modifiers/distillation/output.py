@@ -275,7 +275,7 @@ class OutputDistillationModifier(Modifier):
         if self._cut is None:
             # Only a complete forward shows that no module is called twice. Offloading hooks free
             # their weights at the end of the forward, so it may not stop early.
-            self._cut = outputs.each_called_once and not hasattr(teacher, "_hf_hook")
+            self._cut = outputs.calls == len(outputs.modules) and not hasattr(teacher, "_hf_hook")
         outputs.is_open = False
 
     def _pair_loss(

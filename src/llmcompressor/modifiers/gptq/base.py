@@ -33,10 +33,8 @@ from llmcompressor.core.modifier import RecordedMixin
 from llmcompressor.core.state import State
 from llmcompressor.errors import RecipeError
 from llmcompressor.logger import logger
-from llmcompressor.modeling.call_graph import CallOrder, first_tensor
 from llmcompressor.numerics.grid import Grid
-from llmcompressor.observers.input_statistics import InputStatistics
-from llmcompressor.observers.tokens import real_tokens
+from llmcompressor.observers.input_statistics import InputCollector, InputStatistics
 from llmcompressor.pipelines.watchers import reference_input
 from llmcompressor.quantization.base import QuantizationMixin
 from llmcompressor.quantization.column_solver import (
@@ -48,7 +46,7 @@ from llmcompressor.quantization.column_solver import (
     refinement_rounds,
     solve,
 )
-from llmcompressor.quantization.parameters import WeightParameters, replace_weight, weight_of
+from llmcompressor.quantization.parameters import replace_weight, weight_of
 from llmcompressor.schemes.bridge import grid_of, partition_of
 from llmcompressor.schemes.parse import check_actorder
 from llmcompressor.schemes.resolve import ResolvedSchemes
@@ -132,9 +130,7 @@ class GPTQModifier(RecordedMixin, QuantizationMixin):
     num_calibration_steps: int | None = None
     disable_quantization_observer_epoch: float | None = None
 
-    _statistics: dict[Module, InputStatistics] = PrivateAttr(default_factory=dict)
-    _tokens: dict[Module, int] = PrivateAttr(default_factory=dict)
-    _order: CallOrder | None = PrivateAttr(None)
+    _inputs: InputCollector[InputStatistics] = PrivateAttr()
     _records: dict[str, SolveRecord] = PrivateAttr(default_factory=dict)
 
     @field_validator("actorder", mode="before")
@@ -199,7 +195,8 @@ class GPTQModifier(RecordedMixin, QuantizationMixin):
     def cost(self, modules: Sequence[Module], data: DataSize) -> Cost:
         """Second moments, and one factorization and sweep for all Linears that share an input."""
         solved = [module for module in modules if self._is_solved(module)]
-        schemes = [args for args in map(self._weight_args, solved) if args is not None]
+        every: list[QuantizationArgs | None] = [self._schemes[module].weights for module in solved]
+        schemes = [args for args in every if args is not None]
         bits = [grid_of(args).bits for args in schemes]
         return super().cost(modules, data) + gptq_cost(
             [weight_of(module) for module in solved],
@@ -219,27 +216,33 @@ class GPTQModifier(RecordedMixin, QuantizationMixin):
             return 1
         return None if asked is True or asked == "auto" else asked
 
-    def _weight_args(self, module: Module) -> QuantizationArgs | None:
-        weights: QuantizationArgs | None = self._schemes[module].weights
-        return weights
-
     # ------------------------------------------------------------------ while
 
     def on_calibration_start(self, state: State, event: Event, **kwargs: Any) -> None:
         """Accumulate second moments, once for all Linears that share an input."""
         super().on_calibration_start(state, event, **kwargs)
-        self._order = state.calibration.call_order
-        solved = filter(self._is_solved, self._schemes)
-        for leader in dict.fromkeys(self._leader(module) for module in solved):
-            self.register_hook(leader, self._hook(state), "forward_pre", with_kwargs=True)
+        changing = state.facts.changed_later
+
+        def create(module: Module, input_TC: Tensor, twin: bool) -> InputStatistics:
+            """They include the output residual only if no weight changes before it is solved."""
+            sharing = self._inputs.sharing(module)
+            weights = [] if changing.intersection(sharing) else [weight_of(one) for one in sharing]
+            device = "cpu" if self.offload_hessians else input_TC.device
+            name = self._names[module]
+            return InputStatistics(
+                input_TC.shape[-1], device, twin=twin, weights=weights, name=name
+            )
+
+        self._inputs = InputCollector(create, self._is_solved, state.calibration.call_order)
+        for leader in self._inputs.leaders(filter(self._is_solved, self._schemes)):
+            hook = self._inputs.hook(state, reference_input)
+            self.register_hook(leader, hook, "forward_pre", with_kwargs=True)
 
     def quantize_weights(self, state: State, modules: list[Module]) -> None:
         """Solve Linears, those that share an input together; round embeddings to nearest."""
         solved = [module for module in modules if self._is_solved(module)]
         for module in (module for module in modules if module not in solved):
-            parameters = self.observe(module)
-            replace_weight(module, parameters.round(weight_of(module).data))
-            self.keep(module, parameters, rounded=True)
+            self._round_to_nearest(module)
         options = Options(
             self.block_size,
             self.dampening_frac,
@@ -248,68 +251,25 @@ class GPTQModifier(RecordedMixin, QuantizationMixin):
             refit=self.refit_scales,
             batch=self._batch,
         )
-        for members, found, solution in self._solve_groups(
-            solved, state.facts.error_corrected, options
-        ):
-            self._write(members, found, solution)
-
-    def _solve_groups(
-        self, modules: Sequence[Module], fitted: set[Module], options: Options
-    ) -> list[tuple[list[Module], Sequence[WeightParameters], Solution]]:
-        """Solve the groups of ``modules``; their second moments are freed before."""
-        groups = list(self._groups(modules, fitted))
-        for members, _ in groups:
-            tokens = self._statistics[self._leader(members[0])].tokens
-            self._tokens.update(dict.fromkeys(members, tokens))
-        for module in modules:
-            self._statistics.pop(self._leader(module), None)
+        groups = list(self._groups(solved, state.facts.error_corrected))
+        self._inputs.drop(solved)
         solutions = solve([problem for _, problem in groups], options)
-        return [
-            (members, problem.parameters, solution)
-            for (members, problem), solution in zip(groups, solutions, strict=True)
-        ]
+        for (members, problem), solution in zip(groups, solutions, strict=True):
+            for number, module in enumerate(members):
+                found = problem.parameters[number]
+                if solution.scales is not None:
+                    found = replace(found, scale=solution.scales[number])
+                replace_weight(module, found.round(solution.weights[number]))
+                self.keep(module, found, rounded=True)
+                name = self._names[module]
+                self._records[name] = SolveRecord(problem.tokens, solution.loss, solution.dampening)
+                self._report(name, solution)
 
-    def _hook(self, state: State) -> Any:
-        @torch.no_grad()
-        def collect(module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            tensor = first_tensor(args, kwargs)
-            if tensor is None:
-                return
-            reference = reference_input(module, tensor, state)
-            tokens_TC = real_tokens(tensor, state.calibration.token_mask)
-            if reference is not None:
-                reference = real_tokens(reference, state.calibration.token_mask)
-            if module not in self._statistics:
-                self._statistics[module] = self._begun(
-                    module, tensor, state.facts.changed_later, twin=reference is not None
-                )
-            self._statistics[module].update(tokens_TC, reference)
-
-        return collect
-
-    def _begun(
-        self, module: Module, tensor: Tensor, changing: set[Module], *, twin: bool
-    ) -> InputStatistics:
-        """Start the statistics of an input.
-
-        They include the output residual only for weights that do not change before they are solved.
-        """
-        together = self._modules_with_same_input(module)
-        weights = [] if changing.intersection(together) else [weight_of(one) for one in together]
-        device = "cpu" if self.offload_hessians else tensor.device
-        return InputStatistics(
-            tensor.shape[-1], device, twin=twin, weights=weights, name=self._names[module]
-        )
-
-    def _leader(self, module: Module) -> Module:
-        """The first of this modifier's modules that share ``module``'s input."""
-        return next(iter(self._modules_with_same_input(module)))
-
-    def _modules_with_same_input(self, module: Module) -> Sequence[Module]:
-        """Modules of this modifier that share ``module``'s input, including itself."""
-        if self._order is None:
-            return [module]
-        return [one for one in self._order.group_of(module) if self._is_solved(one)]
+    def _round_to_nearest(self, module: Module) -> None:
+        """Round a weight before later modules see it, as in a resumed run."""
+        found = self.observe(module)
+        replace_weight(module, found.round(weight_of(module).detach()))
+        self.keep(module, found, rounded=True)
 
     def _is_solved(self, module: Module) -> bool:
         """Return True for quantized Linears; embeddings have no inputs to solve for."""
@@ -326,22 +286,30 @@ class GPTQModifier(RecordedMixin, QuantizationMixin):
         for module in modules:
             args = self._schemes[module].weights
             assert args is not None
-            key = (self._leader(module), grid_of(args), args.actorder, partition_of(args))
+            key = (self._inputs.leader(module), grid_of(args), args.actorder, partition_of(args))
             alike.setdefault(key, []).append(module)
         for (leader, _, actorder, _), members in alike.items():
-            statistics = self._statistics.get(leader)
+            statistics = self._inputs.of(leader)
             if statistics is None or statistics.tokens == 0:
                 for module in members:
-                    self._round_unreached(module)
+                    name = self._names[module]
+                    logger.warning(
+                        f"{name} was shown no calibration token; its weight is rounded to nearest."
+                    )
+                    self._round_to_nearest(module)
+                    self._records[name] = SolveRecord(0, None, None)
                 continue
             device = weight_of(members[0]).device
             importance_C = statistics.gram.diagonal() / statistics.tokens
             cross = missing = None
             if not fitted.issuperset(members):
                 cross, missing = statistics.cross, statistics.missing
-            together = self._modules_with_same_input(leader)
+            together = self._inputs.sharing(leader)
             if missing is not None and list(members) != list(together):
-                missing = missing[:, self._rows_of(members, together)]
+                counts = [len(weight_of(one)) for one in together]
+                rows = torch.split(torch.arange(sum(counts)), counts)
+                place = dict(zip(together, rows, strict=True))
+                missing = missing[:, torch.cat([place[member] for member in members])]
             yield (
                 members,
                 Problem(
@@ -354,40 +322,6 @@ class GPTQModifier(RecordedMixin, QuantizationMixin):
                     missing_CR=None if missing is None else missing.to(device),
                 ),
             )
-
-    @staticmethod
-    def _rows_of(members: Sequence[Module], together: Sequence[Module]) -> Tensor:
-        """Row indices of some weights within the stack of all that share an input."""
-        counts = [len(weight_of(one)) for one in together]
-        rows = dict(zip(together, torch.split(torch.arange(sum(counts)), counts), strict=True))
-        return torch.cat([rows[member] for member in members])
-
-    def _round_unreached(self, module: Module) -> None:
-        """Round a module that no token reached to nearest, with a warning and a record."""
-        name = self._names[module]
-        logger.warning(f"{name} was shown no calibration token; its weight is rounded to nearest.")
-        found, weight = self.observe(module), weight_of(module)
-        # later modules see the rounded weight, as in a resumed run
-        replace_weight(module, found.round(weight.detach()))
-        self.keep(module, found, rounded=True)
-        self._records[name] = SolveRecord(0, None, None)
-
-    def _write(
-        self,
-        members: Sequence[Module],
-        parameters: Sequence[WeightParameters],
-        solution: Solution,
-    ) -> None:
-        for number, module in enumerate(members):
-            found, weight = parameters[number], solution.weights[number]
-            if solution.scales is not None:
-                found = replace(found, scale=solution.scales[number])
-            name = self._names[module]
-            replace_weight(module, found.round(weight))
-            self.keep(module, found, rounded=True)
-            tokens = self._tokens.pop(module)
-            self._records[name] = SolveRecord(tokens, solution.loss, solution.dampening)
-            self._report(name, solution)
 
     def _report(self, name: str, solution: Solution) -> None:
         dampening = solution.dampening
@@ -403,9 +337,3 @@ class GPTQModifier(RecordedMixin, QuantizationMixin):
             )
         elif dampening > self.dampening_frac:
             logger.warning(f"{name}: the Hessian needed a dampening of {dampening:g}.")
-
-    def on_calibration_end(self, state: State, event: Event, **kwargs: Any) -> None:
-        """Quantize what is left, and free the statistics."""
-        super().on_calibration_end(state, event, **kwargs)
-        self._statistics.clear()
-        self._order = None

@@ -193,7 +193,9 @@ class MagnitudePruningModifier(MaskingModifier):
             return False
         if self.update is None or self._is_over(index):
             return True
-        return _count_multiples(index, self.update) > _count_multiples(last, self.update)
+        quotients = (index / self.update, last / self.update)  # how often it was due, rounded
+        now, before = (math.floor(one + _ROUNDING * max(1.0, abs(one))) for one in quotients)
+        return now > before
 
     def _is_over(self, index: float) -> bool:
         return self.end is not None and has_reached(index, self.end)
@@ -222,9 +224,3 @@ class MagnitudePruningModifier(MaskingModifier):
     def structure_name(self) -> str:
         """The mask structure of the recipe."""
         return self.mask_structure
-
-
-def _count_multiples(index: float, update: float) -> int:
-    """Number of multiples of ``update`` at or below ``index``, with a tolerance for rounding."""
-    quotient = index / update
-    return math.floor(quotient + _ROUNDING * max(1.0, abs(quotient)))

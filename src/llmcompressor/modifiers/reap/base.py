@@ -41,11 +41,11 @@ from llmcompressor.modifiers.reap.layers import (
     MoeLayer,
     expert_count_attributes,
     find_moe_layers,
-    listed_names,
     prune_experts,
     run_experts,
 )
 from llmcompressor.numerics.reap import Saliency, dropped_experts
+from llmcompressor.runtime.progress import join_names
 
 __all__ = ["REAPPruningModifier"]
 
@@ -121,7 +121,10 @@ class REAPPruningModifier(Modifier):
     def cost(self, modules: Sequence[Module], data: DataSize) -> Cost:
         """Cost of computing the output of each routed expert separately."""
         layers = [self._layers[one] for one in modules if one in self._layers]
-        looks = _LOOKS * sum((layer.top_k or 1) * layer.router_width for layer in layers)
+        looks = 0
+        for layer in layers:
+            width = next(one.shape[-1] for one in layer.router.parameters() if one.ndim > 1)
+            looks += _LOOKS * (layer.top_k or 1) * width
         products = sum(layer.products for layer in layers)
         return Cost(flops=data.tokens * (products + ELEMENTWISE * looks))
 
@@ -165,7 +168,9 @@ class REAPPruningModifier(Modifier):
     def outline(self, state: State) -> None:
         """Reduce each MoE to the number of remaining experts, whichever these are."""
         for layer in self._layers.values():
-            prune_experts(state.model, layer, range(self._kept_count(layer)))
+            prune_experts(
+                state.model, layer, range(len(self._left(layer, torch.zeros(layer.count))))
+            )
         self._tell(state.model)
 
     def _check_counts(
@@ -178,7 +183,7 @@ class REAPPruningModifier(Modifier):
             raise TargetError(
                 "A configuration has one number of experts for all mixtures, and "
                 + (
-                    f"{listed_names(others)} would keep theirs."
+                    f"{join_names(one.name for one in others)} would keep theirs."
                     if others
                     else f"this model's have {sorted(counts)}."
                 ),
@@ -260,13 +265,13 @@ class REAPPruningModifier(Modifier):
         for layer in self._mine(modules):
             if layer.experts in self._found:
                 record = self._choose_experts(layer)
-                record = state.run.block_source.decide(_journal_key(layer), record)
+                record = state.run.block_source.decide(f"experts of {layer.name}", record)
                 self._take(state.model, layer, record)
 
     def adopt(self, state: State, modules: Iterable[Module]) -> None:
         """Apply the choice of experts of an earlier run."""
         for layer in self._mine(modules):
-            record = state.run.block_source.decide(_journal_key(layer), None)
+            record = state.run.block_source.decide(f"experts of {layer.name}", None)
             assert record is not None, "it was written before its block was"
             self._take(state.model, layer, record)
 
@@ -305,10 +310,7 @@ class REAPPruningModifier(Modifier):
         """Set the number of experts in the configuration."""
         first = next(iter(self._layers.values()))
         for config, name in expert_count_attributes(model, first.count):
-            setattr(config, name, self._kept_count(first))
-
-    def _kept_count(self, layer: MoeLayer) -> int:
-        return len(self._left(layer, torch.zeros(layer.count)))
+            setattr(config, name, len(self._left(first, torch.zeros(first.count))))
 
     def _left(self, layer: MoeLayer, saliency_E: Tensor) -> list[int]:
         gone = set(dropped_experts(saliency_E, self.sparsity, layer.groups))
@@ -331,11 +333,6 @@ class REAPPruningModifier(Modifier):
             "saliency": saliency_E.tolist(),
             "tokens": found.count_E.tolist(),
         }
-
-
-def _journal_key(layer: MoeLayer) -> str:
-    """Key of a layer's choice of experts in the run's journal."""
-    return f"experts of {layer.name}"
 
 
 def _check_unmodified(layer: MoeLayer, turned: Mapping[Module, str]) -> None:

@@ -22,7 +22,6 @@ from torch.nn import Module, Parameter
 from llmcompressor.errors import TargetError
 from llmcompressor.modeling.weights import text_config
 from llmcompressor.moe.linear_experts import LinearExperts
-from llmcompressor.runtime.progress import join_names
 
 __all__ = ["MoeLayer", "expert_count_attributes", "find_moe_layers", "prune_experts", "run_experts"]
 
@@ -62,11 +61,6 @@ class MoeLayer:
     groups: int
     chosen_groups: int
     top_k: int | None
-
-    @property
-    def router_width(self) -> int:
-        """Width of the router's input."""
-        return next(one.shape[-1] for one in self.router.parameters() if one.ndim > 1)
 
     @property
     def products(self) -> int:
@@ -282,8 +276,3 @@ def _slice_tensor(
         module._parameters[name] = Parameter(new, requires_grad=old.requires_grad)
     else:
         module._buffers[name] = new
-
-
-def listed_names(layers: Sequence[MoeLayer]) -> str:
-    """Names of some layers, for messages."""
-    return join_names(layer.name for layer in layers)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rotations (SpinQuant, QuIP) that make weights and activations easier to quantize."""
 
-from llmcompressor.modifiers.rotation.plan import NormMapping, SpinQuantMapping
+from llmcompressor.modifiers.rotation.parts import NormMapping, SpinQuantMapping
 from llmcompressor.modifiers.rotation.quip import QuIPModifier
 from llmcompressor.modifiers.rotation.spinquant import SpinQuantModifier
 

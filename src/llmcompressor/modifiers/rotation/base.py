@@ -7,13 +7,18 @@ import functools
 import math
 import zlib
 from abc import abstractmethod
-from collections.abc import Callable, Container, Iterable, Sequence
-from typing import Any, ClassVar, Literal, Self, get_args
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from typing import Any, ClassVar, Literal, get_args
 
 import torch
-from compressed_tensors.transform import TransformLocation, TransformScheme
+from compressed_tensors.transform import (
+    TransformArgs,
+    TransformConfig,
+    TransformLocation,
+    TransformScheme,
+)
 from pydantic import Field, PrivateAttr, field_validator
-from torch.nn import Linear, Module
+from torch.nn import Embedding, Linear, Module
 
 from llmcompressor.core.contract import (
     Cost,
@@ -30,37 +35,54 @@ from llmcompressor.core.state import State
 from llmcompressor.errors import RecipeError, TargetError, did_you_mean
 from llmcompressor.logger import logger
 from llmcompressor.modeling.blocks import find_blocks
+from llmcompressor.modeling.matching import match_named_modules
 from llmcompressor.modeling.names import named_modules
 from llmcompressor.modifiers.rotation.online import (
     ONLINE_DTYPE,
-    add_schemes,
-    drop_schemes,
     has_online_rotation,
     is_loadable_order,
 )
-from llmcompressor.modifiers.rotation.plan import RotationPlan, fusion_flops, trial_flops
+from llmcompressor.modifiers.rotation.plan import (
+    RotationPlan,
+    fusion_flops,
+    trial_flops,
+    write_schemes,
+)
 from llmcompressor.modifiers.rotation.probe import (
     NARROW_TOLERANCE,
     InvarianceProbe,
-    is_loaded,
     probe_logits,
     relative_distance,
 )
-from llmcompressor.modifiers.rotation.rehearsal import check_on_proxy
 from llmcompressor.moe.expert_stops import stages_bypassed
 from llmcompressor.numerics.hadamard import has_hadamard, random_orthogonal, usable_block_sizes
 from llmcompressor.numerics.rotation import Rotation, rotated_weight_peak_bytes
 
-__all__ = ["RotationModifier", "TransformType"]
+__all__ = ["RotationModifier", "TransformType", "read_rotation_names"]
 
 TransformType = Literal["hadamard", "random-hadamard", "random-matrix"]
+FindFault = Callable[[RotationPlan], str | None]
+"""Plan → the reason why outputs would change with it, as a clause; ``None`` if they would not."""
 
 _PRECISIONS = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
 _UNSEEN_TOLERANCE = 1e-3
 """How far outputs of a float32 model may move where nothing could be tried out before."""
 _FLOAT = 4
-_TURNING = (TransformLocation.INPUT, TransformLocation.OUTPUT)
-"""Without these, outputs are wrong; queries and keys turned alike give the same without."""
+
+
+def read_rotation_names(value: Any, case: Callable[[str], str], known: str) -> Any:
+    """The names of a recipe's ``rotations`` as a list, in upper or lower case.
+
+    Raises:
+        RecipeError: there is none, or one twice.
+    """
+    if not isinstance(value, str | Iterable | None):
+        return value  # pydantic reports the expected type
+    names = [value] if isinstance(value, str) else list(value or ())
+    read = [case(str(getattr(name, "value", name))) for name in names]
+    if not read or len(set(read)) < len(read):
+        raise RecipeError(f"rotations are {names}", f"Name each of {known} at most once.")
+    return read
 
 
 class RotationModifier(Modifier):
@@ -119,171 +141,7 @@ class RotationModifier(Modifier):
             )
         return name
 
-    @property
-    def traits(self) -> Traits:
-        """Nothing is observed in the forward, and each weight is rotated independently.
-
-        Matrices may be learned before the first weight is rotated.
-        """
-        return Traits(
-            data=DataUse.LEARN_FIRST if self.learnable else DataUse.NONE,
-            granularity=Granularity.LINEAR,
-            begins_pass=True,
-            by_block=True,
-            trial=self.try_on_proxy,
-        )
-
-    # ------------------------------------------------------------------ phases
-
-    def on_initialize(self, state: State, **kwargs: Any) -> bool:
-        """Find the parts of the model and make every matrix; a failure changes nothing."""
-        model = state.model
-        self._check_unquantized(model)
-        self._smoothed = {name for name, one in named_modules(model) if one in state.facts.smoothed}
-        self._plan = self.make_plan(model)
-        self._check_online_rotations(state, self._plan)
-        if is_loaded(model):
-            self._check_invariance(model, self._plan, by_part=True)
-        self.prepare(model)
-        turned = (one.module for one in self._plan.online)
-        state.facts.rotated_by.update(dict.fromkeys(turned, type(self).__name__))
-        staying = {one.scheme for one in self._plan.online if one.location in _TURNING}
-        if staying:
-            logger.warning(
-                f"{', '.join(sorted(staying)[:4])} {'stay' if len(staying) > 1 else 'stays'} in "
-                "the forward, which readers of the checkpoint have to apply: vLLM does; "
-                "transformers drops transform_config, and its outputs are wrong."
-            )
-        # Rotations of queries and keys alike may be dropped by servers, depending on the attention
-        # schemes; that is checked before the run, which needs them in the configuration.
-        turned_alike = {one.scheme for one in self._plan.online} - staying
-        add_schemes(model, {name: self._plan.schemes[name] for name in turned_alike})
-        device = None
-        if not is_loaded(model):
-            self._check_blocks(model, self._plan)
-            loaded = (one.device for one in model.parameters() if not one.is_meta)
-            device = next(loaded, torch.device("meta"))
-        # the output is predicted from the model before the run
-        self._plan.attach_resting(model, device)
-        return True
-
-    def predict(self, state: State) -> Prediction:
-        """Online rotations, which the model holds already."""
-        assert self._plan is not None
-        plan, model = self._plan, state.model
-        return Prediction(attached=lambda: plan.attached(model))
-
-    def cost(self, modules: Sequence[Module], data: DataSize) -> Cost:
-        """Cost of the trial of the rotations in float32, and of fusing them into the weights."""
-        assert self._plan is not None
-        flops = trial_flops(self._plan, modules)
-        flops += fusion_flops(self._plan, modules, _PRECISIONS[self.precision])
-        return Cost(flops=flops, peak_bytes=self._rotating_bytes(modules))
-
-    def _rotating_bytes(self, modules: Sequence[Module]) -> int:
-        """Peak bytes for rotating weights, or for the trial of a part in float32 before."""
-        assert self._plan is not None
-        rotating, transposing, tried = 0, 0, 0
-        for one in modules:
-            every = [each for each in one._parameters.values() if each is not None]
-            size, fusion = sum(each.numel() for each in every), self._plan.fusions.get(one)
-            if fusion is None:
-                tried += sum(each.numel() for each in every if each.dtype.itemsize < _FLOAT)
-                continue
-            tried += size
-            held = functools.partial(
-                rotated_weight_peak_bytes, size, inputs=fusion.inputs, outputs=fusion.outputs
-            )
-            itemsize = every[0].dtype.itemsize if every else 0
-            rotating = max(rotating, held(precision=self._plan.precision) + size * itemsize)
-            transposing = max(transposing, held(precision=torch.float32, is_apart=False))
-        return max(rotating, _FLOAT * tried + transposing)
-
-    def on_finalize(self, state: State, **kwargs: Any) -> bool:
-        """Remove rotations and their schemes if the weights were not rotated."""
-        if self._plan is not None and not self._is_done:
-            self._plan.detach()
-            drop_schemes(state.model, self._plan.schemes)
-        return True
-
-    def on_calibration_start(self, state: State, event: Event, **kwargs: Any) -> None:
-        """Rotate the model, and check that its outputs stay the same."""
-        if state.run.block_source.holds_all:
-            self._rotate_whole(state)
-        else:
-            self._begin_blocks(state)
-        self._is_done = True
-
-    def _rotate_whole(self, state: State) -> None:
-        model, plan = state.model, self._plan
-        assert plan is not None
-        with stages_bypassed(model):
-            before = probe_logits(model)
-            plan.rest(rests=False)
-            if self.learnable:
-                self.learn(state, plan)
-            plan.fuse()
-            self._moved = relative_distance(before, probe_logits(model))
-        self._check_rounding(model)
-        logger.info(
-            f"{type(self).__name__}: {plan.rotated_weights} weights rotated, {len(plan.online)} "
-            f"rotations stay in the forward; outputs moved by {self._moved:.2g} of their size."
-        )
-
-    # ------------------------------------------------------------------ block by block
-
-    def _begin_blocks(self, state: State) -> None:
-        """Check that outputs will stay the same, and activate online rotations."""
-        plan, source = self._plan, state.run.block_source
-        assert plan is not None
-        if not source.finished:  # an interrupted run has checked its rotations already
-            with source.visiting():
-                self._check_invariance(state.model, plan, by_part=False)
-        plan.rest(rests=False)
-        if self.learnable:
-            self.learn(state, plan)
-        logger.info(
-            f"{type(self).__name__}: {plan.rotated_weights} weights are rotated, "
-            f"{len(plan.online)} rotations stay in the forward."
-        )
-
-    def on_sequential_epoch_end(
-        self, state: State, event: Event, modules: Iterable[Module], **kwargs: Any
-    ) -> None:
-        """Rotate weights before other modifiers read them."""
-        self.finish(state, modules)
-
-    def finish(self, state: State, modules: Iterable[Module], *, written: bool = False) -> None:
-        """Rotate the weights of the loaded ``modules``, each once."""
-        if state.run.block_source.holds_all:
-            return  # they are rotated together
-        fresh = set(modules) - self._rotated
-        assert self._plan is not None
-        self._plan.fuse(fresh)
-        self._rotated |= fresh
-
-    def adopt(self, state: State, modules: Iterable[Module]) -> None:
-        """Mark the weights of ``modules`` as rotated."""
-        self._rotated.update(modules)
-
-    def _check_blocks(self, model: Module, plan: RotationPlan) -> None:
-        """Refuse norms whose gains would be fused into weights of another block.
-
-        Raises:
-            TargetError: names the norm.
-        """
-        places = {
-            inner: name for block, name in find_blocks(model).items() for inner in block.modules()
-        }
-        names = {module: name for name, module in named_modules(model)}
-        for norm in plan.norms:
-            for reader, name in norm.readers.items():
-                if places.get(norm.module) != places.get(reader):
-                    raise TargetError(
-                        f"The norm {names[norm.module]} feeds {name}, which lies elsewhere, and "
-                        "blocks are in memory one at a time.",
-                        "Load the model and pass it instead of its path.",
-                    )
+    # ------------------------------------------------------------------ overridden by a technique
 
     @abstractmethod
     def make_plan(self, model: Any) -> RotationPlan:
@@ -299,6 +157,76 @@ class RotationModifier(Modifier):
     def learn(self, state: State, plan: RotationPlan) -> None:
         """Replace rotations of the plan by learned ones."""
 
+    def invariance_error(
+        self, model: Any, fault: str, find: FindFault | None = None
+    ) -> TargetError:
+        """The error for a model whose outputs would change.
+
+        Args:
+            model: the model.
+            fault: the symptom, as a clause.
+            find: finds the symptom of a part of the plan; ``None`` if parts cannot be tried.
+        """
+        return TargetError(
+            f"{self._name}: rotated, {type(model).__name__} computes something else ({fault}).",
+            "Leave it out of the recipe.",
+        )
+
+    def advice_without(self, model: Any, names: Sequence[str]) -> str:
+        """Advice on modules that cannot have a rotation in their forward."""
+        return "Leave it out of the recipe."
+
+    # ------------------------------------------------------------------ declarations
+
+    @property
+    def traits(self) -> Traits:
+        """Nothing is observed in the forward, and each weight is rotated independently.
+
+        Matrices may be learned before the first weight is rotated.
+        """
+        return Traits(
+            data=DataUse.LEARN_FIRST if self.learnable else DataUse.NONE,
+            granularity=Granularity.LINEAR,
+            begins_pass=True,
+            by_block=True,
+        )
+
+    @property
+    def torch_precision(self) -> torch.dtype:
+        """The dtype that ``precision`` names."""
+        return _PRECISIONS[self.precision]
+
+    @property
+    def plan(self) -> RotationPlan:
+        """The planned rotations; it is initialized."""
+        assert self._plan is not None
+        return self._plan
+
+    def predict(self, state: State) -> Prediction:
+        """Online rotations, which the model holds already."""
+        plan, model = self.plan, state.model
+        return Prediction(attached=lambda: plan.active(model))
+
+    def cost(self, modules: Sequence[Module], data: DataSize) -> Cost:
+        """Cost of the trial of the rotations in float32, and of fusing them into the weights."""
+        flops = trial_flops(self.plan, modules)
+        flops += fusion_flops(self.plan, modules, self.torch_precision)
+        fusing = trying = tried = 0
+        for one in modules:
+            every = [each for each in one._parameters.values() if each is not None]
+            size, fusion = sum(each.numel() for each in every), self.plan.fusions.get(one)
+            if fusion is None:
+                tried += sum(each.numel() for each in every if each.itemsize < _FLOAT)
+                continue
+            tried += size
+            held = functools.partial(
+                rotated_weight_peak_bytes, size, inputs=fusion.inputs, outputs=fusion.outputs
+            )
+            own = sum(each.nbytes for each in every)
+            fusing = max(fusing, held(precision=self.plan.precision) + own)
+            trying = max(trying, held(precision=torch.float32, is_apart=False))
+        return Cost(flops=flops, peak_bytes=max(fusing, _FLOAT * tried + trying))
+
     def report(self, names: Container[str] | None = None) -> dict[str, Any]:
         """Number of rotated weights; the change of the outputs, if all was in memory.
 
@@ -309,131 +237,184 @@ class RotationModifier(Modifier):
         moved = {} if self._moved is None else {"moved": self._moved}
         return {"": {"weights": self._plan.rotated_weights, **moved}}
 
-    # ------------------------------------------------------------------ what cannot be rotated
+    # ------------------------------------------------------------------ phases
 
-    def invariance_error(
-        self, model: Any, fault: str, find: Callable[[RotationPlan], str | None] | None = None
-    ) -> TargetError:
-        """The error for a model whose outputs would change.
+    def on_initialize(self, state: State, **kwargs: Any) -> bool:
+        """Find the parts of the model and make every matrix; a failure changes nothing."""
+        model, kind = state.model, self._name
+        for name, module in named_modules(model):
+            if getattr(module, "quantization_scheme", None) is not None:
+                raise TargetError(
+                    f"{name} is quantized already: a rotation would undo that.",
+                    f"Put {kind} first in the recipe, and begin with a model that is not "
+                    "quantized.",
+                )
+        self._smoothed = {name for name, one in named_modules(model) if one in state.facts.smoothed}
+        self._plan = plan = self.make_plan(model)
+        self._check_online_rotations(model, state.facts.rotated_by)
+        if _is_loaded(model):
+            self._check_invariance(model)
+        self.prepare(model)
+        state.facts.rotated_by.update(dict.fromkeys((one.module for one in plan.online), kind))
+        online = {one.scheme for one in plan.online}
+        staying = {one.scheme for one in plan.online if one.in_linear}
+        if staying:
+            logger.warning(
+                f"{', '.join(sorted(staying)[:4])} {'stay' if len(staying) > 1 else 'stays'} in "
+                "the forward, which readers of the checkpoint have to apply: vLLM does; "
+                "transformers drops transform_config, and its outputs are wrong."
+            )
+        device = None
+        if not _is_loaded(model):
+            self._check_blocks(model)
+            loaded = (one.device for one in model.parameters() if not one.is_meta)
+            device = next(loaded, torch.device("meta"))
+        plan.attach(model, device)  # the output is predicted from the model before the run
+        plan.rest(rests=True)
+        alike = {key: one for key, one in plan.schemes.items() if key in online - staying}
+        write_schemes(model, alike | plan.schemes)
+        return True
 
-        Args:
-            model: the model.
-            fault: the symptom, as a clause.
-            find: returns the symptom of a part of the plan, if any; ``None`` if parts cannot be
-                tried.
-        """
-        return TargetError(
-            f"{type(self).__name__}: rotated, {type(model).__name__} computes something else "
-            f"({fault}).",
-            "Leave it out of the recipe.",
+    def on_finalize(self, state: State, **kwargs: Any) -> bool:
+        """Remove rotations and their schemes if the weights were not rotated."""
+        if self._plan is not None and not self._is_done:
+            self._plan.detach()
+            write_schemes(state.model, {}, without=self._plan.schemes)
+        return True
+
+    def on_calibration_start(self, state: State, event: Event, **kwargs: Any) -> None:
+        """Rotate the model, or prepare to do so block by block; check that its outputs stay."""
+        plan, model, source = self.plan, state.model, state.run.block_source
+        told = ""
+        if not source.holds_all:
+            if not source.finished:  # an interrupted run has checked its rotations already
+                with source.visiting():
+                    self._check_invariance(model)
+            plan.rest(rests=False)
+            if self.learnable:
+                self.learn(state, plan)
+        else:
+            with stages_bypassed(model):
+                before = probe_logits(model)
+                plan.rest(rests=False)
+                if self.learnable:
+                    self.learn(state, plan)
+                plan.fuse()
+                self._moved = relative_distance(before, probe_logits(model))
+            self._check_rounding(model, self._moved)
+            told = f"; outputs moved by {self._moved:.2g} of their size"
+        self._is_done = True
+        logger.info(
+            f"{self._name}: {plan.rotated_weights} weights are rotated, {len(plan.online)} "
+            f"rotations stay in the forward{told}."
         )
 
-    def without(self, model: Any, names: Sequence[str]) -> str:
-        """Advice on modules that cannot have a rotation in their forward."""
-        return "Leave it out of the recipe."
+    def on_sequential_epoch_end(
+        self, state: State, event: Event, modules: Iterable[Module], **kwargs: Any
+    ) -> None:
+        """Rotate weights before other modifiers read them."""
+        self.finish(state, modules)
 
-    def _check_invariance(self, model: Any, plan: RotationPlan, *, by_part: bool) -> None:
+    def finish(self, state: State, modules: Iterable[Module], *, written: bool = False) -> None:
+        """Rotate the weights of the loaded ``modules``, each once."""
+        if state.run.block_source.holds_all:
+            return  # they are rotated together
+        fresh = set(modules) - self._rotated
+        self.plan.fuse(fresh)
+        self._rotated |= fresh
+
+    def adopt(self, state: State, modules: Iterable[Module]) -> None:
+        """Mark the weights of ``modules`` as rotated."""
+        self._rotated.update(modules)
+
+    # ------------------------------------------------------------------ what cannot be rotated
+
+    def _check_invariance(self, model: Any) -> None:
         """Check that the rotated model will produce the same outputs.
-
-        Args:
-            model: the model.
-            plan: the planned rotations.
-            by_part: on failure, find out which part of the plan is at fault.
 
         Raises:
             TargetError: outputs would change, or the model does not run on token ids alone.
         """
         with stages_bypassed(model):
             probe = InvarianceProbe(model)
-            self.check_modules_called(model, plan, probe)
-            self.check_outputs(model, plan, probe, by_part=by_part)
+            fault = probe.fault(self.plan)
+            if fault is not None:
+                raise self.invariance_error(model, fault, probe.fault)
         self._tried = True
 
-    def check_modules_called(self, model: Any, plan: RotationPlan, probe: InvarianceProbe) -> None:
-        """Refuse online rotations in modules whose forward is bypassed.
-
-        Raises:
-            TargetError: names the module.
-        """
-        turned = {one.module: one.module_name for one in plan.online if one.location in _TURNING}
-        wrong = [name for module, name in turned.items() if module in probe.read_uncalled]
-        if wrong:
-            raise TargetError(
-                f"{type(self).__name__}: {type(model).__name__} multiplies by the weight of "
-                f"{wrong[0]} without calling it"
-                + (f" (so for {len(wrong)} modules)" if len(wrong) > 1 else "")
-                + ", so that a rotation in its forward would be passed by.",
-                self.without(model, wrong),
-            )
-
-    def check_outputs(
-        self, model: Any, plan: RotationPlan, probe: InvarianceProbe, *, by_part: bool
-    ) -> None:
-        """Refuse a model whose outputs would change.
-
-        Raises:
-            TargetError: reports by how much; with ``by_part`` also which rotations are at fault.
-        """
-        fault = probe.fault(plan)
-        if fault is not None:
-            raise self.invariance_error(model, fault, probe.fault if by_part else None)
-
-    def try_on_proxy(self, model: Any, build: Callable[[int], Any]) -> str:
-        """Try the rotations without weights, on a small model; see :func:`.rehearsal.rehearse`."""
-        assert self._plan is not None
-        return check_on_proxy(self, model, self._plan, build)
-
-    def for_small_model(self, small: Any) -> tuple[Self, RotationPlan]:
-        """A copy of this modifier and its plan, for a small model of the same class.
-
-        Blocks of channels shrink to what its widths allow: a model that is invariant under larger
-        blocks is invariant under these.
-
-        Returns:
-            The modifier, and its plan for the small model.
-
-        Raises:
-            TargetError: as :meth:`make_plan`.
-        """
-        fields = {name: getattr(self, name) for name in self.model_fields_set}
-        size = self.transform_block_size
-        if size is not None:
-            linears = [one for one in small.modules() if isinstance(one, Linear)]
-            widths = [width for one in linears for width in (one.in_features, one.out_features)]
-            common = math.gcd(size, *(width for width in widths if width >= size))
-            fields["transform_block_size"] = common
-        other = type(self)(**fields)
-        other._smoothed = self._smoothed
-        other._plan = other.make_plan(small)
-        return other, other._plan
-
-    def _check_rounding(self, model: Any) -> None:
-        """Check the outputs of the rotated model in its own dtype.
+    def _check_rounding(self, model: Any, moved: float) -> None:
+        """Check by how much the outputs of the rotated model have moved, in its own dtype.
 
         Raises:
             TargetError: they are NaN or infinite; or they have changed, and either rounding does
                 not explain it, or it could not be tried before because weights were not all in
                 memory.
         """
-        assert self._moved is not None
         dtype = next(model.parameters()).dtype
-        told = f"outputs moved by {self._moved:.2g} of their size"
-        if self._moved <= NARROW_TOLERANCE.get(dtype, _UNSEEN_TOLERANCE):
+        told = f"outputs moved by {moved:.2g} of their size"
+        if moved <= NARROW_TOLERANCE.get(dtype, _UNSEEN_TOLERANCE):
             return
         rounds = {dtype, self.torch_precision} & NARROW_TOLERANCE.keys()
-        if not self._tried or (math.isfinite(self._moved) and not rounds):
+        if not self._tried or (math.isfinite(moved) and not rounds):
             raise self.invariance_error(model, f"its {told}")
-        if not math.isfinite(self._moved):
+        if not math.isfinite(moved):
             raise TargetError(
-                f"{type(self).__name__}: rotated, {type(model).__name__} overflows in {dtype}.",
+                f"{self._name}: rotated, {type(model).__name__} overflows in {dtype}.",
                 'Load it in a wider dtype: precision="bfloat16" or "float32".',
             )
         logger.warning(
-            f"{type(self).__name__}: {told}. That is the rounding of rotated weights to {dtype}, "
+            f"{self._name}: {told}. That is the rounding of rotated weights to {dtype}, "
             f"computed in {self.precision}; without it they stay."
         )
 
-    # ------------------------------------------------------------------ matrices
+    def _check_blocks(self, model: Module) -> None:
+        """Refuse norms whose gains would be fused into weights of another block.
+
+        Raises:
+            TargetError: names the norm.
+        """
+        places = {
+            inner: name for block, name in find_blocks(model).items() for inner in block.modules()
+        }
+        names = {module: name for name, module in named_modules(model)}
+        for norm in self.plan.norms.values():
+            for reader, name in norm.readers.items():
+                if places.get(norm.module) != places.get(reader):
+                    raise TargetError(
+                        f"The norm {names[norm.module]} feeds {name}, which lies elsewhere, and "
+                        "blocks are in memory one at a time.",
+                        "Load the model and pass it instead of its path.",
+                    )
+
+    def _check_online_rotations(self, model: Any, owners: Mapping[Module, str]) -> None:
+        """Refuse a second rotation in a forward, and matrices that readers cannot build.
+
+        Raises:
+            TargetError: names the module.
+        """
+        online = self.plan.online
+        taken = [one for one in online if one.module in owners or has_online_rotation(one.module)]
+        if taken:
+            owner = owners.get(taken[0].module)
+            by = f" from {owner}, and {self._name} would add another" if owner else ""
+            raise TargetError(
+                f"{taken[0].module_name} has a rotation in its forward already{by}.",
+                self.advice_without(model, [one.module_name for one in taken]),
+            )
+        for one in online:
+            order = one.rotation.order
+            if not is_loadable_order(order):
+                sizes = filter(is_loadable_order, usable_block_sizes(order, most=64))
+                shown = ", ".join(map(str, list(sizes)[:4]))
+                raise TargetError(
+                    f"Readers cannot build a rotation of {order} channels, which "
+                    f"{one.module_name} would need in its forward.",
+                    f"Set transform_block_size, for instance to {shown}."
+                    if shown
+                    else "Leave this rotation out.",
+                )
+
+    # ------------------------------------------------------------------ matrices and schemes
 
     def rotation(self, key: str, order: int, what: str, *, kind: str | None = None) -> Rotation:
         """The matrix called ``key``, cached by key and order.
@@ -455,7 +436,7 @@ class RotationModifier(Modifier):
     def _make(self, name: str, order: int, what: str, kind: str) -> Rotation:
         if kind not in get_args(TransformType):
             raise RecipeError(
-                f"{type(self).__name__}: there is no type of rotation {kind!r}.",
+                f"{self._name}: there is no type of rotation {kind!r}.",
                 did_you_mean(kind, get_args(TransformType)),
             )
         generator = torch.Generator().manual_seed(zlib.crc32(f"{self.seed}/{name}".encode()))
@@ -474,38 +455,9 @@ class RotationModifier(Modifier):
         signs = kind == "random-hadamard" or self.randomize
         return Rotation.of_hadamard(order, generator if signs else None)
 
-    def block_of(self, width: int, what: str) -> int:
-        """Block size: the number of ``width`` channels that are rotated together.
-
-        Raises:
-            TargetError: the block size does not divide the width.
-        """
-        size = self.transform_block_size
-        if size is None:
-            return width
-        if width % size:
-            near = [str(one) for one in usable_block_sizes(width)]
-            raise TargetError(
-                f"transform_block_size {size} does not divide {width}, the width of {what}.",
-                f"Choose one that does, such as {', '.join(near)}.",
-            )
-        return size
-
-    @property
-    def torch_precision(self) -> torch.dtype:
-        """The dtype that ``precision`` names."""
-        return _PRECISIONS[self.precision]
-
-    def written(
-        self, scheme: TransformScheme, rotations: Sequence[Rotation], *, online: bool
-    ) -> TransformScheme:
-        """A scheme as it is written, with a type from which loaders build its matrices.
-
-        Args:
-            scheme: the scheme.
-            rotations: its matrices, one per size.
-            online: some of its rotations stay in the forward.
-        """
+    def written(self, scheme: TransformScheme, rotations: Iterable[Rotation]) -> TransformScheme:
+        """A scheme as it is written, with a type from which loaders build its matrices."""
+        online = any(args.is_online() for args in scheme.apply)
         kind = scheme.type
         if kind == "hadamard" and not all(one.is_sylvester for one in rotations):
             kind = "random-hadamard"
@@ -514,41 +466,85 @@ class RotationModifier(Modifier):
         precision = ONLINE_DTYPE if online else self.torch_precision
         return scheme.model_copy(update={"type": kind, "precision": precision})
 
-    # ------------------------------------------------------------------ checks
+    def plan_config(self, model: Any, config: TransformConfig) -> RotationPlan:
+        """Plan the rotations of a ``transform_config``, which loaders interpret as follows.
 
-    def _check_unquantized(self, model: Module) -> None:
-        for name, module in named_modules(model):
-            if getattr(module, "quantization_scheme", None) is not None:
-                raise TargetError(
-                    f"{name} is quantized already: a rotation would undo that.",
-                    f"Put {type(self).__name__} first in the recipe, and begin with a model that "
-                    "is not quantized.",
+        Q is the matrix of a scheme, transposed with ``inverse``::
+
+            input           x Q              at run time
+            output          y Q              at run time
+            weight_input    W Qᵀ             so an inverse one undoes an ``input`` that is none
+            weight_output   Qᵀ W, b Q        an embedding's rows: e Q
+            q_attn, k_cache q Q, k Q         at run time, after RoPE
+
+        Raises:
+            RecipeError: a scheme has an unknown type, or needs several matrices.
+            TargetError: targets match nothing, or modules of the wrong kind or width.
+        """
+        plan = RotationPlan(self.torch_precision)
+        for name, scheme in config.config_groups.items():
+            if scheme.randomize:
+                raise RecipeError(
+                    f"transform_config: {name} has randomize, whose permutations not every reader "
+                    "applies.",
+                    "Give each module a scheme of its own instead, without randomize.",
                 )
+            rotations: dict[int, Rotation] = {}
+            for args in scheme.apply:
+                found = list(match_named_modules(model, args.targets, args.ignore))
+                if not found:
+                    raise TargetError(
+                        f"The rotation {name} matches no module: {args.targets}.",
+                        "Correct its targets.",
+                    )
+                for module_name, module in found:
+                    order = _order_for(scheme, args, module_name, module)
+                    rotations[order] = self.rotation(name, order, module_name, kind=scheme.type)
+                    plan.add(name, args, module_name, module, rotations[order])
+            plan.schemes[name] = self.written(scheme, rotations.values())
+        return plan
 
-    def _check_online_rotations(self, state: State, plan: RotationPlan) -> None:
-        model, turned = state.model, state.facts.rotated_by
-        taken = [
-            one for one in plan.online if one.module in turned or has_online_rotation(one.module)
-        ]
-        if taken:
-            owner = turned.get(taken[0].module)
-            by = f" from {owner}, and {type(self).__name__} would add another" if owner else ""
-            names = [one.module_name for one in taken]
+    def block_of(self, width: int, what: str) -> int:
+        """Block size: the number of ``width`` channels that are rotated together.
+
+        Raises:
+            TargetError: the block size does not divide the width.
+        """
+        size = self.transform_block_size or width
+        if width % size:
+            near = ", ".join(map(str, usable_block_sizes(width)))
             raise TargetError(
-                f"{names[0]} has a rotation in its forward already{by}.",
-                self.without(model, names),
+                f"transform_block_size {size} does not divide {width}, the width of {what}.",
+                f"Choose one that does, such as {near}.",
             )
-        for one in plan.online:
-            if not is_loadable_order(one.rotation.order):
-                sizes = [
-                    n
-                    for n in usable_block_sizes(one.rotation.order, most=64)
-                    if is_loadable_order(n)
-                ]
-                raise TargetError(
-                    f"Readers cannot build a rotation of {one.rotation.order} channels, which "
-                    f"{one.module_name} would need in its forward.",
-                    f"Set transform_block_size, for instance to {', '.join(map(str, sizes[:4]))}."
-                    if sizes
-                    else "Leave this rotation out.",
-                )
+        return size
+
+
+def _order_for(scheme: TransformScheme, args: TransformArgs, name: str, module: Module) -> int:
+    """Size of the matrix that a scheme has for a module."""
+    location = TransformLocation(args.location)
+    if location in (TransformLocation.Q_ATTN, TransformLocation.K_CACHE):
+        width: Any = scheme.head_dim or getattr(module, "head_dim", None)
+        if not isinstance(width, int):
+            raise TargetError(f"The width of a head of {name} is not known.", "Give head_dim.")
+    elif isinstance(module, Linear):
+        of_inputs = location in (TransformLocation.INPUT, TransformLocation.WEIGHT_INPUT)
+        width = module.in_features if of_inputs else module.out_features
+    elif isinstance(module, Embedding) and location is TransformLocation.WEIGHT_OUTPUT:
+        width = module.embedding_dim
+    else:
+        raise TargetError(
+            f"{name} is a {type(module).__name__}: a rotation at {location.value} needs a Linear.",
+            "Correct the targets, or put it on the ignore list.",
+        )
+    order = scheme.head_dim or width
+    if width % order:
+        raise TargetError(
+            f"Blocks of {order} channels do not divide {width}, the width of {name}.",
+            "Choose another block size, or put it on the ignore list.",
+        )
+    return int(order)
+
+
+def _is_loaded(model: Module) -> bool:
+    return not any(parameter.is_meta for parameter in model.parameters())

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -31,14 +31,15 @@ from torch.nn import Linear, Module
 
 from llmcompressor.core.block_source import BlockSource
 from llmcompressor.core.contract import ELEMENTWISE, Cost, DataSize
+from llmcompressor.equalization.rescale import swapped_parameters
 from llmcompressor.errors import DatasetError, NonFiniteError
 from llmcompressor.logger import logger
 from llmcompressor.modeling.blocks import find_blocks
 from llmcompressor.modeling.call_graph import model_device
 from llmcompressor.modeling.gradient_checkpointing import Arrive, CheckpointedBlocks
 from llmcompressor.modeling.offload import TensorStore, activation_budget, device_activation_budget
-from llmcompressor.modeling.patches import forward_overridden
-from llmcompressor.modifiers.rotation.plan import Fusion, RotationPlan, cached_gain
+from llmcompressor.modifiers.rotation.plan import Fusion, RotationPlan
+from llmcompressor.modifiers.rotation.probe import swapped_while_running
 from llmcompressor.moe.linear_experts import LinearExperts
 from llmcompressor.numerics.rotation import Rotation, cayley_step
 from llmcompressor.numerics.straight_through import fake_quantize_matrix
@@ -53,7 +54,6 @@ __all__ = [
     "COMPARED",
     "PIECE",
     "LearningResult",
-    "RotatedParameters",
     "check_next_tokens",
     "learn_rotations",
     "learning_cost",
@@ -68,209 +68,155 @@ __all__ = [
 
 PIECE = 1 << 22
 """Elements of a weight that are made at once where its rows stand for themselves: 16 MiB."""
-_NORM = "weight"
 _VISITS, _ROUNDING_VISITS = 12, 27
 """Passes over a weight to compute it, and to compute and to round it."""
 _FLOAT, _ROUNDING = 4, 9
 """Bytes per weight of a copy, and of rounding: before and after, and whether it was cut off."""
 
+Leaves = Mapping[str, Tensor]
+"""Name → the current matrix of a learned rotation, float32."""
 
-class RotatedParameters:
+
+@dataclass(frozen=True)
+class _RotatedParameters:
     """The parameters of a model under the rotations that are being learned.
 
-    Args:
+    Attributes:
         plan: the rotations that are fused into weights.
-        learned: name → a learned rotation of the plan.
+        names: id of a learned rotation → its name.
     """
 
-    def __init__(self, plan: RotationPlan, learned: Mapping[str, Rotation]) -> None:
-        self._plan = plan
-        self._gains = plan.gains()  # before norms are replaced by ones
-        self._names = {id(rotation): name for name, rotation in learned.items()}
-        self._offsets = {norm.module: norm.offset for norm in plan.norms}
+    plan: RotationPlan
+    names: Mapping[int, str]
+
+    def learned_in(self, rotations: Iterable[Rotation]) -> list[str]:
+        """Names of the learned rotations among ``rotations``."""
+        return list(
+            dict.fromkeys(self.names[id(one)] for one in rotations if id(one) in self.names)
+        )
 
     def sources(self, modules: Iterable[Module]) -> list[str]:
         """Names of the learned rotations that affect parameters of ``modules``."""
-        found: dict[str, None] = {}
-        for module in modules:
-            fusion = self._plan.fusions.get(module)
-            if fusion is not None:
-                found |= dict.fromkeys(self._learned_names_in(fusion))
-        return list(found)
+        fusions = (self.plan.fusions[one] for one in modules if one in self.plan.fusions)
+        return self.learned_in(r for one in fusions for r in (*one.inputs, *one.outputs))
 
-    @contextlib.contextmanager
-    def inside(self, modules: Iterable[Module], leaves: Mapping[str, Tensor]) -> Iterator[None]:
-        """Give ``modules`` their rotated parameters while the body runs; none is trained.
-
-        Args:
-            modules: their own parameters are loaded.
-            leaves: name → the current rotation, float32.
-        """
-        changes = [(module, self._values(module, leaves)) for module in modules]
-        before = [(module, dict(module._parameters)) for module, _ in changes]
-        try:
-            for module, values in changes:
-                for name, value in values.items():
-                    module._parameters[name] = value  # type: ignore[assignment]  # in the graph
-            yield
-        finally:
-            for module, own in before:
-                module._parameters.update(own)
-
-    def _learned_names_in(self, fusion: Fusion) -> list[str]:
-        return self._learned_names_of((*fusion.inputs, *fusion.outputs))
-
-    def _learned_names_of(self, rotations: Iterable[Rotation]) -> list[str]:
-        names = (self._names.get(id(one)) for one in rotations)
-        return list(dict.fromkeys(name for name in names if name is not None))
-
-    def _values(self, module: Module, leaves: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        own = {name: one for name, one in module._parameters.items() if one is not None}
-        found = {name: one.detach() for name, one in own.items()}
-        if module in self._offsets and _NORM in own:
-            found[_NORM] = torch.full_like(found[_NORM], 1.0 - self._offsets[module])
-        fusion = self._plan.fusions.get(module)
+    def values(self, module: Module, leaves: Leaves) -> dict[str, Tensor]:
+        """Parameters of a loaded module, in the graph of ``leaves``; none is trained."""
+        own = {name: one.detach() for name, one in module._parameters.items() if one is not None}
+        fusion, norm = self.plan.fusions.get(module), self.plan.norms.get(module)
+        if norm is not None and "weight" in own:
+            own["weight"] = torch.full_like(own["weight"], 1.0 - norm.offset)
         if fusion is None:
-            return found
-        names = self._learned_names_in(fusion)
+            return own
+        factor_C = None if fusion.norm is None else self.plan.factor_of(fusion.norm)
         scheme: Any = getattr(module, "quantization_scheme", None)
         args = None if scheme is None else scheme.weights
-        gain = None if fusion.norm is None else cached_gain(fusion.norm, self._gains)
-        makers: dict[str, _RotatedParameter] = {
-            "weight": _RotatedWeight(found["weight"], fusion, self._names, names, gain, args)
-        }
+
+        def weight_rows(rows: slice, using: Leaves) -> Tensor:
+            weight = own_weight[rows].float()
+            if factor_C is not None:
+                weight = weight * factor_C.to(weight)
+            weight = self._rotate(weight, fusion.inputs, using)
+            if fusion.outputs:
+                weight = self._rotate(weight.T, fusion.outputs, using).T
+            return (weight if args is None else _rounded(weight, args)).to(own_weight.dtype)
+
+        own_weight, own_bias = own["weight"], own.get("bias", torch.empty(0))
+        rows, columns = own_weight.shape
+        apart = not fusion.outputs and args is None  # else scales or rotations span rows
+        step = max(1, PIECE // columns) if apart else rows
+        chunks = [slice(low, min(low + step, rows)) for low in range(0, rows, step)]
+        names = self.learned_in((*fusion.inputs, *fusion.outputs))
+        own["weight"] = _recomputed(weight_rows, own_weight, chunks, names, leaves)
         if "bias" in own and isinstance(module, Linear) and fusion.outputs:
-            turning = self._learned_names_of(fusion.outputs)  # input rotations do not affect it
-            makers["bias"] = _RotatedBias(found["bias"], fusion, self._names, turning)
-        for name, maker in makers.items():
-            found[name] = _RecomputedParameter.apply(maker, *(leaves[one] for one in maker.names))  # type: ignore[no-untyped-call]
-        return found
+            turning = self.learned_in(fusion.outputs)  # input rotations do not affect it
+            own["bias"] = _recomputed(
+                lambda _, using: self._rotate(own_bias.float(), fusion.outputs, using).to(own_bias),
+                own_bias,
+                [slice(None)],
+                turning,
+                leaves,
+            )
+        return own
+
+    def _rotate(self, x: Tensor, rotations: Iterable[Rotation], leaves: Leaves) -> Tensor:
+        for one in rotations:
+            leaf = leaves.get(self.names.get(id(one), ""))
+            if leaf is None:
+                x = one(x)
+            else:
+                x = (x.reshape(*x.shape[:-1], -1, one.order) @ leaf).flatten(-2)
+        return x
+
+    def inside(self, modules: Iterable[Module], leaves: Leaves) -> AbstractContextManager[None]:
+        """Give ``modules`` their rotated parameters in a context."""
+        return swapped_parameters({module: self.values(module, leaves) for module in modules})
 
 
-@dataclass(frozen=True)
-class _RotatedParameter:
-    """Computation of one rotated parameter.
-
-    Attributes:
-        own: the original parameter.
-        fusion: its factors.
-        names_of: rotation's id → the name that it is learned by.
-        names: names of the learned rotations that are passed as leaves.
-    """
-
-    own: Tensor
-    fusion: Fusion
-    names_of: Mapping[int, str]
-    names: Sequence[str]
-
-    @property
-    def row_chunks(self) -> list[slice]:
-        """Slices of rows that can be computed independently, in order."""
-        return [slice(None)]
-
-    def compute_rows(self, rows: slice, leaves: Sequence[Tensor]) -> Tensor:
-        """Compute some rows, in the parameter's dtype."""
-        raise NotImplementedError
-
-    def apply_rotation(self, x: Tensor, rotation: Rotation, leaves: Sequence[Tensor]) -> Tensor:
-        """Rotate ``x``, by the learned matrix if the rotation is learned."""
-        name = self.names_of.get(id(rotation))
-        if name is None:
-            return rotation(x)
-        leaf = leaves[self.names.index(name)]
-        return (x.reshape(*x.shape[:-1], -1, rotation.order) @ leaf).flatten(-2)
+def _rounded(weight: Tensor, args: Any) -> Tensor:
+    parameters = min_max_parameters(weight, args)
+    return fake_quantize_matrix(
+        weight,
+        parameters.effective_scale,
+        None if args.symmetric else parameters.zero_point,
+        grid_of(args),
+        partition_of(args),
+        through=parameters.through,
+    )
 
 
-@dataclass(frozen=True)
-class _RotatedBias(_RotatedParameter):
-    """A bias under rotations of the output."""
-
-    def compute_rows(self, rows: slice, leaves: Sequence[Tensor]) -> Tensor:
-        """Compute the bias, in its dtype."""
-        value = self.own.float()
-        for rotation in self.fusion.outputs:
-            value = self.apply_rotation(value, rotation, leaves)
-        return value.to(self.own.dtype)
+ComputeRows = Callable[[slice, Leaves], Tensor]
 
 
-@dataclass(frozen=True)
-class _RotatedWeight(_RotatedParameter):
-    """A weight under its norm's gain, rotations and fake quantization.
-
-    Attributes:
-        gain: fused factor of the norm before it, ``[C]``.
-        args: its quantization arguments; ``None`` if it is not quantized.
-    """
-
-    gain: Tensor | None
-    args: Any
-
-    @property
-    def row_chunks(self) -> list[slice]:
-        """All rows together if outputs are rotated, or scales span several rows; else chunks."""
-        rows, columns = self.own.shape
-        if self.fusion.outputs or self.args is not None:
-            return [slice(None)]
-        step = max(1, PIECE // columns)
-        return [slice(low, min(low + step, rows)) for low in range(0, rows, step)]
-
-    def compute_rows(self, rows: slice, leaves: Sequence[Tensor]) -> Tensor:
-        """Compute some rows of the weight, rotated and fake-quantized."""
-        weight = self.own[rows].float()
-        if self.gain is not None:
-            weight = weight * self.gain.to(weight)
-        for rotation in self.fusion.inputs:
-            weight = self.apply_rotation(weight, rotation, leaves)
-        for rotation in self.fusion.outputs:
-            weight = self.apply_rotation(weight.T, rotation, leaves).T
-        return self._rounded(weight).to(self.own.dtype)
-
-    def _rounded(self, weight: Tensor) -> Tensor:
-        if self.args is None:
-            return weight
-        parameters = min_max_parameters(weight, self.args)
-        return fake_quantize_matrix(
-            weight,
-            parameters.effective_scale,
-            None if self.args.symmetric else parameters.zero_point,
-            grid_of(self.args),
-            partition_of(self.args),
-            through=parameters.through,
-        )
+def _recomputed(
+    compute: ComputeRows, own: Tensor, chunks: list[slice], names: list[str], leaves: Leaves
+) -> Tensor:
+    """A parameter computed from the leaves of ``names``, in chunks of rows."""
+    used = [leaves[name] for name in names]
+    made: Tensor = _RecomputedParameter.apply(compute, own, chunks, names, *used)  # type: ignore[no-untyped-call]
+    return made
 
 
 class _RecomputedParameter(torch.autograd.Function):
     """Autograd function that computes a parameter in chunks, and recomputes it for its gradient."""
 
     @staticmethod
-    def forward(ctx: Any, maker: _RotatedParameter, *leaves: Tensor) -> Tensor:
-        ctx.maker, ctx.leaves = maker, leaves
-        pieces = maker.row_chunks
-        if len(pieces) == 1:
-            return maker.compute_rows(pieces[0], leaves)
-        made = torch.empty_like(maker.own)
-        for piece in pieces:
-            made[piece] = maker.compute_rows(piece, leaves)
+    def forward(
+        ctx: Any,
+        compute: ComputeRows,
+        own: Tensor,
+        chunks: list[slice],
+        names: list[str],
+        *leaves: Tensor,
+    ) -> Tensor:
+        ctx.saved = (compute, chunks, names, leaves)
+        using = dict(zip(names, leaves, strict=True))
+        if len(chunks) == 1:
+            return compute(chunks[0], using)
+        made = torch.empty_like(own)
+        for chunk in chunks:
+            made[chunk] = compute(chunk, using)
         return made
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        compute, chunks, names, leaves = ctx.saved
         sums: list[Tensor] = []
-        for piece in ctx.maker.row_chunks:
+        for chunk in chunks:
             with torch.enable_grad():
-                leaves = [one.detach().requires_grad_() for one in ctx.leaves]
-                made = ctx.maker.compute_rows(piece, leaves)
-                found = torch.autograd.grad(made, leaves, gradient[piece])
+                fresh = [one.detach().requires_grad_() for one in leaves]
+                made = compute(chunk, dict(zip(names, fresh, strict=True)))
+                found = torch.autograd.grad(made, fresh, gradient[chunk])
             if not sums:
                 sums = list(found)
                 continue
             for total, one in zip(sums, found, strict=True):
                 total.add_(one)
-        return None, *sums
+        return None, None, None, None, *sums
 
 
 # --------------------
-# Learned rotations: minimize the loss of the quantized model over orthogonal matrices.
+# The loop: steps of Cayley SGD, progress in the journal, comparison with the first rotations.
 
 _IGNORED = -100
 COMPARED = 8
@@ -335,7 +281,7 @@ def learning_cost(
             itemsize = module.weight.itemsize
         if module in plan.fusions:
             weight = module.get_parameter("weight")
-            rotations, own, more = _recomputed(module, plan.fusions[module])
+            rotations, own, more = _recomputation(module, plan.fusions[module])
             visits += weight.numel() * (rotations + ELEMENTWISE * own)
             weights += weight.nbytes
             workspace = max(workspace, more)
@@ -354,7 +300,7 @@ def learning_cost(
     )
 
 
-def _recomputed(module: Module, fusion: Fusion) -> tuple[int, int, int]:
+def _recomputation(module: Module, fusion: Fusion) -> tuple[int, int, int]:
     """Multiply-adds and passes per value of a computed weight, and bytes besides it."""
     weight, rotations = module.get_parameter("weight"), (*fusion.inputs, *fusion.outputs)
     scheme: Any = getattr(module, "quantization_scheme", None)
@@ -388,7 +334,7 @@ def learn_rotations(
         batches: calibration batches, used in order, repeatedly if there are fewer than steps.
         steps: number of steps.
         rate: learning rate of the first step; it decays linearly to zero.
-        blocks: loads the weights of the blocks.
+        blocks: loads the weights of the blocks, and keeps the progress.
         budget: bytes of activations that may wait in main memory; ``None``: half of the free
             memory.
         use_loss_mask: predict only tokens whose ``loss_mask`` is 1.
@@ -401,7 +347,6 @@ def learn_rotations(
     data = _training_batches(model, list(batches or ()), use_loss_mask=use_loss_mask)
     # held out from the steps if there are enough batches
     compared = data[steps : steps + COMPARED] or data[:COMPARED]
-    record = _LearningProgress(blocks)
     shelf = TensorStore(
         activation_budget(budget), device_activation_budget(model_device(model), device_memory)
     )
@@ -411,83 +356,29 @@ def learn_rotations(
         _fake_quantized_inputs(model),
         short_spin_waits(),
     ):
-        learning = _RotationOptimizer(model, plan, start, arrive, shelf)
-        if not record.resume_into(learning):
-            record.loss_before = learning.mean_loss(compared)
-            record.keep(learning)
-        with progress(steps - record.steps, "Learning rotations") as advance:
-            for step in range(record.steps, steps):
+        learning = _RotationOptimizer(model, plan, start, arrive, shelf, blocks)
+        if not learning.resume():
+            learning.loss_before = learning.mean_loss(compared)
+            learning.keep()
+        with progress(steps - learning.steps, "Learning rotations") as advance:
+            for step in range(learning.steps, steps):
                 loss = learning.step(data[step % len(data)], rate * (1 - step / steps))
-                record.steps = step + 1
-                record.save_if_due(learning, last=step + 1 == steps)
+                learning.keep_if_due(last=step + 1 == steps)
                 advance(1, note=f"loss {loss:.4f}")
-        if record.loss_after is None:
-            record.loss_after = learning.mean_loss(compared)
-            record.keep(learning)
-    before, after = record.loss_before, record.loss_after
+        if learning.loss_after is None:
+            learning.loss_after = learning.mean_loss(compared)
+            learning.keep()
+    before, after = learning.loss_before, learning.loss_after
     told = f"Rotations learned in {steps} steps: loss {before:.4f} before, {after:.4f} after"
-    if not _is_better(after, before):
+    if after >= before:
         logger.warning(f"{told}. They are no better, so the first ones are kept.")
         return LearningResult(dict(start), before, after)
     logger.info(f"{told}.")
     return LearningResult(learning.rotations(), before, after)
 
 
-def _is_better(after: float, before: float) -> bool:
-    """Return True if the learned rotations are kept."""
-    return after < before
-
-
-class _LearningProgress:
-    """Progress of the learning, saved in the run's journal.
-
-    Args:
-        blocks: saves it, where the run can be continued.
-
-    Attributes:
-        steps: number of completed steps.
-        loss_before: initial loss on the comparison batches.
-        loss_after: final loss on them; ``None`` while learning.
-    """
-
-    def __init__(self, blocks: BlockSource) -> None:
-        self._blocks = blocks
-        self.steps = 0
-        self.loss_before = 0.0
-        self.loss_after: float | None = None
-        self._took = 0.0
-        self._since = time.monotonic()
-
-    def resume_into(self, learning: _RotationOptimizer) -> bool:
-        """Resume an earlier run into ``learning``, if there is one; return True if so."""
-        found = self._blocks.recall(_PROGRESS)
-        if found is None:
-            self._blocks.forget()
-            return False
-        tensors, figures = found
-        learning.load(tensors)
-        self.steps, self.loss_before = figures["steps"], figures["before"]
-        self.loss_after = figures["after"]
-        if self.loss_after is None:
-            logger.info(f"Learning goes on behind step {self.steps}.")
-        return True
-
-    def save_if_due(self, learning: _RotationOptimizer, *, last: bool) -> None:
-        """Save the progress, unless saving would take a large share of the time."""
-        if last or (time.monotonic() - self._since) * _SHARE_OF_KEEPING >= self._took:
-            self.keep(learning)
-
-    def keep(self, learning: _RotationOptimizer) -> None:
-        """Save the progress; it is durable on return."""
-        began = time.monotonic()
-        figures = {"steps": self.steps, "before": self.loss_before, "after": self.loss_after}
-        self._blocks.remember(_PROGRESS, learning.tensors(), figures)
-        self._since = time.monotonic()
-        self._took = self._since - began
-
-
 class _RotationOptimizer:
-    """Optimizer state of the learned rotations.
+    """Optimizer of the learned rotations, with its progress.
 
     Args:
         model: its parameters are not changed.
@@ -495,6 +386,12 @@ class _RotationOptimizer:
         start: the initial rotations, by name.
         arrive: loads a block.
         shelf: stores the inputs of blocks.
+        source: keeps the progress, where the run can be continued.
+
+    Attributes:
+        steps: number of completed steps.
+        loss_before: initial loss on the comparison batches.
+        loss_after: final loss on them; ``None`` while learning.
     """
 
     def __init__(
@@ -504,22 +401,33 @@ class _RotationOptimizer:
         start: Mapping[str, Rotation],
         arrive: Arrive,
         shelf: TensorStore,
+        source: BlockSource,
     ) -> None:
         device = model_device(model)
-        self._model = model
+        self._model, self._source = model, source
         self._matrices = {name: one.matrix().contiguous().to(device) for name, one in start.items()}
         self._momenta = {name: torch.zeros_like(one) for name, one in self._matrices.items()}
-        self._turned = RotatedParameters(plan, start)
-        blocks = list(find_blocks(model))
-        self._names = {block: self._turned.sources(block.modules()) for block in blocks}
-        self._blocks = CheckpointedBlocks(blocks, arrive, self._inside, shelf)
-        self._others = _NonBlockModules(model, plan, self._turned)
+        self._rotated = _RotatedParameters(plan, {id(one): name for name, one in start.items()})
+        plan.read_factors()  # before norms are replaced by ones
+        blocks = {block: list(block.modules()) for block in find_blocks(model)}
+        self._sources = {block: self._rotated.sources(parts) for block, parts in blocks.items()}
+        self._blocks = CheckpointedBlocks(list(blocks), arrive, self._inside, shelf)
+        inside = {part for parts in blocks.values() for part in parts}
+        self._outside = {
+            one: [one] for one in model.modules() if one._parameters and one not in inside
+        }
+        self.steps, self.loss_before = 0, 0.0
+        self.loss_after: float | None = None
+        self._keeping_time, self._since = 0.0, time.monotonic()
 
     def step(self, batch: Mapping[str, Any], rate: float) -> float:
         """Take one step on one batch; return the loss before it."""
         with torch.enable_grad():
             leaves = {name: one.float().requires_grad_() for name, one in self._matrices.items()}
-            loss, gradients = self._loss(leaves, batch, descend=True)
+            with self._rotating(leaves):
+                loss = _loss(self._model, batch)
+                wanted = list(leaves.values())
+                gradients = torch.autograd.grad(loss, wanted, allow_unused=True)
         for name, gradient in zip(leaves, gradients, strict=True):
             if gradient is None:  # no module that it rotates was called
                 continue
@@ -527,104 +435,101 @@ class _RotationOptimizer:
             # a solver returns column-major matrices, files hold row-major ones; their products are
             # not bitwise equal, but a resumed run has to give the same bits
             self._matrices[name], self._momenta[name] = (one.contiguous() for one in moved)
-        return loss
+        self.steps += 1
+        return float(loss.detach())
 
     @torch.no_grad()
     def mean_loss(self, batches: Sequence[Mapping[str, Any]]) -> float:
         """Mean loss over several batches with the current matrices."""
         leaves = {name: one.float() for name, one in self._matrices.items()}
-        return sum(self._loss(leaves, batch)[0] for batch in batches) / len(batches)
+        with self._rotating(leaves):
+            return sum(float(_loss(self._model, batch)) for batch in batches) / len(batches)
 
     def rotations(self) -> dict[str, Rotation]:
         """The current matrices as rotations."""
         return {name: Rotation.of_matrix(one.cpu()) for name, one in self._matrices.items()}
 
-    def tensors(self) -> dict[str, Tensor]:
-        """All state that a later run needs to resume."""
-        matrices = {f"matrix {name}": one for name, one in self._matrices.items()}
-        return matrices | {f"momentum {name}": one for name, one in self._momenta.items()}
+    @contextlib.contextmanager
+    def _rotating(self, leaves: Leaves) -> Iterator[None]:
+        sources = {block: [leaves[one] for one in own] for block, own in self._sources.items()}
+        with (
+            self._blocks.checkpointing(sources),
+            swapped_while_running(self._outside, lambda one: self._rotated.values(one, leaves)),
+        ):
+            yield
 
-    def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Resume from :meth:`tensors`."""
+    def _inside(self, block: Module, matrices: Sequence[Tensor]) -> AbstractContextManager[object]:
+        leaves = dict(zip(self._sources[block], matrices, strict=True))
+        return self._rotated.inside(block.modules(), leaves)
+
+    # ------------------------------------------------------------------ progress
+
+    def resume(self) -> bool:
+        """Resume an earlier run, if there is one; return True if so."""
+        found = self._source.recall(_PROGRESS)
+        if found is None:
+            self._source.forget()
+            return False
+        tensors, figures = found
         for name, one in self._matrices.items():
             self._matrices[name] = tensors[f"matrix {name}"].to(one.device)
             self._momenta[name] = tensors[f"momentum {name}"].to(one.device)
+        self.steps, self.loss_before = figures["steps"], figures["before"]
+        self.loss_after = figures["after"]
+        if self.loss_after is None:
+            logger.info(f"Learning goes on behind step {self.steps}.")
+        return True
 
-    def _inside(self, block: Module, matrices: Sequence[Tensor]) -> AbstractContextManager[object]:
-        leaves = dict(zip(self._names[block], matrices, strict=True))
-        return self._turned.inside(block.modules(), leaves)
+    def keep_if_due(self, *, last: bool) -> None:
+        """Keep the progress, unless that would take a large share of the time."""
+        since = time.monotonic() - self._since
+        if last or since * _SHARE_OF_KEEPING >= self._keeping_time:
+            self.keep()
 
-    def _loss(
-        self, leaves: Mapping[str, Tensor], batch: Mapping[str, Any], *, descend: bool = False
-    ) -> tuple[float, Sequence[Tensor | None]]:
-        """The loss, and with ``descend`` its gradients by matrix."""
-        made_of = {block: [leaves[one] for one in own] for block, own in self._names.items()}
-        while True:
-            with self._blocks.checkpointing(made_of), self._others.turned(leaves):
-                loss = _loss(self._model, batch)
-                if self._others.find_uncalled():
-                    continue
-                if not torch.isfinite(loss):
-                    raise NonFiniteError("The loss of the rounded model is not finite.")
-                if not descend:
-                    return float(loss), ()
-                wanted = list(leaves.values())
-                return float(loss.detach()), torch.autograd.grad(loss, wanted, allow_unused=True)
+    def keep(self) -> None:
+        """Keep the progress; it is durable on return."""
+        began = time.monotonic()
+        tensors = {f"matrix {name}": one for name, one in self._matrices.items()}
+        tensors |= {f"momentum {name}": one for name, one in self._momenta.items()}
+        figures = {"steps": self.steps, "before": self.loss_before, "after": self.loss_after}
+        self._source.remember(_PROGRESS, tensors, figures)
+        self._since = time.monotonic()
+        self._keeping_time = self._since - began
 
 
-class _NonBlockModules:
-    """Rotated parameters outside of blocks: swapped in while a module is called, or permanently.
+# --------------------
+# The loss: cross entropy of the next token, with fake-quantized inputs.
 
-    Args:
-        model: loaded, except for its blocks.
-        plan: the rotations that are fused into weights.
-        turned: computes the rotated parameters.
-    """
 
-    def __init__(self, model: Module, plan: RotationPlan, turned: RotatedParameters) -> None:
-        inside = {part for block in find_blocks(model) for part in block.modules()}
-        outside = [module for module in model.modules() if module not in inside]
-        self._turned = turned
-        self._calls = [module for module in outside if module in plan.fusions]
-        self._standing = [module for module in outside if module not in plan.fusions]
-        self._called: set[Module] = set()
-
-    @contextlib.contextmanager
-    def turned(self, leaves: Mapping[str, Tensor]) -> Iterator[None]:
-        """Replace the parameters by rotated ones while the body runs.
-
-        Args:
-            leaves: name → the current rotation.
-        """
-
-        def stub(module: Module, forward: Any) -> Any:
-            def turned(*args: Any, **kwargs: Any) -> Any:
-                self._called.add(module)
-                with self._turned.inside([module], leaves):
-                    return forward(*args, **kwargs)
-
-            return turned
-
-        with forward_overridden(self._calls, stub), self._turned.inside(self._standing, leaves):
-            yield
-
-    def find_uncalled(self) -> bool:
-        """Return True if a module was not called; its weight is swapped permanently from now on."""
-        missed = [module for module in self._calls if module not in self._called]
-        self._standing += missed
-        self._calls = [module for module in self._calls if module in self._called]
-        return bool(missed)
+def _loss(model: Any, batch: Mapping[str, Any]) -> Tensor:
+    inputs = {name: value for name, value in batch.items() if name != "labels"}
+    flat = model(**inputs).logits[:, :-1].flatten(0, 1).float()
+    loss = torch.nn.functional.cross_entropy(
+        flat, batch["labels"][:, 1:].flatten(), ignore_index=_IGNORED
+    )
+    if not torch.isfinite(loss):
+        raise NonFiniteError("The loss of the rounded model is not finite.")
+    return loss
 
 
 @contextlib.contextmanager
 def _fake_quantized_inputs(model: Module) -> Iterator[None]:
-    """Fake-quantize the inputs of quantized modules while the body runs."""
+    """Fake-quantize the inputs of quantized Linears, with dynamic scales, while the body runs."""
     quantized = [m for m in model.modules() if getattr(m, "quantization_scheme", None) is not None]
     if not quantized:
         logger.warning(
             "No later modifier quantizes anything: rotations are learned for nothing to be rounded."
         )
-    handles = [module.register_forward_pre_hook(_fake_quantize_input) for module in quantized]
+
+    def quantize(module: Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        scheme: Any = module.quantization_scheme
+        activations = scheme.input_activations
+        if activations is None or needs_global_scale(activations):
+            return None
+        return (dynamic_fake_quantize(args[0], activations), *args[1:])
+
+    linears = (one for one in quantized if isinstance(one, Linear))
+    handles = [module.register_forward_pre_hook(quantize) for module in linears]
     try:
         yield
     finally:
@@ -645,18 +550,14 @@ def check_next_tokens(batches: Sequence[Mapping[str, Any]], *, use_loss_mask: bo
             "Rotations are learned by predicting next tokens, and a sample has no input_ids.",
             "Give text, or tokens.",
         )
-    if any(_has_target(_labels(batch, use_loss_mask=use_loss_mask)) for batch in batches):
+    labels = (_labels(batch, use_loss_mask=use_loss_mask) for batch in batches)
+    if any(bool((one[:, 1:] != _IGNORED).any()) for one in labels):
         return
+    mask = ", or a loss_mask that is 1 somewhere behind the first token" if use_loss_mask else ""
     raise DatasetError(
         "Rotations are learned by predicting next tokens, and no sample has one to predict.",
-        "Give longer samples, or a loss_mask that is 1 somewhere behind the first token."
-        if use_loss_mask
-        else "Give longer samples.",
+        f"Give longer samples{mask}.",
     )
-
-
-def _has_target(labels: Tensor) -> bool:
-    return bool((labels[:, 1:] != _IGNORED).any())
 
 
 def _labels(batch: Mapping[str, Any], *, use_loss_mask: bool) -> Tensor:
@@ -670,45 +571,24 @@ def _labels(batch: Mapping[str, Any], *, use_loss_mask: bool) -> Tensor:
 def _training_batches(
     model: Any, batches: Sequence[Mapping[str, Any]], *, use_loss_mask: bool
 ) -> list[dict[str, Any]]:
-    """The batches that have a token to predict.
+    """The model inputs, with labels, of the batches that have a token to predict.
 
     Raises:
         DatasetError: there is none.
     """
     check_next_tokens(batches, use_loss_mask=use_loss_mask)
-    every = [_with_labels(model, batch, use_loss_mask=use_loss_mask) for batch in batches]
-    data = [batch for batch in every if _has_target(batch["labels"])]
+    device, data = model_device(model), []
+    for batch in batches:
+        labels = _labels(batch, use_loss_mask=use_loss_mask)
+        if bool((labels[:, 1:] != _IGNORED).any()):
+            inputs = {"input_ids": batch["input_ids"], "labels": labels}
+            if batch.get("attention_mask") is not None:
+                inputs["attention_mask"] = batch["attention_mask"]
+            moved = {name: one.to(device) for name, one in inputs.items()}
+            data.append({**moved, "use_cache": False})
     if len(data) < len(batches):
         logger.warning(
             f"Rotations are learned without {len(batches) - len(data)} of {len(batches)} batches, "
             "in which there is nothing to predict."
         )
     return data
-
-
-def _with_labels(
-    model: Any, batch: Mapping[str, Any], *, use_loss_mask: bool = False
-) -> dict[str, Any]:
-    """The model inputs of a batch, with labels."""
-    device = model_device(model)
-    ids, mask = batch["input_ids"].to(device), batch.get("attention_mask")
-    labels = _labels(batch, use_loss_mask=use_loss_mask).to(device)
-    inputs = {"input_ids": ids, "labels": labels, "use_cache": False}
-    return inputs if mask is None else {**inputs, "attention_mask": mask.to(device)}
-
-
-def _loss(model: Any, batch: Mapping[str, Any]) -> Tensor:
-    inputs = {name: value for name, value in batch.items() if name != "labels"}
-    flat = model(**inputs).logits[:, :-1].flatten(0, 1).float()
-    return torch.nn.functional.cross_entropy(
-        flat, batch["labels"][:, 1:].flatten(), ignore_index=_IGNORED
-    )
-
-
-def _fake_quantize_input(module: Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
-    """Fake-quantize the input of a quantized module, with dynamic scales."""
-    scheme: Any = module.quantization_scheme
-    activations = scheme.input_activations
-    if activations is None or not isinstance(module, Linear) or needs_global_scale(activations):
-        return None
-    return (dynamic_fake_quantize(args[0], activations), *args[1:])

@@ -12,8 +12,8 @@ is scaled by one loader and not by another.)
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -23,7 +23,6 @@ from compressed_tensors.modeling.attention import HOOKED_ATTENTION_NAME
 from compressed_tensors.transform import (
     HadamardTransform,
     TransformArgs,
-    TransformConfig,
     TransformLocation,
     TransformScheme,
 )
@@ -43,20 +42,17 @@ from llmcompressor.transformers_internals import (
 )
 
 __all__ = [
-    "AttachedTransform",
-    "add_schemes",
-    "attach_transform",
+    "ONLINE_DTYPE",
+    "OnlineRotation",
     "check_attention_hookable",
-    "drop_schemes",
     "has_online_rotation",
     "is_loadable_order",
     "stored_weight",
-    "tie_transforms",
+    "tie_weights",
 ]
 
 ONLINE_DTYPE = torch.float32
 """In which rotations at run time are computed and stored: signs are exact in it."""
-
 _LARGEST_KNOWN = 256
 
 
@@ -72,15 +68,20 @@ def is_loadable_order(order: int) -> bool:
     return order in (1, 2) or (order % 4 == 0 and (odd == 1 or 4 * odd <= _LARGEST_KNOWN))
 
 
+def has_online_rotation(module: Module) -> bool:
+    """Return True if a module has a rotation in its forward already."""
+    return any(isinstance(child, HadamardTransform) for child in module.children())
+
+
 def stored_weight(rotation: Rotation, device: torch.device) -> Parameter:
     """The stored form of a rotation, ``Q sqrt(n)``; without values on the meta device."""
     if device.type == "meta":
         shape = (rotation.order, rotation.order)
-        return Parameter(torch.empty(shape, dtype=ONLINE_DTYPE, device=device), requires_grad=False)
-    matrix = rotation.matrix() * math.sqrt(rotation.order)
-    if rotation.signs_N is not None:
-        matrix = matrix.round()
-    matrix = matrix.to(device=device, dtype=ONLINE_DTYPE).contiguous()
+        matrix = torch.empty(shape, dtype=ONLINE_DTYPE, device=device)
+    else:
+        matrix = rotation.matrix() * math.sqrt(rotation.order)
+        matrix = matrix if rotation.signs_N is None else matrix.round()
+        matrix = matrix.to(device=device, dtype=ONLINE_DTYPE).contiguous()
     return Parameter(matrix, requires_grad=False)
 
 
@@ -102,163 +103,126 @@ def check_attention_hookable(model: Any) -> None:
     elif not can_set_attention(type(model)):
         problem = "does not let its function of attention be replaced"
     if problem:
-        other = ', or load it with attn_implementation="sdpa"'
         has_other = name != "sdpa" and supports_sdpa(model)
+        other = ', or load it with attn_implementation="sdpa"' if has_other else ""
         raise TargetError(
             f"R3 needs the queries and keys after RoPE, and {type(model).__name__} {problem}.",
-            f"Leave R3 out of rotations{other if has_other else ''}.",
+            f"Leave R3 out of rotations{other}.",
         )
 
 
-@dataclass(frozen=True)
-class AttachedTransform:
-    """A rotation in the forward of a module.
+@dataclass
+class OnlineRotation:
+    """A rotation that stays in the forward of a module.
 
     Attributes:
-        name: name of the submodule that applies it.
-        transform: that submodule.
-        remove: removes it without a trace; to be called in reverse order of attachment.
-    """
-
-    name: str
-    transform: Module
-    remove: Callable[[], None]
-
-    def rest(self, *, rests: bool) -> None:
-        """Deactivate the rotation, or activate it again."""
-        self.transform.__dict__[RESTS] = rests
-
-
-def attach_transform(
-    model: Any,
-    module: Module,
-    module_name: str,
-    name: str,
-    scheme: TransformScheme,
-    args: TransformArgs,
-    weight: Any,
-) -> AttachedTransform:
-    """Add a rotation to the forward of a module.
-
-    Args:
-        model: the whole model.
         module: a Linear, or an attention module for the locations of queries and keys.
         module_name: its name.
-        name: name of the scheme.
-        scheme: the scheme.
-        args: location and direction of the rotation.
-        weight: the parameter, shared by all modules with the same matrix.
+        scheme: name of its scheme.
+        location: location in the forward.
+        rotation: the matrix; modules with the same object share its storage.
+        inverse: apply the transpose.
+        transform: the submodule that applies it, once it is attached.
+        detach: removes it from the forward without a trace, in reverse order of attachment.
     """
-    location = TransformLocation(args.location)
-    own_name = f"{name}_{location.value}"
-    transform: Module = HadamardTransform(weight, None, scheme, args, type(module))
-    states = location in (TransformLocation.Q_ATTN, TransformLocation.K_CACHE)
-    tapped = states and IMPL_ATTR not in module._modules
-    if tapped:
-        try:
-            enable_attention_hooks(model, module, queries=True)
-        except BaseException:
-            disable_attention_hooks(model, module)
-            raise
-    module.register_module(own_name, transform)
-    if location is TransformLocation.INPUT:
-        turn = partial(_rotate_input, own_name, module_name)
-        handle = module.register_forward_pre_hook(turn, prepend=True)
-    elif location is TransformLocation.OUTPUT:
-        handle = module.register_forward_hook(partial(_rotate_output, own_name, module_name))
-    else:
-        queries = location is TransformLocation.Q_ATTN
-        states_of = getattr(module, IMPL_ATTR if queries else KV_CACHE_ATTR)
-        hook = _rotate_queries if queries else _rotate_keys
-        handle = states_of.register_forward_pre_hook(partial(hook, own_name))
 
-    def remove() -> None:
-        handle.remove()
-        del module._modules[own_name]
-        if tapped:
-            disable_attention_hooks(model, module)
+    module: Module
+    module_name: str
+    scheme: str
+    location: TransformLocation
+    rotation: Rotation
+    inverse: bool = False
+    transform: Module | None = None
+    detach: Callable[[], None] = field(default=lambda: None)
 
-    return AttachedTransform(f"{module_name}.{own_name}", transform, remove)
+    @property
+    def in_linear(self) -> bool:
+        """Return True if outputs are wrong without it; queries and keys rotate alike."""
+        return self.location in (TransformLocation.INPUT, TransformLocation.OUTPUT)
+
+    @property
+    def child_name(self) -> str:
+        """Name of the submodule within the module."""
+        return f"{self.scheme}_{self.location.value}"
+
+    def attach(self, model: Any, scheme: TransformScheme, weight: Any) -> None:
+        """Add it to the forward of its module.
+
+        Args:
+            model: the whole model.
+            scheme: the scheme.
+            weight: :func:`stored_weight`, shared by all modules with the same matrix.
+        """
+        module = self.module
+        args = TransformArgs(
+            targets=[self.module_name], location=self.location, inverse=self.inverse
+        )
+        transform: Module = HadamardTransform(weight, None, scheme, args, type(module))
+        hooks_attention = not self.in_linear and IMPL_ATTR not in module._modules
+        if hooks_attention:
+            try:
+                enable_attention_hooks(model, module, queries=True)
+            except BaseException:
+                disable_attention_hooks(model, module)
+                raise
+        module.register_module(self.child_name, transform)
+        rotate = partial(_rotate_argument, transform, self.module_name, 0)
+        if self.location is TransformLocation.INPUT:
+            handle = module.register_forward_pre_hook(rotate, prepend=True)
+        elif self.location is TransformLocation.OUTPUT:
+            rotate_output = partial(_rotate_output, transform, self.module_name)
+            handle = module.register_forward_hook(rotate_output)
+        elif self.location is TransformLocation.K_CACHE:
+            handle = getattr(module, KV_CACHE_ATTR).register_forward_pre_hook(rotate)
+        else:  # behind the attention module itself
+            rotate = partial(_rotate_argument, transform, self.module_name, 1)
+            handle = getattr(module, IMPL_ATTR).register_forward_pre_hook(rotate)
+
+        def detach() -> None:
+            handle.remove()
+            del module._modules[self.child_name]
+            if hooks_attention:
+                disable_attention_hooks(model, module)
+            self.transform = None
+
+        self.transform, self.detach = transform, detach
 
 
-def _rotate_input(
-    name: str, module_name: str, module: Module, args: tuple[Any, ...]
+def _rotate_argument(
+    transform: Module, name: str, place: int, module: Module, args: tuple[Any, ...]
 ) -> tuple[Any, ...]:
-    if not args or not isinstance(args[0], Tensor):
+    if len(args) <= place or not isinstance(args[place], Tensor):
         raise TargetError(
-            f"{module_name} ({type(module).__name__}) is not called with one tensor, which a "
-            "rotation of its input could act on.",
+            f"{name} is not called with one tensor, which a rotation of its input could act on.",
             "Put it on the ignore list.",
         )
-    return (_apply_transform(module, name, args[0]), *args[1:])
-
-
-def _apply_transform(module: Module, name: str, values: Tensor) -> Tensor:
-    transform = getattr(module, name)
-    return values if transform.__dict__.get(RESTS) else transform(values)
+    if transform.__dict__.get(RESTS):
+        return args
+    return (*args[:place], transform(args[place]), *args[place + 1 :])
 
 
 def _rotate_output(
-    name: str, module_name: str, module: Module, args: tuple[Any, ...], output: Tensor
+    transform: Module, name: str, module: Module, args: tuple[Any, ...], output: Tensor
 ) -> Tensor:
     if not isinstance(output, Tensor):
         raise TargetError(
-            f"{module_name} ({type(module).__name__}) returns a {type(output).__name__}, and not "
-            "one tensor, which a rotation of its output could act on.",
+            f"{name} ({type(module).__name__}) returns a {type(output).__name__}, and not one "
+            "tensor, which a rotation of its output could act on.",
             "Put it on the ignore list.",
         )
-    return _apply_transform(module, name, output)
+    rotated: Tensor = output if transform.__dict__.get(RESTS) else transform(output)
+    return rotated
 
 
-def _rotate_queries(name: str, tapped: Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    attention, query, *rest = args
-    return (attention, _apply_transform(attention, name, query), *rest)
-
-
-def _rotate_keys(name: str, cache: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    keys, *rest = args
-    return (_apply_transform(cache.attn_module(), name, keys), *rest)
-
-
-def tie_transforms(attached: Iterable[AttachedTransform]) -> None:
+def tie_weights(online: Iterable[OnlineRotation]) -> None:
     """Mark transforms with the same matrix as tied, so that it is stored once.
 
     Args:
-        attached: all of a model; loaders look for the first.
+        online: attached; all of a model; loaders look for the first.
     """
     first: dict[int, str] = {}
-    for one in attached:
-        transform, key = one.transform, f"{one.name}.weight"
-        weight: Any = transform.weight
-        if first.setdefault(id(weight), key) != key:
-            mark_tied(transform, {"weight": first[id(weight)]})
-
-
-def has_online_rotation(module: Module) -> bool:
-    """Return True if a module has a rotation in its forward already."""
-    return any(isinstance(child, HadamardTransform) for child in module.children())
-
-
-def add_schemes(model: Any, schemes: Mapping[str, TransformScheme]) -> None:
-    """Add transforms to those in the model's configuration."""
-    _set_config_schemes(model, {**_config_schemes(model), **schemes})
-
-
-def drop_schemes(model: Any, names: Iterable[str]) -> None:
-    """Remove transforms that :func:`add_schemes` has added."""
-    gone = set(names)
-    _set_config_schemes(
-        model, {name: one for name, one in _config_schemes(model).items() if name not in gone}
-    )
-
-
-def _config_schemes(model: Any) -> dict[str, TransformScheme]:
-    config = getattr(model, "transform_config", None)
-    return dict(config.config_groups) if config is not None else {}
-
-
-def _set_config_schemes(model: Any, schemes: dict[str, TransformScheme]) -> None:
-    if schemes:
-        model.transform_config = TransformConfig(config_groups=schemes)
-    elif getattr(model, "transform_config", None) is not None:
-        model.transform_config = None
+    for one in online:
+        transform: Any = one.transform
+        key = f"{one.module_name}.{one.child_name}.weight"
+        if first.setdefault(id(transform.weight), key) != key:
+            mark_tied(transform, {"weight": first[id(transform.weight)]})

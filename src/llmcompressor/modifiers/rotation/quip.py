@@ -12,7 +12,7 @@ in the forward, at the cost of a product each. ``v`` also spreads the outliers o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Container, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, Literal
 
@@ -36,13 +36,24 @@ from llmcompressor.modeling.matching import (
     matches_name,
 )
 from llmcompressor.modeling.names import named_modules
-from llmcompressor.modifiers.rotation.base import RotationModifier, TransformType
-from llmcompressor.modifiers.rotation.from_config import plan_from_config
-from llmcompressor.modifiers.rotation.plan import RotationPlan, norms_feeding, short_targets
+from llmcompressor.modifiers.rotation.base import (
+    FindFault,
+    RotationModifier,
+    TransformType,
+    read_rotation_names,
+)
+from llmcompressor.modifiers.rotation.plan import (
+    Fusion,
+    RotationPlan,
+    norms_feeding,
+    short_targets,
+)
 from llmcompressor.runtime.progress import join_names
 from llmcompressor.schemes.assign import is_router
 
 __all__ = ["QuIPModifier"]
+
+_INPUT = TransformLocation.INPUT
 
 
 class QuIPModifier(RotationModifier):
@@ -77,13 +88,7 @@ class QuIPModifier(RotationModifier):
     @field_validator("rotations", mode="before")
     @classmethod
     def _parse_rotations(cls, value: Any) -> Any:
-        if not isinstance(value, str | Iterable | None):
-            return value  # pydantic reports the expected type
-        names = [value] if isinstance(value, str) else list(value or ())
-        read = [str(getattr(name, "value", name)).lower() for name in names]
-        if not read or len(set(read)) < len(read):
-            raise RecipeError(f"rotations are {names}", "Name each of u and v at most once.")
-        return read
+        return read_rotation_names(value, str.lower, "u and v")
 
     @field_validator("learnable")
     @classmethod
@@ -99,102 +104,98 @@ class QuIPModifier(RotationModifier):
         """Plan the matrices of all targeted modules."""
         targets, ignore = list(as_targets(self.targets)), list(as_targets(self.ignore))
         check_targets(model, targets, ignore)
-        found = list(match_named_modules(model, targets, ignore))
-        routers = [
-            name
-            for name, one in found
-            if is_router(name, one) and not any(matches_name(name, target) for target in targets)
-        ]
-        if routers:
-            logger.info(
-                f"Left as they are: {len(routers)} router(s) ({join_names(routers)}), which "
-                "engines "
-                "serve without rotations. To rotate one, target it by name."
-            )
-            ignore += routers
-            found = [(name, one) for name, one in found if name not in set(routers)]
-        others = self._others(model, found, targets)
-        ignore += others
-        found = [(name, one) for name, one in found if name not in set(others)]
+        found = self._targeted(model, targets, ignore)
         schemes: dict[str, TransformScheme] = {}
         for rotation in self.rotations:
             if not self.randomize:
                 schemes[rotation] = self._scheme(rotation, targets, ignore)
                 continue
             sets: dict[str, list[str]] = {}
-            present = {name for name, _ in found}
-            for name, _ in found:
-                first = min({name, *present.intersection(fused_partners(name, present))})
+            for name in found:
+                first = min({name, *(found.keys() & fused_partners(name, found))})
                 sets.setdefault(first if rotation == "v" else name, []).append(name)
             for number, names in enumerate(sets.values()):
                 schemes[f"{rotation}_{number}"] = self._scheme(rotation, names, [])
-        plan = plan_from_config(self, model, TransformConfig(config_groups=schemes))
+        plan = self.plan_config(model, TransformConfig(config_groups=schemes))
         _check_tied_weights(model, plan)
         if self.rescale and "v" in self.rotations:
-            turned = {one.module for one in plan.online if one.location is TransformLocation.INPUT}
-            plan.fuse_norms(norms_feeding(model, turned, self._smoothed))
+            rotated = {one.module for one in plan.online if one.location is _INPUT}
+            plan.fuse_norms(norms_feeding(model, rotated, self._smoothed))
         return plan
+
+    @staticmethod
+    def _targeted(model: Any, targets: list[str], ignore: list[str]) -> dict[str, None]:
+        """Names of the Linears to rotate, in order; other matches are added to ``ignore``."""
+        found = dict(match_named_modules(model, targets, ignore))
+        routers = [
+            name
+            for name, one in found.items()
+            if is_router(name, one) and not any(matches_name(name, target) for target in targets)
+        ]
+        if routers:
+            logger.info(
+                f"Left as they are: {len(routers)} router(s) ({join_names(routers)}), which "
+                "engines serve without rotations. To rotate one, target it by name."
+            )
+        found = {name: one for name, one in found.items() if name not in routers}
+        others = [name for name, one in found.items() if not isinstance(one, Linear)]
+        plain = [target for target in targets if not target.startswith("re:")]
+        meant = {name for name, _ in match_named_modules(model, plain)} if plain else set()
+        wrong = [name for name in others if name in meant or len(others) == len(found)]
+        if wrong:  # else containers of Linears that a pattern matches too
+            raise TargetError(
+                f"{wrong[0]} is a {type(found[wrong[0]]).__name__}, and QuIP rotates Linears.",
+                "Correct the targets, or put it on the ignore list.",
+            )
+        ignore += [*routers, *others]
+        return dict.fromkeys(name for name in found if name not in others)
 
     def prepare(self, model: Any) -> None:
         """Log how many norms are rescaled."""
-        assert self._plan is not None
-        if self._plan.norms:
-            readers = {module for norm in self._plan.norms for module in norm.readers}
+        norms = self.plan.norms.values()
+        if norms:
+            readers = {module for norm in norms for module in norm.readers}
             logger.info(
-                f"QuIPModifier: {len(self._plan.norms)} norms are rescaled, and the columns of the "
-                f"{len(readers)} weights that read them, before {len(self._plan.online)} rotations."
+                f"QuIPModifier: {len(norms)} norms are rescaled, and the columns of the "
+                f"{len(readers)} weights that read them, before {len(self.plan.online)} rotations."
             )
 
     def report(self, names: Container[str] | None = None) -> dict[str, Any]:
         """The base report, with the number of rescaled norms."""
         found = super().report(names)
-        if found and self._plan is not None:
-            found[""]["rescaled_norms"] = len(self._plan.norms)
+        if found:
+            found[""]["rescaled_norms"] = len(self.plan.norms)
         return found
 
-    @staticmethod
-    def _others(
-        model: Any, found: Sequence[tuple[str, Module]], targets: Sequence[str]
-    ) -> list[str]:
-        """Names of matched modules that are not Linears, such as their containers; left out."""
-        others = [(name, one) for name, one in found if not isinstance(one, Linear)]
-        plain = [target for target in targets if not target.startswith("re:")]
-        meant = {name for name, _ in match_named_modules(model, plain)} if plain else set()
-        wrong = [(name, one) for name, one in others if name in meant or len(others) == len(found)]
-        if wrong:
-            raise TargetError(
-                f"{wrong[0][0]} is a {type(wrong[0][1]).__name__}, and QuIP rotates Linears.",
-                "Correct the targets, or put it on the ignore list.",
-            )
-        return [name for name, _ in others]
-
     def invariance_error(
-        self, model: Any, fault: str, find: Callable[[RotationPlan], str | None] | None = None
+        self, model: Any, fault: str, find: FindFault | None = None
     ) -> TargetError:
         """Name one module at fault, found by bisection: modules are rotated independently."""
-        assert self._plan is not None
-        names = {one.module: one.module_name for one in self._plan.online}
         if find is None:
-            return super().invariance_error(model, fault, find)
+            return super().invariance_error(model, fault)
+        names = {one.module: one.module_name for one in self.plan.online}
+        kind = f"{type(model).__name__} computes something else ({fault})."
         suspects = list(names)
-        if self._plan.norms and find(self._plan.restricted_to(suspects)) is None:
+        if self.plan.norms and find(self.plan.restricted_to(suspects)) is None:
             return TargetError(
-                f"QuIPModifier: with its norms rescaled {type(model).__name__} computes something "
-                f"else ({fault}).",
-                "Set rescale: false.",
+                f"QuIPModifier: with its norms rescaled {kind}", "Set rescale: false."
             )
         while len(suspects) > 1:
             half = suspects[: len(suspects) // 2]
-            at_fault = find(self._plan.restricted_to(half)) is not None
+            at_fault = find(self.plan.restricted_to(half)) is not None
             suspects = half if at_fault else suspects[len(half) :]
-        name = names[suspects[0]]
+        guilty = [names[suspects[0]]]
+        rest = [module for module in names if module is not suspects[0]]
+        if find(self.plan.restricted_to(rest)) is not None:  # its like in other layers, too
+            end = guilty[0].rpartition(".")[2]
+            guilty = [name for name in names.values() if name.rpartition(".")[2] == end]
         return TargetError(
-            f"QuIPModifier: with rotations of {name} ({type(suspects[0]).__name__}) "
-            f"{type(model).__name__} computes something else ({fault}).",
-            self.without(model, [name]),
+            f"QuIPModifier: with rotations of {names[suspects[0]]} "
+            f"({type(suspects[0]).__name__}) {kind}",
+            self.advice_without(model, guilty),
         )
 
-    def without(self, model: Any, names: Sequence[str]) -> str:
+    def advice_without(self, model: Any, names: Sequence[str]) -> str:
         """Suggest the ignore list, which works for every module."""
         ignored = [*as_targets(self.ignore), *short_targets(model, names)]
         return f"Put it on the ignore list: ignore={ignored}."
@@ -222,17 +223,21 @@ def _check_tied_weights(model: Module, plan: RotationPlan) -> None:
     Raises:
         TargetError: names both modules.
     """
-    owners: dict[int, list[tuple[str, Module]]] = {}
+
+    def rotations_of(module: Module) -> list[list[int]]:
+        own = plan.fusions.get(module, Fusion())
+        return [[id(one) for one in rotations] for rotations in (own.inputs, own.outputs)]
+
+    owners: dict[int, tuple[str, Module]] = {}
     for name, module in named_modules(model):
-        if module._parameters.get("weight") is not None:
-            owners.setdefault(id(module._parameters["weight"]), []).append((name, module))
-    for (name, module), *others in owners.values():
-        for other, sharing in others:
-            if plan.rotations_of(module) != plan.rotations_of(sharing):
-                both = {name: module, other: sharing}
-                turned = [one for one, each in both.items() if each in plan.fusions]
-                raise TargetError(
-                    f"QuIPModifier: {name} and {other} share their weight, and would not be "
-                    "rotated alike.",
-                    f"Put {join_names(turned)} on the ignore list, or untie them.",
-                )
+        if module._parameters.get("weight") is None:
+            continue
+        first, owner = owners.setdefault(id(module._parameters["weight"]), (name, module))
+        if rotations_of(owner) != rotations_of(module):
+            both = {first: owner, name: module}
+            rotated = [one for one, each in both.items() if each in plan.fusions]
+            raise TargetError(
+                f"QuIPModifier: {first} and {name} share their weight, and would not be rotated "
+                "alike.",
+                f"Put {join_names(rotated)} on the ignore list, or untie them.",
+            )

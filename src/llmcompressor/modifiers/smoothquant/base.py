@@ -8,18 +8,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import torch
-from pydantic import ConfigDict, Field, field_validator, model_validator
+from pydantic import BeforeValidator, ConfigDict, Field, field_validator, model_validator
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 from torch.nn import Module
 
 from llmcompressor.core.state import State
 from llmcompressor.equalization.base import SmoothingMixin
-from llmcompressor.equalization.mappings import WRITTEN, find_smooth_sets, norm_mappings
-from llmcompressor.equalization.probe import Names, SmoothSet
+from llmcompressor.equalization.mappings import (
+    WRITTEN,
+    Names,
+    SmoothSet,
+    find_smooth_sets,
+    norm_mappings,
+)
 from llmcompressor.errors import NonFiniteError, RecipeError
 from llmcompressor.modeling.call_graph import first_tensor
 from llmcompressor.numerics.smoothing import (
@@ -42,6 +47,9 @@ __all__ = [
     "get_layer_mappings_from_model",
 ]
 
+_Names = Annotated[
+    list[str], BeforeValidator(lambda given: [given] if isinstance(given, str) else given)
+]
 _FORM = "Write each as [[targets of the Linears], target of the norm]."
 
 
@@ -151,7 +159,7 @@ class SmoothQuantModifier(SmoothingMixin):
 
     smoothing_strength: float = Field(default=0.5, ge=0.0, le=1.0)
     mappings: list[tuple[list[str], str]] | None = None
-    ignore: list[str] | None = None
+    ignore: _Names | None = None
     num_calibration_steps: int | None = Field(default=None, ge=1)
     calibration_function: Any = None
     algorithm: Literal["smoothquant", "log_equalization"] = "smoothquant"
@@ -160,11 +168,6 @@ class SmoothQuantModifier(SmoothingMixin):
     @classmethod
     def _parse_mappings(cls, value: Any) -> Any:
         return [_parse_mapping(one) for one in value] if isinstance(value, list | tuple) else value
-
-    @field_validator("ignore", mode="before")
-    @classmethod
-    def _as_list(cls, value: Any) -> Any:
-        return [value] if isinstance(value, str) else value
 
     @model_validator(mode="after")
     def _check_fields(self) -> SmoothQuantModifier:
@@ -209,9 +212,9 @@ class SmoothQuantModifier(SmoothingMixin):
 
     # ------------------------------------------------------------------ while
 
-    def new_statistics(self, columns: int, device: torch.device, name: str) -> _Extremes:
+    def new_statistics(self, module: Module, input_TC: Tensor, twin: bool) -> _Extremes:
         """Statistics with the extremes of every channel."""
-        return _Extremes(columns, device, name)
+        return _Extremes(input_TC.shape[-1], input_TC.device, self._names[module])
 
     def _hook(self, state: State) -> Any:
         limit = self.num_calibration_steps
@@ -229,7 +232,7 @@ class SmoothQuantModifier(SmoothingMixin):
             each = len(sizes) if sizes is not None and len(parts) == 1 else 1
             for part, mask in parts:
                 if seen.get(module, 0) < limit:
-                    self.count(module, part, mask)
+                    self._inputs.add(module, part, mask)
                 seen[module] = seen.get(module, 0) + each
 
         return collect_some

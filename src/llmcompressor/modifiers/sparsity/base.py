@@ -29,7 +29,6 @@ from llmcompressor.core.modifier import Modifier, RecordedMixin
 from llmcompressor.core.state import State
 from llmcompressor.errors import RecipeError
 from llmcompressor.logger import logger
-from llmcompressor.modeling.call_graph import CallOrder, first_tensor
 from llmcompressor.modeling.fused import is_expert
 from llmcompressor.modifiers.sparsity.targets import (
     OutlierProfile,
@@ -43,6 +42,7 @@ from llmcompressor.modifiers.sparsity.targets import (
 )
 from llmcompressor.numerics.masks import NofM, parse_structure
 from llmcompressor.numerics.wanda import wanda_prune
+from llmcompressor.observers.input_statistics import InputCollector
 
 __all__ = ["OneShotPruningModifier", "SparsityRecord"]
 
@@ -109,8 +109,7 @@ class OneShotPruningModifier(RecordedMixin, Modifier):
 
     _group: NofM | None = PrivateAttr(None)
     _layers: PruningLayers = PrivateAttr(default_factory=lambda: PruningLayers({}, {}, {}))
-    _statistics: dict[Module, Any] = PrivateAttr(default_factory=dict)
-    _order: CallOrder | None = PrivateAttr(None)
+    _inputs: InputCollector[Any] = PrivateAttr()
     _records: dict[str, SparsityRecord] = PrivateAttr(default_factory=dict)
     _finished: set[Module] = PrivateAttr(default_factory=set)
     _profile: OutlierProfile | None = PrivateAttr(None)
@@ -234,11 +233,17 @@ class OneShotPruningModifier(RecordedMixin, Modifier):
 
     def on_calibration_start(self, state: State, event: Event, **kwargs: Any) -> None:
         """Collect statistics, once for all modules that share an input."""
-        self._order = state.calibration.call_order
+        self._inputs = InputCollector(
+            self.new_statistics,
+            lambda module: module in self._layers.names and has_row_tokens(module),
+            state.calibration.call_order,
+            matrix_inputs,
+        )
         solved = [module for module in self._layers.names if module not in self._finished]
         state.facts.changed_later.update(solved)
-        for leader in dict.fromkeys(self._leader(module) for module in solved):
-            self.register_hook(leader, self._hook(state), "forward_pre", with_kwargs=True)
+        hook = self._inputs.hook(state, self.reference_input)
+        for leader in self._inputs.leaders(solved):
+            self.register_hook(leader, hook, "forward_pre", with_kwargs=True)
 
     def on_sequential_epoch_end(
         self, state: State, event: Event, modules: Iterable[Module], **kwargs: Any
@@ -255,25 +260,25 @@ class OneShotPruningModifier(RecordedMixin, Modifier):
         if self._is_surveying:
             assert self._profile is not None
             for module in mine:
-                found = self._statistics.get(self._leader(module))
+                found = self._inputs.of(module)
                 if found is not None and found.tokens:
                     self._profile.note(module, self.mean_square(found))
         else:
             self._prune_all(mine)
-        for module in mine:
-            self._statistics.pop(self._leader(module), None)
+        self._inputs.drop(mine)
 
     def _prune_all(self, mine: Sequence[Module]) -> None:
         wanted = []
         for module in mine:
-            tokens = self._tokens(module)
+            found = self._inputs.of(module)
+            tokens = 0 if found is None else int(found.tokens)
             if self._group is None and self.sparsity_of(module) == 0:  # nothing to prune
                 self._record(module, tokens=tokens, loss=0.0, dampening=None)
             elif tokens == 0:
                 self._prune_by_magnitude(
                     module, "was shown no calibration token", tokens=0, loss=None
                 )
-            elif not bool(self.mean_square(self._statistics[self._leader(module)]).any()):
+            elif not bool(self.mean_square(found).any()):
                 why = "got inputs that were zero in every calibration token"
                 self._prune_by_magnitude(module, why, tokens=tokens, loss=0.0)
             else:
@@ -284,8 +289,8 @@ class OneShotPruningModifier(RecordedMixin, Modifier):
     # ------------------------------------------------------------------ implemented by techniques
 
     @abstractmethod
-    def new_statistics(self, columns: int, device: torch.device, name: str, *, twin: bool) -> Any:
-        """Create input statistics, with ``tokens`` and ``update(tokens, reference)``."""
+    def new_statistics(self, module: Module, input_TC: Tensor, twin: bool) -> Any:
+        """Create statistics of an input, with ``tokens`` and ``update(tokens, reference)``."""
 
     @abstractmethod
     def mean_square(self, statistics: Any) -> Tensor:
@@ -328,8 +333,6 @@ class OneShotPruningModifier(RecordedMixin, Modifier):
         """Finish modules that were not finished with their block, and free the statistics."""
         self.remove_hooks()
         self.finish(state, list(self._layers.names))
-        self._statistics.clear()
-        self._order = None
         state.facts.error_corrected.difference_update(self._layers.names)
         if self._is_surveying:
             assert self._profile is not None
@@ -362,38 +365,6 @@ class OneShotPruningModifier(RecordedMixin, Modifier):
     def sparsity_of(self, module: Module) -> float:
         """The target sparsity of ``module``."""
         return self._layers.sparsity[self._layers.layer[module]]
-
-    def _leader(self, module: Module) -> Module:
-        """The first of this modifier's modules that get the same tokens as ``module``."""
-        if self._order is None or not has_row_tokens(module):
-            return module
-        group = self._order.group_of(module)
-        return next(one for one in group if one in self._layers.names and has_row_tokens(one))
-
-    def _tokens(self, module: Module) -> int:
-        statistics = self._statistics.get(self._leader(module))
-        return 0 if statistics is None else int(statistics.tokens)
-
-    def _hook(self, state: State) -> Any:
-        @torch.no_grad()
-        def collect(module: Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-            tensor = first_tensor(args, kwargs)
-            if tensor is None:
-                return
-            reference = None if self._is_surveying else self.reference_input(module, tensor, state)
-            tokens_TC = matrix_inputs(module, tensor, state.calibration.token_mask)
-            if module not in self._statistics:
-                self._statistics[module] = self.new_statistics(
-                    tokens_TC.shape[-1],
-                    tensor.device,
-                    self._layers.names[module],
-                    twin=reference is not None,
-                )
-            if reference is not None:
-                reference = matrix_inputs(module, reference, state.calibration.token_mask)
-            self._statistics[module].update(tokens_TC, reference)
-
-        return collect
 
     def _prune_by_magnitude(
         self, module: Module, why: str, *, tokens: int, loss: float | None

@@ -11,9 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import ClassVar
 
-import torch
 from pydantic import Field
 from torch import Tensor
 from torch.nn import Module
@@ -30,7 +29,7 @@ from llmcompressor.core.contract import (
 from llmcompressor.core.state import State
 from llmcompressor.logger import logger
 from llmcompressor.modifiers.sparsity.base import OneShotPruningModifier
-from llmcompressor.modifiers.sparsity.solve import Options, Problem, Solution, solve, sparsegpt_cost
+from llmcompressor.modifiers.sparsity.solve import Options, Problem, solve, sparsegpt_cost
 from llmcompressor.modifiers.sparsity.targets import matrix_of
 from llmcompressor.numerics.masks import Share, Sparsity
 from llmcompressor.observers.input_statistics import InputStatistics
@@ -86,10 +85,11 @@ class SparseGPTModifier(OneShotPruningModifier):
             grouped=self._group is not None,
         )
 
-    def new_statistics(self, columns: int, device: torch.device, name: str, *, twin: bool) -> Any:
+    def new_statistics(self, module: Module, input_TC: Tensor, twin: bool) -> InputStatistics:
         """Second moments of the inputs."""
-        place = "cpu" if self.offload_hessians else device
-        return InputStatistics(columns, place, twin=twin, name=name)
+        place = "cpu" if self.offload_hessians else input_TC.device
+        name = self._layers.names[module]
+        return InputStatistics(input_TC.shape[-1], place, twin=twin, name=name)
 
     def mean_square(self, statistics: InputStatistics) -> Tensor:
         """The diagonal of the second moments, per token."""
@@ -97,18 +97,20 @@ class SparseGPTModifier(OneShotPruningModifier):
 
     def reference_input(self, module: Module, tensor: Tensor, state: State) -> Tensor | None:
         """The original model's input of ``module``, if that model is run."""
-        return None if self.asymmetric is False else reference_input(module, tensor, state)
+        if self._is_surveying or self.asymmetric is False:
+            return None
+        return reference_input(module, tensor, state)
 
     def fits_original(self, module: Module) -> bool:
         """Return True if the inputs of both models were observed."""
-        found = self._statistics.get(self._leader(module))
+        found = self._inputs.of(module)
         return found is not None and found.cross is not None
 
     def prune(self, modules: Sequence[Module]) -> None:
         """Solve modules that share an input together, and equal shapes in one batch."""
         groups: dict[Module, list[Module]] = {}
         for module in modules:
-            groups.setdefault(self._leader(module), []).append(module)
+            groups.setdefault(self._inputs.leader(module), []).append(module)
         options = Options(
             self.block_size,
             self.dampening_frac,
@@ -116,14 +118,27 @@ class SparseGPTModifier(OneShotPruningModifier):
             refinements=self.refinements,
             preserve=self.preserve_sparsity_mask,
         )
-        problems = [self._problem(leader, members) for leader, members in groups.items()]
-        for (leader, members), solution in zip(
-            groups.items(), solve(problems, options), strict=True
-        ):
-            self._write(leader, members, solution)
+        problems = [self._problem(members) for members in groups.values()]
+        solutions = solve(problems, options)
+        for members, problem, found in zip(groups.values(), problems, solutions, strict=True):
+            for module, weight_RC, loss in zip(members, found.weights, found.losses, strict=True):
+                self.put(
+                    module, weight_RC, tokens=problem.tokens, loss=loss, dampening=found.dampening
+                )
+                name = self._layers.names[module]
+                if found.dampening is None:
+                    logger.warning(
+                        f"{name}: the Hessian could not be factorized at any dampening; it is "
+                        "pruned by magnitude times input norm, and what is left is not changed."
+                    )
+                elif found.dampening > self.dampening_frac:
+                    logger.warning(
+                        f"{name}: the Hessian needed a dampening of {found.dampening:g}."
+                    )
 
-    def _problem(self, leader: Module, members: Sequence[Module]) -> Problem:
-        statistics: InputStatistics = self._statistics[leader]
+    def _problem(self, members: Sequence[Module]) -> Problem:
+        statistics: InputStatistics | None = self._inputs.of(members[0])
+        assert statistics is not None
         weights = [matrix_of(module) for module in members]
         shares = tuple(
             Share(len(weight), self.sparsity_of(module))
@@ -137,16 +152,3 @@ class SparseGPTModifier(OneShotPruningModifier):
             cross_CC=None if cross is None else cross.to(device),
             tokens=statistics.tokens,
         )
-
-    def _write(self, leader: Module, members: Sequence[Module], solution: Solution) -> None:
-        tokens = self._statistics[leader].tokens
-        for module, weight_RC, loss in zip(members, solution.weights, solution.losses, strict=True):
-            self.put(module, weight_RC, tokens=tokens, loss=loss, dampening=solution.dampening)
-            name = self._layers.names[module]
-            if solution.dampening is None:
-                logger.warning(
-                    f"{name}: the Hessian could not be factorized at any dampening; it is pruned "
-                    "by magnitude times input norm, and what is left is not changed."
-                )
-            elif solution.dampening > self.dampening_frac:
-                logger.warning(f"{name}: the Hessian needed a dampening of {solution.dampening:g}.")

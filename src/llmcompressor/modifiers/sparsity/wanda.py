@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -59,9 +58,9 @@ class WandaPruningModifier(OneShotPruningModifier):
         WandaPruningModifier(sparsity=0.5, mask_structure="2:4", ignore=["lm_head"])
     """
 
-    def new_statistics(self, columns: int, device: torch.device, name: str, *, twin: bool) -> Any:
+    def new_statistics(self, module: Module, input_TC: Tensor, twin: bool) -> _ColumnSquares:
         """Sums of squares of the input columns."""
-        return _ColumnSquares(columns, device, name)
+        return _ColumnSquares(input_TC.shape[-1], input_TC.device, self._layers.names[module])
 
     def mean_square(self, statistics: _ColumnSquares) -> Tensor:
         """Mean square of each input column.
@@ -79,7 +78,8 @@ class WandaPruningModifier(OneShotPruningModifier):
     def prune(self, modules: Sequence[Module]) -> None:
         """Zero the weights with the lowest scores."""
         for module in modules:
-            statistics = self._statistics[self._leader(module)]
+            statistics = self._inputs.of(module)
+            assert statistics is not None
             weight_RC = matrix_of(module)
             mean_square_C = self.mean_square(statistics).to(weight_RC.device)
             pruned_RC, lost_R = wanda_prune(

@@ -35,7 +35,7 @@ from llmcompressor.errors import RecipeError, TargetError
 from llmcompressor.logger import logger
 from llmcompressor.modifiers.quantization import QuantizationModifier
 from llmcompressor.modifiers.rotation import NormMapping, QuIPModifier, SpinQuantModifier
-from llmcompressor.modifiers.rotation.plan import (
+from llmcompressor.modifiers.rotation.parts import (
     SpinQuantMapping,
 )
 from llmcompressor.pipelines import moe_selection
@@ -256,7 +256,7 @@ def test_experts_that_cannot_be_taken_apart_do_not_rotate(
     config = MixtralConfig(**SIZES, num_local_experts=4)
     model = lively(MixtralForCausalLM(config))
     assert moved(model, SpinQuantModifier(rotations=["R2", "R3"])) < 1e-5
-    with pytest.raises(TargetError, match=r"not taken apart\. Leave R1 out"):
+    with pytest.raises(TargetError, match=r"not unfused\. Leave R1 out"):
         run(model, SpinQuantModifier(rotations=["R1"]))
 
 
