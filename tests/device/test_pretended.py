@@ -59,11 +59,16 @@ def test_the_peak_does_not_grow_with_depth(on_device: Run) -> None:
         assert many < 1.02 * few, name
 
 
+def _within(name: str) -> float:
+    """What AWQ keeps of the data is planned to be there while it clips, too."""
+    return 0.3 if name == "awq_output" else 0.15
+
+
 def test_the_planned_peak_is_the_measured_one(on_device: Run) -> None:
     names = ["hqq", "fp8", "imatrix", "gptq", "awq", "awq_output", "wanda"]
     found = on_device("planned", names=names, hidden=256, length=256)
     for name, (planned, measured) in found.items():
-        assert planned == pytest.approx(measured, rel=0.15), name
+        assert planned == pytest.approx(measured, rel=_within(name)), name
 
 
 def test_the_planned_peak_of_rounding_has_no_room_for_codes(on_device: Run) -> None:
@@ -92,9 +97,9 @@ def test_what_awq_keeps_leaves_room_on_a_limited_device(on_device: Run) -> None:
     )
     for planned, measured in (few[0], many[0]):
         assert measured < 24 * MIB
-        assert planned == pytest.approx(measured, rel=0.15)
+        assert 0.85 * measured < planned < 1.45 * measured
     assert many[1][1] > 100 * MIB
-    assert many[1][0] == pytest.approx(many[1][1], rel=0.15)
+    assert many[1][0] == pytest.approx(many[1][1], rel=_within("awq_output"))
     assert few[2]
     assert many[2]
 
@@ -116,7 +121,7 @@ def test_under_a_limit_the_planned_peak_is_the_measured_one(on_device: Run) -> N
         "planned", names=["imatrix", "sparsegpt", "awq_output"], **asked
     ).items():
         assert measured < 16 or name == "awq_output"  # what clipping takes
-        assert planned == pytest.approx(measured, rel=0.15), name
+        assert planned == pytest.approx(measured, rel=_within(name)), name
 
 
 def test_a_limit_of_the_device_is_kept_or_refused(on_device: Run) -> None:

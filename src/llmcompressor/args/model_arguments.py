@@ -59,11 +59,6 @@ def _model(name: str, value: Any) -> Any:
     return value
 
 
-def _device(name: str, value: Any) -> str:
-    """Check for a device or its name; stored as its name."""
-    return string(name, str(value))
-
-
 def _token(name: str, value: Any) -> bool | str:
     """Check for a token, or a boolean to use the stored one, also as a string."""
     if isinstance(value, str):
@@ -114,7 +109,7 @@ class ModelArguments(CheckedFields):
     device: str | None = argument(
         "Where the model computes, for instance cuda:0; not given: an accelerator if "
         "there is one, else the CPU.",
-        optional(_device),
+        optional(lambda name, value: string(name, str(value))),
     )
     cache_dir: str | None = argument(
         "Where models from the hub are kept; not given: the hub's own cache.", optional(path)

@@ -118,11 +118,15 @@ def _evaluate(
     Perplexity, and with --reference the distance from the original on the same text.
     """
     with report_errors(debug=debug):
+        if text_file is not None and dataset is not None:
+            raise typer.BadParameter("Give --dataset or --text-file, not both.")
+        if text_file is not None and not text_file.is_file():
+            raise typer.BadParameter(f"There is no file {text_file}.", param_hint="--text-file")
         report = entrypoint("evaluate:evaluate")(
             checkpoint,
             reference=reference,
             tokenizer=tokenizer,
-            dataset=_text_source(dataset, text_file),
+            dataset=dataset if text_file is None else text_file,
             dataset_config_name=dataset_config_name,
             split=split,
             text_column=text_column,
@@ -134,16 +138,6 @@ def _evaluate(
             trust_remote_code_model=trust_remote_code_model,
         )
         _show(report, "print_report", as_json=as_json)
-
-
-def _text_source(dataset: str | None, text_file: Path | None) -> str | Path | None:
-    if text_file is None:
-        return dataset
-    if dataset is not None:
-        raise typer.BadParameter("Give --dataset or --text-file, not both.")
-    if not text_file.is_file():
-        raise typer.BadParameter(f"There is no file {text_file}.", param_hint="--text-file")
-    return text_file
 
 
 def _show(report: Any, table: str, *, as_json: bool) -> None:

@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
@@ -48,7 +48,9 @@ def report_errors(*, debug: bool, resumable: bool = False) -> Iterator[None]:
     except KeyboardInterrupt as error:
         terminated = isinstance(error, _Terminated)
         what = "Terminated." if terminated else "Interrupted."
-        command = shlex.join(["llmcompressor", *_resuming_arguments(sys.argv[1:])])
+        # without what would discard the progress that there is
+        typed = shlex.join(["llmcompressor", *sys.argv[1:]])
+        command = typed.replace(" --resume never", "").replace(" --resume=never", "")
         _say(f"{what} Continue with: {command}" if resumable else what, debug)
         raise typer.Exit(TERMINATED if terminated else INTERRUPTED) from None
     except CompressorError as error:
@@ -59,17 +61,6 @@ def report_errors(*, debug: bool, resumable: bool = False) -> Iterator[None]:
         what = str(error).strip().rstrip(".") or "no message"
         _say(f"Error: unforeseen {type(error).__name__}: {what}.{hint}", debug)
         raise typer.Exit(UNFORESEEN) from None
-
-
-def _resuming_arguments(arguments: Sequence[str]) -> list[str]:
-    """Return the arguments without those that would discard existing progress."""
-    kept: list[str] = []
-    for argument in arguments:
-        if argument == "never" and kept[-1:] == ["--resume"]:
-            kept.pop()
-        elif argument != "--resume=never":
-            kept.append(argument)
-    return kept
 
 
 @contextmanager

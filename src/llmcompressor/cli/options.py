@@ -44,6 +44,7 @@ __all__ = [
 ]
 
 Convert = Callable[[Any], Any]
+_as_is: Convert = lambda value: value  # noqa: E731
 
 
 @dataclasses.dataclass(frozen=True)
@@ -204,10 +205,6 @@ def dashed(name: str) -> str:
     '--max-seq-length'
     """
     return "--" + name.replace("_", "-")
-
-
-def _as_is(value: Any) -> Any:
-    return value
 
 
 def _is_none(value: str) -> bool:

@@ -121,7 +121,13 @@ class ModifierFactory:
             return _registered[name]
         if name in _BUILTIN:
             found: type[Modifier] = _BUILTIN.load(name)
-            _warn_of_shadowed_names(name)
+            others = {each.__module__ for each in _third_party_classes() if each.__name__ == name}
+            if others:
+                logger.warning(
+                    f"{name} means the class of llmcompressor, not the one of "
+                    f"{', '.join(sorted(others))}: give that another name, or call "
+                    f"ModifierFactory.register({name}) first."
+                )
             return found
         imported = _find_imported(name)
         if imported is None and "." in name and all(map(str.isidentifier, name.split("."))):
@@ -178,18 +184,6 @@ def _subclasses(base: type[Any] = Modifier) -> Iterator[type[Modifier]]:
 def _third_party_classes() -> Iterator[type[Modifier]]:
     """Imported modifier classes that are not defined in this package."""
     return (each for each in _subclasses() if each.__module__.split(".")[0] != _PACKAGE)
-
-
-def _warn_of_shadowed_names(name: str) -> None:
-    """Warn that a built-in name resolves to the package's class, not to a user's class."""
-    namesakes = sorted(
-        {each.__module__ for each in _third_party_classes() if each.__name__ == name}
-    )
-    if namesakes:
-        logger.warning(
-            f"{name} means the class of llmcompressor, not the one of {', '.join(namesakes)}: give "
-            f"that another name, or call ModifierFactory.register({name}) first."
-        )
 
 
 def _find_imported(name: str) -> type[Modifier] | None:

@@ -291,7 +291,7 @@ class _PlanBuilder:
         request, tokens = self._request, self._request.tokens
         context = self._context(parts)
         passes = plan_passes(request.modifiers, context)
-        beside, learning = self._part_costs(parts, context.data)
+        beside, learning = self._part_costs(parts, context)
         schemes = self._scheme_costs(planned)
         operations = count_operations(
             passes,
@@ -369,17 +369,18 @@ class _PlanBuilder:
             )
 
     def _part_costs(
-        self, parts: Sequence[Part], data: DataSize
+        self, parts: Sequence[Part], context: PassContext
     ) -> tuple[list[Cost], list[list[Cost]]]:
         """Costs by part: of modifiers that need no data, and of each that learns first."""
-        beside: list[Cost] = []
+        data, beside = context.data, list[Cost]()
+        steps = replace(data, batch=context.longest)  # batches as they were made
         learning: list[list[Cost]] = []
         for part in parts:
             total, learned = Cost(), []
             for modifier in self._ready:
                 use = modifier.traits.data
                 if use is DataUse.LEARN_FIRST:
-                    learned.append(part_cost(modifier, part, data))
+                    learned.append(part_cost(modifier, part, steps))
                 elif not use.collects:
                     total += part_cost(modifier, part, data)
             beside.append(total)

@@ -288,11 +288,7 @@ def copy_document(document: Any) -> Any:
 
 
 def _no_such_file(file: Path) -> RecipeError:
-    if file.is_dir():
-        names = sorted(entry.name for entry in file.iterdir() if entry.suffix in _EXTENSIONS)
-        hint = f"It holds {', '.join(names[:8])}." if names else "Name a file in it."
-        return RecipeError(f"The recipe {file} is a folder, not a file.", hint)
-    folder = file.parent
+    folder = file if file.is_dir() else file.parent
     if not folder.is_dir():
         return RecipeError(
             f"There is no such file: {file}.", f"There is no folder {folder} either."
@@ -301,4 +297,6 @@ def _no_such_file(file: Path) -> RecipeError:
     near = difflib.get_close_matches(file.name, names, n=3, cutoff=0.5)
     near = near or [name for name in names if name.endswith(_EXTENSIONS)][:8]
     hint = f"In {folder} there is: {', '.join(near)}." if near else "Check the path."
+    if file.is_dir():
+        return RecipeError(f"The recipe {file} is a folder, not a file.", hint)
     return RecipeError(f"There is no such file: {file}.", hint)

@@ -75,10 +75,6 @@ class _StageDraft:
         return Stage(self.name, tuple(self.modifiers), parse_run_type(self.run_type, self.name))
 
 
-def _is_stage_key(key: str) -> bool:
-    return bool(_STAGE_KEY.match(key))
-
-
 def _is_group_key(key: str) -> bool:
     return key == "modifiers" or bool(_GROUP_KEY.match(key))
 
@@ -89,7 +85,8 @@ def declared_names(document: object) -> frozenset[str]:
         return frozenset()
     names = names_used({k: v for k, v in document.items() if k not in METADATA_KEYS})
     bodies = [document, *document.values()]
-    bodies += [body for value in document.values() for body in _values(value)]
+    nested = [value for value in document.values() if isinstance(value, Mapping)]
+    bodies += [body for value in nested for body in value.values()]
     for body in bodies:
         if isinstance(body, Mapping) and isinstance(body.get("args"), Mapping):
             names |= frozenset(body["args"])
@@ -132,7 +129,7 @@ class _RecipeParser:
             if _is_group_key(key):
                 draft = self._drafts.setdefault(DEFAULT_STAGE, _StageDraft(DEFAULT_STAGE))
                 self._read_group(draft, key, value, args)
-            elif _is_stage_key(key):
+            elif _STAGE_KEY.match(key):
                 self._read_stage(key, value)
             elif key == "stages":
                 for name, body in self._mapping(value, "stages").items():
@@ -235,7 +232,7 @@ def _check_keys(body: Mapping[Any, Any], known: frozenset[str], has: str, expect
         key
         for key in body
         if not isinstance(key, str)
-        or not (key in named or _is_group_key(key) or (top and _is_stage_key(key)))
+        or not (key in named or _is_group_key(key) or (top and _STAGE_KEY.match(key)))
     ]
     if unknown:
         keys = "an unrecognized key" if len(unknown) == 1 else "unrecognized keys"
@@ -260,10 +257,6 @@ def _is_modifier(name: str) -> bool:
     except RecipeError:
         return name.endswith("Modifier")
     return True
-
-
-def _values(value: object) -> list[object]:
-    return list(value.values()) if isinstance(value, Mapping) else []
 
 
 def _format_keys(keys: Any) -> str:

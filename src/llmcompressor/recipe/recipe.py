@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from llmcompressor.core.modifier import Modifier
 from llmcompressor.errors import OutputError, RecipeError
@@ -106,7 +106,13 @@ class Recipe:
         """
         overrides = parse_overrides(recipe_args)
         pieces = list(_read_inputs(path_or_modifiers))
-        reject_unknown_overrides(overrides, _argument_names(pieces))
+        known: set[str] = set()
+        for piece in pieces:
+            if isinstance(piece, Recipe):
+                known |= set(piece.args)
+            elif isinstance(piece, _ParsedText):
+                known |= declared_names(piece.document)
+        reject_unknown_overrides(overrides, known)
         parts = [_build_recipe(piece, modifier_group_name, overrides) for piece in pieces]
         if len(parts) == 1 and target_stage is None:
             check_required_later(parts[0].stages)
@@ -208,12 +214,11 @@ class Recipe:
         return f"Recipe({stages})"
 
 
-class _ParsedText:
+class _ParsedText(NamedTuple):
     """A parsed document, and its name in error messages."""
 
-    def __init__(self, document: Any, source: str) -> None:
-        self.document = document
-        self.source = source
+    document: Any
+    source: str
 
 
 def _read_inputs(given: Any) -> Iterator[Recipe | Modifier | _ParsedText]:
@@ -239,16 +244,6 @@ def _read_inputs(given: Any) -> Iterator[Recipe | Modifier | _ParsedText]:
         if isinstance(given, type) and issubclass(given, Modifier):
             remedy = f"It is a class: give an object of it, {given.__name__}(...)."
         raise RecipeError(f"A recipe cannot be made of {given!r:.80}.", remedy)
-
-
-def _argument_names(pieces: Iterable[Recipe | Modifier | _ParsedText]) -> set[str]:
-    names: set[str] = set()
-    for piece in pieces:
-        if isinstance(piece, Recipe):
-            names |= set(piece.args)
-        elif isinstance(piece, _ParsedText):
-            names |= declared_names(piece.document)
-    return names
 
 
 def _build_recipe(

@@ -120,15 +120,11 @@ def parse_group(name: str, value: Any, where: str) -> QuantizationScheme:
         return _checked_scheme(value, where)
     if isinstance(value, Mapping):
         return parse_scheme(value, where)
-    if not is_preset(name):
-        _refuse_group(name, value, where)
-    return preset_scheme(name, parse_names(value, where))
-
-
-def _refuse_group(name: str, value: Any, where: str) -> None:
+    if is_preset(name):
+        return preset_scheme(name, parse_names(value, where))
     if isinstance(value, str | Sequence):
         try:
-            preset_scheme(name)
+            return preset_scheme(name)
         except InputError as error:
             raise RecipeError(
                 f"{where} is a list of targets, so {name!r} should be a preset.", error.remedy

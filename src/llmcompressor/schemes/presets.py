@@ -33,6 +33,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from copy import deepcopy
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, NoReturn
 
@@ -46,6 +47,7 @@ from llmcompressor.errors import InputError, did_you_mean
 
 __all__ = [
     "PRESETS",
+    "Preset",
     "can_store_6_bit_floats",
     "check_6_bit_floats",
     "format_of",
@@ -62,6 +64,29 @@ _NEWER = frozenset({"MXFP4XFP8", "MXFP6A16", "MXFP6A8"})
 _OTHERS = """
 UNQUANTIZED W8A8 INT8 W4AFP8 FP8 FP8_DYNAMIC FP8_BLOCK NVFP4A16 NVFP4 MXFP4A16 MXFP4 MXFP8A16 MXFP8
 """
+
+
+@dataclass(frozen=True)
+class Preset:
+    """The two ``QuantizationArgs`` of a preset, or their arguments.
+
+    Attributes:
+        weights: of the weights; ``None`` leaves them unquantized.
+        input_activations: of the inputs; ``None`` leaves them unquantized.
+    """
+
+    weights: Any = None
+    input_activations: Any = None
+
+    def scheme(self, targets: Iterable[str]) -> QuantizationScheme:
+        """A new scheme of this preset for ``targets``, with an explicit format if it needs one."""
+        given = {"weights": self.weights, "input_activations": self.input_activations}
+        made = {
+            name: QuantizationArgs.model_validate(deepcopy(one))
+            for name, one in given.items()
+            if one is not None
+        }
+        return with_format(QuantizationScheme(targets=list(targets), **made))
 
 
 def can_store_6_bit_floats() -> bool:
@@ -86,18 +111,14 @@ def _refuse_newer(what: str) -> NoReturn:
     )
 
 
-def _integer_preset(bits: int, inputs: int, *, symmetric: bool = True) -> Mapping[str, Any]:
-    """Arguments of the weights, and of the inputs if these have fewer than 16 bits."""
-    weights = QuantizationArgs(
-        num_bits=bits, type="int", strategy="group", group_size=128, symmetric=symmetric
-    )
-    if inputs == 16:
-        return {"weights": weights}
-    tokens = QuantizationArgs(num_bits=inputs, type="int", strategy="token", dynamic=True)
-    return {"weights": weights, "input_activations": tokens}
+def _integer_preset(bits: int, inputs: int, *, symmetric: bool = True) -> Preset:
+    """A preset of groups of 128; inputs of 16 bits are not quantized."""
+    weights = {"num_bits": bits, "type": "int", "strategy": "group", "group_size": 128}
+    tokens = {"num_bits": inputs, "type": "int", "strategy": "token", "dynamic": True}
+    return Preset({**weights, "symmetric": symmetric}, None if inputs == 16 else tokens)
 
 
-def _build_presets() -> dict[str, Mapping[str, Any]]:
+def _build_presets() -> dict[str, Preset]:
     # W8A8 has scales of rows, not of groups; compressed-tensors before 0.20 has few of the others
     widths = [(bits, inputs) for inputs in (16, 8, 4) for bits in range(2, 9)]
     presets = {
@@ -108,14 +129,15 @@ def _build_presets() -> dict[str, Mapping[str, Any]]:
     asymmetric = {
         f"W{bits}A16_ASYM": _integer_preset(bits, 16, symmetric=False) for bits in range(2, 9)
     }
-    named = {name: PRESET_SCHEMES[name] for name in _OTHERS.split()}
-    newer = {name: PRESET_SCHEMES[name] for name in sorted(_NEWER) if name in PRESET_SCHEMES}
+    named = {name: Preset(**PRESET_SCHEMES[name]) for name in _OTHERS.split()}
+    newer = {
+        name: Preset(**PRESET_SCHEMES[name]) for name in sorted(_NEWER) if name in PRESET_SCHEMES
+    }
     return {**presets, **asymmetric, **named, **newer}
 
 
-PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(_build_presets())
-"""Every preset that the installed compressed-tensors knows, by its name in capitals → arguments of
-its ``QuantizationScheme``."""
+PRESETS: Mapping[str, Preset] = MappingProxyType(_build_presets())
+"""Every preset that the installed compressed-tensors knows, by its name in capitals."""
 
 
 def is_preset(name: str) -> bool:
@@ -147,8 +169,7 @@ def preset_scheme(name: str, targets: str | Iterable[str] = ("Linear",)) -> Quan
             f"There is no preset scheme named {name!r}.",
             f"{near} {every}" if near.startswith("Did") else every,
         )
-    names = [targets] if isinstance(targets, str) else list(targets)
-    return with_format(QuantizationScheme(targets=names, **deepcopy(dict(preset))))
+    return preset.scheme([targets] if isinstance(targets, str) else targets)
 
 
 def is_bit_packed(scheme: QuantizationScheme) -> bool:

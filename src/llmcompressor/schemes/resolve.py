@@ -155,7 +155,13 @@ def resolve_schemes(
             "Set one of them, for example scheme: W4A16. What another modifier of the recipe says "
             "is for that one alone: move it here.",
         )
-    _check_shared_targets(groups)
+    owner: dict[str, str] = {}
+    for name, target in ((name, target) for name, one in groups.items() for target in one.targets):
+        if owner.setdefault(target, name) != name:  # loaders silently keep one of the groups
+            raise RecipeError(
+                f"The target {target!r} stands in {owner[target]!r} and in {name!r}.",
+                "Keep it in one of them.",
+            )
     own = dict(
         zip(ARGUMENT_FIELDS, (weight_observer, input_observer, output_observer), strict=True)
     )
@@ -235,19 +241,6 @@ def _groups_of_scheme(
 
 
 _SCHEME_FIELDS = tuple(QuantizationScheme.model_fields)
-
-
-def _check_shared_targets(groups: Mapping[str, QuantizationScheme]) -> None:
-    """Refuse a target that is in two groups: loaders silently keep only one of the groups."""
-    owner: dict[str, str] = {}
-    for name, scheme in groups.items():
-        for target in scheme.targets:
-            first = owner.setdefault(target, name)
-            if first != name:
-                raise RecipeError(
-                    f"The target {target!r} stands in {first!r} and in {name!r}.",
-                    "Keep it in one of them.",
-                )
 
 
 def _cache_arguments(value: QuantizationArgs | Mapping[str, Any] | None) -> QuantizationArgs | None:

@@ -195,7 +195,7 @@ def _stack(tensors: Sequence[Tensor]) -> Tensor:
 # a factor, for three rounds            C³/3                20 C² + 12 R C
 # a round, choosing in groups           R C²                12 C² + 14 R C + 16 C a thread's row
 # a round, choosing anywhere            R C²                16 C² + 21 R C + 20 E, E at most 2¹⁹
-# the fit at the end                    3 R C²              4 C² + 21 R C
+# the fit at the end                    3 R C²              4 C² + 18 R C
 # the sweep, where there are no rounds  C³/3 + R C²/2       4 C² + 17 R C
 # the same, choosing anywhere                               4 C² + 13 R C + 28 R P, blocks of P
 
@@ -252,4 +252,4 @@ def _workspace(columns: int, elements: int, refinements: int, *, grouped: bool) 
         in_round = 12 * square + 14 * elements + 16 * at_once
     else:
         in_round = 16 * square + 21 * elements + 20 * min(elements, _CHOSEN_AT_ONCE)
-    return max(20 * square + 12 * elements, in_round, 4 * square + 21 * elements)
+    return max(20 * square + 12 * elements, in_round, 4 * square + 18 * elements)
