@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 else:  # importing importlib.abc takes 13 ms, and Python asks for the methods only
     _Protocol = object
 
-__all__ = ["ABSENT", "OLD_PATHS", "install"]
-
 # Old paths within the package, comma-separated, and below them what each of these modules has.
 # ``*`` stands for the rest of a name.
 _ROWS = """

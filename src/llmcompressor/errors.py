@@ -24,21 +24,6 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
-__all__ = [
-    "ArgumentError",
-    "CheckpointError",
-    "CompressorError",
-    "DatasetError",
-    "InputError",
-    "LifecycleError",
-    "NonFiniteError",
-    "OutputError",
-    "ProcessError",
-    "RecipeError",
-    "TargetError",
-    "did_you_mean",
-]
-
 
 class CompressorError(Exception):
     """Base of all errors that this package raises on purpose."""

@@ -14,40 +14,6 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-__all__ = [
-    "QUANTIZED_MARK",
-    "STEPS",
-    "apply_gate",
-    "attention_names",
-    "attention_of",
-    "auto_mapping",
-    "build_from_config",
-    "can_set_attention",
-    "commit_of",
-    "conversions_of",
-    "divides_by_steps_since_resume",
-    "dtype_plan",
-    "has_gate_function",
-    "has_peft_adapters",
-    "keep_columns",
-    "keep_whole",
-    "loss_shifts_labels",
-    "mark_tied",
-    "name_config",
-    "not_saved",
-    "original_patterns",
-    "overrides_steps",
-    "set_attention_name",
-    "set_conversions",
-    "supports_sdpa",
-    "tied_keys",
-    "trainer_step",
-    "unexpected_patterns",
-    "use_one_accelerator",
-    "watch_loading",
-    "whole_classes",
-]
-
 # --------------------
 # Classes of models
 

@@ -23,27 +23,6 @@ from typing import TYPE_CHECKING, Any, NewType, SupportsIndex, TypeAlias
 
 from llmcompressor.errors import ArgumentError, did_you_mean
 
-__all__ = [
-    "Check",
-    "CheckedFields",
-    "FieldHelp",
-    "Named",
-    "Text",
-    "anything",
-    "argument",
-    "boolean",
-    "integer",
-    "invalid_value",
-    "mapping",
-    "number",
-    "one_of",
-    "optional",
-    "path",
-    "size",
-    "string",
-    "strings",
-]
-
 Check = Callable[[str, Any], Any]
 
 Text = NewType("Text", str)

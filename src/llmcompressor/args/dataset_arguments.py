@@ -26,8 +26,6 @@ from llmcompressor.args.checks import (
     strings,
 )
 
-__all__ = ["COLLATORS", "PIPELINES", "TRACING_IGNORE", "DatasetArguments"]
-
 STARVED: Mapping[str, str] = {name: name for name in ("all_tokens", "neighbours", "rtn", "error")}
 PIPELINES: dict[str, str] = {
     "basic": "basic",

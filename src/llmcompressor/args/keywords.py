@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     )
     from transformers.training_args import OptimizerNames
 
-__all__ = ["DataInput", "ModelInput", "OneshotKeywords", "StageKeywords", "TrainKeywords"]
-
 ModelInput: TypeAlias = "str | os.PathLike[str] | Module"
 """A folder, the id of a model on the hub, or a loaded model."""
 

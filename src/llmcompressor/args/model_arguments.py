@@ -25,8 +25,6 @@ from llmcompressor.args.checks import (
 )
 from llmcompressor.errors import ArgumentError
 
-__all__ = ["RESUME", "ModelArguments", "RecipeArguments", "RunArguments"]
-
 if TYPE_CHECKING:
     _Token: TypeAlias = str | bool | None
 else:  # HfArgumentParser finds no type in a union with None

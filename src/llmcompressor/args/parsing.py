@@ -11,16 +11,6 @@ from llmcompressor.args.dataset_arguments import DatasetArguments
 from llmcompressor.args.model_arguments import ModelArguments, RecipeArguments
 from llmcompressor.errors import ArgumentError, did_you_mean
 
-__all__ = [
-    "OLD_NAMES",
-    "RENAMED",
-    "current_name",
-    "parse_args",
-    "parse_arguments",
-    "training_argument_names",
-]
-
-
 # --------------------
 # Arguments that transformers has renamed within the supported releases.
 

@@ -21,9 +21,6 @@ from transformers.training_args import ParallelMode
 from llmcompressor.args.checks import Check, integer, invalid_value, number, optional
 from llmcompressor.errors import ArgumentError, did_you_mean
 
-__all__ = ["TrainingArguments", "try_optimizer"]
-
-
 # --------------------
 # Trial creation of a training's optimizer and schedule, before the model is loaded.
 #

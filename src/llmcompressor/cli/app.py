@@ -27,8 +27,6 @@ from llmcompressor.cli.failures import report_errors
 from llmcompressor.cli.options import GroupedCommand
 from llmcompressor.errors import ArgumentError
 
-__all__ = ["app"]
-
 app = typer.Typer(
     name="llmcompressor",
     help="Make a large language model smaller and write a checkpoint that serves.",

@@ -23,22 +23,6 @@ from llmcompressor.cli.options import (
 )
 from llmcompressor.runtime.registry import resolve
 
-__all__ = [
-    "OF_CALIBRATION",
-    "OPTIONS",
-    "AsJson",
-    "Debug",
-    "Gpu",
-    "Model",
-    "Serve",
-    "Tp",
-    "entrypoint",
-    "oneshot_command",
-    "plan_command",
-    "run_command",
-    "train_command",
-]
-
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="Folder or name of the model.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]

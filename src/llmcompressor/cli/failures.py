@@ -17,8 +17,6 @@ import typer
 
 from llmcompressor.errors import CompressorError
 
-__all__ = ["CANNOT_BE_USED", "INTERRUPTED", "TERMINATED", "UNFORESEEN", "report_errors"]
-
 UNFORESEEN = 1
 CANNOT_BE_USED = 2
 INTERRUPTED = 130

@@ -22,8 +22,6 @@ from llmcompressor.cli import main
 from llmcompressor.cli.commands import OF_CALIBRATION, OPTIONS
 from llmcompressor.cli.options import dashed, flag_defaults
 
-__all__ = ["evaluate", "oneshot", "reindex", "run", "trace", "train", "translated"]
-
 _CLASSES = (ModelArguments, DatasetArguments, RecipeArguments, RunArguments)
 _TRUE = frozenset({"1", "t", "true", "y", "yes"})
 _HELP = frozenset({"-h", "--help"})

@@ -32,17 +32,6 @@ from typer.core import TyperCommand
 
 from llmcompressor.args.checks import FieldHelp
 
-__all__ = [
-    "GroupedCommand",
-    "call_arguments",
-    "dashed",
-    "flag_defaults",
-    "option_parameters",
-    "output_folder",
-    "parameter",
-    "parse_pairs",
-]
-
 Convert = Callable[[Any], Any]
 _as_is: Convert = lambda value: value  # noqa: E731
 

@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     from llmcompressor.evaluation.metrics import Report
     from llmcompressor.verification.report import VerificationReport
 
-__all__ = ["print_demo", "print_report", "print_verification"]
-
 _NONE = "-"
 _STYLES = {"error": "red", "warning": "yellow", "note": "dim"}
 

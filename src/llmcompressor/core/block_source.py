@@ -12,8 +12,6 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.nn import Module
 
-__all__ = ["BlockSource", "Visit"]
-
 Visit: TypeAlias = "Callable[[Module, Module | None], None]"
 """Loads a block for reading, and starts to load another."""
 

@@ -17,25 +17,6 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.nn import Module
 
-__all__ = [
-    "DEFAULT_DAMPENING",
-    "EARLIER_DAMPENING",
-    "ELEMENTWISE",
-    "MOVED_TO_THE_RUN",
-    "Cost",
-    "DampeningFraction",
-    "DataSize",
-    "DataUse",
-    "Edits",
-    "Granularity",
-    "PlannedModule",
-    "Prediction",
-    "RecipeRules",
-    "Selection",
-    "Traits",
-]
-
-
 # --------------------
 # Granularity of calibration: how much of a model is processed at once.
 

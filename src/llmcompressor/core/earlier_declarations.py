@@ -19,8 +19,6 @@ from typing import Any
 
 from llmcompressor.core.contract import DataUse, Edits, Granularity, RecipeRules, Traits
 
-__all__ = ["EARLIER_NAMES", "adapt_earlier_declarations", "readable_on_instances"]
-
 
 class readable_on_instances:  # noqa: N801 - used like property
     """A property that a subclass may replace by a field of the same name.

@@ -48,18 +48,6 @@ from llmcompressor.runtime.progress import join_names
 if TYPE_CHECKING:
     from torch.nn import Module
 
-__all__ = [
-    "Modifier",
-    "Phase",
-    "RecordedMixin",
-    "StructureChanges",
-    "planned_structure",
-    "select_records",
-    "to_recipe_error",
-    "types_in_annotation",
-]
-
-
 # --------------------
 # Field types of modifiers, and error messages for invalid fields.
 

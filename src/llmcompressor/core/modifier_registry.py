@@ -13,8 +13,6 @@ from llmcompressor.errors import RecipeError, did_you_mean
 from llmcompressor.logger import logger
 from llmcompressor.runtime.registry import LazyRegistry
 
-__all__ = ["ModifierFactory"]
-
 _BUILTIN = LazyRegistry(
     "modifier",
     {

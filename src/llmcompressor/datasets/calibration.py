@@ -41,15 +41,6 @@ from llmcompressor.logger import logger
 from llmcompressor.runtime.processes import Processes
 from llmcompressor.runtime.registry import resolve
 
-__all__ = [
-    "format_calibration_data",
-    "get_calibration_dataloader",
-    "get_processed_dataset",
-    "load_calibration",
-    "load_training",
-    "make_collator",
-]
-
 _LARGE_BATCH = 16
 _PREPARING = (
     *("concatenate_data", "dataset_path", "pad_to_max_length"),

@@ -25,21 +25,6 @@ from llmcompressor.datasets.samples import (
 from llmcompressor.errors import DatasetError
 from llmcompressor.logger import logger
 
-__all__ = [
-    "BatchCheck",
-    "CheckedCollator",
-    "CheckedLoader",
-    "DataCollatorWithTruncation",
-    "NamedInputsCollator",
-    "PaddingCollator",
-    "TruncationCollator",
-    "check_placeholders_kept",
-    "llava_data_collator",
-    "mllama_data_collator",
-    "pixtral_data_collator",
-    "qwen2_vl_data_collator",
-]
-
 _LONGER = "Give a larger max_seq_length (--max-seq-length), or leave it out."
 _WHOLE = (
     "Samples are cut to the shortest of their batch: give data_collator='padding' "

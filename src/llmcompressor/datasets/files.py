@@ -20,8 +20,6 @@ from llmcompressor.errors import DatasetError, did_you_mean
 from llmcompressor.logger import logger
 from llmcompressor.runtime.registry import resolve
 
-__all__ = ["KINDS", "kind_of", "read_files", "read_path"]
-
 KINDS: Mapping[str, tuple[str, ...]] = {
     "csv": (".csv", ".tsv"),
     "json": (".json", ".jsonl", ".ndjson"),

@@ -19,15 +19,6 @@ from datasets import Dataset
 
 from llmcompressor.errors import DatasetError
 
-__all__ = [
-    "dataset_of",
-    "dataset_of_table",
-    "load_files",
-    "load_hub",
-    "load_saved",
-    "resolve_card",
-]
-
 
 def dataset_of(samples: Sequence[Mapping[str, Any]]) -> Dataset:
     """Convert samples to a ``Dataset``; a column that a sample lacks is ``None``."""

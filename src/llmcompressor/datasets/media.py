@@ -12,8 +12,6 @@ from typing import Any
 
 from llmcompressor.errors import DatasetError
 
-__all__ = ["MEDIA", "check_placeholders", "collect_media", "placeholder_ids", "resolve_media"]
-
 MEDIA = frozenset({"audio", "audios", "image", "images", "raw_speech", "video", "videos"})
 """Columns with media, as processors call them."""
 _COLUMNS = {"image": "images", "video": "videos", "audio": "audio"}

@@ -22,20 +22,6 @@ from llmcompressor.datasets.tokenize import Preparation
 from llmcompressor.errors import ArgumentError, DatasetError, did_you_mean
 from llmcompressor.runtime.registry import normalize_name, resolve
 
-__all__ = [
-    "C4",
-    "GSM8K",
-    "CNNDailyMail",
-    "EvolCodeAlpaca",
-    "Flickr30k",
-    "OpenPlatypus",
-    "PeoplesSpeech",
-    "PerfectBlend",
-    "TextGenerationDataset",
-    "UltraChat",
-    "WikiText",
-]
-
 _Class = TypeVar("_Class", bound=type)
 
 

@@ -16,22 +16,6 @@ from llmcompressor.datasets.samples import MAIN_INPUTS
 from llmcompressor.errors import DatasetError
 from llmcompressor.runtime.registry import LazyRegistry, normalize_name, resolve
 
-__all__ = [
-    "DATASETS",
-    "Row",
-    "Rows",
-    "Stream",
-    "find",
-    "has_columns",
-    "is_a",
-    "is_chat",
-    "join",
-    "names",
-    "register",
-    "rows_of",
-    "rows_of_columns",
-]
-
 Row: TypeAlias = dict[str, Any]
 
 

@@ -21,25 +21,6 @@ import torch
 
 from llmcompressor.errors import DatasetError
 
-__all__ = [
-    "FILL",
-    "MAIN_INPUTS",
-    "SEQUENCES",
-    "Sample",
-    "add_labels",
-    "check_token_ids",
-    "errors_naming",
-    "from_processor",
-    "from_tokenized",
-    "num_tokens",
-    "pad",
-    "token_list",
-    "token_sequences",
-    "truncate",
-    "truncate_all",
-    "without_batch_axis",
-]
-
 Sample: TypeAlias = dict[str, Any]
 
 IGNORED_LABEL = -100

@@ -24,15 +24,6 @@ from llmcompressor.errors import DatasetError
 from llmcompressor.logger import logger
 from llmcompressor.runtime.processes import Processes, rank_and_world_size
 
-__all__ = [
-    "LengthAwareSampler",
-    "StreamedSamples",
-    "get_rank_partition",
-    "own_sample_count",
-    "own_samples",
-    "prepare_samples",
-]
-
 Numbered = Iterator[tuple[int, Row]]
 
 

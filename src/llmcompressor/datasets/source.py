@@ -18,19 +18,6 @@ from llmcompressor.errors import DatasetError, did_you_mean
 from llmcompressor.logger import logger
 from llmcompressor.runtime.registry import normalize_name, resolve
 
-__all__ = [
-    "KIND_NAMES",
-    "Part",
-    "Source",
-    "check_data_exists",
-    "is_loader",
-    "open_source",
-    "parse_split",
-    "rows_of_object",
-    "split_for",
-    "streamed_split",
-]
-
 KIND_NAMES: Mapping[str, str | None] = {
     **{kind: kind for kind in KINDS},
     "custom": None,

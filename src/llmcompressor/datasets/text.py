@@ -18,19 +18,6 @@ from llmcompressor.datasets.samples import MAIN_INPUTS, errors_naming
 from llmcompressor.errors import DatasetError, did_you_mean
 from llmcompressor.logger import logger
 
-__all__ = [
-    "CHATML",
-    "ChatRenderer",
-    "NoTokenizerError",
-    "RowPreparer",
-    "find_chat_fault",
-    "load_function",
-    "normalize_turns",
-    "parameters_of",
-    "refuse_broken_chat",
-]
-
-
 # --------------------
 # Rendering of conversations with the tokenizer's chat template, or with ChatML.
 

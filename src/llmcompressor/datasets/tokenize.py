@@ -39,18 +39,6 @@ from llmcompressor.datasets.text import (
 from llmcompressor.errors import DatasetError
 from llmcompressor.logger import logger
 
-__all__ = [
-    "Encoder",
-    "ModelFacts",
-    "Packer",
-    "Preparation",
-    "SampleMaker",
-    "automatic_bos",
-    "pad_id_of",
-    "padding_side_of",
-    "tokenizer_of",
-]
-
 _OPTIONS = frozenset(
     {
         *("add_special_tokens", "is_split_into_words", "kwargs", "max_length"),

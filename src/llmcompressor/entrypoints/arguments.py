@@ -56,29 +56,6 @@ from llmcompressor.runtime.processes import Processes
 from llmcompressor.runtime.progress import join_names
 from llmcompressor.session.session import CompressionSession
 
-__all__ = [
-    "CONV1D_NAMES",
-    "CONV1D_TYPES",
-    "EXPERTS",
-    "Job",
-    "PositionLimit",
-    "Records",
-    "Task",
-    "as_path",
-    "check_run_types",
-    "clean_up_on_error",
-    "collect_reports",
-    "compression_report",
-    "data_limits",
-    "is_idle",
-    "parse_device",
-    "placeholder_token_ids",
-    "position_limit",
-    "refuse_transposed",
-    "vocab_size_of",
-]
-
-
 # --------------------
 # Check of a device argument against the devices of this machine.
 

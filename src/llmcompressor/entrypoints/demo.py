@@ -29,8 +29,6 @@ from llmcompressor.evaluation.stdlib_text import calibration_passages, held_out_
 from llmcompressor.runtime.progress import hide_tqdm_bars
 from llmcompressor.utils import dispatch_for_generation
 
-__all__ = ["RECIPES", "DemoResult", "DemoRow", "demo"]
-
 RECIPES: Mapping[str, str] = MappingProxyType(
     {
         "W4A16 GPTQ": "GPTQModifier: {targets: [Linear], scheme: W4A16, ignore: [lm_head]}",

@@ -35,8 +35,6 @@ from llmcompressor.runtime.progress import hide_tqdm_bars
 from llmcompressor.utils import dispatch_for_generation
 from llmcompressor.verification.facts import Finding, Severity
 
-__all__ = ["evaluate"]
-
 _WINDOW = 256
 _LEAST_WINDOW = 2  # one token to see, and one to predict
 

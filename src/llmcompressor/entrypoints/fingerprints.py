@@ -33,20 +33,6 @@ from llmcompressor.modeling.sharded import full_shape, gather_full, local_shard
 from llmcompressor.numerics.products import is_slow_dtype
 from llmcompressor.runtime.registry import normalize_name
 
-__all__ = [
-    "data_fingerprint",
-    "environment",
-    "folder_fingerprint",
-    "is_result_of",
-    "model_fingerprint",
-    "path_fingerprint",
-    "record_change",
-    "run_identity",
-    "source_fingerprint",
-    "type_fingerprint",
-    "values_fingerprint",
-]
-
 _LIBRARIES = ("llmcompressor", "torch", "transformers", "compressed-tensors")
 _version = functools.cache(version)  # reads the package's metadata anew each time
 _CALIBRATION = (

@@ -46,9 +46,6 @@ from llmcompressor.runtime.progress import join_names
 from llmcompressor.schemes.assign import is_empty
 from llmcompressor.schemes.resolve import ResolvedSchemes
 
-__all__ = ["converted_checkpoint", "model_free_ptq", "parse_converters"]
-
-
 # --------------------
 # Checkpoint conversion by compressed-tensors, before model-free quantization.
 #

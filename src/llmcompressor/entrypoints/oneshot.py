@@ -42,9 +42,6 @@ if TYPE_CHECKING:
     from llmcompressor.planning.result import Plan
     from llmcompressor.recipe import RecipeInput
 
-__all__ = ["Oneshot", "oneshot", "with_dataclass_signature"]
-
-
 # --------------------
 # Complete signatures of entry points for ``inspect.signature`` and ``help``.
 

@@ -33,8 +33,6 @@ if TYPE_CHECKING:
     from llmcompressor.args.keywords import DataInput, ModelInput, OneshotKeywords
     from llmcompressor.recipe import RecipeInput
 
-__all__ = ["plan", "plan_from_arguments"]
-
 _ASSUMED_SAMPLES = 512
 _ASSUMED_LENGTH = 2048
 

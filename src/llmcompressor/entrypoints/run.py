@@ -90,19 +90,6 @@ from llmcompressor.session.session import CompressionSession
 from llmcompressor.verification import Deployment, TensorInfo, check_serving
 from llmcompressor.verification.facts import Severity
 
-__all__ = [
-    "SHARE_FOR_WEIGHTS",
-    "MemoryLimits",
-    "compress",
-    "is_partly_quantized",
-    "load_whole_model",
-    "prepare_partly_quantized",
-    "run",
-    "streamable_source",
-    "streamed_blocks",
-    "whole_model_reason",
-]
-
 Blocks: TypeAlias = StreamedBlocks | ResidentBlocks
 
 

@@ -66,9 +66,6 @@ if TYPE_CHECKING:
     from llmcompressor.args.keywords import DataInput, ModelInput, StageKeywords
     from llmcompressor.recipe import RecipeInput
 
-__all__ = ["StageRecord", "argument_record", "model_record", "run_stages"]
-
-
 # --------------------
 # ``stages.json``: the inputs of each stage, to detect stages that are finished already.
 

@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from llmcompressor.args.keywords import DataInput, ModelInput, TrainKeywords
     from llmcompressor.recipe import RecipeInput
 
-__all__ = ["train"]
-
 
 @with_dataclass_signature(
     ModelArguments, RecipeArguments, DatasetArguments, TrainingArguments, RunArguments

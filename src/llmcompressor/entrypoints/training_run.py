@@ -69,9 +69,6 @@ from llmcompressor.transformers_internals import (
     use_one_accelerator,
 )
 
-__all__ = ["check_teacher", "load_maybe_quantized", "load_teacher", "run_training"]
-
-
 # --------------------
 # Loading of the teacher model for distillation, which may be a compressed checkpoint.
 

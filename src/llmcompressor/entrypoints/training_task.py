@@ -44,17 +44,6 @@ from llmcompressor.logger import logger
 from llmcompressor.metrics import LoggerManager
 from llmcompressor.recipe import Recipe
 
-__all__ = [
-    "NOT_OF_TRAINING",
-    "Training",
-    "TrainingData",
-    "TrainingFolder",
-    "check_labels",
-    "find_checkpoint",
-    "open_training_folder",
-]
-
-
 # --------------------
 # Data of ``train``: the splits for training and evaluation, opened before the model is loaded.
 

@@ -45,17 +45,6 @@ from llmcompressor.verification.facts import DEFAULT_TP, SERVERS, Deployment, Fi
 from llmcompressor.verification.report import VerificationReport, merged
 from llmcompressor.verification.transformers_model import bare_model
 
-__all__ = [
-    "check_servable",
-    "is_meant_unservable",
-    "modify_save_pretrained",
-    "predict_output",
-    "verify",
-    "verify_saved",
-    "verify_written",
-    "warn_save_problems",
-]
-
 
 def verify(
     checkpoint: str | os.PathLike[str],

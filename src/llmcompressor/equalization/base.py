@@ -48,8 +48,6 @@ from llmcompressor.modeling.matching import check_targets, match_named_modules
 from llmcompressor.modeling.names import named_modules, own_parameters
 from llmcompressor.observers.input_statistics import InputCollector
 
-__all__ = ["SmoothingMixin", "quantized_modules"]
-
 
 def quantized_modules(state: State) -> set[Module]:
     """The modules that have a quantization scheme now.

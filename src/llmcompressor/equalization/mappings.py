@@ -34,16 +34,6 @@ from llmcompressor.modeling.names import NameForms, TargetIndex, named_modules
 from llmcompressor.moe.linear_experts import find_stacked_moes
 from llmcompressor.runtime.progress import join_names
 
-__all__ = [
-    "WRITTEN",
-    "Names",
-    "SmoothSet",
-    "find_smooth_sets",
-    "format_names",
-    "norm_mappings",
-    "resolve_mappings",
-]
-
 Names = tuple[str, tuple[str, ...]]
 """A target for the smooth module, and targets for those that read it."""
 _SHOWN = 8

@@ -53,16 +53,6 @@ from llmcompressor.moe.similar_experts import (
     route_to_representatives,
 )
 
-__all__ = [
-    "BlockProbe",
-    "BlockRuns",
-    "ChannelLink",
-    "ValidationOutcome",
-    "ValidationResult",
-    "block_probes",
-]
-
-
 # --------------------
 # Runs of one block on random hidden states with stand-in weights, to probe its structure.
 

@@ -23,19 +23,6 @@ from torch.nn import Linear, Module
 
 from llmcompressor.errors import InputError
 
-__all__ = [
-    "center_embeddings",
-    "divide_outputs",
-    "divided_outputs",
-    "fuse_norm_linears",
-    "input_channels",
-    "multiplied_inputs",
-    "multiply_inputs",
-    "norm_offset",
-    "swapped_parameters",
-    "write_parameters",
-]
-
 _OFFSETS = (0.0, 1.0)
 _CLOSE = 1e-4
 """Relative deviation of float32 results that is taken for rounding."""

@@ -20,8 +20,6 @@ from llmcompressor.evaluation.sources import Window, padded_batches
 from llmcompressor.modeling.patches import eval_mode
 from llmcompressor.runtime.progress import progress
 
-__all__ = ["PeakMemory", "compare", "measure"]
-
 
 def measure(
     model: nn.Module,

@@ -13,8 +13,6 @@ from dataclasses import asdict, astuple, dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["MetricSums", "Report", "batch_sums", "predicted_positions"]
-
 # Float32 elements of one chunk of log-probabilities: 32 MiB, and a few such at a time.
 _CHUNK_ELEMENTS = 8 * 2**20
 

@@ -24,8 +24,6 @@ from llmcompressor.errors import ArgumentError, CheckpointError
 from llmcompressor.modeling.call_graph import model_dtype
 from llmcompressor.modeling.weights import embeddings
 
-__all__ = ["check_causal", "check_not_encoder_decoder", "compute_logits", "load_for_evaluation"]
-
 _WANTED = "Give a model that goes on with a text."
 _CHANCE = 1e-3
 """How much of a logit may be due to the order of sums."""

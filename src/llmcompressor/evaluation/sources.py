@@ -21,9 +21,6 @@ from llmcompressor.datasets.tokenize import automatic_bos, tokenizer_of
 from llmcompressor.errors import ArgumentError, DatasetError, did_you_mean
 from llmcompressor.evaluation.stdlib_text import held_out_texts
 
-__all__ = ["cut_windows", "padded_batches", "sample_windows", "tokenize", "tokenized_documents"]
-
-
 # --------------------
 # Windows of token ids cut from a text, and padded batches of them.
 

@@ -16,15 +16,6 @@ from pathlib import Path
 
 from llmcompressor.errors import DatasetError
 
-__all__ = [
-    "SourceFile",
-    "calibration_passages",
-    "calibration_texts",
-    "held_out_texts",
-    "is_held_out",
-    "source_files",
-]
-
 # Excluded folders: not part of the library, or of another style.
 _EXCLUDED = frozenset(
     {

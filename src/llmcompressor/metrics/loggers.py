@@ -18,21 +18,6 @@ from typing import Any, Literal, SupportsFloat, get_args
 from llmcompressor.errors import ArgumentError, InputError, did_you_mean
 from llmcompressor.logger import logger as package_logger
 
-__all__ = [
-    "BaseLogger",
-    "Entry",
-    "FrequencyType",
-    "LambdaLogger",
-    "LoggerManager",
-    "LoggingMode",
-    "MetricLogging",
-    "PythonLogger",
-    "SparsificationGroupLogger",
-    "SystemLogging",
-    "TensorBoardLogger",
-    "WANDBLogger",
-]
-
 Level = int | None
 Write = Callable[
     [str, float | str | None, Mapping[str, Any] | None, int | None, float, Level], bool

@@ -13,8 +13,6 @@ from llmcompressor.modeling.names import named_modules
 from llmcompressor.modeling.paused_forward import check_not_nested
 from llmcompressor.transformers_internals import whole_classes
 
-__all__ = ["block_of", "find_blocks", "is_plain_container", "sub_blocks"]
-
 
 def find_blocks(model: Module, targets: Sequence[str] | None = None) -> dict[Module, str]:
     """The repeated blocks of a model (its decoder or encoder layers), in order.

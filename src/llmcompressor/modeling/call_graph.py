@@ -27,24 +27,6 @@ from llmcompressor.modeling.meta_weights import skip_zero_products, zero_weights
 from llmcompressor.modeling.patches import eval_mode, restored
 from llmcompressor.modeling.weights import text_config
 
-__all__ = [
-    "FORWARD_FAILURES",
-    "CallOrder",
-    "DataFlow",
-    "copy_arguments",
-    "first_tensor",
-    "main_input_names",
-    "model_device",
-    "model_dtype",
-    "model_inputs",
-    "probe_inputs",
-    "tensor_version",
-    "token_id_inputs",
-    "trace_calls",
-    "trace_flow",
-    "without_cache",
-]
-
 
 @dataclass(frozen=True)
 class CallOrder:

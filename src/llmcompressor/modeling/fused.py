@@ -18,17 +18,6 @@ from torch.nn import Linear, Module
 
 from llmcompressor.modeling.names import named_modules
 
-__all__ = [
-    "FUSED_SUFFIXES",
-    "ExpertModuleName",
-    "expert_sets",
-    "fused_partners",
-    "fused_sets",
-    "is_expert",
-    "missing_qkv_partners",
-    "parse_expert_name",
-]
-
 FUSED_SUFFIXES: tuple[tuple[str, ...], ...] = (
     ("q_proj", "k_proj", "v_proj"),
     ("gate_proj", "up_proj"),

@@ -28,8 +28,6 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from llmcompressor.modeling.offload import TensorStore
 from llmcompressor.modeling.patches import forward_overridden
 
-__all__ = ["Arrive", "CheckpointedBlocks"]
-
 Inside = Callable[[Module, Sequence[Tensor]], AbstractContextManager[object]]
 Arrive = Callable[[Module, Module | None], None]
 """Brings in a block before it runs; what it is told of besides comes next."""

@@ -21,8 +21,6 @@ from torch.utils.hooks import RemovableHandle
 
 from llmcompressor.errors import InputError, LifecycleError, did_you_mean
 
-__all__ = ["HooksMixin", "has_output_hooks", "hooks_enabled", "run_input_hooks"]
-
 # Thread → the hooks that stay on in it; no entry while all hooks are on. It is keyed by thread
 # and not a context variable for two reasons. The pipelines run models in greenlets, which share
 # their thread's switch but have contexts of their own. And on an accelerator backward hooks are

@@ -32,23 +32,6 @@ from llmcompressor.errors import TargetError
 from llmcompressor.logger import logger
 from llmcompressor.modeling.names import NameForms, TargetIndex, matches_target, named_modules
 
-__all__ = [
-    "as_targets",
-    "check_targets",
-    "common_parent",
-    "group_matches",
-    "looks_like_pattern",
-    "match_modules_set",
-    "match_named_modules",
-    "matches",
-    "matches_any",
-    "matches_class",
-    "matches_name",
-    "suggest_targets",
-    "unmatched",
-    "warn_of_parent_ignores",
-]
-
 REGEX = "re:"
 _MOST_SUGGESTIONS = 3
 

@@ -14,8 +14,6 @@ from torch.nn import Module, Parameter
 from llmcompressor.modeling.patches import forward_overridden, replace_functional_linear
 from llmcompressor.transformers_internals import has_gate_function
 
-__all__ = ["skip_zero_products", "zero_weights"]
-
 
 @contextlib.contextmanager
 def zero_weights(model: Module, *, skips_experts: bool = False) -> Iterator[torch.device]:

@@ -13,17 +13,6 @@ from functools import lru_cache
 
 from torch.nn import Module, Parameter
 
-__all__ = [
-    "NameForms",
-    "TargetIndex",
-    "distinguishes_digits",
-    "is_in_tower",
-    "matches_target",
-    "name_aliases",
-    "named_modules",
-    "own_parameters",
-]
-
 _REGEX = "re:"
 _ZEROS = str.maketrans("123456789", "000000000")
 # a digit as such, in a range or by its code; what a group held; a character by its name

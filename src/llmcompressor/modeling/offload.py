@@ -20,15 +20,6 @@ from llmcompressor.errors import OutputError
 from llmcompressor.logger import logger
 from llmcompressor.runtime.memory import free_device_memory, free_host_memory, release_pages
 
-__all__ = [
-    "MmapStoragePool",
-    "SpillFiles",
-    "TensorStore",
-    "activation_budget",
-    "device_activation_budget",
-    "reserved_file",
-]
-
 _SHARE_OF_FREE_MEMORY = 0.5
 
 

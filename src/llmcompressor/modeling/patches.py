@@ -19,26 +19,6 @@ from llmcompressor.modeling.names import named_modules
 from llmcompressor.numerics.products import is_slow_dtype, wide_linear
 from llmcompressor.transformers_internals import QUANTIZED_MARK
 
-__all__ = [
-    "MERGE",
-    "RESTS",
-    "eval_mode",
-    "exclude_from_compile",
-    "float32_linears",
-    "forward_overridden",
-    "input_rotation_key",
-    "linear_with_rotations",
-    "mark_quantized",
-    "marked_quantized",
-    "modules_with_adapters",
-    "quantization_disabled",
-    "replace_functional_linear",
-    "reset_compiled",
-    "restore_forward",
-    "restored",
-    "rotations_suspended",
-]
-
 Forward = Callable[..., Any]
 
 

@@ -36,9 +36,6 @@ from llmcompressor.errors import TargetError
 from llmcompressor.modeling.call_graph import copy_arguments
 from llmcompressor.modeling.patches import restore_forward
 
-__all__ = ["Pass", "PausedForward", "Stop", "SuspendedState", "TorchState", "check_not_nested"]
-
-
 # --------------------
 # Torch's thread-local state, saved and restored at every switch between coroutines.
 #

@@ -22,32 +22,6 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-__all__ = [
-    "all_gather_partitions",
-    "any_across_ranks",
-    "convert_to_buffers",
-    "full_shape",
-    "full_shapes_reported",
-    "full_state_dict",
-    "gather_full",
-    "gather_parameter",
-    "gather_shards",
-    "has_partitioned_parameters",
-    "is_dtensor",
-    "is_partitioned",
-    "is_sharded",
-    "is_sharded_like",
-    "local_shard",
-    "partition_of",
-    "shard_like",
-    "update_gradient_partition",
-    "update_partition",
-    "was_loaded_sharded",
-    "write_sharded",
-    "zero_sharded",
-]
-
-
 # --------------------
 # ZeRO stage 3: parameters of which each process holds a flat partition.
 #

@@ -22,19 +22,6 @@ from llmcompressor.modeling.sharded import (
 from llmcompressor.numerics.extremes import is_finite
 from llmcompressor.runtime.threads import parallel_for
 
-__all__ = [
-    "align_parameters",
-    "config_ties_embeddings",
-    "config_value",
-    "embeddings",
-    "first_nonfinite",
-    "has_tied_embeddings",
-    "nonfinite_names",
-    "text_config",
-    "untie_embeddings",
-]
-
-
 # --------------------
 # Attributes of a model's configuration, also where they differ by layer.
 

@@ -22,8 +22,6 @@ from llmcompressor.modeling.patches import linear_with_rotations
 from llmcompressor.moe.layouts import DOWN
 from llmcompressor.moe.linear_experts import LinearExperts, Routes
 
-__all__ = ["ExpertStage", "begin_calibration_stages", "stages_bypassed"]
-
 
 def begin_calibration_stages(mixture: LinearExperts, wave: int | None = None) -> None:
     """Call the experts of each wave together, in stages, until ``mixture.end()``.

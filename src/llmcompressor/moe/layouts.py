@@ -22,19 +22,6 @@ from typing import Any
 from torch import Tensor
 from torch.nn import Module
 
-__all__ = [
-    "DOWN",
-    "GATE",
-    "UP",
-    "StackLayout",
-    "StackedLinear",
-    "StackedMoE",
-    "detect_layout",
-    "expert_matrices",
-    "expert_matrix",
-    "is_stack",
-]
-
 GATE, UP, DOWN = "gate_proj", "up_proj", "down_proj"
 """What an expert's Linears do; also what they are called where no other names are known."""
 

@@ -50,18 +50,6 @@ from llmcompressor.moe.layouts import (
 )
 from llmcompressor.transformers_internals import apply_gate, has_gate_function
 
-__all__ = [
-    "Expert",
-    "LinearExperts",
-    "Routes",
-    "Shown",
-    "find_stacked_moes",
-    "fuse_experts",
-    "moe_mismatch",
-    "patch_moe_mappings",
-    "unfuse_experts",
-]
-
 _M = TypeVar("_M", bound=Module)
 
 Shown = Literal["routed", "all_tokens", "neighbours", "nothing"]

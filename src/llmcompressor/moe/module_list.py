@@ -32,18 +32,6 @@ from llmcompressor.modeling.patches import Forward, forward_overridden, restored
 from llmcompressor.moe.linear_experts import LinearExperts, Shown
 from llmcompressor.moe.similar_experts import module_structure_key
 
-__all__ = [
-    "ExpertBroadcast",
-    "ExpertList",
-    "ExpertPosition",
-    "ExpertRouting",
-    "expert_positions",
-    "expert_routing",
-    "find_expert_lists",
-    "is_linear_like",
-    "lists_called_with_rows",
-]
-
 _COMPARED = 8
 """Rows of each call that are looked for among the tokens."""
 _MATRIX = 2

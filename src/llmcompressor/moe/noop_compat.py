@@ -11,14 +11,6 @@ from torch.nn import Module
 
 from llmcompressor.logger import logger
 
-__all__ = [
-    "MoECalibrationModule",
-    "fast_pos_embed_interpolate",
-    "moe_calibration_context",
-    "replace_modules_for_calibration",
-    "wrap_hf_model_class",
-]
-
 _Model = TypeVar("_Model")
 _Class = TypeVar("_Class", bound=type)
 

@@ -20,12 +20,6 @@ from llmcompressor.modeling.fused import ExpertModuleName, parse_expert_name
 from llmcompressor.modeling.names import named_modules
 from llmcompressor.moe.linear_experts import LinearExperts
 
-__all__ = [
-    "RepresentativeExperts",
-    "module_structure_key",
-    "route_to_representatives",
-]
-
 _FEW = 2
 """With one expert alone, weights that are made to sum to one would hide what a router does."""
 _SHARE = 0.25

@@ -42,15 +42,6 @@ from torch import Tensor
 from llmcompressor.numerics.grid import Grid
 from llmcompressor.numerics.partition import Partition
 
-__all__ = [
-    "Gradients",
-    "Rounded",
-    "RoundingParameters",
-    "RoundingStart",
-    "sign_step",
-    "start_at_codes",
-]
-
 _LEAST_FACTOR = 1e-3
 _LARGEST_OFFSET = 0.499
 """Less than half a step: a weight of exactly 0, which may have been pruned, stays 0."""

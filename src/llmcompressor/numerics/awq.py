@@ -37,24 +37,6 @@ from llmcompressor.numerics.cholesky import QuadraticForm
 from llmcompressor.numerics.products import MANY_ALIKE, matmul
 from llmcompressor.runtime.threads import parallel_spans
 
-__all__ = [
-    "CLIPPED_ROWS",
-    "CLIP_ATTEMPTS",
-    "Bounds",
-    "Candidate",
-    "Duo",
-    "ErrorOf",
-    "Round",
-    "RoundWithin",
-    "ScaleChoice",
-    "StackedLinears",
-    "candidates",
-    "choose_scale",
-    "clip_bounds",
-    "output_error_from_gram",
-    "relative_column_magnitude",
-]
-
 Duo: TypeAlias = bool | Literal["both"]
 Round: TypeAlias = Callable[[Tensor], Tensor]
 """From a weight to the same weight rounded to its grid in new memory, both float32 ``[R, C]``."""

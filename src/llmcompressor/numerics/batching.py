@@ -9,8 +9,6 @@ from typing import TypeVar
 
 from llmcompressor.numerics.hessian import SingularHessianError
 
-__all__ = ["BATCH_ELEMENTS", "batch_by_kind", "solve_batched_or_single"]
-
 Problem = TypeVar("Problem")
 Solution = TypeVar("Solution")
 

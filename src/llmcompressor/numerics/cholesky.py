@@ -21,16 +21,6 @@ from torch import Tensor
 from llmcompressor.numerics.products import MANY_ALIKE, matmul, parallel_matmul, subtract_matmul_
 from llmcompressor.runtime.threads import one_thread, parallel_spans
 
-__all__ = [
-    "PANEL",
-    "WIDTH",
-    "FactoredSolver",
-    "InverseSolver",
-    "QuadraticForm",
-    "cholesky",
-    "invert_lower_",
-]
-
 PANEL = 128
 """Columns that are factorized at once, on the CPU."""
 _WIDE_PANEL = 512

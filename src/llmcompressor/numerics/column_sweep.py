@@ -43,21 +43,6 @@ from torch import Tensor
 from llmcompressor.numerics.products import subtract_matmul_
 from llmcompressor.runtime.threads import one_thread, parallel_spans
 
-__all__ = [
-    "Block",
-    "Column",
-    "ColumnOps",
-    "DecideColumn",
-    "EnterBlock",
-    "column_ops",
-    "columns_first",
-    "restore_column_order",
-    "rows_first",
-    "subtract_product",
-    "sweep_columns_",
-]
-
-
 # --------------------
 # Column operations of a column sweep, in torch or, on the CPU, in numpy.
 #

@@ -29,26 +29,6 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-__all__ = [
-    "CHUNK_ELEMENTS",
-    "CPU_CHUNK_ELEMENTS",
-    "cosine_similarity",
-    "cross_entropy",
-    "identity",
-    "inner_product",
-    "kl_divergence",
-    "l1_distance",
-    "l2_distance",
-    "log_softmax",
-    "mean_of_rows",
-    "mean_over_tokens",
-    "normalize",
-    "softmax",
-    "square_head",
-    "squared_norm",
-    "to_compute_dtype",
-]
-
 _SMALLEST_NORM = 1e-12
 """What a mean square is at least when something is divided by it."""
 _EXCLUDED = 1e30

@@ -19,8 +19,6 @@ from torch import Tensor
 
 from llmcompressor.numerics.grid import float_layout
 
-__all__ = ["extremes_of_cells", "is_finite", "magnitudes_of_cells"]
-
 _DIMS = (-3, -1)
 _SIGN = -(2**15)
 """The sign bit of 16-bit floats."""

@@ -63,19 +63,6 @@ from llmcompressor.numerics.hessian import (
 from llmcompressor.numerics.products import OFTEN_ALIKE, matmul, parallel_matmul
 from llmcompressor.runtime.threads import one_thread, parallel_spans, wide_span
 
-__all__ = [
-    "ColumnScales",
-    "GptqResult",
-    "activation_order",
-    "conditional_optimum",
-    "coordinate_descent",
-    "corrected_weight",
-    "refit_scales",
-    "ridge_for_tokens",
-    "sweep",
-    "sweep_and_refine",
-]
-
 
 class ColumnScales(NamedTuple):
     """The scales of a weight for a column sweep: one per row and group of columns.

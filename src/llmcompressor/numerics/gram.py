@@ -34,14 +34,6 @@ from torch.nn import functional
 
 from llmcompressor.runtime.threads import parallel_for
 
-__all__ = [
-    "TokenBuffer",
-    "add_cross_product",
-    "add_residual_product",
-    "add_upper_product",
-    "mirror_upper_",
-]
-
 CHUNK_TOKENS = 2048
 """Tokens that are multiplied at once: enough to run at the machine's matrix rate."""
 _WIDE_TOKENS = 1024

@@ -34,8 +34,6 @@ from torch import Tensor
 
 from llmcompressor.errors import InputError
 
-__all__ = ["FloatLayout", "Grid", "SmallFloat", "float_layout", "power_of_two"]
-
 _HALF_DTYPES = (torch.bfloat16, torch.float16)
 _MOST_BITS_OF_HALVES = 8
 

@@ -29,15 +29,6 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-__all__ = [
-    "fast_hadamard",
-    "hadamard",
-    "has_hadamard",
-    "random_orthogonal",
-    "split_order",
-    "usable_block_sizes",
-]
-
 
 def hadamard(order: int) -> Tensor:
     """A Hadamard matrix, float64 ``[N, N]``; deterministic for each order.

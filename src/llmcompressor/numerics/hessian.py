@@ -26,17 +26,6 @@ from torch import Tensor
 from llmcompressor.numerics.cholesky import cholesky
 from llmcompressor.runtime.threads import parallel_spans
 
-__all__ = [
-    "DampedFactor",
-    "SingularHessianError",
-    "damp",
-    "dead_columns",
-    "factorize_with_rising_dampening",
-    "ridge",
-    "upper_factor",
-]
-
-
 _PIECE = 2**18
 
 

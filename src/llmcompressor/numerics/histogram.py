@@ -27,8 +27,6 @@ from llmcompressor.numerics.grid import Grid
 from llmcompressor.numerics.range_search import BestSoFar
 from llmcompressor.numerics.scales import scales_from_range
 
-__all__ = ["Histogram", "entropy_range", "mse_range", "percentile_range", "try_few_ranges"]
-
 _LEAST_EXPONENT = -126
 _CHUNK_ELEMENTS = 1 << 22
 _RANGES_TRIED = 160

@@ -33,8 +33,6 @@ from llmcompressor.errors import InputError
 from llmcompressor.numerics.grid import Grid
 from llmcompressor.numerics.range_search import BestSoFar, power_
 
-__all__ = ["CHUNK_ELEMENTS", "HalfQuadratic", "lp_error", "refine_cells"]
-
 CHUNK_ELEMENTS = 1 << 18
 """Elements that stay in a cache while all rounds are made on them."""
 

@@ -36,32 +36,6 @@ from torch import Tensor
 
 from llmcompressor.errors import InputError
 
-__all__ = [
-    "Blocks",
-    "LazyWeight",
-    "NofM",
-    "Pool",
-    "SelectionThreshold",
-    "Share",
-    "Slices",
-    "Sparsity",
-    "Structure",
-    "find_threshold",
-    "grow_masks",
-    "keep_mask",
-    "keep_mask_by_group",
-    "keep_mask_by_row",
-    "linear",
-    "multi_step",
-    "num_zeros",
-    "parse_structure",
-    "polynomial",
-    "polynomial_decay",
-    "progress",
-    "select_below",
-]
-
-
 # --------------------
 # Radix selection of the smallest scores within an exact budget, in bounded memory.
 #

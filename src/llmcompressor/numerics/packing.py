@@ -24,8 +24,6 @@ from torch import Tensor
 from llmcompressor.errors import InputError
 from llmcompressor.numerics.grid import Grid, float_layout, power_of_two
 
-__all__ = ["can_pack", "needs_recoding", "pack_e2m1", "pack_e2m3", "pack_integers", "recode"]
-
 _WORD = 32
 _NIBBLE, _OFFSET = 4, 0x88
 _SIGN, _SIGN_OF_6 = 8, 32

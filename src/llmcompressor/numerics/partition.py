@@ -30,8 +30,6 @@ from llmcompressor.errors import InputError
 from llmcompressor.numerics.extremes import extremes_of_cells, magnitudes_of_cells
 from llmcompressor.numerics.grid import Grid
 
-__all__ = ["Partition", "dequantize_matrix", "fake_quantize_matrix", "quantize_matrix"]
-
 
 @dataclass(frozen=True)
 class Partition:

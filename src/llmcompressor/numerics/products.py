@@ -28,22 +28,6 @@ from torch import Tensor
 
 from llmcompressor.runtime.threads import SPAN, parallel_for, parallel_spans
 
-__all__ = [
-    "MANY_ALIKE",
-    "OFTEN_ALIKE",
-    "fast_matmul_dtype",
-    "float32_by_default",
-    "full_float32_products",
-    "has_multiply_instruction",
-    "is_slow_dtype",
-    "matmul",
-    "parallel_matmul",
-    "prefers_onednn",
-    "subtract_matmul_",
-    "wide_linear",
-]
-
-
 _INSTRUCTIONS = {
     torch.bfloat16: ("_is_avx512_bf16_supported", "_is_amx_tile_supported"),
     torch.float16: ("_is_amx_fp16_supported",),

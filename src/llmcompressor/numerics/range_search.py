@@ -26,8 +26,6 @@ from llmcompressor.errors import InputError
 from llmcompressor.numerics.grid import Grid
 from llmcompressor.numerics.scales import ScaleFormat, scales_from_range
 
-__all__ = ["BestSoFar", "ShrinkSearch", "power_", "search_range"]
-
 _CHUNK_ELEMENTS = 1 << 18
 _FRACTIONS_AT_ONCE = 5
 

@@ -23,8 +23,6 @@ from torch import Tensor
 from llmcompressor.errors import InputError, NonFiniteError
 from llmcompressor.numerics.extremes import is_finite
 
-__all__ = ["Saliency", "dropped_experts"]
-
 _CHUNK_TOKENS = 1024
 
 

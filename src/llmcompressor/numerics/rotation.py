@@ -29,16 +29,6 @@ from torch import Tensor
 
 from llmcompressor.numerics.hadamard import fast_hadamard, hadamard, split_order
 
-__all__ = [
-    "Rotation",
-    "cayley_step",
-    "channel_rescaling",
-    "column_squares",
-    "rotated_bias",
-    "rotated_weight",
-    "rotated_weight_peak_bytes",
-]
-
 _CHUNK = 1 << 22
 """Elements that are rotated at once: 32 MiB of float64."""
 _BUTTERFLY_COPIES, _PRODUCT_COPIES, _SIGNED_PRODUCT_COPIES = 2.5, 2.0, 3.0

@@ -22,18 +22,6 @@ from torch import Tensor
 
 from llmcompressor.numerics.grid import Grid, float_layout
 
-__all__ = [
-    "ScaleFormat",
-    "default_zero_dtype",
-    "effective_scale",
-    "fill_zeros",
-    "global_scale_from_amax",
-    "parameter_dtype",
-    "scales_from_range",
-    "smallest_of",
-    "stored_scale",
-]
-
 _E4M3_LARGEST = 448.0
 _E2M1_LARGEST = 6.0
 _E4M3_SUBSTITUTE = 0.125

@@ -25,8 +25,6 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-__all__ = ["column_range", "log_equalization_scales", "smoothquant_scales"]
-
 _FLOOR = 1e-5
 
 

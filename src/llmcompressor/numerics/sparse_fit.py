@@ -52,8 +52,6 @@ from llmcompressor.numerics.products import MANY_ALIKE, matmul
 from llmcompressor.numerics.sparsegpt import SparseResult
 from llmcompressor.runtime.threads import parallel_spans
 
-__all__ = ["REFIT_STEPS", "ROUNDS_PER_FACTOR", "sparse_fit"]
-
 _LAST_PENALTY = 0.8
 _MOST_RELAXED = 1.8
 _LONG_STEPS = 6

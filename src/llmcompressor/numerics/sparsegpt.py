@@ -37,8 +37,6 @@ from llmcompressor.numerics.column_sweep import (
 )
 from llmcompressor.numerics.masks import Sparsity, keep_mask
 
-__all__ = ["SparseResult", "sparse_sweep"]
-
 
 class SparseResult(NamedTuple):
     """A pruned weight, float32 ``[..., R, C]``, zero where it is not kept (bool, same shape).

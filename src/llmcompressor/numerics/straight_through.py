@@ -32,15 +32,6 @@ from llmcompressor.numerics.grid import Grid
 from llmcompressor.numerics.partition import Partition
 from llmcompressor.numerics.scales import ScaleFormat
 
-__all__ = [
-    "fake_quantize",
-    "fake_quantize_matrix",
-    "learned_scale",
-    "lsq_gradient_scale",
-    "storable_scale",
-    "with_zero_gradients",
-]
-
 _E4M3_LEAST, _E4M3_LARGEST = 2.0**-9, 448.0
 _E8M0_LEAST, _E8M0_LARGEST = -126.0, 127.0  # 2^-127 is no normal float32
 

@@ -20,8 +20,6 @@ from torch import Tensor
 from llmcompressor.numerics.masks import NofM, keep_mask_by_group, keep_mask_by_row
 from llmcompressor.runtime.threads import parallel_spans
 
-__all__ = ["outlier_count", "owl_sparsities", "wanda_prune", "wanda_score"]
-
 _ROWS = 128
 """Rows that are compared at once: what is made of them stays in a processor's cache."""
 

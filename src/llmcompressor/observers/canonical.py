@@ -29,16 +29,6 @@ from llmcompressor.numerics.partition import Partition
 from llmcompressor.numerics.scales import parameter_dtype
 from llmcompressor.schemes.bridge import partition_of
 
-__all__ = [
-    "ACTIVATIONS",
-    "ATTENTION_STATES",
-    "CanonicalTensor",
-    "Range",
-    "flatten_for_calibration",
-    "to_canonical",
-    "to_observations",
-]
-
 ACTIVATIONS = frozenset({"input", "output"})
 ATTENTION_STATES = frozenset({"q", "k", "v"})
 _FOR_ACTIVATIONS = "tensor, group or tensor_group"

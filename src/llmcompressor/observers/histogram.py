@@ -21,8 +21,6 @@ from llmcompressor.observers.base import Observer, ObserverOptions
 from llmcompressor.observers.canonical import CanonicalTensor, Range
 from llmcompressor.schemes.bridge import grid_of
 
-__all__ = ["EntropyObserver", "HistogramObserver", "PercentileObserver"]
-
 Method = Literal["percentile", "mse", "entropy"]
 
 

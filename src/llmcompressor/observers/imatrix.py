@@ -22,8 +22,6 @@ from llmcompressor.observers.mse import (
     SearchOptions,
 )
 
-__all__ = ["IMatrixMSEObserver", "NVFP4ExpandedIMatrixObserver"]
-
 
 class IMatrixOptions(SearchOptions):
     """Options of the weighted search.

@@ -25,8 +25,6 @@ from llmcompressor.numerics.gram import (
 )
 from llmcompressor.observers.tokens import real_tokens
 
-__all__ = ["InputCollector", "InputStatistics", "prefers_output_residual"]
-
 _WIDE_RANGE = (torch.bfloat16, torch.float32, torch.float64)
 """Dtypes that hold whatever an output may lack; float16 ends at 65504."""
 

@@ -19,15 +19,6 @@ from torch import Tensor
 from llmcompressor.observers.base import Observer, ObserverOptions, range_union
 from llmcompressor.observers.canonical import ACTIVATIONS, CanonicalTensor, Range, to_canonical
 
-__all__ = [
-    "AverageOptions",
-    "MemorylessMinMaxObserver",
-    "MinMaxObserver",
-    "RangeObserver",
-    "StaticMinMaxObserver",
-    "average",
-]
-
 
 class RangeObserver(Observer):
     """An observer whose state is a single range.

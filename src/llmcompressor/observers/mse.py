@@ -14,14 +14,6 @@ from llmcompressor.observers.canonical import CanonicalTensor, Range
 from llmcompressor.observers.min_max import AverageOptions, MemorylessMinMaxObserver, average
 from llmcompressor.schemes.bridge import grid_of, scale_dtype_of, scale_format_of
 
-__all__ = [
-    "MSEObserver",
-    "MemorylessMSEObserver",
-    "MovingAverageMSEObserver",
-    "NVFP4ExpandedMSEObserver",
-    "SearchOptions",
-]
-
 _OF_SEARCH = {"maxshrink", "patience", "norm", "expand"}
 _EXPANDED = 1.8
 _LEAST = 0.8

@@ -35,8 +35,6 @@ from llmcompressor.observers.base import Observer, range_union
 from llmcompressor.observers.canonical import CanonicalTensor, Range, to_observations
 from llmcompressor.schemes.bridge import grid_of, needs_global_scale, zero_dtype_of
 
-__all__ = ["StatisticsObserver", "complete_observer", "has_update_method"]
-
 
 def has_update_method(observer: type) -> bool:
     """Return True if a class has one of the update methods and has not been completed yet."""

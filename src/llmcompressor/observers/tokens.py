@@ -9,16 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = [
-    "count_tokens",
-    "num_batch_tokens",
-    "num_equal_batches",
-    "real_states",
-    "real_tokens",
-    "split_batches",
-    "token_mask",
-]
-
 _BY_QUERY = (3, 4)
 """Dimensions of masks that say for each query which keys it sees."""
 

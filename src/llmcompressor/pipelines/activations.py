@@ -28,8 +28,6 @@ from llmcompressor.modeling.offload import MmapStoragePool, SpillFiles
 from llmcompressor.modeling.paused_forward import Pass
 from llmcompressor.runtime.memory import TOLERATED, malloc_trim
 
-__all__ = ["LITTLE", "ActivationStore", "held_tensors"]
-
 LITTLE = 1024 * 2**20
 """Bytes that wait in the pages of a file: so few that it does not matter if they are written."""
 

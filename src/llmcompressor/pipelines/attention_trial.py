@@ -42,8 +42,6 @@ from llmcompressor.quantization.kv_cache import without_empty_caches
 if TYPE_CHECKING:
     from llmcompressor.core.state import State
 
-__all__ = ["check_attention_forward"]
-
 _States = Mapping[Module, tuple[QuantizationArgs, bool]]
 """Attention module → how its states are quantized, and whether its queries are."""
 

@@ -27,8 +27,6 @@ if TYPE_CHECKING:
 
     from llmcompressor.args import DatasetArguments
 
-__all__ = ["BasicPipeline", "DataFreePipeline", "IndependentPipeline"]
-
 
 class BasicPipeline:
     """Runs every batch through the whole model, then compresses all modules at once.

@@ -25,16 +25,6 @@ from llmcompressor.modeling.patches import (
 from llmcompressor.observers.tokens import token_mask
 from llmcompressor.runtime.threads import short_spin_waits
 
-__all__ = [
-    "CalibrationBatches",
-    "MergedBatch",
-    "calibration_batches",
-    "calibration_mode",
-    "merge_batches",
-    "small_batch",
-]
-
-
 # --------------------
 # Merging of small calibration batches into larger ones.
 #

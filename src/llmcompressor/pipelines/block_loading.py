@@ -16,8 +16,6 @@ from llmcompressor.core.contract import Edits
 from llmcompressor.core.modifier import Modifier
 from llmcompressor.core.state import State
 
-__all__ = ["BlockLoader"]
-
 
 class BlockLoader:
     """Loads blocks when passes enter them, and finishes and frees them when passes have left.

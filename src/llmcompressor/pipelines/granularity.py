@@ -31,20 +31,6 @@ from llmcompressor.modeling.call_graph import CallOrder
 if TYPE_CHECKING:
     from llmcompressor.core.state import State
 
-__all__ = [
-    "CalibratedModules",
-    "LevelChoice",
-    "StopPlan",
-    "StopUnit",
-    "choose_level",
-    "count_forwards",
-    "estimate_bytes",
-    "infer_level",
-    "plan_stops",
-    "target_stops",
-    "whole_modules",
-]
-
 
 @dataclass(frozen=True)
 class StopUnit:

@@ -35,13 +35,6 @@ if TYPE_CHECKING:
     from llmcompressor.core.modifier import Modifier
     from llmcompressor.core.state import State
 
-__all__ = [
-    "apply_starvation_policy",
-    "broadcast_expert_inputs",
-    "count_listed_experts",
-    "needs_block_level",
-]
-
 
 @contextlib.contextmanager
 def broadcast_expert_inputs(

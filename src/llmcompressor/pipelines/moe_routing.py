@@ -33,16 +33,6 @@ if TYPE_CHECKING:
     from llmcompressor.args import DatasetArguments
     from llmcompressor.core.state import State
 
-__all__ = [
-    "ExpertCalibration",
-    "StarvationPolicy",
-    "call_all_experts",
-    "expert_calibration",
-    "experts_per_wave",
-    "experts_report",
-]
-
-
 # --------------------
 # Starved experts: experts with too few calibration tokens, and the policies for them.
 

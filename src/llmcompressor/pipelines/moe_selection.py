@@ -25,8 +25,6 @@ from llmcompressor.moe.linear_experts import find_stacked_moes
 from llmcompressor.quantization.base import QuantizationMixin
 from llmcompressor.runtime.progress import join_names
 
-__all__ = ["ignore_suggestion", "targeted_moes", "unquantized_moes", "warn_unloadable_experts"]
-
 
 def targeted_moes(model: Module, modifiers: Sequence[Modifier]) -> list[StackedMoE]:
     """MoE modules whose experts are targeted by a modifier, once they are unfused into Linears.

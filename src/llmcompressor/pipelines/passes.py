@@ -28,8 +28,6 @@ from llmcompressor.session.functions import active_session
 if TYPE_CHECKING:
     from llmcompressor.args import DatasetArguments
 
-__all__ = ["BY_BLOCK", "run_passes", "split_into_passes"]
-
 BY_BLOCK = frozenset({"independent", "sequential", "layer_sequential", "datafree"})
 """The pipelines that need only one block at a time."""
 

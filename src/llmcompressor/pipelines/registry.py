@@ -16,8 +16,6 @@ from llmcompressor.runtime.registry import LazyRegistry, normalize_name
 
 _Class = TypeVar("_Class", bound=type)
 
-__all__ = ["PIPELINES", "CalibrationPipeline", "infer_pipeline"]
-
 
 class _Pipelines(LazyRegistry):
     """Registry of pipelines whose names are accepted by the argument ``pipeline``."""

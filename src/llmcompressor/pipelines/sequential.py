@@ -74,8 +74,6 @@ if TYPE_CHECKING:
     from llmcompressor.args import DatasetArguments
     from llmcompressor.core.state import State
 
-__all__ = ["LayerSequentialPipeline", "SequentialPipeline"]
-
 
 class SequentialPipeline:
     """Calibrates part by part, at the finest level that is allowed and fits in memory."""

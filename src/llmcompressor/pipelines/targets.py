@@ -32,17 +32,6 @@ from llmcompressor.pipelines.moe_routing import call_all_experts
 from llmcompressor.pipelines.passes import BY_BLOCK
 from llmcompressor.runtime.progress import join_names
 
-__all__ = [
-    "TokenCounter",
-    "check_reached",
-    "dry_run_context",
-    "modifier_indices",
-    "report_low_coverage",
-    "trace_calibrated_modules",
-    "uncalled_blocks",
-    "warn_uncalled_modules",
-]
-
 
 def modifier_indices(modifiers: Sequence[Modifier], state: State) -> dict[Module, list[int]]:
     """Map each calibrated module to the indices of the modifiers that declare it."""

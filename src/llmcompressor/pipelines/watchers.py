@@ -31,15 +31,6 @@ from llmcompressor.modeling.weights import embeddings
 from llmcompressor.numerics.extremes import is_finite
 from llmcompressor.observers.tokens import real_tokens
 
-__all__ = [
-    "EarlyHooks",
-    "OriginalWeights",
-    "capture_inputs",
-    "check_finite_outputs",
-    "end_passes_after",
-    "reference_input",
-]
-
 
 class OriginalWeights:
     """Original parameters of compressed modules, kept as long as original passes need them.

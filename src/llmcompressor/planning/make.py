@@ -51,8 +51,6 @@ from llmcompressor.planning.workload import (
 from llmcompressor.runtime.memory import free_device_memory, free_host_memory, malloc_trim
 from llmcompressor.verification import Deployment
 
-__all__ = ["RECIPE", "Request", "make_plan", "problem_of"]
-
 _START_SECONDS = 0.05
 _PASS_SECONDS = 0.15
 _MODULE_SECONDS = 0.0007

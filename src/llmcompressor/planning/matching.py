@@ -26,16 +26,6 @@ from llmcompressor.schemes.assign import (
 from llmcompressor.schemes.checks import describe_arguments
 from llmcompressor.schemes.presets import format_of
 
-__all__ = [
-    "STACK",
-    "describe",
-    "descriptions",
-    "match_patterns",
-    "module_rows",
-    "name_pattern",
-    "unmatched_targets",
-]
-
 STACK = "a stack of matrices, which no target reaches"
 _MOST_NAMES = 3
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.)")

@@ -36,8 +36,6 @@ from llmcompressor.planning.workload import BlockWork, Stop
 from llmcompressor.runtime.memory import TOLERATED
 from llmcompressor.runtime.progress import format_bytes
 
-__all__ = ["Capacity", "PartMemory", "RunMemory", "estimate_phases", "shortages"]
-
 _WIDE_INPUTS = 4
 """Tensors as wide as the widest input that are alive at once in a forward: gate, up, their
 product, and what comes next."""

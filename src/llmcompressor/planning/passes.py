@@ -23,8 +23,6 @@ from llmcompressor.planning.result import PassPlan
 from llmcompressor.planning.subject import Part
 from llmcompressor.planning.workload import BlockWork, BlockWorks, Widths
 
-__all__ = ["PassContext", "Passes", "plan_passes"]
-
 Passes = list[tuple[PassPlan, list[BlockWork]]]
 """The passes in order, each with the work of every part of the model."""
 

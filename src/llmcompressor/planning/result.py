@@ -16,25 +16,6 @@ from rich.text import Text
 
 from llmcompressor.runtime.progress import format_bytes
 
-__all__ = [
-    "Dense",
-    "Estimate",
-    "Match",
-    "ModuleRow",
-    "Operations",
-    "PassPlan",
-    "Phase",
-    "Plan",
-    "Problem",
-    "Rates",
-    "SchemeBytes",
-    "ServingNote",
-    "Sizes",
-    "Tokens",
-    "plan_text",
-    "print_plan",
-]
-
 
 @dataclass(frozen=True)
 class Match:

@@ -24,8 +24,6 @@ from llmcompressor.planning.subject import PlannedModel
 from llmcompressor.planning.workload import matrix_elements
 from llmcompressor.verification import Deployment, TensorInfo, check_serving
 
-__all__ = ["Output", "predict_output", "serving_notes"]
-
 
 @dataclass(frozen=True)
 class Output:

@@ -44,8 +44,6 @@ from llmcompressor.modeling.weights import untie_embeddings
 from llmcompressor.pipelines.moe_selection import targeted_moes, unquantized_moes
 from llmcompressor.runtime.progress import format_bytes
 
-__all__ = ["REST", "Part", "PlannedModel", "open_planned_model"]
-
 REST = ""
 """The name of what lies in no block."""
 

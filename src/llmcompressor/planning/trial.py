@@ -24,8 +24,6 @@ from llmcompressor.quantization.parameters import observe_weight
 from llmcompressor.runtime.threads import run_serially
 from llmcompressor.schemes.presets import format_of
 
-__all__ = ["MemoryCounter", "PeakBytes", "SchemeCost", "count_memory", "measure_scheme"]
-
 _ROWS = (8, 32, 128, 512, 2048)
 """Of the matrices: what works on parts of a matrix takes less per weight of a large one."""
 _COLUMNS = 2048

@@ -30,20 +30,6 @@ from llmcompressor.planning.result import Estimate, Operations, PassPlan, Rates
 from llmcompressor.planning.subject import REST, Part
 from llmcompressor.schemes.attention import updates_kv_cache
 
-__all__ = [
-    "BlockWork",
-    "BlockWorks",
-    "Stop",
-    "Traffic",
-    "Widths",
-    "count_operations",
-    "estimate_time",
-    "matrix_elements",
-    "measure_rates",
-    "part_cost",
-    "read_widths",
-]
-
 _EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 _EXPERTS_PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k")
 _FLOAT = 4

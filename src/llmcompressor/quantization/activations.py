@@ -27,8 +27,6 @@ from llmcompressor.observers.tokens import (
 from llmcompressor.quantization.parameters import activation_parameters
 from llmcompressor.schemes.bridge import default_observer, needs_global_scale
 
-__all__ = ["ActivationObservers"]
-
 _STATE_KINDS = {"q": "query", "k": "key", "v": "value"}
 _NOTHING = 1e-35
 

@@ -51,21 +51,6 @@ from llmcompressor.transformers_internals import (
     set_attention_name,
 )
 
-__all__ = [
-    "attach_attention",
-    "attach_linear",
-    "cache_scheme",
-    "cached_attention_modules",
-    "check_kv_shape_attributes",
-    "check_replaceable_attention",
-    "detach",
-    "disable_attention_hooks",
-    "enable_attention_hooks",
-    "quantized_attention_tensors",
-    "quantized_linear_tensors",
-    "set_parameter",
-]
-
 KV_CACHE_TARGETS = ["re:.*(self_attn|attention)$"]
 """What a scheme for the cache alone names as targets; readers take the ``kv_cache_scheme``."""
 

@@ -79,8 +79,6 @@ from llmcompressor.schemes.checks import check_schemes, warn_mixed_fused_sets
 from llmcompressor.schemes.presets import format_of
 from llmcompressor.schemes.resolve import ResolvedSchemes, resolve_schemes
 
-__all__ = ["SAYING_HOW", "QuantizationMixin"]
-
 _FLOAT = 4
 _EXTREMES = 3
 _SEARCHED = 12

@@ -37,8 +37,6 @@ from llmcompressor.quantization.parameters import WeightParameters
 from llmcompressor.runtime.threads import SPAN, one_thread
 from llmcompressor.schemes.bridge import grid_of, partition_of
 
-__all__ = ["Options", "Problem", "Solution", "gptq_cost", "refinement_rounds", "solve"]
-
 
 @dataclass(frozen=True)
 class Options:

@@ -62,14 +62,6 @@ from llmcompressor.schemes.bridge import (
     zero_dtype_of,
 )
 
-__all__ = [
-    "WEIGHT_STEP",
-    "ActivationFakeQuantizer",
-    "WeightFakeQuantizer",
-    "dynamic_fake_quantize",
-    "stored_fake_quantize",
-]
-
 _GROUPED = (QuantizationStrategy.GROUP, QuantizationStrategy.TENSOR_GROUP)
 
 

@@ -46,20 +46,6 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from llmcompressor.quantization.fake_quantize import stored_fake_quantize
 from llmcompressor.schemes.attention import kv_cache_argument
 
-__all__ = [
-    "DifferentiableAttention",
-    "EmptyCache",
-    "differentiable_forward",
-    "hook_cache",
-    "initialize_attention",
-    "make_cache_portable",
-    "make_forward_portable",
-    "needs_gradients",
-    "provide_empty_cache",
-    "replace_cache_argument",
-    "without_empty_caches",
-]
-
 
 def hook_cache(model: Any, attention: Module) -> None:
     """Add a quantized cache to an attention module, and pass it to each of its forwards."""

@@ -21,8 +21,6 @@ from llmcompressor.schemes.checks import are_separate_after_untying, tied_weight
 from llmcompressor.schemes.presets import format_of
 from llmcompressor.schemes.resolve import ResolvedSchemes
 
-__all__ = ["Quantizer", "have_same_values", "previous_quantizer", "untie_quantized_embeddings"]
-
 _NUMBERS = (
     "num_bits",
     "type",

@@ -36,22 +36,6 @@ from llmcompressor.schemes.bridge import (
 )
 from llmcompressor.schemes.resolve import BASE_NAMES, ResolvedSchemes
 
-__all__ = [
-    "WeightParameters",
-    "activation_parameters",
-    "check_observers",
-    "min_max_parameters",
-    "needs_input_importance",
-    "observe_weight",
-    "range_parameters",
-    "replace_weight",
-    "uses_only_extremes",
-    "weight_amax",
-    "weight_amax_with_headroom",
-    "weight_of",
-    "weight_range",
-]
-
 _FROM_EXTREMES = ("observe", "measure", "qparams")
 """What an observer must not do in a way of its own."""
 

@@ -57,9 +57,6 @@ from llmcompressor.quantization.fake_quantize import (
 from llmcompressor.quantization.parameters import needs_input_importance, weight_of
 from llmcompressor.runtime.progress import join_names
 
-__all__ = ["QuantizationAwareTraining", "TrainableMixin", "all_gather_statistics"]
-
-
 # --------------------
 # All-gather of observed statistics over the processes of a distributed training.
 

@@ -22,8 +22,6 @@ from llmcompressor.modeling.names import named_modules
 from llmcompressor.quantization.attach import cache_scheme
 from llmcompressor.schemes.attention import kv_source_layer
 
-__all__ = ["SharedKVCaches"]
-
 _STATES = frozenset(
     f"{base}_{part}" for base in ("k", "v") for part in ("scale", "zero_point", "global_scale")
 )

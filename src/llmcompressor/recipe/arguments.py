@@ -18,15 +18,6 @@ from llmcompressor.errors import RecipeError, did_you_mean
 from llmcompressor.recipe.document import RecipeLoader
 from llmcompressor.recipe.expressions import evaluate, is_expression, names_in
 
-__all__ = [
-    "Arguments",
-    "RecipeArgs",
-    "escape_expressions",
-    "names_used",
-    "parse_overrides",
-    "reject_unknown_overrides",
-]
-
 RecipeArgs: TypeAlias = "Mapping[str, Any] | Iterable[str] | str | None"
 """Overrides of a recipe's ``args``: a mapping, or ``"name=value"`` texts."""
 

@@ -20,15 +20,6 @@ import yaml
 
 from llmcompressor.errors import RecipeError
 
-__all__ = [
-    "RecipeLoader",
-    "add_number_resolvers",
-    "copy_document",
-    "looks_like_path",
-    "parse_text",
-    "read_file",
-]
-
 MAX_VALUES = 100_000
 """Most values in one recipe; aliases of aliases can spell billions in a few lines."""
 _FLATTER = "Look for a mapping or a list in it that holds itself."

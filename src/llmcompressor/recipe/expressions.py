@@ -24,8 +24,6 @@ from typing import Any, TypeAlias
 
 from llmcompressor.errors import RecipeError, did_you_mean
 
-__all__ = ["evaluate", "is_expression", "names_in"]
-
 MAX_CHARACTERS = 4_000
 """Longest expression. Python's parser is safe for short texts only, however they are nested."""
 MAX_BITS = 4_096

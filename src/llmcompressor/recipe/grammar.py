@@ -29,8 +29,6 @@ from llmcompressor.errors import RecipeError, did_you_mean
 from llmcompressor.recipe.arguments import Arguments, names_used
 from llmcompressor.recipe.stages import DEFAULT_STAGE, Stage, parse_run_type, stage_name
 
-__all__ = ["ParsedRecipe", "declared_names", "parse_document"]
-
 METADATA_KEYS = frozenset(
     {"author", "authors", "date", "description", "license"}
     | {"metadata", "name", "tags", "title", "version"}

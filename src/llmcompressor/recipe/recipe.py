@@ -28,8 +28,6 @@ from llmcompressor.recipe.stages import (
 )
 from llmcompressor.recipe.writing import modifier_fields, to_mapping, to_yaml
 
-__all__ = ["Recipe", "RecipeInput", "applied_stages", "renew_recipe"]
-
 RecipeInput: TypeAlias = (
     "Recipe | Modifier | Mapping[str, Any] | str | os.PathLike[str] | Iterable[RecipeInput] | None"
 )

@@ -11,21 +11,6 @@ from typing import Literal, TypeAlias, cast, get_args
 from llmcompressor.core.modifier import Modifier
 from llmcompressor.errors import RecipeError, did_you_mean
 
-__all__ = [
-    "DEFAULT_STAGE",
-    "RunType",
-    "Stage",
-    "check_order",
-    "check_required_later",
-    "concatenate_stages",
-    "infer_run_type",
-    "parse_run_type",
-    "rename_duplicates",
-    "select_stage",
-    "stage_name",
-    "unique_name",
-]
-
 RunType: TypeAlias = Literal["oneshot", "train"]
 DEFAULT_STAGE = "default"
 

@@ -24,8 +24,6 @@ from llmcompressor.recipe.arguments import escape_expressions
 from llmcompressor.recipe.document import add_number_resolvers
 from llmcompressor.recipe.stages import Stage, infer_run_type, unique_name
 
-__all__ = ["modifier_fields", "to_mapping", "to_yaml"]
-
 WIDTH = 88
 _BREAKS = frozenset("\t\n\r\x0b\x0c\x1c\x1d\x1e\x85\u2028\u2029\ufeff")
 _LABELS = frozenset({"group"})

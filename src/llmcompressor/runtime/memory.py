@@ -17,16 +17,6 @@ import numpy as np
 import psutil
 import torch
 
-__all__ = [
-    "TOLERATED",
-    "empty_device_cache",
-    "free_device_memory",
-    "free_host_memory",
-    "malloc_trim",
-    "release_clean_pages",
-    "release_pages",
-]
-
 TOLERATED = 2**26
 """Bytes that may stay freed and held: less than the libraries themselves take. To return what is
 wanted again a moment later costs up to an eighth of a run's time, for pages are made anew."""

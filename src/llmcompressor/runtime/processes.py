@@ -26,8 +26,6 @@ from typing import Any
 from llmcompressor.errors import ProcessError
 from llmcompressor.logger import logger
 
-__all__ = ["Processes", "rank_and_world_size", "skip_write", "write_once"]
-
 _ROOT = "llmcompressor"
 _LONGEST_PAUSE = 0.5
 """Seconds between two looks into the store."""

@@ -31,8 +31,6 @@ from tqdm import tqdm
 
 from llmcompressor.logger import is_quiet, logger
 
-__all__ = ["Advance", "format_bytes", "hide_tqdm_bars", "join_names", "progress"]
-
 _LOG_EVERY_S = 10.0
 
 # The display already on screen: a job within a job adds a line to it instead of a second display.

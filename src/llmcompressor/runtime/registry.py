@@ -12,15 +12,6 @@ from typing import Any, TypeVar
 
 from llmcompressor.errors import InputError, did_you_mean
 
-__all__ = [
-    "LazyRegistry",
-    "UserOverrides",
-    "gc_relaxed",
-    "lazy_exports",
-    "normalize_name",
-    "resolve",
-]
-
 V = TypeVar("V")
 
 

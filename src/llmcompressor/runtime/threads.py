@@ -24,16 +24,6 @@ from typing import TypeVar
 
 import torch
 
-__all__ = [
-    "SPAN",
-    "one_thread",
-    "parallel_for",
-    "parallel_spans",
-    "run_serially",
-    "short_spin_waits",
-    "wide_span",
-]
-
 T = TypeVar("T")
 
 

@@ -47,19 +47,6 @@ from llmcompressor.modeling.names import (
 from llmcompressor.runtime.progress import join_names
 from llmcompressor.schemes.attention import is_cached_attention
 
-__all__ = [
-    "SchemeLookup",
-    "assign_schemes",
-    "is_empty",
-    "is_quantizable",
-    "is_router",
-    "is_unquantized_when_served",
-    "match_schemes",
-    "matching_targets",
-    "output_head",
-    "weight_without_onloading",
-]
-
 _ROUTER = re.compile(r"(?:.*\.)?(?:(?:gate|router)(?:\..+)?|router_gate|shared_expert_gate)")
 _INDEXER = re.compile(r"(?:.*\.)?indexer\.(?:wk|weights_proj)")
 _ROUTER_CLASS = re.compile(r"Router|Gating|Gate(?![a-z])")

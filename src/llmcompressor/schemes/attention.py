@@ -12,16 +12,6 @@ from typing import Any
 from compressed_tensors.quantization import QuantizationArgs, is_cached_attention_module
 from torch.nn import Module
 
-__all__ = [
-    "CACHED_ATTENTION",
-    "has_kv_cache_argument",
-    "is_cached_attention",
-    "kv_cache_argument",
-    "kv_source_layer",
-    "state_strategies",
-    "updates_kv_cache",
-]
-
 CACHED_ATTENTION = (
     "a class with 'attention' in its name, with k_proj, v_proj, qkv_proj or kv_b_proj, and with a "
     "forward that takes cache or past_key_values and updates it, and not one half of it (as in an "

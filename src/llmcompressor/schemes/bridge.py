@@ -24,19 +24,6 @@ from llmcompressor.numerics.scales import ScaleFormat, default_zero_dtype
 from llmcompressor.schemes.checks import describe
 from llmcompressor.schemes.presets import format_of
 
-__all__ = [
-    "PACKED_ZEROS",
-    "compatible_formats",
-    "default_observer",
-    "format_mismatch",
-    "grid_of",
-    "needs_global_scale",
-    "partition_of",
-    "scale_dtype_of",
-    "scale_format_of",
-    "zero_dtype_of",
-]
-
 _GROUPED = (QuantizationStrategy.GROUP, QuantizationStrategy.TENSOR_GROUP)
 _MX_GROUP = 32
 

@@ -18,22 +18,6 @@ from llmcompressor.schemes.assign import is_quantizable, output_head, weight_wit
 from llmcompressor.schemes.attention import is_cached_attention, state_strategies
 from llmcompressor.schemes.presets import format_of
 
-__all__ = [
-    "IndivisibleModule",
-    "are_separate_after_untying",
-    "check_attention",
-    "check_divisible",
-    "check_schemes",
-    "check_tied",
-    "check_weights_quantizable",
-    "describe",
-    "describe_arguments",
-    "indivisible_modules",
-    "supports_ragged_groups",
-    "tied_weights",
-    "warn_mixed_fused_sets",
-]
-
 Schemes = Mapping[str, QuantizationScheme]
 
 _PAIRED = frozenset({"nvfp4-pack-quantized", "mxfp4-pack-quantized"})

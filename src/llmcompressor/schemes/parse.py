@@ -25,8 +25,6 @@ from llmcompressor.schemes.presets import (
     preset_scheme,
 )
 
-__all__ = ["check_actorder", "parse_args", "parse_group", "parse_names", "parse_scheme"]
-
 ARGUMENT_FIELDS = ("weights", "input_activations", "output_activations")
 _WEIGHT_STRATEGIES = ("tensor", "channel", "group", "block", "tensor_group")
 

@@ -45,18 +45,6 @@ from compressed_tensors.quantization.quant_scheme import PRESET_SCHEMES
 
 from llmcompressor.errors import InputError, did_you_mean
 
-__all__ = [
-    "PRESETS",
-    "Preset",
-    "can_store_6_bit_floats",
-    "check_6_bit_floats",
-    "format_of",
-    "is_bit_packed",
-    "is_preset",
-    "preset_scheme",
-    "with_format",
-]
-
 _PACKED = "pack-quantized"
 _MXFP6 = "mxfp6-pack-quantized"
 _NEEDED = "0.20"

@@ -30,8 +30,6 @@ from llmcompressor.schemes.parse import (
 )
 from llmcompressor.schemes.presets import is_preset, preset_scheme, with_format
 
-__all__ = ["BASE_NAMES", "ResolvedSchemes", "resolve_schemes"]
-
 BASE_NAMES = {"weights": "weight", "input_activations": "input", "output_activations": "output"}
 """What observers call the tensors that the arguments of a scheme are for."""
 _OBSERVER_KEYS = {

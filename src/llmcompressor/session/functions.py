@@ -16,19 +16,6 @@ from llmcompressor.session.session import CompressionSession
 if TYPE_CHECKING:
     from torch.nn import Module
 
-__all__ = [
-    "LifecycleCallbacks",
-    "active_session",
-    "callbacks",
-    "create_session",
-    "exclusive_session",
-    "finalize",
-    "initialize",
-    "reset_session",
-    "run_session",
-]
-
-
 _default = CompressionSession()
 _opened = threading.local()
 """``sessions``: those that are open in this thread, innermost last."""

@@ -19,8 +19,6 @@ from llmcompressor.recipe.arguments import RecipeArgs
 from llmcompressor.recipe.recipe import Recipe, RecipeInput, renew_recipe
 from llmcompressor.session.resuming import check_same_recipe, recipe_record
 
-__all__ = ["CompressionLifecycle"]
-
 _BATCH_ORDER = (
     EventType.BATCH_START,
     EventType.LOSS_CALCULATED,

@@ -15,8 +15,6 @@ from llmcompressor.modeling.sharded import gather_full
 from llmcompressor.recipe.recipe import Recipe
 from llmcompressor.recipe.writing import modifier_fields
 
-__all__ = ["check_same_recipe", "recipe_record"]
-
 _PLAIN = frozenset({type(None), bool, int, float, str, torch.dtype})
 
 

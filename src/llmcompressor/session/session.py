@@ -14,8 +14,6 @@ from llmcompressor.recipe.arguments import RecipeArgs
 from llmcompressor.recipe.recipe import RecipeInput
 from llmcompressor.session.lifecycle import CompressionLifecycle
 
-__all__ = ["CompressionSession"]
-
 
 class CompressionSession:
     """Manages a run: owns its lifecycle, and through it its state.

@@ -18,8 +18,6 @@ from llmcompressor.modeling.sharded import full_shapes_reported, gather_full, is
 from llmcompressor.runtime.progress import Advance, progress
 from llmcompressor.training.driver import SessionDriver
 
-__all__ = ["SessionEvents", "TrainingProgress", "summary"]
-
 
 class SessionEvents(TrainerCallback):
     """Sends the events around the optimizer's step to the session.

@@ -22,15 +22,6 @@ import transformers
 from llmcompressor.errors import CheckpointError
 from llmcompressor.logger import logger
 
-__all__ = [
-    "SESSION_FILE",
-    "DataPosition",
-    "checkpoint_to_resume",
-    "read_session",
-    "step_of",
-    "write_session",
-]
-
 SESSION_FILE = "session_state.pt"
 _STATE_FILE = "trainer_state.json"
 # transformers' own mark of a checkpoint that it writes on a signal and has not finished.

@@ -21,16 +21,6 @@ from llmcompressor.transformers_internals import has_peft_adapters
 if TYPE_CHECKING:
     from transformers import Trainer
 
-__all__ = [
-    "check_can_train",
-    "check_experts",
-    "check_trainable",
-    "check_trainer",
-    "warn_if_epoch_changed",
-    "warn_of_schedules",
-    "zero_stage",
-]
-
 # Settings of ZeRO stage 3, and the greatest value that changes nothing.
 _NOT_THE_WEIGHT = {
     "zero_hpz_partition_size": 1,

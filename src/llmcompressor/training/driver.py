@@ -30,13 +30,6 @@ from llmcompressor.training.checks import (
 )
 from llmcompressor.training.loss import RunLoss, StepLoss, micro_batch_mean, scale_to_share
 
-__all__ = [
-    "SessionDriver",
-    "modifiers_to_apply",
-    "remove_checkpoint_wrappers",
-]
-
-
 _OF_A_TRAINING = ("optimizer", "scheduler", "gradient_clipping")
 """Settings of DeepSpeed that a model without a training of its own has no use for."""
 

@@ -34,18 +34,6 @@ from llmcompressor.errors import DatasetError
 from llmcompressor.observers.tokens import num_batch_tokens
 from llmcompressor.transformers_internals import loss_shifts_labels
 
-__all__ = [
-    "RunLoss",
-    "StepLoss",
-    "count_step_tokens",
-    "count_targets",
-    "explain_missing_loss",
-    "micro_batch_mean",
-    "micro_batch_share",
-    "scale_to_share",
-    "token_weight",
-]
-
 _IGNORED = -100  # transformers' label of a position without a target
 _SAYS = "loss_is_scaled_for_ga"  # what a trainer says of its loss itself, from 5.19 on
 _NO_SHARE = 2.0**-20  # in place of zero; a power of two, so that nothing is rounded

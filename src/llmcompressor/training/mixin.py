@@ -49,9 +49,6 @@ from llmcompressor.training.loss import (
 from llmcompressor.training.optimizer import bare_optimizer, parameter_ids, train_new_parameters
 from llmcompressor.transformers_internals import keep_columns, overrides_steps, trainer_step
 
-__all__ = ["SessionManagerMixIn", "Trainer"]
-
-
 if TYPE_CHECKING:
     # The mixin precedes a trainer among the bases of a class, whichever trainer that is.
     from transformers import Trainer as _Base

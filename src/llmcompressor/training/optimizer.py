@@ -13,8 +13,6 @@ from torch.nn import Module, Parameter
 from llmcompressor.errors import ArgumentError
 from llmcompressor.modeling.sharded import is_dtensor
 
-__all__ = ["bare_optimizer", "parameter_ids", "train_new_parameters", "without_new_parameters"]
-
 
 def bare_optimizer(optimizer: Any) -> Any:
     """Return the optimizer without accelerate's wrapper."""

@@ -22,15 +22,6 @@ from llmcompressor.checkpoint.source import check_format, is_empty_quantization
 from llmcompressor.transformers_internals import build_from_config, name_config
 from llmcompressor.utils.devices import best_device
 
-__all__ = [
-    "get_high_precision",
-    "is_model_ct_quantized_from_path",
-    "load_context",
-    "patch_transformers_logger_level",
-    "skip_weights_download",
-    "skip_weights_initialize",
-]
-
 # Device maps by which scripts keep weights off the accelerator: here that is the default.
 _OFFLOADED = frozenset({"auto_offload", "auto", "cpu"})
 

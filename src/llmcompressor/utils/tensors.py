@@ -17,8 +17,6 @@ from torch.nn import Module
 from llmcompressor.errors import InputError
 from llmcompressor.modeling.sharded import gather_full
 
-__all__ = ["ModuleSparsificationInfo", "tensor_sparsity", "tensors_to_device"]
-
 
 def tensors_to_device(tensors: Any, device: str | torch.device) -> Any:
     """Move a tensor, or a nested collection of tensors, to a device.

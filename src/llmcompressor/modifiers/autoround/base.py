@@ -73,8 +73,6 @@ from llmcompressor.quantization.parameters import (
 from llmcompressor.runtime.progress import join_names
 from llmcompressor.schemes.bridge import grid_of
 
-__all__ = ["AutoRoundModifier", "TuneRecord"]
-
 _NONE_SHOWN = ExpertInputs({}, None)
 """One for all modifiers that have not begun: they are equal if their fields are."""
 _SHRUNK_TO = 0.5

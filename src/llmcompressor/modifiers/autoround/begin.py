@@ -32,16 +32,6 @@ from llmcompressor.quantization.column_solver import Options, Problem, solve
 from llmcompressor.quantization.parameters import WeightParameters, weight_of
 from llmcompressor.schemes.bridge import grid_of, partition_of, scale_dtype_of, scale_format_of
 
-__all__ = [
-    "REFINEMENTS",
-    "InitialRounding",
-    "has_learnable_scales",
-    "nearest_initialization",
-    "solve_block",
-    "solve_experts",
-    "solve_last_linear",
-]
-
 REFINEMENTS = 4
 """Rounds of coordinate descent after each sweep."""
 _OPTIONS = Options(128, 0.01, 0.05, refinements=REFINEMENTS, refit=True, settles=True)

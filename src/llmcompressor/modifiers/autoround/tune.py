@@ -27,19 +27,6 @@ from llmcompressor.observers.input_statistics import InputStatistics
 from llmcompressor.observers.tokens import real_tokens
 from llmcompressor.quantization.parameters import weight_of
 
-__all__ = [
-    "BlockRunner",
-    "Call",
-    "ExpertInputs",
-    "Options",
-    "TuningResult",
-    "expert_input_bytes",
-    "fix_batch_if_needed",
-    "rounded_errors",
-    "tune_block",
-]
-
-
 # --------------------
 # Repeated runs of a block on its recorded calls with replaced weights.
 #

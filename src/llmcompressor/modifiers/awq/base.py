@@ -65,15 +65,6 @@ from llmcompressor.quantization.parameters import (
 from llmcompressor.runtime.registry import UserOverrides
 from llmcompressor.schemes.bridge import needs_global_scale, partition_of
 
-__all__ = [
-    "AWQ_MAPPING_REGISTRY",
-    "AWQMapping",
-    "AWQModifier",
-    "default_mappings",
-    "get_layer_mappings_from_architecture",
-    "get_layer_mappings_from_model",
-]
-
 _Device = Annotated[
     str, BeforeValidator(lambda one: str(one) if isinstance(one, torch.device) else one)
 ]

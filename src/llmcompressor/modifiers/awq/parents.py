@@ -33,8 +33,6 @@ from llmcompressor.numerics.cholesky import WIDTH
 from llmcompressor.observers.tokens import real_tokens
 from llmcompressor.schemes.attention import updates_kv_cache
 
-__all__ = ["ParentRuns", "awq_cost", "parent_of", "rerun_cost"]
-
 _EVERYTHING = sys.maxsize
 """Bytes that no data exceeds."""
 

@@ -24,29 +24,6 @@ from llmcompressor.numerics.distillation import mean_of_rows, mean_over_tokens
 from llmcompressor.numerics.straight_through import with_zero_gradients
 from llmcompressor.observers.tokens import num_batch_tokens
 
-__all__ = [
-    "COMPARISONS",
-    "TRANSFORMS",
-    "OutputCapture",
-    "OutputDistance",
-    "Pair",
-    "Projections",
-    "Target",
-    "check_projection",
-    "check_widths",
-    "expect_gradient",
-    "expect_whole_parameters",
-    "has_other_hooks",
-    "main_tensor",
-    "micro_batch_weight",
-    "output_width",
-    "pair_modules",
-    "run_teacher",
-    "task_loss",
-    "teacher_of",
-    "token_rows",
-]
-
 # Keys of a batch that are for the loss only; the teacher computes none.
 _FOR_THE_LOSS = {"labels", "shift_labels", "num_items_in_batch", "return_loss"}
 

@@ -51,8 +51,6 @@ from llmcompressor.schemes.bridge import grid_of, partition_of
 from llmcompressor.schemes.parse import check_actorder
 from llmcompressor.schemes.resolve import ResolvedSchemes
 
-__all__ = ["GPTQModifier", "SolveRecord"]
-
 
 @dataclass(frozen=True)
 class SolveRecord:

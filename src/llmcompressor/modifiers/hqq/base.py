@@ -40,8 +40,6 @@ from llmcompressor.quantization.parameters import (
 from llmcompressor.runtime.threads import parallel_for
 from llmcompressor.schemes.bridge import grid_of, partition_of, scale_format_of
 
-__all__ = ["HQQModifier", "RefineRecord"]
-
 _ROUND_BYTES = 40
 """Of a weight in one round: ten tensors of float32."""
 _ERROR_BYTES = 8

@@ -34,8 +34,6 @@ from llmcompressor.modifiers.pruning.targets import (
     matches_by_class,
 )
 
-__all__ = ["MaskingModifier"]
-
 STORED = "the zeros are stored like other weights: no reader has a sparse format for them"
 
 # Events between two optimizer steps, at which masks may change.

@@ -30,8 +30,6 @@ from llmcompressor.modifiers.pruning.masked_weights import Schedule, ScheduleWin
 from llmcompressor.numerics.masks import Structure, parse_structure
 from llmcompressor.runtime.progress import join_names
 
-__all__ = ["ConstantPruningModifier", "MagnitudePruningModifier"]
-
 _ROUNDING = 1e-9
 
 

@@ -43,8 +43,6 @@ from llmcompressor.numerics.masks import LazyWeight, Structure, grow_masks
 from llmcompressor.recipe.expressions import evaluate
 from llmcompressor.runtime.progress import join_names
 
-__all__ = ["MaskedWeights", "ScheduleWindow", "make_schedule"]
-
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 

@@ -32,8 +32,6 @@ from llmcompressor.modeling.sharded import full_shape
 from llmcompressor.runtime.progress import join_names
 from llmcompressor.schemes.assign import is_router
 
-__all__ = ["ParameterLocation", "find_parameters", "matches_by_class"]
-
 ALL = "__ALL__"
 ALL_PRUNABLE = frozenset({"__ALL_PRUNABLE__", "__ALL_QUANTIZABLE__"})
 """Words for the weights of every module of these classes."""

@@ -35,8 +35,6 @@ from llmcompressor.quantization.parameters import (
 from llmcompressor.quantization.qat import TrainableMixin
 from llmcompressor.runtime.threads import one_thread, parallel_for
 
-__all__ = ["QuantizationModifier"]
-
 T = TypeVar("T")
 
 

@@ -47,8 +47,6 @@ from llmcompressor.modifiers.reap.layers import (
 from llmcompressor.numerics.reap import Saliency, dropped_experts
 from llmcompressor.runtime.progress import join_names
 
-__all__ = ["REAPPruningModifier"]
-
 _LOOKS = 40
 """At each value that an expert gets: gathered, ordered by experts, masked, its norm taken."""
 _PLACES = 10_000

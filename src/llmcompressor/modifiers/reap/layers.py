@@ -23,8 +23,6 @@ from llmcompressor.errors import TargetError
 from llmcompressor.modeling.weights import text_config
 from llmcompressor.moe.linear_experts import LinearExperts
 
-__all__ = ["MoeLayer", "expert_count_attributes", "find_moe_layers", "prune_experts", "run_experts"]
-
 _STACK = 3
 _ROUTED_ARGUMENTS = 3
 _GROUPS = ("num_group", "n_group", "num_expert_group", "n_expert_group")

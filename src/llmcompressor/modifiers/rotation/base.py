@@ -58,8 +58,6 @@ from llmcompressor.moe.expert_stops import stages_bypassed
 from llmcompressor.numerics.hadamard import has_hadamard, random_orthogonal, usable_block_sizes
 from llmcompressor.numerics.rotation import Rotation, rotated_weight_peak_bytes
 
-__all__ = ["RotationModifier", "TransformType", "read_rotation_names"]
-
 TransformType = Literal["hadamard", "random-hadamard", "random-matrix"]
 FindFault = Callable[[RotationPlan], str | None]
 """Plan → the reason why outputs would change with it, as a clause; ``None`` if they would not."""

@@ -50,16 +50,6 @@ from llmcompressor.runtime.progress import progress
 from llmcompressor.runtime.threads import short_spin_waits
 from llmcompressor.schemes.bridge import grid_of, needs_global_scale, partition_of
 
-__all__ = [
-    "COMPARED",
-    "PIECE",
-    "LearningResult",
-    "check_next_tokens",
-    "learn_rotations",
-    "learning_cost",
-]
-
-
 # --------------------
 # Rotated and fake-quantized weights as differentiable functions of the learned rotations.
 #

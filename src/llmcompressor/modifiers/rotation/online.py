@@ -41,16 +41,6 @@ from llmcompressor.transformers_internals import (
     supports_sdpa,
 )
 
-__all__ = [
-    "ONLINE_DTYPE",
-    "OnlineRotation",
-    "check_attention_hookable",
-    "has_online_rotation",
-    "is_loadable_order",
-    "stored_weight",
-    "tie_weights",
-]
-
 ONLINE_DTYPE = torch.float32
 """In which rotations at run time are computed and stored: signs are exact in it."""
 _LARGEST_KNOWN = 256

@@ -37,21 +37,6 @@ from llmcompressor.quantization.attach import cached_attention_modules, check_kv
 from llmcompressor.runtime.registry import UserOverrides
 from llmcompressor.schemes.attention import CACHED_ATTENTION
 
-__all__ = [
-    "NAME_PARTS",
-    "NORM_MAPPING_REGISTRY",
-    "SPINQUANT_MAPPING_REGISTRY",
-    "NormMapping",
-    "ResidualStream",
-    "Site",
-    "SpinQuantMapping",
-    "down_sites",
-    "find_residual_stream",
-    "head_sites",
-    "query_and_key_sites",
-    "untraced_linears",
-]
-
 NAME_PARTS = "Name its parts with the fields mappings and norm_mappings."
 _WITHOUT_R1 = "Leave R1 out of rotations."
 

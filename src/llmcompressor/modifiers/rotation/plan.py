@@ -45,17 +45,6 @@ from llmcompressor.numerics.rotation import (
     rotated_weight,
 )
 
-__all__ = [
-    "Fusion",
-    "Norm",
-    "RotationPlan",
-    "fusion_flops",
-    "norms_feeding",
-    "short_targets",
-    "trial_flops",
-    "write_schemes",
-]
-
 
 @dataclass(frozen=True)
 class Norm:

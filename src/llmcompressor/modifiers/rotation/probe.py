@@ -26,15 +26,6 @@ from llmcompressor.modeling.patches import eval_mode, forward_overridden
 from llmcompressor.modifiers.rotation.plan import RotationPlan
 from llmcompressor.numerics.products import full_float32_products
 
-__all__ = [
-    "NARROW_TOLERANCE",
-    "TOLERANCE",
-    "InvarianceProbe",
-    "probe_logits",
-    "relative_distance",
-    "swapped_while_running",
-]
-
 TOLERANCE = 2e-4
 """How far float32 outputs may move. Random orders of summation move them by 1e-7 to 1e-5."""
 NARROW_TOLERANCE = {torch.float16: 0.05, torch.bfloat16: 0.2}

@@ -51,8 +51,6 @@ from llmcompressor.modifiers.rotation.plan import (
 from llmcompressor.runtime.progress import join_names
 from llmcompressor.schemes.assign import is_router
 
-__all__ = ["QuIPModifier"]
-
 _INPUT = TransformLocation.INPUT
 
 

@@ -53,8 +53,6 @@ from llmcompressor.modifiers.rotation.plan import RotationPlan, short_targets
 from llmcompressor.numerics.rotation import Rotation
 from llmcompressor.runtime.progress import join_names
 
-__all__ = ["SpinQuantModifier"]
-
 Name = Literal["R1", "R2", "R3", "R4"]
 
 _LEARNED = "learned"

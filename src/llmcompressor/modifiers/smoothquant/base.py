@@ -36,17 +36,6 @@ from llmcompressor.observers.tokens import split_batches
 from llmcompressor.quantization.parameters import weight_of
 from llmcompressor.runtime.registry import UserOverrides
 
-__all__ = [
-    "DEFAULT_SMOOTHQUANT_MAPPINGS",
-    "MAPPINGS_REGISTRY",
-    "LayerMap",
-    "LogarithmicEqualizationModifier",
-    "SmoothQuantMapping",
-    "SmoothQuantModifier",
-    "get_layer_mappings_from_architecture",
-    "get_layer_mappings_from_model",
-]
-
 _Names = Annotated[
     list[str], BeforeValidator(lambda given: [given] if isinstance(given, str) else given)
 ]

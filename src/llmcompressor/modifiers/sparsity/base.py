@@ -44,8 +44,6 @@ from llmcompressor.numerics.masks import NofM, parse_structure
 from llmcompressor.numerics.wanda import wanda_prune
 from llmcompressor.observers.input_statistics import InputCollector
 
-__all__ = ["OneShotPruningModifier", "SparsityRecord"]
-
 _STORED = "the zeros are stored like other weights: no reader has a sparse format for them"
 _ANYWHERE = ("0:0", "unstructured")
 _ROUNDING = 1e-9

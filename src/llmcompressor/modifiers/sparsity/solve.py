@@ -28,8 +28,6 @@ from llmcompressor.numerics.sparse_fit import REFIT_STEPS, ROUNDS_PER_FACTOR, sp
 from llmcompressor.numerics.sparsegpt import SparseResult, sparse_sweep
 from llmcompressor.runtime.threads import SPAN, one_thread
 
-__all__ = ["Options", "Problem", "Solution", "solve", "sparsegpt_cost"]
-
 _STEPS = 4
 """How often dampening is tried before giving up."""
 

@@ -35,8 +35,6 @@ from llmcompressor.numerics.masks import Share, Sparsity
 from llmcompressor.observers.input_statistics import InputStatistics
 from llmcompressor.pipelines.watchers import reference_input
 
-__all__ = ["SparseGPTModifier"]
-
 
 class SparseGPTModifier(OneShotPruningModifier):
     """Prune weights, and update the remaining ones to compensate.

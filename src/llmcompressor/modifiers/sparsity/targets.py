@@ -38,22 +38,6 @@ from llmcompressor.observers.tokens import real_tokens
 from llmcompressor.runtime.progress import join_names
 from llmcompressor.schemes.assign import is_router, output_head
 
-__all__ = [
-    "ALL_PRUNABLE",
-    "OutlierProfile",
-    "PruningLayers",
-    "find_pruning_layers",
-    "has_row_tokens",
-    "is_prunable",
-    "matches_linear",
-    "matrix_inputs",
-    "matrix_of",
-    "matrix_shape",
-    "unprunable_reason",
-    "write_matrix",
-]
-
-
 # --------------------
 # Matrix views of prunable modules, and the inputs that these matrices are multiplied with.
 #

@@ -16,8 +16,6 @@ from llmcompressor.modifiers.sparsity.targets import matrix_of, matrix_shape
 from llmcompressor.numerics.wanda import wanda_prune
 from llmcompressor.runtime.threads import parallel_for
 
-__all__ = ["WandaPruningModifier"]
-
 _VISITS = 45
 _PIECE = 256
 """Tokens that are widened at once: few enough for a processor's cache, and for its allocator."""
