@@ -139,7 +139,7 @@ def scale_shape(args: Args, rows: int, columns: int) -> tuple[tuple[int, ...], .
 
 
 def expected_tensors(scheme: Scheme, rows: int, columns: int) -> dict[str, Expected]:
-    """Own name → what must be there, for a Linear or Embedding (bias left out).
+    """Own name → what must be there, for a Linear or Embedding; a bias may be.
 
     Args:
         scheme: its scheme, with the format that counts.
@@ -154,7 +154,7 @@ def expected_tensors(scheme: Scheme, rows: int, columns: int) -> dict[str, Expec
     for base, args in (("input", scheme.inputs), ("output", scheme.outputs)):
         if args is not None:
             found.update(_of_activations(base, args))
-    return found
+    return {**found, "bias": Expected(PLAIN_FLOATS, ((rows,),))}
 
 
 def _of_weight(
@@ -205,17 +205,21 @@ def _of_activations(base: str, args: Args) -> Iterator[tuple[str, Expected]]:
 def misfits(
     own: Mapping[str, TensorInfo], expected: Mapping[str, Expected]
 ) -> Iterator[tuple[str, str, str]]:
-    """Differences: own name, ``missing`` / ``dtype`` / ``shape``, and a sentence."""
+    """Differences: own name, ``missing`` / ``dtype`` / ``shape`` / ``extra``, and a sentence."""
     for name, wanted in expected.items():
         info = own.get(name)
         if info is None:
-            yield name, "missing", f"It has no {name}."
+            if name != "bias":
+                yield name, "missing", f"It has no {name}."
         elif info.dtype not in wanted.dtypes:
             words = " or ".join(sorted(wanted.dtypes))
             yield name, "dtype", f"Its {name} is stored as {info.dtype} instead of {words}."
         elif wanted.shapes and info.shape not in wanted.shapes:
             words = " or ".join(str(list(shape)) for shape in wanted.shapes)
             yield name, "shape", f"Its {name} has the shape {list(info.shape)} instead of {words}."
+    for name in own:
+        if name not in expected:
+            yield name, "extra", f"It has a {name}, which is not read."
 
 
 CHUNK = 1 << 18

@@ -231,8 +231,6 @@ _CLASSES = {
 }
 _CLASS_OF = {"embedding": "VocabParallelEmbedding", "head": "ParallelLMHead", "gate": "GateLinear"}
 _PLAIN_CLASS = {"linear": "Linear", "head": "Linear", "embedding": "Embedding"}
-_TAKEN = frozenset({"linear", "embedding"})
-"""What compressed-tensors quantizes, of all that targets may name."""
 
 
 @dataclass(frozen=True)
@@ -485,23 +483,10 @@ class Resolver:
                 return group
         return None
 
-    def transformers(self, entry: Entry, own: Sequence[tuple[str, str]] = ()) -> Choice:
-        """Choice of compressed-tensors, and so of transformers, for a module.
-
-        Args:
-            entry: the module.
-            own: the modules of the class that have their weight from it, and what they are. Of
-                several that differ, it is one of which something else is made than is stored.
-        """
-        if not own:
-            names = (entry.name, self.served(entry.name))
-            return self._by_class_or_name(_PLAIN_CLASS.get(entry.kind, ""), names)
-        choices = [
-            self._by_class_or_name(_PLAIN_CLASS[kind], (name,)) if kind in _TAKEN else Choice()
-            for name, kind in own
-        ]
-        strange = (one for one in choices if (one.group is None) is entry.is_quantized)
-        return next(strange, choices[0])
+    def transformers(self, entry: Entry) -> Choice:
+        """Choice of compressed-tensors, and so of transformers, for a module."""
+        names = (entry.name, self.served(entry.name))
+        return self._by_class_or_name(_PLAIN_CLASS.get(entry.kind, ""), names)
 
     def _by_class_or_name(self, cls: str, names: Sequence[str]) -> Choice:
         if cls in self.ignore or any(self._plain_ignore.first(name) is not None for name in names):
