@@ -24,7 +24,7 @@ if os.environ.get("PYTEST_XDIST_WORKER"):
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # else the first run of each warns of it
 
-multiprocessing.set_forkserver_preload(["tests.forked_from"])
+multiprocessing.set_forkserver_preload(["tests.support.forked_from"])
 
 
 _READERS = """

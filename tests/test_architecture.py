@@ -7,6 +7,7 @@ import ast
 import re
 import sys
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,7 @@ FLOORS = {
     "errors": 0,
     "logger": 0,
     "runtime": 1,
+    "transformers_internals": 1,
     "numerics": 2,
     "args": 2,
     "metrics": 2,
@@ -50,9 +52,29 @@ FLOORS = {
     "_compat": 11,
     "__main__": 11,
 }
+# Private attributes of other libraries than transformers that the package reads or sets.
+FOREIGN = {
+    "python": {"_DummyThread"},
+    "torch": {
+        *("_ConvNd", "_dynamo", "_linear_pointwise", "_pytree", "_python_dispatch", "_orig_mod"),
+        *("_forward_hooks", "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs"),
+        *("_get_current_function_mode_stack", "_pop_mode", "_push_mode"),
+        *("_get_default_store", "_non_persistent_buffers_set", "_reversed_padding_repeated_twice"),
+    },
+    "accelerate": {"_hf_hook"},
+    "compressed-tensors": {"_original_impl"},
+    "deepspeed": {"_hp_mapping", "_z3_optimizer"},
+}
 # What mathematics may know besides itself and the language's own library.
 MATHEMATICS = {"torch", "numpy", "safetensors", "llmcompressor"}
+INTERNALS = "transformers_internals"
+ACCESS = ("getattr", "hasattr", "setattr", "delattr", "attrgetter", "patch.object")
 MACHINE_PATH = re.compile(r"/(?:home|work|root|Users|opt/envs)/\w|[A-Z]:\\\\Users")
+
+
+# A unit test lies in the folder of what it tests; an integration test is a part of a story.
+STORIES = {"oneshot", "resume", "train", "model_free", "moe", "rotations", "verify"}
+TEST_FOLDERS = {"unit", "integration", "docs", "device", "support"}
 
 
 def _own(folder: Path, pattern: str) -> list[Path]:
@@ -181,9 +203,69 @@ def test_the_verifier_shares_nothing_with_the_writer() -> None:
         if name.split(".")[0] == "verification"
         for line, full in imports(name, path)
         if (own := own_module(full)) is not None
-        and room(own) not in {"verification", "errors", "runtime"}
+        and room(own) not in {"verification", "errors", "runtime", "transformers_internals"}
     ]
     assert not shared, "\n".join(shared)
+
+
+def private_names(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Line and name of each private attribute or import that is not of the object itself."""
+    for node in ast.walk(tree):
+        names: list[str] = []
+        if isinstance(node, ast.Attribute):
+            own = ast.unparse(node.value) in {"self", "cls"}
+            names = [] if own else [node.attr]
+        elif isinstance(node, ast.ImportFrom | ast.Import):
+            names = [part for alias in node.names for part in alias.name.split(".")]
+            names += (getattr(node, "module", None) or "").split(".")
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(ACCESS):
+            names = [one.value for one in node.args[1:2] if isinstance(one, ast.Constant)]
+        for name in names:
+            if isinstance(name, str) and re.match(r"_[^_]", name):
+                yield node.lineno, name
+
+
+def own_private_names(tree: ast.AST) -> set[str]:
+    """The private functions, classes, attributes and modules that a file defines."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            found.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            found.add(node.id)
+        elif isinstance(node, ast.Attribute) and ast.unparse(node.value) in {"self", "cls"}:
+            found.add(node.attr)
+    return found
+
+
+def test_private_names_of_transformers_have_one_home() -> None:
+    trees = {name: ast.parse(path.read_text(encoding="utf-8")) for name, path in files().items()}
+    home = {name for _, name in private_names(trees.pop(INTERNALS))}
+    own = {"_compat"}.union(*map(own_private_names, trees.values()))
+    known = own.union(*FOREIGN.values()) - home
+    strange = [
+        f"{name}:{line}: {private}"
+        for name, tree in trees.items()
+        for line, private in private_names(tree)
+        if private not in known
+    ]
+    assert not strange, "\n".join(strange)
+    assert not own & home, f"{INTERNALS} has steps to override in place of {own & home}"
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "model._no_split_modules",
+        "getattr(model, '_tied_weights_keys', None)",
+        "patch.object(kind, '_load_pretrained_model')",
+        "super()._save_checkpoint(model)",
+        "from transformers.modeling_utils import _load_state_dict_into_model",
+        "import transformers._typing",
+    ],
+)
+def test_a_private_name_is_seen(line: str) -> None:
+    assert list(private_names(ast.parse(line)))
 
 
 @pytest.mark.parametrize("name", house.CEILINGS)
@@ -233,6 +315,29 @@ def test_every_file_names_its_license() -> None:
         if header not in path.read_text(encoding="utf-8").splitlines()[:2]
     ]
     assert not missing, "\n".join(missing)
+
+
+def test_tests_lie_where_what_they_test_does() -> None:
+    tests = ROOT / "tests"
+    folders = {str(one.parent.relative_to(tests)) for one in _own(tests, "*.py")} - {"."}
+    modules = {one for one in files() if "." not in one}
+    strange = {one for one in folders if one.partition("/")[0] not in TEST_FOLDERS}
+    strange |= {
+        one
+        for one in folders
+        if one.startswith("unit/") and not (house.SOURCE / one.removeprefix("unit/")).is_dir()
+    }
+    strange |= {
+        one
+        for one in folders
+        if one.startswith("integration/") and one.removeprefix("integration/") not in STORIES
+    }
+    strange |= {
+        one.name
+        for one in (tests / "unit").glob("test_*.py")
+        if not {one.stem.removeprefix("test_"), one.stem.removeprefix("test")} & modules
+    }
+    assert not strange
 
 
 def test_no_path_of_one_machine() -> None:

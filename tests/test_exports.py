@@ -407,8 +407,8 @@ PUBLIC = {
     "llmcompressor.utils.pytorch.module": ["get_no_split_params"],
     "llmcompressor.version": ["__version__", "__version_tuple__", "version", "version_tuple"],
 }
-# Second path → where the thing lives; both give the same object. tests/test_compat.py has those
-# of earlier releases.
+# Second path → where the thing lives; both give the same object. tests/unit/test_compat.py has
+# those of earlier releases.
 ALIASES = {
     "llmcompressor:callbacks": "llmcompressor.session.functions:LifecycleCallbacks",
     "llmcompressor.args:DataTrainingArguments": "llmcompressor.args:DatasetArguments",

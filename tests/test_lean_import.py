@@ -10,7 +10,7 @@ import subprocess
 import sys
 
 import pytest
-from tests.rings import RINGS
+from tests.support.rings import RINGS
 
 EVERYTHING = [
     "llmcompressor.args",
@@ -140,7 +140,7 @@ def test_importing_everything_changes_no_setting() -> None:
 
 
 def test_where_torch_was_imported_before_nothing_is_exempted_from_the_search_for_cycles() -> None:
-    """``tests/test_collecting.py`` has the other case."""
+    """``tests/unit/runtime/test_collecting.py`` has the other case."""
     assert _after_everything()[1:] == [0, True, True, True]
 
 

@@ -198,7 +198,7 @@ class Runs:
 
     def train_resumed(self, name: str) -> dict[str, bool]:
         """A training that is broken off, and continued from its checkpoint."""
-        from tests.entrypoints.breaking import Breaker
+        from tests.support.breaking import Breaker
 
         recipe = TRAININGS[name] + "  Breaker: {}\n"
         Breaker.at = 2

@@ -26,7 +26,7 @@ from typing import Any
 
 import pytest
 from tests import house
-from tests.short_pico import write_short_pico
+from tests.support.short_pico import write_short_pico
 
 from llmcompressor.args import DatasetArguments, ModelArguments, RecipeArguments
 from llmcompressor.cli import main

@@ -32,6 +32,7 @@ from llmcompressor.modeling.blocks import find_blocks
 from llmcompressor.modeling.weights import first_nonfinite
 from llmcompressor.numerics.extremes import is_finite
 from llmcompressor.runtime.progress import progress
+from llmcompressor.transformers_internals import conversions_of, dtype_plan, set_conversions
 
 __all__ = [
     "REST",
@@ -333,17 +334,17 @@ class BlockWeights:
     def _convert(self, tensors: Mapping[str, Tensor]) -> None:
         """Merge, split or permute tensors with transformers' weight conversion, and load them."""
         model: Any = self._model
-        conversions = getattr(model, "_weight_conversions", None)
+        conversions = conversions_of(model)
         mapping: Any = get_model_conversion_mapping(model)
         config = LoadStateDictConfig(
             device_map={"": self.device},
             dtype=self._blueprint.dtype,
-            dtype_plan=model._get_dtype_plan(self._blueprint.dtype),
+            dtype_plan=dtype_plan(model, self._blueprint.dtype),
             weight_mapping=mapping,
         )
         with no_progress_bars():
             info, _ = convert_and_load_state_dict_in_model(model, dict(tensors), config)
-        model._weight_conversions = conversions
+        set_conversions(model, conversions)
         if info.conversion_errors:
             name, error = next(iter(info.conversion_errors.items()))
             raise CheckpointError(f"The tensors of {name} cannot be merged: {error}")

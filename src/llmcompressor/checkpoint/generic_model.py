@@ -16,7 +16,7 @@ Everything else is kept unchanged, each tensor in its own dtype.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -37,6 +37,7 @@ from llmcompressor.checkpoint.source import (
 )
 from llmcompressor.checkpoint.tensor_files import DTYPES, natural_key
 from llmcompressor.errors import CheckpointError
+from llmcompressor.transformers_internals import keep_whole, set_conversions
 
 __all__ = ["TreeModel", "build_tree", "tied_pair", "untie_source"]
 
@@ -71,7 +72,7 @@ class TreeConfig(PretrainedConfig):  # type: ignore[no-untyped-call]  # transfor
 
     def get_text_config(self, decoder: Any = None, encoder: Any = None) -> Any:
         """Return another configuration if the original has a text part, as served names differ."""
-        return PretrainedConfig() if getattr(self, "_is_wrapped", False) else self
+        return PretrainedConfig() if getattr(self, "has_text_part", False) else self
 
 
 class Linear(nn.Linear):
@@ -107,8 +108,6 @@ class TreeModel(PreTrainedModel):  # type: ignore[no-untyped-call]  # transforme
 
     config_class = TreeConfig
     base_model_prefix = "(none)"  # no tensor is called so
-    _no_split_modules = [TreeBlock.__name__]  # noqa: RUF012  # as transformers declares it
-    _weight_conversions: Sequence[Any] = ()
 
     def __init__(self, config: TreeConfig, dtype: torch.dtype) -> None:
         super().__init__(config)
@@ -151,6 +150,10 @@ class TreeModel(PreTrainedModel):  # type: ignore[no-untyped-call]  # transforme
         return merge_quantization(quantization, modules, self.existing, self.compressed)
 
 
+keep_whole(TreeModel, [TreeBlock.__name__])
+set_conversions(TreeModel, ())
+
+
 def build_tree(
     source: SourceInfo,
     headers: Mapping[str, TensorHeader],
@@ -174,7 +177,7 @@ def build_tree(
     config = TreeConfig()
     config.name_or_path = str(source.directory)
     facts = _ConfigFacts.read(source.config)
-    config._is_wrapped = facts.is_wrapped
+    config.has_text_part = facts.is_wrapped
     dtype = facts.dtype or _most_common_dtype(headers.values())
     model = TreeModel(config, dtype)
     model.existing = existing

@@ -59,6 +59,7 @@ from llmcompressor.modeling.patches import MERGE, modules_with_adapters
 from llmcompressor.modeling.weights import untie_embeddings
 from llmcompressor.runtime.memory import free_host_memory
 from llmcompressor.runtime.progress import format_bytes, join_names
+from llmcompressor.transformers_internals import auto_mapping
 
 __all__ = [
     "AUTO_CLASSES",
@@ -445,7 +446,7 @@ def model_class(config: PretrainedConfig, *, trust_remote_code: bool) -> Any:
     mapped = []
     for name in AUTO_CLASSES:
         auto = getattr(transformers, name)
-        found = auto._model_mapping.get(type(config), None)
+        found = auto_mapping(auto).get(type(config), None)
         classes = found if isinstance(found, tuple | list) else [found]
         mapped += [(auto, cls) for cls in classes if cls is not None]
     for _, cls in mapped:

@@ -30,6 +30,7 @@ from llmcompressor.checkpoint.source import TensorHeader
 from llmcompressor.checkpoint.tensor_files import StoredTensor, dtype_name, natural_key
 from llmcompressor.modeling.names import named_modules
 from llmcompressor.modeling.weights import config_ties_embeddings, embeddings
+from llmcompressor.transformers_internals import not_saved, tied_keys
 
 __all__ = [
     "OutputManifest",
@@ -102,7 +103,7 @@ def _drop_shared_transforms(
         f"{name}.{own}"
         for name, module in named_modules(model)
         if isinstance(module, TransformBase)
-        for own, first in (getattr(module, "_tied_weights_keys", None) or {}).items()
+        for own, first in tied_keys(module).items()
         if first in plain
     }
     return {key: tensor for key, tensor in plain.items() if key not in others}
@@ -148,7 +149,7 @@ def _resolve_tie(
     if {name_in, name_out} & quantized:
         return False
     key_in, key_out = f"{name_in}.weight", f"{name_out}.weight"
-    can_tie = key_out in (getattr(model, "_tied_weights_keys", None) or {})
+    can_tie = key_out in tied_keys(model)
     if first is second:
         return True if can_tie else None
     every = model.named_parameters(remove_duplicate=False)
@@ -340,7 +341,7 @@ def _expected_state(
     model: PreTrainedModel, tensors: Mapping[str, Mapping[str, Tensor]]
 ) -> dict[str, Tensor]:
     """Return the state dict that the model will have after the run."""
-    ignored = getattr(model, "_keys_to_ignore_on_save", None) or ()
+    ignored = not_saved(model)
     state = {
         name: value
         for name, value in model.state_dict().items()

@@ -37,6 +37,7 @@ from llmcompressor.checkpoint.source import SourceInfo, TensorHeader
 from llmcompressor.checkpoint.tensor_files import DTYPES
 from llmcompressor.errors import CheckpointError
 from llmcompressor.modeling.weights import text_config
+from llmcompressor.transformers_internals import auto_mapping, build_from_config
 
 __all__ = [
     "MetaModel",
@@ -268,7 +269,7 @@ def _draft_names(loader: Any, config: PretrainedConfig, names: Iterable[str]) ->
     if not any(stacks_tensors(kind) for kind in kinds):
         return _NameDraft({}, frozenset(), ())
     with torch.device("meta"):
-        model = loader._from_config(copy.deepcopy(config))
+        model = build_from_config(loader, copy.deepcopy(config))
     state = model.state_dict()
     own = NameMap(model)
     found = own.loaded(names, state)
@@ -322,7 +323,7 @@ def _loader_class(config: PretrainedConfig, place: str, *, trust_remote_code: bo
             if name in remote:
                 return get_class_from_dynamic_module(remote[name], place)
     found = model_class(config, trust_remote_code=trust_remote_code)
-    mapping = getattr(found, "_model_mapping", None)
+    mapping = auto_mapping(found)
     if mapping is None:
         return found
     classes = mapping[type(config)]

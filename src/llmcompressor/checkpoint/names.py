@@ -51,6 +51,13 @@ from llmcompressor.modeling.names import distinguishes_digits, is_in_tower, name
 from llmcompressor.modeling.weights import text_config
 from llmcompressor.moe.layouts import StackedMoE
 from llmcompressor.moe.linear_experts import LinearExperts
+from llmcompressor.transformers_internals import (
+    build_from_config,
+    commit_of,
+    conversions_of,
+    original_patterns,
+    set_conversions,
+)
 
 __all__ = [
     "INDEXED",
@@ -156,7 +163,7 @@ def _canonical_name(key: str) -> tuple[str, dict[str, str]]:
 
 def _transforms(model: PreTrainedModel, *, reverse: bool) -> _Transforms:
     """Return fresh transforms, since some store what they have matched."""
-    found: list[Any] | None = getattr(model, "_weight_conversions", None)
+    found: Any = conversions_of(model)
     if found is None:
         found = get_model_conversion_mapping(model, add_legacy=not reverse)
         if reverse:
@@ -180,17 +187,17 @@ def drop_dequantizing_conversions(model: Any) -> None:
     Args:
         model: any model; only a dequantized transformers model is changed.
     """
-    found = getattr(model, "_weight_conversions", None) or ()
+    found = conversions_of(model) or ()
     operations = [one for entry in found for one in getattr(entry, "operations", ())]
     is_dequantized = any(hasattr(one, "hf_quantizer") for one in operations)
     if getattr(model, "hf_quantizer", None) is not None or not is_dequantized:
         return
     prefixes = [_patterns(entry) for entry in found if isinstance(entry, PrefixChange)]
-    model._weight_conversions = [
-        entry
-        for entry in get_model_conversion_mapping(model, add_legacy=False)
-        if not isinstance(entry, PrefixChange) or _patterns(entry) in prefixes
+    mapping = get_model_conversion_mapping(model, add_legacy=False)
+    kept = [
+        one for one in mapping if not isinstance(one, PrefixChange) or _patterns(one) in prefixes
     ]
+    set_conversions(model, kept)
 
 
 def _patterns(transform: Any) -> tuple[list[str], list[str]]:
@@ -560,10 +567,10 @@ def record_prefix(model: PreTrainedModel) -> None:
     (``language_model`` of Llama 4's text model).
     """
     place, prefix = model.config.name_or_path, model.base_model_prefix
-    conversions: list[Any] | None = getattr(model, "_weight_conversions", None)
+    conversions: Any = conversions_of(model)
     if not place or not prefix or conversions is None:
         return  # it was not loaded from a folder
-    folder = local_directory(place, revision=getattr(model.config, "_commit_hash", None))
+    folder = local_directory(place, revision=commit_of(model.config))
     if folder is None:
         return
     try:
@@ -666,7 +673,7 @@ def _written_config(model: PreTrainedModel) -> tuple[Any, list[str]]:
 def _build_on_meta(kind: Any, settings: Any) -> PreTrainedModel | None:
     try:
         with torch.device("meta"):
-            found: PreTrainedModel = kind._from_config(copy.deepcopy(settings))
+            found: PreTrainedModel = build_from_config(kind, copy.deepcopy(settings))
     except Exception as error:  # a class of any kind
         logger.debug(f"{kind.__name__} is not asked for names of modules: {error!r:.200}")
         return None
@@ -742,10 +749,9 @@ def _source_names(converter: Any, target: str) -> list[str]:
     scope, base = converter.scope_prefix, converter.base_model_prefix
     if scope and not target.startswith((f"{scope}.", f"{base}.{scope}.")):
         return []
-    patterns = [
-        str(one).replace("\\", "").rstrip("$") for one in converter._original_target_patterns
-    ]
+    sources, targets = original_patterns(converter)
+    patterns = [str(one).replace("\\", "").rstrip("$") for one in targets]
     if not any(target.endswith(pattern.lstrip("^")) for pattern in patterns):
         return []
-    found = [_PER_EXPERT.search(str(one)) for one in converter._original_source_patterns]
+    found = [_PER_EXPERT.search(str(one)) for one in sources]
     return [one.group(1) for one in found if one is not None]

@@ -92,6 +92,7 @@ from llmcompressor.modeling.sharded import (
 from llmcompressor.runtime.memory import malloc_trim
 from llmcompressor.runtime.processes import skip_write, write_once
 from llmcompressor.runtime.progress import join_names
+from llmcompressor.transformers_internals import commit_of, not_saved
 
 __all__ = [
     "DEFAULT_SHARD_SIZE",
@@ -422,7 +423,7 @@ def _source_directory(model: PreTrainedModel, options: SaveOptions) -> Path | No
     place = options.source or model.config.name_or_path
     if not place:
         return None
-    return local_directory(place, revision=getattr(model.config, "_commit_hash", None))
+    return local_directory(place, revision=commit_of(model.config))
 
 
 @torch.no_grad()
@@ -568,7 +569,7 @@ def _state_to_write(
             f"The tensor {empty[0]} has no data ({len(empty)} such tensors).",
             "Load the model's weights before saving it.",
         )
-    for name in getattr(model, "_keys_to_ignore_on_save", None) or ():
+    for name in not_saved(model):
         state.pop(name, None)
     return state
 

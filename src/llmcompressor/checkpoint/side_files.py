@@ -20,6 +20,7 @@ from llmcompressor.checkpoint.source import SIDE_FILES, TensorHeader, local_dire
 from llmcompressor.errors import CheckpointError
 from llmcompressor.logger import logger
 from llmcompressor.runtime.progress import join_names
+from llmcompressor.transformers_internals import unexpected_patterns
 
 __all__ = [
     "PROCESSOR_FILES",
@@ -131,7 +132,7 @@ def extra_tensors(
 
 def _warn_of_dropped(model: PreTrainedModel, names: Sequence[str]) -> None:
     """Warn of tensors in modules and layers of the model that are not written."""
-    patterns = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
+    patterns = unexpected_patterns(model)
     told = [
         name
         for name in names

@@ -54,6 +54,12 @@ from llmcompressor.session.functions import run_session
 from llmcompressor.session.session import CompressionSession
 from llmcompressor.training import Trainer
 from llmcompressor.training.optimizer import parameter_ids, without_new_parameters
+from llmcompressor.transformers_internals import (
+    divides_by_steps_since_resume,
+    overrides_steps,
+    trainer_step,
+    use_one_accelerator,
+)
 
 __all__ = ["TrainingBar", "check_teacher", "load_maybe_quantized", "load_teacher", "run_training"]
 
@@ -214,6 +220,7 @@ def run_training(task: Training) -> Module:
     return model
 
 
+@overrides_steps
 class _Trainer(Trainer):
     """A trainer with a callback at the start of its session, which journals each checkpoint.
 
@@ -235,10 +242,10 @@ class _Trainer(Trainer):
             self.session_has_begun = None
         return optimizer
 
-    def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+    def write_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         limit, self.args.save_total_limit = self.args.save_total_limit, None
         try:
-            super()._save_checkpoint(*args, **kwargs)
+            trainer_step(super(), "write_checkpoint")(*args, **kwargs)
         finally:
             self.args.save_total_limit = limit
         if self.folder is not None and not self.args.save_only_model:  # else it cannot be resumed
@@ -246,7 +253,9 @@ class _Trainer(Trainer):
         if self.args.should_save:
             # Last, so that the journal names a complete checkpoint whenever the process is killed.
             best = self.state.best_model_checkpoint
-            rotate_checkpoints(self._get_output_dir(trial=None), limit, best, use_mtime=True)
+            rotate_checkpoints(
+                trainer_step(self, "checkpoints_folder")(trial=None), limit, best, use_mtime=True
+            )
 
 
 class _Run:
@@ -359,9 +368,7 @@ class _Run:
         number = "" if start is None else start.name.rpartition("-")[2]
         steps = trainer.state.global_step
         taken = steps - (int(number) if number.isdigit() else 0)
-        # The trainer divides the loss by the steps since it was resumed, as transformers does since
-        # 5.20; before, it divides by all steps of the training.
-        divided_by = taken if hasattr(trainer, "_initial_global_step") else steps
+        divided_by = taken if divides_by_steps_since_resume(trainer) else steps
         _correct_mean_loss(figures, divided_by, taken, replaced=trainer.loss_was_replaced)
         samples: Any = trainer.train_dataset
         if hasattr(samples, "__len__"):
@@ -451,7 +458,7 @@ def _device(task: Training) -> torch.device:
             f"Of {args.n_gpu} accelerators one is used: start one process for each, with torchrun "
             "or accelerate launch, to use all."
         )
-        args._n_gpu = 1
+        use_one_accelerator(args)
     asked = task.model_args.device
     computes = torch.device(args.device)
     if asked is not None and torch.device(asked).type != computes.type:

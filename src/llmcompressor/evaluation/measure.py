@@ -153,7 +153,6 @@ class PeakMemory:
     def __enter__(self) -> PeakMemory:
         if torch.accelerator.is_available():
             torch.accelerator.reset_peak_memory_stats()
-        self._sample()
         self._thread.start()
         return self
 
@@ -165,13 +164,12 @@ class PeakMemory:
     ) -> None:
         self._done.set()
         self._thread.join()
-        self._sample()
+        self._watch()
         if torch.accelerator.is_available():
             self.device_bytes = int(torch.accelerator.max_memory_allocated())
 
     def _watch(self) -> None:
-        while not self._done.wait(_EVERY_S):
-            self._sample()
-
-    def _sample(self) -> None:
-        self.bytes = max(self.bytes, self._process.memory_info().rss)
+        while True:
+            self.bytes = max(self.bytes, self._process.memory_info().rss)
+            if self._done.wait(_EVERY_S):
+                return

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import logging
 import sys
@@ -121,6 +122,16 @@ class BaseLogger:
         return self.enabled and self.write(Entry(tag, wall_time=when, **given))
 
 
+def _forwarded(name: str) -> Callable[..., bool]:
+    """A method of :class:`BaseLogger` that calls it on each logger that the object iterates."""
+
+    @functools.wraps(getattr(BaseLogger, name))
+    def forward(self: Iterable[BaseLogger], *args: Any, **kwargs: Any) -> bool:
+        return any([getattr(each, name)(*args, **kwargs) for each in self])
+
+    return forward
+
+
 class LambdaLogger(BaseLogger):
     """A logger that calls a function.
 
@@ -177,6 +188,21 @@ class PythonLogger(BaseLogger):
         return True
 
 
+def _installed(module: str) -> bool:
+    """Return True if a module can be imported."""
+    return module in sys.modules or find_spec(module) is not None
+
+
+def _optional(module: str, extra: str) -> Any:
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        raise ImportError(
+            f"Logging to {extra} needs a package that is not installed ({error.name}). "
+            f"Run: pip install 'llmcompressor[{extra}]'"
+        ) from error
+
+
 class TensorBoardLogger(BaseLogger):
     """A logger that writes event files for TensorBoard.
 
@@ -208,10 +234,7 @@ class TensorBoardLogger(BaseLogger):
             writer = module.SummaryWriter(log_dir=None if log_path is None else str(log_path))
         self.writer = writer
 
-    @staticmethod
-    def available() -> bool:
-        """Return True if TensorBoard is installed."""
-        return _installed("tensorboard")
+    available = staticmethod(functools.partial(_installed, "tensorboard"))
 
     def write(self, entry: Entry) -> bool:
         """Write the entry as a scalar, as scalars with the tag before their names, or as text."""
@@ -254,10 +277,7 @@ class WANDBLogger(BaseLogger):
         if self._own_run:
             self.wandb.init(**(init_kwargs or {}))
 
-    @staticmethod
-    def available() -> bool:
-        """Return True if wandb is installed."""
-        return _installed("wandb")
+    available = staticmethod(functools.partial(_installed, "wandb"))
 
     def write(self, entry: Entry) -> bool:
         """Log the entry; several values get the tag before their names."""
@@ -318,43 +338,23 @@ class SparsificationGroupLogger(BaseLogger):
             given = None if python is True else python
             self.loggers.append(PythonLogger(given, python_log_level, name=name))
         if tensorboard is not None and tensorboard is not False:
-            self.loggers.append(_tensorboard_logger(tensorboard, name))
+            is_path = isinstance(tensorboard, str | Path)
+            self.loggers.append(
+                TensorBoardLogger(
+                    tensorboard if is_path else None,
+                    writer=None if is_path or tensorboard is True else tensorboard,
+                    name=name,
+                )
+            )
         if wandb_ is not None and wandb_ is not False:
             self.loggers.append(WANDBLogger(None if wandb_ is True else wandb_, name=name))
 
-    def write(self, entry: Entry) -> bool:
-        """Log the entry with every logger; return True if any of them logged it."""
-        return any([each.write(entry) for each in self.loggers])
+    def __iter__(self) -> Iterator[BaseLogger]:
+        return iter(self.loggers if self.enabled else ())
 
-    def log_hyperparams(self, params: Mapping[str, Any], level: Level = None) -> bool:
-        """Log the hyperparameters with every logger; return True if any did."""
-        return self.enabled and any([each.log_hyperparams(params, level) for each in self.loggers])
-
-    def save(self, file_path: str, **kwargs: Any) -> bool:
-        """Store a file with every logger; return True if any did."""
-        return self.enabled and any([each.save(file_path, **kwargs) for each in self.loggers])
-
-
-def _tensorboard_logger(given: Any, name: str) -> TensorBoardLogger:
-    if given is True:
-        return TensorBoardLogger(name=name)
-    if isinstance(given, str | Path):
-        return TensorBoardLogger(log_path=given, name=name)
-    return TensorBoardLogger(writer=given, name=name)
-
-
-def _installed(module: str) -> bool:
-    return module in sys.modules or find_spec(module) is not None
-
-
-def _optional(module: str, extra: str) -> Any:
-    try:
-        return importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        raise ImportError(
-            f"Logging to {extra} needs a package that is not installed ({error.name}). "
-            f"Run: pip install 'llmcompressor[{extra}]'"
-        ) from error
+    write = _forwarded("write")
+    log_hyperparams = _forwarded("log_hyperparams")
+    save = _forwarded("save")
 
 
 # --------------------
@@ -404,7 +404,13 @@ class LoggerManager:
         self.log_frequency = log_frequency
         self.mode = mode
         self.frequency_type = frequency_type
-        self._loggers = [_checked(each) for each in _listed(loggers)]
+        if isinstance(loggers, BaseLogger):
+            loggers = [loggers]
+        if isinstance(loggers, str) or not isinstance(loggers, Iterable | None):
+            raise ArgumentError(f"{loggers!r} is no list of loggers.", "Give loggers in a list.")
+        self._loggers: list[BaseLogger] = []
+        for each in loggers or ():
+            self.add_logger(each)
         if log_python and not any(isinstance(each, PythonLogger) for each in self._loggers):
             self._loggers.append(PythonLogger())
         self._last: float | None = None
@@ -441,7 +447,11 @@ class LoggerManager:
         Raises:
             ArgumentError: it is no logger.
         """
-        self._loggers.append(_checked(logger))
+        if not isinstance(logger, BaseLogger):
+            raise ArgumentError(
+                f"{logger!r} is not a logger.", "Derive it from llmcompressor.metrics.BaseLogger."
+            )
+        self._loggers.append(logger)
 
     def log_ready(self, step: int, epoch: float | None = None) -> bool:
         """Return True if it is time to log.
@@ -478,124 +488,45 @@ class LoggerManager:
         """
         return round(epoch * steps_per_epoch)
 
-    def log_hyperparams(self, *args: Any, **kwargs: Any) -> bool:
-        """Call :meth:`MetricLogging.log_hyperparams`."""
-        return self.metric.log_hyperparams(*args, **kwargs)
-
-    def log_scalar(self, *args: Any, **kwargs: Any) -> bool:
-        """Call :meth:`MetricLogging.log_scalar`."""
-        return self.metric.log_scalar(*args, **kwargs)
-
-    def log_scalars(self, *args: Any, **kwargs: Any) -> bool:
-        """Call :meth:`MetricLogging.log_scalars`."""
-        return self.metric.log_scalars(*args, **kwargs)
-
-    def log_string(self, *args: Any, **kwargs: Any) -> bool:
-        """Call :meth:`SystemLogging.log_string`."""
-        return self.system.log_string(*args, **kwargs)
-
-    def save(self, file_path: str, **kwargs: Any) -> bool:
-        """Store a file with every logger; return True if any of them did."""
-        return any([each.save(file_path, **kwargs) for each in self._loggers])
+    log_hyperparams = _forwarded("log_hyperparams")
+    log_scalar = _forwarded("log_scalar")
+    log_scalars = _forwarded("log_scalars")
+    log_string = _forwarded("log_string")
+    save = _forwarded("save")
 
     def _position(self, step: int, epoch: float | None) -> float:
         return epoch if self.frequency_type == "epoch" and epoch is not None else step
 
 
-class MetricLogging:
-    """Logs metrics with every logger of a manager. Methods return True if any of them did."""
+class _Part:
+    """Some methods of a manager's loggers. They return True if any logger logged."""
 
     def __init__(self, manager: LoggerManager) -> None:
         self._manager = manager
 
-    def log_hyperparams(self, params: Mapping[str, Any], level: Level = None) -> bool:
-        """Log the hyperparameters of the run."""
-        return any([each.log_hyperparams(params, level) for each in self._manager])
-
-    def log_scalar(
-        self,
-        tag: str,
-        value: float,
-        step: int | None = None,
-        wall_time: float | None = None,
-        level: Level = None,
-    ) -> bool:
-        """Log one number."""
-        return any([each.log_scalar(tag, value, step, wall_time, level) for each in self._manager])
-
-    def log_scalars(
-        self,
-        tag: str,
-        values: Mapping[str, float],
-        step: int | None = None,
-        wall_time: float | None = None,
-        level: Level = None,
-    ) -> bool:
-        """Log a group of numbers."""
-        return any(
-            [each.log_scalars(tag, values, step, wall_time, level) for each in self._manager]
-        )
-
-    add_scalar = log_scalar
-    add_scalars = log_scalars
+    def __iter__(self) -> Iterator[BaseLogger]:
+        return iter(self._manager)
 
 
-class SystemLogging:
-    """Logs messages with every logger of a manager. Methods return True if any of them did."""
+class MetricLogging(_Part):
+    """Logs metrics with every logger of a manager."""
 
-    def __init__(self, manager: LoggerManager) -> None:
-        self._manager = manager
+    log_hyperparams = _forwarded("log_hyperparams")
+    log_scalar = add_scalar = _forwarded("log_scalar")
+    log_scalars = add_scalars = _forwarded("log_scalars")
 
-    def log_string(
-        self,
-        tag: str,
-        string: str,
-        step: int | None = None,
-        wall_time: float | None = None,
-        level: Level = None,
-    ) -> bool:
-        """Log a text."""
-        return any([each.log_string(tag, string, step, wall_time, level) for each in self._manager])
 
-    def debug(self, tag: str, string: str) -> bool:
-        """Log a text at the level DEBUG."""
-        return self.log_string(tag, string, level=logging.DEBUG)
+class SystemLogging(_Part):
+    """Logs messages with every logger of a manager; ``debug`` to ``critical`` take tag and text."""
 
-    def info(self, tag: str, string: str) -> bool:
-        """Log a text at the level INFO."""
-        return self.log_string(tag, string, level=logging.INFO)
-
-    def warning(self, tag: str, string: str) -> bool:
-        """Log a text at the level WARNING."""
-        return self.log_string(tag, string, level=logging.WARNING)
-
-    def error(self, tag: str, string: str) -> bool:
-        """Log a text at the level ERROR."""
-        return self.log_string(tag, string, level=logging.ERROR)
-
-    def critical(self, tag: str, string: str) -> bool:
-        """Log a text at the level CRITICAL."""
-        return self.log_string(tag, string, level=logging.CRITICAL)
+    log_string = _forwarded("log_string")
+    debug = functools.partialmethod(log_string, level=logging.DEBUG)
+    info = functools.partialmethod(log_string, level=logging.INFO)
+    warning = functools.partialmethod(log_string, level=logging.WARNING)
+    error = functools.partialmethod(log_string, level=logging.ERROR)
+    critical = functools.partialmethod(log_string, level=logging.CRITICAL)
 
 
 def _check_choice(argument: str, given: str, options: Iterable[str]) -> None:
     if given not in options:
         raise ArgumentError(f"There is no {argument} {given!r}.", did_you_mean(given, options))
-
-
-def _listed(given: Any) -> list[Any]:
-    if given is None:
-        return []
-    if isinstance(given, BaseLogger):
-        return [given]
-    if isinstance(given, str) or not isinstance(given, Iterable):
-        raise ArgumentError(f"{given!r} is no list of loggers.", "Give loggers in a list.")
-    return list(given)
-
-
-def _checked(logger: Any) -> BaseLogger:
-    if not isinstance(logger, BaseLogger):
-        raise ArgumentError(
-            f"{logger!r} is not a logger.", "Derive it from llmcompressor.metrics.BaseLogger."
-        )
-    return logger

@@ -11,6 +11,7 @@ from llmcompressor.errors import TargetError, did_you_mean
 from llmcompressor.modeling.matching import match_named_modules
 from llmcompressor.modeling.names import named_modules
 from llmcompressor.modeling.paused_forward import check_not_nested
+from llmcompressor.transformers_internals import whole_classes
 
 __all__ = ["block_of", "find_blocks", "is_plain_container", "sub_blocks"]
 
@@ -21,7 +22,7 @@ def find_blocks(model: Module, targets: Sequence[str] | None = None) -> dict[Mod
     Args:
         model: any module.
         targets: class names, module names or ``re:`` patterns; by default the classes that
-            transformers keeps together (``_no_split_modules``) but for a model's embeddings,
+            transformers keeps on one device but for a model's embeddings,
             else the outermost lists of layers.
 
     Raises:
@@ -38,7 +39,7 @@ def find_blocks(model: Module, targets: Sequence[str] | None = None) -> dict[Mod
             )
         check_not_nested(found)
         return found
-    names = getattr(model, "_no_split_modules", None)
+    names = whole_classes(model)
     blocks = dict(_outermost_blocks(model, names)) if names else {}
     return blocks or dict(_listed_layers(model))
 

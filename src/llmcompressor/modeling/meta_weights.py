@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 
 from llmcompressor.modeling.patches import forward_overridden, replace_functional_linear
+from llmcompressor.transformers_internals import has_gate_function
 
 __all__ = ["skip_zero_products", "zero_weights"]
 
@@ -63,7 +64,12 @@ def skip_zero_products() -> Iterator[None]:
 
     torch would write such a weight out in full, and multiply.
     """
-    with replace_functional_linear(_is_expanded_zero, _zero_output):
+
+    def zero_output(given: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        made = given.new_zeros((*given.shape[:-1], weight.shape[0]))
+        return made if bias is None else made + bias
+
+    with replace_functional_linear(_is_expanded_zero, zero_output):
         yield
 
 
@@ -73,18 +79,13 @@ def _is_expanded_zero(given: Tensor, weight: Tensor) -> bool:
     return fits and not weight.is_meta and weight.numel() > 0 and not weight[0, 0].item()
 
 
-def _zero_output(given: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    made = given.new_zeros((*given.shape[:-1], weight.shape[0]))
-    return made if bias is None else made + bias
-
-
 def _is_unloaded_expert_stack(module: Module) -> bool:
     """Return True if a module holds stacked experts of transformers, none of them loaded.
 
     Llama 4's has none of the marks of the others, but stacks of the same names.
     """
     own = dict(_present_values(module._parameters))
-    is_marked = hasattr(type(module), "_apply_gate") and hasattr(module, "has_gate")
+    is_marked = has_gate_function(type(module)) and hasattr(module, "has_gate")
     is_called_so = is_marked or own.keys() >= {"gate_up_proj", "down_proj"}
     return is_called_so and bool(own) and all(one.is_meta for one in own.values())
 

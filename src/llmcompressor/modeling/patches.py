@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn import Module, Parameter, functional
 
 from llmcompressor.modeling.names import named_modules
+from llmcompressor.transformers_internals import QUANTIZED_MARK
 
 __all__ = [
     "MERGE",
@@ -170,25 +171,23 @@ def quantization_disabled(module: Module) -> Iterator[None]:
 # then they call the Linear. A quantized checkpoint is loaded that way, so it is calibrated that
 # way, and the model in memory computes what the loaded one will.
 
-_MARK = "_is_quantized"
-
 
 def mark_quantized(model: Module) -> None:
     """Mark each configuration of ``model`` as quantized, as transformers does."""
     for config in _configs(model):
-        setattr(config, _MARK, True)
+        setattr(config, QUANTIZED_MARK, True)
 
 
 @contextlib.contextmanager
 def marked_quantized(model: Module) -> Iterator[None]:
     """Apply :func:`mark_quantized` while the body runs."""
-    unmarked = [config for config in _configs(model) if not hasattr(config, _MARK)]
+    unmarked = [config for config in _configs(model) if not hasattr(config, QUANTIZED_MARK)]
     mark_quantized(model)
     try:
         yield
     finally:
         for config in unmarked:
-            vars(config).pop(_MARK, None)
+            vars(config).pop(QUANTIZED_MARK, None)
 
 
 def _configs(model: Module) -> list[Any]:

@@ -174,12 +174,12 @@ def _memory_key(tensor: Tensor) -> _Place:
 
 def _overlapping_tensors(model: Module) -> set[_Place]:
     """Places of tensors that overlap other tensors in memory without being the same."""
-    held = [one for one in (*model.parameters(), *model.buffers()) if one.device.type == "cpu"]
-    spans = {
-        _memory_key(one): (one.data_ptr(), one.data_ptr() + _byte_extent(one))
-        for one in held
-        if one.layout is torch.strided and one.numel()
-    }
+    spans: dict[_Place, tuple[int, int]] = {}
+    for one in (*model.parameters(), *model.buffers()):
+        if one.device.type == "cpu" and one.layout is torch.strided and one.numel():
+            steps = zip(one.shape, one.stride(), strict=True)
+            extent = (sum((size - 1) * step for size, step in steps) + 1) * one.element_size()
+            spans[_memory_key(one)] = (one.data_ptr(), one.data_ptr() + extent)
     found: set[_Place] = set()
     last, end = None, 0
     for place, (start, stop) in sorted(spans.items(), key=lambda item: item[1]):
@@ -188,12 +188,6 @@ def _overlapping_tensors(model: Module) -> set[_Place]:
         if stop > end:
             last, end = place, stop
     return found
-
-
-def _byte_extent(tensor: Tensor) -> int:
-    """Bytes from the first element of a tensor to the end of its last one."""
-    steps = zip(tensor.shape, tensor.stride(), strict=True)
-    return (sum((size - 1) * step for size, step in steps) + 1) * tensor.element_size()
 
 
 # --------------------

@@ -48,6 +48,7 @@ from llmcompressor.moe.layouts import (
     expert_matrix,
     is_stack,
 )
+from llmcompressor.transformers_internals import apply_gate, has_gate_function
 
 __all__ = [
     "Expert",
@@ -288,14 +289,13 @@ class LinearExperts(Module):
             activated: Tensor = original.act_fn(values[0])
             return activated
         gate, up = values
-        if not hasattr(original, "_apply_gate"):
+        if not has_gate_function(original):
             product: Tensor = original.act_fn(gate) * up
             return product
         joined = (
             torch.stack(values, -1).flatten(-2) if self.form.interleaved else torch.cat(values, -1)
         )
-        gated: Tensor = original._apply_gate(joined)
-        return gated
+        return apply_gate(original, joined)
 
     # ------------------------------------------------------------------ calibration
 

@@ -29,6 +29,7 @@ from llmcompressor.modeling.names import named_modules
 from llmcompressor.modeling.weights import config_value, has_tied_embeddings, text_config
 from llmcompressor.numerics.hadamard import has_hadamard
 from llmcompressor.pipelines.moe_selection import targeted_moes
+from llmcompressor.transformers_internals import attention_of, build_from_config
 
 __all__ = ["NoProxyModel", "ProxyTrials", "proxy_model_builder"]
 
@@ -134,7 +135,7 @@ class _ProxyBuilder:
     def __init__(self, model: PreTrainedModel, config: Any, modifiers: Sequence[Modifier]) -> None:
         self._class = type(model)
         self._config = config
-        self._attention = model.config._attn_implementation
+        self._attention = attention_of(model.config)
         self._tied = has_tied_embeddings(model)
         self._modifiers = modifiers
 
@@ -142,7 +143,8 @@ class _ProxyBuilder:
         """Build a model with the random values of a seed, or on the device ``meta``."""
         with torch.random.fork_rng(devices=[]), torch.device(device), no_progress_bars():
             torch.manual_seed(seed)
-            built: PreTrainedModel = self._class._from_config(  # type: ignore[no-untyped-call]  # untyped in transformers
+            built: PreTrainedModel = build_from_config(
+                self._class,
                 copy.deepcopy(self._config),
                 dtype=torch.float32,
                 attn_implementation=self._attention,

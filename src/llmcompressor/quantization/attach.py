@@ -43,6 +43,12 @@ from llmcompressor.quantization.kv_cache import (
 )
 from llmcompressor.quantization.parameters import WeightParameters
 from llmcompressor.schemes.attention import is_cached_attention
+from llmcompressor.transformers_internals import (
+    attention_names,
+    attention_of,
+    can_set_attention,
+    set_attention_name,
+)
 
 __all__ = [
     "attach_attention",
@@ -148,8 +154,7 @@ def check_replaceable_attention(model: Any) -> None:
     Raises:
         TargetError: the function cannot be set, or not be called.
     """
-    name = model.config._attn_implementation
-    can_be_set = getattr(model, "_can_set_attn_implementation", lambda: True)()
+    name, can_be_set = attention_of(model.config), can_set_attention(model)
     if can_be_set and name in ALL_ATTENTION_FUNCTIONS:
         return
     reason = f"runs {name!r}, which is no function" if can_be_set else "lets nobody set it"
@@ -177,8 +182,8 @@ def enable_attention_hooks(model: Any, module: Module, *, queries: bool) -> None
         )
     hook_cache(model, module)
     if queries:
-        if model.config._attn_implementation != HOOKED_ATTENTION_NAME:
-            _FUNCTIONS[model] = _attention_functions(model)
+        if attention_of(model.config) != HOOKED_ATTENTION_NAME:
+            _FUNCTIONS[model] = attention_names(model)
         initialize_hooked_attention(model, module)
     make_cache_portable(module)
 
@@ -191,32 +196,18 @@ def disable_attention_hooks(model: Any, module: Module) -> None:
         if getattr(hook, "__module__", None) in _CACHE_HOOKS:
             del module._forward_pre_hooks[key]
             module._forward_pre_hooks_with_kwargs.pop(key, None)
-    hooked = model.config._attn_implementation == HOOKED_ATTENTION_NAME
+    hooked = attention_of(model.config) == HOOKED_ATTENTION_NAME
     if not hooked or any(hasattr(other, IMPL_ATTR) for other in model.modules()):
         return
     if model not in _FUNCTIONS:  # replaced by the rotation of the queries
         model.set_attn_implementation(QuantizedAttentionImpl._original_impl)
     # One by one: submodels may have other attention functions than the model.
     for config, name in _FUNCTIONS.pop(model, []):
-        config._attn_implementation_internal = name
+        set_attention_name(config, name)
 
 
 _FUNCTIONS: WeakKeyDictionary[Module, list[tuple[Any, str]]] = WeakKeyDictionary()
 """Model whose attention function was exchanged → what each of its configurations had before."""
-
-
-def _attention_functions(model: Any) -> list[tuple[Any, str]]:
-    """Every configuration in a model, with the name of its attention function."""
-    open_ones = [getattr(module, "config", None) for module in model.modules()]
-    found: dict[int, Any] = {}
-    while open_ones:
-        config = open_ones.pop()
-        if id(config) in found or not hasattr(config, "_attn_implementation_internal"):
-            continue
-        found[id(config)] = config
-        parts = getattr(config, "sub_configs", None) or {}
-        open_ones += [getattr(config, part, None) for part in parts]
-    return [(one, one._attn_implementation_internal) for one in found.values()]
 
 
 def cache_scheme(args: QuantizationArgs) -> QuantizationScheme:

@@ -16,6 +16,7 @@ from llmcompressor.errors import ArgumentError, RecipeError, TargetError
 from llmcompressor.logger import logger
 from llmcompressor.pipelines.moe_selection import ignore_suggestion, targeted_moes
 from llmcompressor.runtime.progress import join_names
+from llmcompressor.transformers_internals import has_peft_adapters
 
 if TYPE_CHECKING:
     from transformers import Trainer
@@ -170,7 +171,7 @@ def _check_adapters(model: Any) -> None:
 
     PEFT's own wrapper saves its adapters itself.
     """
-    if not getattr(model, "_hf_peft_config_loaded", False):
+    if not has_peft_adapters(model):
         return
     from transformers.integrations import peft as integration  # noqa: PLC0415  # few have adapters
 

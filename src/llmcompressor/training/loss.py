@@ -32,6 +32,7 @@ from transformers import Trainer
 
 from llmcompressor.errors import DatasetError
 from llmcompressor.observers.tokens import num_batch_tokens
+from llmcompressor.transformers_internals import loss_shifts_labels
 
 __all__ = [
     "RunLoss",
@@ -112,7 +113,7 @@ def count_targets(trainer: Trainer, inputs: Mapping[str, Any]) -> Tensor | None:
     labels = inputs.get("shift_labels", inputs.get("labels"))
     if not isinstance(labels, Tensor):
         return None
-    if "shift_labels" not in inputs and getattr(trainer, "_loss_shifts_labels", False):
+    if "shift_labels" not in inputs and loss_shifts_labels(trainer):
         labels = labels[..., 1:]
     return labels.ne(_IGNORED).sum()
 

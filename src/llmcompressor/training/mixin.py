@@ -48,8 +48,10 @@ from llmcompressor.training.loss import (
     token_weight,
 )
 from llmcompressor.training.optimizer import bare_optimizer, parameter_ids, train_new_parameters
+from llmcompressor.transformers_internals import keep_columns, overrides_steps, trainer_step
 
 __all__ = ["SessionManagerMixIn", "Trainer"]
+
 
 if TYPE_CHECKING:
     # The mixin precedes a trainer among the bases of a class, whichever trainer that is.
@@ -58,6 +60,7 @@ else:
     _Base = object
 
 
+@overrides_steps
 class SessionManagerMixIn(_Base):
     """Makes a subclass of ``transformers.Trainer`` send its events to the active session.
 
@@ -239,9 +242,9 @@ class SessionManagerMixIn(_Base):
             self._driver.measure(steps_per_epoch=epoch, max_steps=values[-1])
         return values
 
-    def _init_training_state(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
+    def restore_position(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
         """Override to restore the position in a stream, which the trainer cannot compute."""
-        found: tuple[int, int] = super()._init_training_state(*args, **kwargs)
+        found: tuple[int, int] = trainer_step(super(), "restore_position")(*args, **kwargs)
         place = None if self._driver is None else self._driver.place.resumed
         if place is None or self.args.ignore_data_skip or has_length(self.train_dataset):
             return found
@@ -265,15 +268,15 @@ class SessionManagerMixIn(_Base):
             model, bare_optimizer(optimizer), before, has_scheduler=self.lr_scheduler is not None
         )
         if self._weights_to_load is not None:
-            super()._load_from_checkpoint(self._weights_to_load)
+            trainer_step(super(), "restore_weights")(self._weights_to_load)
         return optimizer
 
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+    def restore_weights(self, folder: str, model: Any = None) -> None:
         """Override to load weights only once the model has the parameters of the modifiers."""
         if self._driver is not None and not self._driver.begun:
-            self._weights_to_load = resume_from_checkpoint
+            self._weights_to_load = folder
         else:
-            super()._load_from_checkpoint(resume_from_checkpoint, model)
+            trainer_step(super(), "restore_weights")(folder, model)
 
     def _session_is_ready(self) -> None:
         if self._driver is not None and self._driver.begun:
@@ -293,15 +296,14 @@ class SessionManagerMixIn(_Base):
         driver.backward_done()
         return loss
 
-    def _set_signature_columns_if_needed(self) -> None:
+    def choose_columns(self) -> None:
         """Keep all columns that the model accepts, as a custom collator may pass them on.
 
         TRL's trainers keep those that their own collators use, and masks are not among them.
         """
-        super()._set_signature_columns_if_needed()
-        own: Any = self
-        taken, kept = inspect.signature(own.model.forward).parameters, own._signature_columns
-        own._signature_columns = [*kept, *(name for name in taken if name not in kept)]
+        trainer_step(super(), "choose_columns")()
+        model: Any = self.model
+        keep_columns(self, inspect.signature(model.forward).parameters)
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
         """Override to count the tokens of the step."""
@@ -344,27 +346,29 @@ class SessionManagerMixIn(_Base):
 
     # ---- checkpoints and logs
 
-    def _save_checkpoint(self, model: Any, *args: Any, **kwargs: Any) -> None:
+    def write_checkpoint(self, model: Any, *args: Any, **kwargs: Any) -> None:
         """Override to write the session's file first."""
         if self._driver is not None and self._driver.begun:
             trial = args[0] if args else kwargs.get("trial")
             name = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
             saved = self._driver.session.lifecycle.state_dict() | self._driver.place.record()
             if self.args.should_save:
-                write_session(Path(self._get_output_dir(trial=trial)) / name, saved)
+                write_session(
+                    Path(trainer_step(self, "checkpoints_folder")(trial=trial)) / name, saved
+                )
             # No process may write into the folder while it may still look complete.
             self.accelerator.wait_for_everyone()
         with hide_tqdm_bars():  # one bar per file would interrupt that of the training
-            super()._save_checkpoint(model, *args, **kwargs)
+            trainer_step(super(), "write_checkpoint")(model, *args, **kwargs)
 
-    def _save_rng_state(self, *args: Any, **kwargs: Any) -> None:
+    def write_rng_state(self, *args: Any, **kwargs: Any) -> None:
         """Override to return only when every process has written its file."""
-        super()._save_rng_state(*args, **kwargs)
+        trainer_step(super(), "write_rng_state")(*args, **kwargs)
         self.accelerator.wait_for_everyone()
 
-    def _load_best_model(self) -> None:
+    def restore_best_model(self) -> None:
         """Override to restore the modifiers' state of the same step too."""
-        super()._load_best_model()
+        trainer_step(super(), "restore_best_model")()
         if self._driver is not None and self._driver.begun:
             self._driver.restore_checkpoint(Path(self.state.best_model_checkpoint or ""))
 

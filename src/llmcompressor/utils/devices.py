@@ -26,6 +26,7 @@ from llmcompressor.modeling.patches import quantization_disabled as DisableQuant
 from llmcompressor.modeling.weights import embeddings as get_embeddings
 from llmcompressor.modeling.weights import untie_embeddings
 from llmcompressor.runtime.memory import empty_device_cache, free_device_memory
+from llmcompressor.transformers_internals import build_from_config, whole_classes
 
 __all__ = [
     "DisableQuantization",
@@ -87,7 +88,7 @@ def dispatch_for_generation(
     if target.type == "mps" or _model_bytes(model) <= _SHARE_FOR_WEIGHTS * free[target.index]:
         nn.Module.to(model, target)
         return model
-    keep_whole = no_split_modules or sorted(model._no_split_modules or ())
+    keep_whole = no_split_modules or whole_classes(model)
     memory: dict[int | str, int | str] = {
         index: int(_SHARE_FOR_WEIGHTS * free_bytes) for index, free_bytes in free.items()
     }
@@ -170,11 +171,10 @@ def custom_offload_device_map(
 def _meta_model(stub: str, dtype: Any, model_cls: Any, given: dict[str, Any]) -> PreTrainedModel:
     """Return a model on the meta device; a dtype of ``"auto"`` is that of its configuration."""
     config = AutoConfig.from_pretrained(stub, **given)
-    make = getattr(model_cls, "from_config", None) or model_cls._from_config
     trust = {key: given[key] for key in ("trust_remote_code",) if key in given}
     with init_empty_weights():
-        model: PreTrainedModel = make(
-            config, dtype=config.dtype if dtype in ("auto", None) else dtype, **trust
+        model: PreTrainedModel = build_from_config(
+            model_cls, config, dtype=config.dtype if dtype in ("auto", None) else dtype, **trust
         )
     return model
 
@@ -182,7 +182,7 @@ def _meta_model(stub: str, dtype: Any, model_cls: Any, given: dict[str, Any]) ->
 def _infer_device_map(model: PreTrainedModel, memory: Mapping[int, int]) -> dict[str, int | str]:
     limits: dict[int | str, int | str] = dict(memory.items())
     limits["cpu"] = _model_bytes(model)
-    whole = sorted(model._no_split_modules or ())
+    whole = whole_classes(model)
     return dict(infer_auto_device_map(model, max_memory=limits, no_split_module_classes=whole))
 
 
@@ -255,4 +255,4 @@ def get_no_split_params(model: Module) -> str | list[str]:
     Returns:
         Their names; ``"__ALL__"`` for a model that names none.
     """
-    return sorted(getattr(model, "_no_split_modules", None) or ()) or "__ALL__"
+    return whole_classes(model) or "__ALL__"

@@ -23,6 +23,7 @@ from transformers.initialization import TORCH_INIT_FUNCTIONS
 
 from llmcompressor.checkpoint.load import load_decompressed
 from llmcompressor.checkpoint.source import check_format, is_empty_quantization
+from llmcompressor.transformers_internals import build_from_config, name_config
 from llmcompressor.utils.devices import best_device
 
 __all__ = [
@@ -150,9 +151,9 @@ def skip_weights_download(model_class: Any = AutoModelForCausalLM) -> Iterator[N
         given = {key: kwargs[key] for key in _OF_BUILDING if key in kwargs}
         dtype = kwargs.get("dtype", kwargs.get("torch_dtype", "auto"))
         given["dtype"] = config.dtype if dtype in ("auto", None) else dtype
-        make = getattr(cls, "from_config", None) or cls._from_config
-        model: PreTrainedModel = make(config, **given)
-        model.name_or_path = model.config._name_or_path = str(name)
+        model: PreTrainedModel = build_from_config(cls, config, **given)
+        model.name_or_path = str(name)
+        name_config(model.config, str(name))
         torch.nn.Module.eval(model)
         return model
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from llmcompressor.transformers_internals import original_patterns
 from llmcompressor.verification.files import (
     DROPS,
     DTYPES,
@@ -350,7 +351,7 @@ class _Tables:
             return
         self._names = ModelNames(model)
         for one in self._names.converters:
-            if not any(".*" in pattern for pattern in one._original_source_patterns):
+            if not any(".*" in pattern for pattern in original_patterns(one)[0]):
                 self.by_pattern |= dict.fromkeys(one.source_patterns, one)
         self.converters = self._names.converters if self.by_pattern else []
 

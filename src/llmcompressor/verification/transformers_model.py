@@ -17,6 +17,12 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
+from llmcompressor.transformers_internals import (
+    auto_mapping,
+    dtype_plan,
+    original_patterns,
+    unexpected_patterns,
+)
 from llmcompressor.verification.facts import TensorInfo
 from llmcompressor.verification.modules import PLAIN_FLOATS, class_names
 
@@ -349,7 +355,7 @@ def _class_of_type(config: Mapping[str, Any]) -> str:
 
     settings = _configuration(config, _FROM_FILES)
     for auto in (AutoModelForCausalLM, AutoModelForSeq2SeqLM):
-        mapping: Any = auto._model_mapping
+        mapping = auto_mapping(auto)
         if type(settings) in mapping:
             return str(mapping[type(settings)].__name__)
     return ""
@@ -363,7 +369,7 @@ def text_class(config: Mapping[str, Any]) -> dict[str, Any] | None:
     from transformers import AutoModelForCausalLM  # noqa: PLC0415  # loads much
 
     settings, text = _configuration(config, _FROM_FILES), config.get("text_config")
-    mapping: Any = AutoModelForCausalLM._model_mapping
+    mapping = auto_mapping(AutoModelForCausalLM)
     if type(settings) not in mapping or not isinstance(text, Mapping):
         return None
     kind = mapping[type(settings)]
@@ -586,8 +592,9 @@ def _parts(converter: Any) -> list[Any]:
     from transformers.core_model_loading import WeightTransform  # noqa: PLC0415
 
     found = []
-    for target in converter._original_target_patterns[1:]:
-        part: Any = WeightTransform([*converter._original_source_patterns], [target])
+    sources, targets = original_patterns(converter)
+    for target in targets[1:]:
+        part: Any = WeightTransform([*sources], [target])
         part.scope_prefix = converter.scope_prefix
         part.base_model_prefix = converter.base_model_prefix
         found.append(part)
@@ -629,8 +636,7 @@ def passes_over(config: Mapping[str, Any], name: str) -> bool:
     model, layer = class_model(config), _LAYER_OF.match(name)
     if model is None or layer is None:
         return False
-    patterns = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
-    return any(re.search(one, name) for one in patterns) and any(
+    return any(re.search(one, name) for one in unexpected_patterns(model)) and any(
         each.startswith(layer.group()) for each, _ in model.named_parameters()
     )
 
@@ -650,7 +656,7 @@ def float32_names(model: Any, dtype: torch.dtype) -> Callable[[str], bool]:
     """The tensors that a class keeps in float32 whatever ``dtype`` the model has, by their name."""
     from transformers.core_model_loading import build_glob_alternation  # noqa: PLC0415
 
-    plan = model._get_dtype_plan(dtype)
+    plan = dtype_plan(model, dtype)
     pattern = build_glob_alternation(list(plan))[0] if plan else None
     return lambda name: pattern is not None and pattern.search(name) is not None
 

@@ -25,6 +25,7 @@ import torch
 from torch.nn import Module
 
 from llmcompressor.runtime.progress import hide_tqdm_bars
+from llmcompressor.transformers_internals import watch_loading
 from llmcompressor.verification.facts import TensorInfo
 from llmcompressor.verification.files import DTYPES
 from llmcompressor.verification.modules import EXPERT
@@ -226,23 +227,15 @@ class _Attempt:
         self, found: tuple[Any, Any], settings: dict[str, Any], state: Mapping[str, TensorInfo]
     ) -> None:
         kind, config = found
-        begin, end = kind._load_pretrained_model, kind._finalize_model_loading
 
-        def prepared(model: Any, *rest: Any, **more: Any) -> Any:
+        def begun(model: Any, given: tuple[Any, ...]) -> None:
             self.model = model
-            self.unpacking = next(_unpacking_operations((*rest, *more.values())), None)
+            self.unpacking = next(_unpacking_operations(given), None)
             self.shapes = {name: tuple(one.shape) for name, one in model.state_dict().items()}
-            return begin(model, *rest, **more)
 
-        def loaded(model: Any, load_config: Any, info: Any) -> Any:
+        def loaded(info: Any) -> None:
             self.info = info
-            return end(model, load_config, info)
 
-        own = {
-            "__module__": kind.__module__,
-            "_load_pretrained_model": staticmethod(prepared),
-            "_finalize_model_loading": staticmethod(loaded),
-        }
         if settings:
             config.quantization_config = json.loads(json.dumps(settings))
         tensors = {
@@ -251,7 +244,7 @@ class _Attempt:
         }
         try:
             with hide_tqdm_bars(), contextlib.redirect_stderr(io.StringIO()):
-                load_headers(type(kind.__name__, (kind,), own), config, tensors, self.dtype)
+                load_headers(watch_loading(kind, begun, loaded), config, tensors, self.dtype)
         except Exception as error:  # of whatever kind: it is what a user would see
             self.error = error
         finally:

@@ -35,6 +35,12 @@ from llmcompressor.errors import TargetError
 from llmcompressor.modeling.patches import RESTS
 from llmcompressor.numerics.rotation import Rotation
 from llmcompressor.quantization.attach import disable_attention_hooks, enable_attention_hooks
+from llmcompressor.transformers_internals import (
+    attention_of,
+    can_set_attention,
+    mark_tied,
+    supports_sdpa,
+)
 
 __all__ = [
     "AttachedTransform",
@@ -88,16 +94,16 @@ def check_attention_hookable(model: Any) -> None:
         TargetError: there is no such function, or it cannot be replaced.
     """
     problem = ""
-    name = model.config._attn_implementation
+    name = attention_of(model.config)
     if name == HOOKED_ATTENTION_NAME:
         name = QuantizedAttentionImpl._original_impl
     if name not in ALL_ATTENTION_FUNCTIONS:
         problem = f"runs with the attention {name!r}, which has no function that could be hooked"
-    elif not getattr(type(model), "_can_set_attn_implementation", lambda: True)():
+    elif not can_set_attention(type(model)):
         problem = "does not let its function of attention be replaced"
     if problem:
         other = ', or load it with attn_implementation="sdpa"'
-        has_other = name != "sdpa" and getattr(model, "_supports_sdpa", False)
+        has_other = name != "sdpa" and supports_sdpa(model)
         raise TargetError(
             f"R3 needs the queries and keys after RoPE, and {type(model).__name__} {problem}.",
             f"Leave R3 out of rotations{other if has_other else ''}.",
@@ -225,7 +231,7 @@ def tie_transforms(attached: Iterable[AttachedTransform]) -> None:
         transform, key = one.transform, f"{one.name}.weight"
         weight: Any = transform.weight
         if first.setdefault(id(weight), key) != key:
-            transform._tied_weights_keys = {"weight": first[id(weight)]}  # type: ignore[assignment]  # read by transformers
+            mark_tied(transform, {"weight": first[id(weight)]})
 
 
 def has_online_rotation(module: Module) -> bool:

@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The model that ``oneshot`` returns can be trained on: gradients pass what it rounds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from compressed_tensors.modeling import attention, kvcache
+from compressed_tensors.quantization.lifecycle import forward
+from compressed_tensors.quantization.utils import compute_dynamic_scales_and_zp
+from tests.support.small_models import llama, logits, mixture, probe, token_rows
+from torch import Tensor
+
+from llmcompressor import oneshot
+from llmcompressor.modifiers.quantization import QuantizationModifier
+
+FP8 = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "tensor", "dynamic": False}
+INT8 = {"num_bits": 8, "type": "int", "symmetric": False, "strategy": "tensor", "dynamic": False}
+ROUNDED: dict[str, dict[str, Any]] = {
+    "W8A8": {"scheme": "W8A8"},
+    "FP8": {"scheme": "FP8"},
+    "FP8_DYNAMIC": {"scheme": "FP8_DYNAMIC"},
+    "W4A8": {"scheme": "W4A8"},
+    "NVFP4": {"scheme": "NVFP4"},
+    "MXFP8": {"scheme": "MXFP8"},
+    "asymmetric": {
+        "config_groups": {"all": {"targets": ["Linear"], "input_activations": INT8, "weights": FP8}}
+    },
+    "outputs": {
+        "config_groups": {"all": {"targets": ["Linear"], "output_activations": FP8, "weights": FP8}}
+    },
+    "cache": {"scheme": "W8A8", "kv_cache_scheme": FP8},
+    "attention": {
+        "config_groups": {"all": {"targets": ["LlamaAttention"], "input_activations": FP8}}
+    },
+}
+GREATEST = {4: 6.0, 8: 448.0}
+"""Of the values of a float grid, by bits."""
+
+
+def compressed(made: Any, name: str) -> Any:
+    recipe = QuantizationModifier(
+        **{"targets": ["Linear"], "ignore": ["lm_head", "re:.*gate$"]} | ROUNDED[name]
+    )
+    return oneshot(model=made, recipe=recipe, dataset=token_rows(), num_calibration_samples=8)
+
+
+def gradients(model: Any) -> dict[str, Tensor]:
+    """Of all weights, by name, for a loss of all logits."""
+    model.zero_grad()
+    weights = {
+        name: one for name, one in model.named_parameters() if not name.endswith(("scale", "point"))
+    }
+    for one in weights.values():
+        one.requires_grad_()
+    ids = probe()
+    model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+    missing = [name for name, one in weights.items() if one.grad is None]
+    assert all(".experts." in name for name in missing)  # some get no token
+    return {name: one.grad.clone() for name, one in weights.items() if one.grad is not None}
+
+
+class Through(torch.autograd.Function):
+    """Rounded values; the gradient of what was rounded, where the grid reaches it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, values: Tensor, inside: Tensor) -> Tensor:
+        ctx.save_for_backward(inside)
+        return values
+
+    @staticmethod
+    def backward(ctx: Any, *given: Tensor) -> tuple[Tensor, None, None]:
+        (inside,) = ctx.saved_tensors
+        return given[0] * inside, None, None
+
+
+@pytest.mark.parametrize("name", ROUNDED)
+def test_gradients_pass_straight_through(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if each rounding of compressed-tensors had the gradient of the identity."""
+    model = compressed(llama(), name)
+    for parameter, value in model.named_parameters():
+        if parameter.endswith(("put_scale", "k_scale", "q_scale", "v_scale")):
+            value.data *= 2  # nothing is cut off at the end of its grid
+    recorded = model(input_ids=probe(), use_cache=False)
+    assert recorded.logits.requires_grad
+    assert torch.equal(recorded.logits, logits(model))
+    found = gradients(model)
+
+    rounded = forward.forward_quantize
+
+    def through(module: Any, value: Tensor, base: str, args: Any) -> Tensor:
+        values = rounded(module, value, base, args)
+        if base == "weight" or not value.requires_grad:
+            return values
+        inside = torch.ones_like(value, dtype=torch.bool)
+        if args.dynamic and args.group_size:  # scales are rounded, and may be too small
+            coarse = getattr(module, f"{base}_global_scale", None)
+            scale, _ = compute_dynamic_scales_and_zp(
+                value=value, args=args, module=module, global_scale=coarse
+            )
+            scale = scale.float() if coarse is None else scale.float() / coarse
+            ends = GREATEST[args.num_bits] * scale.repeat_interleave(args.group_size, -1)
+            inside = value.abs() <= ends
+        return Through.apply(value, values, inside)  # type: ignore[no-any-return,no-untyped-call]
+
+    monkeypatch.setattr("llmcompressor.quantization.kv_cache.needs_gradients", lambda *_: False)
+    for place in (forward, attention, kvcache):
+        monkeypatch.setattr(place, "forward_quantize", through)
+    defined = gradients(model)
+    for weight, gradient in defined.items():
+        assert torch.equal(found[weight], gradient), weight
+
+
+def test_a_module_is_called_as_before() -> None:
+    module = compressed(llama(), "W8A8").model.layers[0].self_attn.q_proj
+    x = torch.randn(2, 128, dtype=torch.bfloat16)
+    with torch.no_grad():
+        expected = module(x)
+    assert torch.equal(module(input=x), expected)
+    assert torch.equal(module(x), expected)
+    module.quantization_enabled = False
+    assert not torch.equal(module(x), expected)
+
+
+@pytest.mark.parametrize("name", ["NVFP4", "FP8_DYNAMIC"])
+def test_some_calls_are_left_to_the_reader(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A single row may have a meaning of its own there, and a trace is of its forward."""
+    module = compressed(llama(), name).model.layers[0].self_attn.q_proj
+    row = torch.randn(128, dtype=torch.bfloat16)
+    with torch.no_grad():
+        expected = module(row)
+    assert torch.equal(module(row), expected)
+    for is_tracing in (False, True):
+        monkeypatch.setattr(torch.jit, "is_tracing", lambda value=is_tracing: value)
+        rows = row.repeat(2, 3, 1).requires_grad_()
+        module(rows).sum().backward()
+        assert (rows.grad is None) == is_tracing
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+def test_one_projection_that_learns_alone_has_one(name: str) -> None:
+    """As with an adapter: what stands before it has none, and rounds keys and values together."""
+    model = compressed(llama(), "attention")
+    model.requires_grad_(False)
+    weight = getattr(model.model.layers[0].self_attn, f"{name}_proj").weight.requires_grad_()
+    model(input_ids=probe(), labels=probe(), use_cache=False).loss.backward()
+    assert weight.grad is not None
+    assert weight.grad.any()
+
+
+def test_those_of_experts_pass_too() -> None:
+    model = compressed(mixture(), "W8A8")
+    recorded = model(input_ids=probe(), use_cache=False)
+    assert torch.equal(recorded.logits, logits(model))
+    found = gradients(model)
+    assert any(".experts." in name and gradient.any() for name, gradient in found.items())

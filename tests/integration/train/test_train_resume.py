@@ -1,0 +1,235 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A training that was broken off ends with the bytes of one that nothing interrupted."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import shutil
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.support import small_models as small
+from tests.support.thinned import few
+from tests.support.training_cases import QUANTIZE, Breaker, Freezer, arguments
+
+from llmcompressor import train
+from llmcompressor.checkpoint.workspace import Workspace
+from llmcompressor.entrypoints import training_task
+from llmcompressor.errors import OutputError
+from llmcompressor.recipe import Recipe
+from llmcompressor.training import Trainer
+
+STEPS = 5
+
+
+def _given(output: Path, **changes: Any) -> dict[str, Any]:
+    return arguments(output, max_steps=STEPS, save_steps=2, logging_steps=1, **changes)
+
+
+def _recipe() -> list[Any]:
+    return [Freezer(), *Recipe.create_instance(QUANTIZE).modifiers, Breaker()]
+
+
+def _kept(output: Path) -> dict[str, str]:
+    """The files whose bytes do not depend on the time that something took."""
+    names = ("model.safetensors", "config.json", "recipe.yaml", "generation_config.json")
+    return {name: value for name, value in small.tree(output).items() if name in names}
+
+
+@pytest.fixture(scope="module")
+def whole(one_block: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    output = tmp_path_factory.mktemp("whole") / "out"
+    train(str(one_block), _recipe(), **_given(output))
+    return _kept(output)
+
+
+def _break(folder: Path, output: Path, at: int) -> None:
+    Breaker.at = at
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            train(str(folder), _recipe(), **_given(output))
+    finally:
+        Breaker.at = None
+
+
+@pytest.mark.parametrize("at", few([1, 2, 4], 1, 4))
+def test_interrupted_at_any_step(
+    at: int, whole: dict[str, str], one_block: Path, tmp_path: Path, said: list[str]
+) -> None:
+    output = tmp_path / "out"
+    _break(one_block, output, at)
+    assert not output.exists()
+    assert (tmp_path / "out.partial").exists() == (at >= 2), "kept if there is a checkpoint"
+    train(str(one_block), _recipe(), **_given(output))
+    assert any("checkpoint-" in line and "Continuing" in line for line in said) == (at >= 2)
+    assert not any("begins anew" in line for line in said), "nothing is kept without a checkpoint"
+    assert _kept(output) == whole
+    assert list(tmp_path.iterdir()) == [output]
+
+
+def test_the_loss_of_a_resumed_training_is_that_of_its_steps(
+    one_block: Path, tmp_path: Path
+) -> None:
+    output = tmp_path / "out"
+    _break(one_block, output, 4)
+    train(str(one_block), _recipe(), **_given(output))
+    found = json.loads((output / "train_results.json").read_text())
+    state = json.loads((output / "trainer_state.json").read_text())
+    losses = {one["step"]: one["loss"] for one in state["log_history"] if "loss" in one}
+    since = [loss for step, loss in losses.items() if step > 4]  # of 5, from checkpoint-4
+    assert found["train_loss"] == pytest.approx(sum(since) / len(since), abs=1e-3)
+
+
+def test_killed_before_the_first_checkpoint(
+    whole: dict[str, str], one_block: Path, tmp_path: Path, said: list[str]
+) -> None:
+    """What a process leaves that had no time to clean up."""
+    output = tmp_path / "out"
+    _break(one_block, output, 2)
+    left = tmp_path / "out.partial"
+    lines = (left / "journal").read_text().splitlines(keepends=True)
+    (left / "journal").write_text(lines[0])
+    shutil.rmtree(left / "training" / "checkpoint-2")
+    train(str(one_block), _recipe(), **_given(output))
+    assert any("No checkpoint was written" in line and "begins anew" in line for line in said)
+    assert _kept(output) == whole
+
+
+def test_a_checkpoint_can_be_named(whole: dict[str, str], one_block: Path, tmp_path: Path) -> None:
+    """By the name that it would have in the output, while the training is not done."""
+    output = tmp_path / "out"
+    _break(one_block, output, 4)
+    named = str(output / "checkpoint-2")
+    train(str(one_block), _recipe(), **_given(output, resume_from_checkpoint=named))
+    assert _kept(output) == whole
+
+
+@pytest.mark.parametrize("how", [{"resume": "must"}, {"resume_from_checkpoint": True}])
+def test_it_can_be_demanded(
+    how: dict[str, Any], whole: dict[str, str], one_block: Path, tmp_path: Path
+) -> None:
+    output = tmp_path / "out"
+    with pytest.raises(OutputError, match="nothing to resume"):
+        train(str(one_block), _recipe(), **_given(output, **how))
+    _break(one_block, output, 3)
+    train(str(one_block), _recipe(), **_given(output, **how))
+    assert _kept(output) == whole
+
+
+def _die_after_first_checkpoint(folder: str, output: str) -> None:
+    note = training_task.TrainingFolder.note
+
+    def noted(self: Any, step: int) -> None:
+        note(self, step)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    training_task.TrainingFolder.note = noted  # type: ignore[method-assign]
+    train(folder, _recipe(), **_given(Path(output)))
+
+
+def test_killed(whole: dict[str, str], one_block: Path, tmp_path: Path) -> None:
+    output = tmp_path / "out"
+    context = multiprocessing.get_context("forkserver")
+    process = context.Process(
+        target=_die_after_first_checkpoint, args=(str(one_block), str(output))
+    )
+    process.start()
+    process.join(120)
+    assert process.exitcode == -signal.SIGKILL
+    # one that was being written when it died, and is in no journal
+    (tmp_path / "out.partial" / "training" / "checkpoint-4").mkdir()
+    train(str(one_block), _recipe(), **_given(output))
+    assert _kept(output) == whole
+
+
+def test_what_a_killed_process_had_begun_is_no_newer_checkpoint(
+    whole: dict[str, str], one_block: Path, tmp_path: Path
+) -> None:
+    """One of a later step: those that are complete would make room for it."""
+    output = tmp_path / "out"
+    _break(one_block, output, 3)
+    begun = tmp_path / "out.partial" / "training" / "checkpoint-5"
+    begun.mkdir()
+    (begun / "model.safetensors").write_bytes(b"half of it")
+    given = _given(output) | {"save_steps": 1, "save_total_limit": 1}
+    Breaker.at = 4
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            train(str(one_block), _recipe(), **given)
+    finally:
+        Breaker.at = None
+    assert [one.name for one in begun.parent.glob("checkpoint-*")] == ["checkpoint-4"]
+    train(str(one_block), _recipe(), **given)
+    assert _kept(output) == whole
+
+
+def test_broken_off_while_older_checkpoints_go(
+    whole: dict[str, str],
+    one_block: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    said: list[str],
+) -> None:
+    """The checkpoint that they make room for is in the journal by then."""
+    given = _given(tmp_path / "out", save_total_limit=1)
+    remove = shutil.rmtree
+
+    def removed(path: Any, *args: Any, **kwargs: Any) -> None:
+        remove(path, *args, **kwargs)
+        if Path(path).name == "checkpoint-2":
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", removed)
+        with pytest.raises(KeyboardInterrupt):
+            train(str(one_block), _recipe(), **given)
+    assert not any("Continuing the training" in line for line in said)
+    train(str(one_block), _recipe(), **given)
+    assert any("Continuing the training" in line and "checkpoint-4" in line for line in said)
+    assert _kept(tmp_path / "out") == whole
+    assert [one.name for one in (tmp_path / "out").glob("checkpoint-*")] == ["checkpoint-5"]
+
+
+@pytest.mark.parametrize("method", ["publish", "remove"])
+@pytest.mark.parametrize("keep", [True, False], ids=["with checkpoints", "without"])
+def test_broken_off_when_all_is_written(
+    method: str,
+    keep: bool,
+    whole: dict[str, str],
+    one_block: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It trains no step again, and loses neither the output nor a checkpoint."""
+    given = _given(tmp_path / "out") | ({} if keep else {"save_strategy": "no"})
+
+    def broken(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Workspace, method, broken)
+        with pytest.raises(KeyboardInterrupt):
+            train(str(one_block), _recipe(), **given)
+    assert (tmp_path / "out.partial").is_dir()
+    monkeypatch.setattr(Trainer, "train", lambda *_, **__: pytest.fail("it trains again"))
+    model = train(str(one_block), _recipe(), **given)
+    assert _kept(tmp_path / "out") == whole
+    assert (tmp_path / "out" / "checkpoint-4").is_dir() == keep
+    assert list(tmp_path.iterdir()) == [tmp_path / "out"]
+    assert model(torch.tensor([[1, 2, 3]])).logits.isfinite().all()
+
+
+def test_nothing_is_kept_of_a_training_that_failed_before_a_checkpoint(tmp_path: Path) -> None:
+    with pytest.raises(ZeroDivisionError):
+        train(small.one_block(), _Failing(), **arguments(tmp_path / "out"))
+    assert list(tmp_path.iterdir()) == []
+
+
+class _Failing(Freezer):
+    def on_initialize(self, state: Any, **kwargs: Any) -> bool:
+        raise ZeroDivisionError

@@ -1,0 +1,683 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is said of transformers is what it does: the same checkpoints are verified and loaded."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tests.support.releases import refuses_packed_zero_points, renamed_keep_their_dtype
+from tests.support.small_models import VOCABULARY
+from tests.support.thinned import few, thinned
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    CompressedTensorsConfig,
+    CTRLConfig,
+    FalconConfig,
+    LlamaConfig,
+    MambaConfig,
+    PreTrainedModel,
+    T5Config,
+)
+from transformers.quantizers.base import MODULES_TO_PATCH_FOR_QUANTIZATION
+
+from llmcompressor import oneshot, plan, reset_session, verify
+from llmcompressor.entrypoints.model_free import model_free_ptq
+from llmcompressor.modifiers.quantization import QuantizationModifier
+
+WHOLE = ["Linear", "re:.*embed_tokens"]
+TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "vocab_size": VOCABULARY}
+CONFIGS = {
+    "llama": LlamaConfig(
+        **TOKENS,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        tie_word_embeddings=False,
+    ),
+    "t5": T5Config(
+        **TOKENS, d_model=64, d_kv=32, d_ff=128, num_layers=1, num_heads=2, decoder_start_token_id=0
+    ),
+    "mamba": MambaConfig(
+        **TOKENS, hidden_size=64, state_size=8, num_hidden_layers=1, time_step_rank=32
+    ),
+    "falcon": FalconConfig(
+        **TOKENS,
+        hidden_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        ffn_hidden_size=128,
+        tie_word_embeddings=False,
+    ),
+}
+
+
+def weights(bits: int, kind: str, **more: Any) -> dict[str, Any]:
+    return {"num_bits": bits, "type": kind, "strategy": "channel", "symmetric": True, **more}
+
+
+INT4, INT8 = weights(4, "int"), weights(8, "int")
+FP8 = weights(8, "float")
+NVFP4 = weights(4, "float", strategy="tensor_group", group_size=16)
+
+
+def logits(model: PreTrainedModel) -> torch.Tensor:
+    tokens = torch.arange(3, 15).reshape(2, 6)
+    more = {"decoder_input_ids": tokens} if model.config.is_encoder_decoder else {}
+    with torch.no_grad():
+        found: torch.Tensor = model.eval()(input_ids=tokens, **more).logits
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "targets", "args", "rule"),
+    [
+        ("llama", ["Linear"], INT4, ""),
+        ("llama", WHOLE, INT4, "L1"),
+        ("llama", WHOLE, INT8, "L1"),
+        ("llama", WHOLE, NVFP4, "L1"),
+        ("llama", WHOLE, FP8, ""),
+        ("t5", ["Linear"], INT4, "L2"),
+        ("t5", ["re:.*DenseReluDense.wi"], NVFP4, "L2"),
+        ("t5", ["Linear"], FP8, ""),
+        ("mamba", ["Linear"], INT4, "L2"),
+        ("mamba", ["re:.*in_proj"], INT4, ""),
+        ("falcon", ["Linear"], INT4, "L2"),
+        ("falcon", ["Linear"], FP8, ""),
+    ],
+)
+def test_what_is_said_to_load_loads(
+    name: str, targets: list[str], args: dict[str, Any], rule: str, tmp_path: Path
+) -> None:
+    auto = AutoModelForSeq2SeqLM if name == "t5" else AutoModelForCausalLM
+    torch.manual_seed(0)
+    model = auto.from_config(CONFIGS[name], dtype=torch.bfloat16)
+    group = {"targets": targets, "weights": args}
+    recipe = QuantizationModifier(config_groups={"group_0": group}, ignore=["lm_head"])
+    reset_session()
+    oneshot(model=model, recipe=recipe, output_dir=str(tmp_path / "model"), verify=False)
+    reset_session()
+    before = logits(model)
+
+    report = verify(tmp_path / "model", serve="transformers")
+    errors = {one.rule for one in report.findings if one.severity == "error"}
+    assert errors == ({rule} if rule else set())
+    elsewhere = verify(tmp_path / "model", serve="vllm")
+    assert not {"L1", "L2"} & {one.rule for one in elsewhere.findings}
+    if rule:
+        with pytest.raises(AttributeError, match="has no attribute 'weight'"):
+            auto.from_pretrained(tmp_path / "model")
+    else:
+        assert torch.equal(logits(auto.from_pretrained(tmp_path / "model")), before)
+
+
+def test_an_encoder_is_unpacked_before_it_generates(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = AutoModelForSeq2SeqLM.from_config(CONFIGS["t5"], dtype=torch.bfloat16)
+    group = {"targets": ["Linear"], "weights": FP8}
+    recipe = QuantizationModifier(config_groups={"group_0": group}, ignore=["lm_head"])
+    reset_session()
+    oneshot(model=model, recipe=recipe, output_dir=str(tmp_path / "model"))
+    reset_session()
+    report = verify(tmp_path / "model", serve="transformers")
+    assert report.ok
+    assert {one.rule for one in report.findings if one.severity == "warning"} == {"L3"}
+
+    tokens = torch.arange(3, 9)[None]
+    loaded = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "model").eval()
+    with pytest.raises(RuntimeError, match="dtype"):
+        loaded.generate(tokens, max_new_tokens=2)
+    plain = CompressedTensorsConfig(dequantize=True)
+    with pytest.warns(UserWarning, match="already has a `quantization_config`"):
+        loaded = AutoModelForSeq2SeqLM.from_pretrained(
+            tmp_path / "model", quantization_config=plain
+        )
+    assert loaded.eval().generate(tokens, max_new_tokens=2, min_new_tokens=2).shape == (1, 3)
+
+
+def experts_of(folder: Path) -> torch.Tensor:
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    return model.get_parameter("model.layers.1.mlp.experts.down_proj").float()
+
+
+@pytest.mark.parametrize(
+    ("preset", "is_restored"),
+    few(
+        [
+            ("W4A16", True),
+            ("W4A16_ASYM", False),
+            ("W3A16", True),
+            ("W8A8", False),
+            ("FP8_DYNAMIC", True),
+            ("NVFP4A16", False),
+            ("MXFP4", True),
+            ("MXFP8", False),
+        ],
+        *(("W4A16_ASYM", False), ("W3A16", True), ("W8A8", False), ("FP8_DYNAMIC", True)),
+    ),
+)
+def test_experts_that_are_said_to_be_restored_are(
+    preset: str, is_restored: bool, mixtral_folder: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "model"
+    model_free_ptq(mixtral_folder, folder, preset, ignore=["lm_head", "re:.*gate$"])
+    report = verify(folder, serve="transformers")
+    errors = {one.rule for one in report.findings if one.severity == "error"}
+    if not preset.endswith("ASYM") or not refuses_packed_zero_points():
+        assert "L9" not in errors  # of what is no expert
+    assert errors - {"L9"} == (set() if is_restored else {"T6"})
+    warned = [one for one in report.findings if "does not round what goes into" in one.message]
+    assert bool(warned) == (preset in ("W8A8", "FP8_DYNAMIC", "MXFP4", "MXFP8"))
+    original = experts_of(mixtral_folder)
+    try:
+        distance = (experts_of(folder) - original).norm() / original.norm()
+    except RuntimeError:
+        assert not is_restored
+    else:
+        assert (distance < 0.3) == is_restored
+
+
+@pytest.mark.parametrize(
+    ("preset", "runs", "dtype"),
+    thinned(
+        [
+            ("NVFP4A16", False),
+            ("MXFP4A16", False),
+            ("MXFP8A16", False),
+            ("FP8_DYNAMIC", True),
+            ("W4A16", True),
+            ("W8A8", True),
+        ],
+        ["float32", "float16"],
+    ),
+)
+def test_what_is_said_to_run_runs(preset: str, runs: bool, dtype: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    config = LlamaConfig(**{**CONFIGS["llama"].to_dict(), "hidden_size": 128})
+    AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype)).save_pretrained(
+        tmp_path / "source"
+    )
+    recipe = QuantizationModifier(targets="Linear", scheme=preset, ignore=["lm_head"])
+    reset_session()
+    oneshot(model=tmp_path / "source", recipe=recipe, output_dir=str(tmp_path / "model"))
+    reset_session()
+
+    report = verify(tmp_path / "model", serve="transformers")
+    said = {one.module for one in report.findings if one.rule == "L4"}
+    assert len(said) == (0 if runs else 7)
+    assert verify(tmp_path / "model").ok  # a limit of transformers alone
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    if runs:
+        assert logits(loaded).isfinite().all()
+    else:
+        with pytest.raises(RuntimeError, match="same dtype"):
+            logits(loaded)
+    assert verify(tmp_path / "model", serve="transformers", dtype="bfloat16").ok
+    assert (
+        logits(AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.bfloat16))
+        .isfinite()
+        .all()
+    )
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_what_experts_of_small_floats_compute_in_is_said(dtype: str, tmp_path: Path) -> None:
+    """Products of stacks take inputs of another dtype, those of one expert after another do not."""
+    source = mixture("mixtral", tmp_path / "source", getattr(torch, dtype))
+    recipe = QuantizationModifier(targets="Linear", scheme="FP8_DYNAMIC", ignore=["lm_head"])
+    reset_session()
+    oneshot(model=source, recipe=recipe, output_dir=str(tmp_path / "model"))
+    reset_session()
+    report = verify(tmp_path / "model", serve="transformers")
+    said = [one.module for one in report.findings if one.rule == "L4"]
+    assert report.ok
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    stack = loaded.get_parameter("model.layers.0.mlp.experts.down_proj")
+    fits = stack.dtype == getattr(torch, dtype)
+    assert fits or stack.dtype == torch.bfloat16, "it depends on the release"
+    assert said == ([] if fits else ["model.layers.0.block_sparse_moe.experts"])
+    assert logits(loaded).isfinite().all()
+    eager = {"experts_implementation": "eager"}
+    if not fits:
+        with pytest.raises(RuntimeError, match="same dtype"):
+            logits(AutoModelForCausalLM.from_pretrained(tmp_path / "model", **eager))
+    else:
+        loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model", **eager)
+        assert logits(loaded).isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("preset", "dtype", "is_read"),
+    [
+        ("MXFP4A16", "float32", True),
+        pytest.param("MXFP4A16", "float16", True, marks=pytest.mark.slow),
+        ("MXFP4A16", "bfloat16", True),
+        ("NVFP4A16", "float32", False),
+    ],
+)
+def test_what_experts_alone_are_unpacked_to_is_said(
+    preset: str, dtype: str, is_read: bool, tmp_path: Path
+) -> None:
+    """Of 4-bit floats they become bfloat16 in every release, and no Linear is there to fail."""
+    source = mixture("mixtral", tmp_path / "source", getattr(torch, dtype))
+    recipe = QuantizationModifier(targets=["re:.*experts.*"], scheme=preset)
+    planned = plan(source, recipe, serve="transformers", measure=False).serving
+    reset_session()
+    oneshot(model=source, recipe=recipe, output_dir=str(tmp_path / "model"))
+    reset_session()
+    report = verify(tmp_path / "model", serve="transformers")
+    assert report.ok is is_read
+    fits = dtype == "bfloat16"
+    said = [(one.module, one.severity) for one in report.findings if one.rule == "L4"]
+    path = "model.layers.0.block_sparse_moe.experts"
+    assert said == ([] if fits else [(path, "warning")])
+    assert [one.severity for one in planned if one.rule == "L4"] == [one for _, one in said]
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    stack = loaded.get_parameter("model.layers.0.mlp.experts.down_proj")
+    assert stack.dtype == torch.bfloat16
+    assert logits(loaded).isfinite().all()  # the product of stacks takes it
+    eager = AutoModelForCausalLM.from_pretrained(tmp_path / "model", experts_implementation="eager")
+    if fits:
+        assert logits(eager).isfinite().all()
+    else:
+        with pytest.raises(RuntimeError, match="same dtype"):
+            logits(eager)
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_zero_points_of_small_floats_are_read_by_transformers(
+    symmetric: bool, tmp_path: Path
+) -> None:
+    """They have the dtype of the codes; vLLM has no place for those of inputs."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(CONFIGS["llama"], dtype=torch.bfloat16)
+    more = {"symmetric": symmetric, "strategy": "tensor"}
+    group = {"targets": ["Linear"], "weights": {**FP8, "symmetric": symmetric}}
+    group["input_activations"] = {"num_bits": 8, "type": "float", **more}
+    rows = [{"input_ids": [5, 6, 7, 8, 9]}] * 2
+    recipe = QuantizationModifier(config_groups={"group_0": group}, ignore=["lm_head"])
+    reset_session()
+    oneshot(model=model, recipe=recipe, dataset=rows, output_dir=str(tmp_path / "model"))
+    reset_session()
+    assert verify(tmp_path / "model", serve="transformers").ok
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    assert torch.equal(logits(loaded), logits(model))
+    elsewhere = verify(tmp_path / "model", serve="vllm").findings
+    errors = {one.rule for one in elsewhere if one.severity == "error"}
+    assert errors == (set() if symmetric else {"S21", "S23"})
+
+
+@pytest.mark.parametrize("scheme", [INT4, FP8])
+def test_a_buffer_that_is_cast_anew_stays_float32(scheme: dict[str, Any], tmp_path: Path) -> None:
+    """What compressed-tensors holds keeps its dtype, whatever the model assigns to it."""
+    torch.manual_seed(0)
+    sizes = {"n_embd": 64, "dff": 128, "n_layer": 1, "n_head": 2, "n_positions": 64}
+    config = CTRLConfig(vocab_size=VOCABULARY, **sizes, bos_token_id=1, eos_token_id=2)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    group = {"targets": ["Linear"], "weights": scheme}
+    recipe = QuantizationModifier(config_groups={"group_0": group}, ignore=["lm_head"])
+    reset_session()
+    oneshot(model=model, recipe=recipe, output_dir=str(tmp_path / "model"))
+    reset_session()
+
+    report = verify(tmp_path / "model", serve="transformers")
+    said = {(one.rule, one.module) for one in report.findings if one.severity == "error"}
+    assert said == {("L4", "transformer.pos_encoding")}
+    with pytest.raises(RuntimeError, match="mixed dtype"):
+        logits(AutoModelForCausalLM.from_pretrained(tmp_path / "model"))
+    assert verify(tmp_path / "model", serve="transformers", dtype="float32").ok
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
+    assert logits(loaded).isfinite().all()
+
+
+def mixture(name: str, folder: Path, dtype: torch.dtype, **more: Any) -> Path:
+    sizes = {
+        **TOKENS,
+        "hidden_size": 64,
+        "intermediate_size": 64,
+        "intermediate_size_mlp": 64,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "head_dim": 16,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 1,
+        "interleave_moe_layer_step": 1,
+        "max_position_embeddings": 64,
+        **more,
+    }
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **sizes), dtype=dtype)
+    for parameter in model.parameters():
+        if parameter.ndim > 1:
+            parameter.data.normal_(0, 0.1)
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("name", "scheme", "ignored", "is_read"),
+    [
+        ("gpt_oss", INT4, (), False),
+        ("gpt_oss", INT4, ("re:.*experts.*",), True),
+        ("granitemoe", INT4, (), False),
+        ("llama4_text", INT8, (), True),
+        ("llama4_text", NVFP4, (), True),
+        ("llama4_text", INT8, ("re:.*experts.*",), False),
+        ("mixtral", INT4, (), True),
+        ("minimax_m3_vl_text", INT4, (), False),
+        ("minimax_m3_vl_text", INT4, ("re:.*experts.*",), True),
+        ("mixtral", INT4, ("re:.*experts.*",), True),
+    ],
+)
+def test_mixtures_that_are_said_to_be_read_are(
+    name: str, scheme: dict[str, Any], ignored: tuple[str, ...], is_read: bool, tmp_path: Path
+) -> None:
+    source = mixture(name, tmp_path / "source", torch.bfloat16)
+    recipe = QuantizationModifier(
+        config_groups={"group_0": {"targets": ["Linear"], "weights": scheme}},
+        ignore=["lm_head", *ignored],
+    )
+    reset_session()
+    made = oneshot(model=source, recipe=recipe, output_dir=str(tmp_path / "model"))
+    reset_session()
+    errors = [
+        one.rule
+        for one in verify(tmp_path / "model", serve="transformers").findings
+        if one.severity == "error"
+    ]
+    assert errors == ([] if is_read else ["T6"])
+    assert verify(tmp_path / "model").ok
+    expected = logits(made).float()
+    loaded = logits(AutoModelForCausalLM.from_pretrained(tmp_path / "model")).float()
+    assert (float((loaded - expected).norm() / expected.norm()) < 0.01) == is_read
+
+
+def with_draft_layer(source: Path) -> None:
+    """Let a mixture have one more layer, which its configuration announces for drafts."""
+    tensors = load_file(source / "model.safetensors")
+    layer, draft = "model.layers.0.", "model.layers.1."
+    for name in [name for name in tensors if name.startswith(layer)]:
+        tensors[name.replace(layer, draft)] = tensors[name].clone()
+    tensors[f"{draft}eh_proj.weight"] = torch.zeros(64, 128, dtype=torch.bfloat16)
+    save_file(tensors, source / "model.safetensors", {"format": "pt"})
+
+
+def test_a_mixture_with_a_draft_layer_is_read(tmp_path: Path) -> None:
+    more = {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "num_nextn_predict_layers": 1}
+    more |= {"moe_intermediate_size": 64, "first_k_dense_replace": 0}
+    source = mixture("glm4_moe", tmp_path / "source", torch.bfloat16, **more)
+    with_draft_layer(source)
+    recipe = QuantizationModifier(targets="Linear", scheme="W4A16", ignore=["lm_head"])
+    reset_session()
+    assert plan(source, recipe, measure=False).ok
+    made = oneshot(model=source, recipe=recipe, output_dir=str(tmp_path / "model"))
+    reset_session()
+    assert verify(tmp_path / "model", serve="transformers").ok
+    expected = logits(made).float()
+    loaded = logits(AutoModelForCausalLM.from_pretrained(tmp_path / "model")).float()
+    assert float((loaded - expected).norm() / expected.norm()) < 0.01
+
+
+def test_one_class_alone_takes_experts_as_linears() -> None:
+    assert "Llama4TextExperts" in MODULES_TO_PATCH_FOR_QUANTIZATION
+    assert len(MODULES_TO_PATCH_FOR_QUANTIZATION) == 1
+
+
+ONE = {"num_hidden_layers": 1}
+
+
+def with_scales_in_float32() -> PreTrainedModel:
+    """Its list of what stays float32 says ``scale``, for scales of its own."""
+    torch.manual_seed(0)
+    layers = {"layer_types": ["deepseek_sparse_attention"], "indexer_types": ["full"]}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "qk_nope_head_dim": 16}
+    ranks = {"q_lora_rank": 32, "kv_lora_rank": 32, "qk_rope_head_dim": 16, "v_head_dim": 16}
+    index = {"index_head_dim": 32, "index_n_heads": 2, "index_topk": 8}
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "mlp_layer_types": ["dense"]}
+    config = AutoConfig.for_model(
+        "hy_v4", **TOKENS, **ONE, **layers, **heads, **ranks, **index, **sizes
+    )
+    return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("scheme", [INT4, FP8])
+def test_a_scale_that_is_loaded_as_float32_unpacks_to_it(
+    scheme: dict[str, Any], tmp_path: Path
+) -> None:
+    group = {"targets": ["Linear"], "weights": scheme}
+    recipe = QuantizationModifier(config_groups={"group_0": group}, ignore=["lm_head"])
+    reset_session()
+    oneshot(model=with_scales_in_float32(), recipe=recipe, output_dir=str(tmp_path / "model"))
+    reset_session()
+
+    report = verify(tmp_path / "model", serve="transformers")
+    said = {(one.rule, one.module) for one in report.findings if one.severity == "error"}
+    assert ("L4", "model.layers.0.mlp.down_proj") in said
+    assert {rule for rule, _ in said} == {"L4"}
+    assert not [module for _, module in said if module.endswith("weights_proj")]
+    with pytest.raises(RuntimeError, match="same dtype"):
+        logits(AutoModelForCausalLM.from_pretrained(tmp_path / "model"))
+    # where a module that is renamed keeps the dtype of the file, float32 is to be that of the file
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
+    if verify(tmp_path / "model", serve="transformers", dtype="float32").ok:
+        assert logits(loaded).isfinite().all()
+    else:
+        assert renamed_keep_their_dtype()
+        with pytest.raises(RuntimeError, match="same dtype"):
+            logits(loaded)
+
+    model = with_scales_in_float32().to(torch.float32)
+    reset_session()
+    oneshot(model=model, recipe=recipe, output_dir=str(tmp_path / "float32"))
+    reset_session()
+    assert verify(tmp_path / "float32", serve="transformers").ok
+    assert torch.equal(
+        logits(AutoModelForCausalLM.from_pretrained(tmp_path / "float32")), logits(model)
+    )
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_packed_zero_points_are_unpacked_while_they_load(groups: int, tmp_path: Path) -> None:
+    """As the remedy says, where there is one group; with two of them it says something else."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(CONFIGS["llama"], dtype=torch.bfloat16)
+    asymmetric = {**INT4, "symmetric": False}
+    named = {"targets": ["Linear"] if groups == 1 else ["re:.*mlp.*"], "weights": asymmetric}
+    other = {"group_1": {"targets": ["re:.*self_attn.*"], "weights": INT8}} if groups > 1 else {}
+    recipe = QuantizationModifier(config_groups={"group_0": named, **other}, ignore=["lm_head"])
+    reset_session()
+    oneshot(model=model, recipe=recipe, output_dir=str(tmp_path / "model"))
+    reset_session()
+    found = verify(tmp_path / "model", serve="transformers").findings
+    said = [one for one in found if one.rule == "L9"]
+    assert bool(said) == refuses_packed_zero_points()
+    assert all(("dequantize=True" in one.remedy) == (groups == 1) for one in said)
+    if groups == 1:
+        plain = CompressedTensorsConfig(dequantize=True)
+        with pytest.warns(UserWarning, match="already has a `quantization_config`"):
+            loaded = AutoModelForCausalLM.from_pretrained(
+                tmp_path / "model", quantization_config=plain
+            )
+        assert torch.equal(logits(loaded), logits(model))
+
+
+IN_GROUPS = {"strategy": "group", "group_size": 32}
+IN_BLOCKS = {"strategy": "block", "block_structure": [64, 32]}
+
+
+@pytest.mark.parametrize(
+    ("hidden", "inner", "cells", "is_read"),
+    [
+        (64, 64, IN_GROUPS, False),
+        (32, 32, IN_GROUPS, True),
+        (64, 32, IN_GROUPS, False),
+        (32, 64, IN_GROUPS, False),
+        (32, 64, IN_BLOCKS, False),
+        (32, 32, IN_BLOCKS, True),
+    ],
+)
+def test_float_experts_are_read_with_one_scale_for_a_row(
+    hidden: int, inner: int, cells: dict[str, Any], is_read: bool, tmp_path: Path
+) -> None:
+    """In all projections: what is one group wide in some may be two in the others."""
+    sizes = {"hidden_size": hidden, "intermediate_size": inner}
+    source = mixture("mixtral", tmp_path / "source", torch.bfloat16, **sizes)
+    scheme = {"num_bits": 8, "type": "float", **cells}
+    recipe = QuantizationModifier(
+        config_groups={"group_0": {"targets": ["re:.*experts.*"], "weights": scheme}}
+    )
+    reset_session()
+    oneshot(model=source, recipe=recipe, output_dir=str(tmp_path / "model"), verify=False)
+    findings = verify(tmp_path / "model", serve="transformers").findings
+    assert ("T6" in {one.rule for one in findings if one.severity == "error"}) is not is_read
+    if is_read:
+        AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+        return
+    with pytest.raises(RuntimeError, match="conversion"):
+        AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+
+
+UP, DOWN = r"re:.*experts.*\.(gate|up)_proj$", r"re:.*experts.*\.down_proj$"
+ROWS, ALL = INT4, {**INT4, "strategy": "tensor"}
+
+
+def in_groups_of(size: int, **more: Any) -> dict[str, Any]:
+    return {**INT4, "strategy": "group", "group_size": size, **more}
+
+
+@pytest.mark.parametrize(
+    ("sizes", "up", "down", "is_read"),
+    [
+        ((64, 128), in_groups_of(64), in_groups_of(128), True),
+        ((128, 64), in_groups_of(128), in_groups_of(64), False),
+        ((64, 128), in_groups_of(64), in_groups_of(32), False),
+        ((64, 96), in_groups_of(64), in_groups_of(96), False),
+        ((64, 128), in_groups_of(32), in_groups_of(128), True),
+        ((64, 128), in_groups_of(32), ROWS, True),
+        ((64, 128), ROWS, in_groups_of(128), True),
+        ((64, 128), ROWS, in_groups_of(64), False),
+        ((64, 128), ROWS, ALL, True),
+        ((64, 128), ALL, in_groups_of(128), True),
+        ((64, 128), in_groups_of(64), in_groups_of(128, num_bits=8), False),
+    ],
+)
+def test_experts_in_different_groups_are_read_where_a_row_is_one(
+    sizes: tuple[int, int],
+    up: dict[str, Any],
+    down: dict[str, Any],
+    is_read: bool,
+    tmp_path: Path,
+) -> None:
+    """A scale for a row fits each group of it; the first group of the file is taken for all."""
+    hidden, inner = sizes
+    more = {"hidden_size": hidden, "intermediate_size": inner}
+    source = mixture("mixtral", tmp_path / "source", torch.float32, **more)
+    groups = {
+        "group_0": {"targets": [UP], "weights": up},
+        "group_1": {"targets": [DOWN], "weights": down},
+    }
+    recipe = QuantizationModifier(config_groups=groups)
+    reset_session()
+    made = oneshot(source, recipe, output_dir=str(tmp_path / "model"), verify=False)
+    reset_session()
+    findings = verify(tmp_path / "model", serve="transformers").findings
+    assert {one.rule for one in findings if one.severity == "error"} == (
+        set() if is_read else {"T6"}
+    )
+    try:
+        loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    except RuntimeError:
+        assert not is_read
+    else:
+        assert torch.allclose(logits(loaded), logits(made), atol=1e-4) == is_read
+
+
+def test_a_partial_group_of_experts_is_refused_while_it_loads(tmp_path: Path) -> None:
+    source = mixture("mixtral", tmp_path / "source", torch.bfloat16, hidden_size=96)
+    recipe = QuantizationModifier(
+        config_groups={"group_0": {"targets": ["re:.*experts.*"], "weights": in_groups_of(64)}},
+        bypass_divisibility_checks=True,
+    )
+    reset_session()
+    oneshot(source, recipe, output_dir=str(tmp_path / "model"), verify=False)
+    reset_session()
+    findings = verify(tmp_path / "model", serve="transformers").findings
+    errors = [one for one in findings if one.severity == "error"]
+    assert {one.rule for one in errors} == {"L6", "T6"}
+    with pytest.raises(RuntimeError, match="conversion"):
+        AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+
+
+DTYPES = [
+    ("bfloat16", "bfloat16"),
+    ("bfloat16", "float32"),
+    ("bfloat16", "float16"),
+    ("float16", "bfloat16"),
+    ("float32", "bfloat16"),
+]
+KINDS = [
+    ("mixtral", INT4),
+    ("llama4_text", in_groups_of(32, num_bits=8)),
+    ("mixtral", in_groups_of(32, num_bits=8)),
+    ("llama4_text", INT4),
+]
+
+
+@pytest.mark.parametrize(("stored", "asked", "family", "weights"), thinned(DTYPES, KINDS))
+def test_what_dtype_experts_of_integers_keep_is_said(
+    family: str, weights: dict[str, Any], stored: str, asked: str, tmp_path: Path
+) -> None:
+    """They are unpacked to that of the file, whatever the model is loaded in."""
+    source = mixture(family, tmp_path / "source", getattr(torch, stored))
+    groups = {"group_0": {"targets": ["re:.*experts.*"], "weights": weights}}
+    reset_session()
+    oneshot(source, QuantizationModifier(config_groups=groups), output_dir=str(tmp_path / "model"))
+    reset_session()
+    assert not [one for one in verify(tmp_path / "model").findings if one.rule == "L4"]
+    report = verify(tmp_path / "model", serve="transformers", dtype=asked)
+    assert report.ok
+    said = [one for one in report.findings if one.rule == "L4"]
+    fits = asked == stored or family == "llama4_text"  # its experts are Linears there
+    assert [(one.module, one.severity) for one in said] == (
+        [] if fits else [("model.layers.0.block_sparse_moe.experts", "warning")]
+    )
+    assert all(f"load it with dtype=torch.{stored}" in one.remedy for one in said)
+    load = partial(AutoModelForCausalLM.from_pretrained, tmp_path / "model")
+    loaded = load(dtype=getattr(torch, asked))
+    assert logits(loaded).isfinite().all()  # the product of stacks takes it
+    eager = load(dtype=getattr(torch, asked), experts_implementation="eager")
+    if fits:
+        assert logits(eager).isfinite().all()
+    else:
+        with pytest.raises(RuntimeError, match="same dtype"):
+            logits(eager)
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+def test_zero_points_of_packed_experts_have_a_remedy(family: str, tmp_path: Path) -> None:
+    """vLLM reads them, so that it is an error for transformers alone."""
+    source = mixture(family, tmp_path / "source", torch.float32, moe_intermediate_size=64)
+    for name, symmetric in (("zeros", False), ("model", True)):
+        weights = in_groups_of(32, symmetric=symmetric)
+        groups = {"group_0": {"targets": ["re:.*experts.*"], "weights": weights}}
+        reset_session()
+        recipe = QuantizationModifier(config_groups=groups)
+        made = oneshot(source, recipe, output_dir=str(tmp_path / name))
+    reset_session()
+    assert verify(tmp_path / "zeros").ok
+    [one] = verify(tmp_path / "zeros", serve="transformers").findings
+    assert (one.rule, one.severity) == ("T6", "error")
+    assert "symmetric: true" in one.remedy
+    with pytest.raises(RuntimeError, match="conversion"):
+        AutoModelForCausalLM.from_pretrained(tmp_path / "zeros")
+    assert verify(tmp_path / "model", serve="transformers").ok
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    assert torch.allclose(logits(loaded), logits(made), atol=1e-4)

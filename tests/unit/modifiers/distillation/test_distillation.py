@@ -1,0 +1,659 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Distillation in a loop of one's own: what it adds to the loss, and when."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from tests.support import tiny_llama as tiny
+from torch import Tensor
+from torch.nn import Module
+from torch.nn.functional import kl_div, log_softmax, mse_loss
+
+from llmcompressor.core import CompressionSession, callbacks, create_session
+from llmcompressor.modifiers.distillation import OutputDistillationModifier
+from llmcompressor.modifiers.quantization import QuantizationModifier
+from llmcompressor.recipe import Recipe
+
+LAYERS = r"re:.*layers\.\d+$"
+MIDDLE = {"targets": LAYERS, "comparison": "square_head"}
+
+
+def with_labels(batches: Sequence[tiny.Batch]) -> list[tiny.Batch]:
+    return [
+        {**one, "labels": one["input_ids"].masked_fill(one["attention_mask"] == 0, -100)}
+        for one in batches
+    ]
+
+
+def teacher_model(**changes: Any) -> Any:
+    """Not the student: other weights of the same form."""
+    model = tiny.llama(**changes)
+    torch.manual_seed(7)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.05)
+    return model
+
+
+@pytest.fixture
+def session() -> Iterator[CompressionSession]:
+    with create_session() as opened:
+        yield opened
+        opened.reset()
+
+
+def begin(session: CompressionSession, student: Module, teacher: Module, **fields: Any) -> Any:
+    modifier = OutputDistillationModifier(**fields)
+    session.initialize(recipe=[modifier], model=student, teacher_model=teacher)
+    return modifier
+
+
+def loss_of(student: Any, batch: tiny.Batch, **given: Any) -> Tensor:
+    """The loss that the optimizer sees for one batch."""
+    callbacks.batch_start(batch_data=batch)
+    keyword = {key: value for key, value in given.items() if key == "num_items_in_batch"}
+    own = student(**batch, use_cache=False, **keyword).loss
+    loss: Tensor = callbacks.loss_calculated(loss=own, **given).loss
+    return loss
+
+
+def end_batch() -> None:
+    callbacks.optim_pre_step()
+    callbacks.optim_post_step()
+    callbacks.batch_end()
+
+
+def gradients(model: Module) -> dict[str, Tensor]:
+    return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+
+def expect_same_gradients(first: dict[str, Tensor], second: dict[str, Tensor]) -> None:
+    assert first.keys() == second.keys()
+    assert first
+    for name, gradient in first.items():
+        torch.testing.assert_close(gradient, second[name], rtol=1e-4, atol=1e-6, msg=name)
+
+
+def real(outputs: Tensor, batch: tiny.Batch) -> Tensor:
+    return outputs[batch["attention_mask"].bool()]
+
+
+def textbook_kl(student: Any, teacher: Any, batch: tiny.Batch, temperature: float) -> Tensor:
+    with torch.no_grad():
+        aims = real(teacher(**batch).logits, batch)
+    ours = log_softmax(real(student(**batch).logits, batch) / temperature, -1)
+    aims = log_softmax(aims / temperature, -1)
+    return temperature**2 * kl_div(ours, aims, reduction="batchmean", log_target=True)
+
+
+def textbook_square_head(student: Any, teacher: Any, batch: tiny.Batch) -> Tensor:
+    """Sum over layers, of the outputs of decoder layers before the last norm."""
+    found: list[list[Tensor]] = [[], []]
+    for model, outputs in zip((student, teacher), found, strict=True):
+        handles = [
+            layer.register_forward_hook(lambda _, __, output, kept=outputs: kept.append(output))
+            for layer in model.model.layers
+        ]
+        model(**batch)
+        for handle in handles:
+            handle.remove()
+    pairs = [(real(s, batch), real(t, batch).detach()) for s, t in zip(*found, strict=True)]
+    return torch.stack([mse_loss(s, t) / t.square().mean() for s, t in pairs]).sum()
+
+
+BATCH = with_labels(tiny.padded(tiny.batches(number=1), 6))[0]
+
+
+# ---- what is added to the loss
+
+
+@pytest.mark.parametrize("temperature", [None, 2.0])
+@pytest.mark.parametrize(
+    "targets", [None, ["lm_head"], "LlamaForCausalLM", [["lm_head", "re:lm_"]]]
+)
+def test_logits(session: CompressionSession, temperature: float | None, targets: Any) -> None:
+    student, teacher = tiny.llama(), teacher_model()
+    modifier = begin(
+        session, student, teacher, targets=targets, temperature=temperature, orig_scale=0.3
+    )
+    loss = loss_of(student, BATCH)
+    task = student(**BATCH).loss
+    distance = textbook_kl(student, teacher, BATCH, temperature or 1.0)
+    torch.testing.assert_close(loss, 0.3 * task + distance)
+    loss.backward()
+    found = gradients(student)
+    student.zero_grad()
+    (0.3 * task + distance).backward()
+    expect_same_gradients(found, gradients(student))
+    figures = modifier.figures(session.state)
+    assert figures == pytest.approx({"task_loss": task.item(), "distill_loss": distance.item()})
+
+
+@pytest.mark.parametrize(("scale", "factor"), [(1.0, 1.0), (0.8, 0.4)])
+def test_hidden_states_of_layers(session: CompressionSession, scale: float, factor: float) -> None:
+    """A scale of 1 stands for the number of pairs, any other for itself."""
+    student, teacher = tiny.llama(), teacher_model()
+    modifier = begin(session, student, teacher, **MIDDLE, distill_scale=scale)
+    names = [f"model.layers.{number}" for number in range(2)]
+    assert modifier.pairs == list(zip(names, names, strict=True))
+    loss = loss_of(student, BATCH)
+    expected = student(**BATCH).loss + factor * textbook_square_head(student, teacher, BATCH)
+    torch.testing.assert_close(loss, expected)
+    loss.backward()
+    found = gradients(student)
+    student.zero_grad()
+    expected.backward()
+    expect_same_gradients(found, gradients(student))
+    tags = {"task_loss", "distill_loss", *(f"distill_loss/{name}" for name in names)}
+    assert modifier.figures(session.state).keys() == tags
+
+
+def test_pairs_of_a_deeper_teacher(session: CompressionSession) -> None:
+    student, teacher = tiny.llama(), tiny.llama(num_hidden_layers=4)
+    modifier = begin(
+        session,
+        student,
+        teacher,
+        targets=[(LAYERS, r"re:.*layers\.[13]$")],
+        comparison="l2_distance",
+    )
+    assert modifier.pairs == [
+        ("model.layers.0", "model.layers.1"),
+        ("model.layers.1", "model.layers.3"),
+    ]
+    assert loss_of(student, BATCH).isfinite()
+
+
+@pytest.mark.parametrize("transform", ["softmax", "log_softmax", ["identity", "softmax"]])
+@pytest.mark.parametrize("comparison", ["kl_divergence", "cross_entropy"])
+def test_probabilities_are_compared_as_logits_are(
+    session: CompressionSession, transform: Any, comparison: str
+) -> None:
+    student, teacher = tiny.llama(), teacher_model()
+    begin(session, student, teacher, transforms=transform, comparison=comparison)
+    found = loss_of(student, BATCH)
+    session.reset()
+    begin(session, student, teacher, comparison=comparison)
+    torch.testing.assert_close(found, loss_of(student, BATCH))
+
+
+def test_arguments_of_a_recipe_reach_the_functions(session: CompressionSession) -> None:
+    student, teacher = tiny.llama(), teacher_model()
+    text = """
+    train_stage:
+      modifiers:
+        OutputDistillationModifier:
+          targets: ["re:.*lm_head$"]
+          transforms: [softmax]
+          transforms_args: [{temperature: 2.0}]
+          comparison: kl_divergence
+          orig_scale: 0.0
+          distill_scale: 4.0
+    """
+    session.initialize(recipe=text, model=student, teacher_model=teacher)
+    torch.testing.assert_close(
+        loss_of(student, BATCH), textbook_kl(student, teacher, BATCH, 2.0), rtol=1e-4, atol=1e-5
+    )
+
+
+@pytest.mark.parametrize("fields", [{}, MIDDLE, {"temperature": 3.0}], ids=str)
+def test_a_teacher_like_the_student_changes_nothing(
+    session: CompressionSession, fields: dict[str, Any]
+) -> None:
+    student = tiny.llama()
+    begin(session, student, copy.deepcopy(student), **fields)
+    loss_of(student, BATCH).backward()
+    found = gradients(student)
+    student.zero_grad()
+    student(**BATCH).loss.backward()
+    expect_same_gradients(found, gradients(student))
+
+
+# ---- which tokens count, and how they are added up
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{}, MIDDLE, {**MIDDLE, "comparison_args": {"per_token": True}}, {"comparison": "l1_distance"}],
+    ids=str,
+)
+def test_padding_changes_nothing(session: CompressionSession, fields: dict[str, Any]) -> None:
+    student, teacher = tiny.llama(), teacher_model()
+    begin(session, student, teacher, **fields)
+    plain = tiny.batches(number=1)
+    found = []
+    for batches in (plain, tiny.padded(plain, 9)):
+        [batch] = with_labels(batches)
+        loss_of(student, batch).backward()
+        found.append(gradients(student))
+        student.zero_grad()
+        end_batch()
+    expect_same_gradients(*found)
+
+
+def test_tokens_without_a_label_count(session: CompressionSession) -> None:
+    student, teacher = tiny.llama(), teacher_model()
+    begin(session, student, teacher, orig_scale=0.0)
+    prompt = {**BATCH, "labels": BATCH["labels"].clone()}
+    prompt["labels"][:, :10] = -100
+    torch.testing.assert_close(loss_of(student, BATCH), loss_of_next(student, prompt))
+
+
+def loss_of_next(student: Any, batch: tiny.Batch) -> Tensor:
+    end_batch()
+    return loss_of(student, batch)
+
+
+def rows_of(batch: tiny.Batch) -> list[tiny.Batch]:
+    count = len(batch["input_ids"])
+    return [{name: value[row : row + 1] for name, value in batch.items()} for row in range(count)]
+
+
+def uneven() -> tiny.Batch:
+    """Four rows of different lengths, and prompts without labels."""
+    batch = with_labels(tiny.batches(number=1, seed=3))[0]
+    batch = {name: torch.cat([value, value.flip(1)]) for name, value in batch.items()}
+    for row, length in enumerate((24, 20, 13, 6)):
+        batch["attention_mask"][row, length:] = 0
+        batch["labels"][row, length:] = -100
+        batch["labels"][row, : length // 3] = -100
+    return batch
+
+
+def even() -> tiny.Batch:
+    batch = with_labels(tiny.batches(number=1, seed=3))[0]
+    return {name: torch.cat([value, value.flip(1)]) for name, value in batch.items()}
+
+
+PER_TOKEN = [{}, {**MIDDLE, "comparison_args": {"per_token": True}}, {"comparison": "l2_distance"}]
+
+
+@pytest.mark.parametrize("fields", PER_TOKEN, ids=str)
+def test_accumulated_means_are_the_mean_of_the_batch(
+    session: CompressionSession, fields: dict[str, Any]
+) -> None:
+    student, teacher = tiny.llama(), teacher_model()
+    begin(session, student, teacher, **fields)
+    batch = even()
+    loss_of(student, batch).backward()
+    whole = gradients(student)
+    end_batch()
+    student.zero_grad()
+    for row in rows_of(batch):
+        (loss_of(student, row) / 4).backward()
+        callbacks.batch_end()
+    expect_same_gradients(gradients(student), whole)
+
+
+@pytest.mark.parametrize("fields", PER_TOKEN, ids=str)
+def test_accumulated_shares_are_the_mean_of_the_batch(
+    session: CompressionSession, fields: dict[str, Any]
+) -> None:
+    student, teacher = tiny.llama(), teacher_model()
+    begin(session, student, teacher, **fields)
+    batch = uneven()
+    given = {
+        "num_items_in_batch": (batch["labels"][:, 1:] != -100).sum(),
+        "num_tokens_in_batch": batch["attention_mask"].sum(),
+    }
+    loss_of(student, batch, **given).backward()
+    whole = gradients(student)
+    end_batch()
+    student.zero_grad()
+    for row in rows_of(batch):
+        loss_of(student, row, **given).backward()
+        callbacks.batch_end()
+    expect_same_gradients(gradients(student), whole)
+
+
+def test_a_share_of_the_labels_where_tokens_are_not_counted(session: CompressionSession) -> None:
+    student, teacher = tiny.llama(), teacher_model()
+    begin(session, student, teacher)
+    items = (even()["labels"][:, 1:] != -100).sum()
+    loss_of(student, even(), num_items_in_batch=items).backward()
+    whole = gradients(student)
+    end_batch()
+    student.zero_grad()
+    for row in rows_of(even()):
+        loss_of(student, row, num_items_in_batch=int(items)).backward()
+        callbacks.batch_end()
+    expect_same_gradients(gradients(student), whole)
+
+
+# ---- the student as it is trained
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("fields", [{}, MIDDLE], ids=str)
+def test_gradient_checkpointing_changes_nothing(
+    session: CompressionSession, fields: dict[str, Any], reentrant: bool
+) -> None:
+    student, teacher = tiny.llama().train(), teacher_model()
+    modifier = begin(session, student, teacher, **fields)
+    found = []
+    for _ in range(2):
+        loss_of(student, BATCH).backward()
+        assert modifier._student is not None
+        assert not modifier._student._kept  # nothing is caught when layers are computed again
+        found.append(gradients(student))
+        student.zero_grad()
+        end_batch()
+        tiny.recompute(student, reentrant=reentrant)
+    expect_same_gradients(*found)
+
+
+@pytest.mark.slow
+def test_a_compiled_student(session: CompressionSession) -> None:
+    student, teacher = tiny.llama(), teacher_model()
+    begin(session, student, teacher, **MIDDLE)
+    found = []
+    for model in (student, torch.compile(student, backend="eager")):
+        loss_of(model, BATCH).backward()
+        found.append(gradients(student))
+        student.zero_grad()
+        end_batch()
+    expect_same_gradients(*found)
+
+
+@pytest.mark.slow
+def test_a_student_that_was_compiled_before_the_start(session: CompressionSession) -> None:
+    student, teacher = tiny.llama(), teacher_model()
+    begin(session, student, teacher, **MIDDLE, start=1)
+    compiled = torch.compile(student, backend="eager")
+    plain = loss_of(compiled, BATCH).detach()
+    end_batch()
+    assert loss_of(compiled, BATCH) > plain + 0.1
+    end_batch()
+
+
+def test_a_further_forward_without_gradients_is_not_what_is_compared(
+    session: CompressionSession,
+) -> None:
+    """Trainers run one for their figures."""
+    student, teacher = tiny.llama(), teacher_model()
+    begin(session, student, teacher, **MIDDLE)
+    expected = loss_of(student, BATCH)
+    end_batch()
+    callbacks.batch_start(batch_data=BATCH)
+    loss = student(**BATCH).loss
+    with torch.no_grad():
+        student(input_ids=BATCH["input_ids"].flip(0))
+    torch.testing.assert_close(callbacks.loss_calculated(loss=loss).loss, expected)
+
+
+def test_mixed_precision(session: CompressionSession) -> None:
+    student, teacher = tiny.llama(), teacher_model(dtype=torch.bfloat16)
+    begin(session, student, teacher)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = loss_of(student, BATCH)
+    assert loss.dtype == torch.float32
+    loss.backward()
+    expected = textbook_kl(student, teacher.float(), BATCH, 1.0) + student(**BATCH).loss
+    torch.testing.assert_close(loss, expected, rtol=0.02, atol=0.02)
+
+
+def test_frozen_layers_stay_as_they_are(session: CompressionSession) -> None:
+    student, teacher = tiny.llama(), teacher_model()
+    student.model.embed_tokens.requires_grad_(False)
+    student.model.layers[0].requires_grad_(False)
+    begin(session, student, teacher, **MIDDLE)
+    loss_of(student, BATCH).backward()
+    assert student.model.layers[0].mlp.up_proj.weight.grad is None
+    assert student.model.layers[1].mlp.up_proj.weight.grad.abs().max() > 0
+
+
+# ---- the teacher
+
+
+def counting(model: Module, name: str) -> list[int]:
+    """How often a module was called, as the length of a list."""
+    calls: list[int] = []
+    module = model.get_submodule(name)
+    forward = module.forward
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        calls.append(1)
+        return forward(*args, **kwargs)
+
+    module.forward = counted  # type: ignore[method-assign] # a hook would be seen as one
+    return calls
+
+
+def test_the_teacher_runs_once_a_batch_and_no_further_than_asked(
+    session: CompressionSession,
+) -> None:
+    student, teacher = tiny.llama(), teacher_model()
+    head, first, second = (
+        counting(teacher, name) for name in ("lm_head", "model.layers.0", "model.layers.1")
+    )
+    begin(session, student, teacher, targets="model.layers.0", comparison="l2_distance")
+    losses = []
+    for _ in range(3):
+        losses.append(loss_of(student, BATCH).item())
+        end_batch()
+    assert losses[0] == losses[1] == losses[2]
+    # the first batch shows that no module is called twice
+    assert (len(first), len(second), len(head)) == (3, 1, 1)
+
+
+def test_two_modifiers_share_a_forward_of_the_teacher(session: CompressionSession) -> None:
+    student, teacher = tiny.llama(), teacher_model()
+    calls = counting(teacher, "model.layers.0")
+    recipe = [
+        OutputDistillationModifier(**MIDDLE),
+        OutputDistillationModifier(temperature=2.0),
+    ]
+    session.initialize(recipe=list(recipe), model=student, teacher_model=teacher)
+    expected = (
+        student(**BATCH).loss
+        + textbook_square_head(student, teacher, BATCH)
+        + textbook_kl(student, teacher, BATCH, 2.0)
+    )
+    before = len(calls)
+    for _ in range(3):
+        torch.testing.assert_close(loss_of(student, BATCH), expected)
+        end_batch()
+    assert len(calls) == before + 3
+
+
+def test_the_teacher_is_left_as_it_was_but_for_its_mode(session: CompressionSession) -> None:
+    student, teacher = tiny.llama().train(), teacher_model(attention_dropout=0.5).train()
+    before = copy.deepcopy(teacher.state_dict())
+    begin(session, student, teacher)
+    teacher.train()  # whatever the loop does to it
+    first = loss_of(student, BATCH)
+    first.backward()
+    end_batch()
+    torch.testing.assert_close(loss_of(student, BATCH), first)  # no dropout
+    assert not teacher.training
+    assert student.training
+    session.finalize()
+    assert all(torch.equal(value, before[name]) for name, value in teacher.state_dict().items())
+    assert all(parameter.grad is None for parameter in teacher.parameters())
+    assert tiny.traces(teacher) == tiny.traces(student) == {}
+
+
+def test_a_quantized_teacher(session: CompressionSession) -> None:
+    student = tiny.llama()
+    teacher = tiny.run(
+        teacher_model(), QuantizationModifier(scheme="FP8_DYNAMIC", ignore=["lm_head"])
+    )
+    session.reset()
+    begin(session, student, teacher, orig_scale=0.0)
+    found = loss_of(student, BATCH)
+    torch.testing.assert_close(found, textbook_kl(student, teacher, BATCH, 1.0))
+    assert not torch.isclose(found, textbook_kl(student, teacher_model(), BATCH, 1.0), rtol=1e-4)
+    found.backward()
+
+
+def test_offloaded_outputs_give_the_same(session: CompressionSession) -> None:
+    student, teacher = tiny.llama(), teacher_model()
+    begin(session, student, teacher, **MIDDLE)
+    expected = loss_of(student, BATCH)
+    session.reset()
+    begin(session, student, teacher, **MIDDLE, offload_layer_output=True)
+    torch.testing.assert_close(loss_of(student, BATCH), expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("offload", [False, True])
+def test_a_teacher_on_another_device(session: CompressionSession, offload: bool) -> None:
+    student, teacher = tiny.llama().cuda(), teacher_model()
+    batch = {name: value.cuda() for name, value in BATCH.items()}
+    begin(session, student, teacher, **MIDDLE, offload_layer_output=offload)
+    found = loss_of(student, batch)
+    expected = student(**batch).loss.cpu() + textbook_square_head(
+        copy.deepcopy(student).cpu(), teacher, BATCH
+    )
+    torch.testing.assert_close(found.cpu(), expected, rtol=1e-3, atol=1e-3)
+    found.backward()
+
+
+def test_nothing_is_kept_after_a_batch(session: CompressionSession) -> None:
+    student, teacher = tiny.llama(), teacher_model()
+    modifier = begin(session, student, teacher, **MIDDLE)
+    loss_of(student, BATCH).backward()
+    assert not modifier._student._kept
+    assert not modifier._teacher._kept
+    end_batch()
+    student(**BATCH)  # an evaluation between two batches
+    assert not modifier._student._kept
+
+
+# ---- schedules
+
+
+def flags(session: CompressionSession, student: Any, steps: int) -> list[bool]:
+    """At which steps the loss was replaced."""
+    found = []
+    for _ in range(steps):
+        callbacks.batch_start(batch_data=BATCH)
+        own = student(**BATCH, use_cache=False).loss
+        found.append(callbacks.loss_calculated(loss=own).loss is not own)
+        end_batch()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("fields", "steps_per_epoch", "expected"),
+    [
+        ({}, None, [1, 1, 1, 1, 1]),
+        ({"start": 2}, None, [0, 0, 1, 1, 1]),
+        ({"start": 1, "end": 3}, None, [0, 1, 1, 0, 0]),
+        ({"end": 2}, None, [1, 1, 0, 0, 0]),
+        ({"start": 0.5, "end": 1.0}, 4, [0, 0, 1, 1, 0]),
+    ],
+)
+def test_the_schedule_is_kept(
+    session: CompressionSession, fields: Any, steps_per_epoch: int | None, expected: list[int]
+) -> None:
+    student, teacher = tiny.llama(), teacher_model()
+    session.initialize(
+        recipe=[OutputDistillationModifier(**fields)],
+        model=student,
+        teacher_model=teacher,
+        steps_per_epoch=steps_per_epoch,
+    )
+    assert flags(session, student, 5) == [bool(flag) for flag in expected]
+    session.finalize()
+    assert tiny.traces(student) == tiny.traces(teacher) == {}
+
+
+# ---- learned projections
+
+
+def training(
+    session: CompressionSession, student: Any, optimizer: Any, batches: Sequence[tiny.Batch]
+) -> list[float]:
+    losses = []
+    for batch in batches:
+        loss = loss_of(student, batch)
+        loss.backward()
+        losses.append(loss.item())
+        callbacks.optim_pre_step()
+        optimizer.step()
+        optimizer.zero_grad()
+        callbacks.optim_post_step()
+        callbacks.batch_end()
+    return losses
+
+
+def sgd(model: Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=3e-3)
+
+
+PROJECTED = {**MIDDLE, "projection": "linear", "projection_args": {"seed": 3}}
+
+
+def test_a_projection_is_learned_and_gone_in_the_end(session: CompressionSession) -> None:
+    student, teacher = tiny.llama(), teacher_model(hidden_size=96)
+    names = list(student.state_dict())
+    state = torch.random.get_rng_state()
+    begin(session, student, teacher, **PROJECTED, orig_scale=0.0)
+    assert torch.equal(torch.random.get_rng_state(), state)
+    first = student.model.layers[0].distillation_projection.detach().clone()
+    assert first.shape == (96, 64)
+    torch.testing.assert_close(first.T @ first, torch.eye(64), atol=1e-5, rtol=1e-5)
+    losses = training(session, student, sgd(student), [BATCH] * 8)
+    assert losses[-1] < 0.9 * losses[0]
+    assert not torch.equal(student.model.layers[0].distillation_projection, first)
+    session.finalize()
+    assert list(student.state_dict()) == names
+
+
+@pytest.mark.parametrize("fields", [{}, PROJECTED], ids=str)
+def test_a_resumed_run_gives_equal_weights(fields: dict[str, Any]) -> None:
+    """With the weights of the model taken back, or without those of the modifier among them."""
+    wide = {"hidden_size": 96} if fields else {}
+    data = with_labels(tiny.batches(number=4))
+    straight = tiny.llama()
+    with create_session() as session:
+        begin(session, straight, teacher_model(**wide), **fields)
+        optimizer = sgd(straight)
+        training(session, straight, optimizer, data[:2])
+        weights = copy.deepcopy(straight.state_dict())
+        moments = copy.deepcopy(optimizer.state_dict())
+        saved = copy.deepcopy(session.lifecycle.state_dict())
+        training(session, straight, optimizer, data[2:])
+        session.finalize()
+
+    resumed = tiny.llama()
+    with create_session() as session:
+        session.initialize(
+            recipe=[OutputDistillationModifier(**fields)],
+            model=resumed,
+            teacher_model=teacher_model(**wide),
+            resumes=True,
+        )
+        own = {name: value for name, value in weights.items() if "distillation" not in name}
+        resumed.load_state_dict(own, strict=False)
+        session.lifecycle.load_state_dict(saved)
+        optimizer = sgd(resumed)
+        optimizer.load_state_dict(moments)
+        training(session, resumed, optimizer, data[2:])
+        session.finalize()
+    for name, weight in straight.state_dict().items():
+        assert torch.equal(weight, resumed.state_dict()[name]), name
+
+
+def test_distillation_brings_the_student_to_its_teacher(session: CompressionSession) -> None:
+    student, teacher = tiny.llama(), teacher_model()
+    begin(session, student, teacher, orig_scale=0.0)
+    losses = training(session, student, sgd(student), [BATCH] * 10)
+    assert losses[-1] < 0.5 * losses[0]
+
+
+def test_a_recipe_is_written_and_read_again() -> None:
+    modifier = OutputDistillationModifier(
+        targets=[("re:a", "re:b"), "lm_head"], temperature=2.0, comparison="kl_divergence"
+    )
+    text = Recipe.from_modifiers([modifier]).yaml()
+    [again] = Recipe.create_instance(text).modifiers
+    assert again.model_dump(exclude={"group"}) == modifier.model_dump(exclude={"group"})
+    assert again._measure == modifier._measure

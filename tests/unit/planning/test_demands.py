@@ -1,0 +1,485 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Memory, disk and time: the counting behind the estimates."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from compressed_tensors.quantization import (
+    QuantizationArgs,
+    QuantizationScheme,
+    QuantizationStatus,
+)
+from tests.support import published_models as published
+from tests.support.thinned import thinned
+from torch.nn import Linear, Module
+
+from llmcompressor.args import ModelArguments
+from llmcompressor.checkpoint.packing import compress, quantized_module
+from llmcompressor.core.contract import CalibrationCost, ComputeCost, DataSize, Granularity
+from llmcompressor.core.state import State
+from llmcompressor.modifiers.awq.base import AWQModifier
+from llmcompressor.modifiers.awq.base import _InputMoments as Moments
+from llmcompressor.modifiers.awq.parents import awq_cost as awq_effort
+from llmcompressor.modifiers.hqq import HQQModifier
+from llmcompressor.modifiers.quantization import QuantizationModifier
+from llmcompressor.modifiers.sparsity.solve import sparsegpt_cost as sparse_effort
+from llmcompressor.modifiers.transform import QuIPModifier
+from llmcompressor.numerics.hessian import factorize_with_rising_dampening
+from llmcompressor.numerics.histogram import try_few_ranges
+from llmcompressor.numerics.masks import NofM, Share, Sparsity
+from llmcompressor.numerics.sparse_fit import sparse_fit
+from llmcompressor.numerics.sparsegpt import sparse_sweep
+from llmcompressor.observers.input_statistics import InputStatistics
+from llmcompressor.planning.memory import PartMemory, RunMemory, estimate_phases
+from llmcompressor.planning.result import LearningPlan, Operations, PassPlan, Phase, Rates
+from llmcompressor.planning.subject import REST, Part, open_planned_model
+from llmcompressor.planning.trial import PeakBytes, SchemeCost, count_memory, measure_scheme
+from llmcompressor.planning.workload import (
+    BlockWork,
+    Group,
+    PartLearning,
+    Traffic,
+    Unit,
+    block_works,
+    estimate_time,
+    measure_rates,
+    read_widths,
+)
+from llmcompressor.quantization.column_solver import Options, Problem, gptq_effort, solve
+from llmcompressor.quantization.parameters import observe_weight
+from llmcompressor.runtime.memory import TOLERATED
+
+MIB = 2**20
+
+
+def scheme_of(preset: str) -> Any:
+    modifier = QuantizationModifier(targets=["Linear"], scheme=preset)
+    return next(iter(modifier.resolve_quantization_config().groups.values()))
+
+
+# ---------------------------------------------------------------------- what is counted
+
+
+def test_the_counter_sees_what_is_alive_at_once() -> None:
+    with count_memory() as counter:
+        first = torch.zeros(MIB, dtype=torch.uint8)
+        del first
+        second = torch.zeros(2 * MIB, dtype=torch.uint8)
+        view = second[:10]
+        third = torch.zeros(MIB, dtype=torch.uint8)
+
+    assert counter.peak == 3 * MIB
+    assert len(view) + len(third) > 0
+
+
+@pytest.fixture
+def _one_thread() -> Iterator[None]:
+    """What other threads allocate is not counted."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.usefixtures("_one_thread")
+@pytest.mark.parametrize("rows", [128, 512, 1024])
+@pytest.mark.parametrize(("twin", "refinements"), [(True, 1), (False, 0)])
+@pytest.mark.parametrize("answered", [True, False])
+def test_the_workspace_of_gptq_is_that_of_its_solver(
+    rows: int, twin: bool, refinements: int, answered: bool
+) -> None:
+    columns = 512
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(rows, columns, generator=generator).bfloat16()
+    inputs = torch.randn(1024, columns, generator=generator).bfloat16()
+    weights = [weight] if answered else []
+    statistics = InputStatistics(columns, "cpu", twin=twin, weights=weights)
+    statistics.update(inputs, inputs * 1.01 if twin else None)
+    gram, cross, missing = statistics.gram, statistics.cross, statistics.missing
+    assert (missing is not None) == (twin and answered and rows == 128)
+    args = scheme_of("W4A16").weights
+    problem = Problem(
+        [weight],
+        [observe_weight(weight, args)],
+        gram,
+        cross,
+        tokens=len(inputs),
+        ordered=True,
+        missing_CR=missing,
+    )
+    options = Options(128, 0.01, 0.05 if twin else None, refinements=refinements)
+    with count_memory() as counter:
+        solve([problem], options)
+
+    planned = gptq_effort([weight], twin=twin, refinements=refinements, answered=answered)
+    assert planned.workspace == pytest.approx(counter.peak, rel=0.12)
+    held = sum(one.nbytes for one in (gram, cross, missing) if one is not None)
+    copied = weight.nbytes if missing is not None else 0
+    assert held + copied == planned.statistics
+
+
+@pytest.mark.usefixtures("_one_thread")
+@pytest.mark.parametrize(("rows", "group"), thinned([512, 1024, 2048], [None, NofM(2, 4)]))
+def test_the_workspace_of_sparsegpt_is_that_of_its_solver(rows: int, group: NofM | None) -> None:
+    columns = 512
+    generator = torch.Generator().manual_seed(0)
+    weight_RC = torch.randn(rows, columns, generator=generator)
+    inputs_TC = torch.randn(1024, columns, generator=generator)
+    hessian_CC = inputs_TC.T @ inputs_TC
+    with count_memory() as counter:
+        sparse_fit(weight_RC, hessian_CC, Sparsity((Share(rows, 0.5),), group))
+    planned = sparse_effort([weight_RC], twin=False, refinements=4, grouped=bool(group))
+    assert planned.workspace == pytest.approx(counter.peak, rel=0.15)
+
+    with count_memory() as counter:
+        factor_CC = factorize_with_rising_dampening(hessian_CC, 0.01).factor_CC
+        sparse_sweep(weight_RC, factor_CC, Sparsity((Share(rows, 0.5),), group))
+    planned = sparse_effort([weight_RC], twin=False, refinements=0, grouped=bool(group))
+    assert planned.workspace == pytest.approx(counter.peak, rel=0.2)
+
+
+@pytest.mark.usefixtures("_one_thread")
+@pytest.mark.parametrize(
+    ("rows", "columns", "group"), thinned([(256, 512), (1024, 512), (512, 1024)], [32, 128])
+)
+def test_the_workspace_of_clipping_is_that_of_its_solver(
+    rows: int, columns: int, group: int
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    linear = Linear(columns, rows, bias=False, dtype=torch.bfloat16)
+    args = QuantizationArgs(num_bits=4, strategy="group", group_size=group, symmetric=False)
+    vars(linear)["quantization_scheme"] = QuantizationScheme(targets=["Linear"], weights=args)
+    inputs_TC = torch.randn(1024, columns, generator=generator)
+    modifier, tally = AWQModifier(), Moments(columns, torch.device("cpu"), "")
+    tally.update(inputs_TC)
+    scale_C = torch.rand(columns, generator=generator) + 0.5
+    assert tally.gram.shape == (columns, columns)  # made whole before memory is counted
+    with torch.no_grad(), count_memory() as counter:
+        modifier._clip([linear], tally, scale_C)
+    planned = awq_effort([], points=20, clipped=[linear.weight], group=group)
+    assert planned.workspace == pytest.approx(counter.peak, rel=0.2)
+
+
+@pytest.mark.parametrize("is_written", [True, False])
+def test_what_packing_takes_of_another_size_follows_from_the_trial(is_written: bool) -> None:
+    scheme = scheme_of("W4A16")
+    trial = measure_scheme(scheme, torch.bfloat16, torch.device("cpu"), is_written=is_written)
+    linear = Linear(2048, 512, bias=False, dtype=torch.bfloat16)
+    parameters = observe_weight(linear.weight.detach(), scheme.weights)
+    own = {"weight": linear.weight.detach(), "weight_scale": parameters.scale}
+    if is_written:
+        vars(linear)["quantization_status"] = QuantizationStatus.FROZEN
+    entry = quantized_module("it", linear, scheme)
+    assert entry is not None
+    with count_memory() as counter:
+        compress(entry, own)
+
+    assert trial.packing.of(2048 * 512) == pytest.approx(counter.peak, rel=0.25)
+    assert trial.seconds > 0
+    again = measure_scheme(scheme, torch.bfloat16, torch.device("cpu"), is_written=is_written)
+    assert (again.rounding, again.packing) == (trial.rounding, trial.packing)
+    assert measure_scheme(QuantizationScheme(targets=[]), torch.bfloat16, torch.device("cpu")) == (
+        SchemeCost(0.0, PeakBytes(0.0, 0.0, 0.0), PeakBytes(0.0, 0.0, 0.0))
+    )
+
+
+def histogram_of_groups(group: int, **more: Any) -> QuantizationScheme:
+    weights = {"num_bits": 4, "strategy": "group", "group_size": group, "observer": "histogram"}
+    return QuantizationScheme(targets=["Linear"], weights={**weights, **more})
+
+
+@pytest.mark.parametrize("group", [pytest.param(16, marks=pytest.mark.slow), 64])
+def test_an_observer_that_takes_long_for_each_group_is_tried_on_few(group: int) -> None:
+    """It would be minutes for matrices as large as those of other observers."""
+    scheme = histogram_of_groups(group)
+    start = time.thread_time()
+    trial = measure_scheme(scheme, torch.bfloat16, torch.device("cpu"))
+    assert time.thread_time() - start < 30
+
+    weight_RC = torch.randn(64, 1024, generator=torch.Generator().manual_seed(1)).bfloat16()
+    with count_memory() as counter:
+        observe_weight(weight_RC, scheme.weights)
+    assert trial.rounding.of(64 * 1024) == pytest.approx(counter.peak, rel=0.3)
+
+
+@pytest.mark.parametrize("method", ["mse", pytest.param("entropy", marks=pytest.mark.slow)])
+def test_what_is_tried_tells_of_larger_matrices(method: str) -> None:
+    """What a search holds at once is bounded, and small matrices do not reach the bound."""
+    scheme = histogram_of_groups(128, observer_kwargs={"method": method})
+    trial = measure_scheme(scheme, torch.bfloat16, torch.device("cpu"))
+    weight_RC = torch.randn(4096, 2048, generator=torch.Generator().manual_seed(1)).bfloat16()
+    with count_memory() as counter, try_few_ranges():
+        observe_weight(weight_RC, scheme.weights)
+    assert trial.rounding.of(weight_RC.numel()) == pytest.approx(counter.peak, rel=0.4)
+
+
+@pytest.mark.parametrize("method", ["mse", "entropy"])
+def test_a_search_of_few_ranges_takes_the_memory_of_the_whole(method: str) -> None:
+    scheme = histogram_of_groups(64, observer_kwargs={"method": method})
+    weight_RC = torch.randn(8, 1024, generator=torch.Generator().manual_seed(1))
+    with count_memory() as whole:
+        best = observe_weight(weight_RC, scheme.weights)
+    with try_few_ranges(), count_memory() as few:
+        found = observe_weight(weight_RC, scheme.weights)
+    assert few.peak == whole.peak
+    assert not torch.equal(found.scale, best.scale)
+    assert torch.equal(observe_weight(weight_RC, scheme.weights).scale, best.scale)  # all again
+
+
+# ---------------------------------------------------------------------- units
+
+
+class Block(Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = Module()
+        for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
+            self.attention.add_module(name, Linear(8, 8, bias=False))
+        self.mlp = Module()
+        for name in ("gate_proj", "up_proj"):
+            self.mlp.add_module(name, Linear(8, 16, bias=False))
+        self.mlp.down_proj = Linear(16, 8, bias=False)
+
+
+class Counting(QuantizationModifier):
+    """Takes as many bytes and operations as there are columns."""
+
+    def effort(self, modules: Any, data: DataSize) -> CalibrationCost:
+        columns = modules[0].in_features
+        return CalibrationCost(
+            gram=columns, solve=len(modules), statistics=columns, workspace=columns
+        )
+
+
+def works(level: Granularity | None) -> BlockWork:
+    block = Block()
+    names = {f"b.{name}" if name else "b": one for name, one in block.named_modules()}
+    part = Part("b", names, 0, 0, 0)
+    owners = {one: [0] for one in block.modules() if isinstance(one, Linear)}
+    widths = read_widths(published_config())
+    (work,) = block_works([part], widths, [Counting(scheme="W8A8")], owners, level, DataSize())
+    return work
+
+
+def published_config() -> Any:
+    from transformers import MixtralConfig
+
+    return MixtralConfig(**published.small(published.MIXTRAL_8X7B))
+
+
+def test_modules_with_one_input_are_one_group() -> None:
+    linear = works(Granularity.LINEAR)
+    assert [len(group.modules) for group in linear.groups] == [3, 1, 2, 1]
+    assert [unit.statistics for unit in linear.units] == [8, 8, 8, 16]
+    assert linear.forward == 4 * 64 + 3 * 128
+    assert linear.intermediate == 16
+
+
+def test_coarser_levels_hold_more_at_once() -> None:
+    sub_block, block = works(Granularity.SUB_BLOCK), works(Granularity.BLOCK)
+    assert [unit.statistics for unit in sub_block.units] == [16, 24]
+    assert [unit.statistics for unit in block.units] == [40]
+    # that of the last problem, beside the float32 solutions of the others
+    solutions = 4 * (4 * 64 + 2 * 128)
+    assert block.units[0].solving() == solutions + 16
+
+
+def test_what_is_kept_goes_set_by_set() -> None:
+    """At the first one all of it is there, beside what the parent returns."""
+    groups = [
+        Group(
+            (Linear(8, 8),),
+            CalibrationCost(kept=kept, outputs=outputs, scaled=5, running=2),
+            64,
+            0,
+            1.0,
+        )
+        for kept, outputs in ((16, 32), (0, 0), (40, 8))
+    ]
+    unit = Unit(tuple(groups))
+    assert unit.kept(100) == 5600
+    found = list(unit.judging(100, 10))
+    assert found == [(100 * (16 + 40 + 32), 5 + 20), (100 * (40 + 8), 5 + 20)]
+
+
+def test_experts_see_their_share_of_the_tokens() -> None:
+    assert read_widths(published_config()).expert_share == 2 / 4
+
+
+# ---------------------------------------------------------------------- peaks
+
+
+def load(name: str, loaded: int, *, packed: int = 0, packing: int = 0) -> PartMemory:
+    return PartMemory(Part(name, {}, loaded, loaded, 0), packed, 0, packing)
+
+
+def footprint(**changes: Any) -> RunMemory:
+    plain = RunMemory(
+        base=1000 * MIB,
+        is_streamed=True,
+        present=0,
+        on_device=False,
+        output=500 * MIB,
+        shard=500 * MIB,
+        others=MIB,
+        itemsize=2,
+        run_tokens=0,
+    )
+    return dataclasses.replace(plain, **changes)
+
+
+def data_free(own: RunMemory, blocks: int) -> dict[str, Phase]:
+    loads = [load(f"b{index}", 400 * MIB, packed=100 * MIB) for index in range(blocks)]
+    one = PassPlan(["RoundingParameters"], "datafree")
+    phases = estimate_phases(own, [*loads, load(REST, 200 * MIB)], [(one, [])], {})
+    return {phase.name: phase for phase in phases}
+
+
+def test_a_streamed_run_holds_two_blocks_however_many_there_are() -> None:
+    few, many = data_free(footprint(), 4), data_free(footprint(), 40)
+
+    assert few["load"].host == (1000 + 200 + 400 + 400) * MIB + TOLERATED
+    assert few["save"].host == few["load"].host + 2 * 100 * MIB
+    assert many["save"].host == few["save"].host
+    assert few["save"].disk == 501 * MIB
+
+
+def test_a_model_in_memory_grows_with_its_blocks() -> None:
+    few = data_free(footprint(is_streamed=False), 4)
+    more = data_free(footprint(is_streamed=False), 5)
+
+    assert more["load"].host - few["load"].host == 400 * MIB
+    present = data_free(footprint(is_streamed=False, present=1800 * MIB), 4)
+    assert present["load"].host == 1000 * MIB
+
+
+@pytest.mark.parametrize(("packing", "kept"), [(10, 10), (500, TOLERATED // MIB)])
+def test_of_what_came_and_went_a_part_is_kept(packing: int, kept: int) -> None:
+    loads = [load("b", 400 * MIB, packing=packing * MIB), load(REST, 200 * MIB)]
+    one = PassPlan(["RoundingParameters"], "datafree")
+    (save,) = [
+        phase
+        for phase in estimate_phases(footprint(), loads, [(one, [])], {})
+        if phase.name == "save"
+    ]
+    assert save.host == (1000 + 200 + 400 + packing + kept) * MIB
+
+
+def test_without_reading_ahead_there_is_one_block() -> None:
+    phases = data_free(footprint(reads_ahead=False), 4)
+    assert phases["load"].host == (1000 + 200 + 400) * MIB + TOLERATED
+
+
+def test_on_a_device_the_host_holds_what_is_read_and_written() -> None:
+    phases = data_free(footprint(on_device=True), 4)
+    assert phases["load"].device == (200 + 400) * MIB
+    assert phases["load"].host == (1000 + 400) * MIB
+    assert phases["save"].host == (1000 + 400 + 200) * MIB
+
+
+def test_a_device_and_its_host_are_at_their_most_at_different_moments() -> None:
+    block, rest = Part("b", {}, 100 * MIB, 100 * MIB, 0), Part(REST, {}, 50 * MIB, 50 * MIB, 0)
+    loads = [PartMemory(block, 30 * MIB, 10 * MIB, 0)] * 3 + [PartMemory(rest, 0, 200 * MIB, 0)]
+    one = PassPlan(["RoundingParameters"], "datafree")
+    phases = estimate_phases(footprint(on_device=True), loads, [(one, [])], {})
+    (save,) = (phase for phase in phases if phase.name == "save")
+    assert save.device == (50 + 200) * MIB  # the head has no block beside it
+    assert save.host == (1000 + 100 + 2 * 30) * MIB  # a block is read, two are packed
+
+
+@pytest.mark.parametrize(("on_device", "held"), [(True, 70), (False, 90)])
+def test_what_the_backward_read_is_gone_from_a_device_when_gradients_go_back(
+    on_device: bool, held: int
+) -> None:
+    loads = [load("b", 400 * MIB), load(REST, 200 * MIB)]
+    learning = LearningPlan(1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0)
+    one = PassPlan(["LearningCost"], "datafree", learning=learning)
+    parts = [PartLearning(40 * MIB, 30 * MIB, 20 * MIB), PartLearning(0, 0)]
+    own = footprint(on_device=on_device)
+    phases = estimate_phases(own, loads, [(one, [])], {}, {0: parts})
+    (learn,) = (phase for phase in phases if phase.name == "learn")
+    if on_device:
+        assert learn.device == (600 + held) * MIB
+    else:
+        assert learn.host == (1000 + 600 + held) * MIB + min(TOLERATED, held * MIB)
+
+
+def test_calibration_adds_activations_statistics_and_the_solver() -> None:
+    group = Group(
+        (), CalibrationCost(solve=1, statistics=7 * MIB, workspace=11 * MIB), 0, 3 * MIB, 1.0
+    )
+    work = BlockWork("b", 0, 0, 0, (Unit((group,)),))
+    loads = [load("b", 400 * MIB), load(REST, 200 * MIB)]
+    one = PassPlan(["M"], "sequential", "linear", "", 2, 2, 90 * MIB, 50 * MIB, 40 * MIB)
+    empty = BlockWork(REST, 0, 0, 0, ())
+    phases = estimate_phases(footprint(), loads, [(one, [work, empty])], {"solve": 5.0})
+    found = {phase.name: phase for phase in phases}
+
+    held = (1000 + 200 + 400 + 50 + 7) * MIB
+    assert found["calibrate"].host == held
+    assert found["solve"].host == held + (3 + 11) * MIB
+    assert found["solve"].disk == (500 + 40) * MIB
+    assert found["solve"].seconds == 5.0
+
+
+# ---------------------------------------------------------------------- time
+
+RATES = Rates("cpu", 1e9, 1e9, 1e9, disk_read=100.0, disk_write=50.0, spread=1.0)
+
+
+def timed(*, is_streamed: bool, forward: int = 0) -> dict[str, float]:
+    traffic = Traffic(1000, 500, rounding=2.0, first=100, is_streamed=is_streamed)
+    operations = Operations(forward=forward)
+    return estimate_time(RATES, operations, [], 0, traffic, ComputeCost(), 0, 0)[0]
+
+
+def test_reading_and_writing_beside_the_computing_are_waited_for_where_they_take_longer() -> None:
+    assert timed(is_streamed=False) == {"load": 10, "calibrate": 0, "solve": 0, "save": 12}
+    assert timed(is_streamed=True) == {"load": 1 + 7, "calibrate": 0, "solve": 0, "save": 2 + 8}
+    busy = timed(is_streamed=True, forward=int(60e9))
+    assert busy == {"load": 1, "calibrate": 60, "solve": 0, "save": 2}
+
+
+def test_the_machine_is_measured_in_about_a_second() -> None:
+    rates = measure_rates(torch.device("cpu"), torch.float32)
+
+    assert rates.spread >= 1
+    positive = (rates.model_products, rates.float32_products, rates.memory)
+    assert min(*positive, rates.disk_read, rates.disk_write) > 0
+
+
+@pytest.mark.parametrize("randomize", [False, True])
+def test_matrices_that_stay_in_forwards_are_there_all_the_time(
+    randomize: bool, llama_folder: Path
+) -> None:
+    """They do not go with their block, whether all blocks share one or each has its own."""
+    subject = open_planned_model(ModelArguments(model=str(llama_folder)))
+    before = subject.parts()
+    modifier = QuIPModifier(rotations=["v"], targets=r"re:.*down_proj$", randomize=randomize)
+    modifier.initialize(State(model=subject.model))
+    after = subject.parts()
+    width = subject.model.config.intermediate_size
+    matrices = 4 * width**2 * (len(before) - 1 if randomize else 1)
+    assert [one.loaded for one in after[:-1]] == [one.loaded for one in before[:-1]]
+    assert after[-1].loaded == before[-1].loaded + matrices
+
+
+@pytest.mark.usefixtures("_one_thread")
+@pytest.mark.parametrize("rows", [256, 1024, 8192])
+def test_what_hqq_holds_beside_a_weight(rows: int) -> None:
+    weight = torch.randn(rows, 512, generator=torch.Generator().manual_seed(0)).bfloat16()
+    linear = Linear(512, rows, bias=False, device="meta", dtype=torch.bfloat16)
+    scheme = scheme_of("W4A16_ASYM")
+    modifier = HQQModifier(scheme="W4A16_ASYM", iters=2)
+    modifier._schemes[linear] = scheme
+    start = observe_weight(weight, scheme.weights)
+    with torch.no_grad(), count_memory() as counter:
+        modifier._refine(weight, start)
+    assert modifier.cost().held([linear], together=True) == pytest.approx(counter.peak, rel=0.15)

@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rounds between processes, two of which are threads here; integration tests have real ones."""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from torch.distributed import HashStore
+
+from llmcompressor.errors import ProcessError
+from llmcompressor.logger import logger, quiet
+from llmcompressor.runtime import processes
+from llmcompressor.runtime.processes import Processes, write_once
+from llmcompressor.runtime.progress import progress
+
+
+@pytest.fixture
+def two(monkeypatch):
+    """Two processes that share a store."""
+    store = HashStore()
+    monkeypatch.setattr(processes, "_store", lambda: store)
+    return [Processes(rank, 2, "a run") for rank in range(2)]
+
+
+@pytest.fixture
+def logged():
+    """What is logged during a test."""
+    lines = []
+    sink = logger.add(lambda line: lines.append(str(line)), format="{message}")
+    yield lines
+    logger.remove(sink)
+
+
+def both(function, things):
+    with ThreadPoolExecutor(2) as pool:
+        return [
+            future.exception() or future.result()
+            for future in [pool.submit(function, thing) for thing in things]
+        ]
+
+
+def test_one_process_is_alone():
+    assert Processes.from_process_group().count == 1
+    assert Processes().all_gather("anything", 3) == [3]
+    assert Processes().pooled([1], "") == ([1], 1)
+    with write_once(Path("anywhere")) as is_mine:
+        assert is_mine
+
+
+def test_a_round_gives_what_each_has(two):
+    assert both(lambda one: one.all_gather("ranks", one.rank), two) == [[0, 1], [0, 1]]
+
+
+def test_processes_that_do_different_things_are_told(two):
+    found = both(lambda one: one.all_gather(f"step {one.rank}"), two)
+    assert all(isinstance(error, ProcessError) for error in found)
+    assert "0: step 0, 1: step 1" in str(found[0])
+
+
+def test_who_waits_is_told_of_a_failure(two):
+    with pytest.raises(KeyError), two[1].notify_on_failure():
+        raise KeyError("gone")
+    with pytest.raises(ProcessError, match="Process 1 has failed: KeyError: 'gone'"):
+        two[0].all_gather("anything")
+
+
+def test_a_run_within_a_run_is_of_its_process_alone(two, monkeypatch):
+    monkeypatch.setattr(processes, "rank_and_world_size", lambda: (0, 2))
+    with two[0].notify_on_failure():
+        assert Processes.from_process_group().count == 1
+    assert Processes.from_process_group().count == 2
+
+
+def test_who_waits_for_long_says_so(two, monkeypatch, logged):
+    monkeypatch.setattr(processes, "_PATIENCE", 0.0)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(two[0].all_gather, "weights")
+        while not logged and not waiting.done():
+            time.sleep(0.01)
+        two[1].all_gather("weights")
+        waiting.result()
+    assert "Waiting for the other processes (weights)" in logged[0]
+
+
+def test_a_store_that_has_ended_is_an_error(two, monkeypatch):
+    def gone():
+        raise RuntimeError("Connection reset by peer")
+
+    monkeypatch.setattr(processes, "_store", gone)
+    with pytest.raises(ProcessError, match="cannot be reached any more: Connection reset"):
+        two[0].all_gather("anything")
+    with pytest.raises(KeyError), two[0].notify_on_failure():
+        raise KeyError("its own error is the one that is raised")
+
+
+def test_a_quiet_process_logs_nothing_and_shows_no_bar(logged, capsys):
+    with quiet():
+        _log()
+        with progress(2, "Work", terminal=True) as advance:
+            advance()
+    assert not logged
+    assert not capsys.readouterr().err
+    with quiet(wanted=False):
+        _log()
+    assert logged == ["heard\n"]
+
+
+def test_a_log_that_a_user_has_disabled_stays_so(logged):
+    logger.disable("llmcompressor")
+    try:
+        with quiet():
+            pass
+        _log()
+    finally:
+        logger.enable("llmcompressor")
+    assert not logged
+
+
+def _log():
+    """As a module of the package does."""
+    exec("logger.info('heard')", {"logger": logger, "__name__": "llmcompressor.runtime.processes"})
