@@ -105,15 +105,16 @@ def config_changes(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[C
         {"model_type": each.get("model_type")} for each in (ours, theirs)
     ]
     if kinds[0] != kinds[1]:
-        return [*found, *_raw(kinds[0], kinds[1])]  # nothing else has the same meaning in another class
+        return [*found, *_raw(kinds[0], kinds[1])]  # in another class nothing else means the same
     read = [as_read(each) for each in (ours, theirs)]
     if read[0] is None or read[1] is None:
-        return [*found, *(one for one in _raw(ours, theirs) if one.before is not ABSENT)]
+        raw = (one for one in _raw(ours, theirs) if one.before is not ABSENT)
+        return [*found, *(one for one in raw if not (one.is_lost and _is_of_every_model(one)))]
     changes: dict[str, Change] = {}
     for one in _raw(read[0], read[1]):  # in terms of the files: a part that is lost is one change
         path = _lost(one.path.split("."), ours, theirs)
         told = one if path is None else Change(path, one.now, one.before, is_lost=True)
-        if path is None or not _is_of_every_model(told):
+        if not (told.is_lost and _is_of_every_model(told)):
             changes.setdefault(told.path, told)
     return [*found, *changes.values()]
 
@@ -313,14 +314,16 @@ def build(
         report = dict.fromkeys(("missing_keys", "unexpected_keys", "mismatched_keys"), ())
         return _built(model, headers, report)
     found = class_and_settings(config)
-    if found is None:
-        return None
+    return None if found is None else _load(*found, headers)
+
+
+def _load(kind: Any, settings: Any, headers: Mapping[str, TensorInfo]) -> Built | None:
     state = {
         name: torch.empty(info.shape, dtype=torch.bfloat16, device="meta")
         for name, info in headers.items()
     }
     try:
-        model, info = load_headers(*found, state)
+        model, info = load_headers(kind, settings, state)
     except Exception:  # a class of any kind, and what it cannot load other rules speak of
         return None
     return _built(model, headers, info)

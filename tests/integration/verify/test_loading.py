@@ -18,7 +18,6 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSeq2SeqLM,
     CompressedTensorsConfig,
-    CTRLConfig,
     FalconConfig,
     LlamaConfig,
     MambaConfig,
@@ -312,29 +311,6 @@ def test_zero_points_of_small_floats_are_read_by_transformers(
     elsewhere = verify(tmp_path / "model", serve="vllm").findings
     errors = {one.rule for one in elsewhere if one.severity == "error"}
     assert errors == (set() if symmetric else {"S21", "S23"})
-
-
-@pytest.mark.parametrize("scheme", [INT4, FP8])
-def test_a_buffer_that_is_cast_anew_stays_float32(scheme: dict[str, Any], tmp_path: Path) -> None:
-    """What compressed-tensors holds keeps its dtype, whatever the model assigns to it."""
-    torch.manual_seed(0)
-    sizes = {"n_embd": 64, "dff": 128, "n_layer": 1, "n_head": 2, "n_positions": 64}
-    config = CTRLConfig(vocab_size=VOCABULARY, **sizes, bos_token_id=1, eos_token_id=2)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    group = {"targets": ["Linear"], "weights": scheme}
-    recipe = QuantizationModifier(config_groups={"group_0": group}, ignore=["lm_head"])
-    reset_session()
-    oneshot(model=model, recipe=recipe, output_dir=str(tmp_path / "model"))
-    reset_session()
-
-    report = verify(tmp_path / "model", serve="transformers")
-    said = {(one.rule, one.module) for one in report.findings if one.severity == "error"}
-    assert said == {("L4", "transformer.pos_encoding")}
-    with pytest.raises(RuntimeError, match="mixed dtype"):
-        logits(AutoModelForCausalLM.from_pretrained(tmp_path / "model"))
-    assert verify(tmp_path / "model", serve="transformers", dtype="float32").ok
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
-    assert logits(loaded).isfinite().all()
 
 
 def mixture(name: str, folder: Path, dtype: torch.dtype, **more: Any) -> Path:

@@ -11,7 +11,7 @@ not at all (L6).
 from __future__ import annotations
 
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from functools import cached_property, lru_cache
 from math import prod
@@ -160,8 +160,9 @@ class _Told:
         said = f"{self.reader} fails to load it: {failure.message}."
         if not failure.is_quantized:
             rule = "T1" if failure.message.startswith(_OF_CONFIG) else "L10"
-            parts = self.places.parts.items() if failure.is_of_tables else ()
-            shared = [name for name, own in parts if len(own) > 1]
+            parts = self.places.parts.values() if failure.is_of_tables else ()
+            counts = Counter(path for own in parts for path in own)
+            shared = [path for path, count in counts.items() if count > 1]
             for name in shared or ["quantization_config"]:
                 self.say(rule, name, said, _OTHER_RELEASE)
             return
@@ -194,7 +195,9 @@ class _Told:
             # a group of floats, put first, would have plain experts loaded
             severity = Severity.ERROR if is_plain else None
             self._expert(mixture, "are random: not all of their stacks are loaded", severity)
-        elif _STATES.intersection(names) and not view.is_linear_attention(path):
+        elif _STATES.intersection(names):
+            if view.is_linear_attention(path):
+                return  # it keeps another state, which is not rounded
             said = f"{self.reader} quantizes its keys and values too, and the file holds no "
             remedy = "Leave kv_cache_scheme out, or serve it with vLLM."
             self.say("L7", path, f"{said}{joined(names)}: they are random there.", remedy)
@@ -290,13 +293,13 @@ class _Told:
         view = self.view
         for path, dtype in self.trial.dtypes.items() if view.dtype in FLOATS.values() else ():
             mixture = self.places.mixture(path)
-            load = f"Load it with dtype=torch.{dtype}"
+            load = f"load it with dtype=torch.{dtype}"
             anew = f'Compress the model in {dtype}, with precision="{dtype}" (--precision {dtype}).'
             said = f"transformers unpacks it to {dtype}, and the model computes in {view.dtype}: "
             if not mixture:
                 is_choice = dtype != "bfloat16" or view.mixtures
-                remedy = anew if is_choice else f"{load}. Or: {anew}"
-                remedy = f"{load}." if dtype == "float16" else remedy
+                remedy = anew if is_choice else f"{load.capitalize()}. Or: {anew}"
+                remedy = f"{load.capitalize()}." if dtype == "float16" else remedy
                 module = self.places.module(path)
                 self.say("L4", module, f"{said}the first forward fails.", remedy)
             elif not any((one.rule, one.module) == ("L4", mixture) for one in self.found):
