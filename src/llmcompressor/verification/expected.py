@@ -80,7 +80,7 @@ def columns_of(
     if packed is None or len(packed.shape) != 2 or scheme.weights is None:
         return None
     if packed.dtype == "U8":
-        return packed.shape[1] * 8 // (6 if scheme.weights.is_mxfp6 else 4)
+        return packed.shape[1] * 8 // (6 if scheme.weights.small_float == "mxfp6" else 4)
     bits = max(scheme.weights.bits, 1)
     guesses = [stored_shape[1]] if stored_shape is not None and len(stored_shape) == 2 else []
     scale = entry.own.get("weight_scale")
@@ -114,9 +114,9 @@ def is_decodable(scheme: Scheme) -> bool:
         "int-quantized": is_integer,
         "float-quantized": is_small_float,
         "naive-quantized": is_integer or is_small_float,
-        "nvfp4-pack-quantized": args.is_nvfp4,
-        "mxfp4-pack-quantized": args.is_mxfp4,
-        "mxfp6-pack-quantized": args.is_mxfp6,
+        "nvfp4-pack-quantized": args.small_float == "nvfp4",
+        "mxfp4-pack-quantized": args.small_float == "mxfp4",
+        "mxfp6-pack-quantized": args.small_float == "mxfp6",
         "mxfp8-quantized": is_small_float and args.symmetric and args.group == 32,
     }.get(form or "", False)
 

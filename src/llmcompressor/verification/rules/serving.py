@@ -50,7 +50,7 @@ def _modules(view: View) -> Iterator[Problem]:
     for facts, entries in view.facts.items():
         for limit in LIMITS:
             if limit.concerns(facts):
-                said = limit.message.format(scheme=facts.scheme)
+                said = limit.message.format(scheme=facts.group and facts.group.scheme)
                 for entry in entries:
                     yield Problem(limit.rule, entry.name, said, limit.remedy, limit.severity)
 
@@ -723,10 +723,9 @@ def _sglang(view: View) -> Iterator[Problem]:
     """G1, G3, G5."""
     capability, groups = view.deployment.capability, {}
     for facts, entries in view.facts.items():
-        there = None if facts.sglang is None else facts.sglang.group
-        if facts.expert or facts.vllm.group is None:
+        here, there = facts.group, facts.of_sglang
+        if facts.expert or here is None:
             continue
-        here = facts.vllm.group
         if there is not None and not facts.plain and here.scheme != there.scheme:
             said = f"SGLang takes {there.name} and vLLM {here.name}, which differ."
             remedy = "Name the joined module, or avoid class targets beside names."

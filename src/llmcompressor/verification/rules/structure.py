@@ -181,9 +181,9 @@ def _schemes(view: View) -> Iterator[Problem]:
 def _orders(view: View) -> Iterator[Problem]:
     """S13: vLLM and compressed-tensors choose one scheme."""
     for facts, entries in view.facts.items():
-        if facts.plain or facts.expert or facts.vllm.group is None:
+        served = facts.group
+        if facts.plain or facts.expert or served is None:
             continue
-        served = facts.vllm.group
         for entry in entries:
             written, alone = (view.choice(entry, one).group for one in ("transformers", "alone"))
             if written is None or served.scheme == written.scheme:

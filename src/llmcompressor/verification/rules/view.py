@@ -79,58 +79,35 @@ class Facts:
 
     Attributes:
         kind: as of :class:`~llmcompressor.verification.modules.Entry`.
-        form: likewise.
+        coded: it holds codes.
         expert: it is an expert's.
         beside_codes: it is an expert's, and experts of its mixture hold codes.
         draft: it is in a draft layer.
         plain: vLLM builds it without a scheme.
         tied: it is an input or output embedding, and the two are one tensor.
-        stored_so: its codes lie in the file as the scheme that vLLM gives it has them.
-        vllm: choice of vLLM.
-        sglang: choice of SGLang, where that is concerned.
+        selected: the scheme that vLLM gives it wants codes.
+        stored_so: its codes lie in the file as that scheme has them.
+        ignored: vLLM ignores it.
+        mixed: vLLM ignores some of what it is joined with.
+        group: the group that vLLM gives it.
+        of_sglang: the one that SGLang does.
+        left_to_sglang: SGLang neither has a target for it nor ignores it.
     """
 
     kind: str
-    form: str
+    coded: bool
     expert: bool
     beside_codes: bool
     draft: bool
     plain: bool
     tied: bool
+    selected: bool
     stored_so: bool
-    vllm: Choice
-    sglang: Choice | None
-
-    @property
-    def coded(self) -> bool:
-        """True if it holds codes."""
-        return self.form in ("packed", "coded")
-
-    @property
-    def scheme(self) -> Scheme | None:
-        """The scheme that vLLM looks up."""
-        return None if self.vllm.group is None else self.vllm.group.scheme
-
-    @property
-    def selected(self) -> bool:
-        """True if that wants codes."""
-        scheme = self.scheme
-        return scheme is not None and scheme.weights is not None and scheme.format != "dense"
-
-    @property
-    def ignored(self) -> bool:
-        """True if vLLM ignores it."""
-        return self.vllm.ignored
-
-    @property
-    def mixed(self) -> bool:
-        """True if vLLM ignores some of what it is joined with."""
-        return self.vllm.mixed
-
-    @property
-    def left_to_sglang(self) -> bool:
-        """True if SGLang neither has a target for it nor ignores it."""
-        return self.sglang == Choice()
+    ignored: bool
+    mixed: bool
+    group: Group | None
+    of_sglang: Group | None
+    left_to_sglang: bool
 
 
 class View:
@@ -157,42 +134,29 @@ class View:
         self.headers = headers
         self.tensors = tensors
         self.deployment = deployment or Deployment()
+        self.settings: Mapping[str, Any] = settings_of(config) or {}
+        """The ``quantization_config``, empty if there is none."""
+        self.text = text_settings(config)
+        """The settings of the language model."""
+        self.groups = parse_groups(self.settings)
+        ignore = self.settings.get("ignore")
+        self.ignore = [str(text) for text in ignore] if isinstance(ignore, list) else []
+        method = str(self.settings.get("quant_method") or "").lower().replace("_", "-")
+        self.is_compressed_tensors = method == "compressed-tensors"
+        """True if the configuration says that the checkpoint is quantized in this format."""
+        said = [one for one in (self.text, config) if "tie_word_embeddings" in one]
+        self.is_tied = bool(said) and bool(said[0]["tie_word_embeddings"])
+        """True if input and output embeddings are one tensor."""
         self._kinds = kinds or {}
         self._choices: dict[tuple[str, str], Choice] = {}
         self._columns: dict[tuple[str, int], int | None] = {}
-
-    @cached_property
-    def settings(self) -> Mapping[str, Any]:
-        """The ``quantization_config``, empty if there is none."""
-        return settings_of(self.config) or {}
-
-    @cached_property
-    def text(self) -> Mapping[str, Any]:
-        """The settings of the language model."""
-        return text_settings(self.config)
+        self._stored_shapes: dict[str, tuple[int, ...]] = {}
 
     def size(self, key: str) -> int | None:
         """A size of the language model, ``None`` if it is not given or cannot be one."""
         found = self.text.get(key)
         is_size = isinstance(found, int) and not isinstance(found, bool) and found > 0
         return found if is_size else None
-
-    @cached_property
-    def family(self) -> Family:
-        """The architecture as vLLM builds it."""
-        experts = {entry.last for entry in self.entries.values() if entry.is_expert}
-        return family_of(self.config, {entry.last for entry in self.entries.values()}, experts)
-
-    @cached_property
-    def groups(self) -> list[Group]:
-        """The configuration's groups."""
-        return parse_groups(self.settings)
-
-    @cached_property
-    def ignore(self) -> list[str]:
-        """The texts of ``ignore``."""
-        found = self.settings.get("ignore")
-        return [str(text) for text in found] if isinstance(found, list) else []
 
     @cached_property
     def entries(self) -> dict[str, Entry]:
@@ -220,8 +184,16 @@ class View:
 
     @cached_property
     def resolver(self) -> Resolver:
-        """Who gives which group to a module."""
-        return Resolver(self.config, self.groups, self.ignore, self.family, self.entries)
+        """Who gives which group to a module, with the architecture as vLLM builds it."""
+        owns = {entry.last for entry in self.entries.values()}
+        experts = {entry.last for entry in self.entries.values() if entry.is_expert}
+        family = family_of(self.config, owns, experts)
+        return Resolver(self.config, self.groups, self.ignore, family, self.entries)
+
+    @property
+    def family(self) -> Family:
+        """The architecture as vLLM builds it."""
+        return self.resolver.family
 
     @cached_property
     def matrices(self) -> list[Entry]:
@@ -242,12 +214,6 @@ class View:
     def quantized(self) -> list[Entry]:
         """Modules that hold codes."""
         return [entry for entry in self.matrices if entry.is_quantized]
-
-    @cached_property
-    def is_tied(self) -> bool:
-        """True if input and output embeddings are one tensor."""
-        said = [one for one in (self.text, self.config) if "tie_word_embeddings" in one]
-        return bool(said) and bool(said[0]["tie_word_embeddings"])
 
     @cached_property
     def dtype(self) -> str:
@@ -277,28 +243,34 @@ class View:
         asks_sglang = self.deployment.concerns("sglang") and any(
             group.scheme.weights is not None for group in self.groups
         )
+        matches = (EXPERT.match(entry.name) for entry in self.quantized)
+        mixtures = {match["experts"] for match in matches if match is not None}
         for entry in self.matrices:
             mixture, choice = EXPERT.match(entry.name), self.choice(entry)
             is_word = entry.kind == "embedding" and "position" not in entry.name
+            scheme = None if choice.group is None else choice.group.scheme
+            is_asked = asks_sglang and mixture is None
+            sglang = self.choice(entry, "sglang") if is_asked else Choice(ignored=True)
             facts = Facts(
-                entry.kind,
-                entry.form,
-                mixture is not None,
-                mixture is not None and mixture["experts"] in self._coded_mixtures,
-                self.is_draft(entry.name),
-                self.is_plain(entry),
-                self.is_tied and (is_word or entry.kind == "head"),
-                choice.group is None or is_stored_so(entry, choice.group.scheme),
-                choice,
-                self.choice(entry, "sglang") if asks_sglang and mixture is None else None,
+                kind=entry.kind,
+                coded=entry.is_quantized,
+                expert=mixture is not None,
+                beside_codes=mixture is not None and mixture["experts"] in mixtures,
+                draft=self.is_draft(entry.name),
+                plain=self.is_plain(entry),
+                tied=self.is_tied and (is_word or entry.kind == "head"),
+                selected=scheme is not None
+                and scheme.weights is not None
+                and scheme.format != "dense",
+                stored_so=scheme is None or is_stored_so(entry, scheme),
+                ignored=choice.ignored,
+                mixed=choice.mixed,
+                group=choice.group,
+                of_sglang=sglang.group,
+                left_to_sglang=sglang == Choice(),
             )
             found.setdefault(facts, []).append(entry)
         return found
-
-    @cached_property
-    def _coded_mixtures(self) -> frozenset[str]:
-        found = (EXPERT.match(entry.name) for entry in self.quantized)
-        return frozenset(match["experts"] for match in found if match is not None)
 
     @cached_property
     def coded(self) -> Sequence[tuple[Entry, Scheme]]:
@@ -311,16 +283,10 @@ class View:
 
         That of what it is joined with (S14), or of expert 0 (S62).
         """
-        groups = [self.choice(entry, "alone").group] if self._is_joined(entry) else []
-        groups += [self.choice(entry).group]
-        found = next((group.scheme for group in groups if group is not None), None)
-        if found is None:
-            group = self.choice(entry, "transformers").group
-            found = None if group is None else group.scheme
-        return found
-
-    def _is_joined(self, entry: Entry) -> bool:
-        return entry.is_expert or entry.last in self.resolver.shards
+        is_joined = entry.is_expert or entry.last in self.resolver.shards
+        asked = ["alone", "vllm", "transformers"] if is_joined else ["vllm", "transformers"]
+        found = (self.choice(entry, server).group for server in asked)
+        return next((group.scheme for group in found if group is not None), None)
 
     def is_plain(self, entry: Entry) -> bool:
         """True if vLLM builds a module without a scheme, whatever the configuration says."""
@@ -393,13 +359,9 @@ class View:
         return self._stored_shapes[entry.name]
 
     @cached_property
-    def _stored_shapes(self) -> dict[str, tuple[int, ...]]:
-        return {}
-
-    @cached_property
     def used(self) -> list[Group]:
         """The groups that vLLM gives to some module."""
-        names = {facts.vllm.group.name for facts in self.facts if facts.vllm.group is not None}
+        names = {facts.group.name for facts in self.facts if facts.group is not None}
         return [group for group in self.groups if group.name in names]
 
     @cached_property
@@ -495,12 +457,6 @@ class View:
         if layer is None or not isinstance(types, list):
             return False
         return "linear_attention" in types[int(layer[1]) :][:1]
-
-    @property
-    def is_compressed_tensors(self) -> bool:
-        """True if the configuration says that the checkpoint is quantized in this format."""
-        method = str(self.settings.get("quant_method") or "").lower().replace("_", "-")
-        return method == "compressed-tensors"
 
 
 def joined(names: Iterable[str], most: int = 4) -> str:
