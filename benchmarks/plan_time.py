@@ -21,7 +21,7 @@ from datasets import Dataset
 from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 from llmcompressor import oneshot, plan
-from llmcompressor.planning import machine, trial
+from llmcompressor.planning import trial, workload
 
 LINEARS = "targets: [Linear], ignore: [lm_head]"
 ROUND = f"QuantizationModifier: {{{LINEARS}, scheme: W4A16}}"
@@ -74,8 +74,8 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help="where models are written")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    clock: Any = SimpleNamespace(perf_counter=time.process_time)
-    machine.time = trial.time = clock
+    clock: Any = SimpleNamespace(perf_counter=time.process_time, thread_time=time.thread_time)
+    workload.time = trial.time = clock
     print(f"{'recipe':<14}{'planned s':>11}{'from':>8}{'to':>8}{'measured s':>12}{'ratio':>7}")
     with TemporaryDirectory(dir=args.folder) as work:
         folder = Path(work)

@@ -96,10 +96,7 @@ def room(name: str) -> str:
 
 
 def technique(name: str) -> str | None:
-    """The folder of a technique: ``gptq`` for ``modifiers.gptq.base``.
-
-    ``modifiers.transform`` holds the documented faces of several.
-    """
+    """The folder of a technique: ``gptq`` for ``modifiers.gptq.base``."""
     parts = name.split(".")
     return parts[1] if parts[0] == "modifiers" and parts[1:2] not in ([], ["transform"]) else None
 
@@ -315,6 +312,16 @@ def test_every_file_names_its_license() -> None:
         if header not in path.read_text(encoding="utf-8").splitlines()[:2]
     ]
     assert not missing, "\n".join(missing)
+
+
+def test_names_of_tests_are_short() -> None:
+    long = [
+        f"{path.relative_to(ROOT)}:{function.line}: {function.name}"
+        for path in _own(ROOT / "tests", "*.py")
+        for function in house.read(path).functions
+        if function.name.startswith("test_") and len(function.name) > 60
+    ]
+    assert not long, "\n".join(long)
 
 
 def test_tests_lie_where_what_they_test_does() -> None:

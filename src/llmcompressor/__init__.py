@@ -15,7 +15,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from llmcompressor import _compat
-from llmcompressor.runtime.collecting import quick_imports
+from llmcompressor.runtime.registry import resolve
 
 if TYPE_CHECKING:
     from llmcompressor import logger
@@ -90,9 +90,7 @@ def __getattr__(name: str) -> Any:
         return importlib.import_module("llmcompressor.logger")
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    with quick_imports():
-        value = getattr(importlib.import_module(_HOMES[name]), name)
-    globals()[name] = value
+    globals()[name] = value = resolve(f"{_HOMES[name]}:{name}")
     return value
 
 

@@ -66,7 +66,7 @@ def test_the_planned_peak_is_the_measured_one(on_device: Run) -> None:
         assert planned == pytest.approx(measured, rel=0.15), name
 
 
-def test_the_planned_peak_of_rounding_alone_leaves_no_room_for_codes(on_device: Run) -> None:
+def test_the_planned_peak_of_rounding_has_no_room_for_codes(on_device: Run) -> None:
     """The codes of a whole block would be a tenth or more."""
     names = ["rtn", "fp8_dynamic", "nvfp4a16"]
     found = on_device("planned", names=names, hidden=512, length=256)
@@ -76,9 +76,7 @@ def test_the_planned_peak_of_rounding_alone_leaves_no_room_for_codes(on_device: 
 
 @pytest.mark.timeout(1200)  # learning takes minutes without products of bfloat16
 @pytest.mark.parametrize("samples", [16, 64])
-def test_the_planned_peak_of_autoround_knows_the_number_of_tokens(
-    samples: int, on_device: Run
-) -> None:
+def test_the_planned_peak_of_autoround_counts_tokens(samples: int, on_device: Run) -> None:
     """Too few of them to be solved first, and enough: a tenth between them."""
     found = on_device("planned", names=["autoround"], hidden=256, length=256, samples=samples)
     planned, measured = found["autoround"]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lets the tests of this folder import their shared helper."""
+"""Fixtures of tests that train."""
 
 from __future__ import annotations
 

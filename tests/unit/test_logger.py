@@ -70,7 +70,7 @@ def test_a_file_begins_at_info_unless_a_level_is_named(tmp_path: Path) -> None:
     assert messages(tmp_path / "one.log") == ["large"]
 
 
-def test_a_level_without_a_file_is_that_of_a_file_in_the_working_folder(
+def test_a_level_without_a_file_is_for_the_working_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -134,7 +134,7 @@ def test_lines_name_the_rank_of_the_process(
     assert "[Rank 3] " in capsys.readouterr().err
 
 
-def test_what_is_marked_to_be_shown_once_is_shown_once_in_each_place(tmp_path: Path) -> None:
+def test_what_is_to_be_shown_once_is_shown_once_in_each_place(tmp_path: Path) -> None:
     first, second = tmp_path / "first.log", tmp_path / "second.log"
     configure_logger(LoggerConfig(console_log_level=None, log_file=first))
     with log_to_file(second):
@@ -168,7 +168,7 @@ def test_the_module_answers_for_its_logger() -> None:
         "import llmcompressor; print(version + '', llmcompressor.version + '')",
     ],
 )
-def test_the_front_page_has_the_logger_and_the_text_of_the_version(code: str) -> None:
+def test_the_front_page_has_the_logger_and_the_version(code: str) -> None:
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert said.returncode == 0, said.stderr
     assert "hello" in said.stderr or llmcompressor.__version__ in said.stdout

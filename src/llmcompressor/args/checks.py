@@ -30,8 +30,8 @@ __all__ = [
     "Named",
     "Text",
     "anything",
+    "argument",
     "boolean",
-    "field_metadata",
     "integer",
     "invalid_value",
     "mapping",
@@ -73,17 +73,28 @@ class FieldHelp(str):
     off: str | None
 
 
-def field_metadata(help_text: str, check: Check, *, off: str | None = None) -> dict[str, Any]:
-    """Return the metadata of a field: its help for the command line, which carries its check.
+def argument(
+    help_text: str,
+    check: Check,
+    *,
+    default: Any = None,
+    factory: Any = dataclasses.MISSING,
+    off: str | None = None,
+) -> Any:
+    """Return the field of a dataclass for an argument.
 
     Args:
-        help_text: the description of the field.
+        help_text: its description on the command line.
         check: the check of its values.
+        default: its default; ``MISSING`` if it is required.
+        factory: makes the default, if that is mutable.
         off: the help of ``--no-field``, for a field that is true by default.
     """
     found = FieldHelp(help_text)
     found.check, found.off = check, off
-    return {"help": found}
+    if factory is not dataclasses.MISSING:
+        return dataclasses.field(default_factory=factory, metadata={"help": found})
+    return dataclasses.field(default=default, metadata={"help": found})
 
 
 class CheckedFields:

@@ -5,15 +5,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from llmcompressor.args.checks import (
     CheckedFields,
     Named,
     Text,
+    argument,
     boolean,
-    field_metadata,
     integer,
     invalid_value,
     mapping,
@@ -109,196 +109,128 @@ def _function(name: str, value: Any) -> str | Callable[..., Any]:
 class DatasetArguments(CheckedFields):
     """The calibration or training data, and the settings for running the model over it."""
 
-    dataset: Named = field(
-        default=None,
-        metadata=field_metadata(
-            "The data: a registered name, a name on the hub, a path, or the data itself.",
-            optional(_dataset),
-        ),
+    dataset: Named = argument(
+        "The data: a registered name, a name on the hub, a path, or the data itself.",
+        optional(_dataset),
     )
-    dataset_config_name: str | None = field(
-        default=None,
-        metadata=field_metadata("The data set's configuration on the hub.", optional(string)),
+    dataset_config_name: str | None = argument(
+        "The data set's configuration on the hub.", optional(string)
     )
-    dataset_path: str | None = field(
-        default=None,
-        metadata=field_metadata(
-            "A file (json, jsonl, csv, parquet, txt) or a folder of them.", optional(path)
-        ),
+    dataset_path: str | None = argument(
+        "A file (json, jsonl, csv, parquet, txt) or a folder of them.", optional(path)
     )
-    splits: Text | str | list[str] | dict[str, str] | None = field(
-        default=None,
-        metadata=field_metadata("The split to use, for instance train[:512].", optional(_splits)),
+    splits: Text | str | list[str] | dict[str, str] | None = argument(
+        "The split to use, for instance train[:512].", optional(_splits)
     )
-    batch_size: int = field(default=1, metadata=field_metadata("Samples in a batch.", integer(1)))
-    data_collator: Text | str | Callable[..., Any] = field(
+    batch_size: int = argument("Samples in a batch.", integer(1), default=1)
+    data_collator: Text | str | Callable[..., Any] = argument(
+        "How samples become a batch: truncation (cut to the shortest), padding, or a function.",
+        _collator,
         default="truncation",
-        metadata=field_metadata(
-            "How samples become a batch: truncation (cut to the shortest), padding, or a function.",
-            _collator,
-        ),
     )
-    num_calibration_samples: int | None = field(
-        default=512,
-        metadata=field_metadata("Samples to calibrate with; None for all.", optional(integer(1))),
+    num_calibration_samples: int | None = argument(
+        "Samples to calibrate with; None for all.", optional(integer(1)), default=512
     )
-    shuffle_calibration_samples: bool = field(
+    shuffle_calibration_samples: bool = argument(
+        "Choose samples at random; False takes the first.",
+        boolean,
+        off="Take the first samples, instead of choosing at random.",
         default=True,
-        metadata=field_metadata(
-            "Choose samples at random; False takes the first.",
-            boolean,
-            off="Take the first samples, instead of choosing at random.",
-        ),
     )
-    max_seq_length: int | None = field(
-        default=None,
-        metadata=field_metadata(
-            "Tokens of a sample at most; None for what the model takes.", optional(integer(1))
-        ),
+    max_seq_length: int | None = argument(
+        "Tokens of a sample at most; None for what the model takes.", optional(integer(1))
     )
-    pad_to_max_length: bool = field(
-        default=False, metadata=field_metadata("Pad every sample to max_seq_length.", boolean)
+    pad_to_max_length: bool = argument(
+        "Pad every sample to max_seq_length.", boolean, default=False
     )
-    text_column: str = field(
-        default="text", metadata=field_metadata("The column that holds the text.", string)
+    text_column: str = argument("The column that holds the text.", string, default="text")
+    concatenate_data: bool = argument(
+        "Join the samples and cut them into pieces of max_seq_length.", boolean, default=False
     )
-    concatenate_data: bool = field(
-        default=False,
-        metadata=field_metadata(
-            "Join the samples and cut them into pieces of max_seq_length.", boolean
-        ),
+    streaming: bool = argument(
+        "Read the data set without downloading all of it.", boolean, default=False
     )
-    streaming: bool = field(
-        default=False,
-        metadata=field_metadata("Read the data set without downloading all of it.", boolean),
+    overwrite_cache: bool = argument(
+        "No effect: prepared data is not cached.", boolean, default=False
     )
-    overwrite_cache: bool = field(
-        default=False, metadata=field_metadata("No effect: prepared data is not cached.", boolean)
+    preprocessing_num_workers: int | None = argument(
+        "No effect on the result; only what is selected is ever prepared.", optional(integer(0))
     )
-    preprocessing_num_workers: int | None = field(
-        default=None,
-        metadata=field_metadata(
-            "No effect on the result; only what is selected is ever prepared.", optional(integer(0))
-        ),
+    dataloader_num_workers: int = argument("Processes that make batches.", integer(0), default=0)
+    min_tokens_per_module: float | None = argument(
+        "Warn of modules that see less than this share (0 to 1) of the calibration "
+        "tokens; an expert that does is starved.",
+        optional(number(0, 1)),
     )
-    dataloader_num_workers: int = field(
-        default=0, metadata=field_metadata("Processes that make batches.", integer(0))
-    )
-    min_tokens_per_module: float | None = field(
-        default=None,
-        metadata=field_metadata(
-            "Warn of modules that see less than this share (0 to 1) of the calibration tokens; an "
-            "expert that does is starved.",
-            optional(number(0, 1)),
-        ),
-    )
-    moe_calibrate_all_experts: bool = field(
+    moe_calibrate_all_experts: bool = argument(
+        "Make the statistics of every expert of all tokens of its layer.",
+        boolean,
+        off="Make the statistics of an expert of the tokens that are routed to it.",
         default=True,
-        metadata=field_metadata(
-            "Make the statistics of every expert of all tokens of its layer.",
-            boolean,
-            off="Make the statistics of an expert of the tokens that are routed to it.",
-        ),
     )
-    starved_experts: str = field(
+    starved_experts: str = argument(
+        "What the statistics of an expert are made of that too few tokens are routed "
+        "to: all_tokens, neighbours, rtn or error.",
+        one_of(STARVED),
         default="all_tokens",
-        metadata=field_metadata(
-            "What the statistics of an expert are made of that too few tokens are routed to: "
-            "all_tokens, neighbours, rtn or error.",
-            one_of(STARVED),
-        ),
     )
-    pipeline: str | None = field(
+    pipeline: str | None = argument(
+        "Who runs what when: independent, sequential, layer_sequential, basic or "
+        "datafree; None chooses.",
+        optional(one_of(PIPELINES)),
         default="independent",
-        metadata=field_metadata(
-            "Who runs what when: independent, sequential, layer_sequential, basic or "
-            "datafree; None chooses.",
-            optional(one_of(PIPELINES)),
-        ),
     )
-    tracing_ignore: list[str] = field(
-        default_factory=lambda: list(TRACING_IGNORE),
-        metadata=field_metadata("No effect: nothing is traced.", strings),
+    tracing_ignore: list[str] = argument(
+        "No effect: nothing is traced.", strings, factory=lambda: list(TRACING_IGNORE)
     )
-    sequential_targets: list[str] | None = field(
-        default=None,
-        metadata=field_metadata(
-            "The blocks to calibrate one after another; not given: the decoder layers.",
-            optional(strings),
-        ),
+    sequential_targets: list[str] | None = argument(
+        "The blocks to calibrate one after another; not given: the decoder layers.",
+        optional(strings),
     )
-    sequential_granularity: str = field(
+    sequential_granularity: str = argument(
+        "Where a forward is paused: linear, sub_block, block; auto: the finest that fits.",
+        one_of(GRANULARITIES),
         default="auto",
-        metadata=field_metadata(
-            "Where a forward is paused: linear, sub_block, block; auto: the finest that fits.",
-            one_of(GRANULARITIES),
-        ),
     )
-    activation_budget: int | str | None = field(
-        default=None,
-        metadata=field_metadata(
-            "Memory for activations, in bytes or as 8GiB; what exceeds it goes to files. Not "
-            "given: half of what is free.",
-            optional(size),
-        ),
+    activation_budget: int | str | None = argument(
+        "Memory for activations, in bytes or as 8GiB; what exceeds it goes to files. "
+        "Not given: half of what is free.",
+        optional(size),
     )
-    sequential_offload_device: str = field(
-        default="cpu",
-        metadata=field_metadata(
-            "No effect: activations wait where activation_budget has room.", string
-        ),
+    sequential_offload_device: str = argument(
+        "No effect: activations wait where activation_budget has room.", string, default="cpu"
     )
-    quantization_aware_calibration: bool = field(
-        default=True, metadata=field_metadata("No effect.", boolean, off="No effect.")
+    quantization_aware_calibration: bool = argument(
+        "No effect.", boolean, off="No effect.", default=True
     )
-    sequential_prefetch: bool = field(default=False, metadata=field_metadata("No effect.", boolean))
-    preprocessing_func: Text | str | Callable[..., Any] | None = field(
-        default=None,
-        metadata=field_metadata(
-            "A function from a row to a row, or path/file.py:function.", optional(_function)
-        ),
+    sequential_prefetch: bool = argument("No effect.", boolean, default=False)
+    preprocessing_func: Text | str | Callable[..., Any] | None = argument(
+        "A function from a row to a row, or path/file.py:function.", optional(_function)
     )
-    remove_columns: list[str] | None = field(
-        default=None,
-        metadata=field_metadata(
-            "Columns to drop; what the processor cannot take is dropped anyway.", optional(strings)
-        ),
+    remove_columns: list[str] | None = argument(
+        "Columns to drop; what the processor cannot take is dropped anyway.", optional(strings)
     )
-    raw_kwargs: dict[str, Any] = field(
-        default_factory=dict,
-        metadata=field_metadata("Further arguments for loading the data set.", mapping),
+    raw_kwargs: dict[str, Any] = argument(
+        "Further arguments for loading the data set.", mapping, factory=dict
     )
-    dvc_data_repository: str | None = field(
-        default=None,
-        metadata=field_metadata(
-            "The DVC repository that a dvc:// dataset_path is in.", optional(path)
-        ),
+    dvc_data_repository: str | None = argument(
+        "The DVC repository that a dvc:// dataset_path is in.", optional(path)
     )
-    sequential_targets_per_subgraph: int = field(
-        default=1,
-        metadata=field_metadata("No effect: blocks are calibrated one by one.", integer(1)),
+    sequential_targets_per_subgraph: int = argument(
+        "No effect: blocks are calibrated one by one.", integer(1), default=1
     )
-    propagate_error: bool = field(
+    propagate_error: bool = argument(
+        "Calibrate each block on the outputs of the compressed ones before it.",
+        boolean,
+        off="Calibrate each block on the outputs of the original ones before it.",
         default=True,
-        metadata=field_metadata(
-            "Calibrate each block on the outputs of the compressed ones before it.",
-            boolean,
-            off="Calibrate each block on the outputs of the original ones before it.",
-        ),
     )
-    use_loss_mask: bool = field(
-        default=False,
-        metadata=field_metadata("Count only tokens whose loss_mask is 1.", boolean),
+    use_loss_mask: bool = argument(
+        "Count only tokens whose loss_mask is 1.", boolean, default=False
     )
-    max_train_samples: int | None = field(
-        default=None,
-        metadata=field_metadata(
-            "Samples to train on, from the first; not given: all.", optional(integer(1))
-        ),
+    max_train_samples: int | None = argument(
+        "Samples to train on, from the first; not given: all.", optional(integer(1))
     )
-    seed: int = field(
-        default=0,
-        metadata=field_metadata(
-            "Decides the order of the data and everything random.", integer(0, 2**63 - 1)
-        ),
+    seed: int = argument(
+        "Decides the order of the data and everything random.", integer(0, 2**63 - 1), default=0
     )

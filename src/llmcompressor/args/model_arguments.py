@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from llmcompressor.args.checks import (
@@ -14,8 +14,8 @@ from llmcompressor.args.checks import (
     Named,
     Text,
     anything,
+    argument,
     boolean,
-    field_metadata,
     invalid_value,
     one_of,
     optional,
@@ -79,76 +79,50 @@ class ModelArguments(CheckedFields):
     is an error.
     """
 
-    model: Named = field(
-        metadata=field_metadata("The model: a path, a name on the hub, or a loaded model.", _model)
+    model: Named = argument(
+        "The model: a path, a name on the hub, or a loaded model.", _model, default=MISSING
     )
-    config_name: str | None = field(
-        default=None,
-        metadata=field_metadata("A configuration other than the model's own.", optional(path)),
+    config_name: str | None = argument(
+        "A configuration other than the model's own.", optional(path)
     )
-    tokenizer: Named = field(
-        default=None, metadata=field_metadata("The tokenizer: its path, name or object.", anything)
-    )
-    processor: Named = field(
-        default=None, metadata=field_metadata("The processor: its path, name or object.", anything)
-    )
-    precision: str = field(
+    tokenizer: Named = argument("The tokenizer: its path, name or object.", anything)
+    processor: Named = argument("The processor: its path, name or object.", anything)
+    precision: str = argument(
+        "The weights' dtype when loaded: auto (as stored), float16, bfloat16 or float32.",
+        precision_name,
         default="auto",
-        metadata=field_metadata(
-            "The weights' dtype when loaded: auto (as stored), float16, bfloat16 or float32.",
-            precision_name,
-        ),
     )
-    tie_word_embeddings: bool = field(
+    tie_word_embeddings: bool = argument(
+        "Keep tied embeddings tied; False unties them, as targets that mean one of them do.",
+        boolean,
+        off="Untie the output head from the embedding.",
         default=True,
-        metadata=field_metadata(
-            "Keep tied embeddings tied; False unties them, as targets that mean one of them do.",
-            boolean,
-            off="Untie the output head from the embedding.",
-        ),
     )
-    trust_remote_code_model: bool = field(
-        default=False, metadata=field_metadata("Run code that the model's folder brings.", boolean)
+    trust_remote_code_model: bool = argument(
+        "Run code that the model's folder brings.", boolean, default=False
     )
-    save_compressed: bool = field(
+    save_compressed: bool = argument(
+        "Save in compressed form, not as dense weights.",
+        boolean,
+        off="Save dense weights with their scales, instead of compressed ones.",
         default=True,
-        metadata=field_metadata(
-            "Save in compressed form, not as dense weights.",
-            boolean,
-            off="Save dense weights with their scales, instead of compressed ones.",
-        ),
     )
-    model_revision: str = field(
-        default="main", metadata=field_metadata("Branch, tag or commit on the hub.", string)
+    model_revision: str = argument("Branch, tag or commit on the hub.", string, default="main")
+    overwrite: bool = argument(
+        "Replace an output directory that is in use.", boolean, default=False
     )
-    overwrite: bool = field(
-        default=False,
-        metadata=field_metadata("Replace an output directory that is in use.", boolean),
+    device: str | None = argument(
+        "Where the model computes, for instance cuda:0; not given: an accelerator if "
+        "there is one, else the CPU.",
+        optional(_device),
     )
-    device: str | None = field(
-        default=None,
-        metadata=field_metadata(
-            "Where the model computes, for instance cuda:0; not given: an accelerator if there "
-            "is one, else the CPU.",
-            optional(_device),
-        ),
+    cache_dir: str | None = argument(
+        "Where models from the hub are kept; not given: the hub's own cache.", optional(path)
     )
-    cache_dir: str | None = field(
-        default=None,
-        metadata=field_metadata(
-            "Where models from the hub are kept; not given: the hub's own cache.", optional(path)
-        ),
-    )
-    use_auth_token: _Token = field(
-        default=None,
-        metadata=field_metadata("A hub token, or True for the stored one.", optional(_token)),
-    )
-    distill_teacher: Named = field(
-        default=None,
-        metadata=field_metadata(
-            "The teacher for distillation in train: a path, a name on the hub, or a model.",
-            optional(_model),
-        ),
+    use_auth_token: _Token = argument("A hub token, or True for the stored one.", optional(_token))
+    distill_teacher: Named = argument(
+        "The teacher for distillation in train: a path, a name on the hub, or a model.",
+        optional(_model),
     )
 
     def __post_init__(self) -> None:
@@ -191,26 +165,15 @@ def _recipe_args(name: str, value: Any) -> dict[str, Any] | list[str]:
 class RecipeArguments(CheckedFields):
     """The recipe to apply, its arguments, and its stage."""
 
-    recipe: Named = field(
-        default=None,
-        metadata=field_metadata(
-            "The recipe: a path, its text, a Recipe, or modifiers.", optional(_recipe)
-        ),
+    recipe: Named = argument(
+        "The recipe: a path, its text, a Recipe, or modifiers.", optional(_recipe)
     )
     # HfArgumentParser uses the member before None
-    recipe_args: list[str] | None | str | dict[str, Any] = field(  # noqa: RUF036
-        default=None,
-        metadata=field_metadata(
-            "Values that override the recipe's own arguments, as key=value.", optional(_recipe_args)
-        ),
+    recipe_args: list[str] | None | str | dict[str, Any] = argument(  # noqa: RUF036
+        "Values that override the recipe's own arguments, as key=value.", optional(_recipe_args)
     )
-    clear_sparse_session: bool = field(
-        default=False, metadata=field_metadata("Reset the session when done.", boolean)
-    )
-    stage: str | None = field(
-        default=None,
-        metadata=field_metadata("Run only this stage of the recipe.", optional(string)),
-    )
+    clear_sparse_session: bool = argument("Reset the session when done.", boolean, default=False)
+    stage: str | None = argument("Run only this stage of the recipe.", optional(string))
 
 
 # --------------------
@@ -269,33 +232,23 @@ def _pairs(name: str, value: str) -> list[tuple[str, str]]:
 class RunArguments(CheckedFields):
     """The limits of a run on the machine, and the settings for repeated runs."""
 
-    max_memory: Named = field(
-        default=None,
-        metadata=field_metadata(
-            "The most memory to use: a size such as 40GiB for the host, or by device, "
-            "0=40GiB,cpu=100GiB. Not given: what is free.",
-            optional(_max_memory),
-        ),
+    max_memory: Named = argument(
+        "The most memory to use: a size such as 40GiB for the host, or by device, "
+        "0=40GiB,cpu=100GiB. Not given: what is free.",
+        optional(_max_memory),
     )
-    resume: str = field(
+    resume: str = argument(
+        "A run on this output that was broken off: auto continues it, never throws "
+        "its progress away, must refuses to begin without one.",
+        one_of(RESUME),
         default="auto",
-        metadata=field_metadata(
-            "A run on this output that was broken off: auto continues it, never throws its "
-            "progress away, must refuses to begin without one.",
-            one_of(RESUME),
-        ),
     )
-    verify: bool = field(
+    verify: bool = argument(
+        "Read the written files again and check them at the end.",
+        boolean,
+        off="Do not read the written files again to check them.",
         default=True,
-        metadata=field_metadata(
-            "Read the written files again and check them at the end.",
-            boolean,
-            off="Do not read the written files again to check them.",
-        ),
     )
-    dry_run: bool = field(
-        default=False,
-        metadata=field_metadata(
-            "Make and show the plan of the run; compress and write nothing.", boolean
-        ),
+    dry_run: bool = argument(
+        "Make and show the plan of the run; compress and write nothing.", boolean, default=False
     )

@@ -602,21 +602,29 @@ def is_on_grid(entry: QuantizedModule, own: Mapping[str, Tensor]) -> bool:
     if weights.strategy == "tensor":
         scale, zero = scale.reshape(1), None if zero is None else zero.reshape(1)
 
-    # the spacing of a dtype's subnormal numbers
-    apart = smallest_of(weight.dtype)
+    def most_off(x: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
+        """The distance to the nearest code, divided by what a step of the grid allows."""
+        quotients = grid.quotients(x.to(wide), scale, zero)
+        return quotients.sub_(grid.round(quotients)).abs_()
 
     def far(x: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
         x = x.to(wide)
         if grid.kind == "float":
-            allowed = _OF_A_FLOAT * x.abs() + _LEAST * scale + apart / 2
+            subnormal = smallest_of(weight.dtype) / 2
+            allowed = _OF_A_FLOAT * x.abs() + _LEAST * scale + subnormal
         else:
             allowed = _OF_A_STEP * scale + _OF_A_VALUE * x.abs()
         return ((x - grid.fake_quantize(x, scale, zero)).abs() > allowed).to(wide)
 
-    def any_of_row(far: Tensor) -> Tensor:
-        return far.any(-1, keepdim=True)
+    def largest_of_row(values: Tensor) -> Tensor:
+        return values.amax(-1, keepdim=True)
 
-    off = compute_codes(weight, scale, zero, far, partition_of(weights), any_of_row)
+    partition = partition_of(weights)
+    if grid.kind == "int":  # most weights pass this, which takes a third of the time
+        off = compute_codes(weight, scale, zero, most_off, partition, largest_of_row)
+        if bool((off <= _OF_A_STEP).all()):
+            return True
+    off = compute_codes(weight, scale, zero, far, partition, largest_of_row)
     return not bool(off.any())
 
 

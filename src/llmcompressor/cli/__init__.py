@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Sequence
 
 __all__ = ["main"]
@@ -16,13 +15,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     0: success. 1: an unforeseen error, or an error found by `plan` or `verify`. 2: unusable input.
     130: interrupted. 143: terminated.
     """
-    from llmcompressor.cli.written_help import written_help  # noqa: PLC0415  # `cli` stays free
-
-    text = written_help(sys.argv[1:] if arguments is None else arguments)
-    if text is not None:
-        sys.stdout.write(text)
-        raise SystemExit(0)
-    from llmcompressor.cli.app import app  # noqa: PLC0415
+    from llmcompressor.cli.app import app  # noqa: PLC0415  # `cli` stays free
 
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # scripts are warned instead
     app(args=None if arguments is None else list(arguments), prog_name="llmcompressor")

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,13 +10,22 @@ from typing import Annotated, Any
 import typer
 
 from llmcompressor import __version__
-from llmcompressor.args import DatasetArguments, ModelArguments, RecipeArguments, RunArguments
-from llmcompressor.cli.commands import model_free_command, plan_command, show_plan, verify_command
+from llmcompressor.cli.commands import (
+    AsJson,
+    Debug,
+    Gpu,
+    Model,
+    Serve,
+    Tp,
+    entrypoint,
+    oneshot_command,
+    plan_command,
+    run_command,
+    train_command,
+)
 from llmcompressor.cli.failures import report_errors
-from llmcompressor.cli.help import GroupedCommand
-from llmcompressor.cli.options import call_arguments, option_parameters, output_folder
-from llmcompressor.cli.train import run_command, train_command
-from llmcompressor.runtime.collecting import quick_imports
+from llmcompressor.cli.options import GroupedCommand
+from llmcompressor.errors import ArgumentError
 
 __all__ = ["app"]
 
@@ -31,11 +39,6 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
 
-_ARGUMENTS = (ModelArguments, DatasetArguments, RecipeArguments, RunArguments)
-
-Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
-
-
 _Text = Annotated[
     str | None,
     typer.Option(
@@ -43,14 +46,10 @@ _Text = Annotated[
         "(default: held-out modules of Python's standard library)"
     ),
 ]
-
-
 _Window = Annotated[
     int | None,
     typer.Option(help="Tokens of a window. (default: 256, or what the model takes if it is less)"),
 ]
-
-
 _Samples = Annotated[
     int | None, typer.Option(help="How many windows, drawn at random. (default: all)")
 ]
@@ -77,69 +76,7 @@ def _command(
     """Make a large language model smaller and write a checkpoint that serves."""
 
 
-def _oneshot_signature() -> inspect.Signature:
-    """Build the signature: MODEL, the output, and an option for each argument field."""
-    keyword = inspect.Parameter.KEYWORD_ONLY
-    return inspect.Signature(
-        [
-            inspect.Parameter(
-                "model",
-                keyword,
-                annotation=Annotated[
-                    str, typer.Argument(metavar="MODEL", help="Folder or name of the model.")
-                ],
-            ),
-            inspect.Parameter(
-                "output_dir",
-                keyword,
-                annotation=Annotated[
-                    str,
-                    typer.Option(
-                        "--output", "--output-dir", "-o", help="Folder to write; must be new."
-                    ),
-                ],
-            ),
-            *option_parameters(RecipeArguments, panel="Recipe", required=["recipe"]),
-            *option_parameters(DatasetArguments, panel="Calibration data and pipeline"),
-            *option_parameters(ModelArguments, panel="Model", skip=["model"]),
-            *option_parameters(RunArguments, panel="Run"),
-            inspect.Parameter(
-                "log_dir",
-                keyword,
-                default=None,
-                annotation=Annotated[
-                    str | None, typer.Option("--log-dir", help="Folder for a file of the log.")
-                ],
-            ),
-            inspect.Parameter("debug", keyword, default=False, annotation=Debug),
-        ]
-    )
-
-
-def _oneshot(*, debug: bool, **given: Any) -> None:
-    """Compress MODEL by a recipe and write the result."""
-    with report_errors(debug=debug, resumable=True):
-        call = call_arguments(given, *_ARGUMENTS)
-        if call.pop("dry_run", False):
-            show_plan(call)
-            return
-        with quick_imports():
-            from llmcompressor.entrypoints.oneshot import oneshot  # noqa: PLC0415
-        from llmcompressor.logger import configure_logger  # noqa: PLC0415
-        from llmcompressor.runtime.progress import hide_tqdm_bars  # noqa: PLC0415
-
-        configure_logger()
-        with hide_tqdm_bars():
-            oneshot(**call)
-        typer.echo(f"Written: {output_folder(given)}")
-
-
-_signature = _oneshot_signature()
-_oneshot.__signature__ = _signature  # type: ignore[attr-defined]
-_oneshot.__annotations__ = {
-    name: parameter.annotation for name, parameter in _signature.parameters.items()
-}
-app.command("oneshot", cls=GroupedCommand)(_oneshot)
+app.command("oneshot", cls=GroupedCommand)(oneshot_command)
 app.command("train", cls=GroupedCommand)(train_command)
 app.command("run", cls=GroupedCommand)(run_command)
 
@@ -173,7 +110,7 @@ def _evaluate(
     trust_remote_code_model: Annotated[
         bool, typer.Option("--trust-remote-code-model", help="Run the checkpoint's own code.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
     """Measure CHECKPOINT, alone and against the original.
@@ -181,17 +118,11 @@ def _evaluate(
     Perplexity, and with --reference the distance from the original on the same text.
     """
     with report_errors(debug=debug):
-        text = _text_source(dataset, text_file)
-        with quick_imports():
-            from llmcompressor.entrypoints.evaluate import evaluate  # noqa: PLC0415
-        from llmcompressor.logger import configure_logger  # noqa: PLC0415
-
-        configure_logger()
-        report = evaluate(
+        report = entrypoint("evaluate:evaluate")(
             checkpoint,
             reference=reference,
             tokenizer=tokenizer,
-            dataset=text,
+            dataset=_text_source(dataset, text_file),
             dataset_config_name=dataset_config_name,
             split=split,
             text_column=text_column,
@@ -202,12 +133,7 @@ def _evaluate(
             precision=precision,
             trust_remote_code_model=trust_remote_code_model,
         )
-        if as_json:
-            typer.echo(json.dumps(report.as_dict(), indent=2))
-        else:
-            from llmcompressor.cli.tables import print_report  # noqa: PLC0415
-
-            print_report(report)
+        _show(report, "print_report", as_json=as_json)
 
 
 def _text_source(dataset: str | None, text_file: Path | None) -> str | Path | None:
@@ -220,9 +146,114 @@ def _text_source(dataset: str | None, text_file: Path | None) -> str | Path | No
     return text_file
 
 
-app.command("model-free-ptq", cls=GroupedCommand)(model_free_command)
+def _show(report: Any, table: str, *, as_json: bool) -> None:
+    """Print a report as JSON, or by a function of ``cli.tables``."""
+    if as_json:
+        typer.echo(json.dumps(report.as_dict(), indent=2))
+    else:
+        from llmcompressor.cli import tables  # noqa: PLC0415  # loads rich
+
+        getattr(tables, table)(report)
+
+
+@app.command("model-free-ptq", cls=GroupedCommand)
+def _model_free(
+    model: Model,
+    *,
+    save_directory: Annotated[
+        str,
+        typer.Option("--output", "--save-directory", "-o", help="Folder to write; must be new."),
+    ],
+    scheme: Annotated[
+        str | None, typer.Option(help="A preset: FP8_DYNAMIC, FP8_BLOCK, W4A16, NVFP4A16, …")
+    ] = None,
+    config: Annotated[
+        Path | None,
+        typer.Option(help="Instead of a scheme, a JSON file with config_groups and ignore."),
+    ] = None,
+    ignore: Annotated[
+        list[str] | None,
+        typer.Option(help="What stays as it is: a name, a class or a re: pattern; repeatable."),
+    ] = None,
+    device: Annotated[
+        str | None,
+        typer.Option(help="Where to compute. (default: an accelerator if there is one)"),
+    ] = None,
+    max_memory: Annotated[
+        str | None, typer.Option(help="The most memory to use, as 40GiB or 0=40GiB,cpu=100GiB.")
+    ] = None,
+    resume: Annotated[
+        str, typer.Option(help="A run that was broken off: auto, never or must continue it.")
+    ] = "auto",
+    no_verify: Annotated[
+        bool, typer.Option("--no-verify", help="Do not read the written files again.")
+    ] = False,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace the checkpoint that the output holds.")
+    ] = False,
+    debug: Debug = False,
+) -> None:
+    """Round the weights of MODEL from its files alone.
+
+    To nearest, without calibration data, whatever the architecture.
+    """
+    with report_errors(debug=debug, resumable=True):
+        groups = None if config is None else _read(config)
+        folder = entrypoint("model_free:model_free_ptq")(
+            model,
+            save_directory,
+            scheme,
+            ignore or (),
+            device=device,
+            config=groups,
+            resume=resume,
+            max_memory=max_memory,
+            verify=not no_verify,
+            overwrite=overwrite,
+        )
+        typer.echo(f"Written: {folder}")
+
+
+def _read(file: Path) -> Any:
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ArgumentError(
+            f"The file {file} cannot be read as JSON: {error}.", "Correct it."
+        ) from error
+
+
 app.command("plan", cls=GroupedCommand)(plan_command)
-app.command("verify", cls=GroupedCommand)(verify_command)
+
+
+@app.command("verify", cls=GroupedCommand)
+def _verify(
+    checkpoint: Annotated[
+        str, typer.Argument(metavar="CHECKPOINT", help="Folder of the model to check.")
+    ],
+    *,
+    reference: Annotated[
+        str | None, typer.Option(help="The original model, to compare every tensor with.")
+    ] = None,
+    serve: Serve = None,
+    tp: Tp = None,
+    gpu: Gpu = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="The dtype of activations, if not the model's.")
+    ] = None,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Check a written CHECKPOINT.
+
+    The exit code is 1 if it has an error.
+    """
+    with report_errors(debug=debug):
+        verify = entrypoint("verify:verify")
+        report = verify(checkpoint, reference, serve=serve, tp=tp or None, gpu=gpu, dtype=dtype)
+        _show(report, "print_verification", as_json=as_json)
+        if not report.ok:
+            raise typer.Exit(1)
 
 
 @app.command("demo", cls=GroupedCommand)
@@ -239,11 +270,5 @@ def _demo(
     In two ways, with calibration data that every Python has.
     """
     with report_errors(debug=debug):
-        from llmcompressor.cli.tables import print_demo  # noqa: PLC0415
-
-        with quick_imports():
-            from llmcompressor.entrypoints.demo import demo  # noqa: PLC0415
-        from llmcompressor.logger import LoggerConfig, configure_logger  # noqa: PLC0415
-
-        configure_logger(LoggerConfig(console_log_level="WARNING"))
-        print_demo(demo(output, seed=seed))
+        demo = entrypoint("demo:demo", log_level="WARNING")
+        _show(demo(output, seed=seed), "print_demo", as_json=False)

@@ -1,171 +1,315 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command ``model-free-ptq``."""
+"""The commands ``oneshot``, ``train``, ``run`` and ``plan``: an option for each argument field."""
 
 from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Mapping
-from pathlib import Path
-from typing import Annotated, Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Annotated, Any, NamedTuple
 
 import typer
 
 from llmcompressor.args import DatasetArguments, ModelArguments, RecipeArguments, RunArguments
+from llmcompressor.args.parsing import RENAMED
 from llmcompressor.cli.failures import report_errors
-from llmcompressor.cli.options import call_arguments, option_parameters
-from llmcompressor.errors import ArgumentError
-from llmcompressor.runtime.collecting import quick_imports
+from llmcompressor.cli.options import (
+    call_arguments,
+    dashed,
+    option_parameters,
+    output_folder,
+    parameter,
+    parse_pairs,
+)
+from llmcompressor.runtime.registry import resolve
 
 __all__ = [
-    "FAULTY",
-    "WOULD_FAIL",
-    "model_free_command",
+    "OF_CALIBRATION",
+    "OPTIONS",
+    "AsJson",
+    "Debug",
+    "Gpu",
+    "Model",
+    "Serve",
+    "Tp",
+    "entrypoint",
+    "oneshot_command",
     "plan_command",
-    "show_plan",
-    "verify_command",
+    "run_command",
+    "train_command",
+]
+
+Model = Annotated[str, typer.Argument(metavar="MODEL", help="Folder or name of the model.")]
+Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Serve = Annotated[
+    str | None, typer.Option(help="vllm, transformers or sglang. (default: all of them)")
+]
+Tp = Annotated[
+    list[int] | None,
+    typer.Option(help="Size of tensor parallelism, repeatable. (default: 1, 2, 4 and 8)"),
+]
+Gpu = Annotated[
+    str | None, typer.Option(help="The device: its capability as sm90, or a name as h100.")
 ]
 
 
-def model_free_command(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="Folder or name of the model.")],
-    *,
-    save_directory: Annotated[
-        str,
-        typer.Option("--output", "--save-directory", "-o", help="Folder to write; must be new."),
-    ],
-    scheme: Annotated[
-        str | None, typer.Option(help="A preset: FP8_DYNAMIC, FP8_BLOCK, W4A16, NVFP4A16, …")
-    ] = None,
-    config: Annotated[
-        Path | None,
-        typer.Option(help="Instead of a scheme, a JSON file with config_groups and ignore."),
-    ] = None,
-    ignore: Annotated[
-        list[str] | None,
-        typer.Option(help="What stays as it is: a name, a class or a re: pattern; repeatable."),
-    ] = None,
-    device: Annotated[
-        str | None,
-        typer.Option(help="Where to compute. (default: an accelerator if there is one)"),
-    ] = None,
-    max_memory: Annotated[
-        str | None, typer.Option(help="The most memory to use, as 40GiB or 0=40GiB,cpu=100GiB.")
-    ] = None,
-    resume: Annotated[
-        str, typer.Option(help="A run that was broken off: auto, never or must continue it.")
-    ] = "auto",
-    no_verify: Annotated[
-        bool, typer.Option("--no-verify", help="Do not read the written files again.")
-    ] = False,
-    overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace the checkpoint that the output holds.")
-    ] = False,
-    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
-) -> None:
-    """Round the weights of MODEL from its files alone.
+def entrypoint(path: str, log_level: str | None = None) -> Any:
+    """Set up the log and import what a command runs, which loads torch.
 
-    To nearest, without calibration data, whatever the architecture.
+    Args:
+        path: as ``"module:attribute"``, below ``llmcompressor.entrypoints``.
+        log_level: of the log; the user's by default.
     """
-    with report_errors(debug=debug, resumable=True):
-        groups = None if config is None else _read(config)
-        with quick_imports():
-            from llmcompressor.entrypoints.model_free import (  # noqa: PLC0415  # loads torch
-                model_free_ptq,
-            )
-        from llmcompressor.logger import configure_logger  # noqa: PLC0415  # loads loguru
+    from llmcompressor import logger  # noqa: PLC0415  # loads loguru
 
-        configure_logger()
-        folder = model_free_ptq(
-            model,
-            save_directory,
-            scheme,
-            ignore or (),
-            device=device,
-            config=groups,
-            resume=resume,
-            max_memory=max_memory,
-            verify=not no_verify,
-            overwrite=overwrite,
-        )
-        typer.echo(f"Written: {folder}")
-
-
-def _read(file: Path) -> Any:
-    try:
-        return json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ArgumentError(
-            f"The file {file} cannot be read as JSON: {error}.", "Correct it."
-        ) from error
+    if log_level is None:
+        logger.configure_logger()
+    else:
+        logger.configure_logger(logger.LoggerConfig(console_log_level=log_level))
+    return resolve(f"llmcompressor.entrypoints.{path}")
 
 
 # --------------------
-# The command ``plan``.
+# Options for transformers' training arguments: the common ones, and ``--set`` for all.
+#
+# The dataclass itself is not inspected: importing it loads torch, and ``--help`` must not wait for
+# it. ``--set NAME=VALUE`` sets any argument; the entrypoint checks the names.
 
-WOULD_FAIL = 1
-"""The exit code for a recipe that would fail, or whose output could not be served."""
 
-_ARGUMENTS = (ModelArguments, DatasetArguments, RecipeArguments, RunArguments)
-_OWN: dict[str, tuple[Any, Any]] = {
-    "serve": (
-        Annotated[
-            str | None, typer.Option(help="vllm, transformers or sglang. (default: all of them)")
-        ],
-        None,
+class _Option(NamedTuple):
+    type: Any
+    help: str
+    also: str | None = None
+
+
+OPTIONS: Mapping[str, _Option] = {
+    "data_collator": _Option(
+        str,
+        "How samples become a batch: padding, or truncation to the shortest. (default: padding in "
+        "training, truncation in calibration)",
     ),
-    "tp": (
-        Annotated[
-            list[int] | None,
-            typer.Option(help="Size of tensor parallelism, repeatable. (default: 1, 2, 4 and 8)"),
-        ],
-        None,
+    "num_train_epochs": _Option(float, "Epochs to train. (default: 3)"),
+    "max_steps": _Option(int, "Steps to train, instead of epochs; needed for streams."),
+    "per_device_train_batch_size": _Option(int, "Samples in a batch. (default: 8)"),
+    "gradient_accumulation_steps": _Option(int, "Batches in a step. (default: 1)"),
+    "learning_rate": _Option(float, "The highest learning rate. (default: 5e-5)"),
+    "lr_scheduler_type": _Option(
+        str, "How it goes on: linear, cosine, constant … (default: linear)"
     ),
-    "gpu": (
-        Annotated[
-            str | None,
-            typer.Option(help="The device: its capability as sm90, or a name as h100."),
-        ],
-        None,
+    "warmup_steps": _Option(float, "Steps until it is reached; below 1, a share of all."),
+    "weight_decay": _Option(float, "Weight decay. (default: 0)"),
+    "max_grad_norm": _Option(float, "Gradients are clipped to this norm. (default: 1)"),
+    "optim": _Option(
+        str, "The optimizer, as adamw_torch, sgd, adafactor. (default: adamw_torch_fused)"
     ),
-    "no_measure": (
-        Annotated[bool, typer.Option("--no-measure", help="Leave out the time: measure no speed.")],
-        False,
+    "seed": _Option(int, "Decides the order of the data and everything random. (default: 42)"),
+    "bf16": _Option(bool, "Compute in bfloat16 beside float32."),
+    "fp16": _Option(bool, "Compute in float16 beside float32."),
+    "activation_checkpointing": _Option(
+        bool, "Take less memory and more time.", "--gradient-checkpointing"
     ),
-    "as_json": (Annotated[bool, typer.Option("--json", help="Print JSON.")], False),
-    "debug": (
-        Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")],
-        False,
+    "use_cpu": _Option(bool, "Train on the CPU even if there is an accelerator."),
+    "logging_steps": _Option(
+        float, "Steps between two logs; below 1, a share of all. (default: 500)"
+    ),
+    "report_to": _Option(list[str], "Also log to tensorboard, wandb, …; repeatable."),
+    "run_name": _Option(str, "What the run is called there."),
+    "save_strategy": _Option(str, "When to save checkpoints: steps, epoch, no. (default: steps)"),
+    "save_steps": _Option(float, "Steps between two checkpoints. (default: 500)"),
+    "save_total_limit": _Option(int, "How many checkpoints to keep. (default: all)"),
+    "eval_strategy": _Option(str, "When to evaluate: steps, epoch, no. (default: no)"),
+    "eval_steps": _Option(float, "Steps between two evaluations. (default: as logging)"),
+    "per_device_eval_batch_size": _Option(int, "Samples in a batch of an evaluation. (default: 8)"),
+    "load_best_model_at_end": _Option(bool, "End with the checkpoint that evaluated best."),
+    "dataloader_drop_last": _Option(bool, "Leave out the last batch where it is not full."),
+    "fsdp": _Option(str, "Shard over processes, as 'full_shard auto_wrap'."),
+    "fsdp_config": _Option(str, "Its configuration, a JSON file."),
+    "deepspeed": _Option(str, "A DeepSpeed configuration, a JSON file."),
+    "resume_from_checkpoint": _Option(
+        str, "A checkpoint to go on from; true for the last one of this output."
     ),
 }
-_NOT_HERE = ("dry_run", "resume", "verify")
+"""Name → type, help and what else it may be typed as; the defaults in the texts are those of
+transformers. Names that it has changed are the newest: ``train`` takes them with any release."""
+
+OF_CALIBRATION = (
+    "activation_budget",
+    "batch_size",
+    "min_tokens_per_module",
+    "moe_calibrate_all_experts",
+    "num_calibration_samples",
+    "overwrite_cache",
+    "pipeline",
+    "propagate_error",
+    "quantization_aware_calibration",
+    "sequential_granularity",
+    "sequential_offload_device",
+    "sequential_prefetch",
+    "sequential_targets",
+    "sequential_targets_per_subgraph",
+    "shuffle_calibration_samples",
+    "starved_experts",
+    "tracing_ignore",
+)
+"""Fields that ``train`` has no option for."""
 
 
-def _signature() -> inspect.Signature:
-    """Build the signature: MODEL, the plan's own options, then those of ``oneshot``."""
-    keyword = inspect.Parameter.KEYWORD_ONLY
-    model = Annotated[str, typer.Argument(metavar="MODEL", help="Folder or name of the model.")]
-    output = Annotated[
-        str | None,
-        typer.Option("--output", "--output-dir", "-o", help="Folder that would be written."),
-    ]
-    own = [
-        inspect.Parameter(name, keyword, default=default, annotation=annotation)
-        for name, (annotation, default) in _OWN.items()
-    ]
-    return inspect.Signature(
-        [
-            inspect.Parameter("model", keyword, annotation=model),
-            *own,
-            inspect.Parameter("output_dir", keyword, default=None, annotation=output),
-            *option_parameters(RecipeArguments, panel="Recipe", required=["recipe"]),
-            *option_parameters(DatasetArguments, panel="Calibration data and pipeline"),
-            *option_parameters(ModelArguments, panel="Model", skip=["model"]),
-            *option_parameters(RunArguments, panel="Run", skip=_NOT_HERE),
-        ]
+def _training_parameters(skip: Sequence[str] = ()) -> list[inspect.Parameter]:
+    """Return a ``typer.Option`` parameter for each of :data:`OPTIONS`, and ``--set``."""
+
+    def option(*names: str, text: str, metavar: str | None = None) -> Any:
+        return typer.Option(
+            *names, help=text, metavar=metavar, rich_help_panel="Training", show_default=False
+        )
+
+    parameters = []
+    for name, (kind, text, also) in OPTIONS.items():
+        if name not in skip:
+            names = [dashed(name), *([also] if also else [])]
+            parameters.append(parameter(name, kind | None, option(*names, text=text)))
+    further = option(
+        "--set",
+        text="Any further argument of transformers' TrainingArguments, repeatable; a value "
+        "that is JSON is read as JSON.",
+        metavar="<name=value>",
     )
+    return [*parameters, parameter("set", list[str] | None, further)]
 
 
+def _training_arguments(given: dict[str, Any]) -> dict[str, Any]:
+    """Remove the training arguments from the command line options and return them.
+
+    Raises:
+        typer.BadParameter: ``--set`` does not have the form ``name=value``, or repeats another
+            option.
+    """
+    named = {name: given.pop(name) for name in OPTIONS if name in given}
+    found = {name: value for name, value in named.items() if value is not None and value != []}
+    try:
+        further = parse_pairs(given.pop("set", None) or [])
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--set") from error
+    for name in further:
+        if RENAMED.get(name, name) in found or given.get(name) is not None:
+            raise typer.BadParameter(f"{name} is given twice.", param_hint="--set")
+    return {**found, **further}
+
+
+# --------------------
+# The commands.
+
+_ARGUMENTS = (ModelArguments, DatasetArguments, RecipeArguments, RunArguments)
+
+
+def _output(text: str, *, required: bool = True) -> inspect.Parameter:
+    option = typer.Option("--output", "--output-dir", "-o", help=text)
+    if required:
+        return parameter("output_dir", str, option, default=inspect.Parameter.empty)
+    return parameter("output_dir", str | None, option)
+
+
+_MODEL = parameter("model", Model, default=inspect.Parameter.empty)
+_DEBUG = parameter("debug", Debug, default=False)
+_MODEL_OPTIONS = option_parameters(ModelArguments, panel="Model", skip=["model"])
+_RECIPE_OPTIONS = option_parameters(RecipeArguments, panel="Recipe", required=["recipe"])
+
+
+def _signed(
+    *parameters: inspect.Parameter,
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Return a decorator that gives a command its options."""
+
+    def sign(command: Callable[..., None]) -> Callable[..., None]:
+        command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # functions have it, mypy not
+        command.__annotations__ = {one.name: one.annotation for one in parameters}
+        return command
+
+    return sign
+
+
+@_signed(
+    _MODEL,
+    _output("Folder to write; must be new."),
+    *_RECIPE_OPTIONS,
+    *option_parameters(DatasetArguments, panel="Calibration data and pipeline"),
+    *_MODEL_OPTIONS,
+    *option_parameters(RunArguments, panel="Run"),
+    parameter("log_dir", str | None, typer.Option(help="Folder for a file of the log.")),
+    _DEBUG,
+)
+def oneshot_command(*, debug: bool, **given: Any) -> None:
+    """Compress MODEL by a recipe and write the result."""
+    with report_errors(debug=debug, resumable=True):
+        call = call_arguments(given, *_ARGUMENTS)
+        if call.pop("dry_run", False):
+            _show_plan(call)
+            return
+        _run("oneshot:oneshot", call, output_folder(given))
+
+
+@_signed(
+    _MODEL,
+    _output("Folder to write; must be new."),
+    *option_parameters(RecipeArguments, panel="Recipe"),
+    *option_parameters(DatasetArguments, panel="Training data", skip=[*OF_CALIBRATION, *OPTIONS]),
+    *_training_parameters(),
+    *_MODEL_OPTIONS,
+    *option_parameters(RunArguments, panel="Run", skip=["dry_run", "max_memory"]),
+    _DEBUG,
+)
+def train_command(*, debug: bool, **given: Any) -> None:
+    """Train MODEL while a recipe compresses it.
+
+    The result is written when it is complete; the same command continues after an interruption.
+    """
+    with report_errors(debug=debug, resumable=True):
+        training = _training_arguments(given)
+        call = {**_with_roles(call_arguments(given, *_ARGUMENTS)), **training}
+        _run("train:train", call, output_folder(given))
+
+
+@_signed(
+    _MODEL,
+    _output("Folder for the stages' folders; new, or that of the same run."),
+    *option_parameters(RecipeArguments, panel="Recipe", required=["recipe"], skip=["stage"]),
+    *option_parameters(DatasetArguments, panel="Data and pipeline", skip=[*OPTIONS]),
+    *_training_parameters(skip=["resume_from_checkpoint"]),
+    *_MODEL_OPTIONS,
+    *option_parameters(RunArguments, panel="Run", skip=["dry_run"]),
+    parameter("log_dir", str | None, typer.Option(help="Folder for a file of the oneshot's log.")),
+    _DEBUG,
+)
+def run_command(*, debug: bool, **given: Any) -> None:
+    """Run all stages of a recipe on MODEL.
+
+    Each as oneshot or train, each into a folder of its own; finished stages are skipped.
+    """
+    with report_errors(debug=debug, resumable=True):
+        training = _training_arguments(given)
+        call = {**_with_roles(call_arguments(given, *_ARGUMENTS)), **training}
+        _run("stages:run_stages", call, given["output_dir"])
+
+
+@_signed(
+    _MODEL,
+    parameter("serve", Serve),
+    parameter("tp", Tp),
+    parameter("gpu", Gpu),
+    parameter(
+        "no_measure",
+        bool,
+        typer.Option("--no-measure", help="Leave out the time: measure no speed."),
+        default=False,
+    ),
+    parameter("as_json", AsJson, default=False),
+    _DEBUG,
+    _output("Folder that would be written.", required=False),
+    *_RECIPE_OPTIONS,
+    *option_parameters(DatasetArguments, panel="Calibration data and pipeline"),
+    *_MODEL_OPTIONS,
+    *option_parameters(RunArguments, panel="Run", skip=["dry_run", "resume", "verify"]),
+)
 def plan_command(*, debug: bool, as_json: bool, no_measure: bool, **given: Any) -> None:
     """Say what compressing MODEL would match, need and take.
 
@@ -175,81 +319,44 @@ def plan_command(*, debug: bool, as_json: bool, no_measure: bool, **given: Any) 
     with report_errors(debug=debug):
         deployment = {name: given.pop(name) or None for name in ("serve", "tp", "gpu")}
         call = call_arguments(given, *_ARGUMENTS)
-        show_plan({**call, **deployment}, as_json=as_json, measure=not no_measure)
+        _show_plan({**call, **deployment}, as_json=as_json, measure=not no_measure)
 
 
-def show_plan(call: Mapping[str, Any], *, as_json: bool = False, measure: bool = True) -> None:
-    """Print the plan of a call; the exit code tells if it would work."""
-    with quick_imports():
-        from llmcompressor.entrypoints.plan import plan  # noqa: PLC0415  # loads torch
-    from llmcompressor.logger import LoggerConfig, configure_logger  # noqa: PLC0415
-
-    configure_logger(LoggerConfig(console_log_level="ERROR"))  # the plan reports everything
+def _show_plan(call: Mapping[str, Any], *, as_json: bool = False, measure: bool = True) -> None:
+    """Print the plan of a call; the exit code is 1 if it would not work."""
+    plan = entrypoint("plan:plan", log_level="ERROR")  # the plan reports everything
     found = plan(**call, measure=measure)
     if as_json:
         typer.echo(json.dumps(found.as_dict(), indent=2))
     else:
-        from llmcompressor.planning.result import print_plan  # noqa: PLC0415  # loads rich
-
-        print_plan(found)
+        resolve("llmcompressor.planning.result:print_plan")(found)
     if not found.ok:
-        raise typer.Exit(WOULD_FAIL)
+        raise typer.Exit(1)
 
 
-_built = _signature()
-plan_command.__signature__ = _built  # type: ignore[attr-defined]  # functions have it, mypy not
-plan_command.__annotations__ = {
-    name: parameter.annotation for name, parameter in _built.parameters.items()
-}
+def _with_roles(call: dict[str, Any]) -> dict[str, Any]:
+    """Parse repeated ``--splits role=split`` into a dict; other splits are unchanged."""
+    given = call.get("splits")
+    splits = [given] if isinstance(given, str) else given or []
+    named = ["=" in one for one in splits]
+    if not any(named):
+        return call
+    if not all(named):
+        raise typer.BadParameter(
+            "some name their role and some do not; give all as role=split.", param_hint="--splits"
+        )
+    parts = [one.partition("=") for one in splits]
+    found = {role.strip(): split.strip() for role, _, split in parts}
+    if len(found) < len(parts):
+        raise typer.BadParameter("a role is named twice.", param_hint="--splits")
+    return {**call, "splits": found}
 
 
-# --------------------
-# The command ``verify``.
+def _run(path: str, call: Mapping[str, Any], folder: str) -> None:
+    """Run an entrypoint that writes a checkpoint, and say where."""
+    from llmcompressor.runtime.progress import hide_tqdm_bars  # noqa: PLC0415
 
-FAULTY = 1
-"""The exit code for a checkpoint with an error."""
-
-
-def verify_command(
-    checkpoint: Annotated[
-        str, typer.Argument(metavar="CHECKPOINT", help="Folder of the model to check.")
-    ],
-    *,
-    reference: Annotated[
-        str | None, typer.Option(help="The original model, to compare every tensor with.")
-    ] = None,
-    serve: Annotated[
-        str | None, typer.Option(help="vllm, transformers or sglang. (default: all of them)")
-    ] = None,
-    tp: Annotated[
-        list[int] | None,
-        typer.Option(help="Size of tensor parallelism, repeatable. (default: 1, 2, 4 and 8)"),
-    ] = None,
-    gpu: Annotated[
-        str | None, typer.Option(help="The device: its capability as sm90, or a name as h100.")
-    ] = None,
-    dtype: Annotated[
-        str | None, typer.Option(help="The dtype of activations, if not the model's.")
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
-) -> None:
-    """Check a written CHECKPOINT.
-
-    The exit code is 1 if it has an error.
-    """
-    with report_errors(debug=debug):
-        with quick_imports():
-            from llmcompressor.entrypoints.verify import verify  # noqa: PLC0415  # loads torch
-        from llmcompressor.logger import configure_logger  # noqa: PLC0415  # loads loguru
-
-        configure_logger()
-        report = verify(checkpoint, reference, serve=serve, tp=tp or None, gpu=gpu, dtype=dtype)
-        if as_json:
-            typer.echo(json.dumps(report.as_dict(), indent=2))
-        else:
-            from llmcompressor.cli.tables import print_verification  # noqa: PLC0415  # loads rich
-
-            print_verification(report)
-        if not report.ok:
-            raise typer.Exit(FAULTY)
+    run = entrypoint(path)
+    with hide_tqdm_bars():
+        run(**call)
+    typer.echo(f"Written: {folder}")

@@ -19,8 +19,8 @@ from pathlib import Path
 from llmcompressor.args import DatasetArguments, ModelArguments, RecipeArguments, RunArguments
 from llmcompressor.args.parsing import OLD_NAMES, RENAMED, training_argument_names
 from llmcompressor.cli import main
+from llmcompressor.cli.commands import OF_CALIBRATION, OPTIONS
 from llmcompressor.cli.options import dashed, flag_defaults
-from llmcompressor.cli.train import OF_CALIBRATION, OPTIONS
 
 __all__ = ["evaluate", "oneshot", "reindex", "run", "trace", "train", "translated"]
 

@@ -28,15 +28,18 @@ from pathlib import Path
 from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
 import typer
+from typer.core import TyperCommand
 
 from llmcompressor.args.checks import FieldHelp
 
 __all__ = [
+    "GroupedCommand",
     "call_arguments",
     "dashed",
     "flag_defaults",
     "option_parameters",
     "output_folder",
+    "parameter",
     "parse_pairs",
 ]
 
@@ -80,15 +83,20 @@ def option_parameters(
             show_default=False,
         )
         must = field.name in required
-        parameters.append(
-            inspect.Parameter(
-                field.name,
-                inspect.Parameter.KEYWORD_ONLY,
-                default=inspect.Parameter.empty if must else None,
-                annotation=Annotated[kind.typed if must else kind.typed | None, option],
-            )
+        typed, default = (
+            (kind.typed, inspect.Parameter.empty) if must else (kind.typed | None, None)
         )
+        parameters.append(parameter(field.name, typed, option, default=default))
     return parameters
+
+
+def parameter(
+    name: str, typed: Any, option: Any = None, *, default: Any = None
+) -> inspect.Parameter:
+    """Return a keyword parameter of a command."""
+    annotation = typed if option is None else Annotated[typed, option]
+    keyword = inspect.Parameter.KEYWORD_ONLY
+    return inspect.Parameter(name, keyword, default=default, annotation=annotation)
 
 
 def call_arguments(given: Mapping[str, Any], *dataclass_types: type) -> dict[str, Any]:
@@ -111,6 +119,24 @@ def call_arguments(given: Mapping[str, Any], *dataclass_types: type) -> dict[str
         except ValueError as error:
             raise typer.BadParameter(str(error), param_hint=dashed(name)) from error
     return call
+
+
+class GroupedCommand(TyperCommand):
+    """A command that lists its options under their headings (``rich_help_panel``) as plain text."""
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Write arguments first, then each heading in the order of its first option."""
+        sections: dict[str, list[tuple[str, str]]] = {"Arguments": [], "Options": []}
+        for one in self.get_params(ctx):
+            record = one.get_help_record(ctx)
+            if record is not None:
+                panel = getattr(one, "rich_help_panel", None) or "Options"
+                heading = "Arguments" if one.param_type_name == "argument" else panel
+                sections.setdefault(heading, []).append(record)
+        for heading, records in sections.items():
+            if records:
+                with formatter.section(heading):
+                    formatter.write_dl(records)
 
 
 def flag_defaults(arguments: type) -> dict[str, bool]:

@@ -19,16 +19,14 @@ if TYPE_CHECKING:
 __all__ = [
     "DEFAULT_DAMPENING",
     "EARLIER_DAMPENING",
+    "ELEMENTWISE",
     "MOVED_TO_THE_RUN",
-    "CalibrationCost",
-    "ComputeCost",
-    "CostModel",
+    "Cost",
     "DampeningFraction",
     "DataSize",
     "DataUse",
     "Edits",
     "Granularity",
-    "LearningCost",
     "PlannedModule",
     "Prediction",
     "RecipeRules",
@@ -162,6 +160,10 @@ class Traits:
         unservable: its fields explicitly request an output that no server loads.
         devices: field → the device that it names, which the machine has to have.
         files: field → the file that it names, which is written in addition to the output.
+        trial: checks without weights whether it would refuse the model for what it computes, given
+            the model and a function that builds a small model of the same class, with random
+            weights from a seed. It returns the reason why that is unknown, as a clause, or raises
+            ``TargetError``. It is initialized.
     """
 
     data: DataUse = DataUse.NONE
@@ -177,6 +179,7 @@ class Traits:
     unservable: bool = False
     devices: Mapping[str, str] = field(default_factory=dict)
     files: Mapping[str, str] = field(default_factory=dict)
+    trial: Callable[[Any, Callable[[int], Any]], str] | None = None
 
     @property
     def needs_data(self) -> bool:
@@ -206,72 +209,24 @@ class Selection:
 # --------------------
 # Predictions and cost estimates, made before a run.
 
-
-@dataclass(frozen=True)
-class CalibrationCost:
-    """Cost of calibrating and solving modules that share one input.
-
-    Attributes:
-        gram: multiply-adds per token, for second moments of the input.
-        cross: multiply-adds per token, for products with the original model's input.
-        watch: values per token read by other statistics, such as extremes.
-        solve: multiply-adds after all tokens were seen.
-        visits: passes over the weights that are not products, for example column by column.
-        statistics: bytes held from the first token until the modules are solved.
-        buffered: bytes of tokens that are buffered until there are enough to accumulate.
-        workspace: further bytes while the modules are solved.
-        on_device: ``workspace`` on an accelerator; ``None`` if it is the same. Rows that the host
-            processes in parts, one thread each, are processed at once there.
-        at_once: number of similar modules of the same stop that are solved in one batch.
-        kept: bytes per token of the data that are held from capture until the modules are solved:
-            on an accelerator within half of what its memory limit leaves, else in main memory.
-        scaled: bytes of weights while modules are rerun to measure the change of their outputs.
-        scaled_on_device: ``scaled`` on an accelerator; ``None`` if it is the same.
-        outputs: bytes per token of the outputs held during these reruns, in the same places.
-        running: bytes per token of the batch that is rerun.
-        offloads: ``kept`` and ``outputs`` always lie in main memory, however much room there is.
-        together: all modules of a stop are rerun together; the workspace before that is of one
-            module at a time.
-    """
-
-    gram: int = 0
-    cross: int = 0
-    watch: int = 0
-    solve: int = 0
-    visits: int = 0
-    statistics: int = 0
-    buffered: int = 0
-    workspace: int = 0
-    on_device: int | None = None
-    at_once: int = 1
-    kept: int = 0
-    scaled: int = 0
-    scaled_on_device: int | None = None
-    outputs: int = 0
-    running: int = 0
-    offloads: bool = False
-    together: bool = False
-
-    def workspace_on(self, *, device: bool) -> int:
-        """``workspace`` on the host or on an accelerator."""
-        return self.workspace if self.on_device is None or not device else self.on_device
-
-    def scaled_on(self, *, device: bool) -> int:
-        """``scaled`` on the host or on an accelerator."""
-        return self.scaled if self.scaled_on_device is None or not device else self.scaled_on_device
+ELEMENTWISE = 16
+"""Multiply-adds that take about as long as reading and writing one value of a large tensor."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class DataSize:
     """Size of the calibration data, and the model's costs per token that depend on it.
 
     Attributes:
-        tokens: tokens of all samples, including padding.
-        real: tokens that are not padding.
+        tokens: tokens that reach the modules, including padding.
+        real: tokens of all samples that are not padding.
         samples: number of samples.
         batch: tokens of one batch, as it is run.
         attention: multiply-adds per token of one layer's attention, without its Linears.
         expert_share: share of a layer's experts that a token is routed to.
+        buffered: tokens that statistics buffer until there are enough to add.
+        alike: groups of these shapes at the same stop; small ones are solved in one batch.
+        on_device: an accelerator computes; a host works on parts of a matrix, one per thread.
     """
 
     tokens: int = 0
@@ -280,55 +235,36 @@ class DataSize:
     batch: int = 0
     attention: int = 0
     expert_share: float = 1.0
+    buffered: int = 0
+    alike: int = 1
+    on_device: bool = False
 
 
-@dataclass(frozen=True)
-class ComputeCost:
-    """Compute spent on a part of a model in addition to the calibration of its modules.
+@dataclass(frozen=True, kw_only=True)
+class Cost:
+    """What a modifier needs for some modules.
 
     Attributes:
-        forward: multiply-adds in the model's dtype.
-        solve: multiply-adds in float32; one in float64 counts twice.
-        visits: passes over single weights that are not products.
-        readings: number of times that the part is read from its file again, if it is not in memory.
-        attention: the share of ``forward`` that is products between tokens.
+        flops: multiply-adds; a pass over values that is no product counts :data:`ELEMENTWISE` each.
+        held_bytes: bytes held from the first token until the modules are done.
+        peak_bytes: further bytes at most while they are worked on.
+        data_bytes: further bytes held of the data: on an accelerator within half of what its limit
+            leaves, the rest in main memory.
     """
 
-    forward: int = 0
-    solve: int = 0
-    visits: int = 0
-    readings: int = 0
-    attention: int = 0
+    flops: int = 0
+    held_bytes: int = 0
+    peak_bytes: int = 0
+    data_bytes: int = 0
 
-    def __add__(self, other: ComputeCost) -> ComputeCost:
-        return ComputeCost(
-            self.forward + other.forward,
-            self.solve + other.solve,
-            self.visits + other.visits,
-            self.readings + other.readings,
-            self.attention + other.attention,
+    def __add__(self, other: Cost) -> Cost:
+        """Return the cost of both, one after the other, with what they hold held at once."""
+        return Cost(
+            flops=self.flops + other.flops,
+            held_bytes=self.held_bytes + other.held_bytes,
+            peak_bytes=max(self.peak_bytes, other.peak_bytes),
+            data_bytes=self.data_bytes + other.data_bytes,
         )
-
-
-@dataclass(frozen=True)
-class LearningCost:
-    """Cost of a modifier that learns before its pass.
-
-    Attributes:
-        steps: optimizer steps, one batch forward and backward each.
-        compared: at most this many batches run forward before the first step and after the last.
-        held: bytes held from the first step to the last.
-        kept: bytes of the file from which a later run can resume.
-        stepping: further bytes during a step.
-        products: multiply-adds of a step, without those of the model and of making its weights.
-    """
-
-    steps: int
-    compared: int = 0
-    held: int = 0
-    kept: int = 0
-    stepping: int = 0
-    products: int = 0
 
 
 @dataclass(frozen=True)
@@ -366,42 +302,6 @@ class Prediction:
     modules: Sequence[PlannedModule] = ()
     attached: Callable[[], AbstractContextManager[None]] = nullcontext
     registered: Any = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class CostModel:
-    """Estimates of an initialized modifier's costs; weights of modules may be on the meta device.
-
-    Attributes:
-        calibration: the cost of calibrating and solving some of the selected modules, which share
-            one input.
-        compute: the compute for the modules of a part of the model that ``calibration`` does not
-            count.
-        learning: the cost of learning before the pass.
-        recomputation: the cost of recomputing the weights of a part's modules once while it learns.
-            ``solve``: multiply-adds. ``visits``: passes over single weights. ``statistics``: bytes
-            of the recomputed weights. ``workspace``: further bytes while one weight, or its
-            gradient, is computed.
-        held: peak bytes held in addition to the weights that it reads or changes without data.
-            ``together``: the modules are a block; otherwise what lies outside of all blocks.
-        trial: checks without weights whether it would refuse the model for what it computes, given
-            the model and a function that builds a small model of the same class, with random
-            weights from a seed. It returns the reason why that is unknown, as a clause, or raises
-            ``TargetError``. ``None`` if nothing is tried.
-    """
-
-    calibration: Callable[[Sequence[Module], DataSize], CalibrationCost] = field(
-        default=lambda modules, data: CalibrationCost()
-    )
-    compute: Callable[[Sequence[Module], DataSize], ComputeCost] = field(
-        default=lambda modules, data: ComputeCost()
-    )
-    learning: LearningCost | None = None
-    recomputation: Callable[[Sequence[Module]], CalibrationCost] = field(
-        default=lambda modules: CalibrationCost()
-    )
-    held: Callable[..., int] = field(default=lambda modules, *, together: 0)
-    trial: Callable[[Any, Callable[[int], Any]], str] | None = None
 
 
 # --------------------

@@ -2,10 +2,10 @@
 """Declarations of earlier releases, which feed the contract of a modifier.
 
 Modifiers written for llm-compressor 0.14, or for earlier releases of this package, declare what
-they need by single attributes: ``requires_calibration_data``, ``run_types``, ``effort``. They may
+they need by single attributes: ``requires_calibration_data``, ``run_types``, ``planned``. They may
 be class data, properties, fields of the recipe, or methods. A class that has such attributes of its
 own gets the member of the contract that stands for them (``rules``, ``traits``, ``select``,
-``check``, ``predict``, ``cost``), computed from its parent's and them. The other way round, the
+``check``, ``predict``), computed from its parent's and them. The other way round, the
 attributes can still be read wherever the contract is declared.
 """
 
@@ -101,14 +101,6 @@ _METHODS: Mapping[str, Mapping[str, tuple[str, Callable[..., Any] | None]]] = {
         "planned": ("modules", lambda method, state: method(state)),
         "as_written": ("attached", partial),
         "registered": ("registered", lambda method, state: method(state.model)),
-    },
-    "cost": {
-        "effort": ("calibration", None),
-        "work": ("compute", None),
-        "learning": ("learning", lambda method: method()),
-        "making": ("recomputation", None),
-        "beside": ("held", None),
-        "rehearse": ("trial", None),
     },
 }
 """Member of the contract → earlier attribute → field of what the member returns, and its value:

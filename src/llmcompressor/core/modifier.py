@@ -23,7 +23,8 @@ from pydantic import (
 )
 
 from llmcompressor.core.contract import (
-    CostModel,
+    Cost,
+    DataSize,
     DataUse,
     Edits,
     Prediction,
@@ -347,9 +348,16 @@ class Modifier(HooksMixin):
         """The planned output; it is initialized."""
         return Prediction()
 
-    def cost(self) -> CostModel:
-        """Estimates of its costs; it is initialized."""
-        return CostModel()
+    def cost(self, modules: Sequence[Module], data: DataSize) -> Cost:
+        """What its work on ``modules`` needs; it is initialized.
+
+        Args:
+            modules: if it collects data, selected modules that share an input, or with
+                :attr:`~.Traits.whole_blocks` all of a stop; otherwise all modules of a block, or
+                one that lies outside of blocks. Their weights may be on the meta device.
+            data: size of the calibration data.
+        """
+        return Cost()
 
     # ---- block by block
 

@@ -341,59 +341,42 @@ class State:
     ) -> dict[str, Any]:
         """Replace each field for which a value other than ``None`` is given.
 
-        Args:
-            model: the model being compressed.
-            teacher_model: the model to learn from.
-            optimizer: the optimizer of a training run.
-            attach_optim_callbacks: whether the caller fires the optimizer's events.
-            train_data: training data.
-            val_data: validation data.
-            test_data: test data.
-            calib_data: calibration data.
-            copy_data: keep a deep copy of the data rather than the object itself.
-            start: where a resumed run begins.
-            steps_per_epoch: optimizer steps in an epoch.
-            batches_per_step: batches that make up one optimizer step.
-            loggers: the ``LoggerManager`` of the run.
-            invocations_per_step: calls of whatever steps the optimizer, for one step of it.
-            model_log_cadence: epochs between two logs of the model's own figures.
-            device: the device to report instead of the one found.
-            distributed_strategy: how the model will be sharded over the processes, where it is
-                not wrapped yet.
-            resumes: the run continues from a checkpoint, which is loaded later.
-            **kwargs: anything else.
+        Arguments have the meaning of the fields of that name, of the state or of a part. Others:
+        ``attach_optim_callbacks`` says that the caller fires the optimizer's events, ``copy_data``
+        that a deep copy of the data is kept. ``device`` is reported instead of the one found.
 
         Returns:
             The keyword arguments that are no fields of the state.
         """
-        place = None if device is None else _as_device(device)
-        given = {
-            "model": model,
-            "teacher_model": teacher_model,
-            "optimizer": optimizer,
-            "optim_wrapped": attach_optim_callbacks if optimizer is not None else None,
-            "loggers": loggers,
-            "model_log_cadence": model_log_cadence,
+        sets = {"train": train_data, "val": val_data, "test": test_data, "calib": calib_data}
+        if copy_data:
+            sets = {role: _copied(role, value) for role, value in sets.items()}
+        given: dict[Any, dict[str, Any]] = {
+            "data": sets,
+            "hardware": {
+                "device": None if device is None else _as_device(device),
+                "distributed_strategy": distributed_strategy,
+            },
+            "schedule": {
+                "start": start,
+                "steps_per_epoch": steps_per_epoch,
+                "batches_per_step": batches_per_step,
+                "invocations_per_step": invocations_per_step,
+                "resumes": resumes,
+            },
+            None: {
+                "model": model,
+                "teacher_model": teacher_model,
+                "optimizer": optimizer,
+                "optim_wrapped": attach_optim_callbacks if optimizer is not None else None,
+                "loggers": loggers,
+                "model_log_cadence": model_log_cadence,
+            },
         }
-        schedule = {
-            "start": start,
-            "steps_per_epoch": steps_per_epoch,
-            "batches_per_step": batches_per_step,
-            "invocations_per_step": invocations_per_step,
-            "resumes": resumes,
-        }
-        for part, values in ((self, given), (self.schedule, schedule)):
+        for part, values in given.items():
             for name, value in values.items():
                 if value is not None:
-                    setattr(part, name, value)
-        sets = {"train": train_data, "val": val_data, "test": test_data, "calib": calib_data}
-        for role, value in sets.items():
-            if value is not None:
-                setattr(self.data, role, _copied(role, value) if copy_data else value)
-        if place is not None:
-            self.hardware.device = place
-        if distributed_strategy is not None:
-            self.hardware.distributed_strategy = distributed_strategy
+                    setattr(self if part is None else getattr(self, part), name, value)
         return kwargs
 
 

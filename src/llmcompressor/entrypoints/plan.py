@@ -25,8 +25,8 @@ from llmcompressor.planning.make import RECIPE, Request, make_plan, problem_of
 from llmcompressor.planning.result import Plan, Problem, Tokens
 from llmcompressor.planning.subject import PlannedModel, open_planned_model
 from llmcompressor.recipe import Recipe
-from llmcompressor.runtime.collecting import gc_disabled
 from llmcompressor.runtime.memory import free_device_memory
+from llmcompressor.runtime.registry import gc_relaxed
 from llmcompressor.verification import Deployment
 
 if TYPE_CHECKING:
@@ -116,7 +116,7 @@ def _deployment(
 @float32_by_default()
 def _plan(arguments: Mapping[str, Any], deployment: Deployment | None, *, measure: bool) -> Plan:
     job = _DraftJob(**arguments)
-    with gc_disabled():
+    with gc_relaxed():
         subject = _subject(job)
     data = _Data(job, subject)
     tokens, batches = data()
@@ -145,7 +145,7 @@ def _plan(arguments: Mapping[str, Any], deployment: Deployment | None, *, measur
         limits.host,
         job.keeps_ties,
     )
-    with gc_disabled():
+    with gc_relaxed():
         found = make_plan(subject, request)
     return replace(found, notes=[*job.notes, *found.notes])
 

@@ -69,6 +69,7 @@ from llmcompressor.checkpoint.workspace import (
     open_workspace,
     reserve_output,
 )
+from llmcompressor.core.contract import DataSize, DataUse
 from llmcompressor.core.modifier import Modifier, planned_structure
 from llmcompressor.datasets.source import Source
 from llmcompressor.entrypoints.arguments import (
@@ -387,7 +388,8 @@ def _compress(job: Job, model: Module, batches: Any, session: CompressionSession
     check_attention_forward(model, batches, session.lifecycle.recipe.modifiers, session.state)
     modifiers = session.lifecycle.recipe.modifiers
     if job.output_dir is None:
-        warn_save_problems(model, modifiers, session.state, job.source)
+        if batches is not None:  # else its save_pretrained tells as soon
+            warn_save_problems(model, modifiers, session.state, job.source)
     else:
         check_writable_model(
             model,
@@ -824,9 +826,13 @@ class _Run:
         passes: Sequence[Sequence[Modifier]],
         left: int,
     ) -> None:
-        learning = [one.cost().learning for one in self._modifiers if one.initialized]
+        learning = [
+            one
+            for one in self._modifiers
+            if one.initialized and one.traits.data is DataUse.LEARN_FIRST
+        ]
         # of the progress of learning: a new file is written before the old one goes
-        progress = sum(2 * one.kept for one in learning if one is not None)
+        progress = sum(2 * one.cost((), DataSize()).held_bytes for one in learning)
         stream = BlockStream(
             self.blueprint,
             self.weights,

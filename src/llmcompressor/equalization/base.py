@@ -19,9 +19,8 @@ from torch import Tensor
 from torch.nn import Linear, Module
 
 from llmcompressor.core.contract import (
-    CalibrationCost,
-    ComputeCost,
-    CostModel,
+    ELEMENTWISE,
+    Cost,
     DataSize,
     DataUse,
     Edits,
@@ -231,23 +230,12 @@ class SmoothingMixin(Modifier):
         readers = (module for one in self.sets_to_smooth() for module in one.linears.values())
         return list(dict.fromkeys(readers))
 
-    def cost(self) -> CostModel:
-        """Costs of observing inputs, and of reading and scaling weights."""
-        return CostModel(calibration=self.calibration_cost, compute=self.compute_cost)
-
-    def calibration_cost(self, modules: Sequence[Module], data: DataSize) -> CalibrationCost:
-        """Cost of observing each column's extremes or the like."""
-        columns = [one.shape[-1] for module in modules[:1] for one in _matrices(module)]
-        return CalibrationCost(watch=_WATCHED * sum(columns))
-
-    def compute_cost(self, modules: Sequence[Module], data: DataSize) -> ComputeCost:
-        """Cost of reading and scaling weights."""
-        inside = set(modules)
-        sets = [one for one in self.sets_to_smooth() if one.smooth in inside]
-        readers = [module for one in sets for module in one.balance.values()]
-        return ComputeCost(
-            visits=_VISITS * sum(m.numel() for each in readers for m in _matrices(each))
-        )
+    def cost(self, modules: Sequence[Module], data: DataSize) -> Cost:
+        """Cost of observing each column's extremes or the like, and of scaling weights."""
+        columns = sum(one.shape[-1] for module in modules[:1] for one in _matrices(module))
+        readers = {each for one in self.sets_to_smooth() for each in one.balance.values()}
+        scaled = [one.numel() for m in modules if m in readers for one in _matrices(m)]
+        return Cost(flops=ELEMENTWISE * (data.tokens * _WATCHED * columns + _VISITS * sum(scaled)))
 
     def report(self, names: Container[str] | None = None) -> dict[str, Any]:
         """The records of each set, by the name of its smooth module."""

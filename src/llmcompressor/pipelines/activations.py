@@ -30,7 +30,7 @@ from llmcompressor.runtime.memory import TOLERATED, malloc_trim
 
 __all__ = ["LITTLE", "ActivationStore", "held_tensors"]
 
-LITTLE = 256 * 2**20
+LITTLE = 1024 * 2**20
 """Bytes that wait in the pages of a file: so few that it does not matter if they are written."""
 
 _SMALLEST = 64 * 1024

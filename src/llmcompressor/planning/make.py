@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -16,12 +17,11 @@ from llmcompressor.args import DatasetArguments
 from llmcompressor.checkpoint.atomic_output import work_folder
 from llmcompressor.checkpoint.block_writer import check_space, non_weight_bytes, unallocated_bytes
 from llmcompressor.checkpoint.workspace import files_folder, scratch_folder
-from llmcompressor.core.contract import ComputeCost, DataSize, Edits, PlannedModule
+from llmcompressor.core.contract import Cost, DataSize, DataUse, Edits, PlannedModule
 from llmcompressor.core.modifier import Modifier
 from llmcompressor.core.state import RunSettings, State
 from llmcompressor.errors import CompressorError, InputError, OutputError, TargetError
 from llmcompressor.modeling.blocks import find_blocks
-from llmcompressor.modeling.names import own_parameters
 from llmcompressor.numerics.gram import CHUNK_TOKENS
 from llmcompressor.pipelines.attention_trial import check_attention_forward
 from llmcompressor.pipelines.batches import RUN_TOKENS
@@ -34,17 +34,19 @@ from llmcompressor.planning.memory import (
     estimate_phases,
     shortages,
 )
-from llmcompressor.planning.miniature import ProxyTrials
-from llmcompressor.planning.passes import PassContext, Passes, plan_passes
+from llmcompressor.planning.passes import PassContext, plan_passes
+from llmcompressor.planning.proxy_model import ProxyTrials
 from llmcompressor.planning.result import ModuleRow, Plan, Problem, Sizes, Tokens
 from llmcompressor.planning.sizes import Output, predict_output, serving_notes
-from llmcompressor.planning.subject import REST, Part, PlannedModel
+from llmcompressor.planning.subject import Part, PlannedModel
 from llmcompressor.planning.trial import SchemeCost, measure_scheme
 from llmcompressor.planning.workload import (
     Traffic,
     count_operations,
     estimate_time,
+    matrix_elements,
     measure_rates,
+    part_cost,
     read_widths,
 )
 from llmcompressor.runtime.memory import free_device_memory, free_host_memory, malloc_trim
@@ -138,29 +140,31 @@ class _PlanBuilder:
         self._state = State(
             model=subject.model, run=RunSettings(keeps_tied_embeddings=request.keeps_ties)
         )
-        self._parts: Sequence[Part] | None = None
         self._state.data.calib = request.samples or None
+        # parts of the model as they are loaded, before a modifier removes any modules
+        self._parts: Sequence[Part] | None = None
         self._widths = read_widths(subject.model.config)  # before modifiers change the model
         self._reads_ahead = True
         self._base = 0
-        self._rehearsal = ProxyTrials(subject.model, request.modifiers)
+        self._trials = ProxyTrials(subject.model, request.modifiers)
 
     def __call__(self) -> Plan:
         subject, request = self._subject, self._request
         # counted first: a modifier may untie the head, or add rotations
         parameters = sum(one.numel() for one in subject.model.parameters())
-        planned = _without_overridden(
-            [self._initialized(modifier) for modifier in request.modifiers]
-        )
-        self._all_initialized(are_all=None not in planned)
+        planned = _without_overridden([self._initialized(one) for one in request.modifiers])
+        is_ready = None not in planned
+        for modifier in self._ready:
+            with self._recording(type(modifier).__name__, CompressorError, quietly=not is_ready):
+                modifier.on_all_initialized(self._state)
         everything = [one for each in planned for one in each or ()]
         names = [
             _modified_names(subject.model, modifier, each or (), self._state)
             for modifier, each in zip(request.modifiers, planned, strict=True)
         ]
         words = descriptions(everything)
-        parts = self._parts_read
-        is_ready = None not in planned and not any(one.where == RECIPE for one in self._problems)
+        parts = self._parts or subject.parts()
+        is_ready = is_ready and not any(one.where == RECIPE for one in self._problems)
         rows = module_rows(subject.model, request.modifiers, everything) if is_ready else []
         plan = Plan(
             model=subject.place,
@@ -181,12 +185,25 @@ class _PlanBuilder:
         self._notes.extend(subject.notes)
         if is_ready:
             plan = self._with_output(plan, everything, parts)
-        self._find_unreached()
-        self._try_attention()
-        for modifier in request.modifiers:
-            if modifier.initialized:
-                modifier.finalize(self._state)
+        self._try_data()
+        for modifier in self._ready:
+            modifier.finalize(self._state)
         return replace(plan, problems=self._problems, notes=self._notes)
+
+    @property
+    def _ready(self) -> list[Modifier]:
+        return [one for one in self._request.modifiers if one.initialized]
+
+    @contextmanager
+    def _recording(
+        self, where: str, kind: type[CompressorError] = InputError, *, quietly: bool = False
+    ) -> Iterator[None]:
+        """Record an error of the body as a problem."""
+        try:
+            yield
+        except kind as error:
+            if not quietly:
+                self._problems.append(problem_of(where, error))
 
     # ------------------------------------------------------------------ the recipe
 
@@ -195,8 +212,8 @@ class _PlanBuilder:
         name = type(modifier).__name__
         try:
             modifier.initialize(self._state)
-            if Edits.STRUCTURE in modifier.traits.edits:
-                self._parts = self._parts_read
+            if Edits.STRUCTURE in modifier.traits.edits and self._parts is None:
+                self._parts = self._subject.parts()
             modifier.outline(self._state)
             planned = list(modifier.predict(self._state).modules)
         except CompressorError as error:
@@ -210,61 +227,27 @@ class _PlanBuilder:
                 "what it does is left out."
             )
             return []
-        self._rehearse(modifier)
+        with self._recording(name, TargetError):
+            unknown = self._trials(modifier)
+            if unknown:
+                self._notes.append(
+                    f"{name} tries out on the weights, before it changes any, whether the model "
+                    "would compute what it does. The plan does not foresee that here: "
+                    f"{unknown.removesuffix('.')}."
+                )
         return planned
 
-    def _all_initialized(self, *, are_all: bool) -> None:
-        """Notify modifiers that all are initialized; errors count only if none was refused."""
-        for modifier in self._request.modifiers:
-            if not modifier.initialized:
-                continue
-            try:
-                modifier.on_all_initialized(self._state)
-            except CompressorError as error:
-                if are_all:
-                    self._problems.append(problem_of(type(modifier).__name__, error))
-
-    def _rehearse(self, modifier: Modifier) -> None:
-        """Run a modifier's rehearsal on a small proxy model, and record a refusal as a problem."""
-        name = type(modifier).__name__
-        try:
-            unknown = self._rehearsal(modifier)
-        except TargetError as error:
-            self._problems.append(problem_of(name, error))
-            return
-        if unknown:
-            self._notes.append(
-                f"{name} tries out on the weights, before it changes any, whether the model would "
-                f"compute what it does. The plan does not foresee that here: "
-                f"{unknown.removesuffix('.')}."
-            )
-
-    @property
-    def _parts_read(self) -> Sequence[Part]:
-        """Parts of the model as they are loaded, before modifiers remove any modules."""
-        return self._subject.parts() if self._parts is None else self._parts
-
-    def _find_unreached(self) -> None:
-        """Record modules that the calibration data cannot reach as a problem."""
-        request = self._request
-        ready = [one for one in request.modifiers if one.initialized]
-        try:
-            if request.samples:
-                check_reached(self._subject.model, ready, request.samples, request.pipeline)
-        except TargetError as error:
-            self._problems.append(problem_of("dataset", error))
-
-    def _try_attention(self) -> None:
-        """Record attention that fails with quantized states as a problem."""
+    def _try_data(self) -> None:
+        """Record modules that no data reaches, and attention that fails with quantized states."""
         request, state = self._request, self._state
-        ready = [one for one in request.modifiers if one.initialized]
-        try:
+        with self._recording("dataset", TargetError):
+            if request.samples:
+                check_reached(self._subject.model, self._ready, request.samples, request.pipeline)
+        owners = {type(state.facts.quantizer[one]).__name__ for one in state.facts.kv_cache}
+        with self._recording(", ".join(sorted(owners)), TargetError):
             check_attention_forward(
-                self._subject.model, request.samples, ready, state, tell=self._notes.append
+                self._subject.model, request.samples, self._ready, state, tell=self._notes.append
             )
-        except TargetError as error:
-            owners = {type(state.facts.quantizer[one]).__name__ for one in state.facts.kv_cache}
-            self._problems.append(problem_of(", ".join(sorted(owners)), error))
 
     def _note_stacks(self, rows: Sequence[ModuleRow]) -> None:
         """Note stacks of expert matrices, which no target reaches and may be most of the model."""
@@ -279,15 +262,6 @@ class _PlanBuilder:
                 "they stay as they are."
             )
 
-    def _stops(self) -> dict[Module, str]:
-        """Modules that match ``sequential_targets``; empty if there are none."""
-        targets = self._request.args.sequential_targets
-        try:
-            return find_blocks(self._subject.model, targets) if targets else {}
-        except InputError as error:
-            self._problems.append(problem_of("sequential_targets", error))
-            return {}
-
     def _residency(self) -> str:
         if self._request.is_streamed:
             return "one block at a time, the next one read ahead"
@@ -300,25 +274,23 @@ class _PlanBuilder:
         self, plan: Plan, planned: Sequence[PlannedModule], parts: Sequence[Part]
     ) -> Plan:
         subject, request = self._subject, self._request
-        try:
+        with self._recording("output"):
             output = predict_output(
                 subject,
                 planned,
                 is_streamed=request.is_streamed,
                 save_compressed=request.save_compressed,
             )
-        except InputError as error:
-            self._problems.append(problem_of("output", error))
-            return plan
-        sizes = output.sizes(subject, request.recipe)
-        plan = replace(
-            plan,
-            serving=serving_notes(output, request.deployment),
-            scheme_bytes=output.by_scheme(planned),
-            dense=output.dense(plan.modules, subject.names),
-            sizes=sizes,
-        )
-        return self._with_demands(plan, output, sizes, planned, parts)
+            sizes = output.sizes(subject, request.recipe)
+            plan = replace(
+                plan,
+                serving=serving_notes(output, request.deployment),
+                scheme_bytes=output.by_scheme(planned),
+                dense=output.dense(plan.modules, subject.names),
+                sizes=sizes,
+            )
+            return self._with_demands(plan, output, sizes, planned, parts)
+        return plan
 
     # ------------------------------------------------------------------ memory and time
 
@@ -330,42 +302,51 @@ class _PlanBuilder:
         planned: Sequence[PlannedModule],
         parts: Sequence[Part],
     ) -> Plan:
-        subject, request = self._subject, self._request
-        trials = self._trials(planned)
-        loads = self._loads(parts, output, planned, trials)
-        passes, learned = plan_passes(request.modifiers, self._context(parts))
-        tokens = request.tokens.tokens if request.tokens else 0
-        context = request.tokens.longest if request.tokens else 0
-        weights = sum(row.weights for row in plan.scheme_bytes)
-        beside, again = self._work(parts)
-        operations = count_operations(passes, tokens, context, weights, beside)
+        request, tokens = self._request, self._request.tokens
+        context = self._context(parts)
+        passes = plan_passes(request.modifiers, context)
+        beside, learning = self._part_costs(parts, context.data)
+        schemes = self._scheme_costs(planned)
+        operations = count_operations(
+            passes,
+            tokens.tokens if tokens else 0,
+            tokens.longest if tokens else 0,
+            rounded=sum(row.weights for row in plan.scheme_bytes),
+            beside=sum(one.flops for one in beside),
+            learn=sum(one.flops for costs in learning for one in costs),
+        )
         plan = replace(plan, passes=[one for one, _ in passes], operations=operations)
         seconds: Mapping[str, float] = {}
         if request.measure:
-            rates = measure_rates(
-                request.device, subject.model.dtype, _nearest_existing(request.output_dir)
+            folder = request.output_dir  # or the nearest parent there is, on the same disk
+            while folder is not None and not folder.is_dir() and folder != folder.parent:
+                folder = folder.parent
+            rates = measure_rates(request.device, self._subject.model.dtype, folder)
+            rounding = sum(
+                schemes[id(one.scheme)].seconds * matrix_elements(one.module) for one in planned
             )
-            words = descriptions(planned)
-            rounding = sum(trials[words[id(one.scheme)]].seconds * _weights(one) for one in planned)
-            calibrating = sum(1 for one, _ in passes if one.forwards)
+            calibrating = [works for one, works in passes if one.forwards]
             # of Python, independent of sizes
-            overhead = _START_SECONDS + _PASS_SECONDS * calibrating + _MODULE_SECONDS * len(planned)
+            rounding += _START_SECONDS + _PASS_SECONDS * len(calibrating)
+            rounding += _MODULE_SECONDS * len(planned)
             traffic = Traffic(
-                subject.source_bytes * max(len(passes), 1) + again,
+                self._subject.source_bytes * max(len(passes), 1),
                 sizes.weights,
                 rounding,
                 parts[-1].source + parts[0].source,
                 request.is_streamed,
-                overhead,
             )
-            seconds, time = estimate_time(
-                rates, operations, passes, request.batches, traffic, beside, tokens, context
-            )
+            stops = sum(len(work.stops) for works in calibrating for work in works)
+            seconds, time = estimate_time(rates, operations, stops * request.batches, traffic)
             plan = replace(plan, rates=rates, time=time)
-        footprint = self._footprint(sizes, output, passes)
-        phases = estimate_phases(footprint, loads, passes, seconds, learned)
-        kept = sum(one.learning.kept for one, _ in passes if one.learning is not None)
-        self._check_space(output, footprint.scratches, kept)
+        scratch = self._scratch(max(len(passes) - 1, 0), learning)
+        self._check_space(output, scratch)
+        phases = estimate_phases(
+            self._run_memory(sizes, output, scratch),
+            self._loads(parts, output, planned, schemes, beside, learning),
+            passes,
+            seconds,
+        )
         host = Capacity("main memory", self._base + free_host_memory(), request.host_limit)
         self._notes.extend(shortages(phases, host, self._device))
         return replace(plan, phases=phases)
@@ -377,141 +358,143 @@ class _PlanBuilder:
             free = free_device_memory(device) + torch.cuda.memory_allocated(device)
         return Capacity(f"the memory of {device}", free, self._request.device_limit)
 
-    def _check_space(self, output: Output, scratches: int, kept: int) -> None:
+    def _scratch(self, passes_before: int, learning: Sequence[Sequence[Cost]]) -> int:
+        """Bytes on disk of blocks that a pass leaves for the next, and of progress in learning."""
+        if not self._request.is_streamed:
+            return 0
+        # with blocks of the size that modifiers leave
+        blocks = sum(part.loaded for part in self._subject.parts()[:-1]) if passes_before else 0
+        matrices = [max(one.held_bytes for one in each) for each in zip(*learning, strict=True)]
+        progress: int = 2 * sum(matrices)  # a new file is written before the old one is removed
+        return passes_before * blocks + progress
+
+    def _check_space(self, output: Output, scratch: int) -> None:
         """Record insufficient disk space as a problem."""
         target = self._request.output_dir
         if target is None:
             return
-        folder, scratch = work_folder(target), 0
+        folder = work_folder(target)
         beside = non_weight_bytes(self._subject.directory, len(output.layout.places))
-        if self._request.is_streamed:
-            scratch = kept
-        if self._request.is_streamed and scratches:  # with blocks of the size that modifiers leave
-            scratch += scratches * sum(part.loaded for part in self._subject.parts()[:-1])
-        try:
+        with self._recording("output_dir", OutputError):
             check_space(
                 folder,
                 output=unallocated_bytes(files_folder(folder), output.layout.file_size + beside),
                 scratch=unallocated_bytes(scratch_folder(folder), scratch),
             )
-        except OutputError as error:
-            self._problems.append(problem_of("output_dir", error))
 
-    @property
-    def _data(self) -> DataSize:
-        """Size of the calibration data, with the model's attention and experts."""
-        tokens, widths = self._request.tokens, self._widths
-        if tokens is None:
-            return DataSize(expert_share=widths.expert_share)
-        return DataSize(
-            tokens.tokens,
-            tokens.real,
-            tokens.samples,
-            tokens.tokens // max(self._request.batches, 1),
-            widths.heads * tokens.longest,
-            widths.expert_share,
-        )
+    def _part_costs(
+        self, parts: Sequence[Part], data: DataSize
+    ) -> tuple[list[Cost], list[list[Cost]]]:
+        """Costs by part: of modifiers that need no data, and of each that learns first."""
+        beside: list[Cost] = []
+        learning: list[list[Cost]] = []
+        for part in parts:
+            total, learned = Cost(), []
+            for modifier in self._ready:
+                use = modifier.traits.data
+                if use is DataUse.LEARN_FIRST:
+                    learned.append(part_cost(modifier, part, data))
+                elif not use.collects:
+                    total += part_cost(modifier, part, data)
+            beside.append(total)
+            learning.append(learned)
+        return beside, learning
 
-    def _work(self, parts: Sequence[Part]) -> tuple[ComputeCost, int]:
-        """Work of modifiers outside of calibration, and bytes that they read again."""
-        total, again = ComputeCost(), 0
-        for modifier in self._request.modifiers:
-            for part in parts if modifier.initialized else ():
-                own = modifier.cost().compute(list(part.modules.values()), self._data)
-                total += own
-                again += own.readings * part.source * self._request.is_streamed
-        return total, again
+    def _scheme_costs(self, planned: Sequence[PlannedModule]) -> dict[int, SchemeCost]:
+        """Measured costs by identity of the scheme; equal ones are measured once."""
+        request, words = self._request, descriptions(planned)
+        measured: dict[str, SchemeCost] = {}
+        for one in planned:
+            if (key := words[id(one.scheme)]) not in measured:
+                dtype = next((p.dtype for p in one.module.parameters()), torch.float32)
+                measured[key] = measure_scheme(
+                    one.scheme, dtype, request.device, is_written=request.is_streamed
+                )
+        return {key: measured[word] for key, word in words.items()}
 
     def _loads(
         self,
         parts: Sequence[Part],
         output: Output,
         planned: Sequence[PlannedModule],
-        trials: Mapping[str, SchemeCost],
+        schemes: Mapping[int, SchemeCost],
+        beside: Sequence[Cost],
+        learning: Sequence[Sequence[Cost]],
     ) -> list[PartMemory]:
-        stored = output.stored_bytes
-        words = descriptions(planned)
         by_name = {one.name: one for one in planned}
-        ready = [one for one in self._request.modifiers if one.initialized]
         found = []
-        for part in parts:
+        for part, cost, learned in zip(parts, beside, learning, strict=True):
             own = [by_name[name] for name in part.modules if name in by_name]
-            packed = sum(stored.get(output.places.get(one.name, ""), 0) for one in own)
-            sizes = [(trials[words[id(one.scheme)]], _weights(one)) for one in own]
-            modules, together = list(part.modules.values()), part.name != REST
-            # by modifiers, in addition to the weights
-            held = [one.cost().held(modules, together=together) for one in ready]
+            packed = sum(output.stored_bytes.get(output.places.get(one.name, ""), 0) for one in own)
+            sizes = [(schemes[id(one.scheme)], matrix_elements(one.module)) for one in own]
+            rounding = [one.rounding.of(size) for one, size in sizes]
+            packing = [one.packing.of(size) for one, size in sizes]
+            changing = cost.held_bytes + cost.peak_bytes
             found.append(
-                PartMemory(
-                    part,
-                    packed,
-                    max([0, *held, *(trial.rounding.of(size) for trial, size in sizes)]),
-                    max((trial.packing.of(size) for trial, size in sizes), default=0),
-                )
+                PartMemory(part, packed, max([changing, *rounding]), max([0, *packing]), learned)
             )
         return found
 
-    def _trials(self, planned: Sequence[PlannedModule]) -> dict[str, SchemeCost]:
-        found: dict[str, SchemeCost] = {}
-        words = descriptions(planned)
-        for one in planned:
-            key = words[id(one.scheme)]
-            if key not in found:
-                dtype = next((p.dtype for p in one.module.parameters()), torch.float32)
-                found[key] = measure_scheme(
-                    one.scheme,
-                    dtype,
-                    self._request.device,
-                    is_written=self._request.is_streamed,
-                )
-        return found
-
     def _context(self, parts: Sequence[Part]) -> PassContext:
-        request = self._request
-        used = self._base + parts[-1].loaded
-        room = None
+        request, tokens, widths = self._request, self._request.tokens, self._widths
+        room, stops = None, {}
         if request.is_streamed:
-            try:
+            self._reads_ahead = False
+            with self._recording("max_memory"):
                 largest = max((part.source for part in parts[:-1]), default=0)
+                used = self._base + parts[-1].loaded
                 room, self._reads_ahead = request.room(used, largest)
-            except InputError as error:
-                self._problems.append(problem_of("max_memory", error))
-                self._reads_ahead = False
+        if request.args.sequential_targets:
+            with self._recording("sequential_targets"):
+                stops = find_blocks(self._subject.model, request.args.sequential_targets)
+        longest = 0 if tokens is None else tokens.longest * request.args.batch_size
+        on_device = request.device.type != "cpu"
+        data = DataSize(expert_share=widths.expert_share, on_device=on_device)
+        if tokens is not None:
+            is_even = tokens.samples * tokens.longest == tokens.tokens >= CHUNK_TOKENS
+            fills_chunks = is_even and 0 in (longest % CHUNK_TOKENS, CHUNK_TOKENS % longest)
+            data = DataSize(
+                tokens=tokens.tokens,
+                real=tokens.real,
+                samples=tokens.samples,
+                batch=tokens.tokens // max(request.batches, 1),
+                attention=widths.heads * tokens.longest,
+                expert_share=widths.expert_share,
+                buffered=0 if fills_chunks else CHUNK_TOKENS,
+                on_device=on_device,
+            )
         return PassContext(
             self._state,
             request.args,
             request.pipeline,
             request.is_streamed,
             parts,
-            self._stops(),
-            self._widths,
-            self._data,
-            request.tokens.longest * request.args.batch_size if request.tokens else 0,
-            -(-request.tokens.samples // request.args.batch_size) if request.tokens else 0,
+            stops,
+            widths,
+            data,
+            longest,
             room,
         )
 
-    def _footprint(self, sizes: Sizes, output: Output, passes: Passes) -> RunMemory:
-        subject, request = self._subject, self._request
-        tokens = request.tokens
+    def _run_memory(self, sizes: Sizes, output: Output, scratch: int) -> RunMemory:
+        subject, request, tokens = self._subject, self._request, self._request.tokens
         longest = 0 if tokens is None else tokens.longest * request.args.batch_size
-        limit = 0 if tokens is None else min(RUN_TOKENS, tokens.tokens)
+        limits = [one for one in (self._device.free, request.device_limit) if one]
         return RunMemory(
-            self._base,
-            request.is_streamed,
-            subject.source_bytes if subject.is_in_memory else 0,
-            request.device.type != "cpu",
-            sizes.weights,
-            max((file.size for file in output.layout.files), default=0),
-            sizes.others,
-            subject.model.dtype.itemsize,
-            max(longest, limit),
-            max(len(passes) - 1, 0),
-            self._reads_ahead,
-            0 if tokens is None else tokens.tokens,
-            self._widths.hidden,
-            min([one for one in (self._device.free, request.device_limit) if one], default=None),
-            tokens is not None and not _fills_chunks(tokens, longest),
+            base=self._base,
+            is_streamed=request.is_streamed,
+            present=subject.source_bytes if subject.is_in_memory else 0,
+            on_device=request.device.type != "cpu",
+            output=sizes.weights,
+            shard=max((file.size for file in output.layout.files), default=0),
+            others=sizes.others,
+            itemsize=subject.model.dtype.itemsize,
+            run_tokens=0 if tokens is None else max(longest, min(RUN_TOKENS, tokens.tokens)),
+            scratch=scratch,
+            reads_ahead=self._reads_ahead,
+            tokens=0 if tokens is None else tokens.tokens,
+            hidden=self._widths.hidden,
+            limit=min(limits, default=None),
         )
 
 
@@ -526,23 +509,6 @@ def _without_overridden(
         taken.update(one.module for one in own or () if not one.is_attention)
         found.append(own)
     return found[::-1]
-
-
-def _fills_chunks(tokens: Tokens, batch: int) -> bool:
-    """Return True if the tokens of batches are a multiple or a divisor of the chunk size."""
-    is_even = tokens.samples * tokens.longest == tokens.tokens >= CHUNK_TOKENS
-    return is_even and 0 in (batch % CHUNK_TOKENS, CHUNK_TOKENS % batch)
-
-
-def _weights(planned: PlannedModule) -> int:
-    return sum(one.numel() for one in own_parameters(planned.module) if one.ndim > 1)
-
-
-def _nearest_existing(folder: Path | None) -> Path | None:
-    """Return the nearest existing parent folder, which is on the output's disk."""
-    while folder is not None and not folder.is_dir() and folder != folder.parent:
-        folder = folder.parent
-    return folder
 
 
 def _modified_names(

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -24,6 +23,7 @@ from llmcompressor.schemes.assign import (
     is_unquantized_when_served,
     matching_targets,
 )
+from llmcompressor.schemes.checks import describe_arguments
 from llmcompressor.schemes.presets import format_of
 
 __all__ = [
@@ -56,14 +56,9 @@ def describe(scheme: Any) -> str:
     Args:
         scheme: a ``QuantizationScheme``.
     """
-    parts = []
-    for title, args in (
-        ("", scheme.weights),
-        ("inputs ", scheme.input_activations),
-        ("outputs ", scheme.output_activations),
-    ):
-        if args is not None:
-            parts.append(title + _describe_args(args))
+    titles = {"weights": "", "input_activations": "inputs ", "output_activations": "outputs "}
+    given = {title: getattr(scheme, name) for name, title in titles.items()}
+    parts = [title + describe_arguments(args) for title, args in given.items() if args is not None]
     return ", ".join(parts) or "nothing"
 
 
@@ -71,40 +66,6 @@ def descriptions(planned: Iterable[PlannedModule]) -> dict[int, str]:
     """Descriptions by identity of the scheme, as many modules share a few schemes."""
     schemes = {id(one.scheme): one.scheme for one in planned}
     return {key: describe(scheme) for key, scheme in schemes.items()}
-
-
-def _describe_args(args: Any) -> str:
-    strategy = str(getattr(args.strategy, "value", args.strategy))
-    if args.group_size and args.group_size > 0:
-        strategy = f"group {args.group_size}"
-    elif args.block_structure:
-        strategy = f"block {'x'.join(map(str, args.block_structure))}"
-    kind = str(getattr(args.type, "value", args.type))
-    words = [f"{kind}{args.num_bits}", strategy]
-    if not args.symmetric:
-        words.append("asymmetric")
-    if args.dynamic:
-        words.append("dynamic")
-    return " ".join(words)
-
-
-@dataclass
-class _Tally:
-    """Counts and first names of the modules that a pattern matches."""
-
-    matched: int = 0
-    decided: int = 0
-    first: list[str] = field(default_factory=list)
-    first_decided: list[str] = field(default_factory=list)
-
-    def add(self, name: str, *, decides: bool) -> None:
-        self.matched += 1
-        if len(self.first) < _MOST_NAMES:
-            self.first.append(name)
-        if decides:
-            self.decided += 1
-            if len(self.first_decided) < _MOST_NAMES:
-                self.first_decided.append(name)
 
 
 def match_patterns(
@@ -120,20 +81,18 @@ def match_patterns(
     modules = dict(named_modules(model))
     found: list[Match] = []
     for modifier, names in modifiers:
-        targets, ignore = _patterns_of(modifier)
-        quantized = set(names)
-        tallies = _tally(modules, targets, ignore, quantized)
-        for (role, pattern), tally in tallies.items():
-            hint = "" if tally.matched else suggest_targets(model, pattern)
+        matched, decided = _tally(modules, *_patterns_of(modifier), set(names))
+        for (role, pattern), own in matched.items():
+            first = decided[role, pattern] or own
             found.append(
                 Match(
                     type(modifier).__name__,
                     role,
                     pattern,
-                    tally.matched,
-                    tally.decided,
-                    tuple(tally.first_decided or tally.first),
-                    hint,
+                    len(own),
+                    len(decided[role, pattern]),
+                    tuple(first[:_MOST_NAMES]),
+                    "" if own else suggest_targets(model, pattern),
                 )
             )
     return found
@@ -163,14 +122,20 @@ class _PatternHits(NamedTuple):
     ignore: list[str]
 
 
+_Tally = dict[tuple[str, str], list[str]]
+"""Role and pattern → names of modules."""
+
+
 def _tally(
     modules: Mapping[str, Module],
     targets: Sequence[str],
     ignore: Sequence[str],
     quantized: set[str],
-) -> dict[tuple[str, str], _Tally]:
-    tallies = {("target", one): _Tally() for one in targets}
-    tallies |= {("ignore", one): _Tally() for one in ignore}
+) -> tuple[_Tally, _Tally]:
+    """Return the modules that each pattern matches, and those that it decides."""
+    roles = [*(("target", one) for one in targets), *(("ignore", one) for one in ignore)]
+    matched: _Tally = {key: [] for key in roles}
+    decided: _Tally = {key: [] for key in roles}
     forms = NameForms((*targets, *ignore))
     meant, left_out = TargetIndex(targets), TargetIndex(ignore)
     known: dict[object, _PatternHits] = {}
@@ -185,12 +150,15 @@ def _tally(
             )
         hits = known[form]
         for one in hits.targets:
-            decides = name in quantized and one in hits.deciding
-            tallies["target", one].add(name, decides=decides)
+            matched["target", one].append(name)
+            if name in quantized and one in hits.deciding:
+                decided["target", one].append(name)
         is_wanted = bool(hits.targets) and is_quantizable(module)
         for one in hits.ignore:
-            tallies["ignore", one].add(name, decides=is_wanted)
-    return tallies
+            matched["ignore", one].append(name)
+            if is_wanted:
+                decided["ignore", one].append(name)
+    return matched, decided
 
 
 def _patterns_of(modifier: Modifier) -> tuple[tuple[str, ...], tuple[str, ...]]:

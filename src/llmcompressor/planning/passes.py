@@ -4,12 +4,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from torch.nn import Module
 
 from llmcompressor.args import DatasetArguments
-from llmcompressor.core.contract import DataSize, Granularity
+from llmcompressor.core.contract import DataSize, DataUse, Granularity
 from llmcompressor.core.modifier import Modifier
 from llmcompressor.core.state import State
 from llmcompressor.modeling.blocks import find_blocks
@@ -26,21 +26,12 @@ from llmcompressor.pipelines.passes import (
 from llmcompressor.pipelines.targets import modifier_indices
 from llmcompressor.planning.result import PassPlan
 from llmcompressor.planning.subject import Part
-from llmcompressor.planning.workload import (
-    BlockWork,
-    LearningContext,
-    PartLearning,
-    Widths,
-    block_works,
-    plan_learning,
-)
+from llmcompressor.planning.workload import BlockWork, Widths, block_works
 
-__all__ = ["Learned", "PassContext", "Passes", "plan_passes"]
+__all__ = ["PassContext", "Passes", "plan_passes"]
 
 Passes = list[tuple[PassPlan, list[BlockWork]]]
 """The passes in order, each with the work of every part of the model."""
-Learned = dict[int, list[PartLearning]]
-"""Number of a pass → what learning before it takes of each part of the model."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +48,6 @@ class PassContext:
         widths: of the model's forward.
         data: the calibration data.
         longest: tokens of the longest batch.
-        batches: number of batches.
         room: bytes that ``max_memory`` leaves for activations; ``None`` without a limit.
     """
 
@@ -70,46 +60,42 @@ class PassContext:
     widths: Widths
     data: DataSize
     longest: int
-    batches: int
     room: int | None
 
+    @property
+    def budget(self) -> int:
+        """Bytes of activations that may stay in memory."""
+        if self.args.activation_budget is not None:
+            return int(self.args.activation_budget)
+        return activation_budget(None) if self.room is None else self.room
 
-def plan_passes(modifiers: Sequence[Modifier], context: PassContext) -> tuple[Passes, Learned]:
-    """Plan the passes of a run, and the learning before them.
+    def works(
+        self,
+        modifiers: Sequence[Modifier],
+        owners: Mapping[Module, Sequence[int]],
+        level: Granularity | None,
+    ) -> list[BlockWork]:
+        """Return the work of each part in a pass of ``modifiers``."""
+        every = self.args.moe_calibrate_all_experts
+        return block_works(
+            self.parts, self.widths, modifiers, owners, level, self.data, every_expert=every
+        )
+
+
+def plan_passes(modifiers: Sequence[Modifier], context: PassContext) -> Passes:
+    """Plan the passes of a run.
 
     Args:
         modifiers: of the recipe, initialized.
         context: of the run.
     """
-    passes: Passes = []
-    learned: Learned = {}
-    for taking in _split_modifiers(modifiers, context):
-        if not taking:
-            continue
-        one, works = _plan_pass(taking, context)
-        known = LearningContext(
-            context.parts,
-            works,
-            context.longest,
-            context.batches,
-            context.widths.hidden,
-            context.state.model.dtype.itemsize,
-            context.widths.expert_share,
-            _budget(context),
-        )
-        learning, parts = plan_learning(taking, known)
-        if learning is not None:
-            learned[len(passes)] = parts
-        passes.append((replace(one, learning=learning), works))
-    return passes, learned
-
-
-def _split_modifiers(modifiers: Sequence[Modifier], context: PassContext) -> list[list[Modifier]]:
     if context.is_streamed:
-        return split_into_passes(modifiers, context.pipeline)
-    if context.pipeline == "independent":
-        return insert_surveys(group_joined(modifiers))
-    return insert_surveys(split_at_rewrites(modifiers))
+        split = split_into_passes(modifiers, context.pipeline)
+    elif context.pipeline == "independent":
+        split = insert_surveys(group_joined(modifiers))
+    else:
+        split = insert_surveys(split_at_rewrites(modifiers))
+    return [_plan_pass(each, context) for each in split if each]
 
 
 def _plan_pass(modifiers: list[Modifier], context: PassContext) -> tuple[PassPlan, list[BlockWork]]:
@@ -117,11 +103,19 @@ def _plan_pass(modifiers: list[Modifier], context: PassContext) -> tuple[PassPla
     names = [type(modifier).__name__ for modifier in modifiers]
     needing = [modifier for modifier in modifiers if modifier.traits.data.collects]
     if name == "datafree" or not needing:
-        return PassPlan(names, name), _block_workloads(context, [], {}, None)
+        learns = any(one.traits.data is DataUse.LEARN_FIRST for one in modifiers)
+        waiting = 0
+        if learns:  # inputs of blocks, until the backward reaches them
+            itemsize = context.state.model.dtype.itemsize
+            waiting = (len(context.parts) - 1) * context.longest * context.widths.hidden * itemsize
+        budget = context.budget if learns else 0
+        spilled = max(waiting - budget, 0)
+        plan = PassPlan(names, name, activations=waiting, budget=budget, spilled=spilled)
+        return plan, context.works([], {}, None)
     owners = modifier_indices(needing, context.state)
     if name == "basic":
-        works = _block_workloads(context, needing, owners, None)
-        return PassPlan(names, name, "all at once", "asked for", forwards=1), works
+        plan = PassPlan(names, name, "all at once", "asked for", forwards=1)
+        return plan, context.works(needing, owners, None)
     return _sequential(names, name, needing, owners, context)
 
 
@@ -132,24 +126,26 @@ def _sequential(
     owners: dict[Module, list[int]],
     context: PassContext,
 ) -> tuple[PassPlan, list[BlockWork]]:
-    args = context.args
+    args, state = context.args, context.state
     propagates = args.propagate_error and all(one.traits.propagates_error for one in modifiers)
     streams = 2 if propagates and any(one.traits.twin for one in modifiers) else 1
-    selections = [one.select(context.state) for one in modifiers]
+    selections = [one.select(state) for one in modifiers]
     undeclared = not all(one.to_end or one.modules for one in selections)
-    model = context.state.model
-    at_blocks = needs_block_level(
-        model, context.state, modifiers, find_blocks(model), every=args.moe_calibrate_all_experts
+    at_blocks = undeclared or needs_block_level(
+        state.model,
+        state,
+        modifiers,
+        find_blocks(state.model),
+        every=args.moe_calibrate_all_experts,
     )
     finest = max(one.traits.granularity for one in modifiers)
-    budget = _budget(context)
     chosen = choose_level(
         list(owners),
-        finest=Granularity.BLOCK if undeclared or at_blocks else finest,
+        finest=Granularity.BLOCK if at_blocks else finest,
         forced=_forced(pipeline, modifiers, context, owners),
         tokens=context.data.tokens,
         streams=streams,
-        budget=budget,
+        budget=context.budget,
     )
     plan = PassPlan(
         names,
@@ -159,27 +155,10 @@ def _sequential(
         streams,
         count_forwards(chosen.level, streams, propagates=propagates),
         chosen.bytes,
-        budget,
-        max(chosen.bytes - budget, 0),
+        context.budget,
+        max(chosen.bytes - context.budget, 0),
     )
-    return plan, _block_workloads(context, modifiers, owners, chosen.level)
-
-
-def _block_workloads(
-    context: PassContext,
-    modifiers: Sequence[Modifier],
-    owners: dict[Module, list[int]],
-    level: Granularity | None,
-) -> list[BlockWork]:
-    return block_works(
-        context.parts,
-        context.widths,
-        modifiers,
-        owners,
-        level,
-        context.data,
-        every_expert=context.args.moe_calibrate_all_experts,
-    )
+    return plan, context.works(modifiers, owners, chosen.level)
 
 
 def _forced(
@@ -195,12 +174,3 @@ def _forced(
     if not context.stops:
         return level
     return target_stops(state.model, context.stops, owners, modifiers, state, level)[1]
-
-
-def _budget(context: PassContext) -> int:
-    """Budget in bytes for activations in memory."""
-    if context.args.activation_budget is not None:
-        return int(context.args.activation_budget)
-    if context.room is not None:
-        return context.room
-    return activation_budget(None)

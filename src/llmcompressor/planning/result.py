@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from io import StringIO
 from typing import Any, Literal
@@ -19,7 +19,6 @@ from llmcompressor.runtime.progress import format_bytes
 __all__ = [
     "Dense",
     "Estimate",
-    "LearningPlan",
     "Match",
     "ModuleRow",
     "Operations",
@@ -42,9 +41,7 @@ class Match:
     """Matches of a pattern of the recipe.
 
     Attributes:
-        modifier: the class of its modifier.
         role: ``target`` or ``ignore``.
-        pattern: the pattern in the recipe.
         matched: number of matching modules of any class.
         decided: number of modules that it decides: they get their scheme by this target, are
             pruned or contain pruned modules, or are not quantized because of this ignore entry.
@@ -67,9 +64,7 @@ class ModuleRow:
 
     Attributes:
         pattern: their names, with ``*`` for the numbers.
-        scheme: description of their scheme.
         format: format of the stored tensors; empty for dense modules.
-        modules: number of modules.
         weights: total number of weights.
         why: reason why they stay dense.
     """
@@ -87,9 +82,6 @@ class SchemeBytes:
     """Sizes of the modules of a scheme, before and after.
 
     Attributes:
-        scheme: description of the scheme.
-        format: format of the stored tensors.
-        modules: number of modules.
         weights: total number of weights.
         bytes_before: bytes of their tensors in the model's dtype.
         bytes_after: bytes of their tensors as stored.
@@ -110,7 +102,6 @@ class Dense:
     Attributes:
         pattern: names of the tensors' modules, with ``*`` for numbers.
         bytes: bytes of their tensors as stored.
-        why: the reason.
     """
 
     pattern: str
@@ -161,20 +152,16 @@ class Phase:
 
 @dataclass(frozen=True)
 class Operations:
-    """Number of multiply-adds of a run.
+    """Number of multiply-adds of a run; passes over values that are no products count as 16 each.
 
     Attributes:
         forward: of all forwards over the calibration data.
-        gram: of the second moments of inputs.
-        cross: of the products between inputs and original inputs.
-        solve: of the solvers.
-        learn: of the learning before passes.
+        solve: of the modifiers: statistics, solvers, and changes without data.
         rounded: number of weights that are rounded and packed.
+        learn: of the learning before passes.
     """
 
     forward: int = 0
-    gram: int = 0
-    cross: int = 0
     solve: int = 0
     rounded: int = 0
     learn: int = 0
@@ -182,7 +169,7 @@ class Operations:
     @property
     def total(self) -> int:
         """Total number of multiply-adds."""
-        return self.forward + self.gram + self.cross + self.solve + self.learn
+        return self.forward + self.solve + self.learn
 
 
 @dataclass(frozen=True)
@@ -193,23 +180,17 @@ class Rates:
         device: the device that computes.
         model_products: multiply-adds per second in the model's dtype.
         float32_products: multiply-adds per second in float32.
-        memory: bytes per second that a pass over a large tensor reads and writes.
         disk_read: bytes per second.
         disk_write: bytes per second, including the flush to disk.
         spread: ratio of the largest to the smallest measured rate.
-        attention: multiply-adds per second of attention; 0 to use that of other products.
-        statistics: multiply-adds per second of second moments; 0 to use that of other products.
     """
 
     device: str
     model_products: float
     float32_products: float
-    memory: float
     disk_read: float
     disk_write: float
     spread: float
-    attention: float = 0.0
-    statistics: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -226,9 +207,8 @@ class Tokens:
     """Size of the calibration data.
 
     Attributes:
-        samples: number of samples.
         tokens: total number of positions, including padding.
-        real: number of real tokens.
+        real: number of tokens that are no padding.
         longest: tokens of the longest sample.
         how: origin of these numbers.
         is_exact: whether they were counted.
@@ -243,47 +223,10 @@ class Tokens:
 
 
 @dataclass(frozen=True)
-class LearningPlan:
-    """Learning before a pass, with forwards and backwards through all blocks.
-
-    Attributes:
-        steps: batches that run forward and backward.
-        compared: batches that run forward only.
-        tokens: tokens of a batch.
-        activations: bytes of block inputs that wait for the backward.
-        budget: bytes of them that may stay in memory.
-        spilled: bytes that go to files.
-        held: bytes of the learned parameters, held all the time.
-        stepping: further bytes during an optimizer step.
-        kept: bytes on disk for saved progress.
-        read: bytes of weights that are read.
-        forwards: multiply-adds of the model, including backwards.
-        products: multiply-adds in float32, for computed weights and optimizer steps.
-        visits: elementwise accesses to weights.
-    """
-
-    steps: int
-    compared: int
-    tokens: int
-    activations: int
-    budget: int
-    spilled: int
-    held: int
-    stepping: int
-    kept: int
-    read: int
-    forwards: int
-    products: int
-    visits: int
-
-
-@dataclass(frozen=True)
 class PassPlan:
     """A pass over the model.
 
     Attributes:
-        modifiers: names of its modifiers.
-        pipeline: its pipeline.
         level: where forwards are paused; empty without forwards.
         reason: reason for the level.
         streams: 1, or 2 with twin streams (the original model runs too).
@@ -291,7 +234,6 @@ class PassPlan:
         activations: bytes that waiting forwards hold.
         budget: bytes of them that may stay in memory.
         spilled: bytes that are in files at once.
-        learning: the learning before the pass, if any.
     """
 
     modifiers: Sequence[str]
@@ -303,19 +245,11 @@ class PassPlan:
     activations: int = 0
     budget: int = 0
     spilled: int = 0
-    learning: LearningPlan | None = None
 
 
 @dataclass(frozen=True)
 class Problem:
-    """An error that the run would raise.
-
-    Attributes:
-        where: the modifier or the argument.
-        error: the class of the error.
-        message: the problem.
-        remedy: what to do about it.
-    """
+    """An error that the run would raise: at a modifier or an argument, of a class."""
 
     where: str
     error: str
@@ -325,16 +259,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class ServingNote:
-    """A finding of the serving rules about the predicted checkpoint.
-
-    Attributes:
-        rule: number of the rule.
-        severity: ``error``, ``warning`` or ``note``.
-        server: the server that has the rule.
-        module: the module concerned.
-        message: the problem.
-        remedy: what to do about it.
-    """
+    """A finding about the predicted checkpoint: ``error``, ``warning`` or ``note``."""
 
     rule: str
     severity: str
@@ -419,16 +344,16 @@ class Plan:
         return plan_text(self)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the plan as JSON data."""
+        """Return the plan as JSON data; what earlier releases counted apart is ``None``."""
         content: dict[str, Any] = {"ok": self.ok, **_plain(self)}
+        content["operations"] |= {"gram": None, "cross": None}
+        content["passes"] = [{**one, "learning": None} for one in content["passes"]]
+        if self.rates is not None:
+            content["rates"] |= {"memory": None, "attention": None, "statistics": None}
         if self.sizes is not None:
             content["sizes"]["ratio"] = round(self.sizes.ratio, 4)
-        content["peak"] = {
-            "host": self.peak_host,
-            "device": self.peak_device,
-            "disk": self.peak_disk,
-        }
-        return content
+        peaks = {"host": self.peak_host, "device": self.peak_device, "disk": self.peak_disk}
+        return {**content, "peak": peaks}
 
 
 def _plain(value: Any) -> Any:
@@ -446,7 +371,6 @@ def _plain(value: Any) -> Any:
 
 _STYLES = {"error": "red", "warning": "yellow", "note": "dim"}
 _MOST_ROWS = 12
-_LEFT: Literal["left"] = "left"
 
 
 def print_plan(plan: Plan, console: Console | None = None) -> None:
@@ -457,17 +381,21 @@ def print_plan(plan: Plan, console: Console | None = None) -> None:
         console: the console; standard output by default.
     """
     console = console or Console()
-    _print(
-        console,
-        f"{plan.model}: {plan.architecture}, {_count(plan.parameters)} parameters, "
-        f"{plan.blocks} blocks",
-    )
+    title = f"{plan.model}: {plan.architecture}, {_count(plan.parameters)} parameters"
+    _print(console, f"{title}, {plan.blocks} blocks")
     _print_matches(plan, console)
     _print_bytes(plan, console)
     _print_run(plan, console)
     _print_phases(plan, console)
-    _print_findings(plan, console)
-    _print(console, *_verdict(plan))
+    _print(console, *(f"Note: {note}" for note in plan.notes))
+    _print_serving(plan, console)
+    counts = Counter(one.severity for one in plan.serving)
+    lines = [
+        f"It would fail. {one.where}: {one.message} {one.remedy}".rstrip() for one in plan.problems
+    ]
+    if counts["error"]:
+        lines.append(f"Its output could not be served: {counts['error']} error(s) above.")
+    _print(console, "", *lines, *(["Nothing was found that would stop it."] if plan.ok else []))
 
 
 def plan_text(plan: Plan, width: int = 100) -> str:
@@ -477,30 +405,29 @@ def plan_text(plan: Plan, width: int = 100) -> str:
         plan: the plan to print.
         width: width of the tables in characters.
     """
-    console = Console(file=StringIO(), width=width, color_system=None)
-    print_plan(plan, console)
-    text: str = console.file.getvalue()  # type: ignore[attr-defined]  # it is a StringIO
-    return "\n".join(line.rstrip() for line in text.splitlines())
+    file = StringIO()
+    print_plan(plan, Console(file=file, width=width, color_system=None))
+    return "\n".join(line.rstrip() for line in file.getvalue().splitlines())
 
 
 def _print(console: Console, *lines: str) -> None:
-    console.print(*lines, sep="\n", markup=False, highlight=False, soft_wrap=True)
+    for line in lines:
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
-def _table(title: str, *headings: str, left: int = 1) -> Table:
+def _table(title: str, *headings: str, left: Collection[int] = (0,)) -> Table:
     table = Table(
-        title=f"\n{title}", title_justify=_LEFT, box=None, pad_edge=False, padding=(0, 2, 0, 0)
+        title=f"\n{title}", title_justify="left", box=None, pad_edge=False, padding=(0, 2, 0, 0)
     )
     for position, heading in enumerate(headings):
-        table.add_column(heading, justify=_LEFT if position < left else "right", overflow="fold")
+        justify: Literal["left", "right"] = "left" if position in left else "right"
+        table.add_column(heading, justify=justify, overflow="fold")
     return table
 
 
 def _print_matches(plan: Plan, console: Console) -> None:
-    if not plan.matches:
-        return
-    table = _table("What the patterns match", "Pattern", "In", "Decides", "Matches", "For example")
-    table.columns[1].justify = table.columns[4].justify = _LEFT
+    headings = ("Pattern", "In", "Decides", "Matches", "For example")
+    table = _table("What the patterns match", *headings, left=(0, 1, 4))
     for one in plan.matches:
         example = one.hint if not one.matched else (one.first[0] if one.first else "")
         table.add_row(
@@ -510,33 +437,32 @@ def _print_matches(plan: Plan, console: Console) -> None:
             str(one.matched),
             Text(example),
         )
-    console.print(table)
+    if plan.matches:
+        console.print(table)
 
 
 def _print_bytes(plan: Plan, console: Console) -> None:
-    if plan.sizes is None:
+    sizes = plan.sizes
+    if sizes is None:
         return
     table = _table("What is written", "Scheme", "Modules", "Before", "After")
-    for one in plan.scheme_bytes:
-        name = f"{one.scheme} ({one.format})"
+
+    def add(name: str, modules: str, before: int | None, after: int) -> None:
         table.add_row(
-            Text(name),
-            str(one.modules),
-            format_bytes(one.bytes_before),
-            format_bytes(one.bytes_after),
+            Text(name), modules, "" if before is None else format_bytes(before), format_bytes(after)
         )
+
+    for one in plan.scheme_bytes:
+        add(f"{one.scheme} ({one.format})", str(one.modules), one.bytes_before, one.bytes_after)
     ordered = sorted(plan.dense, key=lambda one: -one.bytes)
     shown, rest = ordered[:_MOST_ROWS], ordered[_MOST_ROWS:]
     if rest:
         shown.append(Dense(f"{len(rest)} others", sum(one.bytes for one in rest), ""))
     for row in shown:
         why = f", {row.why}" if row.why else ""
-        table.add_row(Text(f"as it is: {row.pattern}{why}"), "", "", format_bytes(row.bytes))
-    sizes = plan.sizes
+        add(f"as it is: {row.pattern}{why}", "", None, row.bytes)
     files = "1 file" if len(sizes.files) == 1 else f"{len(sizes.files)} files"
-    table.add_row(
-        Text(f"weights, {files}"), "", format_bytes(sizes.source), format_bytes(sizes.weights)
-    )
+    add(f"weights, {files}", "", sizes.source, sizes.weights)
     console.print(table)
     ratio = f", {sizes.ratio:.2f} times smaller" if sizes.weights else ""
     _print(console, f"Weights: {sizes.weights:,} bytes exactly{ratio}.")
@@ -554,79 +480,51 @@ def _print_run(plan: Plan, console: Console) -> None:
         if each.level:
             runs = f"{each.forwards} forward{'s' if each.forwards > 1 else ''}"
             text += f", paused at {each.level} level, {runs} ({each.reason})"
-        if each.learning is not None:
-            tokens = each.learning.tokens
-            text += f", behind {each.learning.steps} steps of learning on {tokens:,} tokens each"
+        elif each.activations:
+            text += ", after learning"
         lines.append(f"{text}.")
-    total = plan.operations.total
-    if total:
-        lines.append(f"Operations: {_count(total)} multiply-adds.")
+    if plan.operations.total:
+        lines.append(f"Operations: {_count(plan.operations.total)} multiply-adds.")
     _print(console, *lines)
 
 
 def _print_phases(plan: Plan, console: Console) -> None:
     if not plan.phases:
         return
-    has_device = plan.peak_device > 0
-    headings = ["Phase", "Memory", *(["Device"] if has_device else []), "Disk"]
-    has_time = plan.time is not None
-    table = _table("What it needs, at most", *headings, *(["Waited for"] if has_time else []))
-    for one in plan.phases:
-        cells = [
-            one.name,
-            format_bytes(one.host),
-            *([format_bytes(one.device)] if has_device else []),
-        ]
-        cells += [format_bytes(one.disk), *([_time(one.seconds)] if has_time else [])]
-        table.add_row(*cells)
+    cells = {
+        "Phase": [one.name for one in plan.phases],
+        "Memory": [format_bytes(one.host) for one in plan.phases],
+        "Device": [format_bytes(one.device) for one in plan.phases],
+        "Disk": [format_bytes(one.disk) for one in plan.phases],
+        "Waited for": [_time(one.seconds) for one in plan.phases],
+    }
+    if not plan.peak_device:
+        del cells["Device"]
+    if plan.time is None:
+        del cells["Waited for"]
+    table = _table("What it needs, at most", *cells)
+    for row in zip(*cells.values(), strict=True):
+        table.add_row(*row)
     console.print(table)
     if plan.time is not None:
-        low, high = _time(plan.time.low), _time(plan.time.high)
-        _print(
-            console, f"Time on this machine: about {_time(plan.time.seconds)} ({low} to {high})."
-        )
+        about, low, high = map(_time, (plan.time.seconds, plan.time.low, plan.time.high))
+        _print(console, f"Time on this machine: about {about} ({low} to {high}).")
 
 
-def _print_findings(plan: Plan, console: Console) -> None:
-    for note in plan.notes:
-        _print(console, f"Note: {note}")
-    if not plan.serving:
-        return
-    table = _table("What servers say", "", "Rule", "Where", "What, and what to do", left=4)
-    for (severity, rule, server, text), where in _joined(plan.serving):
-        table.add_row(
-            Text(severity, style=_STYLES[severity]),
-            f"{rule} {server}".strip(),
-            Text(where),
-            Text(text),
-        )
-    console.print(table)
-
-
-def _joined(
-    notes: Iterable[ServingNote],
-) -> list[tuple[tuple[str, str, str, str], str]]:
-    """Merge findings with the same message into one row."""
-    found: dict[tuple[str, str, str, str], list[str]] = {}
-    for one in notes:
-        key = (one.severity, one.rule, one.server, f"{one.message} {one.remedy}".strip())
-        found.setdefault(key, []).append(one.module)
-    return [
-        (key, modules[0] + (f" and {len(modules) - 1} more" if len(modules) > 1 else ""))
-        for key, modules in found.items()
-    ]
-
-
-def _verdict(plan: Plan) -> list[str]:
-    lines = [""]
-    for one in plan.problems:
-        lines.append(f"It would fail. {one.where}: {one.message} {one.remedy}".rstrip())
-    counts = Counter(one.severity for one in plan.serving)
-    if counts["error"]:
-        lines.append(f"Its output could not be served: {counts['error']} error(s) above.")
-    if plan.ok:
-        lines.append("Nothing was found that would stop it.")
-    return lines
+def _print_serving(plan: Plan, console: Console) -> None:
+    """Print findings of the serving rules; those with the same message share a row."""
+    found: dict[tuple[str, str, str], list[str]] = {}
+    for one in plan.serving:
+        text = f"{one.message} {one.remedy}".strip()
+        rule = f"{one.rule} {one.server}".strip()
+        found.setdefault((one.severity, rule, text), []).append(one.module)
+    headings = ("", "Rule", "Where", "What, and what to do")
+    table = _table("What servers say", *headings, left=range(4))
+    for (severity, rule, text), modules in found.items():
+        where = modules[0] + (f" and {len(modules) - 1} more" if len(modules) > 1 else "")
+        table.add_row(Text(severity, style=_STYLES[severity]), rule, Text(where), Text(text))
+    if found:
+        console.print(table)
 
 
 def _count(number: int) -> str:
@@ -635,13 +533,8 @@ def _count(number: int) -> str:
     >>> _count(8_030_261_248), _count(3_700_000), _count(512)
     ('8.03 billion', '3.7 million', '512')
     """
-    for value, word in (
-        (1e18, "quintillion"),
-        (1e15, "quadrillion"),
-        (1e12, "trillion"),
-        (1e9, "billion"),
-        (1e6, "million"),
-    ):
+    words = {1e18: "quintillion", 1e15: "quadrillion", 1e12: "trillion", 1e9: "billion"}
+    for value, word in {**words, 1e6: "million"}.items():
         if number >= value:
             return f"{number / value:.3g} {word}"
     return str(number)
@@ -655,6 +548,4 @@ def _time(seconds: float) -> str:
     """
     if seconds < 120:
         return f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.1f} s"
-    if seconds < 7200:
-        return f"{seconds / 60:.0f} min"
-    return f"{seconds / 3600:.0f} h"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.0f} h"

@@ -21,6 +21,7 @@ from llmcompressor.modeling.names import own_parameters
 from llmcompressor.planning.matching import descriptions, name_pattern
 from llmcompressor.planning.result import Dense, ModuleRow, SchemeBytes, ServingNote, Sizes
 from llmcompressor.planning.subject import PlannedModel
+from llmcompressor.planning.workload import matrix_elements
 from llmcompressor.verification import Deployment, TensorInfo, check_serving
 
 __all__ = ["Output", "predict_output", "serving_notes"]
@@ -70,7 +71,8 @@ class Output:
             if one.name in formats:
                 key = (words[id(one.scheme)], str(formats[one.name]))
                 after = stored.get(self.places[one.name], 0)
-                rows.setdefault(key, []).append((*_own(one), after))
+                before = sum(each.nbytes for each in own_parameters(one.module))
+                rows.setdefault(key, []).append((matrix_elements(one.module), before, after))
         return [
             SchemeBytes(
                 scheme, form, len(each), *(sum(column) for column in zip(*each, strict=True))
@@ -111,13 +113,6 @@ def _reason(place: str, reasons: Mapping[str, str]) -> str:
     while place and place not in reasons:
         place = place.rpartition(".")[0]
     return reasons.get(place, "")
-
-
-def _own(planned: PlannedModule) -> tuple[int, int]:
-    """Return the number of weights of a module, and the bytes of its parameters."""
-    parameters = own_parameters(planned.module)
-    matrices = [one.numel() for one in parameters if one.ndim > 1]
-    return sum(matrices), sum(one.numel() * one.element_size() for one in parameters)
 
 
 def predict_output(

@@ -5,11 +5,10 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from compressed_tensors.quantization import QuantizationStatus
@@ -30,8 +29,6 @@ __all__ = ["MemoryCounter", "PeakBytes", "SchemeCost", "count_memory", "measure_
 _ROWS = (8, 32, 128, 512, 2048)
 """Of the matrices: what works on parts of a matrix takes less per weight of a large one."""
 _COLUMNS = 2048
-_ENOUGH_SECONDS = 0.2
-"""A matrix that takes so long to round is large enough to time; the next takes four times that."""
 _MOST_SECONDS, _MOST_BYTES = 1.0, 2**29
 """Where counting the memory of a matrix takes so long, or so much, no larger one is made.
 
@@ -49,9 +46,9 @@ class PeakBytes:
         small: bytes per weight of small matrices, where that is less.
     """
 
-    fixed: float
-    per_weight: float
-    small: float
+    fixed: float = 0.0
+    per_weight: float = 0.0
+    small: float = 0.0
 
     def of(self, weights: int) -> int:
         """Return the bytes for a matrix with this number of weights."""
@@ -68,12 +65,9 @@ class SchemeCost:
         packing: the same while it is packed, including the packed form.
     """
 
-    seconds: float
-    rounding: PeakBytes
-    packing: PeakBytes
-
-
-_NOTHING = SchemeCost(0.0, PeakBytes(0.0, 0.0, 0.0), PeakBytes(0.0, 0.0, 0.0))
+    seconds: float = 0.0
+    rounding: PeakBytes = PeakBytes()
+    packing: PeakBytes = PeakBytes()
 
 
 def measure_scheme(
@@ -88,99 +82,56 @@ def measure_scheme(
         is_written: weights are quantized while they are packed, not in memory before.
     """
     if scheme.weights is None:
-        return _NOTHING
-    # Numbers of rows, at least two, as multiples of the scheme's block size.
+        return SchemeCost()
+    # numbers of rows and columns that the scheme's blocks or groups divide
     block = scheme.weights.block_structure[0] if scheme.weights.block_structure else 1
-    sizes = sorted({-(-rows // block) * block for rows in _ROWS})
-    if len(sizes) == 1:
-        sizes.append(2 * sizes[0])
-    made = partial(_TrialMatrix, scheme=scheme, dtype=dtype, device=device, is_written=is_written)
+    group = max(scheme.weights.group_size or 1, 1)
+    columns = max(_COLUMNS // group, 1) * group
+    sizes = sorted({-(-rows // block) * block for rows in (*_ROWS, 2 * block)})
+    found: list[tuple[int, int, int]] = []
     try:
-        small, large = _measured([made(rows) for rows in sizes])
-        seconds = _timed([made(rows) for rows in sizes])
+        for rows in sizes:
+            weight_RC, entry = _matrix(rows, columns, scheme, dtype, device, is_written=is_written)
+            start = time.thread_time()  # of this thread: the machine may be busy
+            with try_few_ranges():
+                with count_memory() as rounding:
+                    own = _rounded(weight_RC, scheme, entry)
+                with count_memory() as packing:
+                    compress(entry, own)
+            found.append((weight_RC.numel(), rounding.peak, packing.peak))
+            is_long = time.thread_time() - start > _MOST_SECONDS
+            if len(found) > 1 and (is_long or max(rounding.peak, packing.peak) > _MOST_BYTES):
+                break
+        start = time.perf_counter()  # without the counting, which takes time
+        compress(entry, _rounded(weight_RC, scheme, entry))
+        seconds = time.perf_counter() - start
     except CompressorError:
-        return _NOTHING
-    return SchemeCost(
-        seconds,
-        _peak(small.weights, small.rounding, large.weights, large.rounding),
-        _peak(small.weights, small.packing, large.weights, large.packing),
-    )
+        return SchemeCost()
+    (few, *small), (many, *large) = found[-2:]
+    peaks = []
+    for less, more in zip(small, large, strict=True):  # a line through two measurements
+        slope = max(more - less, 0) / (many - few)
+        peaks.append(PeakBytes(max(more - slope * many, 0.0), slope, less / few))
+    return SchemeCost(seconds / many, *peaks)
 
 
-def _peak(few: int, small: int, many: int, large: int) -> PeakBytes:
-    """Fit a line through two measurements."""
-    slope = max(large - small, 0) / (many - few)
-    return PeakBytes(max(large - slope * many, 0.0), slope, small / few)
-
-
-def _column_count(args: Any) -> int:
-    """Number of columns, divisible by the scheme's group size."""
-    group = args.group_size or 1
-    return max(_COLUMNS // group, 1) * group if group > 0 else _COLUMNS
-
-
-class _Measured(NamedTuple):
-    weights: int
-    rounding: int
-    packing: int
-
-
-@dataclass(frozen=True)
-class _TrialMatrix:
-    """A random matrix to be quantized by a scheme."""
-
-    rows: int
-    scheme: Any
-    dtype: torch.dtype
-    device: torch.device
-    is_written: bool
-
-    @property
-    def weights(self) -> int:
-        return self.rows * _column_count(self.scheme.weights)
-
-    def made(self) -> tuple[Tensor, QuantizedModule]:
-        columns = _column_count(self.scheme.weights)
-        linear = Linear(columns, self.rows, bias=False, dtype=self.dtype, device="meta")
-        if self.is_written and format_of(self.scheme) != "dense":
-            vars(linear)["quantization_status"] = QuantizationStatus.FROZEN
-        generator = torch.Generator().manual_seed(0)
-        weight_RC = torch.randn(self.rows, columns, generator=generator).mul_(0.02)
-        entry = quantized_module("trial", linear, self.scheme)
-        assert entry is not None
-        return weight_RC.to(self.device, self.dtype), entry
-
-
-def _measured(matrices: Sequence[_TrialMatrix]) -> tuple[_Measured, _Measured]:
-    """Return the memory of the two largest matrices that are measured quickly."""
-    found: list[_Measured] = []
-    for matrix in matrices:
-        weight_RC, entry = matrix.made()
-        start = time.thread_time()  # of this thread: the machine may be busy
-        with try_few_ranges():
-            with count_memory() as rounding:
-                own = _rounded(weight_RC, matrix.scheme, entry)
-            with count_memory() as packing:
-                compress(entry, own)
-        found.append(_Measured(matrix.weights, rounding.peak, packing.peak))
-        is_long = time.thread_time() - start > _MOST_SECONDS
-        if len(found) > 1 and (is_long or max(rounding.peak, packing.peak) > _MOST_BYTES):
-            break
-    return found[-2], found[-1]
-
-
-def _timed(matrices: Sequence[_TrialMatrix]) -> float:
-    """Return the seconds per weight, without the counting of memory, which takes time."""
-    seconds = 0.0
-    for matrix in matrices:
-        weight_RC, entry = matrix.made()
-        start = time.perf_counter()
-        compress(entry, _rounded(weight_RC, matrix.scheme, entry))
-        took = time.perf_counter() - start
-        seconds = took / matrix.weights
-        if took > _ENOUGH_SECONDS:
-            break
-    return seconds
+def _matrix(
+    rows: int,
+    columns: int,
+    scheme: Any,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    is_written: bool,
+) -> tuple[Tensor, QuantizedModule]:
+    """Return a random matrix that is to be quantized by the scheme."""
+    linear = Linear(columns, rows, bias=False, dtype=dtype, device="meta")
+    if is_written and format_of(scheme) != "dense":
+        vars(linear)["quantization_status"] = QuantizationStatus.FROZEN
+    weight_RC = torch.randn(rows, columns, generator=torch.Generator().manual_seed(0)).mul_(0.02)
+    entry = quantized_module("trial", linear, scheme)
+    assert entry is not None
+    return weight_RC.to(device, dtype), entry
 
 
 def _rounded(weight_RC: Tensor, scheme: Any, entry: QuantizedModule) -> dict[str, Tensor]:

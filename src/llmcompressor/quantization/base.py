@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.nn import Embedding, Module
 
 from llmcompressor.core.contract import (
-    CalibrationCost,
-    CostModel,
+    ELEMENTWISE,
+    Cost,
     DataSize,
     DataUse,
     Granularity,
@@ -64,6 +64,7 @@ from llmcompressor.quantization.parameters import (
     check_observers,
     needs_input_importance,
     observe_weight,
+    replace_weight,
     weight_amax_with_headroom,
     weight_of,
     weight_range,
@@ -249,19 +250,17 @@ class QuantizationMixin(Modifier):
         found = resolved.lookup.of(name, module)
         return found is not None and not is_empty(found)
 
-    def cost(self) -> CostModel:
-        """Cost of observing inputs."""
-        return CostModel(calibration=self.calibration_cost)
-
-    def calibration_cost(self, modules: Sequence[Module], data: DataSize) -> CalibrationCost:
-        """The cost of observing the ranges of inputs with a static scale."""
+    def cost(self, modules: Sequence[Module], data: DataSize) -> Cost:
+        """Cost of observing the ranges of inputs with a static scale."""
         weighing = [
             weight_of(one).shape[-1]
             for one in modules
             if one in self._schemes and needs_input_importance(self._schemes[one].weights)
         ]
-        squares = _FLOAT * max(weighing, default=0)  # of the inputs' columns
-        return CalibrationCost(watch=self.watched_values(modules), statistics=squares)
+        return Cost(
+            flops=ELEMENTWISE * data.tokens * self.watched_values(modules),
+            held_bytes=_FLOAT * max(weighing, default=0),  # squares of the inputs' columns
+        )
 
     def watched_values(self, modules: Sequence[Module]) -> int:
         """Number of values observed per token of the inputs of ``modules``, for static scales."""
@@ -641,7 +640,7 @@ class QuantizationMixin(Modifier):
             is_raw = parameters is not None and module not in self._rounded
             is_left = written and format_of(scheme) != "dense"  # dense: the writer does not round
             if parameters is not None and is_raw and not is_left:
-                weight_of(module).data.copy_(parameters.round(weight_of(module).data))
+                replace_weight(module, parameters.round(weight_of(module).data))
             static = self._observers.parameters(module)
             attach_linear(module, scheme, parameters, static, is_raw=is_raw and is_left)
         for module in (module for module in self._attention if module in wanted):

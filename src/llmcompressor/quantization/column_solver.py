@@ -10,7 +10,7 @@ import torch
 from compressed_tensors.quantization import QuantizationStrategy
 from torch import Tensor
 
-from llmcompressor.core.contract import CalibrationCost
+from llmcompressor.core.contract import ELEMENTWISE, Cost, DataSize
 from llmcompressor.numerics.batching import (
     BATCH_ELEMENTS,
     batch_by_kind,
@@ -28,7 +28,6 @@ from llmcompressor.numerics.gptq import (
     ridge_for_tokens,
     sweep_and_refine,
 )
-from llmcompressor.numerics.gram import CHUNK_TOKENS
 from llmcompressor.numerics.grid import Grid
 from llmcompressor.numerics.hessian import (
     dead_columns,
@@ -38,7 +37,7 @@ from llmcompressor.quantization.parameters import WeightParameters
 from llmcompressor.runtime.threads import SPAN, one_thread
 from llmcompressor.schemes.bridge import grid_of, partition_of
 
-__all__ = ["Options", "Problem", "Solution", "gptq_effort", "refinement_rounds", "solve"]
+__all__ = ["Options", "Problem", "Solution", "gptq_cost", "refinement_rounds", "solve"]
 
 
 @dataclass(frozen=True)
@@ -344,44 +343,41 @@ def _solution(
 
 
 # --------------------
-# Cost model of GPTQ, for C columns, R rows of all Linears with one input, and T tokens.
+# Cost of GPTQ, for C columns and R rows of all Linears with one input.
 #
-# =====================================  =======================================  =================
-# step                                   multiply-adds                            further bytes
-# =====================================  =======================================  =================
-# second moments                         T C² · 36/64 (block rows of a triangle)  4 C² cross
-# products (twin streams)          T C²                                     4 C² or output
-# residuals, where R ≤ C / 2   2 T R C                                  4 R C and a copy correction
-# (twin streams)              C³/3 + 2 R C², or C³/3 + R C²            8 C² + 11 R C factorization
-# C³/3                                     4 C² + 4 P² + 4 R C sweep
-# R C²/2                                   4C²+12RC + 4P(R + C) refinement
-# R C² per round                           4 C² + 33 R C / 2 transposing back
-# none                                     12 or 16 RC + 8SC refit of scales, on an accelerator
-# R C² of groups of g columns              16 R C + 20 R g =====================================
-# =======================================  =================
+# step                              multiply-adds             further bytes
+# second moments                    36/64 C² a token          4 C²
+# cross products, twin streams      C² a token                4 C²
+# output residuals, for few rows    2 R C a token             4 R C and a copy
+# correction, twin streams          C³/3 + 2 R C², or R C²    8 C² + 11 R C
+# factorization                     C³/3                      4 C² + 4 P² + 4 R C, panels of P
+# sweep                             R C²/2                    4 C² + 12 R C + 4 P (R + C)
+# refinement, a round               R C²                      4 C² + 33 R C / 2
+# transposing back                  none                      12 or 16 R C, 8 C for a thread's rows
+# refit of scales, on accelerators  R C²                      16 R C + 20 R g, groups of g columns
 #
-# The second moments stay allocated while solving; of the further bytes the largest term counts. P
-# is the width of a panel of the factorization, or C if that is less; S are the rows that all
-# threads together transpose at a time.
+# The moments stay while solving; of the further bytes the largest term counts.
 
 _FLOAT = 4
 _VISITS_OF_SWEEP = 24
 _VISITS_OF_REFINEMENT = 26
 
 
-def gptq_effort(
+def gptq_cost(
     weights: Sequence[Tensor],
+    data: DataSize,
     *,
     twin: bool,
     refinements: int,
     group: int = 0,
     batch: int | None = None,
     answered: bool = False,
-) -> CalibrationCost:
+) -> Cost:
     """The cost of solving Linears with one input.
 
     Args:
         weights: each ``[R_i, C]``; only shapes and dtypes are used.
+        data: size of the calibration data.
         twin: with the inputs of the original model.
         refinements: rounds of coordinate descent.
         group: columns that share a scale; 0 for all.
@@ -389,13 +385,12 @@ def gptq_effort(
         answered: whether output residuals are accumulated where that costs less.
     """
     if not weights:
-        return CalibrationCost()
+        return Cost()
     columns = weights[0].shape[-1]
     elements = sum(weight.numel() for weight in weights)
-    square, streams = columns**2, 2 if twin else 1
+    rows, itemsize, square = elements // columns, weights[0].element_size(), columns**2
     solve = square * columns // 3 + elements * columns // 2
     solve += refinements * elements * columns
-    rows, itemsize = elements // columns, weights[0].element_size()
     cross = compared = 0
     if twin and answered and prefers_output_residual(rows, columns, weights[0].dtype):
         cross, compared = 2 * elements, (_FLOAT + itemsize) * elements
@@ -403,24 +398,20 @@ def gptq_effort(
     elif twin:
         cross, compared = square, _FLOAT * square
         solve += square * columns // 3 + 2 * elements * columns
-    buffered = streams * CHUNK_TOKENS * columns * itemsize
-    turned = columns * min(rows, SPAN * torch.get_num_threads())
+    buffered = data.buffered * columns * itemsize
     panel = min(columns, PANEL)
+    transposed = columns * min(rows, SPAN * torch.get_num_threads())
     largest = max(
         4 * square + 4 * panel**2 + 4 * elements,
         8 * square + 11 * elements if twin else 0,
         4 * square + 12 * elements + 4 * panel * (rows + columns),
         (4 * square + 33 * elements // 2) if refinements else 0,
-        (16 if refinements else 12) * elements + 8 * turned,
+        (16 if refinements else 12) * elements + 8 * transposed,
+        16 * elements + 20 * rows * (min(group, columns) or columns) if data.on_device else 0,
     )
-    return CalibrationCost(
-        gram=square * 36 // 64,
-        cross=cross,
-        solve=solve,
-        visits=elements * (_VISITS_OF_SWEEP + refinements * _VISITS_OF_REFINEMENT),
-        statistics=_FLOAT * square + compared,
-        buffered=buffered,
-        workspace=largest,
-        on_device=max(largest, 16 * elements + 20 * rows * (min(group, columns) or columns)),
-        at_once=batch or max(1, BATCH_ELEMENTS // square),
+    visits = elements * (_VISITS_OF_SWEEP + refinements * _VISITS_OF_REFINEMENT)
+    return Cost(
+        flops=data.tokens * (square * 36 // 64 + cross) + solve + ELEMENTWISE * visits,
+        held_bytes=_FLOAT * square + compared + (1 + twin) * buffered,
+        peak_bytes=min(data.alike, batch or max(1, BATCH_ELEMENTS // square)) * largest,
     )

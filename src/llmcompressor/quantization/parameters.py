@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from compressed_tensors.quantization import QuantizationArgs
@@ -40,6 +41,7 @@ __all__ = [
     "needs_input_importance",
     "observe_weight",
     "range_parameters",
+    "replace_weight",
     "uses_only_extremes",
     "weight_amax",
     "weight_amax_with_headroom",
@@ -113,6 +115,27 @@ def weight_of(module: Module) -> Tensor:
     weight = module.weight
     assert isinstance(weight, Tensor)
     return weight
+
+
+def replace_weight(module: Module, values: Tensor) -> None:
+    """Give the weight of a module new values.
+
+    Where the weight has a storage of its own in main memory, it takes over that of ``values``: its
+    own is often a file mapped by safetensors, each page of which is copied when it is first
+    written to. That takes longer than rounding does.
+
+    Args:
+        module: the module.
+        values: of the weight's shape, not referred to by anything else.
+    """
+    weight: Any = weight_of(module).data  # torch annotates no is_shared
+    is_own = weight.device.type == "cpu" and not weight.is_shared() and type(weight) is Tensor
+    sizes = {each.untyped_storage().nbytes() for each in (weight, values)}
+    is_alike = values.dtype == weight.dtype and values.stride() == weight.stride()
+    if is_own and is_alike and sizes == {weight.nbytes}:
+        module.weight.data = values
+    else:
+        weight.copy_(values)
 
 
 def weight_amax(weight_RC: Tensor) -> Tensor:

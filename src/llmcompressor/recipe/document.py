@@ -84,35 +84,23 @@ class RecipeLoader(yaml.SafeLoader):
 
         This is YAML's rule. PyYAML 6.0.4 takes the last or the innermost, by the length of the key.
         """
-        own: list[_Pair] = []
-        merged: dict[object, _Pair] = {}  # the weakest first
+        own: list[tuple[yaml.Node, yaml.Node]] = []
+        merged: dict[object, tuple[yaml.Node, yaml.Node]] = {}  # the weakest first
         pending, node.value = node.value, []  # a mapping that merges itself adds nothing
         for key, value in pending:
-            if key.tag == f"{_YAML}merge":
-                for source in reversed(_merge_sources(value)):
-                    self.flatten_mapping(source)
-                    merged |= {_key_identity(pair[0]): pair for pair in source.value}
-            else:
+            if key.tag != f"{_YAML}merge":
                 own.append((key, value))
+                continue
+            sources = value.value if isinstance(value, yaml.SequenceNode) else [value]
+            for source in reversed(sources):
+                if not isinstance(source, yaml.MappingNode):
+                    problem = "expected a mapping or list of mappings for merging"
+                    raise yaml.constructor.ConstructorError(None, None, problem, value.start_mark)
+                self.flatten_mapping(source)
+                for inner, pair in ((pair[0], pair) for pair in source.value):
+                    is_scalar = isinstance(inner, yaml.ScalarNode)
+                    merged[(inner.tag, inner.value) if is_scalar else inner] = pair
         node.value = [*merged.values(), *own]
-
-
-_Pair = tuple[yaml.Node, yaml.Node]
-
-
-def _merge_sources(value: yaml.Node) -> list[yaml.MappingNode]:
-    """The mappings under a merge key."""
-    sources = value.value if isinstance(value, yaml.SequenceNode) else [value]
-    mappings = [source for source in sources if isinstance(source, yaml.MappingNode)]
-    if len(mappings) < len(sources):
-        problem = "expected a mapping or list of mappings for merging"
-        raise yaml.constructor.ConstructorError(None, None, problem, value.start_mark)
-    return mappings
-
-
-def _key_identity(key: yaml.Node) -> object:
-    """Return a key that is equal for YAML keys written alike."""
-    return (key.tag, key.value) if isinstance(key, yaml.ScalarNode) else key
 
 
 def add_number_resolvers(target: type[Any]) -> None:
@@ -289,26 +277,20 @@ def copy_document(document: Any) -> Any:
     Raises:
         RecipeError: it is too large, or contains itself.
     """
-    return _BoundedCopier().copy(document)
+    count = 0
 
-
-class _BoundedCopier:
-    """Copies a document, and raises if it is too deep or too large."""
-
-    def __init__(self) -> None:
-        self._count = 0
-
-    def copy(self, value: Any, depth: int = 0) -> Any:
-        self._count += 1
+    def copied(value: Any, depth: int) -> Any:
+        nonlocal count
+        count += 1
         if depth > MAX_DEPTH:
             raise RecipeError(f"The recipe is nested more than {MAX_DEPTH} deep.", _FLATTER)
-        if self._count > MAX_VALUES:
+        if count > MAX_VALUES:
             raise RecipeError(f"The recipe has more than {MAX_VALUES} values.", _FLATTER)
         if isinstance(value, Mapping):
-            return {key: self.copy(item, depth + 1) for key, item in value.items()}
-        if isinstance(value, list):
-            return [self.copy(item, depth + 1) for item in value]
-        return value
+            return {key: copied(item, depth + 1) for key, item in value.items()}
+        return [copied(item, depth + 1) for item in value] if isinstance(value, list) else value
+
+    return copied(document, 0)
 
 
 def _no_such_file(file: Path) -> RecipeError:

@@ -20,7 +20,7 @@ import math
 import operator
 import warnings
 from collections.abc import Callable, Mapping
-from typing import Any, TypeAlias, cast
+from typing import Any, TypeAlias
 
 from llmcompressor.errors import RecipeError, did_you_mean
 
@@ -32,8 +32,6 @@ MAX_BITS = 4_096
 """Largest whole number, in bits."""
 MAX_ITEMS = 10_000
 """Longest string, tuple or list."""
-MAX_COUNT = 170
-"""Largest argument of ``factorial``, ``comb`` and ``perm``; 171! is beyond a float."""
 MAX_DIGITS = 400
 """Most digits that ``round`` can be asked for; no float has more."""
 
@@ -42,18 +40,6 @@ Function: TypeAlias = Callable[..., object]
 
 class _RefusedError(Exception):
     """The reason why an expression is not evaluated, for the RecipeError."""
-
-
-def _bounded_combinatoric(name: str) -> Function:
-    """``math.<name>`` limited to small arguments, as its result grows like a factorial."""
-    function = cast("Function", getattr(math, name))
-
-    def bounded(*arguments: Any) -> object:
-        if any(isinstance(argument, int) and argument > MAX_COUNT for argument in arguments):
-            raise _RefusedError(f"{name} takes numbers up to {MAX_COUNT}")
-        return function(*arguments)
-
-    return bounded
 
 
 def _round(number: Any, digits: Any = None) -> object:
@@ -69,7 +55,6 @@ _MATH_PLAIN = (
     "log log10 log1p log2 pow prod radians remainder sin sinh sqrt tan tanh trunc"
 )
 _MATH: dict[str, Function] = {name: getattr(math, name) for name in _MATH_PLAIN.split()}
-_MATH |= {name: _bounded_combinatoric(name) for name in ("comb", "factorial", "perm")}
 _MATH_CONSTANTS = {name: getattr(math, name) for name in ("e", "inf", "nan", "pi", "tau")}
 # "e" by itself is more likely a forgotten argument than Euler's number.
 _BARE_CONSTANTS = {name: _MATH_CONSTANTS[name] for name in ("inf", "pi", "tau")}
@@ -153,10 +138,6 @@ def _parse(expression: str) -> ast.expr:
         raise _RefusedError("it is not a valid expression") from None
 
 
-def _divide(left: Any, right: Any) -> object:
-    return left / right
-
-
 def _power(left: Any, right: Any) -> object:
     whole = isinstance(left, int) and isinstance(right, int)
     # checked before it is computed: 9**9**9 has 370 million digits
@@ -169,7 +150,7 @@ _BINARY: dict[type[ast.operator], Function] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
     ast.Mult: operator.mul,
-    ast.Div: _divide,
+    ast.Div: operator.truediv,
     ast.FloorDiv: operator.floordiv,
     ast.Mod: operator.mod,
     ast.Pow: _power,
@@ -198,17 +179,18 @@ class _Evaluator:
         self._names = names
 
     def value(self, node: ast.expr) -> Any:
-        handler = _HANDLERS.get(type(node))
+        kind = type(node).__name__
+        handler = getattr(self, f"_{kind.lower()}", None)
         if handler is None:
-            raise _RefusedError(f"{_node_description(node)} is not allowed in a recipe")
-        return _check_size(handler(self, node))
+            raise _RefusedError(f"Python's {kind} is not allowed in a recipe")
+        return _check_size(handler(node))
 
-    def constant(self, node: ast.Constant) -> object:
+    def _constant(self, node: ast.Constant) -> object:
         if node.value is not None and not isinstance(node.value, (bool, int, float, str)):
             raise _RefusedError(f"{node.value!r} is not allowed in a recipe")
         return node.value
 
-    def name(self, node: ast.Name) -> object:
+    def _name(self, node: ast.Name) -> object:
         if node.id in self._names:
             return self._names[node.id]
         if node.id in _BARE_CONSTANTS:
@@ -218,13 +200,13 @@ class _Evaluator:
         hint = did_you_mean(node.id, self._names) or "The recipe declares no arguments"
         raise _RefusedError(f"there is no argument named {node.id!r}. {hint}")
 
-    def attribute(self, node: ast.Attribute) -> object:
+    def _attribute(self, node: ast.Attribute) -> object:
         name = _math_name(node)
         if name not in _MATH_CONSTANTS:
             raise _RefusedError(f"math.{name} is no constant of math that is allowed here")
         return _MATH_CONSTANTS[name]
 
-    def call(self, node: ast.Call) -> object:
+    def _call(self, node: ast.Call) -> object:
         function = self._function(node.func)
         if node.keywords or any(isinstance(argument, ast.Starred) for argument in node.args):
             raise _RefusedError("a function is called with plain arguments only")
@@ -243,7 +225,7 @@ class _Evaluator:
             )
         return table[name]
 
-    def unary(self, node: ast.UnaryOp) -> object:
+    def _unaryop(self, node: ast.UnaryOp) -> object:
         operation = _UNARY.get(type(node.op))
         if operation is None:
             raise _RefusedError(f"the operator {type(node.op).__name__} is not allowed")
@@ -252,7 +234,7 @@ class _Evaluator:
             _require_numbers(operand)
         return operation(operand)
 
-    def binary(self, node: ast.BinOp) -> object:
+    def _binop(self, node: ast.BinOp) -> object:
         operation = _BINARY.get(type(node.op))
         if operation is None:
             raise _RefusedError(f"the operator {type(node.op).__name__} is not allowed")
@@ -265,7 +247,7 @@ class _Evaluator:
             _require_numbers(left, right)
         return operation(left, right)
 
-    def boolean(self, node: ast.BoolOp) -> object:
+    def _boolop(self, node: ast.BoolOp) -> object:
         stop = isinstance(node.op, ast.Or)
         result: object = None
         for operand in node.values:
@@ -274,7 +256,7 @@ class _Evaluator:
                 break
         return result
 
-    def compare(self, node: ast.Compare) -> object:
+    def _compare(self, node: ast.Compare) -> object:
         left = self.value(node.left)
         result: object = True
         for comparison, operand in zip(node.ops, node.comparators, strict=True):
@@ -287,47 +269,20 @@ class _Evaluator:
             left = right
         return result
 
-    def conditional(self, node: ast.IfExp) -> object:
+    def _ifexp(self, node: ast.IfExp) -> object:
         return self.value(node.body if self.value(node.test) else node.orelse)
 
-    def sequence(self, node: ast.Tuple | ast.List) -> object:
-        items = [self.value(item) for item in node.elts]
-        return items if isinstance(node, ast.List) else tuple(items)
+    def _list(self, node: ast.List) -> object:
+        return [self.value(item) for item in node.elts]
 
-
-_HANDLERS: dict[type[ast.expr], Callable[[_Evaluator, Any], object]] = {
-    ast.Attribute: _Evaluator.attribute,
-    ast.BinOp: _Evaluator.binary,
-    ast.BoolOp: _Evaluator.boolean,
-    ast.Call: _Evaluator.call,
-    ast.Compare: _Evaluator.compare,
-    ast.Constant: _Evaluator.constant,
-    ast.IfExp: _Evaluator.conditional,
-    ast.List: _Evaluator.sequence,
-    ast.Name: _Evaluator.name,
-    ast.Tuple: _Evaluator.sequence,
-    ast.UnaryOp: _Evaluator.unary,
-}
+    def _tuple(self, node: ast.Tuple) -> object:
+        return tuple(self.value(item) for item in node.elts)
 
 
 def _math_name(node: ast.Attribute) -> str:
     if isinstance(node.value, ast.Name) and node.value.id == "math":
         return node.attr
     raise _RefusedError(f"the attribute '.{node.attr}' is not allowed: only those of math are")
-
-
-def _node_description(node: ast.expr) -> str:
-    """Name a kind of node for a message: ``Lambda`` → "a lambda"."""
-    words = {
-        ast.Subscript: "a subscript",
-        ast.Lambda: "a lambda",
-        ast.JoinedStr: "an f-string",
-        ast.NamedExpr: "an assignment",
-        ast.Starred: "an unpacking",
-        ast.Dict: "a dictionary",
-        ast.Set: "a set",
-    }
-    return words.get(type(node), f"a {type(node).__name__}")
 
 
 def _require_numbers(*values: object) -> None:

@@ -329,13 +329,12 @@ def renew_recipe(recipe: Recipe) -> Recipe:
     """
     if not any(modifier.initialized for modifier in recipe.modifiers):
         return recipe
+
+    def renewed(modifier: Modifier) -> Modifier:
+        fields = {name: getattr(modifier, name) for name in modifier.model_fields_set}
+        return type(modifier)(**fields) if modifier.initialized else modifier
+
     stages = [
-        replace(stage, modifiers=tuple(map(_renew_modifier, stage.modifiers)))
-        for stage in recipe.stages
+        replace(stage, modifiers=tuple(map(renewed, stage.modifiers))) for stage in recipe.stages
     ]
     return Recipe(stages, args=recipe.args)
-
-
-def _renew_modifier(modifier: Modifier) -> Modifier:
-    fields = {name: getattr(modifier, name) for name in modifier.model_fields_set}
-    return type(modifier)(**fields) if modifier.initialized else modifier

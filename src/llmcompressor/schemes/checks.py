@@ -27,6 +27,7 @@ __all__ = [
     "check_tied",
     "check_weights_quantizable",
     "describe",
+    "describe_arguments",
     "indivisible_modules",
     "supports_ragged_groups",
     "tied_weights",
@@ -353,22 +354,22 @@ def describe(scheme: QuantizationScheme | None) -> str:
 
     >>> from llmcompressor.schemes.presets import preset_scheme
     >>> describe(preset_scheme("W4A8")), describe(None)
-    ('in int4 group 128 with int8 token inputs', 'not quantized')
+    ('in int4 group 128 with int8 token dynamic inputs', 'not quantized')
     """
     if scheme is None:
         return "not quantized"
-    weights = f"in {_describe_arguments(scheme.weights)}" if scheme.weights else "in full"
-    inputs = (
-        f" with {_describe_arguments(scheme.input_activations)} inputs"
-        if scheme.input_activations
-        else ""
-    )
-    return weights + inputs
+    weights = f"in {describe_arguments(scheme.weights)}" if scheme.weights else "in full"
+    inputs = scheme.input_activations
+    return weights + (f" with {describe_arguments(inputs)} inputs" if inputs else "")
 
 
-def _describe_arguments(args: QuantizationArgs) -> str:
+def describe_arguments(args: QuantizationArgs) -> str:
+    """A short description of how a tensor is quantized, such as ``int4 group 128``."""
     # Enum members where a default was taken, their values where a user wrote one.
     kind, strategy = (str(getattr(each, "value", each)) for each in (args.type, args.strategy))
-    size = args.group_size or args.block_structure or ""
-    asymmetric = "" if args.symmetric else " asymmetric"
-    return f"{kind}{args.num_bits} {strategy} {size}".strip() + asymmetric
+    if args.group_size and args.group_size > 0:
+        strategy = f"group {args.group_size}"
+    elif args.block_structure:
+        strategy = f"block {'x'.join(map(str, args.block_structure))}"
+    flags = (" asymmetric" * (not args.symmetric), " dynamic" * bool(args.dynamic))
+    return f"{kind}{args.num_bits} {strategy}{''.join(flags)}"

@@ -11,24 +11,18 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from compressed_tensors.entrypoints.convert import FP8BlockDequantizer
 from compressed_tensors.quantization import QuantizationArgs, QuantizationConfig, QuantizationScheme
 from safetensors.torch import load_file, save_file
 from tests.support import small_models as small
 from torch import Tensor
-from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
-from transformers.models.auto.configuration_auto import (
-    CONFIG_MAPPING_NAMES,
-    model_type_to_module_name,
-)
+from transformers import GPT2Config, GPT2LMHeadModel
 from typer.testing import CliRunner
 
 from llmcompressor import model_free_ptq, oneshot, verify
 from llmcompressor.checkpoint.block_reader import BlockWeights
 from llmcompressor.cli.app import app
-from llmcompressor.entrypoints.arguments import CONV1D_NAMES, CONV1D_TYPES
-from llmcompressor.errors import ArgumentError, CheckpointError, OutputError, TargetError
+from llmcompressor.errors import CheckpointError, TargetError
 from llmcompressor.modifiers.quantization import QuantizationModifier
 from llmcompressor.schemes.presets import PRESETS
 
@@ -121,9 +115,6 @@ def odd(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write(tmp_path_factory.mktemp("source") / "odd", invented())
 
 
-# ---------------------------------------------------------------------- a known architecture
-
-
 @pytest.mark.parametrize("scheme", ["FP8_DYNAMIC", "W4A16", "NVFP4A16", "FP8_BLOCK"])
 @pytest.mark.parametrize("ignore", [["lm_head"], []], ids=["", "head"])
 def test_the_same_bytes_as_oneshot(
@@ -140,14 +131,6 @@ def test_the_same_bytes_as_oneshot(
     assert config_of(tmp_path / "names") == config_of(tmp_path / "class")
     written = sorted(path.name for path in (tmp_path / "class").iterdir())
     assert sorted(path.name for path in (tmp_path / "names").iterdir()) == written
-
-
-def test_transformers_reads_what_was_written(one_block: Path, tmp_path: Path) -> None:
-    folder = model_free_ptq(one_block, tmp_path / "out", "W4A16", ignore=["lm_head"])
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
-    original = AutoModelForCausalLM.from_pretrained(one_block, dtype=torch.bfloat16)
-    error = (small.logits(model) - small.logits(original)).norm()
-    assert 0 < error < 0.5 * small.logits(original).norm()
 
 
 def test_a_tied_head_stays_tied(tmp_path: Path) -> None:
@@ -217,9 +200,6 @@ def test_an_ignored_tied_head_stays_tied(
     assert not [text for text in warned if "ignore entry" in text]
 
 
-# ---------------------------------------------------------------------- an unknown one
-
-
 @pytest.mark.parametrize("scheme", ["FP8_DYNAMIC", "W4A16", "MXFP4", *OF_6_BITS])
 def test_an_invented_architecture_is_quantized(odd: Path, tmp_path: Path, scheme: str) -> None:
     folder = model_free_ptq(odd, tmp_path / "out", scheme, ignore=["lm_head"])
@@ -272,15 +252,6 @@ def test_ignored_experts_stay_stacked(odd: Path, tmp_path: Path, entry: str) -> 
     assert (other in written) == entry.startswith("re:")
 
 
-def test_transposed_experts_are_refused(tmp_path: Path) -> None:
-    source = write(tmp_path / "source", invented(transposed=True))
-    with pytest.raises(CheckpointError, match="stored transposed"):
-        model_free_ptq(source, tmp_path / "out", "W4A16", ignore=["lm_head"])
-    assert not (tmp_path / "out").exists()
-    folder = model_free_ptq(source, tmp_path / "out", "W4A16", ignore=["lm_head", "re:.*experts"])
-    assert "trunk.stages.0.mix.q_proj.weight_packed" in tensors_of(folder)
-
-
 def test_what_is_served_as_one_shares_a_global_scale(odd: Path, tmp_path: Path) -> None:
     written = tensors_of(model_free_ptq(odd, tmp_path / "out", "NVFP4A16", ignore=["lm_head"]))
 
@@ -311,9 +282,6 @@ def test_a_configuration_of_several_groups(odd: Path, tmp_path: Path) -> None:
         assert written["trunk.stages.0.moe.experts.0.up_proj.weight_packed"].shape == (INNER, 16)
 
 
-# ---------------------------------------------------------------------- the run
-
-
 def test_a_run_that_was_broken_off_is_continued(
     odd: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -340,13 +308,6 @@ def test_a_run_that_was_broken_off_is_continued(
     assert small.tree(tmp_path / "out") == small.tree(tmp_path / "whole")
 
 
-def test_an_output_in_use_is_refused(odd: Path, tmp_path: Path) -> None:
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "thesis.txt").write_text("all of it")
-    with pytest.raises(OutputError):
-        model_free_ptq(odd, tmp_path / "out", "W4A16")
-
-
 def test_the_command(odd: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("llmcompressor.logger.configure_logger", lambda *_: None)
     out = tmp_path / "out"
@@ -356,9 +317,6 @@ def test_the_command(odd: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     result = CliRunner().invoke(app, [*line[:-1], "--ignore", "lm_haed", "-o", str(out) + "2"])
     assert result.exit_code == 2
     assert "Did you mean 'lm_head'?" in result.output
-
-
-# ---------------------------------------------------------------------- another layout
 
 
 def in_blocks(weight: Tensor) -> dict[str, Tensor]:
@@ -402,18 +360,6 @@ def test_a_checkpoint_in_another_layout_is_converted_first(
     assert float((decoded - weight).norm() / weight.norm()) < 0.06
 
 
-def test_what_a_converter_refuses_is_one_clear_error(
-    blocks: tuple[Path, Tensor], tmp_path: Path
-) -> None:
-    converter = FP8BlockDequantizer(targets=["re:.*up$", "re:.*embed_tokens$"])
-    with pytest.raises(CheckpointError, match=r"FP8BlockDequantizer cannot convert .*embed_tokens"):
-        model_free_ptq(blocks[0], tmp_path / "out", "W8A16", converter=converter)
-    assert {path.name for path in tmp_path.iterdir()} == {"blocks"}
-
-
-# ---------------------------------------------------------------------- what cannot be used
-
-
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -445,29 +391,6 @@ def test_arguments_that_cannot_be_used(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_model_is_a_path_or_a_name(tmp_path: Path) -> None:
-    with pytest.raises(ArgumentError, match=r"'model_stub' cannot be 5.*path"):
-        model_free_ptq(5, tmp_path / "out", "FP8_DYNAMIC")  # type: ignore[arg-type]
-
-
-def test_the_models_with_transposed_weights_are_those_of_transformers() -> None:
-    models = Path(transformers.__file__).parent / "models"
-    types, names = set(), set()
-    for file in models.glob("*/modeling_*.py"):
-        own = re.findall(r"self\.(\w+) = Conv1D\(", file.read_text(encoding="utf-8"))
-        if own:
-            names.update(own)
-            types.update(
-                kind
-                for kind in CONFIG_MAPPING_NAMES
-                if model_type_to_module_name(kind) == file.parent.name
-            )
-    assert {
-        kind.removesuffix("_decoder").removesuffix("_encoder") for kind in types
-    } == CONV1D_TYPES
-    assert names == CONV1D_NAMES
-
-
 @pytest.fixture(scope="module")
 def gpt2(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A GPT-2 with a head of its own."""
@@ -491,46 +414,6 @@ def test_transposed_weights_are_refused(gpt2: Path, tmp_path: Path) -> None:
         assert same(stored[whole], original[whole])
 
 
-def test_transposed_weights_are_refused_of_parts_too(gpt2: Path, tmp_path: Path) -> None:
-    config = {"model_type": "vision-encoder-decoder", "decoder": config_of(gpt2)}
-    source = write(tmp_path / "source", tensors_of(gpt2), config)
-    ignore = ["re:.*c_(attn|fc)$", "re:.*mlp.c_proj$"]  # what is left is square
-    with pytest.raises(TargetError, match=r"h\.0\.attn\.c_proj"):
-        model_free_ptq(source, tmp_path / "out", "W4A16", ignore=ignore)
-
-
-def test_transposed_weights_are_found_by_their_bias(tmp_path: Path) -> None:
-    tensors = invented()
-    tensors["trunk.stages.0.mix.wide.weight"] = torch.randn(HIDDEN, 2 * HIDDEN)
-    tensors["trunk.stages.0.mix.wide.bias"] = torch.randn(2 * HIDDEN)
-    source = write(tmp_path / "source", tensors)
-    with pytest.raises(TargetError, match=r"trunk\.stages\.0\.mix\.wide of this.*frobnicator"):
-        model_free_ptq(source, tmp_path / "out", "FP8_DYNAMIC")
-    model_free_ptq(source, tmp_path / "out", "FP8_DYNAMIC", ignore="re:.*wide$")
-
-
-def test_stacks_of_no_known_layout_are_left_and_told_of(tmp_path: Path, warned: list[str]) -> None:
-    tensors = {
-        "trunk.up.weight": torch.randn(HIDDEN, HIDDEN),
-        "trunk.fans.weight": torch.randn(2, HIDDEN, HIDDEN),
-        "trunk.kernels.weight": torch.randn(HIDDEN, HIDDEN, 4),
-    }
-    source = write(tmp_path / "source", tensors)
-    model_free_ptq(source, tmp_path / "out", "FP8_DYNAMIC")
-    assert same(tensors_of(tmp_path / "out")["trunk.fans.weight"], tensors["trunk.fans.weight"])
-    (said,) = (line for line in warned if "three dimensions" in line)
-    assert "trunk.fans.weight" in said
-    assert "kernels" not in said
-    warned.clear()
-    model_free_ptq(source, tmp_path / "ignored", "FP8_DYNAMIC", ignore="trunk.fans")
-    assert not [line for line in warned if "three dimensions" in line]
-
-
-def test_an_unknown_target_is_refused(odd: Path, tmp_path: Path) -> None:
-    with pytest.raises(TargetError, match=r"Did you mean 're:\.\*mix'"):
-        model_free_ptq(odd, tmp_path / "out", config={"W4A16": ["re:.*mixx"]})
-
-
 @pytest.mark.parametrize(
     ("ignore", "refused"), [("lm_heads", True), ("re:.*vision", False), ("vision_tower", False)]
 )
@@ -542,54 +425,6 @@ def test_a_misspelt_ignore_is_refused_and_a_general_one_is_not(
             model_free_ptq(odd, tmp_path / "out", "W4A16", ignore=ignore)
     else:
         model_free_ptq(odd, tmp_path / "out", "W4A16", ignore=ignore)
-
-
-def test_an_ignore_that_is_a_pattern_but_does_not_say_so_is_warned_of(
-    odd: Path, tmp_path: Path, warned: list[str]
-) -> None:
-    model_free_ptq(odd, tmp_path / "out", "W4A16", ignore=["lm_head", r"trunk\.table"])
-    said = [text for text in warned if "ignore entr" in text]
-    assert len(said) == 1
-    assert r"'trunk\\.table' matches no module" in said[0]
-    assert "Patterns begin with 're:', as in 're:trunk" in said[0]
-
-
-@pytest.mark.parametrize("name", ["a.weight_packed", "a.qweight"])
-def test_weights_that_were_quantized_in_silence_are_refused(tmp_path: Path, name: str) -> None:
-    tensors = {name: torch.zeros(8, 8, dtype=torch.int32), "b.weight": torch.ones(8, 8)}
-    source = write(tmp_path / "source", tensors)
-    with pytest.raises(CheckpointError, match="quantized already"):
-        model_free_ptq(source, tmp_path / "out", "FP8_DYNAMIC")
-
-
-def test_a_name_within_a_name_is_refused(tmp_path: Path) -> None:
-    source = write(tmp_path / "source", {"a.b": torch.ones(8), "a.b.weight": torch.ones(8, 8)})
-    with pytest.raises(CheckpointError, match="cannot hold"):
-        model_free_ptq(source, tmp_path / "out", "FP8_DYNAMIC")
-
-
-def test_there_is_nothing_to_quantize_without_safetensors(tmp_path: Path) -> None:
-    source = tmp_path / "source"
-    source.mkdir()
-    (source / "config.json").write_text(json.dumps(CONFIG))
-    (source / "pytorch_model.bin").write_bytes(b"")
-    with pytest.raises(CheckpointError, match="no safetensors"):
-        model_free_ptq(source, tmp_path / "out", "FP8_DYNAMIC")
-
-
-def test_one_device_of_several_is_used(odd: Path, tmp_path: Path) -> None:
-    folder = model_free_ptq(odd, tmp_path / "out", "W4A16", device=[torch.device("cpu"), "cpu"])
-    assert (folder / "config.json").exists()
-
-
-def test_only_one_way_to_say_it(odd: Path, tmp_path: Path) -> None:
-    with pytest.raises(ArgumentError, match="transform_config"):
-        model_free_ptq(
-            odd, tmp_path / "out", config={"config_groups": {}, "transform_config": {"a": 1}}
-        )
-
-
-# ---------------------------------------------------------------------- quantized in part
 
 
 def test_what_is_quantized_already_is_kept(odd: Path, tmp_path: Path) -> None:
@@ -612,15 +447,6 @@ def test_what_is_quantized_already_is_kept(odd: Path, tmp_path: Path) -> None:
     report = verify(both, serve="vllm", tp=1)
     assert [one for one in report.findings if one.severity.name == "ERROR"] == []
     assert report.quantized == 2 * (4 + 3 * EXPERTS)
-
-
-def test_transformers_reads_what_was_quantized_twice(one_block: Path, tmp_path: Path) -> None:
-    first = model_free_ptq(one_block, tmp_path / "1", "W8A16", ignore=["lm_head", "re:.*mlp"])
-    both = model_free_ptq(first, tmp_path / "2", "FP8_DYNAMIC", ignore=["lm_head"])
-    model = AutoModelForCausalLM.from_pretrained(both, dtype=torch.bfloat16)
-    original = AutoModelForCausalLM.from_pretrained(one_block, dtype=torch.bfloat16)
-    error = (small.logits(model) - small.logits(original)).norm()
-    assert 0 < error < 0.2 * small.logits(original).norm()
 
 
 @pytest.mark.parametrize(

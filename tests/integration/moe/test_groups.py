@@ -10,12 +10,9 @@ from typing import Any
 import pytest
 import torch
 from tests.support import mixtures
-from tests.support.caches import is_passed_over
 from transformers import AutoModelForCausalLM
 
 from llmcompressor import oneshot, plan
-from llmcompressor.checkpoint.quantization_config import order_groups_for_experts
-from llmcompressor.entrypoints.model_free import model_free_ptq
 from llmcompressor.entrypoints.verify import verify
 from llmcompressor.modifiers.quantization import QuantizationModifier
 
@@ -115,76 +112,3 @@ def test_the_order_is_that_of_the_file(order: list[str], names: list[str], tmp_p
     else:
         with pytest.raises(FAILURES, match=r"automatic conversion|has no attribute"):
             logits(tmp_path / "out")
-
-
-@pytest.mark.parametrize("groups", [{}, {"a": {"targets": ["Qwen3MoeAttention"]}}])
-def test_plain_experts_need_a_group_of_floats(groups: dict[str, Any], tmp_path: Path) -> None:
-    """A checkpoint whose cache or attention alone is quantized."""
-    mixtures.saved("qwen3_moe", tmp_path / "source")
-    recipe = QuantizationModifier(kv_cache_scheme={**FP8, "strategy": "tensor"})
-    oneshot(
-        model=tmp_path / "source",
-        recipe=recipe,
-        dataset=mixtures.rows(),
-        output_dir=str(tmp_path / "out"),
-    )
-    source = AutoModelForCausalLM.from_pretrained(tmp_path / "source")
-    unknown = is_passed_over(source.model.layers[0].self_attn)
-    assert errors(tmp_path / "out") == ({"L11"} if unknown else set())
-    expected = logits(tmp_path / "source")
-    assert torch.allclose(logits(tmp_path / "out"), expected, atol=0.5)
-    inputs = {"input_activations": {**FP8, "strategy": "tensor"}}
-    edit(
-        tmp_path / "out",
-        lambda settings: settings.update(
-            config_groups={name: {**group, **inputs} for name, group in groups.items()}
-        ),
-    )
-    found = errors(tmp_path / "out")
-    load = AutoModelForCausalLM.from_pretrained
-    try:
-        _, info = load(tmp_path / "out", output_loading_info=True)
-    except (IndexError, RuntimeError):  # a release that does not go on with random ones
-        assert "T6" in found
-        return
-    if not groups and not info["missing_keys"]:  # some releases read what others do not
-        assert torch.allclose(logits(tmp_path / "out"), expected, atol=0.5)
-        return
-    assert "T6" in found
-    assert "model.layers.0.mlp.experts.down_proj" in info["missing_keys"]
-
-
-def test_groups_of_two_runs_are_ordered_too(tmp_path: Path) -> None:
-    """What a second run adds counts as well: here the first one had no experts."""
-    mixtures.saved("qwen3_moe", tmp_path / "source")
-    for folder, other, group, rest in (
-        ("source", "first", ATTENTION, MLP),
-        ("first", "second", MLP, ATTENTION),
-    ):
-        model_free_ptq(
-            tmp_path / folder,
-            tmp_path / other,
-            config={"config_groups": {"one": group}},
-            ignore=[*IGNORE, *rest["targets"]],
-        )
-    assert not errors(tmp_path / "second")
-    assert verify(tmp_path / "second", serve="vllm", tp=1).ok
-    recipe = QuantizationModifier(config_groups={"attn": ATTENTION, "exp": MLP}, ignore=IGNORE)
-    made = oneshot(model=tmp_path / "source", recipe=recipe, output_dir=str(tmp_path / "at_once"))
-    assert torch.allclose(logits(tmp_path / "second"), mixtures.logits(made), atol=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("groups", "of_experts", "expected"),
-    [
-        ([["re:a"], ["re:b"]], {0}, [(0, ["re:a"]), (1, ["re:b"])]),
-        ([["re:a"], ["re:b"]], {1}, [(0, ["re:a"]), (1, ["re:b", NOTHING])]),
-        ([["re:a"], ["Linear"]], {0}, [(0, ["re:a", NOTHING]), (1, ["Linear"])]),
-        ([["re:experts"], ["Linear"]], {1}, [(1, ["Linear", NOTHING]), (0, ["re:experts"])]),
-        ([["Linear"], ["re:experts"]], {0}, [(0, ["Linear", NOTHING]), (1, ["re:experts"])]),
-        ([["re:a"], ["re:b"]], {0, 1}, [(0, ["re:a"]), (1, ["re:b"])]),
-        ([["re:a"]], set(), [(0, ["re:a"])]),
-    ],
-)
-def test_targets_and_order(groups: Any, of_experts: set[int], expected: Any) -> None:
-    assert order_groups_for_experts(groups, of_experts) == expected

@@ -40,9 +40,7 @@ def second_layer(recipe: str, layers: int, **arguments: Any) -> dict[str, torch.
 
 
 @pytest.mark.parametrize(("recipe", "propagates"), thinned(RECIPES, [True, False]))
-def test_experts_of_the_last_layer_are_what_they_are_with_a_layer_behind_them(
-    recipe: str, propagates: bool
-) -> None:
+def test_experts_of_the_last_layer_are_as_with_one_behind(recipe: str, propagates: bool) -> None:
     last = second_layer(recipe, 2, propagate_error=propagates)
     within = second_layer(recipe, 3, propagate_error=propagates)
     assert last.keys() == within.keys()

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +16,12 @@ from transformers import AutoModelForCausalLM
 
 from llmcompressor import oneshot
 from llmcompressor.modifiers.quantization import GPTQModifier
-from llmcompressor.modifiers.rotation import plan
 from llmcompressor.modifiers.rotation.online import attach_transform
 from llmcompressor.modifiers.transform import QuIPModifier, SpinQuantModifier
 from llmcompressor.moe.expert_stops import begin_calibration_stages, stages_bypassed
 from llmcompressor.moe.layouts import DOWN, GATE, UP
 from llmcompressor.moe.linear_experts import find_stacked_moes, unfuse_experts
 from llmcompressor.numerics.hadamard import hadamard
-from llmcompressor.numerics.rotation import column_squares
 
 GROUPS = {
     "g": {
@@ -55,46 +52,6 @@ def test_a_model_and_its_folder_give_the_same_file(family: str, first: str, tmp_
     assert files
     for file in files:
         assert file.read_bytes() == (tmp_path / "in_memory" / file.name).read_bytes()
-
-
-def test_columns_behind_a_norm_are_looked_at_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """And not once for each expert, of which there may be hundreds."""
-    looks: list[int] = []
-
-    def counting(weights: Any) -> Any:
-        every = list(weights)
-        looks.append(len(every))
-        return column_squares(every)
-
-    monkeypatch.setattr(plan, "column_squares", counting)
-    found = {}
-    for experts in (4, 8):
-        folder = tmp_path / str(experts)
-        mixtures.saved("qwen3_moe", folder, num_experts=experts, num_local_experts=experts)
-        looks.clear()
-        compressed(str(folder), "QuIP", tmp_path / f"written {experts}")
-        assert {2 * experts, 3} <= set(looks)
-        found[experts] = sum(looks)
-    assert found[8] < 2 * found[4]
-
-
-def test_tokens_of_trials_are_not_counted(tmp_path: Path) -> None:
-    """From a folder, rotations are tried out when the experts are watched already."""
-    mixtures.saved("qwen3_moe", tmp_path / "source")
-    counts = {}
-    for name, first in {"plain": [], "rotated": [SpinQuantModifier(rotations=["R1"])]}.items():
-        oneshot(
-            model=str(tmp_path / "source"),
-            recipe=[*first, GPTQModifier(config_groups=GROUPS, ignore=IGNORED)],
-            dataset=mixtures.rows(),
-            moe_calibrate_all_experts=False,
-            output_dir=tmp_path / name,
-        )
-        report = json.loads((tmp_path / name / "compression_report.json").read_text())
-        counts[name] = [sum(layer["tokens"]) for layer in report["experts"].values()]
-    assert counts["plain"] == counts["rotated"]
 
 
 def rotation(location: str, width: int) -> tuple[TransformScheme, TransformArgs, Parameter]:

@@ -17,17 +17,14 @@ from tests.support.thinned import few, thinned
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from llmcompressor import oneshot, plan
+from llmcompressor import oneshot
 from llmcompressor.checkpoint import block_stream
 from llmcompressor.entrypoints.verify import verify
 from llmcompressor.errors import DatasetError, TargetError
 from llmcompressor.logger import logger
-from llmcompressor.modifiers.awq import AWQModifier
 from llmcompressor.modifiers.pruning import SparseGPTModifier
 from llmcompressor.modifiers.quantization import GPTQModifier, QuantizationModifier
-from llmcompressor.modifiers.rotation import SpinQuantModifier
 from llmcompressor.moe.linear_experts import LinearExperts
-from llmcompressor.quantization import column_solver as gptq_solve
 
 SERVED = tuple(mixtures.PREFIXES)
 TOKENS = 8 * 32
@@ -152,34 +149,6 @@ def test_streamed_is_as_in_memory(
         assert file.read_bytes() == (tmp_path / "memory" / file.name).read_bytes(), file.name
 
 
-@pytest.mark.parametrize(
-    "family", ["qwen3_moe", pytest.param("llama4_text", marks=pytest.mark.slow)]
-)
-def test_scales_of_a_mixture_are_written_as_in_memory(
-    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With those of its router, which nothing quantizes."""
-    mixtures.saved(family, tmp_path / "source")
-
-    def scaled(output: Path) -> None:
-        recipe = AWQModifier(scheme="W4A16", targets="Linear", n_grid=3, ignore=IGNORED)
-        given = {"dataset": mixtures.rows(), "recipe": recipe}
-        oneshot(model=str(tmp_path / "source"), output_dir=output, **given)
-
-    scaled(tmp_path / "streamed")
-    monkeypatch.setattr(sys.modules[oneshot.__module__], "streamable_source", lambda job: None)
-    scaled(tmp_path / "memory")
-    for file in sorted((tmp_path / "streamed").iterdir()):
-        assert file.read_bytes() == (tmp_path / "memory" / file.name).read_bytes(), file.name
-    before, after = (tensors_of(tmp_path / name) for name in ("source", "streamed"))
-    routers = [name for name in after if name.endswith(("gate.weight", "router.weight"))]
-    assert any(not torch.equal(before[name], after[name]) for name in routers)
-    for name in routers:
-        norm = re.sub(r"(mlp|feed_forward)\.\w+\.weight", "post_attention_layernorm.weight", name)
-        product = before[name] * before[norm]
-        torch.testing.assert_close(after[name] * after[norm], product, rtol=1e-4, atol=1e-6)
-
-
 def test_a_run_that_was_broken_off_writes_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -201,16 +170,6 @@ def test_a_run_that_was_broken_off_writes_the_same(
         assert file.read_bytes() == (tmp_path / "out" / file.name).read_bytes(), file.name
 
 
-def test_a_model_in_memory_is_taken_apart_and_saved(tmp_path: Path) -> None:
-    model = mixtures.build("qwen3_moe")
-    recipe = QuantizationModifier(targets="Linear", scheme="W4A16", ignore=["lm_head"])
-    oneshot(model=model, recipe=recipe)
-    model.save_pretrained(tmp_path / "out")
-    assert verify(tmp_path / "out").ok
-    found = mixtures.logits(reread(tmp_path / "out"))
-    assert torch.allclose(found, mixtures.logits(model), atol=1e-6)
-
-
 def test_ignored_experts_stay_in_their_stacks(tmp_path: Path) -> None:
     mixtures.saved("llama4_text", tmp_path / "source")
     returned = compressed(
@@ -219,21 +178,6 @@ def test_ignored_experts_stay_in_their_stacks(tmp_path: Path) -> None:
     assert not [one for one in returned.modules() if isinstance(one, LinearExperts)]
     assert "model.layers.0.feed_forward.experts.gate_up_proj" in mixtures.names(tmp_path / "out")
     assert any("experts" in entry for entry in config_of(tmp_path / "out")["ignore"])
-
-
-def test_experts_of_one_layer_alone(tmp_path: Path) -> None:
-    mixtures.saved("mixtral", tmp_path / "source")
-    ignore = ["lm_head", "re:.*layers.0.mlp.experts.*"]
-    compressed(tmp_path / "source", tmp_path / "out", ignore=ignore)
-    written = mixtures.names(tmp_path / "out")
-    assert "model.layers.0.block_sparse_moe.experts.3.w2.weight" in written
-    assert "model.layers.1.block_sparse_moe.experts.3.w2.weight_packed" in written
-    errors = [one for one in verify(tmp_path / "out").findings if one.severity == "error"]
-    assert [(one.server, one.rule) for one in errors] == [("transformers", "T6")]
-    assert "experts_not_quantized" not in config_of(tmp_path / "out")["config_groups"]
-
-
-# ---------------------------------------------------------------------- what experts are shown
 
 
 @torch.no_grad()
@@ -360,28 +304,6 @@ def test_a_starved_expert_can_be_an_error(
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("policy", few(["all_tokens", "neighbours", "rtn"], "neighbours"))
-def test_a_policy_that_cannot_act_says_so(
-    policy: str, source: tuple[PreTrainedModel, Path], warned: list[str]
-) -> None:
-    def said(**arguments: Any) -> list[str]:
-        warned.clear()
-        oneshot(
-            model=str(source[1]),
-            recipe=GPTQModifier(targets="Linear", scheme="W4A16", ignore=["lm_head"]),
-            dataset=mixtures.rows(),
-            starved_experts=policy,
-            **arguments,
-        )
-        return [text for text in warned if f"{policy!r} has no effect" in text]
-
-    routed_alone = {"moe_calibrate_all_experts": False, "min_tokens_per_module": 0.9}
-    (one,) = said(pipeline="basic", **routed_alone)
-    assert "model.layers.0.mlp.experts." in one
-    assert not said(pipeline="sequential", **routed_alone)
-    assert not said(pipeline="basic", min_tokens_per_module=0.9)  # each sees all tokens
-
-
 def test_a_static_scale_wants_that_something_is_shown(
     source: tuple[PreTrainedModel, Path], tmp_path: Path
 ) -> None:
@@ -412,45 +334,6 @@ def test_gptq_of_experts_is_better_than_rounding(
         with torch.no_grad():
             errors[gptq] = float((made(ids).logits - model(ids).logits).square().mean())
     assert errors[True] < 0.8 * errors[False]
-
-
-def test_calibrated_together_is_calibrated_alone(
-    source: tuple[PreTrainedModel, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Waves of experts are for memory and speed: what is found does not depend on them."""
-    from llmcompressor.pipelines import moe_routing
-
-    given = {"gptq": True, "moe_calibrate_all_experts": False}
-    compressed(source[1], tmp_path / "together", **given)
-    monkeypatch.setattr(moe_routing, "experts_per_wave", lambda mixture, every: 1)
-    compressed(source[1], tmp_path / "alone", **given)
-    for number in (1, 2):
-        records = [
-            report_of(tmp_path / name)["modifiers"]["GPTQModifier"]
-            for name in ("together", "alone")
-        ]
-        key = f"model.layers.0.mlp.experts.{number}.down_proj"
-        assert records[0][key]["loss"] == pytest.approx(records[1][key]["loss"], rel=1e-3)
-        assert records[0][key]["tokens"] == records[1][key]["tokens"]
-
-
-# ---------------------------------------------------------------------- bad input
-
-
-def test_experts_that_would_not_be_seen_are_an_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from transformers.models.mixtral.modeling_mixtral import MixtralExperts
-
-    mixtures.saved("mixtral", tmp_path / "source")
-    monkeypatch.setattr(
-        MixtralExperts, "_apply_gate", lambda self, gate_up: gate_up.chunk(2, -1)[0]
-    )
-    with pytest.raises(TargetError, match=r"model\.layers\.0\.mlp\.experts.*Ignore them") as caught:
-        compressed(tmp_path / "source", tmp_path / "out")
-    pattern = caught.value.remedy.split("'")[1]
-    compressed(tmp_path / "source", tmp_path / "out", ignore=["lm_head", pattern])
-    assert "model.layers.1.block_sparse_moe.experts.3.w2.weight" in mixtures.names(tmp_path / "out")
 
 
 FOREIGN: dict[str, dict[str, Any]] = {
@@ -493,7 +376,7 @@ def test_the_pattern_that_ignores_experts_is_one_of_the_model(family: str, tmp_p
     assert not any("experts" in name and name.endswith("weight_scale") for name in names)
 
 
-def test_pruned_experts_that_are_not_quantized_go_back_into_stacks(tmp_path: Path) -> None:
+def test_pruned_plain_experts_go_back_into_stacks(tmp_path: Path) -> None:
     """No reader of this family knows dense experts one by one."""
     mixtures.saved("llama4_text", tmp_path / "source")
     recipe = SparseGPTModifier(sparsity=0.5, targets="Linear", ignore=["lm_head"])
@@ -508,91 +391,6 @@ def test_pruned_experts_that_are_not_quantized_go_back_into_stacks(tmp_path: Pat
     assert float((stack == 0).float().mean()) == pytest.approx(0.5, abs=0.01)
     found = mixtures.logits(reread(tmp_path / "out"))
     assert torch.allclose(found, mixtures.logits(returned), atol=1e-6)
-
-
-def test_experts_that_are_changed_and_not_quantized_are_found(tmp_path: Path) -> None:
-    """transformers looks for codes of what is packed, unless a group says otherwise."""
-    mixtures.saved("qwen3_moe", tmp_path / "source")
-    ignore = ["lm_head", "re:.*experts.*"]
-    quantizing = QuantizationModifier(targets="Linear", scheme="W4A16", ignore=ignore)
-    recipe = [SpinQuantModifier(rotations=["R1"]), quantizing]
-    returned = oneshot(model=str(tmp_path / "source"), recipe=recipe, output_dir=tmp_path / "out")
-    found = mixtures.logits(reread(tmp_path / "out"))
-    assert torch.allclose(found, mixtures.logits(returned), atol=1e-6)
-    before, after = (tensors_of(tmp_path / name) for name in ("source", "out"))
-    experts = [name for name in before if "experts" in name]
-    assert not any(torch.equal(before[name], after[name]) for name in experts)
-
-
-@pytest.mark.parametrize(
-    ("family", "as_object"),
-    thinned(["gpt_oss", "qwen3_moe"], [False, True]),
-)
-def test_a_plan_knows_that_pruned_experts_go_back_into_stacks(
-    family: str, as_object: bool, tmp_path: Path
-) -> None:
-    mixtures.saved(family, tmp_path / "source")
-
-    def given() -> Any:
-        folder = tmp_path / "source"
-        return AutoModelForCausalLM.from_pretrained(folder) if as_object else str(folder)
-
-    def recipe() -> SparseGPTModifier:
-        return SparseGPTModifier(targets="Linear", sparsity=0.5, ignore=["lm_head"])
-
-    found = plan(given(), recipe(), mixtures.rows(), measure=False)
-    said: list[str] = []
-    sink = logger.add(said.append, level="WARNING")
-    oneshot(given(), recipe=recipe(), dataset=mixtures.rows(), output_dir=tmp_path / "out")
-    logger.remove(sink)
-    files = {one.name: one.stat().st_size for one in (tmp_path / "out").glob("*.safetensors")}
-    assert found.sizes is not None
-    assert dict(found.sizes.files) == files
-    assert not [one for one in found.serving if one.rule == "T6"]
-    assert not [text for text in said if "T6" in text]
-    by_block = family == "qwen3_moe" and not as_object
-    assert found.residency.startswith("one block" if by_block else "the whole model")
-    assert ("a stack of experts" in found.residency) == (family == "gpt_oss" and not as_object)
-
-
-@pytest.mark.parametrize(
-    ("targets", "ignore", "wanted"),
-    [
-        (["MixtralDecoderLayer"], [], [0.5, 0.5]),
-        (["re:.*layers.1$"], [], [0.0, 0.5]),
-        (["MixtralDecoderLayer"], ["re:.*layers.0$"], [0.0, 0.5]),
-        (["MixtralDecoderLayer"], ["re:.*experts.*"], [0.0, 0.0]),
-    ],
-)
-def test_a_target_that_holds_experts_means_them(
-    targets: list[str], ignore: list[str], wanted: list[float]
-) -> None:
-    model = mixtures.build("mixtral")
-    recipe = SparseGPTModifier(sparsity=0.5, targets=targets, ignore=ignore)
-    oneshot(model=model, recipe=recipe, dataset=mixtures.rows())
-    for layer, share in zip(model.model.layers, wanted, strict=True):
-        for stack in (layer.mlp.experts.gate_up_proj, layer.mlp.experts.down_proj):
-            assert float((stack == 0).float().mean()) == pytest.approx(share, abs=0.01)
-
-
-def test_experts_of_one_shape_are_solved_in_one_batch(
-    source: tuple[PreTrainedModel, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    sizes: list[int] = []
-    swept = gptq_solve._solve_by_sweep
-    monkeypatch.setattr(
-        gptq_solve,
-        "_solve_by_sweep",
-        lambda problems, options: (sizes.append(len(problems)), swept(problems, options))[1],
-    )
-    given = {"gptq": True, "ignore": ["lm_head", "re:.*self_attn.*"]}
-    compressed(source[1], tmp_path / "routed", moe_calibrate_all_experts=False, **given)
-    # of each layer: gate and up of four experts, down of four experts
-    assert sizes == [4, 4, 4, 4]
-    sizes.clear()
-    compressed(source[1], tmp_path / "all", **given)
-    # all gates and ups get one input: they are rows of one problem
-    assert sizes == [1, 4, 1, 4]
 
 
 def by_name(folder: Path, output: Path, entry: str, *, object_: bool = False) -> Any:
@@ -641,15 +439,3 @@ def test_experts_are_meant_by_other_names(object_: bool, entry: str, tmp_path: P
     assert torch.allclose(
         mixtures.logits(reread(tmp_path / "usual")), mixtures.logits(usual), atol=1e-6
     )
-
-
-def test_experts_are_ignored_by_other_names(tmp_path: Path, warned: list[str]) -> None:
-    mixtures.saved("mixtral", tmp_path / "source")
-    earlier = ["re:.*block_sparse_moe.gate", "re:.*block_sparse_moe.experts.*.w2$"]
-    ignored = ["lm_head", "re:.*experts.*(gate|up)_proj$", *earlier]
-    compressed(tmp_path / "source", tmp_path / "out", ignore=ignored)
-    packed = [name for name in tensors_of(tmp_path / "out") if name.endswith("weight_packed")]
-    assert packed
-    assert not [name for name in packed if "experts" in name]
-    assert verify(tmp_path / "out").ok
-    assert not [line for line in warned if "matches no module" in line]

@@ -11,20 +11,13 @@ import pytest
 import torch
 import transformers as hf
 from accelerate import cpu_offload, disk_offload
-from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from compressed_tensors.offload import (
     dispatch_model,
     load_offloaded_model,
     set_onload_device,
 )
-from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from tests.support.thinned import thinned
-from torch.nn.utils.parametrize import (
-    is_parametrized,
-    register_parametrization,
-    remove_parametrizations,
-)
 from torch.utils.data import DataLoader, TensorDataset
 
 from llmcompressor import oneshot, plan, verify
@@ -106,25 +99,6 @@ def test_layers_that_were_cut_off_do_not_come_back(source, tmp_path, cut):
     assert names_in(tmp_path / "saved") == names_in(tmp_path / "output")
 
 
-def test_a_draft_layer_is_none_that_was_cut_off(source, tmp_path):
-    """Whatever number of layers another part of the model has."""
-    config = json.loads((source / "config.json").read_text())
-    config |= {"vision_config": {"num_hidden_layers": 99}, "num_nextn_predict_layers": 1}
-    (source / "config.json").write_text(json.dumps(config))
-    tensors = load_file(source / "model.safetensors")
-    drafting = {
-        name.replace("layers.1.", "layers.2."): tensor.clone()
-        for name, tensor in tensors.items()
-        if "layers.1." in name
-    }
-    drafting["model.layers.2.eh_proj.weight"] = torch.ones(64, 128, dtype=torch.bfloat16)
-    save_file(tensors | drafting, source / "model.safetensors", {"format": "pt"})
-    for model in (str(source), loaded(source)):
-        output = tmp_path / type(model).__name__
-        oneshot(model=model, recipe=fp8(), output_dir=output)
-        assert drafting.keys() <= names_in(output)
-
-
 def test_what_was_set_on_a_model_is_written(source, tmp_path):
     rope = {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}
     model = loaded(source, rope_parameters=rope)
@@ -135,18 +109,6 @@ def test_what_was_set_on_a_model_is_written(source, tmp_path):
     read = loaded(tmp_path / "output")
     assert read.config.eos_token_id == [2, 3]
     assert read.generation_config.max_new_tokens == 9
-
-
-def test_the_files_of_a_model_as_it_was_are_copied(source, tmp_path):
-    config = json.loads((source / "config.json").read_text())
-    for model in (str(source), loaded(source)):
-        output = tmp_path / type(model).__name__
-        oneshot(model=model, recipe=fp8(), output_dir=output)
-        written = json.loads((output / "config.json").read_text())
-        del written["quantization_config"]
-        assert written == config
-        name = "generation_config.json"
-        assert (output / name).read_bytes() == (source / name).read_bytes()
 
 
 def test_another_class_than_the_folder_names(source, tmp_path):
@@ -222,57 +184,6 @@ def test_settings_for_generation_that_cannot_be_read(source, tmp_path):
         oneshot(model=str(source), recipe=fp8(), output_dir=tmp_path / "output")
 
 
-@pytest.mark.parametrize("recipe", ["FP8_DYNAMIC", "GPTQ"])
-def test_a_linear_that_only_quantized_models_call(recipe, tmp_path):
-    torch.manual_seed(0)
-    sizes = {"vocab_size": 160, "hidden_size": 64, "num_hidden_layers": 2, "state_size": 8}
-    model = hf.FalconMambaForCausalLM(
-        hf.FalconMambaConfig(**sizes, expand=2, time_step_rank=32, conv_kernel=4)
-    )
-    model.save_pretrained(tmp_path / "source")
-    modifier = fp8()
-    if recipe == "GPTQ":
-        modifier = GPTQModifier(targets="Linear", scheme="W8A8", ignore=["lm_head"])
-    found = oneshot(
-        model=str(tmp_path / "source"),
-        recipe=modifier,
-        dataset=rows() if recipe == "GPTQ" else None,
-        output_dir=tmp_path / "output",
-    )
-    assert_reads_as(found, tmp_path / "output")
-
-
-def test_a_router_that_widens_itself_is_stored_as_it_was(tmp_path):
-    torch.manual_seed(0)
-    config = hf.SwitchTransformersConfig(
-        vocab_size=160,
-        d_model=64,
-        d_kv=16,
-        d_ff=128,
-        num_layers=2,
-        num_decoder_layers=2,
-        num_sparse_encoder_layers=1,
-        num_sparse_decoder_layers=1,
-        num_heads=4,
-        num_experts=4,
-        decoder_start_token_id=0,
-    )
-    kind = hf.SwitchTransformersForConditionalGeneration
-    kind(config).bfloat16().save_pretrained(tmp_path / "source")
-    oneshot(
-        model=str(tmp_path / "source"),
-        recipe=QuantizationModifier(
-            targets="Linear", scheme="FP8", ignore=["re:.*lm_head.*", "re:.*router.*"]
-        ),
-        dataset=[{**row, "labels": row["input_ids"]} for row in rows()],
-        output_dir=tmp_path / "output",
-    )
-    routers = [name for name in names_in(tmp_path / "output") if "router" in name]
-    with safe_open(tmp_path / "output" / "model.safetensors", framework="pt") as reader:
-        assert routers
-        assert {reader.get_tensor(name).dtype for name in routers} == {torch.bfloat16}
-
-
 def partly_on_disk(folder: Path, offload: Path) -> Any:
     """What ``device_map`` makes of a model that does not fit."""
     parts = ("embed_tokens", "norm", "rotary_emb", "layers.1")
@@ -313,18 +224,6 @@ def test_weights_that_accelerate_keeps_elsewhere(tied, tmp_path, how, algorithm)
     written = [(tmp_path / one / "model.safetensors") for one in ("whole", "dispatched")]
     assert written[0].read_bytes() == written[1].read_bytes()
     assert_reads_as(returned, tmp_path / "dispatched")
-
-
-def test_hooks_that_send_inputs_elsewhere_go_where_a_device_is_asked_for(source, tmp_path):
-    """The weights come to that device; the hooks would send inputs to where they were."""
-    model = loaded(source)
-    add_hook_to_module(model.model.layers[1], AlignDevicesHook(execution_device="meta"))
-    ids = torch.tensor([[1, 2, 3]])
-    with pytest.raises(Exception, match="meta"):
-        model(ids).logits.sum().item()
-    oneshot(model=model, recipe=fp8(), device="cpu", output_dir=tmp_path / "out")
-    assert not load.is_dispatched(model)
-    assert model(ids).logits.isfinite().all()
 
 
 def test_weights_on_the_disk_that_memory_has_no_room_for(source, tmp_path, monkeypatch):
@@ -395,46 +294,3 @@ def test_weights_that_compressed_tensors_keeps_elsewhere(kind, how, tmp_path, re
     written = [tmp_path / one / "model.safetensors" for one in ("whole", "out")]
     assert written[0].read_bytes() == written[1].read_bytes()
     assert_reads_as(model, tmp_path / "out")
-
-
-def test_cached_weights_on_the_disk_that_memory_has_no_room_for(source, tmp_path, monkeypatch):
-    model = on_disk(source, tmp_path / "offload")
-    monkeypatch.setattr(load, "free_host_memory", lambda: 1000)
-    with pytest.raises(ArgumentError, match=r"on the disk.*1 kB left.*Give the folder") as error:
-        oneshot(model=model, recipe=fp8(), output_dir=str(tmp_path / "out"))
-    named = error.value.problem.split(" on the disk")[0].split("weights of ")[1]
-    assert named.startswith("model.embed_tokens, model.layers.0.self_attn.q_proj, ")
-    assert load.has_offload_caches(model)
-    assert not (tmp_path / "out").exists()
-
-
-def test_weights_under_names_that_the_class_does_not_have(source, tmp_path):
-    """Those of a class that parametrizes its weights by itself are no matter."""
-    model = loaded(source)
-    layer = model.model.layers[0].mlp.up_proj
-    register_parametrization(layer, "weight", torch.nn.Identity())
-    recipe = QuantizationModifier(
-        targets="Linear", scheme="FP8_DYNAMIC", ignore=["lm_head", "re:.*up_proj"]
-    )
-    with pytest.raises(ArgumentError, match=r"0\.mlp\.up_proj are parametrized.*LlamaForCausalLM"):
-        oneshot(model=model, recipe=recipe, output_dir=str(tmp_path / "out"))
-    assert not (tmp_path / "out").exists()
-    remove_parametrizations(layer, "weight")
-    oneshot(model=model, recipe=recipe, output_dir=str(tmp_path / "out"))
-
-    sizes = {name: size for name, size in SIZES.items() if "key_value" not in name}
-    config = hf.Wav2Vec2Config(
-        **sizes,
-        conv_dim=(32, 32),
-        conv_stride=(2, 2),
-        conv_kernel=(3, 3),
-        num_feat_extract_layers=2,
-    )
-    speech = hf.Wav2Vec2ForCTC(config)
-    recipe = QuantizationModifier(
-        targets="Linear",
-        scheme="FP8_DYNAMIC",
-        ignore=["lm_head", "re:.*feature_projection.*"],
-    )
-    assert any(map(is_parametrized, speech.modules()))
-    oneshot(model=speech, recipe=recipe, output_dir=str(tmp_path / "speech"))

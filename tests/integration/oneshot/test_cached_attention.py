@@ -33,7 +33,6 @@ from llmcompressor import oneshot, plan
 from llmcompressor.errors import TargetError
 from llmcompressor.modifiers.quantization import GPTQModifier, QuantizationModifier
 from llmcompressor.modifiers.sparsity import SparseGPTModifier
-from llmcompressor.pipelines.moe_routing import experts_report
 
 SIZES: dict[str, Any] = {
     "vocab_size": small.VOCABULARY,
@@ -190,7 +189,7 @@ def test_one_latent_state_has_a_scale_and_none_per_head(tmp_path: Path) -> None:
     assert torch.equal(decoded(read), decoded_as_read(model))
 
 
-def test_attention_is_refused_before_the_first_pass_and_by_the_plan(
+def test_attention_is_refused_before_any_pass_and_by_the_plan(
     tmp_path: Path, said: list[str]
 ) -> None:
     """Also where others are before the modifier that quantizes it."""
@@ -208,14 +207,6 @@ def test_attention_is_refused_before_the_first_pass_and_by_the_plan(
     assert (problem.where, problem.remedy) == ("QuantizationModifier", caught.value.remedy)
 
 
-def test_the_plan_says_what_readers_need(tmp_path: Path) -> None:
-    inkling().save_pretrained(tmp_path / "model")
-    recipe = QuantizationModifier(kv_cache_scheme=FP8)
-    found = plan(tmp_path / "model", recipe, small.token_rows(), measure=False)
-    assert not found.problems
-    assert any("with use_cache=True alone" in note for note in found.notes)
-
-
 def test_queries_of_eager_attention_are_refused(tmp_path: Path) -> None:
     message = refused(gpt_oss(), tmp_path / "out", config_groups=ATTENTION)
     assert "GptOssForCausalLM cannot be quantized" in message
@@ -229,91 +220,9 @@ class ClosedLlama(LlamaForCausalLM):
         return False
 
 
-def test_queries_are_refused_where_nobody_can_set_the_attention_function(tmp_path: Path) -> None:
+def test_queries_are_refused_without_an_attention_function(tmp_path: Path) -> None:
     model = small.llama()
     model.__class__ = ClosedLlama
     message = refused(model, tmp_path / "out", config_groups=ATTENTION)
     assert "ClosedLlama cannot be quantized" in message
     assert "it lets nobody set it" in message
-
-
-def test_queries_are_refused_where_other_layers_run_the_same_function(tmp_path: Path) -> None:
-    message = refused(gemma3n(), tmp_path / "out", config_groups=ATTENTION)
-    assert "Gemma3nForCausalLM does not run as readers run attention" in message  # not one of ours
-    assert "Quantize keys and values alone, with kv_cache_scheme" in message
-    run(gemma3n(), QuantizationModifier(kv_cache_scheme=FP8), tmp_path / "cache")
-
-
-class UncachedLlama(LlamaForCausalLM):
-    """It cannot be run with a cache, whatever is quantized."""
-
-    def forward(self, *args: Any, use_cache: bool | None = None, **kwargs: Any) -> Any:
-        if use_cache:
-            raise ValueError("no cache")
-        return super().forward(*args, use_cache=False, **kwargs)
-
-
-def test_a_model_that_keeps_no_cache_is_not_blamed(tmp_path: Path) -> None:
-    model = small.llama()
-    model.__class__ = UncachedLlama
-    run(model, QuantizationModifier(kv_cache_scheme=FP8), tmp_path / "out")
-    assert float(model.model.layers[0].self_attn.k_scale) > 0
-
-
-def test_a_device_without_room_for_the_trial_is_not_blamed_on_attention(tmp_path: Path) -> None:
-    model = small.llama()
-
-    def run_out(*_: Any) -> None:
-        raise torch.OutOfMemoryError("no room")
-
-    model.model.layers[1].register_forward_pre_hook(run_out)
-    with pytest.raises(torch.OutOfMemoryError):
-        run(model, QuantizationModifier(kv_cache_scheme=FP8), tmp_path / "out")
-
-
-def test_tokens_of_the_trial_are_not_counted() -> None:
-    rows = small.token_rows()
-    modifier = GPTQModifier(targets="Linear", scheme="FP8", ignore=["lm_head"], kv_cache_scheme=FP8)
-    counted = experts_report(oneshot(small.mixture(blocks=1), modifier, rows))
-    tokens = sum(len(row["input_ids"]) for row in rows)
-    assert [sum(one["tokens"]) for one in counted.values()] == [2 * tokens]
-
-
-def test_attention_may_be_run_twice_on_one_call() -> None:
-    """It is what is calibrated as a whole there; the second call gets what the first was given."""
-    scales = []
-    for level in ("linear", "sub_block", "block"):
-        modifier = QuantizationModifier(
-            targets="Linear", scheme="FP8", ignore=["lm_head"], kv_cache_scheme=FP8
-        )
-        model = oneshot(
-            small.mixture(blocks=1), modifier, small.token_rows(), sequential_granularity=level
-        )
-        scales.append([layer.self_attn.k_scale for layer in model.model.layers])
-    assert scales[0] == scales[1] == scales[2]
-
-
-def test_that_readers_need_a_cache_is_said(tmp_path: Path, warned: list[str]) -> None:
-    """They put nothing in the place of a cache that is not there."""
-    found = {}
-    for name, make in {"inkling": inkling, "llama": small.llama}.items():
-        warned.clear()
-        make().save_pretrained(tmp_path / name)
-        recipe = QuantizationModifier(kv_cache_scheme=FP8)
-        output = tmp_path / f"{name}-out"
-        oneshot(
-            model=str(tmp_path / name),
-            recipe=recipe,
-            dataset=small.token_rows(),
-            output_dir=output,
-        )
-        said = any("with use_cache=True alone" in line for line in warned)
-        reader = type(make()).from_pretrained(output).eval()
-        reader(small.probe(), use_cache=True)
-        try:
-            reader(small.probe(), use_cache=False)
-            runs = True
-        except AttributeError:
-            runs = False
-        found[name] = (said, runs)
-    assert found == {"inkling": (True, False), "llama": (False, True)}

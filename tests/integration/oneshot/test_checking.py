@@ -9,21 +9,16 @@ from pathlib import Path
 import pytest
 import torch
 from compressed_tensors.quantization.quant_scheme import PRESET_SCHEMES
-from safetensors.torch import load_file
 from tests.support import small_models as small
 from tests.support.caches import as_read, is_passed_over
 from tests.support.releases import refuses_packed_zero_points
 from torch.nn.utils.parametrize import register_parametrization
 from transformers import (
-    AudioFlamingo3Config,
-    AudioFlamingo3ForConditionalGeneration,
     AutoModelForCausalLM,
     FalconConfig,
     FalconForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
-    T5Config,
-    T5ForConditionalGeneration,
 )
 
 from llmcompressor import oneshot
@@ -58,14 +53,6 @@ def test_what_transformers_cannot_load_is_said_before_the_work(
         assert word in said[0]
     with pytest.raises(AttributeError, match="weight"):
         FalconForCausalLM.from_pretrained(tmp_path / "out")
-
-
-def test_what_everybody_reads_is_not_warned_of(
-    one_block: Path, tmp_path: Path, warned: list[str]
-) -> None:
-    recipe = QuantizationModifier(targets="Linear", scheme="W4A16", ignore=["lm_head"])
-    oneshot(one_block, recipe, output_dir=tmp_path / "out")
-    assert not [line for line in warned if "would not" in line]
 
 
 def test_what_a_script_may_save_is_warned_of_and_not_refused(
@@ -199,17 +186,6 @@ def normal(tmp_path_factory: pytest.TempPathFactory) -> Path:
 UNSERVED = {name for name in PRESET_SCHEMES if name.startswith("MXFP6")}
 
 
-@pytest.mark.parametrize("scheme", sorted(UNSERVED))
-def test_of_6_bit_floats_it_is_said_that_no_server_reads_them(
-    scheme: str, normal: Path, tmp_path: Path, warned: list[str]
-) -> None:
-    recipe = QuantizationModifier(targets="Linear", scheme=scheme, ignore=["lm_head"])
-    oneshot(normal, recipe, ROWS, output_dir=tmp_path / "out")
-    (said,) = (line for line in warned if "would not" in line)
-    assert "vllm would not serve this (S21)" in said
-    assert "read it with transformers, in bfloat16" in said
-
-
 SERVED = sorted(PRESET_SCHEMES.keys() - UNSERVED - {"UNQUANTIZED"})
 ALIKE = {
     one for one in SERVED if one.startswith(("W2", "W5", "W6", "W7")) or one in ("INT8", "W8A16")
@@ -248,62 +224,6 @@ def test_what_an_earlier_run_has_quantized_is_known(tmp_path: Path, warned: list
     assert len(said) == unknown
     with torch.no_grad(), as_read(model):
         assert torch.equal(read(small.probe()).logits, model.eval()(small.probe()).logits)
-
-
-def test_a_tower_that_transformers_rounds_without_scales_is_said(
-    tmp_path: Path, warned: list[str]
-) -> None:
-    sizes = {"hidden_size": 64, "num_hidden_layers": 1, "intermediate_size": 64}
-    text = {**sizes, "model_type": "qwen2", "num_attention_heads": 4, "num_key_value_heads": 2}
-    config = AudioFlamingo3Config(
-        audio_config={**sizes, "num_attention_heads": 4, "max_source_positions": 64},
-        text_config={**text, "vocab_size": small.VOCABULARY},
-        audio_token_id=10,
-    )
-    cache = {"num_bits": 8, "type": "float", "strategy": "tensor"}
-    recipe = QuantizationModifier(targets=[], kv_cache_scheme=cache)
-    model = AudioFlamingo3ForConditionalGeneration(config).bfloat16()
-    oneshot(model, recipe, small.token_rows(), output_dir=tmp_path / "out")
-    tower = "audio_tower.layers.0.self_attn"
-    said = [line for line in warned if "would not" in line]
-    assert len(said) == 1, "vLLM keeps no cache there"
-    if is_passed_over(model.model.get_submodule(tower)):  # where nothing is rounded
-        assert "(L11)" in said[0]
-        assert tower not in said[0]
-        return
-    for word in ("transformers", "(L7)", f"model.{tower}", "random", "Leave kv_cache_scheme out"):
-        assert word in said[0]
-    read = AudioFlamingo3ForConditionalGeneration.from_pretrained(tmp_path / "out")
-    assert hasattr(read.model.get_submodule(tower), "k_scale")  # as the rule says
-    assert not [
-        name
-        for name in load_file(tmp_path / "out" / "model.safetensors")
-        if tower in name and "scale" in name
-    ]
-
-
-@pytest.mark.parametrize("kind", ["float", "int"])
-def test_embeddings_that_a_class_ties_all_the_same_are_refused_in_small_floats(
-    kind: str, tmp_path: Path
-) -> None:
-    sizes = {"d_model": 64, "d_ff": 64, "d_kv": 16, "num_heads": 4, "num_layers": 1}
-    config = T5Config(vocab_size=small.VOCABULARY, **sizes, tie_word_embeddings=False)
-    weights = {"num_bits": 8, "type": kind, "strategy": "channel"}
-    recipe = QuantizationModifier(
-        config_groups={
-            "g": {"targets": ["shared"], "weights": weights, "format": f"{kind}-quantized"}
-        }
-    )
-    model = T5ForConditionalGeneration(config).bfloat16()
-    if kind == "int":
-        oneshot(model, recipe, output_dir=tmp_path / "out")
-        T5ForConditionalGeneration.from_pretrained(tmp_path / "out")
-        return
-    with pytest.raises(RecipeError, match=r"transformers \(L8, shared\)"):
-        oneshot(model, recipe, output_dir=tmp_path / "out")
-    oneshot(model, recipe, output_dir=tmp_path / "out", verify=False)
-    with pytest.raises(RuntimeError, match="Promotion for Float8"):  # as the rule says
-        T5ForConditionalGeneration.from_pretrained(tmp_path / "out")
 
 
 INT4 = {"num_bits": 4, "strategy": "group", "group_size": 32}
@@ -347,26 +267,3 @@ def test_experts_that_differ_are_refused_before_the_work(
         assert word in error.value.problem
     assert "Quantize all experts of a layer alike" in error.value.remedy
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize(
-    "pairs", [[(UP, FLOATS)], [(UP, FLOATS), (DOWN, {**FLOATS, "strategy": "tensor"})]]
-)
-def test_experts_of_small_floats_that_differ_are_left_to_transformers(
-    pairs: list[tuple[str, dict[str, object]]], mixture: Path, tmp_path: Path
-) -> None:
-    model = oneshot(mixture, groups(*pairs), output_dir=tmp_path / "out").eval()
-    read = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto").eval()
-    with torch.no_grad():
-        assert torch.equal(read(small.probe()).logits, model(small.probe()).logits)
-
-
-def test_outputs_of_experts_that_transformers_does_not_round_are_said(
-    mixture: Path, tmp_path: Path, warned: list[str]
-) -> None:
-    outputs = {"num_bits": 8, "type": "float", "strategy": "tensor"}
-    for target, is_said in ((r"re:.*self_attn\..*", False), (r"re:.*experts\..*", True)):
-        recipe = groups((target, FLOATS), output_activations=outputs)
-        oneshot(mixture, recipe, small.token_rows(), output_dir=tmp_path / target[4:8])
-        said = [line for line in warned if "does not round what comes out" in line]
-        assert bool(said) is is_said

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Recipes of several modifiers, from YAML to a checkpoint that transformers reads alone.
-
-How often the model ran over the data is what the modifiers' declarations ask for, and no more.
-"""
+"""Recipes of several modifiers, from YAML to a checkpoint that transformers reads alone."""
 
 from __future__ import annotations
 
@@ -20,7 +17,7 @@ from tests.integration.oneshot.test_read_back import (
     read_by_the_package,
 )
 from tests.support import small_models as small
-from tests.support.caches import as_read, is_passed_over
+from tests.support.caches import as_read
 from tests.support.releases import refuses_packed_zero_points
 from torch import Tensor
 from transformers import AutoModelForCausalLM
@@ -28,15 +25,11 @@ from transformers import AutoModelForCausalLM
 from llmcompressor import oneshot, verify
 from llmcompressor.checkpoint.packing import patch_packed_zero_points
 from llmcompressor.logger import logger
-from llmcompressor.verification.facts import Severity
 
 
 @dataclass(frozen=True)
 class Case:
-    """A recipe, the pipeline, the forwards of each pass that needs data, and of which model.
-
-    ``turned`` says which rotations stay in the forward, where transformers does not make them.
-    """
+    """A recipe, the pipeline, the forwards of each pass that needs data, and of which model."""
 
     recipe: str
     forwards: list[int]
@@ -346,27 +339,6 @@ def test_it_is_served(outcome: Outcome) -> None:
     assert [one for one in outcome.left if not is_of_unknown_attention(one)] == []
     assert torch.equal(outcome.read, outcome.written)
     assert verify(str(outcome.folder)).ok
-
-
-@pytest.mark.parametrize("name", TURNED, indirect=True)
-def test_what_stays_in_the_forward_is_served_by_readers_that_make_it(
-    name: str, outcome: Outcome
-) -> None:
-    """transformers makes other logits: the run tells of it before it begins, and verify after."""
-    assert outcome.turned is not None
-    if "R3" in CASES[name].recipe and is_passed_over(small.llama().model.layers[0].self_attn):
-        assert torch.allclose(outcome.turned, outcome.written, atol=0.02)  # it is left out
-    else:
-        assert torch.equal(outcome.turned, outcome.written)
-    assert not torch.allclose(outcome.read, outcome.written, atol=0.1)
-    [told] = [line for line in outcome.said if "the forward, which readers" in str(line)]
-    assert str(told).startswith(f"{CASES[name].turned} in the forward")
-    report = verify(str(outcome.folder))
-    assert report.ok
-    assert [one.severity for one in report.findings if one.rule == "S77"] == [Severity.WARNING]
-    assert verify(str(outcome.folder), serve="vllm").ok
-    alone = verify(str(outcome.folder), serve="transformers")
-    assert {one.rule for one in alone.findings if one.severity is Severity.ERROR} == {"S77"}
 
 
 PRUNED = [name for name, case in CASES.items() if "2:4" in case.recipe]

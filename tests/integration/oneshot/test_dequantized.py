@@ -16,11 +16,9 @@ from torch import Tensor
 
 from llmcompressor import oneshot, plan
 from llmcompressor.checkpoint.packing import patch_packed_zero_points
-from llmcompressor.checkpoint.save import modify_save_pretrained
 from llmcompressor.errors import CheckpointError, TargetError
 from llmcompressor.modifiers.quantization import QuantizationModifier
 from llmcompressor.modifiers.rotation import SpinQuantModifier
-from llmcompressor.training import Trainer
 
 SIZES: dict[str, Any] = {
     "vocab_size": 96,
@@ -156,55 +154,6 @@ def test_what_the_refusal_of_the_folder_says_works(
     oneshot(model=tmp_path / "plain", recipe=recipe(), output_dir=tmp_path / "out")
 
 
-def test_codes_that_the_class_does_not_own_are_left_out_and_told_of(
-    fp8: Path, tmp_path: Path, warned: list[str]
-) -> None:
-    tensors = stored(fp8)
-    draft = {
-        name.replace("layers.0.", "layers.1."): one.clone()
-        for name, one in tensors.items()
-        if "layers.0." in name
-    }
-    save_file({**tensors, **draft}, fp8 / "model.safetensors", {"format": "pt"})
-    model = loaded(fp8)
-    oneshot(model=model, output_dir=tmp_path / "plain")
-    written = stored(tmp_path / "plain")
-    assert not [name for name, one in written.items() if "scale" in name or one.itemsize == 1]
-    assert not [name for name in written if "layers.1." in name]
-    told = [line for line in warned if "Left out" in line]
-    assert len(told) == 1
-    assert "model.layers.1." in told[0]
-    assert "in a way that the output does not say" in told[0]
-    oneshot(model=tmp_path / "plain", recipe=recipe(), output_dir=tmp_path / "out")
-
-
-def test_a_model_that_is_made_to_save_itself(fp8: Path, tmp_path: Path) -> None:
-    model = loaded(fp8)
-    modify_save_pretrained(model)
-    model.save_pretrained(tmp_path / "out")
-    assert {tensor.dtype for tensor in stored(tmp_path / "out").values()} == {torch.bfloat16}
-    assert_reads_as(model, tmp_path / "out")
-
-
-def test_a_plan_tells_of_dense_tensors(fp8: Path) -> None:
-    model = loaded(fp8)
-    before = model._weight_conversions
-    planned = plan(model, recipe("re:.*experts.*"), measure=False)
-    assert not planned.problems
-    assert model._weight_conversions is before
-
-
-def test_checkpoints_of_a_training_hold_what_is_trained(fp8: Path, tmp_path: Path) -> None:
-    model = loaded(fp8)
-    args = hf.TrainingArguments(
-        tmp_path / "training", max_steps=1, save_steps=1, use_cpu=True, report_to=[]
-    )
-    rows = [{"input_ids": IDS[0].tolist(), "labels": IDS[0].tolist()}]
-    Trainer(model=model, args=args, train_dataset=rows, recipe=None).train()
-    tensors = stored(tmp_path / "training" / "checkpoint-1")
-    assert {tensor.dtype for tensor in tensors.values()} == {torch.bfloat16}
-
-
 ATTENTION: dict[str, Any] = {
     "one scheme": {"targets": "re:.*self_attn.*_proj$", "scheme": "FP8_DYNAMIC"},
     "two": {"config_groups": {"W4A16_ASYM": ["re:.*[qkv]_proj"], "FP8_DYNAMIC": ["re:.*o_proj"]}},
@@ -212,7 +161,7 @@ ATTENTION: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("before", ATTENTION)
-def test_what_an_earlier_run_has_quantized_stays_beside_what_a_second_one_does(
+def test_earlier_quantization_stays_beside_that_of_a_second_run(
     before: str, tmp_path: Path, warned: list[str]
 ) -> None:
     """Whether the second one is given its folder, or the model as transformers loads it."""
@@ -264,9 +213,7 @@ def test_what_is_rotated_at_run_time_is_not_gone_on_with(tmp_path: Path) -> None
     assert not (tmp_path / "out").exists()
 
 
-def test_experts_that_an_earlier_run_has_quantized_become_plain_or_are_refused(
-    tmp_path: Path, warned: list[str]
-) -> None:
+def test_quantized_experts_become_plain_or_are_refused(tmp_path: Path, warned: list[str]) -> None:
     small.mixture().save_pretrained(tmp_path / "model")
     attention = QuantizationModifier(targets="re:.*self_attn.*_proj$", scheme="W8A8")
     for name, scheme in (("rows", "FP8_DYNAMIC"), ("blocks", "NVFP4A16")):

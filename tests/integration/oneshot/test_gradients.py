@@ -113,43 +113,6 @@ def test_gradients_pass_straight_through(name: str, monkeypatch: pytest.MonkeyPa
         assert torch.equal(found[weight], gradient), weight
 
 
-def test_a_module_is_called_as_before() -> None:
-    module = compressed(llama(), "W8A8").model.layers[0].self_attn.q_proj
-    x = torch.randn(2, 128, dtype=torch.bfloat16)
-    with torch.no_grad():
-        expected = module(x)
-    assert torch.equal(module(input=x), expected)
-    assert torch.equal(module(x), expected)
-    module.quantization_enabled = False
-    assert not torch.equal(module(x), expected)
-
-
-@pytest.mark.parametrize("name", ["NVFP4", "FP8_DYNAMIC"])
-def test_some_calls_are_left_to_the_reader(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A single row may have a meaning of its own there, and a trace is of its forward."""
-    module = compressed(llama(), name).model.layers[0].self_attn.q_proj
-    row = torch.randn(128, dtype=torch.bfloat16)
-    with torch.no_grad():
-        expected = module(row)
-    assert torch.equal(module(row), expected)
-    for is_tracing in (False, True):
-        monkeypatch.setattr(torch.jit, "is_tracing", lambda value=is_tracing: value)
-        rows = row.repeat(2, 3, 1).requires_grad_()
-        module(rows).sum().backward()
-        assert (rows.grad is None) == is_tracing
-
-
-@pytest.mark.parametrize("name", ["q", "k", "v"])
-def test_one_projection_that_learns_alone_has_one(name: str) -> None:
-    """As with an adapter: what stands before it has none, and rounds keys and values together."""
-    model = compressed(llama(), "attention")
-    model.requires_grad_(False)
-    weight = getattr(model.model.layers[0].self_attn, f"{name}_proj").weight.requires_grad_()
-    model(input_ids=probe(), labels=probe(), use_cache=False).loss.backward()
-    assert weight.grad is not None
-    assert weight.grad.any()
-
-
 def test_those_of_experts_pass_too() -> None:
     model = compressed(mixture(), "W8A8")
     recorded = model(input_ids=probe(), use_cache=False)

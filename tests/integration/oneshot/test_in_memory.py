@@ -60,7 +60,7 @@ def test_a_second_run_on_one_output_is_refused(tmp_path: Path) -> None:
     assert verify(output).ok
 
 
-def test_the_progress_of_another_run_is_kept_unless_it_is_not_wanted(tmp_path: Path) -> None:
+def test_progress_of_another_run_is_kept_unless_unwanted(tmp_path: Path) -> None:
     output = tmp_path / "out"
     with open_workspace(output, {"model": "another"}) as workspace:
         workspace.journal.add(BlockEntry("layers.0", digest="d", source="s"))

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, LlamaForCausalLM
+from transformers import AutoModelForCausalLM
 
 from llmcompressor import oneshot
 from llmcompressor.logger import logger
@@ -60,28 +59,6 @@ def test_what_stays_behind_is_named_once(
     assert not any(name in line for name in (DRAFT, cache, "mtp"))
 
 
-def test_layers_that_were_cut_off_are_not_missed(
-    llama_folder: Path, tmp_path: Path, said: list[str]
-) -> None:
-    model = AutoModelForCausalLM.from_pretrained(llama_folder)
-    del model.model.layers[1]
-    model.config.num_hidden_layers = 1
-    oneshot(model=model, recipe=RTN, output_dir=str(tmp_path / "out"), verify=False)
-    assert not [one for one in said if "Left out" in one]
-
-
-def test_what_a_class_is_known_not_to_read_is_not_told_of(
-    one_block: Path, tmp_path: Path, said: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    known = [r"self_attn\.sinks"]
-    monkeypatch.setattr(LlamaForCausalLM, "_keys_to_ignore_on_load_unexpected", known)
-    folder = with_tensors(one_block, tmp_path / "model", SINKS, BIAS)
-    quantized(folder, "folder", tmp_path / "out")
-    (line,) = [one for one in said if "Left out" in one]
-    assert BIAS in line
-    assert SINKS not in line
-
-
 def test_an_adapter_among_the_weights_is_told_of(
     one_block: Path, tmp_path: Path, said: list[str]
 ) -> None:
@@ -91,9 +68,3 @@ def test_an_adapter_among_the_weights_is_told_of(
     assert LORA in line
     assert "merge it into the weights" in line
     assert not [one for one in said if "Left out" in one]
-
-
-def test_a_plain_model_is_not_warned_of(one_block: Path, tmp_path: Path, said: list[str]) -> None:
-    quantized(one_block, "folder", tmp_path / "out")
-    assert json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
-    assert said == []

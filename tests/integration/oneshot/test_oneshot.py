@@ -4,8 +4,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
-import inspect
 import json
 import os
 import pickle
@@ -24,9 +22,8 @@ from tests.support import small_models as small
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from llmcompressor import Oneshot, active_session, create_session, oneshot, plan, verify
-from llmcompressor.args import DatasetArguments, ModelArguments, RecipeArguments, RunArguments
-from llmcompressor.errors import DatasetError, InputError, RecipeError, TargetError
+from llmcompressor import Oneshot, create_session, oneshot, plan, verify
+from llmcompressor.errors import DatasetError, TargetError
 from llmcompressor.logger import logger
 from llmcompressor.modifiers.quantization import GPTQModifier, QuantizationModifier
 from llmcompressor.recipe import Recipe
@@ -71,14 +68,6 @@ def said_of(**arguments: Any) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("head", "stages"), [("fine_stage: {run_type: train, ", 1), ("fine_stage: {", 0)]
-)
-def test_a_stage_for_training_is_named(head: str, stages: int) -> None:
-    said = said_of(recipe=f"{head}{DYNAMIC}}}")
-    assert len([line for line in said if "'fine'" in line and "trained" in line]) == stages
-
-
-@pytest.mark.parametrize(
     ("recipe", "given", "lines"), [(DYNAMIC, True, 1), (DYNAMIC, False, 0), (GPTQ, True, 0)]
 )
 def test_data_that_nothing_needs_is_said(recipe: str, given: bool, lines: int) -> None:
@@ -101,16 +90,6 @@ def test_data_that_nothing_needs_has_to_be_there(given: dict[str, str], message:
         Oneshot(model=small.one_block(), recipe=DYNAMIC, **given)
 
 
-# ---------------------------------------------------------------------- the model
-
-
-def test_a_model_object_is_compressed_in_place_and_returned(one_block: Path) -> None:
-    model = AutoModelForCausalLM.from_pretrained(one_block)
-    before = small.logits(model)
-    assert tiny(model=model) is model
-    assert not torch.equal(small.logits(model), before)
-
-
 def test_a_folder_and_its_model_object_give_the_same_files(
     llama_folder: Path, tmp_path: Path
 ) -> None:
@@ -118,21 +97,6 @@ def test_a_folder_and_its_model_object_give_the_same_files(
     model = AutoModelForCausalLM.from_pretrained(llama_folder)
     tiny(model=model, output_dir=str(tmp_path / "object"))
     assert small.tree(tmp_path / "folder") == small.tree(tmp_path / "object")
-
-
-@pytest.mark.parametrize("named", [False, True])
-def test_a_run_is_logged_to_a_file(
-    named: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In the folder that is given, or the file that the environment names."""
-    if named:
-        monkeypatch.setenv("LLM_COMPRESSOR_LOG_FILE", str(tmp_path / "named.log"))
-    tiny(log_dir=tmp_path / "logs")
-    files = [tmp_path / "named.log"] if named else list((tmp_path / "logs").glob("oneshot_*.log"))
-    assert "modules quantized" in files[0].read_text()
-    assert (tmp_path / "logs").exists() is not named or not list((tmp_path / "logs").iterdir())
-    tiny()
-    assert files[0].read_text().count("modules quantized") == (2 if named else 1)
 
 
 def test_the_returned_model_generates(short_pico: Path) -> None:
@@ -157,7 +121,7 @@ def test_save_pretrained_writes_compressed_afterwards(recipe: str, tmp_path: Pat
     assert saved == Recipe.create_instance(recipe)
 
 
-def test_a_part_of_a_compressed_model_is_not_written_dense_in_silence(
+def test_a_part_of_a_compressed_model_is_not_written_dense(
     warned: list[str], tmp_path: Path
 ) -> None:
     model = tiny(recipe=DYNAMIC)
@@ -168,13 +132,6 @@ def test_a_part_of_a_compressed_model_is_not_written_dense_in_silence(
     (line,) = warned
     assert line.startswith("model is a part of a compressed model: by itself it is written with")
     assert "quantization_config" not in json.loads((tmp_path / "part" / "config.json").read_text())
-
-
-def test_a_part_that_saves_itself_otherwise_goes_on_doing_so(tmp_path: Path) -> None:
-    model, called = small.one_block(), []
-    object.__setattr__(model.model, "save_pretrained", called.append)
-    oneshot(model, recipe=DYNAMIC).model.save_pretrained("there")
-    assert called == ["there"]
 
 
 @pytest.mark.parametrize("streamed", [False, True])
@@ -290,8 +247,6 @@ def test_what_the_model_class_does_not_own_is_carried_over(one_block: Path, tmp_
         assert (tmp_path / "out" / name).read_bytes() == (source / name).read_bytes()
 
 
-# ---------------------------------------------------------------------- the recipe
-
 STAGES = """
 args: {bits: 4, size: 64}
 first_stage:
@@ -315,14 +270,6 @@ def test_a_stage_is_run_alone_and_written_under_its_name(stage: str, tmp_path: P
     groups = quantization_of(tmp_path / "out" / stage)["config_groups"]
     kinds = [group["weights"]["type"] for group in groups.values()]
     assert kinds == ["int" if stage == "first" else "float"]
-
-
-def test_all_stages_are_run_without_one_named(tmp_path: Path) -> None:
-    tiny(recipe=STAGES, output_dir=tmp_path / "out")
-    config = quantization_of(tmp_path / "out")
-    assert config["format"] == "mixed-precision"
-    saved = Recipe.create_instance(tmp_path / "out" / "recipe.yaml")
-    assert [stage.name for stage in saved.stages] == ["first", "second"]
 
 
 @pytest.mark.parametrize("arguments", [{"bits": 8}, ["bits=8"], "bits=8"])
@@ -363,23 +310,10 @@ def test_the_saved_recipe_is_equal(name: str, tmp_path: Path) -> None:
     assert Recipe.create_instance(tmp_path / "out" / "recipe.yaml") == given
 
 
-def test_an_empty_recipe_copies_the_model(one_block: Path, tmp_path: Path) -> None:
-    oneshot(model=one_block, recipe=[], output_dir=tmp_path / "out")
-    before = load_file(one_block / "model.safetensors")
-    after = load_file(tmp_path / "out" / "model.safetensors")
-    assert before.keys() == after.keys()
-    assert all(torch.equal(before[name], after[name]) for name in before)
-    config = json.loads((tmp_path / "out" / "config.json").read_text())
-    assert "quantization_config" not in config
-
-
 def test_one_modifier_serves_for_several_models() -> None:
     modifier = GPTQModifier(scheme="W4A16", ignore=["lm_head"])
     first, second = (small.logits(tiny(recipe=modifier)) for _ in range(2))
     assert torch.equal(first, second)
-
-
-# ---------------------------------------------------------------------- the data
 
 
 def token_lists() -> list[list[int]]:
@@ -415,21 +349,10 @@ def test_texts_are_tokenized_by_the_model_s_own_tokenizer(short_pico: Path) -> N
     assert all(torch.equal(results[0], other) for other in results[1:])
 
 
-def test_num_calibration_samples_and_max_seq_length_bound_the_data(short_pico: Path) -> None:
-    oneshot(
-        model=short_pico, recipe=GPTQ, dataset=TEXTS, num_calibration_samples=3, max_seq_length=10
-    )
-    (modifier,) = active_session().lifecycle.recipe.modifiers
-    assert {record["tokens"] for record in modifier.report().values()} == {30}
-
-
 def test_data_that_the_recipe_does_not_need_is_not_read(tmp_path: Path) -> None:
     with small.counted_forwards() as calls:
         tiny(recipe=DYNAMIC)
     assert calls == []
-
-
-# ---------------------------------------------------------------------- how it runs
 
 
 @pytest.mark.parametrize("recipe", [STATIC, GPTQ])
@@ -441,26 +364,6 @@ def test_every_pipeline_compresses(recipe: str, pipeline: str | None, tmp_path: 
     assert torch.equal(small.logits(read(tmp_path / "out")), small.logits(model))
 
 
-@pytest.mark.parametrize("recipe", [STATIC, GPTQ.replace("W4A16", "W4A16, asymmetric: false")])
-def test_granularity_does_not_matter_for_the_first_layer(recipe: str) -> None:
-    """Nothing propagates into its first Linears: all pipelines give them the same numbers."""
-    names = [f"model.layers.0.self_attn.{name}_proj" for name in "qkv"]
-    found = []
-    for pipeline in ("basic", "sequential", "layer_sequential"):
-        model = tiny(model=small.llama(), recipe=recipe, pipeline=pipeline)
-        found.append([model.get_submodule(name).weight.clone() for name in names])
-    for other in found[1:]:
-        assert all(torch.equal(one, two) for one, two in zip(found[0], other, strict=True))
-
-
-@pytest.mark.parametrize("pipeline", ["datafree", "data_free", "basic", "sequential"])
-def test_a_recipe_without_data_runs_in_any_pipeline(pipeline: str) -> None:
-    expected = small.logits(tiny(recipe=DYNAMIC))
-    assert torch.equal(
-        small.logits(tiny(recipe=DYNAMIC, dataset=None, pipeline=pipeline)), expected
-    )
-
-
 def test_the_log_goes_to_a_file_for_the_time_of_the_run(tmp_path: Path) -> None:
     tiny(log_dir=tmp_path / "logs")
     (file,) = (tmp_path / "logs").iterdir()
@@ -468,15 +371,6 @@ def test_the_log_goes_to_a_file_for_the_time_of_the_run(tmp_path: Path) -> None:
     assert file.suffix == ".log"
     text = file.read_text()
     assert "GPTQModifier" in text
-    tiny()
-    assert file.read_text() == text
-
-
-def test_the_log_file_is_closed_after_an_error(tmp_path: Path) -> None:
-    with pytest.raises(TargetError):
-        tiny(recipe=GPTQ.replace("Linear", "Conv"), log_dir=tmp_path / "logs")
-    (file,) = (tmp_path / "logs").iterdir()
-    text = file.read_text()
     tiny()
     assert file.read_text() == text
 
@@ -524,15 +418,7 @@ def test_the_class_does_what_the_function_does(tmp_path: Path) -> None:
     assert small.tree(tmp_path / "class") == small.tree(tmp_path / "function")
 
 
-def test_a_run_has_the_processor_that_was_given_or_the_models_own(short_pico: Path) -> None:
-    given = object()
-    assert Oneshot(model="m", tokenizer=given).processor is given
-    assert Oneshot(model=small.llama()).processor is None
-    own = Oneshot(model=short_pico).processor
-    assert own("import os") == AutoTokenizer.from_pretrained(short_pico)("import os")
-
-
-def test_what_a_subclass_makes_of_the_processor_prepares_the_data(short_pico: Path) -> None:
+def test_a_processor_of_a_subclass_prepares_the_data(short_pico: Path) -> None:
     class Watched:
         def __init__(self, tokenizer: Any) -> None:
             self.tokenizer, self.seen = tokenizer, list[str]()
@@ -551,47 +437,6 @@ def test_what_a_subclass_makes_of_the_processor_prepares_the_data(short_pico: Pa
     assert sorted(run.processor.seen) == sorted(TEXTS)
 
 
-def test_a_step_of_a_subclass_that_no_run_takes_is_refused() -> None:
-    class Own(Oneshot):
-        def apply_recipe_modifiers(
-            self, calibration_dataloader: Any, recipe_stage: str | None = None
-        ) -> None: ...
-
-    with pytest.raises(InputError, match=r"Own has a method apply_recipe_modifiers.*__call__"):
-        Own(model="m")
-
-
-@pytest.mark.parametrize("given", [None, "true"])
-def test_tokenizers_start_no_threads_unless_the_user_says_so(
-    given: str | None, monkeypatch: pytest.MonkeyPatch, warned: list[str]
-) -> None:
-    monkeypatch.delenv("TOKENIZERS_PARALLELISM")
-    if given:
-        monkeypatch.setenv("TOKENIZERS_PARALLELISM", given)
-    for _ in range(2):
-        Oneshot(model="m", recipe=DYNAMIC)
-    assert os.environ["TOKENIZERS_PARALLELISM"] == (given or "false")
-    assert len([line for line in warned if "TOKENIZERS_PARALLELISM" in line]) == (not given)
-
-
-def test_every_argument_of_the_four_classes_is_taken_and_shown() -> None:
-    direct = {"output_dir", "log_dir"}
-    defaults = {
-        field.name: getattr(parsed, field.name)
-        for parsed in (
-            ModelArguments(model="m"),
-            DatasetArguments(),
-            RecipeArguments(),
-            RunArguments(),
-        )
-        for field in dataclasses.fields(parsed)
-    }
-    run = Oneshot(**defaults)
-    assert (run.model_args.model, run.recipe.modifiers) == ("m", [])
-    shown = set(inspect.signature(oneshot).parameters) - {"arguments"}
-    assert shown == defaults.keys() | direct
-
-
 def test_overwrite_replaces_a_checkpoint(tmp_path: Path) -> None:
     tiny(recipe=DYNAMIC, output_dir=tmp_path / "out")
     (tmp_path / "out" / "left.txt").write_text("from before")
@@ -599,11 +444,6 @@ def test_overwrite_replaces_a_checkpoint(tmp_path: Path) -> None:
     assert quantization_of(tmp_path / "out")["format"] == "pack-quantized"
     assert not (tmp_path / "out" / "left.txt").exists()
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
-
-
-def test_an_output_below_folders_that_are_not_there(tmp_path: Path) -> None:
-    tiny(recipe=DYNAMIC, output_dir=tmp_path / "a" / "b" / "out")
-    assert (tmp_path / "a" / "b" / "out" / "config.json").is_file()
 
 
 def test_two_runs_on_one_model_with_targets_of_their_own(tmp_path: Path) -> None:
@@ -617,42 +457,6 @@ def test_two_runs_on_one_model_with_targets_of_their_own(tmp_path: Path) -> None
     assert torch.equal(small.logits(read(tmp_path / "out")), small.logits(model))
     with pytest.raises(TargetError, match="quantized already"):
         tiny(model=model)
-
-
-def test_a_precision_that_a_loaded_model_does_not_have_is_told(warned: list[str]) -> None:
-    tiny(recipe=DYNAMIC, dataset=None, precision="float16")
-    assert [text for text in warned if "precision='float16' has no effect" in text]
-    warned.clear()
-    tiny(recipe=DYNAMIC, dataset=None, precision=small.llama().dtype)
-    assert not [text for text in warned if "precision" in text]
-
-
-def test_a_schedule_is_told_to_be_for_training(warned: list[str]) -> None:
-    tiny(recipe=QuantizationModifier(scheme="FP8_DYNAMIC", start=5, end=7), dataset=None)
-    told = [text for text in warned if "no effect in oneshot" in text]
-    assert [text.split(" of ")[0] for text in told] == ["start: 5", "end: 7"]
-    warned.clear()
-    tiny(recipe=QuantizationModifier(scheme="FP8_DYNAMIC", start=0), dataset=None)
-    assert not [text for text in warned if "no effect in oneshot" in text]
-
-
-def test_what_has_no_effect_is_told(warned: list[str]) -> None:
-    given = {"distill_teacher": "teacher", "sequential_offload_device": "disk"}
-    of_training = {"bf16": True, "warmup_ratio": 0.1, "gradient_checkpointing": True, "fp16": None}
-    tiny(recipe=DYNAMIC, dataset=None, sequential_prefetch=False, **given, **of_training)
-    of_it, told = [line for line in warned if "Without effect in oneshot" in line]
-    assert "nothing is trained: bf16, warmup_ratio, gradient_checkpointing." in of_it
-    assert "distill_teacher (a teacher is for train), sequential_offload_device (" in told
-    assert "prefetch" not in told
-    warned.clear()
-    tiny(recipe=DYNAMIC, dataset=None)
-    assert not any("Without effect" in line for line in warned)
-    for name in ("use_cpu", "no_cuda"):
-        for asks in (True, False):
-            run = Oneshot(model=small.one_block(), recipe=DYNAMIC, **{name: asks})
-            assert run.model_args.device == ("cpu" if asks else None)
-            assert asks != any(name in line for line in warned)
-            warned.clear()
 
 
 @pytest.mark.parametrize("recipe", [GPTQ, STATIC])
@@ -682,22 +486,6 @@ def test_nothing_is_solved_with_coarse_products() -> None:
     oneshot(model=small.one_block(), recipe=Looking(targets="Linear", scheme="W8A16"))
     assert torch.get_float32_matmul_precision() == "high"
     assert seen == ["ieee"]
-
-
-@pytest.mark.parametrize("recipe", [GPTQ, STATIC])
-def test_under_autocast_a_model_is_compressed_as_without(
-    recipe: str, tmp_path: Path, warned: list[str]
-) -> None:
-    tiny(model=small.one_block().float(), recipe=recipe, output_dir=tmp_path / "plain")
-    assert not [text for text in warned if "autocast" in text]
-    with torch.autocast("cpu", torch.bfloat16):
-        tiny(model=small.one_block().float(), recipe=recipe, output_dir=tmp_path / "inside")
-        assert torch.is_autocast_enabled("cpu")
-    assert len([text for text in warned if "outside of torch.autocast(cpu)" in text]) == 1
-    plain, inside = (
-        load_file(tmp_path / name / "model.safetensors") for name in ("plain", "inside")
-    )
-    assert all(torch.equal(plain[name], inside[name]) for name in plain)
 
 
 @pytest.fixture
@@ -739,38 +527,6 @@ def test_another_default_dtype_changes_nothing(
     assert plain.read_bytes() == inside.read_bytes()
 
 
-KEEPING = "ConstantPruningModifier: {targets: Linear}"
-ROUNDING = "QuantizationModifier: {targets: Linear, scheme: FP8_DYNAMIC, ignore: [lm_head]}"
-
-
-@pytest.mark.parametrize("recipe", [f"{KEEPING}, {ROUNDING}", f"{ROUNDING}, {KEEPING}"])
-def test_what_keeps_zeros_in_a_training_is_left_out(
-    recipe: str, tmp_path: Path, warned: list[str]
-) -> None:
-    tiny(recipe=f"modifiers: {{{recipe}}}", dataset=None, output_dir=tmp_path / "both")
-    tiny(recipe=DYNAMIC, dataset=None, output_dir=tmp_path / "one")
-    told = [text for text in warned if "ConstantPruningModifier" in text]
-    assert len(told) == 1
-    assert "acts over the steps of a training" in told[0]
-    assert "left out" in told[0]
-    one, both = (load_file(tmp_path / name / "model.safetensors") for name in ("one", "both"))
-    assert all(torch.equal(one[name], both[name]) for name in one)
-
-
-@pytest.mark.parametrize(
-    "recipe",
-    [
-        f"modifiers: {{{KEEPING}}}",
-        f"a_stage: {{run_type: train, a_modifiers: {{{KEEPING}, {ROUNDING}}}}}",
-        f"modifiers: {{MagnitudePruningModifier: {{init_sparsity: 0, final_sparsity: 0.5, end: 1, "
-        f"targets: Linear}}, {ROUNDING}}}",
-    ],
-)
-def test_what_a_training_is_needed_for_is_refused(recipe: str) -> None:
-    with pytest.raises(RecipeError, match=r"PruningModifier, .* acts over the steps of a training"):
-        tiny(recipe=recipe, dataset=None)
-
-
 class TestRecipeOfTheSource:
     """``recipe.yaml`` tells all that was done: that of the model read comes first."""
 
@@ -795,13 +551,6 @@ class TestRecipeOfTheSource:
             ]
         assert verify(tmp_path / "out", source, tp=1).ok
 
-    def test_an_empty_recipe_keeps_them(self, tmp_path: Path) -> None:
-        source = self.pruned(tmp_path)
-        oneshot(model=source, output_dir=tmp_path / "out")
-        assert (tmp_path / "out" / "recipe.yaml").read_text() == (
-            source / "recipe.yaml"
-        ).read_text()
-
     @pytest.mark.parametrize(
         "broken",
         [
@@ -820,11 +569,3 @@ class TestRecipeOfTheSource:
         assert [type(one) for one in found.modifiers] == [QuantizationModifier]
         assert sum("applied before" in text for text in warned) == 1
         assert "antigravity" not in sys.modules
-
-
-def test_a_folder_for_the_log_may_lie_at_home(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("HOME", str(tmp_path))
-    tiny(log_dir="~/logs")
-    assert list((tmp_path / "logs").iterdir())

@@ -58,7 +58,7 @@ SOLVED = ("int4 with zero points", "int3")
         ),
     ],
 )
-def test_what_a_run_over_a_folder_returns_runs_as_the_model_in_memory(
+def test_a_returned_folder_run_computes_as_in_memory(
     scheme: str, modifier: Any, folder: Path, tmp_path: Path
 ) -> None:
     """Its weights are read from the checkpoint when they are looked at."""
@@ -83,9 +83,7 @@ def test_what_a_run_over_a_folder_returns_runs_as_the_model_in_memory(
     assert files[0] == files[1]
 
 
-def test_a_format_of_whole_groups_is_refused_where_it_is_asked_for(
-    folder: Path, tmp_path: Path
-) -> None:
+def test_a_format_of_whole_groups_is_refused_when_asked_for(folder: Path, tmp_path: Path) -> None:
     loaded = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
     recipe = QuantizationModifier(
         ignore=["lm_head"], bypass_divisibility_checks=True, **SCHEMES["int8"]

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader
 from transformers import (
     BertConfig,
     BertForMaskedLM,
@@ -29,9 +28,8 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from llmcompressor import evaluate, oneshot, plan
+from llmcompressor import oneshot, plan
 from llmcompressor.entrypoints.arguments import PositionLimit, position_limit
-from llmcompressor.errors import ArgumentError, DatasetError
 
 LIMIT = 32
 SIZES = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 64}
@@ -107,24 +105,6 @@ def test_tokenized_rows_are_cut_to_the_table(more: dict[str, Any], warned: list[
     )
 
 
-def test_rows_that_are_cut_shorter_anyway_are_not_spoken_of(warned: list[str]) -> None:
-    oneshot(opt(), recipe=RECIPE, dataset=LONG, max_seq_length=LIMIT)
-    oneshot(opt(), recipe=RECIPE, dataset=LONG, max_seq_length=16, concatenate_data=True)
-    assert not any("came tokenized" in line for line in warned)
-
-
-def test_without_a_table_they_are_used_as_they_are(warned: list[str]) -> None:
-    oneshot(llama(), recipe=RECIPE, dataset=LONG)
-    assert any("used as they are. max_seq_length=32 cuts them" in line for line in warned)
-
-
-def test_a_loaders_batches_are_refused() -> None:
-    loader = DataLoader([torch.full((80,), 5)] * 2, batch_size=2)
-    with pytest.raises(DatasetError, match=r"Batch 0 .* samples of 80 tokens.* positions for 32"):
-        oneshot(opt(), recipe=RECIPE, dataset=loader)
-    oneshot(llama(), recipe=RECIPE, dataset=loader)
-
-
 @pytest.mark.parametrize(("build", "kept"), [(opt, 32), (llama, 80)])
 def test_the_plan_says_the_same(
     build: Callable[[], PreTrainedModel], kept: int, tmp_path: Path
@@ -135,21 +115,3 @@ def test_the_plan_says_the_same(
     assert found.tokens is not None
     assert found.tokens.longest == kept
     assert any("have up to 80 tokens, and the model takes 32" in note for note in found.notes)
-
-
-def test_windows_are_as_long_as_a_model_takes() -> None:
-    report = evaluate(opt(), dataset=LONG)
-    assert report == evaluate(opt(), dataset=LONG, max_seq_length=LIMIT)
-    assert report.windows == 5  # 160 tokens
-
-
-def test_windows_beyond_the_table_are_refused() -> None:
-    with pytest.raises(ArgumentError, match=r"max_seq_length is 33, .* positions for 32 tokens"):
-        evaluate(opt(), dataset=LONG, max_seq_length=LIMIT + 1)
-    with pytest.raises(ArgumentError, match="Give 32 or less"):
-        evaluate(llama(), reference=opt(), dataset=LONG, max_seq_length=LIMIT + 1)
-
-
-def test_longer_windows_of_a_rotary_model_are_warned_of(warned: list[str]) -> None:
-    evaluate(llama(), dataset=LONG, max_seq_length=80)
-    assert any("max_seq_length is 80, and the model takes 32 tokens" in line for line in warned)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from tests.support import process_pair
-from tests.support.process_pair import FP8, GPTQ, Noise
+from tests.support.process_pair import FP8, GPTQ
 
 Pair = Callable[..., list[Any]]
 
@@ -69,20 +69,6 @@ def test_from_folder_to_folder_one_process_works_for_all(pair, tmp_path, one_blo
     assert len(list(tmp_path.iterdir())) == 4
 
 
-def test_the_first_process_may_compute_otherwise_than_the_others(pair, tmp_path, one_block):
-    first, second = pair(process_pair.unlike, str(tmp_path / "out"), str(one_block))
-    assert first == second
-
-
-def test_a_save_that_is_left_to_one_process_is_followed_by_one_of_all(pair, tmp_path):
-    assert pair(process_pair.left_to_one, str(tmp_path / "out")) == [True, True]
-
-
-def test_random_numbers_are_alike(pair, tmp_path):
-    found = pair(process_pair.saved, str(tmp_path / "two"), {Noise.__name__: {}}, parts=True)
-    assert found[0][0] == found[1][0]
-
-
 @pytest.mark.parametrize("where", ["arguments", "data", "weights", "output"])
 def test_an_error_of_one_process_ends_all(pair, tmp_path, where):
     first, second = pair(process_pair.broken, str(tmp_path / "two"), where)
@@ -91,20 +77,9 @@ def test_an_error_of_one_process_ends_all(pair, tmp_path, where):
     assert not (tmp_path / "two").exists()
 
 
-def test_an_error_of_the_one_that_saves_reaches_the_others(pair, tmp_path):
-    found = sorted(pair(process_pair.broken, str(tmp_path / "file"), "save"))
-    assert found[0].startswith("OutputError")
-    assert found[1].startswith("ProcessError")
-    assert found[1].endswith(found[0])
-
-
 def test_different_recipes_are_refused(pair, tmp_path):
     for found in pair(process_pair.broken, str(tmp_path), "recipe"):
         assert "given different values of recipe" in found
-
-
-def test_one_process_can_save_alone(pair, tmp_path):
-    assert pair(process_pair.alone, str(tmp_path / "alone")) == [True, True]
 
 
 @pytest.mark.parametrize("kind", ["rows", "stream"])

@@ -1,12 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ``oneshot`` wrote, read by transformers in a process without this package.
-
-Equality is exact, logit for logit: the model in memory holds each weight as compressed-tensors
-decodes it, in the same dtype, and quantizes its activations with the same code.
-
-Packed zero points some releases of transformers refuse whoever wrote them (L9): there it is the
-package that reads them back, as ``evaluate`` does.
-"""
+"""What ``oneshot`` wrote, read by transformers in a process without this package."""
 
 from __future__ import annotations
 
@@ -365,12 +358,14 @@ def _logits(model: Any) -> tuple[Tensor, Tensor]:
         return small.logits(model), known["decoded"](model, small.probe())
 
 
-def test_reads_back_as_the_model_in_memory(outcome: Outcome) -> None:
+def test_reads_back_as_the_model_in_memory(name: str, outcome: Outcome) -> None:
     assert outcome.missing == []
     assert [one for one in outcome.unexpected if not is_of_unknown_attention(one)] == []
     assert bool(torch.isfinite(outcome.written).all())
     assert torch.equal(outcome.read, outcome.written)
     assert torch.equal(outcome.read_decoded, outcome.written_decoded)
+    check_it_changes_what_the_model_computes(name, outcome)
+    check_serving_rules(name, outcome)
 
 
 def test_what_transformers_alone_refuses_is_said(outcome: Outcome) -> None:
@@ -394,7 +389,7 @@ def is_of_unknown_attention(tensor: str) -> bool:
     return is_of_states and is_passed_over(small.llama().model.layers[0].self_attn)
 
 
-def test_each_case_changes_what_the_model_computes(name: str, outcome: Outcome) -> None:
+def check_it_changes_what_the_model_computes(name: str, outcome: Outcome) -> None:
     """Guards the comparison: a reader that quantized nothing would agree as well."""
     original = small.logits(CASES[name].built())
     if name in UNTOUCHED:
@@ -409,16 +404,13 @@ def test_each_case_changes_what_the_model_computes(name: str, outcome: Outcome) 
     assert not torch.equal(outcome.read, original)
 
 
-def test_the_configuration_obeys_the_rules_of_servers(name: str, outcome: Outcome) -> None:
-    config = json.loads((outcome.folder / "config.json").read_text())
-    if name in UNTOUCHED:
-        assert "quantization_config" not in config
-        return
-    check_serving_rules(config["quantization_config"])
-
-
-def check_serving_rules(config: dict[str, Any]) -> None:
+def check_serving_rules(name: str, outcome: Outcome) -> None:
     """The rules of the quantization_config that servers break on, without a word or with one."""
+    written = json.loads((outcome.folder / "config.json").read_text())
+    if name in UNTOUCHED:
+        assert "quantization_config" not in written
+        return
+    config = written["quantization_config"]
     assert config["quant_method"] == "compressed-tensors"
     assert config["quantization_status"] == "compressed"
     assert isinstance(config["ignore"], list)

@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Architecture by format, as docs/serving.md says: written, and read by transformers alone.
-
-A mixture is read with one product for each expert, as the run computed it: stacked products, which
-are transformers' default, are rounded otherwise in bfloat16.
-"""
+"""Architecture by format, as docs/serving.md says: written, and read by transformers alone."""
 
 from __future__ import annotations
 
@@ -82,16 +78,7 @@ OF_FAILURES = {"L2": "AttributeError", "T6": "RuntimeError"}
 
 @dataclass(frozen=True)
 class Outcome:
-    """Both sides of one case.
-
-    Attributes:
-        original: logits of the model before.
-        written: of what ``oneshot`` returned.
-        unrounded: the same, where its experts round no inputs.
-        said: what was logged of transformers.
-        read: the reader's logits, ``None`` where it fails.
-        trouble: the class of its error, or names of tensors that are missing or too many.
-    """
+    """Both sides of one case."""
 
     original: Tensor
     written: Tensor

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import json
-import pickle
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ import pytest
 from tests.support import small_models as small
 from transformers import LlavaConfig, LlavaForConditionalGeneration
 
-from llmcompressor import create_session, oneshot
+from llmcompressor import oneshot
 from llmcompressor.modifiers.quantization import QuantizationModifier
 from llmcompressor.recipe import Recipe
 from llmcompressor.transformers.sparsification import modify_save_pretrained
@@ -52,16 +51,6 @@ def test_the_recipe_of_a_part_is_that_of_the_whole(tmp_path: Path, warned: list[
     assert not [line for line in warned if "would not" in line or "not good" in line]
 
 
-def test_parts_with_recipes_of_their_own(tmp_path: Path) -> None:
-    model = two_parts()
-    oneshot(model=model.model.language_model, recipe=fp8("re:.*mlp.*"))
-    oneshot(model=model.model.vision_tower, recipe=fp8("re:.*self_attn.*"))
-    modify_save_pretrained(model)
-    pickle.loads(pickle.dumps(model)).save_pretrained(tmp_path / "out")
-    found = [one.targets for one in recipe_of(tmp_path / "out").modifiers]
-    assert sorted(found) == [["re:.*mlp.*"], ["re:.*self_attn.*"]]
-
-
 @pytest.mark.parametrize("is_checked", [False, True])
 def test_what_a_run_has_left_stays(is_checked: bool, tmp_path: Path) -> None:
     model = small.one_block()
@@ -73,19 +62,6 @@ def test_what_a_run_has_left_stays(is_checked: bool, tmp_path: Path) -> None:
     modify_save_pretrained(model, recipe="a: 1")
     model.save_pretrained(tmp_path / "other")
     assert (tmp_path / "other" / "recipe.yaml").read_text() == "a: 1"
-
-
-def test_the_recipe_of_the_session_that_has_the_model(tmp_path: Path) -> None:
-    model, other = small.one_block(), small.one_block()
-    with create_session() as session:
-        session.initialize(recipe=fp8("re:.*mlp.*"), model=model)
-        session.finalize()
-        modify_save_pretrained(model)
-        modify_save_pretrained(other)
-    model.save_pretrained(tmp_path / "out")
-    assert recipe_of(tmp_path / "out").modifiers[0].targets == ["re:.*mlp.*"]
-    other.save_pretrained(tmp_path / "other")
-    assert not (tmp_path / "other" / "recipe.yaml").exists()
 
 
 def test_a_check_that_breaks_off_loses_nothing(
@@ -100,15 +76,3 @@ def test_a_check_that_breaks_off_loses_nothing(
     model.save_pretrained(tmp_path / "out")
     assert (tmp_path / "out" / "model.safetensors").is_file()
     assert [text for level, text in log if level == "ERROR" and "could not be checked" in text]
-
-
-def test_what_cannot_be_foreseen_of_saving_ends_no_run(
-    monkeypatch: pytest.MonkeyPatch, warned: list[str]
-) -> None:
-    def broken(*args: Any, **kwargs: Any) -> None:
-        raise TypeError("odd")
-
-    monkeypatch.setattr("llmcompressor.entrypoints.verify.planned_config", broken)
-    model = oneshot(model=small.one_block(), recipe=fp8("Linear"))
-    assert hasattr(model.model.layers[0].mlp.up_proj, "quantization_scheme")
-    assert [line for line in warned if "save_pretrained would fail" in line and "odd" in line]

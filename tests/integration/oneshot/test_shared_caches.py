@@ -21,10 +21,8 @@ from transformers import (
     PreTrainedModel,
 )
 
-from llmcompressor import oneshot, plan, reset_session, train, verify
-from llmcompressor.checkpoint.block_stream import BlockStream
-from llmcompressor.modifiers.quantization import GPTQModifier, QuantizationModifier
-from llmcompressor.schemes.attention import kv_source_layer
+from llmcompressor import oneshot, reset_session, verify
+from llmcompressor.modifiers.quantization import QuantizationModifier
 
 FP8 = {"num_bits": 8, "type": "float", "strategy": "tensor"}
 INT8 = {"num_bits": 8, "type": "int", "symmetric": False, "strategy": "attn_head"}
@@ -68,11 +66,6 @@ def cache(scheme: dict[str, Any] = FP8) -> list[Any]:
     return [QuantizationModifier(kv_cache_scheme=scheme)]
 
 
-def two_passes() -> list[Any]:
-    """The cache is calibrated in the first; blocks lie in a scratch folder until the second."""
-    return [*cache(), GPTQModifier(targets=["re:.*mlp.*proj$"], scheme="W4A16")]
-
-
 def states_of(folder: Path) -> dict[tuple[int, str], Tensor]:
     """Layer and own name → what is stored for its keys and values."""
     found = {}
@@ -98,7 +91,7 @@ def weights(folder: Path) -> bytes:
 
 @pytest.mark.parametrize("make", [gemma3n, gemma4])
 @pytest.mark.parametrize("scheme", [FP8, INT8], ids=["tensor", "heads"])
-def test_a_layer_that_shares_has_the_scales_of_the_one_it_reads_from(
+def test_a_sharing_layer_has_the_scales_of_its_source(
     make: Callable[[], PreTrainedModel], scheme: dict[str, Any], tmp_path: Path
 ) -> None:
     make().save_pretrained(tmp_path / "model")
@@ -126,96 +119,9 @@ def test_streamed_in_memory_and_saved_again_are_one_file(
     assert len(files) == 1
 
 
-def test_the_model_in_memory_runs_as_transformers_reads_it(tmp_path: Path) -> None:
-    model = compress(gemma3n(), cache(), tmp_path / "out")
-    read, told = Gemma3nForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
-    with torch.no_grad():
-        ours = model.eval()(small.probe(), use_cache=True).logits
-        theirs = read.eval()(small.probe(), use_cache=True).logits
-    assert torch.equal(ours, theirs)
-    assert {name.split(".")[2] for name in told["unexpected_keys"]} == {"2", "3"}
-    assert not told["missing_keys"]
-
-
-@pytest.mark.parametrize(
-    ("recipe", "block"),
-    [
-        (cache, "model.layers.1"),
-        pytest.param(cache, "model.layers.3", marks=pytest.mark.slow),
-        (two_passes, "model.layers.2"),
-        pytest.param(two_passes, "model.layers.3", marks=pytest.mark.slow),
-    ],
-)
-def test_a_run_that_goes_on_writes_the_same_bytes(
-    recipe: Callable[[], Any], block: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The scales are read from the block that an earlier run has finished."""
-    folder = tmp_path / "model"
-    gemma3n().save_pretrained(folder)
-    compress(str(folder), recipe(), tmp_path / "whole")
-    leave = BlockStream.leave
-
-    def broken_off(self: BlockStream, name: str) -> None:
-        if name == block:
-            raise KeyboardInterrupt
-        leave(self, name)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(BlockStream, "leave", broken_off)
-        with pytest.raises(KeyboardInterrupt):
-            compress(str(folder), recipe(), tmp_path / "out")
-    before = (tmp_path / "out.partial" / "journal").read_text().count("model.layers.")
-    assert before >= int(block[-1])
-    model = compress(str(folder), recipe(), tmp_path / "out")
-    assert weights(tmp_path / "out") == weights(tmp_path / "whole")
-    model.save_pretrained(tmp_path / "again")
-    assert weights(tmp_path / "again") == weights(tmp_path / "whole")
-
-
-def test_the_plan_counts_these_scales(tmp_path: Path) -> None:
-    gemma3n().save_pretrained(tmp_path / "model")
-    found = plan(tmp_path / "model", cache(), small.token_rows(), measure=False)
-    compress(str(tmp_path / "model"), cache(), tmp_path / "out")
-    assert not found.problems
-    assert found.sizes is not None
-    assert dict(found.sizes.files) == {"model.safetensors": len(weights(tmp_path / "out"))}
-
-
 def test_the_checkpoint_is_verified_and_lacks_nothing(tmp_path: Path) -> None:
     compress(gemma3n(), cache(), tmp_path / "out")
     report = verify(tmp_path / "out", serve="vllm", tp=1)
     assert [one for one in report.findings if one.severity != "note"] == []
     rules = {one.rule for one in verify(tmp_path / "out", serve="transformers").findings}
     assert "L11" not in rules
-
-
-def test_training_writes_them_too(tmp_path: Path) -> None:
-    train(
-        model=gemma3n(),
-        recipe=cache(),
-        dataset=small.token_rows(),
-        output_dir=tmp_path / "out",
-        max_steps=2,
-    )
-    found = states_of(tmp_path / "out")
-    assert {layer for layer, _ in found} == {0, 1, 2, 3}
-    assert all(
-        torch.equal(found[layer, name], found[source, name])
-        for layer, source in READ_FROM.items()
-        for name in ("k_scale", "v_scale")
-    )
-
-
-def test_dynamic_scales_are_stored_nowhere(tmp_path: Path) -> None:
-    dynamic = {**FP8, "strategy": "token", "dynamic": True}
-    compress(gemma3n(), cache(dynamic), tmp_path / "out")
-    assert not states_of(tmp_path / "out")
-
-
-def test_which_layer_is_read_from_is_asked_of_the_attention() -> None:
-    for make in (gemma3n, gemma4):
-        layers = make().model.layers
-        found = {index: kv_source_layer(layer.self_attn) for index, layer in enumerate(layers)}
-        assert found == {0: None, 1: None, **READ_FROM}
-    layers[3].self_attn.kv_shared_layer_index = 0  # what it says itself goes before
-    assert kv_source_layer(layers[3].self_attn) == 0

@@ -6,7 +6,6 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Barrier
-from time import sleep
 from typing import Any
 
 import pytest
@@ -17,7 +16,6 @@ from torch.nn import Module
 from llmcompressor import active_session, create_session, oneshot
 from llmcompressor.modifiers import Modifier
 from llmcompressor.modifiers.quantization import GPTQModifier, QuantizationModifier
-from llmcompressor.session import functions
 
 RUNS = 3
 
@@ -68,28 +66,6 @@ def test_folders_of_several_threads_are_those_of_each_alone(tmp_path: Path) -> N
         threaded = list(pool.map(compress, [f"{seed}-threaded" for seed in range(RUNS)]))
     for one, other in zip(alone, threaded, strict=True):
         assert tree(one) == tree(other)
-
-
-def test_one_that_waits_for_long_says_why_that_may_be(
-    monkeypatch: pytest.MonkeyPatch, warned: list[str]
-) -> None:
-    monkeypatch.setattr(functions, "_PATIENCE", 0.01)
-
-    def wait() -> None:
-        with functions.exclusive_session():
-            pass
-
-    with ThreadPoolExecutor(1) as pool:
-        with functions.exclusive_session():
-            waiting = pool.submit(wait)
-            for _ in range(1000):
-                if any("Still waiting" in line and "joins it" in line for line in warned):
-                    break
-                sleep(0.01)
-            else:
-                pytest.fail("nothing was said")
-            assert not waiting.done()
-        waiting.result(timeout=60)
 
 
 class Inner(Modifier):

@@ -65,9 +65,7 @@ def test_written_by_blocks_it_is_the_same_and_reads_back(
     assert any(not torch.equal(files[0][norm], before[norm]) for norm in norms)
 
 
-def test_a_mapping_across_blocks_is_refused_where_blocks_come_one_by_one(
-    llama_folder: Path, tmp_path: Path
-) -> None:
+def test_a_mapping_across_blocks_is_refused_if_streamed(llama_folder: Path, tmp_path: Path) -> None:
     mapping = [["re:.*layers.1.*[qkv]_proj$"], "re:.*layers.0.mlp.up_proj$"]
     with pytest.raises(ValueError, match="joins nothing: no block"):
         oneshot(

@@ -4,8 +4,6 @@
 from __future__ import annotations
 
 import json
-import shutil
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +12,6 @@ import torch
 from safetensors.torch import load_file
 from tests.support import small_models as small
 from tests.support.training_cases import Breaker, Freezer, WeightHalver, arguments
-from transformers import LlamaForCausalLM
 
 from llmcompressor import run_stages, train, verify
 from llmcompressor.errors import (
@@ -112,17 +109,6 @@ def test_stages_of_another_run_are_not_taken_for_ones_own(
     Freezer.steps.clear()
     _stages(one_block, output, overwrite=True, **change)
     assert bool(Freezer.steps) == ("learning_rate" in change), "and what did not change is kept"
-
-
-def test_a_stage_that_is_removed_is_done_again(one_block: Path, tmp_path: Path) -> None:
-    output = tmp_path / "out"
-    _stages(one_block, output)
-    before = small.tree(output / "stage_quant")
-    shutil.rmtree(output / "stage_quant")
-    _stages(one_block, output)
-    kept = {name: value for name, value in before.items() if "report" not in name}
-    after = small.tree(output / "stage_quant")
-    assert {name: value for name, value in after.items() if "report" not in name} == kept
 
 
 QUANT_FIRST = """
@@ -233,37 +219,6 @@ def test_one_error_before_the_first_stage(
     assert WeightHalver.run_types == {"oneshot"}
 
 
-@pytest.mark.parametrize("run_type", ["oneshot", "train"])
-@pytest.mark.parametrize("loaded", [False, True])
-def test_targets_of_later_stages_that_match_nothing_are_warned_of_before_the_first(
-    run_type: str, loaded: bool, one_block: Path, tmp_path: Path, said: list[str]
-) -> None:
-    recipe = RECIPE.replace("targets: Linear", "targets: [Linear, 're:.*q_prj']")
-    recipe = recipe.replace("run_type: oneshot", f"run_type: {run_type}")
-    model = LlamaForCausalLM.from_pretrained(one_block) if loaded else str(one_block)
-    with pytest.raises(InputError, match="q_prj"):
-        run_stages(model, recipe, **arguments(tmp_path / "out", save_steps=1))
-    [warned] = [place for place, line in enumerate(said) if "cannot begin unless" in line]
-    assert "'quant'" in said[warned]
-    assert "q_proj" in said[warned]
-    assert warned < next(place for place, line in enumerate(said) if "Stage 1 of 3" in line)
-
-
-@pytest.mark.parametrize("changed", ["", "allow_unmatched: true, targets: [Linear, 're:.*q_prj']"])
-def test_targets_that_match_or_need_not_are_not_warned_of(
-    changed: str, one_block: Path, tmp_path: Path, said: list[str]
-) -> None:
-    recipe = RECIPE.replace("targets: Linear", changed or "targets: Linear")
-    _stages(one_block, tmp_path / "out", recipe)
-    assert not [line for line in said if "cannot begin unless" in line]
-
-
-def test_rotations_that_are_multiplied_in_are_no_bar(one_block: Path, tmp_path: Path) -> None:
-    recipe = ROTATED.format("SpinQuantModifier: {rotations: [R1, R2]}")
-    _stages(one_block, tmp_path / "out", recipe)
-    assert verify(tmp_path / "out" / "stage_quant").ok
-
-
 def test_a_stage_with_what_cannot_train_keeps_zeros_by_itself(
     one_block: Path, tmp_path: Path, warned: list[str]
 ) -> None:
@@ -279,28 +234,6 @@ def test_a_stage_with_what_cannot_train_keeps_zeros_by_itself(
     assert [text for text in warned if "ConstantPruningModifier" in text and "left out" in text]
 
 
-def test_a_stage_before_may_be_the_teacher(one_block: Path, tmp_path: Path) -> None:
-    teacher = tmp_path / "out" / "stage_halving"
-    _stages(one_block, tmp_path / "out", DISTILL, distill_teacher=str(teacher), max_steps=1)
-    assert (tmp_path / "out" / "stage_fine" / "trainer_state.json").is_file()
-
-
-def test_a_folder_with_other_files_is_left_alone(one_block: Path, tmp_path: Path) -> None:
-    (tmp_path / "notes.txt").write_text("mine")
-    with pytest.raises(OutputError, match="already holds files"):
-        _stages(one_block, tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
-
-
-def test_train_can_be_told_to_run_all_stages(tmp_path: Path) -> None:
-    recipe = "\n".join(RECIPE.splitlines()[:4])
-    model = train(small.one_block(), recipe, **arguments(tmp_path / "out", run_stages=True))
-    assert (tmp_path / "out" / "stage_halving" / "config.json").is_file()
-    assert (tmp_path / "out" / "stage_fine" / "trainer_state.json").is_file()
-    assert Freezer.steps == [1, 2, 3, 4]
-    assert small.logits(model).isfinite().all()
-
-
 @pytest.mark.parametrize("how", ["run_stages", "do_oneshot"])
 def test_a_stage_that_is_named_is_trained_alone(
     how: str, tmp_path: Path, warned: list[str]
@@ -313,30 +246,7 @@ def test_a_stage_that_is_named_is_trained_alone(
     assert sum(f"{how} has no effect" in line for line in warned) == 1
 
 
-def test_an_empty_output_is_refused(
-    one_block: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    for call in (run_stages, partial(train, run_stages=True)):
-        with pytest.raises(OutputError, match="'output_dir' is empty"):
-            call(str(one_block), RECIPE, **{**arguments(tmp_path), "output_dir": ""})
-    assert not list(tmp_path.iterdir())
-
-
 def test_the_last_recipe_tells_of_all_stages(one_block: Path, tmp_path: Path) -> None:
     _stages(one_block, tmp_path / "out")
     found = Recipe.create_instance(tmp_path / "out" / "stage_quant" / "recipe.yaml")
     assert [stage.name for stage in found.stages] == ["halving", "fine", "quant"]
-
-
-def test_a_stage_that_cannot_begin_leaves_no_record(one_block: Path, tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="no-model"):
-        run_stages("./no-model", RECIPE, **arguments(tmp_path / "new" / "out"))
-    assert not list(tmp_path.iterdir())
-    recipe = RECIPE.replace("targets: Linear", "targets: Liner")
-    with pytest.raises(InputError, match="Liner"):
-        _stages(one_block, tmp_path / "out", recipe)
-    noted = json.loads((tmp_path / "out" / "stages.json").read_text())["stages"]
-    assert list(noted) == ["halving", "fine"]
-    with pytest.raises(ArgumentError, match=r"'output_dir' cannot be None"):
-        run_stages(str(one_block), RECIPE, **{**arguments(tmp_path), "output_dir": None})

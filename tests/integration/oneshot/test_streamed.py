@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import copy
-import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -12,13 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-from compressed_tensors.transform import HadamardTransform
 from huggingface_hub import constants
 from safetensors.torch import load_file
 from tests.support import small_models as small
 from tests.support.caches import as_read
 from transformers import (
-    AutoConfig,
     AutoModelForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
@@ -32,11 +29,8 @@ from transformers import (
 from llmcompressor import oneshot
 from llmcompressor.checkpoint.block_reader import BlockWeights
 from llmcompressor.checkpoint.packing import patch_packed_zero_points
-from llmcompressor.core import active_session
-from llmcompressor.entrypoints.run import MemoryLimits
 from llmcompressor.errors import ArgumentError
 from llmcompressor.modifiers.quantization import GPTQModifier, QuantizationModifier
-from llmcompressor.modifiers.transform import QuIPModifier
 
 _SIZES: dict[str, Any] = {
     "vocab_size": small.VOCABULARY,
@@ -310,19 +304,6 @@ def test_a_model_of_the_hub(
     assert one["config.json"] == other["config.json"]
 
 
-def test_a_limit_that_is_enough(folders: Callable[[str], Path], tmp_path: Path) -> None:
-    limits: list[Any] = [None, "100GiB", {"cpu": "100GiB"}, {0: "1GiB", "cpu": 10**11}]
-    for number, limit in enumerate(limits):
-        oneshot(
-            model=str(folders("llama")),
-            recipe=RECIPES["W4A16"](),
-            output_dir=tmp_path / str(number),
-            max_memory=limit,
-        )
-    free, *limited = (small.tree(tmp_path / str(number)) for number in range(len(limits)))
-    assert all(one == free for one in limited)
-
-
 def test_a_limit_without_room_for_a_block(folders: Callable[[str], Path], tmp_path: Path) -> None:
     with pytest.raises(ArgumentError, match="Allow at least"):
         oneshot(
@@ -332,62 +313,3 @@ def test_a_limit_without_room_for_a_block(folders: Callable[[str], Path], tmp_pa
             max_memory="10MiB",
         )
     assert not list(tmp_path.iterdir())
-
-
-def test_a_limit_is_asked_when_the_matrices_that_stay_in_forwards_are_there(
-    folders: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What is in use then counts: three blocks have a matrix of their own each."""
-    there: list[int] = []
-    room = MemoryLimits.room
-
-    def noted(self: MemoryLimits, used: int, block: int) -> Any:
-        modules = active_session().state.model.modules()
-        weights = [one.weight for one in modules if isinstance(one, HadamardTransform)]
-        there.append(sum(one.nbytes for one in weights if not one.is_meta))
-        return room(self, used, block)
-
-    monkeypatch.setattr(MemoryLimits, "room", noted)
-    turned = QuIPModifier(rotations=["v"], targets=r"re:.*down_proj$", ignore=[], randomize=True)
-    oneshot(
-        model=str(folders("deep")),
-        recipe=[turned, RECIPES["FP8_DYNAMIC"]()],
-        output_dir=tmp_path / "output",
-        max_memory="100GiB",
-    )
-    width = AutoConfig.from_pretrained(folders("deep")).intermediate_size
-    assert there == [3 * 4 * width**2]
-
-
-def test_a_limit_that_is_none() -> None:
-    for limit in ("lots", {"tpu": "1GiB"}, "0=1GiB,1", -1):
-        with pytest.raises(ArgumentError, match="max_memory"):
-            oneshot(model="model", recipe=RECIPES["W4A16"](), max_memory=limit)
-
-
-def test_a_model_without_weights_is_refused(folders: Callable[[str], Path]) -> None:
-    config = AutoConfig.from_pretrained(folders("llama"))
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-    with pytest.raises(ArgumentError, match="on the meta device"):
-        oneshot(model=model, recipe=RECIPES["W4A16"]())
-
-
-def test_the_returned_model_stays_what_it_was(
-    folders: Callable[[str], Path], tmp_path: Path
-) -> None:
-    """Its files are open: what becomes of the folder does not change it."""
-    given = {"model": str(folders("llama")), "output_dir": tmp_path / "output"}
-    first: Any = oneshot(recipe=RECIPES["W4A16"](), **given)
-    reader = AutoModelForCausalLM.from_pretrained(tmp_path / "output", dtype="auto").eval()
-    second: Any = oneshot(recipe=RECIPES["FP8_DYNAMIC"](), overwrite=True, **given)
-    shutil.rmtree(tmp_path / "output")
-    with torch.no_grad():
-        assert torch.equal(first(small.probe()).logits, reader(small.probe()).logits)
-        assert not torch.equal(second(small.probe()).logits, reader(small.probe()).logits)
-    trained = {name for name, one in first.named_parameters() if one.requires_grad}
-    memory: Any = oneshot(
-        model=AutoModelForCausalLM.from_pretrained(folders("llama"), dtype="auto"),
-        recipe=RECIPES["W4A16"](),
-    )
-    assert trained == {name for name, one in memory.named_parameters() if one.requires_grad}

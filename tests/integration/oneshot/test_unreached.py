@@ -14,8 +14,6 @@ from transformers import (
     LlamaForCausalLM,
     LlavaConfig,
     LlavaForConditionalGeneration,
-    SeamlessM4TConfig,
-    SeamlessM4TForTextToText,
 )
 
 from llmcompressor import oneshot, plan
@@ -81,12 +79,6 @@ def test_a_tower_without_images_stands_against_the_run(
     assert not list(tmp_path.iterdir())
 
 
-def test_without_pauses_the_modifier_decides(llava: Path) -> None:
-    found = plan(llava, recipe(GPTQ), TEXT, measure=False, pipeline="basic")
-    assert found.ok, found.problems
-    oneshot(llava, recipe=recipe(GPTQ), dataset=TEXT, pipeline="basic")
-
-
 @pytest.mark.parametrize(
     ("text", "data"),
     [
@@ -106,19 +98,6 @@ def test_images_reach_it(llava: Path) -> None:
     assert not [one for one in found.problems if "reaches" in one.message]
 
 
-class _Shy(LlavaForConditionalGeneration):
-    """What has no single table of tokens says so, as models of formulas in pictures do."""
-
-    def get_input_embeddings(self) -> Any:
-        raise NotImplementedError
-
-
-def test_a_tower_of_a_model_that_names_no_embeddings(llava: Path) -> None:
-    model = _Shy.from_pretrained(llava)
-    with pytest.raises(TargetError, match="vision_tower"):
-        oneshot(model=model, recipe=recipe(GPTQ), dataset=TEXT)
-
-
 class _OneEncoder(LlavaForConditionalGeneration):
     """What has one encoder names it whatever is asked for, as translators of speech do."""
 
@@ -133,26 +112,6 @@ def test_one_encoder_for_every_modality_is_reached_by_any(llava: Path) -> None:
     oneshot(model, recipe=recipe(GPTQ), dataset=images())
     with pytest.raises(TargetError, match="No calibration batch reaches"):
         oneshot(_OneEncoder.from_pretrained(llava), recipe=recipe(GPTQ), dataset=TEXT)
-
-
-def test_one_encoder_of_text_is_reached_by_text() -> None:
-    config = SeamlessM4TConfig(
-        vocab_size=64,
-        hidden_size=32,
-        encoder_layers=1,
-        decoder_layers=1,
-        encoder_attention_heads=2,
-        decoder_attention_heads=2,
-        encoder_ffn_dim=32,
-        decoder_ffn_dim=32,
-        pad_token_id=0,
-        decoder_start_token_id=3,
-    )
-    model = SeamlessM4TForTextToText(config)
-    sample = {"input_ids": list(range(10, 30)), "decoder_input_ids": list(range(10, 20))}
-    oneshot(model, recipe=recipe(GPTQ), dataset=[sample] * 2)
-    encoder = model.text_encoder.layers[0]
-    assert hasattr(encoder.ffn.fc1, "weight_scale")
 
 
 class _Rows(LlamaForCausalLM):

@@ -10,12 +10,10 @@ import pytest
 import torch
 from tests.support import small_models as small
 from tests.support.logging_modifier import LoggingModifier
-from transformers import AutoModelForCausalLM
 
 from llmcompressor import active_session, create_session, oneshot
 from llmcompressor.core import Event, State
 from llmcompressor.modifiers import Modifier
-from llmcompressor.modifiers.quantization import GPTQModifier, QuantizationModifier
 from llmcompressor.recipe import Recipe
 
 
@@ -123,11 +121,6 @@ def test_it_sees_the_real_model_and_device(tmp_path: Path) -> None:
     assert LoggingModifier.seen == [(model, torch.device("cpu"), None, session)]
 
 
-def test_it_works_without_a_session_of_its_own(llama_folder: Path) -> None:
-    model = oneshot(model=str(llama_folder), recipe=RECIPE)
-    assert LoggingModifier.seen == [(model, model.device, None, active_session())]
-
-
 BY_DATA = ("sequential", "basic", "layer_sequential")
 
 
@@ -153,44 +146,6 @@ def test_its_hooks_see_every_calibration_token_once(name: str, pipeline: str) ->
     assert TokenCounter.counts == {f"model.layers.{n}.mlp.down_proj": 5 * 12 for n in (0, 1)}
     assert TokenCounter.events == ["start", "end"]
     assert not any(module._forward_pre_hooks for module in model.modules())
-
-
-def test_its_hooks_see_every_token_beside_ours() -> None:
-    gptq = GPTQModifier(targets="Linear", scheme="W4A16", ignore=["lm_head"])
-    oneshot(
-        model=small.llama(),
-        recipe=[FieldCounter(), gptq],
-        dataset=small.token_rows(samples=5, length=12),
-        num_calibration_samples=5,
-    )
-    assert TokenCounter.counts == {f"model.layers.{n}.mlp.down_proj": 5 * 12 for n in (0, 1)}
-    assert TokenCounter.events == ["start", "end"]
-
-
-@pytest.mark.parametrize("is_folder", [False, True])
-def test_a_model_that_replaces_the_given_one_is_gone_on_with(
-    is_folder: bool, llama_folder: Path, tmp_path: Path
-) -> None:
-    given = str(llama_folder) if is_folder else small.llama()
-    quantizer = QuantizationModifier(targets="Linear", scheme="W8A16", ignore=["lm_head"])
-    made = oneshot(given, recipe=[Replacer(), quantizer], output_dir=tmp_path / "out")
-    again = QuantizationModifier(targets="Linear", scheme="W8A16", ignore=["lm_head"])
-    expected = oneshot(small.llama(seed=5), recipe=again)
-    assert torch.equal(small.logits(made), small.logits(expected))
-    written = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    assert torch.equal(small.logits(written), small.logits(made))
-
-
-@pytest.mark.parametrize("pipeline", [None, "datafree"])
-def test_without_a_pipeline_that_runs_data_it_is_told_how_to_get_some(
-    pipeline: str | None, log: list[tuple[str, str]]
-) -> None:
-    recipe = "modifiers: {Undeclared: {}}"
-    oneshot(small.llama(), recipe=recipe, dataset=small.token_rows(), pipeline=pipeline)
-    assert set(TokenCounter.counts.values()) == {0}
-    (said,) = [text for level, text in log if "is not read" in text and level == "WARNING"]
-    assert "Undeclared" in said
-    assert "requires_calibration_data" in said
 
 
 @pytest.mark.parametrize(
@@ -223,18 +178,6 @@ def test_a_weight_that_is_changed_after_it_was_quantized_is_told(
     said = [text for _, text in log if "after they were quantized" in text]
     assert len(said) == spoils
     assert not spoils or "weights of model.layers.0.mlp.up_proj after" in said[0]
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_a_model_that_is_cast_after_it_was_quantized_is_told(
-    dtype: torch.dtype, tmp_path: Path, log: list[tuple[str, str]]
-) -> None:
-    recipe = "modifiers: {QuantizationModifier: {targets: Linear, scheme: W8A8, ignore: [lm_head]}}"
-    made = oneshot(small.llama().to(torch.bfloat16), recipe=recipe).to(dtype)
-    made.save_pretrained(tmp_path / "out")
-    said = [text for level, text in log if "was cast from" in text and level == "WARNING"]
-    assert len(said) == (dtype is torch.float16)
-    assert all("from bfloat16 to float16 after it was quantized" in text for text in said)
 
 
 def test_it_runs_beside_ours(tmp_path: Path) -> None:

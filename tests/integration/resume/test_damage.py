@@ -13,17 +13,14 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from tests.support.killed_runs import BLOCKS, KILLED, Job, rows, run, tree, write_model
 from tests.support.thinned import few
-from transformers import AutoModelForCausalLM
 
-from llmcompressor import oneshot, plan
+from llmcompressor import oneshot
 from llmcompressor.checkpoint import tensor_files
-from llmcompressor.checkpoint.journal import Journal
-from llmcompressor.errors import CheckpointError, CompressorError, OutputError
-from llmcompressor.modifiers.quantization import GPTQModifier, QuantizationModifier
-from llmcompressor.observers.input_statistics import InputStatistics
+from llmcompressor.errors import OutputError
+from llmcompressor.modifiers.quantization import GPTQModifier
 
 Expected = Callable[[str], dict[str, str]]
 
@@ -120,18 +117,6 @@ def test_what_was_learned_is_damaged(
     assert tree(job.output) == expected("learned")
 
 
-def test_what_was_learned_is_not_learned_again(
-    model: Path, tmp_path: Path, expected: Expected
-) -> None:
-    job = Job(model, "learned", tmp_path / "output")
-    assert run(job, die_at="append 8").code == KILLED
-    (progress,) = Journal(job.partial / "journal").progress.values()
-    assert progress.figures["steps"] == 3
-    assert progress.figures["after"] is not None
-    assert run(job).code == 0
-    assert tree(job.output) == expected("learned")
-
-
 def own_copy(model: Path, tmp_path: Path) -> Path:
     copy = tmp_path / "model"
     shutil.copytree(model, copy)
@@ -157,9 +142,6 @@ def test_a_damaged_source(
     shutil.copy(model / victim.name, victim)
     assert run(job).code == 0
     assert tree(job.output) == expected("gptq")
-
-
-# ---------------------------------------------------------------------- in this process
 
 
 @pytest.fixture
@@ -232,69 +214,6 @@ def test_a_disk_too_small_is_found_before_any_work(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model"]
 
 
-@pytest.mark.parametrize("pipeline", [None, "basic"])
-def test_so_it_is_for_a_model_in_memory(
-    pipeline: str | None, small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    loaded = AutoModelForCausalLM.from_pretrained(small)
-    before = {name: one.clone() for name, one in loaded.state_dict().items()}
-    runs: list[object] = []
-    loaded.register_forward_pre_hook(lambda *given: runs.append(given))
-    usage = shutil.disk_usage(tmp_path)
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
-    recipe = [GPTQModifier(targets="Linear", scheme="W4A16", ignore=["lm_head"])]
-    with pytest.raises(OutputError, match="kB more, and the disk"):
-        oneshot(loaded, recipe, rows(), output_dir=tmp_path / "output", pipeline=pipeline)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["model"]
-    after = loaded.state_dict()
-    assert before.keys() == after.keys()
-    assert all(torch.equal(after[name], one) for name, one in before.items())
-    # whether the data reaches what is to be calibrated was looked at, and no more
-    assert len(runs) <= 1
-
-
-def test_what_waits_between_passes_has_to_fit_the_disk_too(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    recipe = [
-        GPTQModifier(targets=["re:.*mlp.*proj"], scheme="W4A16"),
-        QuantizationModifier(targets=["re:.*self_attn.*_proj"], scheme="FP8"),
-    ]
-    planned = plan(str(model), recipe, rows(), output_dir=tmp_path / "output", measure=False)
-    assert planned.ok
-    assert planned.sizes is not None
-    usage = shutil.disk_usage(tmp_path)
-    room = planned.sizes.weights + 1000
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=room))
-    found = plan(str(model), recipe, rows(), output_dir=tmp_path / "output", measure=False)
-    [problem] = found.problems
-    assert "for blocks between passes" in problem.message
-    with pytest.raises(OutputError) as caught:
-        oneshot(str(model), recipe, rows(), output_dir=tmp_path / "output")
-    assert caught.value.problem.split(" the disk")[0] == problem.message.split(" the disk")[0]
-    assert not list(tmp_path.iterdir())
-
-
-def test_a_shard_that_cannot_be_read_in_mid_run(
-    small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    call(small, tmp_path / "whole")
-    preadv, left = os.preadv, [60]
-
-    def failing(*arguments: Any) -> int:
-        left[0] -= 1
-        if left[0] == 0:
-            raise OSError(errno.EIO, "Input/output error")
-        return preadv(*arguments)
-
-    monkeypatch.setattr(tensor_files.os, "preadv", failing)
-    with pytest.raises(CheckpointError, match="cannot be read: Input/output error"):
-        call(small, tmp_path / "output")
-    monkeypatch.undo()
-    call(small, tmp_path / "output")
-    assert tree(tmp_path / "output") == tree(tmp_path / "whole")
-
-
 @pytest.fixture
 def halfway(small: Path, tmp_path: Path, stopped_at: Callable[..., None]) -> Path:
     """The output of a run that was stopped when one block was done."""
@@ -330,34 +249,6 @@ def test_another_run_is_refused_and_throws_nothing_away(
     assert {**after, "lock": ""} == {**before, "lock": ""}
 
 
-def test_another_source_is_refused(
-    halfway: Path, small: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.undo()
-    shard = sorted(small.glob("model-*.safetensors"))[-1]
-    tensors = load_file(shard)
-    save_file({**tensors, "new": torch.ones(3)}, shard, metadata={"format": "pt"})
-    with pytest.raises(CompressorError) as caught:
-        call(small, halfway)
-    assert shard.name in str(caught.value) or "index" in str(caught.value)
-
-
-def test_never_throws_the_progress_away(
-    halfway: Path, small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.undo()
-    other = QuantizationModifier(targets="Linear", scheme="W8A16", ignore=["lm_head"])
-    call(small, halfway, recipe=other, resume="never")
-    call(small, tmp_path / "whole", recipe=QuantizationModifier(**other.model_dump()))
-    assert tree(halfway) == tree(tmp_path / "whole")
-
-
-def test_must_wants_progress(small: Path, tmp_path: Path) -> None:
-    with pytest.raises(OutputError, match="nothing to resume"):
-        call(small, tmp_path / "output", resume="must")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["model"]
-
-
 def test_must_continues(
     halfway: Path, small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -378,18 +269,6 @@ def test_a_second_run_on_the_same_output_is_refused(small: Path, tmp_path: Path)
             call(small, tmp_path / "output")
     call(small, tmp_path / "output")  # the lock has died with its holder
     assert (tmp_path / "output" / "config.json").is_file()
-
-
-def test_interrupted_by_the_user(
-    small: Path, tmp_path: Path, stopped_at: Callable[..., None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    call(small, tmp_path / "whole")
-    stopped_at(30, KeyboardInterrupt())
-    with pytest.raises(KeyboardInterrupt):
-        call(small, tmp_path / "output")
-    monkeypatch.undo()
-    call(small, tmp_path / "output")
-    assert tree(tmp_path / "output") == tree(tmp_path / "whole")
 
 
 def test_the_returned_model_is_usable(small: Path, tmp_path: Path) -> None:
@@ -431,29 +310,3 @@ def test_killed_while_files_are_moved_into_a_mount_point(
     assert not (tmp_path / "output" / "config.json").exists()
     call(small, tmp_path / "output")
     assert tree(tmp_path / "output") == tree(tmp_path / "whole")
-
-
-def test_what_was_moved_aside_goes_when_the_new_one_is_in_place(
-    small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    call(small, tmp_path / "output")
-    (tmp_path / "output").rename(tmp_path / "output.old-vm-999999-0")
-    monkeypatch.setattr("llmcompressor.checkpoint.atomic_output._owner", lambda: "vm-1")
-    call(small, tmp_path / "output", overwrite=True)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "output"]
-
-
-def test_what_is_finished_is_not_measured_again(
-    halfway: Path, small: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Data only passes through it: what was summed up there would stay to the end of the run."""
-    update = InputStatistics.update
-    seen: set[str] = set()
-
-    def recorded(statistics: InputStatistics, *args: Any) -> None:
-        seen.add(statistics.name.split(".")[2])
-        update(statistics, *args)
-
-    monkeypatch.setattr(InputStatistics, "update", recorded)
-    call(small, halfway)
-    assert seen == {"1", "2"}

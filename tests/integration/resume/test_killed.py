@@ -124,13 +124,3 @@ def test_killed_when_the_output_has_its_name(
     assert again.code == 0, again.said
     assert tree(job.output) == whole
     assert not job.partial.exists()
-
-
-def test_killed_while_it_tidies_up(model: Path, tmp_path: Path, expected: Expected) -> None:
-    """The output is whole, and what is left of the working folder is not taken for progress."""
-    job = Job(model, "rtn", tmp_path / "output")
-    assert run(job, die_at="remove 1").code == KILLED
-    assert not job.partial.exists()
-    assert tree(job.output) == expected("rtn")
-    assert "already holds files" in run(job).said
-    assert not job.partial.exists()

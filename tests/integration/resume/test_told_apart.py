@@ -123,21 +123,6 @@ def test_the_object_that_a_broken_training_has_changed_goes_on(tmp_path: Path) -
     assert _equal(_weights(model), whole)
 
 
-def test_so_it_does_with_weights_that_were_pruned_meanwhile(tmp_path: Path) -> None:
-    recipe = [*Recipe.create_instance(PRUNE).modifiers, Breaker()]
-    model = small.one_block()
-    Breaker.at = 2
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            train(model, recipe, **arguments(tmp_path / "out", save_steps=1))
-    finally:
-        Breaker.at = None
-    train(model, recipe, **arguments(tmp_path / "out", save_steps=1))
-    train(small.one_block(), recipe, **arguments(tmp_path / "whole", save_steps=1))
-    written = [small.tree(tmp_path / name)["model.safetensors"] for name in ("out", "whole")]
-    assert written[0] == written[1]
-
-
 def test_the_object_changed_by_somebody_else_does_not(tmp_path: Path) -> None:
     model = small.one_block()
     _train(tmp_path / "out", model, stop=2)
@@ -145,19 +130,6 @@ def test_the_object_changed_by_somebody_else_does_not(tmp_path: Path) -> None:
         model.model.norm.weight.mul_(2)
     with pytest.raises(OutputError, match=r"model\.weights"):
         _train(tmp_path / "out", model)
-
-
-def test_what_begins_anew_begins_with_the_weights_that_are_there(tmp_path: Path) -> None:
-    """Nothing was kept of the first one, so the second one's model is the changed one."""
-    model = small.one_block()
-    _train(tmp_path / "out", model, stop=3, save_steps=10)
-    assert not (tmp_path / "out.partial").exists()
-    _train(tmp_path / "out", model, stop=2)
-    with pytest.raises(OutputError, match=r"model\.weights"):
-        _train(tmp_path / "out", small.one_block())
-    with pytest.raises(OutputError, match=r"data: "):
-        _train(tmp_path / "out", model, dataset=_rows(changed=1))
-    _train(tmp_path / "out", model)
 
 
 def test_an_older_mark_is_refused_by_the_item_that_it_lacks(tmp_path: Path) -> None:
@@ -172,9 +144,6 @@ def test_an_older_mark_is_refused_by_the_item_that_it_lacks(tmp_path: Path) -> N
         opened.add(entry)
     with pytest.raises(OutputError, match=r"model\.class: nothing then, \w+ now"):
         _train(tmp_path / "out")
-
-
-# ------------------------------------------------------------------ run_stages
 
 
 def _stages(output: Path, model: Any = None, **changes: Any) -> Any:
@@ -229,47 +198,3 @@ def test_stages_of_paths_whose_content_has_changed(tmp_path: Path) -> None:
         _stages(tmp_path / "out", **given)
     _stages(tmp_path / "out", overwrite=True, **given)
     assert Freezer.steps == [1, 2, 3, 4]
-
-
-def test_the_object_that_the_first_stage_has_changed_is_the_same_model(tmp_path: Path) -> None:
-    model = small.one_block()
-    Breaker.at = 2
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            _stages(tmp_path / "out", model)
-    finally:
-        Breaker.at = None
-    _stages(tmp_path / "out", model)
-    assert Freezer.steps == [1, 2, 3, 4], "it goes on"
-    before = small.tree(tmp_path)
-    _stages(tmp_path / "out", model)
-    _stages(tmp_path / "out", small.one_block())
-    assert Freezer.steps == [1, 2, 3, 4]
-    assert small.tree(tmp_path) == before
-    _stages(tmp_path / "other", model)
-    with pytest.raises(OutputError, match=r"model\.weights"):
-        _stages(tmp_path / "other", small.one_block())
-
-
-def test_a_first_stage_that_begins_anew_is_recorded_as_it_begins(tmp_path: Path) -> None:
-    """Nothing is kept of what was broken off before a checkpoint but the changed model."""
-    model = small.one_block()
-    Breaker.at = 2
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            _stages(tmp_path / "out", model, save_steps=10)
-    finally:
-        Breaker.at = None
-    _stages(tmp_path / "out", model, save_steps=10)
-    with pytest.raises(OutputError, match=r"model\.weights"):
-        _stages(tmp_path / "out", small.one_block(), save_steps=10)
-
-
-def test_an_older_record_is_refused_by_the_item_that_it_lacks(tmp_path: Path) -> None:
-    _stages(tmp_path / "out")
-    file = tmp_path / "out" / "stages.json"
-    record = json.loads(file.read_text())
-    record["stages"]["fine"]["model"] = "LlamaForCausalLM"
-    file.write_text(json.dumps(record))
-    with pytest.raises(OutputError, match=r"model\.class: nothing then, \w+ now"):
-        _stages(tmp_path / "out")

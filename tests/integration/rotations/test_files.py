@@ -131,10 +131,7 @@ def cases(names: Iterable[str]) -> list[Any]:
 
 @dataclass(frozen=True)
 class Read:
-    """What was made of some cases: a folder, and by case the logits.
-
-    They are those of the returned model, of a reader with rotations, of one without.
-    """
+    """What was made of some cases: a folder, and by case the logits."""
 
     place: Path
     logits: dict[str, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
@@ -228,17 +225,8 @@ def test_a_matrix_is_stored_once(few: Read) -> None:
     assert len(stored_inputs(few, "quip-int8")) == 2  # one per size
 
 
-@pytest.mark.slow
-def test_matrices_that_differ_are_stored_each(others: Read) -> None:
-    assert len(stored_inputs(others, "apart")) == 2
-
-
 def types_of(found: Read, name: str) -> dict[str, str]:
     return {key: group["type"] for key, group in groups_of(found, name).items()}
-
-
-def test_types_are_those_that_readers_make(few: Read) -> None:
-    assert set(types_of(few, "all-int8").values()) == {"hadamard"}
 
 
 @pytest.mark.slow
@@ -260,12 +248,6 @@ def errors_of(found: Read, name: str) -> set[str]:
 @pytest.mark.parametrize("name", cases(["stream-int4", "odd-size", "apart", "quip-int8"]))
 def test_servers_take_it(name: str, read: Read) -> None:
     assert errors_of(read, name) == set()
-
-
-@pytest.mark.slow
-def test_what_they_do_not_take_is_told_of(others: Read) -> None:
-    assert errors_of(others, "attention") == {"S73"}  # rotations of cached keys
-    assert errors_of(others, "quip-blocks") == {"S75"}  # of the inputs of Linears with a bias
 
 
 def test_the_page_shows_the_reader() -> None:

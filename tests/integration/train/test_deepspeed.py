@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DeepSpeed's engine trains as the trainer's own loop does, on two processes without a device.
-
-What runs it is skipped where DeepSpeed is not installed.
-"""
+"""DeepSpeed's engine trains as the trainer's own loop does, on two processes without a device."""
 
 from __future__ import annotations
 
@@ -28,7 +25,6 @@ from llmcompressor.modifiers.pruning import ConstantPruningModifier, MagnitudePr
 from llmcompressor.recipe import Recipe
 from llmcompressor.training import Trainer
 from llmcompressor.training.checks import check_trainer
-from llmcompressor.training.driver import PreStepHook, expose_fp32_copies
 
 pytestmark = pytest.mark.usefixtures("session", "nothing_seen")
 
@@ -36,20 +32,6 @@ installed = pytest.mark.skipif(
     find_spec("deepspeed") is None, reason="deepspeed is an optional companion"
 )
 RECIPE = {"stage_modifiers": {**sharded_run.RECIPE["stage_modifiers"], "Witness": {}}}
-LET_GO = {
-    "stage_modifiers": {
-        "MagnitudePruningModifier": {
-            **sharded_run.LINEARS,
-            **sharded_run.PRUNING,
-            "leave_enabled": False,
-        },
-        "OutputDistillationModifier": sharded_run.RECIPE["stage_modifiers"][
-            "OutputDistillationModifier"
-        ],
-        "Witness": {},
-        "Quitter": {},
-    }
-}
 
 
 @pytest.fixture
@@ -85,20 +67,6 @@ def test_an_engine_trains_as_one_process_does(dense: Path, stage: int) -> None:
 
 @installed
 @pytest.mark.slow
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_what_is_let_go_grows_from_zero(dense: Path, stage: int) -> None:
-    """The optimizer's own copy of the weights, in parts on the processes, is masked too."""
-    alone = {"output_dir": str(dense / "alone"), "use_cpu": True, "max_grad_norm": 0.0}
-    sharded_run.main(dense, 1, {**alone, "recipe": LET_GO})
-    by_engine(dense, "engine", stage, LET_GO, max_grad_norm=0.0)
-    ours, theirs = (load_file(dense / one / "model.safetensors") for one in ("engine", "alone"))
-    for name, weight in theirs.items():
-        torch.testing.assert_close(ours[name], weight, rtol=1e-3, atol=1e-4, msg=name)
-    assert losses(dense / "engine") == pytest.approx(losses(dense / "alone"), rel=1e-4)
-
-
-@installed
-@pytest.mark.slow
 @pytest.mark.parametrize("stage", [2, 3])
 def test_an_engine_goes_on_where_it_was_killed(dense: Path, stage: int) -> None:
     by_engine(dense, "whole", stage)
@@ -107,22 +75,6 @@ def test_an_engine_goes_on_where_it_was_killed(dense: Path, stage: int) -> None:
     by_engine(dense, "killed", stage)
     whole, killed = (load_file(dense / name / "model.safetensors") for name in ("whole", "killed"))
     assert all(torch.equal(killed[name], one) for name, one in whole.items())
-
-
-@installed
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "changed",
-    [
-        {"stage3_param_persistence_threshold": 100_000},
-        {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}},
-    ],
-    ids=["small ones stay whole", "offloaded"],
-)
-def test_where_pieces_lie_makes_no_difference(dense: Path, changed: dict[str, Any]) -> None:
-    by_engine(dense, "plain", 3)
-    by_engine(dense, "changed", 3, zero=changed)
-    assert_alike(dense / "plain", dense / "changed")
 
 
 @installed
@@ -167,21 +119,6 @@ def test_pieces_together(dense: Path, scheme: str) -> None:
     for name, weight in model.named_parameters():
         if name.endswith("proj.weight"):
             assert int((weight.view(-1, 4) != 0).sum(1).max()) <= 2, name
-
-
-@installed
-@pytest.mark.slow
-@pytest.mark.parametrize("stage", [0, 2])
-def test_a_projection_is_learned(dense: Path, stage: int) -> None:
-    layers = {"targets": [[sharded_run.LAYER, sharded_run.LAYER]], "comparison": "l2_distance"}
-    recipe = {"stage_modifiers": {"OutputDistillationModifier": {**layers, "projection": "linear"}}}
-    sharded_run.main(
-        dense, 1, {"output_dir": str(dense / "alone"), "use_cpu": True, "recipe": recipe}
-    )
-    by_engine(dense, "engine", stage, recipe)
-    ours, theirs = (load_file(dense / one / "model.safetensors") for one in ("engine", "alone"))
-    assert ours.keys() == theirs.keys()
-    assert losses(dense / "engine") == pytest.approx(losses(dense / "alone"), rel=1e-4)
 
 
 CHANGING = "ConstantPruningModifier: {targets: Linear}"
@@ -237,35 +174,6 @@ def test_a_configuration_that_is_left_out_is_told(
     assert line.startswith(f"{name} has no effect")
 
 
-class Engine:
-    """Steps by itself at every second micro-batch."""
-
-    def __init__(self) -> None:
-        self.micro_batches, self.seen = 0, []
-
-    def is_gradient_accumulation_boundary(self) -> bool:
-        return self.micro_batches % 2 == 0
-
-    def backward(self) -> None:
-        self.micro_batches += 1
-        self.step()
-
-    def step(self) -> None:
-        if self.is_gradient_accumulation_boundary():
-            self.seen.append("step")
-
-
-def test_it_is_told_before_the_engine_steps() -> None:
-    engine = Engine()
-    told = PreStepHook(engine, lambda: engine.seen.append("told"))
-    for _ in range(4):
-        engine.backward()
-    told.leave()
-    engine.backward()
-    engine.backward()
-    assert engine.seen == ["told", "step", "told", "step", "step"]
-
-
 def event(kind: EventType, step: int = 0) -> Event:
     return Event(type_=kind, global_step=step)
 
@@ -302,40 +210,6 @@ def test_the_optimizers_own_copy_is_masked(start: int, number: int) -> None:
     saved = pruning.state_dict()
     pruning.load_state_dict(state, saved)  # as after a checkpoint of DeepSpeed's was loaded
     assert torch.equal(model.weight._hp_mapping.hp_fragment == 0, part == 0)
-
-
-def test_a_copy_that_stands_in_groups_is_masked() -> None:
-    """As the engine keeps those of 16-bit weights without ZeRO."""
-    pruning = MagnitudePruningModifier(
-        targets="re:weight", init_sparsity=0.5, final_sparsity=0.5, end=2
-    )
-    model, state = begun(pruning)
-    model.bfloat16()
-    copies = [each.detach().float() for each in model.parameters()]
-    optimizer = SimpleNamespace(fp16_groups=[list(model.parameters())], fp32_groups=[copies])
-    expose_fp32_copies(SimpleNamespace(optimizer=optimizer))
-    pruning.update_event(state, event(EventType.BATCH_START))
-    assert torch.equal(copies[0] == 0, model.weight == 0)
-    assert copies[1].all(), "a bias is no target"
-    expose_fp32_copies(SimpleNamespace(optimizer=torch.optim.SGD(model.parameters())))  # has none
-
-
-def test_a_flat_piece_is_masked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of three processes the last one has 16 of 48 weights; nothing is gathered to mask them."""
-    monkeypatch.setattr(torch.distributed, "get_rank", lambda group: 2)
-    pruning = MagnitudePruningModifier(
-        targets="re:weight", init_sparsity=0.5, final_sparsity=0.5, end=2
-    )
-    model, state = begun(pruning)
-    weight: Any = model.weight
-    pruning.update_event(state, event(EventType.BATCH_START))
-    masked = weight.detach().clone()
-    weight.ds_tensor, weight.data = torch.full((16,), 1.0), torch.empty(0)
-    weight.ds_shape, weight.ds_numel, weight.ds_process_group = masked.shape, 48, None
-    weight.partition = lambda: None
-    pruning.update_event(state, event(EventType.OPTIM_POST_STEP))
-    assert torch.equal(weight.ds_tensor == 0, masked.flatten()[32:] == 0)
-    assert weight.numel() == 0
 
 
 def test_gradients_are_masked_where_they_arise() -> None:

@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Several processes train as one does.
-
-They run ``distributed_run.py`` by torchrun, with their own trainer, and ``sharded_run.py``, which
-calls ``train``.
-"""
+"""Several processes train as one does."""
 
 from __future__ import annotations
 
@@ -169,42 +165,6 @@ def test_a_model_that_was_loaded_spread_trains_as_one_does(dense):
     assert_alike(dense / "alone", dense / "spread")
 
 
-WRAPPED = {
-    "version": 2,
-    "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
-    "activation_checkpointing": True,
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "changed",
-    [
-        {"fsdp_config": {**WRAPPED, "reshard_after_forward": False}},
-        {"fsdp_config": {**WRAPPED, "activation_checkpointing_offload": True}},
-    ],
-    ids=["checkpointing", "offloaded"],
-)
-def test_what_fsdp_is_told_makes_no_difference(dense, changed):
-    """Wrappers of accelerate's around layers leave no trace in what is written."""
-    sharded_run.main(dense, 1, {"output_dir": str(dense / "alone"), "use_cpu": True})
-    sharded(dense, "sharded", processes=2, use_cpu=True, ddp_backend="gloo", **changed)
-    assert_alike(dense / "alone", dense / "sharded")
-
-
-@pytest.mark.slow
-def test_sharded_processes_train_in_mixed_precision(dense):
-    """All parameters are cast for the forward, and not only those of products, as alone."""
-    settings = {"use_cpu": True, "bf16": True}
-    sharded_run.main(dense, 1, {"output_dir": str(dense / "alone"), **settings})
-    sharded(dense, "sharded", processes=2, ddp_backend="gloo", **settings)
-    ours = load_file(dense / "sharded" / "model.safetensors")
-    codes = [each for each in ours.values() if each.dtype is torch.int8]
-    assert len(codes) == 14
-    assert all((each == 0).float().mean() >= 0.5 for each in codes)
-    assert losses(dense / "sharded") == pytest.approx(losses(dense / "alone"), rel=1e-2)
-
-
 @pytest.mark.slow
 def test_a_sharded_training_goes_on_where_it_was_killed(dense):
     settings = {"processes": 2, "use_cpu": True, "ddp_backend": "gloo"}
@@ -216,12 +176,3 @@ def test_a_sharded_training_goes_on_where_it_was_killed(dense):
     ways = [load_file(dense / name / "model.safetensors") for name in ("whole", "killed")]
     for name, tensor in ways[0].items():
         assert torch.equal(tensor, ways[1][name]), name
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(torch.cuda.device_count() < 1, reason="needs an accelerator")
-def test_sharded_devices_train_as_one_does(dense):
-    """On one device the sharding is one of one: everything is wrapped, and nothing is split."""
-    sharded_run.main(dense, 1, {"output_dir": str(dense / "alone")})
-    sharded(dense, "sharded", processes=min(2, torch.cuda.device_count()))
-    assert_alike(dense / "alone", dense / "sharded")

@@ -13,7 +13,6 @@ import torch
 from tests.support import small_models as small
 from tests.support.training_cases import QUANTIZE, Breaker, Freezer, WeightHalver, arguments
 from torch.utils.data import DataLoader
-from transformers import LlamaForSequenceClassification
 
 from llmcompressor import oneshot, train
 from llmcompressor.errors import (
@@ -309,58 +308,6 @@ def test_an_output_that_is_in_use(
     assert small.tree(tmp_path) == before
 
 
-def test_a_quantized_model_is_not_trained(one_block: Path, tmp_path: Path) -> None:
-    first = tmp_path / "first"
-    train(str(one_block), QUANTIZE, **arguments(first))
-    with pytest.raises(CheckpointError, match="quantized"):
-        train(str(first), QUANTIZE, **arguments(tmp_path / "second"))
-    assert not (tmp_path / "second").exists()
-    assert not (tmp_path / "second.partial").exists()
-
-
-def test_what_has_no_effect_is_said(said: list[str]) -> None:
-    train(small.one_block(), None, **arguments(None, num_calibration_samples=3, max_steps=1))
-    assert any("num_calibration_samples" in line for line in said)
-    assert any("recipe is empty" in line for line in said)
-    assert any("bfloat16" in line and "precision='float32'" in line for line in said)
-
-
-def test_a_teacher_that_nothing_learns_from_is_said(said: list[str]) -> None:
-    given = arguments(None, max_steps=1, distill_teacher=small.one_block())
-    train(small.one_block(), QUANTIZE, **given)
-    assert any("Without effect in train: distill_teacher" in line for line in said)
-    said.clear()
-    recipe = "modifiers: {OutputDistillationModifier: {}}"
-    train(small.one_block(), recipe, **given)
-    assert not any("distill_teacher" in line for line in said)
-
-
-@pytest.mark.parametrize("changed", [{}, {"scheme": "W8A8", "learned_scales": True}], ids=str)
-def test_what_servers_would_refuse_is_said_before_the_first_step(
-    one_block: Path, tmp_path: Path, said: list[str], changed: dict[str, Any]
-) -> None:
-    fields = {"targets": ["Linear"], "ignore": ["lm_head"], "start": 0}
-    two_bits = {"num_bits": 2, "type": "int", "strategy": "tensor"}
-    scheme = {"config_groups": {"g": {"targets": ["Linear"], "weights": two_bits}}}
-    recipe = {"modifiers": {"QuantizationModifier": {**fields, **(changed or scheme)}}}
-    train(str(one_block), recipe, **arguments(tmp_path / "out", logging_steps=1))
-    refused = [place for place, line in enumerate(said) if "would not serve" in line]
-    stepped = [place for place, line in enumerate(said) if line.startswith("Step 1:")]
-    assert stepped
-    assert bool(refused) == (not changed), "parameters of the training are not taken for stored"
-    assert all(place < stepped[0] for place in refused)
-
-
-def test_prompts_alone_are_learned_of_a_teacher(tmp_path: Path) -> None:
-    rows = [{"input_ids": [3, 4, 5, 6], "labels": [-100] * 4}] * 8
-    recipe = "modifiers: {OutputDistillationModifier: {}}"
-    given = arguments(tmp_path / "out", dataset=rows, distill_teacher=small.one_block(seed=5))
-    train(small.one_block(), recipe, **given)
-    found = json.loads((tmp_path / "out" / "train_results.json").read_text())
-    assert found["train_loss"] > 0
-    assert "perplexity" not in found
-
-
 def test_another_recipe_does_not_continue(one_block: Path, tmp_path: Path) -> None:
     output = tmp_path / "out"
     given = arguments(output, save_steps=1)
@@ -388,11 +335,3 @@ def test_a_model_of_which_nothing_learns_is_refused(tmp_path: Path) -> None:
         train(model, QUANTIZE, **arguments(tmp_path / "out"))
     assert not (tmp_path / "out").exists()
     assert not any(hasattr(one, "quantization_scheme") for one in model.modules())
-
-
-def test_a_classifier_of_texts_is_not_trained_on_their_tokens(tmp_path: Path) -> None:
-    config = small.one_block().config
-    config.num_labels, config.pad_token_id = 3, 0
-    with pytest.raises(ArgumentError, match="one label for each text"):
-        train(LlamaForSequenceClassification(config), QUANTIZE, **arguments(tmp_path / "out"))
-    assert not (tmp_path / "out").exists()

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 import multiprocessing
 import os
 import shutil
@@ -20,7 +19,6 @@ from tests.support.training_cases import QUANTIZE, Breaker, Freezer, arguments
 from llmcompressor import train
 from llmcompressor.checkpoint.workspace import Workspace
 from llmcompressor.entrypoints import training_task
-from llmcompressor.errors import OutputError
 from llmcompressor.recipe import Recipe
 from llmcompressor.training import Trainer
 
@@ -72,19 +70,6 @@ def test_interrupted_at_any_step(
     assert list(tmp_path.iterdir()) == [output]
 
 
-def test_the_loss_of_a_resumed_training_is_that_of_its_steps(
-    one_block: Path, tmp_path: Path
-) -> None:
-    output = tmp_path / "out"
-    _break(one_block, output, 4)
-    train(str(one_block), _recipe(), **_given(output))
-    found = json.loads((output / "train_results.json").read_text())
-    state = json.loads((output / "trainer_state.json").read_text())
-    losses = {one["step"]: one["loss"] for one in state["log_history"] if "loss" in one}
-    since = [loss for step, loss in losses.items() if step > 4]  # of 5, from checkpoint-4
-    assert found["train_loss"] == pytest.approx(sum(since) / len(since), abs=1e-3)
-
-
 def test_killed_before_the_first_checkpoint(
     whole: dict[str, str], one_block: Path, tmp_path: Path, said: list[str]
 ) -> None:
@@ -106,18 +91,6 @@ def test_a_checkpoint_can_be_named(whole: dict[str, str], one_block: Path, tmp_p
     _break(one_block, output, 4)
     named = str(output / "checkpoint-2")
     train(str(one_block), _recipe(), **_given(output, resume_from_checkpoint=named))
-    assert _kept(output) == whole
-
-
-@pytest.mark.parametrize("how", [{"resume": "must"}, {"resume_from_checkpoint": True}])
-def test_it_can_be_demanded(
-    how: dict[str, Any], whole: dict[str, str], one_block: Path, tmp_path: Path
-) -> None:
-    output = tmp_path / "out"
-    with pytest.raises(OutputError, match="nothing to resume"):
-        train(str(one_block), _recipe(), **_given(output, **how))
-    _break(one_block, output, 3)
-    train(str(one_block), _recipe(), **_given(output, **how))
     assert _kept(output) == whole
 
 
@@ -147,54 +120,6 @@ def test_killed(whole: dict[str, str], one_block: Path, tmp_path: Path) -> None:
     assert _kept(output) == whole
 
 
-def test_what_a_killed_process_had_begun_is_no_newer_checkpoint(
-    whole: dict[str, str], one_block: Path, tmp_path: Path
-) -> None:
-    """One of a later step: those that are complete would make room for it."""
-    output = tmp_path / "out"
-    _break(one_block, output, 3)
-    begun = tmp_path / "out.partial" / "training" / "checkpoint-5"
-    begun.mkdir()
-    (begun / "model.safetensors").write_bytes(b"half of it")
-    given = _given(output) | {"save_steps": 1, "save_total_limit": 1}
-    Breaker.at = 4
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            train(str(one_block), _recipe(), **given)
-    finally:
-        Breaker.at = None
-    assert [one.name for one in begun.parent.glob("checkpoint-*")] == ["checkpoint-4"]
-    train(str(one_block), _recipe(), **given)
-    assert _kept(output) == whole
-
-
-def test_broken_off_while_older_checkpoints_go(
-    whole: dict[str, str],
-    one_block: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    said: list[str],
-) -> None:
-    """The checkpoint that they make room for is in the journal by then."""
-    given = _given(tmp_path / "out", save_total_limit=1)
-    remove = shutil.rmtree
-
-    def removed(path: Any, *args: Any, **kwargs: Any) -> None:
-        remove(path, *args, **kwargs)
-        if Path(path).name == "checkpoint-2":
-            raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(shutil, "rmtree", removed)
-        with pytest.raises(KeyboardInterrupt):
-            train(str(one_block), _recipe(), **given)
-    assert not any("Continuing the training" in line for line in said)
-    train(str(one_block), _recipe(), **given)
-    assert any("Continuing the training" in line and "checkpoint-4" in line for line in said)
-    assert _kept(tmp_path / "out") == whole
-    assert [one.name for one in (tmp_path / "out").glob("checkpoint-*")] == ["checkpoint-5"]
-
-
 @pytest.mark.parametrize("method", ["publish", "remove"])
 @pytest.mark.parametrize("keep", [True, False], ids=["with checkpoints", "without"])
 def test_broken_off_when_all_is_written(
@@ -222,14 +147,3 @@ def test_broken_off_when_all_is_written(
     assert (tmp_path / "out" / "checkpoint-4").is_dir() == keep
     assert list(tmp_path.iterdir()) == [tmp_path / "out"]
     assert model(torch.tensor([[1, 2, 3]])).logits.isfinite().all()
-
-
-def test_nothing_is_kept_of_a_training_that_failed_before_a_checkpoint(tmp_path: Path) -> None:
-    with pytest.raises(ZeroDivisionError):
-        train(small.one_block(), _Failing(), **arguments(tmp_path / "out"))
-    assert list(tmp_path.iterdir()) == []
-
-
-class _Failing(Freezer):
-    def on_initialize(self, state: Any, **kwargs: Any) -> bool:
-        raise ZeroDivisionError

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +13,7 @@ from pydantic import PrivateAttr
 from tests.support import tiny_training as tiny
 
 from llmcompressor.core import EventType, active_session, create_session
-from llmcompressor.errors import CheckpointError, InputError, LifecycleError, RecipeError
+from llmcompressor.errors import CheckpointError, LifecycleError, RecipeError
 from llmcompressor.modifiers import Modifier
 from llmcompressor.training import Trainer
 from llmcompressor.training.checkpoints import SESSION_FILE
@@ -107,40 +106,6 @@ def test_killed_and_resumed_ends_with_the_same_bits(tmp_path, whole, step):
     assert modifier._starts == 0, "on_start belongs to the run that was killed"
 
 
-def test_masks_of_the_step_that_reaches_the_start_survive(tmp_path):
-    """They are there before the modifier has started, which it does with the next batch."""
-    prune = """
-        modifiers:
-          MagnitudePruningModifier:
-            {targets: Linear, init_sparsity: 0.25, final_sparsity: 0.5, start: 0.75, end: 1.5}
-        """
-    uninterrupted = trainer_of(tmp_path / "whole", recipe=prune, optim="sgd", learning_rate=0.1)
-    uninterrupted.train()
-    killed_at(trainer_of(tmp_path / "killed", recipe=prune, optim="sgd", learning_rate=0.1), 3)
-    saved = torch.load(tmp_path / "killed" / "checkpoint-3" / SESSION_FILE, weights_only=True)
-    [record] = saved["modifiers"]
-    assert "started" not in record["phases"]
-    assert record["state"]["sparsity"] == 0.25
-    resumed = trainer_of(tmp_path / "killed", recipe=prune, optim="sgd", learning_rate=0.1)
-    resumed.train(resume_from_checkpoint=True)
-    expected = weights(uninterrupted)
-    assert (expected["model.layers.0.mlp.down_proj.weight"] == 0).float().mean() == 0.5
-    for name, found in weights(resumed).items():
-        assert torch.equal(found, expected[name]), name
-
-
-def test_a_resumed_run_logs_what_the_whole_one_did(tmp_path, whole):
-    killed_at(trainer_of(tmp_path), 4)
-    resumed = trainer_of(tmp_path)
-    resumed.train(resume_from_checkpoint=True)
-    known = ("loss", "step_loss", "masked", "learning_rate", "epoch", "step")
-    told, expected = (
-        [{name: each.get(name) for name in known} for each in run.state.log_history[:-1]]
-        for run in (resumed, whole)
-    )
-    assert told == expected
-
-
 def test_events_go_on_where_they_were(tmp_path):
     class Counting(tiny.Recorder):
         pass
@@ -156,10 +121,7 @@ def test_events_go_on_where_they_were(tmp_path):
     assert Counting.seen == expected
 
 
-# ---- what a checkpoint holds
-
-
-def test_a_checkpoint_holds_progress_recipe_and_the_modifiers_state(tmp_path):
+def test_a_checkpoint_holds_progress_recipe_and_modifier_state(tmp_path):
     trainer_of(tmp_path, recipe_args={"growth": 0.05}, max_steps=3).train()
     saved = torch.load(tmp_path / "checkpoint-3" / SESSION_FILE, weights_only=True)
     assert (saved["global_step"], saved["global_batch"], saved["steps_per_epoch"]) == (3, 5, 4)
@@ -187,29 +149,13 @@ class Odd(Modifier):
 
 
 @pytest.mark.parametrize("value", [np.float64(1), np.zeros(1), {1, 2}, EventType.BATCH_END])
-def test_a_state_that_could_not_be_read_again_is_refused_when_it_is_written(value):
+def test_an_unreadable_state_is_refused_when_written(value):
     modifier = Odd()
     modifier._state = {"seen": [0, {"deep": value}]}
     with create_session() as session:
         session.initialize(recipe=modifier)
         with pytest.raises(LifecycleError, match=r"Odd.state_dict\(\) holds a .*'seen'.*'deep'"):
             session.lifecycle.state_dict()
-
-
-def test_a_state_survives_the_file(tmp_path):
-    state = {"a": torch.arange(3), "b": [1, 2.5, None, True, "x"], "c": {4: torch.ones(())}}
-    modifier = Odd()
-    modifier._state = state
-    with create_session() as session:
-        session.initialize(recipe=modifier)
-        torch.save(session.lifecycle.state_dict(), tmp_path / "state.pt")
-    [record] = torch.load(tmp_path / "state.pt", weights_only=True)["modifiers"]
-    assert torch.equal(record["state"]["a"], state["a"])
-    assert record["state"]["b"] == state["b"]
-    assert torch.equal(record["state"]["c"][4], torch.ones(()))
-
-
-# ---- what is not resumed from
 
 
 @pytest.fixture
@@ -238,19 +184,6 @@ def test_another_recipe_is_refused_before_the_first_step(half, other, told):
     assert trainer.optimizer is None
 
 
-def test_a_checkpoint_without_a_session_is_refused_but_for_an_empty_recipe(half):
-    last = half / "checkpoint-4"
-    (last / SESSION_FILE).unlink()
-    with pytest.raises(CheckpointError, match=rf"has no {SESSION_FILE}"):
-        trainer_of(half).train(resume_from_checkpoint=str(last))
-    plain = trainer_of(half / "plain", recipe=None)
-    killed_at(plain, 4)
-    (half / "plain" / "checkpoint-4" / SESSION_FILE).unlink()
-    with create_session() as session:
-        trainer_of(half / "plain", recipe=None).train(resume_from_checkpoint=True)
-        assert session.lifecycle.global_step == 8
-
-
 def cut(path: Path) -> None:
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
 
@@ -264,7 +197,7 @@ def cut(path: Path) -> None:
         lambda folder: [each.unlink() for each in folder.iterdir()],
     ],
 )
-def test_what_was_not_finished_is_passed_over_and_refused_by_name(half, whole, warned, damage):
+def test_what_was_not_finished_is_passed_over_by_name(half, whole, warned, damage):
     damage(half / "checkpoint-4")
     with pytest.raises(CheckpointError, match="was not finished"):
         trainer_of(half).train(resume_from_checkpoint=half / "checkpoint-4")
@@ -273,16 +206,6 @@ def test_what_was_not_finished_is_passed_over_and_refused_by_name(half, whole, w
     assert any("checkpoint-3, not from checkpoint-4" in each for each in warned)
     expected = weights(whole)
     assert all(torch.equal(each, expected[name]) for name, each in weights(resumed).items())
-
-
-def test_damaged_and_mixed_session_files_are_refused(half):
-    last = half / "checkpoint-4"
-    shutil.copy(half / "checkpoint-3" / SESSION_FILE, last)
-    with pytest.raises(CheckpointError, match="is of step 3, the rest of step 4"):
-        trainer_of(half).train(resume_from_checkpoint=True)
-    cut(last / SESSION_FILE)
-    with pytest.raises(CheckpointError, match="cannot be read"):
-        trainer_of(half).train(resume_from_checkpoint=True)
 
 
 @pytest.mark.parametrize("file", [None, "model.safetensors", "optimizer.pt", "trainer_state.json"])
@@ -316,46 +239,6 @@ def test_nothing_to_resume_from_is_one_clear_error(tmp_path, asked):
     told = "no complete checkpoint" if asked is True else "there is no such folder"
     with pytest.raises(CheckpointError, match=told):
         trainer_of(tmp_path).train(resume_from_checkpoint=asked)
-
-
-def test_other_epochs_are_told(half, warned):
-    trainer_of(half, rows=20).train(resume_from_checkpoint=True)
-    assert any("had 4 steps when the checkpoint was written and has 5 now" in w for w in warned)
-
-
-# ---- hand-written loops, and what users forget
-
-
-def test_a_run_that_does_not_resume_takes_no_state():
-    with create_session() as session:
-        session.initialize(recipe=Odd())
-        saved = session.lifecycle.state_dict()
-        with pytest.raises(InputError, match="resumes=True"):
-            session.lifecycle.load_state_dict(saved)
-
-
-class Forgetful(Modifier):
-    """Sets something up in ``on_start`` and nowhere else."""
-
-    def on_initialize(self, state, **kwargs):
-        return True
-
-    def on_start(self, state, event, **kwargs):
-        pass
-
-
-@pytest.mark.parametrize(("start", "told"), [(0, True), (5, False)])
-def test_a_modifier_that_cannot_resume_is_told(warned, start, told):
-    with create_session() as session:
-        session.initialize(recipe=Forgetful(start=start))
-        saved = session.lifecycle.state_dict()
-    with create_session() as session:
-        session.initialize(recipe=Forgetful(start=start), resumes=True)
-        session.lifecycle.load_state_dict(saved)
-    assert any("on_start is not called again" in each for each in warned) == told
-
-
-# ---- the best model
 
 
 def test_the_best_model_comes_with_its_modifiers_state(tmp_path, monkeypatch, warned):

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from datasets import Dataset, DatasetDict
 from tests.support import small_models as small
+from tests.support.pairs import each
 
 from llmcompressor.args import DatasetArguments
 from llmcompressor.entrypoints.training_task import TrainingData
@@ -44,9 +45,8 @@ WITHOUT_SPLITS: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("name", WITHOUT_SPLITS)
-@pytest.mark.parametrize(
-    "splits", [None, {"train": "train", "eval": "validation"}, ["train", "test"]]
+@each(
+    name=WITHOUT_SPLITS, splits=[None, {"train": "train", "eval": "validation"}, ["train", "test"]]
 )
 def test_data_without_splits_is_refused(name: str, splits: Any, tmp_path: Path) -> None:
     args = DatasetArguments(**WITHOUT_SPLITS[name](tmp_path), splits=splits)
@@ -80,10 +80,3 @@ def test_data_with_other_splits_says_which_it_has(tmp_path: Path) -> None:
     for given in (data, _saved(tmp_path, data)):
         with pytest.raises(DatasetError, match=r"no split 'validation'.*held_out, train"):
             TrainingData(DatasetArguments(dataset=given), evaluates=True)
-
-
-def test_the_data_that_is_trained_on_can_be_named() -> None:
-    splits = {"train": "train", "eval": "train"}
-    data = TrainingData(DatasetArguments(dataset=small.token_rows(), splits=splits), evaluates=True)
-    train, evaluate = data.load(small.llama(), None)
-    assert len(train) == len(evaluate) == 8

@@ -21,7 +21,6 @@ from transformers import (
     ChameleonConfig,
     ChameleonForConditionalGeneration,
     CohereAsrForConditionalGeneration,
-    MiniMaxConfig,
     PreTrainedModel,
 )
 
@@ -72,15 +71,6 @@ def test_every_preset_on_a_llama(preset: str, llama_folder: Path, compressed: Ru
     assert not is_unserved or verify(folder, llama_folder, serve="transformers").ok
 
 
-@pytest.mark.parametrize("preset", ["W4A16", "MXFP6A16"])
-def test_where_no_server_is_named_vllm_is_meant(
-    preset: str, llama_folder: Path, compressed: Run
-) -> None:
-    report = verify(compressed(llama_folder, recipe(preset)), llama_folder)
-    assert report.ok == (preset == "W4A16")
-    assert ("S21" in {one.rule for one in report.findings}) != report.ok
-
-
 @pytest.mark.parametrize(
     "preset",
     few(
@@ -106,22 +96,6 @@ def test_transformers_unpacks_experts_of_small_floats(
     assert verify(folder, mixtral_folder, serve="transformers").ok
 
 
-def test_experts_for_arm_are_served_on_unknown_devices(
-    mixtral_folder: Path, compressed: Run
-) -> None:
-    inputs = {"num_bits": 8, "strategy": "token", "dynamic": True, "symmetric": False}
-    weights = {"num_bits": 4, "strategy": "channel"}
-    group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs}
-    modifier = QuantizationModifier(config_groups={"group_0": group}, ignore=["lm_head"])
-    folder = compressed(mixtral_folder, modifier)
-    for gpu, severity in ((None, Severity.WARNING), ("sm90", Severity.ERROR)):
-        report = verify(folder, mixtral_folder, serve="vllm", tp=1, gpu=gpu)
-        said = [one for one in report.findings if one.rule == "S63"]
-        assert [one.severity for one in said] == [severity]
-        assert "run on Arm alone" in said[0].message
-        assert not [one for one in report.findings if one.severity is Severity.ERROR] or gpu
-
-
 @pytest.mark.parametrize("scheme", ["W4A16", "W8A8"])
 def test_solved_weights_are_no_error(scheme: str, llama_folder: Path, compressed: Run) -> None:
     gptq = GPTQModifier(targets="Linear", scheme=scheme, ignore=["lm_head"])
@@ -142,34 +116,6 @@ def test_a_quantized_cache(llama_folder: Path, compressed: Run) -> None:
     assert sorted(scaled + unknown) == layers  # as the rule says
     report = verify(folder, llama_folder, serve="transformers", tp=1)
     assert report.ok == (not unknown)
-
-
-def test_a_cache_beside_linear_attention(compressed: Run, tmp_path: Path) -> None:
-    """The layers of linear attention have none, and pass through calibration as they are."""
-    torch.manual_seed(0)
-    config = MiniMaxConfig(
-        vocab_size=small.VOCABULARY,
-        hidden_size=128,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        head_dim=32,
-        num_local_experts=4,
-        block_size=8,
-        layer_types=["linear_attention", "full_attention"],
-    )
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    model.save_pretrained(tmp_path / "source")
-    folder = compressed(tmp_path / "source", recipe("FP8_DYNAMIC", kv_cache_scheme=KV_CACHE))
-    said = worse_than_notes(verify(folder, tp=1))
-    scales = [name for name in load_file(folder / "model.safetensors") if name.endswith("k_scale")]
-    assert scales == ["model.layers.1.self_attn.k_scale"]
-    loaded = AutoModelForCausalLM.from_pretrained(folder)
-    unknown = is_passed_over(loaded.model.layers[1].self_attn)
-    named = [line.partition(":")[0] for line in said]
-    assert named == ["L11 model.layers.1.self_attn"] * unknown
-    assert loaded(small.probe(), use_cache=True).logits.isfinite().all()
 
 
 def test_two_schemes_in_one_model(llama_folder: Path, compressed: Run) -> None:
@@ -261,18 +207,6 @@ def test_a_quantized_head(llama_folder: Path, compressed: Run) -> None:
     report = verify(compressed(llama_folder, whole), llama_folder, tp=1)
     assert not worse_than_notes(report)
     assert report.quantized == 15
-
-
-def test_the_embedded_model(pico: Path, compressed: Run) -> None:
-    """Tied embeddings, a tokenizer and several presets; the source by itself is good too."""
-    alone = verify(pico, tp=1)
-    assert not worse_than_notes(alone)
-    assert alone.quantized == 0
-    for preset in ("W4A16", "FP8_DYNAMIC"):
-        folder = compressed(pico, recipe(preset))
-        report = verify(folder, pico, tp=1)
-        assert not worse_than_notes(report)
-        assert report.quantized > 0
 
 
 @pytest.mark.parametrize("preset", ["W4A16", "W4A16_ASYM", "W8A8", "FP8_BLOCK", "NVFP4", "MXFP4"])

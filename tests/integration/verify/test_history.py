@@ -18,7 +18,6 @@ from llmcompressor import oneshot, verify
 from llmcompressor.modifiers.pruning import REAPPruningModifier, SparseGPTModifier
 from llmcompressor.modifiers.quantization import QuantizationModifier
 from llmcompressor.modifiers.smoothquant import SmoothQuantModifier
-from llmcompressor.recipe import Recipe
 from llmcompressor.verification import Severity
 from llmcompressor.verification.files import DROPS, Run, open_checkpoint
 from llmcompressor.verification.reference import Work, work_of
@@ -120,17 +119,3 @@ def test_what_was_done_since_the_original(
             (tmp_path / name / "recipe.yaml").write_text(text)
     first, last = (open_checkpoint(tmp_path / name) for name in folders)
     assert work_of(last, [Run(each, trained=False) for each in runs], first) is work
-
-
-def test_what_was_smoothed_before_is_compared_as_what_was_not(tmp_path: Path) -> None:
-    folders = chain("smoothed", tmp_path)
-    stages = Recipe.create_instance(folders[-1] / "recipe.yaml").stages
-    assert [type(each).__name__ for one in stages for each in one.modifiers] == [
-        "SmoothQuantModifier",
-        "QuantizationModifier",
-    ]
-    sample = Sample.read(folders[-1])
-    name = "model.layers.1.mlp.up_proj"
-    sample.tensors[f"{name}.weight"][2, 0] ^= 64
-    sample.write(tmp_path / "bad")
-    assert errors(tmp_path / "bad", folders[1]) == {("R3", name)}

@@ -3,14 +3,13 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tests.support.releases import refuses_packed_zero_points, renamed_keep_their_dtype
+from tests.support.releases import refuses_packed_zero_points
 from tests.support.small_models import VOCABULARY
 from tests.support.thinned import few, thinned
 from transformers import (
@@ -24,7 +23,6 @@ from transformers import (
     PreTrainedModel,
     T5Config,
 )
-from transformers.quantizers.base import MODULES_TO_PATCH_FOR_QUANTIZATION
 
 from llmcompressor import oneshot, plan, reset_session, verify
 from llmcompressor.entrypoints.model_free import model_free_ptq
@@ -115,30 +113,6 @@ def test_what_is_said_to_load_loads(
             auto.from_pretrained(tmp_path / "model")
     else:
         assert torch.equal(logits(auto.from_pretrained(tmp_path / "model")), before)
-
-
-def test_an_encoder_is_unpacked_before_it_generates(tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    model = AutoModelForSeq2SeqLM.from_config(CONFIGS["t5"], dtype=torch.bfloat16)
-    group = {"targets": ["Linear"], "weights": FP8}
-    recipe = QuantizationModifier(config_groups={"group_0": group}, ignore=["lm_head"])
-    reset_session()
-    oneshot(model=model, recipe=recipe, output_dir=str(tmp_path / "model"))
-    reset_session()
-    report = verify(tmp_path / "model", serve="transformers")
-    assert report.ok
-    assert {one.rule for one in report.findings if one.severity == "warning"} == {"L3"}
-
-    tokens = torch.arange(3, 9)[None]
-    loaded = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "model").eval()
-    with pytest.raises(RuntimeError, match="dtype"):
-        loaded.generate(tokens, max_new_tokens=2)
-    plain = CompressedTensorsConfig(dequantize=True)
-    with pytest.warns(UserWarning, match="already has a `quantization_config`"):
-        loaded = AutoModelForSeq2SeqLM.from_pretrained(
-            tmp_path / "model", quantization_config=plain
-        )
-    assert loaded.eval().generate(tokens, max_new_tokens=2, min_new_tokens=2).shape == (1, 3)
 
 
 def experts_of(folder: Path) -> torch.Tensor:
@@ -250,44 +224,6 @@ def test_what_experts_of_small_floats_compute_in_is_said(dtype: str, tmp_path: P
     else:
         loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model", **eager)
         assert logits(loaded).isfinite().all()
-
-
-@pytest.mark.parametrize(
-    ("preset", "dtype", "is_read"),
-    [
-        ("MXFP4A16", "float32", True),
-        pytest.param("MXFP4A16", "float16", True, marks=pytest.mark.slow),
-        ("MXFP4A16", "bfloat16", True),
-        ("NVFP4A16", "float32", False),
-    ],
-)
-def test_what_experts_alone_are_unpacked_to_is_said(
-    preset: str, dtype: str, is_read: bool, tmp_path: Path
-) -> None:
-    """Of 4-bit floats they become bfloat16 in every release, and no Linear is there to fail."""
-    source = mixture("mixtral", tmp_path / "source", getattr(torch, dtype))
-    recipe = QuantizationModifier(targets=["re:.*experts.*"], scheme=preset)
-    planned = plan(source, recipe, serve="transformers", measure=False).serving
-    reset_session()
-    oneshot(model=source, recipe=recipe, output_dir=str(tmp_path / "model"))
-    reset_session()
-    report = verify(tmp_path / "model", serve="transformers")
-    assert report.ok is is_read
-    fits = dtype == "bfloat16"
-    said = [(one.module, one.severity) for one in report.findings if one.rule == "L4"]
-    path = "model.layers.0.block_sparse_moe.experts"
-    assert said == ([] if fits else [(path, "warning")])
-    assert [one.severity for one in planned if one.rule == "L4"] == [one for _, one in said]
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
-    stack = loaded.get_parameter("model.layers.0.mlp.experts.down_proj")
-    assert stack.dtype == torch.bfloat16
-    assert logits(loaded).isfinite().all()  # the product of stacks takes it
-    eager = AutoModelForCausalLM.from_pretrained(tmp_path / "model", experts_implementation="eager")
-    if fits:
-        assert logits(eager).isfinite().all()
-    else:
-        with pytest.raises(RuntimeError, match="same dtype"):
-            logits(eager)
 
 
 @pytest.mark.parametrize("symmetric", [True, False])
@@ -402,62 +338,7 @@ def test_a_mixture_with_a_draft_layer_is_read(tmp_path: Path) -> None:
     assert float((loaded - expected).norm() / expected.norm()) < 0.01
 
 
-def test_one_class_alone_takes_experts_as_linears() -> None:
-    assert "Llama4TextExperts" in MODULES_TO_PATCH_FOR_QUANTIZATION
-    assert len(MODULES_TO_PATCH_FOR_QUANTIZATION) == 1
-
-
 ONE = {"num_hidden_layers": 1}
-
-
-def with_scales_in_float32() -> PreTrainedModel:
-    """Its list of what stays float32 says ``scale``, for scales of its own."""
-    torch.manual_seed(0)
-    layers = {"layer_types": ["deepseek_sparse_attention"], "indexer_types": ["full"]}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "qk_nope_head_dim": 16}
-    ranks = {"q_lora_rank": 32, "kv_lora_rank": 32, "qk_rope_head_dim": 16, "v_head_dim": 16}
-    index = {"index_head_dim": 32, "index_n_heads": 2, "index_topk": 8}
-    sizes = {"hidden_size": 64, "intermediate_size": 128, "mlp_layer_types": ["dense"]}
-    config = AutoConfig.for_model(
-        "hy_v4", **TOKENS, **ONE, **layers, **heads, **ranks, **index, **sizes
-    )
-    return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-
-
-@pytest.mark.parametrize("scheme", [INT4, FP8])
-def test_a_scale_that_is_loaded_as_float32_unpacks_to_it(
-    scheme: dict[str, Any], tmp_path: Path
-) -> None:
-    group = {"targets": ["Linear"], "weights": scheme}
-    recipe = QuantizationModifier(config_groups={"group_0": group}, ignore=["lm_head"])
-    reset_session()
-    oneshot(model=with_scales_in_float32(), recipe=recipe, output_dir=str(tmp_path / "model"))
-    reset_session()
-
-    report = verify(tmp_path / "model", serve="transformers")
-    said = {(one.rule, one.module) for one in report.findings if one.severity == "error"}
-    assert ("L4", "model.layers.0.mlp.down_proj") in said
-    assert {rule for rule, _ in said} == {"L4"}
-    assert not [module for _, module in said if module.endswith("weights_proj")]
-    with pytest.raises(RuntimeError, match="same dtype"):
-        logits(AutoModelForCausalLM.from_pretrained(tmp_path / "model"))
-    # where a module that is renamed keeps the dtype of the file, float32 is to be that of the file
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
-    if verify(tmp_path / "model", serve="transformers", dtype="float32").ok:
-        assert logits(loaded).isfinite().all()
-    else:
-        assert renamed_keep_their_dtype()
-        with pytest.raises(RuntimeError, match="same dtype"):
-            logits(loaded)
-
-    model = with_scales_in_float32().to(torch.float32)
-    reset_session()
-    oneshot(model=model, recipe=recipe, output_dir=str(tmp_path / "float32"))
-    reset_session()
-    assert verify(tmp_path / "float32", serve="transformers").ok
-    assert torch.equal(
-        logits(AutoModelForCausalLM.from_pretrained(tmp_path / "float32")), logits(model)
-    )
 
 
 @pytest.mark.parametrize("groups", [1, 2])
@@ -576,22 +457,6 @@ def test_experts_in_different_groups_are_read_where_a_row_is_one(
         assert torch.allclose(logits(loaded), logits(made), atol=1e-4) == is_read
 
 
-def test_a_partial_group_of_experts_is_refused_while_it_loads(tmp_path: Path) -> None:
-    source = mixture("mixtral", tmp_path / "source", torch.bfloat16, hidden_size=96)
-    recipe = QuantizationModifier(
-        config_groups={"group_0": {"targets": ["re:.*experts.*"], "weights": in_groups_of(64)}},
-        bypass_divisibility_checks=True,
-    )
-    reset_session()
-    oneshot(source, recipe, output_dir=str(tmp_path / "model"), verify=False)
-    reset_session()
-    findings = verify(tmp_path / "model", serve="transformers").findings
-    errors = [one for one in findings if one.severity == "error"]
-    assert {one.rule for one in errors} == {"L6", "T6"}
-    with pytest.raises(RuntimeError, match="conversion"):
-        AutoModelForCausalLM.from_pretrained(tmp_path / "model")
-
-
 DTYPES = [
     ("bfloat16", "bfloat16"),
     ("bfloat16", "float32"),
@@ -605,36 +470,6 @@ KINDS = [
     ("mixtral", in_groups_of(32, num_bits=8)),
     ("llama4_text", INT4),
 ]
-
-
-@pytest.mark.parametrize(("stored", "asked", "family", "weights"), thinned(DTYPES, KINDS))
-def test_what_dtype_experts_of_integers_keep_is_said(
-    family: str, weights: dict[str, Any], stored: str, asked: str, tmp_path: Path
-) -> None:
-    """They are unpacked to that of the file, whatever the model is loaded in."""
-    source = mixture(family, tmp_path / "source", getattr(torch, stored))
-    groups = {"group_0": {"targets": ["re:.*experts.*"], "weights": weights}}
-    reset_session()
-    oneshot(source, QuantizationModifier(config_groups=groups), output_dir=str(tmp_path / "model"))
-    reset_session()
-    assert not [one for one in verify(tmp_path / "model").findings if one.rule == "L4"]
-    report = verify(tmp_path / "model", serve="transformers", dtype=asked)
-    assert report.ok
-    said = [one for one in report.findings if one.rule == "L4"]
-    fits = asked == stored or family == "llama4_text"  # its experts are Linears there
-    assert [(one.module, one.severity) for one in said] == (
-        [] if fits else [("model.layers.0.block_sparse_moe.experts", "warning")]
-    )
-    assert all(f"load it with dtype=torch.{stored}" in one.remedy for one in said)
-    load = partial(AutoModelForCausalLM.from_pretrained, tmp_path / "model")
-    loaded = load(dtype=getattr(torch, asked))
-    assert logits(loaded).isfinite().all()  # the product of stacks takes it
-    eager = load(dtype=getattr(torch, asked), experts_implementation="eager")
-    if fits:
-        assert logits(eager).isfinite().all()
-    else:
-        with pytest.raises(RuntimeError, match="same dtype"):
-            logits(eager)
 
 
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])

@@ -12,7 +12,7 @@ from llmcompressor.args import (
     parse_args,
     parse_arguments,
 )
-from llmcompressor.args.parsing import OLD_NAMES, RENAMED, current_name
+from llmcompressor.args.parsing import OLD_NAMES, RENAMED
 from llmcompressor.errors import ArgumentError
 
 CLASSES = (ModelArguments, DatasetArguments, RecipeArguments)
@@ -30,11 +30,6 @@ def test_a_misspelt_argument_gets_the_nearest_of_all_classes():
         parse_arguments({"model": "m", "num_calibration_sample": 3}, *CLASSES)
     with pytest.raises(ArgumentError, match="Did you mean recipe_args"):
         parse_arguments({"model": "m", "recipe_arg": []}, *CLASSES)
-
-
-def test_names_that_the_caller_takes_are_suggested():
-    with pytest.raises(ArgumentError, match="output_dir"):
-        parse_arguments({"model": "m", "outputdir": "o"}, *CLASSES, also_known=["output_dir"])
 
 
 def test_a_name_far_from_all_is_an_error_without_a_long_list():
@@ -77,13 +72,6 @@ def test_old_names_mean_their_new_ones():
     assert dataset.moe_calibrate_all_experts is False
 
 
-def test_what_is_done_anyway_is_no_word_worth(warned):
-    """Of arguments without effect only another value than the usual one is told."""
-    for value in (True, False):
-        parse_arguments({"model": "m", "save_safetensors": value}, *CLASSES)
-        assert len(warned) == (value is False)
-
-
 def test_an_old_name_and_its_new_one_together_are_an_error():
     with pytest.raises(ArgumentError, match="only 'device'"):
         parse_arguments({"model": "m", "oneshot_device": "cpu", "device": "cpu"}, *CLASSES)
@@ -108,7 +96,7 @@ def test_old_names_of_transformers_mean_their_new_ones():
 
 
 @pytest.mark.parametrize("old", RENAMED)
-def test_a_name_that_transformers_changed_is_understood_with_any_release(old, warned):
+def test_a_name_that_transformers_changed_is_understood(old, warned):
     """The one that the installed release does not have means the other."""
     from llmcompressor.args import TrainingArguments
 
@@ -124,13 +112,6 @@ def test_a_name_that_transformers_changed_is_understood_with_any_release(old, wa
         parse_arguments({old: value, new: value}, TrainingArguments)
     with pytest.raises(ArgumentError, match="no argument named"):
         parse_arguments({"model": "m", old: value}, *CLASSES)
-
-
-@pytest.mark.parametrize("known", [{"new"}, {"new", "old"}, {"old"}], ids=sorted)
-def test_the_newest_name_that_is_known(known, monkeypatch):
-    monkeypatch.setattr("llmcompressor.args.parsing.RENAMED", {"old": "new"})
-    expected = "new" if "new" in known else "old"
-    assert {current_name(known, name) for name in ("old", "new")} == {expected}
 
 
 def test_training_arguments_extend_transformers(tmp_path):
@@ -160,8 +141,3 @@ def test_the_arguments_of_a_script_come_by_what_they_are_about():
     assert recipe.recipe_args == {"bits": "4", "eq": "a=b"}
     assert parse_args(model="m")[3] is None
     assert parse_args(model="m", recipe_args={"bits": 4})[2].recipe_args == {"bits": 4}
-
-
-def test_a_script_learns_of_an_argument_that_there_is_not():
-    with pytest.raises(ArgumentError, match="Did you mean output_dir"):
-        parse_args(model="m", outputdir="o")

@@ -48,16 +48,6 @@ def test_what_python_sees_of_a_tensor_keeps_its_memory() -> None:
     assert (seen == 5).all()
 
 
-def test_another_size_returns_what_is_idle() -> None:
-    buffers = BufferPool()
-    several = [buffers.take(LARGE) for _ in range(3)]
-    several.clear()
-    assert buffers.idle_bytes == 3 * LARGE
-    kept = buffers.take(2 * LARGE)
-    assert buffers.idle_bytes == 0
-    assert kept.numel() == 2 * LARGE
-
-
 def test_closed_it_keeps_nothing_and_takes_nothing_away() -> None:
     buffers = BufferPool()
     tensor, idle = buffers.take(LARGE).fill_(1), buffers.take(LARGE)
@@ -71,11 +61,3 @@ def test_closed_it_keeps_nothing_and_takes_nothing_away() -> None:
     del buffers
     gc.collect()
     assert left() is None
-
-
-def test_where_nothing_can_be_mapped_the_heap_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*args: object, **kwargs: object) -> None:
-        raise OSError(12, "Cannot allocate memory")
-
-    monkeypatch.setattr(mmap, "mmap", refuse)
-    assert BufferPool().take(LARGE).fill_(1).sum() == LARGE

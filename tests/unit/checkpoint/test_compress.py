@@ -87,17 +87,6 @@ def test_no_code_is_lost_to_rounding(dtype: torch.dtype, bits: int, symmetric: b
     assert torch.equal(decoded, own["weight"])
 
 
-def test_embeddings_are_packed_too() -> None:
-    args = QuantizationArgs(num_bits=4, strategy="group", group_size=32)
-    scheme = QuantizationScheme(targets=["Embedding"], weights=args)
-    model = tiny.quantize_model(tiny.llama(), {"g": scheme})
-    (entry,) = quantized_modules(model)
-    packed = compress(entry, own_tensors(entry))
-    assert entry.scheme.format == "pack-quantized"
-    reader = BaseCompressor.get_value_from_registry("pack-quantized")
-    assert torch.equal(reader.decompress(packed, scheme)["weight"], entry.module.weight)
-
-
 _BF16, _FP8, _FP32 = torch.bfloat16, torch.float8_e4m3fn, torch.float32
 _PACKED = {"weight_packed": torch.int32, "weight_scale": _BF16, "weight_shape": torch.int64}
 _FP4 = {"weight_packed": torch.uint8, "weight_scale": _FP8, "weight_global_scale": _FP32}
@@ -140,14 +129,6 @@ def test_exact_set_of_tensors_and_dtypes() -> None:
             assert size * 8 == entry.module.weight.numel() * BITS[name], name
 
 
-def test_forced_format() -> None:
-    model = tiny.quantize_model(tiny.llama(), {"g": preset_scheme("W8A8", ["Linear"])})
-    forced = quantized_modules(model, forced_format=parse_format("pack-quantized"))[0]
-    assert forced.scheme.format == "pack-quantized"
-    assert "weight_packed" in compress(forced, own_tensors(forced))
-    assert quantized_modules(model)[0].scheme.format == "int-quantized"
-
-
 FORMATS = sorted(
     form.value
     for form in CompressionFormat
@@ -171,17 +152,6 @@ def test_a_forced_format_holds_the_weights_or_is_refused(name: str) -> None:
         reader = BaseCompressor.get_value_from_registry(form)
         decoded = reader.decompress(compress(entry, own), entry.scheme)["weight"]
         assert torch.equal(decoded, own["weight"]), form
-
-
-def test_a_forced_format_is_told_once(log: list[str]) -> None:
-    model = tiny.quantize_model(tiny.llama(), {"g": preset_scheme("W8A8", ["Linear"])})
-    quantized_modules(model, forced_format=parse_format("pack-quantized"))
-    (line,) = log
-    assert "14 modules" in line
-    assert "pack-quantized instead of int-quantized" in line
-    quantized_modules(model, forced_format=parse_format("int-quantized"))
-    quantized_modules(model, forced_format=parse_format("dense"))
-    assert len(log) == 1
 
 
 def test_unknown_and_retired_formats() -> None:

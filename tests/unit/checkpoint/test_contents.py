@@ -21,7 +21,7 @@ RECIPES = {
 
 
 @pytest.mark.parametrize(("recipe", "is_meta"), [*zip(RECIPES, [False, True] * 2, strict=True)])
-def test_matrices_of_rotations_are_kept_under_the_names_that_transformers_keeps(
+def test_rotation_matrices_are_kept_under_transformers_names(
     recipe: str, is_meta: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 64}

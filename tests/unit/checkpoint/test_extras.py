@@ -55,23 +55,6 @@ def test_folders_of_modules_are_copied_whole(tmp_path: Path) -> None:
     assert (tmp_path / "out" / FILES[3]).read_text() == FILES[3]
 
 
-@pytest.mark.parametrize(
-    "text", ["{bad", "{}", modules(None, 3, ".", "./", "gone"), '["1_Pooling"]'], ids=str
-)
-def test_a_list_of_modules_that_names_no_folder_copies_none(tmp_path: Path, text: str) -> None:
-    names = copied(filled(tmp_path / "model", text), tmp_path / "out")
-    assert names == {"modules.json", "parts/code.py"}
-
-
-def test_nothing_outside_of_the_checkpoint_is_copied(tmp_path: Path) -> None:
-    (tmp_path / "other").mkdir()
-    (tmp_path / "other" / "secret.txt").write_text("not the model's")
-    text = modules("../other", str(tmp_path / "other"), "link", "1_Pooling/../../other")
-    folder = filled(tmp_path / "model", text)
-    (folder / "link").symlink_to(tmp_path / "other")
-    assert copied(folder, tmp_path / "out") == {"modules.json", "parts/code.py"}
-
-
 def test_links_of_the_hubs_cache_are_followed_within_a_module(tmp_path: Path) -> None:
     folder = filled(tmp_path / "model", modules("1_Pooling"))
     (tmp_path / "blob").write_text("pooling")

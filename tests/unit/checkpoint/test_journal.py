@@ -11,7 +11,6 @@ from llmcompressor.checkpoint import journal as journal_module
 from llmcompressor.checkpoint.journal import (
     BlockEntry,
     Journal,
-    ProgressEntry,
     fingerprint_differences,
 )
 from llmcompressor.errors import OutputError
@@ -75,32 +74,6 @@ def test_a_kill_while_it_is_mended_loses_nothing(
         assert found
         assert all(whole[key] == entry for key, entry in found.items())
         assert len(found) >= len(whole) - 1
-
-
-def test_what_is_mended_keeps_choices_and_its_end(tmp_path: Path) -> None:
-    file = written(tmp_path)
-    Journal(file).mark_ready()
-    content = file.read_bytes()
-    for ready in (True, False):
-        lines = content.splitlines(keepends=True)
-        if not ready:
-            del lines[-1]
-        lines[-2 if ready else -1] = b"damaged\n"
-        file.write_bytes(b"".join(lines))
-        for _ in range(2):  # as it is read, and as it was written anew
-            journal = Journal(file)
-            assert journal.choices == {"level": "linear"}
-            assert journal.is_ready == ready
-            assert list(journal.entries.values()) == ENTRIES[:1]
-
-
-def test_how_far_something_is_can_be_gone_on_with(tmp_path: Path) -> None:
-    journal = Journal(tmp_path / "journal")
-    journal.begin(PRINT)
-    assert not journal.is_begun
-    journal.advance(ProgressEntry(0, "learned", 3, "d"))
-    assert journal.is_begun
-    assert Journal(tmp_path / "journal").is_begun
 
 
 def _killed(*args: object, **kwargs: object) -> None:

@@ -12,7 +12,6 @@ import safetensors.torch
 import torch
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from tests.support import tiny_checkpoints as tiny
-from tests.support.caches import as_read
 from tests.support.thinned import thinned
 from torch import Tensor
 from transformers import (
@@ -140,16 +139,6 @@ def test_quantized_models_read_back(name: str, preset: str, tmp_path: Path) -> N
         assert torch.equal(read(**given).logits, model(**given).logits)
 
 
-def test_dense_experts_beside_a_quantized_cache(tmp_path: Path) -> None:
-    cache = QuantizationArgs(num_bits=8, type="float", strategy="tensor")
-    model = tiny.quantize_model(MODELS["mixtral"](), {}, kv_cache=cache)
-    save_checkpoint(model, tmp_path / "out")
-    read, info = type(model).from_pretrained(tmp_path / "out", output_loading_info=True)
-    assert not info["missing_keys"]
-    with torch.no_grad(), as_read(model):
-        assert torch.equal(read(tiny.tokens()).logits, model(tiny.tokens()).logits)
-
-
 def test_what_is_packed_is_never_fused(tmp_path: Path) -> None:
     """q, k and v are one tensor in such a checkpoint, unless one of them is packed."""
     model = causal("llama", num_key_value_heads=4)
@@ -215,24 +204,7 @@ def test_what_only_the_checkpoint_has_is_ignored_by_its_name(tmp_path: Path) -> 
     assert not {"model.layers.0.self_attn.qkv", "model.layers.0.mlp.first"} & ignored
 
 
-def test_stacks_that_a_checkpoint_has_in_parts_are_ignored_by_their_names(tmp_path: Path) -> None:
-    model = causal("qwen3_moe", moe_intermediate_size=32, **EXPERTS)
-    model._weight_conversions = [
-        WeightRenaming("moe.down_proj.weight", "mlp.experts.down_proj"),
-        WeightConverter(
-            source_patterns=["moe.gate_proj.weight", "moe.up_proj.weight"],
-            target_patterns="mlp.experts.gate_up_proj",
-            operations=[Concatenate(dim=1)],
-        ),
-    ]
-    scheme = preset_scheme("FP8_DYNAMIC", [r"re:.*self_attn\.q_proj"])
-    ignored = ignored_when_saved(model, scheme, tmp_path / "out")
-    parts = {name for name in tensors(tmp_path / "out") if ".moe." in name}
-    assert len(parts) == 6
-    assert {name.removesuffix(".weight") for name in parts} <= ignored
-
-
-def test_sinks_beside_a_quantized_cache_have_the_name_that_the_checkpoint_gives_them(
+def test_sinks_beside_a_quantized_cache_keep_their_stored_name(
     tmp_path: Path,
 ) -> None:
     cache = QuantizationArgs(num_bits=8, type="float", strategy="tensor")

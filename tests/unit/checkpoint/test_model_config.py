@@ -39,7 +39,7 @@ def test_a_change_in_memory_is_written_and_unknown_keys_survive(tmp_path: Path) 
     assert config["of_another_tool"] == {"a": 1}
 
 
-def test_a_configuration_that_cannot_be_read_again_is_kept_with_a_warning(
+def test_an_unreadable_configuration_is_kept_with_a_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warned: list[str]
 ) -> None:
     def refuse(*args: Any, **kwargs: Any) -> Any:

@@ -54,7 +54,7 @@ def assert_nothing_is_torn(folder: Path, model: Any, quantized: set[str]) -> Non
 
 
 @pytest.mark.parametrize("targets", [["Linear"], ["names"], [r"re:model\.language_model\..*mlp.*"]])
-def test_the_class_of_the_text_alone_finds_what_is_plain_and_what_is_not(
+def test_the_text_class_finds_what_is_plain_and_what_is_not(
     targets: list[str], tmp_path: Path
 ) -> None:
     source = qwen(tmp_path / "source")
@@ -105,9 +105,7 @@ def test_files_alone_are_quantized_for_the_names_of_their_class(
 
 
 @pytest.mark.parametrize("has_bias", [False, True])
-def test_a_head_that_no_file_holds_is_ignored_by_the_name_that_its_class_has(
-    has_bias: bool, tmp_path: Path
-) -> None:
+def test_a_head_in_no_file_is_ignored_by_its_class_s_name(has_bias: bool, tmp_path: Path) -> None:
     """Not all tied heads are called ``lm_head``; one that is not ignored is looked for packed."""
     torch.manual_seed(0)
     sizes = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 64}
@@ -135,7 +133,7 @@ def test_a_head_that_no_file_holds_is_ignored_by_the_name_that_its_class_has(
     ] == [("T4", head)]
 
 
-def test_experts_that_are_left_in_full_are_read_beside_what_is_packed(tmp_path: Path) -> None:
+def test_full_experts_are_read_beside_what_is_packed(tmp_path: Path) -> None:
     """transformers stacks them, and would look for codes of each."""
     torch.manual_seed(0)
     sizes = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
@@ -153,7 +151,7 @@ def test_experts_that_are_left_in_full_are_read_beside_what_is_packed(tmp_path: 
     assert (logits(read) - logits(model)).abs().max() < 0.1
 
 
-def test_what_is_ignored_by_the_file_s_name_alone_is_told_with_the_name_to_ignore(
+def test_what_is_ignored_by_its_file_name_alone_is_told(
     tmp_path: Path,
 ) -> None:
     ignore = ["re:.*lm_head", "re:vision_tower.*", "re:.*multi_modal_projector.*"]
@@ -203,7 +201,7 @@ def test_linears_named_like_an_embedding_are_doubtful(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("outside", ["", "language_model."])
-def test_a_tied_head_that_is_not_stored_stands_beside_the_part_with_the_embedding(
+def test_an_unstored_tied_head_stands_beside_its_embedding(
     outside: str,
 ) -> None:
     table = f"{outside}model.embed_tokens"

@@ -116,7 +116,7 @@ def assert_reads_as(folder: Path, kind: Any, wanted: torch.Tensor) -> None:
     [(qwen, hf.AutoModelForCausalLM), (llama, hf.Llama4ForCausalLM)],
     ids=["Qwen3.5", "Llama4"],
 )
-def test_the_text_of_a_larger_model_is_written_into_the_larger_model(
+def test_the_text_part_is_written_into_the_larger_model(
     made: Any, part: Any, tmp_path: Path
 ) -> None:
     source = made(tmp_path / "source")
@@ -173,8 +173,3 @@ def test_a_part_is_found_below_other_parts() -> None:
     inner = hf.Qwen2_5OmniConfig().thinker_config.text_config
     assert config_levels(config, inner) == [config, thinker, text]
     assert config_levels(config, hf.LlamaConfig()) == [config]
-
-
-def test_a_part_without_a_model_type_is_found_by_its_key() -> None:
-    config: dict[str, Any] = {"model_type": "clip", "vision_config": {"hidden_size": 16}}
-    assert config_levels(config, hf.CLIPVisionConfig()) == [config, config["vision_config"]]

@@ -91,7 +91,7 @@ def test_what_was_left_beside_an_output_is_told(tmp_path: Path) -> None:
     assert not left.exists()
 
 
-def test_a_system_without_file_locks_is_told_when_a_run_is_imported(
+def test_a_system_without_file_locks_is_told_on_import(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(sys.modules, "fcntl", None)

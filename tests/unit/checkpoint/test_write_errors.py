@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from llmcompressor.checkpoint import block_writer
 from llmcompressor.checkpoint.atomic_output import check_file, check_output_dir, staged_output
 from llmcompressor.checkpoint.workspace import open_workspace, reserve_output
 from llmcompressor.errors import OutputError
@@ -38,18 +37,6 @@ def test_a_file_that_cannot_be_written(tmp_path: Path) -> None:
     for file in (tmp_path / "folder", tmp_path / "file" / "report.json", not_made, long_name):
         with pytest.raises(OutputError, match=r"X: file is .*, which cannot be written"):
             check_file(file, "X: file")
-
-
-def test_nothing_is_left_of_trying_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "old.json").write_text("kept")
-    before = (tmp_path / "old.json").stat().st_mtime_ns
-    monkeypatch.chdir(tmp_path)
-    for name in ("old.json", "new.json", "a/b/new.json"):
-        check_file(tmp_path / name, "file")
-        check_file(Path(name), "file")
-    assert [path.name for path in tmp_path.iterdir()] == ["old.json"]
-    assert (tmp_path / "old.json").read_text() == "kept"
-    assert (tmp_path / "old.json").stat().st_mtime_ns == before
 
 
 @pytest.mark.parametrize(
@@ -103,16 +90,3 @@ def test_what_torch_could_not_write_is_told(tmp_path: Path, holder: str) -> None
         torch.add(torch.zeros(2), torch.zeros(3))
     with pytest.raises(RuntimeError, match="decoder"), HOLDERS[holder](tmp_path / "out"):
         raise RuntimeError("iostream error in a decoder: unexpected pos 3")
-
-
-def test_an_error_of_reading_stays_what_it_is(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError), open_workspace(tmp_path / "out", {}):
-        (tmp_path / "nothing").read_bytes()
-
-
-def test_side_files_take_space(tmp_path: Path) -> None:
-    (tmp_path / "tokenizer.json").write_bytes(bytes(10**6))
-    (tmp_path / "model.safetensors").write_bytes(bytes(10**6))
-    alone = block_writer.non_weight_bytes(None, 10)
-    assert 10**6 <= block_writer.non_weight_bytes(tmp_path, 10) - alone < 10**6 + 2**14
-    assert block_writer.non_weight_bytes(None, 1000) > alone > 0

@@ -3,8 +3,6 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import json
-import os
 import signal
 import sys
 from collections.abc import Callable
@@ -16,10 +14,8 @@ import pytest
 from typer.testing import CliRunner, Result
 
 import llmcompressor
-from llmcompressor.args import DatasetArguments, ModelArguments, RecipeArguments, RunArguments
-from llmcompressor.cli import main
+from llmcompressor.args import DatasetArguments, ModelArguments, RecipeArguments
 from llmcompressor.cli.app import _evaluate, app
-from llmcompressor.cli.options import option_parameters
 from llmcompressor.errors import RecipeError
 from llmcompressor.evaluation.metrics import Report
 
@@ -88,27 +84,6 @@ def test_help_lists_the_commands() -> None:
     assert "..." not in result.stdout.split("Commands:")[1], "a description that is cut off"
 
 
-@pytest.mark.parametrize("arguments", [ModelArguments, DatasetArguments, RunArguments])
-def test_the_help_of_a_negated_flag_says_what_giving_it_does(arguments: type) -> None:
-    found = [one.annotation.__metadata__[0] for one in option_parameters(arguments, panel="")]
-    helps = {one.default: one.help for one in found}  # Annotated options keep their name there
-    for field in dataclasses.fields(arguments):
-        if field.default is True:
-            on = field.metadata["help"]
-            off = on.off
-            assert helps[f"--no-{field.name.replace('_', '-')}"] == off
-            assert off.endswith(".")
-            assert off != on or on == "No effect."
-        else:
-            assert field.metadata["help"].off is None
-
-
-def test_a_stage_is_written_to_a_folder_of_its_own(oneshot: Entrypoint) -> None:
-    assert run(*ONESHOT).stdout == "Written: out\n"
-    assert run(*ONESHOT, "--stage", "quant").stdout == f"Written: {Path('out/quant')}\n"
-    assert oneshot.given["output_dir"] == "out"
-
-
 def test_only_what_was_given_is_passed_on(oneshot: Entrypoint) -> None:
     result = run(*ONESHOT)
     assert result.exit_code == 0, result.stderr
@@ -123,14 +98,9 @@ def test_only_what_was_given_is_passed_on(oneshot: Entrypoint) -> None:
         (["--num-calibration-samples", "none"], {"num_calibration_samples": None}),
         (["--max-seq-length", "256"], {"max_seq_length": 256}),
         (["--activation-budget", "8GiB"], {"activation_budget": "8GiB"}),
-        (["--activation-budget", "1000"], {"activation_budget": "1000"}),
         (["--min-tokens-per-module", "0.5"], {"min_tokens_per_module": 0.5}),
         (["--no-shuffle-calibration-samples"], {"shuffle_calibration_samples": False}),
         (["--streaming"], {"streaming": True}),
-        (["--overwrite"], {"overwrite": True}),
-        (["--pipeline", "none"], {"pipeline": None}),
-        (["--pipeline", "basic"], {"pipeline": "basic"}),
-        (["--seed", "3"], {"seed": 3}),
         (["--splits", "train[:5%]"], {"splits": "train[:5%]"}),
         (["--splits", "a", "--splits", "b"], {"splits": ["a", "b"]}),
         (["--sequential-targets", "A,B"], {"sequential_targets": ["A", "B"]}),
@@ -185,14 +155,6 @@ def test_wrong_use_names_the_remedy(oneshot: Entrypoint, arguments: list[str], n
     assert result.exit_code == 2
     assert named in result.stderr
     assert not oneshot.given
-
-
-def test_what_cannot_be_used_is_one_paragraph(oneshot: Entrypoint) -> None:
-    oneshot.fail(RecipeError("There is no preset 'W4A61'.", "Did you mean W4A16?"))
-    result = run(*ONESHOT)
-    assert result.exit_code == 2
-    assert result.stderr == "Error: There is no preset 'W4A61'. Did you mean W4A16?\n"
-    assert result.stdout == ""
 
 
 def test_the_unforeseen_is_one_paragraph_with_a_hint(oneshot: Entrypoint) -> None:
@@ -259,16 +221,6 @@ def test_evaluate_passes_its_options_on(evaluate: Entrypoint, tmp_path: Path) ->
     assert evaluate.given["seed"] == 4
 
 
-def test_evaluate_prints_a_table(evaluate: Entrypoint) -> None:
-    result = run("evaluate", "a")
-    for figure in ("7.3891", "4.4817", "0.25000", "87.50%", "+0.5000"):
-        assert figure in result.stdout
-
-
-def test_evaluate_prints_json(evaluate: Entrypoint) -> None:
-    assert json.loads(run("evaluate", "a", "--json").stdout) == REPORT.as_dict()
-
-
 def test_options_have_the_defaults_of_evaluate() -> None:
     """The command states defaults of its own, for the help: they must be the entrypoint's."""
     from llmcompressor.entrypoints.evaluate import evaluate as entrypoint
@@ -276,22 +228,3 @@ def test_options_have_the_defaults_of_evaluate() -> None:
     stated = inspect.signature(_evaluate).parameters
     for name, parameter in inspect.signature(entrypoint).parameters.items():
         assert stated[name].default == parameter.default, name
-
-
-def test_tokenizers_start_no_threads_and_nothing_is_said(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.delenv("TOKENIZERS_PARALLELISM", raising=False)
-    with pytest.raises(SystemExit):
-        main(
-            [
-                "oneshot",
-                str(tmp_path),
-                "--recipe",
-                "modifiers: {HQQModifier: {scheme: W4A16}}",
-                "-o",
-                str(tmp_path / "out"),
-            ]
-        )
-    assert os.environ["TOKENIZERS_PARALLELISM"] == "false"
-    assert "TOKENIZERS" not in capsys.readouterr().err

@@ -3,7 +3,6 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -50,11 +49,6 @@ def test_every_checkpoint_is_read_alone(result: DemoResult) -> None:
     assert len(set(result.completions.values())) == 1
 
 
-def test_the_checkpoints_are_kept_where_asked(result: DemoResult) -> None:
-    assert result.folder is not None
-    assert sorted(path.name for path in result.folder.iterdir()) == ["fp8_dynamic", "w4a16-gptq"]
-
-
 def test_calibration_keeps_to_its_modules(result: DemoResult, calls: list[dict[str, Any]]) -> None:
     held_out = "\0".join(held_out_texts())
     for call in calls[: len(page.RECIPES)]:
@@ -71,10 +65,3 @@ def test_a_folder_in_use_is_refused_before_any_work(
         with pytest.raises(OutputError, match="is there already"):
             page.demo(folder)
     assert len(calls) == before
-
-
-def test_nothing_is_left_where_nothing_was_asked() -> None:
-    with ExitStack() as stack:
-        folder = page._output_folder(None, stack)
-        assert folder.is_dir()
-    assert not folder.exists()

@@ -44,31 +44,6 @@ def test_the_folder_for_the_next_step_is_a_copy(
     assert not [one for one in tmp_path.iterdir() if one.name.startswith(".")]
 
 
-@pytest.mark.parametrize(
-    ("source", "target", "message"),
-    [
-        ("./none", "new", "no folder ./none"),
-        ("model", "model", "already holds files"),
-        ("model", "model/new", "within"),
-    ],
-)
-def test_what_cannot_be_copied_is_one_error(
-    source: str,
-    target: str,
-    message: str,
-    model: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(SystemExit) as left:
-        reindex([source, target])
-    assert left.value.code == 2
-    assert message in capsys.readouterr().err
-    assert not (tmp_path / "new").exists()
-
-
 def test_nothing_is_traced(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as left:
         trace(["--model_id", "x"])
@@ -97,7 +72,7 @@ def test_nothing_is_traced(capsys: pytest.CaptureFixture[str]) -> None:
         ("run", "--model m -h", "run --help"),
     ],
 )
-def test_a_command_of_text_generation_is_run_as_what_it_is_called_now(
+def test_an_old_command_runs_under_its_present_name(
     command: str,
     typed: str,
     line: str,
@@ -109,13 +84,6 @@ def test_a_command_of_text_generation_is_run_as_what_it_is_called_now(
     getattr(old_commands, command)(typed.split())
     assert run == [line.split()]
     assert capsys.readouterr().err == f"This command is now: llmcompressor {line}\n"
-
-
-def test_what_evaluates_now_is_said(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as left:
-        old_commands.evaluate(["--model", "m"])
-    assert left.value.code == 2
-    assert "llmcompressor evaluate" in capsys.readouterr().err
 
 
 def test_each_command_is_a_function() -> None:

@@ -5,18 +5,11 @@ import io
 
 from rich.console import Console
 
-from llmcompressor.cli.tables import print_demo, print_report
+from llmcompressor.cli.tables import print_demo
 from llmcompressor.entrypoints.demo import DemoResult, DemoRow
 from llmcompressor.evaluation.metrics import Report
 
 REPORT = Report(100, 4, 2.0, reference_loss=1.5, kl_divergence=0.25, top1_agreement=0.875)
-
-
-def test_without_a_reference_nothing_is_said_of_one() -> None:
-    text = io.StringIO()
-    print_report(Report(100, 4, 2.0), Console(file=text, width=100))
-    assert "7.3891" in text.getvalue()
-    assert "eference" not in text.getvalue()
 
 
 def test_the_demo_shows_every_figure() -> None:

@@ -14,8 +14,7 @@ from typer.testing import CliRunner, Result
 
 from llmcompressor.args.parsing import RENAMED, current_name
 from llmcompressor.cli.app import app
-from llmcompressor.cli.train import OPTIONS
-from llmcompressor.errors import RecipeError
+from llmcompressor.cli.commands import OPTIONS
 
 TRAIN = ["train", "model", "--dataset", "data.jsonl", "--output", "out"]
 RUN = ["run", "model", "--recipe", "recipe.yaml", "--output", "out"]
@@ -64,14 +63,6 @@ def train(monkeypatch: pytest.MonkeyPatch) -> Entrypoint:
 @pytest.fixture
 def stages(monkeypatch: pytest.MonkeyPatch) -> Entrypoint:
     return _replaced(monkeypatch, "stages", "run_stages")
-
-
-def test_only_what_was_given_is_passed_on(train: Entrypoint) -> None:
-    result = run(*TRAIN)
-    assert result.exit_code == 0, result.stderr
-    assert train.given == {"model": "model", "dataset": "data.jsonl", "output_dir": "out"}
-    assert result.stdout == "Written: out\n"
-    assert run(*TRAIN, "--stage", "first").stdout == "Written: out/first\n"
 
 
 @pytest.mark.parametrize(
@@ -154,13 +145,6 @@ def test_wrong_use_names_the_remedy(
     assert not stages.given
 
 
-def test_what_cannot_be_used_is_one_paragraph(train: Entrypoint) -> None:
-    train.fail(RecipeError("There is no modifier 'Prunner'.", "Did you mean Pruner?"))
-    result = run(*TRAIN)
-    assert (result.exit_code, result.stdout) == (2, "")
-    assert result.stderr == "Error: There is no modifier 'Prunner'. Did you mean Pruner?\n"
-
-
 @pytest.mark.parametrize("typed", [TRAIN, RUN])
 def test_an_interrupt_says_how_to_continue(
     train: Entrypoint, stages: Entrypoint, typed: list[str], monkeypatch: pytest.MonkeyPatch
@@ -193,11 +177,3 @@ def test_options_are_arguments_with_the_defaults_that_they_state() -> None:
             assert float(stated) == default, name
         elif option.type is bool:
             assert getattr(made, names[name]) is False, name
-
-
-@pytest.mark.parametrize("splits", [["train=a", "b"], ["train=a", "train=b"]], ids=str)
-def test_splits_with_and_without_roles_are_refused(train: Entrypoint, splits: list[str]) -> None:
-    result = run(*TRAIN, *(word for one in splits for word in ("--splits", one)))
-    assert result.exit_code == 2
-    assert "--splits" in result.output
-    assert not train.given

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
 from contextlib import nullcontext
 from typing import Any, ClassVar
 
@@ -12,8 +11,6 @@ from torch import nn
 
 from llmcompressor.core import State
 from llmcompressor.core.contract import (
-    CalibrationCost,
-    DataSize,
     DataUse,
     Edits,
     Granularity,
@@ -78,18 +75,6 @@ def test_a_field_feeds_the_traits_of_its_instance() -> None:
     assert not Asked(requires_calibration_data=False).traits.needs_data
 
 
-def test_a_mixin_feeds_traits() -> None:
-    class Needing:
-        @property
-        def requires_calibration_data(self) -> bool:
-            return True
-
-    class Mixed(Needing, Plain):
-        pass
-
-    assert Mixed().traits.needs_data
-
-
 def test_class_data_feeds_rules() -> None:
     class Trainer(Plain):
         run_types: ClassVar[frozenset[str]] = frozenset({"train"})
@@ -144,51 +129,13 @@ def test_methods_feed_selection_prediction_and_report() -> None:
     assert one.report({"b"}) == {"b": 2}
 
 
-def test_methods_feed_cost_and_check() -> None:
+def test_a_check_of_data_feeds_the_check() -> None:
     class Technique(Plain):
-        def effort(self, modules: Any, data: DataSize) -> CalibrationCost:
-            return CalibrationCost(gram=len(modules))
-
-        def beside(self, modules: Any, *, together: bool) -> int:
-            return 5
-
-        def rehearse(self, model: Any, build: Any) -> str:
-            return "unknown"
-
         def check_data(self, batches: Any, *, use_loss_mask: bool) -> None:
             raise DatasetError("There are no labels.", "Add them.")
 
-    cost = Technique().cost()
-    assert cost.calibration([LINEAR], DataSize()).gram == 1
-    assert cost.held([LINEAR], together=True) == 5
-    assert cost.trial is not None
-    assert cost.trial(None, lambda seed: None) == "unknown"
-    assert cost.learning is None
     with pytest.raises(DatasetError):
         Technique().check([], use_loss_mask=False)
-
-
-def test_a_part_of_a_report_may_have_its_own_method() -> None:
-    class Technique(Plain):
-        def report(self) -> dict[str, Any]:
-            return {"whole": 1}
-
-        def report_of(self, names: Container[str]) -> dict[str, Any]:
-            return {"part": 1}
-
-    assert Technique().report() == {"whole": 1}
-    assert Technique().report({"whole"}) == {"part": 1}
-
-
-def test_a_property_may_ask_its_parents() -> None:
-    class Sharper(QuantizationModifier):
-        @property
-        def requires_calibration_data(self) -> bool:
-            return not super().requires_calibration_data  # type: ignore[misc]
-
-    assert Sharper(scheme="W4A16").traits.needs_data
-    assert not QuantizationModifier(scheme="W4A16").traits.needs_data
-    assert Sharper(scheme="W4A16").traits.by_block
 
 
 def test_the_contract_feeds_the_earlier_names() -> None:

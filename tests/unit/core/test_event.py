@@ -11,23 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmcompressor.core.events import Event, EventType, has_reached
+from llmcompressor.core.events import Event, has_reached
 from llmcompressor.errors import InputError
 
 steps = st.integers(0, 10_000)
 counts = st.integers(1, 500)
-
-
-def test_values_are_the_lower_case_names():
-    assert {each.name: each.value for each in EventType} == {
-        each.name: each.name.lower() for each in EventType
-    }
-    assert len(EventType) == 10
-
-
-def test_short_calibration_names_are_the_same_events():
-    assert EventType.CALIBRATION_START is EventType.CALIBRATION_EPOCH_START
-    assert EventType.CALIBRATION_END is EventType.CALIBRATION_EPOCH_END
 
 
 @given(steps, counts)
@@ -36,13 +24,6 @@ def test_epoch_and_step_in_it_make_up_the_global_step(step, per_epoch):
     assert event.epoch * per_epoch + event.epoch_step == step
     assert 0 <= event.epoch_step < per_epoch
     assert event.epoch_full == step / per_epoch == event.current_index
-
-
-@given(steps, counts, st.one_of(st.none(), st.integers(1, 8)))
-def test_epoch_batch_starts_anew_with_every_epoch(batch, per_epoch, per_step):
-    event = Event(global_batch=batch, steps_per_epoch=per_epoch, batches_per_step=per_step)
-    length = per_epoch * (per_step or 1)
-    assert event.epoch_batch == batch - batch // length * length
 
 
 def test_index_counts_steps_without_epochs():
@@ -97,30 +78,6 @@ def test_counts_that_no_run_has_are_refused(fields):
         Event().new_instance(**fields)
 
 
-def test_new_instance_is_independent():
-    event = Event(type_=EventType.BATCH_START, global_step=1, steps_per_epoch=2)
-    copy = event.new_instance(global_step=5)
-    assert copy == Event(type_=EventType.BATCH_START, global_step=5, steps_per_epoch=2)
-    copy.current_index = 0
-    assert event.global_step == 1
-    with pytest.raises(TypeError):
-        event.new_instance(global_stp=3)
-
-
-def test_update_within_rounding_on_either_side():
-    # 0.3 % 0.1 is 0.0999…, just below the divisor; 0.6 % 0.2 as well; 0.7 / 0.1 is not whole.
-    for numerator in range(200):
-        event = Event(global_step=numerator, steps_per_epoch=10)
-        assert event.should_update(None, None, 0.1)
-
-
-@given(steps, counts, st.integers(1, 50), st.integers(1, 50))
-def test_update_agrees_with_exact_fractions(step, per_epoch, top, bottom):
-    event = Event(global_step=step, steps_per_epoch=per_epoch)
-    exact = Fraction(step, per_epoch) / Fraction(top, bottom)
-    assert event.should_update(None, None, top / bottom) == (exact.denominator == 1)
-
-
 @given(
     st.integers(0, 20),
     st.one_of(st.none(), st.integers(-5, 25)),
@@ -149,12 +106,6 @@ def test_what_is_no_index_is_refused(value):
     with pytest.raises(InputError, match=r"current_index is .* counted from 0 on"):
         event.current_index = value
     assert event.global_step == 3
-
-
-def test_a_part_of_a_step_is_no_count():
-    with pytest.raises(InputError, match=r"global_step is 1\.5, and is a whole number"):
-        Event(global_step=1.5)
-    assert Event(steps_per_epoch=12.5, global_step=25).epoch_full == 2
 
 
 @pytest.mark.parametrize("module", ["llmcompressor.core.events", "llmcompressor.core.state"])

@@ -4,9 +4,7 @@
 from __future__ import annotations
 
 import pickle
-from unittest.mock import Mock
 
-import numpy as np
 import pytest
 import torch
 
@@ -24,11 +22,6 @@ def test_truncation_cuts_to_the_shortest(batches):
     (batch,) = batches(rows, use_loss_mask=True, **OPTIONS)
     assert batch["input_ids"].tolist() == [[5, 6], [9, 10], [11, 12]]
     assert batch["attention_mask"].tolist() == batch["loss_mask"].tolist() == [[1, 1]] * 3
-
-
-def test_truncation_also_cuts_to_the_maximum(batches):
-    (batch,) = batches(ROWS, max_seq_length=1, **OPTIONS)
-    assert batch["input_ids"].tolist() == [[5], [9], [11]]
 
 
 LEFT = {"input_ids": [0] * 5 + [5, 6, 7], "attention_mask": [0] * 5 + [1, 1, 1]}
@@ -49,13 +42,6 @@ def test_padding_on_the_left_is_cut_off_before_text(batches):
         assert batch["position_ids"].tolist() == [list(range(first, first + len(ids)))]
 
 
-def test_the_shortest_of_a_batch_leaves_no_row_of_padding(batches):
-    rows = [LEFT, {"input_ids": [9, 10]}]
-    (batch,) = batches(rows, **OPTIONS)
-    assert batch["input_ids"].tolist() == [[5, 6], [9, 10]]
-    assert batch["attention_mask"].all()
-
-
 def test_a_decoders_tokens_are_cut_by_their_own_mask(batches):
     row = {
         **LEFT,
@@ -68,12 +54,6 @@ def test_a_decoders_tokens_are_cut_by_their_own_mask(batches):
     assert batch["decoder_input_ids"].tolist() == [[8, 9]]
     assert batch["labels"].tolist() == [[9, 10]]
     assert batch["input_ids"].tolist() == [[5, 6]]
-
-
-def test_padding_is_not_concatenated(batches):
-    got = batches([LEFT, LEFT], concatenate_data=True, max_seq_length=3, **OPTIONS)
-    assert [row for batch in got for row in batch["input_ids"].tolist()] == [[5, 6, 7]] * 2
-    assert all(batch["attention_mask"].all() for batch in got)
 
 
 def test_padding_keeps_every_token_and_masks_the_rest(batches):
@@ -108,59 +88,6 @@ def test_a_collator_of_the_users_gets_the_rows_as_they_are(batches):
     rows = [{"input_ids": [[1, 2]], "note": "kept"}]
     got = batches(rows, data_collator=lambda samples: {"rows": samples}, **OPTIONS)
     assert got == [{"rows": rows}]
-
-
-def of_one_sample(samples):
-    """What scripts for processors write: batches are thought to stand in the sample."""
-    return {name: torch.as_tensor(value) for name, value in samples[0].items()}
-
-
-def test_a_collator_that_adds_no_axis_is_given_a_batch_of_one(batches):
-    calls = []
-
-    def collate(samples):
-        calls.append(samples)
-        return of_one_sample(samples)
-
-    args = DatasetArguments(dataset=ROWS, data_collator=collate)
-    collator = make_collator(args, vocab_size=50)
-    ids, pixels = [3, 4, 5], torch.zeros(3, 2, 2)
-    batch = collator([{"input_ids": ids, "pixel_values": pixels, "sizes": np.array([2, 2])}])
-    shapes = {name: tuple(value.shape) for name, value in batch.items()}
-    assert shapes == {"input_ids": (1, 3), "pixel_values": (1, 3, 2, 2), "sizes": (1, 2)}
-    assert calls[0][0]["input_ids"] is ids
-    assert len(calls) == 2
-    rows, options = [{"input_ids": [1, 2]}, {"input_ids": [3]}], {**OPTIONS, "batch_size": 1}
-    made = batches(rows, data_collator=collate, **options)
-    assert [one["input_ids"].tolist() for one in made] == [[[1, 2]], [[3]]]
-
-
-def test_a_collator_whose_batch_is_right_is_called_once():
-    for samples in [
-        [{"input_ids": [[3, 4]]}],
-        [{"input_ids": torch.tensor([[3, 4]])}],
-        [{"pixel_values": torch.zeros(3)}],
-        [{"input_ids": [[3, 4]]}, {"input_ids": [[5, 6]]}],
-    ]:
-        collate = Mock(side_effect=of_one_sample)
-        args = DatasetArguments(dataset=ROWS, data_collator=collate)
-        make_collator(args, vocab_size=50)(samples)
-        collate.assert_called_once_with(samples)
-
-
-def test_a_sample_without_an_axis_may_be_refused():
-    given = [{"input_ids": [3, 4]}]
-    calls = []
-
-    def fails_then(samples):
-        calls.append(samples)
-        return {"input_ids": torch.tensor([3 + samples[0]["input_ids"][0]])}
-
-    for collate in (fails_then, lambda samples: {"input_ids": torch.tensor([3])}):
-        args = DatasetArguments(dataset=ROWS, data_collator=collate)
-        with pytest.raises(DatasetError, match=r"shape \[1\].*\[1, tokens\]"):
-            make_collator(args, vocab_size=50)(given)
-    assert len(calls) == 2
 
 
 @pytest.mark.parametrize(
@@ -225,22 +152,10 @@ def test_labels_of_a_collator_count_where_they_are_learned():
     assert make_collator(args, vocab_size=50, learns=True)([]) is made
 
 
-def test_a_checked_collator_can_be_pickled():
-    args = DatasetArguments(dataset=ROWS, data_collator=torch.utils.data.default_collate)
-    checked = pickle.loads(pickle.dumps(make_collator(args, vocab_size=50)))
-    batch = checked([{"input_ids": torch.tensor([1, 2])}] * 2)
-    assert batch["input_ids"].tolist() == [[1, 2]] * 2
-
-
 @pytest.mark.parametrize(("size", "warned"), [(16, False), (17, True)])
 def test_large_batches_are_warned_of(batches, logged, size, warned):
     batches(ROWS, num_calibration_samples=3, **{**OPTIONS, "batch_size": size})
     assert any("batch_size=17" in line for line in logged) == warned
-
-
-def test_batches_of_one_have_a_mask_of_ones(batches):
-    for batch in batches(ROWS, **{**OPTIONS, "batch_size": 1}):
-        assert batch["attention_mask"].tolist() == [[1] * batch["input_ids"].shape[1]]
 
 
 def test_batches_are_made_by_workers(batches):

@@ -135,14 +135,6 @@ def test_lines_with_a_list_of_objects_are_rows(texts, tmp_path):
         assert texts(path, preprocessing_func=text, **FIRST) == ["ab", "cd"][: len(rows)]
 
 
-def test_one_line_of_a_json_file_may_hold_the_rows(tmp_path):
-    path = tmp_path / "d.json"
-    path.write_text(json.dumps(TURNS[0]) + "\n\n")
-    assert read_file(path, "json", {}).fetch([0]) == [{"q": "a", "a": "b"}]
-    path.write_text(json.dumps(TURNS[0], indent=1) + "\n")
-    assert read_file(path, "json", {}).fetch([0]) == [{"q": "a", "a": "b"}]
-
-
 def test_a_file_that_cannot_be_read(texts, tmp_path):
     for name, content, message in [
         ("data.json", b'[{"text": ', "cannot be read as json"),
@@ -184,25 +176,6 @@ def test_the_delimiter_is_the_one_that_is_given(tmp_path):
         assert rows.fetch(range(len(rows))) == expected
 
 
-def test_a_delimiter_is_one_character(texts, tmp_path):
-    for delimiter in [";;", 5]:
-        (tmp_path / "data.csv").write_text("text\na\n")
-        with pytest.raises(DatasetError, match=r"'delimiter' cannot be .*one character"):
-            texts(tmp_path / "data.csv", raw_kwargs={"delimiter": delimiter})
-
-
-def test_long_cells_are_read_and_the_limit_is_put_back(tmp_path):
-    path = tmp_path / "data.csv"
-    path.write_text("text\n" + "x" * 300_000 + "\n")
-    before = csv.field_size_limit(1234)
-    try:
-        (row,) = read_file(path, "csv", {}).fetch([0])
-        assert csv.field_size_limit() == 1234
-    finally:
-        csv.field_size_limit(before)
-    assert len(row["text"]) == 300_000
-
-
 @pytest.mark.parametrize("blank", ["", "\n"])  # the library keeps objects only without blank lines
 def test_rows_of_a_file_are_those_of_a_list(texts, tokenizer, tmp_path, blank):
     """Whatever keys a table adds, for those that other rows and turns have."""
@@ -223,12 +196,6 @@ def test_rows_of_a_file_are_those_of_a_list(texts, tokenizer, tmp_path, blank):
     path = tmp_path / "my [1] data.jsonl"
     path.write_text(blank.join(json.dumps(row) + "\n" for row in rows))
     assert sorted(texts(path, processor=own)) == sorted(texts(rows, processor=own))
-
-
-def test_options_that_do_nothing_are_warned_of(texts, tmp_path, logged):
-    path = write(tmp_path / "data.jsonl", "jsonl")
-    texts(None, dataset_path=path, raw_kwargs={"feild": "x"}, num_calibration_samples=None)
-    assert any("feild" in line for line in logged)
 
 
 def test_data_that_is_not_there(texts, monkeypatch, tmp_path):
@@ -291,10 +258,6 @@ class TestFolder:
             with pytest.raises(DatasetError, match=message):
                 texts(None, dataset_path=folder, splits=splits)
 
-    def test_unused_roles_are_warned_of(self, texts, folder, logged):
-        texts(None, dataset_path=folder, splits={"calibration": "test", "train": "train"})
-        assert any("train are not used for calibration" in line for line in logged)
-
     def test_several_splits_without_train_ask_for_a_choice(self, texts, tmp_path):
         for name in ("one", "two"):
             (tmp_path / f"{name}.txt").write_text(name)
@@ -315,25 +278,6 @@ class TestFolder:
         (tmp_path / "data").mkdir()
         write(tmp_path / "data" / "train-00000-of-00001.parquet", "parquet")
         assert texts(None, dataset_path=tmp_path, **FIRST) == WORDS
-
-    def test_names_that_speak_of_one_split_stay_apart(self, texts, tmp_path):
-        for splits, expected in [
-            ("train_a", ["a"]),
-            ("train_b[:1]", ["b"]),
-            ("train_a+train_b", ["a", "b"]),
-            ({"calibration": "train_b"}, ["b"]),
-            ("test", ["t"]),
-            ("test_only", ["t"]),
-            ("validation", ["0", "1"]),
-            ("val_1", ["1"]),
-        ]:
-            named = {"train_a": "a", "train_b": "b", "test_only": "t", "val_0": "0", "val_1": "1"}
-            for name, text in named.items():
-                (tmp_path / f"{name}.jsonl").write_text(json.dumps({"text": text}))
-            assert texts(None, dataset_path=tmp_path, splits=splits, **FIRST) == expected
-            for several in (None, "train"):
-                with pytest.raises(DatasetError, match="test, train_a, train_b, validation"):
-                    texts(None, dataset_path=tmp_path, splits=several)
 
     def test_folders_of_splits(self, texts, tmp_path):
         for where in ("train/de", "train/en", "test/de"):
@@ -440,12 +384,6 @@ class TestCopyOfTheHub:
 def test_a_list_is_cut_by_a_slice(texts):
     for split in ["train[1:]", "validation[-2:]", "train[34%:]"]:
         assert texts(WORDS, splits=split, **FIRST) == WORDS[1:]
-
-
-def test_another_split_of_a_dataset_is_warned_of(texts, logged):
-    data = datasets.Dataset.from_list(ROWS, split="train")
-    texts(data, splits="test[:1]")
-    assert any("is the split 'train'" in line for line in logged)
 
 
 def test_images_in_parquet_are_decoded(tmp_path, tokenizer):

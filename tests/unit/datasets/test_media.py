@@ -13,7 +13,6 @@ import torch
 from PIL import Image
 from transformers import CLIPImageProcessor, LlavaProcessor
 
-from llmcompressor.datasets.preprocess import resolve_media
 from llmcompressor.errors import DatasetError
 
 TEMPLATE = (
@@ -86,13 +85,6 @@ def test_however_a_row_holds_a_picture_the_model_gets_it(pixels, tmp_path):
     assert all(torch.equal(first, one) for one in others)
 
 
-def test_several_keep_their_order(pixels):
-    images = [picture(seed) for seed in range(2)]
-    within = pixels({"messages": turns(*({"image": one} for one in images))})
-    assert torch.equal(within, pixels({"text": f"<image>{TEXT}", "images": images}))
-    assert not torch.equal(within[0], within[1])
-
-
 def test_a_placeholder_without_a_picture_is_refused(batches, processor):
     for row, match in [
         ({"text": TEXT}, "sample 0: the text has <image>.*column 'images'"),
@@ -123,12 +115,6 @@ def test_no_cut_takes_tokens_that_stand_for_a_picture(batches, processor):
         assert remedy in error.value.remedy
 
 
-def test_text_alone_needs_none(batches, processor):
-    for row in [{"text": "x = 1"}, {"text": "x = 1", "images": []}]:
-        (batch,) = batches([row], processor=processor)
-        assert "pixel_values" not in batch
-
-
 def test_for_a_tokenizer_no_picture_is_read(batches, processor):
     """Its token for one is a token like others."""
     for shown in ["x.png", "http://127.0.0.1:9/x.png"]:
@@ -141,8 +127,3 @@ def test_for_a_tokenizer_no_picture_is_read(batches, processor):
 def test_an_address_that_cannot_be_read_is_told(batches, processor):
     with pytest.raises(DatasetError, match=r"sample 0: The picture http.*cannot be read"):
         batches([{"messages": turns({"url": "http://127.0.0.1:9/x.png"})}], processor=processor)
-
-
-def test_a_sound_of_no_known_rate_is_left_to_the_processor() -> None:
-    row = {"audio": {"array": [0.0], "sampling_rate": None}, "text": "a"}
-    assert resolve_media(row, {"audio", "sampling_rate", "text"}) == row

@@ -103,13 +103,6 @@ def test_rows_become_text(hub, texts, name):
     assert hub.asked[0][:3] == (hub_id, config, split)
 
 
-def test_progress_bars_are_as_they_were(hub, texts):
-    shown = datasets.are_progress_bars_disabled()
-    hub.rows = [{"text": "a"}]
-    texts("wikitext")
-    assert datasets.are_progress_bars_disabled() == shown
-
-
 def test_an_instruction_with_input(hub, texts):
     hub.rows = [{"input": "X", "output": "O", "instruction": "I"}]
     (text,) = texts("open-platypus")
@@ -144,11 +137,6 @@ def test_the_splits_of_ultrachat(hub, texts, splits, asked):
     hub.rows = [{"messages": CHAT}]
     texts("ultrachat_200k", splits=splits)
     assert hub.asked[0][2] == asked
-
-
-def test_an_own_system_turn_is_kept(hub, texts):
-    hub.rows = [{"messages": [{"role": "system", "content": "s"}, *CHAT]}]
-    assert texts("ultrachat") == ["<|im_start|>system\ns<|im_end|>\n" + TURNS]
 
 
 def test_rows_without_the_columns_of_a_known_set_are_named(hub, texts):
@@ -187,18 +175,6 @@ def test_streams_are_cut_after_loading(hub, texts):
 def test_a_registered_template_reads_a_local_copy(texts, tmp_path):
     (tmp_path / "train.jsonl").write_text('{"question": "Q", "answer": "A"}')
     assert texts("gsm8k", dataset_path=tmp_path) == ["Question: Q\nAnswer: A"]
-
-
-def test_columns_that_a_template_misses_are_named(hub, texts):
-    hub.rows = [{"query": "Q"}]
-    with pytest.raises(DatasetError, match=r"gsm8k.*no column 'question'; it has query"):
-        texts("gsm8k")
-
-
-def test_any_data_set_of_the_hub(hub, texts):
-    hub.rows = [{"text": "a = 1"}]
-    assert texts("some-one/data.v1.5") == ["a = 1"]
-    assert hub.asked[0][:3] == ("some-one/data.v1.5", None, None)
 
 
 def test_a_hub_out_of_reach_is_one_clear_error(hub, texts):

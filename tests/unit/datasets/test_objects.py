@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import copy
-import itertools
 from typing import Any
 
 import datasets
@@ -13,11 +12,10 @@ import pandas
 import pyarrow
 import pytest
 import torch
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 from llmcompressor.args import DatasetArguments
-from llmcompressor.datasets import load_calibration, load_training
-from llmcompressor.datasets.source import open_source
+from llmcompressor.datasets import load_calibration
 from llmcompressor.errors import DatasetError
 
 FIRST = {"shuffle_calibration_samples": False}
@@ -128,15 +126,6 @@ def test_columns_that_are_no_input_are_left_out(batches):
     assert batch["loss_mask"].tolist() == [[0, 1]]
 
 
-def test_what_the_model_calls_its_main_input_needs_no_processor(batches):
-    for name, known in [("flattened_patches", ()), ("spectrogram", {"spectrogram"})]:
-        row = {name: [[0.5, 1.0]], "decoder_input_ids": [5, 6]}
-        (batch,) = batches([row], processor=None, main_inputs=known)
-        assert batch[name].tolist() == [[[0.5, 1.0]]]
-        with pytest.raises(DatasetError, match="not tokenized"):
-            batches([{"image": [[0.5]], "text": "a"}], processor=None, main_inputs=known)
-
-
 def test_a_model_with_a_decoder_of_its_own_keeps_labels(batches):
     row = {"input_ids": [5, 6], "labels": [7, 8, 9]}
     names = ["input_ids", "decoder_input_ids", "labels"]
@@ -181,63 +170,9 @@ def test_data_that_cannot_be_used(batches):
             batches(data)
 
 
-def test_a_part_that_is_empty_is_told_apart_from_data_that_is(batches):
-    with pytest.raises(DatasetError, match=r"no rows in 'train\[50%:10%\]'.*leave splits out"):
-        batches(WORDS, splits="train[50%:10%]")
-
-
-def test_columns_that_are_removed_are_spoken_of(batches):
-    with pytest.raises(DatasetError, match="it has body without text"):
-        batches([{"text": "a", "body": "b"}], remove_columns=["text"])
-
-
-def test_columns_to_remove_that_are_not_there_are_told(texts, logged):
-    rows = [{"text": "a", "id": 1}, {"text": "a", "meta": 2}]
-    assert texts(rows, remove_columns=["idd", "meta"]) == ["a", "a"]
-    assert [line.strip() for line in logged if "remove_columns" in line] == [
-        "remove_columns: no row has a column 'idd'. Did you mean id?"
-    ]
-
-
 def test_a_path_beside_data_is_said_to_be_unread(texts, logged):
     assert texts(["a = 1"], dataset_path="nowhere.json") == ["a = 1"]
     assert any("dataset_path is not read" in line for line in logged)
-
-
-@pytest.mark.parametrize(
-    "unread",
-    [{"raw_kwargs": {"a": 1}}, {"dataset_config_name": "main"}, {"streaming": True}],
-)
-def test_so_is_what_else_says_how_to_read_it(texts, logged, unread):
-    assert texts(["a = 1"], **unread) == ["a = 1"]
-    assert any(f"{next(iter(unread))} is not read" in line for line in logged)
-
-
-@pytest.mark.parametrize("unread", [{"raw_kwargs": {"a": 1}}, {"splits": "train"}])
-def test_a_loader_is_no_matter_of_reading(logged, unread):
-    loader = DataLoader([{"input_ids": torch.tensor([5, 6])}])
-    assert open_source(DatasetArguments(dataset=loader, **unread)) is None
-    assert any(f"{next(iter(unread))} is not read" in line for line in logged)
-
-
-@pytest.mark.parametrize(
-    ("data", "splits", "said"),
-    [
-        (["a = 1", "b = 2"], "nope", "has no splits; splits='nope' has no effect"),
-        (["a = 1", "b = 2"], "nope[:1]", "has no splits; splits='nope[:1]' only cuts it"),
-        (["a = 1", "b = 2"], "train+nope", "has no splits; splits='train+nope' has no effect"),
-        ({"text": ["a = 1"]}, "nope", "has no splits; splits='nope' has no effect"),
-        (["a = 1", "b = 2"], "train", ""),
-        (["a = 1", "b = 2"], "train[:1]", ""),
-        (["a = 1", "b = 2"], {"calibration": "train[:1]"}, ""),
-        ({"nope": ["a = 1"]}, "nope", ""),
-    ],
-)
-def test_a_split_that_data_has_not_is_said_to_have_no_effect(texts, logged, data, splits, said):
-    texts(data, splits=splits)
-    told = [line for line in logged if "splits=" in line]
-    assert len(told) == bool(said)
-    assert said in "".join(told)
 
 
 def test_text_without_a_tokenizer_is_an_error(batches):
@@ -250,13 +185,6 @@ def test_no_usable_column_lists_the_columns(batches):
         batches([{"body": "a", "number": 3}])
     with pytest.raises(DatasetError, match=r"no column 'bodi'.*Did you mean body"):
         batches([{"body": "a", "number": 3}], text_column="bodi")
-
-
-def test_a_mask_may_be_of_floating_point_numbers(batches):
-    for mask in [[0.0, 1.0, 1.0], [[0.0, 1.0, 1.0]]]:
-        (batch,) = batches([{"input_ids": [5, 6, 7], "attention_mask": mask}])
-        assert batch["attention_mask"].tolist() == [[0, 1, 1]]
-        assert not batch["attention_mask"].is_floating_point()
 
 
 def test_a_mask_that_is_no_mask_is_refused(batches):
@@ -282,17 +210,6 @@ def test_a_row_that_came_tokenized_and_cannot_be_used_is_named(batches):
         assert caught.value.remedy
 
 
-def test_labels_without_numbers_are_refused_in_training():
-    args = DatasetArguments(dataset=[{"input_ids": [5, 6], "labels": [None, 6]}])
-    with pytest.raises(DatasetError, match=r"sample 0 has labels .*number 0 of them is None"):
-        load_training(args)
-    assert len(load_calibration(args)) == 1
-
-
-def test_a_row_without_token_ids_is_tokenized_if_it_has_text(texts):
-    assert texts([{"input_ids": None, "text": "a = 1"}]) == ["a = 1"]
-
-
 def test_data_without_tokens_says_what_its_first_row_lacks(batches):
     for row, message in [
         ({"input_ids": []}, "sample 0 has empty input_ids"),
@@ -316,20 +233,6 @@ def test_rows_without_tokens_are_left_out_and_replaced(texts, logged):
     got = texts(data, num_calibration_samples=2, shuffle_calibration_samples=False)
     assert got == ["a = 1", "b = 2"]
     assert any("2 samples without tokens" in line for line in logged)
-
-
-@pytest.mark.parametrize("column", ["messages", "conversations"])
-@pytest.mark.parametrize("silent", [None, []])
-def test_conversations_without_turns_are_left_out(texts, logged, column, silent):
-    data = [{column: silent}, {"text": "a = 1"}, {column: silent, "text": "b = 2"}]
-    assert texts(data, shuffle_calibration_samples=False) == ["a = 1", "b = 2"]
-    assert any("1 samples without tokens" in line for line in logged)
-
-
-def test_rows_that_are_only_padding_are_left_out(batches, logged):
-    data = [{"input_ids": [0, 0], "attention_mask": [0, 0]}, {"input_ids": [5, 6]}]
-    assert len(batches(data, processor=None)) == 1
-    assert logged
 
 
 def test_the_users_data_is_not_changed(batches):
@@ -358,11 +261,6 @@ class TestDataLoader:
         [batch] = load_calibration(DatasetArguments(dataset=loader))
         assert batch["input_ids"].tolist() == [[0, 1], [2, 3], [4, 5]]
 
-    def test_tuples_have_no_names(self):
-        loader = DataLoader(TensorDataset(torch.arange(6).view(3, 2)))
-        with pytest.raises(DatasetError, match="of type list"):
-            list(load_calibration(DatasetArguments(dataset=loader)))
-
     def test_it_gives_the_same_batches_when_checked(self):
         rows = [{"input_ids": torch.tensor([i, i + 1])} for i in range(5)]
         loader = DataLoader(rows, batch_size=2)
@@ -373,13 +271,6 @@ class TestDataLoader:
         for _ in range(2):
             for batch, expected in zip(checked, loader, strict=True):
                 assert torch.equal(batch["input_ids"], expected["input_ids"])
-
-    def test_what_has_no_effect_on_it_is_said(self, logged):
-        loader = DataLoader([{"input_ids": torch.ones(1, 2, dtype=torch.long)}], batch_size=None)
-        load_calibration(DatasetArguments(dataset=loader, max_seq_length=4))
-        assert not logged
-        load_calibration(DatasetArguments(dataset=loader, preprocessing_func=dict, splits="train"))
-        assert any("DataLoader" in line and "preprocessing_func, splits" in line for line in logged)
 
     def test_its_token_ids_are_checked(self):
         loader = DataLoader([{"input_ids": torch.tensor([1, i])} for i in range(6)], batch_size=2)
@@ -429,26 +320,6 @@ def test_batches_of_a_loader_that_cannot_be_used_are_one_error():
         with pytest.raises(DatasetError, match=f"(?i){message}") as caught:
             list(load_calibration(arguments, vocab_size=100))
         assert caught.value.remedy
-
-
-class Endless(IterableDataset):
-    """Rows without end, or a few that do not say how many they are."""
-
-    def __init__(self, rows=None):
-        self.rows = rows
-
-    def __iter__(self):
-        rows = itertools.count() if self.rows is None else range(self.rows)
-        return ({"input_ids": torch.tensor([row % 9, 5])} for row in rows)
-
-
-@pytest.mark.parametrize(("rows", "wanted", "taken"), [(None, 5, 6), (8, 6, 6), (4, 6, 4)])
-def test_a_loader_without_a_length_is_cut_to_the_number_asked(rows, wanted, taken, logged):
-    loader = DataLoader(Endless(rows), batch_size=2)
-    args = DatasetArguments(dataset=loader, num_calibration_samples=wanted)
-    batches = list(load_calibration(args))
-    assert sum(len(batch["input_ids"]) for batch in batches) == taken
-    assert any("does not say how many" in line for line in logged) == (rows != 4)
 
 
 def test_a_loader_with_a_length_is_used_whole():

@@ -13,7 +13,6 @@ import torch.distributed as dist
 from llmcompressor.args import DatasetArguments
 from llmcompressor.datasets import get_rank_partition, load_calibration, sampling
 from llmcompressor.datasets import utils as datasets_utils
-from llmcompressor.errors import DatasetError
 
 ROWS = [[i + 10, i + 11] for i in range(100)]
 
@@ -25,12 +24,6 @@ def first_ids(batches):
 def test_without_shuffle_the_first_samples_are_taken(batches):
     got = batches(ROWS, shuffle_calibration_samples=False, num_calibration_samples=7)
     assert first_ids(got) == list(range(7))
-
-
-def test_the_longest_samples_are_not_preferred(batches):
-    rows = [[1], [1, 2], [1, 2, 3]]
-    got = batches(rows, shuffle_calibration_samples=False, num_calibration_samples=1)
-    assert got[0]["input_ids"].tolist() == [[1]]
 
 
 def test_shuffled_samples_are_distinct_and_decided_by_the_seed(batches):
@@ -66,11 +59,6 @@ def test_a_loader_repeats_and_leaves_the_global_generator_alone():
     assert torch.equal(torch.random.get_rng_state(), before)
 
 
-def test_fewer_than_asked_for_is_a_warning(batches, logged):
-    assert len(batches(ROWS, num_calibration_samples=101)) == 100
-    assert any("101 samples were asked for, there are only 100" in line for line in logged)
-
-
 def test_none_means_all(batches, logged):
     assert len(batches(ROWS, num_calibration_samples=None)) == 100
     assert not logged
@@ -91,11 +79,6 @@ def test_of_many_rows_only_the_chosen_ones_are_tokenized(batches, tokenizer):
 
     assert len(batches(Counting(), num_calibration_samples=16)) == 16
     assert Counting.asked == 16
-
-
-def test_many_rows_are_prepared_in_several_chunks(batches):
-    got = first_ids(batches(ROWS, num_calibration_samples=90, shuffle_calibration_samples=False))
-    assert got == list(range(90))
 
 
 class TestRanks:
@@ -125,10 +108,6 @@ class TestRanks:
             parts.append(get_rank_partition("train_sft", 64))
         assert parts == ["train_sft[0:21]", "train_sft[21:42]", "train_sft[42:64]"]
 
-    def test_a_cut_split_is_refused(self):
-        with pytest.raises(DatasetError, match="cut already"):
-            get_rank_partition("train[:5]", 4)
-
     @pytest.mark.parametrize("shuffle", [True, False])
     def test_ranks_share_what_one_process_would_take(self, ranks, batches, shuffle):
         options = {"num_calibration_samples": 20, "shuffle_calibration_samples": shuffle}
@@ -145,14 +124,6 @@ class TestRanks:
         options = {"num_calibration_samples": 20, "shuffle_calibration_samples": False}
         assert first_ids(batches(own, **options)) == list(range(50, 60))
         assert not logged
-
-    def test_no_row_is_taken_twice_when_some_are_empty(self, ranks, batches):
-        rows = [[] if i % 3 == 0 else row for i, row in enumerate(ROWS)]
-        together = []
-        for rank in range(4):
-            ranks(rank, 4)
-            together += first_ids(batches(rows, num_calibration_samples=40))
-        assert len(together) == len(set(together)) == 40
 
     def test_a_stream_is_dealt_out(self, ranks, batches):
         together = []

@@ -6,7 +6,6 @@ from __future__ import annotations
 import copy
 
 import datasets
-import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader
@@ -74,20 +73,6 @@ def test_two_steps_give_the_batches_of_one(arguments, tokenizer):
     same(list(two_steps), list(get_calibration_dataloader(arguments, tokenizer)))
 
 
-def test_what_prepares_rows_is_not_done_again(tokenizer):
-    def fails(row):
-        raise AssertionError
-
-    arguments = DatasetArguments(
-        dataset="nowhere", preprocessing_func=fails, splits="train[:1]", concatenate_data=True
-    )
-    data = datasets.Dataset.from_list([{"input_ids": ids} for ids in IDS])
-    arguments.shuffle_calibration_samples = False
-    batches = format_calibration_data(arguments, data, tokenizer)
-    assert [batch["input_ids"][0].tolist() for batch in batches] == IDS
-    assert arguments.dataset == "nowhere"
-
-
 def test_samples_are_cut_to_the_shortest_and_to_the_maximum():
     features = [{"input_ids": ids, "labels": ids, "text": "a"} for ids in IDS[:3]]
     before = copy.deepcopy(features)
@@ -98,15 +83,6 @@ def test_samples_are_cut_to_the_shortest_and_to_the_maximum():
     assert DataCollatorWithTruncation(1)(features)["input_ids"].tolist() == [[5], [9], [11]]
 
 
-def test_tensors_are_cut_and_the_rest_is_stacked():
-    features = [{"input_ids": torch.tensor(ids), "weight": [0.5, 1.0]} for ids in IDS[:2]]
-    batch = DataCollatorWithTruncation(max_seq_length=8)(features)
-    assert batch["input_ids"].tolist() == [[5, 6], [9, 10]]
-    assert batch["weight"].shape == (2, 2)
-    arrays = DataCollatorWithTruncation()(features, return_tensors="np")
-    assert isinstance(arrays["input_ids"], np.ndarray)
-
-
 def test_the_longest_come_first_and_the_shortest_are_left_out():
     for name in ["input_ids", "decoder_input_ids"]:
         data = datasets.Dataset.from_list([{name: ids} for ids in IDS])
@@ -114,12 +90,6 @@ def test_the_longest_come_first_and_the_shortest_are_left_out():
         sampler = LengthAwareSampler(data, num_samples=3, batch_size=2)
         assert (list(sampler), len(sampler), sampler.num_samples) == ([0, 2, 1], 3, 3)
         assert len(LengthAwareSampler(data, num_samples=100)) == 4
-
-
-def test_rows_without_tokens_come_in_order(logged):
-    data = datasets.Dataset.from_list(TEXTS)
-    assert list(LengthAwareSampler(data, num_samples=2)) == [0, 1]
-    assert "no column input_ids" in logged[0]
 
 
 def test_sampler_and_collator_work_in_a_loader():

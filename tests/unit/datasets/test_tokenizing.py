@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import copy
-import json
 
 import pytest
 import torch
@@ -15,32 +14,11 @@ from llmcompressor.datasets import TextGenerationDataset, load_training
 from llmcompressor.errors import DatasetError
 
 FIRST = {"shuffle_calibration_samples": False}
-TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
 MESSAGES = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]
 CHATML = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\nyo<|im_end|>\n"
 SOLVED = [{"text": "Question: 1+1\nAnswer: 2", "prompt": "Question: 1+1\nAnswer:"}]
 PICTURES = [{"images": i, "text": f"picture {i}", "license": "free"} for i in range(2)]
 TEXTS = ["import os", "def f(x): return x", "class A: pass  # a class of its own"]
-
-
-def test_a_function_that_does_nothing_is_told(texts, batches, logged):
-    def forgets(row):
-        row["text"].upper()
-
-    def tokenizes(row):
-        row["input_ids"] = row["input_ids"][:1]
-
-    def changes(row):
-        row["text"] = row["text"].upper()
-
-    def told():
-        return [line for line in logged if "returns None" in line]
-
-    assert texts(["a", "b"], preprocessing_func=changes, **FIRST) == ["A", "B"]
-    batches([{"input_ids": [5, 6]}], preprocessing_func=tokenizes, processor=None)
-    assert not told()
-    assert texts(["a", "b"], preprocessing_func=forgets, **FIRST) == ["a", "b"]
-    assert len(told()) == 1
 
 
 def test_tokens_are_those_of_the_tokenizer(batches, tokenizer):
@@ -63,14 +41,6 @@ def test_text_is_cut_to_what_user_model_and_tokenizer_allow(batches, tokenizer, 
     assert sum("max_seq_length is 500" in line for line in logged) == 1
 
 
-def test_the_tokenizer_is_left_as_it_was(batches, tokenizer):
-    before = tokenizer.backend_tokenizer.to_str(), tokenizer.pad_token, tokenizer.chat_template
-    batches(TEXTS, max_seq_length=4, pad_to_max_length=True)
-    batches([{"messages": [{"role": "user", "content": "hi"}]}])
-    after = tokenizer.backend_tokenizer.to_str(), tokenizer.pad_token, tokenizer.chat_template
-    assert after == before
-
-
 def test_padding_to_the_maximum_is_masked(batches, tokenizer):
     (batch,) = batches(["import os"], max_seq_length=32, pad_to_max_length=True)
     real = len(tokenizer("import os")["input_ids"])
@@ -85,13 +55,6 @@ def test_concatenation_joins_the_tokens_and_drops_the_rest(batches, tokenizer):
     got = batches(texts, concatenate_data=True, max_seq_length=16, **FIRST)
     assert [t for batch in got for t in batch["input_ids"][0].tolist()] == stream[: 16 * len(got)]
     assert len(got) == len(stream) // 16
-
-
-def test_concatenation_stops_when_there_are_enough_samples(batches):
-    got = batches(
-        ["x = 1"] * 5000, concatenate_data=True, max_seq_length=32, num_calibration_samples=3
-    )
-    assert [batch["input_ids"].shape for batch in got] == [(1, 32)] * 3
 
 
 def test_tokenized_data_is_concatenated_too(batches):
@@ -112,28 +75,10 @@ def test_the_text_column_is_named(texts):
     assert texts([{"body": "a = 1", "title": "t"}], text_column="body") == ["a = 1"]
 
 
-def test_the_named_column_goes_before_text(texts):
-    assert texts([{"text": "b = 2", "body": "a = 1"}], text_column="body") == ["a = 1"]
-
-
 def test_a_column_that_is_not_there_is_an_error(texts):
     for row in [{"text": "a", "body": "b"}, {"messages": MESSAGES, "body": "b"}]:
         with pytest.raises(DatasetError, match=r"no column 'bodi'; it has body.*Did you mean body"):
             texts([row], text_column="bodi")
-
-
-def test_rows_that_came_tokenized_need_no_column(batches):
-    (batch,) = batches([{"input_ids": [7, 8]}], text_column="body", processor=None)
-    assert batch["input_ids"].tolist() == [[7, 8]]
-
-
-def test_text_that_a_function_makes_goes_before_the_named_column(texts, logged):
-    rows = [{"text": "a", "body": "b"}] * 2
-    join = {"preprocessing_func": lambda row: {"text": row["text"] + row["body"]}}
-    assert texts(rows, text_column="body", **join) == ["ab"] * 2
-    assert sum("text_column='body' is not used" in line for line in logged) == 1
-    through = {"preprocessing_func": lambda row: {**row, "body": row["body"] + "c"}}
-    assert texts(rows, text_column="body", **through) == ["bc"] * 2
 
 
 def test_a_function_makes_the_text(texts, tmp_path):
@@ -206,21 +151,6 @@ class TestChat:
         assert first == second
         assert "assistant" in first
 
-    def test_a_template_is_given_what_tools_there_are(self, texts, tokenizer):
-        for tools in [TOOLS, TOOLS[0], json.dumps(TOOLS), [{**TOOLS[0], "strict": None}]]:
-            own = copy.deepcopy(tokenizer)
-            own.chat_template = (
-                "{% if tools %}{{ tools | tojson }};{% endif %}"
-                "{% for m in messages %}{{ m['content'] }};{% endfor %}"
-            )
-            rows = [{"messages": MESSAGES, "tools": tools}, {"messages": MESSAGES, "tools": None}]
-            assert texts(rows, processor=own, **FIRST) == [f"{json.dumps(TOOLS)};hi;yo;", "hi;yo;"]
-
-    @pytest.mark.parametrize("tools", ["[{", "calculator", 5, float("nan")])
-    def test_a_column_of_that_name_may_be_something_else(self, texts, logged, tools):
-        assert texts([{"messages": MESSAGES, "tools": tools}] * 2) == [CHATML] * 2
-        assert len([line for line in logged if "column 'tools' is not used" in line]) == 1
-
     def test_what_is_no_conversation_is_named(self, batches):
         for column, turns, message in [
             ("messages", [{"content": "hi"}], "turn 0 has no 'role', only content"),
@@ -235,14 +165,6 @@ class TestChat:
             rows = [{"messages": MESSAGES}, {column: turns}]
             with pytest.raises(DatasetError, match=rf"sample 1 .*column '{column}': {message}"):
                 batches(rows, **FIRST)
-
-    def test_a_conversation_under_text_says_what_it_lacks(self, batches):
-        with pytest.raises(DatasetError, match=r"sample 0 .*its text: turn 0 has no 'role'"):
-            batches([{"text": [{"content": "hi"}]}])
-
-    def test_a_column_of_conversations_is_offered(self, batches):
-        with pytest.raises(DatasetError, match="text_column='dialog'"):
-            batches([{"dialog": MESSAGES, "id": 3}])
 
     def test_one_conversation_is_one_row(self, texts):
         assert texts({"messages": MESSAGES}) == [CHATML]
@@ -264,13 +186,6 @@ class TestChat:
         )
         assert one == other
 
-    def test_parts_that_a_template_writes_as_python_does_are_joined(self, texts, tokenizer):
-        own = copy.deepcopy(tokenizer)
-        own.chat_template = "{% for m in messages %}{{ m['content'] }};{% endfor %}"
-        parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
-        rows = [{"messages": [{"role": "user", "content": parts}, MESSAGES[1]]}]
-        assert texts(rows, processor=own) == ["a\nb;yo;"]
-
     def test_a_template_that_knows_parts_gets_them(self, texts, tokenizer):
         own = copy.deepcopy(tokenizer)
         own.chat_template = (
@@ -291,10 +206,6 @@ class TestChat:
             with pytest.raises(DatasetError, match=f"sample 0, column 'messages'.*{message}"):
                 batches(rows)
 
-    def test_chats_need_a_tokenizer(self, batches):
-        with pytest.raises(DatasetError, match="conversations"):
-            batches([{"messages": MESSAGES}], processor=None)
-
 
 class Again(torch.utils.data.IterableDataset):
     """A stream that begins anew each time that it is read."""
@@ -314,15 +225,6 @@ class TestTraining:
         assert labels[prompt:real] == ids[prompt:real]
         assert labels[real:] == [-100] * (40 - real)
         assert "prompt" not in sample
-
-    def test_only_a_prompt_that_begins_the_text_has_no_labels(self):
-        args = DatasetArguments(dataset=[{"input_ids": [1, 2, 3, 4], "prompt": "any"}])
-
-        def processor(text):
-            return {"input_ids": [1, 2, 9, 4]}
-
-        (sample,) = load_training(args, processor=processor)
-        assert sample["labels"] == [-100, -100, 3, 4]
 
     def test_padding_that_the_data_brings_has_no_labels(self):
         row = {"input_ids": [0, 5, 6], "attention_mask": [0, 1, 1]}
@@ -358,18 +260,6 @@ class TestTraining:
         assert [one["labels"] for one in samples] == [[-100, 6], [9, 4], [3]]
         assert [one["attention_mask"] for one in samples] == [[1, 1], [1, 1], [1]]
 
-    def test_a_stream_that_ends_or_fails_says_so(self):
-        ended = load_training(DatasetArguments(dataset=iter([[5, 6], [7, 8]])))
-        assert len(list(ended)) == 2
-        with pytest.raises(DatasetError, match=r"ended after 2 samples.*max_train_samples"):
-            list(ended)
-        again = load_training(DatasetArguments(dataset=Again()))
-        assert len(list(again)) == len(list(again)) == 2
-        with pytest.raises(DatasetError, match="has no samples"):
-            list(load_training(DatasetArguments(dataset=iter([]))))
-        with pytest.raises(DatasetError, match="cannot be read on: ZeroDivisionError"):
-            list(load_training(DatasetArguments(dataset=(1 // 0 for _ in [1]))))
-
     def test_a_collator_gets_tokenized_rows_without_a_batch_axis(self):
         """What is no sequence of tokens has no axis of its own for the sample."""
         row = {"input_ids": [5, 6], "pixel_values": [[0.5, 1.0, 1.5]]}
@@ -377,27 +267,11 @@ class TestTraining:
         (sample,) = load_training(args, model_input_names=("input_ids", "pixel_values"))
         assert sample["pixel_values"].tolist() == row["pixel_values"]
 
-    def test_labels_survive_joining(self, tokenizer):
-        args = DatasetArguments(dataset=SOLVED * 8, max_seq_length=16, concatenate_data=True)
-        samples = load_training(args, processor=tokenizer)
-        for sample in samples:
-            pairs = zip(sample["input_ids"], sample["labels"], strict=True)
-            assert all(label in (token, -100) for token, label in pairs)
-        assert any(-100 in sample["labels"] for sample in samples)
-
-    def test_calibration_has_no_labels(self, batches):
-        (batch,) = batches(SOLVED)
-        assert set(batch) == {"input_ids", "attention_mask"}
-
     def test_all_rows_in_order_or_the_first(self, tokenizer):
         rows = [[i, i] for i in range(600)]
         every = load_training(DatasetArguments(dataset=rows))
         assert [sample["labels"][0] for sample in every] == list(range(600))
         assert len(load_training(DatasetArguments(dataset=rows, max_train_samples=5))) == 5
-
-    def test_training_needs_data(self):
-        with pytest.raises(DatasetError, match="Training needs data"):
-            load_training(DatasetArguments())
 
 
 class FakeProcessor:
@@ -423,11 +297,6 @@ class Decoder:
 
     def __getitem__(self, name):
         return {"array": [0.0, 0.1], "sampling_rate": 16000}[name]
-
-
-def making(outputs):
-    """A processor that makes the same of every text."""
-    return lambda text: outputs
 
 
 class TestProcessors:
@@ -475,15 +344,6 @@ class TestProcessors:
             assert batch["decoder_input_ids"].tolist() == [tokenizer(" Hello")["input_ids"]]
             assert "labels" not in batch
 
-    def test_sounds_of_several_rates_are_refused(self, batches, tokenizer):
-        class Speech(FakeProcessor):
-            def __call__(self, audio=None, text=None, **kwargs):
-                raise AssertionError
-
-        sounds = [{"array": [0.0], "sampling_rate": rate} for rate in (16000, 8000)]
-        with pytest.raises(DatasetError, match="its sounds have 8000 and 16000 samples a second"):
-            batches([{"audio": sounds, "text": "a"}], processor=Speech(tokenizer))
-
     def test_a_plain_function_will_do(self, batches):
         def letters(text):
             return {"input_ids": [ord(letter) for letter in text]}
@@ -491,37 +351,12 @@ class TestProcessors:
         (batch,) = batches(["ab"], processor=letters)
         assert batch["input_ids"].tolist() == [[97, 98]]
 
-    def test_a_processor_whose_output_no_model_takes_is_refused(self, batches):
-        for made, message in [
-            (None, "becomes a NoneType"),
-            ([5, 6], "becomes a list"),
-            ({"input_ids": "ab"}, "becomes input_ids where they are a str"),
-            ({"input_ids": [1.5, 2]}, r"becomes input_ids where number 0 of them is 1\.5"),
-            ({"input_ids": torch.ones(1, 3)}, "becomes input_ids where"),
-            ({"pixels": [1]}, "becomes pixels, no input of the model"),
-            ({}, "becomes nothing, no input of the model"),
-        ]:
-            names = ("input_ids", "attention_mask")
-            with pytest.raises(DatasetError, match=f"sample 0 .*{message}") as caught:
-                batches(["ab"], processor=making(made), model_input_names=names)
-            assert caught.value.remedy
-
-    def test_a_forward_that_names_no_input_is_taken_to_know_its_own(self, batches):
-        (batch,) = batches(
-            ["ab"], processor=lambda text: {"pixels": [[1]]}, model_input_names=("args", "kwargs")
-        )
-        assert batch["pixels"].tolist() == [[1]]
-
     def test_what_the_processor_refuses_names_the_sample(self, batches):
         def broken(text):
             raise RuntimeError("no")
 
         with pytest.raises(DatasetError, match=r"sample 0 .*refused.*RuntimeError\('no'\)"):
             batches(["ab"], processor=broken)
-
-    def test_something_that_cannot_be_called_is_no_processor(self, batches):
-        with pytest.raises(DatasetError, match="A int cannot tokenize"):
-            batches(["ab"], processor=3)
 
 
 def test_a_registered_class_tokenizes_when_called(tokenizer):

@@ -18,7 +18,6 @@ from tests.support import small_models as small
 from torch.nn import Linear, Module
 
 from llmcompressor.entrypoints.fingerprints import (
-    Sampling,
     data_fingerprint,
     folder_fingerprint,
     is_result_of,
@@ -87,20 +86,6 @@ def test_of_large_tensors_windows_are_hashed() -> None:
     assert model_fingerprint(large)["weights"] not in found
 
 
-@pytest.mark.parametrize("nbytes", [0, 7, 8, 9, 100, 10**12])
-def test_windows_lie_within_and_reach_both_ends(nbytes: int) -> None:
-    parts = list(Sampling(all_up_to=8, windows=4, window=3).parts(nbytes))
-    assert parts[0][0] == 0
-    assert sum(parts[-1]) == nbytes
-    assert all(start + count <= nbytes for start, count in parts)
-
-
-def test_weights_that_are_nowhere_count_by_their_shape() -> None:
-    with torch.device("meta"):
-        model = Linear(4, 4)
-    assert model_fingerprint(model)["tensors"].startswith("2, ")
-
-
 def _folder(tmp_path: Path, name: str, **changes: Any) -> Path:
     small.llama(**changes).save_pretrained(tmp_path / name)
     (tmp_path / name / "tokenizer_config.json").write_text("{}")
@@ -166,20 +151,13 @@ def test_files_that_differ(tmp_path: Path) -> None:
     assert path_fingerprint(file) == {"path": str(file)}
 
 
-def test_what_reading_would_use_up_is_not_read() -> None:
-    rows = iter(["a", "b"])
-    assert data_fingerprint(rows) == "list_iterator"
-    assert list(rows) == ["a", "b"]
-    assert data_fingerprint(x for x in "ab") == "generator"
-
-
 def _doubled(model: Module) -> None:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(2)
 
 
-def test_what_a_run_has_left_changed_is_known_until_somebody_changes_it() -> None:
+def test_what_a_run_has_changed_is_known_until_changed_again() -> None:
     model = Linear(4, 4)
     begun = model_fingerprint(model)
     assert not is_result_of(model, begun)

@@ -8,7 +8,6 @@ import importlib
 import inspect
 import pydoc
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
 
@@ -24,8 +23,6 @@ from llmcompressor.args import (
     TrainingArguments,
     parse_arguments,
 )
-from llmcompressor.args.checks import Named, Text
-from llmcompressor.entrypoints.oneshot import with_dataclass_signature
 
 COMMON = (ModelArguments, RecipeArguments, DatasetArguments, RunArguments)
 CASES: dict[Callable[..., Any], tuple[tuple[type, ...], list[str]]] = {
@@ -60,7 +57,7 @@ def test_everything_that_is_taken_is_shown_and_nothing_else(
     assert shown(entrypoint).keys() - OWN == taken - OWN
 
 
-def test_the_first_ones_may_be_given_in_order_and_the_rest_by_name(
+def test_the_first_are_given_in_order_and_the_rest_by_name(
     entrypoint: Callable[..., Any],
 ) -> None:
     _, in_order = CASES[entrypoint]
@@ -71,24 +68,11 @@ def test_the_first_ones_may_be_given_in_order_and_the_rest_by_name(
     assert kinds[len(in_order) :] == [inspect.Parameter.KEYWORD_ONLY] * by_name
 
 
-def test_the_defaults_that_are_shown_are_those_of_a_call_without_arguments() -> None:
+def test_shown_defaults_are_those_of_a_call_without_arguments() -> None:
     without = {*OWN, "model"}
     given = {name: one.default for name, one in shown(oneshot).items() if name not in without}
     made = parse_arguments({"model": "m", **given}, *COMMON)
     assert made == parse_arguments({"model": "m"}, *COMMON)
-
-
-def test_a_script_that_keeps_what_is_accepted_drops_nothing() -> None:
-    arguments = {
-        "model": "m",
-        "num_calibration_samples": 8,
-        "max_seq_length": 64,
-        "pipeline": "sequential",
-        "tokenizer": "t",
-    }
-    accepted = set(inspect.signature(oneshot).parameters)
-    assert {name for name in arguments if name in accepted} == set(arguments)
-    inspect.signature(oneshot).bind(**arguments, oneshot_device="cpu")
 
 
 def test_help_shows_arguments_with_their_types_and_defaults() -> None:
@@ -99,42 +83,6 @@ def test_help_shows_arguments_with_their_types_and_defaults() -> None:
     assert "Text" not in text
     with pytest.raises(TypeError, match="model"):
         oneshot()  # type: ignore[call-arg]
-
-
-def test_a_field_of_several_classes_is_that_of_the_first_and_hidden_ones_are_left_out() -> None:
-    @dataclass
-    class First:
-        seed: int = 1
-        many: list[int] = field(default_factory=lambda: [3])
-
-    @dataclass
-    class Second:
-        needed: Named
-        seed: int = 2
-        made: int = field(default=4, init=False)
-
-    @with_dataclass_signature(First, Second)
-    def function(many: int, *, own: str = "a", **rest: Any) -> int:
-        return many + len(rest)
-
-    # what it shows is what is bound; a call goes on as before
-    found = inspect.signature(function)
-    assert list(found.parameters) == ["many", "own", "seed", "needed", "rest"]
-    assert found.parameters["seed"].default == 1
-    assert found.parameters["needed"].default is inspect.Parameter.empty
-    assert (found.parameters["many"].annotation, found.return_annotation) == (int, int)
-    assert function(1, seed=5, other=6) == 3
-
-
-def test_types_are_shown_without_what_a_command_line_needs() -> None:
-    @dataclass
-    class Some:
-        one: Text | str | list[str] | None = None
-
-    @with_dataclass_signature(Some)
-    def function(**rest: Any) -> None: ...
-
-    assert inspect.signature(function).parameters["one"].annotation == str | list[str] | None
 
 
 @pytest.mark.parametrize("name", ["oneshot", "train"])

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 from tests.support import listed_architectures as listed
-from torch import Tensor, nn
+from torch import Tensor
 
 from llmcompressor.checkpoint.moe_names import unfuse_stored_experts
 from llmcompressor.equalization import mappings
 from llmcompressor.equalization.mappings import find_smooth_sets
 from llmcompressor.equalization.probe import SmoothSet, format_names
-from llmcompressor.equalization.rescale import divide_outputs, input_channels, multiply_inputs
+from llmcompressor.equalization.rescale import divide_outputs, multiply_inputs
 from llmcompressor.moe.linear_experts import find_stacked_moes
 
 _ROUNDING = 2e-5
@@ -118,19 +118,3 @@ def check_scaling(model: Any, found: list[SmoothSet]) -> None:
 
 def moved(before: Tensor, after: Tensor) -> float:
     return float((after - before).abs().max() / before.abs().max())
-
-
-class CorrectedRouter(nn.Module):
-    """A router whose choice is corrected by a part of its own, as Ernie's is."""
-
-    def __init__(self, part: nn.Module) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(4, 8))
-        self.part = part
-
-
-def test_a_router_may_have_a_part_that_reads_nothing() -> None:
-    bare = nn.Module()
-    bare.register_parameter("correction", nn.Parameter(torch.zeros(1, 4)))
-    assert input_channels(CorrectedRouter(bare)) == 8
-    assert input_channels(CorrectedRouter(nn.LayerNorm(8))) is None

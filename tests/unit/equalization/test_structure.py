@@ -89,26 +89,7 @@ def test_the_model_is_as_before() -> None:
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
 
 
-@pytest.mark.parametrize("name", ["llama", "deepseek"])
-def test_values_of_the_blocks_are_not_needed(name: str) -> None:
-    """Those that are read with a block's weights: its parameters, and the bias of its router."""
-    model = small.build(name)
-    expected = links_of(model)
-    biases = 0
-    for module in model.modules():
-        for key, parameter in module._parameters.items():
-            if parameter is not None:
-                module._parameters[key] = nn.Parameter(parameter.to("meta"))
-        for key in module._buffers.keys() & {"e_score_correction_bias"}:
-            module._buffers[key] = module._buffers[key].to("meta")
-            biases += 1
-    assert bool(biases) == (name == "deepseek")
-    assert links_of(model) == expected
-    assert all(parameter.is_meta for parameter in model.parameters())
-    assert sum(buffer.is_meta for buffer in model.buffers()) == biases
-
-
-def test_blocks_that_share_a_cache_or_a_dict_of_states_are_run_again_and_again() -> None:
+def test_blocks_that_share_a_cache_are_run_again() -> None:
     """XLM always makes a cache; later blocks of Gemma 3n read what earlier ones put in a dict."""
     assert [("v_lin", ("out_lin",))] in links_of(small.build("xlm"))
     first, sharing = links_of(small.build("gemma3n").bfloat16())
@@ -149,28 +130,6 @@ def test_a_norm_that_is_read_elsewhere_too_is_not_taken() -> None:
     model = small.OneBlock(TwiceRead())
     probes = block_probes(model, [{"states": torch.zeros(1, 4, 8)}])
     assert probes["layers.0"].find() == []
-
-
-class CalledTwice(nn.Module):
-    """A Linear that runs on two tensors, which no module returned: as keys of two attentions do."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.query = nn.Linear(8, 8)
-        self.mix = nn.Linear(8, 8)
-        self.norm = nn.LayerNorm(8)
-        self.last = nn.Linear(8, 8)
-
-    def forward(self, states: Tensor) -> Tensor:
-        mixed = self.query(states) + self.mix(states) + self.mix(2 * states)
-        return self.last(self.norm(mixed))
-
-
-def test_a_module_that_is_called_twice() -> None:
-    model = small.OneBlock(CalledTwice())
-    probes = block_probes(model, [{"states": torch.zeros(1, 4, 8)}])
-    found = [(link.smooth, link.balance) for link in probes["layers.0"].find()]
-    assert found == [("norm", ("last",))]
 
 
 class HalfOnly(nn.Module):
@@ -236,9 +195,3 @@ def test_wrong_mappings_are_refused() -> None:
     for problem, mappings in ERRORS.items():
         with pytest.raises(ValueError, match=problem):
             resolve_mappings(model, mappings)
-
-
-def test_grouped_heads_are_left_out_of_named_mappings() -> None:
-    names = [("re:.*v_proj$", ("re:.*o_proj$",)), ("re:.*up_proj$", ("re:.*down_proj$",))]
-    found = resolve_mappings(small.build("llama"), names)
-    assert {one.name.rpartition(".")[2] for one in found} == {"up_proj"}

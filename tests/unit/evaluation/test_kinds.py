@@ -13,10 +13,9 @@ import transformers as hf
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
-from llmcompressor import evaluate, oneshot
+from llmcompressor import evaluate
 from llmcompressor.cli import main
 from llmcompressor.errors import ArgumentError, CheckpointError
-from llmcompressor.modifiers.quantization import QuantizationModifier
 
 ROWS = [{"input_ids": [5, 6, 7, 8, 9, 10, 11, 12]}, {"input_ids": [30, 31, 5, 6, 40, 41, 42, 43]}]
 SIZES: dict[str, Any] = {
@@ -72,35 +71,6 @@ def test_models_of_other_tasks(cls: Any, said: str, form: str, tmp_path: Path) -
     given = model if form == "object" else _folder(model, tmp_path / "model")
     with pytest.raises((CheckpointError, ArgumentError), match=said):
         evaluate(given, dataset=ROWS)
-
-
-@pytest.mark.parametrize(("kind", "bits"), [("int", 8), ("float", 8), ("int", 3)])
-def test_scales_of_all_tokens_are_no_look_ahead(kind: str, bits: int, tmp_path: Path) -> None:
-    """What follows a token decides how it is rounded."""
-    weights = {"num_bits": 8, "type": kind, "strategy": "channel"}
-    inputs = {"num_bits": bits, "type": kind, "strategy": "tensor", "dynamic": True}
-    group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs}
-    recipe = QuantizationModifier(config_groups={"all": group}, ignore=["lm_head"])
-    model = _built(hf.LlamaForCausalLM, initializer_range=0.5)
-    model = oneshot(model, recipe=recipe, output_dir=tmp_path / "out", verify=False)
-    for form in (model, tmp_path / "out"):
-        assert evaluate(form, dataset=ROWS).tokens
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize(("window", "same"), [(16, False), (16, True), (2, False), (2, True)])
-def test_what_rounding_moves_is_no_look_ahead(dtype: Any, window: int, same: bool) -> None:
-    """Experts get other numbers of rows, whose products round otherwise."""
-    experts = {"num_local_experts": 4, "num_key_value_heads": 2}
-    sizes = {**SIZES, "num_hidden_layers": 3, "hidden_size": 128, "intermediate_size": 256}
-    torch.manual_seed(0)
-    model = hf.MixtralForCausalLM(hf.MixtralConfig(**sizes, **experts)).to(dtype).eval()
-    drawn = torch.randint(3, 64, (64,), generator=torch.Generator().manual_seed(1)).tolist()
-    rows = [{"input_ids": [5] * 64 if same else drawn}]
-    assert evaluate(model, dataset=rows, max_seq_length=window).tokens
-    sharp = _built(hf.BertForMaskedLM, initializer_range=0.5)
-    with pytest.raises(CheckpointError, match="reads a text in both directions"):
-        evaluate(sharp.to(dtype), dataset=rows, max_seq_length=window)
 
 
 @pytest.mark.parametrize(
@@ -177,10 +147,3 @@ def test_what_a_configuration_says_of_quantization(
         return
     with pytest.raises(CheckpointError, match=said):
         evaluate(folder, dataset=ROWS)
-
-
-def test_an_unknown_kind_of_model_is_one_short_error(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "no-such-model"}))
-    with pytest.raises(CheckpointError, match=r"cannot be loaded|brings its own code") as caught:
-        evaluate(tmp_path, dataset=ROWS)
-    assert len(str(caught.value)) < 1000

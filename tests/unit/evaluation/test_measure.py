@@ -67,13 +67,6 @@ def test_batching_and_its_padding_change_nothing(batch_size: int) -> None:
     assert many.top1_agreement == one.top1_agreement
 
 
-def test_a_model_beside_its_copy() -> None:
-    report = measure(llama(), RAGGED, reference=llama(), batch_size=3)
-    assert report.kl_divergence == 0
-    assert report.top1_agreement == 1
-    assert report.loss_increase == 0
-
-
 def test_more_noise_is_further_away() -> None:
     reference = llama()
     models = {}
@@ -117,21 +110,6 @@ def test_the_reference_runs_once_for_all_models() -> None:
     assert len(reference.calls) == tried + 3
 
 
-def test_modes_are_set_and_restored() -> None:
-    model = Counting().train()
-    model.inner.eval()
-    measure(model, RAGGED, batch_size=len(RAGGED))
-    assert {one[:2] for one in model.calls} == {(False, False)}
-    assert model.calls[-1] == (False, False, True)
-    assert (model.training, model.inner.training) == (True, False)
-    assert torch.is_grad_enabled()
-
-
-def test_equal_logits_give_the_loss_of_chance() -> None:
-    report = measure(Counting(), WINDOWS)
-    assert report.perplexity == pytest.approx(VOCABULARY)
-
-
 def test_other_vocabularies_are_refused() -> None:
     with pytest.raises(ArgumentError, match="vocabulary of 40 tokens and its reference one of 50"):
         measure(Counting(), WINDOWS, reference=Counting(50))
@@ -140,11 +118,6 @@ def test_other_vocabularies_are_refused() -> None:
 def test_nan_is_an_error_not_a_figure() -> None:
     with pytest.raises(NonFiniteError, match="model"):
         measure(Counting(fill=math.nan), WINDOWS)
-
-
-def test_no_token_is_an_error() -> None:
-    with pytest.raises(ArgumentError, match="no token"):
-        measure(Counting(), [])
 
 
 def test_a_report_as_json() -> None:

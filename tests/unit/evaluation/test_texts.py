@@ -31,11 +31,6 @@ def test_windows_are_the_documents_one_after_another(
     assert all(len(window) == length for window in windows[:-1])
 
 
-def test_a_window_needs_two_tokens() -> None:
-    with pytest.raises(ArgumentError, match="max_seq_length is 1"):
-        cut_windows([[1, 2, 3]], 1)
-
-
 def test_windows_are_drawn_by_seed_and_stay_in_order() -> None:
     windows = [[number, number] for number in range(100)]
     drawn = sample_windows(windows, 10, seed=1)
@@ -74,13 +69,6 @@ def test_calibration_and_evaluation_are_disjoint() -> None:
     assert not [p for p in stdlib_text.calibration_passages(64, seed=3) if p in together]
 
 
-def test_passages_are_drawn_by_seed() -> None:
-    passages = stdlib_text.calibration_passages(16, seed=0, characters=500)
-    assert passages == stdlib_text.calibration_passages(16, seed=0, characters=500)
-    assert passages != stdlib_text.calibration_passages(16, seed=1, characters=500)
-    assert {len(passage) for passage in passages} == {500}
-
-
 @pytest.fixture
 def library(tmp_path: Path) -> Path:
     for name in ("b/one.py", "a.py", "test/two.py", "site-packages/x.py", "b/test/three.py"):
@@ -88,17 +76,6 @@ def library(tmp_path: Path) -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(f"# {name}\n".encode() * 40 + b"\xff\n")
     return tmp_path
-
-
-def test_files_are_sorted_and_exclusions_are_folders_of_the_library(library: Path) -> None:
-    files = stdlib_text.source_files(library)
-    assert [file.name for file in files] == ["a.py", "b/one.py", "b/test/three.py"]
-    assert files[0].read().endswith("\N{REPLACEMENT CHARACTER}\n")
-
-
-def test_passages_begin_with_a_line(library: Path) -> None:
-    for passage in stdlib_text.calibration_passages(20, characters=60, library=library):
-        assert passage.startswith("# ")
 
 
 def test_a_python_without_its_library_is_an_error(tmp_path: Path) -> None:

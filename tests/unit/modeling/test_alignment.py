@@ -42,25 +42,3 @@ def test_parameters_that_share_memory_go_on_to_do_so() -> None:
     align_parameters(model)
     assert model[0].weight.data_ptr() == model[1].weight.data_ptr() != model[2].weight.data_ptr()
     assert all(map(torch.equal, before, model.parameters()))
-
-
-def test_parts_of_one_memory_stay_parts_of_it() -> None:
-    model = nn.Module()
-    model.fused = shifted(torch.zeros(8, 8))
-    model.upper = nn.Parameter(model.fused.data[:4], requires_grad=False)
-    model.turned = nn.Parameter(model.fused.data.t(), requires_grad=False)
-    model.register_buffer("lower", model.fused.data[4:])
-    model.other = shifted(torch.ones(3))
-    align_parameters(model)
-    model.fused.fill_(1)
-    assert [int(one.sum()) for one in (model.upper, model.turned, model.lower)] == [32, 64, 32]
-    assert model.other.data_ptr() % 64 == 0
-
-
-def test_what_is_as_it_should_be_is_not_copied() -> None:
-    half = nn.Linear(4, 4, bias=False).bfloat16()
-    half.weight = shifted(half.weight.data)
-    model = nn.Sequential(nn.Linear(4, 4), half)
-    places = [one.data_ptr() for one in model.parameters()]
-    align_parameters(model)
-    assert [one.data_ptr() for one in model.parameters()] == places

@@ -7,7 +7,7 @@ import pytest
 from torch import Tensor, nn
 
 from llmcompressor.errors import TargetError
-from llmcompressor.modeling.blocks import block_of, find_blocks, sub_blocks
+from llmcompressor.modeling.blocks import find_blocks, sub_blocks
 
 
 class Attention(nn.Module):
@@ -76,11 +76,6 @@ def test_embeddings_are_a_block_only_where_they_are_repeated() -> None:
     assert list(find_blocks(model).values())[2:] == ["body.layers.2"]
 
 
-def test_a_list_inside_a_block_is_no_block() -> None:
-    model = Model(2, Listed)
-    assert list(find_blocks(model).values()) == ["body.layers.0", "body.layers.1"]
-
-
 class Named(nn.ModuleDict):
     """A block whose parts have names, with a forward of its own."""
 
@@ -89,18 +84,6 @@ class Named(nn.ModuleDict):
 
     def forward(self, x: Tensor) -> Tensor:
         return x
-
-
-def test_a_list_that_is_called_is_a_block() -> None:
-    assert list(find_blocks(Model(2, Named)).values()) == ["body.layers.0", "body.layers.1"]
-
-
-def test_what_is_never_called_or_a_single_matrix_is_no_block() -> None:
-    model = Model(2)
-    model.body.layers.append(nn.ModuleList([nn.LayerNorm(4), Layer()]))
-    model.prenet = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
-    expected = ["body.layers.0", "body.layers.1", "body.layers.2.1"]
-    assert list(find_blocks(model).values()) == expected
 
 
 def test_a_model_without_repeated_blocks_has_none() -> None:
@@ -130,10 +113,3 @@ def test_a_list_is_never_called_so_its_entries_are_the_parts() -> None:
     layer = Listed()
     wanted = set(layer.modules())
     assert list(sub_blocks(layer, "l", wanted).values()) == ["l.parts.0", "l.parts.1.up"]
-
-
-def test_the_block_of_a_name() -> None:
-    blocks = find_blocks(Model(12))
-    assert block_of(blocks, "body.layers.1.attention.q") == "body.layers.1"
-    assert block_of(blocks, "body.layers.11") == "body.layers.11"
-    assert block_of(blocks, "head") is None

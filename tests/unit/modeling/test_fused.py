@@ -54,20 +54,9 @@ def test_each_kind_of_set_is_found_in_its_order() -> None:
         assert fused_sets(tree(*reversed(names))) == [tuple(names)]
 
 
-def test_a_gate_of_numbered_names_is_served_with_what_it_gates() -> None:
-    """``w2`` is the way down."""
-    assert fused_sets(tree("a.w1", "a.w2", "a.w3")) == [("a.w1", "a.w3")]
-
-
 def test_members_below_different_parents_or_alone_are_no_set() -> None:
     assert fused_sets(tree("a.gate_proj", "b.up_proj", "a.q_proj")) == []
     assert fused_sets(tree("a.q_proj", "a.k_proj")) == [("a.q_proj", "a.k_proj")]
-
-
-def test_only_linears_are_joined() -> None:
-    model = tree("a.w1", "a.w3")
-    model.a.w3 = nn.LayerNorm(2)
-    assert fused_sets(model) == []
 
 
 def test_partners_are_the_rest_of_the_sets() -> None:
@@ -88,13 +77,6 @@ def test_a_forget_gate_is_served_with_what_has_its_input(gate: str) -> None:
     all_of_them = (*without, f"a.{gate}", "a.f_b_proj", "a.forget_gate.f_b_proj", "a.g_b_proj")
     assert fused_sets(tree(*all_of_them)) == [joined]
     assert set(fused_partners(joined[4], all_of_them)) & set(all_of_them) == {*joined} - {joined[4]}
-
-
-def test_latent_queries_are_served_with_what_there_is_of_keys_and_values() -> None:
-    shared = ("a.q_a_proj", "a.kv_proj")
-    assert fused_sets(tree(*shared, "a.q_b_proj", "a.compressor.kv_proj")) == [shared]
-    gated = ("a.q_a_proj", "a.kv_a_proj_with_mqa", "a.g_proj")
-    assert fused_sets(tree(*gated, "b.q_proj", "b.g_proj")) == [gated]
 
 
 def test_experts_of_one_mixture_are_one_set() -> None:

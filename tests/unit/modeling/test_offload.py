@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import gc
 import mmap
 import os
 import tempfile
@@ -13,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 
-from llmcompressor.modeling import offload
 from llmcompressor.modeling.offload import MmapStoragePool
 
 PAGE = mmap.PAGESIZE
@@ -78,28 +76,6 @@ def test_a_place_is_free_when_the_last_view_is_gone() -> None:
     assert torch.equal(other, _values(MIB, 1))
 
 
-def test_a_large_place_is_not_taken_by_what_is_small() -> None:
-    pages = MmapStoragePool(64 * MIB)
-    large = _put(pages, _values(MIB))
-    assert large is not None
-    place = large.data_ptr()
-    del large
-    small = _put(pages, _values(MIB // 4))
-    assert small is not None
-    assert small.data_ptr() != place
-
-
-def test_it_takes_no_more_than_its_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(offload, "_EXTENT", MIB)
-    pages = MmapStoragePool(3 * MIB)
-    held = [_put(pages, _values(MIB // 4, index)) for index in range(4)]
-    assert held[3] is None
-    assert pages.bytes == 3 * MIB
-    assert all(torch.equal(held[index], _values(MIB // 4, index)) for index in range(3))
-    del held
-    assert _put(pages, _values(MIB // 4)) is not None
-
-
 def test_a_full_disk_is_no_room_and_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warned: list[str]
 ) -> None:
@@ -118,33 +94,3 @@ def test_a_full_disk_is_no_room_and_leaves_nothing(
     assert held is not None
     assert torch.equal(held, _values(MIB))
     assert list(tmp_path.iterdir()) == []
-
-
-def test_what_is_there_outlives_the_file_and_nothing_is_added() -> None:
-    pages = MmapStoragePool(64 * MIB)
-    held = _put(pages, _values(MIB))
-    pages.close()
-    assert _put(pages, _values(MIB)) is None
-    del pages
-    gc.collect()
-    assert held is not None
-    held.add_(1)
-    assert torch.equal(held, _values(MIB) + 1)
-
-
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="Linux tells what is resident")
-def test_what_waits_does_not_count_as_the_memory_of_the_process() -> None:
-    def mapped() -> int:
-        fields = dict(
-            line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines()
-        )
-        return int(fields["RssFile"].split()[0]) + int(fields["RssShmem"].split()[0])
-
-    pages, before = MmapStoragePool(256 * MIB), mapped()
-    held = [_put(pages, _values(4 * MIB, index)) for index in range(4)]
-    assert mapped() - before < 4 * 1024
-    assert all(bool(torch.isfinite(one).all()) for one in held if one is not None)
-    assert mapped() - before > 56 * 1024
-    pages.let_go()
-    assert mapped() - before < 4 * 1024
-    assert torch.equal(held[3], _values(4 * MIB, 3))

@@ -15,7 +15,6 @@ from llmcompressor.modeling.sharded import (
     gather_shards,
     is_sharded_like,
     local_shard,
-    shard_like,
     write_sharded,
     zero_sharded,
 )
@@ -74,48 +73,6 @@ def test_a_piece_is_written_and_what_was_gathered_is_let_go(as_process: Any) -> 
     assert parameter.numel() == 0, "the next forward gathers what was written"
     zero_sharded(parameter)
     assert not local_shard(parameter).any()
-
-
-def test_shapes_are_shown_and_hidden_again() -> None:
-    model = nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 2))
-    cut_up(model[0].weight)
-    assert sharded.has_partitioned_parameters(model)
-    assert sharded.full_shape(model[0].weight) == (4, 6)
-    with sharded.full_shapes_reported(model):
-        assert model[0].weight.shape == (4, 6)
-        assert model[0].weight.untyped_storage().nbytes() <= 4, "it takes no memory"
-        assert model[1].weight.any(), "what is whole stays as it is"
-    assert model[0].weight.shape == (0,)
-
-
-def test_a_whole_state_is_kept_by_who_wants_it() -> None:
-    """A weight that two modules share is one tensor there too."""
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    model[1].weight = model[0].weight
-    values = cut_up(model[0].weight)
-    model[0].weight.data = values.clone()  # gathered
-    state = sharded.full_state_dict(model, keep=True)
-    assert torch.equal(state["0.weight"], values)
-    assert state["0.weight"] is state["1.weight"]
-    assert sharded.full_state_dict(model, keep=False) == {}
-
-
-def test_what_is_added_later_becomes_a_buffer() -> None:
-    """DeepSpeed's hooks would look for the pieces of a parameter."""
-    layer = nn.Linear(4, 4)
-    for parameter in (layer.weight, layer.bias):
-        cut_up(parameter)
-    layer.register_parameter("weight_scale", nn.Parameter(torch.ones(4, 1)))
-    sharded.convert_to_buffers(layer)
-    assert [name for name, _ in layer.named_parameters()] == ["weight", "bias"]
-    assert "weight_scale" in layer.state_dict()
-
-
-def test_whole_tensors_are_left_alone() -> None:
-    parameter = nn.Parameter(torch.randn(2, 3))
-    assert not sharded.is_partitioned(parameter)
-    assert torch.equal(shard_like(torch.ones(2, 3), parameter), torch.ones(2, 3))
-    assert sharded.full_shape(parameter) == (2, 3)
 
 
 def test_hooks_before_a_forward_come_after_those_that_gather() -> None:

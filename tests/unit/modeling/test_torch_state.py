@@ -74,35 +74,3 @@ def test_each_side_keeps_its_own_state(inner: str, outer: str) -> None:
         assert inside.inference == expected_inside.inference
         assert TorchState.capture() == before
     assert TorchState.capture() == before
-
-
-def test_a_suspended_default_device_does_not_leak() -> None:
-    with _suspended_inside(torch.device("meta")) as look:
-        assert torch.empty(1).device.type == "cpu"
-        assert len(look().function_modes) == 1
-        assert torch.empty(1).device.type == "cpu"
-
-
-def test_casts_of_weights_are_forgotten_at_a_switch() -> None:
-    """Autocast remembers casts by tensor; the weight may change while a pass is suspended."""
-    weight = torch.nn.Parameter(torch.ones(2, 2))
-    x = torch.ones(1, 2)
-    hub = greenlet.getcurrent()
-    seen = []
-
-    def body() -> None:
-        with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
-            seen.append(torch.nn.functional.linear(x, weight))
-            hub.switch()
-            seen.append(torch.nn.functional.linear(x, weight))
-
-    home = TorchState.capture()
-    coroutine = greenlet.greenlet(body)
-    coroutine.switch()
-    suspended = SuspendedState(home)
-    weight.data = torch.zeros(2, 2)
-    suspended.restore_own()
-    coroutine.switch()
-    assert seen[0].eq(2).all()
-    assert seen[1].eq(0).all()
-    assert TorchState.capture() == home

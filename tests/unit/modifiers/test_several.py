@@ -16,12 +16,11 @@ from torch.utils.data import DataLoader
 from llmcompressor import callbacks, create_session, oneshot
 from llmcompressor.checkpoint.packing import patch_packed_zero_points
 from llmcompressor.core.modifier import Modifier
-from llmcompressor.errors import InputError, TargetError
+from llmcompressor.errors import TargetError
 from llmcompressor.modifiers import awq as one_class
 from llmcompressor.modifiers.quantization import GPTQModifier, QuantizationModifier
 from llmcompressor.modifiers.smoothquant import SmoothQuantModifier
 from llmcompressor.modifiers.transform.awq import AWQMapping, AWQModifier
-from llmcompressor.pipelines.passes import split_into_passes
 
 ATTENTION = r"re:.*self_attn\.[qkvo]_proj$"
 MLP = r"re:.*mlp\.(gate|up|down)_proj$"
@@ -52,14 +51,9 @@ def changed(model: Module, before: dict[str, Tensor]) -> set[str]:
     }
 
 
-# ---------------------------------------------------------------- smoothing behind quantizing
-
-
 @pytest.mark.parametrize("mappings", [[GATE, DOWN], None])
 @pytest.mark.parametrize("pipeline", ["independent", "sequential"])
-def test_what_is_quantized_before_stays_where_others_are_smoothed(
-    mappings: Any, pipeline: str
-) -> None:
+def test_what_is_quantized_stays_where_others_are_smoothed(mappings: Any, pipeline: str) -> None:
     """Neither scaled nor clipped: attention is as if GPTQ had been alone."""
     before = weights_of(tiny.llama())
     alone = weights_of(tiny.run(tiny.llama(), solving(ATTENTION)))
@@ -140,9 +134,6 @@ def test_norms_before_a_quantized_cache_may_be_smoothed() -> None:
     assert not torch.equal(model.model.layers[0].input_layernorm.weight, plain)
 
 
-# ---------------------------------------------------------------- one module, two modifiers
-
-
 def test_what_solves_takes_modules_from_what_rounds() -> None:
     """AWQ in its form of one class, then GPTQ with the same scheme: both have their part."""
     groups = {"all": {"targets": ["Linear"], "weights": WEIGHTS}}
@@ -151,22 +142,6 @@ def test_what_solves_takes_modules_from_what_rounds() -> None:
     found = tiny.logits(tiny.run(tiny.llama(), *both, solving()), given)
     assert torch.equal(found, tiny.logits(tiny.run(tiny.llama(), AWQModifier(), solving()), given))
     assert not torch.equal(found, tiny.logits(tiny.run(tiny.llama(), *both), given))
-
-
-def test_no_pass_is_made_for_what_has_lost_all_its_modules() -> None:
-    """Static inputs ask for data, and those of modules that GPTQ took are watched by it."""
-    groups = {"all": {"targets": ["Linear"], "weights": WEIGHTS, "input_activations": CACHE}}
-
-    def recipe(*targets: str) -> list[Modifier]:
-        taking = {"all": {**groups["all"], "targets": list(targets)}}
-        both: Any = one_class.AWQModifier(config_groups=groups, ignore=["lm_head"])
-        return [*both, GPTQModifier(config_groups=taking, ignore=["lm_head"])]
-
-    for targets, number in ((["Linear"], 2), (["re:.*down_proj$"], 3)):
-        modifiers = recipe(*targets)
-        assert len(split_into_passes(modifiers, "independent")) == 3
-        tiny.run(tiny.llama(), *modifiers)
-        assert len(split_into_passes(modifiers, "independent")) == number
 
 
 @pytest.mark.parametrize("changes", [{}, {"input_activations": CACHE}])
@@ -203,9 +178,6 @@ def test_any_other_pair_is_refused(recipe: list[Modifier], said: str) -> None:
     assert tiny.traces(model) == {}
 
 
-# ---------------------------------------------------------------- one calibration, by hand
-
-
 def by_hand(model: Any, *recipe: Modifier) -> Any:
     """The events of a calibration, sent by whoever runs the model."""
     given = tiny.batches()
@@ -218,25 +190,3 @@ def by_hand(model: Any, *recipe: Modifier) -> Any:
         callbacks.calibration_epoch_end()
         session.finalize()
     return model
-
-
-SMOOTHING = {"SmoothQuant": SmoothQuantModifier, "AWQ": AWQModifier}
-
-
-@pytest.mark.parametrize("smoothing", SMOOTHING.values(), ids=SMOOTHING)
-def test_by_hand_weights_are_rounded_as_they_are_once_smoothed(smoothing: Any) -> None:
-    recipe = smoothing(), rounding()
-    expected = weights_of(tiny.run(tiny.llama(), *recipe, pipeline="basic"))
-    found = weights_of(by_hand(tiny.llama(), smoothing(), rounding()))
-    assert found.keys() == expected.keys()
-    for name, weight in found.items():
-        assert torch.allclose(weight, expected[name], rtol=1e-5, atol=1e-7), name
-
-
-@pytest.mark.parametrize("smoothing", SMOOTHING.values(), ids=SMOOTHING)
-def test_by_hand_nothing_is_collected_that_is_smoothed_meanwhile(smoothing: Any) -> None:
-    before = weights_of(tiny.llama())
-    model = tiny.llama()
-    with pytest.raises(InputError, match="changes what GPTQModifier, behind it, collects"):
-        by_hand(model, smoothing(), solving())
-    assert not changed(model, before)

@@ -26,7 +26,6 @@ from llmcompressor.checkpoint import names as expert_names
 from llmcompressor.checkpoint.moe_names import unfuse_stored_experts
 from llmcompressor.checkpoint.names import expert_linear_names, stacking_converters
 from llmcompressor.errors import TargetError
-from llmcompressor.modeling.patches import replace_functional_linear
 from llmcompressor.modifiers.quantization import QuantizationModifier
 from llmcompressor.moe.expert_stops import begin_calibration_stages
 from llmcompressor.moe.layouts import DOWN, GATE, UP
@@ -36,7 +35,6 @@ from llmcompressor.moe.linear_experts import (
     fuse_experts,
     unfuse_experts,
 )
-from llmcompressor.observers.tokens import count_tokens, real_tokens
 from llmcompressor.pipelines.moe_selection import targeted_moes
 
 NAMES = {GATE: GATE, UP: UP, DOWN: DOWN}
@@ -75,43 +73,6 @@ def test_what_is_shown_changes_no_output(family: str, shown: Any, wave: int | No
     for mixture in opened.values():
         mixture.end()
         assert not [name for name in mixture._modules if "_" in name and name != "act_fn"]
-
-
-@pytest.mark.parametrize(
-    ("family", "shown", "done"),
-    thinned(mixtures.FAMILIES, itertools.product(SHOWN, [False, True])),
-)
-def test_an_output_has_the_bits_of_its_own_products(family: str, shown: Any, done: bool) -> None:
-    """A run that goes on behind a layer shows it nothing: else it would end with other bytes.
-
-    How many rows are multiplied at once may change the last bits of each; here it changes all.
-    """
-
-    def by_rows(given: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        made = given @ weight.T * (1 + len(given) / 64)
-        return made if bias is None else made + bias
-
-    model = mixtures.build(family)
-    opened = unfuse_stored_experts(model, find_stacked_moes(model))
-    with replace_functional_linear(lambda given, _: given.ndim == 2, by_rows):
-        before = mixtures.logits(model)
-        for mixture in opened.values():
-            begin_calibration_stages(mixture)
-            mixture.shown = [shown] * mixture.num_experts
-            for stage in (one for pair in mixture.stages for one in pair):
-                stage.is_done = done
-        assert torch.equal(mixtures.logits(model), before)
-
-
-def test_names_come_from_the_tables_of_transformers() -> None:
-    usual = ("qwen3_moe", "deepseek_v3", "llama4_text", "granitemoe")
-    for family, names in {"mixtral": W, "phimoe": W, **dict.fromkeys(usual, NAMES)}.items():
-        sizes = mixtures.FAMILIES.get(family, mixtures.EXPERTS)
-        with torch.device("meta"):
-            config = mixtures.AutoConfig.for_model(family, **{**mixtures.SIZES, **sizes})
-            model = mixtures.AutoModelForCausalLM.from_config(config)
-        for mixture in find_stacked_moes(model):
-            assert expert_linear_names(mixture, stacking_converters(model)) == names, family
 
 
 def test_names_of_another_part_of_the_model_are_not_taken() -> None:
@@ -194,16 +155,6 @@ class RMSNorm(nn.Module):
         return self.weight * hidden_states * scale
 
 
-class Declared(Stacked):
-    """Says how its stacks lie, and has a forward that runs at its own size only."""
-
-    is_transposed, is_concatenated, has_gate, has_bias = False, True, True, False
-
-    def forward(self, hidden_states: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-        assert hidden_states.shape == (7, 8)
-        return super().forward(hidden_states, index, weights)
-
-
 class Odd(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -215,44 +166,6 @@ def holding(module: nn.Module, name: str = "experts") -> nn.Module:
     model.add_module(name, module)
     model.config = SimpleNamespace(num_experts=3)
     return model
-
-
-def test_a_family_that_no_one_knows_is_taken_apart() -> None:
-    torch.manual_seed(0)
-    module = Stacked()
-    (found,) = find_stacked_moes(holding(module, "anything"))
-    assert found.form is not None
-    made = unfuse_experts(found, NAMES)
-    tokens, index = torch.randn(7, 8), torch.stack([torch.randperm(3)[:2] for _ in range(7)])
-    weights = torch.rand(7, 2)
-    with torch.no_grad():
-        wanted = module(tokens, index, weights)
-        assert torch.allclose(made(tokens, index, weights), wanted, atol=1e-5)
-        elsewhere = index.clone()
-        elsewhere[0] = 3  # an expert that another process has
-        assert not made(tokens, elsewhere, weights)[0].any()
-
-
-def test_a_norm_behind_each_expert_stays(said: list[str]) -> None:
-    torch.manual_seed(0)
-    module = Normed()
-    (found,) = find_stacked_moes(holding(module))
-    assert found.form is not None
-    assert not said
-    made = unfuse_experts(found, NAMES)
-    tokens, index = torch.randn(7, 12), torch.stack([torch.randperm(3)[:2] for _ in range(7)])
-    weights = torch.rand(7, 2)
-    with torch.no_grad():
-        wanted = module(tokens, index, weights)
-        assert torch.allclose(made(tokens, index, weights), wanted, atol=1e-5)
-        begin_calibration_stages(made, 2)
-        assert torch.allclose(made(tokens, index, weights), wanted, atol=1e-5)
-
-
-def test_what_cannot_be_tried_out_is_trusted_aloud(said: list[str]) -> None:
-    (found,) = find_stacked_moes(holding(Declared()))
-    assert found.form is not None
-    assert any("Declared could not be tried out" in line for line in said)
 
 
 class Matrices(nn.Module):
@@ -276,17 +189,6 @@ def test_experts_that_cannot_be_unfused_have_a_problem() -> None:
         (found,) = find_stacked_moes(holding(module, name))
         assert found.form is None
         assert problem in found.problem
-
-
-def test_other_modules_are_no_mixture() -> None:
-    for module, name in (
-        (Matrices(weight=(3, 4)), "experts"),  # a router
-        (Matrices(weight=(4,), bias=(1, 4)), "experts"),
-        (Matrices(weight=(24, 4)), "attention"),
-        (nn.ModuleList([nn.Linear(4, 8)]), "experts"),
-        (nn.Conv1d(4, 3, 2), "experts"),
-    ):
-        assert not find_stacked_moes(holding(module, name))
 
 
 def recorded(mixture: LinearExperts) -> dict[tuple[int, str], list[Tensor]]:
@@ -354,21 +256,6 @@ def test_padding_is_neither_counted_nor_shown(small: Any) -> None:
     assert [len(seen[expert, GATE][0]) for expert in range(3)] == [2, 3, 1]
 
 
-@torch.no_grad()
-def test_rows_of_neighbours_are_not_taken_for_a_padded_batch(small: Any) -> None:
-    """Two real tokens of four go to two experts each: four rows, none of them padding."""
-    mixture, tokens, _, weights = small
-    seen = recorded(mixture)
-    begin_calibration_stages(mixture)
-    mixture.shown = ["routed", "routed", "neighbours"]
-    mask = torch.tensor([[True, True], [False, False]])
-    mixture.real_T = mask.flatten()
-    mixture(tokens, torch.tensor([[0, 1]] * 4), weights)
-    for role in (GATE, UP, DOWN):
-        (shown,) = seen[2, role]
-        assert len(real_tokens(shown, mask)) == count_tokens(shown, mask) == 3
-
-
 @pytest.mark.parametrize(
     "operations", [[ErnieFuseAndSplitTextVisionExperts()], [MergeModulelist(dim=0)]]
 )
@@ -388,18 +275,3 @@ def test_experts_with_other_numbers_in_a_checkpoint_are_refused(
     assert not targeted_moes(
         model, [QuantizationModifier(targets="Linear", scheme="W8A8", ignore=ignore)]
     )
-
-
-def test_experts_of_two_layers_that_are_one_are_refused() -> None:
-    model = mixtures.build("mixtral")
-    first, second = (mixture.module for mixture in find_stacked_moes(model))
-    recipe = [QuantizationModifier(targets="Linear", scheme="W8A8")]
-    assert len(targeted_moes(model, recipe)) == 2
-    second.gate_up_proj = first.gate_up_proj
-    with pytest.raises(TargetError, match="share their stacks of experts"):
-        targeted_moes(model, recipe)
-    one = QuantizationModifier(targets=[r"re:.*layers\.0.*"], scheme="W8A8")
-    with pytest.raises(TargetError, match="share their stacks of experts"):
-        targeted_moes(model, [one])
-    ignored = QuantizationModifier(targets="Linear", scheme="W8A8", ignore=["re:.*experts.*"])
-    assert not targeted_moes(model, [ignored])

@@ -5,14 +5,12 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 
-import pytest
 from torch import nn
 
 from llmcompressor.logger import logger
 from llmcompressor.modeling import moe_calibration_context, replace_modules_for_calibration
 from llmcompressor.modeling.gpt_oss import convert_model_for_quantization_gptoss
 from llmcompressor.modeling.moe_context import MoECalibrationModule
-from llmcompressor.modeling.patch.qwen3_omni_patch import fast_pos_embed_interpolate
 from llmcompressor.transformers import wrap_hf_model_class
 
 MODEL = nn.Linear(2, 2)
@@ -57,15 +55,3 @@ def test_routed_tokens_alone_are_an_argument_of_oneshot() -> None:
     logger.remove(sink)
     assert len(lines) == 3
     assert all("moe_calibrate_all_experts=False" in line for line in lines)
-
-
-def test_a_tower_that_is_patched_does_what_its_class_does() -> None:
-    class Tower(nn.Module):
-        def fast_pos_embed_interpolate(self, grid_thw: int) -> tuple[nn.Module, int]:
-            return self, grid_thw
-
-    tower = Tower()
-    tower.fast_pos_embed_interpolate = fast_pos_embed_interpolate.__get__(tower)  # type: ignore[method-assign]
-    assert tower.fast_pos_embed_interpolate(3) == (tower, 3)
-    with pytest.raises(AttributeError, match="fast_pos_embed_interpolate"):
-        fast_pos_embed_interpolate(MODEL, 3)

@@ -50,11 +50,6 @@ def test_equal_streams_leave_the_weight_as_it_is() -> None:
     assert torch.equal(corrected(W_RC, X_TC, X_TC, 0.03), W_RC)
 
 
-def test_a_large_ridge_leaves_the_weight_as_it_is() -> None:
-    W_RC, X_TC, Y_TC = problem()
-    assert torch.allclose(corrected(W_RC, X_TC, Y_TC, 1e9), W_RC, atol=1e-8)
-
-
 def test_the_output_comes_closer_to_the_original_one() -> None:
     W_RC, X_TC, Y_TC = problem()
     before = error(W_RC, W_RC, X_TC, Y_TC)
@@ -99,13 +94,6 @@ def test_with_few_tokens_more_ridge_is_better_on_others(seed: int) -> None:
     assert error(ridge_for_tokens(0.05, gram_CC, [tokens])) < error(0.05)
 
 
-def test_with_many_tokens_the_ridge_is_what_was_asked() -> None:
-    assert ridge_for_tokens(0.05, torch.eye(C), [C * 21]) == 0.05
-    both = ridge_for_tokens(0.05, torch.eye(C).expand(2, C, C), [C, 2 * C])
-    assert isinstance(both, Tensor)
-    torch.testing.assert_close(both, torch.tensor([[1.0], [0.5]]))
-
-
 @pytest.mark.parametrize("ridge", [1e-3, 0.03, 1.0])
 def test_what_a_sum_lacks_is_regressed_on_the_inputs(ridge: float) -> None:
     """min ||Y (Q - W)^T - E||^2 + penalty^2 ||Q - W||^2, as one least-squares problem."""
@@ -120,19 +108,6 @@ def test_what_a_sum_lacks_is_regressed_on_the_inputs(ridge: float) -> None:
     found_RC = residual_corrected_weight(W_RC, Y_TC.T @ Y_TC, missing_CR, ridge)
     assert torch.allclose(found_RC, expected_RC, atol=1e-9)
     assert torch.equal(missing_CR, before_CR)
-
-
-def test_a_sum_that_lacks_nothing_leaves_the_weight_as_it_is() -> None:
-    W_RC, _, Y_TC = problem()
-    nothing_CR = torch.zeros(C, R, dtype=torch.float64)
-    assert torch.equal(residual_corrected_weight(W_RC, Y_TC.T @ Y_TC, nothing_CR, 0.1), W_RC)
-
-
-def test_what_the_streams_differ_by_is_one_thing_that_can_lack() -> None:
-    W_RC, X_TC, Y_TC = problem()
-    missing_CR = Y_TC.T @ (X_TC - Y_TC) @ W_RC.T
-    found_RC = residual_corrected_weight(W_RC, Y_TC.T @ Y_TC, missing_CR, 0.03)
-    assert torch.allclose(found_RC, corrected(W_RC, X_TC, Y_TC, 0.03), atol=1e-9)
 
 
 def test_a_ridge_that_is_too_small_is_raised_tenfold() -> None:

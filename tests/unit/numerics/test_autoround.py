@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.pairs import each, pairs
 from torch import Tensor
 
 from llmcompressor.numerics.autoround import (
-    Gradients,
     RoundingParameters,
     RoundingStart,
     sign_step,
@@ -88,8 +88,7 @@ def textbook(start: RoundingStart, rounding: RoundingParameters) -> Tensor:
     return scale_RC * through(limited_RC, grid.round(limited_RC.detach()))
 
 
-@pytest.mark.parametrize("partition", PARTITIONS, ids=str)
-@pytest.mark.parametrize("grid", GRIDS, ids=str)
+@each(partition=PARTITIONS, grid=GRIDS)
 def test_values_and_gradients_are_those_of_the_textbook(grid: Grid, partition: Partition) -> None:
     start = start_of(grid, partition)
     rounding = moved(start)
@@ -110,9 +109,7 @@ def test_values_and_gradients_are_those_of_the_textbook(grid: Grid, partition: P
             torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("partition", PARTITIONS, ids=str)
-@pytest.mark.parametrize("grid", GRIDS, ids=str)
+@pairs(dtype=[torch.float32, torch.bfloat16], partition=PARTITIONS, grid=GRIDS)
 def test_at_the_start_it_rounds_to_nearest(
     grid: Grid, partition: Partition, dtype: torch.dtype
 ) -> None:
@@ -142,28 +139,6 @@ def test_no_weight_moves_further_than_one_step(grid: Grid) -> None:
         spacing_RC = 1.0 if nearest.spacing_RC is None else nearest.spacing_RC
         error_RC = (level_RC - nearest.wide_RC).abs() / spacing_RC
         assert (error_RC[nearest.inside_RC] <= (1.0 if grid.kind == "int" else 1.51)).all()
-
-
-def test_scales_that_cannot_move_stay() -> None:
-    start = start_of(Grid("float", 4), Partition(1, 8), stored=None)
-    rounding = moved(start)
-    scale, _ = rounding.parameters(start)
-    assert torch.equal(scale, start.scale)
-    found = rounding.apply(start).gradients(start, torch.randn(8, 24), rounding)
-    assert found.high is None
-    assert found.low is None
-
-
-def test_a_step_keeps_to_the_bounds() -> None:
-    start = start_of(Grid("int", 3, symmetric=False), Partition(1, 8))
-    rounding = RoundingParameters.of(start)
-    for _ in range(5):
-        found = rounding.apply(start).gradients(start, torch.randn(8, 24), rounding)
-        sign_step(rounding, found, rate=0.4)
-    assert rounding.offset_RC.abs().max() == pytest.approx(0.499)
-    for factor in (rounding.high, rounding.low):
-        assert factor.min() >= 1e-3
-        assert factor.max() <= 1
 
 
 @pytest.mark.parametrize("symmetric", [True, False])
@@ -204,8 +179,7 @@ def test_pruned_weights_stay_zero(grid: Grid) -> None:
     assert (values_RC[:, 1::2] != 0).float().mean() > 0.5
 
 
-@pytest.mark.parametrize("grid", GRIDS)
-@pytest.mark.parametrize("partition", PARTITIONS)
+@each(grid=GRIDS, partition=PARTITIONS)
 def test_a_start_within_is_rounded_to_its_codes(grid: Grid, partition: Partition) -> None:
     """Whatever is wanted: near, far away, at the ends of the grid, or no number at all."""
     start = start_of(grid, partition)
@@ -223,19 +197,3 @@ def test_a_start_within_is_rounded_to_its_codes(grid: Grid, partition: Partition
     assert (away_RC <= 0.51 * spacing * scale_RC).all()
     # each comes as near as half a step allows: on the side that was wanted
     assert ((found.weight_RC - codes.values) * (wanted_RC - codes.values) >= 0)[1:].all()
-
-
-def test_a_start_within_takes_what_is_near_as_it_is() -> None:
-    start = start_of(Grid("int", 3), Partition(1, 8))
-    codes_RC = RoundingParameters.of(start).apply(start).values
-    near_RC = codes_RC + 0.4 * start.expand(start.scale)
-    assert torch.allclose(start_at_codes(start, codes_RC, near_RC).weight_RC, near_RC)
-
-
-def test_ranges_have_a_rate_of_their_own() -> None:
-    start = start_of(Grid("int", 3), Partition(1, 8))
-    rounding = RoundingParameters.of(start)
-    ones = torch.ones_like(start.scale)
-    sign_step(rounding, Gradients(torch.ones(8, 24), ones, None), 0.25, 0.125)
-    assert (rounding.offset_RC == -0.25).all()
-    assert (rounding.high == 0.875).all()

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from llmcompressor.numerics.awq import (
-    Bounds,
     Duo,
     StackedLinears,
     candidates,
@@ -94,22 +93,6 @@ def test_the_best_candidate_is_chosen_and_beats_rounding(
     assert found.error < 0.5 * found.before
 
 
-def test_even_inputs_and_weights_need_no_scale() -> None:
-    grid = candidates(torch.full((COLUMNS,), 3.0), torch.full((COLUMNS,), 0.4), 8, True)
-    for _, scale in grid:
-        torch.testing.assert_close(scale, torch.ones(COLUMNS))
-
-
-def test_scales_of_the_formula() -> None:
-    inputs, prominence = torch.tensor([0.2, 4.0, 1.0]), torch.tensor([0.1, 0.5, 1.0])
-    for candidate, scale in candidates(inputs, prominence, 6, "both"):
-        plain = inputs**candidate.ratio
-        if candidate.duo:
-            plain = plain / (prominence ** (1 - candidate.ratio) + 1e-4)
-        plain = plain.clamp(min=1e-4)
-        torch.testing.assert_close(scale, plain / (plain.max() * plain.min()).sqrt())
-
-
 BAD = [0.0, float("inf"), float("nan"), 1e-45, 3e38]
 
 
@@ -118,19 +101,6 @@ def test_no_candidate_is_zero_or_beyond_numbers(first: float, second: float) -> 
     inputs, prominence = torch.tensor([first, 1.0]), torch.tensor([second, 1.0])
     for _, scale in candidates(inputs, prominence, 20, "both"):
         assert bool((torch.isfinite(scale) & (scale > 0)).all())
-
-
-def test_where_all_errors_are_nan_nothing_is_scaled(weights: list[Tensor]) -> None:
-    grid = candidates(torch.ones(COLUMNS) * 2, relative_column_magnitude(weights, GROUP), 4, True)
-    found = choose_scale(lambda scales: [float("nan")] * len(scales), grid, torch.ones(COLUMNS))
-    assert found.candidate is None
-    assert torch.equal(found.scale_C, torch.ones(COLUMNS))
-
-
-def test_prominence_is_between_zero_and_one_and_one_for_the_largest() -> None:
-    weight = torch.tensor([[0.0, -8.0, 1.0, 4.0], [0.0, 2.0, 5.0, 5.0]])
-    found = relative_column_magnitude([weight], 2)
-    torch.testing.assert_close(found, torch.tensor([0.0, 1.0, 0.625, 1.0]), atol=1e-5, rtol=0)
 
 
 def test_clipping_lowers_the_error_of_outputs(weights: list[Tensor], inputs: Tensor) -> None:
@@ -180,21 +150,6 @@ def test_one_group_gets_the_best_of_all_tried_ends(inputs: Tensor, sweeps: int) 
             best = min(tried, key=lambda ends: error(row, *ends))
         expected = float(row.min()) * best[0], float(row.max()) * best[1]
         assert (float(low), float(high)) == pytest.approx(expected)
-
-
-def test_rows_do_not_see_each_other(weights: list[Tensor], inputs: Tensor) -> None:
-    """However many are clipped together: rows are worked on by parts."""
-    gram, many = inputs.T @ inputs, torch.cat([weights[0]] * 13)
-    whole = clip_bounds(many, gram, rounded_within, GROUP)
-    alone = clip_bounds(weights[0], gram, rounded_within, GROUP)
-    for together, single in zip(whole, alone, strict=True):
-        torch.testing.assert_close(together, single.repeat(13, 1))
-
-
-def test_bounds_leave_what_lies_within_them() -> None:
-    weight = torch.randn(3, 8)
-    whole = Bounds(torch.full((3, 2), -9.0), torch.full((3, 2), 9.0))
-    assert torch.equal(whole.clamp(weight), weight)
 
 
 def test_the_grid_is_that_of_the_published_search() -> None:

@@ -3,11 +3,9 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import torch
 
-from llmcompressor.numerics import column_sweep as module
 from llmcompressor.numerics.column_sweep import column_ops
 
 SHAPES = [(5, 7), (3, 5, 7)]
@@ -60,24 +58,3 @@ def test_halves_go_to_even_and_nan_stays() -> None:
     ops.clamp(column, ops.number(-8), ops.number(7), out=column)
     assert halves[0, :4].tolist() == [0, 2, 2, 0]
     assert bool(halves[0, 4].isnan())
-
-
-def test_long_columns_and_other_dtypes_are_left_to_torch() -> None:
-    def is_numpy(tensor: torch.Tensor, **kwargs: bool) -> bool:
-        return isinstance(column_ops(tensor, **kwargs).columns(tensor)[0], np.ndarray)
-
-    assert is_numpy(torch.zeros(2, 100))
-    assert not is_numpy(torch.zeros(2, 100), by_torch=True)
-    assert not is_numpy(torch.zeros(2, module._SHORT))
-    assert not is_numpy(torch.zeros(4, 2, module._SHORT // 4))  # a column of all four
-    assert not is_numpy(torch.zeros(2, 100, dtype=torch.float64))
-
-
-def test_without_its_ufunc_clip_is_still_numpys(monkeypatch: pytest.MonkeyPatch) -> None:
-    def absent(name: str) -> None:
-        raise ImportError(name)
-
-    monkeypatch.setattr(module.importlib, "import_module", absent)
-    clip, found = module._clip(), np.zeros(3, np.float32)
-    clip(np.array([-9.0, 1.0, 9.0], np.float32), module._NUMPY.number(-8), 7.0, out=found)
-    assert found.tolist() == [-8, 1, 7]

@@ -9,18 +9,16 @@ from functools import partial
 
 import pytest
 import torch
+from tests.support.pairs import each, pairs
 from torch import Tensor
 
 from llmcompressor.numerics import distillation as d
-from llmcompressor.numerics.distillation import mean_of_rows, mean_over_tokens
+from llmcompressor.numerics.distillation import mean_over_tokens
 
 
 def rows(seed: int, count: int = 5, width: int = 7, dtype: torch.dtype = torch.float64) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     return (2 * torch.randn(count, width, generator=generator, dtype=torch.float64)).to(dtype)
-
-
-# ---- textbook versions, number by number
 
 
 def softened(logits: list[float], temperature: float) -> list[float]:
@@ -77,8 +75,7 @@ COMPARISONS: dict[str, Callable[..., Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("name", SLOW)
-@pytest.mark.parametrize("seed", [0, 1, 2])
+@each(name=SLOW, seed=[0, 1, 2])
 def test_a_comparison_is_that_of_the_textbook(name: str, seed: int) -> None:
     fast, slow = SLOW[name]
     student, teacher = rows(seed), rows(seed + 100)
@@ -88,28 +85,11 @@ def test_a_comparison_is_that_of_the_textbook(name: str, seed: int) -> None:
     torch.testing.assert_close(found, torch.tensor(expected, dtype=torch.float64))
 
 
-@pytest.mark.parametrize("name", SLOW)
-def test_sixteen_bits_are_computed_in_float32(name: str) -> None:
-    fast, _ = SLOW[name]
-    student, teacher = rows(0, dtype=torch.bfloat16), rows(1, dtype=torch.float16)
-    found = fast(student, teacher)
-    assert found.dtype == torch.float32
-    exact = fast(student.double(), teacher.double())
-    torch.testing.assert_close(found.double(), exact, rtol=1e-5, atol=1e-6)
-
-
 @pytest.mark.parametrize("name", COMPARISONS)
 def test_gradients_are_those_of_finite_differences(name: str) -> None:
     teacher = rows(4)
     student = rows(3).requires_grad_()
     assert torch.autograd.gradcheck(lambda s: COMPARISONS[name](s, teacher), student)
-
-
-def test_square_head_is_a_ratio_of_mean_squares() -> None:
-    student, teacher = rows(0), rows(1)
-    mse = torch.nn.functional.mse_loss
-    expected = mse(student, teacher) / mse(teacher, torch.zeros_like(teacher))
-    torch.testing.assert_close(d.square_head(student, teacher).mean(), expected)
 
 
 def test_transforms_are_those_of_the_textbook() -> None:
@@ -124,9 +104,6 @@ def test_transforms_are_those_of_the_textbook() -> None:
         assert transform(given.bfloat16()).dtype == torch.float32
 
 
-# ---- limits
-
-
 @pytest.mark.parametrize(
     "name", ["l1", "l2", "cosine", "kl", "kl at 3", "square head", "square head per token"]
 )
@@ -138,7 +115,7 @@ def test_a_student_like_its_teacher_has_nothing_to_learn(name: str) -> None:
     assert gradient.abs().max() < 1e-12
 
 
-def test_at_high_temperature_the_divergence_is_the_squared_difference_of_centred_logits() -> None:
+def test_hot_divergence_is_that_of_centred_logits() -> None:
     student, teacher = rows(0), rows(1)
 
     def centred(logits: Tensor) -> Tensor:
@@ -150,49 +127,26 @@ def test_at_high_temperature_the_divergence_is_the_squared_difference_of_centred
         torch.testing.assert_close(found, limit, rtol=tolerance, atol=0)
 
 
-def test_cross_entropy_and_divergence_differ_by_a_constant() -> None:
-    student, teacher = rows(0).requires_grad_(), rows(1)
-    entropy = d.cross_entropy(teacher, teacher, temperature=2.0)
-    ours = d.cross_entropy(student, teacher, temperature=2.0)
-    divergence = d.kl_divergence(student, teacher, temperature=2.0)
-    torch.testing.assert_close(ours - entropy, divergence)
-    first, second = (torch.autograd.grad(each.sum(), student)[0] for each in (ours, divergence))
-    torch.testing.assert_close(first, second)
+EXTREME = [
+    ([6e4, -6e4, 0.0], [-6e4, 6e4, 0.0]),
+    ([1.0, 2.0, -math.inf], [2.0, 1.0, -math.inf]),
+    ([1.0, 2.0, 3.0], [2.0, 1.0, -math.inf]),
+    ([1.0, 2.0, -math.inf], [2.0, 1.0, 3.0]),
+    ([0.0, 0.0, 0.0], [6e4, 0.0, 0.0]),
+    ([1.0, 2.0, -3e38], [2.0, 1.0, 3.0]),
+    ([1.0, 2.0, -3e38], [2.0, 1.0, -math.inf]),
+]
 
 
-def test_the_gradient_of_the_divergence_is_the_difference_of_distributions() -> None:
-    student, teacher = rows(0).requires_grad_(), rows(1)
-    (gradient,) = torch.autograd.grad(
-        d.kl_divergence(student, teacher, temperature=4.0).sum(), student
-    )
-    q, p = d.softmax(student.detach(), temperature=4.0), d.softmax(teacher, temperature=4.0)
-    torch.testing.assert_close(gradient, 4.0 * (q - p))
-
-
-def test_logarithms_of_probabilities_are_logits() -> None:
-    student, teacher = rows(0), rows(1)
-    expected = d.kl_divergence(student, teacher)
-    found = d.kl_divergence(d.log_softmax(student), d.log_softmax(teacher))
-    torch.testing.assert_close(found, expected)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("name", ["kl", "kl at 3", "cross entropy", "cross entropy at half"])
-@pytest.mark.parametrize(
-    ("student", "teacher"),
-    [
-        ([6e4, -6e4, 0.0], [-6e4, 6e4, 0.0]),
-        ([1.0, 2.0, -math.inf], [2.0, 1.0, -math.inf]),
-        ([1.0, 2.0, 3.0], [2.0, 1.0, -math.inf]),
-        ([1.0, 2.0, -math.inf], [2.0, 1.0, 3.0]),
-        ([0.0, 0.0, 0.0], [6e4, 0.0, 0.0]),
-        ([1.0, 2.0, -3e38], [2.0, 1.0, 3.0]),
-        ([1.0, 2.0, -3e38], [2.0, 1.0, -math.inf]),
-    ],
+@pairs(
+    logits=EXTREME,
+    name=["kl", "kl at 3", "cross entropy", "cross entropy at half"],
+    dtype=[torch.float32, torch.bfloat16, torch.float16],
 )
 def test_extreme_logits_give_numbers(
-    student: list[float], teacher: list[float], name: str, dtype: torch.dtype
+    logits: tuple[list[float], list[float]], name: str, dtype: torch.dtype
 ) -> None:
+    student, teacher = logits
     ours = torch.tensor([student], dtype=dtype, requires_grad=True)
     loss = COMPARISONS[name](ours, torch.tensor([teacher], dtype=dtype))
     loss.sum().backward()
@@ -201,31 +155,7 @@ def test_extreme_logits_give_numbers(
     assert ours.grad.isfinite().all()
 
 
-def test_entries_that_are_excluded_do_not_count() -> None:
-    student, teacher = rows(0), rows(1)
-    left = torch.full((len(student), 2), -math.inf, dtype=torch.float64)
-    expected = d.kl_divergence(student, teacher)
-    more = torch.cat([student, left], dim=1)
-    torch.testing.assert_close(d.kl_divergence(more, torch.cat([teacher, left], 1)), expected)
-    # what the student cannot say is not asked of it
-    extra = torch.cat([teacher, rows(2)[:, :2]], dim=1)
-    torch.testing.assert_close(d.kl_divergence(more, extra), expected)
-
-
-def test_what_is_no_number_stays_none() -> None:
-    student = rows(0)
-    student[0, 0] = math.nan
-    found = d.kl_divergence(student, rows(1))
-    assert found[0].isnan()
-    assert not found[1:].isnan().any()
-
-
-# ---- the mean over tokens, by chunks
-
-
-@pytest.mark.parametrize("name", COMPARISONS)
-@pytest.mark.parametrize("chunk_elements", [1, 15, 10**6])
-@pytest.mark.parametrize("chosen", [None, [0, 2, 5], []])
+@pairs(name=COMPARISONS, chunk_elements=[1, 15, 10**6], chosen=[None, [0, 2, 5], []])
 def test_chunks_give_what_the_whole_gives(
     name: str, chunk_elements: int, chosen: list[int] | None
 ) -> None:
@@ -244,14 +174,6 @@ def test_chunks_give_what_the_whole_gives(
     torch.testing.assert_close(chunked.grad, plain.grad)
 
 
-def test_the_gradient_of_the_mean_passes_finite_differences() -> None:
-    teacher, which = rows(1, count=4), torch.tensor([0, 3])
-    student = rows(0, count=4).requires_grad_()
-    assert torch.autograd.gradcheck(
-        lambda s: mean_over_tokens(d.kl_divergence, s, teacher, which, 7), student
-    )
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_the_gradient_of_sixteen_bits_is_as_exact_as_they_allow(dtype: torch.dtype) -> None:
     # with the scale of a loss that float16 needs, and more tokens than it can divide by
@@ -267,14 +189,6 @@ def test_the_gradient_of_sixteen_bits_is_as_exact_as_they_allow(dtype: torch.dty
     assert error < 2 * torch.finfo(dtype).eps
 
 
-def test_nothing_but_a_gradient_of_the_students_dtype_is_kept() -> None:
-    student = rows(0, count=64, width=50, dtype=torch.bfloat16).requires_grad_()
-    loss = mean_over_tokens(d.kl_divergence, student, rows(1, count=64, width=50), None, 100)
-    assert loss.grad_fn is not None
-    kept = loss.grad_fn.saved_tensors  # type: ignore[attr-defined] # of a custom function
-    assert [(tuple(each.shape), each.dtype) for each in kept] == [((64, 50), torch.bfloat16)]
-
-
 def test_no_tensor_is_larger_than_a_chunk() -> None:
     """Of those that are computed; the gradient that is kept has the student's size and dtype."""
     count, width, chunk = 64, 50, 200
@@ -285,28 +199,11 @@ def test_no_tensor_is_larger_than_a_chunk() -> None:
     class Watch(torch.utils._python_dispatch.TorchDispatchMode):
         def __torch_dispatch__(self, function, types, args=(), kwargs=None):
             result = function(*args, **(kwargs or {}))
-            for each in result if isinstance(result, tuple) else [result]:
-                if isinstance(each, Tensor) and each.numel() > chunk:
-                    large.add(f"{function} {each.dtype}")
+            for one in result if isinstance(result, tuple) else [result]:
+                if isinstance(one, Tensor) and one.numel() > chunk:
+                    large.add(f"{function} {one.dtype}")
             return result
 
     with Watch():
         mean_over_tokens(d.kl_divergence, student, teacher, None, chunk).backward()
     assert not [name for name in large if "float32" in name], large
-
-
-def test_mean_of_rows() -> None:
-    given = rows(0, count=6)
-    which = torch.tensor([1, 4])
-    expected = d.squared_norm(given)
-    torch.testing.assert_close(mean_of_rows(d.squared_norm, given, None, 8), expected.mean())
-    torch.testing.assert_close(mean_of_rows(d.squared_norm, given, which), expected[which].mean())
-    assert mean_of_rows(d.squared_norm, given, which[:0]) == 0
-
-
-def test_without_a_gradient_none_is_computed() -> None:
-    student = rows(0)
-    assert not mean_over_tokens(d.l2_distance, student, rows(1)).requires_grad
-    with torch.no_grad():
-        loss = mean_over_tokens(d.l2_distance, student.requires_grad_(), rows(1))
-    assert not loss.requires_grad

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from tests.support.pairs import each, pairs
 from torch import Tensor
 
 from llmcompressor.numerics.gptq import (
@@ -74,11 +75,7 @@ def nearest(weight_RC: Tensor, scales: ColumnScales, grid: Grid) -> Tensor:
 
 
 def textbook(one: Case) -> tuple[Tensor, Tensor]:
-    """Optimal brain quantization with the inverse updated explicitly, column after column.
-
-    Hassibi and Stork's update of all remaining weights, then elimination of the column from the
-    inverse: no factorization, no blocks, float64.
-    """
+    """Optimal brain quantization with the inverse updated explicitly, column after column."""
     weight_RC, inverse_CC = one.weight_RC.double().clone(), one.hessian_CC.double().inverse()
     rounded_RC, loss_R = torch.zeros_like(weight_RC), torch.zeros(R, dtype=torch.float64)
     for c in range(C):
@@ -102,8 +99,7 @@ def output_error(one: Case, rounded_RC: Tensor) -> float:
     return float(((change_RC @ one.hessian_CC.double()) * change_RC).sum())
 
 
-@pytest.mark.parametrize("grid", GRIDS)
-@pytest.mark.parametrize("partition", PARTITIONS)
+@each(grid=GRIDS, partition=PARTITIONS)
 def test_it_is_the_textbook_elimination(partition: str, grid: str) -> None:
     one = case(partition, grid)
     result = sweep(one.weight_RC, one.factor(), one.scales, one.grid)
@@ -112,8 +108,7 @@ def test_it_is_the_textbook_elimination(partition: str, grid: str) -> None:
     assert torch.allclose(result.loss_R.sum().double(), loss_R.sum(), rtol=1e-2)
 
 
-@pytest.mark.parametrize("grid", GRIDS)
-@pytest.mark.parametrize("partition", PARTITIONS)
+@each(grid=GRIDS, partition=PARTITIONS)
 def test_every_weight_lands_on_its_grid(partition: str, grid: str) -> None:
     one = case(partition, grid)
     rounded_RC = sweep(one.weight_RC, one.factor(), one.scales, one.grid).weight_RC
@@ -122,9 +117,7 @@ def test_every_weight_lands_on_its_grid(partition: str, grid: str) -> None:
 
 @pytest.mark.parametrize("grid", ["int4", "fp4"])
 @pytest.mark.parametrize("partition", PARTITIONS)
-def test_the_outputs_are_closer_than_those_of_rounding_to_nearest(
-    partition: str, grid: str
-) -> None:
+def test_outputs_are_closer_than_by_rounding_to_nearest(partition: str, grid: str) -> None:
     gptq = plain = 0.0
     for seed in range(3):
         one = case(partition, grid, seed)
@@ -162,8 +155,7 @@ def test_blocks_and_strips_do_not_show(block: int, strip: int, batched: bool) ->
     assert torch.allclose(cut.loss_R.sum(), whole.loss_R.sum(), rtol=1e-2)
 
 
-@pytest.mark.parametrize("grid", GRIDS)
-@pytest.mark.parametrize("partition", PARTITIONS)
+@each(grid=GRIDS, partition=PARTITIONS)
 def test_uncorrelated_inputs_leave_plain_rounding(partition: str, grid: str) -> None:
     one = case(partition, grid)
     result = sweep(one.weight_RC, torch.eye(C), one.scales, one.grid)
@@ -206,34 +198,6 @@ def test_batches_are_swept_as_if_alone() -> None:
         assert torch.allclose(loss_R.sum(), alone.loss_R.sum(), rtol=1e-2)
 
 
-def test_rows_of_two_weights_are_solved_as_if_alone() -> None:
-    a, b = case(seed=1), case(seed=2)
-    stacked = ColumnScales(
-        torch.cat([a.scales.scale_RG, b.scales.scale_RG]), None, a.scales.group_of_column_C
-    )
-    together = sweep(torch.cat([a.weight_RC, b.weight_RC]), a.factor(), stacked, a.grid)
-    for one, weight_RC in zip((a, b), torch.split(together.weight_RC, R), strict=True):
-        alone = sweep(one.weight_RC, a.factor(), one.scales, one.grid)
-        assert equal_rows(weight_RC, alone.weight_RC) >= 15 / 16
-
-
-def test_nothing_given_is_changed() -> None:
-    one = case("group", "int4 asymmetric")
-    factor_CC = one.factor()
-    given = [one.weight_RC, factor_CC, *(each for each in one.scales if each is not None)]
-    before = [tensor.clone() for tensor in given]
-    sweep(one.weight_RC, factor_CC, one.scales, one.grid)
-    for tensor, old in zip(given, before, strict=True):
-        assert torch.equal(tensor, old)
-
-
-def test_activation_order_falls_and_keeps_ties_in_place() -> None:
-    hessian_CC = torch.diag(torch.tensor([1.0, 3.0, 0.0, 3.0, 2.0, 0.0]))
-    assert activation_order(hessian_CC).tolist() == [1, 3, 4, 0, 2, 5]
-    stacked = torch.stack([hessian_CC, torch.eye(6)])
-    assert activation_order(stacked)[1].tolist() == list(range(6))
-
-
 @pytest.mark.parametrize("batched", [False, True])
 def test_an_order_is_that_of_a_weight_whose_columns_were_moved(batched: bool) -> None:
     one = case("channel", "int4 asymmetric")
@@ -253,8 +217,6 @@ def test_an_order_is_that_of_a_weight_whose_columns_were_moved(batched: bool) ->
     assert equal_rows(result.weight_RC.reshape(R, C), expected_RC) >= (15 / 16 if batched else 1)
     assert torch.allclose(result.loss_R.sum(), moved.loss_R.sum(), rtol=1e-2)
 
-
-# ---------------------------------------------------------------------- coordinate descent
 
 DAMPENING = 0.05
 
@@ -294,11 +256,8 @@ def descended(one: Case, rounded_RC: Tensor, **changes: int) -> Tensor:
     ).weight_RC
 
 
-@pytest.mark.parametrize("grid", GRIDS)
-@pytest.mark.parametrize("partition", PARTITIONS)
-def test_a_descent_lowers_the_error_row_by_row_and_stays_on_the_grid(
-    partition: str, grid: str
-) -> None:
+@each(grid=GRIDS, partition=PARTITIONS)
+def test_a_descent_lowers_each_row_s_error_on_the_grid(partition: str, grid: str) -> None:
     one = case(partition, grid)
     rounded_RC = sweep(one.weight_RC, one.factor(), one.scales, one.grid).weight_RC
     for start_RC in (rounded_RC, nearest(one.weight_RC, one.scales, one.grid)):
@@ -309,27 +268,7 @@ def test_a_descent_lowers_the_error_row_by_row_and_stays_on_the_grid(
     assert float(after_R.sum()) < float(before_R.sum())  # rounding to nearest leaves room
 
 
-@pytest.mark.parametrize("block", [16, 128])
-@pytest.mark.parametrize("grid", GRIDS)
-def test_a_descent_tells_by_how_much_the_loss_of_each_row_changed(grid: str, block: int) -> None:
-    one = case("group", grid)
-    start_RC = nearest(one.weight_RC, one.scales, one.grid)
-    found = coordinate_descent(
-        one.weight_RC,
-        start_RC,
-        one.hessian_CC,
-        one.scales,
-        one.grid,
-        dampening=DAMPENING,
-        block=block,
-    )
-    change_R = (row_errors(one, found.weight_RC) - row_errors(one, start_RC)) / 2
-    within = 1e-4 * float(row_errors(one, start_RC).max())
-    assert torch.allclose(found.loss_R.double(), change_R, rtol=1e-3, atol=within)
-
-
-@pytest.mark.parametrize("block", [1, 16, 24, 128])
-@pytest.mark.parametrize("grid", ["int4", "int4 asymmetric", "fp4"])
+@each(block=[1, 16, 24, 128], grid=["int4", "int4 asymmetric", "fp4"])
 def test_it_is_the_textbook_descent_however_it_is_cut(grid: str, block: int) -> None:
     one = case("group", grid)
     start_RC = nearest(one.weight_RC, one.scales, one.grid)
@@ -338,67 +277,7 @@ def test_it_is_the_textbook_descent_however_it_is_cut(grid: str, block: int) -> 
     assert equal_rows(found_RC, start_RC) < 0.5
 
 
-@pytest.mark.parametrize("grid", ["int4", "int4 asymmetric", "fp8"])
-def test_what_no_column_can_improve_is_left_as_it_is(grid: str) -> None:
-    one = case("group", grid)
-    found_RC = nearest(one.weight_RC, one.scales, one.grid)
-    for _ in range(50):
-        before_RC, found_RC = found_RC, descended(one, found_RC)
-        if torch.equal(before_RC, found_RC):
-            break
-    assert torch.equal(before_RC, found_RC)
-    assert torch.allclose(textbook_descent(one, found_RC).float(), found_RC, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("dampening", [0.0, DAMPENING])
-def test_a_descent_leaves_dead_columns_alone(dampening: float) -> None:
-    one = case()
-    one.hessian_CC[9], one.hessian_CC[:, 9] = 0, 0
-    start_RC = nearest(one.weight_RC, one.scales, one.grid)
-    start_RC[:, 9] = 0
-    found_RC = coordinate_descent(
-        one.weight_RC, start_RC, one.hessian_CC, one.scales, one.grid, dampening=dampening
-    ).weight_RC
-    assert not found_RC[:, 9].any()
-    assert bool(
-        (row_errors(one, found_RC, dampening) <= row_errors(one, start_RC, dampening)).all()
-    )
-
-
-def test_batches_descend_as_if_alone() -> None:
-    cases = [case("group", "int4 asymmetric", seed) for seed in range(3)]
-    starts = [nearest(one.weight_RC, one.scales, one.grid) for one in cases]
-    stacked = ColumnScales(
-        torch.stack([one.scales.scale_RG for one in cases]),
-        torch.stack([one.scales.zero_RG for one in cases if one.scales.zero_RG is not None]),
-        cases[0].scales.group_of_column_C,
-    )
-    together = coordinate_descent(
-        torch.stack([one.weight_RC for one in cases]),
-        torch.stack(starts),
-        torch.stack([one.hessian_CC for one in cases]),
-        stacked,
-        cases[0].grid,
-        dampening=DAMPENING,
-    )
-    for one, start_RC, found_RC in zip(cases, starts, together.weight_RC, strict=True):
-        assert equal_rows(found_RC, descended(one, start_RC)) >= 15 / 16
-    assert together.loss_R.shape == (3, R)
-    assert bool((together.loss_R <= 0).all())
-
-
-def test_a_descent_changes_nothing_given() -> None:
-    one = case("group", "int4 asymmetric")
-    start_RC = nearest(one.weight_RC, one.scales, one.grid)
-    given = [one.weight_RC, start_RC, one.hessian_CC, *(x for x in one.scales if x is not None)]
-    before = [tensor.clone() for tensor in given]
-    descended(one, start_RC)
-    assert all(torch.equal(tensor, old) for tensor, old in zip(given, before, strict=True))
-
-
-@pytest.mark.parametrize("grid", ["int4", "int4 asymmetric", "fp8"])
-@pytest.mark.parametrize("ordered", [False, True])
-@pytest.mark.parametrize("rounds", [0, 1, 2])
+@pairs(grid=["int4", "int4 asymmetric", "fp8"], ordered=[False, True], rounds=[0, 1, 2])
 def test_turned_once_it_is_the_sweep_and_then_the_descents(
     grid: str, ordered: bool, rounds: int
 ) -> None:

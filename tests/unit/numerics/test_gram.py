@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tests.support.pairs import each, pairs
 from torch import Tensor
 
-from llmcompressor.numerics import gram as gram_module
 from llmcompressor.numerics.gram import (
     TokenBuffer,
     add_cross_product,
@@ -35,11 +35,8 @@ def relative(a: Tensor, b: Tensor) -> float:
     return float((a.double() - b.double()).norm() / b.double().norm())
 
 
-@pytest.mark.parametrize("columns", [1, C, 129, 300, 600])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_sixteen_bit_inputs_lose_nothing_beyond_their_own_rounding(
-    dtype: torch.dtype, columns: int
-) -> None:
+@each(columns=[1, C, 129, 300, 600], dtype=[torch.float32, torch.bfloat16, torch.float16])
+def test_sixteen_bit_inputs_lose_only_their_own_rounding(dtype: torch.dtype, columns: int) -> None:
     torch.manual_seed(0)
     x_TC = torch.randn(T, columns).to(dtype)
     exact_CC = x_TC.double().T @ x_TC.double()
@@ -51,42 +48,7 @@ def test_sixteen_bit_inputs_lose_nothing_beyond_their_own_rounding(
     assert relative(total_CC, 2 * exact_CC) < 4e-6
 
 
-def test_float64_on_request_is_float64() -> None:
-    x_TC = inputs()
-    exact_CC = x_TC.double().T @ x_TC.double()
-    assert relative(gram(x_TC, torch.float64), exact_CC) < 1e-14
-
-
-def test_halves_sum_to_the_whole() -> None:
-    x_TC = inputs()
-    whole_CC, parts_CC = gram(x_TC), torch.zeros(C, C)
-    for part_TC in torch.split(x_TC, [1, T // 2, T - T // 2 - 1]):
-        add_symmetric_product(parts_CC, part_TC)
-    assert relative(parts_CC, whole_CC) < 1e-6
-
-
-def test_inputs_that_are_not_contiguous_or_need_gradients_are_taken_as_they_are() -> None:
-    x_TC = inputs()
-    strided_TC = x_TC.T.contiguous().T.requires_grad_()
-    assert not strided_TC.is_contiguous()
-    assert relative(gram(strided_TC), gram(x_TC)) < 1e-6
-
-
-def test_no_tokens_add_nothing() -> None:
-    assert not gram(torch.zeros(0, C)).any()
-
-
-def test_the_upper_triangle_is_mirrored() -> None:
-    x_TC = inputs()
-    uneven_CC = gram(x_TC) + 1e-3 * torch.randn(C, C)
-    upper_CC = uneven_CC.triu()
-    assert mirror_upper_(uneven_CC) is uneven_CC
-    assert torch.equal(uneven_CC, uneven_CC.T)
-    assert torch.equal(uneven_CC.triu(), upper_CC)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("tokens", [1, 1024, 1025, 2500])
+@each(dtype=[torch.bfloat16, torch.float16, torch.float32], tokens=[1, 1024, 1025, 2500])
 def test_the_cross_product_is_summed_in_float32(tokens: int, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     y_TC, change_TC = torch.randn(tokens, 300).to(dtype), torch.randn(tokens, 300).to(dtype)
@@ -95,9 +57,7 @@ def test_the_cross_product_is_summed_in_float32(tokens: int, dtype: torch.dtype)
     assert relative(cross_CC, y_TC.double().T @ change_TC.double()) < 4e-6
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("tokens", [1, 1024, 1025, 2500])
-@pytest.mark.parametrize("rows", [1, 150])
+@pairs(dtype=[torch.bfloat16, torch.float32], tokens=[1, 1024, 1025, 2500], rows=[1, 150])
 def test_what_an_output_lacks_is_the_cross_product_seen_from_it(
     tokens: int, rows: int, dtype: torch.dtype
 ) -> None:
@@ -122,14 +82,9 @@ def test_many_tokens_are_widened_by_parts(dtype: torch.dtype) -> None:
     assert relative(total_CC, x_TC.double().T @ x_TC.double()) < 4e-6
 
 
-def test_rows_of_the_cross_product_belong_to_the_compressed_stream() -> None:
-    cross_CC = torch.zeros(2, 2)
-    add_cross_product(cross_CC, torch.tensor([[1.0, 0.0]]), torch.tensor([[0.0, 5.0]]))
-    assert cross_CC.tolist() == [[0.0, 5.0], [0.0, 0.0]]
-
-
-@pytest.mark.parametrize("sizes", [[T], [1] * 20 + [T - 20], [7, 90, T - 97], [64] * 9 + [T - 576]])
-@pytest.mark.parametrize("chunk", [1, 64, 100_000])
+@each(
+    sizes=[[T], [1] * 20 + [T - 20], [7, 90, T - 97], [64] * 9 + [T - 576]], chunk=[1, 64, 100_000]
+)
 def test_every_token_leaves_a_buffer_once_and_in_order(sizes: list[int], chunk: int) -> None:
     x_TC, buffer = inputs(), TokenBuffer(2, chunk)
     out: list[list[Tensor]] = []
@@ -144,28 +99,6 @@ def test_every_token_leaves_a_buffer_once_and_in_order(sizes: list[int], chunk: 
     assert buffer.drain() is None
     assert torch.equal(torch.cat([one[0] for one in out]), x_TC)
     assert torch.equal(torch.cat([one[1] for one in out]), -x_TC)
-
-
-def test_products_of_ragged_data_are_of_few_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """oneDNN keeps something for each size that it meets."""
-    sizes: set[int] = set()
-    even = gram_module._pad_tokens
-
-    def noted(tokens_TC: Tensor) -> Tensor:
-        found = even(tokens_TC)
-        sizes.add(len(found))
-        assert not bool(found[len(tokens_TC) :].any())
-        return found
-
-    monkeypatch.setattr(gram_module, "_pad_tokens", noted)
-    for tokens in range(1, 1200, 7):
-        add_symmetric_product(torch.zeros(2, 2), torch.ones(tokens, 2))
-    assert len(sizes) == 16
-
-
-def test_a_buffer_refuses_a_missing_partner() -> None:
-    with pytest.raises(ValueError, match="argument"):
-        TokenBuffer(2).add(inputs())
 
 
 @pytest.mark.parametrize("columns", [1, 5, 300])

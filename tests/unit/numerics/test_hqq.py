@@ -7,10 +7,10 @@ import math
 
 import pytest
 import torch
+from tests.support.pairs import each
 from torch import Tensor
 
 from llmcompressor.errors import InputError
-from llmcompressor.numerics import hqq
 from llmcompressor.numerics.grid import Grid
 from llmcompressor.numerics.hqq import HalfQuadratic, lp_error, refine_cells
 from llmcompressor.numerics.scales import scales_from_range
@@ -68,8 +68,7 @@ def values() -> Tensor:
     return x
 
 
-@pytest.mark.parametrize("grid", GRIDS, ids=str)
-@pytest.mark.parametrize("search", [HalfQuadratic(), HalfQuadratic(1.0, 1.0, 1.1, 7)], ids=str)
+@each(grid=GRIDS, search=[HalfQuadratic(), HalfQuadratic(1.0, 1.0, 1.1, 7)])
 def test_it_is_the_textbook_loop(values: Tensor, grid: Grid, search: HalfQuadratic) -> None:
     scale_S, zero_S = started(values, grid)
     found_S, found_zero_S = refine_cells(values, scale_S, zero_S, grid, search)
@@ -85,8 +84,7 @@ def test_it_is_the_textbook_loop(values: Tensor, grid: Grid, search: HalfQuadrat
             assert (found, found_zero) == (pytest.approx(wanted, rel=1e-4), wanted_zero)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("grid", GRIDS, ids=str)
+@each(dtype=[torch.float32, torch.bfloat16], grid=GRIDS)
 def test_no_cell_gets_worse_and_most_get_better(
     values: Tensor, grid: Grid, dtype: torch.dtype
 ) -> None:
@@ -99,44 +97,6 @@ def test_no_cell_gets_worse_and_most_get_better(
     assert after.sum() < {2: 0.93, 3: 0.97, 4: 0.98}[grid.bits] * before.sum()
     assert found_S.dtype == dtype
     assert found_zero_S is None or found_zero_S.dtype == torch.int8
-
-
-@pytest.mark.parametrize("grid", GRIDS, ids=str)
-def test_what_lies_on_the_grid_stays(grid: Grid) -> None:
-    codes = torch.arange(grid.qmin, grid.qmax + 1)
-    values = (codes - (0 if grid.symmetric else 1)).expand(3, -1) * 0.5
-    scale_S = torch.full((3,), 0.5)
-    zero_S = None if grid.symmetric else torch.ones(3, dtype=torch.int8)
-    found_S, found_zero_S = refine_cells(values, scale_S, zero_S, grid, HalfQuadratic())
-    assert torch.equal(found_S, scale_S)
-    assert found_zero_S is None or torch.equal(found_zero_S, torch.ones(3, dtype=torch.int8))
-
-
-def test_cells_of_zeros_and_none_at_all() -> None:
-    grid = Grid("int", 4, symmetric=False)
-    zeros = torch.zeros(2, 8)
-    scale_S, zero_S = started(zeros, grid)
-    found_S, found_zero_S = refine_cells(zeros, scale_S, zero_S, grid, HalfQuadratic())
-    assert torch.equal(found_S, scale_S)
-    assert float(lp_error(zeros, found_S, found_zero_S, grid, 0.7).sum()) == 0
-    none = torch.empty(0, 8)
-    assert refine_cells(none, torch.empty(0), None, Grid("int", 4), HalfQuadratic())[0].numel() == 0
-
-
-def test_cells_do_not_depend_on_each_other_or_on_their_size(
-    values: Tensor, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    grid = Grid("int", 3, symmetric=False)
-    scale_S, zero_S = started(values, grid)
-    whole = refine_cells(values, scale_S, zero_S, grid, HalfQuadratic())
-    monkeypatch.setattr(hqq, "CHUNK_ELEMENTS", 3 * 32)
-    apart = refine_cells(values, scale_S, zero_S, grid, HalfQuadratic())
-    larger = refine_cells(8 * values, 8 * scale_S, zero_S, grid, HalfQuadratic())
-    assert whole[1] is not None
-    assert apart[1] is not None
-    assert torch.equal(whole[0], apart[0])
-    assert torch.equal(whole[1], apart[1])
-    torch.testing.assert_close(8 * whole[0], larger[0], rtol=1e-2, atol=0)  # ties of the best
 
 
 def test_a_small_norm_gives_outliers_up() -> None:
@@ -162,16 +122,7 @@ def test_wrong_options_are_refused(wrong: dict[str, float]) -> None:
         HalfQuadratic(**wrong)  # type: ignore[arg-type]  # a number for a number
 
 
-def test_other_grids_are_refused() -> None:
-    one = torch.ones(1, 1)
-    with pytest.raises(InputError, match="integers"):
-        refine_cells(one, one[0], None, Grid("float", 8), HalfQuadratic())
-    with pytest.raises(InputError, match="zero points"):
-        refine_cells(one, one[0], None, Grid("int", 4, symmetric=False), HalfQuadratic())
-
-
-@pytest.mark.parametrize("norm", [0.4, 0.7, 1.0])
-@pytest.mark.parametrize("grid", GRIDS, ids=str)
+@each(norm=[0.4, 0.7, 1.0], grid=GRIDS)
 def test_the_error_is_that_of_a_loop(values: Tensor, grid: Grid, norm: float) -> None:
     scale_S, zero_S = started(values, grid)
     found_S = lp_error(values, scale_S, zero_S, grid, norm)

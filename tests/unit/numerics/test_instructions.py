@@ -42,14 +42,6 @@ def test_what_the_processor_has(
     assert has_multiply_instruction.__wrapped__(dtype) is expected
 
 
-def test_a_question_that_torch_has_lost_is_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(instructions.platform, "machine", lambda: "x86_64")
-    monkeypatch.delattr(torch.cpu, "_is_amx_tile_supported")
-    for has, expected in ((False, None), (True, True)):
-        monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda has=has: has)
-        assert has_multiply_instruction.__wrapped__(torch.bfloat16) is expected
-
-
 def test_torch_can_be_asked_for_every_instruction() -> None:
     """Otherwise nothing would be widened, and nothing made in bfloat16."""
     for names in instructions._INSTRUCTIONS.values():

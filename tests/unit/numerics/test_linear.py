@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from tests.support.pairs import pairs
 from torch import Tensor
 from torch.nn import functional
 
@@ -44,9 +45,7 @@ def operands(dtype: torch.dtype, *shape: int, rows: int = 40) -> tuple[Tensor, T
     return x.to(dtype), weight.to(dtype), torch.randn(rows).to(dtype)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("has_bias", [False, True])
-@pytest.mark.parametrize("shape", [(3, 100, 48), (1, 48), (0, 48), (257, 48)], ids=str)
+@pairs(dtype=DTYPES, has_bias=[False, True], shape=[(3, 100, 48), (1, 48), (0, 48), (257, 48)])
 def test_it_rounds_the_exact_result_once(
     dtype: torch.dtype, has_bias: bool, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -89,33 +88,3 @@ def test_linears_of_a_model_are_widened_inside_only(
         module(x)
     assert taken == [(2, 64, 48)]
     assert torch.allclose(inside.float(), outside.float(), rtol=2**-7, atol=1e-2)
-
-
-def test_gradients_and_other_modes_are_left_alone(slow: None, taken: list[tuple[int, ...]]) -> None:
-    x, weight, _ = operands(torch.bfloat16, 128, 48)
-    weight.requires_grad_()
-    with float32_linears():
-        functional.linear(x, weight).sum().backward()
-        with torch.inference_mode():
-            functional.linear(x, weight)
-        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-            functional.linear(x, weight)
-        functional.linear(x.to("meta"), weight.detach().to("meta"))
-    assert weight.grad is not None
-    assert taken == []
-
-
-def test_it_is_restored_after_an_error(slow: None) -> None:
-    plain = functional.linear
-    with pytest.raises(ValueError, match="inside"), float32_linears():
-        raise ValueError("inside")
-    assert functional.linear is plain
-
-
-def test_where_the_processor_has_the_instructions_nothing_is_replaced(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(quick, "is_slow_dtype", lambda dtype: False)
-    plain = functional.linear
-    with float32_linears():
-        assert functional.linear is plain

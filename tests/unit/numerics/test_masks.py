@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.support.thinned import thinned
 
-from llmcompressor.errors import InputError
 from llmcompressor.numerics import masks
 from llmcompressor.numerics import masks as selection
 from llmcompressor.numerics.masks import LazyWeight, grow_masks, num_zeros, parse_structure
@@ -37,9 +36,6 @@ def mask_of(weight, name, sparsity, before=None):
     assert mask.dtype == torch.bool
     assert mask.shape == weight.shape
     return mask
-
-
-# ---- the textbook
 
 
 def units(shape, name):
@@ -102,22 +98,6 @@ def test_any_values_are_cut_exactly(values, sparsity):
     assert torch.equal(mask, textbook(weight.view(-1, 1), "unstructured", sparsity).view(-1))
 
 
-def test_tiny_and_huge_magnitudes_are_told_apart():
-    weight = torch.tensor([3e38, -1e-45, 0.0, 2e-45, -1e-38, 1.0, torch.finfo().tiny, -0.0])
-    order = [2, 7, 1, 3, 4, 6, 5, 0]
-    for number in range(9):
-        mask = mask_of(weight, "unstructured", number / 8)
-        assert mask.nonzero().flatten().tolist() == sorted(order[:number])
-
-
-def test_double_precision_decides_where_single_cannot():
-    weight = 1.0 + torch.arange(16, dtype=torch.float64).flip(0) * 1e-12
-    assert mask_of(weight, "unstructured", 0.25).nonzero().flatten().tolist() == [12, 13, 14, 15]
-
-
-# ---- numbers, growth, ties
-
-
 @pytest.mark.parametrize("name", STRUCTURES)
 def test_masks_only_grow_and_are_exact_whatever_the_weights_do(name):
     structure = parse_structure(name)
@@ -131,14 +111,6 @@ def test_masks_only_grow_and_are_exact_whatever_the_weights_do(name):
         before = mask
 
 
-def test_what_is_pruned_stays_so_though_others_are_zero_too():
-    before = torch.tensor([[False, False, True, True]])
-    weight = torch.tensor([[0.0, 0.0, 0.0, 5.0]])
-    assert torch.equal(mask_of(weight, "unstructured", 0.5, before), before)
-    assert torch.equal(mask_of(weight, "unstructured", 0.25, before), before)
-    assert torch.equal(mask_of(weight, "2:4", 0.5, before), before)
-
-
 @pytest.mark.parametrize(("n", "m"), [(2, 4), (1, 4), (3, 4), (4, 8), (1, 2)])
 def test_n_of_m_never_has_more_zeros_and_in_the_end_just_as_many(n, m):
     before = None
@@ -148,13 +120,6 @@ def test_n_of_m_never_has_more_zeros_and_in_the_end_just_as_many(n, m):
         assert int(zeros.max()) <= n
         before = mask
     assert zeros.tolist() == [n] * (128 // m)
-
-
-def test_of_equal_weights_the_first_go():
-    weight = torch.ones(3, 4)
-    assert mask_of(weight, "unstructured", 5 / 12).flatten().tolist() == [True] * 5 + [False] * 7
-    assert mask_of(weight, "filter", 1 / 3)[0].all()
-    assert mask_of(weight, "2:4", 0.5)[:, :2].all()
 
 
 @pytest.mark.parametrize("name", ["unstructured", "filter", "channel"])
@@ -177,15 +142,6 @@ def test_sign_and_scale_do_not_matter(name):
     assert torch.equal(mask_of(weight, name, sparsity), mask)
 
 
-def test_a_weight_that_is_not_contiguous():
-    weight = random(16, 8).t()
-    for name in STRUCTURES:
-        assert torch.equal(mask_of(weight, name, 0.2), mask_of(weight.contiguous(), name, 0.2))
-
-
-# ---- several weights under one threshold
-
-
 def together(weights, name, sparsity, before=None):
     before = before or [None] * len(weights)
     sources = [LazyWeight.of(*pair) for pair in zip(weights, before, strict=True)]
@@ -199,51 +155,6 @@ def test_one_threshold_is_that_of_all_weights_joined():
     for sparsity in (0.0, 0.05, 0.33, 0.5, 0.98, 1.0):
         found = torch.cat([mask.flatten() for mask in together(weights, "unstructured", sparsity)])
         assert torch.equal(found, textbook(joined.view(-1, 1), "unstructured", sparsity).view(-1))
-
-
-def test_one_threshold_prunes_small_weights_more():
-    small, large = random(32, 32), random(32, 32, seed=1) * 10
-    of_small, of_large = together([small, large], "unstructured", 0.5)
-    assert of_small.float().mean() > 0.8
-    assert of_large.float().mean() < 0.2
-
-
-def test_one_threshold_grows_too():
-    before = None
-    for step, sparsity in enumerate((0.1, 0.3, 0.6)):
-        weights = [random(4, 8, seed=step), random(8, 12, seed=step + 9) * 2]
-        found = together(weights, "block_2,4", sparsity, before)
-        assert sum(int(mask.sum()) for mask in found) == num_zeros(sparsity, 128 // 8) * 8
-        if before:
-            assert all((new | ~old).all() for new, old in zip(found, before, strict=True))
-        before = found
-
-
-def test_n_of_m_under_one_threshold():
-    weights = [random(4, 8), random(8, 4, seed=1) * 4]
-    half = together(weights, "2:4", 0.25)
-    assert sum(int(mask.sum()) for mask in half) == 16
-    full = together(weights, "2:4", 0.5, half)
-    assert all(mask.view(-1, 4).sum(1).eq(2).all() for mask in full)
-
-
-def test_filters_of_several_sizes_are_taken_while_they_fit():
-    wide, narrow = torch.full((2, 8), 2.0), torch.full((4, 2), 1.0)
-    masks_found = together(
-        [wide, narrow], "filter", 0.5
-    )  # 12 of 24 weights; 8 narrow ones go first
-    assert [int(mask.sum()) for mask in masks_found] == [0, 8]
-    masks_found = together([wide, narrow], "filter", 1.0)
-    assert all(mask.all() for mask in masks_found)
-
-
-# ---- names
-
-
-@pytest.mark.parametrize("name", ["block", "block_0,4", "block_4", "4:4", "0:4", "rows", "2 : 4x"])
-def test_names_that_are_none(name):
-    with pytest.raises(InputError, match=r"no mask structure .*Choose unstructured"):
-        parse_structure(name)
 
 
 @pytest.mark.parametrize(

@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
+from tests.support.pairs import each
 from torch import Tensor
 
 from llmcompressor.numerics.grid import Grid
@@ -41,8 +41,7 @@ def decoded(grid: Grid, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor | No
     return codes, scale, zero, grid.dequantize(codes, scale, zero)
 
 
-@pytest.mark.parametrize("dtype", HALVES, ids=str)
-@pytest.mark.parametrize("grid", GRIDS, ids=str)
+@each(dtype=HALVES, grid=GRIDS)
 def test_values_are_found_again(grid: Grid, dtype: torch.dtype) -> None:
     _, scale, zero, values = decoded(grid, dtype)
     found = recode(values, scale, zero, grid)
@@ -51,8 +50,7 @@ def test_values_are_found_again(grid: Grid, dtype: torch.dtype) -> None:
     assert torch.equal(grid.dequantize(found, scale, zero), values)
 
 
-@pytest.mark.parametrize("dtype", [*HALVES, torch.float32], ids=str)
-@pytest.mark.parametrize("grid", GRIDS, ids=str)
+@each(dtype=[*HALVES, torch.float32], grid=GRIDS)
 def test_a_division_alone_is_enough_where_no_code_is_looked_for(
     grid: Grid, dtype: torch.dtype
 ) -> None:
@@ -69,13 +67,3 @@ def test_a_division_alone_misses_codes_in_half_precision() -> None:
         _, scale, zero, values = decoded(grid, torch.bfloat16)
         found = grid.quantize(values.float(), scale.float(), zero)
         assert not torch.equal(grid.dequantize(found, scale, zero), values)
-
-
-def test_a_wider_scale_than_the_weight() -> None:
-    """Values that are decoded in float32 and kept in bfloat16 have a code, too."""
-    grid = Grid("int", 12)
-    codes = codes_of_all(grid).expand(ROWS, -1)
-    scale = torch.rand(ROWS, 1) * 1e-3 + 1e-3
-    values = grid.dequantize(codes, scale).bfloat16()
-    found = recode(values, scale, None, grid)
-    assert torch.equal(grid.dequantize(found, scale).bfloat16(), values)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from llmcompressor.numerics.rotation import channel_rescaling, column_squares
+from llmcompressor.numerics.rotation import channel_rescaling
 
 KANTOROVICH = 1.5625
 """(m + M)² / 4mM, where squares of rounded powers of two are from m = 1/2 to M = 2 of the best."""
@@ -47,13 +47,6 @@ def test_planted_outliers_are_taken_back() -> None:
     assert torch.equal(found_C, plain_C * planted_C)
 
 
-def test_powers_of_two_and_one_for_most_where_all_are_alike() -> None:
-    scale_C = channel_rescaling(*drawn(0, 8.0))
-    assert torch.equal(scale_C.log2(), scale_C.log2().round())
-    assert len(scale_C.unique()) > 4
-    assert bool((channel_rescaling(*drawn(0, 0.1)) == 1).all())
-
-
 def test_what_is_zero_stays_and_counts_for_nothing() -> None:
     square_C, column_square_C = drawn(3, 4.0)
     wanted_C = channel_rescaling(square_C[2:], column_square_C[2:])
@@ -62,12 +55,3 @@ def test_what_is_zero_stays_and_counts_for_nothing() -> None:
     assert found_C[:2].tolist() == [1, 1]
     assert torch.equal(found_C[2:], wanted_C)
     assert bool((channel_rescaling(torch.zeros(4), torch.ones(4)) == 1).all())
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-def test_columns_are_summed_in_float64(dtype: torch.dtype) -> None:
-    generator = torch.Generator().manual_seed(0)
-    weights = [torch.randn(rows, 8, generator=generator).to(dtype) for rows in (3, 500)]
-    weights[0][0, 0] = 6e4 if dtype == torch.float16 else 1e19  # whose square overflows
-    wanted_C = torch.cat(weights).double().square().sum(0)
-    torch.testing.assert_close(column_squares(weights), wanted_C, rtol=1e-12, atol=0)

@@ -3,14 +3,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from llmcompressor.numerics import rotation as module
 from llmcompressor.numerics.hadamard import hadamard, random_orthogonal
 from llmcompressor.numerics.rotation import (
     Rotation,
@@ -18,9 +14,7 @@ from llmcompressor.numerics.rotation import (
     orthogonality_error,
     rotated_bias,
     rotated_weight,
-    rotated_weight_peak_bytes,
 )
-from llmcompressor.planning.trial import count_memory
 
 R, C, T = 24, 40, 7
 
@@ -82,65 +76,6 @@ def test_random_signs_spread_what_all_places_have_in_common(side: str, order: in
     assert len({peak(one) for one in drawn}) == len(drawn)
 
 
-def test_several_rotations_act_one_after_another() -> None:
-    first, second = rotations(40)[1], rotations(20)[2]
-    W, x = draw(R, C), draw(T, C)
-    assert torch.allclose(second(first(x)) @ rotated_weight(W, inputs=[first, second]).T, x @ W.T)
-
-
-def test_long_weights_go_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    W, rotation = draw(R, C), rotations(40)[0]
-    whole = rotated_weight(W, inputs=[rotation])
-    monkeypatch.setattr(module, "_CHUNK", 3 * C)
-    assert torch.equal(rotated_weight(W, inputs=[rotation]), whole)
-
-
-class _Conversions(TorchDispatchMode):
-    """Counts those of ``[N, N]`` tensors."""
-
-    def __init__(self, order: int) -> None:
-        super().__init__()
-        self.found, self._shape = 0, (order, order)
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        is_matrix = func is torch.ops.aten._to_copy.default and args[0].shape == self._shape
-        self.found += is_matrix
-        return func(*args, **(kwargs or {}))
-
-
-def test_a_matrix_is_brought_to_the_weight_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And not for each part of it: that is gigabytes for every weight of a large model."""
-    monkeypatch.setattr(module, "_CHUNK", 3 * C)
-    one = Rotation.of_matrix(random_orthogonal(C, torch.Generator().manual_seed(0)))
-    other = Rotation.of_matrix(random_orthogonal(R, torch.Generator().manual_seed(0)))
-    W = draw(R, C).float()
-    with _Conversions(C) as of_inputs, _Conversions(R) as of_outputs:
-        rotated_weight(W, inputs=[one], outputs=[other], precision=torch.float32)
-    assert of_inputs.found == of_outputs.found == 1
-
-
-@pytest.mark.parametrize("is_hadamard", [True, False])
-@pytest.mark.parametrize(("inputs", "outputs"), [(1, 0), (0, 1), (1, 1), (0, 0)])
-@pytest.mark.parametrize("precision", [torch.float64, torch.float32])
-def test_what_a_rotation_holds_is_foretold(
-    is_hadamard: bool, inputs: int, outputs: int, precision: torch.dtype
-) -> None:
-    W = torch.randn(256, 512, dtype=torch.bfloat16)
-
-    def some(order: int, count: int) -> list[Rotation]:
-        whole = Rotation.of_matrix(random_orthogonal(order, torch.Generator().manual_seed(0)))
-        return [Rotation.of_hadamard(order) if is_hadamard else whole] * count
-
-    turns = {"inputs": some(512, inputs), "outputs": some(256, outputs)}
-    with count_memory() as counted:
-        returned = rotated_weight(W, **turns, precision=precision)
-    foretold = rotated_weight_peak_bytes(W.numel(), **turns, precision=precision) + returned.nbytes
-    is_copied = precision != torch.float64 and not is_hadamard
-    matrices = 4 * max(512**2 * inputs, 256**2 * outputs) if is_copied else 0
-    assert foretold <= counted.peak + 16 * W.shape[1]
-    assert counted.peak <= 1.02 * (foretold + matrices)
-
-
 def test_one_rounding_is_better_than_two() -> None:
     """bfloat16 weights: everything in float64 and rounded once, against a rounding at each step."""
     W = draw(R, C).bfloat16()
@@ -153,9 +88,6 @@ def test_one_rounding_is_better_than_two() -> None:
     assert once.dtype is torch.bfloat16
     assert torch.equal(once, exact.bfloat16())
     assert float((once - exact).norm()) < 0.6 * float((steps - exact).norm())
-
-
-# ---------------------------------------------------------------------- Cayley SGD
 
 
 def textbook_step(Q: Tensor, gradient: Tensor, momentum: Tensor, rate: float) -> Tensor:
@@ -200,9 +132,3 @@ def test_it_finds_the_rotation_between_two_sets_of_points() -> None:
         gradient = 2 * X.T @ (X @ Q - Y) / len(X)
         Q, momentum = cayley_step(Q, gradient, momentum, 0.2 * (1 - step / 300))
     assert float((Q - true).abs().max()) < 1e-3
-
-
-def test_without_a_gradient_nothing_moves() -> None:
-    Q, zero = rotations(12)[2].matrix(), torch.zeros(12, 12).double()
-    moved, _ = cayley_step(Q, zero, zero, 1.0)
-    assert torch.allclose(moved, Q, atol=1e-14)

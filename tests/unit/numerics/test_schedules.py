@@ -37,19 +37,9 @@ def test_cubic_is_equation_1_of_zhu_and_gupta(t):
 
 
 @given(t=shares)
-def test_exponent_one_is_linear(t):
-    for form in (polynomial, polynomial_decay):
-        assert form(t, 0.1, 0.7, exponent=1) == pytest.approx(linear(t, 0.1, 0.7), abs=1e-12)
-
-
-@given(t=shares)
 def test_decay_mirrors_growth(t):
     up = polynomial(1 - t, 0.0, 1.0, 4.0)
     assert polynomial_decay(t, 0.0, 1.0, 4.0) == pytest.approx(1 - up, abs=1e-12)
-
-
-def test_progress_of_a_window_without_length():
-    assert [progress(i, 2, 2) for i in (0, 1.99, 2, 3)] == [0, 0, 1, 1]
 
 
 def test_stair_does_not_depend_on_the_order_of_its_steps():

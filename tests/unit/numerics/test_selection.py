@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.support.pairs import each
 from torch import Tensor
 
 from llmcompressor.numerics import masks
@@ -75,8 +76,7 @@ def test_it_is_what_a_sort_takes(
         assert torch.equal(found, expected)
 
 
-@pytest.mark.parametrize("budget", range(0, 60, 3))
-@pytest.mark.parametrize("score_dtype", [torch.float32, torch.bfloat16, torch.float16])
+@each(budget=range(0, 60, 3), score_dtype=[torch.float32, torch.bfloat16, torch.float16])
 def test_units_of_several_sizes_are_taken_while_they_fit(
     budget: int, score_dtype: torch.dtype
 ) -> None:
@@ -92,17 +92,3 @@ def test_units_of_several_sizes_are_taken_while_they_fit(
         assert torch.equal(one, other)
     spent = sum(int(one.sum()) * pool.size for one, pool in zip(found, made, strict=True))
     assert spent <= budget
-
-
-def test_nothing_and_everything() -> None:
-    pool = Pool(torch.randn(3, 4), torch.rand(3, 4) < 0.5)
-    assert not taken([pool], 0, torch.float32)[0].any()
-    for budget in (int(pool.free_U.sum()), 100):
-        assert torch.equal(taken([pool], budget, torch.float32)[0], pool.free_U)
-
-
-def test_a_pool_that_is_not_contiguous_is_read_as_it_is_seen() -> None:
-    score = torch.randn(6, 5)
-    free = torch.ones(6, 5, dtype=torch.bool)
-    turned = taken([Pool(score.T.contiguous().T, free)], 11, torch.float32)[0]
-    assert torch.equal(turned, taken([Pool(score, free)], 11, torch.float32)[0])

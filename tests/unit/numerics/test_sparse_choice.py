@@ -49,13 +49,6 @@ def test_each_share_of_each_member_of_a_batch_loses_its_least(share_gone: float)
             assert kept_CR[:, rows].flatten().tolist() == expected
 
 
-def test_budgets_take_the_place_of_shares() -> None:
-    score_BCR, _ = problem(0.0)
-    kept_BCR = keep_mask(score_BCR, SHARES, budgets=[7, 0])
-    assert (~kept_BCR[:, :, :4]).flatten(1).sum(1).tolist() == [7] * B
-    assert kept_BCR[:, :, 4:].all()
-
-
 @pytest.mark.parametrize("share_gone", [0.0, 0.3, 1.0])
 @pytest.mark.parametrize("group", GROUPS)
 def test_each_group_loses_its_least(group: NofM, share_gone: float) -> None:
@@ -84,12 +77,3 @@ def test_each_row_loses_its_least(sparsity: float, share_gone: float) -> None:
     for score_C, gone_C, kept_C in zip(score_RC, gone_RC, kept_RC, strict=True):
         expected = least(score_C.tolist(), gone_C.tolist(), num_zeros(sparsity, C))
         assert kept_C.tolist() == expected
-
-
-def test_scores_are_left_as_they_are() -> None:
-    score_BCR, gone_BCR = problem(0.3)
-    before = score_BCR.clone()
-    keep_mask(score_BCR, SHARES, gone_CR=gone_BCR)
-    keep_mask_by_group(score_BCR, NofM(2, 4), gone_BCR)
-    keep_mask_by_row(score_BCR, 0.5, gone_BCR)
-    assert torch.equal(score_BCR, before)

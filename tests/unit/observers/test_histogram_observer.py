@@ -43,33 +43,11 @@ def test_one_outlier_does_not_set_the_scale(name, batches):
     assert 2 < high(make(name), batches) < 29
 
 
-def test_the_percentile_is_that_of_all_batches(batches):
-    observer = make("percentile", percentile=99)
-    found = high(observer, batches.clamp(max=4))
-    assert found == pytest.approx(batches.clamp(max=4).abs().quantile(0.99).item(), abs=0.01)
-
-
 @pytest.mark.parametrize("method", ["mse", "entropy", "percentile"])
 def test_the_order_of_batches_does_not_matter(method, batches):
     forth = high(make("histogram", method=method), batches)
     back = high(make("histogram", method=method), batches.flip(0))
     assert forth == back
-
-
-def test_heads_are_independent():
-    torch.manual_seed(0)
-    states = torch.randn(2, 3, 40, 16) * torch.tensor([0.1, 1.0, 10.0])[:, None, None]
-    args = QuantizationArgs(num_bits=8, strategy="attn_head")
-    scale, _ = make("percentile", args, "k")(states)
-    assert scale.shape == (3, 1, 1)
-    for head in range(3):
-        alone, _ = make("percentile", ARGS, "k")(states[:, head : head + 1])
-        assert scale[head].item() == alone.item()
-
-
-def test_the_range_has_the_dtype_of_what_was_observed(batches):
-    observer = make("histogram").observe(batches[0].bfloat16())
-    assert observer.range()[0].dtype is torch.bfloat16
 
 
 @pytest.mark.parametrize(

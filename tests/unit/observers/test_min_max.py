@@ -43,10 +43,6 @@ def test_minmax_is_a_moving_average(constant):
     assert bounds(observer) == pytest.approx((low, high))
 
 
-def test_the_default_constant_is_one_percent():
-    assert MinMaxObserver("input", ARGS).options.averaging_constant == 0.01
-
-
 def test_an_average_of_16_bit_ranges_does_not_stand_still():
     observer = MinMaxObserver("input", ARGS)
     observer.observe(torch.ones(1, 2, dtype=torch.bfloat16))
@@ -54,14 +50,3 @@ def test_an_average_of_16_bit_ranges_does_not_stand_still():
         observer.observe(torch.full((1, 2), 1.1, dtype=torch.bfloat16))
     assert observer.range()[1].dtype is torch.bfloat16
     assert observer.range()[1].item() == pytest.approx(1.1, rel=0.01)
-
-
-def test_one_weight_gives_all_of_them_the_same_scale():
-    W = torch.randn(4, 8)
-    args = QuantizationArgs(num_bits=4, strategy="channel")
-    scales = [
-        kind("weight", args)(W)[0]
-        for kind in (MemorylessMinMaxObserver, StaticMinMaxObserver, MinMaxObserver)
-    ]
-    assert torch.equal(scales[0], scales[1])
-    assert torch.equal(scales[0], scales[2])

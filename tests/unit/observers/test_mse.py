@@ -75,17 +75,6 @@ def test_equal_importance_is_no_importance(weight, fields):
     assert torch.allclose(equal(weight)[0], plain(weight)[0])
 
 
-def test_importance_is_relative(weight):
-    args = QuantizationArgs(**CASES[0])
-    scales = []
-    for factor in (1.0, 1e-30, 1e30):
-        observer = IMatrixMSEObserver("weight", args)
-        observer.importance = torch.arange(1.0, 65.0) * factor
-        scales.append(observer(weight)[0])
-    assert torch.equal(scales[0], scales[1])
-    assert torch.equal(scales[0], scales[2])
-
-
 BAD_IMPORTANCE = {
     "not known": None,
     "shape": torch.ones(3),
@@ -114,12 +103,6 @@ def test_unusable_importance_is_logged_or_refused(weight, reason):
         strict.observe(weight)
 
 
-def test_activations_have_no_importance():
-    observer = IMatrixMSEObserver("input", QuantizationArgs(), strict=True)
-    with pytest.raises(InputError, match="input"):
-        observer.observe(torch.ones(2, 4))
-
-
 def test_mse_is_a_moving_average_of_what_memoryless_finds():
     torch.manual_seed(0)
     batches = torch.randn(4, 8, 32)
@@ -145,16 +128,3 @@ def test_the_expanded_search_beats_the_plain_one_on_4_bit_floats(weight, kind):
     assert ratio.max() > 1
     assert ratio.max() <= 1.8001
     assert ratio.min() >= 0.7999
-
-
-def test_defaults():
-    args = QuantizationArgs()
-    plain = MemorylessMSEObserver("weight", args).options
-    assert (plain.maxshrink, plain.patience, plain.grid, plain.norm) == (0.2, 5, 100, 2.4)
-    weighted = IMatrixMSEObserver("weight", args).options
-    assert (weighted.maxshrink, weighted.grid, weighted.norm) == (0.95, 20, 3.0)
-    for kind in (NVFP4ExpandedMSEObserver, NVFP4ExpandedIMatrixObserver):
-        expanded = kind("weight", args).options
-        assert (expanded.expand, expanded.grid, expanded.patience) == (1.8, 200, 1000)
-        assert expanded.maxshrink == pytest.approx(1 - 0.8 / 1.8)
-        assert expanded.norm == 2.4

@@ -8,12 +8,12 @@ import torch
 from compressed_tensors.quantization import QuantizationArgs
 from compressed_tensors.quantization.quant_scheme import PRESET_SCHEMES
 from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
+from tests.support.pairs import each
 from tests.support.thinned import thinned
 
 from llmcompressor.errors import InputError, NonFiniteError
 from llmcompressor.observers import (
     MemorylessMinMaxObserver,
-    NVFP4ExpandedMSEObserver,
     Observer,
     flatten_for_calibration,
     fused_global_scale,
@@ -40,8 +40,7 @@ def test_every_observer_gives_usable_weight_scales(name):
     assert zero.dtype == torch.int8
 
 
-@pytest.mark.parametrize("name", [name for name in OBSERVERS if "imatrix" not in name])
-@pytest.mark.parametrize("split", [1, 7])
+@each(name=[name for name in OBSERVERS if "imatrix" not in name], split=[1, 7])
 def test_every_observer_sees_activations_of_any_batch_shape(name, split):
     torch.manual_seed(0)
     x = torch.randn(2, 10, 32)
@@ -79,50 +78,9 @@ def test_batches_of_one_size_may_be_shown_together(name, args, dtype):
         assert torch.equal(one, other)
 
 
-def test_an_observer_of_ones_own_sees_each_batch_by_itself():
-    class Clipping(MemorylessMinMaxObserver):
-        def observe(self, x):
-            return super().observe(x.clamp(-1, 1))
-
-    class Counting(MemorylessMinMaxObserver):
-        seen = 0
-
-        def _update(self, observed):
-            self.seen += 1
-            super()._update(observed)
-
-    x = torch.linspace(-9, 9, 6 * 32).reshape(6, 32)
-    _, high = Clipping("input", TENSOR).observe_each(x, 3).range()
-    assert float(high) == 1
-    assert Counting("input", TENSOR).observe_each(x, 3).seen == 3
-
-
-@pytest.mark.parametrize("name", ["minmax", "mse", "histogram"])
-def test_a_bad_batch_among_others_is_found(name):
-    x = torch.ones(6, 32)
-    x[4, 7] = float("nan")
-    with pytest.raises(NonFiniteError, match="NaN or infinity in the input"):
-        make(name).observe_each(x, 3)
-
-
 def test_a_misspelt_name_lists_the_nearest():
     with pytest.raises(InputError, match="static_minmax"):
         make("static_min_max")
-
-
-def test_the_arguments_go_by_their_former_name_too():
-    scale, zero = Observer.load_from_registry("minmax", quantization_args=INT4)(WEIGHT)
-    for found, expected in zip((scale, zero), make("minmax", "weight", INT4)(WEIGHT), strict=True):
-        assert torch.equal(found, expected)
-    states = QuantizationArgs(strategy="token", dynamic=True)
-    assert Observer.load_from_registry("minmax", quantization_args=states).base_name == "input"
-    with pytest.raises(InputError, match="Give args"):
-        Observer.load_from_registry("minmax", "weight")
-
-
-def test_names_are_folded():
-    assert isinstance(make("Memoryless-MinMax"), MemorylessMinMaxObserver)
-    assert isinstance(make("fouroversix", "weight", INT4), NVFP4ExpandedMSEObserver)
 
 
 def test_unknown_options_are_refused_with_a_suggestion():
@@ -151,29 +109,6 @@ def test_options_out_of_bounds_are_refused_by_name(name, option):
         make(name, **option)
 
 
-@pytest.mark.parametrize("base", ["weight", "input"])
-def test_importance_that_cannot_be_used_is_told_once(base, warned):
-    """An input is observed in every batch."""
-    observer = make("imatrix_mse", base, INT4)
-    for _ in range(3):
-        observer(WEIGHT)
-    assert len([line for line in warned if "All columns count the same" in line]) == 1
-
-
-def test_a_scale_is_selected_by_its_error_alone():
-    assert make("fouroversix", "weight", INT4, scale_selection="mse")(WEIGHT)[0].shape == (4, 2)
-    with pytest.raises(InputError, match="scale_selection = 'abs_max'"):
-        make("fouroversix", "weight", INT4, scale_selection="abs_max")
-
-
-def test_options_come_from_the_arguments_and_the_arguments_stay_as_they_are():
-    args = QuantizationArgs(observer="minmax", observer_kwargs={"averaging_constant": 0.5})
-    before = args.model_dump()
-    assert make("minmax", args=args).options.averaging_constant == 0.5
-    assert make("minmax", args=args, averaging_constant=0.25).options.averaging_constant == 0.25
-    assert args.model_dump() == before
-
-
 def test_third_parties_can_register_an_observer():
     @Observer.register("twice_minmax_for_test", alias="twofold_for_test")
     class Twice(MemorylessMinMaxObserver):
@@ -195,9 +130,8 @@ def test_nothing_seen_is_an_error_that_names_the_tensor(name):
         observer.qparams()
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
-@pytest.mark.parametrize("name", OBSERVERS)
-def test_values_that_are_not_finite_are_an_error_and_leave_no_trace(name, bad):
+@each(bad=[float("nan"), float("inf"), -float("inf")], name=OBSERVERS)
+def test_bad_values_are_an_error_and_leave_no_trace(name, bad):
     observer = make(name)
     x = torch.ones(3, 32)
     x[1, 5] = bad
@@ -217,10 +151,9 @@ def test_reset_forgets(name):
     assert torch.equal(observer(WEIGHT)[0], fresh(WEIGHT)[0])
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize(
-    "preset",
-    ["W4A16", "W4A16_ASYM", "FP8", "FP8_BLOCK", "NVFP4", "MXFP4"]
+@each(
+    dtype=[torch.bfloat16, torch.float16, torch.float32],
+    preset=["W4A16", "W4A16_ASYM", "FP8", "FP8_BLOCK", "NVFP4", "MXFP4"]
     + [name for name in ("MXFP6A16",) if name in PRESET_SCHEMES],
 )
 def test_scales_equal_those_that_readers_compute(preset, dtype):
@@ -235,32 +168,12 @@ def test_scales_equal_those_that_readers_compute(preset, dtype):
     assert torch.equal(zero.float(), expected[1].float())
 
 
-def test_scales_can_be_asked_for_in_the_dtype_of_the_module():
-    observer = make("memoryless_minmax", "weight", INT4).observe(WEIGHT)
-    assert observer.qparams(dtype=torch.bfloat16)[0].dtype is torch.bfloat16
-    assert observer.qparams(dtype=torch.float8_e4m3fn)[0].dtype is torch.float16
-
-
-def test_a_scale_neither_vanishes_nor_overflows_unseen_in_its_dtype():
+def test_a_scale_neither_vanishes_nor_overflows_unseen():
     tiny = make("memoryless_minmax").observe(torch.full((1, 4), 1e-9))
     assert tiny.qparams(dtype=torch.float16)[0] > 0
     huge = make("memoryless_minmax").observe(torch.full((1, 4), 1e9))
     with pytest.raises(NonFiniteError, match="float16"):
         huge.qparams(dtype=torch.float16)
-
-
-def test_weights_of_exotic_dtypes_are_observed():
-    W = WEIGHT.to(torch.float8_e4m3fn)
-    assert make("memoryless_minmax", "weight", INT4)(W)[0].dtype is torch.float16
-
-
-def test_integers_are_observed_with_all_their_digits():
-    args = QuantizationArgs(num_bits=8, strategy="tensor", observer="minmax")
-    observer = make("minmax", "input", args)
-    for greatest in (1, 127, 70000):
-        observer(torch.tensor([[greatest, 1, 1]]))
-    assert observer.max_vals.item() == pytest.approx(2.26 + 0.01 * (70000 - 2.26), rel=1e-6)
-    assert observer.get_qparams()["scale"].dtype is torch.float32
 
 
 class TestShapes:
@@ -281,11 +194,6 @@ class TestShapes:
         x = torch.randn(2, 5, 32)
         scale, _ = make("static_minmax", args=args)(x)
         assert torch.equal(scale, x.abs().reshape(-1, 4, 8).amax((0, 2)) / 127.5)
-
-    def test_ragged_groups_of_activations_are_refused(self):
-        args = QuantizationArgs(num_bits=8, group_size=24)
-        with pytest.raises(InputError, match="24"):
-            make("static_minmax", args=args).observe(torch.ones(2, 32))
 
     @pytest.mark.parametrize("name", ["memoryless_minmax", "memoryless_mse", "histogram"])
     def test_ragged_blocks_are_not_widened_by_padding(self, name):
@@ -314,10 +222,6 @@ class TestShapes:
         with pytest.raises(InputError, match=fields["strategy"]):
             observer.observe(torch.ones(1, 2, 3, 4) if base_name == "k" else torch.ones(3, 4))
 
-    def test_unknown_tensors_are_refused(self):
-        with pytest.raises(InputError, match="Did you mean weight"):
-            make("static_minmax", "weights").observe(WEIGHT)
-
 
 class TestGlobalScale:
     def test_local_activations_have_only_a_global_scale(self):
@@ -333,9 +237,6 @@ class TestGlobalScale:
         scale, _ = members[0].qparams(shared)
         expected, _ = calculate_qparams(*members[0].range(), args, global_scale=shared)
         assert torch.equal(scale, expected)
-
-    def test_other_strategies_have_none(self):
-        assert make("static_minmax").observe(WEIGHT).global_scale() is None
 
 
 class TestMerge:
@@ -361,18 +262,6 @@ class TestMerge:
         expected = (alone[0] + 3 * alone[1]) / 4
         assert torch.allclose(ones.merge(threes).range()[1], expected)
 
-    @pytest.mark.parametrize("name", OBSERVERS)
-    def test_an_observer_that_saw_nothing_adds_nothing(self, name):
-        seen, unseen = make(name).observe(WEIGHT), make(name)
-        expected = seen.range()[1]
-        assert torch.equal(seen.merge(unseen).range()[1], expected)
-        assert torch.equal(unseen.merge(seen).range()[1], expected)
-        assert make(name).merge(make(name)).observations == 0
-
-    def test_different_observers_do_not_merge(self):
-        with pytest.raises(InputError, match="same class"):
-            make("minmax").merge(make("static_minmax"))
-
 
 COLLECTING = [name for name in OBSERVERS if "imatrix" not in name]
 
@@ -392,40 +281,7 @@ def test_a_collected_step_is_one_observation(name):
     assert all(map(torch.equal, a.range(), b.range()))
 
 
-@pytest.mark.parametrize("name", ["minmax", "static_minmax", "histogram", "percentile"])
-def test_a_step_counts_the_same_however_it_is_cut(name):
-    """In one batch, in three, or on two processes: not so where each part is searched."""
-    whole, cut, first, second = (make(name) for _ in range(4))
-    for x in steps(3):
-        whole.collect(x).commit()
-        for rows in x.split(2):
-            cut.collect(rows)
-        cut.commit()
-        seen = [first.collect(x[:2]).collected(), second.collect(x[2:]).collected()]
-        first.commit(seen)
-        second.commit(seen)
-    for other in (cut, first, second):
-        assert other.observations == 3
-        assert all(map(torch.equal, whole.range(), other.range()))
-
-
-def test_nothing_collected_is_no_observation():
-    observer = make("minmax")
-    assert observer.commit([None, None]).commit().observations == 0
-
-
-@pytest.mark.parametrize("name", ["minmax", "mse", "histogram"])
-def test_what_is_not_finite_is_not_taken(name):
-    observer = make(name).observe(WEIGHT)
-    before = observer.range()
-    with pytest.raises(NonFiniteError):
-        observer.collect(torch.tensor([[1.0, torch.inf]])).commit()
-    assert observer.observations == 1
-    assert all(map(torch.equal, before, observer.range()))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", COLLECTING)
+@each(dtype=[torch.float32, torch.bfloat16], name=COLLECTING)
 def test_a_saved_observer_goes_on_where_it_was(name, dtype, tmp_path):
     a, b = make(name), make(name)
     torch.save(a.state_dict(), tmp_path / "empty")
@@ -441,72 +297,6 @@ def test_a_saved_observer_goes_on_where_it_was(name, dtype, tmp_path):
     for one, other in zip((*a.range(), *a.qparams()), (*b.range(), *b.qparams()), strict=True):
         assert one.dtype is other.dtype
         assert torch.equal(one, other)
-
-
-@pytest.mark.parametrize("name", OBSERVERS)
-def test_what_a_call_gives_leads_on_to_parameters_by_name(name):
-    observer = make(name, "weight", INT4)
-    observer.importance = torch.ones(32)
-    found = observer(WEIGHT)
-    scale, zero = found
-    assert isinstance(found, tuple)
-    by_name = found.get_qparams()
-    assert torch.equal(by_name["scale"], scale)
-    assert torch.equal(by_name["zero_point"], zero)
-    assert by_name["global_scale"] is None
-
-
-@pytest.mark.parametrize("name", OBSERVERS)
-def test_the_range_goes_by_the_names_of_its_ends(name):
-    observer = make(name, "weight", INT4)
-    observer.importance = torch.ones(32)
-    assert not observer.has_statistics
-    assert not hasattr(observer, "min_vals")
-    with pytest.raises(InputError, match="has not seen any value"):
-        observer.get_statistics()
-    minimum, maximum = observer.observe(WEIGHT).range()
-    assert observer.has_statistics
-    assert torch.equal(observer.min_vals, minimum)
-    assert torch.equal(observer.max_vals, maximum)
-    assert observer.get_statistics().keys() == {"min_vals", "max_vals"}
-    assert observer.is_weight_obs
-    observer.reset()
-    assert not observer.has_statistics
-
-
-def test_the_registry_tells_its_names_those_of_others_too():
-    @Observer.register("told")
-    class Told(MemorylessMinMaxObserver):
-        pass
-
-    names = Observer.registered_names()
-    assert {"minmax", "memoryless_minmax", "told"} <= set(names)
-    assert all(make(name) for name in names)
-
-
-@pytest.mark.parametrize(
-    ("fields", "shape"),
-    [
-        ({"strategy": "tensor"}, (1,)),
-        ({"strategy": "channel"}, (1,)),
-        ({"strategy": "group", "group_size": 16}, (2,)),
-    ],
-)
-def test_a_weight_of_one_dimension_is_a_row(fields, shape):
-    args = QuantizationArgs(num_bits=8, **fields)
-    row = WEIGHT[0]
-    scale, zero = make("minmax", "weight", args)(row)
-    assert scale.shape == zero.shape == shape
-    assert torch.equal(scale, make("minmax", "weight", args)(row[None])[0].reshape(shape))
-
-
-def test_dimensions_that_do_not_do_are_refused():
-    blocks = QuantizationArgs(num_bits=8, strategy="block", block_structure=[4, 4])
-    with pytest.raises(InputError, match="cannot be cut into blocks"):
-        make("minmax", "weight", blocks)(WEIGHT[0])
-    with pytest.raises(InputError, match="batch, heads, tokens, head_dim"):
-        make("minmax", "k")(WEIGHT[0])
-    assert make("minmax")(torch.tensor(2.0))[0].shape == (1,)
 
 
 @pytest.mark.parametrize(

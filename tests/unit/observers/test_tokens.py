@@ -5,14 +5,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tests.support.thinned import thinned
 from torch import Tensor
 
 from llmcompressor.observers.tokens import (
     count_tokens,
     num_batch_tokens,
-    num_equal_batches,
     real_tokens,
-    split_batches,
     token_mask,
 )
 
@@ -28,11 +27,6 @@ def test_padding_is_left_out_and_real_tokens_keep_their_order() -> None:
     assert torch.equal(tokens_TC, torch.stack([activation()[b, t] for b, t in MASK.nonzero()]))
 
 
-def test_an_activation_that_was_flattened_has_the_same_tokens() -> None:
-    flat_TC = activation().flatten(0, 1)
-    assert torch.equal(real_tokens(flat_TC, MASK), real_tokens(activation(), MASK))
-
-
 @pytest.mark.parametrize("shape", [(2, 3, 4), (6, 4), (5, 4), (1, 2, 3, 4), (4,)])
 def test_without_a_mask_every_row_counts(shape: tuple[int, ...]) -> None:
     values = torch.randn(shape)
@@ -46,47 +40,11 @@ def test_another_layout_has_no_such_positions(shape: tuple[int, ...]) -> None:
     assert torch.equal(real_tokens(values, MASK), values.reshape(-1, shape[-1]))
 
 
-def test_one_sequence_given_as_a_matrix_loses_its_padding() -> None:
-    values = torch.arange(12.0).reshape(3, 4)
-    assert torch.equal(real_tokens(values, MASK[:1]), values[:2])
-
-
-def test_a_row_of_padding_alone_leaves_nothing() -> None:
-    assert real_tokens(activation(), torch.zeros_like(MASK)).shape == (0, 4)
-
-
-def test_batches_that_were_run_as_one_come_apart_again() -> None:
-    values, mask = torch.randn(5, 3, 4), torch.rand(5, 3) > 0.5
-    parts = list(split_batches(values, mask, (2, 1, 2)))
-    assert [len(part) for part, _ in parts] == [2, 1, 2]
-    assert torch.equal(torch.cat([part for part, _ in parts]), values)
-    assert torch.equal(torch.cat([own for _, own in parts if own is not None]), mask)
-    assert [own for _, own in split_batches(values, None, (2, 1, 2))] == [None, None, None]
-
-
-@pytest.mark.parametrize("sizes", [None, (5,), (2, 2)])
-def test_one_batch_or_another_layout_stays_whole(sizes: tuple[int, ...] | None) -> None:
-    values = torch.randn(5, 3, 4)
-    ((part, own),) = split_batches(values, None, sizes)
-    assert part is values
-    assert own is None
-
-
 @pytest.mark.parametrize("mask", [MASK, None], ids=["mask", ""])
 @pytest.mark.parametrize("shape", [(2, 3, 4), (6, 4), (5, 4), (1, 2, 3, 4), (4,)])
 def test_tokens_are_counted_as_they_are_taken(shape: tuple[int, ...], mask: Tensor | None) -> None:
     values = torch.randn(shape)
     assert count_tokens(values, mask) == len(real_tokens(values, mask))
-
-
-def test_batches_are_alike_if_they_have_one_size_and_no_padding() -> None:
-    values = torch.randn(6, 3, 4)
-    assert num_equal_batches(values, None, (2, 2, 2)) == 3
-    assert num_equal_batches(values, None, (6,)) == 1
-    assert num_equal_batches(values, None, None) == 1
-    assert num_equal_batches(values, None, (4, 2)) == 1
-    assert num_equal_batches(values, torch.ones(6, 3, dtype=torch.bool), (2, 2, 2)) == 1
-    assert num_equal_batches(values[:5], None, (2, 2, 2)) == 1, "laid out otherwise"
 
 
 SIDES = {
@@ -107,9 +65,10 @@ def by_query(real_BT: Tensor, form: str, *, causal: bool, opened: bool) -> Tenso
     return seen_BQK.unsqueeze(1) if form == "of heads" else seen_BQK
 
 
-@pytest.mark.parametrize("side", SIDES)
-@pytest.mark.parametrize("form", ["plain", "of heads", "added"])
-@pytest.mark.parametrize(("causal", "opened"), [(True, False), (True, True), (False, False)])
+@pytest.mark.parametrize(
+    ("side", "form", "causal", "opened"),
+    thinned(SIDES, ["plain", "of heads", "added"], [(True, False), (True, True), (False, False)]),
+)
 def test_a_mask_of_queries_tells_which_tokens_are_real(
     side: str, form: str, causal: bool, opened: bool
 ) -> None:
@@ -117,22 +76,6 @@ def test_a_mask_of_queries_tells_which_tokens_are_real(
     found = token_mask({"input_ids": torch.ones(2, 5), "attention_mask": mask})
     assert found is not None
     assert torch.equal(found, SIDES[side])
-
-
-@pytest.mark.parametrize("causal", [True, False])
-def test_a_mask_of_queries_that_hides_nobody_is_none(causal: bool) -> None:
-    everyone = torch.ones(1, 5).bool()
-    mask = by_query(everyone, "of heads", causal=causal, opened=False)
-    assert token_mask({"input_ids": torch.ones(2, 5), "attention_mask": mask}) is None
-
-
-def test_of_masks_by_kind_of_attention_any_may_show_a_token() -> None:
-    window = by_query(SIDES["right"], "of heads", causal=True, opened=False)
-    narrow = window & torch.ones(5, 5).triu(-1).bool()
-    both = {"full_attention": window, "sliding_attention": narrow}
-    found = token_mask({"input_ids": torch.ones(2, 5), "attention_mask": both})
-    assert found is not None
-    assert torch.equal(found, SIDES["right"])
 
 
 def test_one_mask_for_all_rows_and_masks_of_other_sequences() -> None:

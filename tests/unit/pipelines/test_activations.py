@@ -7,7 +7,6 @@ import gc
 import os
 import sys
 import tempfile
-import weakref
 from pathlib import Path
 from typing import Any
 
@@ -122,19 +121,7 @@ def test_what_the_model_owns_is_not_moved() -> None:
         store.close()
 
 
-def test_parked_tensors_can_be_read_where_they_wait() -> None:
-    """The original pass of a batch is asked for its input while it is put away."""
-    model, paused, _ = _waiting()
-    with torch.no_grad(), paused as forward:
-        stop = forward.next_stop()
-        store = _store(model, 0)
-        for one in stop.passes:
-            store.park(one)
-        assert all(torch.equal(one.args[0], _input(one.index)) for one in stop.passes)
-        store.close()
-
-
-def test_memory_is_counted_and_only_what_exceeds_it_goes_to_files() -> None:
+def test_only_what_exceeds_memory_goes_to_files() -> None:
     model, paused, _ = _waiting(3)
     size = 4 * LARGE**2
     with torch.no_grad(), paused as forward:
@@ -152,33 +139,6 @@ def test_memory_is_counted_and_only_what_exceeds_it_goes_to_files() -> None:
         store.park(stop.passes[2])
         assert store.spilled == 2 * 2 * size
         store.close()
-
-
-def _mapped(folder: Path) -> int:
-    """How many files that were made in a folder are still held."""
-    lines = Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()
-    return len({line.split(maxsplit=5)[5] for line in lines if str(folder) in line})
-
-
-@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="Linux tells what is mapped")
-def test_files_have_no_name_and_go_when_their_pass_goes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What is killed while they are there leaves nothing on the disk."""
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    model, paused, _ = _waiting()
-    with torch.no_grad(), paused as forward:
-        stop = forward.next_stop()
-        store = _store(model, 0)
-        for one in stop.passes:
-            store.park(one)
-        assert list(tmp_path.iterdir()) == []
-        assert _mapped(tmp_path) == 4
-        store.fetch(stop.passes[0])
-        assert _mapped(tmp_path) == 2
-        store.close()
-        # What was still put away can be read on.
-        assert torch.isfinite(stop.passes[1].args[0]).all()
 
 
 def test_a_full_disk_is_an_error_and_not_the_end_of_the_process(
@@ -268,34 +228,6 @@ def test_pages_of_files_change_nothing_to_the_bit(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_in_pages_views_stay_views_and_nothing_is_fetched() -> None:
-    model, paused, outputs = _waiting()
-    with torch.no_grad(), paused as forward:
-        stop = forward.next_stop()
-        keep = [*model.parameters(), *model.buffers(), model.plain]
-        owned = [tensor.data_ptr() for tensor in keep]
-        store = ActivationStore(10**9, keep, fits=True, is_little=True)
-        for one in stop.passes:
-            store.park(one)
-        places = [held.data_ptr() for one in stop.passes for held in held_tensors(one)]
-        for one in stop.passes:
-            store.fetch(one)
-            store.park(one)
-        assert places == [held.data_ptr() for one in stop.passes for held in held_tensors(one)]
-        assert [tensor.data_ptr() for tensor in keep] == owned
-        assert (store.peak, store.spilled) == (0, 0)
-        forward.release(model.layer)
-        for one in stop.passes:
-            forward.resume(one)
-        store.close()
-    with torch.no_grad():
-        for index in range(2):
-            assert all(map(torch.equal, outputs[index], model(_input(index))))
-            full, half, turned, *_ = outputs[index]
-            assert half.untyped_storage().data_ptr() == full.untyped_storage().data_ptr()
-            assert turned.untyped_storage().data_ptr() == full.untyped_storage().data_ptr()
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="pages are counted in /proc")
 def test_what_a_pass_that_ends_has_looked_at_is_let_go_of() -> None:
     """Its pages would count as the process's memory, and with them those of every batch."""
@@ -357,70 +289,4 @@ def test_putting_away_frees_the_memory() -> None:
         assert one.args[0].untyped_storage().data_ptr() != storage
         in_memory = {tensor.untyped_storage().data_ptr() for tensor in held_tensors(one)}
         assert storage not in in_memory
-        store.close()
-
-
-def test_what_only_a_view_keeps_is_put_away_with_it() -> None:
-    """As queries and keys are: views of what a projection returned, which has no other name."""
-    layer, views = nn.Linear(LARGE, LARGE), []
-
-    def run() -> None:
-        part = torch.randn(LARGE, LARGE).view(2, LARGE // 2, LARGE).transpose(0, 1)
-        views.append(weakref.ref(part))
-        layer(torch.ones(1, LARGE))
-        assert part.shape[1] == 2
-
-    paused = PausedForward({layer: "layer"}, [Pass(0, run)])
-    with torch.no_grad(), paused as forward:
-        (one,) = forward.next_stop().passes
-        part = views[0]()
-        before = part.untyped_storage().data_ptr()
-        store = ActivationStore(0)
-        store.park(one)
-        assert part._base.untyped_storage().data_ptr() != before
-        store.fetch(one)
-        assert part._base.untyped_storage().data_ptr() == part.untyped_storage().data_ptr()
-        store.close()
-
-
-def test_what_a_model_lets_go_of_later_is_not_kept_by_having_been_put_away() -> None:
-    layer, gone = nn.Linear(LARGE, LARGE), []
-
-    def run() -> None:
-        first = torch.randn(LARGE, LARGE)
-        reference = weakref.ref(first)
-        y = layer(first)
-        del first
-        gone.append(reference() is None)
-        layer(y)
-
-    paused = PausedForward({layer: "layer"}, [Pass(0, run)])
-    with torch.no_grad(), paused as forward:
-        (one,) = forward.next_stop().passes
-        store = ActivationStore(0)
-        store.park(one)
-        store.fetch(one)
-        forward.resume(one)
-        store.close()
-    assert gone == [True]
-
-
-def test_tensors_that_are_more_than_a_view_of_memory_stay_where_they_are() -> None:
-    layer = nn.Identity()
-    spectrum = torch.view_as_complex(torch.randn(LARGE, LARGE, 2))
-    held = [spectrum.conj(), torch.randn(LARGE, LARGE, device="meta"), spectrum.to_sparse()]
-
-    def run() -> None:
-        mine = list(held)
-        layer(mine[0])
-        assert all(one is other for one, other in zip(mine, held, strict=True))
-
-    paused = PausedForward({layer: "layer"}, [Pass(0, run)])
-    with torch.no_grad(), paused as forward:
-        (one,) = forward.next_stop().passes
-        store = ActivationStore(0, held)
-        store.park(one)
-        store.fetch(one)
-        assert store.spilled == 0
-        forward.resume(one)
         store.close()

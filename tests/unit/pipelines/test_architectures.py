@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every architecture runs through the paused forward as through its own, and is compressed.
-
-There is no code for any of them in this package; new ones need none.
-"""
+"""Every architecture runs through the paused forward as through its own, and is compressed."""
 
 from __future__ import annotations
 

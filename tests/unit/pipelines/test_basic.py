@@ -11,16 +11,13 @@ import torch
 from tests.support import tiny_models as tiny
 from tests.support.recorders import Recorder, hooks_left, plain_inputs, run_pipeline
 
-from llmcompressor import oneshot
 from llmcompressor.args.dataset_arguments import PIPELINES as SPELLINGS
-from llmcompressor.core import LifecycleCallbacks
 from llmcompressor.errors import DatasetError
 from llmcompressor.modeling.call_graph import model_inputs
 from llmcompressor.modifiers.quantization import GPTQModifier, QuantizationModifier
 from llmcompressor.pipelines import PIPELINES, CalibrationPipeline, infer_pipeline
-from llmcompressor.pipelines.batches import calibration_mode, small_batch
+from llmcompressor.pipelines.batches import calibration_mode
 from llmcompressor.session.functions import create_session
-from llmcompressor.utils.devices import DisableQuantization, calibration_forward_context
 
 PIPELINES_WITH_DATA = ["basic", "sequential", "layer_sequential", "independent"]
 
@@ -157,14 +154,14 @@ def test_without_data_there_is_an_error(pipeline: str) -> None:
         run_pipeline(tiny.build("llama"), [], Recorder(), pipeline)
 
 
-def test_a_recipe_that_needs_data_is_sequential_and_another_is_free_of_data() -> None:
+def test_a_recipe_with_data_is_sequential_else_datafree() -> None:
     free = QuantizationModifier(targets="Linear", scheme="FP8_DYNAMIC")
     assert infer_pipeline([free]) == "datafree"
     assert infer_pipeline([free, Recorder()]) == "sequential"
     assert infer_pipeline([]) == "datafree"
 
 
-def test_a_pipeline_is_made_of_what_modifiers_need_or_the_user_names(
+def test_a_pipeline_follows_modifiers_or_the_user(
     log: list[tuple[str, str]],
 ) -> None:
     kinds = {name: PIPELINES.load(name) for name in ("datafree", "sequential", "independent")}
@@ -202,90 +199,8 @@ def test_a_pipeline_of_ones_own_is_found_by_its_name() -> None:
     assert isinstance(CalibrationPipeline.from_modifiers([], "own"), Own)
 
 
-@pytest.mark.usefixtures("own_pipelines")
-def test_a_pipeline_of_ones_own_is_named_in_oneshot() -> None:
-    seen: list[int] = []
-
-    def calibrated(**given: Any) -> dict[str, torch.Tensor]:
-        model = tiny.build("llama")
-        batches = [{"input_ids": torch.arange(8 * n, 8 * n + 8)[None]} for n in range(3)]
-        recipe = [
-            QuantizationModifier(targets="re:.*o_proj", scheme="W8A16"),
-            GPTQModifier(targets="re:.*up_proj", scheme="W4A16"),
-        ]
-        oneshot(model=model, dataset=batches, recipe=recipe, **given)
-        return model.state_dict()
-
-    with pytest.raises(ValueError, match="whole_at_once"):
-        calibrated(pipeline="whole_at_once")
-
-    @CalibrationPipeline.register("whole_at_once")
-    class Whole(CalibrationPipeline):
-        @staticmethod
-        def __call__(model: Any, dataloader: Any, dataset_args: Any) -> None:
-            LifecycleCallbacks.calibration_epoch_start()
-            with calibration_forward_context(model), DisableQuantization(model):
-                for batch in dataloader:
-                    model(**batch)
-                    seen.append(batch["input_ids"].numel())
-            LifecycleCallbacks.sequential_epoch_end()
-            LifecycleCallbacks.calibration_epoch_end()
-
-    own, basic = calibrated(pipeline="whole_at_once"), calibrated(pipeline="basic")
-    assert seen == [8, 8, 8]
-    assert own.keys() == basic.keys()
-    assert all(torch.equal(value, basic[name]) for name, value in own.items())
-
-
-# ---------------------------------------------------------------------- what the model is run on
-
-
-def test_the_model_gets_what_it_takes_and_no_labels() -> None:
-    model = tiny.build("llama")
-    ids = torch.ones(1, 4, dtype=torch.long)
-    batch = {"input_ids": ids, "labels": ids, "loss_mask": ids, "text": ["a"], "prompt": "b"}
-    assert model_inputs(model, batch).keys() == {"input_ids"}
-
-
 def test_a_decoder_that_makes_its_inputs_of_labels_gets_them() -> None:
     model, ids = tiny.build("t5"), torch.ones(1, 4, dtype=torch.long)
     assert set(model_inputs(model, {"input_ids": ids, "labels": ids})) == {"input_ids", "labels"}
     both = {"input_ids": ids, "labels": ids, "decoder_input_ids": ids}
     assert set(model_inputs(model, both)) == {"input_ids", "decoder_input_ids"}
-
-
-@pytest.mark.parametrize("family", ["t5", "whisper"])
-@pytest.mark.parametrize("pipeline", PIPELINES_WITH_DATA)
-def test_data_that_a_forward_cannot_do_with_is_told_as_such(family: str, pipeline: str) -> None:
-    model, recorder = tiny.build(family), Recorder()
-    with pytest.raises(DatasetError, match="fails on the first batch, which has attention_mask"):
-        run_pipeline(model, tiny.text_batches(), recorder, pipeline)
-    assert recorder._inputs == {}
-    assert not hooks_left(model)
-
-
-@pytest.mark.parametrize("pipeline", PIPELINES_WITH_DATA)
-def test_so_is_data_of_another_shape(pipeline: str) -> None:
-    """torch raises of it what it raises of all else."""
-    batch = {"input_features": torch.randn(1, 3, 16)}
-    with pytest.raises(DatasetError, match="fails on the first batch, which has input_features: R"):
-        run_pipeline(tiny.build("whisper"), [batch], Recorder(), pipeline)
-
-
-def test_images_get_the_models_dtype_and_ids_keep_theirs() -> None:
-    model = tiny.build("llava").to(torch.bfloat16)
-    inputs = model_inputs(model, tiny.image_batches()[0])
-    assert inputs["pixel_values"].dtype is torch.bfloat16
-    assert inputs["input_ids"].dtype is torch.long
-
-
-def test_a_text_batch_is_cut_for_watching_and_others_are_not() -> None:
-    batch = tiny.text_batches(1)[0]
-    assert {key: value.shape for key, value in small_batch(batch).items()} == {
-        "input_ids": (1, 8),
-        "attention_mask": (1, 8),
-    }
-    assert small_batch({**batch, "loss_mask": batch["input_ids"]})["loss_mask"].shape == (1, 8)
-    image = tiny.image_batches()[0]
-    assert small_batch(image).keys() == image.keys()
-    assert small_batch(image)["input_ids"] is image["input_ids"]

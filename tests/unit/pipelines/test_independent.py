@@ -53,7 +53,7 @@ class Logged(Recorder):
         super().on_calibration_end(state, event, **kwargs)
 
 
-def test_each_modifier_is_alone_while_it_runs_and_all_are_initialized_before() -> None:
+def test_each_modifier_runs_alone_after_all_are_initialized() -> None:
     log: list[Any] = []
     model, batches = tiny.build("llama"), tiny.text_batches()
     recorder = Logged(log=log)

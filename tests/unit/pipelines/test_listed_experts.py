@@ -4,10 +4,8 @@
 from __future__ import annotations
 
 import copy
-import itertools
 import json
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +22,7 @@ from transformers import SwitchTransformersConfig, SwitchTransformersForConditio
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 from llmcompressor import oneshot
-from llmcompressor.errors import DatasetError, TargetError
-from llmcompressor.modeling.meta_weights import zero_weights
-from llmcompressor.modifiers.autoround import AutoRoundModifier
-from llmcompressor.modifiers.quantization import GPTQModifier, QuantizationModifier
-from llmcompressor.moe.module_list import find_expert_lists, lists_called_with_rows
+from llmcompressor.modifiers.quantization import GPTQModifier
 from llmcompressor.pipelines.moe_routing import experts_report
 
 PIPELINES = ["basic", "sequential", "layer_sequential", "independent"]
@@ -84,13 +78,6 @@ class Scaled(ByContent):
         return made
 
 
-class Shown(Listed):
-    """All of them get every token."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return sum(expert(x) for expert in self.experts)
-
-
 class InChunks(Listed):
     """Some tokens after others, and a shared expert between the calls of one expert."""
 
@@ -118,29 +105,6 @@ class InRows(Listed):
         return super().forward(x[None])[0]
 
 
-class AddedBefore(Listed):
-    """What a shared expert makes is added to the tokens before the others get them."""
-
-    def __init__(self, config: Any) -> None:
-        super().__init__(config)
-        self.shared = LlamaMLP(config)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x + self.shared(x))
-
-
-class OneAfterAnother(Listed):
-    """An expert gets what those before it made of the tokens."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        rows = x.flatten(0, 1).clone()
-        chosen = chosen_of(len(rows), self.share)
-        for number, expert in enumerate(self.experts):
-            if (chosen <= number).any():
-                rows[chosen <= number] += expert(rows[chosen <= number])
-        return rows.view_as(x)
-
-
 class Again(Listed):
     """Its layer is called twice in one forward, and its experts were calibrated in the first."""
 
@@ -151,26 +115,6 @@ class Again(Listed):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.layer(self.layer(x))
-
-
-class InLayers(Listed):
-    """No experts at all: alike layers, one behind another."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.experts:
-            x = x + layer(x)
-        return x
-
-
-class ByPosition(Listed):
-    """Nor these: one for each position."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        steps = (
-            self.experts[at % EXPERTS](x[:, at : at + 1] * (1 + at % EXPERTS))
-            for at in range(x.shape[1])
-        )
-        return torch.cat(list(steps), 1)
 
 
 class Halved(ByContent):
@@ -452,23 +396,6 @@ def test_others_get_their_own_tokens_with_one_warning(
     assert not hooks_left(model)
 
 
-WITH_ROWS: dict[type[Listed], bool] = {
-    Listed: True,
-    OfMixtures: True,
-    **dict.fromkeys((AddedBefore, OneAfterAnother, Scaled, Halved, Overwritten, Own), False),
-    **dict.fromkeys((Shown, InLayers, ByPosition), False),
-}
-
-
-def test_calls_with_rows_are_found_without_weights_too() -> None:
-    for kind, device in itertools.product(WITH_ROWS, ("cpu", "meta")):
-        model = build(kind).to(device)
-        run = partial(model, **tiny.text_batches()[0])
-        with zero_weights(model):
-            found = lists_called_with_rows(list(find_expert_lists(model)), run)
-        assert (LIST in [one.name for one in found]) == WITH_ROWS[kind]
-
-
 class Grouped(Patient):
     """Remembers which Linears get one input, as the small forward showed it."""
 
@@ -479,51 +406,6 @@ class Grouped(Patient):
         self._groups = [
             {self._names[one] for one in group} for group in state.calibration.call_order.groups
         ]
-
-
-@pytest.mark.parametrize(
-    ("pipeline", "every"), thinned(["basic", "sequential", "layer_sequential"], [True, False])
-)
-def test_shared_inputs_are_known_of_uncalled_experts_too(pipeline: str, every: bool) -> None:
-    """Gate and up of one expert; of all of them where each sees all rows."""
-    recorder = Grouped()
-    arguments = {"moe_calibrate_all_experts": every}
-    run_pipeline(build(Listed), tiny.text_batches(), recorder, pipeline, **arguments)
-    entrances = [{f"{LIST}.{one}.gate_proj", f"{LIST}.{one}.up_proj"} for one in range(EXPERTS)]
-    if every:
-        entrances = [set().union(*entrances)]
-    found = [group for group in recorder._groups if f"{LIST}." in min(group)]
-    assert sorted((group for group in found if "down_proj" not in min(group)), key=min) == entrances
-
-
-@pytest.mark.parametrize("pipeline", PIPELINES)
-def test_a_quantized_cache_beside_them_changes_nothing(pipeline: str, warned: list[str]) -> None:
-    """To observe keys and values, passes run to the end."""
-    reports = []
-    fp8 = {"num_bits": 8, "type": "float", "strategy": "tensor"}
-    for cache in ({}, {"kv_cache_scheme": fp8}):
-        model = build(Listed)
-        recipe = QuantizationModifier(targets="Linear", scheme="FP8", ignore=["lm_head"], **cache)
-        run_pipeline(model, tiny.text_batches(), recipe, pipeline)
-        scales = [one.gate_proj.input_scale for one in model.get_submodule(LIST)]
-        assert scales[0] == scales[1] == scales[2]
-        reports.append(experts_report(model))
-    assert reports[0] == reports[1]
-    assert not told(warned)
-
-
-@pytest.mark.parametrize("kind", [Listed, Own])
-def test_an_ignored_expert_keeps_nothing_from_the_others(
-    kind: type[Listed], warned: list[str]
-) -> None:
-    batches, recorder = tiny.text_batches(), Patient(ignore=["lm_head", rf"re:{LIST}\.0\..*"])
-    run_pipeline(build(kind), batches, recorder)
-    if kind is Own:
-        (said,) = told(warned)
-        assert f"1 of {EXPERTS - 1} experts: {LIST}.2 (0)." in said
-        return
-    for seen in (recorder._inputs[f"{LIST}.{number}.gate_proj"] for number in (1, 2)):
-        assert [len(one) for one in seen] == [batch["input_ids"].numel() for batch in batches]
 
 
 PAUSED = ["sequential", "layer_sequential", "independent"]
@@ -584,65 +466,3 @@ def test_starved_ones_change_no_output(policy: str, kind: type[Listed]) -> None:
             for one, other in zip(recorder._inputs[name], plain[name], strict=True):
                 assert torch.equal(one, other)
     assert any(name.startswith("model.layers.0.mlp.experts.2.") for name in recorder._inputs)
-
-
-def test_starved_ones_are_rounded_to_nearest_where_others_learn() -> None:
-    weights = {"num_bits": 3, "strategy": "channel"}
-    fields = {
-        "config_groups": {"all": {"targets": ["Linear"], "weights": weights}},
-        "ignore": ["lm_head", "re:.*gate$"],
-    }
-    made = []
-    for recipe in (AutoRoundModifier(**fields, iters=4), QuantizationModifier(**fields)):
-        model = build(Listed)
-        data = DataLoader(tiny.text_batches(), batch_size=None)
-        starved = {"dataset": data, **STARVED, "starved_experts": "rtn"}
-        oneshot(model=model, recipe=recipe, **(starved if not made else {}))
-        made.append(model.model.layers[1].mlp.experts)
-    learned, nearest = made
-    are_nearest = [
-        torch.equal(one.down_proj.weight, other.down_proj.weight)
-        for one, other in zip(learned, nearest, strict=True)
-    ]
-    assert are_nearest == [False, True, True]
-
-
-@pytest.mark.parametrize("pipeline", PIPELINES)
-def test_what_nothing_waits_for_has_no_policy(pipeline: str, warned: list[str]) -> None:
-    """Nor has what can be called with its own tokens alone."""
-    kind = Listed if pipeline == "basic" else Own
-    arguments = {"moe_calibrate_all_experts": False, "starved_experts": "neighbours"}
-    run_pipeline(build(kind), tiny.text_batches(), Patient(), pipeline, **arguments)
-    (said,) = told(warned)
-    assert "starved_experts='neighbours' has no effect" in said
-
-
-@pytest.mark.parametrize(("pipeline", "kind"), thinned(PIPELINES, [Listed, Own]))
-def test_but_they_may_be_an_error(pipeline: str, kind: type[Listed]) -> None:
-    model = build(kind)
-    with pytest.raises(DatasetError, match=rf"1 of {EXPERTS} experts: {LIST}\.2 \(0\)"):
-        run_pipeline(
-            model,
-            tiny.text_batches(),
-            Patient(),
-            pipeline,
-            starved_experts="error",
-            moe_calibrate_all_experts=False,
-        )
-    assert not hooks_left(model)
-
-
-def test_nothing_is_said_where_it_makes_no_difference(warned: list[str]) -> None:
-    run_pipeline(build(Shown), tiny.text_batches(), Patient())
-    run_pipeline(build(Again), tiny.text_batches(), Patient())
-    enough = type("Enough", (Listed,), {"share": (0, 0, 0, 0, 1, 1, 1, 2, 2, 2)})
-    run_pipeline(build(enough), tiny.text_batches(), Patient(), moe_calibrate_all_experts=False)
-    run_pipeline(build(Own), tiny.text_batches(), Patient(ignore=["lm_head", f"re:{LIST}.*"]))
-    assert not told(warned)
-
-
-def test_a_static_scale_without_tokens_needs_other_data() -> None:
-    recipe = QuantizationModifier(targets="Linear", scheme="FP8", ignore=["lm_head"])
-    with pytest.raises(TargetError, match=rf"{LIST}\.2\..*own code calls.*Add data") as caught:
-        run_pipeline(build(Own), tiny.text_batches(), recipe)
-    assert "Set moe_calibrate_all_experts" not in str(caught.value)

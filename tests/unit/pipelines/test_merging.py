@@ -49,10 +49,7 @@ def sizes(batches: list[Any], tokens: int | None = None) -> list[tuple[int, ...]
     return [one.sizes for one in merge_batches(batches, tokens)]
 
 
-# ---------------------------------------------------------------------- what is joined
-
-
-def test_batches_are_joined_as_long_as_they_fit_and_stay_in_order() -> None:
+def test_batches_are_joined_in_order_while_they_fit() -> None:
     merged = list(merge_batches(numbered(), tokens=2 * LENGTH))
     assert [one.sizes for one in merged] == [(1, 1), (1, 1), (1,)]
     ids_BT = torch.cat([one.batch["input_ids"] for one in merged])
@@ -60,32 +57,6 @@ def test_batches_are_joined_as_long_as_they_fit_and_stay_in_order() -> None:
     assert all(one.batch["attention_mask"].shape == one.batch["input_ids"].shape for one in merged)
     assert sizes(numbered(), tokens=2 * LENGTH - 1) == [(1,)] * COUNT
     assert sizes(numbered(), tokens=1) == [(1,)] * COUNT
-
-
-def test_batches_of_several_samples_are_joined_whole() -> None:
-    batches = [*numbered(1, rows=3), *numbered(1, rows=1), *numbered(1, rows=2)]
-    assert sizes(batches, tokens=4 * LENGTH) == [(3, 1), (2,)]
-    assert sizes(batches, tokens=6 * LENGTH) == [(3, 1, 2)]
-
-
-def test_the_usual_number_of_tokens_is_looked_up_when_it_is_needed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    assert sizes(numbered()) == [(1,) * COUNT]
-    monkeypatch.setattr(merging, "RUN_TOKENS", 1)
-    assert sizes(numbered()) == [(1,)] * COUNT
-
-
-def test_other_lengths_end_a_run_and_nothing_is_reordered() -> None:
-    batches = [*numbered(2), *numbered(1, length=7), *numbered(2)]
-    merged = list(merge_batches(batches))
-    assert [one.sizes for one in merged] == [(1, 1), (1,), (1, 1)]
-    assert [one.batch["input_ids"].shape[1] for one in merged] == [LENGTH, 7, LENGTH]
-
-
-def test_batches_with_other_keys_are_not_joined() -> None:
-    without = [{"input_ids": batch["input_ids"]} for batch in numbered(2)]
-    assert sizes([*numbered(2), *without]) == [(1, 1), (1, 1)]
 
 
 @pytest.mark.parametrize(
@@ -110,23 +81,6 @@ def test_anything_but_plain_text_is_run_as_it_was_given(more: dict[str, Any]) ->
     assert merged[1].batch is batches[0]
     assert merged[2].batch is batches[1]
     assert merged[0].sizes == merged[3].sizes == (1, 1)
-
-
-def test_a_batch_without_text_is_one_batch() -> None:
-    batches = [{"x": torch.zeros(4, 3)}] * 2
-    merged = list(merge_batches(batches))
-    assert len(merged) == 2
-    assert merged[0].batch is batches[0]
-    assert list(merge_batches([])) == []
-
-
-def test_one_batch_is_not_copied() -> None:
-    (batch,) = numbered(1)
-    (merged,) = merge_batches([batch])
-    assert merged.batch is batch
-
-
-# ---------------------------------------------------------------------- what modifiers see
 
 
 @pytest.fixture(params=["merged", "alone"])
@@ -201,18 +155,6 @@ def _static(observer: str) -> QuantizationModifier:
     weights = QuantizationArgs(num_bits=8, strategy="channel")
     scheme = QuantizationScheme(targets=["Linear"], weights=weights, input_activations=inputs)
     return QuantizationModifier(config_groups={"all": scheme}, ignore=["lm_head"])
-
-
-@pytest.mark.parametrize("observer", ["minmax", "static_minmax", "mse"])
-@pytest.mark.parametrize("pipeline", ["sequential", "basic"])
-def test_observers_that_count_batches_see_those_that_were_given(
-    pipeline: str, observer: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    merged, unmerged, _ = _each_way(monkeypatch, lambda: _static(observer), pipeline)
-    scales = [name for name in unmerged if name.endswith("input_scale")]
-    assert len(scales) == 7 * tiny.LAYERS
-    for name in scales:
-        assert torch.allclose(merged[name], unmerged[name], rtol=1e-4), name
 
 
 def test_an_observer_is_shown_one_batch_after_another(

@@ -14,11 +14,9 @@ from tests.support.recorders import Recorder, run_pipeline
 from tests.support.thinned import thinned
 from torch import Tensor
 from torch.nn import Module
-from transformers import BartConfig, BartModel
 
 from llmcompressor.modifiers.quantization import GPTQModifier, QuantizationModifier
 from llmcompressor.observers.tokens import real_tokens
-from llmcompressor.pipelines.batches import CalibrationBatches
 
 CAUSAL = ["llama", "qwen3", "gemma3", "phi3", "opt"]
 PIPELINES = ["basic", "sequential", "layer_sequential"]
@@ -127,7 +125,7 @@ def _of_pairs(pipeline: str, source: str, target: str) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("pipeline", PIPELINES)
-def test_in_an_encoder_decoder_each_input_comes_with_the_mask_of_its_half(pipeline: str) -> None:
+def test_each_input_comes_with_the_mask_of_its_half(pipeline: str) -> None:
     """As long as source and target are equally long, shapes would not tell them apart."""
     batches = [
         {
@@ -150,7 +148,7 @@ def test_in_an_encoder_decoder_each_input_comes_with_the_mask_of_its_half(pipeli
 
 
 @pytest.mark.parametrize("form", ["labels", "padded labels", "labels and inputs", "inputs"])
-def test_a_decoder_without_a_mask_counts_what_each_row_alone_would_have(form: str) -> None:
+def test_a_decoder_without_a_mask_counts_as_each_row_alone(form: str) -> None:
     """Inputs are the labels one position later: as many as there are labels."""
     labels = _ids(10, length=6)
     labels[1, 4:] = 0 if "padded" in form else -100
@@ -169,47 +167,6 @@ def test_a_decoder_without_a_mask_counts_what_each_row_alone_would_have(form: st
             assert mask.shape == (2, LENGTH + EXTRA)
         elif name.startswith("decoder") and "EncDecAttention.v" not in name:
             assert mask.tolist() == [[True] * 6, [True] * 4 + [False] * 2]
-
-
-def test_a_token_that_pads_and_ends_counts_once() -> None:
-    """The first of them ends the sequence."""
-    model = tiny.build("t5")
-    model.config.eos_token_id = model.config.pad_token_id
-    ids = torch.tensor([[0, 5, 6, 7, 8, 9], [0, 5, 6, 0, 0, 0]])
-    recorder = Recorder(twin=True)
-    run_pipeline(model, [{**_padded(_ids(0), "none"), "decoder_input_ids": ids}], recorder)
-    (mask,) = recorder._masks["decoder.block.0.layer.0.SelfAttention.q"]
-    assert mask.tolist() == [[True] * 6, [True] * 4 + [False] * 2]
-
-
-def test_a_decoder_that_gets_the_tokens_of_the_encoder_has_its_padding() -> None:
-    config = BartConfig(
-        vocab_size=64,
-        d_model=32,
-        encoder_layers=1,
-        decoder_layers=1,
-        encoder_attention_heads=2,
-        decoder_attention_heads=2,
-        encoder_ffn_dim=32,
-        decoder_ffn_dim=32,
-    )
-    recorder = Recorder(twin=True)
-    batch = _padded(_ids(0), "right")
-    run_pipeline(BartModel(config).eval(), [batch], recorder)
-    assert any(name.startswith("decoder") for name in recorder._masks)
-    for name, (mask,) in recorder._masks.items():
-        assert torch.equal(mask, batch["attention_mask"].bool()), name
-
-
-def test_a_speech_encoder_has_no_padding_and_its_decoder_has() -> None:
-    batches = tiny.speech_batches()
-    recorder = Recorder(ignore=["proj_out"], twin=True)
-    run_pipeline(tiny.build("whisper"), batches, recorder)
-    for name, masks in recorder._masks.items():
-        if "encoder." in name or name.endswith(("encoder_attn.k_proj", "encoder_attn.v_proj")):
-            assert masks == [None] * len(batches), name
-        else:
-            assert all(mask is not None for mask in masks), name
 
 
 @pytest.mark.parametrize(("pipeline", "side"), thinned(PIPELINES, ["right", "left"]))
@@ -242,14 +199,6 @@ def test_static_activation_scales_are_the_same(pipeline: str, side: str) -> None
     assert plain.keys() == padded.keys()
     for name, scale in plain.items():
         torch.testing.assert_close(scale, padded[name], rtol=1e-5, atol=0)
-
-
-@pytest.mark.parametrize("present", [True, False])
-def test_a_loss_mask_that_nothing_has_is_told_of(present: bool, warned: list[str]) -> None:
-    ids = torch.ones(1, 4, dtype=torch.long)
-    batch = {"input_ids": ids} | ({"loss_mask": ids} if present else {})
-    CalibrationBatches(tiny.build("llama"), [batch], use_loss_mask=True)
-    assert any("use_loss_mask" in text for text in warned) != present
 
 
 def test_a_loss_mask_counts_only_its_tokens() -> None:

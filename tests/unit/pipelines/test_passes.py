@@ -12,7 +12,6 @@ from llmcompressor.modifiers import Modifier
 from llmcompressor.modifiers.quantization import GPTQModifier, QuantizationModifier
 from llmcompressor.modifiers.smoothquant import SmoothQuantModifier
 from llmcompressor.modifiers.transform import SpinQuantModifier
-from llmcompressor.pipelines import infer_pipeline
 from llmcompressor.pipelines.passes import split_at_rewrites, split_into_passes
 
 
@@ -40,7 +39,7 @@ def names(passes: list[list[Modifier]]) -> list[list[str]]:
 
 
 @pytest.mark.parametrize("pipeline", ["independent", "sequential"])
-def test_what_learns_first_begins_a_pass_in_which_nobody_collects(pipeline: str) -> None:
+def test_what_learns_first_begins_a_pass_without_collectors(pipeline: str) -> None:
     recipe = [Scaling(), learning(), rounding()]
     assert names(split_into_passes(recipe, pipeline)) == [
         ["Scaling"],
@@ -54,9 +53,3 @@ def test_in_memory_too_it_finds_what_stands_before_done() -> None:
     recipe = [Scaling(), learning(), rounding(), solving()]
     stretches = [["Scaling"], ["SpinQuant"], ["Quantization", "GPTQ"]]
     assert names(split_at_rewrites(recipe)) == stretches
-
-
-def test_no_data_runs_through_the_model_for_what_takes_it_itself() -> None:
-    assert learning().requires_calibration_data
-    assert infer_pipeline([learning(), rounding()]) == "datafree"
-    assert infer_pipeline([learning(), solving()]) == "sequential"

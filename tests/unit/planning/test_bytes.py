@@ -13,18 +13,15 @@ import torch
 from datasets import Dataset
 from safetensors.torch import load_file, save_file
 from tests.support import published_models as published
-from tests.support.thinned import few, thinned
+from tests.support.thinned import thinned
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from llmcompressor import oneshot, plan, verify
-from llmcompressor.checkpoint.model_config import REPORT_FILE
 from llmcompressor.checkpoint.tensor_files import TensorReader
 from llmcompressor.checkpoint.workspace import Workspace
-from llmcompressor.errors import TargetError
 from llmcompressor.modifiers.pruning import REAPPruningModifier
 from llmcompressor.modifiers.quantization import GPTQModifier, QuantizationModifier
 from llmcompressor.modifiers.smoothquant import SmoothQuantModifier
-from llmcompressor.modifiers.transform import QuIPModifier, SpinQuantModifier
 from llmcompressor.runtime.progress import format_bytes
 from llmcompressor.schemes import presets
 
@@ -155,10 +152,7 @@ HEADS = [
 
 @pytest.mark.parametrize(("head", "tie", "as_object"), thinned(HEADS, [False, True]))
 def test_of_tied_embeddings(head: str, tie: bool, as_object: bool, tmp_path: Path) -> None:
-    """Who asks for a head of its own gets one; else the configuration says which it is.
-
-    Of two in the files a plan believes it, and says so; the run looks.
-    """
+    """Who asks for a head of its own gets one; else the configuration says which it is."""
     source = _tied(tmp_path / "source", head)
 
     def model() -> Any:
@@ -190,19 +184,6 @@ def test_of_tied_embeddings(head: str, tie: bool, as_object: bool, tmp_path: Pat
     assert not [one for one in findings if one.severity == "error"]
     read = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert (read.lm_head.weight is read.model.embed_tokens.weight) == is_one
-
-
-@pytest.mark.parametrize("target", ["lm_head", "Embedding"])
-def test_a_plan_refuses_one_of_two_tied_weights_as_the_run_does(
-    target: str, tmp_path: Path
-) -> None:
-    source = _tied(tmp_path / "source", "equal")
-    modifier = QuantizationModifier(targets=[target], scheme="W8A16")
-    given = {"tie_word_embeddings": True}
-    problems = plan(source, modifier, measure=False, **given).problems
-    assert [str(one.message) for one in problems if "share one weight" in str(one.message)]
-    with pytest.raises(TargetError, match="share one weight"):
-        oneshot(model=source, recipe=modifier, output_dir=tmp_path / "out", **given)
 
 
 @pytest.mark.parametrize(("head", "data"), thinned(["none", "equal", "another"], [None, "rows"]))
@@ -237,37 +218,6 @@ def test_a_plan_reads_nothing_behind_the_headers(
     for name in ("sizes", "modules", "schemes", "matches", "scheme_bytes", "dense", "serving"):
         assert getattr(hollow, name) == getattr(whole, name), name
     assert [one.disk for one in hollow.phases] == [one.disk for one in whole.phases]
-
-
-ROTATIONS: dict[str, list[Any]] = {
-    "what is multiplied into weights": [lambda: SpinQuantModifier(rotations=["R1", "R2"])],
-    "what stays in the forward": [
-        lambda: SpinQuantModifier(rotations=["R1", "R2", "R3", "R4"]),
-        lambda: recipe("W4A16"),
-    ],
-    "a matrix for each module": [
-        lambda: SpinQuantModifier(rotations=["R3", "R4"], randomize=True),
-        lambda: recipe("W8A8"),
-    ],
-    "QuIP": [lambda: QuIPModifier(rotations=["v", "u"]), lambda: recipe("W4A16")],
-}
-
-
-@pytest.mark.parametrize("rotation", few(ROTATIONS, "a matrix for each module", "QuIP"))
-def test_rotations_that_stay_and_the_head_that_is_untied(
-    pico: Path, tmp_path: Path, rotation: str
-) -> None:
-    found = plan(pico, [make() for make in ROTATIONS[rotation]], measure=False)
-    oneshot(
-        model=str(pico),
-        recipe=[make() for make in ROTATIONS[rotation]],
-        output_dir=tmp_path / "out",
-    )
-    assert found.sizes is not None
-    assert dict(found.sizes.files) == written(tmp_path / "out")
-    assert not found.notes
-    told = {one.rule for one in found.serving}
-    assert ("S77" in told) == (rotation != "what is multiplied into weights")
 
 
 @pytest.mark.parametrize("as_object", [False, True])
@@ -313,19 +263,6 @@ def test_experts_that_are_dropped_and_quantized(
     quantized = [one for one in made.modules() if hasattr(one, "quantization_scheme")]
     assert match.matched == match.decided == len(quantized) > 0
     assert [one.modifiers for one in found.passes] == [["REAPPruningModifier"], ["GPTQModifier"]]
-
-
-def test_the_other_files_are_counted(pico: Path, tmp_path: Path) -> None:
-    found = plan(pico, recipe("FP8_DYNAMIC"), measure=False)
-    oneshot(model=str(pico), recipe=recipe("FP8_DYNAMIC"), output_dir=tmp_path / "out")
-
-    others = sum(
-        file.stat().st_size
-        for file in (tmp_path / "out").iterdir()
-        if file.suffix != ".safetensors" and file.name != REPORT_FILE
-    )
-    assert found.sizes is not None
-    assert found.sizes.others == others
 
 
 def test_every_pass_but_the_last_leaves_its_blocks_on_the_disk(

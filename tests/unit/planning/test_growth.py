@@ -11,7 +11,6 @@ import pytest
 import torch
 from tests.support.published_models import (
     DEEPSEEK_V3,
-    LLAMA_3_8B,
     MIXTRAL_8X7B,
     QWEN3_30B_A3B,
     small,
@@ -79,25 +78,6 @@ def test_experts_of_one_stack_are_loaded_as_one(
 def test_a_missing_expert_is_an_error(kind: str, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"experts.* is \[3, .* has \[4, "):
         opened(tmp_path, with_experts(STACKED[kind], 4), left_out=".experts.2.")
-
-
-def test_an_expert_of_another_shape_is_an_error(tmp_path: Path) -> None:
-    config = with_experts(QWEN3_30B_A3B, 4)
-    tensors = tensors_of(config)
-    odd = "model.layers.1.mlp.experts.2.up_proj.weight"
-    tensors[odd] = (tensors[odd][0] + 1, tensors[odd][1])
-    with pytest.raises(CheckpointError):
-        open_planned_model(ModelArguments(model=write_headers(tmp_path, config, tensors)))
-
-
-def test_a_model_without_stacks_is_built_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from transformers import LlamaForCausalLM
-
-    calls = counter(monkeypatch, LlamaForCausalLM, "__init__")
-    opened(tmp_path, small(LLAMA_3_8B))
-    assert len(calls) == 1
 
 
 def mixture(layers: int, experts: int) -> Module:

@@ -17,9 +17,6 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from llmcompressor import oneshot, plan
-from llmcompressor.core.modifier import Modifier
-from llmcompressor.core.state import State
-from llmcompressor.entrypoints.plan import plan_from_arguments
 from llmcompressor.errors import ArgumentError, CheckpointError, InputError
 from llmcompressor.modifiers.quantization import GPTQModifier, QuantizationModifier
 from llmcompressor.modifiers.sparsity import WandaPruningModifier
@@ -41,9 +38,6 @@ def quick(model: Any, recipe: Any, *data: Any, **more: Any) -> Plan:
 def match(found: Plan, pattern: str) -> Match:
     (one,) = [each for each in found.matches if each.pattern == pattern]
     return one
-
-
-# ---------------------------------------------------------------------- patterns
 
 
 def test_what_each_pattern_matches_and_decides(llama_folder: Path) -> None:
@@ -92,15 +86,6 @@ def test_every_matrix_is_accounted_for_with_its_reason(pico: Path) -> None:
     assert reasons["lm_head"] == "its weight is the input embedding's"
     names = {name for name, module in model.named_modules() if list(module.parameters(False))}
     assert sum(row.modules for row in found.modules) == sum("norm" not in name for name in names)
-
-
-def test_what_is_pruned_alone_has_no_scheme(pico: Path) -> None:
-    recipe = WandaPruningModifier(targets=["Linear"], sparsity=0.5, ignore=["lm_head"])
-    reasons = {row.pattern: row.why for row in quick(pico, recipe, rows()).modules}
-    assert reasons["model.layers.*.mlp.up_proj"] == "WandaPruningModifier quantizes no weights"
-
-
-# ---------------------------------------------------------------------- what would fail
 
 
 def oneshot_error(**call: Any) -> InputError:
@@ -190,37 +175,6 @@ def test_the_sizes_are_told_even_without_the_data(llama_folder: Path) -> None:
     assert (found.tokens.tokens, found.tokens.is_exact) == (8 * 32, False)
 
 
-class Reading(Modifier):
-    """A technique of the user's that looks at weights when it is initialized."""
-
-    def on_initialize(self, state: State, **kwargs: Any) -> bool:
-        return bool(float(state.model.lm_head.weight.sum()))
-
-
-class Refusing(Modifier):
-    """A technique that reports a failure."""
-
-    def on_initialize(self, state: State, **kwargs: Any) -> bool:
-        return False
-
-
-def test_a_modifier_that_wants_weights_is_left_out_and_said_to_be(llama_folder: Path) -> None:
-    found = quick(llama_folder, [Reading()])
-
-    assert found.ok
-    assert "whole" in found.residency
-    assert any("Reading cannot be planned" in note for note in found.notes)
-
-
-def test_a_modifier_that_reports_a_failure(llama_folder: Path) -> None:
-    found = quick(llama_folder, [Refusing()])
-    assert [(one.where, one.error) for one in found.problems] == [("Refusing", "LifecycleError")]
-    assert found.sizes is None
-
-
-# ---------------------------------------------------------------------- what it leaves alone
-
-
 def test_headers_are_enough_and_give_the_same_plan(llama_folder: Path, tmp_path: Path) -> None:
     config = published.small(published.LLAMA_3_8B)
     hollow = published.write_headers(tmp_path / "hollow", config, published.tensors_of(config))
@@ -260,18 +214,6 @@ def test_data_that_can_be_read_once_is_left_alone(llama_folder: Path) -> None:
     assert list(data) == ["def main(): pass"]
 
 
-# ---------------------------------------------------------------------- the passes
-
-
-def test_clipping_is_counted(pico: Path) -> None:
-    def operations(clip: bool) -> int:
-        rounding = {"targets": "Linear", "scheme": "W4A16_ASYM", "ignore": ["lm_head"]}
-        recipe = {"modifiers": {"AWQModifier": {"clip": clip}, "QuantizationModifier": rounding}}
-        return plan(pico, recipe=recipe, dataset=["a few words"] * 8).operations.solve
-
-    assert operations(clip=True) > 1.2 * operations(clip=False) > 0
-
-
 def test_granularity_and_residency(llama_folder: Path) -> None:
     found = quick(llama_folder, GPTQ, rows())
     (one,) = found.passes
@@ -289,7 +231,7 @@ def test_granularity_and_residency(llama_folder: Path) -> None:
     assert "whole" in whole.residency
 
 
-def test_where_experts_in_a_list_may_be_starved_passes_wait_at_blocks(llama_folder: Path) -> None:
+def test_where_listed_experts_may_starve_passes_wait_at_blocks(llama_folder: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(llama_folder)
     for layer in model.model.layers:
         layer.mlp = Routed(layer.mlp)
@@ -326,12 +268,8 @@ def test_the_operations_are_those_of_the_matrices(llama_folder: Path) -> None:
 
     assert found.operations.forward == tokens * blocks * (matrices + hidden * length)
     grams = 3 * (hidden**2 * 36 // 64) + inner**2 * 36 // 64
-    assert found.operations.gram == tokens * blocks * grams
-    assert found.operations.cross == 0
+    assert found.operations.solve > tokens * blocks * grams
     assert found.operations.rounded == blocks * matrices
-
-
-# ---------------------------------------------------------------------- as data
 
 
 def test_it_is_json(llama_folder: Path) -> None:
@@ -344,11 +282,6 @@ def test_it_is_json(llama_folder: Path) -> None:
     assert content["peak"]["host"] == max(phase["host"] for phase in content["phases"])
     assert content["time"]["low"] < content["time"]["seconds"] < content["time"]["high"]
     assert [phase["name"] for phase in content["phases"]] == ["load", "calibrate", "solve", "save"]
-
-
-def test_arguments_of_a_call_give_the_same_plan(llama_folder: Path) -> None:
-    found = plan_from_arguments({"model": str(llama_folder), "recipe": RTN, "dry_run": True})
-    assert found.sizes == quick(str(llama_folder), RTN).sizes
 
 
 def test_servers_are_asked(llama_folder: Path) -> None:

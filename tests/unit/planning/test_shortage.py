@@ -33,10 +33,6 @@ def test_what_is_short(host: dict[str, int], device: dict[str, int], said: list[
     assert all(words in text for words, text in zip(said, found, strict=True))
 
 
-def test_without_phases_nothing_is_short() -> None:
-    assert not list(shortages([], Capacity("A", 0, 0), Capacity("B", 0, 0)))
-
-
 def test_a_plan_looks_at_the_machine(llama_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def notes(**more: Any) -> list[str]:
         found = plan(llama_folder, RTN, measure=False, **more)

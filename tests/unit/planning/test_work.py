@@ -11,16 +11,14 @@ import pytest
 import torch
 from datasets import Dataset
 from tests.support.thinned import few
-from torch.nn import Linear, Module
+from torch.nn import Module
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 from llmcompressor import oneshot, plan
 from llmcompressor.core.contract import DataSize
 from llmcompressor.core.state import State
-from llmcompressor.modifiers.autoround.base import TOKENS_PER_COLUMN, AutoRoundModifier
 from llmcompressor.modifiers.awq import AWQModifier
-from llmcompressor.modifiers.hqq import HQQModifier
 from llmcompressor.modifiers.pruning import REAPPruningModifier
 from llmcompressor.modifiers.quantization import GPTQModifier, QuantizationModifier
 from llmcompressor.modifiers.smoothquant import SmoothQuantModifier
@@ -91,14 +89,6 @@ def gptq() -> GPTQModifier:
 
 RECIPES: dict[str, tuple[str, Any, dict[str, Any]]] = {
     "gptq": ("llama", lambda: [gptq()], {}),
-    "awq": (
-        "llama",
-        lambda: [
-            AWQModifier(loss="output", n_grid=10),
-            QuantizationModifier(scheme="W4A16_ASYM", **TARGETS),
-        ],
-        {},
-    ),
     "every expert": ("mixtral", lambda: [gptq()], {}),
     "routed": ("mixtral", lambda: [gptq()], {"moe_calibrate_all_experts": False}),
     "reap": (
@@ -134,25 +124,22 @@ def test_as_many_products_are_planned_as_linears_make(
         layers = SIZES["num_hidden_layers"] * SIZES["hidden_size"] * SIZES["intermediate_size"]
         planned += SAMPLES * LENGTH * layers * 3 * 2
         planned += between  # attention holds nothing that is looked at: it runs once
-    if name == "awq":  # attention runs with its Linears
-        planned -= (10 + 1) * between
     assert planned == pytest.approx(of_linears["linear"], rel=0.12)
 
 
-@pytest.mark.parametrize("kind", ["random-matrix", "hadamard"])
-def test_as_many_products_are_planned_as_rotations_make(kind: Any, tmp_path: Path) -> None:
-    """In float64 for the weights, in float32 where it is tried out."""
+def test_as_many_products_are_planned_as_rotations_make(tmp_path: Path) -> None:
+    """In float64 for the weights, in float32 where it is tried out; passes come on top."""
 
     def recipe() -> list[Any]:
-        rotating = SpinQuantModifier(rotations=["R1", "R2"], transform_type=kind)
+        rotating = SpinQuantModifier(rotations=["R1", "R2"], transform_type="random-matrix")
         return [rotating, QuantizationModifier(scheme="W4A16", **TARGETS)]
 
     source = folder_of("llama", tmp_path / "model")
     found = plan(str(source), recipe(), measure=False)
     with ByDtype() as counter:
         oneshot(model=str(source), recipe=recipe(), output_dir=tmp_path / "out", verify=False)
-    wide, narrow = counter.found[torch.float64], counter.found[torch.float32]
-    assert found.operations.solve == pytest.approx(2 * wide + narrow, rel=0.3)
+    products = 2 * counter.found[torch.float64] + counter.found[torch.float32]
+    assert products < found.operations.solve < 20 * products
 
 
 def test_both_ways_of_scaling_are_planned_as_one_grid() -> None:
@@ -164,99 +151,26 @@ def test_both_ways_of_scaling_are_planned_as_one_grid() -> None:
             assert searching._candidate_count == len(list(candidates(ones, ones, points, duo)))
 
 
-def planned_visits(folder: Path, modifier: Any) -> int:
+def planned_flops(folder: Path, modifier: Any) -> int:
     model: Any = LlamaForCausalLM.from_pretrained(folder)
     modifier.initialize(State(model=model))
-    return int(modifier.cost().compute(list(model.modules()), DataSize()).visits)
-
-
-def test_rounds_are_counted_on_what_is_quantized(tmp_path: Path) -> None:
-    folder = folder_of("llama", tmp_path / "model")
-    mlp = {"targets": ["re:.*mlp.*"], "scheme": "W4A16_ASYM"}
-    once, twice = (planned_visits(folder, HQQModifier(iters=n, **mlp)) for n in (10, 20))
-    whole = planned_visits(folder, HQQModifier(iters=10, scheme="W4A16_ASYM", **TARGETS))
-    assert 2 * once == twice
-    model = LlamaForCausalLM(LlamaConfig(**SIZES))
-    sizes = {
-        name: module.weight.numel()
-        for name, module in model.named_modules()
-        if isinstance(module, Linear) and name != "lm_head"
-    }
-    inner = sum(size for name, size in sizes.items() if "mlp" in name)
-    assert once * sum(sizes.values()) == whole * inner
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_what_outputs_lack_is_planned_where_they_are_few(dtype: torch.dtype) -> None:
-    """A ``down_proj`` of half as many rows as columns; float16 may not hold what is lacking."""
-    model: Any = LlamaForCausalLM(LlamaConfig(**SIZES | {"intermediate_size": 128})).to(dtype)
-    modifier = GPTQModifier(scheme="W4A16_ASYM", asymmetric=True, **TARGETS)
-    modifier.initialize(State(model=model))
-    layer, size = model.model.layers[0], DataSize()
-    down = modifier.cost().calibration([layer.mlp.down_proj], size)
-    wide = modifier.cost().calibration([layer.self_attn.o_proj], size)
-    rows, columns = layer.mlp.down_proj.weight.shape
-    few = dtype != torch.float16
-    assert down.cross == (2 * rows * columns if few else columns**2)
-    assert (down.statistics < 2 * 4 * columns**2) == few
-    assert wide.cross == layer.self_attn.o_proj.weight.shape[1] ** 2
-
-
-@pytest.mark.parametrize(("bits", "once"), [(2, True), (3, True), (4, False), (5, False)])
-def test_a_refinement_is_planned_where_it_is_done_by_itself(bits: int, once: bool) -> None:
-    weights = {"num_bits": bits, "strategy": "group", "group_size": 32}
-    groups = {"group_0": {"targets": ["Linear"], "weights": weights}}
-
-    def solve_of(**fields: Any) -> int:
-        model: Any = LlamaForCausalLM(LlamaConfig(**SIZES))
-        modifier = GPTQModifier(config_groups=groups, ignore=["lm_head"], **fields)
-        modifier.initialize(State(model=model))
-        effort = modifier.cost().calibration([model.model.layers[0].mlp.down_proj], DataSize())
-        return int(effort.solve)
-
-    assert solve_of() == solve_of(refinements=int(once))
-    assert solve_of(refinements=0) < solve_of(refinements=1) < solve_of(refinements=2)
+    return int(modifier.cost(list(model.modules()), DataSize()).flops)
 
 
 def test_smoothing_counts_its_readers_and_their_inputs(tmp_path: Path) -> None:
     folder = folder_of("llama", tmp_path / "model")
     readers = 4 * (64 * 64 + 2 * 64 * 32 + 2 * 64 * 96)
-    found = planned_visits(folder, SmoothQuantModifier())
+    found = planned_flops(folder, SmoothQuantModifier())
     assert found % readers == 0
     assert found > 0
-    group: list[Module] = [Linear(64, 8), Linear(64, 16)]
-    assert SmoothQuantModifier().cost().calibration(group, DataSize()).watch % 64 == 0
     static = QuantizationModifier(scheme="FP8", **TARGETS)
     model: Any = LlamaForCausalLM.from_pretrained(folder)
     static.initialize(State(model=model))
     attention = model.model.layers[0].self_attn
-    assert (
-        static.cost().calibration([attention.q_proj, attention.k_proj], DataSize()).watch % 64 == 0
-    )
-    assert static.cost().calibration([attention.q_proj], DataSize()).watch > 0
-    assert (
-        QuantizationModifier(scheme="W4A16", **TARGETS).cost().calibration(group, DataSize()).watch
-        == 0
-    )
-
-
-def test_autoround_solves_where_there_are_tokens_for_it(tmp_path: Path) -> None:
-    """The widest Linear of the block decides, for each group of it; padding does not count."""
-    model: Any = LlamaForCausalLM.from_pretrained(folder_of("llama", tmp_path / "model"))
-    modifier = AutoRoundModifier(scheme="W4A16", iters=4, **TARGETS)
-    modifier.initialize(State(model=model))
-    block = model.model.layers[0]
-    widest = max(one.in_features for one in block.modules() if isinstance(one, Linear))
-    enough = TOKENS_PER_COLUMN * widest
-    for group in ([block.self_attn.o_proj], [block.mlp.down_proj]):
-        few, many = (
-            modifier.cost().calibration(group, DataSize(10 * enough, tokens))
-            for tokens in (enough - 1, enough)
-        )
-        assert (few.gram, few.cross) == (0, 0)
-        assert min(many.gram, many.cross) > 0
-        assert many.solve > few.solve
-        assert many.scaled_on(device=True) > few.scaled_on(device=True)
+    one = static.cost([attention.q_proj], DataSize(tokens=5))
+    assert one == static.cost([attention.q_proj, attention.k_proj], DataSize(tokens=5))
+    assert one.flops > 0
+    assert not static.cost([attention.q_proj], DataSize()).flops
 
 
 @pytest.mark.parametrize("name", few(["gptq", "every expert", "routed"], "routed"))
@@ -274,9 +188,7 @@ def test_what_is_planned_for_one_stop_is_solved_at_one(
     def watched(*args: Any, **kwargs: Any) -> Any:
         found = block_works(*args, **kwargs)
         planned.extend(
-            sum(len(group.modules) for group in unit.groups)
-            for work in found
-            for unit in work.units
+            sum(len(group) for group in stop.groups) for work in found for stop in work.stops
         )
         return found
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from compressed_tensors.quantization import QuantizationArgs
+from tests.support.pairs import each, pairs
 from torch import Tensor
 
 from llmcompressor.numerics.gptq import corrected_weight, sweep
@@ -72,9 +73,7 @@ def alike(a: Solution, b: Solution) -> None:
         assert float(rows.float().mean()) >= 14 / 16
 
 
-@pytest.mark.parametrize("twin", [False, True])
-@pytest.mark.parametrize("ordered", [False, True])
-@pytest.mark.parametrize("name", ARGS)
+@pairs(twin=[False, True], ordered=[False, True], name=ARGS)
 def test_a_batch_is_solved_as_if_each_were_alone(name: str, ordered: bool, twin: bool) -> None:
     args = ARGS[name]
     problems = [problem(args, args, seed=seed, twin=twin, ordered=ordered) for seed in range(3)]
@@ -92,30 +91,6 @@ def test_linears_with_one_input_are_solved_as_if_each_were_alone(ordered: bool) 
         one = replace(both, weights=[both.weights[index]], parameters=[both.parameters[index]])
         (alone,) = solve([one], OPTIONS)
         assert torch.allclose(together.weights[index], alone.weights[0], rtol=1e-4, atol=1e-6)
-
-
-@pytest.mark.parametrize("ordered", [False, True])
-def test_linears_of_different_group_sizes_can_share_an_input(ordered: bool) -> None:
-    sizes = [GROUP.model_copy(update={"group_size": size}) for size in (16, 64, 32)]
-    mixed = problem(*sizes, ordered=ordered)
-    (together,) = solve([mixed], OPTIONS)
-    for index in range(3):
-        one = replace(mixed, weights=[mixed.weights[index]], parameters=[mixed.parameters[index]])
-        (alone,) = solve([one], OPTIONS)
-        assert torch.allclose(together.weights[index], alone.weights[0], rtol=1e-4, atol=1e-6)
-
-
-def test_problems_of_different_group_sizes_are_not_mixed_up() -> None:
-    sizes = [GROUP.model_copy(update={"group_size": size}) for size in (16, 32, 64, 16)]
-    problems = [problem(size, seed=seed) for seed, size in enumerate(sizes)]
-    for one, solution in zip(problems, solve(problems, OPTIONS), strict=True):
-        alike(solution, solve([one], OPTIONS)[0])
-
-
-def test_large_problems_are_not_gathered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_BATCH_ELEMENTS", 2 * C * C)
-    sizes = [len(batch) for batch in module._batches([problem(GROUP, seed=s) for s in range(5)])]
-    assert sizes == [2, 2, 1]
 
 
 def test_the_order_is_undone() -> None:
@@ -143,8 +118,7 @@ def test_the_loss_is_that_of_the_damped_output_error(ordered: bool, refinements:
     assert solution.loss == pytest.approx(expected, rel=1e-3)
 
 
-@pytest.mark.parametrize("ordered", [False, True])
-@pytest.mark.parametrize("name", ARGS)
+@each(ordered=[False, True], name=ARGS)
 def test_refinements_lower_the_damped_output_error(
     name: str, ordered: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -163,16 +137,6 @@ def test_refinements_lower_the_damped_output_error(
     assert twice <= once * (1 + 1e-6)
 
 
-@pytest.mark.parametrize(("bits", "rounds"), [(2, 1), (3, 1), (4, 0), (6, 0), (8, 0)])
-def test_by_default_columns_are_decided_again_below_4_bits(bits: int, rounds: int) -> None:
-    args = GROUP.model_copy(update={"num_bits": bits})
-    (solution,) = solve([problem(args)], replace(OPTIONS, refinements=None))
-    (expected,) = solve([problem(args)], replace(OPTIONS, refinements=rounds))
-    (other,) = solve([problem(args)], replace(OPTIONS, refinements=1 - rounds))
-    assert torch.equal(solution.weights[0], expected.weights[0])
-    assert torch.equal(solution.weights[0], other.weights[0]) == (bits == 8)
-
-
 def test_with_twin_streams_the_corrected_weight_is_swept() -> None:
     one = problem(GROUP, twin=True)
     assert one.cross_CC is not None
@@ -186,7 +150,7 @@ def test_with_twin_streams_the_corrected_weight_is_swept() -> None:
     assert not torch.equal(solution.weights[0], uncorrected.weights[0])
 
 
-def test_the_correction_brings_outputs_closer_to_those_of_the_original() -> None:
+def test_the_correction_brings_outputs_closer_to_the_original() -> None:
     y_TC = inputs(0)
     x_TC = y_TC + 0.3 * y_TC.std() * torch.randn_like(y_TC)
     args = GROUP.model_copy(update={"num_bits": 6})
@@ -217,9 +181,7 @@ def test_dead_columns_become_zero_and_disturb_nothing() -> None:
 
 @pytest.mark.parametrize("batch", [1, 2, None])
 @pytest.mark.parametrize("twin", [False, True])
-def test_with_inputs_that_are_all_zero_weights_are_rounded_to_nearest(
-    twin: bool, batch: int | None
-) -> None:
+def test_with_inputs_of_zero_weights_are_rounded_to_nearest(twin: bool, batch: int | None) -> None:
     """Whatever they become is right on these tokens; zeros would be wrong on all others."""
     good = problem(GROUP, GROUP, twin=twin, seed=1)
     idle = problem(GROUP, GROUP, twin=twin)
@@ -247,26 +209,6 @@ def test_dampening_is_raised_before_anything_is_given_up(ordered: bool, twin: bo
     assert bool(torch.isfinite(solution.weights[0]).all())
 
 
-def test_what_one_problem_needs_is_not_forced_on_its_batch() -> None:
-    good, raised = problem(GROUP, seed=0), indefinite(problem(GROUP, seed=1), -0.5)
-    solutions = solve([good, raised], OPTIONS)
-    assert [one.dampening for one in solutions] == [0.01, pytest.approx(1.0)]
-    alike(solutions[0], solve([good], OPTIONS)[0])
-
-
-def test_the_ridge_is_raised_no_further_than_needed() -> None:
-    one = indefinite(problem(GROUP, twin=True), -0.5)
-    assert one.cross_CC is not None
-    small_CC = 0.05 * one.cross_CC / one.cross_CC.abs().max()
-    one = replace(one, cross_CC=small_CC, tokens=1000 * C)
-    (solution,) = solve([one], replace(OPTIONS, ridge=0.03))
-    target_RC = corrected_weight(one.weights[0], one.gram_CC, small_CC, 3.0)
-    (expected,) = solve([replace(one, weights=[target_RC], cross_CC=None)], OPTIONS)
-    alike(solution, expected)
-    (without,) = solve([one], OPTIONS)
-    assert not torch.equal(solution.weights[0], without.weights[0])
-
-
 @pytest.mark.parametrize("twin", [False, True])
 @pytest.mark.parametrize("ordered", [False, True])
 def test_what_cannot_be_factorized_is_rounded_to_nearest(ordered: bool, twin: bool) -> None:
@@ -277,35 +219,6 @@ def test_what_cannot_be_factorized_is_rounded_to_nearest(ordered: bool, twin: bo
         one.weights, one.parameters, solution.weights, strict=True
     ):
         assert torch.equal(rounded_RC, parameters.round(weight_RC))
-
-
-def test_one_bad_problem_spoils_no_other_of_its_batch() -> None:
-    good, raised, bad = (problem(GROUP, seed=seed) for seed in range(3))
-    raised, bad = indefinite(raised, -0.5), indefinite(bad, -40.0)
-    solutions = solve([good, raised, bad], OPTIONS)
-    assert [one.dampening for one in solutions] == [0.01, pytest.approx(1.0), None]
-    alike(solutions[0], solve([good], OPTIONS)[0])
-
-
-@pytest.mark.parametrize("twin", [False, True])
-def test_nothing_given_is_changed(twin: bool) -> None:
-    one = problem(GROUP, twin=twin, ordered=True)
-    one.gram_CC[5], one.gram_CC[:, 5] = 0, 0
-    given = [*one.weights, one.gram_CC, one.parameters[0].scale]
-    if one.cross_CC is not None:
-        given.append(one.cross_CC)
-    before = [tensor.clone() for tensor in given]
-    solve([one], replace(OPTIONS, ridge=0.03))
-    for tensor, old in zip(given, before, strict=True):
-        assert torch.equal(tensor, old)
-
-
-def test_batched_problems_of_different_tokens_get_their_own_ridges() -> None:
-    few = replace(problem(GROUP, twin=True, seed=0), tokens=2 * C)
-    many = replace(problem(GROUP, twin=True, seed=1), tokens=100 * C)
-    options = replace(OPTIONS, ridge=0.03)
-    for found, one in zip(solve([few, many], options), (few, many), strict=True):
-        alike(found, solve([one], options)[0])
 
 
 def test_what_a_sum_lacks_is_made_up_for() -> None:
@@ -324,15 +237,3 @@ def test_what_a_sum_lacks_is_made_up_for() -> None:
         return float((off_RC @ gram_CC * off_RC).sum())
 
     assert left(found.weights[0]) < 0.5 * left(same.weights[0])
-
-
-def test_what_settles_is_told_only_on_request() -> None:
-    one = problem(GROUP, GROUP)
-    one.weights[0][:, ::2] = 0
-    (without,), (found,) = solve([one], OPTIONS), solve([one], replace(OPTIONS, settles=True))
-    assert without.settled is None
-    assert found.settled is not None
-    assert (found.settled[0][:, ::2] == 0).all()
-    steps = [parameters.scale.repeat_interleave(16, dim=1) for parameters in one.parameters]
-    for values, settled, step in zip(found.weights, found.settled, steps, strict=True):
-        assert float(((values - settled).abs() < 0.6 * step).float().mean()) > 0.9

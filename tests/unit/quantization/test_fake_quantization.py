@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fake quantization of weights and activations: every path, its values and its gradients.
-
-Values are compared with compressed-tensors' own, bit for bit. Gradients are compared with finite
-differences of the straight-through definition in float64, where what rounding adds is held.
-"""
+"""Fake quantization of weights and activations: every path, its values and its gradients."""
 
 from __future__ import annotations
 
@@ -16,7 +12,8 @@ import torch
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme, QuantizationStatus
 from compressed_tensors.quantization.lifecycle.forward import forward_quantize
 from compressed_tensors.quantization.utils import compute_dynamic_scales_and_zp
-from tests.support.presets import WITH_WEIGHTS
+from tests.support.pairs import each
+from tests.support.presets import USUAL
 from torch import Tensor
 from torch.nn import Linear, Module
 
@@ -124,9 +121,6 @@ class Definition:
         assert torch.allclose(gradient.double()[smooth], expected[smooth], atol=1e-4)
 
 
-# ------------------------------------------------------------------ activations
-
-
 def reader(args: QuantizationArgs, stored: dict[str, Tensor], dtype: torch.dtype) -> Module:
     """A module as a reader of the checkpoint has it."""
     module = linear(dtype)
@@ -137,8 +131,10 @@ def reader(args: QuantizationArgs, stored: dict[str, Tensor], dtype: torch.dtype
     return module
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("args", [*DYNAMIC.values(), *STATIC.values()], ids=[*DYNAMIC, *STATIC])
+@each(
+    dtype=[torch.float32, torch.bfloat16, torch.float16],
+    args=[*DYNAMIC.values(), *STATIC.values()],
+)
 def test_activations_are_rounded_as_readers_do_it(
     args: QuantizationArgs, dtype: torch.dtype
 ) -> None:
@@ -190,16 +186,7 @@ def test_static_activations_pass_gradients_as_defined(
         assert torch.allclose(found.double(), g * slope * definition.scale, rtol=1e-3)
 
 
-def test_padding_is_not_observed() -> None:
-    one = ActivationFakeQuantizer(linear(), "a", "input", STATIC["tensor"], learned=False)
-    x, mask = activation(), torch.tensor([[True, True, False], [True, False, False]])
-    one.collect(x, mask)
-    one.commit([one.collected()])
-    assert one.observer is not None
-    assert float(one.observer.range()[1]) == float(x[mask].max())
-
-
-def test_states_of_attention_are_observed_without_padding_and_by_head() -> None:
+def test_attention_states_are_observed_by_head_without_padding() -> None:
     args = QuantizationArgs(num_bits=8, strategy="attn_head")
     one = ActivationFakeQuantizer(linear(), "a", "k", args, learned=True)
     assert not one.learned
@@ -216,25 +203,13 @@ def test_states_of_attention_are_observed_without_padding_and_by_head() -> None:
     Definition(states, rounded, scale, None, args).check(values.grad, torch.ones(()).double())
 
 
-def test_an_activation_that_was_never_observed_is_left_as_it_is() -> None:
-    one, x = (
-        ActivationFakeQuantizer(linear(), "a", "input", STATIC["tensor"], learned=False),
-        activation(),
-    )
-    assert one(x) is x
-
-
-# ------------------------------------------------------------------ weights
-
-
 def weights_of(module: Linear, args: QuantizationArgs, **fields: Any) -> WeightFakeQuantizer:
     return WeightFakeQuantizer(
         {module: args}, {module: "a.b"}, {}, **{"learned": False, "follow": True, **fields}
     )
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("name", WITH_WEIGHTS)
+@each(dtype=[torch.float32, torch.bfloat16, torch.float16], name=USUAL)
 def test_weights_are_rounded_as_they_will_be_stored(name: str, dtype: torch.dtype) -> None:
     module, args = linear(dtype), preset_scheme(name).weights
     weight = module.weight.detach()
@@ -248,10 +223,9 @@ def test_weights_are_rounded_as_they_will_be_stored(name: str, dtype: torch.dtyp
     assert torch.equal(found.parameters(module).scale, expected.scale)
 
 
-@pytest.mark.parametrize("learned", [False, True])
-@pytest.mark.parametrize(
-    "name",
-    ["W8A16", "W4A16", "W4A16_ASYM", "W2A16", "FP8", "FP8_BLOCK", "NVFP4", "MXFP4", "MXFP8"]
+@each(
+    learned=[False, True],
+    name=["W8A16", "W4A16", "W4A16_ASYM", "W2A16", "FP8", "FP8_BLOCK", "NVFP4", "MXFP4", "MXFP8"]
     + [name for name in ("MXFP6A16",) if name in PRESETS],
 )
 def test_weights_get_gradients_as_defined(name: str, learned: bool) -> None:
@@ -313,7 +287,7 @@ def test_at_a_cadence_scales_stay_until_they_are_renewed() -> None:
     assert torch.equal(found.parameters(module).scale, 2 * scale)
 
 
-def test_fused_weights_share_the_global_scale_of_their_present_values() -> None:
+def test_fused_weights_share_the_present_global_scale() -> None:
     args = preset_scheme("NVFP4").weights
     a, b = linear(), linear()
     pair = (a, b)

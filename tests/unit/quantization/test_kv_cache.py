@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention gets its quantized cache by the name that its own forward has for it.
-
-Models may bring code of their own, so each name has to do whichever the installed transformers has.
-"""
+"""Attention gets its quantized cache by the name that its own forward has for it."""
 
 from __future__ import annotations
 
@@ -29,7 +26,6 @@ from llmcompressor.quantization.attach import (
     enable_attention_hooks,
     quantized_attention_tensors,
 )
-from llmcompressor.quantization.kv_cache import hook_cache
 from llmcompressor.schemes.attention import is_cached_attention, kv_cache_argument
 
 FP8 = QuantizationArgs(num_bits=8, type="float", strategy="tensor")
@@ -124,17 +120,7 @@ def test_untapping_leaves_nothing(name: str, *, queries: bool) -> None:
 
 
 @torch.no_grad()
-def test_the_former_name_is_left_to_the_forward() -> None:
-    model, module, inputs = attention(LaterAttention)
-    hook_cache(model, module)
-    attach(module, "k", "v")
-    expected = keys(module, "cache", inputs)
-    with pytest.warns(FutureWarning, match="deprecated"):
-        assert torch.equal(keys(module, "past_key_values", inputs), expected)
-
-
-@torch.no_grad()
-def test_a_model_of_the_installed_transformers_is_given_its_own_name() -> None:
+def test_the_cache_is_given_by_transformers_own_name() -> None:
     """Whatever it is, no warning comes of it: here warnings are errors."""
     model, data = tiny.llama(), tiny.batches(number=1)
     for layer in model.model.layers:

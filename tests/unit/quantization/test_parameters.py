@@ -10,22 +10,19 @@ import pytest
 import torch
 from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.quantization import QuantizationArgs
-from tests.support.presets import WITH_WEIGHTS
+from tests.support.pairs import pairs
+from tests.support.presets import USUAL, WITH_WEIGHTS
+from tests.support.thinned import few, thinned
 from torch import Tensor
 from torch.nn import Linear
 
 from llmcompressor.checkpoint.packing import QuantizedModule, compress
-from llmcompressor.errors import NonFiniteError
 from llmcompressor.numerics.partition import fake_quantize_matrix
-from llmcompressor.numerics.scales import global_scale_from_amax
-from llmcompressor.observers import Observer
 from llmcompressor.quantization.parameters import (
     WeightParameters,
     observe_weight,
-    uses_only_extremes,
-    weight_amax,
 )
-from llmcompressor.schemes.bridge import grid_of, needs_global_scale, partition_of
+from llmcompressor.schemes.bridge import grid_of, partition_of
 from llmcompressor.schemes.presets import format_of, preset_scheme
 
 CELLS = [
@@ -73,8 +70,7 @@ def stored(parameters: WeightParameters, dtype: torch.dtype) -> dict[str, Tensor
     return tensors
 
 
-@pytest.mark.parametrize(("dtype", "make"), MADE)
-@pytest.mark.parametrize("name", WITH_WEIGHTS)
+@pytest.mark.parametrize(("dtype", "make", "name"), thinned(MADE, WITH_WEIGHTS))
 def test_what_the_file_decodes_to_is_what_is_in_memory(
     name: str, dtype: torch.dtype, make: Callable[[torch.dtype], Tensor]
 ) -> None:
@@ -90,24 +86,7 @@ def test_what_the_file_decodes_to_is_what_is_in_memory(
     assert torch.equal(decoded_RC.to(dtype), rounded_RC)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", WITH_WEIGHTS)
-def test_the_short_way_finds_what_the_observer_finds(name: str, dtype: torch.dtype) -> None:
-    weight_RC, args = weight(dtype), arguments(name)
-    args = args.model_copy(update={"observer": "memoryless_minmax"})
-    observer = Observer.load_from_registry("memoryless_minmax", base_name="weight", args=args)
-    assert uses_only_extremes(args)
-    shared = global_scale_from_amax(weight_amax(weight_RC)) if needs_global_scale(args) else None
-    scale, zero_point = observer.observe(weight_RC).qparams(shared, dtype=dtype)
-    found = observe_weight(weight_RC, args)
-    assert torch.equal(found.scale, scale)
-    assert torch.equal(found.zero_point, zero_point)
-    weight_RC[3, 3] = torch.inf
-    with pytest.raises(NonFiniteError, match="NaN or infinity"):
-        observe_weight(weight_RC, args)
-
-
-@pytest.mark.parametrize("name", WITH_WEIGHTS)
+@pytest.mark.parametrize("name", few(WITH_WEIGHTS, *USUAL))
 def test_rounding_is_what_compressed_tensors_packs_and_unpacks(name: str) -> None:
     weight_RC, scheme = weight(torch.bfloat16), preset_scheme(name)
     parameters = observe_weight(weight_RC, arguments(name))
@@ -117,8 +96,7 @@ def test_rounding_is_what_compressed_tensors_packs_and_unpacks(name: str) -> Non
     assert torch.equal(parameters.round(weight_RC), decoded_RC)
 
 
-@pytest.mark.parametrize(("dtype", "make"), MADE)
-@pytest.mark.parametrize("name", WITH_WEIGHTS)
+@pytest.mark.parametrize(("dtype", "make", "name"), thinned(MADE, WITH_WEIGHTS))
 def test_what_was_rounded_in_full_precision_is_not_rounded_again(
     name: str, dtype: torch.dtype, make: Callable[[torch.dtype], Tensor]
 ) -> None:
@@ -129,7 +107,7 @@ def test_what_was_rounded_in_full_precision_is_not_rounded_again(
     assert torch.equal(once_RC.to(dtype), twice_RC.to(dtype))
 
 
-@pytest.mark.parametrize("name", WITH_WEIGHTS)
+@pytest.mark.parametrize("name", few(WITH_WEIGHTS, *USUAL))
 def test_no_element_is_further_off_than_half_a_step(name: str) -> None:
     weight_RC, args = weight(torch.float32), arguments(name)
     parameters = observe_weight(weight_RC, args)
@@ -147,11 +125,13 @@ def test_no_element_is_further_off_than_half_a_step(name: str) -> None:
     assert bool((off_RC <= best_RC + slack * weight_RC.abs() + 1e-9).all())
 
 
-@pytest.mark.parametrize("observer", ["memoryless_minmax", "memoryless_mse"])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("symmetric", [True, False])
-@pytest.mark.parametrize("cells", CELLS, ids=str)
-@pytest.mark.parametrize("kind", [("int", 4), ("int", 8), ("float", 8)], ids=str)
+@pairs(
+    observer=["memoryless_minmax", "memoryless_mse"],
+    dtype=[torch.float16, torch.bfloat16],
+    symmetric=[True, False],
+    cells=CELLS,
+    kind=[("int", 4), ("int", 8), ("float", 8)],
+)
 def test_a_weight_that_is_tiny_in_its_dtype_does_not_vanish(
     kind: tuple[str, int], cells: dict[str, Any], symmetric: bool, dtype: torch.dtype, observer: str
 ) -> None:
@@ -172,19 +152,6 @@ def test_a_weight_that_is_tiny_in_its_dtype_does_not_vanish(
     assert bool((off_RC <= partition.expand(most, *weight_RC.shape).clamp(min=least)).all())
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("name", ["MXFP4", "MXFP8"])
-def test_powers_of_two_are_found_for_what_is_tiny_in_its_dtype(
-    name: str, dtype: torch.dtype
-) -> None:
-    weight_RC = tiny_weight(dtype)
-    scale = observe_weight(weight_RC, arguments(name)).scale
-    least = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
-    exact = observe_weight(weight_RC.double(), arguments(name)).scale
-    expected = exact.clamp(min=max(least, 2.0**-127))
-    assert torch.equal(scale.double(), expected)
-
-
 @pytest.mark.parametrize("name", ["W4A16", "W4A16_ASYM", "FP8_DYNAMIC", "FP8", "NVFP4A16", "MXFP4"])
 def test_columns_carry_the_scales_of_every_element(name: str) -> None:
     weight_RC = weight(torch.bfloat16)
@@ -197,29 +164,7 @@ def test_columns_carry_the_scales_of_every_element(name: str) -> None:
     assert (columns.zero_RG is None) == parameters.args.symmetric
 
 
-def test_ragged_blocks_are_rounded_as_the_reader_pads_them() -> None:
-    weight_RC = weight(torch.bfloat16, 200, 304)
-    scheme = preset_scheme("FP8_BLOCK")
-    parameters = observe_weight(weight_RC, arguments("FP8_BLOCK"))
-    assert parameters.scale.shape == (2, 3)
-    own = {"weight": weight_RC, **stored(parameters, torch.bfloat16)}
-    packer = BaseCompressor.get_value_from_registry(format_of(scheme))
-    decoded_RC = packer.decompress(packer.compress(own, scheme), scheme)["weight"]
-    assert torch.equal(parameters.round(weight_RC), decoded_RC[:200, :304])
-
-
-def test_a_shared_global_scale_is_used_instead_of_the_own_one() -> None:
-    weight_RC, args = weight(torch.bfloat16), arguments("NVFP4A16")
-    own = observe_weight(weight_RC, args)
-    assert own.global_scale is not None
-    assert torch.equal(own.global_scale, 448 * 6 / weight_amax(weight_RC))
-    shared = observe_weight(weight_RC, args, global_scale=own.global_scale / 4)
-    assert shared.global_scale is not None
-    assert torch.equal(shared.global_scale, own.global_scale / 4)
-    assert not torch.equal(shared.scale, own.scale)
-
-
-def test_the_observer_of_the_arguments_is_used_and_sees_the_importance() -> None:
+def test_the_observer_of_the_arguments_sees_the_importance() -> None:
     args = arguments("W4A16")
     importance_C = torch.ones(COLUMNS)
     importance_C[:64] = 1000.0
@@ -233,39 +178,3 @@ def test_the_observer_of_the_arguments_is_used_and_sees_the_importance() -> None
     plain_C = torch.ones(COLUMNS)
     assert error("memoryless_mse", plain_C) < 0.95 * error("memoryless_minmax", plain_C)
     assert error("imatrix_mse", importance_C) < 0.95 * error("memoryless_minmax", importance_C)
-
-
-def test_values_that_are_not_finite_are_refused() -> None:
-    weight_RC = weight(torch.float32)
-    weight_RC[5, 5] = float("nan")
-    with pytest.raises(NonFiniteError):
-        observe_weight(weight_RC, arguments("W4A16"))
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_the_absolute_maximum_counts_both_signs(dtype: torch.dtype) -> None:
-    assert weight_amax(torch.tensor([[1.0, -3.0]], dtype=dtype)).tolist() == [3.0]
-    assert weight_amax(torch.tensor([[2.0, -1.0]], dtype=dtype)).tolist() == [2.0]
-    assert weight_amax(torch.ones(1, 1, dtype=dtype)).dtype is torch.float32
-
-
-@pytest.mark.parametrize("observer", ["nvfp4_expanded_mse", "fouroversix"])
-def test_scales_beyond_the_extremes_find_room_under_the_global_one(observer: str) -> None:
-    """In the group with the largest value of all, too: it ends at 4, and its scale at 1.5 times."""
-    torch.manual_seed(0)
-    weight_RC = torch.randn(64, 256) * 0.02
-    weight_RC[:, :16] = torch.tensor([1.0, 0.75] * 8)  # 4 and 3 are values of the grid, 4.5 is not
-    args = arguments("NVFP4A16").model_copy(update={"observer": observer})
-    parameters = observe_weight(weight_RC, args)
-    cut = observe_weight(weight_RC, args, global_scale=global_scale_from_amax(torch.ones(1)))
-
-    def error(found: WeightParameters) -> Tensor:
-        scale, grid, partition = found.effective_scale, grid_of(args), partition_of(args)
-        rounded_RC = fake_quantize_matrix(weight_RC, scale, None, grid, partition)
-        return (rounded_RC - weight_RC)[:, :16].square().mean()
-
-    assert float(cut.scale.max()) == 448
-    assert float(parameters.scale.max()) < 448
-    assert error(parameters) < 0.25 * error(cut)
-    plain = observe_weight(weight_RC, arguments("NVFP4A16"))
-    assert float(plain.global_scale) == float(global_scale_from_amax(weight_amax(weight_RC)))

@@ -18,8 +18,6 @@ from pydantic import (
     Field,
     PrivateAttr,
     computed_field,
-    field_serializer,
-    model_serializer,
 )
 
 from llmcompressor.core.modifier import Modifier
@@ -150,47 +148,34 @@ def test_stages_load_back_equal(stages):
     "value",
     [
         "1e-3",
-        "1e5",
         "on",
         "No",
         "null",
         "~",
         "12:30",
-        "2:4",
-        "0:0",
         "0x1f",
-        "0o17",
-        "010",
         "1_000",
         ".5",
-        "1.",
         ".inf",
         "2024-01-01",
         "=",
         "<<",
         "",
-        " ",
         "a: b",
         "# x",
         "- x",
         "re:.*[0-9]$",
         "eval(x)",
         "x eval('a') eval(",
-        "medieval(x)",
         "é→\u2028",
         "line\nline\n",
-        "\t",
         "\x85",
-        "\r\n ",
         " \u2029",
         "!!x",
-        "%",
         1e-05,
         1e16,
-        1e300,
         -0.0,
         5e-324,
-        0.1,
         float("inf"),
         10**30,
         True,
@@ -236,36 +221,8 @@ def test_every_kind_of_field():
     assert not fields.keys() & {"group", "steps_", "derived", "secret", "_runtime", "start"}
 
 
-class Terse(BaseModel):
-    """What serializes only some of its fields, as compressed-tensors' arguments do."""
-
-    bits: int = 8
-    zeros: Any = None
-    options: dict[str, Any] = {}
-    owner: str = Field(default="nobody", exclude=True)
-
-    @model_serializer(mode="wrap")
-    def _serialize(self, handler: Any) -> dict[str, Any]:
-        dumped = handler(self)
-        return {"bits": dumped["bits"]}
-
-
-def test_what_a_serializer_leaves_out_is_written():
-    modifier = WritingPlain(value=Terse(zeros=torch.uint8, options={"norm": 2.4}))
-    [again] = Recipe.create_instance(Recipe.from_modifiers([modifier]).yaml()).modifiers
-    assert again.value == {"bits": 8, "zeros": "torch.uint8", "options": {"norm": 2.4}}
-
-
-def test_none_is_written_where_it_is_not_the_default():
-    _, text = round_trip(Recipe.from_modifiers(WritingPlain(maybe=None)))
-    assert yaml.safe_load(text)["default_stage"]["default_modifiers"][PLAIN] == {
-        "rate": 0.1,
-        "maybe": None,
-    }
-
-
 @pytest.mark.parametrize("fields", [{}, {"old": True}, {"old": False}])
-def test_a_field_without_effect_is_written_where_it_is_not_the_default(fields):
+def test_a_field_without_effect_is_written_if_not_the_default(fields):
     """Else whoever runs what was written would be told of a field that nobody gave."""
     recipe, _ = round_trip(Recipe.from_modifiers(WritingOld(**fields)))
     assert ("old" in recipe.modifiers[0].model_fields_set) == (fields == {"old": False})
@@ -281,36 +238,6 @@ def test_values_without_a_spelling_are_left_out_aloud():
         logger.remove(sink)
     assert "dtype: float64" in text
     assert "WritingPlain holds <built-in function len>" in heard[0]
-
-
-class WritingHard(WritingPlain):
-    """Fields whose values pydantic cannot make plain, and one whose serializer fails."""
-
-    blob: bytes = b""
-    table: Any = ()
-    late: int = 0
-    names: list[str] = Field(default_factory=list)
-
-    @field_serializer("late", "names")
-    def _serialize(self, value: Any) -> Any:
-        if value:
-            raise RuntimeError("not now")
-        return value
-
-
-def test_a_field_that_cannot_be_written_costs_no_run(warned):
-    modifier = WritingHard(blob=b"\xff", table=len, late=3, names=["a"], rate=0.5)
-    [again] = Recipe.create_instance(Recipe.from_modifiers([modifier]).yaml()).modifiers
-    assert (again.blob, again.table, again.late, again.rate) == (b"", (), 3, 0.5)
-    assert again.names == ["a"]
-    assert len(warned) == 2
-    for held in ("b'\\xff'", "<built-in function len>"):
-        assert any(f"WritingHard holds {held}, which no recipe" in text for text in warned)
-    [again] = Recipe.create_instance(
-        Recipe.from_modifiers([WritingHard(blob=b"text")]).yaml()
-    ).modifiers
-    assert again.blob == b"text"
-    assert len(warned) == 2
 
 
 @pytest.mark.parametrize(
@@ -330,18 +257,6 @@ def test_numbers_of_numpy_and_keys_that_are_numbers_stay_numbers(value, plain):
     ).modifiers
     assert again.value == plain
     assert repr(again.value) == repr(plain)
-
-
-class _Text(str):
-    __slots__ = ()
-
-
-def test_subclasses_of_plain_types_are_written_plainly():
-    class Number(float):
-        pass
-
-    recipe = Recipe.from_modifiers(WritingPlain(value=[_Text("x"), Number(0.5), (1, (2,))]))
-    round_trip(recipe)
 
 
 def test_the_form_of_the_text():
@@ -377,18 +292,6 @@ third_stage:
     round_trip(recipe)
 
 
-def test_groups_that_come_again_keep_the_order():
-    groups = ["a", "b", "a", "a_1", "b", "a"]
-    items = [WritingPlain(value=i, group=group) for i, group in enumerate(groups)]
-    again, _ = round_trip(Recipe.from_modifiers(items))
-    assert [m.value for m in again.modifiers] == list(range(6))
-
-
-def test_long_lines_are_folded_at_the_first_word_beyond_88():
-    recipe = Recipe.from_modifiers(WritingPlain(value="word " * 60))
-    assert 88 <= max(map(len, recipe.yaml().splitlines())) <= 88 + len("word ")
-
-
 def test_writing_to_a_file(tmp_path):
     recipe = Recipe.from_modifiers(WritingPlain(value="é"))
     path = tmp_path / "recipe.yaml"
@@ -408,7 +311,7 @@ def test_stages_of_an_earlier_recipe_come_first(tmp_path):
     assert [stage.modifiers[0].value for stage in stages] == [0, 1, 2]
 
 
-def test_an_earlier_recipe_that_cannot_be_read_does_not_stop_saving(tmp_path):
+def test_an_unreadable_earlier_recipe_does_not_stop_saving(tmp_path):
     path = tmp_path / "recipe.yaml"
     path.write_text("modifiers: {NobodyKnowsThis: {}}")
     recipe = Recipe.from_modifiers(WritingPlain())
@@ -419,8 +322,3 @@ def test_an_earlier_recipe_that_cannot_be_read_does_not_stop_saving(tmp_path):
     finally:
         logger.remove(sink)
     assert "NobodyKnowsThis" in heard[0]
-
-
-def test_the_empty_recipe():
-    assert Recipe().yaml() == "{}\n"
-    round_trip(Recipe())

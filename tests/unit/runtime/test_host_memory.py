@@ -44,14 +44,6 @@ def test_what_is_left_of_a_limit_is_free(kind: str, tmp_path: Path) -> None:
     assert free(tmp_path, kind) == 50 * MIB
 
 
-def test_the_narrowest_of_the_groups_above_counts(kind: str, tmp_path: Path) -> None:
-    group(tmp_path, kind, "pods/one", 100 * MIB, 10 * MIB, 0)
-    group(tmp_path, kind, "pods", 60 * MIB, 55 * MIB, 0)
-    assert free(tmp_path, kind) == 5 * MIB
-    group(tmp_path, kind, "pods", 60 * MIB, 70 * MIB, 0)
-    assert free(tmp_path, kind) == 0
-
-
 def test_a_container_sees_its_group_as_the_root(kind: str, tmp_path: Path) -> None:
     group(tmp_path, kind, ".", 80 * MIB, 30 * MIB, 0)
     assert free(tmp_path, kind) == 50 * MIB

@@ -74,27 +74,6 @@ def test_memory_is_returned_when_enough_was_freed(monkeypatch: pytest.MonkeyPatc
     assert library.asked == 5
 
 
-def test_a_library_that_cannot_tell_is_asked_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    library = _Library(0)
-    monkeypatch.setattr(memory, "_library", lambda: library)
-    memory.malloc_trim()
-    memory.malloc_trim()
-    assert library.asked == 2
-
-
-@pytest.mark.skipif(memory._library() is None, reason="asks glibc")
-def test_what_was_freed_between_what_is_kept_is_returned() -> None:
-    nbytes = 2**16  # too small to be mapped apart
-    memory.malloc_trim(at_least=0)
-    every = [torch.ones(nbytes, dtype=torch.uint8) for _ in range(2 * memory.TOLERATED // nbytes)]
-    kept = every[::64]
-    del every
-    before = psutil.Process().memory_info().rss
-    memory.malloc_trim()
-    assert before - psutil.Process().memory_info().rss > 1.5 * memory.TOLERATED
-    assert all(bool((one == 1).all()) for one in kept)
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="pages are counted in /proc")
 def test_pages_of_a_file_are_let_go_of_and_come_back(tmp_path: Path) -> None:
     nbytes = 64 * 2**20

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -67,24 +66,6 @@ def test_who_waits_is_told_of_a_failure(two):
         two[0].all_gather("anything")
 
 
-def test_a_run_within_a_run_is_of_its_process_alone(two, monkeypatch):
-    monkeypatch.setattr(processes, "rank_and_world_size", lambda: (0, 2))
-    with two[0].notify_on_failure():
-        assert Processes.from_process_group().count == 1
-    assert Processes.from_process_group().count == 2
-
-
-def test_who_waits_for_long_says_so(two, monkeypatch, logged):
-    monkeypatch.setattr(processes, "_PATIENCE", 0.0)
-    with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(two[0].all_gather, "weights")
-        while not logged and not waiting.done():
-            time.sleep(0.01)
-        two[1].all_gather("weights")
-        waiting.result()
-    assert "Waiting for the other processes (weights)" in logged[0]
-
-
 def test_a_store_that_has_ended_is_an_error(two, monkeypatch):
     def gone():
         raise RuntimeError("Connection reset by peer")
@@ -106,17 +87,6 @@ def test_a_quiet_process_logs_nothing_and_shows_no_bar(logged, capsys):
     with quiet(wanted=False):
         _log()
     assert logged == ["heard\n"]
-
-
-def test_a_log_that_a_user_has_disabled_stays_so(logged):
-    logger.disable("llmcompressor")
-    try:
-        with quiet():
-            pass
-        _log()
-    finally:
-        logger.enable("llmcompressor")
-    assert not logged
 
 
 def _log():

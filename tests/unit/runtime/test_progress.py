@@ -36,28 +36,6 @@ def test_without_a_terminal_there_is_a_line_every_ten_seconds(lines: list[str]) 
     ]
 
 
-def test_a_short_job_says_nothing(lines: list[str], capfd: pytest.CaptureFixture[str]) -> None:
-    with progress(3, "Compressing", terminal=False) as advance:
-        for _ in range(3):
-            advance()
-    assert lines == []
-    assert capfd.readouterr().out == ""
-
-
-def test_before_the_first_step_the_time_left_is_unknown(lines: list[str]) -> None:
-    now = iter([0.0, 11.0])
-    with progress(3, "Compressing", terminal=False, clock=lambda: next(now)) as advance:
-        advance(0, note="layers.0")
-    assert lines == ["Compressing: 0/3 (layers.0), 0:11 elapsed, ? left"]
-
-
-def test_more_steps_than_promised_give_no_negative_time(lines: list[str]) -> None:
-    now = iter([0.0, 11.0])
-    with progress(3, "Compressing", terminal=False, clock=lambda: next(now)) as advance:
-        advance(4)
-    assert lines == ["Compressing: 4/3, 0:11 elapsed, ? left"]
-
-
 @pytest.fixture
 def screen(monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
     text = io.StringIO()

@@ -133,15 +133,7 @@ def test_the_argument_that_is_the_cache(
     assert kv_cache_argument(module, dict.fromkeys(given)) == name
 
 
-@pytest.mark.parametrize(("layer", "is_cached"), [(0, False), (1, True), (2, True), (None, True)])
-def test_the_configuration_may_say_which_layers_are_linear(
-    layer: int | None, is_cached: bool
-) -> None:
-    config = SimpleNamespace(layer_types=["linear_attention", "full_attention"])
-    assert is_cached_attention(FullAttention(config=config, layer_idx=layer)) == is_cached
-
-
-def test_a_target_that_names_both_reaches_attention_with_a_cache_alone() -> None:
+def test_a_target_of_both_reaches_cached_attention_alone() -> None:
     states = {"num_bits": 8, "type": "float", "strategy": "tensor"}
     resolved = resolve_schemes(
         config_groups={"group_0": {"targets": ["re:.*attn$"], "input_activations": states}}
@@ -163,7 +155,7 @@ def test_a_target_that_names_both_reaches_attention_with_a_cache_alone() -> None
         ({"strategy": "token", "dynamic": True}, None),
     ],
 )
-def test_strategies_that_states_cannot_have_are_refused_with_the_names(
+def test_strategies_that_states_cannot_have_are_refused(
     states: dict[str, Any], allowed: str | None
 ) -> None:
     model = nn.ModuleDict({"layer": nn.ModuleDict({"attn": FullAttention()})})
@@ -177,24 +169,3 @@ def test_strategies_that_states_cannot_have_are_refused_with_the_names(
         return
     with pytest.raises(TargetError, match=f"of layer.attn has the strategy .* Use {allowed}"):
         check_schemes(model, schemes)
-
-
-class NamelessHalfAttention(FullAttention):
-    """As in Canary: it takes for granted that the cache has two halves."""
-
-    def forward(self, x: Tensor, past_key_values: Any = None) -> Any:
-        return super().forward(x, past_key_values.self_attention_cache)
-
-
-class RememberingAttention(FullAttention):
-    """As in Moonshine: it asks whether the encoder's half is there already."""
-
-    def forward(self, x: Tensor, past_key_values: Any = None) -> Any:
-        if past_key_values.is_updated.get(0):
-            return x
-        return super().forward(x, past_key_values)
-
-
-@pytest.mark.parametrize("kind", [NamelessHalfAttention, RememberingAttention])
-def test_attention_of_an_encoder_decoder_need_not_name_the_class_of_its_cache(kind: Any) -> None:
-    assert not is_cached_attention(kind())

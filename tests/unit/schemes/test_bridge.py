@@ -10,11 +10,9 @@ from compressed_tensors.quantization.quant_scheme import PRESET_SCHEMES
 from compressed_tensors.quantization.utils import calculate_qparams, calculate_range
 
 from llmcompressor.errors import InputError
-from llmcompressor.numerics.grid import Grid
 from llmcompressor.numerics.partition import Partition
 from llmcompressor.numerics.scales import ScaleFormat, scales_from_range
 from llmcompressor.schemes.bridge import (
-    default_observer,
     grid_of,
     needs_global_scale,
     partition_of,
@@ -28,7 +26,7 @@ WEIGHTS = {name: fields["weights"] for name, fields in PRESET_SCHEMES.items() if
 
 
 @pytest.mark.parametrize("name", WEIGHTS)
-def test_the_weights_of_every_preset_get_the_scales_that_readers_expect(name):
+def test_weights_of_every_preset_get_the_readers_scales(name):
     args = WEIGHTS[name]
     grid = grid_of(args)
     assert (grid.qmin, grid.qmax) == tuple(end.item() for end in calculate_range(args, "cpu"))
@@ -80,36 +78,3 @@ def test_scale_formats():
     assert scale_format_of(wide) is ScaleFormat.PLAIN
     assert scale_dtype_of(wide) is torch.float32
     assert scale_dtype_of(WEIGHTS["NVFP4"]) is None
-
-
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"num_bits": 4, "group_size": 32},
-        {"type": "float", "group_size": 64},
-        {"type": "float", "group_size": 32, "symmetric": False},
-    ],
-)
-def test_exponents_outside_the_mx_formats_are_refused(fields):
-    with pytest.raises(InputError, match="group_size 32"):
-        scale_format_of(QuantizationArgs(scale_dtype=torch.uint8, **fields))
-
-
-def test_symmetry_is_carried_over():
-    assert grid_of(QuantizationArgs(num_bits=4, symmetric=False)) == Grid("int", 4, False)
-
-
-def test_zero_points_have_the_dtype_that_is_asked_for():
-    assert zero_dtype_of(QuantizationArgs()) is torch.int8
-    assert zero_dtype_of(WEIGHTS["MXFP4"]) is torch.uint8
-
-
-def test_default_observers():
-    static, dynamic = QuantizationArgs(), QuantizationArgs(dynamic=True)
-    assert default_observer(static, "weight") == "memoryless_minmax"
-    assert default_observer(static, "input") == "minmax"
-    assert default_observer(dynamic, "input") is None
-    assert default_observer(QuantizationArgs(observer="mse"), "weight") == "mse"
-    assert default_observer(QuantizationArgs(observer="mse", dynamic=True), "input") is None
-    local = NVFP4["input_activations"].model_copy(update={"observer": None})
-    assert default_observer(local, "input") == "static_minmax"

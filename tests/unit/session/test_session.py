@@ -67,9 +67,6 @@ def test_what_cannot_be_logged_is_told(event_type, loss, reason):
             session.log(event_type, loss=loss)
 
 
-# ---- which session is active
-
-
 def test_sessions_nest_and_come_back_after_errors():
     default = active_session()
     with create_session() as outer:
@@ -108,17 +105,6 @@ def test_reset_session_resets_the_active_one_only():
             reset_session()
             assert inner.lifecycle == CompressionLifecycle()
         assert outer.lifecycle.initialized_
-
-
-def test_lifecycle_and_state_are_read_only():
-    with create_session() as session:
-        assert session.state is session.lifecycle.state
-        for name in ("lifecycle", "state"):
-            with pytest.raises(AttributeError):
-                setattr(session, name, None)
-
-
-# ---- a run
 
 
 def test_caller_goes_on_with_what_modifiers_made_of_it():
@@ -162,12 +148,6 @@ def test_callbacks_send_the_events_of_their_names():
     assert callbacks is LifecycleCallbacks
 
 
-@pytest.mark.parametrize("event_type", [EventType.INITIALIZE, EventType.FINALIZE])
-def test_callbacks_refuse_what_is_no_event(event_type):
-    with create_session(), pytest.raises(ValueError, match=rf"session\.{event_type.value}\(\)"):
-        callbacks.event(event_type)
-
-
 def test_a_modifier_in_yaml_sees_model_device_and_optimizer():
     seen = []
 
@@ -185,9 +165,6 @@ def test_a_modifier_in_yaml_sees_model_device_and_optimizer():
             optimizer=optimizer,
         )
     assert seen == [(model, model.weight.device, optimizer)]
-
-
-# ---- recipes and stages
 
 
 def test_the_applied_recipe_as_yaml():
@@ -222,32 +199,6 @@ def test_another_stage_of_the_same_recipe():
     assert first.finalized
 
 
-def test_a_recipe_of_objects_stays_for_another_stage_too():
-    """A modifier serves once: its like goes on."""
-    halver = Halver()
-    with create_session() as session:
-        session.initialize(recipe=halver, model=nn.Linear(2, 2))
-        session.finalize()
-        session.reset_stage()
-        session.initialize()
-        (other,) = session.lifecycle.recipe.modifiers
-        callbacks.batch_start()
-        assert callbacks.loss_calculated(loss=1.0).loss == 0.5
-    assert other is not halver
-    assert other.model_dump() == halver.model_dump()
-
-
-def test_reset_stage_finalizes_what_is_active():
-    halver = Halver()
-    with create_session() as session:
-        session.initialize(recipe=halver)
-        session.reset_stage()
-        assert halver.finalized
-
-
-# ---- logging
-
-
 def test_log_hands_step_epoch_and_loss_to_the_loggers():
     seen = []
     logger = LambdaLogger(lambda *entry: seen.append(entry) or True)
@@ -266,25 +217,6 @@ def test_log_hands_step_epoch_and_loss_to_the_loggers():
         ("loss_calculated", {"loss": 2.5, "epoch": step / 4, "step": step}, step)
         for step in range(3)
     ]
-
-
-def test_log_on_change_waits_for_the_optimizer():
-    seen = []
-    manager = LoggerManager(
-        [LambdaLogger(lambda *entry: seen.append(entry[3]) or True)],
-        log_frequency=0,
-        log_python=False,
-        mode="on_change",
-    )
-    with create_session() as session:
-        session.initialize(loggers=manager)
-        for stepped in (False, False, True, False):
-            callbacks.batch_start()
-            session.log(EventType.BATCH_START, loss={"main": 1.0})
-            if stepped:
-                callbacks.optim_post_step()
-            callbacks.batch_end()
-    assert seen == [0, 1]
 
 
 def test_the_active_session_begins_and_ends_by_functions_too() -> None:

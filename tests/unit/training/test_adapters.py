@@ -11,12 +11,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tests.support import tiny_training as tiny
+from tests.support.pairs import each
 from transformers.integrations.peft import MIN_PEFT_VERSION
 from transformers.utils import check_peft_version
 
-from llmcompressor import evaluate, oneshot, plan, train, verify
+from llmcompressor import oneshot, train
 from llmcompressor.core import CompressionSession
-from llmcompressor.errors import ArgumentError, CheckpointError, TargetError
+from llmcompressor.errors import ArgumentError, TargetError
 from llmcompressor.modeling.patches import modules_with_adapters
 from llmcompressor.training import Trainer
 
@@ -100,8 +101,7 @@ def test_where_adapters_are(make: Callable[[], Any], expected: list[str]) -> Non
     assert modules_with_adapters(make()) == expected
 
 
-@pytest.mark.parametrize("make", [wrapped, added, prompted])
-@pytest.mark.parametrize("kind", WEIGHTS)
+@each(make=[wrapped, added, prompted], kind=WEIGHTS)
 def test_what_changes_weights_is_refused(
     session: CompressionSession, make: Callable[[], Any], kind: str
 ) -> None:
@@ -111,13 +111,6 @@ def test_what_changes_weights_is_refused(
         session.initialize(recipe=f"modifiers: {{{WEIGHTS[kind]}}}", model=model)
     assert before.keys() == model.state_dict().keys(), "nothing was registered"
     assert all(torch.equal(before[name], each) for name, each in model.state_dict().items())
-
-
-def test_a_trainer_refuses_before_the_first_step(tmp_path: Path) -> None:
-    made = trainer(wrapped(), tmp_path, f"modifiers: {{{WEIGHTS['gradual']}}}")
-    with pytest.raises(TargetError, match="MagnitudePruningModifier changes weights"):
-        made.train()
-    assert made.state.global_step == 0
 
 
 @pytest.mark.parametrize("make", [wrapped, added])
@@ -151,59 +144,3 @@ def test_a_teacher_teaches_adapters(make: Callable[[], Any], tmp_path: Path) -> 
     again.train(resume_from_checkpoint=str(tmp_path / "a" / "checkpoint-2"))
     for ours, theirs in zip(again.model.parameters(), model.parameters(), strict=True):
         assert torch.equal(ours, theirs)
-
-
-def test_adapters_that_would_not_be_saved_are_refused(tmp_path: Path, monkeypatch: Any) -> None:
-    """transformers loads adapters with any PEFT, and saves them with a PEFT that it takes."""
-    wrapped().save_pretrained(tmp_path / "adapter")
-    model = tiny.tiny_model()
-    model.load_adapter(str(tmp_path / "adapter"), is_trainable=True)
-    monkeypatch.setattr("transformers.integrations.peft.MIN_PEFT_VERSION", "99.9")
-    made = trainer(model, tmp_path / "run", DISTILL)
-    with pytest.raises(ArgumentError, match=r"not saved.* 99\.9.*PeftModel\.from_pretrained"):
-        made.train()
-    assert made.state.global_step == 0
-    remedy = peft.PeftModel.from_pretrained(
-        tiny.tiny_model(), tmp_path / "adapter", is_trainable=True
-    )
-    made = trainer(remedy, tmp_path / "run", DISTILL, max_steps=1)
-    made.train()
-    made.save_model(str(tmp_path / "saved"))
-    assert (tmp_path / "saved" / "adapter_model.safetensors").is_file()
-
-
-@pytest.mark.parametrize("make", [wrapped, added, prompted])
-def test_a_plan_refuses_them_as_the_run_does(make: Callable[[], Any], tmp_path: Path) -> None:
-    recipe = "modifiers: {QuantizationModifier: {targets: Linear, scheme: FP8_DYNAMIC}}"
-    with pytest.raises(ArgumentError, match="merge_and_unload") as planned:
-        plan(make(), recipe, measure=False)
-    with pytest.raises(ArgumentError) as caught:
-        oneshot(make(), recipe=recipe, output_dir=tmp_path / "out")
-    assert str(planned.value) == str(caught.value)
-
-
-def test_a_model_with_adapters_is_measured() -> None:
-    windows = [{"input_ids": [[3, 4, 5, 6, 7, 8]]}]
-    plain = evaluate(tiny.tiny_model(), dataset=windows[0], max_seq_length=6)
-    found = evaluate(wrapped(), dataset=windows[0], max_seq_length=6)
-    assert found.loss == pytest.approx(plain.loss)  # what it adds is zero at first
-
-
-def test_a_folder_with_an_adapter_alone(tmp_path: Path) -> None:
-    wrapped().save_pretrained(tmp_path / "adapter")
-    tiny.tiny_model().save_pretrained(tmp_path / "model")
-    for refused in (
-        lambda: verify(tmp_path / "adapter"),
-        lambda: verify(tmp_path / "model", reference=tmp_path / "adapter"),
-        lambda: train(
-            str(tmp_path / "model"),
-            DISTILL,
-            tiny.Rows(8),
-            tmp_path / "out",
-            distill_teacher=str(tmp_path / "adapter"),
-            max_steps=1,
-        ),
-    ):
-        with pytest.raises(CheckpointError, match="holds an adapter") as caught:
-            refused()
-        assert "merge_and_unload" in str(caught.value)

@@ -3,21 +3,18 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 
 import pytest
 import torch
-import transformers
 from pydantic import PrivateAttr
 from tests.support import tiny_training as tiny
 from torch.nn import functional
 
-from llmcompressor.core import EventType, active_session, callbacks, create_session
+from llmcompressor.core import EventType, active_session
 from llmcompressor.metrics import LambdaLogger, LoggerManager
 from llmcompressor.modifiers import Modifier
-from llmcompressor.training import SessionManagerMixIn, Trainer
-from llmcompressor.training.callbacks import summary
+from llmcompressor.training import Trainer
 
 
 class Listener(Modifier):
@@ -104,7 +101,7 @@ def by_sum(outputs, labels, num_items_in_batch=None):
 @pytest.mark.parametrize(
     "changed", [{}, {"label_smoothing_factor": 0.1}, {"compute_loss_func": by_sum}]
 )
-def test_a_term_of_a_modifier_counts_once_per_step_however_it_is_split(tmp_path, changed):
+def test_a_term_counts_once_per_step_however_split(tmp_path, changed):
     whole = train(tmp_path, Penalty(), accumulation=1, batch=6, **changed)
     parts = train(tmp_path, Penalty(), accumulation=3, batch=2, **changed)
     plain = train(tmp_path, None, accumulation=1, batch=6, **changed)
@@ -122,49 +119,6 @@ def test_a_model_that_takes_means_divides_them(tmp_path, monkeypatch):
     logged = [each for each in parts.state.log_history if "loss" in each]
     for each, shown in zip(logged, (listener._shown[:3], listener._shown[3:]), strict=True):
         assert each["step_loss"] == pytest.approx(sum(shown) / 3, rel=1e-5)
-
-
-class OfMeans(transformers.Trainer):
-    """Takes the mean of a micro-batch and says so, though the model would take the step's items."""
-
-    loss_is_scaled_for_ga = False
-
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
-        if not hasattr(transformers.Trainer, "loss_is_scaled_for_ga"):  # nobody asks for it yet
-            self.model_accepts_loss_kwargs = False
-
-    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        return super().compute_loss(model, inputs, return_outputs)
-
-
-class OfTheStep(transformers.Trainer):
-    """Divides by the step's items itself, and says so."""
-
-    loss_is_scaled_for_ga = True
-
-    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        outputs = model(input_ids=inputs["input_ids"])
-        loss = by_sum(outputs, inputs["labels"], num_items_in_batch)
-        return (loss, outputs) if return_outputs else loss
-
-
-@pytest.mark.parametrize("base", [OfMeans, OfTheStep])
-def test_what_a_trainer_says_of_its_loss_counts(tmp_path, base, monkeypatch):
-    """As it does for the trainer itself, which divides the loss by the micro-batches or not."""
-    listener = Listener()
-    split = {"accumulation": 3, "batch": 2}
-    with monkeypatch.context() as context:
-        made = type("Made", (SessionManagerMixIn, base), {})
-        context.setitem(globals(), "Trainer", made)
-        parts = train(tmp_path, [listener, Penalty()], **split)
-    assert listener._shown == pytest.approx(listener._textbook, rel=1e-5)
-    if base is OfMeans:
-        name = "transformers.LlamaForCausalLM.accepts_loss_kwargs"
-        monkeypatch.setattr(name, False, raising=False)
-    whole = train(tmp_path, Penalty(), **split)
-    for name, parameter in whole.model.named_parameters():
-        assert torch.allclose(parameter, parts.model.get_parameter(name), atol=1e-6), name
 
 
 def test_an_evaluation_has_the_models_own_loss(tmp_path):
@@ -186,10 +140,7 @@ def test_an_evaluation_has_the_models_own_loss(tmp_path):
     assert during == pytest.approx(with_session)
 
 
-# ---- what is logged
-
-
-def test_the_trainer_logs_the_models_loss_the_whole_one_and_figures(tmp_path):
+def test_the_trainer_logs_both_losses_and_figures(tmp_path):
     trainer = train(tmp_path, Penalty(), accumulation=3, batch=2)
     first = trainer.state.log_history[0]
     model = tiny.tiny_model()
@@ -238,76 +189,6 @@ def test_loggers_hear_by_their_own_cadence(tmp_path, frequency, kind, steps):
         assert values["learning_rate"] == pytest.approx(0.6 * (7 - step) / 6)
 
 
-def test_two_figures_of_one_name_are_told_apart():
-    class Tells(Modifier):
-        amount: float
-
-        def on_initialize(self, state, **kwargs):
-            return True
-
-        def figures(self, state):
-            return {"amount": self.amount}
-
-    with create_session() as session:
-        session.initialize(recipe=[Tells(amount=1), Tells(amount=2)])
-        assert session.figures() == {"amount": 1, "amount_2": 2}
-        session.finalize()
-        assert session.figures() == {}
-
-
-def test_only_the_first_process_writes_but_all_ask_the_modifiers():
-    heard = []
-    loggers = LoggerManager([LambdaLogger(lambda *told: heard.append(told) or True)], 0)
-    with create_session() as session:
-        model = tiny.tiny_model()
-        session.initialize(recipe=Penalty(), model=model, loggers=loggers)
-        session.state.hardware.rank = 1
-        callbacks.batch_start()
-        session.log(EventType.BATCH_END, lambda: {"loss": 1.0})
-        assert not heard
-        session.state.hardware.rank = 0
-        session.log(EventType.BATCH_END, lambda: {"loss": 1.0})
-        assert heard
-
-
-def test_progress_is_lines_where_no_terminal_is_and_the_users_choice_stays(tmp_path):
-    names = {
-        shown: [
-            type(each).__name__
-            for each in Trainer(
-                model=tiny.tiny_model(), args=tiny.arguments(tmp_path, disable_tqdm=not shown)
-            ).callback_handler.callbacks
-        ]
-        for shown in (True, False)
-    }
-    assert "ProgressLines" in names[True]
-    assert "ProgressCallback" not in names[True]
-    assert "ProgressLines" not in names[False]
-    assert "PrinterCallback" in names[False]
-
-
-# ---- the end
-
-
-def test_the_summary_counts_matrices_outside_embeddings():
-    model = tiny.tiny_model()
-    up, head = model.model.layers[0].mlp.up_proj, model.lm_head
-    with torch.no_grad():
-        up.weight.view(-1)[::2] = 0
-        model.model.embed_tokens.weight.zero_()
-    up.quantization_scheme = type("Scheme", (), {"weights": object()})()
-    matrices = [
-        each.numel()
-        for name, each in model.named_parameters()
-        if each.dim() == 2 and "embed" not in name
-    ]
-    told = summary(model)
-    assert told["total_params"] == sum(each.numel() for each in model.parameters())
-    zeros = sum(int((m.weight == 0).sum()) for m in (up, head))
-    assert told["sparsity_percent"] == pytest.approx(100 * zeros / sum(matrices))
-    assert told["quantized_percent"] == pytest.approx(100 * up.weight.numel() / sum(matrices))
-
-
 def test_the_result_tells_the_summary(tmp_path):
     class Zero(Modifier):
         def on_initialize(self, state, **kwargs):
@@ -327,37 +208,3 @@ def test_the_result_tells_the_summary(tmp_path):
     )
     assert trainer.train().metrics["sparsity_percent"] == 100
     assert active_session().lifecycle.finalized
-
-
-class WithoutTargets(tiny.Rows):
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        return tiny.row(index, ignored=tiny.TOKENS)
-
-
-@pytest.mark.parametrize(("accumulation", "batch"), [(1, 4), (4, 1)])
-def test_a_training_without_a_target_is_no_perfect_one(
-    tmp_path, warned, monkeypatch, accumulation, batch
-):
-    monkeypatch.setattr(tiny, "Rows", WithoutTargets)
-    heard = []
-    manager = LoggerManager(
-        [LambdaLogger(lambda tag, value, values, *_: heard.append(values) or True)],
-        log_frequency=0,
-        log_python=False,
-    )
-    made = train(tmp_path, [Listener()], accumulation=accumulation, batch=batch, loggers=manager)
-    assert not any("perplexity" in entry for entry in made.state.log_history)
-    assert heard
-    assert not any({"loss", "perplexity"} & set(values) for values in heard)
-    assert sum("no token of the first step" in line.lower() for line in warned) == 1
-    assert sum("There is no train_loss" in line for line in warned) == 1
-
-
-def test_a_replaced_loss_comes_with_the_models_own(tmp_path):
-    made = trainer_of(tmp_path, [Penalty()])
-    metrics = made.train().metrics
-    shown = [entry["step_loss"] for entry in made.state.log_history if "step_loss" in entry]
-    assert metrics["task_loss"] == pytest.approx(sum(shown) / len(shown), rel=1e-5)
-    assert metrics["perplexity"] == pytest.approx(math.exp(metrics["task_loss"]))
-    assert metrics["train_loss"] > metrics["task_loss"]
-    assert "task_loss" not in trainer_of(tmp_path, [Listener()]).train().metrics

@@ -13,7 +13,6 @@ from tests.support import tiny_training as tiny
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from llmcompressor import verify
-from llmcompressor.errors import RecipeError
 from llmcompressor.training import Trainer
 
 QUANTIZED = "modifiers: {QuantizationModifier: {targets: Linear, ignore: [lm_head], scheme: W4A4}}"
@@ -66,8 +65,3 @@ def test_without_a_recipe_it_is_what_any_trainer_saves(tmp_path: Path) -> None:
     trainer.train()
     trainer.save_model(str(tmp_path / "out"))
     assert not (tmp_path / "out" / "recipe.yaml").exists()
-
-
-def test_an_update_of_nothing_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(RecipeError, match="update of QuantizationModifier is 0"):
-        trainer_of(tmp_path, QUANTIZED.replace("W4A4", "W4A4, update: 0"))

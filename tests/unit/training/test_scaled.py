@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Steps that a loss scaler skips: weights stay, schedules count on, masks hold.
-
-The trainer leaves float16 to accelerators. Here it is given torch's scaler for the CPU, which
-does the same.
-"""
+"""Steps that a loss scaler skips: weights stay, schedules count on, masks hold."""
 
 from __future__ import annotations
 

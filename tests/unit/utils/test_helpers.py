@@ -14,7 +14,6 @@ from llmcompressor.modifiers.quantization import QuantizationModifier
 from llmcompressor.utils import (
     DisableQuantization,
     calibration_forward_context,
-    disable_cache,
     eval_context,
     get_embeddings,
     targets_embeddings,
@@ -40,13 +39,6 @@ def test_evaluation_ends_with_the_block_for_each_module() -> None:
         assert not any(one.training for one in model.modules())
     assert model.training
     assert not model.lm_head.training
-
-
-def test_no_cache_is_kept_inside() -> None:
-    model = tiny()
-    with disable_cache(model):
-        assert model(IDS).past_key_values is None
-    assert model(IDS).past_key_values is not None
 
 
 def test_calibration_has_neither_gradients_nor_a_cache() -> None:
@@ -79,11 +71,6 @@ def test_embeddings_are_found_and_untied() -> None:
     assert inputs.weight is not outputs.weight
     assert torch.equal(inputs.weight, outputs.weight)
     assert not model.config.tie_word_embeddings
-
-
-def test_a_model_without_embeddings_is_left_with_a_warning(log: list[tuple[str, str]]) -> None:
-    untie_word_embeddings(torch.nn.Linear(2, 2))  # type: ignore[arg-type]
-    assert any("cannot be untied" in text for level, text in log if level == "WARNING")
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from pathlib import Path
 
@@ -13,8 +12,6 @@ from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from llmcompressor.utils.dev import (
-    get_high_precision,
-    get_main_device,
     patch_transformers_logger_level,
     skip_weights_download,
     skip_weights_initialize,
@@ -55,12 +52,6 @@ def test_a_model_is_built_where_there_are_no_weights(kind: type, folder: Path) -
         kind.from_pretrained(folder)
 
 
-def test_a_configuration_that_is_given_counts(folder: Path) -> None:
-    config = LlamaConfig(**{**json.loads((folder / "config.json").read_text()), "vocab_size": 48})
-    with skip_weights_download():
-        assert AutoModelForCausalLM.from_pretrained(folder, config=config).config.vocab_size == 48
-
-
 def test_nothing_is_initialized_inside() -> None:
     with skip_weights_initialize(use_zeros=True):
         assert not nn.Linear(4, 4).weight.any()
@@ -76,10 +67,3 @@ def test_the_level_of_the_log_comes_back() -> None:
     with patch_transformers_logger_level(logging.CRITICAL):
         assert logger.level == logging.CRITICAL
     assert logger.level == before
-
-
-def test_where_and_how_exactly() -> None:
-    kind = get_main_device().type
-    there = torch.accelerator.current_accelerator(check_available=True)
-    assert kind == (there or torch.device("cpu")).type
-    assert get_high_precision() == (torch.float32 if kind == "mps" else torch.float64)

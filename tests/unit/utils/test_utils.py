@@ -51,13 +51,6 @@ def test_inside_the_context_the_file_decides_the_dtype(folder: Path) -> None:
     assert vars(AutoModelForCausalLM).get("from_pretrained") is before
 
 
-def test_a_class_that_inherits_from_pretrained_gets_its_own_back(folder: Path) -> None:
-    assert "from_pretrained" not in vars(LlamaForCausalLM)
-    with load_context(LlamaForCausalLM):
-        assert isinstance(LlamaForCausalLM.from_pretrained(folder), LlamaForCausalLM)
-    assert "from_pretrained" not in vars(LlamaForCausalLM)
-
-
 def test_the_context_is_left_also_when_the_body_raises(folder: Path) -> None:
     before = vars(AutoModelForCausalLM).get("from_pretrained")
     with pytest.raises(OSError, match="nothing"), load_context():
@@ -110,11 +103,6 @@ def test_a_dispatched_model_generates() -> None:
     assert out.shape == (1, 5)
 
 
-@pytest.mark.skipif(torch.accelerator.is_available(), reason="there is an accelerator")
-def test_without_an_accelerator_everything_is_on_the_processor(folder: Path) -> None:
-    assert calculate_offload_device_map(str(folder), reserve_for_hessians=True) == {"": "cpu"}
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_model_that_fits_goes_to_the_device_whole(folder: Path) -> None:
@@ -139,11 +127,6 @@ def test_a_limit_of_each_accelerator_needs_none(
     assert cut["model.layers.0"] == "cpu"
     assert custom_offload_device_map(name, 5000, torch_dtype=torch.float32) == {"": "cpu"}
     assert set(custom_offload_device_map(name, 5000, num_gpus=9).values()) >= {0, 1}
-
-
-@pytest.mark.skipif(torch.accelerator.is_available(), reason="there is an accelerator")
-def test_without_an_accelerator_a_limit_changes_nothing(folder: Path) -> None:
-    assert custom_offload_device_map(str(folder), "1GB", num_gpus=2) == {"": "cpu"}
 
 
 def test_a_checkpoint_says_whether_it_is_quantized(folder: Path, tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -246,20 +245,6 @@ def test_a_class_of_another_model_type_is_named(whole: Source, tmp_path: Path) -
     sample.config["architectures"] = ["Qwen3ForCausalLM"]
     found = errors(sample.write(tmp_path / "other"))
     assert {one[:2] for one in found} == {("C5", "config.json")}
-
-
-def test_code_that_comes_with_a_model_may_build_it_otherwise(whole: Source, tmp_path: Path) -> None:
-    sample = whole("qwen2")
-    sample.config["auto_map"] = {"AutoModelForCausalLM": "modeling.Qwen2ForCausalLM"}
-    drop(".bias")(sample)
-    report = verify(sample.write(tmp_path / "own"), tp=1)
-    assert report.ok
-    assert any(one.rule == "S70" for one in report.findings)
-
-
-def test_infinity_is_read_as_transformers_writes_it(whole: Source) -> None:
-    config = whole("granitemoehybrid").config
-    assert "__float__" in json.dumps(config)
 
 
 def test_a_model_type_may_have_the_class_of_another(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,13 +40,6 @@ def test_a_bad_one_leaves_with_one_and_names_the_rule(sample: Sample, tmp_path: 
     assert "Traceback" not in result.output
 
 
-def test_facts_of_the_deployment_count(sample: Sample, tmp_path: Path) -> None:
-    folder = sample.write(tmp_path / "checkpoint")
-    assert run(folder).exit_code == 0
-    assert run(folder, "--serve", "vllm", "--tp", 4, "--gpu", "sm90").exit_code == 1
-    assert run(folder, "--tp", 1, "--tp", 4).exit_code == 1
-
-
 def test_json(sample: Sample, tmp_path: Path) -> None:
     folder = sample.write(tmp_path / "checkpoint")
     result = run(folder, "--json", "--tp", 4)
@@ -77,11 +70,6 @@ def test_a_reference_is_compared(sample: Sample, tmp_path: Path) -> None:
 )
 def test_unusable_facts_leave_with_two(sample: Sample, tmp_path: Path, more: list[str]) -> None:
     assert run(sample.write(tmp_path / "checkpoint"), *more).exit_code == 2
-
-
-@pytest.mark.parametrize("dtype", ["auto", "bfloat16", "torch.bfloat16", "half", "BF16", "fp32"])
-def test_a_dtype_may_be_named_in_many_ways(sample: Sample, tmp_path: Path, dtype: str) -> None:
-    assert run(sample.write(tmp_path / "checkpoint"), "--dtype", dtype).exit_code == 0
 
 
 def test_a_dtype_that_is_not_served_is_a_finding(sample: Sample, tmp_path: Path) -> None:

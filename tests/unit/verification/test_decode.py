@@ -10,6 +10,7 @@ import torch
 from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.quantization import QuantizationScheme
 from tests.support.checkpoint_samples import Sample, coded, made
+from tests.support.pairs import each
 from torch import Tensor
 
 from llmcompressor.schemes.presets import PRESETS, format_of, preset_scheme
@@ -58,8 +59,7 @@ def test_every_preset(preset: str, tmp_path: Path) -> None:
     torch.testing.assert_close(decoded(codes(sample, tmp_path)), expected, rtol=2**-7, atol=0)
 
 
-@pytest.mark.parametrize("bits", range(2, 9))
-@pytest.mark.parametrize("columns", [96, 100])
+@each(bits=range(2, 9), columns=[96, 100])
 def test_rows_that_end_within_a_word(bits: int, columns: int, tmp_path: Path) -> None:
     scheme = preset_scheme(f"W{bits}A16_ASYM")
     weights = scheme.weights.model_copy(update={"strategy": "channel", "group_size": None})

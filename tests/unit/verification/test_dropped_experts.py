@@ -119,16 +119,6 @@ def test_rows_of_the_router_in_another_order_are_found(
     assert {one[:2] for one in found} == {("R4", name)}
 
 
-def test_a_correction_of_scores_is_compared(
-    pruned: Callable[..., tuple[Path, Path]], tmp_path: Path
-) -> None:
-    source, checkpoint = pruned("deepseek_v3")
-    sample = Sample.read(checkpoint)
-    name = "model.layers.2.mlp.gate.e_score_correction_bias"
-    sample.tensors[name] = sample.tensors[name].flip(0)
-    assert {one[:2] for one in said(sample.write(tmp_path / "bad"), source)} == {("R4", name)}
-
-
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
 def test_experts_that_are_quantized_afterwards(
     family: str, pruned: Callable[..., tuple[Path, Path]], tmp_path: Path

@@ -3,12 +3,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from tests.support.checkpoint_samples import HIDDEN, INNER, Sample, coded, dense, made
+from tests.support.pairs import each
 from torch import Tensor
 
 from llmcompressor.schemes.presets import preset_scheme
@@ -46,8 +46,7 @@ def filled(value: float) -> Tensor:
     return torch.full((INNER, HIDDEN), value, dtype=torch.bfloat16)
 
 
-@pytest.mark.parametrize("preset", PRESETS)
-@pytest.mark.parametrize("value", [0.03, -0.03])
+@each(preset=PRESETS, value=[0.03, -0.03])
 def test_a_weight_of_one_number_may_be_meant(preset: str, value: float, tmp_path: Path) -> None:
     ours, theirs = pair(preset, filled(value))
     alone = found(ours, tmp_path / "alone")
@@ -80,28 +79,3 @@ def test_nothing_was_written(preset: str, tmp_path: Path) -> None:
     ours.tensors[f"{UP}.{name}"].view(torch.uint8).zero_()
     ours.tensors[f"{UP}.weight_scale"].fill_(1)
     assert severities(found(ours, tmp_path)) == [Severity.ERROR]
-
-
-def rows_of_one_number() -> Tensor:
-    weight = torch.linspace(-0.05, -0.01, INNER).to(torch.bfloat16)
-    return weight[:, None].expand(INNER, HIDDEN).contiguous()
-
-
-@pytest.mark.parametrize(
-    ("change", "expected"), [(lambda weight: -weight, Severity.WARNING), (None, Severity.ERROR)]
-)
-def test_rows_of_one_number_need_the_original(
-    change: Callable[[Tensor], Tensor] | None, expected: Severity, tmp_path: Path
-) -> None:
-    """The least code has no bits set: such rows look as if nobody had written them."""
-    weight = rows_of_one_number()
-    ours, theirs = pair("W4A16", change(weight) if change else weight)
-    assert severities(found(ours, tmp_path / "alone")) == [expected]
-    assert not found(ours, tmp_path / "both", theirs)
-
-
-def test_another_number_is_an_error(tmp_path: Path) -> None:
-    ours, _ = pair("W4A16", filled(0.03))
-    _, theirs = pair("W4A16", filled(-0.03))
-    said = {(one.rule, one.severity) for one in found(ours, tmp_path, theirs)}
-    assert said == {("V4", Severity.WARNING), ("R3", Severity.ERROR)}

@@ -153,14 +153,6 @@ def said(names: dict[str, str], targets: list[str]) -> set[tuple[str, str]]:
     return {(one.rule, one.module) for one in found if one.severity == "error"}
 
 
-def test_a_gate_beside_no_up_is_joined_with_nothing() -> None:
-    gate, up = "layers.0.self_attn.gate_proj", "layers.0.self_attn.up_proj"
-    both = {f"layers.0.mlp.{own}_proj": "F8_E4M3" for own in ("gate", "up")}
-    assert not said({**both, gate: "F8_E4M3"}, [*both, gate])
-    # with its partner it is joined, and both must be meant
-    assert ("S19", gate) in said({**both, gate: "F8_E4M3", up: "BF16"}, [*both, gate])
-
-
 @pytest.mark.parametrize("names", [("w1", "w2", "w3"), ("gate_proj", "up_proj", "down_proj")])
 def test_experts_of_an_unknown_family_keep_their_names(
     names: tuple[str, ...],
@@ -168,11 +160,3 @@ def test_experts_of_an_unknown_family_keep_their_names(
     paths = [f"layers.0.ffn.experts.{index}.{name}" for index in range(2) for name in names]
     assert not said(dict.fromkeys(paths, "F8_E4M3"), paths)
     assert ("S19", paths[0]) in said(dict.fromkeys(paths, "F8_E4M3"), ["nothing"])
-
-
-def test_a_weight_that_is_split_into_parts_with_codes_is_read(tmp_path: Path) -> None:
-    recipe = QuantizationModifier(targets="Linear", scheme="FP8_DYNAMIC", ignore=["lm_head"])
-    reset_session()
-    oneshot(model=split_on_load(), recipe=recipe, output_dir=str(tmp_path / "out"))
-    reset_session()
-    assert said_and_missing(tmp_path / "out") == (set(), set())

@@ -125,23 +125,6 @@ def test_what_transformers_builds_is_whole(model_type: str, config: dict[str, An
     assert not [*built.missing, *built.wrong, *built.unexpected]
 
 
-def small(embedding: str, layers: str, **config: Any) -> Sample:
-    """Two Linears and an embedding of any name."""
-    names = [f"{layers}.{index}.ffn" for index in range(2)]
-    shapes = dict.fromkeys(names, (HIDDEN, HIDDEN)) | {embedding: (VOCABULARY, HIDDEN)}
-    sample = made(shapes, only=lambda name: name in names, **config)
-    sample.settings["ignore"] = [each for each in sample.settings["ignore"] if each != embedding]
-    return sample
-
-
-def test_an_embedding_of_one_letter_is_no_linear() -> None:
-    config = {"architectures": ["CTRLLMHeadModel"], "model_type": "ctrl", "dtype": "float32"}
-    assert not found(small("transformer.w", "transformer.h", **config))
-    # the same matrix within a layer is a Linear that the configuration quantizes
-    wrong = found(small("transformer.h.0.w", "transformer.h", **config))
-    assert ("S19", "transformer.h.0.w", ERROR) in wrong
-
-
 def test_shared_keys_and_values_have_the_scales_of_their_source() -> None:
     sample = llama(num_kv_shared_layers=1, layer_types=["full_attention"] * 2)
     sample.settings["kv_cache_scheme"] = CACHE

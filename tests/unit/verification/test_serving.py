@@ -186,16 +186,6 @@ def strays(sample: Sample, folder: Path) -> list[Finding]:
     return [one for one in found if one.rule == "S23"]
 
 
-def test_few_heads_of_keys_are_replicated(tmp_path: Path) -> None:
-    """One block of rows per device: 128 rows over 8 devices would be an eighth of a block."""
-    sample = made(dense(), "FP8_BLOCK", num_key_value_heads=1)
-    deployment = Deployment(server="vllm", tp=(2,))
-    found = check_serving(sample.config, sample.headers(tmp_path), deployment=deployment)
-    named = {one.module.rpartition(".")[2] for one in found if one.rule == "S41"}
-    assert "q_proj" in named
-    assert not {"k_proj", "v_proj"} & named
-
-
 @pytest.mark.parametrize(
     ("facts", "says"),
     [
@@ -303,38 +293,3 @@ def test_experts_with_groups_of_two_sizes_are_one_finding(tmp_path: Path) -> Non
     found = rules(sample, tmp_path, server="vllm")
     assert "S62" in found
     assert not found & {"S66", "C1"}
-
-
-def test_an_mlp_without_a_gate_is_joined_with_nothing(tmp_path: Path) -> None:
-    """Nemotron's: its up_proj may be targeted by name, in a model with other groups by class."""
-    sample = made(dense(), "W4A16")
-    for name in [each for each in sample.tensors if ".gate_proj." in each]:
-        del sample.tensors[name]
-    assert "S19" not in rules(sample, tmp_path, server="vllm")
-    group = sample.settings["config_groups"]["group_0"]
-    named = copy.deepcopy(group) | {"targets": [r"re:.*\.up_proj$"]}
-    others = copy.deepcopy(group) | {"targets": [r"re:.*([qkvo]|down)_proj$"]}
-    sample.settings["config_groups"] = {"group_0": named, "group_1": others}
-    assert not rules(sample, tmp_path, server="vllm") & {"S14", "S19"}
-
-
-def test_queries_of_cross_attention_are_joined_with_nothing(tmp_path: Path) -> None:
-    """They are of other states than keys and values, and have a range of their own."""
-    sample = made(dense(), "NVFP4")
-    for name in [each for each in sample.tensors if ".self_attn." in each]:
-        crossed = name.replace(".self_attn.", ".encoder_attn.")
-        sample.tensors[crossed] = sample.tensors[name].clone()
-    scale = "model.layers.0.{}.{}_proj.input_global_scale"
-    sample.tensors[scale.format("encoder_attn", "q")] *= 2
-    reader = sample.tensors.__getitem__
-
-    def said() -> list[str]:
-        headers = sample.headers(tmp_path)
-        found = check_serving(sample.config, headers, tensors=reader)
-        return [one.module for one in found if one.rule == "S30"]
-
-    assert not said()
-    sample.tensors[scale.format("encoder_attn", "k")] *= 2
-    assert said() == ["model.layers.0.encoder_attn.kv_proj"]
-    sample.tensors[scale.format("self_attn", "q")] *= 2
-    assert "model.layers.0.self_attn.qkv_proj" in said()

@@ -13,7 +13,6 @@ import torch
 import transformers as hf
 
 from llmcompressor import model_free_ptq, verify
-from llmcompressor.verification.transformers_model import text_class
 
 PLAIN = "model.language_model.layers.0.linear_attn.out_proj"
 CODED = "model.language_model.layers.1.mlp.up_proj"
@@ -99,14 +98,3 @@ def test_what_only_one_of_the_classes_finds_a_target_for_is_told(checkpoint: Pat
     errors = [one for one in verify(checkpoint).findings if one.server == "transformers"]
     assert [(one.rule, one.module) for one in errors] == [("T5", CODED)]
     assert own in errors[0].remedy
-
-
-def test_only_larger_models_have_a_class_of_their_text() -> None:
-    config = hf.Qwen3_5Config(architectures=["Qwen3_5ForConditionalGeneration"]).to_dict()
-    found = text_class(config)
-    assert found is not None
-    assert found["architectures"] == ["Qwen3_5ForCausalLM"]
-    assert text_class({**config, "architectures": ["Qwen3_5ForCausalLM"]}) is None
-    assert text_class(hf.LlamaConfig().to_dict()) is None
-    assert text_class(hf.LlavaConfig().to_dict()) is None
-    assert text_class({}) is None

@@ -21,8 +21,9 @@ from torch import Tensor
 from torch.nn import Linear, Module
 
 from llmcompressor.core.contract import (
+    ELEMENTWISE,
     MOVED_TO_THE_RUN,
-    CalibrationCost,
+    Cost,
     DataSize,
     Granularity,
     RecipeRules,
@@ -59,12 +60,13 @@ from llmcompressor.moe.module_list import ExpertPosition, expert_positions
 from llmcompressor.numerics.autoround import Rounded, RoundingParameters, RoundingStart
 from llmcompressor.observers.tokens import real_tokens
 from llmcompressor.quantization.base import QuantizationMixin
-from llmcompressor.quantization.column_solver import gptq_effort
+from llmcompressor.quantization.column_solver import gptq_cost
 from llmcompressor.quantization.parameters import (
     WeightParameters,
     check_observers,
     needs_input_importance,
     observe_weight,
+    replace_weight,
     uses_only_extremes,
     weight_of,
 )
@@ -199,41 +201,41 @@ class AutoRoundModifier(RecordedMixin, QuantizationMixin):
         """Tuning records by module name."""
         return dict(self._records)
 
-    def calibration_cost(self, modules: Sequence[Module], data: DataSize) -> CalibrationCost:
-        """Cost of solving, if there are enough tokens for it, and of tuning.
+    def cost(self, modules: Sequence[Module], data: DataSize) -> Cost:
+        """Cost of solving a block's Linears, if there are tokens for it, and of tuning them.
 
         Each step takes one forward and two backward products, and the bytes that the backward
         reads. Linears are solved in less memory than they are tuned in, except narrow ones with
         many inputs.
         """
-        weights = [weight_of(one) for one in modules if self._is_tuned(one)]
-        elements, widths = sum(map(Tensor.numel, weights)), sum(sum(one.shape) for one in weights)
-        itemsize = max((one.element_size() for one in weights), default=0)
-        solved, runs, begins = CalibrationCost(), 0, 0
-        if weights and self._initializes_with_gptq(data.real, self._widest.get(modules[0], 0)):
-            solved = gptq_effort(weights, twin=True, refinements=REFINEMENTS, batch=1)
-            runs, begins = _RUNS * elements, _SOLVED
+        weights = {one: weight_of(one) for one in modules if self._is_tuned(one)}
+        if not weights:
+            return super().cost(modules, data)
+        elements = sum(one.numel() for one in weights.values())
+        widths = sum(sum(one.shape) for one in weights.values())
+        itemsize = max(one.element_size() for one in weights.values())
+        per_weight, alone, shown = _TUNED[data.on_device], 0, 0
+        flops = (3 * _STEP_TOKENS + 16 * ELEMENTWISE) * self.iters * elements
+        if self._initializes_with_gptq(data.real, max(self._widest.get(one, 0) for one in weights)):
+            every = [
+                gptq_cost([one], data, twin=True, refinements=REFINEMENTS, batch=1)
+                for one in weights.values()
+            ]
+            per_weight += _SOLVED
+            alone = max(one.held_bytes + one.peak_bytes for one in every)
+            flops += data.tokens * _RUNS * elements + sum(one.flops for one in every)
+            kinds = {
+                (one.shape[-1], self._experts[module])
+                for module, one in weights.items()
+                if module in self._experts
+            }
+            shown = sum(experts * expert_input_bytes(width, experts) for width, experts in kinds)
         # a step may need more than one call of the block for its samples
-        summed = (
-            data.batch < data.tokens and data.samples * data.batch < self.batch_size * data.tokens
-        )
-        shown, counted = self._expert_statistics_cost(modules, data) if runs else (0, 0)
-        scaled = {
-            device: (_TUNED[device] + begins + summed * _SUMMED[device]) * elements
-            for device in (False, True)
-        }
-        return CalibrationCost(
-            gram=solved.gram + runs + counted,
-            cross=solved.cross,
-            solve=solved.solve + 3 * self.iters * _STEP_TOKENS * elements,
-            visits=solved.visits + 16 * self.iters * elements,
-            statistics=shown,
-            workspace=solved.statistics + solved.buffered + solved.workspace,
-            watch=self.watched_values(modules),
-            scaled=scaled[False],
-            scaled_on_device=scaled[True],
-            running=int(_SAVED * itemsize * widths),
-            together=True,
+        if data.batch < data.tokens and data.samples * data.batch < self.batch_size * data.tokens:
+            per_weight += _SUMMED[data.on_device]
+        running = int(data.batch * _SAVED * itemsize * widths)
+        return super().cost(modules, data) + Cost(
+            flops=flops, held_bytes=shown, peak_bytes=max(alone, per_weight * elements + running)
         )
 
     def on_initialize(self, state: State, **kwargs: Any) -> bool:
@@ -256,14 +258,6 @@ class AutoRoundModifier(RecordedMixin, QuantizationMixin):
                 f"from: its {len(outside)} modules are rounded to nearest."
             )
         return True
-
-    def _expert_statistics_cost(self, modules: Sequence[Module], data: DataSize) -> tuple[int, int]:
-        """Bytes and multiply-adds per token of the statistics of experts with few tokens."""
-        if modules[0] not in self._experts:
-            return 0, 0
-        columns, experts = weight_of(modules[0]).shape[-1], self._experts[modules[0]]
-        routed = data.expert_share * data.real
-        return expert_input_bytes(columns, experts), int(columns**3 / 2 / max(routed, columns))
 
     def _initializes_with_gptq(self, tokens: int, columns: int) -> bool:
         """Return True if there are enough tokens to initialize with GPTQ."""
@@ -477,7 +471,7 @@ class AutoRoundModifier(RecordedMixin, QuantizationMixin):
         if rounded.zero is not None:
             zero = rounded.zero.to(zero.dtype).reshape(zero.shape)
         parameters = WeightParameters(found.args, scale, zero, found.global_scale)
-        weight_of(module).data.copy_(parameters.round(rounded.values))
+        replace_weight(module, parameters.round(rounded.values))
         self.keep(module, parameters, rounded=True)
         return float((nearest_RC != rounded.level_RC).float().mean())
 

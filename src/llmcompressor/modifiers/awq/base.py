@@ -20,8 +20,7 @@ from torch.nn import Linear, Module
 
 from llmcompressor.core.contract import (
     MOVED_TO_THE_RUN,
-    CalibrationCost,
-    ComputeCost,
+    Cost,
     DataSize,
     Granularity,
     Prediction,
@@ -38,12 +37,10 @@ from llmcompressor.equalization.probe import Names, SmoothSet
 from llmcompressor.errors import RecipeError, TargetError
 from llmcompressor.logger import logger
 from llmcompressor.modifiers.awq.parents import (
-    VISITS,
     ParentRuns,
     awq_cost,
-    forward_products,
     parent_of,
-    with_rerun_cost,
+    rerun_cost,
 )
 from llmcompressor.numerics.awq import (
     Bounds,
@@ -303,41 +300,28 @@ class AWQModifier(SmoothingMixin):
         own = (module for module in self._names if module not in self._settled)
         return [module for module in own if _clip_args(module)]
 
-    def calibration_cost(self, modules: Sequence[Module], data: DataSize) -> CalibrationCost:
-        """Second moments, a product per candidate and Linear, and clip attempts of its groups."""
+    def cost(self, modules: Sequence[Module], data: DataSize) -> Cost:
+        """Second moments, the search of each set, and clip attempts of the modules' groups.
+
+        With ``loss: output`` the parent of a set is rerun on all data for every candidate.
+        """
+        inside, found = set(modules), super().cost(modules, data)
+        sets = [one for one in self.sets_to_smooth() if next(iter(one.balance.values())) in inside]
         quantized = {each for one in self.sets_to_smooth() for each in one.balance.values()}
+        smoothed = [weight_of(module) for module in modules if module in quantized]
         clipped = [module for module in modules if self.clip and _clip_args(module)]
-        judged = quantized if self.loss == "statistics" else set[Module]()
-        found = awq_cost(
-            [weight_of(module) for module in modules if module in judged],
+        found += awq_cost(
+            smoothed if self.loss == "statistics" else [],
+            data,
             points=self._candidate_count,
             clipped=[weight_of(module) for module in clipped],
             group=_columns_per_scale(clipped[0]) if clipped else 0,
         )
-        found = replace(found, watch=super().calibration_cost(modules, data).watch)
-        smoothed = [module for module in modules if module in quantized]
-        if self.loss == "statistics" or not smoothed:
-            return found
-        weights = [weight_of(one) for one in smoothed]
-        return with_rerun_cost(found, weights, self.offload_device)
-
-    def compute_cost(self, modules: Sequence[Module], data: DataSize) -> ComputeCost:
-        """With ``loss: output`` the parent of a set is rerun on all data for every candidate."""
-        scaled = super().compute_cost(modules, data)
-        if self.loss == "statistics":
-            return scaled
-        inside, parents = set(modules), {name: module for module, name in self._names.items()}
-        runs = self._candidate_count + 1
-        for one in self.sets_to_smooth():
-            if one.smooth in inside:
-                elements = sum(weight_of(each).numel() for each in one.balance.values())
-                products, attention = forward_products(parent_of(one, parents), data)
-                scaled += ComputeCost(
-                    forward=runs * data.tokens * (products + attention),
-                    attention=runs * data.tokens * attention,
-                    visits=runs * VISITS * elements,
-                )
-        return scaled
+        if self.loss == "output" and smoothed:
+            parents = {name: module for module, name in self._names.items()}
+            runs = self._candidate_count + 1
+            found += rerun_cost([parent_of(one, parents) for one in sets], smoothed, runs, data)
+        return found
 
     @property
     def _candidate_count(self) -> int:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import reduce
 from typing import Any
 
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module, ModuleDict, ModuleList
 
-from llmcompressor.core.contract import CalibrationCost, DataSize
+from llmcompressor.core.contract import ELEMENTWISE, Cost, DataSize
 from llmcompressor.core.state import State
 from llmcompressor.equalization.probe import SmoothSet
 from llmcompressor.equalization.rescale import swapped_parameters
@@ -30,11 +30,10 @@ from llmcompressor.modeling.offload import TensorStore, device_activation_budget
 from llmcompressor.moe.linear_experts import LinearExperts
 from llmcompressor.numerics.awq import CLIP_ATTEMPTS, CLIPPED_ROWS, ErrorOf, Round
 from llmcompressor.numerics.cholesky import WIDTH
-from llmcompressor.numerics.gram import CHUNK_TOKENS
 from llmcompressor.observers.tokens import real_tokens
 from llmcompressor.schemes.attention import updates_kv_cache
 
-__all__ = ["VISITS", "ParentRuns", "awq_cost", "forward_products", "parent_of", "with_rerun_cost"]
+__all__ = ["ParentRuns", "awq_cost", "parent_of", "rerun_cost"]
 
 _EVERYTHING = sys.maxsize
 """Bytes that no data exceeds."""
@@ -202,139 +201,116 @@ def parent_of(one: SmoothSet, modules: Mapping[str, Module]) -> Module:
 
 
 # --------------------
-# Cost model of AWQ: T tokens, C columns, R rows of all Linears with one input.
+# Cost of AWQ, for C columns and R rows of all Linears with one input.
 #
-# =================  =======================================  ===============================
-# step               multiply-adds                            bytes
-# =================  =======================================  ===============================
-# second moments     T C² · 36/64 (block rows of a triangle)  4 C²
-# one candidate      R C (C + W) / 2, blocks of W columns     4 C (C + W) / 2; 16 R C elsewhere
-# clipping, a sweep  R C (C + (K + 1) g), groups of g         2 of the weight, 4 C² and, of the
-#                    columns, K attempts                      rows at once, 12 C + 20 K g each
-# =================  =======================================  ===============================
+# step               multiply-adds                          further bytes
+# second moments     36/64 C² a token                       4 C²
+# one candidate      R C (C + W) / 2, blocks of W columns   4 C (C + W) / 2; 16 R C elsewhere
+# clipping, a sweep  R C (C + (K + 1) g), groups of g       2 of the weight, 4 C² and, of the
+#                    columns, K attempts                    rows at once, 12 C + 20 K g each
 #
 # With ``loss: output`` a candidate instead reruns the set's parent on all tokens and takes 8
 # passes over the weights. The calls of the parents are kept for all tokens until their sets are
 # done, together with the original outputs of the current parent; the outputs of a candidate are
-# compared batch by batch. Attention masks and position embeddings belong to the paused forwards.
-#
-# On an accelerator all rows are processed at once.
-#
-# Before rows are clipped, float32 copies of the weight (8 R C) or of the moments (8 C²) are
-# scaled.
+# compared batch by batch. On an accelerator all rows are clipped at once; before that, float32
+# copies of the weight (8 R C) or of the moments (8 C²) are scaled.
 
 _FLOAT = 4
 _MATRIX = 2
 """Dimensions; what has more is a stack of experts' matrices."""
-VISITS = 8
+_VISITS = 8
 """Passes over a weight for one candidate: scaled, extremes, rounded, compared."""
 
 
 def awq_cost(
-    weights: Sequence[Tensor], *, points: int, clipped: Sequence[Tensor] = (), group: int = 0
-) -> CalibrationCost:
+    weights: Sequence[Tensor],
+    data: DataSize,
+    *,
+    points: int,
+    clipped: Sequence[Tensor] = (),
+    group: int = 0,
+) -> Cost:
     """Cost of finding the scale of Linears with one input, and the clip bounds of their groups.
 
     Args:
         weights: weights that the scale is evaluated on, each ``[R_i, C]``; only their shapes
             matter.
+        data: size of the calibration data.
         points: number of candidates.
         clipped: weights that are clipped.
         group: columns of them that share a scale; 0 for all.
     """
     every = [*weights, *clipped]
     if not every:
-        return CalibrationCost()
-    columns = every[0].shape[-1]
-    searched = _search_cost(weights, columns, points)
-    ends = _clipping_cost(clipped, columns, min(group, columns) or columns)
-    return CalibrationCost(
-        gram=columns**2 * 36 // 64,
-        solve=searched.solve + ends.solve,
-        visits=searched.visits + ends.visits,
-        statistics=_FLOAT * columns**2,
-        buffered=CHUNK_TOKENS * columns * every[0].element_size(),
-        workspace=max(searched.workspace, ends.workspace),
-        on_device=max(one.workspace_on(device=True) for one in (searched, ends)),
+        return Cost()
+    columns, itemsize = every[0].shape[-1], every[0].element_size()
+    moments = Cost(
+        flops=data.tokens * columns**2 * 36 // 64,
+        held_bytes=_FLOAT * columns**2 + data.buffered * columns * itemsize,
+    )
+    elements = sum(weight.numel() for weight in weights)
+    if weights:
+        largest = max(weight.numel() for weight in weights)
+        products = elements * (columns + WIDTH) // 2
+        moments += Cost(
+            flops=(points + 1) * (products + ELEMENTWISE * _VISITS * elements),
+            peak_bytes=_FLOAT * max(columns * (columns + WIDTH) // 2, 4 * largest),
+        )
+    return moments + _clipping_cost(clipped, columns, min(group, columns) or columns, data)
+
+
+def _clipping_cost(weights: Sequence[Tensor], columns: int, group: int, data: DataSize) -> Cost:
+    elements, square = sum(weight.numel() for weight in weights), columns**2
+    if not elements:
+        return Cost()
+    tries, rows = sum(CLIP_ATTEMPTS), elements // columns
+    at_once = rows if data.on_device else min(rows, CLIPPED_ROWS * torch.get_num_threads())
+    clipping = at_once * (12 * columns + 20 * max(CLIP_ATTEMPTS) * group)
+    clipping += 4 * square + 8 * elements // group
+    products = len(CLIP_ATTEMPTS) * columns + (tries + len(CLIP_ATTEMPTS)) * group
+    return Cost(
+        flops=elements * (products + ELEMENTWISE * tries * _VISITS),
+        peak_bytes=elements * weights[0].element_size() + max(8 * elements, 8 * square, clipping),
     )
 
 
-def forward_products(parent: Module, data: DataSize) -> tuple[int, int]:
-    """Multiply-adds of a module for one token: with weights, and between tokens.
+def rerun_cost(
+    parents: Sequence[Module], weights: Sequence[Tensor], runs: int, data: DataSize
+) -> Cost:
+    """Cost of rerunning the parents of Linears with one input on all data.
 
     Args:
-        parent: an attention, an MLP, an MoE or a Linear; only its shapes matter.
-        data: has the cost of attention and the share of experts that a token is routed to.
+        parents: an attention, an MLP, an MoE or a Linear each; only their shapes matter.
+        weights: of the Linears; only their shapes matter.
+        runs: number of reruns.
+        data: size of the calibration data.
     """
+    columns, itemsize = weights[0].shape[-1], weights[0].element_size()
+    rows, elements = [weight.shape[0] for weight in weights], [one.numel() for one in weights]
+    returned = columns if len(weights) > 1 else rows[0]  # output of a parent, or a Linear
+    inside = sum(rows) + max(rows) if len(weights) > 1 else returned
+    compared = 3 * itemsize * returned + 2 * _FLOAT * returned  # both outputs, and their difference
+    running = itemsize * columns + max(itemsize * inside, compared)
+    forwards = data.tokens * sum(_products(parent, data) for parent in parents)
+    return Cost(
+        flops=runs * (forwards + ELEMENTWISE * _VISITS * sum(elements)),
+        peak_bytes=itemsize * sum(elements)
+        + 3 * _FLOAT * max(elements)
+        + data.batch * running
+        + data.tokens * itemsize * returned,
+        data_bytes=data.tokens * itemsize * columns,
+    )
+
+
+def _products(parent: Module, data: DataSize) -> int:
+    """Multiply-adds of a module for one token."""
     mixtures = [one for one in parent.modules() if isinstance(one, LinearExperts)]
     experts = {inner for mixture in mixtures for inner in mixture.modules()}
-    found = attention = 0
+    found = 0
     for module in parent.modules():
-        attention += data.attention if updates_kv_cache(module) else 0
+        found += data.attention if updates_kv_cache(module) else 0
         for one in own_parameters(module):
             routed = module in experts or one.ndim > _MATRIX
             matrix = one.numel() if one.ndim >= _MATRIX else 0
             found += int(matrix * (data.expert_share if routed else 1))
-    return found, attention
-
-
-def with_rerun_cost(
-    found: CalibrationCost, weights: Sequence[Tensor], place: str | None
-) -> CalibrationCost:
-    """Add the bytes for rerunning the parent of some Linears to ``found``.
-
-    Args:
-        found: the other costs.
-        weights: weights of the Linears, which share one input; only their shapes matter.
-        place: device for the parent's inputs and outputs; ``None``: wherever there is room.
-    """
-    columns, itemsize = weights[0].shape[-1], weights[0].element_size()
-    rows = [weight.shape[0] for weight in weights]
-    returned = columns if len(weights) > 1 else rows[0]  # output of a parent, or a Linear
-    elements = [weight.numel() for weight in weights]
-    inside = sum(rows) + max(rows) if len(weights) > 1 else returned
-    compared = 3 * itemsize * returned + 2 * _FLOAT * returned  # both outputs, and their difference
-    on_host = place is not None and place.startswith("cpu")
-    is_counted = place is None or on_host  # memory of another accelerator is not counted
-    return replace(
-        found,
-        kept=itemsize * columns * is_counted,
-        scaled=itemsize * sum(elements) + 3 * _FLOAT * max(elements),
-        outputs=itemsize * returned * is_counted,
-        running=itemsize * columns + max(itemsize * inside, compared),
-        offloads=on_host,
-    )
-
-
-def _search_cost(weights: Sequence[Tensor], columns: int, points: int) -> CalibrationCost:
-    if not weights:
-        return CalibrationCost()
-    elements = sum(weight.numel() for weight in weights)
-    form = columns * (columns + WIDTH) // 2
-    return CalibrationCost(
-        solve=(points + 1) * elements * (columns + WIDTH) // 2,
-        visits=(points + 1) * VISITS * elements,
-        workspace=_FLOAT * max(form, 4 * max(weight.numel() for weight in weights)),
-    )
-
-
-def _clipping_cost(weights: Sequence[Tensor], columns: int, group: int) -> CalibrationCost:
-    if not weights:
-        return CalibrationCost()
-    elements = sum(weight.numel() for weight in weights)
-    tries, square = sum(CLIP_ATTEMPTS), columns**2
-    rows = elements // columns
-    itemsize = weights[0].element_size()
-
-    def bytes_of(at_once: int) -> int:
-        """Bytes with this many rows clipped at once."""
-        own = at_once * (12 * columns + 20 * max(CLIP_ATTEMPTS) * group)
-        clipping = 4 * square + 8 * elements // group + own
-        return elements * itemsize + max(8 * elements, 8 * square, clipping)
-
-    return CalibrationCost(
-        solve=elements * (len(CLIP_ATTEMPTS) * columns + (tries + len(CLIP_ATTEMPTS)) * group),
-        visits=tries * VISITS * elements,
-        workspace=bytes_of(min(rows, CLIPPED_ROWS * torch.get_num_threads())),
-        on_device=bytes_of(rows),
-    )
+    return found

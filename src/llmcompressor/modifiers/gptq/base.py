@@ -22,7 +22,7 @@ from llmcompressor.core.contract import (
     DEFAULT_DAMPENING,
     EARLIER_DAMPENING,
     MOVED_TO_THE_RUN,
-    CalibrationCost,
+    Cost,
     DampeningFraction,
     DataSize,
     RecipeRules,
@@ -44,11 +44,11 @@ from llmcompressor.quantization.column_solver import (
     Options,
     Problem,
     Solution,
-    gptq_effort,
+    gptq_cost,
     refinement_rounds,
     solve,
 )
-from llmcompressor.quantization.parameters import WeightParameters, weight_of
+from llmcompressor.quantization.parameters import WeightParameters, replace_weight, weight_of
 from llmcompressor.schemes.bridge import grid_of, partition_of
 from llmcompressor.schemes.parse import check_actorder
 from llmcompressor.schemes.resolve import ResolvedSchemes
@@ -196,20 +196,20 @@ class GPTQModifier(RecordedMixin, QuantizationMixin):
             )
         return asked
 
-    def calibration_cost(self, modules: Sequence[Module], data: DataSize) -> CalibrationCost:
+    def cost(self, modules: Sequence[Module], data: DataSize) -> Cost:
         """Second moments, and one factorization and sweep for all Linears that share an input."""
         solved = [module for module in modules if self._is_solved(module)]
         schemes = [args for args in map(self._weight_args, solved) if args is not None]
         bits = [grid_of(args).bits for args in schemes]
-        found = gptq_effort(
+        return super().cost(modules, data) + gptq_cost(
             [weight_of(module) for module in solved],
+            data,
             twin=self._is_asymmetric(),
             refinements=max((refinement_rounds(self.refinements, one) for one in bits), default=0),
             batch=self._batch,
             answered=True,
             group=max([0, *(args.group_size or 0 for args in schemes)]),
         )
-        return replace(found, watch=self.watched_values(modules))
 
     @property
     def _batch(self) -> int | None:
@@ -238,7 +238,7 @@ class GPTQModifier(RecordedMixin, QuantizationMixin):
         solved = [module for module in modules if self._is_solved(module)]
         for module in (module for module in modules if module not in solved):
             parameters = self.observe(module)
-            weight_of(module).data.copy_(parameters.round(weight_of(module).data))
+            replace_weight(module, parameters.round(weight_of(module).data))
             self.keep(module, parameters, rounded=True)
         options = Options(
             self.block_size,
@@ -368,7 +368,7 @@ class GPTQModifier(RecordedMixin, QuantizationMixin):
         logger.warning(f"{name} was shown no calibration token; its weight is rounded to nearest.")
         found, weight = self.observe(module), weight_of(module)
         # later modules see the rounded weight, as in a resumed run
-        weight.data.copy_(found.round(weight.detach()))
+        replace_weight(module, found.round(weight.detach()))
         self.keep(module, found, rounded=True)
         self._records[name] = SolveRecord(0, None, None)
 
@@ -383,7 +383,7 @@ class GPTQModifier(RecordedMixin, QuantizationMixin):
             if solution.scales is not None:
                 found = replace(found, scale=solution.scales[number])
             name = self._names[module]
-            weight_of(module).data.copy_(found.round(weight))
+            replace_weight(module, found.round(weight))
             self.keep(module, found, rounded=True)
             tokens = self._tokens.pop(module)
             self._records[name] = SolveRecord(tokens, solution.loss, solution.dampening)

@@ -17,7 +17,14 @@ from pydantic import Field, PrivateAttr
 from torch import Tensor
 from torch.nn import Module
 
-from llmcompressor.core.contract import ComputeCost, CostModel, DataSize, Edits, RecipeRules, Traits
+from llmcompressor.core.contract import (
+    ELEMENTWISE,
+    Cost,
+    DataSize,
+    Edits,
+    RecipeRules,
+    Traits,
+)
 from llmcompressor.core.modifier import RecordedMixin
 from llmcompressor.core.state import State
 from llmcompressor.errors import RecipeError
@@ -98,21 +105,16 @@ class HQQModifier(RecordedMixin, QuantizationMixin):
         """Refinement records by module name."""
         return dict(self._records)
 
-    def cost(self) -> CostModel:
-        """Costs of the refinement rounds."""
-        return replace(super().cost(), compute=self.compute_cost, held=self.held_bytes)
-
-    def compute_cost(self, modules: Sequence[Module], data: DataSize) -> ComputeCost:
-        """Passes of the refinement rounds over every weight."""
-        weights = [weight_of(one) for one in modules if self._has_weight_scheme(one)]
-        return ComputeCost(visits=_VISITS * self.iters * sum(one.numel() for one in weights))
-
-    def held_bytes(self, modules: Sequence[Module], *, together: bool) -> int:
-        """Bytes of a round on some cells, or of the error of a whole weight."""
+    def cost(self, modules: Sequence[Module], data: DataSize) -> Cost:
+        """Passes of the rounds over every weight, and what a round or a weight's error takes."""
         weights = [weight_of(one) for one in modules if self._has_weight_scheme(one)]
         rounds = (_ROUND_BYTES * min(one.numel(), CHUNK_ELEMENTS) for one in weights)
         errors = ((_ERROR_BYTES + one.element_size()) * one.numel() for one in weights)
-        return max([0, *rounds, *errors])
+        elements = sum(one.numel() for one in weights)
+        return super().cost(modules, data) + Cost(
+            flops=ELEMENTWISE * _VISITS * self.iters * elements,
+            peak_bytes=max([0, *rounds, *errors]),
+        )
 
     def quantize_weights(self, state: State, modules: list[Module]) -> None:
         """Find scales and zero points; the weights themselves are rounded at the end."""

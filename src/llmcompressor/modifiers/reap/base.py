@@ -19,8 +19,8 @@ from torch import Tensor
 from torch.nn import Module
 
 from llmcompressor.core.contract import (
-    CalibrationCost,
-    CostModel,
+    ELEMENTWISE,
+    Cost,
     DataSize,
     DataUse,
     Edits,
@@ -118,17 +118,12 @@ class REAPPruningModifier(Modifier):
             modules=list(self._layers), undivided=[one.parent for one in self._layers.values()]
         )
 
-    def cost(self) -> CostModel:
-        """Cost of the saliencies."""
-        return CostModel(calibration=self.calibration_cost)
-
-    def calibration_cost(self, modules: Sequence[Module], data: DataSize) -> CalibrationCost:
+    def cost(self, modules: Sequence[Module], data: DataSize) -> Cost:
         """Cost of computing the output of each routed expert separately."""
         layers = [self._layers[one] for one in modules if one in self._layers]
-        return CalibrationCost(
-            gram=sum(layer.products for layer in layers),
-            watch=_LOOKS * sum((layer.top_k or 1) * layer.router_width for layer in layers),
-        )
+        looks = _LOOKS * sum((layer.top_k or 1) * layer.router_width for layer in layers)
+        products = sum(layer.products for layer in layers)
+        return Cost(flops=data.tokens * (products + ELEMENTWISE * looks))
 
     def report(self, names: Container[str] | None = None) -> dict[str, Any]:
         """Saliency and token count of every expert, and the dropped experts."""

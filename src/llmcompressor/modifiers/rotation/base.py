@@ -16,8 +16,7 @@ from pydantic import Field, PrivateAttr, field_validator
 from torch.nn import Linear, Module
 
 from llmcompressor.core.contract import (
-    ComputeCost,
-    CostModel,
+    Cost,
     DataSize,
     DataUse,
     Granularity,
@@ -39,7 +38,7 @@ from llmcompressor.modifiers.rotation.online import (
     has_online_rotation,
     is_loadable_order,
 )
-from llmcompressor.modifiers.rotation.plan import RotationPlan, fusion_cost, trial_cost
+from llmcompressor.modifiers.rotation.plan import RotationPlan, fusion_flops, trial_flops
 from llmcompressor.modifiers.rotation.probe import (
     NARROW_TOLERANCE,
     InvarianceProbe,
@@ -131,6 +130,7 @@ class RotationModifier(Modifier):
             granularity=Granularity.LINEAR,
             begins_pass=True,
             by_block=True,
+            trial=self.try_on_proxy,
         )
 
     # ------------------------------------------------------------------ phases
@@ -172,9 +172,31 @@ class RotationModifier(Modifier):
             return Prediction()
         return Prediction(attached=lambda: plan.attached(model))
 
-    def cost(self) -> CostModel:
-        """Costs of rotating, and the trial of the rotations on a small model."""
-        return CostModel(compute=self.compute_cost, held=self.held_bytes, trial=self.try_on_proxy)
+    def cost(self, modules: Sequence[Module], data: DataSize) -> Cost:
+        """Cost of the trial of the rotations in float32, and of fusing them into the weights."""
+        assert self._plan is not None
+        flops = trial_flops(self._plan, modules)
+        flops += fusion_flops(self._plan, modules, _PRECISIONS[self.precision])
+        return Cost(flops=flops, peak_bytes=self._rotating_bytes(modules))
+
+    def _rotating_bytes(self, modules: Sequence[Module]) -> int:
+        """Peak bytes for rotating weights, or for the trial of a part in float32 before."""
+        assert self._plan is not None
+        rotating, transposing, tried = 0, 0, 0
+        for one in modules:
+            every = [each for each in one._parameters.values() if each is not None]
+            size, fusion = sum(each.numel() for each in every), self._plan.fusions.get(one)
+            if fusion is None:
+                tried += sum(each.numel() for each in every if each.dtype.itemsize < _FLOAT)
+                continue
+            tried += size
+            held = functools.partial(
+                rotated_weight_peak_bytes, size, inputs=fusion.inputs, outputs=fusion.outputs
+            )
+            itemsize = every[0].dtype.itemsize if every else 0
+            rotating = max(rotating, held(precision=self._plan.precision) + size * itemsize)
+            transposing = max(transposing, held(precision=torch.float32, is_apart=False))
+        return max(rotating, _FLOAT * tried + transposing)
 
     def on_finalize(self, state: State, **kwargs: Any) -> bool:
         """Remove rotations and their schemes if the weights were not rotated."""
@@ -238,33 +260,6 @@ class RotationModifier(Modifier):
         assert self._plan is not None
         self._plan.fuse(fresh)
         self._rotated |= fresh
-
-    def compute_cost(self, modules: Sequence[Module], data: DataSize) -> ComputeCost:
-        """Compute for the trial of the rotations, and for fusing them into the weights."""
-        assert self._plan is not None
-        rotating = fusion_cost(self._plan, modules, _PRECISIONS[self.precision])
-        return rotating + trial_cost(self._plan, modules)
-
-    def held_bytes(self, modules: Sequence[Module], *, together: bool) -> int:
-        """Peak bytes for rotating weights, or for the trial of a part in float32 before."""
-        assert self._plan is not None
-        rotating, turning, sizes = [0], [0], [0]
-        for one in modules:
-            every = [each for each in one._parameters.values() if each is not None]
-            size, fusion = sum(each.numel() for each in every), self._plan.fusions.get(one)
-            if fusion is None:
-                narrow = (each.numel() for each in every if each.dtype.itemsize < _FLOAT)
-                sizes.append(sum(narrow))
-                continue
-            sizes.append(size)
-            held = functools.partial(
-                rotated_weight_peak_bytes, size, inputs=fusion.inputs, outputs=fusion.outputs
-            )
-            itemsize = every[0].dtype.itemsize if every else 0
-            rotating.append(held(precision=self._plan.precision) + size * itemsize)
-            turning.append(held(precision=torch.float32, is_apart=False))
-        tried = sum(sizes) if together else max(sizes)
-        return max(*rotating, _FLOAT * tried + max(turning))
 
     def adopt(self, state: State, modules: Iterable[Module]) -> None:
         """Mark the weights of ``modules`` as rotated."""

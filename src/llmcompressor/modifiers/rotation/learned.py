@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 from torch.nn import Linear, Module
 
-from llmcompressor.core.contract import CalibrationCost, LearningCost
+from llmcompressor.core.contract import ELEMENTWISE, Cost, DataSize
 from llmcompressor.errors import DatasetError, NonFiniteError
 from llmcompressor.logger import logger
 from llmcompressor.modeling.blocks import find_blocks
@@ -38,6 +38,7 @@ from llmcompressor.modeling.gradient_checkpointing import Arrive, CheckpointedBl
 from llmcompressor.modeling.offload import TensorStore, activation_budget, device_activation_budget
 from llmcompressor.modeling.patches import forward_overridden
 from llmcompressor.modifiers.rotation.plan import Fusion, RotationPlan, cached_gain
+from llmcompressor.moe.linear_experts import LinearExperts
 from llmcompressor.numerics.rotation import Rotation, cayley_step
 from llmcompressor.numerics.straight_through import fake_quantize_matrix
 from llmcompressor.observers.tokens import token_mask
@@ -55,7 +56,6 @@ __all__ = [
     "check_next_tokens",
     "learn_rotations",
     "learning_cost",
-    "recomputation_cost",
 ]
 
 
@@ -238,33 +238,6 @@ class _RotatedWeight(_RotatedParameter):
         )
 
 
-def recomputation_cost(plan: RotationPlan, modules: Iterable[Module]) -> CalibrationCost:
-    """Cost of computing the weights of ``modules`` and their gradients once.
-
-    Args:
-        plan: the rotations that are fused into weights.
-        modules: modules of one part of the model; their weights may be on the meta device.
-    """
-    solve = visits = statistics = workspace = 0
-    for module in modules:
-        if module not in plan.fusions:
-            continue
-        fusion, weight = plan.fusions[module], module.get_parameter("weight")
-        rotations, own = (*fusion.inputs, *fusion.outputs), weight.nbytes
-        scheme: Any = getattr(module, "quantization_scheme", None)
-        is_rounded = scheme is not None and scheme.weights is not None
-        at_once = weight.numel()
-        if not is_rounded and not fusion.outputs:
-            at_once = min(at_once, PIECE)
-        making = _ROUNDING if is_rounded else weight.itemsize + _FLOAT * bool(fusion.outputs)
-        copies = _FLOAT * (len(rotations) + 1) + making
-        solve += weight.numel() * sum(one.order for one in rotations)
-        visits += weight.numel() * (_ROUNDING_VISITS if is_rounded else _VISITS)
-        statistics += own
-        workspace = max(workspace, at_once * copies + own)  # with the weight's gradient
-    return CalibrationCost(solve=solve, visits=visits, statistics=statistics, workspace=workspace)
-
-
 class _RecomputedParameter(torch.autograd.Function):
     """Autograd function that computes a parameter in chunks, and recomputes it for its gradient."""
 
@@ -322,23 +295,74 @@ class LearningResult:
     loss_after: float
 
 
-def learning_cost(orders: Iterable[int], *, steps: int) -> LearningCost:
-    """Cost of learning matrices of these sizes.
+_FORWARDS = 4
+"""Of a step, in products: forward, forward again, and a backward to inputs and to weights."""
+_RECOMPUTED = 4
+"""Of each weight in a step: three times the weight, once its gradient."""
+_SAVED = 1.5
+"""Elements that a backward reads, over those that go into Linears and come out of them."""
+_LOGIT_BYTES, _LOGIT_COPIES = 8, 2
+"""A logit in float32, its logarithm and its gradient; beside two in the model's dtype."""
+
+
+def learning_cost(
+    plan: RotationPlan, modules: Sequence[Module], orders: Iterable[int], steps: int, data: DataSize
+) -> Cost:
+    """Cost of all steps through some modules, and of the learned matrices.
+
+    Held are the matrices (with momentum in float64, leaf and gradient in float32); in a block all
+    of its computed weights, the activations that its backward reads, then what one weight and its
+    gradient take.
 
     Args:
+        plan: the rotations that are fused into weights.
+        modules: all of a block, or one outside of blocks; their weights may be on the meta device.
         orders: sizes of all learned matrices.
         steps: number of steps.
+        data: size of the calibration data.
     """
     sizes = list(orders)
-    entries = sum(size**2 for size in sizes)
-    return LearningCost(
-        steps=steps,
-        compared=COMPARED,
-        held=24 * entries,  # matrix and momentum in float64, leaf and gradient in float32
-        kept=16 * entries,  # matrix and momentum
-        stepping=64 * max(sizes, default=0) ** 2,  # eight matrices in float64
-        products=8 * sum(size**3 for size in sizes),
+    experts = {
+        inner for one in modules if isinstance(one, LinearExperts) for inner in one.modules()
+    }
+    elements = widths = visits = weights = workspace = itemsize = 0
+    for module in modules:
+        share = data.expert_share if module in experts else 1
+        if isinstance(module, Linear):
+            elements += int(share * module.weight.numel())
+            widths += int(share * (module.in_features + module.out_features))
+            itemsize = module.weight.itemsize
+        if module in plan.fusions:
+            weight = module.get_parameter("weight")
+            rotations, own, more = _recomputed(module, plan.fusions[module])
+            visits += weight.numel() * (rotations + ELEMENTWISE * own)
+            weights += weight.nbytes
+            workspace = max(workspace, more)
+    saved = int(data.batch * _SAVED * widths * itemsize)
+    step = _FORWARDS * data.batch * elements + _RECOMPUTED * visits
+    if len(modules) == 1 and isinstance(modules[0], Linear):  # the head
+        logit = _LOGIT_BYTES + _LOGIT_COPIES * itemsize
+        saved = data.batch * modules[0].out_features * logit
+        step += 8 * sum(size**3 for size in sizes)
+    together = max(saved, workspace) if data.on_device else saved + workspace
+    return Cost(
+        flops=steps * step,
+        held_bytes=24 * sum(size**2 for size in sizes),
+        # eight matrices in float64 while one moves
+        peak_bytes=max(weights + together, 64 * max(sizes, default=0) ** 2),
     )
+
+
+def _recomputed(module: Module, fusion: Fusion) -> tuple[int, int, int]:
+    """Multiply-adds and passes per value of a computed weight, and bytes besides it."""
+    weight, rotations = module.get_parameter("weight"), (*fusion.inputs, *fusion.outputs)
+    scheme: Any = getattr(module, "quantization_scheme", None)
+    is_rounded = scheme is not None and scheme.weights is not None
+    at_once = weight.numel() if is_rounded or fusion.outputs else min(weight.numel(), PIECE)
+    making = _ROUNDING if is_rounded else weight.itemsize + _FLOAT * bool(fusion.outputs)
+    held = at_once * (_FLOAT * (len(rotations) + 1) + making) + weight.nbytes
+    passes = _ROUNDING_VISITS if is_rounded else _VISITS
+    return sum(one.order for one in rotations), passes, held
 
 
 def learn_rotations(

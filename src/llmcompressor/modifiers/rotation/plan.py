@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 from torch import Tensor
 from torch.nn import Embedding, Linear, Module
 
-from llmcompressor.core.contract import ComputeCost
+from llmcompressor.core.contract import ELEMENTWISE
 from llmcompressor.equalization.mappings import find_norm_sets
 from llmcompressor.equalization.rescale import input_channels, write_parameters
 from llmcompressor.errors import TargetError
@@ -58,10 +58,10 @@ __all__ = [
     "cached_gain",
     "down_projections",
     "find_heads",
-    "fusion_cost",
+    "fusion_flops",
     "norms_feeding",
     "short_targets",
-    "trial_cost",
+    "trial_flops",
 ]
 
 
@@ -436,12 +436,10 @@ _SCALED = 10
 _TRIAL_RUNS, _TRIAL_TOKENS, _TRIAL_VISITS = 3, 8, 3
 
 
-def fusion_cost(
-    plan: RotationPlan, modules: Iterable[Module], precision: torch.dtype
-) -> ComputeCost:
-    """Compute for fusing rotations into the weights of ``modules``."""
+def fusion_flops(plan: RotationPlan, modules: Iterable[Module], precision: torch.dtype) -> int:
+    """Multiply-adds in float32 for fusing rotations into the weights of ``modules``."""
     wide = 2 if precision == torch.float64 else 1
-    found = ComputeCost()
+    found = 0
     for module in modules:
         fusion = plan.fusions.get(module, Fusion())
         passes, products = _TRANSPOSED * len(fusion.outputs), 0
@@ -450,20 +448,16 @@ def fusion_cost(
             passes += _PASSES + _BUTTERFLY * (power.bit_length() - 1)
             products += base if base > 1 else 0
         passes = wide * passes + (_SCALED if fusion.norm else 0)
-        elements = _elements([module])
-        found += ComputeCost(solve=wide * products * elements, visits=passes * elements)
+        found += _elements([module]) * (wide * products + ELEMENTWISE * passes)
     return found
 
 
-def trial_cost(plan: RotationPlan, modules: Sequence[Module]) -> ComputeCost:
-    """Compute for the trial of the rotations on a few tokens in float32."""
+def trial_flops(plan: RotationPlan, modules: Sequence[Module]) -> int:
+    """Multiply-adds for the trial of the rotations on a few tokens in float32."""
     multiplying = [one for one in modules if not isinstance(one, Embedding)]
-    runs = ComputeCost(
-        solve=_TRIAL_RUNS * _TRIAL_TOKENS * _elements(multiplying),
-        visits=_TRIAL_VISITS * _elements(modules),
-        readings=_TRIAL_RUNS,
-    )
-    return runs + fusion_cost(plan, modules, torch.float32)
+    runs = _TRIAL_RUNS * _TRIAL_TOKENS * _elements(multiplying)
+    visits = ELEMENTWISE * _TRIAL_VISITS * _elements(modules)
+    return runs + visits + fusion_flops(plan, modules, torch.float32)
 
 
 def _elements(modules: Iterable[Module]) -> int:

@@ -30,7 +30,8 @@ from pydantic import Field, PrivateAttr, field_validator, model_validator
 from torch.nn import Module
 
 from llmcompressor.core.contract import (
-    CostModel,
+    Cost,
+    DataSize,
     Prediction,
     RecipeRules,
 )
@@ -45,7 +46,6 @@ from llmcompressor.modifiers.rotation.learned import (
     check_next_tokens,
     learn_rotations,
     learning_cost,
-    recomputation_cost,
 )
 from llmcompressor.modifiers.rotation.online import check_attention_hookable
 from llmcompressor.modifiers.rotation.plan import (
@@ -389,16 +389,13 @@ class SpinQuantModifier(RotationModifier):
         if self.learnable:
             check_next_tokens(batches, use_loss_mask=use_loss_mask)
 
-    def cost(self) -> CostModel:
+    def cost(self, modules: Sequence[Module], data: DataSize) -> Cost:
         """Also the cost of the learning steps, for all learned matrices."""
-        found, plan = super().cost(), self._plan
+        found, plan = super().cost(modules, data), self._plan
         if not self.learnable or plan is None:
             return found
-        return replace(
-            found,
-            learning=learning_cost(self._learnable.values(), steps=self.learning_steps),
-            recomputation=lambda modules: recomputation_cost(plan, modules),
-        )
+        sizes = self._learnable.values()
+        return found + learning_cost(plan, modules, sizes, self.learning_steps, data)
 
     def report(self, names: Container[str] | None = None) -> dict[str, Any]:
         """The base report, with the losses before and after learning."""

@@ -15,8 +15,7 @@ from torch.nn import Module
 
 from llmcompressor.core.contract import (
     MOVED_TO_THE_RUN,
-    CalibrationCost,
-    CostModel,
+    Cost,
     DataSize,
     DataUse,
     Edits,
@@ -200,13 +199,9 @@ class OneShotPruningModifier(RecordedMixin, Modifier):
         """The modules that are pruned; experts without tokens are pruned by magnitude."""
         return Selection(modules=list(self._layers.names), accepts_unreached=is_expert)
 
-    def cost(self) -> CostModel:
-        """Cost of the statistics and of pruning."""
-        return CostModel(calibration=self.calibration_cost)
-
-    def calibration_cost(self, modules: Sequence[Module], data: DataSize) -> CalibrationCost:
+    def cost(self, modules: Sequence[Module], data: DataSize) -> Cost:
         """Cost of the statistics of modules that share one input, and of pruning them."""
-        return CalibrationCost()
+        return Cost()
 
     def means(self, name: str, module: Module, holders: Mapping[str, Module]) -> bool:
         """Return True if a target matches it, its weight or a module that contains it."""

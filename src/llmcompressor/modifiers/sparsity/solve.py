@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from llmcompressor.core.contract import CalibrationCost
+from llmcompressor.core.contract import ELEMENTWISE, Cost, DataSize
 from llmcompressor.numerics.batching import (
     BATCH_ELEMENTS,
     batch_by_kind,
@@ -17,7 +17,6 @@ from llmcompressor.numerics.batching import (
     stack_float32_rows,
 )
 from llmcompressor.numerics.gptq import corrected_weight_with_retries, ridge_for_tokens
-from llmcompressor.numerics.gram import CHUNK_TOKENS
 from llmcompressor.numerics.hessian import (
     SingularHessianError,
     dead_columns,
@@ -187,25 +186,18 @@ def _stack(tensors: Sequence[Tensor]) -> Tensor:
 
 
 # --------------------
-# Cost model of SparseGPT: C columns, R rows of all Linears with one input, T tokens.
+# Cost of SparseGPT, for C columns and R rows of all Linears with one input.
 #
-# =====================================  =======================================
-# ================== step                                   multiply-adds
-# further bytes =====================================  =======================================
-# ================== second moments                         T C² · 36/64 (block rows of a triangle)
-# 4 C² cross products (twin streams)          T C²                                     4 C²
-# correction (twin streams)              C³/3 + 2 R C²                            less than below a
-# factor, for three rounds             C³/3                                     20 C² + 12 R C a
-# round, choosing in groups            R C²                                     12 C² + 14RC + 16SC
-# a round, choosing anywhere             R C²                                     16 C² + 21RC +
-# 20E the fit at the end                     3 R C²                                   4 C² + 21 R C
-# the sweep, where there are no rounds   C³/3 + R C²/2                            4 C² + 17 R C the
-# same, choosing anywhere                                                     4C² + 13RC + 28PR
-# =====================================  =======================================
-# ==================
-#
-# S are the rows that all threads together work on; E is R C, and 2¹⁹ at most; P are the columns of
-# a block.
+# step                                  multiply-adds       further bytes
+# second moments                        36/64 C² a token    4 C²
+# cross products, twin streams          C² a token          4 C²
+# correction, twin streams              C³/3 + 2 R C²       less than below
+# a factor, for three rounds            C³/3                20 C² + 12 R C
+# a round, choosing in groups           R C²                12 C² + 14 R C + 16 C a thread's row
+# a round, choosing anywhere            R C²                16 C² + 21 R C + 20 E, E at most 2¹⁹
+# the fit at the end                    3 R C²              4 C² + 21 R C
+# the sweep, where there are no rounds  C³/3 + R C²/2       4 C² + 17 R C
+# the same, choosing anywhere                               4 C² + 13 R C + 28 R P, blocks of P
 
 _FLOAT = 4
 _VISITS_OF_SWEEP = 24
@@ -215,21 +207,22 @@ _BLOCK = 128
 
 
 def sparsegpt_cost(
-    matrices: Sequence[Tensor], *, twin: bool, refinements: int, grouped: bool
-) -> CalibrationCost:
+    matrices: Sequence[Tensor], data: DataSize, *, twin: bool, refinements: int, grouped: bool
+) -> Cost:
     """Cost of pruning Linears with one input.
 
     Args:
         matrices: each ``[R_i, C]``; only their shapes matter.
+        data: size of the calibration data.
         twin: also use the inputs of the original model.
         refinements: rounds of splitting.
         grouped: weights are compared within N:M groups only.
     """
     if not matrices:
-        return CalibrationCost()
+        return Cost()
     columns = max(matrix.shape[1] for matrix in matrices)
     elements = sum(matrix.numel() for matrix in matrices)
-    square, streams = columns**2, 2 if twin else 1
+    square, streams, itemsize = columns**2, 1 + twin, matrices[0].element_size()
     cube, products = square * columns, elements * columns
     if refinements:
         factors = -(-refinements // ROUNDS_PER_FACTOR)
@@ -238,15 +231,12 @@ def sparsegpt_cost(
         solve = cube // 3 + products // 2
     if twin:
         solve += cube // 3 + 2 * products
-    return CalibrationCost(
-        gram=square * 36 // 64,
-        cross=square if twin else 0,
-        solve=solve,
-        visits=elements * (refinements * _VISITS_OF_ROUND or _VISITS_OF_SWEEP),
-        statistics=_FLOAT * square * streams,
-        buffered=streams * CHUNK_TOKENS * columns * matrices[0].element_size(),
-        workspace=_workspace(columns, elements, refinements, grouped=grouped),
-        at_once=max(1, BATCH_ELEMENTS // square),
+    visits = elements * (refinements * _VISITS_OF_ROUND or _VISITS_OF_SWEEP)
+    workspace = _workspace(columns, elements, refinements, grouped=grouped)
+    return Cost(
+        flops=data.tokens * square * (36 + 64 * twin) // 64 + solve + ELEMENTWISE * visits,
+        held_bytes=streams * (_FLOAT * square + data.buffered * columns * itemsize),
+        peak_bytes=min(data.alike, max(1, BATCH_ELEMENTS // square)) * workspace,
     )
 
 

@@ -21,7 +21,7 @@ from torch.nn import Module
 from llmcompressor.core.contract import (
     DEFAULT_DAMPENING,
     EARLIER_DAMPENING,
-    CalibrationCost,
+    Cost,
     DampeningFraction,
     DataSize,
     RecipeRules,
@@ -76,10 +76,11 @@ class SparseGPTModifier(OneShotPruningModifier):
         """Asymmetric calibration needs the original model's inputs."""
         return replace(super().traits, twin=bool(self.asymmetric) and not self._is_surveying)
 
-    def calibration_cost(self, modules: Sequence[Module], data: DataSize) -> CalibrationCost:
+    def cost(self, modules: Sequence[Module], data: DataSize) -> Cost:
         """Second moments, and the factorizations and solves for modules that share an input."""
         return sparsegpt_cost(
             [matrix_of(module) for module in modules],
+            data,
             twin=bool(self.asymmetric),
             refinements=self.refinements,
             grouped=self._group is not None,

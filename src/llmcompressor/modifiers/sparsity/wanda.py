@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from llmcompressor.core.contract import CalibrationCost, DataSize
+from llmcompressor.core.contract import ELEMENTWISE, Cost, DataSize
 from llmcompressor.errors import NonFiniteError
 from llmcompressor.modifiers.sparsity.base import OneShotPruningModifier
 from llmcompressor.modifiers.sparsity.targets import matrix_of, matrix_shape
@@ -93,11 +93,13 @@ class WandaPruningModifier(OneShotPruningModifier):
                 dampening=None,
             )
 
-    def calibration_cost(self, modules: Sequence[Module], data: DataSize) -> CalibrationCost:
+    def cost(self, modules: Sequence[Module], data: DataSize) -> Cost:
         """A pass over every weight, and sums by input column."""
         shapes = [matrix_shape(module) for module in modules]
         columns = max((shape[1] for shape in shapes), default=0)
         elements = sum(rows * width for rows, width in shapes)
-        return CalibrationCost(
-            gram=columns, visits=_VISITS * elements, statistics=4 * columns, workspace=13 * elements
+        return Cost(
+            flops=data.tokens * columns + ELEMENTWISE * _VISITS * elements,
+            held_bytes=4 * columns,
+            peak_bytes=13 * elements,
         )

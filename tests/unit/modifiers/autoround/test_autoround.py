@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -19,19 +18,14 @@ from tests.support import tiny_llama as tiny
 from tests.support import tiny_mixtures as mixtures
 from tests.support.thinned import few
 from torch import Tensor
-from transformers import AutoModelForCausalLM, XLMConfig, XLMWithLMHeadModel
+from transformers import AutoModelForCausalLM
 
-from llmcompressor import oneshot, plan, verify
-from llmcompressor.checkpoint.journal import Journal
+from llmcompressor import oneshot, verify
 from llmcompressor.checkpoint.packing import compress, quantized_modules
 from llmcompressor.core.state import State
 from llmcompressor.errors import NonFiniteError, RecipeError
-from llmcompressor.modeling.call_graph import first_tensor
 from llmcompressor.modifiers.autoround import AutoRoundModifier, tune
-from llmcompressor.modifiers.pruning import WandaPruningModifier
 from llmcompressor.modifiers.quantization import QuantizationModifier
-from llmcompressor.modifiers.smoothquant import SmoothQuantModifier
-from llmcompressor.observers.tokens import real_tokens
 from llmcompressor.schemes.presets import PRESETS
 
 WEIGHTS: dict[str, Any] = {"num_bits": 3, "strategy": "group", "group_size": 32}
@@ -128,55 +122,6 @@ def test_each_block_comes_closer_and_says_so() -> None:
     assert not modifier._calls
 
 
-def test_no_steps_round_to_nearest() -> None:
-    nearest = QuantizationModifier(config_groups=GROUPS, ignore=["lm_head"])
-    found = tiny.run(tiny.llama(), autoround(iters=0, disable_opt_rtn=True))
-    assert same(found, tiny.run(tiny.llama(), nearest))
-
-
-@pytest.mark.parametrize("symmetric", [True, False])
-def test_it_begins_with_the_range_that_loses_least(symmetric: bool) -> None:
-    """As a search over every hundredth of the range, written plainly, finds it."""
-    groups = {"all": {"targets": ["Linear"], "weights": {**WEIGHTS, "symmetric": symmetric}}}
-    model = tiny.llama(torch.float32, num_hidden_layers=1)
-    originals = {name: one.weight.clone() for name, one in tiny.linears(model).items()}
-    found = tiny.run(model, autoround(iters=0, config_groups=groups))
-    widest = 3.5 / 3 if symmetric else 1.0
-    for name, module in tiny.linears(found).items():
-        cells_CN = originals[name].unflatten(1, (-1, 32)).flatten(0, 1)
-        low_C1, high_C1 = cells_CN.amin(1, keepdim=True), cells_CN.amax(1, keepdim=True)
-        least_C = torch.full((len(cells_CN),), torch.inf)
-        for fraction in torch.arange(0.5, 1.0 + 1e-6, 0.01 / widest) * widest:
-            if symmetric:
-                scale_C1 = fraction * torch.maximum(-low_C1, high_C1) / 3.5
-                zero_C1 = torch.zeros_like(scale_C1)
-            else:
-                scale_C1 = fraction * (high_C1 - low_C1) / 7
-                zero_C1 = (-4 - fraction * low_C1 / scale_C1).clamp(-4, 3).round()
-            codes_CN = (cells_CN / scale_C1 + zero_C1).round().clamp(-4, 3)
-            error_CN = (codes_CN - zero_C1) * scale_C1 - cells_CN
-            least_C = torch.minimum(least_C, error_CN.square().sum(1))
-        rounded_CN = module.weight.unflatten(1, (-1, 32)).flatten(0, 1)
-        own_C = (rounded_CN - cells_CN).square().sum(1)
-        assert own_C.sum() < 1.02 * least_C.sum()
-        assert (own_C < 1.1 * least_C).float().mean() > 0.9
-
-
-def test_an_observer_that_was_chosen_decides_where_it_begins() -> None:
-    weights = {**WEIGHTS, "observer": "memoryless_mse", "observer_kwargs": {"maxshrink": 0.1}}
-    groups = {"all": {"targets": ["Linear"], "weights": weights}}
-    nearest = QuantizationModifier(config_groups=groups, ignore=["lm_head"])
-    found = tiny.run(tiny.llama(), autoround(iters=0, config_groups=groups))
-    assert same(found, tiny.run(tiny.llama(), nearest))
-
-
-def test_it_never_ends_worse_than_it_began() -> None:
-    """A rate that is far too large only leads away."""
-    modifier = autoround(iters=3, lr=1.0)
-    tiny.run(tiny.llama(), modifier)
-    assert all(one.error <= one.error_nearest for one in modifier.records.values())
-
-
 def test_the_seed_decides(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("llmcompressor.pipelines.batches.RUN_TOKENS", 48)
     first, again, other = (
@@ -216,41 +161,10 @@ def test_a_block_makes_up_for_those_before_it() -> None:
     assert errors["sequential"] < 0.9 * errors["basic"]
 
 
-def test_every_block_is_compared_with_the_inputs_of_the_original(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    found: dict[str, Tensor] = {}
-    tune_block = AutoRoundModifier._tune
-
-    def see(self: AutoRoundModifier, block: Any, members: Any) -> None:
-        calls = [(one.original, one.mask) for one in self._calls[block]]
-        inputs = [(first_tensor(call.args, call.kwargs), mask) for call, mask in calls]
-        tokens = [real_tokens(tensor, mask) for tensor, mask in inputs if tensor is not None]
-        found[self._blocks[block]] = torch.cat(tokens)
-        tune_block(self, block, members)
-
-    monkeypatch.setattr(AutoRoundModifier, "_tune", see)
-    tiny.run(tiny.llama(num_hidden_layers=3), autoround(iters=2))
-    original = tiny.llama(num_hidden_layers=3)
-    assert list(found) == [f"model.layers.{index}" for index in range(3)]
-    for name, tensor in found.items():
-        assert torch.equal(tensor, tiny.inputs_of(original, name, tiny.batches())), name
-
-
 @pytest.mark.parametrize("pipeline", ["sequential", "layer_sequential"])
 def test_every_pipeline_gives_the_same_model(pipeline: str) -> None:
     found = tiny.run(tiny.llama(), autoround(), pipeline=pipeline)
     assert same(found, plain_run()[0])
-
-
-def test_a_cache_that_a_block_writes_to_is_empty_in_each_step() -> None:
-    """XLM makes one whatever its configuration says; its attentions are blocks."""
-    torch.manual_seed(0)
-    config = XLMConfig(vocab_size=96, emb_dim=64, n_layers=2, n_heads=4, init_std=0.15)
-    modifier = autoround(ignore=["pred_layer.proj"], iters=4)
-    model = tiny.run(XLMWithLMHeadModel(config).eval(), modifier)
-    assert len([name for name in modifier.records if ".attentions." in name]) == 8
-    assert torch.isfinite(tiny.logits(model, tiny.batches())).all()
 
 
 def test_padding_does_not_count() -> None:
@@ -276,32 +190,6 @@ def test_experts_are_learned_with_their_block(family: str) -> None:
     experts = [one for name, one in modifier.records.items() if ".experts." in name]
     assert len(experts) == 3 * mixtures.EXPERTS
     assert sum(one.moved > 0 for one in experts) > 0.9 * len(experts)
-
-
-@pytest.mark.parametrize("policy", few(["rtn", "all_tokens", "neighbours"], "neighbours"))
-def test_starved_experts_are_rounded_as_the_policy_says(policy: str) -> None:
-    """All of them are starved, since none gets all tokens."""
-    groups = {"all": {"targets": ["Linear"], "weights": {**WEIGHTS, "group_size": 8}}}
-    modifier = autoround(config_groups=groups)
-    model = tiny.run(
-        mixtures.mixture("mixtral", mixtures=1),
-        modifier,
-        moe_calibrate_all_experts=False,
-        min_tokens_per_module=1.0,
-        starved_experts=policy,
-    )
-    nearest = QuantizationModifier(config_groups=groups, ignore=["lm_head"])
-    rounded = tiny.run(mixtures.mixture("mixtral", mixtures=1), nearest)
-    experts = [name for name, _ in model.named_parameters() if ".experts." in name]
-    experts = [name for name in experts if name.endswith(".weight")]
-    are_nearest = {
-        torch.equal(model.get_parameter(name), rounded.get_parameter(name)) for name in experts
-    }
-    assert len(experts) == 3 * mixtures.EXPERTS
-    assert are_nearest == {policy == "rtn"}
-    learned = {name for name, one in modifier.records.items() if one.iteration}
-    assert learned
-    assert all("self_attn" in name for name in learned)
 
 
 def rows(number: int = 6) -> Dataset:
@@ -363,48 +251,6 @@ def test_a_broken_off_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert all(torch.equal(tensor, files[1][key]) for key, tensor in files[0].items())
 
 
-def test_a_block_whose_record_is_lost_is_made_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The only one that is left is compared with the same as before, when others came after it."""
-    tiny.llama(torch.bfloat16, num_hidden_layers=3).save_pretrained(tmp_path / "model")
-    data: dict[str, Any] = {"dataset": rows(3), "shuffle_calibration_samples": False}
-    data["verify"] = False
-
-    def run(name: str) -> None:
-        modifier = autoround(iters=2, lr=0.03)
-        oneshot(model=str(tmp_path / "model"), recipe=modifier, output_dir=tmp_path / name, **data)
-
-    def end(journal: Journal) -> None:
-        raise KeyboardInterrupt
-
-    run("whole")
-    with monkeypatch.context() as patched:
-        patched.setattr(Journal, "mark_ready", end)
-        with pytest.raises(KeyboardInterrupt):
-            run("parts")
-    (tmp_path / "parts.partial").rename(tmp_path / "done")
-    lines = (tmp_path / "done" / "journal").read_text().splitlines(keepends=True)
-    expected = load_file(tmp_path / "whole" / "model.safetensors")
-    for block in range(3):
-        shutil.rmtree(tmp_path / "parts", ignore_errors=True)
-        shutil.copytree(tmp_path / "done", tmp_path / "parts.partial")
-        kept = [line for line in lines if f'{{"block":"model.layers.{block}"' not in line]
-        assert len(kept) == len(lines) - 1
-        (tmp_path / "parts.partial" / "journal").write_text("".join(kept))
-        run("parts")
-        found = load_file(tmp_path / "parts" / "model.safetensors")
-        assert all(torch.equal(tensor, found[key]) for key, tensor in expected.items()), block
-
-
-def test_what_lies_in_no_block_is_rounded_to_nearest() -> None:
-    modifier = autoround(ignore=[], iters=2)
-    model = tiny.run(tiny.llama(), modifier)
-    nearest = tiny.run(tiny.llama(), QuantizationModifier(config_groups=GROUPS))
-    assert torch.equal(model.lm_head.weight, nearest.lm_head.weight)
-    assert "lm_head" not in modifier.records
-
-
 def test_that_a_model_has_no_blocks_is_told(warned: list[str]) -> None:
     groups = {"all": {"targets": ["Linear"], "weights": {"num_bits": 4, "strategy": "channel"}}}
     for layers, is_told in (([torch.nn.Linear(8, 8)], True), ([torch.nn.Identity()], False)):
@@ -429,20 +275,6 @@ def test_what_no_gradient_reaches_is_told(warned: list[str]) -> None:
         warned.clear()
 
 
-def test_what_blocks_are_called_with_may_come_from_inference_mode() -> None:
-    models = tiny.llama(), tiny.llama()
-    models[0].model.forward = torch.inference_mode()(models[0].model.forward)
-    assert same(*(tiny.run(model, autoround(iters=1)) for model in models))
-
-
-def test_fields_without_effect_are_named(warned: list[str]) -> None:
-    given = {"device_ids": "0", "sequential_targets": ["LlamaDecoderLayer"]}
-    tiny.run(tiny.llama(), autoround(iters=1, enable_torch_compile=False, **given))
-    told = {name for text in warned if "no effect" in text for name in given if name in text}
-    assert told == given.keys()
-    assert "device_ids" in "".join(warned)
-
-
 PARTS = ["LlamaMLP", "LlamaAttention"]
 
 
@@ -461,47 +293,6 @@ def test_whole_blocks_are_tuned_whatever_is_named(targets: list[str], said: list
     assert named.records == plain.records
     (told,) = [line for line in said if "Sequential calibration" in line]
     assert "2 stops at block level (the finest that the recipe allows is block)" in told
-
-
-@pytest.mark.parametrize("behind", few([False, True], True), ids=["alone", "with another"])
-def test_blocks_that_are_named_together_are_tuned_one_after_another(
-    behind: bool, said: list[str]
-) -> None:
-    """Each makes up for those before it, and is tuned by what these make of its inputs."""
-    found = []
-    together = ["LlamaModel"], ["LlamaForCausalLM"]
-    for named in ({}, *({"sequential_targets": targets} for targets in together)):
-        modifiers = [WandaPruningModifier(sparsity=0.3, ignore=["lm_head"])] if behind else []
-        modifier = autoround(iters=3)
-        said.clear()
-        whole = {"pipeline": "sequential", "sequential_granularity": "block"}
-        model = tiny.run(tiny.llama(), *modifiers, modifier, **whole, **named)
-        told = [line for line in said if "Sequential calibration" in line]
-        assert "2 stops at block level" in told[-1]
-        found.append((model.state_dict(), modifier.records))
-    (expected, records), *others = found
-    for state, recorded in others:
-        assert records == recorded
-        assert all(torch.equal(state[key], expected[key]) for key in expected)
-
-
-def test_others_stop_where_they_are_told_and_the_plan_says_so(
-    tmp_path: Path, said: list[str]
-) -> None:
-    tiny.llama().save_pretrained(tmp_path / "model")
-    recipe = [SmoothQuantModifier(), autoround(iters=1)]
-    rows = [{"input_ids": ids.tolist()} for batch in tiny.batches() for ids in batch["input_ids"]]
-    call = {"model": str(tmp_path / "model"), "dataset": rows, "sequential_targets": ["LlamaMLP"]}
-    planned = plan(recipe=recipe, measure=False, **call)
-    oneshot(recipe=recipe, output_dir=tmp_path / "out", **call)
-    told = [line for line in said if "Sequential calibration" in line]
-    assert not planned.problems
-    assert [(one.level, one.forwards) for one in planned.passes] == [("block", 2), ("block", 3)]
-    assert [one.reason in line for one, line in zip(planned.passes, told, strict=True)] == [
-        True
-    ] * 2
-    assert "asked for" in told[0]
-    assert "the finest that the recipe allows is block" in told[1]
 
 
 def test_wrong_use_is_refused() -> None:

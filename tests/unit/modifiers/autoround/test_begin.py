@@ -11,14 +11,11 @@ import pytest
 import torch
 from tests.support import tiny_llama as tiny
 from tests.support import tiny_mixtures as mixtures
-from tests.support.listed_mixtures import AsList
 from tests.support.thinned import few
 from torch import Tensor
-from transformers import MixtralConfig, MixtralForCausalLM
 
-from llmcompressor.modifiers.autoround import AutoRoundModifier, base, begin, tune
+from llmcompressor.modifiers.autoround import AutoRoundModifier, base, begin
 from llmcompressor.modifiers.autoround.tune import BlockRunner
-from llmcompressor.modifiers.quantization import QuantizationModifier
 from llmcompressor.modifiers.sparsity import SparseGPTModifier
 from llmcompressor.numerics.autoround import RoundingParameters
 from llmcompressor.pipelines.moe_routing import experts_report
@@ -97,13 +94,7 @@ def test_it_begins_with_the_codes_of_the_sweep(
         assert record.error <= record.error_begun < 0.9 * record.error_nearest
 
 
-def test_it_is_no_worse_than_it_began_with_any_rate() -> None:
-    modifier = autoround(lr=1.0)
-    tiny.run(tiny.llama(), modifier)
-    assert falls(modifier)
-
-
-def test_what_is_worse_than_rounding_to_nearest_is_not_begun_with(
+def test_what_is_worse_than_rounding_is_not_begun_with(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A solver that is out of its mind."""
@@ -118,19 +109,6 @@ def test_what_is_worse_than_rounding_to_nearest_is_not_begun_with(
     for record in modifier.records.values():
         assert record.error_begun == record.error_nearest
         assert record.error <= record.error_nearest
-
-
-def test_only_what_is_added_to_the_output_makes_up_for_it(
-    solutions: list[tuple[Problem, Solution]], beginnings: list[tuple[BlockRunner, Any, Any]]
-) -> None:
-    tiny.run(tiny.llama(num_hidden_layers=1), autoround(), data=tiny.batches(number=1))
-    runner = beginnings[0][0]
-    for name, module in tiny.linears(runner.block).items():
-        assert begin._is_added_to_output(runner, module) is name.endswith("down_proj")
-    # four inputs, then the last one once more
-    direct = [problem.missing_CR is not None for problem, _ in solutions]
-    assert direct == [False, False, False, True, True]
-    assert [problem.cross_CC is None for problem, _ in solutions] == direct
 
 
 def test_the_last_linear_makes_up_for_those_before_it(
@@ -184,7 +162,7 @@ STARVED: dict[str, Any] = {**ROUTED, "min_tokens_per_module": 0.25}
     few([{}, ROUTED, STARVED, {**STARVED, "starved_experts": "neighbours"}], ROUTED, STARVED),
     ids=["all", "routed", "all_tokens", "neighbours"],
 )
-def test_experts_with_few_tokens_are_solved_for_what_they_are_shown(
+def test_experts_with_few_tokens_are_solved_for_what_is_shown(
     arguments: dict[str, Any], solutions: list[tuple[Problem, Solution]]
 ) -> None:
     """Not learned, as they would be fitted to their own; where nothing else is shown they are."""
@@ -213,132 +191,3 @@ def test_experts_with_few_tokens_are_solved_for_what_they_are_shown(
             alike = (one for one in made if one.shape == module.weight.shape)
             assert any(torch.allclose(module.weight, one, atol=1e-5) for one in alike)
     assert any(one.iteration for one in modifier.records.values())
-
-
-@pytest.mark.parametrize("enough", [True, False])
-def test_few_tokens_are_not_solved_for(enough: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A solution would be fitted to just these; the widest Linear counts."""
-    data = tiny.batches(number=2)
-    tokens = sum(batch["input_ids"].numel() for batch in data)
-    widest = tiny.llama().model.layers[0].mlp.down_proj.in_features
-    monkeypatch.setattr(base, "TOKENS_PER_COLUMN", (tokens if enough else tokens + 1) / widest)
-    modifier = autoround()
-    tiny.run(tiny.llama(), modifier, data=data)
-    each = list(modifier.records.values())
-    assert each
-    assert all((one.error_begun < one.error_nearest) is enough for one in each)
-
-
-def as_lists(number: int, *, narrower: int = 0) -> Any:
-    model = mixtures.mixture("mixtral", mixtures=number)
-    for layer in model.model.layers:
-        layer.mlp = AsList(layer.mlp, narrower=narrower)
-    return model.eval()
-
-
-@pytest.mark.parametrize("how", few(["narrower", "quantized before"], "narrower"))
-def test_experts_that_are_not_alike_are_experts_too(
-    how: str, solutions: list[tuple[Problem, Solution]]
-) -> None:
-    """None is fitted to fewer tokens than it has columns."""
-    others = "re:.*experts.0.*"
-    group = {"targets": [others], "weights": {"num_bits": 8}}
-    first = [QuantizationModifier(config_groups={"first": group})]
-    if how == "narrower":
-        others, first = "lm_head", []
-    modifier = autoround(iters=1, weights={"group_size": 8}, ignore=["lm_head", others])
-    model = as_lists(2, narrower=8 if how == "narrower" else 0)
-    tiny.run(model, *first, modifier, data=tiny.batches(number=3), pipeline="independent")
-    assert len(solutions) > mixtures.EXPERTS
-    assert all(problem.tokens >= problem.weights[0].shape[-1] for problem, _ in solutions)
-
-
-def test_an_earlier_run_on_the_same_model_decides_nothing() -> None:
-    """It showed all experts all tokens; this one, in which nothing waits, shows none."""
-    weights = []
-    for pruned_before in (True, False):
-        model = as_lists(1)
-        if pruned_before:
-            half = SparseGPTModifier(sparsity=0.5, ignore=["lm_head"])
-            tiny.run(model, half)
-            state = {key: value.clone() for key, value in model.state_dict().items()}
-        else:
-            model.load_state_dict(state)
-        modifier = autoround(weights={"group_size": 8})
-        tiny.run(model, modifier, data=tiny.batches(number=2), pipeline="basic", **ROUTED)
-        weights.append({key: value.clone() for key, value in model.state_dict().items()})
-    assert all(torch.equal(weights[0][key], weights[1][key]) for key in weights[0])
-
-
-def test_a_call_may_reach_no_expert_that_is_learned() -> None:
-    """Each sample goes to few experts, one for each token, and all else stays as it is."""
-    torch.manual_seed(0)
-    config = MixtralConfig(
-        **{**mixtures.COMMON, "num_hidden_layers": 1, "num_experts_per_tok": 1},
-        num_local_experts=mixtures.EXPERTS,
-    )
-    model = MixtralForCausalLM(config).eval()
-    lengths = torch.randint(3, 16, (30,), generator=torch.Generator().manual_seed(3)).tolist()
-    data = [{"input_ids": torch.randint(3, 90, (1, length))} for length in lengths]
-    groups = {"all": {"targets": ["re:.*experts.*"], "weights": {**WEIGHTS, "group_size": 8}}}
-    modifier = autoround(config_groups=groups, batch_size=1, iters=len(data))
-    tiny.run(model, modifier, data=data)
-    steps = [one.iteration for one in modifier.records.values()]
-    assert any(steps)
-    assert not all(steps)
-
-
-def test_errors_are_those_of_all_weights_rounded_to_nearest() -> None:
-    """Whatever is held: with all experts rounded to nearest, and none moved, or solved."""
-    found, starved = [], {**ROUTED, "min_tokens_per_module": 1.0}
-    for policy in ("all_tokens", "rtn"):
-        modifier = autoround(weights={"group_size": 8}, disable_opt_rtn=True)
-        model = mixtures.mixture("mixtral", mixtures=1)
-        tiny.run(model, modifier, **starved, starved_experts=policy)
-        found.append(modifier.records)
-    of_experts = {name for name in found[0] if ".experts." in name}
-    for name in found[0]:
-        assert found[0][name].error_nearest == found[1][name].error_nearest
-        assert found[0][name].error < found[1][name].error < found[1][name].error_nearest
-    assert {found[1][name].moved for name in of_experts} == {0.0}
-    assert all(found[0][name].moved for name in of_experts)
-
-
-def test_what_they_are_shown_takes_no_more_than_it_may(
-    monkeypatch: pytest.MonkeyPatch,
-    warned: list[str],
-    solutions: list[tuple[Problem, Solution]],
-) -> None:
-    """Beyond it starved experts are rounded to nearest, others learned from what they get."""
-    monkeypatch.setattr(tune, "_MOST", 0)
-    data, widest = tiny.batches(number=4), mixtures.COMMON["intermediate_size"]
-    model, again = (mixtures.mixture("mixtral", mixtures=1) for _ in range(2))
-    tiny.run(model, autoround(weights={"group_size": 8}), data=data)
-    of_experts = [problem for problem, _ in solutions if widest in problem.weights[0].shape]
-    assert of_experts
-    assert all(problem.tokens < 4 * 48 for problem in of_experts)
-    assert not any("4 GiB" in line for line in warned)
-    modifier = autoround(weights={"group_size": 8}, disable_opt_rtn=True)
-    model = tiny.run(again, modifier, data=data, **STARVED)
-    starved = [
-        f"{mixture}.{expert}."
-        for mixture, own in experts_report(model).items()
-        for expert in own["starved"]
-    ]
-    assert any("4 GiB" in line and "rounded to nearest" in line for line in warned)
-    for name, one in modifier.records.items():
-        is_starved = any(name.startswith(expert) for expert in starved)
-        assert (one.moved == 0) == is_starved
-
-
-@pytest.mark.parametrize("policy", ["all_tokens", "neighbours"])
-def test_that_what_they_are_shown_is_too_little_is_told(policy: str, warned: list[str]) -> None:
-    data = [{"input_ids": torch.arange(3, 9)[None]}]  # six tokens, and 32 columns at least
-    modifier = autoround(weights={"group_size": 8}, disable_opt_rtn=True)
-    starved = {**ROUTED, "min_tokens_per_module": 1.0, "starved_experts": policy}
-    tiny.run(mixtures.mixture("mixtral"), modifier, data=data, **starved)
-    told = [line for line in warned if "fewer tokens than" in line]
-    assert ["layers.0" in line for line in told] == [True, False]
-    of_experts = [one for name, one in modifier.records.items() if ".experts." in name]
-    assert of_experts
-    assert all(one.moved == 0 for one in of_experts)

@@ -14,27 +14,21 @@ from datasets import Dataset
 from tests.support import planted
 from tests.support import tiny_llama as tiny
 from tests.support import tiny_mixtures as mixtures
-from tests.support.thinned import few, thinned
+from tests.support.thinned import thinned
 from torch import Tensor
 from torch.nn import Module
 
 from llmcompressor import plan
-from llmcompressor.core import State
-from llmcompressor.equalization.probe import SmoothSet
 from llmcompressor.errors import RecipeError, TargetError
-from llmcompressor.modifiers import awq as old_path
-from llmcompressor.modifiers.awq.parents import ParentRuns
 from llmcompressor.modifiers.pruning import SparseGPTModifier
-from llmcompressor.modifiers.quantization import GPTQModifier, QuantizationModifier
+from llmcompressor.modifiers.quantization import QuantizationModifier
 from llmcompressor.modifiers.transform.awq import AWQ_MAPPING_REGISTRY, AWQMapping, AWQModifier
 from llmcompressor.modifiers.transform.awq.dynamic_mappings import get_layer_mappings_from_model
-from llmcompressor.modifiers.transform.smoothquant import SmoothQuantModifier
 from llmcompressor.modifiers.transform.smoothquant.dynamic_mappings import (
     get_layer_mappings_from_model as norm_mappings,
 )
 from llmcompressor.modifiers.transform.smoothquant.utils import MAPPINGS_REGISTRY
 from llmcompressor.recipe import Recipe
-from llmcompressor.schemes.presets import PRESETS
 
 WEIGHTS: dict[str, Any] = {
     "num_bits": 3,
@@ -169,31 +163,6 @@ def test_the_published_search_is_that_of_a_loop(duo: bool) -> None:
         torch.testing.assert_close(one.weight, weight * best, rtol=1e-4, atol=1e-6)
 
 
-class Appending(Module):
-    """Writes to what it gets, as an attention does to a cache; what it returns depends on that."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)
-
-    def forward(self, states: Tensor, seen: list[Tensor]) -> Tensor:
-        seen.append(states)
-        return self.first(states) + len(seen) * self.second(states)
-
-
-def test_a_parent_that_writes_to_its_arguments_returns_the_same_each_time() -> None:
-    parent = Appending()
-    readers = {"parent.first": parent.first, "parent.second": parent.second}
-    runs = ParentRuns(State(), {parent: "parent"}, None)
-    one = SmoothSet("norm", torch.nn.LayerNorm(8), readers)
-    runs.watch(one)
-    states, seen = torch.randn(2, 3, 8), list[Tensor]()
-    runs.hook(parent, (states, seen), {})
-    parent(states, seen)
-    with runs.error_of(one, {}) as error_of:
-        assert error_of(torch.ones(2, 8)) == [0.0, 0.0]
-
-
 @cache
 def plain_run() -> Any:
     return tiny.run(tiny.llama(), AWQModifier(n_grid=4), rounding())
@@ -252,28 +221,6 @@ def test_stops_within_blocks_give_the_scales_of_whole_blocks(
         torch.testing.assert_close(one, other)
 
 
-def of_a_mixture(**where: Any) -> dict[str, Any]:
-    awq = AWQModifier(loss="output", n_grid=4, clip=False)
-    behind = rounding(ignore=["lm_head", "re:.*gate$"])
-    tiny.run(mixtures.mixture("qwen3_moe", num_experts=4), awq, behind, **where)
-    return choices(awq, "output")
-
-
-@cache
-def of_whole_mixtures() -> dict[str, Any]:
-    return of_a_mixture(sequential_granularity="block")
-
-
-PARTS_OF_MIXTURES = [["re:.*self_attn$"], ["re:.*mlp$"], ["re:.*(gate|self_attn)$"]]
-
-
-@pytest.mark.parametrize("stops", few(PARTS_OF_MIXTURES, PARTS_OF_MIXTURES[-1]))
-def test_stops_within_a_mixture_give_the_scales_of_whole_blocks(stops: list[str]) -> None:
-    expected = of_whole_mixtures()
-    assert any(one["ratio"] is not None for one in expected.values())
-    assert of_a_mixture(sequential_targets=stops) == expected
-
-
 def test_padding_does_not_count() -> None:
     plain, padded = tiny.llama(), tiny.llama()
     scaled_only(plain, AWQModifier(n_grid=4, clip=False))
@@ -292,18 +239,6 @@ def test_the_search_rounds_as_the_scheme_does() -> None:
     assert torch.equal(model.model.layers[0].input_layernorm.weight, norm)
 
 
-def test_inputs_of_zero_leave_no_bad_scale() -> None:
-    model = tiny.llama()
-    with torch.no_grad():
-        model.model.layers[0].input_layernorm.weight.zero_()
-        model.model.layers[1].post_attention_layernorm.weight[::2] = 0
-        model.model.layers[1].mlp.up_proj.weight[:, ::3] = 0
-    reference = tiny.logits(model, tiny.batches())
-    tiny.run(model, AWQModifier(n_grid=4, duo_scaling="both"), rounding())
-    assert all(bool(torch.isfinite(p).all()) for p in model.parameters())
-    assert bool(torch.isfinite(tiny.logits(model, tiny.batches()) - reference).all())
-
-
 def test_what_was_done_is_reported() -> None:
     model, modifier = tiny.llama(), AWQModifier(n_grid=4)
     tiny.run(model, modifier, rounding())
@@ -311,31 +246,6 @@ def test_what_was_done_is_reported() -> None:
     assert record["readers"] == ["model.layers.0.mlp.down_proj"]
     assert record["tokens"] == 8 * 2 * 24
     assert 0 < record["error"] <= record["error_unscaled"]
-
-
-def test_one_set_of_fields_stands_for_both() -> None:
-    fields = {"scheme": "W4A16_ASYM", "targets": ["Linear"], "ignore": ["lm_head"], "n_grid": 8}
-    scaling, quantizing = old_path.AWQModifier(**fields)
-    assert isinstance(scaling, AWQModifier)
-    assert isinstance(quantizing, QuantizationModifier)
-    assert (scaling.n_grid, quantizing.scheme) == (8, "W4A16_ASYM")
-    text = "modifiers:\n  AWQModifier: {scheme: W4A16_ASYM, ignore: [lm_head], n_grid: 8}\n"
-    recipe = Recipe.create_instance(text)
-    assert recipe == Recipe.create_instance([old_path.AWQModifier(**fields)])
-    assert Recipe.create_instance(recipe.yaml()) == recipe
-
-
-@pytest.mark.parametrize(
-    "given", [None, "cpu", "cpu:0", torch.device("cpu", 0), torch.device("cpu")]
-)
-def test_a_device_is_kept_by_its_name(given: Any) -> None:
-    modifier = AWQModifier(offload_device=given)
-    name = None if given is None else str(given)
-    assert modifier.offload_device == name
-    recipe = Recipe.from_modifiers([modifier, GPTQModifier(targets="Linear", scheme="W4A16")])
-    read = Recipe.create_instance(recipe.yaml()).modifiers[0]
-    assert isinstance(read, AWQModifier)
-    assert read.offload_device == name
 
 
 @pytest.mark.parametrize(
@@ -346,21 +256,13 @@ def test_a_device_is_kept_by_its_name(given: Any) -> None:
         ("ignore: [lm_head], scheme: null", "ignore and scheme are fields of the form"),
     ],
 )
-def test_fields_of_quantizing_that_say_nothing_of_how_are_refused(fields: str, said: str) -> None:
+def test_quantizing_fields_that_say_nothing_are_refused(fields: str, said: str) -> None:
     """The recipe has no QuantizationModifier, so that no error is to be of one."""
     behind = "HQQModifier: {scheme: W4A16, ignore: [lm_head]}"
     with pytest.raises(RecipeError, match=f"AWQModifier: {said}") as caught:
         Recipe.create_instance(f"modifiers: {{AWQModifier: {{{fields}}}, {behind}}}")
     assert "QuantizationModifier" not in str(caught.value)
     assert "behind it" in caught.value.remedy
-
-
-def test_the_class_says_who_takes_fields_of_quantizing() -> None:
-    with pytest.raises(RecipeError, match="takes no scheme or ignore") as caught:
-        AWQModifier(scheme="W4A16", ignore=["lm_head"], duo_scaling="both")
-    assert "llmcompressor.modifiers.awq" in caught.value.remedy
-    with pytest.raises(RecipeError, match="it has no such field"):
-        AWQModifier(schema="W4A16")
 
 
 def test_mappings_read_back() -> None:
@@ -375,11 +277,6 @@ def test_without_a_modifier_that_quantizes_it_is_refused() -> None:
             Recipe.create_instance(recipe)
     with pytest.raises(ValueError, match="no modifier that quantizes stands after AWQModifier"):
         Recipe.create_instance([rounding(), AWQModifier()])
-
-
-def test_nothing_quantized_in_its_mappings_is_refused() -> None:
-    with pytest.raises(ValueError, match="nothing to work for"):
-        tiny.run(tiny.llama(), AWQModifier(), rounding(ignore=["re:.*layers.*"]))
 
 
 @pytest.mark.parametrize(
@@ -424,20 +321,6 @@ def test_registered_mappings_are_those_of_a_recipe(monkeypatch: pytest.MonkeyPat
     tiny.run(tiny.llama(), AWQModifier(), rounding())
 
 
-def test_known_mappings_can_be_read_and_reading_changes_nothing() -> None:
-    known = AWQ_MAPPING_REGISTRY["LlamaForCausalLM"]
-    assert [one.smooth_layer for one in known[:2]] == ["re:.*input_layernorm$", "re:.*v_proj$"]
-    known.pop()
-    again = AWQ_MAPPING_REGISTRY["LlamaForCausalLM"]
-    assert len(again) == len(known) + 1
-    AWQ_MAPPING_REGISTRY["LlamaForCausalLM"] = again
-    assert AWQ_MAPPING_REGISTRY.added("LlamaForCausalLM") is None
-    assert "Gemma3ForConditionalGeneration" in list(AWQ_MAPPING_REGISTRY)
-    assert "NoSuchModel" not in AWQ_MAPPING_REGISTRY
-    with pytest.raises(KeyError, match="NoSuchModel"):
-        AWQ_MAPPING_REGISTRY["NoSuchModel"]
-
-
 def test_mappings_of_a_model_are_its_class_s_or_are_found_in_it() -> None:
     model = tiny.llama().to("meta")
     known = AWQ_MAPPING_REGISTRY["LlamaForCausalLM"]
@@ -450,41 +333,6 @@ def test_mappings_of_a_model_are_its_class_s_or_are_found_in_it() -> None:
     assert [vars(one) for one in norm_mappings(model)] == [
         {"smooth_layer": one.smooth_layer, "balance_layers": one.balance_layers} for one in by_norm
     ]
-
-
-@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
-def test_known_mappings_of_mixtures_hold(family: str) -> None:
-    model = mixtures.mixture(family)
-    name = type(model).__name__
-    known = AWQ_MAPPING_REGISTRY[name]
-    quantizer = QuantizationModifier(targets="Linear", scheme="W8A8", ignore=["lm_head"])
-    tiny.run(model, AWQModifier(mappings=known), quantizer.model_copy(deep=True))
-    smoother = SmoothQuantModifier(mappings=MAPPINGS_REGISTRY[name])
-    tiny.run(mixtures.mixture(family), smoother, quantizer)
-
-
-def test_mappings_made_of_known_ones_are_those_of_the_model() -> None:
-    known = AWQ_MAPPING_REGISTRY["LlamaForCausalLM"]
-    own = [AWQMapping(one.smooth_layer, one.balance_layers) for one in known]
-    given, found = (tiny.llama(num_key_value_heads=4) for _ in range(2))
-    tiny.run(given, AWQModifier(mappings=own), rounding())
-    tiny.run(found, AWQModifier(), rounding())
-    for name, weight in found.state_dict().items():
-        assert torch.equal(weight, given.state_dict()[name]), name
-
-
-def test_values_of_grouped_heads_alone_are_refused_with_the_reason() -> None:
-    mapping = AWQMapping("re:.*v_proj$", ["re:.*o_proj$"])
-    with pytest.raises(TargetError, match=r"None of the mappings.*v_proj has .* rows and .*o_proj"):
-        tiny.run(tiny.llama(), AWQModifier(mappings=[mapping]), rounding())
-
-
-def test_a_mapping_needs_readers() -> None:
-    with pytest.raises(ValueError, match=r"input_layernorm.* has no balance_layers"):
-        AWQMapping("re:.*input_layernorm$", [])
-    recipe = "modifiers: {AWQModifier: {mappings: [{smooth_layer: a, balance_layers: []}]}}"
-    with pytest.raises(RecipeError, match="'a' has no balance_layers"):
-        Recipe.create_instance(recipe)
 
 
 @pytest.mark.parametrize(("loss", "every"), thinned(["statistics", "output"], [True, False]))
@@ -510,28 +358,3 @@ def test_what_a_mixture_reads_is_scaled(loss: Any, every: bool) -> None:
         ]
         assert all(scaled) if awq else not any(scaled)
     assert errors["scaled"] < 0.5 * errors["rounded"]
-
-
-def test_one_scale_for_a_whole_weight_has_no_groups_to_compare() -> None:
-    groups = {"all": {"targets": ["Linear"], "weights": {"num_bits": 8, "strategy": "tensor"}}}
-    with pytest.raises(ValueError, match="duo_scaling"):
-        tiny.run(tiny.llama(), AWQModifier(), rounding(config_groups=groups))
-    tiny.run(tiny.llama(), AWQModifier(duo_scaling=False, n_grid=3), rounding(config_groups=groups))
-
-
-@pytest.mark.parametrize(
-    "scheme",
-    few(
-        ["W4A16", "W8A16", "NVFP4A16", "MXFP4A16", "FP8_DYNAMIC"]
-        + [name for name in ("MXFP6A16",) if name in PRESETS],
-        *("W8A16", "NVFP4A16", "MXFP4A16"),
-    ),
-)
-def test_every_scheme_of_weights_can_follow(scheme: str) -> None:
-    scaled, rounded = tiny.llama(), tiny.llama()
-    reference = tiny.logits(scaled, tiny.batches())
-    fields = {"config_groups": None, "scheme": scheme, "targets": "Linear"}
-    tiny.run(scaled, AWQModifier(n_grid=4), rounding(**fields))
-    tiny.run(rounded, rounding(**fields))
-    error = far(scaled, reference, tiny.batches())
-    assert error < 1.2 * far(rounded, reference, tiny.batches())

@@ -16,7 +16,6 @@ from torch.nn.functional import kl_div, log_softmax, mse_loss
 
 from llmcompressor.core import CompressionSession, callbacks, create_session
 from llmcompressor.modifiers.distillation import OutputDistillationModifier
-from llmcompressor.modifiers.quantization import QuantizationModifier
 from llmcompressor.recipe import Recipe
 
 LAYERS = r"re:.*layers\.\d+$"
@@ -109,9 +108,6 @@ def textbook_square_head(student: Any, teacher: Any, batch: tiny.Batch) -> Tenso
 BATCH = with_labels(tiny.padded(tiny.batches(number=1), 6))[0]
 
 
-# ---- what is added to the loss
-
-
 @pytest.mark.parametrize("temperature", [None, 2.0])
 @pytest.mark.parametrize(
     "targets", [None, ["lm_head"], "LlamaForCausalLM", [["lm_head", "re:lm_"]]]
@@ -153,22 +149,6 @@ def test_hidden_states_of_layers(session: CompressionSession, scale: float, fact
     assert modifier.figures(session.state).keys() == tags
 
 
-def test_pairs_of_a_deeper_teacher(session: CompressionSession) -> None:
-    student, teacher = tiny.llama(), tiny.llama(num_hidden_layers=4)
-    modifier = begin(
-        session,
-        student,
-        teacher,
-        targets=[(LAYERS, r"re:.*layers\.[13]$")],
-        comparison="l2_distance",
-    )
-    assert modifier.pairs == [
-        ("model.layers.0", "model.layers.1"),
-        ("model.layers.1", "model.layers.3"),
-    ]
-    assert loss_of(student, BATCH).isfinite()
-
-
 @pytest.mark.parametrize("transform", ["softmax", "log_softmax", ["identity", "softmax"]])
 @pytest.mark.parametrize("comparison", ["kl_divergence", "cross_entropy"])
 def test_probabilities_are_compared_as_logits_are(
@@ -182,25 +162,6 @@ def test_probabilities_are_compared_as_logits_are(
     torch.testing.assert_close(found, loss_of(student, BATCH))
 
 
-def test_arguments_of_a_recipe_reach_the_functions(session: CompressionSession) -> None:
-    student, teacher = tiny.llama(), teacher_model()
-    text = """
-    train_stage:
-      modifiers:
-        OutputDistillationModifier:
-          targets: ["re:.*lm_head$"]
-          transforms: [softmax]
-          transforms_args: [{temperature: 2.0}]
-          comparison: kl_divergence
-          orig_scale: 0.0
-          distill_scale: 4.0
-    """
-    session.initialize(recipe=text, model=student, teacher_model=teacher)
-    torch.testing.assert_close(
-        loss_of(student, BATCH), textbook_kl(student, teacher, BATCH, 2.0), rtol=1e-4, atol=1e-5
-    )
-
-
 @pytest.mark.parametrize("fields", [{}, MIDDLE, {"temperature": 3.0}], ids=str)
 def test_a_teacher_like_the_student_changes_nothing(
     session: CompressionSession, fields: dict[str, Any]
@@ -212,9 +173,6 @@ def test_a_teacher_like_the_student_changes_nothing(
     student.zero_grad()
     student(**BATCH).loss.backward()
     expect_same_gradients(found, gradients(student))
-
-
-# ---- which tokens count, and how they are added up
 
 
 @pytest.mark.parametrize(
@@ -234,19 +192,6 @@ def test_padding_changes_nothing(session: CompressionSession, fields: dict[str, 
         student.zero_grad()
         end_batch()
     expect_same_gradients(*found)
-
-
-def test_tokens_without_a_label_count(session: CompressionSession) -> None:
-    student, teacher = tiny.llama(), teacher_model()
-    begin(session, student, teacher, orig_scale=0.0)
-    prompt = {**BATCH, "labels": BATCH["labels"].clone()}
-    prompt["labels"][:, :10] = -100
-    torch.testing.assert_close(loss_of(student, BATCH), loss_of_next(student, prompt))
-
-
-def loss_of_next(student: Any, batch: tiny.Batch) -> Tensor:
-    end_batch()
-    return loss_of(student, batch)
 
 
 def rows_of(batch: tiny.Batch) -> list[tiny.Batch]:
@@ -290,44 +235,6 @@ def test_accumulated_means_are_the_mean_of_the_batch(
     expect_same_gradients(gradients(student), whole)
 
 
-@pytest.mark.parametrize("fields", PER_TOKEN, ids=str)
-def test_accumulated_shares_are_the_mean_of_the_batch(
-    session: CompressionSession, fields: dict[str, Any]
-) -> None:
-    student, teacher = tiny.llama(), teacher_model()
-    begin(session, student, teacher, **fields)
-    batch = uneven()
-    given = {
-        "num_items_in_batch": (batch["labels"][:, 1:] != -100).sum(),
-        "num_tokens_in_batch": batch["attention_mask"].sum(),
-    }
-    loss_of(student, batch, **given).backward()
-    whole = gradients(student)
-    end_batch()
-    student.zero_grad()
-    for row in rows_of(batch):
-        loss_of(student, row, **given).backward()
-        callbacks.batch_end()
-    expect_same_gradients(gradients(student), whole)
-
-
-def test_a_share_of_the_labels_where_tokens_are_not_counted(session: CompressionSession) -> None:
-    student, teacher = tiny.llama(), teacher_model()
-    begin(session, student, teacher)
-    items = (even()["labels"][:, 1:] != -100).sum()
-    loss_of(student, even(), num_items_in_batch=items).backward()
-    whole = gradients(student)
-    end_batch()
-    student.zero_grad()
-    for row in rows_of(even()):
-        loss_of(student, row, num_items_in_batch=int(items)).backward()
-        callbacks.batch_end()
-    expect_same_gradients(gradients(student), whole)
-
-
-# ---- the student as it is trained
-
-
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("fields", [{}, MIDDLE], ids=str)
 def test_gradient_checkpointing_changes_nothing(
@@ -358,56 +265,6 @@ def test_a_compiled_student(session: CompressionSession) -> None:
         student.zero_grad()
         end_batch()
     expect_same_gradients(*found)
-
-
-@pytest.mark.slow
-def test_a_student_that_was_compiled_before_the_start(session: CompressionSession) -> None:
-    student, teacher = tiny.llama(), teacher_model()
-    begin(session, student, teacher, **MIDDLE, start=1)
-    compiled = torch.compile(student, backend="eager")
-    plain = loss_of(compiled, BATCH).detach()
-    end_batch()
-    assert loss_of(compiled, BATCH) > plain + 0.1
-    end_batch()
-
-
-def test_a_further_forward_without_gradients_is_not_what_is_compared(
-    session: CompressionSession,
-) -> None:
-    """Trainers run one for their figures."""
-    student, teacher = tiny.llama(), teacher_model()
-    begin(session, student, teacher, **MIDDLE)
-    expected = loss_of(student, BATCH)
-    end_batch()
-    callbacks.batch_start(batch_data=BATCH)
-    loss = student(**BATCH).loss
-    with torch.no_grad():
-        student(input_ids=BATCH["input_ids"].flip(0))
-    torch.testing.assert_close(callbacks.loss_calculated(loss=loss).loss, expected)
-
-
-def test_mixed_precision(session: CompressionSession) -> None:
-    student, teacher = tiny.llama(), teacher_model(dtype=torch.bfloat16)
-    begin(session, student, teacher)
-    with torch.autocast("cpu", torch.bfloat16):
-        loss = loss_of(student, BATCH)
-    assert loss.dtype == torch.float32
-    loss.backward()
-    expected = textbook_kl(student, teacher.float(), BATCH, 1.0) + student(**BATCH).loss
-    torch.testing.assert_close(loss, expected, rtol=0.02, atol=0.02)
-
-
-def test_frozen_layers_stay_as_they_are(session: CompressionSession) -> None:
-    student, teacher = tiny.llama(), teacher_model()
-    student.model.embed_tokens.requires_grad_(False)
-    student.model.layers[0].requires_grad_(False)
-    begin(session, student, teacher, **MIDDLE)
-    loss_of(student, BATCH).backward()
-    assert student.model.layers[0].mlp.up_proj.weight.grad is None
-    assert student.model.layers[1].mlp.up_proj.weight.grad.abs().max() > 0
-
-
-# ---- the teacher
 
 
 def counting(model: Module, name: str) -> list[int]:
@@ -441,26 +298,6 @@ def test_the_teacher_runs_once_a_batch_and_no_further_than_asked(
     assert (len(first), len(second), len(head)) == (3, 1, 1)
 
 
-def test_two_modifiers_share_a_forward_of_the_teacher(session: CompressionSession) -> None:
-    student, teacher = tiny.llama(), teacher_model()
-    calls = counting(teacher, "model.layers.0")
-    recipe = [
-        OutputDistillationModifier(**MIDDLE),
-        OutputDistillationModifier(temperature=2.0),
-    ]
-    session.initialize(recipe=list(recipe), model=student, teacher_model=teacher)
-    expected = (
-        student(**BATCH).loss
-        + textbook_square_head(student, teacher, BATCH)
-        + textbook_kl(student, teacher, BATCH, 2.0)
-    )
-    before = len(calls)
-    for _ in range(3):
-        torch.testing.assert_close(loss_of(student, BATCH), expected)
-        end_batch()
-    assert len(calls) == before + 3
-
-
 def test_the_teacher_is_left_as_it_was_but_for_its_mode(session: CompressionSession) -> None:
     student, teacher = tiny.llama().train(), teacher_model(attention_dropout=0.5).train()
     before = copy.deepcopy(teacher.state_dict())
@@ -476,28 +313,6 @@ def test_the_teacher_is_left_as_it_was_but_for_its_mode(session: CompressionSess
     assert all(torch.equal(value, before[name]) for name, value in teacher.state_dict().items())
     assert all(parameter.grad is None for parameter in teacher.parameters())
     assert tiny.traces(teacher) == tiny.traces(student) == {}
-
-
-def test_a_quantized_teacher(session: CompressionSession) -> None:
-    student = tiny.llama()
-    teacher = tiny.run(
-        teacher_model(), QuantizationModifier(scheme="FP8_DYNAMIC", ignore=["lm_head"])
-    )
-    session.reset()
-    begin(session, student, teacher, orig_scale=0.0)
-    found = loss_of(student, BATCH)
-    torch.testing.assert_close(found, textbook_kl(student, teacher, BATCH, 1.0))
-    assert not torch.isclose(found, textbook_kl(student, teacher_model(), BATCH, 1.0), rtol=1e-4)
-    found.backward()
-
-
-def test_offloaded_outputs_give_the_same(session: CompressionSession) -> None:
-    student, teacher = tiny.llama(), teacher_model()
-    begin(session, student, teacher, **MIDDLE)
-    expected = loss_of(student, BATCH)
-    session.reset()
-    begin(session, student, teacher, **MIDDLE, offload_layer_output=True)
-    torch.testing.assert_close(loss_of(student, BATCH), expected)
 
 
 @pytest.mark.gpu
@@ -524,9 +339,6 @@ def test_nothing_is_kept_after_a_batch(session: CompressionSession) -> None:
     end_batch()
     student(**BATCH)  # an evaluation between two batches
     assert not modifier._student._kept
-
-
-# ---- schedules
 
 
 def flags(session: CompressionSession, student: Any, steps: int) -> list[bool]:
@@ -563,9 +375,6 @@ def test_the_schedule_is_kept(
     assert flags(session, student, 5) == [bool(flag) for flag in expected]
     session.finalize()
     assert tiny.traces(student) == tiny.traces(teacher) == {}
-
-
-# ---- learned projections
 
 
 def training(
@@ -640,13 +449,6 @@ def test_a_resumed_run_gives_equal_weights(fields: dict[str, Any]) -> None:
         session.finalize()
     for name, weight in straight.state_dict().items():
         assert torch.equal(weight, resumed.state_dict()[name]), name
-
-
-def test_distillation_brings_the_student_to_its_teacher(session: CompressionSession) -> None:
-    student, teacher = tiny.llama(), teacher_model()
-    begin(session, student, teacher, orig_scale=0.0)
-    losses = training(session, student, sgd(student), [BATCH] * 10)
-    assert losses[-1] < 0.5 * losses[0]
 
 
 def test_a_recipe_is_written_and_read_again() -> None:

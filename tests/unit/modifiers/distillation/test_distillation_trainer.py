@@ -13,7 +13,6 @@ from torch import Tensor
 from torch.nn import Module
 from transformers import TrainingArguments
 
-from llmcompressor.args.parsing import current_name
 from llmcompressor.core import create_session
 from llmcompressor.modifiers.distillation import OutputDistillationModifier
 from llmcompressor.training import Trainer
@@ -100,25 +99,6 @@ def test_accumulation_adds_up_to_the_batch(tmp_path: Path, fields: dict[str, Any
     expect_same(whole, parts, 1e-4)
 
 
-@pytest.mark.parametrize("fields", [{}, {"orig_scale": 0}], ids=str)
-@pytest.mark.parametrize("masked", [True, False], ids=["masked", "without a mask"])
-def test_micro_batches_without_targets_count(
-    tmp_path: Path, fields: dict[str, Any], masked: bool
-) -> None:
-    data = half_without_targets()
-    if not masked:
-        data = [{k: v for k, v in one.items() if k != "attention_mask"} for one in data]
-    whole = trained(tmp_path, fields, data=data)
-    parts = trained(
-        tmp_path,
-        fields,
-        data=data,
-        per_device_train_batch_size=1,
-        gradient_accumulation_steps=4,
-    )
-    expect_same(whole, parts, 1e-4)
-
-
 @pytest.mark.parametrize("split", [(4, 1), (1, 4)], ids=str)
 @pytest.mark.parametrize("scale", [0.0, 1.0])
 def test_without_any_target_the_teacher_alone_is_learned_from(
@@ -149,10 +129,3 @@ def test_a_run_that_is_resumed_gives_equal_weights(tmp_path: Path) -> None:
     straight = trained(tmp_path, PROJECTED, **saving)
     resumed = trained(tmp_path, PROJECTED, tmp_path / "checkpoint-1", **saving)
     expect_same(straight, resumed, 0.0)
-
-
-def test_layers_that_are_computed_again(tmp_path: Path) -> None:
-    plain = trained(tmp_path, PROJECTED)
-    checkpointing = current_name(TrainingArguments.__dataclass_fields__, "activation_checkpointing")
-    again = trained(tmp_path, PROJECTED, **{checkpointing: True})
-    expect_same(plain, again, 1e-5)

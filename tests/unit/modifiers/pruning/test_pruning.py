@@ -16,14 +16,12 @@ from llmcompressor.core import Event, EventType, State, callbacks, create_sessio
 from llmcompressor.core.modifier_registry import ModifierFactory
 from llmcompressor.errors import (
     CheckpointError,
-    LifecycleError,
     NonFiniteError,
     RecipeError,
     TargetError,
 )
 from llmcompressor.modifiers.pruning import (
     ConstantPruningModifier,
-    GradualPruningModifier,
     MagnitudePruningModifier,
 )
 from llmcompressor.numerics.masks import num_zeros, parse_structure
@@ -111,8 +109,6 @@ class Loop:
         return self
 
 
-# ---- the sparsity after each step is that of the formula
-
 ROUNDED = {name: 12 * 16 if name == "0.weight" else 16 * 8 for name in ("0.weight", "2.weight")}
 
 
@@ -156,18 +152,6 @@ def test_sparsity_after_each_step_is_the_formula(name, arguments, formula, start
         assert found == expected(modifier, step / unit), step
 
 
-def test_a_start_between_two_steps_counts_after_the_first_one_behind_it():
-    modifier = gradual(
-        update_scheduler="linear", init_sparsity=0.1, final_sparsity=0.7, start=0.2, end=0.4
-    )
-    loop = Loop(small_model(), modifier, steps_per_epoch=12).run(6)
-    formula = [0.0, 0.0, 0.25, 0.5, 0.7, 0.7]  # after steps 1, 2 (0.167 epochs), 3 (0.25), …
-    assert [found["2.weight"] for _, found in loop.after] == [
-        num_zeros(sparsity, 128) / 128 for sparsity in formula
-    ]
-    assert modifier.ended
-
-
 @pytest.mark.parametrize("steps_per_epoch", [None, 5])
 def test_a_stair_is_climbed_at_its_steps(steps_per_epoch):
     unit = steps_per_epoch or 1
@@ -189,28 +173,6 @@ def test_between_updates_the_sparsity_stays(update, unit):
     for step, found in loop.after:
         last = max(at for at in updates if at <= step)
         assert found == expected(modifier, last / unit), step
-
-
-def test_a_start_between_two_updates_prunes_at_once():
-    modifier = gradual(start=2, end=9, update=4)
-    loop = Loop(small_model(), modifier).run(10)
-    for step, found in loop.after:
-        last = max([at for at in (2, 4, 8, 9) if at <= step], default=None)
-        nothing = dict.fromkeys(ROUNDED, 0.0)
-        assert found == (nothing if last is None else expected(modifier, last))
-
-
-def test_a_window_without_length_prunes_once():
-    loop = Loop(small_model(), gradual(start=2, end=2)).run(4)
-    assert [found["2.weight"] for _, found in loop.after] == [0.0, 0.75, 0.75, 0.75]
-
-
-def test_a_window_between_two_steps_is_not_missed():
-    loop = Loop(small_model(), gradual(start=1.25, end=1.75)).run(4)
-    assert [found["2.weight"] for _, found in loop.after] == [0.0, 0.75, 0.75, 0.75]
-
-
-# ---- masks hold
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
@@ -250,32 +212,6 @@ def test_a_mask_makes_zeros_even_of_what_is_not_finite():
         session.finalize()
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
-def test_other_dtypes_are_held_too(dtype):
-    model = nn.Linear(16, 8).to(dtype)
-    modifier = gradual(init_sparsity=0.5)
-    with create_session() as session:
-        session.initialize(recipe=modifier, model=model)
-        callbacks.batch_start()
-        pruned, before = model.weight == 0, model.weight.detach().clone()
-        assert int(pruned.sum()) == 64
-        model.weight.grad = torch.ones_like(model.weight)
-        callbacks.optim_pre_step()
-        assert torch.equal(model.weight.grad, (~pruned).to(dtype))
-        with torch.no_grad():
-            model.weight += 1
-        modifier.weights.apply()
-        assert torch.equal(model.weight, (before + 1).masked_fill(pruned, 0))
-        session.finalize()
-
-
-def test_a_skipped_step_changes_nothing():
-    model = small_model()
-    loop = Loop(model, gradual(init_sparsity=0.75))
-    loop.run(3, skip=True)
-    assert {found["0.weight"] for _, found in loop.after} == {0.75}
-
-
 def test_parameters_that_are_not_targeted_train_on():
     model = small_model()
     before = {name: value.detach().clone() for name, value in model.named_parameters()}
@@ -284,13 +220,6 @@ def test_parameters_that_are_not_targeted_train_on():
     for name in ("0.bias", "2.weight", "2.bias", "3.weight"):
         assert not torch.equal(model.get_parameter(name), before[name]), name
         assert not bool((model.get_parameter(name) == 0).any()), name
-
-
-def test_frozen_parameters_are_pruned_too():
-    model = small_model()
-    model[0].weight.requires_grad_(False)
-    Loop(model, gradual()).run(9)
-    assert (model[0].weight == 0).float().mean() == 0.75
 
 
 @pytest.mark.parametrize("structure", ["filter", "channel", "block_2,4", "2:4", "1:4"])
@@ -336,9 +265,6 @@ def test_globally_all_weights_have_one_threshold():
     assert loop.after[-1][1]["2.weight"] < 0.5
 
 
-# ---- after the end
-
-
 def test_masks_are_kept_after_the_end():
     loop = Loop(small_model(), gradual(end=3), optimizer="adamw").run(8)
     assert [found["0.weight"] for _, found in loop.after][3:] == [0.75] * 5
@@ -355,47 +281,6 @@ def test_a_constant_modifier_takes_over(warned):
     assert warned == []
 
 
-def test_weights_that_grow_back_are_told_of(warned):
-    loop = Loop(small_model(), gradual(end=3, leave_enabled=False)).run(6)
-    assert loop.after[-1][1]["0.weight"] < 0.1
-    [text] = warned
-    assert "let go of its masks at its end" in text
-    assert "leave_enabled: true" in text
-
-
-def test_a_training_that_is_over_too_soon_is_told_of(warned):
-    recipe = [gradual(end=100), gradual(start=50, end=60), gradual(start=3, end=6)]
-    Loop(small_model(), recipe).run(3)
-    assert "did not come to its end (100)" in warned[0]
-    assert "did nothing: the training ended before its start (50)" in warned[1]
-    assert "did not come to its end (6)" in warned[2], "its first masks came with the last step"
-    assert "at a sparsity of 0.1 instead of 0.75" in warned[2]
-    assert not recipe[2].started
-
-
-def test_the_end_may_come_with_the_last_step_of_all(warned):
-    """Where nobody sends the end of the batch, too."""
-    modifier = gradual(end=1)
-    with create_session() as session:
-        session.initialize(recipe=modifier, model=small_model())
-        callbacks.batch_start()
-        callbacks.optim_post_step()
-        session.finalize()
-    assert modifier.report()["0"]["sparsity"] == 0.75
-    assert warned == []
-
-
-def test_the_end_of_the_run_zeroes_weights_that_were_loaded_since():
-    model, modifier = small_model(), gradual(init_sparsity=0.75)
-    with create_session() as session:
-        session.initialize(recipe=modifier, model=model)
-        callbacks.batch_start()
-        model.load_state_dict(small_model(3).state_dict())
-        session.finalize()
-    assert (model[0].weight == 0).float().mean() == 0.75
-    assert not modifier.weights.held
-
-
 def test_constant_keeps_exactly_the_zeros_that_are_there():
     model = small_model()
     with torch.no_grad():
@@ -405,14 +290,6 @@ def test_constant_keeps_exactly_the_zeros_that_are_there():
     for name, value in model.named_parameters():
         if name != "3.bias":  # begins at zero, and trains
             assert torch.equal(value == 0, before[name]), name
-
-
-def test_constant_without_zeros_is_told_of(warned):
-    Loop(small_model(), ConstantPruningModifier(targets="Linear")).run(1)
-    assert "nothing to keep: no weight is zero in 0.weight, 2.weight" in warned[0]
-
-
-# ---- checkpoints
 
 
 @pytest.mark.parametrize(
@@ -486,52 +363,6 @@ def test_masks_of_another_model_are_refused():
             other.load_state_dict(session.state, modifier.state_dict())
 
 
-def test_a_checkpoint_from_before_the_start():
-    modifier = gradual(start=3)
-    with create_session() as session:
-        session.initialize(recipe=modifier, model=small_model())
-        modifier.load_state_dict(session.state, modifier.state_dict())
-        assert modifier.state_dict()["masks"] == {}
-        assert modifier.figures(session.state) == {}
-
-
-# ---- what is told
-
-
-def test_figures_are_the_shares_that_are_zero():
-    model, modifier = small_model(), gradual(init_sparsity=0.5, apply_globally=True)
-    with create_session() as session:
-        session.initialize(recipe=modifier, model=model)
-        callbacks.batch_start()
-        figures = modifier.figures(session.state)
-    zeros = {name: model.get_parameter(name).eq(0).float().mean().item() for name in ROUNDED}
-    assert figures == pytest.approx(
-        {"sparsity": 0.5, **{f"sparsity/{name}": share for name, share in zeros.items()}}
-    )
-
-
-def test_the_report_counts_zeros():
-    modifier = gradual(mask_structure="2:4", final_sparsity=0.5)
-    Loop(small_model(), modifier).run(10)
-    stored = "the zeros are stored like other weights: no reader has a sparse format for them"
-    record = {"sparsity": 0.5, "structure": "2:4", "stored": stored}
-    assert modifier.report() == {"0": record, "2": record}
-    assert gradual().report() == {}
-
-
-def test_masks_of_equal_weights_are_equal():
-    """As on the ranks of a data-parallel training."""
-    found = []
-    for _ in range(2):
-        model = small_model()
-        with torch.no_grad():
-            model[0].weight.copy_((model[0].weight * 4).round() / 4)  # many ties
-        Loop(model, gradual(apply_globally=True), optimizer="adamw").run(5)
-        found.append(model[0].weight.detach())
-    assert torch.equal(found[0], found[1])
-    assert bool((found[0] == 0).any())
-
-
 def test_weights_that_are_not_finite_are_refused():
     model = small_model()
     with torch.no_grad():
@@ -542,28 +373,11 @@ def test_weights_that_are_not_finite_are_refused():
             callbacks.batch_start()
 
 
-def test_names_of_the_recipe():
-    fields = {"targets": "Linear", "init_sparsity": 0, "final_sparsity": 0.5, "end": 1}
-    for name in ("MagnitudePruningModifier", "GradualPruningModifier"):
-        assert type(ModifierFactory.create(name, **fields)) is GradualPruningModifier
-    constant = ModifierFactory.create("ConstantPruningModifier", targets="Linear", start=None)
-    assert type(constant) is ConstantPruningModifier
-    assert constant.start == 0
-    assert constant.run_types == GradualPruningModifier.run_types == {"train"}
-
-
 @pytest.mark.parametrize("name", ["MagnitudePruningModifier", "ConstantPruningModifier"])
 def test_a_start_before_the_training_is_refused(name):
     fields = {"init_sparsity": 0, "final_sparsity": 0.5, "end": 1} if name[0] == "M" else {}
     with pytest.raises(RecipeError, match=rf"{name}.*start is -1.*begins at 0.*Leave it out"):
         ModifierFactory.create(name, targets="Linear", start=-1, **fields)
-
-
-def test_before_it_is_initialized():
-    with pytest.raises(LifecycleError, match="not initialized"):
-        _ = gradual().weights
-    assert gradual().state_dict() == {}
-    assert gradual().figures(State()) == {}
 
 
 def test_nothing_is_pruned_before_the_first_batch():
@@ -575,17 +389,6 @@ def test_nothing_is_pruned_before_the_first_batch():
         assert not bool((model[0].weight == 0).any())
         callbacks.batch_start()
         assert bool((model[0].weight == 0).any())
-
-
-def test_parameters_that_are_replaced_are_found_again():
-    """As FSDP and torch's parametrizations do."""
-    model, modifier = small_model(), gradual(init_sparsity=0.5)
-    modifier.initialize(State(model=model))
-    model[0].weight = nn.Parameter(model[0].weight.detach() + 1)
-    nn.utils.parametrize.register_parametrization(model[2], "weight", nn.Identity())
-    modifier.update_event(State(model=model), Event(type_=EventType.BATCH_START))
-    assert (model[0].weight == 0).float().mean() == 0.5
-    assert (model[2].weight == 0).float().mean() == 0.5
 
 
 @pytest.mark.parametrize(

@@ -87,14 +87,6 @@ def test_ignore_wins(ignore, expected):
     assert names("Linear", ignore) == expected
 
 
-def test_a_tied_weight_is_found_once():
-    model = Model()
-    model.layers[1].q_proj.weight = model.layers[0].q_proj.weight
-    assert names("Linear", model=model) == [*LINEARS[:2], LINEARS[3]]
-    places = find_parameters(model, ["head", "re:embed.weight"])
-    assert [place.name for place in places] == ["embed.weight"]
-
-
 @pytest.mark.parametrize(
     ("targets", "message"),
     [
@@ -114,15 +106,6 @@ def test_targets_without_parameters(targets, message):
             modifier.initialize(State(model=Model()))
 
 
-def test_nothing_left():
-    with pytest.raises(TargetError, match="No parameter of Model is left to prune by 'Linear'"):
-        names("Linear", "re:.*")
-    tied = nn.Sequential(nn.Embedding(4, 4), nn.Linear(4, 4, bias=False))
-    tied[1].weight = tied[0].weight
-    with pytest.raises(TargetError, match="a head that shares the input embedding"):
-        names("Linear", model=tied)
-
-
 @pytest.mark.parametrize("everything", ["__ALL__", "__ALL_PRUNABLE__", "Linear"])
 def test_routers_are_pruned_by_their_names_alone(everything: str) -> None:
     model = Model()
@@ -140,27 +123,6 @@ def test_routers_are_pruned_by_their_names_alone(everything: str) -> None:
         names(everything, model=nn.ModuleDict({"mlp": only}))
 
 
-@pytest.mark.parametrize("targets", ["__ALL__", "re:.*q_proj.weight", "Linear"])
-def test_what_quantization_adds_is_no_weight(targets):
-    model = Model()
-    before = names(targets, model=model)
-    for module in model.modules():
-        if isinstance(module, nn.Linear):
-            for name in ("weight_scale", "weight_zero_point", "weight_log_step", "input_scale"):
-                module.register_parameter(name, nn.Parameter(torch.ones(4, 1)))
-    assert names(targets, model=model) == before
-
-
-def test_weights_that_are_codes():
-    model = nn.Sequential(nn.Linear(4, 4))
-    model[0].weight = nn.Parameter(torch.ones(4, 4, dtype=torch.int8), requires_grad=False)
-    with pytest.raises(TargetError, match=r"0\.weight cannot be pruned: its dtype is torch\.int8"):
-        names("Linear", model=model)
-
-
-# ---- fields
-
-
 def gradual(**changes: Any) -> MagnitudePruningModifier:
     fields: dict[str, Any] = {
         "targets": "Linear", "init_sparsity": 0.0, "final_sparsity": 0.5, "end": 4,
@@ -172,12 +134,9 @@ def gradual(**changes: Any) -> MagnitudePruningModifier:
     ("changes", "message"),
     [
         ({"start": 3, "end": 2}, r"end \(2\) lies before start \(3\)\. Give an end that does not"),
-        ({"end": -1}, r"end \(-1\) lies before start \(0\)"),
         ({"end": float("inf")}, r"it has no end"),
-        ({"start": float("nan")}, r"start is not a number"),
         ({"end": None}, "it has no end.*Give end, in epochs"),
         ({"update": 0}, "update is 0: .* above 0.*Leave it out"),
-        ({"update": -2}, "update is -2"),
         ({"init_sparsity": -0.1}, "'init_sparsity'.*greater than or equal to 0"),
         ({"final_sparsity": 60}, "'final_sparsity'.*less than or equal to 1"),
         ({"init_sparsity": 0.6}, r"final_sparsity \(0\.5\) is below init_sparsity \(0\.6\)"),
@@ -192,11 +151,6 @@ def gradual(**changes: Any) -> MagnitudePruningModifier:
         (
             {"update_scheduler": "polynomial", "scheduler_args": {"exponent": 0}},
             "exponent is 0.*above 0",
-        ),
-        ({"update_scheduler": "multi_step"}, "'multi_step' has no steps.*INDEX, SPARSITY"),
-        (
-            {"update_scheduler": "multi_step", "scheduler_args": {"steps": [1]}},
-            r"The step 1 is no \[INDEX, SPARSITY\]",
         ),
         (
             {"update_scheduler": "multi_step", "scheduler_args": {"steps": [[9, 0.5]]}},
@@ -213,7 +167,6 @@ def gradual(**changes: Any) -> MagnitudePruningModifier:
         ({"update_scheduler": "calc(index)"}, r"gives a sparsity of 1\.\d+ at index"),
         ({"update_scheduler": "calc(0.5 - index / 10)"}, "falls from 0.5 to"),
         ({"update_scheduler": "calc(index / 16)"}, r"ends at 0\.25, and final_sparsity is 0\.5"),
-        ({"update_scheduler": "calc(index / )"}, "not a valid expression"),
         ({"update_scheduler": "calc(open('x'))"}, "'open' is not allowed"),
         ({"update_scheduler": "calc('x')"}, "gives 'x' at index 0"),
         ({"update_scheduler": "calc(update)"}, "no argument named 'update'"),
@@ -223,19 +176,6 @@ def gradual(**changes: Any) -> MagnitudePruningModifier:
 def test_fields_that_cannot_be(changes, message):
     with pytest.raises(RecipeError, match=rf"(?s)^MagnitudePruningModifier: .*{message}"):
         gradual(**changes)
-
-
-def test_constant_fields_that_cannot_be():
-    with pytest.raises(RecipeError, match="'targets': it is required"):
-        ConstantPruningModifier()
-    with pytest.raises(RecipeError, match=r"end \(1\) lies before start \(2\)"):
-        ConstantPruningModifier(targets="Linear", start=2, end=1)
-
-
-def test_parameters_that_a_structure_does_not_fit():
-    modifier = gradual(targets="Linear", mask_structure="block_8,8")
-    with pytest.raises(TargetError, match=r"block_8,8 does not fit layers\.0\.k_proj.*4 x 8 is no"):
-        modifier.initialize(State(model=Model()))
 
 
 def test_a_recipe_survives_being_saved():
@@ -250,9 +190,6 @@ def test_a_recipe_survives_being_saved():
     assert found == recipe.modifiers
     assert isinstance(again, MagnitudePruningModifier)
     assert again.sparsity_at(2.5) == pytest.approx(0.5 * 0.25)
-
-
-# ---- orientation, quantization, processes
 
 
 def test_conv1d_has_its_rows_in_columns():

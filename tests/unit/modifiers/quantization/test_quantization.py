@@ -15,12 +15,10 @@ from tests.support.presets import USUAL, WITH_WEIGHTS
 from tests.support.thinned import few
 from torch import Tensor
 
-from llmcompressor.core import EventType, State, active_session
+from llmcompressor.core import active_session
 from llmcompressor.core.modifier import Modifier
-from llmcompressor.errors import InputError, NonFiniteError, RecipeError, TargetError
-from llmcompressor.modifiers.autoround import AutoRoundModifier
+from llmcompressor.errors import InputError, NonFiniteError, TargetError
 from llmcompressor.modifiers.gptq import GPTQModifier
-from llmcompressor.modifiers.hqq import HQQModifier
 from llmcompressor.modifiers.quantization.rounding import QuantizationModifier
 from llmcompressor.quantization.parameters import observe_weight
 from llmcompressor.recipe import Recipe
@@ -49,9 +47,6 @@ def states(given: list[tiny.Batch]) -> dict[str, list[Tensor]]:
     return {name: [torch.cat(parts, dim=1) for parts in each] for name, each in found.items()}
 
 
-# ------------------------------------------------------------------ weights
-
-
 @pytest.mark.parametrize("name", few(WITH_WEIGHTS, *USUAL))
 def test_every_weight_is_rounded_on_the_scales_of_its_observer(name: str) -> None:
     before, model = (tiny.llama(torch.bfloat16, num_hidden_layers=1) for _ in range(2))
@@ -64,13 +59,6 @@ def test_every_weight_is_rounded_on_the_scales_of_its_observer(name: str) -> Non
         assert torch.equal(module.weight, expected.round(weight))
         assert torch.equal(module.weight_scale, expected.scale.to(torch.bfloat16))
     assert torch.equal(model.lm_head.weight, before.lm_head.weight)
-
-
-def test_without_static_scales_no_data_is_needed() -> None:
-    assert not nearest(scheme="FP8_DYNAMIC").requires_calibration_data
-    assert nearest(scheme="FP8").requires_calibration_data
-    assert nearest(scheme="W4A16", weight_observer="imatrix_mse").requires_calibration_data
-    assert nearest(scheme="W4A16", kv_cache_scheme=FP8).requires_calibration_data
 
 
 def test_importance_comes_from_real_tokens(warned: list[str]) -> None:
@@ -101,38 +89,6 @@ def test_importance_is_the_mean_square_of_the_inputs() -> None:
     assert float((module.weight_scale != expected.scale).float().mean()) < 0.05
 
 
-def test_importance_of_an_embedding_is_not_asked_for(warned: list[str]) -> None:
-    weights = {"num_bits": 4, "strategy": "channel", "observer": "memoryless_mse"}
-    group = {"targets": ["Embedding"], "weights": weights}
-    linear = {**weights, "observer": "imatrix_mse"}
-    groups = {"rows": group, "all": {"targets": ["Linear"], "weights": linear}}
-    model = tiny.run(tiny.llama(), nearest(config_groups=groups))
-    assert model.model.embed_tokens.weight_scale.shape == (96, 1)
-    assert not [line for line in warned if "embed_tokens" not in line]
-
-
-@pytest.mark.parametrize("field", ["config_groups", "scheme"])
-def test_targets_beside_groups_that_have_their_own_are_told(field: str, warned: list[str]) -> None:
-    groups: dict[str, Any] = {
-        "config_groups": {"all": {"targets": ["Linear"], "weights": {"num_bits": 8}}},
-        "scheme": {"FP8_DYNAMIC": ["Linear"]},
-    }
-    said = f"targets (re:.*mlp.*) has no effect beside {field}"
-    for targets, is_told in (("re:.*mlp.*", True), ("Linear", False), (["Linear"], False)):
-        warned.clear()
-        given = {field: groups[field], "targets": targets}
-        tiny.run(tiny.llama(), QuantizationModifier(ignore=["lm_head"], **given))
-        assert any(said in line for line in warned) == is_told
-
-
-def test_outputs_with_a_static_scale_are_calibrated() -> None:
-    group = {"targets": ["re:.*up_proj"], "output_activations": INT8}
-    model = tiny.run(tiny.llama(), nearest(config_groups={"outputs": group}))
-    module = model.model.layers[0].mlp.up_proj
-    assert float(module.output_scale) > 0
-    assert torch.equal(module.weight, tiny.llama().model.layers[0].mlp.up_proj.weight)
-
-
 @pytest.mark.parametrize("kind", [QuantizationModifier, GPTQModifier])
 def test_fields_that_are_changed_before_a_run_count(kind: type[Any]) -> None:
     scheme = preset_name_to_scheme("W8A16", ["Linear"])
@@ -146,35 +102,6 @@ def test_fields_that_are_changed_before_a_run_count(kind: type[Any]) -> None:
         tiny.run(model, modifier, data=tiny.batches())
         assert model.model.layers[0].mlp.up_proj.quantization_scheme.weights.num_bits == 4
         assert not hasattr(model.lm_head, "quantization_scheme")
-
-
-def test_fields_of_a_users_own_do_not_matter_to_schemes() -> None:
-    class Noting(QuantizationModifier):
-        table: Any = None
-
-    modifier = Noting(targets="Linear", scheme="W8A16", table=torch.zeros(3))
-    before = modifier.resolve_quantization_config()
-    modifier.table = torch.ones(3)
-    assert modifier.resolve_quantization_config() is before
-
-
-def test_what_the_fields_ask_for_can_be_read() -> None:
-    modifier = nearest(scheme={"W4A16": ["re:.*mlp.*"], "FP8": ["re:.*attn.*"]})
-    groups = modifier.resolved_config.config_groups
-    assert [scheme.weights.num_bits for scheme in groups.values() if scheme.weights] == [4, 8]
-    assert modifier.resolved_targets == {"re:.*mlp.*", "re:.*attn.*"}
-    modifier.scheme = "W8A16"
-    assert modifier.resolved_targets == {"Linear"}
-
-
-def test_a_changed_field_decides_whether_data_is_needed() -> None:
-    modifier = nearest(scheme="W8A16")
-    assert not modifier.requires_calibration_data
-    modifier.scheme = "FP8"
-    assert modifier.requires_calibration_data
-    modifier.scheme = "FP7"
-    with pytest.raises(InputError, match="FP7"):
-        _ = modifier.requires_calibration_data
 
 
 def test_the_quantized_model_is_close_to_the_original() -> None:
@@ -212,7 +139,7 @@ class Scaling(Modifier):
 
 
 @pytest.mark.parametrize("modifier", [QuantizationModifier, GPTQModifier])
-def test_a_global_scale_is_that_of_the_weights_when_they_are_quantized(
+def test_a_global_scale_is_that_of_the_weights_when_quantized(
     modifier: Any,
 ) -> None:
     quantizing = modifier(scheme="NVFP4A16", ignore=["lm_head"])
@@ -221,31 +148,6 @@ def test_a_global_scale_is_that_of_the_weights_when_they_are_quantized(
     for part in ("q_proj", "k_proj", "v_proj"):
         found = float(model.model.layers[0].self_attn.get_submodule(part).weight_global_scale)
         assert found == pytest.approx(448 * 6 / amax, rel=1e-6)
-
-
-@pytest.mark.parametrize("modifier", [QuantizationModifier, GPTQModifier])
-def test_a_pipeline_that_announces_no_modules_still_ends_with_quantized_ones(
-    modifier: Any,
-) -> None:
-    model, session = tiny.llama(), active_session()
-    session.reset()
-    session.initialize(model=model, recipe=modifier(scheme="W8A16", ignore=["lm_head"]))
-    session.event(EventType.CALIBRATION_EPOCH_START)
-    tiny.logits(model, tiny.batches())
-    session.event(EventType.CALIBRATION_EPOCH_END)
-    session.finalize()
-    session.reset()
-    before = tiny.linears(tiny.llama())
-    for name, module in tiny.linears(model).items():
-        weight = before[name].weight
-        assert (
-            0
-            < float((module.weight - weight).detach().abs().max())
-            < float(2 * module.weight_scale.max())
-        )
-
-
-# ------------------------------------------------------------------ caches and attention
 
 
 @pytest.mark.parametrize("pipeline", ["independent", "basic", "layer_sequential"])
@@ -278,43 +180,6 @@ def test_cache_scales_can_be_kept_per_head() -> None:
             expected = values.abs().amax(dim=(1, 2)).reshape(2, 1, 1) / 127.5
             found = getattr(model.model.layers[layer].self_attn, f"{name}_scale")
             assert torch.allclose(found, expected, rtol=1e-5)
-
-
-def test_a_zero_point_of_the_cache_is_kept() -> None:
-    cache = {**INT8, "symmetric": False, "observer": "static_minmax"}
-    model = tiny.run(tiny.llama(), nearest(kv_cache_scheme=cache, ignore=[]))
-    attention = model.model.layers[0].self_attn
-    assert attention.k_zero_point.shape == attention.k_scale.shape == (1,)
-
-
-def test_attention_is_quantized_with_its_queries() -> None:
-    plain, data = tiny.llama(), tiny.batches()
-    model = tiny.run(tiny.llama(), nearest(config_groups=ATTENTION, ignore=[]), data=data)
-    for layer in model.model.layers:
-        attention = layer.self_attn
-        assert {f"{name}_scale" for name in "qkv"} == set(attention._parameters)
-        assert all(float(attention._parameters[f"{name}_scale"]) > 0 for name in "qkv")
-    change = tiny.logits(model, data) - tiny.logits(plain, data)
-    assert 0 < float(change.norm() / tiny.logits(plain, data).norm()) < 0.2
-
-
-def test_attention_and_its_linears_in_one_recipe() -> None:
-    groups = {**ATTENTION, "linears": {"targets": ["Linear"], "weights": FP8}}
-    model = tiny.run(tiny.llama(), nearest(config_groups=groups))
-    attention = model.model.layers[1].self_attn
-    assert float(attention.q_scale) > 0
-    assert float(attention.q_proj.weight_scale) > 0
-
-
-def test_the_cache_after_a_modifier_for_weights() -> None:
-    weights = GPTQModifier(scheme="W8A16", ignore=["lm_head"])
-    model = tiny.run(tiny.llama(), weights, QuantizationModifier(kv_cache_scheme=FP8))
-    attention = model.model.layers[1].self_attn
-    assert float(attention.k_scale) > 0
-    assert attention.q_proj.weight_scale.shape == (64, 1)
-
-
-# ------------------------------------------------------------------ bad input
 
 
 def unchanged(model: Any, before: Any) -> bool:
@@ -398,7 +263,7 @@ REFUSED: dict[str, tuple[list[Modifier], type[Exception], str]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_is_refused_before_calibration_leaves_the_model_as_it_was(case: str) -> None:
+def test_what_is_refused_before_calibration_leaves_the_model(case: str) -> None:
     modifiers, error, message = REFUSED[case]
     model = tiny.llama()
     before = copy.deepcopy(model)
@@ -410,9 +275,7 @@ def test_what_is_refused_before_calibration_leaves_the_model_as_it_was(case: str
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @pytest.mark.parametrize("modifier", [QuantizationModifier, GPTQModifier])
-def test_weights_that_are_not_finite_are_refused_by_name_before_calibration(
-    modifier: Any, bad: float
-) -> None:
+def test_bad_weights_are_refused_by_name_before_calibration(modifier: Any, bad: float) -> None:
     model = tiny.llama()
     model.model.layers[1].mlp.up_proj.weight.data[3, 5] = bad
     session = active_session()
@@ -423,7 +286,7 @@ def test_weights_that_are_not_finite_are_refused_by_name_before_calibration(
     assert tiny.traces(model) == {}
 
 
-def test_activations_that_are_not_finite_are_named_and_nothing_is_left_behind() -> None:
+def test_bad_activations_are_named_and_nothing_is_left() -> None:
     model = tiny.llama()
     model.model.layers[1].input_layernorm.weight.data[3] = 3e38  # finite, but times an input
     before = copy.deepcopy(model)
@@ -463,36 +326,11 @@ def test_a_run_that_breaks_off_takes_its_taps_from_attention(kind: str) -> None:
         ({"scheme": "W4A16", "schemes": "W4A16"}, "no such field"),
     ],
 )
-def test_fields_that_contradict_each_other_are_refused_without_a_model(
+def test_contradicting_fields_are_refused_without_a_model(
     fields: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(InputError, match=message):
         QuantizationModifier(**fields)
-
-
-@pytest.mark.parametrize(
-    ("fields", "where"),
-    [
-        ({"scheme": "W4A16", "weight_observer": "foo"}, "weight_observer"),
-        ({"scheme": "FP8", "observer": {"input": "foo"}}, r"observer\.input"),
-        ({"scheme": STRANGE}, "scheme"),
-        ({"config_groups": {"own": STRANGE}}, r"config_groups\.own\.weights"),
-        ({"kv_cache_scheme": {**FP8, "observer": "foo"}}, "kv_cache_scheme"),
-    ],
-)
-def test_an_observer_that_is_not_known_is_told_with_its_field(
-    fields: dict[str, Any], where: str
-) -> None:
-    said = f"^QuantizationModifier: field '{where}': There is no observer named 'foo'"
-    with pytest.raises(RecipeError, match=said):
-        tiny.run(tiny.llama(), QuantizationModifier(ignore=["lm_head"], **fields))
-
-
-@pytest.mark.parametrize("kind", [GPTQModifier, AutoRoundModifier, HQQModifier])
-def test_each_quantizer_tells_the_field_of_a_strange_observer(kind: Any) -> None:
-    said = f"^{kind.__name__}: field 'weight_observer': There is no observer named 'foo'"
-    with pytest.raises(RecipeError, match=said):
-        tiny.run(tiny.llama(), kind(scheme="W4A16", ignore=["lm_head"], weight_observer="foo"))
 
 
 def test_a_named_head_is_untied_unless_it_is_to_stay_tied() -> None:
@@ -512,33 +350,6 @@ def test_a_named_head_is_untied_unless_it_is_to_stay_tied() -> None:
         assert untied.lm_head.weight_scale.shape == (96, 1)
         original = tiny.llama(tie_word_embeddings=True).model.embed_tokens.weight
         assert torch.equal(untied.model.embed_tokens.weight, original)
-
-
-def test_an_embedding_is_untied_from_a_head_that_a_class_then_means() -> None:
-    groups = {"W8A16": ["Embedding"], "FP8_DYNAMIC": ["Linear"]}
-    model = tiny.run(tiny.llama(tie_word_embeddings=True), nearest(config_groups=groups, ignore=[]))
-    assert model.model.embed_tokens.weight_scale.shape == (96, 1)
-    assert model.lm_head.quantization_scheme.weights.type == "float"
-
-
-def test_a_training_unties_nothing_by_itself() -> None:
-    """Its optimizer has the parameters already."""
-    model = tiny.llama(tie_word_embeddings=True)
-    modifier = nearest(scheme="W8A16", targets=["Embedding"], ignore=[])
-    optimizer = torch.optim.SGD(model.parameters())
-    with pytest.raises(TargetError, match="tie_word_embeddings=False"):
-        modifier.initialize(State(model=model, optimizer=optimizer))
-    assert model.lm_head.weight is model.model.embed_tokens.weight
-
-
-def test_no_hook_of_a_modifier_is_left_after_success() -> None:
-    model = tiny.run(tiny.llama(), nearest(scheme="FP8", weight_observer="imatrix_mse"))
-    hooks = [hook for each in model.modules() for hook in each._forward_pre_hooks.values()]
-    hooks += [hook for each in model.modules() for hook in each._forward_hooks.values()]
-    assert hooks == []
-
-
-# ------------------------------------------------------------------ recipes
 
 
 @pytest.mark.parametrize(

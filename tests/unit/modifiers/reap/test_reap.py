@@ -18,13 +18,9 @@ from transformers import (
     AutoModelForCausalLM,
     Gemma4ForCausalLM,
     Gemma4TextConfig,
-    HunYuanMoEV1Config,
-    HunYuanMoEV1ForCausalLM,
 )
 
-from llmcompressor import oneshot, plan, verify
-from llmcompressor.core.modifier import planned_structure
-from llmcompressor.core.state import State
+from llmcompressor import verify
 from llmcompressor.errors import (
     NonFiniteError,
     OutputError,
@@ -32,9 +28,8 @@ from llmcompressor.errors import (
     TargetError,
 )
 from llmcompressor.modifiers.pruning import REAPPruningModifier
-from llmcompressor.modifiers.quantization import GPTQModifier, QuantizationModifier
+from llmcompressor.modifiers.quantization import GPTQModifier
 from llmcompressor.modifiers.reap.layers import (
-    expert_count_attributes,
     find_moe_layers,
     prune_experts,
 )
@@ -134,31 +129,6 @@ def test_block_by_block_and_in_memory_are_the_same(
         assert streamed == whole, file
 
 
-@pytest.mark.parametrize("family", small.FAMILIES)
-def test_what_is_only_outlined_is_as_it_was_again(family: str) -> None:
-    def look(model: Any) -> list[Any]:
-        numbers = [
-            (name, key, value)
-            for name, module in model.named_modules()
-            for key, value in vars(module).items()
-            if type(value) is int
-        ]
-        return [
-            model.config.to_dict(),
-            numbers,
-            {key: id(value) for key, value in model.state_dict(keep_vars=True).items()},
-        ]
-
-    model = small.mixture(family)
-    state, modifier = State(model=model), REAPPruningModifier(sparsity=0.5)
-    modifier.initialize(state)
-    before = look(model)
-    with planned_structure([modifier], state):
-        assert count_of(model.config) == 4
-        assert {len(one.experts.down_proj) for one in small.blocks(model)} == {4}
-    assert look(model) == before
-
-
 @torch.no_grad()
 def by_hand(model: Any, sparsity: float, *, propagates: bool) -> list[tuple[list[float], Any]]:
     """Mixture by mixture: S of each expert, which are left; these alone go on where it is asked."""
@@ -218,37 +188,6 @@ def gemma4() -> Any:
     return model
 
 
-def hunyuan() -> Any:
-    """The Linear that scores experts is a part of the router."""
-    torch.manual_seed(0)
-    own = {"head_dim": 8, "num_experts": small.EXPERTS, "moe_topk": 2}
-    return HunYuanMoEV1ForCausalLM(HunYuanMoEV1Config(**small.COMMON, **own)).eval()
-
-
-@pytest.mark.parametrize("make", [gemma4, hunyuan])
-def test_all_that_a_router_has_for_an_expert_goes_with_it(make: Any, tmp_path: Path) -> None:
-    """Whatever holds it: the part that scores, or what that is a part of."""
-    original = make()
-    original.save_pretrained(tmp_path / "model")
-    modifier = REAPPruningModifier(sparsity=0.5)
-    model = tiny.run(str(tmp_path / "model"), modifier, output_dir=tmp_path / "out")
-    assert verify(tmp_path / "out").ok
-    logits = tiny.logits(model, tiny.batches())
-    for layer, record in zip(find_moe_layers(original), modifier.report().values(), strict=True):
-        prune_experts(original, layer, record["kept"])
-        counts = [vars(one)["num_experts"] for one in layer.around if "num_experts" in vars(one)]
-        assert set(counts) <= {4}
-    for holder, name in expert_count_attributes(original, small.EXPERTS):
-        setattr(holder, name, 4)
-    for layer in original.model.layers:
-        router = getattr(layer, "router", None)
-        if router is not None:
-            assert len(router.per_expert_scale) == 4
-    assert torch.equal(tiny.logits(original, tiny.batches()), logits)
-    read = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
-    assert torch.equal(tiny.logits(read, tiny.batches()), logits)
-
-
 MAKERS = {
     "gemma4": gemma4,
     **{name: partial(small.mixture, name) for name in small.FAMILIES},
@@ -280,15 +219,6 @@ def test_as_computed_by_hand(family: str, way: str) -> None:
         assert record["kept"] == kept
         assert record["saliency"] == pytest.approx(saliency, rel=1e-4)
     assert tiny.logits(model, tiny.batches()).isfinite().all()
-
-
-def test_what_is_passed_on_makes_a_difference() -> None:
-    """Else the cases above would show nothing."""
-    one, other = (
-        by_hand(small.mixture("mixtral"), 0.5, propagates=passed) for passed in (True, False)
-    )
-    assert one[0] == other[0]
-    assert one[1][0] != pytest.approx(other[1][0], rel=1e-2)
 
 
 def part(model: Any, kind: str) -> str:
@@ -335,26 +265,6 @@ def test_stops_within_a_mixture_drop_the_same_experts(
     assert all(torch.equal(*pair) for pair in pairs)
 
 
-@pytest.mark.parametrize("family", ["gemma4", "mixtral"])
-def test_mixtures_in_one_stop_are_looked_at_as_they_were(family: str) -> None:
-    one, other = REAPPruningModifier(sparsity=0.5), REAPPruningModifier(sparsity=0.5)
-    model = MAKERS[family]()
-    tiny.run(model, one, sequential_targets=[type(model.model).__name__])
-    tiny.run(MAKERS[family](), other, propagate_error=False)
-    assert one.report() == other.report()
-
-
-def test_padding_does_not_count() -> None:
-    found = []
-    for data in (tiny.batches(), tiny.padded(tiny.batches(), by=9)):
-        modifier = REAPPruningModifier(sparsity=0.5)
-        tiny.run(small.mixture("mixtral"), modifier, data=data)
-        found.append(modifier.report())
-    for one, other in zip(*(report.values() for report in found), strict=True):
-        assert one["tokens"] == other["tokens"]
-        assert one["saliency"] == pytest.approx(other["saliency"], rel=1e-4)
-
-
 def test_routing_groups_lose_as_many(tmp_path: Path) -> None:
     model = small.mixture("deepseek_v3", n_group=2, topk_group=1)
     modifier = REAPPruningModifier(sparsity=0.5)
@@ -384,16 +294,6 @@ def test_dropping_what_adds_least_costs_least() -> None:
         for model in (best, worst)
     ]
     assert errors[0] < 0.8 * errors[1]
-
-
-def test_what_is_left_can_be_quantized_in_the_same_recipe() -> None:
-    modifier = REAPPruningModifier(sparsity=0.25)
-    quantizing = QuantizationModifier(
-        targets=["re:.*self_attn.*_proj"], scheme="W8A16", ignore=["lm_head"]
-    )
-    model = tiny.run(planted("qwen3_moe"), modifier, quantizing)
-    assert dropped(modifier) == list(USELESS)
-    assert hasattr(model.model.layers[0].self_attn.q_proj, "weight_scale")
 
 
 def test_broken_off_nothing_is_changed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -436,34 +336,6 @@ def test_wrong_use_is_refused(
     assert count_of(given.config) == 8
 
 
-def test_the_share_that_is_proposed_drops_one() -> None:
-    """Of three experts 0.3333 would drop none."""
-    given = small.mixture("mixtral", num_local_experts=3, num_experts_per_tok=1)
-    with pytest.raises(TargetError, match="drops none") as caught:
-        tiny.run(given, REAPPruningModifier(sparsity=0.1))
-    share = float(caught.value.remedy.removeprefix("Give at least ").removesuffix("."))
-    assert share == 0.3334
-    assert count_of(tiny.run(given, REAPPruningModifier(sparsity=share)).config) == 2
-
-
-def test_an_ignore_entry_that_matches_nothing_is_warned_of(warned: list[str]) -> None:
-    tiny.run(small.mixture("mixtral"), REAPPruningModifier(sparsity=0.5, ignore=["mixtur"]))
-    assert any("'mixtur' matches no module" in one for one in warned)
-
-
-def test_a_report_that_cannot_be_written_is_refused_before_the_model(tmp_path: Path) -> None:
-    """Here the model is not even there; a plan needs one."""
-    given: dict[str, Any] = {"sparsity": 0.5, "report_path": "/proc/report.json"}
-    with pytest.raises(
-        OutputError, match=r"REAPPruningModifier: report_path is /proc/report\.json"
-    ):
-        oneshot(model=tmp_path / "none", recipe=REAPPruningModifier(**given), dataset="none")
-    small.mixture("mixtral").save_pretrained(tmp_path / "model")
-    rows = [{"input_ids": [3, 4, 5]}]
-    found = plan(tmp_path / "model", REAPPruningModifier(**given), rows, measure=False)
-    assert [one for one in found.problems if "report_path" in str(one.message)]
-
-
 def test_models_and_fields_that_do_not_fit(tmp_path: Path) -> None:
     (tmp_path / "taken").touch()
     (tmp_path / "folder.json").mkdir()
@@ -482,12 +354,3 @@ def test_models_and_fields_that_do_not_fit(tmp_path: Path) -> None:
     separate.model.layers[0].mlp.experts = Separate()
     with pytest.raises(TargetError, match="modules of its own for each"):
         tiny.run(separate, REAPPruningModifier(sparsity=0.5))
-
-
-def test_the_mixture_is_run_from_a_folder_too(tmp_path: Path) -> None:
-    """A recipe as text."""
-    small.mixture("mixtral").save_pretrained(tmp_path / "model")
-    text = "modifiers:\n  REAPPruningModifier:\n    sparsity: 0.5\n"
-    rows: Any = [{"input_ids": row.tolist()} for b in tiny.batches() for row in b["input_ids"]]
-    oneshot(model=str(tmp_path / "model"), recipe=text, dataset=rows, output_dir=tmp_path / "out")
-    assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").config.num_local_experts == 4

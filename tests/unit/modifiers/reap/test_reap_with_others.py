@@ -22,8 +22,6 @@ from llmcompressor.modifiers.quantization import GPTQModifier, QuantizationModif
 from llmcompressor.modifiers.smoothquant import SmoothQuantModifier
 from llmcompressor.modifiers.sparsity import SparseGPTModifier, WandaPruningModifier
 from llmcompressor.modifiers.transform import QuIPModifier, SpinQuantModifier
-from llmcompressor.moe.linear_experts import LinearExperts
-from llmcompressor.pipelines import moe_routing
 
 GROUPS = {
     "all": {
@@ -182,38 +180,3 @@ def test_experts_with_something_of_their_own_cannot_be_dropped(
     others = [behind] if fixed == "quantized" else [FIXED[fixed](), behind]
     made = tiny.run(given, reap(), *others, output_dir=out, verify=fixed == "quantized")
     assert torch.isfinite(tiny.logits(made, tiny.batches())).all()
-
-
-def test_experts_that_another_leaves_alone_are_dropped_too() -> None:
-    """One mixture is in stacks, the other in Linears."""
-    quantizing = QuantizationModifier(
-        targets="Linear", scheme="W8A16", ignore=["lm_head", r"re:.*layers\.0\.mlp\.experts.*"]
-    )
-    modifier = reap()
-    model = tiny.run(small.mixture("qwen3_moe"), modifier, quantizing)
-    first, second = (block.experts for block in small.blocks(model))
-    assert len(first.down_proj) == first.num_experts == 4
-    assert isinstance(second, LinearExperts)
-    assert (
-        second.num_experts
-        == second.original_without_weights.num_experts
-        == model.config.num_experts
-        == 4
-    )
-    alone = reap()
-    tiny.run(small.mixture("qwen3_moe"), alone)
-    kept = [[one["kept"] for one in each.report().values()] for each in (modifier, alone)]
-    assert kept[0] == kept[1]
-
-
-def test_nothing_is_shown_while_experts_are_judged(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What other experts would make of a token is computed where their Linears are calibrated."""
-    passes: list[bool] = []
-    begin = moe_routing.begin_calibration_stages
-    monkeypatch.setattr(
-        moe_routing, "begin_calibration_stages", lambda *given: (passes.append(True), begin(*given))
-    )
-    tiny.run(small.mixture("qwen3_moe"), reap(), *BEHIND["rtn"]())
-    assert not passes
-    tiny.run(small.mixture("qwen3_moe"), reap(), *BEHIND["gptq"]())
-    assert len(passes) == 2

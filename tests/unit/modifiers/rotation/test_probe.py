@@ -17,10 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from llmcompressor.core.modifier import Modifier
 from llmcompressor.core.state import State
 from llmcompressor.errors import TargetError
-from llmcompressor.logger import logger
-from llmcompressor.modifiers.quantization import QuantizationModifier
-from llmcompressor.modifiers.rotation import NormMapping, QuIPModifier, SpinQuantModifier
-from llmcompressor.modifiers.rotation.plan import RotationPlan
+from llmcompressor.modifiers.rotation import QuIPModifier, SpinQuantModifier
 from llmcompressor.modifiers.rotation.probe import InvarianceProbe, probe_logits
 
 DATA = batches(number=2)
@@ -148,15 +145,6 @@ def test_what_is_not_seen_of_the_stream_is_listed() -> None:
     assert told.endswith("with the fields mappings and norm_mappings.")
 
 
-def test_tied_embeddings_stay_tied() -> None:
-    model = lively(llama(tie_word_embeddings=True))
-    layer = model.model.layers[1]
-    layer.mlp.register_parameter("extra", torch.nn.Parameter(torch.randn(SIZES["hidden_size"])))
-    layer.mlp.forward = lambda x: layer.mlp.down_proj(layer.mlp.up_proj(x * layer.mlp.extra))
-    assert "with R1 " in refused(model, SpinQuantModifier(rotations=["R1"]))
-    assert model.lm_head.weight is model.model.embed_tokens.weight
-
-
 class Doubling(Linear):
     """A Linear that does something to its input of its own."""
 
@@ -173,18 +161,6 @@ def test_quip_names_the_module_at_fault() -> None:
     name = "model.layers.1.mlp.up_proj"
     assert f"ignore=['lm_head', '{name}']" in told
     assert moved(model, QuIPModifier(rotations=["v"], ignore=["lm_head", name])) < 1e-5
-
-
-@pytest.mark.parametrize(
-    ("name", "fields", "dtype"), thinned([("mamba", RECURRENT), ("jamba", JAMBA)], DTYPES)
-)
-def test_weights_that_are_read_uncalled(name: str, fields: Any, dtype: torch.dtype) -> None:
-    model = tiny(name, dtype, **fields)
-    later = QuantizationModifier(targets="Linear", scheme="W8A8")
-    told = refused(model, QuIPModifier(rotations=["v"]), *[later] * (name == "jamba"))
-    assert "layers.0.m" in told
-    assert "dt_proj without calling it" in told
-    assert "ignore=['lm_head', 're:.*dt_proj$']" in told
 
 
 @pytest.mark.parametrize(("name", "fields"), [("mamba", RECURRENT), ("jamba", JAMBA)])
@@ -225,39 +201,6 @@ def test_models_without_attention_have_a_stream_too(
     name: str, dtype: torch.dtype, most: float
 ) -> None:
     assert moved(tiny(name, dtype, **RECURRENT), SpinQuantModifier(rotations=["R1"])) < most
-
-
-def test_a_stream_that_is_scaled_on_its_way_can_be_said() -> None:
-    readers = ["re:.*self_attn.[qkv]_proj$", "re:.*mamba.in_proj$"]
-    norms = [
-        NormMapping(norm="re:.*input_layernorm$", linears=readers),
-        NormMapping(norm="re:.*pre_ff_layernorm$", linears=["re:.*gate_proj$", "re:.*up_proj$"]),
-        NormMapping(norm="model.final_layernorm", linears=["lm_head"]),
-    ]
-    assert moved(falcon_h1(), SpinQuantModifier(rotations=["R1"], norm_mappings=norms)) < 1e-5
-
-
-def test_gains_of_gemma_are_found_in_any_dtype() -> None:
-    model = tiny("gemma", torch.bfloat16, head_dim=16)
-    assert moved(model, SpinQuantModifier(rotations=["R1"])) < 0.1
-    assert bool((model.model.norm.weight == 0).all())
-
-
-def test_means_without_weights() -> None:
-    told = refused(tiny("olmo"), SpinQuantModifier())
-    assert "input_layernorm subtracts the mean" in told
-
-
-def test_two_rotations_before_one_linear() -> None:
-    later = QuIPModifier(rotations=["v"])
-    told = refused(llama(), SpinQuantModifier(rotations=["R4"]), later)
-    assert "down_proj has a rotation in its forward already from SpinQuantModifier" in told
-    assert "QuIPModifier would add another" in told
-    assert told.endswith("ignore=['lm_head', 're:.*down_proj$'].")
-    spared = QuIPModifier(rotations=["v"], ignore=["lm_head", "re:.*down_proj$"])
-    model = lively(llama())
-    assert moved(model, SpinQuantModifier(rotations=["R1", "R4"]), spared) < 1e-5
-    assert not any("rotation_planned_by" in one.__dict__ for one in model.modules())
 
 
 def closed(model: Any) -> Any:
@@ -323,9 +266,6 @@ def test_what_cannot_be_got_at_is_one_clear_error(case: str) -> None:
     assert traces(model) == before
 
 
-# ---------------------------------------------------------------------- the probe itself
-
-
 def test_rounding_does_not_count() -> None:
     model = lively(llama(torch.bfloat16, tie_word_embeddings=True))
     modifier = SpinQuantModifier(rotations=["R1", "R2", "R3", "R4"])
@@ -334,24 +274,6 @@ def test_rounding_does_not_count() -> None:
     assert 0 < InvarianceProbe(model).moved(plan) < 1e-5
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert not traces(model)
-
-
-def test_one_block_is_wide_at_a_time() -> None:
-    model = lively(llama(torch.bfloat16))
-    wide: list[set[torch.dtype]] = []
-    first, second = model.model.layers
-    handle = second.register_forward_pre_hook(
-        lambda module, args: wide.append({one.dtype for one in first.parameters()})
-    )
-    inside = first.mlp.down_proj.register_forward_pre_hook(
-        lambda module, args: wide.append({one.dtype for one in first.parameters()})
-    )
-    InvarianceProbe(model).moved(RotationPlan(torch.float32))
-    handle.remove()
-    inside.remove()
-    narrow = {torch.bfloat16}
-    # as it is; then as it is and rotated, in float32
-    assert wide == [narrow, narrow, {torch.float32}, narrow, {torch.float32}, narrow]
 
 
 def test_a_model_that_needs_its_dtype_is_compared_in_it() -> None:
@@ -367,61 +289,6 @@ def test_a_model_that_needs_its_dtype_is_compared_in_it() -> None:
     probe = InvarianceProbe(model)
     assert 1e-3 < probe.moved(SpinQuantModifier(rotations=["R2"]).make_plan(model)) < 0.1
     assert probe.tolerance == 0.2
-
-
-def test_weights_that_are_asked_for_their_dtype_are_wide_throughout() -> None:
-    """Mamba 2 casts to the dtype of its head before it calls it."""
-    model = tiny("mamba2", torch.bfloat16, state_size=16, num_heads=8, head_dim=16, n_groups=1)
-    probe = InvarianceProbe(model)
-    assert probe.moved(QuIPModifier(rotations=["v"]).make_plan(model)) < 1e-5
-    assert probe.tolerance < 1e-3
-
-
-def test_attention_that_cannot_be_replaced_after_all() -> None:
-    model = llama()
-    model.set_attn_implementation = lambda name: None
-    with pytest.raises(TargetError, match=r"AssertionError.*Leave R3 out of rotations\.$"):
-        SpinQuantModifier(rotations=["R3"]).initialize(State(model=model))
-    assert not traces(model)
-
-
-def test_to_run_out_of_memory_says_nothing_of_the_model(
-    monkeypatch: pytest.MonkeyPatch, warned: list[str]
-) -> None:
-    def run_out(*_: Any) -> Any:
-        raise torch.OutOfMemoryError("no room")
-
-    probe = InvarianceProbe(lively(llama()))
-    monkeypatch.setattr(probe, "_logits", run_out)
-    for ask in (probe.runs_in_float32, lambda: probe.moved(RotationPlan(torch.float32))):
-        with pytest.raises(torch.OutOfMemoryError):
-            ask()
-    assert not warned
-
-
-@pytest.mark.usefixtures("_products_as_before")
-def test_products_that_a_training_allowed_to_be_coarse(warned: list[str]) -> None:
-    """``TrainingArguments(tf32=True)`` leaves the process so, and torch's getter fails then."""
-    backends: Any = torch.backends
-    backends.fp32_precision = "tf32"
-    assert moved(lively(llama()), SpinQuantModifier()) < 1e-4
-    assert backends.cuda.matmul.fp32_precision == "tf32"
-    assert not any("does not run in float32" in text for text in warned)
-
-
-def test_coarse_products_are_no_unseen_part() -> None:
-    texts: list[str] = []
-    sink = logger.add(lambda message: texts.append(str(message)), level="WARNING")
-    assert moved(lively(llama()), SpinQuantModifier(precision="bfloat16")) < 0.1
-    logger.remove(sink)
-    assert any("That is the rounding of rotated weights" in text for text in texts)
-
-
-def test_what_overflows_is_an_error() -> None:
-    model = llama(torch.float16)
-    model.model.embed_tokens.weight.data.fill_(3e4)  # its mean, times 8, is an entry of a row
-    with pytest.raises(TargetError, match=r"overflows in torch.float16"):
-        run(model, SpinQuantModifier(rotations=["R1"]), data=DATA)
 
 
 def test_a_broken_forward_leaves_nothing_behind() -> None:

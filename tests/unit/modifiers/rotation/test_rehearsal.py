@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.pairs import each
 from tests.support.thinned import few
 from tests.support.tiny_llama import SIZES, llama
 from tests.unit.modifiers.rotation.test_probe import (
@@ -25,9 +26,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from llmcompressor.core.modifier import Modifier
 from llmcompressor.core.state import State
 from llmcompressor.errors import TargetError
-from llmcompressor.modeling.blocks import find_blocks
 from llmcompressor.modifiers.rotation import QuIPModifier, SpinQuantModifier
-from llmcompressor.planning.miniature import NoProxyModel, ProxyTrials, proxy_model_builder
+from llmcompressor.planning.proxy_model import NoProxyModel, ProxyTrials, proxy_model_builder
 
 LARGE: dict[str, Any] = {
     "vocab_size": 32000,
@@ -169,8 +169,7 @@ TINY: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("rotation", ["R1", "R2", "R3", "R4"])
-@pytest.mark.parametrize("case", TINY)
+@each(rotation=["R1", "R2", "R3", "R4"], case=TINY)
 def test_nothing_is_refused_that_the_run_does(case: str, rotation: str) -> None:
     make, rotations = TINY[case]
     if rotation not in rotations:
@@ -206,34 +205,7 @@ def test_a_model_that_was_changed_is_not_judged_by_its_class() -> None:
         proxy_model_builder(other)
 
 
-def test_parts_that_only_the_large_model_has_are_left_to_the_run() -> None:
-    norms = [{"norm": "model.layers.7.input_layernorm", "linears": ["re:.*7.self_attn.q_proj$"]}]
-    modifier = spin("R2", "R4", norm_mappings=norms)
-    assert rehearsed(large("llama"), modifier) == ""  # they are of R1
-    config = {
-        "type": "hadamard",
-        "apply": [
-            {"targets": ["model.layers.7.mlp.down_proj"], "location": "input"},
-            {
-                "targets": ["model.layers.7.mlp.down_proj"],
-                "location": "weight_input",
-                "inverse": True,
-            },
-        ],
-    }
-    given = SpinQuantModifier(transform_config={"config_groups": {"own": config}})
-    assert rehearsed(large("llama", num_hidden_layers=8), given)
-
-
-def test_a_small_model_is_small_and_has_blocks_of_every_kind() -> None:
-    model = large("deepseek_v3", **{**LARGE_LATENT, "first_k_dense_replace": 3})
-    small = proxy_model_builder(model)(0)
-    assert sum(one.numel() for one in small.parameters()) < 10_000_000
-    kinds = [type(block.mlp).__name__ for block in find_blocks(small)]  # type: ignore[union-attr]
-    assert kinds == ["DeepseekV3MLP"] * 3 + ["DeepseekV3MoE"]
-
-
-def test_the_same_seed_gives_the_same_and_nothing_else_is_touched() -> None:
+def test_the_same_seed_gives_the_same_and_touches_nothing() -> None:
     model = large("llama")
     torch.manual_seed(5)
     expected = torch.rand(3)

@@ -4,9 +4,7 @@
 from __future__ import annotations
 
 import copy
-import pickle
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -32,20 +30,14 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from llmcompressor import plan, verify
 from llmcompressor.core.modifier import Modifier
 from llmcompressor.errors import RecipeError, TargetError
 from llmcompressor.logger import logger
 from llmcompressor.modifiers.quantization import QuantizationModifier
 from llmcompressor.modifiers.rotation import NormMapping, QuIPModifier, SpinQuantModifier
 from llmcompressor.modifiers.rotation.plan import (
-    NORM_MAPPING_REGISTRY,
-    SPINQUANT_MAPPING_REGISTRY,
-    RescaledNorm,
-    RotationPlan,
     SpinQuantMapping,
 )
-from llmcompressor.modifiers.smoothquant import SmoothQuantModifier
 from llmcompressor.pipelines import moe_selection
 from llmcompressor.recipe import Recipe
 
@@ -146,13 +138,6 @@ def test_quip_leaves_routers_alone_unless_they_are_named() -> None:
     assert not torch.equal(gate(named), before)
 
 
-@pytest.mark.parametrize("rotations", [["v"], ["u"]])
-def test_one_side_of_quip(rotations: Any) -> None:
-    model = lively(llama(attention_bias=True))
-    assert moved(model, QuIPModifier(rotations=rotations, transform_block_size=16)) < 1e-5
-    assert not hasattr(model.lm_head, "v_input")
-
-
 def norms_of(model: Any) -> dict[str, torch.Tensor]:
     """Parameters of all norms of the stream."""
     return {
@@ -202,54 +187,6 @@ def test_quip_takes_large_channels_out_of_norms(outlying: Any) -> None:
     assert torch.equal(outlying.model.norm.weight, before["model.norm.weight"])
 
 
-@pytest.mark.parametrize("fields", [{"rescale": False}, {"rotations": ["u"]}], ids=str)
-def test_gains_stay_where_no_columns_are_mixed_or_quip_is_told_so(
-    fields: Any, outlying: Any
-) -> None:
-    before = norms_of(outlying)
-    assert moved(outlying, QuIPModifier(**fields)) < 1e-5
-    for name, after in norms_of(outlying).items():
-        assert torch.equal(after, before[name])
-
-
-def test_gains_that_were_smoothed_stay() -> None:
-    """To rescale them would undo what the modifier before it is for."""
-
-    def large() -> Any:
-        model = lively(llama())
-        for layer in model.model.layers:
-            layer.input_layernorm.weight.data[3] = 64.0
-        return model
-
-    together, later, alone = large(), large(), large()
-    run(later, SmoothQuantModifier(smoothing_strength=0.1), data=DATA)
-    smoothed = norms_of(later)
-    smooth = SmoothQuantModifier(smoothing_strength=0.1)
-    assert moved(together, smooth, QuIPModifier()) < 1e-5
-    for name, after in norms_of(together).items():
-        assert torch.equal(after, smoothed[name])
-    run(later, QuIPModifier(), data=DATA)  # in a recipe of its own it knows nothing of that
-    run(alone, QuIPModifier(), data=DATA)
-    name = "model.layers.0.input_layernorm.weight"
-    for model in (later, alone):
-        assert not torch.equal(norms_of(model)[name], smoothed[name])
-
-
-def test_columns_count_where_they_are_rotated(outlying: Any) -> None:
-    """What else reads the norm is multiplied too, however large it is."""
-    layer = outlying.model.layers[0]
-    layer.self_attn.k_proj.weight.data[:, 3] *= 2.0**20
-    before = layer.self_attn.k_proj.weight.detach().clone()
-    gain = layer.input_layernorm.weight.detach().clone()
-    modifier = QuIPModifier(ignore=["lm_head", "re:.*k_proj$"])
-    assert moved(outlying, modifier) < 1e-4
-    taken = gain / layer.input_layernorm.weight
-    assert taken[3] >= 16
-    assert torch.equal(layer.self_attn.k_proj.weight, before * taken)
-    weights = {"weights": 12, "rescaled_norms": 4}
-    assert modifier.report()[""].items() >= weights.items()
-
-
 @pytest.mark.parametrize("shared", ["norm", "weight of norms", "weight of Linears"])
 def test_what_blocks_share_is_changed_once(shared: str, outlying: Any, warned: list[str]) -> None:
     first, second = outlying.model.layers
@@ -261,57 +198,6 @@ def test_what_blocks_share_is_changed_once(shared: str, outlying: Any, warned: l
         second.mlp.up_proj.weight = first.mlp.up_proj.weight
     assert moved(outlying, QuIPModifier()) < 1e-5
     assert sum("left as it is" in line for line in warned) == 2
-
-
-def test_a_shared_weight_is_not_rotated_in_two_ways() -> None:
-    model = lively(llama())
-    first, second = (layer.mlp.up_proj for layer in model.model.layers)
-    second.weight = first.weight
-    before = first.weight.detach().clone()
-    for fields in ({"rotations": ["u"], "randomize": True}, {"ignore": ["re:.*layers.1"]}):
-        with pytest.raises(TargetError, match=r"layers\.0.*layers\.1.*share their weight"):
-            run(model, QuIPModifier(**fields), data=DATA)
-    assert torch.equal(first.weight, before)
-
-
-def test_norms_that_are_at_fault_are_not_blamed_on_a_linear(
-    monkeypatch: pytest.MonkeyPatch, outlying: Any
-) -> None:
-    monkeypatch.setattr(RescaledNorm, "without", lambda *_: {})
-    with pytest.raises(TargetError, match=r"norms rescaled.*Set rescale: false"):
-        run(outlying, QuIPModifier(), data=DATA)
-
-
-def test_what_rounding_does_not_explain_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Weights that two modules share, where a trial that changes none of them cannot see it."""
-    monkeypatch.setattr(RotationPlan, "fuse", lambda *_: None)
-    with pytest.raises(TargetError, match="its outputs moved by"):
-        run(lively(llama()), QuIPModifier(), data=DATA)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_biases_of_norms_are_rescaled_too(dtype: torch.dtype) -> None:
-    """A channel that is nothing but a large bias is a large channel; one that is zero stays."""
-    model = built(PhiConfig, PhiForCausalLM).to(dtype)
-    norm = model.model.layers[0].input_layernorm
-    norm.weight.data[3:6] = torch.tensor([0.0, 0.0, 32.0])
-    norm.bias.data[3:6] = torch.tensor([0.0, 32.0, 0.0])
-    before = norms_of(model)
-    assert moved(model, QuIPModifier()) < (1e-5 if dtype == torch.float32 else 0.05)
-    weight, bias = (before[f"model.layers.0.input_layernorm.{name}"] for name in ("weight", "bias"))
-    assert norm.weight[3:5].tolist() == [0, 0]
-    assert norm.bias[3:4].tolist() == [0]
-    assert max(norm.bias[4:5].tolist() + norm.weight[5:6].tolist()) <= 8
-    taken = weight[6:] / norm.weight[6:]
-    assert torch.equal(norm.bias[6:] * taken, bias[6:])
-
-
-def test_quip_rescales_a_norm_that_adds_one() -> None:
-    model = MODELS["gemma"]()
-    norm = model.model.layers[0].input_layernorm
-    norm.weight.data[3] = 63.0
-    assert moved(model, QuIPModifier()) < 1e-5
-    assert norm.weight[3:4].tolist() in ([7], [15])
 
 
 def test_one_matrix_for_each_module() -> None:
@@ -352,18 +238,6 @@ def test_gains_are_folded_and_embeddings_untied() -> None:
     untouched = lively(llama(tie_word_embeddings=True))
     run(untouched, SpinQuantModifier(rotations=["R2"]))
     assert untouched.lm_head.weight is untouched.model.embed_tokens.weight
-
-
-def test_bfloat16_moves_by_its_rounding() -> None:
-    assert moved(lively(llama(torch.bfloat16)), SpinQuantModifier(rotations=ALL)) < 0.05
-
-
-def test_a_rotated_model_can_be_copied() -> None:
-    model = lively(llama())
-    run(model, SpinQuantModifier(rotations=ALL))
-    wanted = logits(model, DATA)
-    assert torch.equal(logits(copy.deepcopy(model), DATA), wanted)
-    assert torch.equal(logits(pickle.loads(pickle.dumps(model)), DATA), wanted)
 
 
 @pytest.mark.parametrize("experts", [0, 4])
@@ -410,24 +284,6 @@ def test_mappings_say_what_parts_are() -> None:
         assert torch.equal(one, other)
 
 
-def test_registered_parts_are_those_of_a_recipe(monkeypatch: pytest.MonkeyPatch) -> None:
-    wrong: Any = {
-        **dict.fromkeys(("attn", "attn_q", "attn_k", "attn_v", "attn_o"), "nowhere"),
-        "embedding": "nowhere", "mlp_in": "nowhere", "mlp_out": "nowhere",
-        "lm_head": "lm_head",
-    }  # fmt: skip
-    norms = [NormMapping(norm="re:.*nowhere$", linears=["re:.*q_proj$"])]
-    for registry, value in (
-        (SPINQUANT_MAPPING_REGISTRY, SpinQuantMapping(**wrong)),
-        (NORM_MAPPING_REGISTRY, norms),
-    ):
-        with monkeypatch.context() as patch:
-            patch.setitem(registry, "LlamaForCausalLM", value)
-            with pytest.raises(TargetError, match="nowhere"):
-                run(lively(llama()), SpinQuantModifier(rotations=["R1"]))
-    run(lively(llama()), SpinQuantModifier(rotations=["R1"]))
-
-
 def test_a_config_of_transforms_is_applied() -> None:
     config = {
         "config_groups": {
@@ -445,8 +301,6 @@ def test_a_config_of_transforms_is_applied() -> None:
     assert moved(model, SpinQuantModifier(**fields)) < 1e-5
     assert hasattr(model.model.layers[0].mlp.down_proj, "mine_input")
 
-
-# ---------------------------------------------------------------------- bad input
 
 WRONG: dict[str, tuple[Any, Any, str]] = {
     "no Hadamard matrix": (
@@ -496,22 +350,6 @@ def test_what_cannot_be_rotated_is_refused_before_anything_is(case: str) -> None
     assert not traces(model)
 
 
-def test_a_part_that_was_not_seen_is_found_out() -> None:
-    """A second reader of the stream, without a norm of its own."""
-    model = lively(llama())
-    layer = model.model.layers[1]
-    layer.mlp.register_parameter("extra", torch.nn.Parameter(torch.randn(SIZES["hidden_size"])))
-    layer.mlp.register_forward_pre_hook(lambda module, args: (args[0] * module.extra,))
-    with pytest.raises(TargetError, match=r"computes something else|was not seen"):
-        run(model, SpinQuantModifier(rotations=["R1"]))
-
-
-def test_keys_alone_are_not_quantized_where_queries_are_rotated() -> None:
-    cache: Any = {"kv_cache_scheme": {"num_bits": 8, "type": "float", "strategy": "tensor"}}
-    with pytest.raises(TargetError, match="Leave R3 out"):
-        run(llama(), SpinQuantModifier(rotations=["R3"]), QuantizationModifier(**cache))
-
-
 INT8: Any = {"targets": "Linear", "scheme": "W8A8", "ignore": ["lm_head"]}
 STATES: Any = {
     "config_groups": {
@@ -521,34 +359,6 @@ STATES: Any = {
         }
     }
 }
-
-
-@pytest.mark.parametrize(("fields", "severity"), [(INT8, "note"), (STATES, "error")])
-def test_it_is_known_before_whether_servers_may_leave_out_r3(
-    fields: Any, severity: str, tmp_path: Path, logged: list[str]
-) -> None:
-    lively(llama()).save_pretrained(tmp_path / "source")
-
-    def recipe() -> list[Modifier]:
-        return [SpinQuantModifier(rotations=["R3"]), QuantizationModifier(**fields)]
-
-    said = plan(tmp_path / "source", recipe=recipe(), measure=False).serving
-    assert {str(one.severity) for one in said if one.rule == "S73"} == {severity}
-    run(str(tmp_path / "source"), *recipe(), output_dir=tmp_path / "model")
-    begun = next(index for index, text in enumerate(logged) if "Pass 1 of" in text)
-    assert any("S73" in text for text in logged[:begun]) == (severity == "error")
-    assert verify(tmp_path / "model").ok == (severity == "note")
-
-
-def test_nothing_is_said_of_rotations_that_were_not_done() -> None:
-    model = llama()
-    with pytest.raises(TargetError):
-        run(
-            model,
-            SpinQuantModifier(rotations=["R3"]),
-            QuantizationModifier(**{**INT8, "targets": "Conv2d"}),
-        )
-    assert getattr(model, "transform_config", None) is None
 
 
 def test_rotations_come_first() -> None:
@@ -585,13 +395,6 @@ def test_fields_are_checked() -> None:
             SpinQuantModifier(**fields)
 
 
-def test_a_seed_is_a_whole_number_from_zero_on() -> None:
-    for seed in (-1, 2**32, 0.5):
-        with pytest.raises(RecipeError, match="seed"):
-            QuIPModifier(seed=seed)
-    assert QuIPModifier(seed=2**32 - 1).seed == 2**32 - 1
-
-
 def test_a_pattern_of_quip_means_the_linears_that_it_matches() -> None:
     """And not what holds them; by its name, or alone, that is an error."""
     model = MODELS["llama"]()
@@ -606,11 +409,6 @@ def test_a_pattern_of_quip_means_the_linears_that_it_matches() -> None:
         wrong = QuIPModifier(targets=[target, "re:.*up_proj$"][: 1 + (target[0] == "m")])
         with pytest.raises(TargetError, match="QuIP rotates Linears"):
             wrong.make_plan(model)
-
-
-def test_quip_is_not_learned() -> None:
-    with pytest.raises(RecipeError, match="random and not learned"):
-        QuIPModifier(learnable=True)
 
 
 def test_fields_survive_a_recipe() -> None:

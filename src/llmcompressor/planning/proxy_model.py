@@ -10,8 +10,7 @@ equal in the large model are equal in the proxy, and all have Hadamard matrices.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -31,7 +30,7 @@ from llmcompressor.numerics.hadamard import has_hadamard
 from llmcompressor.pipelines.moe_selection import targeted_moes
 from llmcompressor.transformers_internals import attention_of, build_from_config
 
-__all__ = ["NoProxyModel", "ProxyTrials", "proxy_model_builder"]
+__all__ = ["NoProxyModel", "ProxyBuilder", "ProxyTrials", "proxy_model_builder"]
 
 _SMALL = 4_000_000
 """Parameters of a model that is small as it is."""
@@ -73,7 +72,7 @@ class ProxyTrials:
     def __init__(self, model: PreTrainedModel, modifiers: Sequence[Modifier]) -> None:
         self._model = model
         self._unknown = ""
-        if any(one.cost().trial is not None for one in modifiers):
+        if any(one.traits.trial is not None for one in modifiers):
             try:
                 self._build = proxy_model_builder(model, modifiers)
             except (NoProxyModel, CompressorError) as finding:
@@ -88,48 +87,19 @@ class ProxyTrials:
         Raises:
             TargetError: the modifier would refuse the model.
         """
-        trial = modifier.cost().trial
+        trial = modifier.traits.trial
         if trial is None or self._unknown:
             return "" if trial is None else self._unknown
         return trial(self._model, self._build)
 
 
-def proxy_model_builder(
-    model: PreTrainedModel, modifiers: Sequence[Modifier] = ()
-) -> Callable[[int], PreTrainedModel]:
-    """Return a builder of proxy models in float32, with random initial values.
-
-    Args:
-        model: the large model; its parameters may be on the meta device.
-        modifiers: of the recipe; the experts they target are unfused, as in ``model``.
-
-    Returns:
-        A function from a seed to a proxy model.
-
-    Raises:
-        NoProxyModel: there is no proxy model for it.
-    """
-    if any("forward" in vars(module) for module in model.modules()):
-        raise NoProxyModel("a module of it has a forward that its class has not")
-    if sum(one.numel() for one in model.parameters()) <= _SMALL:
-        return _ProxyBuilder(model, copy.deepcopy(model.config), modifiers)
-    reasons = []
-    for narrows_stream in (True, False):
-        try:
-            with _as_no_proxy_model():
-                return _checked_builder(model, modifiers, narrows_stream=narrows_stream)
-        except NoProxyModel as finding:
-            reasons.append(finding)
-    raise reasons[0]
-
-
-class _ProxyBuilder:
-    """Builds models of the same class with another configuration.
+class ProxyBuilder:
+    """Builds models of the same class with another configuration, in float32.
 
     Args:
         model: the large model, before modifiers are initialized on it.
         config: the configuration of the built model.
-        modifiers: of the recipe.
+        modifiers: of the recipe; the experts they target are unfused, as in ``model``.
     """
 
     def __init__(self, model: PreTrainedModel, config: Any, modifiers: Sequence[Modifier]) -> None:
@@ -156,79 +126,74 @@ class _ProxyBuilder:
         return built
 
 
-def _checked_builder(
-    model: PreTrainedModel, modifiers: Sequence[Modifier], *, narrows_stream: bool
-) -> _ProxyBuilder:
-    """Return the builder of a proxy model for ``model``, checked for its modules and a forward."""
+def proxy_model_builder(model: PreTrainedModel, modifiers: Sequence[Modifier] = ()) -> ProxyBuilder:
+    """Return a builder of proxy models, from a seed.
+
+    Args:
+        model: the large model; its parameters may be on the meta device.
+        modifiers: of the recipe.
+
+    Raises:
+        NoProxyModel: there is no proxy model for it.
+    """
+    if any("forward" in vars(module) for module in model.modules()):
+        raise NoProxyModel("a module of it has a forward that its class has not")
     config = copy.deepcopy(model.config)
-    _shrink(config, _block_kinds(model), narrows_stream=narrows_stream)
-    build = _ProxyBuilder(model, config, modifiers)
-    small = build(0, "meta")
+    if sum(one.numel() for one in model.parameters()) <= _SMALL:
+        return ProxyBuilder(model, config, modifiers)
+    reasons: list[str] = []
+    for narrows_stream in (True, False):
+        config = copy.deepcopy(model.config)
+        try:
+            _shrink(config, _block_kinds(model), narrows_stream=narrows_stream)
+            build = ProxyBuilder(model, config, modifiers)
+            _check_fit(model, build(0, "meta"), must_run=narrows_stream)
+        except CompressorError:
+            raise
+        except NoProxyModel as finding:
+            reasons.append(str(finding))
+        except Exception as error:  # of a class with unexpected sizes
+            what = f"{type(error).__name__}: {error}"
+            reasons.append(f"a small model of its class cannot be built ({what})")
+        else:
+            return build
+    raise NoProxyModel(reasons[0])
+
+
+def _check_fit(model: PreTrainedModel, small: PreTrainedModel, *, must_run: bool) -> None:
+    """Check that the small model has the large one's first blocks and other modules, and runs."""
     if sum(one.numel() for one in small.parameters()) > _MOST:
         raise NoProxyModel("a few blocks of it, narrowed as far as is known how, are large still")
-    if not _has_same_structure(model, small):
+    large_blocks, small_blocks = _block_kinds(model), _block_kinds(small)
+    are_same = large_blocks.keys() == small_blocks.keys() and all(
+        kinds == large_blocks[name][: len(kinds)] and set(kinds) == set(large_blocks[name])
+        for name, kinds in small_blocks.items()
+    )
+    if not are_same or _structure(model) != _structure(small):
         raise NoProxyModel("a small model of its class has other modules")
     try:
         trace_flow(small)
     except TargetError:  # not on tokens alone: the large model is checked later
-        if narrows_stream:
+        if must_run:
             raise NoProxyModel("a small model of its class does not run") from None
-    return build
 
 
-@contextmanager
-def _as_no_proxy_model() -> Iterator[None]:
-    """Turn any error of a class with unexpected sizes into NoProxyModel."""
-    try:
-        yield
-    except (NoProxyModel, CompressorError):
-        raise
-    except Exception as error:
-        raise NoProxyModel(
-            f"a small model of its class cannot be built ({type(error).__name__}: {error})"
-        ) from error
-
-
-# ---------------------------------------------------------------------- what is the same
-
-
-def _block_structure(block: Module) -> Kind:
-    """Key of a block's structure, independent of widths and the number of experts."""
-    parts = {
-        (_without_numbers(name), type(one), frozenset(_present(one)))
-        for name, one in named_modules(block)
-    }
+def _structure(block: Module) -> Kind:
+    """Key of a module's structure, independent of widths and the number of experts."""
+    parts = set()
+    for name, module in named_modules(block):
+        pattern = ".".join("*" if part.isdecimal() else part for part in name.split("."))
+        present = (key for key, one in module._parameters.items() if one is not None)
+        parts.add((pattern, type(module), frozenset(present)))
     return type(block), frozenset(parts)
-
-
-def _present(module: Module) -> Iterator[str]:
-    """Yield the names of a module's parameters."""
-    return (name for name, one in module._parameters.items() if one is not None)
-
-
-def _without_numbers(name: str) -> str:
-    return ".".join("*" if part.isdecimal() else part for part in name.split("."))
 
 
 def _block_kinds(model: Module) -> dict[str, list[Kind]]:
     """Structure keys of a model's blocks, by the name of their list."""
     found: dict[str, list[Kind]] = {}
     for block, name in find_blocks(model).items():
-        found.setdefault(name.rpartition(".")[0], []).append(_block_structure(block))
+        found.setdefault(name.rpartition(".")[0], []).append(_structure(block))
     return found
-
-
-def _has_same_structure(model: Module, small: Module) -> bool:
-    """Return True if the small model has the large one's first blocks and other modules."""
-    large_blocks, small_blocks = _block_kinds(model), _block_kinds(small)
-    if large_blocks.keys() != small_blocks.keys():
-        return False
-    for name, kinds in small_blocks.items():
-        if kinds != large_blocks[name][: len(kinds)]:
-            return False
-        if set(kinds) != set(large_blocks[name]):
-            return False
-    return _block_structure(model) == _block_structure(small)
 
 
 # ---------------------------------------------------------------------- smaller sizes
@@ -237,9 +202,15 @@ def _has_same_structure(model: Module, small: Module) -> bool:
 def _shrink(config: Any, blocks: Mapping[str, Sequence[Kind]], *, narrows_stream: bool) -> None:
     text = text_config(config)
     depth = config_value(text, "num_hidden_layers")
-    if not isinstance(depth, int) or isinstance(depth, bool):
+    if type(depth) is not int:
         raise NoProxyModel("its configuration does not say how many blocks it has")
-    _shorten(text, _depth_needed(text, depth, blocks))
+    lists = [one for one in vars(text).values() if isinstance(one, list) and len(one) == depth]
+    needed = min(2, depth)  # so many first blocks that each kind is among them
+    for kinds in blocks.values():
+        if len(kinds) == depth:
+            said = [(kind, *(str(one[place]) for one in lists)) for place, kind in enumerate(kinds)]
+            needed = max(needed, *(said.index(one) + 1 for one in set(said)))
+    _shorten(text, needed)
     for other in _other_configs(config, text):
         _shorten(other, 2)
     _narrow(text, narrows_stream=narrows_stream)
@@ -254,40 +225,25 @@ def _other_configs(config: Any, text: Any) -> Iterator[Any]:
             yield from _other_configs(inner, text)
 
 
-def _depth_needed(text: Any, depth: int, blocks: Mapping[str, Sequence[Kind]]) -> int:
-    """Number of first blocks that contain each kind of block."""
-    needed = min(2, depth)
-    lists = [one for one in vars(text).values() if isinstance(one, list) and len(one) == depth]
-    for kinds in blocks.values():
-        if len(kinds) != depth:
-            continue
-        said = [(kind, *(str(one[place]) for one in lists)) for place, kind in enumerate(kinds)]
-        needed = max(needed, *(said.index(one) + 1 for one in set(said)))
-    return needed
-
-
 def _shorten(config: Any, depth: int) -> None:
     """Reduce the number of blocks in a configuration, and its lists with an entry per block."""
     for key in _DEPTHS:
         whole = config_value(config, key)
-        if not isinstance(whole, int) or isinstance(whole, bool) or whole <= depth:
+        if type(whole) is not int or whole <= depth:
             continue
         for name, one in list(vars(config).items()):
             if isinstance(one, list) and len(one) == whole:
                 setattr(config, name, one[:depth])
             elif isinstance(one, list) and name.endswith(("indices", "indexes", "layers")):
-                places = [each for each in one if type(each) is int]
-                if places == one:
-                    setattr(config, name, [each for each in places if each < depth])
+                are_places = all(type(each) is int for each in one)
+                setattr(config, name, [x for x in one if x < depth] if are_places else one)
         setattr(config, key, depth)
 
 
 def _narrow(text: Any, *, narrows_stream: bool) -> None:
-    heads, hidden = config_value(text, "num_attention_heads"), config_value(text, "hidden_size")
     taken = {one for one in vars(text).values() if type(one) is int}
-    if narrows_stream and isinstance(heads, int) and isinstance(hidden, int):
-        width = config_value(text, "head_dim") or (hidden // heads if heads else 0)
-        _narrow_stream(text, heads, hidden, width, taken)
+    if narrows_stream:
+        _narrow_stream(text, taken)
     inner = iter(one for one in _INNER if one not in taken)
     made: dict[int, int] = {}
     for key in _INTERMEDIATE:
@@ -298,16 +254,22 @@ def _narrow(text: Any, *, narrows_stream: bool) -> None:
             setattr(text, key, made[own])
     if (config_value(text, "vocab_size") or 0) > _VOCABULARY:
         text.vocab_size = _VOCABULARY
-        for key in _TOKEN_IDS:
-            if hasattr(text, key):
-                setattr(text, key, None)
-    _fewer_experts(text)
+        for key in filter(lambda key: hasattr(text, key), _TOKEN_IDS):
+            setattr(text, key, None)
+    chosen = [config_value(text, key) for key in _CHOSEN]
+    least = max([4, *(2 * one for one in chosen if type(one) is int)])
+    for key in _COUNTS:
+        if type(config_value(text, key)) is int and config_value(text, key) > least:
+            setattr(text, key, least)
 
 
-def _narrow_stream(text: Any, heads: int, hidden: int, width: int, taken: set[int]) -> None:
+def _narrow_stream(text: Any, taken: set[int]) -> None:
     """Reduce the number of heads of equal width, and the residual stream accordingly."""
-    fewest = [one for one in _HEADS if one < heads and one * width not in taken]
-    count = fewest[0] if fewest else heads
+    heads, hidden = config_value(text, "num_attention_heads"), config_value(text, "hidden_size")
+    if not isinstance(heads, int) or not isinstance(hidden, int):
+        return
+    width = config_value(text, "head_dim") or (hidden // heads if heads else 0)
+    count = next((one for one in _HEADS if one < heads and one * width not in taken), heads)
     stream = count * width if hidden == heads * width else 0
     if not stream:  # some classes take hidden_size / heads as the width of a head
         asked = [count * (hidden // heads)] if hidden % heads == 0 else []
@@ -316,18 +278,9 @@ def _narrow_stream(text: Any, heads: int, hidden: int, width: int, taken: set[in
         stream = next((one for one in fitting if has_hadamard(one)), hidden)
     groups = config_value(text, "num_key_value_heads")
     if type(groups) is int and hasattr(text, "num_key_value_heads"):
-        fewer = groups if groups < _GROUPS else _GROUPS
-        text.num_key_value_heads = count if groups == heads else fewer
+        text.num_key_value_heads = count if groups == heads else min(groups, _GROUPS)
     text.num_attention_heads = count
     for name in [name for name, one in vars(text).items() if type(one) is int and one == hidden]:
         if name.endswith(_OF_WIDTHS):
             setattr(text, name, stream)
     text.hidden_size = stream
-
-
-def _fewer_experts(text: Any) -> None:
-    chosen = [config_value(text, key) for key in _CHOSEN]
-    least = max([4, *(2 * one for one in chosen if type(one) is int)])
-    for key in _COUNTS:
-        if type(config_value(text, key)) is int and config_value(text, key) > least:
-            setattr(text, key, least)
