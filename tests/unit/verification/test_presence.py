@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.support.checkpoint_samples import HIDDEN, VOCABULARY, Sample, dense, made, sparse
+from tests.support.checkpoint_samples import HIDDEN, Sample, dense, made, sparse
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from llmcompressor.verification import Deployment, Severity, TensorInfo, check_serving
