@@ -23,6 +23,7 @@ from llmcompressor.numerics.scales import (
 )
 from llmcompressor.observers.base import OBSERVERS, Observer, RangeObserver
 from llmcompressor.observers.canonical import Range, to_canonical
+from llmcompressor.runtime.memory import release_clean_pages
 from llmcompressor.schemes.bridge import (
     default_observer,
     grid_of,
@@ -134,6 +135,7 @@ def replace_weight(module: Module, values: Tensor) -> None:
     is_alike = values.dtype == weight.dtype and values.stride() == weight.stride()
     if is_own and is_alike and sizes == {weight.nbytes}:
         module.weight.data = values
+        release_clean_pages(weight.data_ptr(), weight.nbytes)
     else:
         weight.copy_(values)
 

@@ -14,6 +14,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from llmcompressor.runtime import memory
 
@@ -106,3 +107,17 @@ def test_elsewhere_nothing_happens(
     memory.malloc_trim()
     memory.release_pages(2**20, 2**20)
     assert memory._library() is None
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_pages_that_no_file_has_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    released: list[int] = []
+    monkeypatch.setattr(memory, "release_pages", lambda address, _: released.append(address))
+    save_file({"x": torch.arange(2**16)}, tmp_path / "x.safetensors")
+    clean = load_file(tmp_path / "x.safetensors")["x"]
+    changed = load_file(tmp_path / "x.safetensors")["x"]
+    changed[2000] = -1
+    for tensor in (clean, changed, torch.arange(2**16)):
+        tensor.sum()
+        memory.release_clean_pages(tensor.data_ptr(), tensor.nbytes)
+    assert released == [clean.data_ptr()]
