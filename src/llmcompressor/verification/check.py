@@ -214,6 +214,6 @@ def _codes(files: Files, view: View, entry: Entry, scheme: Scheme | None) -> Cod
         for own, wanted in expected_tensors(scheme, entry.rows, columns).items()
         if own.startswith("weight")
     }
-    if any(what for _, what, _ in misfits(entry.own, needed)):
+    if any(what != "extra" for _, what, _ in misfits(entry.own, needed)):
         return None
     return codes_of(files, entry, scheme, columns)

@@ -80,7 +80,7 @@ def columns_of(
     if packed is None or len(packed.shape) != 2 or scheme.weights is None:
         return None
     if packed.dtype == "U8":
-        return packed.shape[1] * 8 // (6 if scheme.weights.is_mxfp6 else 4)
+        return packed.shape[1] * 8 // (6 if scheme.weights.small_float == "mxfp6" else 4)
     bits = max(scheme.weights.bits, 1)
     guesses = [stored_shape[1]] if stored_shape is not None and len(stored_shape) == 2 else []
     scale = entry.own.get("weight_scale")
@@ -114,9 +114,9 @@ def is_decodable(scheme: Scheme) -> bool:
         "int-quantized": is_integer,
         "float-quantized": is_small_float,
         "naive-quantized": is_integer or is_small_float,
-        "nvfp4-pack-quantized": args.is_nvfp4,
-        "mxfp4-pack-quantized": args.is_mxfp4,
-        "mxfp6-pack-quantized": args.is_mxfp6,
+        "nvfp4-pack-quantized": args.small_float == "nvfp4",
+        "mxfp4-pack-quantized": args.small_float == "mxfp4",
+        "mxfp6-pack-quantized": args.small_float == "mxfp6",
         "mxfp8-quantized": is_small_float and args.symmetric and args.group == 32,
     }.get(form or "", False)
 
@@ -139,7 +139,7 @@ def scale_shape(args: Args, rows: int, columns: int) -> tuple[tuple[int, ...], .
 
 
 def expected_tensors(scheme: Scheme, rows: int, columns: int) -> dict[str, Expected]:
-    """Own name → what must be there, for a Linear or Embedding (bias left out).
+    """Own name → what must be there, for a Linear or Embedding; a bias may be.
 
     Args:
         scheme: its scheme, with the format that counts.
@@ -154,7 +154,7 @@ def expected_tensors(scheme: Scheme, rows: int, columns: int) -> dict[str, Expec
     for base, args in (("input", scheme.inputs), ("output", scheme.outputs)):
         if args is not None:
             found.update(_of_activations(base, args))
-    return found
+    return {**found, "bias": Expected(PLAIN_FLOATS, ((rows,),))}
 
 
 def _of_weight(
@@ -205,17 +205,21 @@ def _of_activations(base: str, args: Args) -> Iterator[tuple[str, Expected]]:
 def misfits(
     own: Mapping[str, TensorInfo], expected: Mapping[str, Expected]
 ) -> Iterator[tuple[str, str, str]]:
-    """Differences: own name, ``missing`` / ``dtype`` / ``shape``, and a sentence."""
+    """Differences: own name, ``missing`` / ``dtype`` / ``shape`` / ``extra``, and a sentence."""
     for name, wanted in expected.items():
         info = own.get(name)
         if info is None:
-            yield name, "missing", f"It has no {name}."
+            if name != "bias":
+                yield name, "missing", f"It has no {name}."
         elif info.dtype not in wanted.dtypes:
             words = " or ".join(sorted(wanted.dtypes))
             yield name, "dtype", f"Its {name} is stored as {info.dtype} instead of {words}."
         elif wanted.shapes and info.shape not in wanted.shapes:
             words = " or ".join(str(list(shape)) for shape in wanted.shapes)
             yield name, "shape", f"Its {name} has the shape {list(info.shape)} instead of {words}."
+    for name in own:
+        if name not in expected:
+            yield name, "extra", f"It has a {name}, which is not read."
 
 
 CHUNK = 1 << 18

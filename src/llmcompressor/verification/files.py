@@ -29,7 +29,6 @@ __all__ = [
     "DROPS",
     "DTYPES",
     "OF_EXPERT",
-    "TITLES",
     "Changed",
     "Files",
     "Place",
@@ -65,16 +64,6 @@ DTYPES: Mapping[str, torch.dtype] = {
     "U16": torch.uint16,
     "U8": torch.uint8,
     "BOOL": torch.bool,
-}
-TITLES = {
-    "F1": "config.json is there and is JSON",
-    "F2": "the index is there and is JSON",
-    "F3": "every shard is there and whole",
-    "F4": "headers are sane: known dtypes, sizes that fit, no gap and no overlap",
-    "F5": "every tensor of the index is in the shard that it names",
-    "F6": "no tensor and no shard is left over",
-    "F7": "no tensor is in two shards",
-    "F8": "the index's total is that of the tensors",
 }
 
 

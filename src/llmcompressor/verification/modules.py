@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from types import MappingProxyType
@@ -60,7 +60,6 @@ class Family:
         drops_scales: suffixes of unknown scales are dropped without a word (S19).
         is_mla: attention caches a latent, so the scales of keys and values do nothing (S55).
         draft: pattern of the draft layers' modules (S61).
-        transposed: own names of modules whose dense weight is ``[in, out]`` (S35).
     """
 
     types: tuple[str, ...]
@@ -74,7 +73,6 @@ class Family:
     drops_scales: bool = False
     is_mla: bool = False
     draft: str = r"(?:model\.)?mtp\."
-    transposed: tuple[str, ...] = ()
 
 
 _SHARED_GATE = r"(?:.*\.)?shared_expert_gate"
@@ -97,8 +95,6 @@ _TYPES_LIKE_LLAMA = (
     "olmo2",
     "seed_oss",
 )
-_TYPES_WITH_CONV1D = ("clvp", "decision_transformer", "gpt2", "imagegpt", "openai-gpt")
-_CONV1D = ("c_attn", "c_fc", "c_proj", "q_attn")
 FAMILIES: tuple[Family, ...] = (
     Family(_TYPES_LIKE_LLAMA),
     Family(("phi3",), fused={}),
@@ -157,7 +153,6 @@ FAMILIES: tuple[Family, ...] = (
     Family(("jamba", "mamba", "mamba2", "bloom", "opt"), quantizes_head=False),
     Family(("mistral3",), drops_scales=True),
     Family(("gemma4", "gemma4_text"), lookup={".experts.": ".moe.experts."}),
-    Family(_TYPES_WITH_CONV1D, transposed=_CONV1D),
 )
 _BY_TYPE = {name: family for family in FAMILIES for name in family.types}
 _LIKE_LLAMA = FAMILIES[0]
@@ -277,21 +272,21 @@ class Entry:
 
 
 def entries_of(
-    headers: Mapping[str, TensorInfo], kind_of: Callable[[str], str] | None = None
+    headers: Mapping[str, TensorInfo], kinds: Mapping[str, str] | None = None
 ) -> dict[str, Entry]:
     """All modules with tensors of their own, by path.
 
     Args:
         headers: tensor name → dtype and shape.
-        kind_of: path of a module → ``linear``, ``embedding`` or ``other`` by its class; nothing
-            where its class does not tell. Without it names tell.
+        kinds: path of a module → ``linear``, ``embedding`` or ``other`` by its class; otherwise
+            names tell.
     """
     grouped: dict[str, dict[str, TensorInfo]] = {}
     for name, info in headers.items():
         module, _, own = name.rpartition(".")
         grouped.setdefault(module, {})[own] = info
     return {
-        name: Entry(name, own, _kind(name, own, kind_of), _form(own))
+        name: Entry(name, own, _kind(name, own, kinds or {}), _form(own))
         for name, own in grouped.items()
     }
 
@@ -306,16 +301,14 @@ def is_doubtful(entry: Entry) -> bool:
     return entry.kind == "linear" and not entry.is_quantized and not entry.is_expert
 
 
-def _kind(
-    name: str, own: Mapping[str, TensorInfo], kind_of: Callable[[str], str] | None = None
-) -> str:
+def _kind(name: str, own: Mapping[str, TensorInfo], kinds: Mapping[str, str]) -> str:
     weight = own.get("weight")
     if "weight_packed" not in own and (weight is None or len(weight.shape) != 2):
         return "other"
     for pattern, kind in ((_HEAD, "head"), (_GATE, "gate")):
         if pattern.fullmatch(name):
             return kind
-    told = kind_of(name) if kind_of is not None and not EXPERT.match(name) else ""
+    told = kinds.get(name) if kinds and not EXPERT.match(name) else ""
     return told or ("embedding" if _EMBEDDING.fullmatch(name) else "linear")
 
 

@@ -41,16 +41,8 @@ from llmcompressor.verification.stacked_tensors import (
 from llmcompressor.verification.transformers_model import ABSENT, config_changes, passes_over
 from llmcompressor.verification.values import HEADS, Twins, compare_tie, equal, same_tensor
 
-__all__ = ["TITLES", "Reference", "WeightError", "Work"]
+__all__ = ["Reference", "WeightError", "Work"]
 
-TITLES = {
-    "R1": "every tensor of the original is accounted for",
-    "R2": "nothing was added to the original",
-    "R3": "decoded weights are as near as their grid allows",
-    "R4": "what is not quantized is unchanged",
-    "R5": "tied embeddings stay tied, or both are there",
-    "R6": "config.json and the files beside it are those of the original",
-}
 _COPY = "Copy it from the original model."
 _AGAIN = "Compress the model anew."
 _RECOMPUTED = re.compile(

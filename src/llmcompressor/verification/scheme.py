@@ -12,7 +12,6 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any
 
 from llmcompressor.verification.modules import CROSS, EXPERT, Entry, Family, served_name
@@ -28,7 +27,6 @@ __all__ = [
     "compiled",
     "parse_args",
     "parse_groups",
-    "served_class",
     "settings_of",
 ]
 
@@ -81,33 +79,19 @@ class Args:
         return self.dynamic is False
 
     @property
-    def is_nvfp4(self) -> bool:
-        """True if these are 4-bit floats in two-level groups of 16."""
-        return self._is("float", 4, "tensor_group", 16)
-
-    @property
-    def is_mxfp4(self) -> bool:
-        """True if these are 4-bit floats with a power of two per 32."""
-        return self._is("float", 4, "group", 32)
-
-    @property
-    def is_mxfp6(self) -> bool:
-        """True if these are 6-bit floats with a power of two per 32."""
-        return self._is("float", 6, "group", 32)
-
-    @property
-    def is_mxfp8(self) -> bool:
-        """True if these are 8-bit floats with a power of two per 32."""
-        return self._is("float", 8, "group", 32) and self.scale_dtype == "torch.uint8"
-
-    @property
-    def is_mx(self) -> bool:
-        """True if these are floats of any width with a power of two per 32."""
-        return self.is_mxfp4 or self.is_mxfp6 or self.is_mxfp8
-
-    def _is(self, kind: str, bits: int, strategy: str, group: int) -> bool:
-        found = (self.kind, self.bits, self.strategy, self.group)
-        return self.symmetric and found == (kind, bits, strategy, group)
+    def small_float(self) -> str:
+        """``nvfp4``, ``mxfp4``, ``mxfp6`` or ``mxfp8`` if these are such floats, else nothing."""
+        if self.kind != "float" or not self.symmetric:
+            return ""
+        cells = (self.bits, self.strategy, self.group)
+        if cells == (8, "group", 32) and self.scale_dtype != "torch.uint8":
+            return ""
+        return {
+            (4, "tensor_group", 16): "nvfp4",
+            (4, "group", 32): "mxfp4",
+            (6, "group", 32): "mxfp6",
+            (8, "group", 32): "mxfp8",
+        }.get(cells, "")
 
     def __str__(self) -> str:
         cells = {"group": f" {self.group}", "tensor_group": f" {self.group}"}.get(self.strategy, "")
@@ -167,16 +151,15 @@ def settings_of(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
 
 
 def _number(value: Any, default: int) -> int:
-    return value if isinstance(value, int) and not isinstance(value, bool) else default
+    return value if type(value) is int else default
 
 
 def parse_args(raw: Any) -> Args | None:
     """Arguments as compressed-tensors would fill them in; ``None`` if there are none."""
     if not isinstance(raw, Mapping):
         return None
-    group = raw.get("group_size")
+    group, block, dtype = (raw.get(key) for key in ("group_size", "block_structure", "scale_dtype"))
     by_group = "tensor" if group is None else "channel" if group == -1 else "group"
-    block = raw.get("block_structure")
     if isinstance(block, str):
         block = [int(part) if part.isdigit() else 0 for part in block.split("x")]
     fits = isinstance(block, Sequence) and len(block) == 2
@@ -189,14 +172,8 @@ def parse_args(raw: Any) -> Args | None:
         group=max(_number(group, 0), 0),
         block=(_number(block[0], 0), _number(block[1], 0)) if fits and block is not None else None,
         dynamic=dynamic if dynamic is True else str(dynamic).lower() if dynamic else False,
-        scale_dtype=_dtype(raw.get("scale_dtype")),
+        scale_dtype=None if dtype is None else f"torch.{str(dtype).removeprefix('torch.')}",
     )
-
-
-def _dtype(name: Any) -> str | None:
-    if name is None:
-        return None
-    return f"torch.{str(name).removeprefix('torch.')}"
 
 
 def parse_groups(settings: Mapping[str, Any]) -> list[Group]:
@@ -212,15 +189,11 @@ def parse_groups(settings: Mapping[str, Any]) -> list[Group]:
             parse_args(raw.get("weights")),
             parse_args(raw.get("input_activations")),
             parse_args(raw.get("output_activations")),
-            _text(raw.get("format")) or _text(overall),
+            str(raw.get("format") or overall or "") or None,
         )
         texts = targets if isinstance(targets, list) else []
         found.append(Group(str(name), tuple(str(text) for text in texts), scheme))
     return found
-
-
-def _text(value: Any) -> str | None:
-    return str(value) if value else None
 
 
 _CLASSES = {
@@ -231,8 +204,6 @@ _CLASSES = {
 }
 _CLASS_OF = {"embedding": "VocabParallelEmbedding", "head": "ParallelLMHead", "gate": "GateLinear"}
 _PLAIN_CLASS = {"linear": "Linear", "head": "Linear", "embedding": "Embedding"}
-_TAKEN = frozenset({"linear", "embedding"})
-"""What compressed-tensors quantizes, of all that targets may name."""
 
 
 @dataclass(frozen=True)
@@ -258,16 +229,6 @@ def compiled(pattern: str) -> re.Pattern[str] | None:
         return re.compile(pattern[3:])
     except re.error:
         return None
-
-
-def served_class(kind: str, path: str) -> str:
-    """The class of vLLM that stands for a module.
-
-    >>> served_class("linear", "model.layers.0.self_attn.qkv_proj")
-    'QKVParallelLinear'
-    """
-    last = path.rpartition(".")[2]
-    return _CLASS_OF.get(kind) or _CLASSES.get(last, "ColumnParallelLinear")
 
 
 _SIMPLE = re.compile(r"(?:\(\?:\.\*\\\.\)\?)?(?P<body>(?:\w|\\\W|\.\*?|[\^$])+)")
@@ -332,43 +293,24 @@ class Resolver:
         present: Collection[str] = (),
     ) -> None:
         self.config = config
-        self.groups = groups
         self.ignore = ignore
         self.family = family
-        self._shards = frozenset(shard for shards in family.fused.values() for shard in shards)
+        self.shards = frozenset(shard for shards in family.fused.values() for shard in shards)
+        """Own names of modules that vLLM joins with others."""
         self._experts: dict[str, Choice] = {}
         self._of_class: dict[str, Group | None] = {}
-        shards = [name for name in present if name.rpartition(".")[2] in self._shards]
+        shards = [name for name in present if name.rpartition(".")[2] in self.shards]
         self._present = frozenset([*shards, *map(self.served, shards)])
-
-    @cached_property
-    def _targets(self) -> dict[str, Group]:
-        """Target → group, as a dict of vLLM: a later group takes a target, its place stays."""
-        found: dict[str, Group] = {}
-        for group in self.groups:
+        # as a dict of vLLM: a later group takes a target, its place stays
+        self._targets: dict[str, Group] = {}
+        for group in groups:
             if not group.is_attention:
-                found.update(dict.fromkeys(group.targets, group))
-        return found
-
-    @cached_property
-    def _served_targets(self) -> _Names:
-        return _Names(self._renamed(self._targets))
-
-    @cached_property
-    def _served_ignore(self) -> _Names:
-        return _Names(self._renamed(self.ignore))
-
-    @cached_property
-    def _plain_ignore(self) -> _Names:
-        return _Names(self.ignore)
-
-    @cached_property
-    def _sorted_targets(self) -> list[str]:
-        return sorted(self._targets, key=lambda text: ("re:" in text, text))
-
-    @cached_property
-    def _plain_targets(self) -> _Names:
-        return _Names(self._sorted_targets)
+                self._targets.update(dict.fromkeys(group.targets, group))
+        self._in_order = list(self._targets.values())
+        self._sorted = sorted(self._targets, key=lambda text: ("re:" in text, text))
+        self._served_targets = _Names(self._renamed(self._targets))
+        self._served_ignore = _Names(self._renamed(ignore))
+        self._plain_targets, self._plain_ignore = _Names(self._sorted), _Names(ignore)
 
     def _renamed(self, texts: Iterable[str]) -> list[str]:
         """Only entries with a dot that are no patterns are renamed (S18), none as by S18a."""
@@ -383,11 +325,6 @@ class Resolver:
     def served(self, name: str) -> str:
         """The path under which vLLM looks ``name`` up."""
         return served_name(name, self.config, self.family)
-
-    @property
-    def shards(self) -> Collection[str]:
-        """Own names of modules that vLLM joins with others."""
-        return self._shards
 
     def unit(self, name: str) -> tuple[str, tuple[str, ...]]:
         """The joined module that ``name`` is part of and its shards; itself if there is none."""
@@ -434,9 +371,12 @@ class Resolver:
     def _joined(
         self, path: str, shards: tuple[str, ...], kind: str, *, class_first: bool
     ) -> Choice:
-        ignored, mixed = self._is_ignored(path, shards, suffixes=class_first)
-        if ignored:
-            return Choice(ignored=True, mixed=mixed)
+        flags = [self._ignores(shard, suffixes=class_first) for shard in shards]
+        mixed = any(flags) and not all(flags)
+        if self._ignores(path, suffixes=class_first):
+            return Choice(ignored=True)
+        if flags and all(flags):
+            return Choice(ignored=True)
         name = self._named(path)
         if name is not None:
             return Choice(name, mixed=mixed)
@@ -447,15 +387,7 @@ class Resolver:
         first, second = (by_class, by_shards) if class_first else (by_shards, by_class)
         return Choice(first or second, mixed=mixed)
 
-    def _is_ignored(
-        self, path: str, shards: tuple[str, ...], *, suffixes: bool
-    ) -> tuple[bool, bool]:
-        if self._ignores(path, suffixes):
-            return True, False
-        flags = [self._ignores(shard, suffixes) for shard in shards]
-        return bool(flags) and all(flags), any(flags) and not all(flags)
-
-    def _ignores(self, path: str, suffixes: bool) -> bool:
+    def _ignores(self, path: str, *, suffixes: bool) -> bool:
         if self._served_ignore.first(path) is not None:
             return True
         if not suffixes:
@@ -468,46 +400,23 @@ class Resolver:
         position = self._served_targets.first(path)
         return None if position is None else self._in_order[position]
 
-    @cached_property
-    def _in_order(self) -> list[Group]:
-        return list(self._targets.values())
-
     def _by_class(self, path: str, kind: str) -> Group | None:
-        cls = served_class(kind, path)
+        cls = _CLASS_OF.get(kind) or _CLASSES.get(path.rpartition(".")[2], "ColumnParallelLinear")
         if cls not in self._of_class:
-            self._of_class[cls] = self._first_for(cls)
+            found = (
+                group
+                for target, group in self._targets.items()
+                if ((pattern := compiled(target)) and pattern.match(cls))
+                or (pattern is None and target.lower() in cls.lower())
+            )
+            self._of_class[cls] = next(found, None)
         return self._of_class[cls]
 
-    def _first_for(self, cls: str) -> Group | None:
-        for target, group in self._targets.items():
-            expression = compiled(target)
-            if expression.match(cls) if expression else target.lower() in cls.lower():
-                return group
-        return None
-
-    def transformers(self, entry: Entry, own: Sequence[tuple[str, str]] = ()) -> Choice:
-        """Choice of compressed-tensors, and so of transformers, for a module.
-
-        Args:
-            entry: the module.
-            own: the modules of the class that have their weight from it, and what they are. Of
-                several that differ, it is one of which something else is made than is stored.
-        """
-        if not own:
-            names = (entry.name, self.served(entry.name))
-            return self._by_class_or_name(_PLAIN_CLASS.get(entry.kind, ""), names)
-        choices = [
-            self._by_class_or_name(_PLAIN_CLASS[kind], (name,)) if kind in _TAKEN else Choice()
-            for name, kind in own
-        ]
-        strange = (one for one in choices if (one.group is None) is entry.is_quantized)
-        return next(strange, choices[0])
-
-    def _by_class_or_name(self, cls: str, names: Sequence[str]) -> Choice:
+    def transformers(self, entry: Entry) -> Choice:
+        """Choice of compressed-tensors, and so of transformers, for a module."""
+        names, cls = (entry.name, self.served(entry.name)), _PLAIN_CLASS.get(entry.kind, "")
         if cls in self.ignore or any(self._plain_ignore.first(name) is not None for name in names):
             return Choice(ignored=True)
-        for name in names:
-            position = self._plain_targets.first(name)
-            if position is not None:
-                return Choice(self._targets[self._sorted_targets[position]])
-        return Choice(self._targets.get(cls))
+        found = (self._plain_targets.first(name) for name in names)
+        position = next((one for one in found if one is not None), None)
+        return Choice(self._targets.get(cls if position is None else self._sorted[position]))

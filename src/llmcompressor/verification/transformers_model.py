@@ -32,24 +32,22 @@ __all__ = [
     "Change",
     "ModelNames",
     "ModuleClasses",
-    "Own",
     "as_read",
     "bare_model",
     "build",
-    "build_others",
     "class_and_settings",
     "class_model",
     "config_changes",
     "config_text",
     "float32_names",
     "is_known_type",
-    "is_of_another_type",
     "load_headers",
     "module_classes",
     "passes_over",
     "quiet_compressors",
     "quiet_transformers",
     "reader_config",
+    "readings_of_both",
     "refusal",
     "text_class",
 ]
@@ -58,24 +56,12 @@ _MOST_LAYERS = 4096
 """Building takes time for each: of more than this a configuration is damaged."""
 ABSENT = object()
 """The value of what is not there."""
-_FREE = frozenset(
-    [
-        "_attn_implementation",
-        "_attn_implementation_autoset",
-        "_commit_hash",
-        "_experts_implementation",
-        "_name_or_path",
-        "architectures",  # compared by themselves
-        "compression_config",
-        "dtype",
-        "name_or_path",
-        "quantization_config",
-        "tie_word_embeddings",  # R5
-        "torch_dtype",
-        "transformers_version",
-        "use_cache",
-    ]
+_FREE = (
+    "_attn_implementation _attn_implementation_autoset _commit_hash _experts_implementation "
+    "_name_or_path architectures compression_config dtype name_or_path quantization_config "
+    "tie_word_embeddings torch_dtype transformers_version use_cache"
 )
+"""Settings that are no change: classes are compared by themselves, ties are R5."""
 
 
 @dataclass(frozen=True)
@@ -111,24 +97,30 @@ def config_changes(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[C
         ours: the content of the checkpoint's ``config.json``.
         theirs: that of the original's.
     """
-    found = list(_classes(ours, theirs))
-    types = [each.get("model_type") for each in (ours, theirs)]
-    if types[0] != types[1]:
-        # nothing else has the same meaning in another class
-        return [*found, *_raw({"model_type": types[0]}, {"model_type": types[1]})]
+    found = []
+    now, before = (each.get("architectures") or ABSENT for each in (ours, theirs))
+    if before is not ABSENT and now != before:
+        found.append(Change("architectures", now, before, is_lost=now is ABSENT))
+    kinds: list[dict[str, Any]] = [
+        {"model_type": each.get("model_type")} for each in (ours, theirs)
+    ]
+    if kinds[0] != kinds[1]:
+        return [*found, *_raw(kinds[0], kinds[1])]  # in another class nothing else means the same
     read = [as_read(each) for each in (ours, theirs)]
-    changes: Iterator[Change]
     if read[0] is None or read[1] is None:
-        changes = (one for one in _raw(ours, theirs) if one.before is not ABSENT)
-    else:
-        changes = _merged(_raw(read[0], read[1]), ours, theirs)
-    return [*found, *(one for one in changes if not _is_of_every_model(one))]
+        raw = (one for one in _raw(ours, theirs) if one.before is not ABSENT)
+        return [*found, *(one for one in raw if not (one.is_lost and _is_of_every_model(one)))]
+    changes: dict[str, Change] = {}
+    for one in _raw(read[0], read[1]):  # in terms of the files: a part that is lost is one change
+        path = _lost(one.path.split("."), ours, theirs)
+        told = one if path is None else Change(path, one.now, one.before, is_lost=True)
+        if not (told.is_lost and _is_of_every_model(told)):
+            changes.setdefault(told.path, told)
+    return [*found, *changes.values()]
 
 
 def _is_of_every_model(change: Change) -> bool:
     """True if what is lost is the default that all classes share."""
-    if not change.is_lost:
-        return False
     from transformers import PretrainedConfig  # noqa: PLC0415  # loads much
 
     defaults = json.loads(json.dumps(PretrainedConfig().to_dict(), default=str))
@@ -137,30 +129,23 @@ def _is_of_every_model(change: Change) -> bool:
 
 def as_read(config: Mapping[str, Any]) -> dict[str, Any] | None:
     """All settings as transformers' class for the model type has them; ``None`` without a class."""
-    read = configuration(config)
-    if read is None:
-        return None
+    read = _configuration(config, _FREE.split())
     try:
-        found: dict[str, Any] = json.loads(json.dumps(read.to_dict(), default=str))
+        found = None if read is None else json.loads(json.dumps(read.to_dict(), default=str))
     except Exception:  # configuration classes may be anybody's code
         return None
     return found
 
 
-def configuration(config: Mapping[str, Any], left_out: Container[str] = _FREE) -> Any:
-    """The configuration object that transformers makes of a file, ``None`` if it makes none.
-
-    Args:
-        config: the content of ``config.json``.
-        left_out: the keys that are not to be read.
-    """
+def _configuration(config: Mapping[str, Any], left_out: Container[str]) -> Any:
+    """The configuration object that transformers makes of a file, ``None`` if it makes none."""
     from transformers import CONFIG_MAPPING  # noqa: PLC0415  # loads much
 
     name = config.get("model_type")
     if not isinstance(name, str) or name not in CONFIG_MAPPING or not _is_of_layers(config):
         return None
     try:
-        return read_by(CONFIG_MAPPING[name], config, left_out)
+        return _read_by(CONFIG_MAPPING[name], config, left_out)
     except Exception:  # what a class refuses may be of any kind
         return None
 
@@ -175,12 +160,8 @@ def _is_of_layers(config: Mapping[str, Any]) -> bool:
     )
 
 
-def read_by(kind: Any, config: Mapping[str, Any], left_out: Container[str] = _FREE) -> Any:
-    """The configuration object that a class of transformers makes of a file.
-
-    Raises:
-        Exception: of any kind, where the class refuses what it reads.
-    """
+def _read_by(kind: Any, config: Mapping[str, Any], left_out: Container[str]) -> Any:
+    """The configuration object that a class makes of a file; it raises what the class raises."""
     plain = {key: _decoded(value) for key, value in config.items() if key not in left_out}
     with quiet_transformers():
         return kind.from_dict(copy.deepcopy(plain))
@@ -216,39 +197,14 @@ def quiet_transformers() -> Iterator[None]:
             said.enable_progress_bar()
 
 
-def _classes(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> Iterator[Change]:
-    """The model's class; an original may name none."""
-    now, before = ours.get("architectures") or ABSENT, theirs.get("architectures")
-    if before and now != before:
-        yield Change("architectures", now, before, is_lost=now is ABSENT)
-
-
 def _raw(ours: Mapping[str, Any], theirs: Mapping[str, Any], prefix: str = "") -> Iterator[Change]:
-    for key in sorted({*map(str, ours), *map(str, theirs)} - _FREE):
+    nothing = (None, ABSENT)
+    for key in sorted({*map(str, ours), *map(str, theirs)} - set(_FREE.split())):
         now, before = ours.get(key, ABSENT), theirs.get(key, ABSENT)
         if isinstance(now, Mapping) and isinstance(before, Mapping):
             yield from _raw(now, before, f"{prefix}{key}.")
-        elif _is_other(now, before):
+        elif now != before and not (now in nothing and before in nothing):
             yield Change(f"{prefix}{key}", now, before, is_lost=now is ABSENT)
-
-
-def _is_other(now: Any, before: Any) -> bool:
-    nothing = (None, ABSENT)
-    return now != before and not (now in nothing and before in nothing)
-
-
-def _merged(
-    changes: Iterator[Change], ours: Mapping[str, Any], theirs: Mapping[str, Any]
-) -> Iterator[Change]:
-    """Changes of what was read, in terms of the files: a part that is lost is one change."""
-    seen = set()
-    for one in changes:
-        path = _lost(one.path.split("."), ours, theirs)
-        if path is None:
-            yield one
-        elif path not in seen:
-            seen.add(path)
-            yield Change(path, one.now, one.before, is_lost=True)
 
 
 def _lost(keys: list[str], ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> str | None:
@@ -297,15 +253,6 @@ class Built:
     tied_head: str = ""
     silencing: frozenset[str] = frozenset()
 
-    @property
-    def fits(self) -> bool:
-        """True if every tensor of it was found, in its shape."""
-        return not self.missing and not self.wrong
-
-    def has_module(self, path: str) -> bool:
-        """True if the class has a module, or a tensor, of this path."""
-        return any(name == path or name.startswith(f"{path}.") for name in self.shapes)
-
 
 def _model_class(config: Mapping[str, Any]) -> Any:
     """The class of transformers that a configuration names; ``None`` if there is none."""
@@ -321,16 +268,6 @@ def is_known_type(config: Mapping[str, Any]) -> bool:
     from transformers import CONFIG_MAPPING  # noqa: PLC0415  # loads much
 
     return bool(config.get("auto_map")) or config.get("model_type") in CONFIG_MAPPING
-
-
-def is_of_another_type(config: Mapping[str, Any]) -> bool:
-    """True if the class that a configuration names takes configurations of another model type."""
-    kind, settings = _model_class(config), configuration(config, _FROM_FILES)
-    if kind is None or settings is None or not isinstance(kind.config_class, type):
-        return False
-    parts = (getattr(settings, name, None) for name in settings.sub_configs)
-    # the language model of a larger one may be loaded alone
-    return not any(_takes(kind, each) for each in (settings, *parts))
 
 
 def _takes(kind: Any, settings: Any) -> bool:
@@ -354,7 +291,7 @@ def class_and_settings(config: Mapping[str, Any]) -> tuple[Any, Any] | None:
 
     ``None`` if there is none, or the two do not belong together.
     """
-    kind, settings = _model_class(config), configuration(config, _FROM_FILES)
+    kind, settings = _model_class(config), _configuration(config, _FROM_FILES)
     if kind is None or settings is None or not _takes(kind, settings):
         return None
     return kind, settings
@@ -380,36 +317,46 @@ def build(
     return None if found is None else _load(*found, headers)
 
 
-def build_others(
-    config: Mapping[str, Any], headers: Mapping[str, TensorInfo]
-) -> Iterator[Built | None]:
-    """Classes that readers take where class and model type do not belong together.
+def _load(kind: Any, settings: Any, headers: Mapping[str, TensorInfo]) -> Built | None:
+    state = {
+        name: torch.empty(info.shape, dtype=torch.bfloat16, device="meta")
+        for name, info in headers.items()
+    }
+    try:
+        model, info = load_headers(kind, settings, state)
+    except Exception:  # a class of any kind, and what it cannot load other rules speak of
+        return None
+    return _built(model, headers, info)
 
-    The class that is named, with a configuration of its own, and the class that transformers has
-    for the model type. ``None`` for each that cannot be built.
+
+def readings_of_both(config: Mapping[str, Any], headers: Mapping[str, TensorInfo]) -> Iterator[str]:
+    """What readers find where the named class and the model type do not belong together.
+
+    vLLM goes by the class, transformers by the type. Nothing where they do belong together; for
+    each of the two why it cannot be read, or an empty text.
     """
-    from transformers import AutoModel, AutoModelForCausalLM  # noqa: PLC0415  # loads much
-
-    kind, settings = _model_class(config), configuration(config, _FROM_FILES)
-    if kind is not None and isinstance(kind.config_class, type):
-        try:
-            own = read_by(kind.config_class, config, {*_FROM_FILES, "model_type"})
-        except Exception:  # what a class refuses may be of any kind
-            yield None
+    kind, settings = _model_class(config), _configuration(config, _FROM_FILES)
+    if kind is None or settings is None or not isinstance(kind.config_class, type):
+        return
+    parts = (getattr(settings, name, None) for name in settings.sub_configs)
+    if any(_takes(kind, each) for each in (settings, *parts)):
+        return  # the language model of a larger one may be loaded alone
+    of_type = {**config, "architectures": [_class_of_type(config)]}
+    own: Any = kind.config_class
+    for each in ({**config, "model_type": own.model_type}, of_type):
+        name, built = class_names(each)[0], build(each, headers)
+        if built is None:
+            yield f"{name or 'a class'} cannot be built of it"
         else:
-            yield _load(kind, own, headers)
-    for auto in (AutoModelForCausalLM, AutoModel):
-        mapping = auto_mapping(auto)
-        if type(settings) in mapping:
-            yield _load(mapping[type(settings)], settings, headers)
-            return
+            lost = [*built.missing, *built.wrong][:4]
+            yield f"{name} does not find {', '.join(lost)} in the file" if lost else ""
 
 
-def class_of_type(config: Mapping[str, Any]) -> str:
+def _class_of_type(config: Mapping[str, Any]) -> str:
     """The name of the class that transformers has for a model type; empty if there is none."""
     from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM  # noqa: PLC0415
 
-    settings = configuration(config, _FROM_FILES)
+    settings = _configuration(config, _FROM_FILES)
     for auto in (AutoModelForCausalLM, AutoModelForSeq2SeqLM):
         mapping = auto_mapping(auto)
         if type(settings) in mapping:
@@ -424,7 +371,7 @@ def text_class(config: Mapping[str, Any]) -> dict[str, Any] | None:
     """
     from transformers import AutoModelForCausalLM  # noqa: PLC0415  # loads much
 
-    settings, text = configuration(config, _FROM_FILES), config.get("text_config")
+    settings, text = _configuration(config, _FROM_FILES), config.get("text_config")
     mapping = auto_mapping(AutoModelForCausalLM)
     if type(settings) not in mapping or not isinstance(text, Mapping):
         return None
@@ -464,7 +411,7 @@ def refusal(config: Mapping[str, Any]) -> str:
     if not _is_of_layers(config):
         return f"it has more than {_MOST_LAYERS} layers"
     try:
-        settings = read_by(CONFIG_MAPPING[name], config, _FROM_FILES)
+        settings = _read_by(CONFIG_MAPPING[name], config, _FROM_FILES)
         kind = _model_class(config)
         if kind is not None and _takes(kind, settings):
             with quiet_transformers(), torch.device("meta"):
@@ -525,21 +472,11 @@ def load_headers(
     return found
 
 
-def _load(kind: Any, settings: Any, headers: Mapping[str, TensorInfo]) -> Built | None:
-    state = {
-        name: torch.empty(info.shape, dtype=torch.bfloat16, device="meta")
-        for name, info in headers.items()
-    }
-    try:
-        model, info = load_headers(kind, settings, state)
-    except Exception:  # a class of any kind, and what it cannot load other rules speak of
-        return None
-    return _built(model, headers, info)
-
-
 def _built(model: Any, headers: Mapping[str, TensorInfo], info: Mapping[str, Any]) -> Built:
     own, names = model.state_dict(), ModelNames(model)
-    apart = {match[0] for match in map(_LAYER.match, _experts(info["unexpected_keys"])) if match}
+    # experts that are stored one by one, and that the class does not take so (T6)
+    single = filter(_EXPERT.match, info["unexpected_keys"])
+    apart = {match[0] for match in map(_LAYER.match, single) if match}
     return Built(
         type(model).__name__,
         {name: tuple(tensor.shape) for name, tensor in own.items()},
@@ -587,11 +524,6 @@ def _tied_head(model: Any, known: Container[str]) -> str:
     names = (name for name, module in model.named_modules() if module is head)
     name = next(names, "") if isinstance(head, torch.nn.Linear) else ""
     return "" if f"{name}.weight" in known else name
-
-
-def _experts(names: Any) -> Iterator[str]:
-    """Experts that are stored one by one, and that the class does not take so (T6)."""
-    return (name for name in names if _EXPERT.match(name))
 
 
 def _is_apart(name: str, own: Mapping[str, Tensor], layers: set[str]) -> bool:
@@ -719,7 +651,7 @@ def reader_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """
     if class_and_settings(config) is not None:
         return config
-    name = class_of_type(config)
+    name = _class_of_type(config)
     return {**config, "architectures": [name]} if name else config
 
 
@@ -730,10 +662,6 @@ def float32_names(model: Any, dtype: torch.dtype) -> Callable[[str], bool]:
     plan = dtype_plan(model, dtype)
     pattern = build_glob_alternation(list(plan))[0] if plan else None
     return lambda name: pattern is not None and pattern.search(name) is not None
-
-
-Own = tuple[str, str]
-"""Path of a module in the class, and what it is: ``linear``, ``embedding``, ``other`` or empty."""
 
 
 class ModuleClasses:
@@ -753,19 +681,10 @@ class ModuleClasses:
         own = self.names.first(f"{path}.weight").rpartition(".")[0]
         return self._kinds.get(own, self._kinds.get(path, ""))
 
-    def modules(self, path: str) -> tuple[Own, ...]:
-        """The modules that have their weight from one of the file; several may share one."""
-        names = (name for name in self.names.every(f"{path}.weight") if name in self._shapes)
-        owners = (name.rpartition(".")[0] for name in names)
-        return tuple((owner, self._kinds.get(owner, "")) for owner in owners)
-
     def experts(self, path: str) -> int | None:
         """Number of experts stacked of the list that a projection is of; ``None`` if none."""
         shapes = [self._shapes.get(name, ()) for name in self.names.every(f"{path}.weight")]
-        return sum(shape[0] for shape in shapes if len(shape) == _DIMENSIONS_OF_STACK) or None
-
-
-_DIMENSIONS_OF_STACK = 3
+        return sum(shape[0] for shape in shapes if len(shape) == 3) or None
 
 
 def module_classes(config: Mapping[str, Any]) -> ModuleClasses | None:

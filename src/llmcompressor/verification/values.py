@@ -20,7 +20,6 @@ from llmcompressor.verification.transformers_model import ModelNames, class_mode
 
 __all__ = [
     "HEADS",
-    "TITLES",
     "Twins",
     "check_codes",
     "check_plain",
@@ -162,17 +161,6 @@ def compare_tie(files: Files, original: Files) -> Iterator[Finding]:
         )
 
 
-TITLES = {
-    "S27": "integers are offset by half their range",
-    "S72": "scales are finite and positive",
-    "V1": "scales are not an untouched buffer",
-    "V2": "zero points and codes are in range; as a warning: zero points were calculated",
-    "V3": "unused bits of packed words are zero",
-    "V4": "codes were written",
-    "V5": "scales use the range of the codes",
-    "V6": "plain tensors are finite",
-    "V7": "embeddings, heads and norms are not zero throughout",
-}
 _AGAIN = "Compress the model anew."
 _SCALES = ("weight_scale", "input_scale", "output_scale")
 _GLOBAL = ("weight_global_scale", "input_global_scale")

@@ -58,8 +58,6 @@ def test_a_fault_is_found(
     said = [f"{each.severity.value} {each.rule} {each.module}: {each.message}" for each in findings]
     assert named, "\n".join(said)
     assert all(finding.message and finding.remedy for finding in findings)
-    errors = {finding.rule for finding in findings if finding.severity is Severity.ERROR}
-    assert errors - {fault.rule} == fault.also, "\n".join(said)
 
 
 def test_faults_have_names_of_their_own() -> None:

@@ -94,7 +94,7 @@ def test_a_matrix_that_is_not_as_large_as_the_others_is_found(own: str, rows: in
     odd = f"{EXPERTS}.2.{own}"
     headers[f"{odd}.weight"] = TensorInfo("BF16", (rows, 64))
     found = check_serving(alone(), headers, deployment=Deployment("vllm"))
-    assert {one.module for one in found if one.rule == "S66"} == {odd}
+    assert {one.module for one in found if one.rule == "S68"} == {odd}
 
 
 def test_experts_of_two_sizes_in_one_list_are_no_fault() -> None:
@@ -104,7 +104,7 @@ def test_experts_of_two_sizes_in_one_list_are_no_fault() -> None:
         for own in OWN
     }
     found = check_serving(two_in_one_list(), headers, deployment=Deployment("vllm"))
-    assert not [one for one in found if one.rule == "S66"]
+    assert not [one for one in found if one.rule == "S68"]
 
 
 def alone() -> dict[str, Any]:

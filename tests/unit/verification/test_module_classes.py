@@ -90,7 +90,7 @@ def test_names_tell_where_no_class_does() -> None:
     assert module_classes({"model_type": "nobody_knows", "architectures": ["Nobody"]}) is None
     by_name = {name: entry.kind for name, entry in entries_of(headers).items()}
     assert list(by_name.values()) == ["embedding", "embedding", "linear", "head"]
-    told = entries_of(headers, lambda path: "linear" if "patch" in path else "")
+    told = entries_of(headers, {"model.patch_embedding": "linear"})
     assert {name: entry.kind for name, entry in told.items()} == {
         **by_name,
         "model.patch_embedding": "linear",

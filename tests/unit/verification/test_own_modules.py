@@ -14,7 +14,6 @@ from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedMode
 from llmcompressor import oneshot, reset_session, verify
 from llmcompressor.modifiers.quantization import QuantizationModifier
 from llmcompressor.verification import Deployment, TensorInfo, check_serving
-from llmcompressor.verification.transformers_model import module_classes
 
 TOWER = {
     "hidden_size": 64,
@@ -109,16 +108,6 @@ def test_transformers_ignores_what_its_class_calls_so(written: Path) -> None:
     said, missed = said_and_missing(written)
     assert said == (set() if missed is None else {("T4", STORED)})
     assert missed is None or missed == {OWN[2]}
-
-
-def test_the_class_tells_all_that_a_tensor_becomes(written: Path) -> None:
-    classes = module_classes(json.loads((written / "config.json").read_text()))
-    assert classes is not None
-    modules = classes.modules
-    assert modules(STORED) == tuple((name, "linear") for name in OWN)
-    assert modules("lm_head") == (("lm_head", "linear"),)
-    assert modules("nobody.knows") == ()
-    assert module_classes({"model_type": "nobody_knows", "architectures": ["Nobody"]}) is None
 
 
 def test_parts_of_a_tensor_are_no_twins_of_it(tmp_path: Path) -> None:

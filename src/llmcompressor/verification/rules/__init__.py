@@ -1,32 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rules of servers: the table of all, and their check against a checkpoint or a plan."""
+"""Rules of servers: their check against a checkpoint or a plan."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from types import MappingProxyType
 from typing import Any
 
+from llmcompressor.verification.catalogue import RULES
 from llmcompressor.verification.facts import Deployment, Finding, Severity, TensorInfo, Tensors
-from llmcompressor.verification.rules import presence, sglang, structure, transformers, vllm
-from llmcompressor.verification.rules.view import TENSORS, WRITTEN, Rule, View, rules
+from llmcompressor.verification.rules.serving import SERVING
+from llmcompressor.verification.rules.structure import STRUCTURE
+from llmcompressor.verification.rules.transformers import LOADING
+from llmcompressor.verification.rules.view import Problem, View
 
-__all__ = ["NOT_CHECKED", "RULES", "check_serving", "check_view"]
+__all__ = ["check_serving", "check_view"]
 
-_SECTIONS = (presence, sglang, structure, transformers, vllm)
-"""Their import enters the rules into the table."""
-RULES: tuple[Rule, ...] = rules()
-
-NOT_CHECKED = MappingProxyType(
-    {
-        "S17": "Data for others: the table of families that S14, S15, S16 and S68 use.",
-        "S31": "Servers handle it: shards of FP8 tensors are requantized to the largest scale.",
-        "S56": "Says what is left out: attention groups are skipped, which S2 allows for.",
-        "T3": "Says when transformers decompresses; nothing in a checkpoint can breach it.",
-        "T7": "The same facts as S77 and S5, which are checked.",
-        "G8": "The same settings as S5 and S6, which are checked.",
-    }
-)
+_ORDER = list(RULES)
 
 
 def check_serving(
@@ -58,19 +47,18 @@ def check_serving(
 
 def check_view(view: View) -> list[Finding]:
     """As :func:`check_serving`, for a view that has been made."""
-    return [finding for rule in RULES for finding in _findings(rule, view)]
+    checks = [*STRUCTURE, *SERVING]
+    checks += LOADING if view.deployment.concerns("transformers") else ()
+    problems = (problem for check in checks for problem in check(view))
+    found = _findings(view, problems)
+    return sorted(found, key=lambda finding: _ORDER.index(finding.rule))
 
 
-def _findings(rule: Rule, view: View) -> Iterator[Finding]:
-    if not view.deployment.concerns(rule.server):
-        return
-    if rule.needs in (TENSORS, WRITTEN) and view.tensors is None:
-        return
-    for problem in rule.check(view):
-        severity = problem.severity or rule.severity
-        aside = rule.is_limit and view.deployment.server is None
-        if aside and severity is Severity.ERROR and problem.severity is None:
-            severity = Severity.WARNING
-        yield Finding(
-            rule.number, problem.module, problem.message, problem.remedy, severity, rule.server
-        )
+def _findings(view: View, problems: Iterator[Problem]) -> Iterator[Finding]:
+    for one in problems:
+        rule = RULES[one.rule]
+        if view.deployment.concerns(rule.server):
+            severity = one.severity or rule.severity
+            if rule.is_limit and view.deployment.server is None and one.severity is None:
+                severity = Severity.WARNING
+            yield Finding(one.rule, one.module, one.message, one.remedy, severity, rule.server)

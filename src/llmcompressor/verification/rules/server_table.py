@@ -10,11 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
+from math import gcd
 from typing import Any, TypeAlias
 
+from llmcompressor.verification.facts import Severity
 from llmcompressor.verification.scheme import ACTIVATION_FORMATS, Args, Scheme
 
-__all__ = ["NOTES", "TABLE", "Note", "Row", "notes", "served"]
+__all__ = ["LIMITS", "NOTES", "SPLITS", "TABLE", "Limit", "Note", "Row", "Split", "notes", "served"]
 
 Match: TypeAlias = "Mapping[str, Any] | None"
 """Field of :class:`~llmcompressor.verification.scheme.Args` → its value, or several in a tuple.
@@ -28,62 +30,43 @@ NOTHING: Mapping[str, Any] = {"kind": ()}
 _TOKEN = {"strategy": "token", "dynamic": True}
 _ONE_OR_ROW, _ROW_OR_GROUP = ("tensor", "channel"), ("channel", "group")
 _FLOAT = {"kind": "float", "strategy": (*_ONE_OR_ROW, "block"), "symmetric": True}
+_STATIC = {"kind": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
 _INT = {"kind": "int", "strategy": _ROW_OR_GROUP}
+_MX = {"kind": "float", "strategy": "group", "group": 32, "symmetric": True}
+_DYNAMIC = (True, "local")
 PATTERNS: Mapping[str, Match] = {
     "*": ANY,
     "none": None,
-    "dynamic": {"dynamic": (True, "local")},
+    "nothing": NOTHING,
+    "some": {},
+    "dynamic": {"dynamic": _DYNAMIC},
+    "dynamic tensor": {"dynamic": _DYNAMIC, "strategy": "tensor"},
+    "static asymmetric": {"dynamic": False, "symmetric": False},
     "asymmetric": {"symmetric": False},
     "groups": {"strategy": _ROW_OR_GROUP},
     "blocks": {"strategy": "block"},
-    "nvfp4": {
-        "kind": "float",
-        "bits": 4,
-        "strategy": "tensor_group",
-        "group": 16,
-        "symmetric": True,
-    },
-    "mxfp4": {"kind": "float", "bits": 4, "strategy": "group", "group": 32, "symmetric": True},
-    "mxfp6": {"kind": "float", "bits": 6, "strategy": "group", "group": 32, "symmetric": True},
-    "mxfp8": {
-        "kind": "float",
-        "bits": 8,
-        "strategy": "group",
-        "group": 32,
-        "symmetric": True,
-        "scale_dtype": "torch.uint8",
-    },
+    "blocks of 128": {"block": ((128, 128),)},
+    "nvfp4": {**_MX, "bits": 4, "strategy": "tensor_group", "group": 16},
+    "mxfp4": {**_MX, "bits": 4},
+    "mxfp6": {**_MX, "bits": 6},
+    "mxfp8": {**_MX, "bits": 8, "scale_dtype": "torch.uint8"},
     "float": {"kind": "float"},
     "float tensor": {"kind": "float", "strategy": "tensor"},
     "float channel": {"kind": "float", "strategy": "channel"},
     "float blocks": {"kind": "float", "strategy": "block"},
     "float groups": {"kind": "float", "strategy": "group"},
+    "float cells": {"kind": "float", "strategy": ("group", "tensor_group")},
     "float symmetric": _FLOAT,
     "float symmetric blocks": {**_FLOAT, "strategy": "block"},
-    "float dynamic": {"kind": "float", "dynamic": (True, "local")},
-    "float static": {
-        "kind": "float",
-        "strategy": "tensor",
-        "dynamic": False,
-        "symmetric": True,
-    },
+    "float dynamic": {"kind": "float", "dynamic": _DYNAMIC},
+    "float static": _STATIC,
     "float token": {"kind": "float", **_TOKEN},
     "float8 token": {"kind": "float", "bits": 8, **_TOKEN},
-    "float8 cache": {
-        "kind": "float",
-        "bits": 8,
-        "strategy": ("tensor", "attn_head"),
-        "symmetric": True,
-    },
-    "float8 static": {
-        "kind": "float",
-        "bits": 8,
-        "strategy": "tensor",
-        "dynamic": False,
-        "symmetric": True,
-    },
+    "float8 cache": {**_FLOAT, "bits": 8, "strategy": ("tensor", "attn_head")},
+    "float8 static": {**_STATIC, "bits": 8},
     "int": {"kind": "int"},
     "int groups": _INT,
+    "int group": {"kind": "int", "strategy": "group"},
     "int 2 to 8": {**_INT, "bits": tuple(range(2, 9))},
     "int 2 4 8": {**_INT, "bits": (2, 4, 8)},
     "int 2 4 8 symmetric": {**_INT, "bits": (2, 4, 8), "symmetric": True},
@@ -95,22 +78,27 @@ PATTERNS: Mapping[str, Match] = {
     "int8 tensor": {"kind": "int", "bits": 8, "strategy": "tensor", "dynamic": False},
     "int8 token": {"kind": "int", "bits": 8, **_TOKEN},
     "int 4 8 token": {
+        **_TOKEN,
         "kind": "int",
         "bits": (4, 8),
         "strategy": ("token", "group"),
         "symmetric": True,
-        "dynamic": True,
     },
     "int cells": {"kind": "int", "strategy": ("group", "block")},
     "8 tensor": {"bits": 8, "strategy": "tensor", "dynamic": False},
     "8 token": {"bits": 8, **_TOKEN},
     "8 channel symmetric": {"bits": 8, "strategy": "channel", "symmetric": True},
     "token": _TOKEN,
+    "channel": {"strategy": "channel"},
     "4 symmetric": {"bits": 4, "symmetric": True},
     "4 of 128": {"bits": 4, "group": 128},
     "4": {"bits": 4},
     "8": {"bits": 8},
     "4 8": {"bits": (4, 8)},
+    "2 3 5 6 7": {"bits": (2, 3, 5, 6, 7)},
+    "usual groups": {"group": (0, 32, 64, 128)},
+    "8 asymmetric of 32": {"bits": 8, "symmetric": False, "group": 32},
+    "8 asymmetric": {"bits": 8, "symmetric": False, "group": (0, 64, 128)},
 }
 """Words of the table → the arguments that they mean."""
 FORMATS: Mapping[str, Collection[str]] = {
@@ -187,8 +175,12 @@ def _rows(text: str) -> tuple[Row, ...]:
 
     A row is followed by why it is refused and by the remedy, each after an exclamation mark.
     """
+    return tuple(map(_row, _lines(text)))
+
+
+def _lines(text: str) -> Iterator[str]:
     joined = text.replace("\n            + ", " ").replace("\n            !", " !")
-    return tuple(_row(line.strip()) for line in joined.splitlines() if line.strip())
+    yield from filter(None, map(str.strip, joined.splitlines()))
 
 
 def _row(line: str) -> Row:
@@ -394,12 +386,12 @@ def served(
     return next(row for row in TABLE[server, of] if row.fits(scheme, capability))
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Note:
-    """Note on a scheme that vLLM takes.
+    """What vLLM does with a scheme that it takes.
 
     Attributes:
-        number: the rule (S22, S34, S44 to S46).
+        rule: the rule (S22, S34, S44 to S46).
         names: names of the rows of :data:`TABLE` that it is about; of all of them if empty.
         weights: arguments of weights.
         inputs: arguments of inputs.
@@ -407,32 +399,27 @@ class Note:
         but_inputs: arguments of inputs that it is not about.
         begin: the least capability of a device that it is about.
         end: the capability from which on it is not.
-        but_devices: capabilities that it is not about either.
         message: what vLLM does, with places for the scheme's fields.
         remedy: what to do about it.
-        is_error: on a device that is known it fails.
+        fails: on a device that is known it fails.
     """
 
-    number: str
-    names: Collection[str] = ()
-    weights: Match = field(default_factory=lambda: ANY)
-    inputs: Match = field(default_factory=lambda: ANY)
-    but: Match = field(default_factory=lambda: NOTHING)
-    but_inputs: Match = field(default_factory=lambda: NOTHING)
-    begin: int = 0
-    end: int = 1000
-    but_devices: Collection[int] = ()
+    rule: str
+    names: Collection[str]
+    weights: Match
+    inputs: Match
+    but: Match
+    but_inputs: Match
+    begin: int
+    end: int
     message: str
     remedy: str
-    is_error: bool = False
+    fails: bool = False
 
     def concerns(self, scheme: Scheme, name: str, capability: int | None) -> bool:
         """True if it is about a scheme that is served as ``name``."""
-        is_here = capability is None or (
-            self.begin <= capability < self.end and capability not in self.but_devices
-        )
         return (
-            is_here
+            (capability is None or self.begin <= capability < self.end)
             and (not self.names or name in self.names)
             and _fits(self.weights, scheme.weights)
             and _fits(self.inputs, scheme.inputs)
@@ -440,95 +427,252 @@ class Note:
             and not _fits(self.but_inputs, scheme.inputs)
         )
 
-    def text(self, scheme: Scheme) -> str:
-        """The message, in terms of the scheme."""
-        return self.message.format(weights=scheme.weights, inputs=scheme.inputs)
+
+def _note(line: str) -> Note:
+    place, *said = (part.strip() for part in line.split("!"))
+    rule, names, *patterns, begin, end = (cell.strip() for cell in place.split("|"))
+    weights, inputs, but, but_inputs = (PATTERNS[one] for one in patterns)
+    every = said[0], said[1], len(said) > 2
+    return Note(rule, names.split(), weights, inputs, but, but_inputs, int(begin), int(end), *every)
 
 
-_FP8 = ("W8A8Fp8", "W8A16Fp8")
-_WNA = ("WNA16", "WNA8Int")
-_MEASURE = "Measure the quality there."
-_HUMMING: Mapping[str, Any] = {
-    "number": "S44",
-    "names": _WNA,
-    "message": "{weights} is served by the Humming kernels alone, or by Machete on SM90.",
-    "remedy": "Make sure that they are installed.",
-}
-NOTES: tuple[Note, ...] = (
-    Note(
-        number="S22",
-        names=_FP8,
-        inputs={"dynamic": (True, "local"), "strategy": "tensor"},
-        message="Inputs that are dynamic per tensor are quantized per token.",
-        remedy="Expect that.",
+_HUMMING = """
+            ! {weights} is served by the Humming kernels alone, or by Machete on SM90.
+            ! Make sure that they are installed."""
+NOTES: tuple[Note, ...] = tuple(
+    map(
+        _note,
+        _lines(
+            f"""
+        S22 | W8A8Fp8 W8A16Fp8 | * | dynamic tensor | nothing | nothing | 0 | 999
+            ! Inputs that are dynamic per tensor are quantized per token.
+            ! Expect that.
+        S22 | W8A8Fp8 W8A16Fp8 | * | static asymmetric | nothing | nothing | 0 | 999
+            ! Static asymmetric float inputs are left alone.
+            ! Make them symmetric.
+        S22 | MXFP4 | * | some | nothing | mxfp4 | 0 | 999
+            ! Inputs of MXFP4 weights are rounded to MXFP4 or left alone, not to {{inputs}}.
+            ! Measure the quality there.
+        S22 | MXFP4 | * | none | nothing | nothing | 100 | 999
+            ! From capability 100 on, inputs of MXFP4 weights may be quantized all the same.
+            ! Measure the quality there.
+        S22 | WNA8Int | * | * | nothing | nothing | 0 | 999
+            ! Only the Humming kernels quantize the inputs; Machete and Marlin leave them alone.
+            ! Expect weight-only speed elsewhere.
+        S34 | | float blocks | * | blocks of 128 | nothing | 0 | 999
+            ! Its blocks are {{weights.block}}; fast kernels take (128, 128) alone.
+            ! Quantize in blocks of 128 by 128.
+        S44 | WNA16 WNA8Int | 2 3 5 6 7 | * | nothing | nothing | 0 | 999 {_HUMMING}
+        S44 | WNA16 WNA8Int | 4 8 | * | usual groups | nothing | 0 | 999 {_HUMMING}
+        S44 | WNA16 WNA8Int | 8 asymmetric of 32 | * | nothing | nothing | 0 | 999 {_HUMMING}
+        S44 | WNA16 WNA8Int | 8 asymmetric | * | nothing | nothing | 0 | 90 {_HUMMING}
+        S44 | WNA16 WNA8Int | 8 asymmetric | * | nothing | nothing | 91 | 999 {_HUMMING}
+        S45 | W8A8Fp8 W8A16Fp8 | blocks | * | nothing | nothing | 0 | 90
+            ! Below capability 90, blocks of 8-bit floats run weight-only.
+            ! Serve it from capability 90 on.
+        S46 | W8A8Int8 | * | * | nothing | nothing | 100 | 999
+            ! From capability 100 on, 8-bit integer inputs have no kernel by default.
+            ! Serve it with --linear-backend triton there, or use FP8.
+            ! fails
+        """
+        ),
+    )
+)
+
+
+def notes(scheme: Scheme, capability: int | None) -> Iterator[Note]:
+    """The notes about a scheme, each text once."""
+    name = served(scheme, capability=capability).name
+    found = (note for note in NOTES if note.concerns(scheme, name, capability))
+    yield from {note.message: note for note in found}.values()
+
+
+@dataclass(frozen=True)
+class Limit:
+    """Modules that a server refuses or gets wrong.
+
+    Attributes:
+        rule: the rule.
+        where: fact of a module (:class:`~llmcompressor.verification.rules.view.Facts`) → its
+            value, or several in a tuple.
+        message: what is wrong, with a place for the scheme.
+        remedy: what to do about it.
+        severity: where it is not the rule's.
+    """
+
+    rule: str
+    where: Mapping[str, Any]
+    message: str
+    remedy: str
+    severity: Severity | None = None
+
+    def concerns(self, facts: object) -> bool:
+        """True if modules of these facts are meant."""
+        found = ((getattr(facts, name), value) for name, value in self.where.items())
+        return all(
+            own in value if isinstance(value, tuple) else own == value for own, value in found
+        )
+
+
+_DENSE = {"selected": True, "coded": False, "plain": False, "mixed": False}
+_CODED = {"coded": True, "plain": False, "mixed": False}
+_ADD = "Add it to ignore, or quantize it."
+_TARGET = "Give it a target that matches its path in vLLM, as re:.*name, and take it off ignore."
+_PLAIN_WEIGHT = "The configuration quantizes it to {scheme}, and the file holds a plain weight."
+_GATE = "It is a router gate, and servers build gates unquantized."
+_UNQUANTIZED = "Leave it unquantized and list it in ignore."
+LIMITS: tuple[Limit, ...] = (
+    Limit(
+        "S19",
+        {**_DENSE, "kind": ("linear", "embedding"), "beside_codes": False},
+        _PLAIN_WEIGHT,
+        _ADD,
     ),
-    Note(
-        number="S22",
-        names=_FP8,
-        inputs={"dynamic": False, "symmetric": False},
-        message="Static asymmetric float inputs are left alone.",
-        remedy="Make them symmetric.",
+    Limit("S19", {**_DENSE, "kind": "head", "tied": False}, _PLAIN_WEIGHT, _ADD),
+    Limit(
+        "S19",
+        {**_CODED, "selected": False, "ignored": True},
+        "It is quantized, and the configuration ignores it.",
+        _TARGET,
     ),
-    Note(
-        number="S22",
-        names=("MXFP4",),
-        inputs={},
-        but_inputs=PATTERNS["mxfp4"],
-        message="Inputs of MXFP4 weights are rounded to MXFP4 or left alone, not to {inputs}.",
-        remedy=_MEASURE,
+    Limit(
+        "S19",
+        {**_CODED, "selected": False, "ignored": False},
+        "It is quantized, and the configuration has no target for it.",
+        _TARGET,
     ),
-    Note(
-        number="S22",
-        names=("MXFP4",),
-        inputs=None,
-        begin=100,
-        message="From capability 100 on, inputs of MXFP4 weights may be quantized all the same.",
-        remedy=_MEASURE,
+    Limit(
+        "S19",
+        {**_CODED, "selected": True, "stored_so": False},
+        "Its codes lie in the file otherwise than the format of its scheme, {scheme}, has them.",
+        "Write the format in which it is stored.",
     ),
-    Note(
-        number="S22",
-        names=("WNA8Int",),
-        message="Only the Humming kernels quantize the inputs; Machete and Marlin leave them "
-        "alone.",
-        remedy="Expect weight-only speed elsewhere.",
+    Limit(
+        "S20",
+        {"kind": "linear", "coded": True, "plain": True},
+        "vLLM builds this module unquantized in every case.",
+        _UNQUANTIZED,
     ),
-    Note(
-        number="S34",
-        weights={"kind": "float", "strategy": "block"},
-        but={"block": ((128, 128),)},
-        message="Its blocks are {weights.block}; fast kernels take (128, 128) alone.",
-        remedy="Quantize in blocks of 128 by 128.",
+    Limit(
+        "S57",
+        {"kind": "embedding", "coded": True, "plain": True},
+        "vLLM builds this embedding unquantized.",
+        _UNQUANTIZED,
     ),
-    Note(**_HUMMING, weights={"bits": (2, 3, 5, 6, 7)}),
-    Note(**_HUMMING, weights={"bits": (4, 8)}, but={"group": (0, 32, 64, 128)}),
-    Note(**_HUMMING, weights={"bits": 8, "symmetric": False, "group": 32}),
-    Note(
-        **_HUMMING,
-        weights={"bits": 8, "symmetric": False, "group": (0, 64, 128)},
-        but_devices=(90,),
+    Limit("S58", {"kind": "gate", "coded": True, "plain": True}, _GATE, _UNQUANTIZED),
+    Limit(
+        "S58",
+        {"kind": "gate", "coded": True, "plain": False},
+        _GATE,
+        _UNQUANTIZED,
+        Severity.WARNING,
     ),
-    Note(
-        number="S45",
-        names=_FP8,
-        weights={"strategy": "block"},
-        end=90,
-        message="Below capability 90, blocks of 8-bit floats run weight-only.",
-        remedy="Serve it from capability 90 on.",
+    Limit(
+        "S58",
+        {**_DENSE, "kind": "gate"},
+        "It is a router gate that a target reaches, since vLLM gives gates of this model a scheme.",
+        "List it in ignore.",
     ),
-    Note(
-        number="S46",
-        names=("W8A8Int8",),
-        begin=100,
-        message="From capability 100 on, 8-bit integer inputs have no kernel by default.",
-        remedy="Serve it with --linear-backend triton there, or use FP8.",
-        is_error=True,
+    Limit(
+        "S59",
+        {"kind": "head", "coded": True, "plain": True},
+        "vLLM builds this model's head unquantized.",
+        _UNQUANTIZED,
+    ),
+    Limit(
+        "S59",
+        {"kind": "head", "coded": True, "plain": False, "selected": False},
+        "It is quantized, and no target names it; Linear does not reach a head.",
+        "Target it by name, as re:.*lm_head.",
+    ),
+    Limit(
+        "S60",
+        {"coded": True, "tied": True},
+        "It is quantized, and the configuration ties input and output embeddings.",
+        "Leave both unquantized, or write tie_word_embeddings: false and store both.",
+    ),
+    Limit(
+        "S61",
+        {**_DENSE, "kind": "linear", "draft": True},
+        "It belongs to a draft layer, is not quantized, and is not ignored.",
+        "Add the draft layer to ignore, as re:^mtp.*.",
+    ),
+    Limit(
+        "G2",
+        {"kind": "linear", "coded": False, "plain": False, "expert": False, "left_to_sglang": True},
+        "No target matches it and it is not ignored, which SGLang refuses.",
+        "Add it to ignore.",
+    ),
+    Limit(
+        "G4",
+        {"kind": "embedding", "coded": True},
+        "SGLang skips the codes of embeddings and serves uninitialized memory.",
+        "Leave embeddings unquantized.",
     ),
 )
 
 
-def notes(number: str, scheme: Scheme, capability: int | None) -> Iterator[Note]:
-    """The notes of a rule about a scheme."""
-    name = served(scheme, capability=capability).name
-    yield from (
-        note for note in NOTES if note.number == number and note.concerns(scheme, name, capability)
+@dataclass(frozen=True)
+class Split:
+    """A size of a Linear that has to be a whole number of units on each device.
+
+    Attributes:
+        rule: the rule.
+        of_experts: the rule for experts.
+        weights: arguments of the weights that it is about.
+        formats: their formats; all if empty.
+        size: ``rows`` or ``columns``.
+        unit: ``group``, ``block``, or ``word`` of 32 bits.
+        where: ``always``, ``split`` (this size is split), or ``joined``: that, or others follow in
+            one matrix.
+        message: what is wrong, with a place for the unit.
+    """
+
+    rule: str
+    of_experts: str
+    weights: Match
+    formats: Collection[str]
+    size: str
+    unit: str
+    where: str
+    message: str
+
+    def length(self, scheme: Scheme) -> int:
+        """Length of the unit; 0 if none is meant."""
+        args = scheme.weights
+        if args is None or not _fits(self.weights, args):
+            return 0
+        if self.formats and scheme.format not in self.formats:
+            return 0
+        if self.unit == "word":
+            return 32 // gcd(32, args.bits)
+        if self.unit == "group":
+            return args.group
+        return 0 if args.block is None else args.block[self.size == "columns"]
+
+
+def _split(line: str) -> Split:
+    rule, experts, weights, formats, size, unit, where, message = map(str.strip, line.split("|"))
+    return Split(rule, experts, PATTERNS[weights], FORMATS[formats], size, unit, where, message)
+
+
+SPLITS = tuple(
+    map(
+        _split,
+        _lines(
+            """
+        S39 | S64 | int group | * | columns | group | always | are no whole number of groups of {}.
+        S42 | S65 | float cells | * | columns | group | always | hold a part of a group of {},
+            + which vLLM does not notice.
+        S40 | S64 | channel | packed | columns | word | split | do not end at a word of 32 bits.
+        S40 | S64 | asymmetric | packed | rows | word | always | have zero points that do not end
+            + at a word of 32 bits.
+        S41 | S65 | float blocks | * | columns | block | split | are no whole number of blocks of
+            + {}.
+        S41 | S65 | float blocks | * | rows | block | joined | are no whole number of blocks of
+            + {}.
+        """
+        ),
     )
+)
+"""What shares of Linears have to hold (S39 to S42, S64, S65)."""

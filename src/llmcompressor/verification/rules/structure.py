@@ -1,325 +1,379 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Structure: ``config.json``, groups and targets, classes, formats (S1 to S20, C3 to C6)."""
+"""Structure: ``config.json``, the tensors of each module, and the class that takes them."""
 
 from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from math import ceil
 from typing import Any
 
+import torch
 from compressed_tensors.quantization import QuantizationArgs
+from torch import Tensor
 
-from llmcompressor.verification.expected import is_decodable, is_stored_so, scale_shape
+from llmcompressor.verification.expected import expected_tensors, is_decodable, scale_shape
 from llmcompressor.verification.facts import Severity
-from llmcompressor.verification.modules import EXPERT, PLAIN_FLOATS, Entry, class_names
-from llmcompressor.verification.rules.view import (
-    CONFIG,
-    DEPLOYMENT,
-    WRITTEN,
-    Problem,
-    View,
-    joined,
-    rule,
-)
-from llmcompressor.verification.scheme import (
-    ACTIVATION_FORMATS,
-    FORMATS,
-    Group,
-    compiled,
-    served_class,
-)
+from llmcompressor.verification.modules import Entry, class_names
+from llmcompressor.verification.rules.view import Problem, View, joined
+from llmcompressor.verification.scheme import ACTIVATION_FORMATS, FORMATS, compiled
 from llmcompressor.verification.transformers_model import (
     Built,
-    build_others,
     is_known_type,
-    is_of_another_type,
+    readings_of_both,
     refusal,
 )
 
-__all__ = [
-    "raw_groups",
-    "sizes_are_positive",
-    "where",
-]
+__all__ = ["KNOWN", "STRUCTURE"]
 
-_KEYS = frozenset(
-    [
-        "num_bits",
-        "type",
-        "symmetric",
-        "group_size",
-        "strategy",
-        "block_structure",
-        "dynamic",
-        "actorder",
-        "scale_dtype",
-        "zp_dtype",
-        "observer",
-        "observer_kwargs",
-    ]
+_ARGUMENTS = (
+    "num_bits type symmetric group_size strategy block_structure dynamic actorder scale_dtype "
+    "zp_dtype observer observer_kwargs"
 )
 _PARTS = ("weights", "input_activations", "output_activations")
 _GONE = ("sparse-24-bitmask", "sparse-bitmask", "marlin-24")
 _REWRITE = "Write the configuration anew."
+_FORMAT = "Give the group its own format."
+_SCHEME = "Write the scheme that it was compressed with into config.json."
+_COMPRESS = "Compress the model anew."
+_COPY = "Copy them from the original model."
+WARNING = Severity.WARNING
 
 
-def raw_groups(view: View) -> Iterator[tuple[str, Any]]:
+def _groups(view: View) -> Iterator[tuple[str, Any]]:
     """Name and content of each group, as they stand in the file."""
     groups = view.settings.get("config_groups")
     if isinstance(groups, Mapping):
         yield from ((str(name), raw) for name, raw in groups.items())
 
 
-def raw_args(view: View) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Place and content of all arguments of all groups."""
-    for name, raw in raw_groups(view):
-        for part in _PARTS:
-            if isinstance(raw, Mapping) and isinstance(raw.get(part), Mapping):
-                yield f"{name}.{part}", raw[part]
-
-
-@rule("S1", "the configuration is found and names its method")
-def where(view: View) -> Iterator[Problem]:
-    """Find the ``quantization_config`` and its method."""
-    found = view.config.get("quantization_config")
-    if found and not isinstance(found, Mapping):
-        yield Problem(
-            "quantization_config",
-            f"It is {found!r}, and no object that says how the model is quantized.",
-            "Remove it if the weights are plain; else write it anew.",
-        )
-        return
-    if not view.settings:
-        if view.quantized:
-            names = joined(entry.name for entry in view.quantized)
-            yield Problem(
-                "quantization_config",
-                f"The configuration does not say that {names} are quantized.",
-                "Write the quantization_config into config.json.",
-            )
-        return
+def _head(view: View) -> Iterator[Problem]:
+    """S1, S4, S5, T2: what stands beside the groups."""
+    found, place = view.config.get("quantization_config"), "quantization_config"
     method = str(view.settings.get("quant_method") or "")
-    if not method:
-        yield Problem(
-            "quantization_config",
-            "It has no quant_method, so it is read as not quantized.",
-            'Set quant_method to "compressed-tensors".',
+    if found and not isinstance(found, Mapping):
+        said = f"It is {found!r}, and no object that says how the model is quantized."
+        yield Problem("S1", place, said, "Remove it if the weights are plain; else write it anew.")
+    elif not view.settings and view.quantized:
+        names = joined(entry.name for entry in view.quantized)
+        said = f"The configuration does not say that {names} are quantized."
+        yield Problem("S1", place, said, "Write the quantization_config into config.json.")
+    elif view.settings and not view.is_compressed_tensors:
+        said = f"Its quant_method is {method!r}, not 'compressed-tensors'."
+        yield Problem("S1", place, said, 'Set quant_method to "compressed-tensors".')
+    ignore, sparsity = view.settings.get("ignore", []), view.settings.get("sparsity_config")
+    if not isinstance(ignore, list):
+        said = f"It is {type(ignore).__name__}, and vLLM iterates over it."
+        yield Problem("S4", "ignore", said, "Write a list, which may be empty.")
+    if isinstance(sparsity, Mapping) and sparsity.get("targets"):
+        said = "It has targets, and servers have removed sparse formats."
+        remedy = "Write the pruned weights densely and leave sparsity_config empty."
+        yield Problem("S5", "sparsity_config", said, remedy)
+    elif isinstance(sparsity, Mapping) and sparsity and "format" not in sparsity:
+        said = "It is not empty and has no format."
+        yield Problem("S5", "sparsity_config", said, "Write an empty one.")
+    status = view.settings.get("quantization_status")
+    if view.settings and view.quantized and status != "compressed":
+        said = (
+            f"Its quantization_status is {status!r}, so packed weights are not looked for and "
+            "weights are random."
         )
-    elif not view.is_compressed_tensors:
-        yield Problem(
-            "quantization_config",
-            f"Its quant_method is {method!r}, not 'compressed-tensors'.",
-            'Set quant_method to "compressed-tensors".',
-        )
+        yield Problem("T2", place, said, 'Set quantization_status to "compressed".')
 
 
-@rule("S2", "groups are dicts with targets and weights", needs=CONFIG)
-def _groups_have_form(view: View) -> Iterator[Problem]:
-    groups = view.settings.get("config_groups")
+def _raw_groups(view: View) -> Iterator[Problem]:
+    """S2, S3, S5, S6, S7: groups as they stand in the file."""
+    groups, overall = view.settings.get("config_groups"), view.settings.get("format")
     if groups is not None and not isinstance(groups, Mapping):
-        yield Problem("config_groups", "It is no dict of groups.", _REWRITE)
-    for name, raw in raw_groups(view):
+        yield Problem("S2", "config_groups", "It is no dict of groups.", _REWRITE)
+    if overall in _GONE:
+        said = f"Its format {overall} is no longer read."
+        yield Problem("S5", "quantization_config", said, "Write a format that is read.")
+    for name, raw in _groups(view):
         if not isinstance(raw, Mapping):
-            yield Problem(
-                name,
-                "The group is no dict; names of presets are not read by servers.",
-                "Write the group's arguments in full.",
-            )
+            said = "The group is no dict; names of presets are not read by servers."
+            yield Problem("S2", name, said, "Write the group's arguments in full.")
             continue
         targets = raw.get("targets")
         if not isinstance(targets, list) or not targets:
-            yield Problem(name, "The group has no list of targets.", "Give it targets.")
-            continue
-        skipped = len(targets) == 1 and str(targets[0]).endswith("Attention")
-        if not isinstance(raw.get("weights"), Mapping) and not skipped:
-            yield Problem(
-                name,
-                "The group has no arguments for weights.",
-                "Leave the group out, or target one attention class alone.",
-            )
+            yield Problem("S2", name, "The group has no list of targets.", "Give it targets.")
+        elif isinstance(raw.get("weights"), Mapping):
+            yield from _format(name, raw.get("format"), overall)
+        elif len(targets) > 1 or not str(targets[0]).endswith("Attention"):
+            said = "The group has no arguments for weights."
+            remedy = "Leave the group out, or target one attention class alone."
+            yield Problem("S2", name, said, remedy)
+        for part in _PARTS:
+            if isinstance(raw.get(part), Mapping):
+                yield from _arguments(f"{name}.{part}", raw[part])
 
 
-@rule("S3", "arguments are those of compressed-tensors", needs=CONFIG)
-def _arguments_are_valid(view: View) -> Iterator[Problem]:
-    for place, raw in raw_args(view):
-        unknown = sorted(set(raw) - _KEYS)
-        if unknown:
-            yield Problem(
-                place,
-                f"It has keys that servers refuse: {joined(unknown)}.",
-                "Remove them: the pinned compressed-tensors 0.17 forbids unknown keys.",
-            )
-            continue
-        try:
-            QuantizationArgs.model_validate(
-                {key: value for key, value in raw.items() if key != "actorder"}
-            )
-        except (ValueError, NotImplementedError, TypeError) as error:
-            reason = str(error).strip().splitlines()
-            said = reason[2] if len(reason) > 2 else reason[0] if reason else "no reason given"
-            yield Problem(place, f"Its arguments are refused: {said.strip()}.", _REWRITE)
+def _format(name: str, own: Any, overall: Any) -> Iterator[Problem]:
+    if own in _GONE:
+        said = f"Its format {own} is no longer read."
+        yield Problem("S5", name, said, "Write a format that is read.")
+    elif own == "mixed-precision" or (not own and overall == "mixed-precision"):
+        yield Problem("S7", name, "mixed-precision is no format of a group.", _FORMAT)
+    elif not own and not overall:
+        yield Problem("S7", name, "Neither the group nor the whole has a format.", _REWRITE)
+    elif (own or overall) not in (*FORMATS, *_GONE):
+        yield Problem("S7", name, f"There is no format {own or overall!r}.", _REWRITE)
 
 
-@rule("S4", "ignore is a list", needs=CONFIG)
-def _ignore_is_a_list(view: View) -> Iterator[Problem]:
-    if "ignore" in view.settings and not isinstance(view.settings["ignore"], list):
-        yield Problem(
-            "ignore",
-            f"It is {type(view.settings['ignore']).__name__}, and vLLM iterates over it.",
-            "Write a list, which may be empty.",
-        )
+def _arguments(place: str, raw: Mapping[str, Any]) -> Iterator[Problem]:
+    order = raw.get("actorder")
+    if order is True or str(order).lower() in ("group", "dynamic"):
+        said = f"Its actorder {order} needs a permuted weight, which servers no longer take."
+        yield Problem("S6", place, said, 'Quantize with actorder="static".')
+    if unknown := sorted(set(raw) - set(_ARGUMENTS.split())):
+        said = f"It has keys that servers refuse: {joined(unknown)}."
+        remedy = "Remove them: the pinned compressed-tensors 0.17 forbids unknown keys."
+        yield Problem("S3", place, said, remedy)
+        return
+    try:
+        QuantizationArgs.model_validate({key: raw[key] for key in raw if key != "actorder"})
+    except (ValueError, NotImplementedError, TypeError) as error:
+        lines = [*str(error).strip().splitlines(), "no reason given"]
+        reason = lines[2 if len(lines) > 3 else 0].strip()
+        yield Problem("S3", place, f"Its arguments are refused: {reason}.", _REWRITE)
 
 
-@rule("S5", "no sparse format", needs=CONFIG)
-def _no_sparse_formats(view: View) -> Iterator[Problem]:
-    sparsity = view.settings.get("sparsity_config")
-    if isinstance(sparsity, Mapping) and sparsity.get("targets"):
-        yield Problem(
-            "sparsity_config",
-            "It has targets, and servers have removed sparse formats.",
-            "Write the pruned weights densely and leave sparsity_config empty.",
-        )
-    elif isinstance(sparsity, Mapping) and sparsity and "format" not in sparsity:
-        yield Problem(
-            "sparsity_config", "It is not empty and has no format.", "Write an empty one."
-        )
-    places = [("quantization_config", view.settings.get("format"))]
-    places += [(name, raw.get("format")) for name, raw in raw_groups(view) if _is_map(raw)]
-    for place, name in places:
-        if name in _GONE:
-            yield Problem(
-                place, f"Its format {name} is no longer read.", "Write a format that is read."
-            )
-
-
-def _is_map(raw: Any) -> bool:
-    return isinstance(raw, Mapping)
-
-
-@rule("S6", "no stored activation order")
-def _no_activation_order(view: View) -> Iterator[Problem]:
-    for place, raw in raw_args(view):
-        order = raw.get("actorder")
-        if order is True or str(order).lower() in ("group", "dynamic"):
-            yield Problem(
-                place,
-                f"Its actorder {order} needs a permuted weight, which servers no longer take.",
-                'Quantize with actorder="static".',
-            )
-    for entry in view.entries.values():
-        for own in ("weight_g_idx", "g_idx"):
-            if own in entry.own:
-                yield Problem(
-                    entry.name, f"It has a {own}, an unknown tensor.", "Quantize without it."
-                )
-
-
-@rule("S7", "each group has its format", needs=CONFIG)
-def _formats_are_given(view: View) -> Iterator[Problem]:
-    overall = view.settings.get("format")
-    for name, raw in raw_groups(view):
-        if not _is_map(raw) or not _is_map(raw.get("weights")):
-            continue
-        own = raw.get("format")
-        if own == "mixed-precision":
-            yield Problem(
-                name, "mixed-precision is no format of a group.", "Give the group its own format."
-            )
-        elif not own and overall == "mixed-precision":
-            yield Problem(
-                name,
-                "The whole is mixed-precision and the group has no format of its own.",
-                "Give the group its own format.",
-            )
-        elif not own and not overall:
-            yield Problem(name, "Neither the group nor the whole has a format.", _REWRITE)
-        elif (own or overall) not in (*FORMATS, *_GONE, "mixed-precision"):
-            yield Problem(name, f"There is no format {own or overall!r}.", _REWRITE)
-
-
-@rule("S8", "integer weights alone are packed", needs=CONFIG)
-def _integers_alone_are_packed(view: View) -> Iterator[Problem]:
-    for group in view.groups:
-        scheme = group.scheme
-        if scheme.weights is None or scheme.inputs is not None or scheme.outputs is not None:
-            continue
-        if scheme.format in ACTIVATION_FORMATS and scheme.weights.kind == "int":
-            only_embedding = all("mbed" in target for target in group.targets)
-            yield Problem(
-                group.name,
-                f"It quantizes weights alone to integers in the format {scheme.format}.",
-                "Write pack-quantized.",
-                Severity.WARNING if only_embedding else None,
-            )
-
-
-@rule("S9", "a target stands in one group", needs=CONFIG)
-def _targets_are_distinct(view: View) -> Iterator[Problem]:
+def _schemes(view: View) -> Iterator[Problem]:
+    """C4, S8, S9, S12: groups as they are understood."""
     counts = Counter(target for group in view.groups for target in dict.fromkeys(group.targets))
-    for target, count in counts.items():
-        if count > 1:
-            yield Problem(
-                target,
-                f"It is a target of {count} groups; the last one silently wins.",
-                "Let each target stand in one group.",
+    for text in (*counts, *view.ignore):
+        if text.startswith("re:") and compiled(text) is None:
+            yield Problem("S12", text, "It is no regular expression.", "Correct it.")
+        if counts[text] > 1:
+            said = f"It is a target of {counts[text]} groups; the last one silently wins."
+            yield Problem("S9", text, said, "Let each target stand in one group.")
+    for group in view.groups:
+        scheme, weights, form = group.scheme, group.scheme.weights, group.scheme.format
+        if weights is None or form not in FORMATS or form == "dense":
+            continue  # S2 and S7 speak of those
+        is_alone = scheme.inputs is None and scheme.outputs is None
+        if is_alone and form in ACTIVATION_FORMATS and weights.kind == "int":
+            said = f"It quantizes weights alone to integers in the format {form}."
+            only_embedding = all("mbed" in target for target in group.targets)
+            severity = WARNING if only_embedding else None
+            yield Problem("S8", group.name, said, "Write pack-quantized.", severity)
+        # compressed-tensors stores integers of more than 8 bits unpacked
+        is_unpacked = form in ("int-quantized", "naive-quantized") and weights.kind == "int"
+        if not scale_shape(weights, 1, 1):
+            said = f"Nothing says what shares a scale: its weights are {weights}."
+            yield Problem("C4", group.name, said, _SCHEME)
+        elif not (is_decodable(scheme) or (is_unpacked and 8 < weights.bits <= 32)):
+            said = f"The format {form} holds no weights that are {weights}."
+            yield Problem("C4", group.name, said, _SCHEME)
+    overall = view.settings.get("format")
+    own = {group.scheme.format for group in view.groups if group.scheme.weights is not None}
+    if overall in FORMATS and overall != "dense" and own and overall not in own:
+        said = f"Its format is {overall}, and that of its groups {joined(sorted(map(str, own)))}."
+        remedy = "Write the format of the groups, or mixed-precision where they differ."
+        yield Problem("C4", "quantization_config", said, remedy, WARNING)
+
+
+# --------------------
+# What is joined.
+
+
+def _orders(view: View) -> Iterator[Problem]:
+    """S13: vLLM and compressed-tensors choose one scheme."""
+    for facts, entries in view.facts.items():
+        served = facts.group
+        if facts.plain or facts.expert or served is None:
+            continue
+        for entry in entries:
+            written, alone = (view.choice(entry, one).group for one in ("transformers", "alone"))
+            if written is None or served.scheme == written.scheme:
+                continue
+            if alone is None or alone.scheme != written.scheme:  # else S14 says so
+                said = f"vLLM takes {served.name} and compressed-tensors {written.name}, which "
+                remedy = "Let each module match the targets of one group."
+                yield Problem("S13", entry.name, f"{said}differ.", remedy)
+
+
+def _shards(view: View) -> Iterator[Problem]:
+    """S14, S16, S36: what vLLM makes one matrix of has one scheme."""
+    targets = {target for group in view.groups for target in group.targets}
+    for path, shards in view.joined.items():
+        alone = {shard.last: view.choice(shard, "alone") for shard in shards}
+        choices = [view.choice(shard) for shard in shards]
+        schemes = {one.group.scheme if one.group else None for one in alone.values()}
+        if any(one.mixed for one in choices):
+            ignored = ", ".join(name for name, one in alone.items() if one.ignored)
+            said = f"Of its shards only {ignored} is ignored, and vLLM refuses a mixture."
+            yield Problem("S16", path, said, "Ignore all of its shards or none.")
+        elif any(one.ignored for one in choices) or view.resolver.served(path) in targets:
+            continue
+        elif len(schemes) > 1:
+            names = ", ".join(
+                f"{name}: {one.group.name if one.group else 'none'}" for name, one in alone.items()
             )
+            said = f"Its shards have different schemes ({names}); the first one's is used for all."
+            yield Problem("S14", path, said, "Quantize all of them alike.")
+    heads = view.size("num_attention_heads")
+    keys = view.size("num_key_value_heads") or heads
+    for entry, scheme in view.coded if heads and keys else ():
+        block = scheme.weights.block if scheme.weights is not None else None
+        if block is not None and entry.last == "qkv_proj" and heads and keys:
+            shares = [(entry.rows or 0) * one // (heads + 2 * keys) for one in (heads, keys)]
+            if torn := [rows for rows in shares if rows % max(block[0], 1)]:
+                said = f"A shard of {torn[0]} rows is no whole number of blocks of {block[0]}."
+                remedy = "Choose blocks that divide the rows of query, key and value."
+                yield Problem("S36", entry.name, said, remedy)
 
 
-@rule("S10", "device and dtype can be served", needs=DEPLOYMENT)
-def _device_and_dtype(view: View) -> Iterator[Problem]:
-    capability = view.deployment.capability
-    if view.settings and capability is not None and capability < 70:
-        yield Problem(
-            "", f"The device has capability {capability}; 70 is the least.", "Use a newer device."
-        )
-    if view.settings and view.dtype not in ("float32", "float16", "bfloat16"):
-        yield Problem(
-            "", f"The model's dtype is {view.dtype}.", "Use float32, float16 or bfloat16."
-        )
+_CLOSE = 1e-5
 
 
-_SIZES = (
-    "hidden_size",
-    "num_attention_heads",
-    "num_hidden_layers",
-    "num_key_value_heads",
-    "vocab_size",
+def _shared_values(view: View) -> Iterator[Problem]:
+    """S30, S32, S67: what is joined shares its global scales and static integer inputs."""
+    if view.tensors is None:
+        return
+    for path, shards in view.joined.items():
+        for own in ("weight_global_scale", "input_global_scale"):
+            yield from _differ(view, "S30", path, shards, own, "the largest is used for all")
+        args = [scheme.inputs for shard in shards if (scheme := view.scheme(shard))]
+        for own in ("input_scale", "input_zero_point"):  # of floats the largest is taken: sound
+            if any(each is not None and each.kind == "int" for each in args):
+                yield from _differ(view, "S32", path, shards, own, "the last is used for all")
+    for path, experts in view.mixtures.items():
+        for index, every in experts.items():
+            for names in (("gate_proj", "up_proj"), ("w1", "w3")):
+                pair = [every[name] for name in names if name in every]
+                for own in ("weight_global_scale", "input_global_scale", "input_scale"):
+                    why = "gate's is used for both"
+                    yield from _differ(view, "S67", f"{path}.{index}", pair, own, why)
+
+
+def _differ(
+    view: View, rule: str, path: str, modules: Sequence[Entry], own: str, why: str
+) -> Iterator[Problem]:
+    values = {}
+    for entry in modules:
+        value = _read(view, entry, own)
+        if value is not None and value.numel() == 1:
+            values[entry.last] = float(value)
+    if values and not max(values.values()) - min(values.values()) <= _CLOSE:
+        said = ", ".join(f"{name} {value:.6g}" for name, value in values.items())
+        said = f"Its parts have different {own} ({said}); {why}."
+        yield Problem(rule, path, said, "Let them share one: they have the same input.")
+
+
+def _read(view: View, entry: Entry, own: str) -> Tensor | None:
+    if view.tensors is None or own not in entry.own:
+        return None
+    return view.tensors(f"{entry.name}.{own}").to(torch.float32).reshape(-1)
+
+
+def _small_values(view: View) -> Iterator[Problem]:
+    """S28, S29, S33: what small tensors say by themselves."""
+    for entry, scheme in view.coded if view.tensors is not None else ():
+        stored, packed = view.stored_shape(entry), entry.own.get("weight_packed")
+        if stored is not None and packed is not None and scheme.weights is not None:
+            widths = ceil(stored[1] * scheme.weights.bits / 32)
+            if packed.shape != (stored[0], widths) and len(packed.shape) == 2:
+                said = f"Its weight_shape says {list(stored)}, its codes have {list(packed.shape)} "
+                yield Problem("S28", entry.name, f"{said}words.", _COMPRESS)
+        divisor = _read(view, entry, "weight_global_scale")
+        if divisor is not None and divisor.numel() and 0 < float(divisor.min()) < 1:
+            said = (
+                f"Its weight_global_scale is {float(divisor.min()):.3g}: it seems to be stored as "
+                "a factor, and servers divide by it."
+            )
+            yield Problem("S29", entry.name, said, "Store 448 * 6 / amax.")
+        if view.dtype == "float16" and scheme.format == "pack-quantized":
+            scale = _read(view, entry, "weight_scale")
+            cast = torch.zeros(0) if scale is None else scale.to(torch.float16).float()
+            if scale is not None and bool(
+                ((cast.isinf() & scale.isfinite()) | ((cast == 0) & (scale != 0))).any()
+            ):
+                said = (
+                    f"Its scales, {float(scale.min()):.3g} to {float(scale.max()):.3g}, do not fit "
+                )
+                yield Problem("S33", entry.name, f"{said}float16.", "Serve it in bfloat16.")
+
+
+# --------------------
+# The tensors of each module.
+
+KNOWN = frozenset(
+    f"{base}{suffix}"
+    for base in ("weight", "input", "output")
+    for suffix in (
+        *("_scale", "_zero_point", "_global_scale", "_shape", "_g_idx", "_scale_inv", "_packed"),
+    )
 )
-_REMEDY = "Take it from the config.json of the original model."
+"""Own names of tensors beside a weight, of this format and of others."""
+_OF_MISFITS = {"missing": "S70", "dtype": "S38", "shape": "C1", "extra": "S23"}
+_REMOVE = "Remove the tensor."
+_REMEDIES = {
+    "S38": "Store it in that dtype: servers convert by value.",
+    "S23": _REMOVE,
+}
 
 
-@rule("C3", "sizes of config.json are positive", server="", needs=CONFIG)
-def sizes_are_positive(view: View) -> Iterator[Problem]:
-    """Sizes that are no positive whole numbers."""
-    for place, part in _parts(view.config):
-        for key in _SIZES:
-            reason = _reason(part[key]) if key in part else ""
-            if reason:
-                yield Problem(f"{place}{key}", reason, _REMEDY)
+def _tensors(view: View) -> Iterator[Problem]:
+    """C1, S23, S38, S70: the tensors of quantized modules are those of their schemes."""
+    for one in view.misfits:
+        rule = _OF_MISFITS[one.what]
+        yield Problem(rule, one.entry.name, one.sentence, _REMEDIES.get(rule, _COMPRESS))
+    for entry in view.quantized:
+        info = entry.own.get("weight_packed") or entry.own["weight"]
+        if len(info.shape) != 2 and "experts" not in entry.name:
+            said = f"Its codes have the shape {list(info.shape)}, and codes have rows and columns."
+            yield Problem("C1", entry.name, said, _COMPRESS)
+    for entry, scheme in view.coded:
+        inputs = scheme.inputs
+        is_unread = inputs is not None and inputs.kind == "float" and not inputs.symmetric
+        if is_unread and "input_zero_point" in entry.own:  # vLLM leaves such inputs alone (S22)
+            said = "It has an input_zero_point, and there is no place for one beside 8-bit floats."
+            yield Problem("S23", entry.name, said, "Quantize inputs symmetrically, or dynamically.")
+    yield from _strays(view)
 
 
-def _parts(config: Mapping[str, Any], place: str = "") -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """The configuration and those of the models within it, which name a ``model_type`` too."""
-    yield place, config
-    for key, value in config.items():
-        if isinstance(value, Mapping) and ("model_type" in value or key == "text_config"):
-            yield from _parts(value, f"{place}{key}.")
+def _strays(view: View) -> Iterator[Problem]:
+    """S23, for modules that hold no codes."""
+    uncompressed = []
+    for entry in view.entries.values():
+        found = set() if entry.is_quantized else KNOWN & set(entry.own)
+        kept = _kept_scales(view, entry) if found else set()
+        if kept:
+            uncompressed.append(entry.name)
+        for own in sorted(found - kept):
+            if not (own.endswith("put_scale") and entry.form == "none"):
+                yield Problem("S23", entry.name, f"It has a {own} and no codes.", _REMOVE)
+    if uncompressed:
+        yield Problem(
+            "S23",
+            "quantization_config",
+            f"It is not compressed: {len(uncompressed)} modules ({joined(uncompressed, 1)}) are "
+            "stored dense beside their scales, for transformers alone: servers do not read that.",
+            "To serve it, write it with save_compressed=True and without format: dense.",
+        )
 
 
-def _reason(value: object) -> str:
-    """The fault of a size: empty if there is none, or it is given layer by layer."""
-    if value is None or isinstance(value, (list, Mapping)):
-        return ""
-    if isinstance(value, bool) or not isinstance(value, int):
-        return f"It is {value!r}, and no whole number."
-    if value < 1:
-        return f"It is {value}, and a model has one at least."
-    return ""
+def _kept_scales(view: View, entry: Entry) -> set[str]:
+    """Tensors beside a dense weight whose scheme is written in the format dense."""
+    scheme = view.written(entry) if entry.form == "dense" and entry.kind != "other" else None
+    if scheme is None or scheme.weights is None or scheme.format != "dense":
+        return set()
+    names = {"weight_scale", "weight_global_scale", *expected_tensors(scheme, 1, 1)}
+    names |= set() if scheme.weights.symmetric else {"weight_zero_point"}
+    return names & KNOWN if "weight_scale" in entry.own else set()
 
 
+# --------------------
+# The class of transformers.
+
+_LAYER = re.compile(r"(?P<stack>(?:.*\.)?(?:layers|h|blocks|block))\.(?P<index>\d+)\.(?P<rest>.+)$")
+_ONE_EXPERT = re.compile(r"\.experts\.\d+\.")
+_TOWERS = re.compile(r"vision|visual|audio|mtp|draft|eagle|speech|encoder")
 _ORIGINAL = "Take config.json from the original model, and its quantization_config from this one."
 _NAME = "Write the class of the original model into architectures."
+_RIGHT = "Correct config.json, or compress the model anew."
 # Buffers that are calculated anew, what drafts tokens, towers that a class may leave out, and what
 # belongs to a scheme.
 _LEFT_OUT = re.compile(
@@ -329,450 +383,133 @@ _LEFT_OUT = re.compile(
 )
 
 
-@rule("C5", "the class of config.json can be built", server="", needs=WRITTEN)
-def _class_can_be_built(view: View) -> Iterator[Problem]:
+def _class(view: View) -> Iterator[Problem]:
+    """C2, C5, C6, S70: what the class of config.json makes of plain weights in place of codes."""
+    if view.tensors is None:
+        return
     yield from _named(view)
-    if view.built is not None or any(sizes_are_positive(view)):
-        return  # C3 says why it cannot
-    reason = refusal(view.config)
-    if reason:
-        yield Problem(
-            "config.json", f"transformers cannot build a model of it: {reason}.", _ORIGINAL
-        )
-    elif is_of_another_type(view.config):
-        yield from _of_another_type(view)
+    built = view.built
+    if built is not None:
+        yield from _of_class(view, built)
+        return
+    if reason := refusal(view.config):
+        said = f"transformers cannot build a model of it: {reason}."
+        yield Problem("C5", "config.json", said, _ORIGINAL)
+    readings = list(readings_of_both(view.config, view.plain or {}))
+    wrong = [said for said in readings if said]
+    if readings:
+        name, kind = next(iter(class_names(view.config)), ""), view.config.get("model_type")
+        said = f"Its class {name} is not one of the model type {kind}"
+        severity = None if wrong else WARNING
+        yield Problem("C5", "config.json", f"{'; '.join([said, *wrong])}.", _NAME, severity)
+    yield from _layers(view)
 
 
 def _named(view: View) -> Iterator[Problem]:
     kind, names = view.config.get("model_type"), view.config.get("architectures")
+    server = view.deployment.server
     if not (isinstance(kind, str) and kind) and not view.config.get("auto_map"):
-        yield Problem("model_type", f"It is {kind!r}, and readers find a model by it.", _ORIGINAL)
+        said = f"It is {kind!r}, and readers find a model by it."
+        yield Problem("C5", "model_type", said, _ORIGINAL)
     elif not is_known_type(view.config) and view.deployment.concerns("transformers"):
-        yield Problem(
-            "model_type",
-            f"transformers has no model type {kind!r}.",
-            "Check that it is spelt right, or load the model with a release that has it.",
-            None if view.deployment.server == "transformers" else Severity.WARNING,
-        )
+        said = f"transformers has no model type {kind!r}."
+        remedy = "Check that it is spelt right, or load the model with a release that has it."
+        severity = None if server == "transformers" else WARNING
+        yield Problem("C5", "model_type", said, remedy, severity)
     if names is not None and names != class_names(view.config):
-        yield Problem("architectures", f"It is {names!r}, and no list of classes.", _NAME)
+        said = f"It is {names!r}, and no list of classes."
+        yield Problem("C5", "architectures", said, _NAME)
     elif not names and view.deployment.concerns("vllm"):
-        is_asked = view.deployment.server == "vllm"
-        yield Problem(
-            "architectures",
-            "There are none, and vLLM finds the class of a model by them.",
-            _NAME,
-            None if is_asked else Severity.WARNING,
+        said = "There are none, and vLLM finds the class of a model by them."
+        severity = None if server == "vllm" else WARNING
+        yield Problem("C5", "architectures", said, _NAME, severity)
+
+
+def _of_class(view: View, built: Built) -> Iterator[Problem]:
+    # a checkpoint with code of its own may be built otherwise than transformers' class
+    severity = WARNING if view.config.get("auto_map") else None
+    for module, names in _by_module(built.missing):
+        said = f"It has no {joined(names)}, and {built.name} has."
+        yield Problem("S70", module, said, _COPY, severity)
+    for name, (ours, theirs) in built.wrong.items():
+        module, _, own = name.rpartition(".")
+        entry = view.entries.get(module)
+        if entry is not None and entry.is_quantized and ours == theirs[::-1]:
+            continue  # codes are [out, in] whatever the class has
+        said = (
+            f"Its {own} has the shape {list(ours)}, and {built.name} has {list(theirs)} there by "
         )
-
-
-def _of_another_type(view: View) -> Iterator[Problem]:
-    name, kind = next(iter(class_names(view.config)), ""), view.config.get("model_type")
-    said = f"Its class {name} is not one of the model type {kind}"
-    misfits = [
-        one for one in build_others(view.config, view.plain or {}) if one is None or not one.fits
-    ]
-    if not misfits:
-        yield Problem("config.json", f"{said}.", _NAME, Severity.WARNING)
-        return
-    for one in misfits:
-        if one is None:
-            why = f"{name} cannot be built of it"
-        else:
-            why = f"{one.name} does not find {joined([*one.missing, *one.wrong])} in the file"
-        yield Problem("config.json", f"{said}, and {why}.", _NAME)
-
-
-@rule("C6", "the class takes what is stored", server="", needs=WRITTEN)
-def _nothing_is_left_out(view: View) -> Iterator[Problem]:
-    built = view.built
-    if built is None:
-        return
-    of_modules: dict[str, list[str]] = defaultdict(list)
-    for name in built.unexpected:
-        is_of_transform = any(part in view.transforms for part in name.split("."))
-        if not (_LEFT_OUT.match(name) or view.is_draft(name) or is_of_transform):
-            module, _, own = name.rpartition(".")
-            of_modules[module].append(own)
-    for module, names in of_modules.items():
-        severity = _severity(view, built, module, names)
+        yield Problem("C2", module, f"{said}config.json.", _RIGHT, severity)
+    for name in built.not_floats:
+        module, _, own = name.rpartition(".")
+        said = (
+            f"Its {own} is stored as {view.headers[name].dtype}, without a scale, and is a float "
+        )
+        yield Problem("C2", module, f"{said}in {built.name}.", _COPY, severity)
+    left_out = (
+        name
+        for name in built.unexpected
+        if not (_LEFT_OUT.match(name) or view.is_draft(name))
+        and view.transforms.isdisjoint(name.split("."))
+    )
+    for module, names in _by_module(left_out):
+        severity = _of_left_out(view, built, module, names)
         if severity is not None:
-            yield Problem(
-                module,
-                f"Its {joined(names)} is left out: {built.name} has none by config.json.",
-                "Correct config.json, or remove the tensor if it is meant to be unused.",
-                severity,
-            )
+            said = f"Its {joined(names)} is left out: {built.name} has none by config.json."
+            remedy = "Correct config.json, or remove the tensor if it is meant to be unused."
+            yield Problem("C6", module, said, remedy, severity)
 
 
-def _severity(view: View, built: Built, module: str, names: list[str]) -> Severity | None:
+def _by_module(names: Any) -> Iterator[tuple[str, list[str]]]:
+    found: dict[str, list[str]] = defaultdict(list)
+    for name in names:
+        module, _, own = name.rpartition(".")
+        found[module].append(own)
+    yield from found.items()
+
+
+def _of_left_out(view: View, built: Built, module: str, names: list[str]) -> Severity | None:
     """An error is what computes another model: a bias that is not zero, of a module that is there.
 
     What other modules hold, the original may hold in vain too.
     """
     if names != ["bias"] or f"{module}.weight" not in built.shapes:
-        return None if built.missing else Severity.WARNING
+        return None if built.missing else WARNING
     name = f"{module}.bias"
     if view.tensors is None or name not in view.headers or view.config.get("auto_map"):
-        return Severity.WARNING
+        return WARNING
     return Severity.ERROR if bool(view.tensors(name).float().any()) else Severity.NOTE
 
 
-_CLASSES = (
-    "QKVParallelLinear",
-    "MergedColumnParallelLinear",
-    "ColumnParallelLinear",
-    "RowParallelLinear",
-    "ReplicatedLinear",
-    "GateLinear",
-    "VocabParallelEmbedding",
-    "ParallelLMHead",
+def _layers(view: View) -> Iterator[Problem]:
+    """S70, for a class that nobody knows: a layer that lacks what all others of it have."""
+    stacks: dict[str, dict[int, set[str]]] = defaultdict(lambda: defaultdict(set))
+    for name in view.entries:
+        match = _LAYER.match(name)
+        if match is not None and not _TOWERS.search(match["stack"]):
+            rest = _ONE_EXPERT.sub(".experts.", f".{match['rest']}.").strip(".")
+            stacks[match["stack"]][int(match["index"])].add(rest)
+    count = view.size("num_hidden_layers")
+    for stack, layers in stacks.items():
+        usual = max(layers.values(), key=len)
+        if len(stacks) == 1 and count is not None and len(layers) < count:
+            said = f"It holds {len(layers)} layers, and config.json counts {count}."
+            yield Problem("S70", stack, said, _COPY)
+        odd = [index for index, own in layers.items() if own < usual]
+        for index in odd if len(odd) == 1 else ():  # layers may differ by intention
+            said = f"It lacks {joined(sorted(usual - layers[index]))}, which other layers have."
+            yield Problem("S70", f"{stack}.{index}", said, _COPY)
+
+
+STRUCTURE = (
+    _head,
+    _raw_groups,
+    _schemes,
+    _orders,
+    _shards,
+    _shared_values,
+    _small_values,
+    _tensors,
+    _class,
 )
-_STACK = re.compile(
-    r"(?P<experts>(?:.*\.)?experts)\.(?:gate_up_proj|gate_proj|up_proj|down_proj)(?:\.weight)?$"
-)
-_WRITE_NAMES = "Write exact names of modules, or patterns that begin with re:.*"
-
-
-def _is_class(text: str) -> bool:
-    """True if a text looks like the name of a class rather than of a module.
-
-    >>> _is_class("Linear"), _is_class("lm_head"), _is_class("model.layers.0"), _is_class("re:A")
-    (True, False, False, False)
-    """
-    return text[:1].isupper() and "." not in text
-
-
-@rule(
-    "S11", "class targets are parts of vLLM's class names", needs=CONFIG, severity=Severity.WARNING
-)
-def _classes_are_known(view: View) -> Iterator[Problem]:
-    for group in view.groups:
-        for target in group.targets:
-            if not _is_class(target) or target.endswith("Attention"):
-                continue
-            if not any(target.lower() in name.lower() for name in _CLASSES):
-                yield Problem(
-                    target,
-                    "No class of vLLM has this name within its own, so it selects nothing there.",
-                    _WRITE_NAMES,
-                    Severity.WARNING,
-                )
-
-
-@rule("S12", "patterns match at the start, names and classes")
-def _patterns_reach_what_they_say(view: View) -> Iterator[Problem]:
-    for text, is_target in _texts(view):
-        if not text.startswith("re:"):
-            continue
-        expression = compiled(text)
-        if expression is None:
-            yield Problem(text, "It is no regular expression.", "Correct it.")
-        elif is_target and _matches_classes_only(view, expression):
-            yield Problem(
-                text,
-                "It matches names of vLLM's classes, so it selects modules that it does not name.",
-                "Begin it so that it matches no class, such as re:.*layers.",
-                Severity.WARNING,
-            )
-
-
-def _matches_classes_only(view: View, expression: re.Pattern[str]) -> bool:
-    """True if a pattern gets a module by class that it does not match by name."""
-    return any(
-        expression.match(served_class(entry.kind, view.resolver.unit(entry.name)[0]))
-        and not expression.match(entry.name)
-        and not expression.match(view.resolver.served(entry.name))
-        and not view.choice(entry).ignored
-        for entry in view.matrices
-    )
-
-
-def _texts(view: View) -> Iterator[tuple[str, bool]]:
-    for group in view.groups:
-        yield from ((target, True) for target in group.targets)
-    yield from ((text, False) for text in view.ignore)
-
-
-@rule("S13", "both orders of precedence choose one scheme")
-def _orders_agree(view: View) -> Iterator[Problem]:
-    for entry in view.matrices:
-        if view.is_plain(entry) or entry.is_expert:
-            continue  # experts have rules of their own: S62, T6
-        served, written = view.choice(entry), view.choice(entry, "transformers")
-        if served.group is None or written.group is None:
-            continue
-        alone = view.resolver.alone(entry).group
-        by_joining = alone is not None and alone.scheme == written.group.scheme  # S14 says so
-        if served.group.scheme != written.group.scheme and not by_joining:
-            yield Problem(
-                entry.name,
-                f"vLLM takes {served.group.name} and compressed-tensors {written.group.name}, "
-                "which differ.",
-                "Let each module match the targets of one group.",
-            )
-
-
-@rule("S14", "shards of a joined module have one scheme")
-def _shards_agree(view: View) -> Iterator[Problem]:
-    for path, shards in view.joined.items():
-        groups = {shard.name: view.resolver.alone(shard).group for shard in shards}
-        choices = [view.choice(shard) for shard in shards]
-        served = view.resolver.served(path)
-        is_named = any(served in group.targets for group in view.groups)
-        if is_named or any(one.ignored or one.mixed for one in choices):
-            continue
-        if len({_scheme(group) for group in groups.values()}) > 1:
-            said = ", ".join(
-                f"{name.rpartition('.')[2]}: {group.name if group else 'none'}"
-                for name, group in groups.items()
-            )
-            yield Problem(
-                path,
-                f"Its shards have different schemes ({said}); the first one's is used for all.",
-                "Quantize all of them alike.",
-            )
-
-
-def _scheme(group: Group | None) -> object:
-    return group.scheme if group is not None else None
-
-
-@rule("S15", "a joined module's name occurs once in its path", severity=Severity.WARNING)
-def _keys_occur_once(view: View) -> Iterator[Problem]:
-    for path in view.joined:
-        key = path.rpartition(".")[2]
-        if path.count(key) > 1:
-            yield Problem(
-                path,
-                f"{key} occurs more than once in the path, and vLLM replaces every occurrence.",
-                "Target it by the class of its modules.",
-                Severity.WARNING,
-            )
-
-
-@rule("S16", "ignore holds names, and all shards or none")
-def _ignore_is_understood(view: View) -> Iterator[Problem]:
-    for path, shards in view.joined.items():
-        if view.choice(shards[0]).mixed:
-            flags = {shard.last: view.resolver.alone(shard).ignored for shard in shards}
-            said = ", ".join(name for name, flag in flags.items() if flag)
-            yield Problem(
-                path,
-                f"Of its shards only {said} is ignored, and vLLM refuses a mixture.",
-                "Ignore all of its shards or none.",
-            )
-    names = set(view.entries)
-    parents = {parent for name in names for parent in _parents(name)}
-    for text in view.ignore:
-        if _is_class(text):
-            yield Problem(
-                text,
-                "It is a class in ignore; vLLM compares names only.",
-                "List the modules by name.",
-                Severity.WARNING,
-            )
-        elif text in parents - names and "." in text and not _all_ignored(view, text):
-            yield Problem(
-                text,
-                "It is a parent of modules; nothing below it is ignored.",
-                f"Write re:{re.escape(text)}.* instead.",
-                Severity.WARNING,
-            )
-
-
-def _all_ignored(view: View, parent: str) -> bool:
-    """True if other entries ignore every matrix below, as where a router and its matrix are."""
-    below = [entry for name, entry in view.entries.items() if name.startswith(f"{parent}.")]
-    return all(view.resolver.alone(one).ignored for one in below if one.kind != "other")
-
-
-def _parents(name: str) -> Iterator[str]:
-    parts = name.split(".")
-    yield from (".".join(parts[:length]) for length in range(1, len(parts)))
-
-
-def patterns_survive_renaming(view: View) -> Iterator[Problem]:
-    """S18 and S18a: patterns are compared with vLLM's own paths."""
-    renamed = {
-        entry.name: view.resolver.served(entry.name)
-        for entry in view.matrices
-        if view.resolver.served(entry.name) != entry.name
-    }
-    if not renamed:
-        return
-    for text, is_target in _texts(view):
-        expression = compiled(text)
-        if expression is None:
-            continue
-        missed = [
-            name
-            for name, served in renamed.items()
-            if expression.match(name) and not expression.match(served)
-        ]
-        missed = [name for name in missed if _matters(view, view.entries[name], is_target)]
-        if missed:
-            yield Problem(
-                text,
-                f"It matches {joined(missed, 1)} in the checkpoint, but not "
-                f"{renamed[missed[0]]}, as vLLM calls it.",
-                _WRITE_NAMES,
-            )
-
-
-def _matters(view: View, entry: Entry, is_target: bool) -> bool:
-    """True if vLLM then does otherwise than the checkpoint's author meant."""
-    choice = view.choice(entry)
-    if is_target:
-        return entry.is_quantized and choice.group is None
-    return not entry.is_quantized and choice.group is not None and not view.is_plain(entry)
-
-
-@rule("S18", "patterns match vLLM's paths")
-def _renaming(view: View) -> Iterator[Problem]:
-    """The prefixes of multimodal models."""
-    if not view.family.lookup:
-        yield from patterns_survive_renaming(view)
-
-
-@rule("S18a", "patterns match the paths of lookup")
-def _lookup_paths(view: View) -> Iterator[Problem]:
-    """Families that look up under other paths."""
-    if view.family.lookup:
-        yield from patterns_survive_renaming(view)
-
-
-@rule("S19", "selected modules are quantized, no others")
-def _selection_is_complete(view: View) -> Iterator[Problem]:
-    if not view.settings:
-        return  # S1 says so for all of them
-    yield from _plain_stacks(view)
-    for entry in view.matrices:
-        if view.is_plain(entry) or (entry.kind == "head" and view.is_tied):
-            continue
-        choice = view.choice(entry)
-        if choice.mixed:
-            continue
-        scheme = choice.group.scheme if choice.group is not None else None
-        wants = scheme is not None and scheme.weights is not None and scheme.format != "dense"
-        if wants and not entry.is_quantized:
-            # S58 speaks of gates, and S62 of experts of which some are quantized
-            if entry.kind != "gate" and not _is_beside_codes(view, entry):
-                yield _left_dense(entry, str(scheme))
-        elif entry.is_quantized and not wants:
-            yield _left_out(view, entry, choice.ignored)
-        elif scheme is not None and entry.is_quantized and not is_stored_so(entry, scheme):
-            yield Problem(
-                entry.name,
-                f"Its codes are stored {'packed' if entry.form == 'packed' else 'one by one'}, and "
-                f"the format {scheme.format} has them otherwise.",
-                "Write the format in which it is stored.",
-            )
-
-
-def _plain_stacks(view: View) -> Iterator[Problem]:
-    """Mixtures whose experts are plain, in one tensor, and have a scheme in vLLM."""
-    named = (
-        _STACK.match(name)
-        for name, info in view.headers.items()
-        if len(info.shape) == 3 and info.dtype in PLAIN_FLOATS
-    )
-    for path in dict.fromkeys(found["experts"] for found in named if found is not None):
-        first = Entry(f"{path}.0.gate_proj", {}, "linear", "dense")
-        choice = view.choice(first)
-        scheme = choice.group.scheme if choice.group is not None else None
-        wants = scheme is not None and scheme.weights is not None and scheme.format != "dense"
-        if wants and not view.is_draft(path) and not view.is_plain(first):
-            yield Problem(
-                path,
-                f"The configuration quantizes its experts to {scheme}, and the file holds plain "
-                "ones, in stacks.",
-                "Ignore them by a pattern such as re:.*experts.*, or quantize them.",
-            )
-
-
-def _is_beside_codes(view: View, entry: Entry) -> bool:
-    found = EXPERT.match(entry.name)
-    experts = view.mixtures.get(found["experts"], {}) if found is not None else {}
-    return any(each.is_quantized for own in experts.values() for each in own.values())
-
-
-def _left_dense(entry: Entry, scheme: str) -> Problem:
-    return Problem(
-        entry.name,
-        f"The configuration quantizes it to {scheme}, and the file holds a plain weight.",
-        "Add it to ignore, or quantize it.",
-    )
-
-
-def _left_out(view: View, entry: Entry, ignored: bool) -> Problem:
-    why = "ignores it" if ignored else "has no target for it"
-    silent = entry.form == "coded" and view.family.drops_scales
-    return Problem(
-        entry.name,
-        f"It is quantized, and the configuration {why}"
-        + (" (served as if its codes were weights)." if silent else "."),
-        "Take it off ignore, or give it a target." if ignored else "Give it a target.",
-    )
-
-
-@rule("S20", "what vLLM builds plain is plain")
-def _plain_modules_are_plain(view: View) -> Iterator[Problem]:
-    for entry in view.quantized:
-        if entry.kind not in ("gate", "head") and view.is_plain(entry):
-            yield Problem(
-                entry.name,
-                "vLLM builds this module unquantized in every case.",
-                "Ignore it when quantizing.",
-            )
-
-
-_SCHEME = "Write the scheme that it was compressed with into config.json."
-
-
-@rule("C4", "schemes are those that their formats hold", server="", needs=CONFIG)
-def _schemes_fit_their_formats(view: View) -> Iterator[Problem]:
-    for group in view.groups:
-        weights, form = group.scheme.weights, group.scheme.format
-        if weights is None or form not in FORMATS or form == "dense":
-            continue  # S2 and S7 speak of those
-        # compressed-tensors stores integers of more than 8 bits unpacked
-        is_unpacked = form in ("int-quantized", "naive-quantized")
-        is_wide = is_unpacked and weights.kind == "int" and weights.bits in range(9, 33)
-        if not scale_shape(weights, 1, 1):
-            yield Problem(
-                group.name, f"Nothing says what shares a scale: its weights are {weights}.", _SCHEME
-            )
-        elif not (is_decodable(group.scheme) or is_wide):
-            yield Problem(
-                group.name, f"The format {form} holds no weights that are {weights}.", _SCHEME
-            )
-    yield from _overall(view)
-
-
-def _overall(view: View) -> Iterator[Problem]:
-    """The format of the whole, which readers may take for that of a group."""
-    overall = view.settings.get("format")
-    own = {group.scheme.format for group in view.groups if group.scheme.weights is not None}
-    if overall in FORMATS and overall != "dense" and own and overall not in own:
-        yield Problem(
-            "quantization_config",
-            f"Its format is {overall}, and that of its groups {joined(sorted(map(str, own)))}.",
-            "Write the format of the groups, or mixed-precision where they differ.",
-            Severity.WARNING,
-        )
-
-
-@rule("C1", "codes are matrices", server="")
-def _codes_are_matrices(view: View) -> Iterator[Problem]:
-    for entry in view.quantized:
-        for own in ("weight_packed", "weight"):
-            info = entry.own.get(own)
-            if info is None or (len(info.shape) == 3 and "experts" in entry.name):
-                continue  # S69 speaks of stacks
-            if len(info.shape) != 2:
-                yield Problem(
-                    entry.name,
-                    f"Its {own} has the shape {list(info.shape)}, and codes have rows and columns.",
-                    "Compress the model anew.",
-                )
+"""The checks of this file."""

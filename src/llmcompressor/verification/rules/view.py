@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""View of a checkpoint that the rules read, and what a rule is."""
+"""View of a checkpoint that the rules read."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, TypeAlias, TypeVar
+from typing import Any
 
 from llmcompressor.verification.expected import (
     Expected,
@@ -37,35 +37,14 @@ from llmcompressor.verification.scheme import (
 )
 from llmcompressor.verification.transformers_model import (
     Built,
-    Own,
     build,
     module_classes,
     reader_config,
 )
 from llmcompressor.verification.trial_load import TrialLoad, trial_load
 
-__all__ = [
-    "CONFIG",
-    "DEPLOYMENT",
-    "FLOATS",
-    "HEADERS",
-    "TENSORS",
-    "VERSIONS",
-    "WRITTEN",
-    "Misfit",
-    "Problem",
-    "Rule",
-    "View",
-    "joined",
-    "place_of",
-    "rule",
-    "rules",
-]
+__all__ = ["FLOATS", "Facts", "Misfit", "Problem", "View", "joined"]
 
-CONFIG, HEADERS, TENSORS, DEPLOYMENT = "config", "headers", "tensors", "deployment"
-WRITTEN = "written"
-VERSIONS = {"vllm": "0.33", "transformers": "5.22", "sglang": "0.5"}
-"""The releases whose rules these are; a rule that holds for others as well says so itself."""
 _LAYER = re.compile(r"(?:.*\.)?layers\.(\d+)\.")
 _TOWER = re.compile(r".*vision|(?:.*\.)?(?:visual|(?:image|audio|speech)_(?:tower|encoder))\.")
 """Where images or sounds are read, all at once: there is no cache."""
@@ -75,15 +54,9 @@ FLOATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat1
 
 @dataclass(frozen=True)
 class Problem:
-    """A breach of a rule.
+    """A breach of the rule with this number; its own severity where it is not the rule's."""
 
-    Attributes:
-        module: what breaches it.
-        message: how, one sentence.
-        remedy: what to do about it, one sentence.
-        severity: where it is not the rule's own.
-    """
-
+    rule: str
     module: str
     message: str
     remedy: str = ""
@@ -91,86 +64,50 @@ class Problem:
 
 
 @dataclass(frozen=True)
-class Rule:
-    """A rule of a server, as data.
-
-    Attributes:
-        number: its number in the specification, such as ``S30``.
-        title: the rule in a few words.
-        check: finds breaches.
-        server: whose rule it is.
-        versions: the releases that it holds for, where they are not :data:`VERSIONS`.
-        needs: ``config``, ``headers``, ``tensors`` (small ones), ``deployment`` or ``written``: a
-            checkpoint that is only planned is built by the class that its original was loaded by.
-        severity: of a breach, unless the breach says otherwise.
-        is_limit: the checkpoint is sound and this server alone cannot serve it; unless that
-            server is asked about, a breach is a warning.
-    """
-
-    number: str
-    title: str
-    check: Callable[[View], Iterable[Problem]]
-    server: str = "vllm"
-    versions: str = ""
-    needs: str = HEADERS
-    severity: Severity = Severity.ERROR
-    is_limit: bool = False
-
-    @property
-    def holds_for(self) -> str:
-        """The releases of its server that it holds for, empty if it is about files as such."""
-        return self.versions or VERSIONS.get(self.server, "")
-
-
-Result = TypeVar("Result")
-Check: TypeAlias = "Callable[[View], Iterable[Problem]]"
-_TABLE: list[Rule] = []
-
-
-def rule(number: str, title: str, **facts: Any) -> Callable[[Check], Check]:
-    """Enter a check into the table of rules; ``facts`` are the other fields of :class:`Rule`."""
-
-    def enter(check: Check) -> Check:
-        _TABLE.append(Rule(number, title, check, **facts))
-        return check
-
-    return enter
-
-
-def rules() -> tuple[Rule, ...]:
-    """Every rule of the imported modules, by section and number."""
-    return tuple(sorted(_TABLE, key=lambda one: place_of(one.number)))
-
-
-def place_of(number: str) -> tuple[int, int, str]:
-    """Sort key of a rule: files, consistency, values, reference, then servers.
-
-    >>> sorted(["S18a", "T1", "S2", "F3", "S18"], key=place_of)
-    ['F3', 'S2', 'S18', 'S18a', 'T1']
-    """
-    digits = "".join(each for each in number if each.isdigit())
-    return "FCVRSTLG".index(number[0]), int(digits), number
-
-
-@dataclass(frozen=True)
 class Misfit:
-    """A tensor that is not as a scheme wants it.
-
-    Attributes:
-        entry: the module.
-        scheme: its scheme.
-        columns: columns of its weight.
-        own: the tensor's own name.
-        what: ``missing``, ``extra``, ``dtype`` or ``shape``.
-        sentence: how it differs.
-    """
+    """A tensor that is not as a scheme wants it: ``missing``, ``extra``, ``dtype`` or ``shape``."""
 
     entry: Entry
-    scheme: Scheme
-    columns: int
     own: str
     what: str
     sentence: str
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What limits of single modules depend on; a mixture's thousands of modules share it.
+
+    Attributes:
+        kind: as of :class:`~llmcompressor.verification.modules.Entry`.
+        coded: it holds codes.
+        expert: it is an expert's.
+        beside_codes: it is an expert's, and experts of its mixture hold codes.
+        draft: it is in a draft layer.
+        plain: vLLM builds it without a scheme.
+        tied: it is an input or output embedding, and the two are one tensor.
+        selected: the scheme that vLLM gives it wants codes.
+        stored_so: its codes lie in the file as that scheme has them.
+        ignored: vLLM ignores it.
+        mixed: vLLM ignores some of what it is joined with.
+        group: the group that vLLM gives it.
+        of_sglang: the one that SGLang does.
+        left_to_sglang: SGLang neither has a target for it nor ignores it.
+    """
+
+    kind: str
+    coded: bool
+    expert: bool
+    beside_codes: bool
+    draft: bool
+    plain: bool
+    tied: bool
+    selected: bool
+    stored_so: bool
+    ignored: bool
+    mixed: bool
+    group: Group | None
+    of_sglang: Group | None
+    left_to_sglang: bool
 
 
 class View:
@@ -197,44 +134,29 @@ class View:
         self.headers = headers
         self.tensors = tensors
         self.deployment = deployment or Deployment()
+        self.settings: Mapping[str, Any] = settings_of(config) or {}
+        """The ``quantization_config``, empty if there is none."""
+        self.text = text_settings(config)
+        """The settings of the language model."""
+        self.groups = parse_groups(self.settings)
+        ignore = self.settings.get("ignore")
+        self.ignore = [str(text) for text in ignore] if isinstance(ignore, list) else []
+        method = str(self.settings.get("quant_method") or "").lower().replace("_", "-")
+        self.is_compressed_tensors = method == "compressed-tensors"
+        """True if the configuration says that the checkpoint is quantized in this format."""
+        said = [one for one in (self.text, config) if "tie_word_embeddings" in one]
+        self.is_tied = bool(said) and bool(said[0]["tie_word_embeddings"])
+        """True if input and output embeddings are one tensor."""
         self._kinds = kinds or {}
-        self._once: dict[Callable[[View], Any], Any] = {}
         self._choices: dict[tuple[str, str], Choice] = {}
-        self._columns: dict[str, tuple[Scheme, int | None]] = {}
+        self._columns: dict[tuple[str, int], int | None] = {}
         self._stored_shapes: dict[str, tuple[int, ...]] = {}
 
-    @cached_property
-    def settings(self) -> Mapping[str, Any]:
-        """The ``quantization_config``, empty if there is none."""
-        return settings_of(self.config) or {}
-
-    @cached_property
-    def text(self) -> Mapping[str, Any]:
-        """The settings of the language model."""
-        return text_settings(self.config)
-
     def size(self, key: str) -> int | None:
-        """A size of the language model, ``None`` if it is not given or cannot be one (C3)."""
+        """A size of the language model, ``None`` if it is not given or cannot be one."""
         found = self.text.get(key)
         is_size = isinstance(found, int) and not isinstance(found, bool) and found > 0
         return found if is_size else None
-
-    @cached_property
-    def family(self) -> Family:
-        """The architecture as vLLM builds it."""
-        experts = {entry.last for entry in self.entries.values() if entry.is_expert}
-        return family_of(self.config, {entry.last for entry in self.entries.values()}, experts)
-
-    @cached_property
-    def groups(self) -> list[Group]:
-        """The configuration's groups."""
-        return parse_groups(self.settings)
-
-    @cached_property
-    def ignore(self) -> list[str]:
-        """The texts of ``ignore``."""
-        found = self.settings.get("ignore")
-        return [str(text) for text in found] if isinstance(found, list) else []
 
     @cached_property
     def entries(self) -> dict[str, Entry]:
@@ -243,25 +165,17 @@ class View:
         doubtful = [entry for entry in named.values() if is_doubtful(entry)]
         if not self.groups or not doubtful:
             return named
-        by_class = None
-        if not all(entry.name in self._kinds for entry in doubtful):
+        kinds = dict(self._kinds)
+        if any(entry.name not in kinds for entry in doubtful):
             classes = module_classes(self.config)
-            by_class = None if classes is None else classes.kind
-        selected = {
-            entry.name: "linear" for entry in doubtful if self._is_selected_as_linear(entry)
-        }
-
-        def kind(name: str) -> str:
-            asked = by_class(name) if by_class is not None and name not in self._kinds else ""
-            return self._kinds.get(name, asked) or selected.get(name, "")
-
-        return entries_of(self.headers, kind)
+            for entry in doubtful:
+                asked = "" if classes is None else classes.kind(entry.name)
+                selected = "linear" if self._is_selected_as_linear(entry) else ""
+                kinds.setdefault(entry.name, asked or selected)
+        return entries_of(self.headers, kinds)
 
     def _is_selected_as_linear(self, entry: Entry) -> bool:
-        """True if a module that holds codes can have been selected as a Linear alone.
-
-        Neither its name is a target nor ``Embedding``, and ``Linear`` is.
-        """
+        """True if a module that holds codes can have been selected as a Linear alone."""
         targets = {target for group in self.groups for target in group.targets}
         if not entry.is_quantized or "Linear" not in targets or "Embedding" in targets:
             return False
@@ -270,17 +184,22 @@ class View:
 
     @cached_property
     def resolver(self) -> Resolver:
-        """Who gives which group to a module."""
-        return Resolver(self.config, self.groups, self.ignore, self.family, self.entries)
+        """Who gives which group to a module, with the architecture as vLLM builds it."""
+        owns = {entry.last for entry in self.entries.values()}
+        experts = {entry.last for entry in self.entries.values() if entry.is_expert}
+        family = family_of(self.config, owns, experts)
+        return Resolver(self.config, self.groups, self.ignore, family, self.entries)
+
+    @property
+    def family(self) -> Family:
+        """The architecture as vLLM builds it."""
+        return self.resolver.family
 
     @cached_property
     def matrices(self) -> list[Entry]:
         """Modules with a weight of two dimensions, quantized or not; no matrices of transforms."""
-        return [
-            entry
-            for entry in self.entries.values()
-            if entry.kind != "other" and entry.last not in self.transforms
-        ]
+        every = (entry for entry in self.entries.values() if entry.kind != "other")
+        return [entry for entry in every if entry.last not in self.transforms]
 
     @cached_property
     def transforms(self) -> frozenset[str]:
@@ -297,14 +216,6 @@ class View:
         return [entry for entry in self.matrices if entry.is_quantized]
 
     @cached_property
-    def is_tied(self) -> bool:
-        """True if input and output embeddings are one tensor."""
-        for holder in (self.text, self.config):
-            if "tie_word_embeddings" in holder:
-                return bool(holder["tie_word_embeddings"])
-        return False
-
-    @cached_property
     def dtype(self) -> str:
         """The dtype in which the model is to run: of its weights, if nothing says which."""
         own = self.config.get("dtype") or self.config.get("torch_dtype") or self.text.get("dtype")
@@ -314,26 +225,11 @@ class View:
         return self.deployment.plain_dtype or str(own).removeprefix("torch.")
 
     def choice(self, entry: Entry, server: str = "vllm") -> Choice:
-        """Choice of a server for a module."""
+        """Choice of a server for a module; ``alone``: of vLLM if it were joined with nothing."""
         key = (server, entry.name)
         if key not in self._choices:
-            more = (self.own_modules(entry),) if server == "transformers" else ()
-            self._choices[key] = getattr(self.resolver, server)(entry, *more)
+            self._choices[key] = getattr(self.resolver, server)(entry)
         return self._choices[key]
-
-    def own_modules(self, entry: Entry) -> tuple[Own, ...]:
-        """The modules of transformers' class that have their weight from a module of the file.
-
-        None where nothing is known of them: the class cannot be built, or has no such module.
-        """
-        if self._modules_of is None or entry.is_expert:
-            return ()
-        return self._modules_of(entry.name)
-
-    @cached_property
-    def _modules_of(self) -> Callable[[str], tuple[Own, ...]] | None:
-        classes = module_classes(self.config) if self.groups else None
-        return None if classes is None else classes.modules
 
     def scheme(self, entry: Entry) -> Scheme | None:
         """The scheme that vLLM looks up for a module."""
@@ -341,33 +237,56 @@ class View:
         return group.scheme if group is not None else None
 
     @cached_property
+    def facts(self) -> dict[Facts, list[Entry]]:
+        """What limits of single modules depend on → the modules."""
+        found: dict[Facts, list[Entry]] = {}
+        asks_sglang = self.deployment.concerns("sglang") and any(
+            group.scheme.weights is not None for group in self.groups
+        )
+        matches = (EXPERT.match(entry.name) for entry in self.quantized)
+        mixtures = {match["experts"] for match in matches if match is not None}
+        for entry in self.matrices:
+            mixture, choice = EXPERT.match(entry.name), self.choice(entry)
+            is_word = entry.kind == "embedding" and "position" not in entry.name
+            scheme = None if choice.group is None else choice.group.scheme
+            is_asked = asks_sglang and mixture is None
+            sglang = self.choice(entry, "sglang") if is_asked else Choice(ignored=True)
+            facts = Facts(
+                kind=entry.kind,
+                coded=entry.is_quantized,
+                expert=mixture is not None,
+                beside_codes=mixture is not None and mixture["experts"] in mixtures,
+                draft=self.is_draft(entry.name),
+                plain=self.is_plain(entry),
+                tied=self.is_tied and (is_word or entry.kind == "head"),
+                selected=scheme is not None
+                and scheme.weights is not None
+                and scheme.format != "dense",
+                stored_so=scheme is None or is_stored_so(entry, scheme),
+                ignored=choice.ignored,
+                mixed=choice.mixed,
+                group=choice.group,
+                of_sglang=sglang.group,
+                left_to_sglang=sglang == Choice(),
+            )
+            found.setdefault(facts, []).append(entry)
+        return found
+
+    @cached_property
     def coded(self) -> Sequence[tuple[Entry, Scheme]]:
         """Quantized modules with the schemes that they were written in."""
         pairs = ((entry, self.written(entry)) for entry in self.quantized)
-        return [
-            (entry, scheme)
-            for entry, scheme in pairs
-            if scheme is not None and scheme.weights is not None
-        ]
+        return [(entry, one) for entry, one in pairs if one is not None and one.weights is not None]
 
     def written(self, entry: Entry) -> Scheme | None:
         """The scheme that a module was written in: its own, though another may be used.
 
         That of what it is joined with (S14), or of expert 0 (S62).
         """
-        if entry.is_expert or entry.last in self.resolver.shards:
-            group = self._alone(entry)
-            if group is not None:
-                return group.scheme
-        scheme = self.scheme(entry)
-        if scheme is None:
-            group = self.choice(entry, "transformers").group
-            scheme = group.scheme if group is not None else None
-        return scheme
-
-    def _alone(self, entry: Entry) -> Group | None:
-        """The group that vLLM would give a module that is joined with nothing."""
-        return self.choice(entry, "alone").group
+        is_joined = entry.is_expert or entry.last in self.resolver.shards
+        asked = ["alone", "vllm", "transformers"] if is_joined else ["vllm", "transformers"]
+        found = (self.choice(entry, server).group for server in asked)
+        return next((group.scheme for group in found if group is not None), None)
 
     def is_plain(self, entry: Entry) -> bool:
         """True if vLLM builds a module without a scheme, whatever the configuration says."""
@@ -375,7 +294,9 @@ class View:
             return not self.family.gate_is_quantizable
         if entry.kind == "head":
             return not self.family.quantizes_head
-        return any(pattern.fullmatch(entry.name) for pattern in self._plain_patterns)
+        if entry.kind == "embedding" and not self.family.quantizes_embedding:
+            return True
+        return any(re.fullmatch(pattern, entry.name) for pattern in self.family.plain)
 
     def is_draft(self, name: str) -> bool:
         """True if a module or tensor lies in a draft layer, which transformers does not load."""
@@ -395,8 +316,7 @@ class View:
         if not self.plain:
             return None
         trial = self.trial if self.deployment.concerns("transformers") else None
-        is_clean = trial is not None and trial.is_clean
-        return build(self.config, self.plain, is_clean=is_clean)
+        return build(self.config, self.plain, is_clean=trial is not None and trial.is_clean)
 
     @cached_property
     def trial(self) -> TrialLoad | None:
@@ -404,13 +324,6 @@ class View:
         if not self.is_compressed_tensors if self.settings else not self.mixtures:
             return None
         return trial_load(reader_config(self.config), self.headers, self.dtype, self.plain)
-
-    def once(self, compute: Callable[[View], Result]) -> Result:
-        """Compute what several rules need of the checkpoint, once."""
-        if compute not in self._once:
-            self._once[compute] = compute(self)
-        found: Result = self._once[compute]
-        return found
 
     @cached_property
     def plain(self) -> dict[str, TensorInfo] | None:
@@ -428,28 +341,17 @@ class View:
             found.update({f"{name}.{own}" if name else own: each for own, each in plain.items()})
         return found
 
-    def is_transposed(self, entry: Entry) -> bool:
-        """True if a module's weight is stored ``[in, out]``; codes are ``[out, in]`` always."""
-        is_named = entry.form == "dense" and entry.last in self.family.transposed
-        return is_named and entry.kind == "linear"
-
-    @cached_property
-    def _plain_patterns(self) -> list[re.Pattern[str]]:
-        return [re.compile(pattern) for pattern in self.family.plain]
-
     def columns(self, entry: Entry, scheme: Scheme) -> int | None:
         """Columns of a module's weight."""
-        known = self._columns.get(entry.name)
-        if known is None or known[0] is not scheme:
-            known = (scheme, columns_of(entry, scheme, self.stored_shape(entry)))
-            self._columns[entry.name] = known
-        return known[1]
+        key = (entry.name, id(scheme))
+        if key not in self._columns:
+            self._columns[key] = columns_of(entry, scheme, self.stored_shape(entry))
+        return self._columns[key]
 
     def stored_shape(self, entry: Entry) -> tuple[int, ...] | None:
         """The content of ``weight_shape``, where data may be read."""
-        if self.tensors is None or "weight_shape" not in entry.own:
-            return None
-        if entry.own["weight_shape"].shape != (2,):
+        info = entry.own.get("weight_shape")
+        if self.tensors is None or info is None or info.shape != (2,):
             return None
         if entry.name not in self._stored_shapes:
             stored = self.tensors(f"{entry.name}.weight_shape")
@@ -459,11 +361,7 @@ class View:
     @cached_property
     def used(self) -> list[Group]:
         """The groups that vLLM gives to some module."""
-        names = {
-            choice.group.name
-            for choice in (self.choice(entry) for entry in self.matrices)
-            if choice.group is not None
-        }
+        names = {facts.group.name for facts in self.facts if facts.group is not None}
         return [group for group in self.groups if group.name in names]
 
     @cached_property
@@ -479,16 +377,7 @@ class View:
             key = (id(scheme), entry.rows, columns)
             if key not in known:
                 known[key] = expected_tensors(scheme, entry.rows, columns)
-            wanted = known[key]
-            found += [
-                Misfit(entry, scheme, columns, own, what, sentence)
-                for own, what, sentence in misfits(entry.own, wanted)
-            ]
-            found += [
-                Misfit(entry, scheme, columns, own, "extra", f"It has a {own}, which is not read.")
-                for own in entry.own
-                if own not in wanted and own != "bias"
-            ]
+            found += [Misfit(entry, *one) for one in misfits(entry.own, known[key])]
         return found
 
     @cached_property
@@ -513,31 +402,21 @@ class View:
                 experts.setdefault(int(match["index"]), {})[match["own"]] = entry
         return found
 
-    @cached_property
-    def expert_schemes(self) -> dict[str, dict[Scheme, dict[str, Entry]]]:
-        """Path of a mixture → its schemes → the projections that have it, each of one expert.
+    def experts(self, path: str) -> list[Entry]:
+        """All projections of a mixture."""
+        return [entry for own in self.mixtures.get(path, {}).values() for entry in own.values()]
 
-        Projections of one scheme differ in their shapes, so in what becomes of their scales.
-        """
-        found: dict[str, dict[Scheme, dict[str, Entry]]] = {}
-        for path, experts in self.mixtures.items():
+    @cached_property
+    def expert_schemes(self) -> dict[str, dict[Scheme, Entry]]:
+        """Path of a mixture → its schemes, each with the first projection that has it."""
+        found: dict[str, dict[Scheme, Entry]] = {}
+        for path in self.mixtures:
             schemes = found.setdefault(path, {})
-            for name, entry in (each for own in experts.values() for each in own.items()):
-                group = self._alone(entry)
+            for entry in self.experts(path):
+                group = self.choice(entry, "alone").group
                 if group is not None:
-                    schemes.setdefault(group.scheme, {}).setdefault(name, entry)
+                    schemes.setdefault(group.scheme, entry)
         return found
-
-    @cached_property
-    def expert_pairs(self) -> list[tuple[str, Entry, Entry]]:
-        """Gate and up of each expert, with the expert's path."""
-        pairs = []
-        for path, experts in self.mixtures.items():
-            for index, own in experts.items():
-                for gate, up in (("gate_proj", "up_proj"), ("w1", "w3")):
-                    if gate in own and up in own:
-                        pairs.append((f"{path}.{index}", own[gate], own[up]))
-        return pairs
 
     @cached_property
     def attentions(self) -> list[str]:
@@ -566,10 +445,8 @@ class View:
             if entry.last != "q_proj" or layer is None or _TOWER.match(entry.name):
                 continue
             index = int(layer[1])
-            if not first <= index < count:
-                continue
-            alike = [one for one in range(first) if types[one] == types[index]]
-            if alike:
+            alike = [one for one in range(first) if index < count and types[one] == types[index]]
+            if first <= index and alike:
                 start, end = layer.span(1)
                 found[entry.parent] = f"{entry.parent[:start]}{alike[-1]}{entry.parent[end:]}"
         return found
@@ -581,12 +458,6 @@ class View:
             return False
         return "linear_attention" in types[int(layer[1]) :][:1]
 
-    @property
-    def is_compressed_tensors(self) -> bool:
-        """True if the configuration says that the checkpoint is quantized in this format."""
-        method = str(self.settings.get("quant_method") or "").lower().replace("_", "-")
-        return method == "compressed-tensors"
-
 
 def joined(names: Iterable[str], most: int = 4) -> str:
     """Some names for a message.
@@ -597,3 +468,7 @@ def joined(names: Iterable[str], most: int = 4) -> str:
     every = list(names)
     shown = ", ".join(every[:most])
     return f"{shown} and {len(every) - most} more" if len(every) > most else shown
+
+
+Check = Callable[[View], Iterable[Problem]]
+"""Finds breaches of one rule or of several."""
