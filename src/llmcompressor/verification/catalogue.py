@@ -10,8 +10,6 @@ from dataclasses import dataclass
 
 from llmcompressor.verification.facts import Severity
 
-__all__ = ["NOT_CHECKED", "RULES", "VERSIONS", "Rule", "markdown"]
-
 VERSIONS = {"vllm": "0.33", "transformers": "5.22", "sglang": "0.5"}
 """The releases whose rules these are."""
 _NAMES = {"vllm": "vLLM", "transformers": "transformers", "sglang": "SGLang"}

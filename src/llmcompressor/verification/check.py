@@ -29,8 +29,6 @@ from llmcompressor.verification.values import (
     unexplained,
 )
 
-__all__ = ["verify_files"]
-
 _MOST_WORKERS = 4
 
 

@@ -16,21 +16,6 @@ from llmcompressor.verification.files import Files
 from llmcompressor.verification.modules import PLAIN_FLOATS, Entry
 from llmcompressor.verification.scheme import Args, Scheme
 
-__all__ = [
-    "CHUNK",
-    "Codes",
-    "Expected",
-    "Part",
-    "codes_of",
-    "columns_of",
-    "expected_tensors",
-    "is_decodable",
-    "is_stored_so",
-    "misfits",
-    "scale_shape",
-    "weight_dtype",
-]
-
 _INT32 = frozenset({"I32"})
 _BYTE = frozenset({"U8"})
 _SCALE = PLAIN_FLOATS

@@ -13,16 +13,6 @@ from llmcompressor.errors import ArgumentError, did_you_mean
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = [
-    "DEFAULT_TP",
-    "SERVERS",
-    "Deployment",
-    "Finding",
-    "Severity",
-    "TensorInfo",
-    "Tensors",
-]
-
 SERVERS = ("vllm", "transformers", "sglang")
 DEFAULT_TP = (1, 2, 4, 8)
 _DEVICES = {

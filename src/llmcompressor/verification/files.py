@@ -25,20 +25,6 @@ from torch import Tensor
 from llmcompressor.errors import CheckpointError
 from llmcompressor.verification.facts import Finding, Severity, TensorInfo
 
-__all__ = [
-    "DROPS",
-    "DTYPES",
-    "OF_EXPERT",
-    "Changed",
-    "Files",
-    "Place",
-    "Run",
-    "layer_of",
-    "open_checkpoint",
-    "runs_since",
-    "without_prefixes",
-]
-
 CONFIG = "config.json"
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"

@@ -12,21 +12,6 @@ from typing import Any
 
 from llmcompressor.verification.facts import TensorInfo
 
-__all__ = [
-    "CROSS",
-    "EXPERT",
-    "FAMILIES",
-    "FLOATS",
-    "PLAIN_FLOATS",
-    "Entry",
-    "Family",
-    "entries_of",
-    "family_of",
-    "is_doubtful",
-    "served_name",
-    "text_settings",
-]
-
 Fusion = Mapping[str, tuple[str, ...]]
 
 _QKV: Fusion = {"qkv_proj": ("q_proj", "k_proj", "v_proj")}

@@ -41,8 +41,6 @@ from llmcompressor.verification.stacked_tensors import (
 from llmcompressor.verification.transformers_model import ABSENT, config_changes, passes_over
 from llmcompressor.verification.values import HEADS, Twins, compare_tie, equal, same_tensor
 
-__all__ = ["Reference", "WeightError", "Work"]
-
 _COPY = "Copy it from the original model."
 _AGAIN = "Compress the model anew."
 _RECOMPUTED = re.compile(

@@ -11,8 +11,6 @@ from typing import Any
 from llmcompressor.verification.facts import Finding, Severity
 from llmcompressor.verification.reference import WeightError
 
-__all__ = ["Merged", "Row", "VerificationReport", "merged"]
-
 _ORDER = (Severity.ERROR, Severity.WARNING, Severity.NOTE)
 _MOST_ROWS = 8
 

@@ -16,20 +16,6 @@ from typing import Any
 
 from llmcompressor.verification.modules import CROSS, EXPERT, Entry, Family, served_name
 
-__all__ = [
-    "ACTIVATION_FORMATS",
-    "FORMATS",
-    "Args",
-    "Choice",
-    "Group",
-    "Resolver",
-    "Scheme",
-    "compiled",
-    "parse_args",
-    "parse_groups",
-    "settings_of",
-]
-
 FORMATS = (
     "dense",
     "naive-quantized",

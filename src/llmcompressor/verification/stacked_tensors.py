@@ -26,19 +26,6 @@ from llmcompressor.verification.files import (
 from llmcompressor.verification.modules import EXPERT, text_settings
 from llmcompressor.verification.transformers_model import Change, ModelNames, class_model
 
-__all__ = [
-    "LAID",
-    "USUAL",
-    "Converted",
-    "DroppedExperts",
-    "ExpertRows",
-    "Kept",
-    "Made",
-    "Source",
-    "sources_in",
-    "stacks_of",
-]
-
 USUAL: Mapping[str, str] = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
 _ROWS_FIRST = (
     "deepseek_v2",

@@ -26,32 +26,6 @@ from llmcompressor.transformers_internals import (
 from llmcompressor.verification.facts import TensorInfo
 from llmcompressor.verification.modules import PLAIN_FLOATS, class_names
 
-__all__ = [
-    "ABSENT",
-    "Built",
-    "Change",
-    "ModelNames",
-    "ModuleClasses",
-    "as_read",
-    "bare_model",
-    "build",
-    "class_and_settings",
-    "class_model",
-    "config_changes",
-    "config_text",
-    "float32_names",
-    "is_known_type",
-    "load_headers",
-    "module_classes",
-    "passes_over",
-    "quiet_compressors",
-    "quiet_transformers",
-    "reader_config",
-    "readings_of_both",
-    "refusal",
-    "text_class",
-]
-
 _MOST_LAYERS = 4096
 """Building takes time for each: of more than this a configuration is damaged."""
 ABSENT = object()

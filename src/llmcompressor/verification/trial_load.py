@@ -40,8 +40,6 @@ from llmcompressor.verification.transformers_model import (
     quiet_compressors,
 )
 
-__all__ = ["Failure", "TrialLoad", "trial_load"]
-
 _MOST_FAILURES = 24
 _MOST_SHOWN = 200
 _TABLES = ("conversion_mapping.py", "core_model_loading.py")

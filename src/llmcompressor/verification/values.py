@@ -18,19 +18,6 @@ from llmcompressor.verification.files import Files, tensor_chunks
 from llmcompressor.verification.modules import PLAIN_FLOATS, Entry, text_settings
 from llmcompressor.verification.transformers_model import ModelNames, class_model
 
-__all__ = [
-    "HEADS",
-    "Twins",
-    "check_codes",
-    "check_plain",
-    "check_scales",
-    "check_tie",
-    "compare_tie",
-    "equal",
-    "same_tensor",
-    "unexplained",
-]
-
 HEADS = ("lm_head", "embed_out", "proj_out", "decoder")
 """What output heads are called; the last two in Whisper, and in BERT and its kin."""
 

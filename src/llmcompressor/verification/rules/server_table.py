@@ -16,8 +16,6 @@ from typing import Any, TypeAlias
 from llmcompressor.verification.facts import Severity
 from llmcompressor.verification.scheme import ACTIVATION_FORMATS, Args, Scheme
 
-__all__ = ["LIMITS", "NOTES", "SPLITS", "TABLE", "Limit", "Note", "Row", "Split", "notes", "served"]
-
 Match: TypeAlias = "Mapping[str, Any] | None"
 """Field of :class:`~llmcompressor.verification.scheme.Args` → its value, or several in a tuple.
 

@@ -29,8 +29,6 @@ from llmcompressor.verification.rules.view import Problem, View, joined
 from llmcompressor.verification.scheme import Args, Group, Scheme, compiled, parse_args
 from llmcompressor.verification.transformers_model import module_classes
 
-__all__ = ["FUSED", "SERVING", "cache_of", "in_the_forward", "unturned_states"]
-
 NOTE, WARNING = Severity.NOTE, Severity.WARNING
 _OTHER_DEVICE = "Serve it on another device, or choose another scheme."
 _FEWER = "Use fewer devices, or a group size that divides the shards."

@@ -25,8 +25,6 @@ from llmcompressor.verification.transformers_model import (
     refusal,
 )
 
-__all__ = ["KNOWN", "STRUCTURE"]
-
 _ARGUMENTS = (
     "num_bits type symmetric group_size strategy block_structure dynamic actorder scale_dtype "
     "zp_dtype observer observer_kwargs"

@@ -40,8 +40,6 @@ from llmcompressor.verification.transformers_model import (
 )
 from llmcompressor.verification.trial_load import Failure, TrialLoad, trial_load
 
-__all__ = ["LOADING", "one_row_unpacks"]
-
 _STATES = frozenset(f"{one}_{own}" for one in "qkv" for own in ("scale", "zero_point"))
 _EXPERTS = re.compile(r"((?:.*\.)?experts)\.")
 _ENCODER = re.compile(r"(?:.*\.)?encoder\.")

@@ -43,8 +43,6 @@ from llmcompressor.verification.transformers_model import (
 )
 from llmcompressor.verification.trial_load import TrialLoad, trial_load
 
-__all__ = ["FLOATS", "Facts", "Misfit", "Problem", "View", "joined"]
-
 _LAYER = re.compile(r"(?:.*\.)?layers\.(\d+)\.")
 _TOWER = re.compile(r".*vision|(?:.*\.)?(?:visual|(?:image|audio|speech)_(?:tower|encoder))\.")
 """Where images or sounds are read, all at once: there is no cache."""
