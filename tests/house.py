@@ -44,7 +44,7 @@ ARCHITECTURE = ROOT / "docs" / "architecture.md"
 
 # Figure: (ceiling, goal). --lower rewrites the ceilings.
 CEILINGS: dict[str, tuple[float, float]] = {
-    "lines of src": (80_089, 64_000),
+    "lines of src": (76_698, 64_000),
     "files of src": (300, 300),
     "members to override": (25, 25),
     "fields of State": (14, 14),
@@ -54,7 +54,7 @@ CEILINGS: dict[str, tuple[float, float]] = {
     "files in verification": (22, 22),
     "files in entrypoints": (14, 14),
     "files for an old path": (0, 0),
-    "helpers used once": (622, 400),
+    "helpers used once": (598, 400),
     "short helpers used once": (60, 60),
     "modules under 60 lines": (2, 0),
     "files per 1,000 lines": (4.7, 4.7),
