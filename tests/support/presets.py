@@ -7,7 +7,7 @@ from llmcompressor.schemes.presets import PRESETS
 
 __all__ = ["LIKE_OTHERS", "USUAL", "WITH_WEIGHTS"]
 
-WITH_WEIGHTS = [name for name, preset in PRESETS.items() if preset.get("weights") is not None]
+WITH_WEIGHTS = [name for name, preset in PRESETS.items() if preset.weights is not None]
 """Names of the presets that quantize weights."""
 
 LIKE_OTHERS = [

@@ -365,7 +365,9 @@ def _move_into(folder: Path, target: Path, *, purge: bool) -> None:
         if path in own or not (stale or path.name in new & _WHOLE_FOLDERS):
             continue
         shutil.rmtree(path) if path.is_dir() else path.unlink()
-    for path in sorted(folder.iterdir(), key=lambda path: path.name == "config.json"):
+    # weights first, by which ``overwrite`` knows the part of a run that was killed here
+    ranks = {"config.json": 2, **{path.name: 0 for path in folder.glob("*.safetensors")}}
+    for path in sorted(folder.iterdir(), key=lambda path: ranks.get(path.name, 1)):
         _move(path, target / path.name)
     folder.rmdir()
     fsync(target)

@@ -115,8 +115,10 @@ def progress(
             display = stack.enter_context(shown)
             _shown.set(display)
             stack.callback(_shown.set, None)
-        line = display.add_task(description, total=total, note="")
-        stack.callback(display.remove_task, line)
+            line = display.add_task(description, total=total, note="")  # shown to the end
+        else:
+            line = display.add_task(description, total=total, note="")
+            stack.callback(display.remove_task, line)
 
         def advance(by: int = 1, note: str | None = None) -> None:
             if note is not None:

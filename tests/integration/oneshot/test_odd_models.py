@@ -92,21 +92,6 @@ def test_a_module_is_what_its_class_is(
         assert torch.equal(read(probe()).logits, model(probe()).logits)
 
 
-@pytest.mark.parametrize("name", ["rows", "wte"])
-def test_an_embedding_that_is_not_there_is_missed(name: str, tmp_path: Path) -> None:
-    quantized(tmp_path / "out", table=name)
-
-    def is_missed() -> bool:
-        return any("no embedding" in one.message for one in verify(tmp_path / "out").findings)
-
-    assert not is_missed()
-    file = tmp_path / "out" / "model.safetensors"
-    tensors = load_file(file)
-    del tensors[f"{name}.weight"]
-    save_file(tensors, file, metadata={"format": "pt"})
-    assert is_missed()
-
-
 TEXT: dict[str, Any] = {
     "vocab_size": 64,
     "hidden_size": 32,

@@ -310,7 +310,7 @@ def test_killed_while_files_are_moved_into_a_mount_point(
         with pytest.raises(InterruptError):
             call(small, tmp_path / "output")
     assert not (tmp_path / "output" / "config.json").exists()
-    call(small, tmp_path / "output")
+    call(small, tmp_path / "output", overwrite=True)
     assert tree(tmp_path / "output") == tree(tmp_path / "whole")
 
 
