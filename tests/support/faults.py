@@ -334,6 +334,12 @@ def unequal_static_inputs(sample: Sample) -> None:
     sample.tensors[f"{Q}.input_scale"] *= 2
 
 
+@fault("S32", QKV, base="W8A8-static")
+def small_static_inputs_that_differ(sample: Sample) -> None:
+    for own, scale in zip("qkv", (1e-6, 2e-6, 1e-6), strict=True):
+        sample.tensors[f"{LAYER}.self_attn.{own}_proj.input_scale"].fill_(scale)
+
+
 @fault("S33", UP, deployment=Deployment(tp=(1,), dtype="float16"))
 def scale_beyond_float16(sample: Sample) -> None:
     sample.tensors[f"{UP}.weight_scale"][3] = 1e-9
