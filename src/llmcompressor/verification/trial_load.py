@@ -118,8 +118,9 @@ def trial_load(
     Returns:
         ``None`` where the installed transformers has no class for it, or loads none without data.
     """
-    text, shapes = config_text(config, quantized=True), tuple((plain or {}).items())
-    kept, left_out = _one_of_each_kind(headers)
+    # in one order: a run asks before it and after it, and pays for one load
+    text, shapes = config_text(config, quantized=True), tuple(sorted((plain or {}).items()))
+    kept, left_out = _one_of_each_kind(dict(sorted(headers.items())))
     if not text:
         return None
     with quiet_compressors():
