@@ -122,9 +122,9 @@ def weight_of(module: Module) -> Tensor:
 def replace_weight(module: Module, values: Tensor) -> None:
     """Give the weight of a module new values.
 
-    Where the weight has a storage of its own in main memory, it takes over that of ``values``: its
-    own is often a file mapped by safetensors, each page of which is copied when it is first
-    written to. That takes longer than rounding does.
+    A weight that lies in a file mapped by safetensors takes over the storage of ``values``: in
+    its own, each page would be copied when it is first written to, which takes longer than rounding
+    does.
 
     Args:
         module: the module.
@@ -134,9 +134,9 @@ def replace_weight(module: Module, values: Tensor) -> None:
     is_own = weight.device.type == "cpu" and not weight.is_shared() and type(weight) is Tensor
     sizes = {each.untyped_storage().nbytes() for each in (weight, values)}
     is_alike = values.dtype == weight.dtype and values.stride() == weight.stride()
-    if is_own and is_alike and sizes == {weight.nbytes}:
+    is_swappable = is_own and is_alike and sizes == {weight.nbytes}
+    if is_swappable and release_clean_pages(weight.data_ptr(), weight.nbytes):
         module.weight.data = values
-        release_clean_pages(weight.data_ptr(), weight.nbytes)
     else:
         weight.copy_(values)
 

@@ -83,8 +83,8 @@ def release_pages(address: int, nbytes: int) -> None:
         library.madvise(ctypes.c_void_p(first), ctypes.c_size_t(length), mmap.MADV_DONTNEED)
 
 
-def release_clean_pages(address: int, nbytes: int) -> None:
-    """As :func:`release_pages`, unless a page holds what is not in a file.
+def release_clean_pages(address: int, nbytes: int) -> bool:
+    """As :func:`release_pages`, unless a page holds what is not in a file; True if they are freed.
 
     A page of a private mapping that was written to is not; pages of the heap are not either.
     Linux tells by bits 61 to 63 of each entry of ``/proc/self/pagemap``.
@@ -95,10 +95,12 @@ def release_clean_pages(address: int, nbytes: int) -> None:
             file.seek(8 * first)
             bits = np.frombuffer(file.read(8 * max(last - first, 0)), dtype=np.uint64) >> 61
     except OSError:
-        return
+        return False
     in_file, in_swap, is_present = bits & 1, bits & 2, bits & 4
-    if not np.any(in_swap) and not np.any(is_present.astype(bool) & (in_file == 0)):
+    is_clean = not np.any(in_swap) and not np.any(is_present.astype(bool) & (in_file == 0))
+    if is_clean:
         release_pages(address, nbytes)
+    return is_clean
 
 
 @functools.cache
