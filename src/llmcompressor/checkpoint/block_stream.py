@@ -350,12 +350,13 @@ class ResidentBlocks(BlockSource):
         yield
 
     def complete(self) -> None:
-        """Fuse the experts that are not quantized into stacks again."""
+        """Fuse the experts that are not quantized into stacks again, which have no record."""
+        self._reports = self._report(None)
         fuse_dense_experts(self.model)  # type: ignore[arg-type]  # others have no MoE modules
 
     def reports(self) -> dict[str, dict[str, Any]]:
         """Return the reports of all modules: modifier → module → record."""
-        return self._report(None)
+        return self._reports
 
     def publish(self, options: SaveOptions) -> None:
         """Write the model to the output."""
