@@ -49,6 +49,7 @@ from llmcompressor.checkpoint.source import (
     quantization_settings,
     quantized_error,
     source_of,
+    tell_remarks,
     undeclared_error,
     whole_source,
 )
@@ -161,7 +162,7 @@ def load_model(
         CheckpointError: the model is not there, is damaged, incomplete or quantized already.
     """
     if not is_hub_id(model):
-        inspect_source(model, allow_quantized=unpacks)
+        tell_remarks(inspect_source(model, allow_quantized=unpacks, allow_absent=True))
         check_quantization_declared(model)
     hub: dict[str, Any] = {
         "revision": revision or "main",

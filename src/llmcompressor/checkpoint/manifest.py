@@ -27,7 +27,12 @@ from llmcompressor.checkpoint.packing import (
 )
 from llmcompressor.checkpoint.side_files import extra_ignore_patterns, extra_tensors
 from llmcompressor.checkpoint.source import TensorHeader
-from llmcompressor.checkpoint.tensor_files import DTYPE_NAMES, StoredTensor, natural_key
+from llmcompressor.checkpoint.tensor_files import (
+    StoredTensor,
+    natural_key,
+    stored_form,
+    torch_dtype,
+)
 from llmcompressor.modeling.names import named_modules
 from llmcompressor.modeling.weights import config_ties_embeddings, embeddings
 from llmcompressor.transformers_internals import not_saved, tied_keys
@@ -220,6 +225,8 @@ def manifest_of(
     names = {one.name for one in stored}
     headers = headers_beside(names)
     extras = extra_tensors(model, headers, contents.state, names)
+    for name in extras:
+        torch_dtype(name, headers[name])  # refused before the work
     stored += [StoredTensor(name, headers[name].dtype, headers[name].shape) for name in extras]
     own = contents.names.stored([entry.name for entry in quantized])
     ignore = extra_ignore_patterns(extras, names, [*own, *own.values()]) if extras else []
@@ -293,4 +300,4 @@ def _sorted_tensors(contents: PartitionedState) -> list[StoredTensor]:
 
 
 def _stored(name: str, tensor: Tensor) -> StoredTensor:
-    return StoredTensor(name, DTYPE_NAMES[tensor.dtype], tuple(tensor.shape))
+    return StoredTensor(name, *stored_form(tensor))

@@ -419,7 +419,7 @@ def _source_headers(
     if source is None:
         return {}
     try:
-        found = inspect_source(source, allow_quantized=True)
+        found = inspect_source(source, allow_quantized=True, allow_absent=True)
         if quantization_method(found.config) is None:
             return found.tensors
         return _without_codes(model, found.tensors, written)

@@ -26,6 +26,7 @@ from llmcompressor.checkpoint.source import (
     check_no_adapter,
     inspect_source,
     is_hub_id,
+    tell_remarks,
 )
 from llmcompressor.entrypoints.arguments import Job, as_path, parse_device, refuse_transposed
 from llmcompressor.entrypoints.run import compress, streamed_blocks
@@ -319,6 +320,7 @@ def _inspect(model: str) -> SourceInfo:
     folder = fetch(model) if is_hub_id(model) else model
     source = inspect_source(folder, allow_quantized=True)
     check_no_adapter(source.directory)
+    tell_remarks(source)
     if not source.tensors:
         raise CheckpointError(
             f"The folder {folder} holds no safetensors files.",
