@@ -30,9 +30,10 @@ from torch.nn import Module, Parameter
 from transformers import AutoConfig, CompressedTensorsConfig, PretrainedConfig, PreTrainedModel
 
 from llmcompressor.args.model_arguments import PRECISIONS
+from llmcompressor.checkpoint.copied_files import module_folders, other_named_folders
 from llmcompressor.checkpoint.names import NameMap
 from llmcompressor.checkpoint.packing import patch_packed_zero_points
-from llmcompressor.checkpoint.side_files import SPEAKERS_FILE, module_folders
+from llmcompressor.checkpoint.side_files import SPEAKERS_FILE
 from llmcompressor.checkpoint.source import (
     CONFIG,
     check_config_unquantized,
@@ -392,7 +393,8 @@ def fetch(
     with loading_errors(model):
         found = Path(download(ignore_patterns=_OTHER_FORMATS))
         # these are copied as they are, whatever their format
-        further = [f"{glob.escape(folder)}/*" for folder in module_folders(found)]
+        folders = [*module_folders(found), *other_named_folders(found)]
+        further = [f"{glob.escape(folder)}/*" for folder in folders]
         config = found / CONFIG
         if config.is_file() and f'"{_SPEAKING}"' in config.read_text(encoding="utf-8"):
             further.append(SPEAKERS_FILE)  # its class loads its voices from a separate file

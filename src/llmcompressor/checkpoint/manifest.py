@@ -145,6 +145,7 @@ class OutputManifest:
         ignore: patterns that keep the extras unquantized.
         tied: input and output embeddings are one tensor; ``None`` if there is no pair.
         kinds: stored path of a module → its kind, ``linear`` or ``embedding``.
+        left: tensors of the source that are not stored, and that nothing removed on purpose.
     """
 
     quantized: Sequence[QuantizedModule]
@@ -154,6 +155,7 @@ class OutputManifest:
     ignore: Sequence[str]
     tied: bool | None
     kinds: Mapping[str, str] = field(default_factory=dict)
+    left: Sequence[str] = ()
 
 
 def build_manifest(
@@ -224,7 +226,7 @@ def manifest_of(
     stored = _sorted_tensors(contents)
     names = {one.name for one in stored}
     headers = headers_beside(names)
-    extras = extra_tensors(model, headers, contents.state, names)
+    extras, left = extra_tensors(model, headers, contents.state, names)
     for name in extras:
         torch_dtype(name, headers[name])  # refused before the work
     stored += [StoredTensor(name, headers[name].dtype, headers[name].shape) for name in extras]
@@ -238,6 +240,7 @@ def manifest_of(
         ignore,
         contents.tied,
         module_kinds(model),
+        left,
     )
 
 

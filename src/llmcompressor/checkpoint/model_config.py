@@ -40,6 +40,8 @@ _RUN_TIME = {
 REPORT_FILE = "compression_report.json"
 STORED_AS = "stored_as"
 """Module → its names in the files, where these are others; what is recorded goes by modules."""
+LEFT_BEHIND = "left_behind"
+"""Files, folders and tensors of the source that the output does not hold."""
 _EARLIER = "before"
 _OF_FILES = "verification"
 """What a report says of the files beside it; of other files it says nothing."""

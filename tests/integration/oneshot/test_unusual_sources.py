@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,10 @@ def check(source: Path, output: Path) -> None:
     assert not [one for one in report.findings if one.rule.startswith("R")]
 
 
+def report_of(folder: Path) -> Any:
+    return json.loads((folder / "compression_report.json").read_text())
+
+
 def streamed(source: Path, output: Path) -> None:
     oneshot(model=str(source), recipe=RECIPE, output_dir=str(output))
 
@@ -80,9 +85,31 @@ def test_oneshot_keeps_what_no_index_names(
 ) -> None:
     run(source, tmp_path / "out")
     check(source, tmp_path / "out")
+    assert report_of(tmp_path / "out")["left_behind"] == []
     told = "".join(warned)
     assert "does not name" in told
     assert "Nothing names mtp.safetensors" in told
+
+
+def left_in(folder: Path) -> Path:
+    """A model beside weights in another format, and with a norm under two names."""
+    model = small_models.one_block(hidden_size=32, intermediate_size=32, vocab_size=64)
+    model.save_pretrained(folder)
+    (folder / "pytorch_model.bin").write_text("weights")
+    file = folder / "model.safetensors"
+    norm = torch.full((32,), 7.0, dtype=torch.bfloat16)
+    save_file(load_file(file) | {"norm.weight": norm}, file, {"format": "pt"})
+    return folder
+
+
+@pytest.mark.parametrize("run", [streamed, in_memory])
+def test_a_run_tells_what_it_leaves_behind(run: Any, tmp_path: Path, warned: list[str]) -> None:
+    source = left_in(tmp_path / "model")
+    run(source, tmp_path / "out")
+    assert report_of(tmp_path / "out")["left_behind"] == ["pytorch_model.bin", "norm.weight"]
+    assert any("pytorch_model.bin, norm.weight" in line for line in warned)
+    model_free_ptq(source, tmp_path / "free", "W8A16", ignore=["lm_head"])
+    assert report_of(tmp_path / "free")["left_behind"] == ["pytorch_model.bin"]
 
 
 def test_model_free_ptq_keeps_what_no_index_names(source: Path, tmp_path: Path) -> None:
