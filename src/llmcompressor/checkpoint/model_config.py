@@ -190,18 +190,19 @@ def write_report(
     folder: Path,
     report: Mapping[str, Any] | None,
     source: Path | None,
-    check: Callable[[Path], Mapping[str, Any]] | None,
+    check: Callable[..., Mapping[str, Any]] | None,
 ) -> None:
     """Write the report of a run, with that of its source nested in it; no file if it is empty.
 
-    ``check`` verifies the otherwise complete output; its findings become part of the report.
+    ``check`` verifies the otherwise complete output, given its ``source``; its findings become part
+    of the report.
     """
     content = dict(report or {})
     earlier = _report_of(source)
     if earlier:
         content[_EARLIER] = earlier
     if check is not None:
-        content[_OF_FILES] = dict(check(folder))
+        content[_OF_FILES] = dict(check(folder, source=source))
     if content:
         (folder / REPORT_FILE).write_text(json_text(content), encoding="utf-8")
 

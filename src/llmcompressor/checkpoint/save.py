@@ -123,8 +123,9 @@ class SaveOptions:
         source: the original model's folder or hub id; the folder the model was loaded from if
             ``None``.
         report: decisions and figures to store alongside the weights, as JSON data.
-        check: called with the folder when all else is written (by ``save_pretrained`` with
-            ``kinds`` too, the kinds of the modules); its result is stored in the report.
+        check: called with the folder and the original's as ``source`` when all else is written (by
+            ``save_pretrained`` with ``kinds`` too, those of the modules); its result is stored in
+            the report.
         dtype: the model's dtype when it was quantized, if known.
         once: several processes hold the same model, and only one of them writes.
     """
