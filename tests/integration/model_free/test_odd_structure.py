@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tests.support import small_models
 from torch import Tensor
 
 from llmcompressor import model_free_ptq
 from llmcompressor.verification import Severity, verify_files
-from tests.support import small_models
 
 UNKNOWN = {"model_type": "newmodel", "architectures": ["NewModelForCausalLM"]}
 
