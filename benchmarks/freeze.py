@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Write down what the package does, and later say what it does otherwise.
 
-benchmarks/freeze.py write benchmarks/frozen
-benchmarks/freeze.py check benchmarks/frozen
-benchmarks/freeze.py check benchmarks/frozen --only outputs --match moe/streamed
+PYTHONPATH=BASE/src benchmarks/freeze.py write RECORD       the commit that you begin from
+benchmarks/freeze.py check RECORD                           your own
+benchmarks/freeze.py check RECORD --only outputs --match moe/streamed
 
 Three parts: ``outputs``, the hash of every file of many runs on small models; ``plans``, what
 ``plan`` says of them; ``exports``, every documented name, signature, field and help text. A record
@@ -378,7 +378,7 @@ def _check(given: argparse.Namespace, before: dict[str, Any], now: dict[str, Any
                 "If outputs differ that nobody changed, make the record anew here, from the commit "
                 "that it is of:\n"
                 f"    git archive {commit} | tar -x -C BASE\n"
-                "    PYTHONPATH=BASE/src python benchmarks/freeze.py write benchmarks/frozen "
+                "    PYTHONPATH=BASE/src python benchmarks/freeze.py write RECORD "
                 f"--commit {commit}"
             )
     return 1 if differences else 0

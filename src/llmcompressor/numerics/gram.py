@@ -38,6 +38,8 @@ CHUNK_TOKENS = 2048
 """Tokens that are multiplied at once: enough to run at the machine's matrix rate."""
 _WIDE_TOKENS = 1024
 """Tokens that are widened at once on the CPU: as fast as all, in half of the memory."""
+_SQUARED_TOKENS = 256
+"""Tokens that are squared at once: few enough for a processor's cache, and for its allocator."""
 _EVEN_TOKENS = 64
 """The last of them are filled up with zeros to a multiple of this on the CPU: few sizes."""
 _PARTS = 8
@@ -65,6 +67,30 @@ def _add_product(total_CC: Tensor, left_TC: Tensor, right_TC: Tensor, *, upper: 
         wide_TC = left_TC.to(total_CC.dtype)
         other_TC = wide_TC if right_TC is left_TC else right_TC.to(total_CC.dtype)
         total_CC.addmm_(wide_TC.T, other_TC)
+
+
+def add_column_squares(squares_C: Tensor, input_TC: Tensor) -> None:
+    """Add the sum of squares of each column to ``squares_C``, float32: the diagonal of ``XᵀX``.
+
+    >>> squares = torch.zeros(2)
+    >>> add_column_squares(squares, torch.tensor([[1.0, 2.0], [3.0, -1.0]]))
+    >>> squares
+    tensor([10.,  5.])
+    """
+    pieces = torch.split(input_TC, _SQUARED_TOKENS)
+    sums_NC = squares_C.new_empty(len(pieces), len(squares_C))
+
+    def add_up(number: int) -> None:
+        wide_TC = pieces[number].to(torch.float32, copy=True)
+        sums_NC[number] = wide_TC.mul_(wide_TC).sum(dim=0)
+
+    if input_TC.device.type == "cpu":
+        parallel_for(add_up, range(len(pieces)))
+    else:
+        for number in range(len(pieces)):
+            add_up(number)
+    for sum_C in sums_NC:
+        squares_C += sum_C
 
 
 def mirror_upper_(gram_CC: Tensor) -> Tensor:

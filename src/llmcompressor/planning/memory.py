@@ -48,8 +48,6 @@ _IN_ATTENTION = 3
 """Further ones in front of the projection of an attention: queries, keys and values, its result."""
 _COUNTED = 6
 """Bytes per token and column while second moments are added up."""
-_SQUARED = 8
-"""The same of squares alone: what is squared, and the squares, in float32."""
 _BATCHES = 16
 """Bytes of the batches per token: ids, and which of them are real."""
 _LEARNED_FROM = 24
@@ -317,10 +315,9 @@ class _Estimate:
             counting = batch * _COUNTED if stop.cost.held_bytes else 0
             return batch * run.itemsize * _WIDE_INPUTS + counting, 0.0
         states = run.run_tokens * run.hidden * run.itemsize
-        counting = stop.moments or (batch * _SQUARED if stop.cost.held_bytes else 0)
         wide = batch * run.itemsize
         share = run.run_tokens / max(run.tokens * one.streams, run.run_tokens, 1)
-        own = _STATES_AT[Granularity.LINEAR] * states + max(_AT_ONCE * wide, wide + counting)
+        own = _STATES_AT[Granularity.LINEAR] * states + max(_AT_ONCE * wide, wide + stop.moments)
         return own, share
 
     def _save(self) -> list[_MemoryUse]:

@@ -26,6 +26,7 @@ from llmcompressor.core.state import State
 from llmcompressor.errors import NonFiniteError
 from llmcompressor.modeling.call_graph import first_tensor
 from llmcompressor.numerics.extremes import is_finite
+from llmcompressor.numerics.gram import add_column_squares
 from llmcompressor.observers.tokens import real_tokens
 from llmcompressor.quantization.parameters import (
     WeightParameters,
@@ -77,9 +78,10 @@ class QuantizationModifier(TrainableMixin):
             tensor = first_tensor(args, kwargs)
             if tensor is None:
                 return
-            tokens_TC = real_tokens(tensor, state.calibration.token_mask).float()
-            squares_C = tokens_TC.square().sum(dim=0)
-            self._squares[module] = self._squares.get(module, 0) + squares_C
+            tokens_TC = real_tokens(tensor, state.calibration.token_mask)
+            if module not in self._squares:
+                self._squares[module] = torch.zeros(tokens_TC.shape[1], device=tokens_TC.device)
+            add_column_squares(self._squares[module], tokens_TC)
             self._tokens[module] += len(tokens_TC)
 
         for module, scheme in self._schemes.items():

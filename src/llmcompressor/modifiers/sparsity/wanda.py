@@ -13,12 +13,10 @@ from llmcompressor.core.contract import ELEMENTWISE, Cost, DataSize
 from llmcompressor.errors import NonFiniteError
 from llmcompressor.modifiers.sparsity.base import OneShotPruningModifier
 from llmcompressor.modifiers.sparsity.targets import matrix_of, matrix_shape
+from llmcompressor.numerics.gram import add_column_squares
 from llmcompressor.numerics.wanda import wanda_prune
-from llmcompressor.runtime.threads import parallel_for
 
 _VISITS = 45
-_PIECE = 256
-"""Tokens that are widened at once: few enough for a processor's cache, and for its allocator."""
 
 
 class _ColumnSquares:
@@ -32,20 +30,7 @@ class _ColumnSquares:
     def update(self, tokens_TC: Tensor, reference_TC: Tensor | None = None) -> None:
         """Accumulate the tokens of one batch, ``[T, C]``."""
         self.tokens += len(tokens_TC)
-        pieces = torch.split(tokens_TC, _PIECE)
-        sums_NC = self.squares_C.new_empty(len(pieces), len(self.squares_C))
-
-        def add_up(number: int) -> None:
-            wide_TC = pieces[number].to(torch.float32, copy=True)
-            sums_NC[number] = wide_TC.mul_(wide_TC).sum(dim=0)
-
-        if tokens_TC.device.type == "cpu":
-            parallel_for(add_up, range(len(pieces)))
-        else:
-            for number in range(len(pieces)):
-                add_up(number)
-        for sum_C in sums_NC:
-            self.squares_C += sum_C
+        add_column_squares(self.squares_C, tokens_TC)
 
 
 class WandaPruningModifier(OneShotPruningModifier):
