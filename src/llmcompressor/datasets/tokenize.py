@@ -374,8 +374,9 @@ class SampleMaker:
         return without_batch_axis(sample) if self._has_own_collator else sample
 
     def _with_labels(self, sample: Sample, row: Row) -> Sample:
-        prompt = row.get("prompt")
-        return add_labels(sample, self._encoder.ids(prompt) if isinstance(prompt, str) else ())
+        is_known = self._it.processor is not None or isinstance(row.get("prompt"), str)
+        prompt = self._rows.prompt_of(row) if is_known else ""
+        return add_labels(sample, self._encoder.ids(prompt) if prompt else ())
 
     def _within_limit(self, sample: Sample) -> Sample:
         """Truncate a tokenized sample to the model's table of positions, and count long samples."""
