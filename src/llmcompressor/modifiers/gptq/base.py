@@ -51,7 +51,6 @@ from llmcompressor.schemes.bridge import grid_of, partition_of
 from llmcompressor.schemes.parse import check_actorder
 from llmcompressor.schemes.resolve import ResolvedSchemes
 
-
 _FEW_COLUMNS, _FEW_SHARE = 3, 0.01
 """Columns without inputs that are no warning: single dead channels are common."""
 
