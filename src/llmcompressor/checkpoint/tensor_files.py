@@ -30,6 +30,7 @@ from torch import Tensor
 
 from llmcompressor.checkpoint.source import SINGLE, TensorHeader
 from llmcompressor.errors import CheckpointError
+from llmcompressor.runtime.durable import errors_naming, sync
 
 DTYPES: dict[str, torch.dtype] = {
     "BOOL": torch.bool,
@@ -346,20 +347,25 @@ class TensorWriter:
     """
 
     def __init__(self, folder: Path, layout: OutputLayout) -> None:
-        self._layout = layout
+        self._folder, self._layout = folder, layout
         self._files: dict[Path, int] = {}
         try:
             for file in layout.files:
-                descriptor = os.open(folder / file.name, os.O_RDWR | os.O_CREAT, 0o666)
-                self._files[Path(file.name)] = descriptor
-                if os.fstat(descriptor).st_size != file.size:
-                    os.ftruncate(descriptor, file.size)
-                if hasattr(os, "posix_fallocate"):
-                    os.posix_fallocate(descriptor, 0, file.size)
-                _write_all(descriptor, memoryview(file.header), 0)
+                with errors_naming(folder / file.name):
+                    self._create(folder / file.name, file)
+            sync(folder)
         except BaseException:
             self.close()
             raise
+
+    def _create(self, path: Path, file: OutputFile) -> None:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+        self._files[Path(file.name)] = descriptor
+        if os.fstat(descriptor).st_size != file.size:
+            os.ftruncate(descriptor, file.size)
+        if hasattr(os, "posix_fallocate"):
+            os.posix_fallocate(descriptor, 0, file.size)
+        _write_all(descriptor, memoryview(file.header), 0)
 
     def as_planned(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return tensors as they are to be stored: contiguous, on the CPU, of the planned dtype.
@@ -394,10 +400,12 @@ class TensorWriter:
             view = bytes_of(tensors[name])
             digest.update(view)
             place = self._layout.places[name]
-            _write_all(self._files[place.file], view, place.offset)
+            with errors_naming(self._folder / place.file):
+                _write_all(self._files[place.file], view, place.offset)
             touched.add(place.file)
         for file in touched if durable else ():
-            os.fdatasync(self._files[file])
+            with errors_naming(self._folder / file):
+                os.fdatasync(self._files[file])
         return digest.hexdigest()
 
     def digest_of(self, names: Iterable[str]) -> str:
@@ -407,7 +415,8 @@ class TensorWriter:
             place = self._layout.places[name]
             offset, left = place.offset, place.nbytes
             while left:
-                part = os.pread(self._files[place.file], min(left, _MOST), offset)
+                with errors_naming(self._folder / place.file):
+                    part = os.pread(self._files[place.file], min(left, _MOST), offset)
                 if not part:
                     break
                 digest.update(part)

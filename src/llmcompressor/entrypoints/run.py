@@ -428,7 +428,9 @@ def _opened(job: Job) -> Iterator[Blocks]:
     if job.run_args.max_memory is not None:
         logger.warning("max_memory has no effect: this run needs the whole model in memory.")
     target = job.output_dir if job.processes.is_first else None
-    with nullcontext() if target is None else reserve_output(target, resume=job.run_args.resume):
+    overwrite = job.model_args.overwrite
+    reserved = partial(reserve_output, resume=job.run_args.resume, overwrite=overwrite)
+    with nullcontext() if target is None else reserved(target):
         model = load_whole_model(job, device=job.model_args.device, goes_on=True)
         mixtures = targeted_moes(model, job.recipe.modifiers)
         unfuse_stored_experts(model, mixtures)  # type: ignore[arg-type]  # others have no MoE

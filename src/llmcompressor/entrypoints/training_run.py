@@ -256,6 +256,7 @@ class _Run:
             identity,
             resume=task.run_args.resume,
             is_main=self.is_main,
+            overwrite=task.model_args.overwrite,
         )
         try:
             with folder as opened, ExitStack() as stack:
