@@ -28,8 +28,8 @@ _ROWS = 128
 def wanda_score(weight_RC: Tensor, mean_square_C: Tensor) -> Tensor:
     """The score of every weight, of any floating dtype: float32 ``[..., R, C]``.
 
-    ``mean_square_C`` is the mean of the squares of each input column, float32 ``[..., C]``. One that
-    is zero in every token counts as in :mod:`llmcompressor.numerics.hessian`.
+    ``mean_square_C`` is the mean of the squares of each input column, float32 ``[..., C]``. A dead
+    column counts as in :mod:`llmcompressor.numerics.hessian`.
     """
     norm_C = fill_dead_columns(mean_square_C).sqrt()
     return weight_RC.float().abs().mul_(norm_C.unsqueeze(-2))

@@ -333,9 +333,9 @@ class GPTQModifier(RecordedMixin, QuantizationMixin):
         dampening = solution.dampening
         if not solution.is_idle and solution.dead > max(_FEW_COLUMNS, _FEW_SHARE * columns):
             logger.warning(
-                f"{name}: the inputs of {solution.dead} of its {columns} columns were zero in every "
-                "calibration token; these are rounded to nearest. If such inputs occur in use, add "
-                "data that has them."
+                f"{name}: the inputs of {solution.dead} of its {columns} columns were zero in "
+                "every calibration token; these are rounded to nearest. If such inputs occur in "
+                "use, add data that has them."
             )
         if solution.is_idle:
             logger.warning(
