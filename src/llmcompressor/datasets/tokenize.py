@@ -28,6 +28,7 @@ from llmcompressor.datasets.samples import (
     truncate_all,
     without_batch_axis,
 )
+from llmcompressor.datasets.series import cut_series
 from llmcompressor.datasets.source import Source, split_for
 from llmcompressor.datasets.text import (
     ChatRenderer,
@@ -369,7 +370,8 @@ class SampleMaker:
             return self._within_limit(sample)
         sample = self._with_labels(sample, row)
         if args.max_seq_length is not None and not args.concatenate_data:
-            sample = truncate_all(sample, args.max_seq_length)  # collators of training do not
+            (sample,) = cut_series([sample], args.max_seq_length)  # collators of training do not
+            sample = truncate_all(sample, args.max_seq_length)
         sample = self._within_limit(sample)
         return without_batch_axis(sample) if self._has_own_collator else sample
 
