@@ -75,7 +75,7 @@ def cut_series(samples: Sequence[Sample], most: int | None) -> list[Sample]:
 
 
 def pad_series(samples: Sequence[Sample], side: str) -> list[Sample]:
-    """Pad the series of samples to the longest with zeros; each then has a mask of its own steps."""
+    """Pad the series of samples to the longest with zeros; each then has a mask."""
     found = find_series(samples)
     if found is None or len(set(found.lengths)) == 1:
         return list(samples)
