@@ -11,7 +11,7 @@ import re
 import struct
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -54,7 +54,13 @@ from llmcompressor.checkpoint.source import (
     undeclared_error,
     whole_source,
 )
-from llmcompressor.errors import ArgumentError, CheckpointError, NonFiniteError, did_you_mean
+from llmcompressor.errors import (
+    ArgumentError,
+    CheckpointError,
+    CompressorError,
+    NonFiniteError,
+    did_you_mean,
+)
 from llmcompressor.logger import logger
 from llmcompressor.modeling.patches import MERGE, modules_with_adapters
 from llmcompressor.modeling.weights import first_nonfinite, untie_embeddings
@@ -339,13 +345,35 @@ def check_complete(place: str, info: Mapping[str, Any]) -> None:
 
 @contextmanager
 def loading_errors(place: str) -> Iterator[None]:
-    """Convert what transformers and the hub raise inside (:func:`loading_error`)."""
+    """Convert what transformers and the hub raise inside (:func:`loading_error`).
+
+    A class may fail in any way on a configuration that it does not expect.
+    """
     try:
         yield
-    except (CheckpointError, torch.OutOfMemoryError):
+    except (CompressorError, MemoryError, torch.OutOfMemoryError):
         raise
     except LOADING_FAILURES as error:
         raise loading_error(place, error) from error
+    except Exception as error:
+        raise _building_error(place, error) from error
+
+
+def _building_error(place: str, error: Exception) -> CheckpointError:
+    """Convert an error of a class of models, or of its configuration, into a clear one."""
+    said = f"{type(error).__name__}: {' '.join(str(error).split())}".rstrip(".")
+    with suppress(CheckpointError):
+        if inspect_source(place, allow_quantized=True).config.get("auto_map"):
+            return CheckpointError(
+                f"transformers {transformers.__version__} fails on the model {place}, which has "
+                f"code of its own: {said}.",
+                "If that code was written for version 4 of transformers, take a revision of the "
+                "model for version 5, or change the code.",
+            )
+    return CheckpointError(
+        f"transformers cannot build the model that the config.json of {place} describes: {said}.",
+        "Correct its fields; compare them with those of the original model.",
+    )
 
 
 def loading_error(place: str, error: BaseException) -> CheckpointError:

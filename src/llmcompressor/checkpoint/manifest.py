@@ -35,7 +35,7 @@ from llmcompressor.checkpoint.tensor_files import (
 )
 from llmcompressor.modeling.names import named_modules
 from llmcompressor.modeling.weights import config_ties_embeddings, embeddings
-from llmcompressor.transformers_internals import not_saved, tied_keys
+from llmcompressor.transformers_internals import declare_ties, not_saved, tied_keys
 
 
 @dataclass(frozen=True)
@@ -63,6 +63,7 @@ def partition_state_dict(
     model: PreTrainedModel, quantized: Sequence[QuantizedModule], state: Mapping[str, Tensor]
 ) -> PartitionedState:
     """Partition a state dict, also of meta tensors, by quantized modules and all others."""
+    declare_ties(model)
     own, plain = _split_quantized(quantized, state)
     tied = _resolve_tie(model, plain, {entry.name for entry in quantized})
     # Of a matrix that online rotations share, only the first name. transformers drops the other

@@ -49,8 +49,12 @@ _CARD = "README.md"
 
 
 def json_text(content: Mapping[str, Any]) -> str:
-    """Serialize JSON as in all written files: indented, keys in their given order."""
-    return json.dumps(content, indent=2, ensure_ascii=False) + "\n"
+    """Serialize JSON as in all written files: indented, keys in their given order.
+
+    Surrogates without a partner, which UTF-8 does not have, stay escaped.
+    """
+    text = json.dumps(content, indent=2, ensure_ascii=False) + "\n"
+    return text.encode(errors="backslashreplace").decode()
 
 
 def checkpoint_config(

@@ -89,7 +89,7 @@ from llmcompressor.modeling.sharded import (
 from llmcompressor.runtime.memory import malloc_trim
 from llmcompressor.runtime.processes import skip_write, write_once
 from llmcompressor.runtime.progress import join_names
-from llmcompressor.transformers_internals import commit_of, not_saved
+from llmcompressor.transformers_internals import commit_of, declare_ties, not_saved
 
 RECIPE_FILE = "recipe.yaml"
 DEFAULT_SHARD_SIZE = "20GB"
@@ -192,6 +192,7 @@ def modify_save_pretrained(model: PreTrainedModel, options: SaveOptions | None =
     dtype = model_dtype(model) if any(map(is_module_quantized, model.modules())) else None
     object.__setattr__(model, _OPTIONS, replace(options or SaveOptions(), dtype=dtype))
     # a bound method is pickled by name, and the model's class has another method of that name
+    declare_ties(model)
     object.__setattr__(model, "save_pretrained", partial(_save_pretrained, model))
     for name, part in named_modules(model):
         given = part.__dict__.get("save_pretrained")
