@@ -584,7 +584,7 @@ class _Run:
         self._passes = split_into_passes(self._modifiers, job.pipeline())
         with blocks.writing(self._plan_output(), self._report):
             self._run_passes()
-            report = compression_report(blocks.reports(), model)
+            report = compression_report(blocks.reports(), self._modules)
             if job.output_dir is not None:
                 blocks.publish(self._options(report))
             blocks.show()
@@ -651,6 +651,8 @@ class _Run:
                     pipeline=self._job.pipeline(),
                 )
                 self._session.finalize()
+                # before experts that are not quantized are fused again
+                self._modules = [name for name, _ in self._blocks.model.named_modules()]
                 self._blocks.complete()
         finally:
             state.run.block_source = BlockSource()
