@@ -355,8 +355,8 @@ class MemoryLimits:
         if limit is not None and limit < rest + 2 * block:
             raise ArgumentError(
                 f"max_memory allows {format_bytes(limit)} on {device}; embeddings and head take "
-                f"{format_bytes(rest)} there, and a block of this model {format_bytes(block)}, once as it is and "
-                "once while it is worked on.",
+                f"{format_bytes(rest)} there, and a block of this model {format_bytes(block)}, once "
+                "as it is and once while it is worked on.",
                 f"Allow at least {format_bytes(rest + 2 * block)}, or compute on the CPU.",
             )
 
@@ -377,9 +377,9 @@ class MemoryLimits:
         left = limit - used - block * (_BLOCKS_AT_ONCE if reads_ahead else 1)
         if left < block:
             raise ArgumentError(
-                f"max_memory allows {format_bytes(limit)} on the host; {format_bytes(used)} are in use (libraries "
-                f"and embeddings), and a block of this model takes {format_bytes(block)}, once as it is "
-                "and once compressed.",
+                f"max_memory allows {format_bytes(limit)} on the host; {format_bytes(used)} are in "
+                f"use (libraries and embeddings), and a block of this model takes "
+                f"{format_bytes(block)}, once as it is and once compressed.",
                 f"Allow at least {format_bytes(used + 2 * block)}.",
             )
         return int(left * _SHARE_FOR_ACTIVATIONS), reads_ahead

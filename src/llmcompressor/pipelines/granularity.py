@@ -236,11 +236,12 @@ def choose_level(
         reason = "asked for" if level is forced else f"the finest that the recipe allows is {level}"
     else:
         level = next((one for one in levels if sizes[one] <= budget), Granularity.BLOCK)
+        allowed = format_bytes(budget)
         reason = (
             f"the finest that the recipe allows ({finest}) and whose activations, about "
-            f"{format_bytes(sizes[level])}, fit {format_bytes(budget)}"
+            f"{format_bytes(sizes[level])}, fit {allowed}"
             if sizes[level] <= budget
-            else f"activations exceed {format_bytes(budget)} at any level; what exceeds it goes to files"
+            else f"activations exceed {allowed} at any level; what exceeds it goes to files"
         )
     return LevelChoice(level, reason, sizes[level])
 
