@@ -164,7 +164,11 @@ def _read(
 ) -> _Done:
     done = _Done()
     if entry.is_quantized:
-        done.findings += check_scales(files, entry)
+        done.findings += [
+            one
+            for one in check_scales(files, entry)
+            if one.severity is Severity.ERROR or view.deployment.concerns(one.server)
+        ]
         codes = _codes(files, view, entry, scheme)
         if codes is not None:
             suspected = check_codes(codes)

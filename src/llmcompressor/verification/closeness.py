@@ -148,7 +148,7 @@ class Closeness:
         cosine = product / (source.sqrt() * decoded.sqrt()).clamp_min(1e-30)
         # a row that is small beside those it shares a scale with is nothing but zeros
         half = 0.5 if self.args.kind == "int" else _FLOATS[self.args.bits].least / 2
-        is_small = (original.abs() <= 1.01 * half * part.scale) & (part.units == 0)
+        is_small = (original.abs() <= 1.01 * half * part.scale.abs()) & (part.units == 0)
         bad = (source > 0) & ~(cosine > _LEAST_ROW_COSINE) & ~is_small.flatten(1).all(dim=1)
         if bool(bad.any()):
             self.bad_rows += [part.start + int(row) for row in bad.nonzero()]
@@ -183,7 +183,8 @@ class Closeness:
         by ``apart``.
         """
         args = self.args
-        units, scale = part.units, part.scale.clamp_min(torch.finfo(torch.float32).tiny)
+        tiny = torch.finfo(torch.float32).tiny
+        units, scale = part.units, torch.where(part.scale.abs() < tiny, tiny, part.scale)
         quotient = original / scale
         off = (quotient - units).abs_()
         size = units.abs()
@@ -192,7 +193,7 @@ class Closeness:
         half: Tensor | float = 0.5 if args.kind == "int" else half_steps(units, args.bits)
         allowed = size.add_(1).mul_(unit).add_(half)
         if apart:
-            allowed += apart / scale
+            allowed += apart / scale.abs()
         beyond = off > allowed
         if not bool(beyond.any()):
             return

@@ -211,6 +211,8 @@ def check_scales(files: Files, entry: Entry) -> list[Finding]:
             continue
         if said:
             say("S72", f"Its {own} has {said}.")
+        elif own == "weight_scale" and (negative := int((raw.float() < 0).sum())):
+            _say_of_negative(say, negative, raw.numel())
         elif own == "input_scale" and raw.numel() == 1 and float(raw.reshape(())) == 1.0:
             say(
                 "V1",
@@ -218,6 +220,17 @@ def check_scales(files: Files, entry: Entry) -> list[Finding]:
                 severity=Severity.WARNING,
             )
     return say.findings
+
+
+def _say_of_negative(say: _Say, negative: int, count: int) -> None:
+    """Codes times a negative scale are a weight like any other; auto-round writes them."""
+    say(
+        "S72",
+        f"{negative} of its {count} scales are negative: transformers reads such weights, and "
+        "kernels of servers may take scales for positive numbers.",
+        "Negate them and their codes, or compare what the server gives with transformers.",
+        Severity.WARNING,
+    )
 
 
 def _bad_small_scale(bits: Tensor) -> str:
@@ -240,7 +253,7 @@ def _bad_scale(scale: Tensor, own: str) -> str:
     if bad:
         return f"{bad} of {scale.numel()} values that are not finite"
     negative = int((scale < 0).sum())
-    if negative:
+    if negative and own != "weight_scale":
         return f"{negative} negative values"
     zeros = int((scale == 0).sum())
     return f"{zeros} values of zero" if zeros and own != "output_scale" else ""
