@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import errno
 import itertools
+import json
 import os
 import re
 import shutil
 import socket
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from enum import Enum
 from pathlib import Path
@@ -24,7 +25,10 @@ import psutil
 
 from llmcompressor.errors import OutputError
 from llmcompressor.logger import logger
+from llmcompressor.runtime import durable
 
+FILES, MOVING = "files", "moving"
+"""In a run's work folder: the output, and a list of its files once they begin to move."""
 _CHOOSE = "Choose another output directory."
 _OF_WRITING = (
     (
@@ -54,6 +58,7 @@ _OF_TORCH = re.compile(
 )
 """How ``torch.save`` reports any of them, and does not say which."""
 _WEIGHT_FILE = re.compile(r"(model|pytorch_model).*\.(safetensors|bin|index\.json)")
+_CONFIG = "config.json"
 _WHOLE_FOLDERS = {"additional_chat_templates"}
 """Of which nothing may stay that an earlier checkpoint had: all that is in them is read."""
 _counter = itertools.count()
@@ -248,8 +253,12 @@ def _current_directories() -> tuple[Path, ...]:
 
 
 def _is_in_use(target: Path, *own: Path) -> bool:
-    mine = {work_folder(target), *own}
-    return target.is_dir() and any(path not in mine for path in target.iterdir())
+    """Return True if a folder holds files that no run on it has left there."""
+    if not target.is_dir():
+        return False
+    mine = {work_folder(target), *own, *_stale_paths(target)}
+    moved = set() if is_unmoved(target) else moved_names(target)
+    return any(path not in mine and path.name not in moved for path in target.iterdir())
 
 
 def _check_replaceable(target: Path, *, overwrite: bool) -> None:
@@ -260,7 +269,7 @@ def _check_replaceable(target: Path, *, overwrite: bool) -> None:
             + (f" Beside it a run that was killed has left {stale}." if stale else ""),
             "Choose another one, or pass overwrite=True (--overwrite) to replace it.",
         )
-    looks_like_checkpoint = (target / "config.json").is_file() or any(target.glob("*.safetensors"))
+    looks_like_checkpoint = (target / _CONFIG).is_file() or any(target.glob("*.safetensors"))
     holds_people = (target / ".git").exists() or target in _current_directories()
     if holds_people or target == Path.home() or not looks_like_checkpoint:
         raise OutputError(
@@ -283,22 +292,24 @@ def staged_output(
     """
     target = Path(output_dir).expanduser().resolve()
     place = _staging_place(target)
-    staging = place / f"{target.name}.partial-{_owner()}-{next(_counter)}"
+    staging = place / _spare_name(target, "partial").name
     with disk_errors(target, "Free some space or choose another output directory."):
         with creation_errors(target):
-            place.mkdir(parents=True, exist_ok=True)
+            durable.make_folder(place)
             remove_stale(target)
             staging.mkdir()
         try:
             yield staging
-            publish_folder(staging, target, on_existing)
+            run = work_folder(target)  # there if a run has reserved the target
+            marker = run / MOVING if run.is_dir() else None
+            publish_folder(staging, target, on_existing, marker=marker)
         except _TakenError as error:
             numbered = (f".finished-{number}" for number in itertools.count(1))
             spares = (
                 place / f"{target.name}{end}" for end in itertools.chain([".finished"], numbered)
             )
             spare = next(path for path in spares if not path.exists())
-            staging.rename(spare)
+            durable.rename(staging, spare)
             raise OutputError(
                 f"{error.problem} What was made stands in {spare}.",
                 "Give it another name yourself, or move the other files away.",
@@ -313,64 +324,103 @@ def work_folder(target: Path) -> Path:
     return _staging_place(target) / f"{target.name}.partial"
 
 
+def moved_names(target: Path) -> set[str]:
+    """Return the names of files that a run has begun to move to ``target``, and not ended."""
+    try:
+        found = json.loads((work_folder(target) / MOVING).read_bytes())
+    except (OSError, ValueError):
+        return set()
+    return set(map(str, found)) if isinstance(found, list) else set()
+
+
+def is_unmoved(target: Path) -> bool:
+    """Return True if a run's files, whole, are to get the name ``target`` in one step."""
+    folder = work_folder(target)
+    return target not in folder.parents and (folder / FILES).exists()
+
+
+def is_published(target: Path) -> bool:
+    """Return True if a run was killed when its whole output had its name."""
+    names = moved_names(target)
+    is_left = (work_folder(target) / FILES).exists()
+    return bool(names) and not is_left and all((target / name).exists() for name in names)
+
+
 def publish_folder(
-    folder: Path, target: Path, on_existing: OnExisting, *, journal: Path | None = None
+    folder: Path, target: Path, on_existing: OnExisting, *, marker: Path | None = None
 ) -> None:
     """Move a finished folder to its final name on the same file system; OutputError if it is taken.
 
     Where files are moved one by one, a ``config.json`` disappears first and is moved last, so that
-    a loader never sees the old configuration with new weights. The journal of a run is removed when
-    files have begun to move.
+    a loader never sees the old configuration with new weights. Other files of before go when all
+    new ones but that are there. So there are weights at any moment, by which ``overwrite`` knows
+    what a killed run has left.
+
+    Args:
+        folder: the finished folder.
+        target: the final name.
+        on_existing: policy for files of that name.
+        marker: a file that lists all files before the first one moves. A run that finds it can
+            publish the rest.
     """
-    fsync_tree(folder)
-    is_merged = on_existing is OnExisting.MERGE
-    if target in folder.parents or (is_merged and target.exists()):
-        is_replaced = on_existing is OnExisting.REPLACE
-        if not (is_merged or is_replaced) and _is_in_use(target, folder):
+    durable.sync_tree(folder)
+    is_merged, is_replaced = on_existing is OnExisting.MERGE, on_existing is OnExisting.REPLACE
+    is_inside = target in folder.parents or (is_merged and target.exists())
+    if not (is_merged or is_replaced):
+        in_use = _is_in_use(target, folder) if is_inside else _holds_files(target)
+        if in_use:
             raise _TakenError(target)
-        if journal is not None:  # no run goes on from a part of them
-            journal.unlink()
-        _move_into(folder, target, purge=is_replaced)
+    names = {path.name for path in folder.iterdir()}
+    if marker is not None:
+        names |= moved_names(target)
+        durable.replace(marker, json.dumps(sorted(names)).encode())
+    if is_inside:
+        _move_into(folder, target, names, purge=is_replaced)
     else:
-        _rename_over(folder, target, replace=on_existing is OnExisting.REPLACE)
-        if journal is not None:
-            journal.unlink()
-        remove_stale(target)
+        _rename_over(folder, target)
+    remove_stale(target)
 
 
-def _rename_over(folder: Path, target: Path, *, replace: bool) -> None:
+def _holds_files(target: Path) -> bool:
+    return target.is_dir() and any(target.iterdir())
+
+
+def _rename_over(folder: Path, target: Path) -> None:
     """Rename ``folder`` to ``target``; an old target is removed only after that."""
-    has_old = target.is_dir() and any(target.iterdir())
-    if has_old and not replace:
-        raise _TakenError(target)
-    aside = target.with_name(f"{target.name}.old-{_owner()}-{next(_counter)}")
+    aside = _spare_name(target, "old")
+    has_old = _holds_files(target)
     try:
         if has_old:
-            target.rename(aside)
-        folder.rename(target)
+            durable.rename(target, aside)
+        durable.rename(folder, target)
     except BaseException:
         if aside.exists() and not target.exists():
             aside.rename(target)
         raise
-    fsync(target.parent)
     if has_old:
         shutil.rmtree(aside, ignore_errors=True)
 
 
-def _move_into(folder: Path, target: Path, *, purge: bool) -> None:
-    new = {path.name for path in folder.iterdir()}
-    own = (folder, work_folder(target))
-    for path in sorted(target.iterdir(), key=lambda path: path.name != "config.json"):
-        stale = purge or path.name == "config.json" or _WEIGHT_FILE.fullmatch(path.name)
-        if path in own or not (stale or path.name in new & _WHOLE_FOLDERS):
-            continue
-        shutil.rmtree(path) if path.is_dir() else path.unlink()
-    # weights first, by which ``overwrite`` knows the part of a run that was killed here
-    ranks = {"config.json": 2, **{path.name: 0 for path in folder.glob("*.safetensors")}}
-    for path in sorted(folder.iterdir(), key=lambda path: ranks.get(path.name, 1)):
-        _move(path, target / path.name)
+def _move_into(folder: Path, target: Path, names: Collection[str], *, purge: bool) -> None:
+    own = {folder, work_folder(target)}
+    if (folder / _CONFIG).exists():
+        durable.remove(target / _CONFIG)
+    for name in _WHOLE_FOLDERS:
+        if (folder / name).exists() and (target / name).exists():
+            durable.remove(target / name)
+    ranks = {path.name: 0 for path in folder.glob("*.safetensors")}
+    moving = sorted(folder.iterdir(), key=lambda path: ranks.get(path.name, 1))
+    for path in moving:
+        if path.name != _CONFIG:
+            _move(path, target / path.name)
+    durable.sync(target)
+    for path in list(target.iterdir()):
+        is_stale = purge or path.name == _CONFIG or _WEIGHT_FILE.fullmatch(path.name)
+        if is_stale and path not in own and path.name not in names:
+            durable.remove(path)
+    if (folder / _CONFIG).exists():
+        durable.rename(folder / _CONFIG, target / _CONFIG)
     folder.rmdir()
-    fsync(target)
 
 
 def _move(path: Path, place: Path) -> None:
@@ -381,7 +431,7 @@ def _move(path: Path, place: Path) -> None:
     for inner in sorted(path.iterdir()):
         _move(inner, place / inner.name)
     path.rmdir()
-    fsync(place)
+    durable.sync(place)
 
 
 def remove_stale(target: Path) -> None:
@@ -417,19 +467,19 @@ def _owner() -> str:
     return f"{host}-{os.getpid()}"
 
 
-def fsync_tree(folder: Path) -> None:
-    """Sync every file and directory below ``folder`` to the disk."""
-    for path in [*folder.rglob("*"), folder]:
-        fsync(path)
+def remove_work_folder(target: Path) -> None:
+    """Remove the work folder of ``target``: at once for a later run, whatever is left of it."""
+    folder = work_folder(target)
+    if not folder.exists():
+        return
+    spare = _spare_name(target, "partial")
+    durable.rename(folder, folder.with_name(spare.name))
+    shutil.rmtree(folder.with_name(spare.name), ignore_errors=True)
 
 
-def fsync(path: Path) -> None:
-    """Sync a file, or a folder and so its file names, to the disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+def _spare_name(target: Path, kind: str) -> Path:
+    """Return a name beside ``target`` under which :func:`remove_stale` finds what a kill leaves."""
+    return target.with_name(f"{target.name}.{kind}-{_owner()}-{next(_counter)}")
 
 
 class _TakenError(OutputError):

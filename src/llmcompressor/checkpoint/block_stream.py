@@ -492,7 +492,9 @@ class StreamedBlocks(BlockSource):
             yield
             return
         identity = output.identity(self)
-        with open_workspace(output.target, identity, resume=output.resume) as workspace:
+        with open_workspace(
+            output.target, identity, resume=output.resume, overwrite=output.overwrite
+        ) as workspace:
             try:
                 with closing(self):
                     self._open(workspace, output)
@@ -674,8 +676,9 @@ class StreamedBlocks(BlockSource):
         if workspace is None:  # the first process has done that
             return
         manifest, overwrite = self._output.manifest, self._output.overwrite
-        write_non_weight_files(self.model, workspace.files, options, manifest, self._layout)
-        workspace.journal.mark_ready()
+        if not workspace.is_published:
+            write_non_weight_files(self.model, workspace.files, options, manifest, self._layout)
+            workspace.mark_ready()
         workspace.publish(replace=overwrite)
         logger.info(f"Saved {workspace.target}.")
 

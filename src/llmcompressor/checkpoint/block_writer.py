@@ -15,11 +15,11 @@ import xxhash
 from safetensors.torch import save_file
 from torch import Tensor
 
-from llmcompressor.checkpoint.atomic_output import fsync
-from llmcompressor.checkpoint.side_files import side_files
+from llmcompressor.checkpoint.copied_files import side_files
 from llmcompressor.checkpoint.source import read_header
 from llmcompressor.checkpoint.tensor_files import OutputLayout, TensorWriter, bytes_of, read_tensors
 from llmcompressor.errors import CheckpointError, OutputError
+from llmcompressor.runtime import durable
 from llmcompressor.runtime.progress import format_bytes
 
 _BLOCK = 4096
@@ -132,13 +132,8 @@ class ScratchBlocks:
             value = tensor.detach().to("cpu").contiguous()
             apart[name] = value.clone() if value.data_ptr() in seen else value
             seen.add(apart[name].data_ptr())
-        file = self._file(stage, block)
-        self._folder.mkdir(exist_ok=True)
-        new = file.with_suffix(".new")
-        save_file(apart, new)
-        fsync(new)
-        new.replace(file)
-        fsync(self._folder)
+        durable.make_folder(self._folder)
+        durable.replace(self._file(stage, block), lambda new: save_file(apart, new))
         return self.read(stage, block)[1]
 
     def remove(self, stage: int, block: str) -> None:

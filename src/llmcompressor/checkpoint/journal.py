@@ -8,51 +8,52 @@
         journal          the finished blocks
         files/           the output, written in place; renamed to NAME at the end
         scratch/         blocks between two passes over the model
+        moving           names of the output's files, from when they begin to move
 
 One line per finished block is appended to the journal after the block's data is durable, and one
 for each saved progress checkpoint of what is learned before the blocks. Each line carries a
 checksum: a line torn by a crash or damaged later counts as not written, and its work is redone. The
 first line is the run's fingerprint: everything that decides the bytes of the output. A run resumes
-only if all of it agrees. The journal goes as soon as the output has its name.
+only if all of it agrees. The work folder goes, in one step, once the output has its name. A run
+that is killed between the two finds the list of moved files: the output is whole, and the same call
+ends there.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import xxhash
 
 from llmcompressor.checkpoint.atomic_output import (
+    FILES,
+    MOVING,
     OnExisting,
+    check_output_dir,
     creation_errors,
     disk_errors,
-    fsync,
+    is_published,
     parents_removed_on_error,
     publish_folder,
+    remove_stale,
+    remove_work_folder,
     work_folder,
 )
 from llmcompressor.errors import InputError, OutputError
 from llmcompressor.logger import logger
+from llmcompressor.runtime import durable
+from llmcompressor.runtime.folder_lock import locked
 from llmcompressor.runtime.progress import join_names
 
-try:
-    import fcntl
-except ImportError as error:
-    raise ImportError(
-        "A run locks the folder that it writes to with Python's fcntl, which this system has not: "
-        "llmcompressor runs on Linux and macOS."
-    ) from error
-
 _RUN, _BLOCK, _CHOICE, _PROGRESS, _READY = "run", "block", "choice", "progress", "ready"
-_JOURNAL, _LOCK, FILES, SCRATCH = "journal", "lock", "files", "scratch"
+_JOURNAL, _LOCK, SCRATCH = "journal", "lock", "scratch"
 
 
 @dataclass(frozen=True)
@@ -153,9 +154,7 @@ class Journal:
         self._append(_READY, {})
 
     def _append(self, kind: str, content: Mapping[str, Any]) -> None:
-        with self._file.open("ab") as stream:
-            stream.write(_line(kind, content))
-        fsync(self._file)
+        durable.append(self._file, _line(kind, content))
         self._take(kind, content)
 
     def _read(self) -> None:
@@ -201,11 +200,7 @@ class Journal:
         lines += [_line(_PROGRESS, vars(entry)) for entry in self.progress.values()]
         lines += [_line(_BLOCK, vars(entry)) for entry in self.entries.values()]
         lines += [_line(_READY, {})] if self.is_ready else []
-        replacement = self._file.with_suffix(".new")
-        replacement.write_bytes(b"".join(lines))
-        fsync(replacement)
-        replacement.replace(self._file)
-        fsync(self._file.parent)
+        durable.replace(self._file, b"".join(lines))
 
 
 def _line(kind: str, content: Mapping[str, Any]) -> bytes:
@@ -227,24 +222,33 @@ def _shorten(value: Any) -> str:
 
 
 class Workspace:
-    """The work folder of one run for the output directory ``target``, locked."""
+    """The work folder of one run for the output directory ``target``, locked.
+
+    Attributes:
+        is_published: the output, whole, has its name already.
+        files: the folder of the output's files, which is ``target`` then.
+    """
 
     def __init__(self, target: Path, folder: Path) -> None:
         self.target = target
         self.folder = folder
-        self.files = folder / FILES
         self.scratch = folder / SCRATCH
         self.journal = Journal(folder / _JOURNAL)
+        self.is_published = is_published(target)
 
-    def start_or_resume(self, fingerprint: Mapping[str, Any]) -> None:
+    @property
+    def files(self) -> Path:
+        """The folder of the output's files."""
+        return self.target if self.is_published else self.folder / FILES
+
+    def start_or_resume(self, fingerprint: Mapping[str, Any], *, overwrite: bool = False) -> None:
         """Begin a new journal, or continue that of the same run (OutputError: of another)."""
         recorded = self.journal.fingerprint
-        is_published = self.journal.is_ready and not self.files.exists()
-        if recorded is None or is_published:
-            for folder in (self.files, self.scratch):
-                shutil.rmtree(folder, ignore_errors=True)
-            self.journal.begin(fingerprint)
-        elif differing := RunIdentity(fingerprint).differences(recorded):
+        differing = RunIdentity(fingerprint).differences(recorded or {})
+        is_gone = self.journal.is_ready and not self.files.exists()
+        if recorded is None or is_gone or (differing and self.is_published):
+            self._begin(fingerprint, overwrite=overwrite)
+        elif differing:
             raise OutputError(
                 f"{self.folder} holds the progress of another run: "
                 f"{join_names(differing, most=4, separator='; ')}.",
@@ -254,14 +258,36 @@ class Workspace:
             )
         else:
             logger.info(f"Continuing the run in {self.folder}.")
-        self.files.mkdir(exist_ok=True)
+            if (self.folder / MOVING).exists() and not self.is_published:
+                self._move(replace=overwrite)
+        if not self.is_published:
+            durable.make_folder(self.files)
+
+    def _begin(self, fingerprint: Mapping[str, Any], *, overwrite: bool) -> None:
+        if self.is_published:
+            self.is_published = False
+            _forget_published(self.folder, self.target, overwrite=overwrite)
+        (self.folder / MOVING).unlink(missing_ok=True)
+        for folder in (self.files, self.scratch):
+            shutil.rmtree(folder, ignore_errors=True)
+        self.journal.begin(fingerprint)
+
+    def mark_ready(self) -> None:
+        """Record that the output is complete but for its name; all of it is on the disk."""
+        durable.sync_tree(self.files)
+        self.journal.mark_ready()
 
     def publish(self, *, replace: bool) -> None:
         """Move the finished output to its final name and remove the work folder."""
+        if not self.is_published:
+            self._move(replace=replace)
+        remove_work_folder(self.target)
+        remove_stale(self.target)
+
+    def _move(self, *, replace: bool) -> None:
         on_existing = OnExisting.REPLACE if replace else OnExisting.REFUSE
-        journal = self.folder / _JOURNAL
-        publish_folder(self.files, self.target, on_existing, journal=journal)
-        _remove(self.folder)
+        publish_folder(self.files, self.target, on_existing, marker=self.folder / MOVING)
+        self.is_published = True
 
     def abandon(self) -> None:
         """Discard the progress, as no call could resume from it."""
@@ -270,17 +296,17 @@ class Workspace:
                 f"{self.folder} is removed: the same call would fail again, and no other one could "
                 "go on from what is finished."
             )
-        _remove(self.folder)
+        remove_work_folder(self.target)
 
 
 @contextmanager
 def open_workspace(
-    target: Path, fingerprint: Mapping[str, Any], *, resume: str = "auto"
+    target: Path, fingerprint: Mapping[str, Any], *, resume: str = "auto", overwrite: bool = False
 ) -> Iterator[Workspace]:
     """Open the workspace of a run; its fingerprint decides the bytes of the output.
 
     ``resume`` is ``"auto"``: resume if there is progress; ``"never"``: discard it; or ``"must"``:
-    refuse to start without progress.
+    refuse to start without progress. ``overwrite`` lets the output replace a checkpoint.
 
     Raises:
         OutputError: another run is writing the same output, there is nothing to resume, or the
@@ -298,7 +324,7 @@ def open_workspace(
             (folder / _JOURNAL).unlink(missing_ok=True)
         try:
             workspace = Workspace(target, folder)
-            workspace.start_or_resume(fingerprint)
+            workspace.start_or_resume(fingerprint, overwrite=overwrite)
             is_mine = True
             yield workspace
         except BaseException as error:
@@ -309,12 +335,14 @@ def open_workspace(
                     f"What is finished is kept in {folder}: the same call{other} continues{mended}."
                 )
             elif created:
-                _remove(folder)
+                remove_work_folder(target)
             raise
 
 
 @contextmanager
-def reserve_output(target: Path, *, resume: str = "auto") -> Iterator[None]:
+def reserve_output(
+    target: Path, *, resume: str = "auto", overwrite: bool = False
+) -> Iterator[None]:
     """Lock an output directory for a run without progress; ``"never"`` discards that of others.
 
     Raises:
@@ -322,7 +350,8 @@ def reserve_output(target: Path, *, resume: str = "auto") -> Iterator[None]:
     """
     folder = work_folder(target)
     with parents_removed_on_error(target), _locked(folder, target):
-        if Journal(folder / _JOURNAL).has_progress and resume != "never":
+        is_whole = is_published(target)
+        if not is_whole and Journal(folder / _JOURNAL).has_progress and resume != "never":
             raise OutputError(
                 f"{folder} holds the progress of another run, and this one, with the whole model "
                 "in memory, cannot go on with it.",
@@ -330,9 +359,37 @@ def reserve_output(target: Path, *, resume: str = "auto") -> Iterator[None]:
                 'resume="never" (--resume never) to throw that progress away.',
             )
         try:
+            if is_whole:
+                _forget_published(folder, target, overwrite=overwrite)
             yield
         finally:
-            _remove(folder)
+            remove_work_folder(target)
+
+
+def _forget_published(folder: Path, target: Path, *, overwrite: bool) -> None:
+    """Take the output of an ended run for what it is for every other one: a folder in use."""
+    if not overwrite:
+        remove_work_folder(target)
+        raise OutputError(
+            f"The output directory {target} already holds files: those of a run that was killed "
+            "when all of them had their names.",
+            "The checkpoint there is complete: use it, choose another directory, or pass "
+            "overwrite=True (--overwrite) to replace it.",
+        )
+    (folder / _JOURNAL).unlink(missing_ok=True)  # first: the list alone still says that it is whole
+    (folder / MOVING).unlink()
+    check_output_dir(target, overwrite=overwrite)
+
+
+def remove_remains(target: Path) -> None:
+    """Remove what a killed run has left beside its whole output; another run's progress stays."""
+    target = target.expanduser().resolve()
+    folder = work_folder(target)
+    if folder.is_dir():
+        with _locked(folder, target):
+            if is_published(target) or not Journal(folder / _JOURNAL).has_progress:
+                remove_work_folder(target)
+    remove_stale(target)
 
 
 def resumable_fingerprint(target: Path) -> dict[str, Any] | None:
@@ -344,37 +401,31 @@ def resumable_fingerprint(target: Path) -> dict[str, Any] | None:
     return found.fingerprint if found.has_progress else None
 
 
-def _remove(folder: Path) -> None:
-    (folder / _JOURNAL).unlink(missing_ok=True)
-    shutil.rmtree(folder, ignore_errors=True)
-
-
 @contextmanager
 def _locked(folder: Path, target: Path) -> Iterator[None]:
     """Create a work folder and lock it until the block or the process ends."""
-    folders = [folder, folder / FILES, folder / SCRATCH]
-    with creation_errors(target):
-        for path in (*folders, folder / _JOURNAL, folder / _LOCK):
-            if path.exists() and path.is_dir() != (path in folders):
-                found, wanted = ("file", "folder") if path in folders else ("folder", "file")
-                raise OutputError(
-                    f"{path} is a {found}, and the {wanted} of that name is part of a run's "
-                    "progress.",
-                    f"Remove {folder}, or choose another output directory.",
-                )
-        folder.mkdir(parents=True, exist_ok=True)
-        lock: IO[str] = (folder / _LOCK).open("a+", encoding="utf-8")
-    with lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            lock.seek(0)
-            owner = lock.read().strip()
-            raise OutputError(
-                f"Another run{f' (process {owner})' if owner else ''} is writing {target}.",
-                "Wait for it, or choose another output directory.",
-            ) from error
-        lock.truncate(0)
-        lock.write(str(os.getpid()))
-        lock.flush()
+    with ExitStack() as stack:
+        with creation_errors(target):
+            _check_kinds(folder)
+            durable.make_folder(folder)
+            stack.enter_context(locked(folder / _LOCK, str(target)))
         yield
+
+
+def _check_kinds(folder: Path) -> None:
+    """Refuse a work folder in which something is of another kind than a run would make it."""
+    folders = [folder, folder / FILES, folder / SCRATCH]
+    files = [folder / _JOURNAL, folder / _LOCK, folder / MOVING]
+    remedy = f"Remove {folder}, or choose another output directory."
+    for path in (*folders, *files):
+        if path.exists() and path.is_dir() != (path in folders):
+            found, wanted = ("file", "folder") if path in folders else ("folder", "file")
+            raise OutputError(
+                f"{path} is a {found}, and the {wanted} of that name is part of a run's progress.",
+                remedy,
+            )
+    for path in (*files, *(each for one in folders[1:] for each in one.rglob("*"))):
+        if path.is_symlink():
+            raise OutputError(
+                f"{path} is a link, and a run would write to the file that it leads to.", remedy
+            )

@@ -33,7 +33,12 @@ from llmcompressor.args import (
     TrainingArguments,
     parse_arguments,
 )
-from llmcompressor.checkpoint.journal import RunIdentity, resumable_fingerprint
+from llmcompressor.args.parsing import told_by_name
+from llmcompressor.checkpoint.journal import (
+    RunIdentity,
+    remove_remains,
+    resumable_fingerprint,
+)
 from llmcompressor.core.modifier import Modifier
 from llmcompressor.entrypoints.arguments import Job, as_path, check_run_types, is_idle
 from llmcompressor.entrypoints.fingerprints import (
@@ -58,6 +63,7 @@ from llmcompressor.planning.matching import unmatched_targets
 from llmcompressor.planning.subject import open_planned_model
 from llmcompressor.quantization.base import QuantizationMixin
 from llmcompressor.recipe import Recipe, Stage
+from llmcompressor.runtime import durable
 from llmcompressor.session.functions import exclusive_session
 
 if TYPE_CHECKING:
@@ -178,10 +184,9 @@ class StageRecord:
                 each.rmdir()
 
     def _write(self) -> None:
-        self._root.mkdir(parents=True, exist_ok=True)
-        new = self._file.with_suffix(".new")
-        new.write_text(json.dumps({"stages": self._stages}, indent=2) + "\n", encoding="utf-8")
-        new.replace(self._file)
+        durable.make_folder(self._root)
+        text = json.dumps({"stages": self._stages}, indent=2) + "\n"
+        durable.replace(self._file, text.encode())
 
 
 def argument_record(name: str, value: Any, written: Sequence[Path]) -> Any:
@@ -261,6 +266,7 @@ _NOT_RECORDED = (
 )
 
 
+@told_by_name
 def run_stages(
     model: ModelInput,
     recipe: RecipeInput,
@@ -406,6 +412,7 @@ def _run(plan: list[_Stage], record: StageRecord, model: Any) -> Any:
         what = f"Stage {place} of {len(plan)}, {stage.name} ({stage.kind})"
         if stage.is_finished:
             logger.info(f"{what}: finished before, skipped.")
+            remove_remains(stage.folder)
             continue
         logger.info(f"{what}.")
         result = None  # free the model of the stage before

@@ -256,6 +256,7 @@ class _Run:
             identity,
             resume=task.run_args.resume,
             is_main=self.is_main,
+            overwrite=task.model_args.overwrite,
         )
         try:
             with folder as opened, ExitStack() as stack:
@@ -351,7 +352,10 @@ class _Run:
         trainer.save_state()
         shown = {name: figures[name] for name in _KEPT_FIGURES if name in figures}
         report = (
-            compression_report(collect_reports(self.session.lifecycle.recipe.modifiers), self.model)
+            compression_report(
+                collect_reports(self.session.lifecycle.recipe.modifiers),
+                (name for name, _ in self.model.named_modules()),
+            )
             or {}
         )
         report["training"] = {"steps": trainer.state.global_step, **shown}

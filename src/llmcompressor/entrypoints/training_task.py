@@ -17,7 +17,7 @@ import torch
 from torch.nn import Module
 
 from llmcompressor.args import DatasetArguments, TrainingArguments
-from llmcompressor.checkpoint.atomic_output import fsync_tree, work_folder
+from llmcompressor.checkpoint.atomic_output import work_folder
 from llmcompressor.checkpoint.journal import (
     BlockEntry,
     RunIdentity,
@@ -43,6 +43,7 @@ from llmcompressor.errors import ArgumentError, DatasetError, OutputError
 from llmcompressor.logger import logger
 from llmcompressor.metrics import LoggerManager
 from llmcompressor.recipe import Recipe
+from llmcompressor.runtime import durable
 
 # --------------------
 # Data of ``train``: the splits for training and evaluation, opened before the model is loaded.
@@ -245,15 +246,17 @@ class TrainingFolder:
         if self._workspace is None:
             return
         name = f"{_CHECKPOINT}{step}"
-        fsync_tree(self.training / name)
+        durable.sync_tree(self.training / name)
         self._workspace.journal.add(BlockEntry(block=name, digest="", source=""))
 
     def drop_incomplete(self) -> None:
-        """Remove incomplete checkpoints of an earlier process, which are not in the journal.
+        """Remove what an earlier process left incomplete: checkpoints, and metrics of the end.
 
-        A remaining one would be taken for the newest, and new checkpoints would be rotated out
-        before it.
+        A checkpoint that is not in the journal would be taken for the newest, and new ones would be
+        rotated out before it. The trainer adds to the files of metrics, which may be torn.
         """
+        for file in self.training.glob("*_results.json"):
+            file.unlink()
         noted = {f"{_CHECKPOINT}{step}" for step in self._noted_steps()}
         if not noted:
             shutil.rmtree(self.training, ignore_errors=True)
@@ -283,8 +286,8 @@ class TrainingFolder:
     def mark_written(self) -> None:
         """Flush the complete compressed checkpoint to disk and record it in the journal."""
         assert self._workspace is not None, "only the main process writes the output"
-        fsync_tree(self._workspace.files)
-        self._workspace.journal.mark_ready()
+        durable.sync_tree(self.training)
+        self._workspace.mark_ready()
 
     def publish(self, *, replace: bool, keep_checkpoints: bool) -> None:
         """Move the output and the trainer's other files to the final name.
@@ -297,7 +300,7 @@ class TrainingFolder:
         """
         workspace = self._workspace
         assert workspace is not None, "only the main process writes the output"
-        for path in sorted(self.training.iterdir()):
+        for path in () if workspace.is_published else sorted(self.training.iterdir()):
             if keep_checkpoints or not path.name.startswith(_CHECKPOINT):
                 state = path if path.name == STATE_FILE else path / STATE_FILE
                 self._update_best_checkpoint(state, workspace.target if keep_checkpoints else None)
@@ -308,20 +311,27 @@ class TrainingFolder:
         """Update the path of the best checkpoint in a trainer state; ``None`` if it is dropped."""
         if not file.is_file():
             return
-        state = json.loads(file.read_text(encoding="utf-8"))
+        try:
+            state = json.loads(file.read_text(encoding="utf-8"))
+        except ValueError as error:
+            logger.warning(f"{file} is damaged, and left as it is: {error}.")
+            return
         best = state.get(_BEST)
         if best is None or Path(best).parent != self.training:
             return  # there is none, or it belongs to the training that this one extends
         state[_BEST] = None if output is None else str(output / Path(best).name)
-        new = file.with_suffix(".new")
-        # As transformers writes it.
-        new.write_text(json.dumps(state, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-        new.replace(file)
+        text = json.dumps(state, indent=2, sort_keys=True) + "\n"  # as transformers writes it
+        durable.replace(file, text.encode())
 
 
 @contextmanager
 def open_training_folder(
-    target: Path | None, fingerprint: Mapping[str, Any], *, resume: str, is_main: bool
+    target: Path | None,
+    fingerprint: Mapping[str, Any],
+    *,
+    resume: str,
+    is_main: bool,
+    overwrite: bool = False,
 ) -> Iterator[TrainingFolder]:
     """Open the work folder of a training that begins or resumes.
 
@@ -330,6 +340,7 @@ def open_training_folder(
         fingerprint: identifies the training.
         resume: see :func:`~llmcompressor.checkpoint.journal.open_workspace`.
         is_main: whether this process writes the output.
+        overwrite: the output may replace a checkpoint.
 
     Raises:
         OutputError: the folder is in use, belongs to another run, or is empty while ``resume`` is
@@ -343,7 +354,7 @@ def open_training_folder(
     if not is_main:
         yield TrainingFolder(training, None)
         return
-    with open_workspace(target, fingerprint, resume=resume) as workspace:
+    with open_workspace(target, fingerprint, resume=resume, overwrite=overwrite) as workspace:
         folder = TrainingFolder(training, workspace)
         if folder.is_written:
             yield folder
@@ -357,8 +368,8 @@ def open_training_folder(
                 'Start with resume="auto" (the default).',
             )
         shutil.rmtree(workspace.files, ignore_errors=True)  # written at the end, at once
-        workspace.files.mkdir()
-        training.mkdir(exist_ok=True)
+        for each in (workspace.files, training):
+            durable.make_folder(each)
         yield folder
 
 
@@ -555,7 +566,9 @@ class Training(Task):
         return RunIdentity(
             task="train",
             place=self.place,
-            source=source_fingerprint(inspect_source(given)) if of_folder else None,
+            source=source_fingerprint(inspect_source(given, allow_absent=True))
+            if of_folder
+            else None,
             model=self._fingerprint_at_start(model_fingerprint(model)),
             recipe=self.recipe.yaml() if self.recipe.modifiers else None,
             teacher=taught,

@@ -14,9 +14,9 @@ import torch
 from torch.nn import Module
 
 from llmcompressor.args import DatasetArguments
-from llmcompressor.checkpoint.atomic_output import work_folder
+from llmcompressor.checkpoint.atomic_output import FILES, work_folder
 from llmcompressor.checkpoint.block_writer import check_space, non_weight_bytes, unallocated_bytes
-from llmcompressor.checkpoint.journal import FILES, SCRATCH
+from llmcompressor.checkpoint.journal import SCRATCH
 from llmcompressor.core.contract import Cost, DataSize, DataUse, Edits, PlannedModule
 from llmcompressor.core.modifier import Modifier
 from llmcompressor.core.state import RunSettings, State

@@ -21,6 +21,7 @@ import transformers
 
 from llmcompressor.errors import CheckpointError
 from llmcompressor.logger import logger
+from llmcompressor.runtime import durable
 
 SESSION_FILE = "session_state.pt"
 _STATE_FILE = "trainer_state.json"
@@ -40,12 +41,8 @@ def write_session(folder: Path, saved: Mapping[str, Any]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / _STATE_FILE).unlink(missing_ok=True)
     versions = {"torch": str(torch.__version__), "transformers": transformers.__version__}
-    partial = folder / f"{SESSION_FILE}.partial"
-    with partial.open("wb") as file:
-        torch.save({"format": _FORMAT, "versions": versions, **saved}, file)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(folder / SESSION_FILE)
+    content = {"format": _FORMAT, "versions": versions, **saved}
+    durable.replace(folder / SESSION_FILE, lambda new: torch.save(content, new))
 
 
 def read_session(folder: Path) -> dict[str, Any] | None:

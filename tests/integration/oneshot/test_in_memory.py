@@ -11,6 +11,7 @@ from tests.support import small_models as small
 from transformers import AutoModelForCausalLM
 
 from llmcompressor import oneshot, verify
+from llmcompressor.checkpoint import journal
 from llmcompressor.checkpoint.journal import BlockEntry, open_workspace
 from llmcompressor.errors import OutputError
 from llmcompressor.modifiers.quantization import QuantizationModifier
@@ -96,3 +97,23 @@ def test_a_run_that_fails_leaves_no_folder(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="broken"):
         compress(tmp_path / "deep" / "er" / "out")
     assert names(tmp_path) == []
+
+
+def test_killed_at_its_last_step_it_is_said_to_be_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The call loads no model again to find its own output in the way, and leaves nothing."""
+    output = tmp_path / "out"
+
+    def killed(target: Path) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(journal, "remove_work_folder", killed)
+        with pytest.raises(KeyboardInterrupt):
+            compress(output)
+    assert names(tmp_path) == ["out", "out.partial"]
+    with pytest.raises(OutputError, match=r"when all of them had their names.*is complete"):
+        compress(output)
+    assert names(tmp_path) == ["out"]
+    assert verify(output).ok

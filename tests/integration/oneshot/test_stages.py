@@ -14,6 +14,7 @@ from tests.support import small_models as small
 from tests.support.training_cases import Breaker, Freezer, WeightHalver, arguments
 
 from llmcompressor import run_stages, train, verify
+from llmcompressor.checkpoint import journal
 from llmcompressor.errors import (
     ArgumentError,
     CheckpointError,
@@ -88,6 +89,24 @@ def test_finished_stages_are_skipped(one_block: Path, tmp_path: Path, said: list
     assert Freezer.steps == [1, 2, 3, 4]
     assert small.tree(output) == whole
     assert small.logits(again).isfinite().all(), "the model of the last stage, from its folder"
+
+
+def test_what_a_kill_left_beside_a_finished_stage_goes(
+    one_block: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output = tmp_path / "out"
+
+    def killed(target: Path) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(journal, "remove_work_folder", killed)
+        with pytest.raises(KeyboardInterrupt):
+            _stages(one_block, output)
+    assert (output / "stage_halving.partial").exists()
+    _stages(one_block, output)
+    names = ["stage_fine", "stage_halving", "stage_quant", "stages.json"]
+    assert sorted(path.name for path in output.iterdir()) == names
 
 
 @pytest.mark.parametrize(

@@ -265,9 +265,9 @@ def test_a_second_run_on_the_same_output_is_refused(small: Path, tmp_path: Path)
     partial.mkdir()
     with (partial / "lock").open("w") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
-        held.write("4711")
+        held.write(str(os.getpid()))
         held.flush()
-        with pytest.raises(OutputError, match=r"Another run \(process 4711\) is writing"):
+        with pytest.raises(OutputError, match=rf"Another run \(process {os.getpid()}\) is writing"):
             call(small, tmp_path / "output")
     call(small, tmp_path / "output")  # the lock has died with its holder
     assert (tmp_path / "output" / "config.json").is_file()
@@ -310,7 +310,7 @@ def test_killed_while_files_are_moved_into_a_mount_point(
         with pytest.raises(InterruptError):
             call(small, tmp_path / "output")
     assert not (tmp_path / "output" / "config.json").exists()
-    call(small, tmp_path / "output", overwrite=True)
+    call(small, tmp_path / "output")
     assert tree(tmp_path / "output") == tree(tmp_path / "whole")
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A call that is killed after its last block: it continues, or its output is whole and in use."""
+"""A call that is killed after its last block: it ends, or its output is whole and in use."""
 
 from __future__ import annotations
 
@@ -20,14 +20,17 @@ Expected = Callable[[str], dict[str, str]]
 def test_killed_at_each_step_after_the_last_block(
     recipe: str, model: Path, tmp_path: Path, expected: Expected
 ) -> None:
-    """Names are changed, the working folder is removed, the model is handed over."""
+    """Names are changed, the working folder goes in one step, the model is handed over.
+
+    Until it is gone the same call ends the run, also one whose output has its name already.
+    """
     for number in itertools.count(1):
         job = Job(model, recipe, tmp_path / str(number) / "output")
         code = run(job, die_at=f"step {number}").code
         if code == 0:
             break
         assert code == KILLED
-        if not job.output.exists():
+        if job.partial.exists():
             again = run(replace(job, resume="must"))
             assert again.code == 0, again.said
             assert "Continuing" in again.said

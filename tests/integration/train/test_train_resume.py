@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
 import shutil
@@ -17,6 +18,7 @@ from tests.support.thinned import few
 from tests.support.training_cases import QUANTIZE, Breaker, Freezer, arguments
 
 from llmcompressor import train
+from llmcompressor.checkpoint import journal
 from llmcompressor.checkpoint.journal import Workspace
 from llmcompressor.entrypoints import training_task
 from llmcompressor.recipe import Recipe
@@ -85,6 +87,18 @@ def test_killed_before_the_first_checkpoint(
     assert _kept(output) == whole
 
 
+def test_torn_metrics_of_the_end_are_written_again(
+    whole: dict[str, str], one_block: Path, tmp_path: Path
+) -> None:
+    output = tmp_path / "out"
+    _break(one_block, output, 4)
+    for name in ("all_results.json", "train_results.json", "trainer_state.json"):
+        (tmp_path / "out.partial" / "training" / name).write_text('{"train_lo')
+    train(str(one_block), _recipe(), **_given(output))
+    assert _kept(output) == whole
+    assert json.loads((output / "all_results.json").read_text())["train_loss"]
+
+
 def test_a_checkpoint_can_be_named(whole: dict[str, str], one_block: Path, tmp_path: Path) -> None:
     """By the name that it would have in the output, while the training is not done."""
     output = tmp_path / "out"
@@ -120,8 +134,11 @@ def test_killed(whole: dict[str, str], one_block: Path, tmp_path: Path) -> None:
     assert _kept(output) == whole
 
 
-@pytest.mark.parametrize("keep", [True, False], ids=["with checkpoints", "without"])
+@pytest.mark.parametrize(
+    ("step", "keep"), [("publish", True), ("publish", False), ("remove", True)]
+)
 def test_broken_off_when_all_is_written(
+    step: str,
     keep: bool,
     whole: dict[str, str],
     one_block: Path,
@@ -135,13 +152,17 @@ def test_broken_off_when_all_is_written(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(Workspace, "publish", broken)
+        if step == "publish":
+            patch.setattr(Workspace, "publish", broken)
+        else:  # the output has its name
+            patch.setattr(journal, "remove_work_folder", broken)
         with pytest.raises(KeyboardInterrupt):
             train(str(one_block), _recipe(), **given)
     assert (tmp_path / "out.partial").is_dir()
     monkeypatch.setattr(Trainer, "train", lambda *_, **__: pytest.fail("it trains again"))
     model = train(str(one_block), _recipe(), **given)
     assert _kept(tmp_path / "out") == whole
+    assert json.loads((tmp_path / "out" / "trainer_state.json").read_text())["global_step"] == STEPS
     assert (tmp_path / "out" / "checkpoint-4").is_dir() == keep
     assert list(tmp_path.iterdir()) == [tmp_path / "out"]
     assert model(torch.tensor([[1, 2, 3]])).logits.isfinite().all()

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from llmcompressor.checkpoint import journal as journal_module
 from llmcompressor.checkpoint.journal import (
     BlockEntry,
     Journal,
     RunIdentity,
 )
 from llmcompressor.errors import OutputError
+from llmcompressor.runtime import durable
 
 PRINT = {"recipe": "a", "versions": {"torch": "2"}}
 ENTRIES = [
@@ -65,7 +65,7 @@ def test_a_kill_while_it_is_mended_loses_nothing(
         file.write_bytes(torn)
         with monkeypatch.context() as patched:
             if moment == "write":
-                patched.setattr(journal_module, "fsync", _killed)
+                patched.setattr(durable, "sync", _killed)
             else:
                 patched.setattr(Path, "replace", _killed)
             with pytest.raises(KeyboardInterrupt):

@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Changes of files that outlast a loss of power, and errors of the file system that name a file.
+
+A disk keeps what a process writes in an order of its own: a new name may be there before the
+content that it stands for. So each change is made in one order: the content is written and synced,
+the file gets its name, and the folder that holds the name is synced. After a cut at any moment the
+old file is there or the new one, whole. A change that has returned is kept.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+_UNSYNCED_FOLDERS = frozenset({errno.EINVAL, errno.ENOTSUP, errno.EBADF})
+"""Errors of file systems that keep names by themselves and sync no folder."""
+
+
+@contextmanager
+def errors_naming(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Give errors of the file system the name of a file, if they have none."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is not None and error.filename is None:
+            error.filename = os.fspath(path)
+        raise
+
+
+def sync(path: Path) -> None:
+    """Sync a file, or a folder and so the names in it, to the disk."""
+    with errors_naming(path):
+        handle = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        except OSError as error:
+            if error.errno not in _UNSYNCED_FOLDERS or not path.is_dir():
+                raise
+        finally:
+            os.close(handle)
+
+
+def sync_tree(folder: Path) -> None:
+    """Sync all that is below a folder, the innermost first, then the folder."""
+    for path in sorted(folder.rglob("*"), reverse=True):
+        if path.exists():  # a link may lead nowhere
+            sync(path)
+    sync(folder)
+
+
+def make_folder(folder: Path) -> None:
+    """Create a folder and those above it, each with its name on the disk."""
+    missing = [path for path in (folder, *folder.parents) if not os.path.isdir(path)]
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in reversed(missing):
+        sync(path.parent)
+
+
+def append(file: Path, content: bytes) -> None:
+    """Append to a file that exists under its name; a link is no such file."""
+    with errors_naming(file):
+        handle = os.open(file, os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW)
+        try:
+            _write(handle, content)
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+
+def replace(file: Path, content: bytes | Callable[[Path], object]) -> None:
+    """Give a file new content at once.
+
+    Args:
+        file: the old file stays as it is until the new one is complete.
+        content: bytes, or a function that writes the file of the path that it is given.
+    """
+    new = file.with_name(f"{file.name}.new")
+    new.unlink(missing_ok=True)  # left by a kill, or a link to another place
+    with errors_naming(new):
+        if callable(content):
+            content(new)
+        else:
+            handle = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+            try:
+                _write(handle, content)
+            finally:
+                os.close(handle)
+    sync(new)
+    new.replace(file)
+    sync(file.parent)
+
+
+def rename(path: Path, target: Path) -> None:
+    """Rename a synced file or folder; it has one of the two names at any moment."""
+    path.rename(target)
+    sync(target.parent)
+    if path.parent != target.parent:
+        sync(path.parent)
+
+
+def remove(path: Path) -> None:
+    """Remove a file, a link or a folder with all that is in it."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+    sync(path.parent)
+
+
+def _write(handle: int, content: bytes) -> None:
+    left = memoryview(content)
+    while left:
+        left = left[os.write(handle, left) :]
