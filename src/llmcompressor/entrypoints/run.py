@@ -355,8 +355,8 @@ class MemoryLimits:
         if limit is not None and limit < rest + 2 * block:
             raise ArgumentError(
                 f"max_memory allows {format_bytes(limit)} on {device}; embeddings and head take "
-                f"{format_bytes(rest)} there, and a block of this model {format_bytes(block)}, once "
-                "as it is and once while it is worked on.",
+                f"{format_bytes(rest)} there, and a block of this model {format_bytes(block)}, "
+                "once as it is and once while it is worked on.",
                 f"Allow at least {format_bytes(rest + 2 * block)}, or compute on the CPU.",
             )
 
