@@ -13,6 +13,7 @@ from compressed_tensors.quantization import QuantizationConfig, QuantizationSche
 from torch.nn import Embedding, Linear
 
 from llmcompressor.args.checks import invalid_value, path
+from llmcompressor.args.parsing import told_by_name
 from llmcompressor.checkpoint.generic_model import TreeModel, build_tree, tied_pair, untie_source
 from llmcompressor.checkpoint.load import fetch
 from llmcompressor.checkpoint.meta_model import MetaModel
@@ -52,6 +53,7 @@ _SMALLEST_SIDE = 16
 """Of what may be a matrix; kernels of convolutions are smaller."""
 
 
+@told_by_name
 def model_free_ptq(
     model_stub: str | os.PathLike[str],
     save_directory: str | os.PathLike[str],

@@ -18,6 +18,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from transformers import PreTrainedModel
 
 from llmcompressor.args.checks import path
+from llmcompressor.args.parsing import told_by_name
 from llmcompressor.checkpoint import save
 from llmcompressor.checkpoint.manifest import OutputManifest, build_manifest
 from llmcompressor.checkpoint.moe_names import dense_experts_fused
@@ -46,6 +47,7 @@ from llmcompressor.verification.report import VerificationReport, merged
 from llmcompressor.verification.transformers_model import bare_model
 
 
+@told_by_name
 def verify(
     checkpoint: str | os.PathLike[str],
     reference: str | os.PathLike[str] | None = None,
