@@ -59,6 +59,7 @@ from llmcompressor.checkpoint.side_files import (
     matches_stored_files,
     processor_directory,
     replaced_files,
+    tokenizer_files,
     write_processor,
 )
 from llmcompressor.checkpoint.source import (
@@ -487,7 +488,8 @@ def _write_side_files(
     if source is not None:
         copy_side_files(source, folder, without=replaced)
     if stored is not None and not own_processor:
-        copy_side_files(stored, folder, without={path.name for path in stored.iterdir()} - replaced)
+        taken = replaced | tokenizer_files(stored)
+        copy_side_files(stored, folder, without={path.name for path in stored.iterdir()} - taken)
     elif processor is not None and stored is None:
         write_processor(processor, folder)
     if model.can_generate():

@@ -256,12 +256,20 @@ def replaced_files(processor: Any, source: Path | None) -> frozenset[str]:
     A tokenizer alone keeps the source's files for images and sound, and a processor's template if
     it has none itself.
     """
-    if source is None or not isinstance(processor, PreTrainedTokenizerBase):
+    if source is None:
         return PROCESSOR_FILES
+    own = PROCESSOR_FILES | tokenizer_files(source)
+    if not isinstance(processor, PreTrainedTokenizerBase):
+        return own
     kept = {name for name in _BEYOND_TOKENIZERS if (source / name).is_file()}
     if kept and not getattr(processor, "chat_template", None):
         kept |= {name for name in _TEMPLATES if (source / name).exists()}
-    return PROCESSOR_FILES - kept
+    return own - kept
+
+
+def tokenizer_files(folder: Path) -> frozenset[str]:
+    """Return the names of a folder's files of a tokenizer, such as ``tokenizer.model.v3``."""
+    return frozenset(path.name for path in folder.glob("tokenizer.*"))
 
 
 def matches_stored_files(processor: Any, folder: Path) -> bool:

@@ -210,10 +210,14 @@ class TestFiles:
             shutil.copyfile(PICO / name, elsewhere / name)
         with (elsewhere / "tokenizer_config.json").open("a") as stream:
             stream.write("\n\n")
+        (source / "tokenizer.model.v3").write_text("of the source")
+        (elsewhere / "tokenizer.sp").write_text("of the other")
         tokenizer = AutoTokenizer.from_pretrained(elsewhere)
         save_checkpoint(
             w4a16(load_model(source)), tmp_path / "out", SaveOptions(processor=tokenizer)
         )
+        assert not (tmp_path / "out" / "tokenizer.model.v3").exists()
+        assert (tmp_path / "out" / "tokenizer.sp").exists()
         name = "tokenizer_config.json"
         assert (tmp_path / "out" / name).read_bytes() == (elsewhere / name).read_bytes()
         assert not (tmp_path / "out" / "chat_template.jinja").exists()
