@@ -45,6 +45,8 @@ from llmcompressor.checkpoint.source import (
     is_hub_id,
     local_directory,
     quantization_method,
+    source_of,
+    tell_remarks,
 )
 from llmcompressor.core.block_source import BlockSource
 from llmcompressor.core.contract import DataSize, DataUse, Prediction
@@ -257,6 +259,8 @@ def _given_model(task: Task, given: Any, *, goes_on: bool) -> Module:
     align_parameters(model)
     if isinstance(model, PreTrainedModel):
         record_prefix(model)
+        if (source := source_of(model)) is not None:
+            tell_remarks(source)
     return given
 
 

@@ -34,6 +34,7 @@ from llmcompressor.checkpoint.source import (
     check_no_adapter,
     inspect_source,
     local_directory,
+    tell_remarks,
 )
 from llmcompressor.checkpoint.tensor_files import DTYPES
 from llmcompressor.core.modifier import Modifier
@@ -241,7 +242,9 @@ def _from_object(
     folder = local_directory(place) if place else None
     headers: Mapping[str, TensorHeader] = {}
     if folder is not None:
-        headers = inspect_source(folder, allow_quantized=True, allow_absent=True).tensors
+        source = inspect_source(folder, allow_quantized=True, allow_absent=True)
+        tell_remarks(source)
+        headers = source.tensors
     size = _own_bytes(hollow.modules())
     name = place or type(model).__name__
     return PlannedModel(hollow, name, folder, headers, {}, size, is_in_memory=True)

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from tests.support import small_models
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 from llmcompressor import model_free_ptq, oneshot
 from llmcompressor.errors import CheckpointError
@@ -76,7 +77,8 @@ def streamed(source: Path, output: Path) -> None:
 
 
 def in_memory(source: Path, output: Path) -> None:
-    oneshot(model=str(source), recipe=RECIPE, output_dir=str(output), pipeline="basic")
+    model = AutoModelForCausalLM.from_pretrained(source, dtype="auto")
+    oneshot(model=model, recipe=RECIPE, output_dir=str(output))
 
 
 @pytest.mark.parametrize("run", [streamed, in_memory])
