@@ -8,6 +8,7 @@ import copy
 import pytest
 import torch
 from datasets import Dataset
+from torch.utils.data import DataLoader
 
 from llmcompressor.args import DatasetArguments
 from llmcompressor.datasets import TextGenerationDataset, load_training
@@ -333,6 +334,15 @@ class TestTraining:
         assert [one["input_ids"] for one in samples] == [[5, 6], [9, 4], [3]]
         assert [one["labels"] for one in samples] == [[-100, 6], [9, 4], [3]]
         assert [one["attention_mask"] for one in samples] == [[1, 1], [1, 1], [1]]
+
+    @pytest.mark.parametrize("workers", [0, 2])
+    def test_workers_share_the_rows_of_a_stream(self, workers):
+        """The datasets library splits its streams among workers too, by their shards."""
+        rows = Dataset.from_dict({"input_ids": [[5 + i, 6] for i in range(12)]})
+        stream = rows.to_iterable_dataset(num_shards=3).skip(1).take(10)
+        samples = load_training(DatasetArguments(dataset=stream))
+        loader = DataLoader(samples, batch_size=None, num_workers=workers)
+        assert sorted(one["input_ids"][0] for one in loader) == list(range(6, 16))
 
     def test_a_collator_gets_tokenized_rows_without_a_batch_axis(self):
         """What is no sequence of tokens has no axis of its own for the sample."""
