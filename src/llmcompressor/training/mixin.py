@@ -31,7 +31,7 @@ from llmcompressor.recipe.recipe import RecipeInput, renew_recipe
 from llmcompressor.runtime.progress import hide_tqdm_bars
 from llmcompressor.session.functions import active_session
 from llmcompressor.training.callbacks import SessionEvents, TrainingProgress, summary
-from llmcompressor.training.checkpoints import checkpoint_to_resume, write_session
+from llmcompressor.training.checkpoints import checkpoint_to_resume, write_checksums, write_session
 from llmcompressor.training.checks import check_can_train, check_trainer, zero_stage
 from llmcompressor.training.driver import (
     SessionDriver,
@@ -345,19 +345,20 @@ class SessionManagerMixIn(_Base):
     # ---- checkpoints and logs
 
     def write_checkpoint(self, model: Any, *args: Any, **kwargs: Any) -> None:
-        """Override to write the session's file first."""
+        """Override to write the session's file first, and checksums last."""
+        trial = args[0] if args else kwargs.get("trial")
+        runs = Path(trainer_step(self, "checkpoints_folder")(trial=trial))
+        folder = runs / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
         if self._driver is not None and self._driver.begun:
-            trial = args[0] if args else kwargs.get("trial")
-            name = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
             saved = self._driver.session.lifecycle.state_dict() | self._driver.place.record()
             if self.args.should_save:
-                write_session(
-                    Path(trainer_step(self, "checkpoints_folder")(trial=trial)) / name, saved
-                )
+                write_session(folder, saved)
             # No process may write into the folder while it may still look complete.
             self.accelerator.wait_for_everyone()
         with hide_tqdm_bars():  # one bar per file would interrupt that of the training
             trainer_step(super(), "write_checkpoint")(model, *args, **kwargs)
+        if self.args.should_save and folder.is_dir():  # else it was rotated out at once
+            write_checksums(folder)
 
     def write_rng_state(self, *args: Any, **kwargs: Any) -> None:
         """Override to return only when every process has written its file."""
