@@ -21,7 +21,7 @@ from llmcompressor import train
 from llmcompressor.checkpoint import journal
 from llmcompressor.checkpoint.journal import Workspace
 from llmcompressor.entrypoints import training_task
-from llmcompressor.errors import CheckpointError
+from llmcompressor.errors import CheckpointError, OutputError
 from llmcompressor.recipe import Recipe
 from llmcompressor.training import Trainer
 
@@ -128,6 +128,19 @@ def test_damaged_checkpoints_give_way_to_the_newest_whole_one(
         assert _kept(output) == whole
         shutil.rmtree(output)
         shutil.copytree(kept, tmp_path / "out.partial")
+
+
+def test_another_processor_is_refused_unless_digits_may_mix(
+    one_block: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output = tmp_path / "out"
+    _break(one_block, output, 2)
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "OTHER")
+    with pytest.raises(OutputError, match=r"instructions: \S+ then, OTHER now.*mixed"):
+        train(str(one_block), _recipe(), **_given(output))
+    train(str(one_block), _recipe(), **_given(output, resume="mixed"))
+    report = json.loads((output / "compression_report.json").read_text())
+    assert [one["instructions"] == "OTHER" for one in report["processors"]] == [False, True]
 
 
 def test_torn_metrics_of_the_end_are_written_again(
