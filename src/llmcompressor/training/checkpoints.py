@@ -13,12 +13,14 @@ import json
 import os
 import pickle
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from transformers import GenerationConfig
 
 from llmcompressor.errors import CheckpointError
 from llmcompressor.logger import logger
@@ -54,6 +56,41 @@ def write_checksums(folder: Path) -> None:
     durable.sync_tree(folder)
     found = durable.checksums(folder, files)
     durable.replace(folder / CHECKSUMS, json.dumps(found, indent=2).encode())
+
+
+class _WrittenAsItIs(GenerationConfig):
+    """Settings of generation that are written without being judged."""
+
+    def save_pretrained(
+        self, save_directory: Any, config_file_name: Any = None, *args: Any, **kwargs: Any
+    ) -> None:
+        """Override to write the file only."""
+        self.to_json_file(Path(save_directory) / (config_file_name or "generation_config.json"))
+
+
+@contextmanager
+def invalid_generation_written(model: Any) -> Iterator[None]:
+    """Let checkpoints keep settings of generation that transformers loads and refuses to write.
+
+    They are told now, before any step.
+    """
+    settings = getattr(model, "generation_config", None)
+    if type(settings) is not GenerationConfig:
+        yield
+        return
+    try:
+        settings.validate(strict=True)
+    except ValueError as error:
+        reason = " ".join(str(error).split())
+        logger.warning(
+            "The generation_config.json of the model is not valid, and is written as it is: "
+            f"{reason}"
+        )
+        settings.__class__ = _WrittenAsItIs
+    try:
+        yield
+    finally:
+        settings.__class__ = GenerationConfig
 
 
 def read_session(folder: Path) -> dict[str, Any] | None:

@@ -31,7 +31,12 @@ from llmcompressor.recipe.recipe import RecipeInput, renew_recipe
 from llmcompressor.runtime.progress import hide_tqdm_bars
 from llmcompressor.session.functions import active_session
 from llmcompressor.training.callbacks import SessionEvents, TrainingProgress, summary
-from llmcompressor.training.checkpoints import checkpoint_to_resume, write_checksums, write_session
+from llmcompressor.training.checkpoints import (
+    checkpoint_to_resume,
+    invalid_generation_written,
+    write_checksums,
+    write_session,
+)
 from llmcompressor.training.checks import check_can_train, check_trainer, zero_stage
 from llmcompressor.training.driver import (
     SessionDriver,
@@ -158,7 +163,8 @@ class SessionManagerMixIn(_Base):
         )  # checkpoints of the training are written by transformers
         makes_optimizer = getattr(self, "optimizer", None) is None
         try:
-            output = super().train(None if folder is None else str(folder), *args, **kwargs)
+            with invalid_generation_written(self.accelerator.unwrap_model(self.model)):
+                output = super().train(None if folder is None else str(folder), *args, **kwargs)
             driver.finish()
         except BaseException:
             driver.abandon()
