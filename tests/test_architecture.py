@@ -265,6 +265,20 @@ def test_a_private_name_is_seen(line: str) -> None:
     assert list(private_names(ast.parse(line)))
 
 
+def test_no_inner_function_calls_itself() -> None:
+    """It would be in a cycle with its own cell, and keep alive what it refers to: tensors, say."""
+    found = [
+        f"{name}:{inner.lineno}: {inner.name}"
+        for name, path in files().items()
+        for outer in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(outer, ast.FunctionDef)
+        for inner in ast.walk(outer)
+        if isinstance(inner, ast.FunctionDef) and inner is not outer
+        if any(isinstance(each, ast.Name) and each.id == inner.name for each in ast.walk(inner))
+    ]
+    assert not found, "\n".join(found)
+
+
 @pytest.mark.parametrize("name", house.CEILINGS)
 def test_a_figure_is_at_its_ceiling(name: str) -> None:
     assert (told := house.complaint(name)) is None, told

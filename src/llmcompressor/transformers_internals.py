@@ -8,6 +8,7 @@ finds private names of other libraries elsewhere.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, TypeVar
 
 import torch
@@ -80,9 +81,26 @@ def watch_loading(
 
 
 def tied_keys(module: Any) -> Mapping[str, str]:
-    """Tensor of a module → the one that it is tied to, as its class declares it."""
-    found: Mapping[str, str] = getattr(module, "_tied_weights_keys", None) or {}
-    return found
+    """Tensor of a module → the one that it is tied to, as its class declares it.
+
+    Classes written for transformers 4 list the tensors alone: those are tied to the embeddings.
+    """
+    found: Any = getattr(module, "_tied_weights_keys", None) or {}
+    if isinstance(found, Mapping):
+        return found
+    embedding = None
+    with suppress(AttributeError, NotImplementedError):
+        embedding = module.get_input_embeddings()
+    name = next((name for name, one in module.named_modules() if one is embedding), None)
+    return {} if name is None else dict.fromkeys(found, f"{name}.weight")
+
+
+def declare_ties(model: Any) -> None:
+    """Let every class in a model declare its ties as transformers 5 reads them."""
+    for module in model.modules():
+        listed = getattr(module, "_tied_weights_keys", None)
+        if listed is not None and not isinstance(listed, Mapping):
+            mark_tied(module, tied_keys(module))
 
 
 def mark_tied(module: Any, keys: Mapping[str, str]) -> None:

@@ -4,12 +4,17 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Container, Iterable, Mapping
-from typing import Any, NamedTuple
+import functools
+import inspect
+from collections.abc import Callable, Container, Iterable, Mapping
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 from llmcompressor.args.dataset_arguments import DatasetArguments
 from llmcompressor.args.model_arguments import ModelArguments, RecipeArguments
 from llmcompressor.errors import ArgumentError, did_you_mean
+
+_Given = ParamSpec("_Given")
+_Result = TypeVar("_Result")
 
 # --------------------
 # Arguments that transformers has renamed within the supported releases.
@@ -202,6 +207,32 @@ def _unknown(name: str, known: Iterable[str]) -> ArgumentError:
     if not suggestion.startswith("Did you mean"):
         suggestion = "Remove it, or look up the name of the argument that was meant."
     return ArgumentError(f"There is no argument named {name!r}.", suggestion)
+
+
+def told_by_name(function: Callable[_Given, _Result]) -> Callable[_Given, _Result]:
+    """Decorate an entrypoint: a wrong argument is an :class:`ArgumentError` with a suggestion."""
+    signature = inspect.signature(function)
+    takes_more = any(one.kind is one.VAR_KEYWORD for one in signature.parameters.values())
+
+    @functools.wraps(function)
+    def call(*args: _Given.args, **kwargs: _Given.kwargs) -> _Result:
+        for name in () if takes_more else kwargs.keys() - signature.parameters.keys():
+            raise _unknown(name, signature.parameters)
+        try:
+            signature.bind(*args, **kwargs)
+        except TypeError as error:
+            said = f"{function.__name__}() does not take these arguments: {error}."
+            raise ArgumentError(said, f"It is {function.__name__}{_briefly(signature)}.") from None
+        return function(*args, **kwargs)
+
+    return call
+
+
+def _briefly(signature: inspect.Signature) -> str:
+    """The arguments that may be given by position, and the fewest that have to be."""
+    by_position = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    names = [one.name for one in signature.parameters.values() if one.kind is by_position]
+    return f"({', '.join(names)}, ...)"
 
 
 def _warn(message: str) -> None:

@@ -15,7 +15,7 @@ import xxhash
 from safetensors.torch import save_file
 from torch import Tensor
 
-from llmcompressor.checkpoint.side_files import side_files
+from llmcompressor.checkpoint.copied_files import side_files
 from llmcompressor.checkpoint.source import read_header
 from llmcompressor.checkpoint.tensor_files import OutputLayout, TensorWriter, bytes_of, read_tensors
 from llmcompressor.errors import CheckpointError, OutputError

@@ -36,7 +36,7 @@ from llmcompressor.checkpoint.source import (
     code_tensors,
     undeclared_error,
 )
-from llmcompressor.checkpoint.tensor_files import DTYPES, natural_key, torch_dtype
+from llmcompressor.checkpoint.tensor_files import DTYPES, natural_key, torch_dtype, torch_shape
 from llmcompressor.errors import CheckpointError
 from llmcompressor.transformers_internals import keep_whole, set_conversions
 
@@ -184,7 +184,8 @@ def build_tree(
                 made[path] = _make_module(path, tensors)
                 made[parent].add_module(own, made[path])
             for name, header in tensors.items():
-                empty = torch.empty(header.shape, dtype=DTYPES[header.dtype], device="meta")
+                shape = torch_shape(header.dtype, header.shape)
+                empty = torch.empty(shape, dtype=DTYPES[header.dtype], device="meta")
                 made[path].register_parameter(name, Parameter(empty, requires_grad=False))
             if _is_compressed(path, tensors):
                 kind = Embedding if _is_embedding(path.rpartition(".")[2]) else Linear

@@ -11,7 +11,7 @@ import re
 import struct
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,9 +30,10 @@ from torch.nn import Module, Parameter
 from transformers import AutoConfig, CompressedTensorsConfig, PretrainedConfig, PreTrainedModel
 
 from llmcompressor.args.model_arguments import PRECISIONS
+from llmcompressor.checkpoint.copied_files import module_folders, other_named_folders
 from llmcompressor.checkpoint.names import NameMap
 from llmcompressor.checkpoint.packing import patch_packed_zero_points
-from llmcompressor.checkpoint.side_files import SPEAKERS_FILE, module_folders
+from llmcompressor.checkpoint.side_files import SPEAKERS_FILE
 from llmcompressor.checkpoint.source import (
     CONFIG,
     check_config_unquantized,
@@ -49,10 +50,17 @@ from llmcompressor.checkpoint.source import (
     quantization_settings,
     quantized_error,
     source_of,
+    tell_remarks,
     undeclared_error,
     whole_source,
 )
-from llmcompressor.errors import ArgumentError, CheckpointError, NonFiniteError, did_you_mean
+from llmcompressor.errors import (
+    ArgumentError,
+    CheckpointError,
+    CompressorError,
+    NonFiniteError,
+    did_you_mean,
+)
 from llmcompressor.logger import logger
 from llmcompressor.modeling.patches import MERGE, modules_with_adapters
 from llmcompressor.modeling.weights import first_nonfinite, untie_embeddings
@@ -161,7 +169,7 @@ def load_model(
         CheckpointError: the model is not there, is damaged, incomplete or quantized already.
     """
     if not is_hub_id(model):
-        inspect_source(model, allow_quantized=unpacks)
+        tell_remarks(inspect_source(model, allow_quantized=unpacks, allow_absent=True))
         check_quantization_declared(model)
     hub: dict[str, Any] = {
         "revision": revision or "main",
@@ -337,13 +345,35 @@ def check_complete(place: str, info: Mapping[str, Any]) -> None:
 
 @contextmanager
 def loading_errors(place: str) -> Iterator[None]:
-    """Convert what transformers and the hub raise inside (:func:`loading_error`)."""
+    """Convert what transformers and the hub raise inside (:func:`loading_error`).
+
+    A class may fail in any way on a configuration that it does not expect.
+    """
     try:
         yield
-    except (CheckpointError, torch.OutOfMemoryError):
+    except (CompressorError, MemoryError, torch.OutOfMemoryError):
         raise
     except LOADING_FAILURES as error:
         raise loading_error(place, error) from error
+    except Exception as error:
+        raise _building_error(place, error) from error
+
+
+def _building_error(place: str, error: Exception) -> CheckpointError:
+    """Convert an error of a class of models, or of its configuration, into a clear one."""
+    said = f"{type(error).__name__}: {' '.join(str(error).split())}".rstrip(".")
+    with suppress(CheckpointError):
+        if inspect_source(place, allow_quantized=True).config.get("auto_map"):
+            return CheckpointError(
+                f"transformers {transformers.__version__} fails on the model {place}, which has "
+                f"code of its own: {said}.",
+                "If that code was written for version 4 of transformers, take a revision of the "
+                "model for version 5, or change the code.",
+            )
+    return CheckpointError(
+        f"transformers cannot build the model that the config.json of {place} describes: {said}.",
+        "Correct its fields; compare them with those of the original model.",
+    )
 
 
 def loading_error(place: str, error: BaseException) -> CheckpointError:
@@ -391,7 +421,8 @@ def fetch(
     with loading_errors(model):
         found = Path(download(ignore_patterns=_OTHER_FORMATS))
         # these are copied as they are, whatever their format
-        further = [f"{glob.escape(folder)}/*" for folder in module_folders(found)]
+        folders = [*module_folders(found), *other_named_folders(found)]
+        further = [f"{glob.escape(folder)}/*" for folder in folders]
         config = found / CONFIG
         if config.is_file() and f'"{_SPEAKING}"' in config.read_text(encoding="utf-8"):
             further.append(SPEAKERS_FILE)  # its class loads its voices from a separate file

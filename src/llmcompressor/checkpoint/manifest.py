@@ -27,10 +27,15 @@ from llmcompressor.checkpoint.packing import (
 )
 from llmcompressor.checkpoint.side_files import extra_ignore_patterns, extra_tensors
 from llmcompressor.checkpoint.source import TensorHeader
-from llmcompressor.checkpoint.tensor_files import DTYPE_NAMES, StoredTensor, natural_key
+from llmcompressor.checkpoint.tensor_files import (
+    StoredTensor,
+    natural_key,
+    stored_form,
+    torch_dtype,
+)
 from llmcompressor.modeling.names import named_modules
 from llmcompressor.modeling.weights import config_ties_embeddings, embeddings
-from llmcompressor.transformers_internals import not_saved, tied_keys
+from llmcompressor.transformers_internals import declare_ties, not_saved, tied_keys
 
 
 @dataclass(frozen=True)
@@ -58,6 +63,7 @@ def partition_state_dict(
     model: PreTrainedModel, quantized: Sequence[QuantizedModule], state: Mapping[str, Tensor]
 ) -> PartitionedState:
     """Partition a state dict, also of meta tensors, by quantized modules and all others."""
+    declare_ties(model)
     own, plain = _split_quantized(quantized, state)
     tied = _resolve_tie(model, plain, {entry.name for entry in quantized})
     # Of a matrix that online rotations share, only the first name. transformers drops the other
@@ -140,6 +146,7 @@ class OutputManifest:
         ignore: patterns that keep the extras unquantized.
         tied: input and output embeddings are one tensor; ``None`` if there is no pair.
         kinds: stored path of a module → its kind, ``linear`` or ``embedding``.
+        left: tensors of the source that are not stored, and that nothing removed on purpose.
     """
 
     quantized: Sequence[QuantizedModule]
@@ -149,6 +156,7 @@ class OutputManifest:
     ignore: Sequence[str]
     tied: bool | None
     kinds: Mapping[str, str] = field(default_factory=dict)
+    left: Sequence[str] = ()
 
 
 def build_manifest(
@@ -219,7 +227,9 @@ def manifest_of(
     stored = _sorted_tensors(contents)
     names = {one.name for one in stored}
     headers = headers_beside(names)
-    extras = extra_tensors(model, headers, contents.state, names)
+    extras, left = extra_tensors(model, headers, contents.state, names)
+    for name in extras:
+        torch_dtype(name, headers[name])  # refused before the work
     stored += [StoredTensor(name, headers[name].dtype, headers[name].shape) for name in extras]
     own = contents.names.stored([entry.name for entry in quantized])
     ignore = extra_ignore_patterns(extras, names, [*own, *own.values()]) if extras else []
@@ -231,6 +241,7 @@ def manifest_of(
         ignore,
         contents.tied,
         module_kinds(model),
+        left,
     )
 
 
@@ -293,4 +304,4 @@ def _sorted_tensors(contents: PartitionedState) -> list[StoredTensor]:
 
 
 def _stored(name: str, tensor: Tensor) -> StoredTensor:
-    return StoredTensor(name, DTYPE_NAMES[tensor.dtype], tuple(tensor.shape))
+    return StoredTensor(name, *stored_form(tensor))

@@ -32,12 +32,19 @@ from llmcompressor.checkpoint.load import (
     model_class,
     parse_precision,
 )
-from llmcompressor.checkpoint.names import LoadedName, NameMap, stacks_tensors
+from llmcompressor.checkpoint.names import LoadedName, NameMap, first_of_each, stacks_tensors
 from llmcompressor.checkpoint.side_files import SPEAKERS_FILE
-from llmcompressor.checkpoint.source import SourceInfo, TensorHeader, check_config_unquantized
-from llmcompressor.checkpoint.tensor_files import DTYPES
+from llmcompressor.checkpoint.source import (
+    SourceInfo,
+    TensorHeader,
+    check_config_unquantized,
+    tell_remarks,
+)
+from llmcompressor.checkpoint.tensor_files import DTYPES, torch_dtype, torch_shape
 from llmcompressor.errors import CheckpointError
+from llmcompressor.logger import logger
 from llmcompressor.modeling.weights import text_config
+from llmcompressor.runtime.progress import join_names
 from llmcompressor.transformers_internals import auto_mapping, build_from_config
 
 _SPEAKERS = "load_speakers"
@@ -80,7 +87,7 @@ class _MetaSlice:
     """A placeholder for a slice object of safetensors: transformers reads it by slicing."""
 
     def __init__(self, dtype: str, shape: Sequence[int], count: int) -> None:
-        self.shape = torch.Size(shape)
+        self.shape = torch.Size(torch_shape(dtype, shape))
         self.dtype = DTYPES.get(dtype, torch.uint8)
         self._absent = _meta_tensor(self.shape, self.dtype, count)
 
@@ -182,6 +189,7 @@ def build_meta_model(
             lacks tensors of it.
     """
     place = str(source.directory)
+    tell_remarks(source)
     with no_progress_bars(), loading_errors(place):
         config = load_config(config_name or place, trust_remote_code=trust_remote_code)
         check_config_unquantized(config_name or place, config.to_dict())
@@ -210,8 +218,21 @@ def build_meta_model(
     _read_generation_config(model, source.directory)
     if draft is None or draft.state_dict().keys() != model.state_dict().keys():
         names = NameMap(model).loaded(source.tensors, model.state_dict())
+    chosen = first_of_each(names)
+    if doubles := names.keys() - chosen.keys():
+        logger.warning(
+            f"{join_names(sorted(doubles), most=3)} of {place} has the place of another tensor: "
+            "that one is read, as transformers does."
+        )
+    for name in chosen:
+        if torch_dtype(name, source.tensors[name]) is torch.float4_e2m1fn_x2:
+            raise CheckpointError(
+                f"{name} of {place} is a weight of the model, and transformers reads none of the "
+                "dtype F4.",
+                "Convert the checkpoint.",
+            )
     model.train(mode=False)
-    return MetaModel(model, source, names, dtype, shared)
+    return MetaModel(model, source, chosen, dtype, shared)
 
 
 def _draft(loader: Any, config: PretrainedConfig) -> Any:

@@ -40,6 +40,8 @@ _RUN_TIME = {
 REPORT_FILE = "compression_report.json"
 STORED_AS = "stored_as"
 """Module → its names in the files, where these are others; what is recorded goes by modules."""
+LEFT_BEHIND = "left_behind"
+"""Files, folders and tensors of the source that the output does not hold."""
 _EARLIER = "before"
 _OF_FILES = "verification"
 """What a report says of the files beside it; of other files it says nothing."""
@@ -47,8 +49,12 @@ _CARD = "README.md"
 
 
 def json_text(content: Mapping[str, Any]) -> str:
-    """Serialize JSON as in all written files: indented, keys in their given order."""
-    return json.dumps(content, indent=2, ensure_ascii=False) + "\n"
+    """Serialize JSON as in all written files: indented, keys in their given order.
+
+    Surrogates without a partner, which UTF-8 does not have, stay escaped.
+    """
+    text = json.dumps(content, indent=2, ensure_ascii=False) + "\n"
+    return text.encode(errors="backslashreplace").decode()
 
 
 def checkpoint_config(
@@ -188,18 +194,19 @@ def write_report(
     folder: Path,
     report: Mapping[str, Any] | None,
     source: Path | None,
-    check: Callable[[Path], Mapping[str, Any]] | None,
+    check: Callable[..., Mapping[str, Any]] | None,
 ) -> None:
     """Write the report of a run, with that of its source nested in it; no file if it is empty.
 
-    ``check`` verifies the otherwise complete output; its findings become part of the report.
+    ``check`` verifies the otherwise complete output, given its ``source``; its findings become part
+    of the report.
     """
     content = dict(report or {})
     earlier = _report_of(source)
     if earlier:
         content[_EARLIER] = earlier
     if check is not None:
-        content[_OF_FILES] = dict(check(folder))
+        content[_OF_FILES] = dict(check(folder, source=source))
     if content:
         (folder / REPORT_FILE).write_text(json_text(content), encoding="utf-8")
 

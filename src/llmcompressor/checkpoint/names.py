@@ -37,6 +37,7 @@ from transformers.core_model_loading import (
     PrefixChange,
     WeightConverter,
     WeightRenaming,
+    dot_natural_key,
     rename_source_key,
     revert_weight_conversion,
 )
@@ -197,6 +198,18 @@ class LoadedName(NamedTuple):
     target: str
     merged: bool
     pattern: str | None = None
+
+
+def first_of_each(names: Mapping[str, LoadedName]) -> dict[str, LoadedName]:
+    """Return what transformers takes of tensors with one place, as of one stored with two prefixes.
+
+    It loads them in a natural order of their names, and the first of them counts.
+    """
+    taken: dict[str, str] = {}
+    for name in sorted(names, key=dot_natural_key):
+        if not names[name].merged:
+            taken.setdefault(names[name].target, name)
+    return {name: own for name, own in names.items() if own.merged or taken[own.target] == name}
 
 
 class NameMap:

@@ -32,6 +32,7 @@ from llmcompressor.checkpoint.atomic_output import (
     check_path_argument,
     staged_output,
 )
+from llmcompressor.checkpoint.copied_files import copy_side_files, left_behind
 from llmcompressor.checkpoint.generic_model import TreeModel
 from llmcompressor.checkpoint.manifest import (
     OutputManifest,
@@ -42,6 +43,7 @@ from llmcompressor.checkpoint.manifest import (
     partition_state_dict,
 )
 from llmcompressor.checkpoint.model_config import (
+    LEFT_BEHIND,
     STORED_AS,
     checkpoint_config,
     json_text,
@@ -53,7 +55,6 @@ from llmcompressor.checkpoint.packing import parse_format, quantized_modules, wa
 from llmcompressor.checkpoint.quantization_config import build_quantization_config
 from llmcompressor.checkpoint.side_files import (
     PROCESSOR_FILES,
-    copy_side_files,
     layer_prefix,
     matches_stored_files,
     processor_directory,
@@ -88,7 +89,7 @@ from llmcompressor.modeling.sharded import (
 from llmcompressor.runtime.memory import malloc_trim
 from llmcompressor.runtime.processes import skip_write, write_once
 from llmcompressor.runtime.progress import join_names
-from llmcompressor.transformers_internals import commit_of, not_saved
+from llmcompressor.transformers_internals import commit_of, declare_ties, not_saved
 
 RECIPE_FILE = "recipe.yaml"
 DEFAULT_SHARD_SIZE = "20GB"
@@ -122,8 +123,9 @@ class SaveOptions:
         source: the original model's folder or hub id; the folder the model was loaded from if
             ``None``.
         report: decisions and figures to store alongside the weights, as JSON data.
-        check: called with the folder when all else is written (by ``save_pretrained`` with
-            ``kinds`` too, the kinds of the modules); its result is stored in the report.
+        check: called with the folder and the original's as ``source`` when all else is written (by
+            ``save_pretrained`` with ``kinds`` too, those of the modules); its result is stored in
+            the report.
         dtype: the model's dtype when it was quantized, if known.
         once: several processes hold the same model, and only one of them writes.
     """
@@ -190,6 +192,7 @@ def modify_save_pretrained(model: PreTrainedModel, options: SaveOptions | None =
     dtype = model_dtype(model) if any(map(is_module_quantized, model.modules())) else None
     object.__setattr__(model, _OPTIONS, replace(options or SaveOptions(), dtype=dtype))
     # a bound method is pickled by name, and the model's class has another method of that name
+    declare_ties(model)
     object.__setattr__(model, "save_pretrained", partial(_save_pretrained, model))
     for name, part in named_modules(model):
         given = part.__dict__.get("save_pretrained")
@@ -321,7 +324,9 @@ def write_checkpoint(
             model, quantized_modules(model, forced_format=forced), state
         )
         source = options.folder(model)
-        manifest = manifest_of(model, contents, partial(_source_headers, source, model))
+        lost: list[str] = []
+        manifest = manifest_of(model, contents, partial(_source_headers, source, model, lost))
+        manifest = replace(manifest, left=[*manifest.left, *lost])
         if manifest.extras:
             name = type(model).__name__
             logger.info(f"Carrying over {len(manifest.extras)} tensors that {name} does not own.")
@@ -368,6 +373,11 @@ def write_non_weight_files(
     modules = [str(module) for each in records for module in each]
     names = NameMap(model).renamed(modules) if modules else {}
     report = {**report, STORED_AS: names} if names else report
+    left = [*left_behind(source), *prediction.left] if source is not None else []
+    if left:
+        logger.warning(f"Left behind, of what {source} holds: {join_names(left)}.")
+    if left or options.check is not None:
+        report = {**report, LEFT_BEHIND: left}
     write_report(folder, report, source, options.check)
 
 
@@ -414,15 +424,16 @@ def _state_to_write(
 
 
 def _source_headers(
-    source: Path | None, model: PreTrainedModel, written: Collection[str]
+    source: Path | None, model: PreTrainedModel, lost: list[str], written: Collection[str]
 ) -> Mapping[str, TensorHeader]:
+    """Return the source's tensors; ``lost`` gets those that cannot be carried over."""
     if source is None:
         return {}
     try:
-        found = inspect_source(source, allow_quantized=True)
+        found = inspect_source(source, allow_quantized=True, allow_absent=True)
         if quantization_method(found.config) is None:
             return found.tensors
-        return _without_codes(model, found.tensors, written)
+        return _without_codes(model, found.tensors, lost, written)
     except CheckpointError as error:
         # the model was complete when it was loaded; its folder has changed since
         logger.warning(f"Tensors that the model class does not own are not carried over. {error}")
@@ -430,7 +441,10 @@ def _source_headers(
 
 
 def _without_codes(
-    model: PreTrainedModel, tensors: Mapping[str, TensorHeader], written: Collection[str]
+    model: PreTrainedModel,
+    tensors: Mapping[str, TensorHeader],
+    lost: list[str],
+    written: Collection[str],
 ) -> Mapping[str, TensorHeader]:
     """Return a quantized source's tensors that are not codes or scales, whose values the model has.
 
@@ -438,7 +452,7 @@ def _without_codes(
     """
     codes = list(code_tensors(tensors))
     modules = {name.rpartition(".")[0] for name in written}
-    lost = [name for name in codes if name.rpartition(".")[0] not in modules]
+    lost += [name for name in codes if name.rpartition(".")[0] not in modules]
     if lost:
         logger.warning(
             f"Left out of the output: {join_names(lost)}. {type(model).__name__} does not own "

@@ -1,22 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files and tensors that a source folder holds besides the model: draft heads, tokenizer, code."""
+"""Tensors that a source holds besides the model, such as draft heads, and its processor's files."""
 
 from __future__ import annotations
 
 import json
 import os
 import re
-import shutil
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from pathlib import Path, PurePosixPath
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 from torch import Tensor
 from transformers import AutoProcessor, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from llmcompressor.checkpoint.names import NameMap
-from llmcompressor.checkpoint.source import SIDE_FILES, TensorHeader, local_directory
+from llmcompressor.checkpoint.names import NameMap, first_of_each
+from llmcompressor.checkpoint.source import TensorHeader, local_directory
 from llmcompressor.errors import CheckpointError
 from llmcompressor.logger import logger
 from llmcompressor.runtime.progress import join_names
@@ -28,21 +27,8 @@ _LAYER = re.compile(r"^((?:.*\.)?(?:layers?|h|blocks?))\.(\d+)\.")
 _ADAPTER = re.compile(r"(?:^|[._])lora_(?:[AB]|down|up|embedding_[AB]|magnitude_vector)(?:[._]|$)")
 _TOWER = re.compile(r"vis|audio|speech")
 _LAYER_COUNT = re.compile(r"num_(?:hidden_|decoder_)?layers|n_layers?|(?:de|en)coder_layers")
-_COPIED = re.compile(
-    r"(?!\.|.*\.index\.json$)(?:.*\.(?:json|jinja|txt|model|py|tiktoken|vocab|bpe|spm)"
-    r"|(?:LICEN[SC]E|NOTICE|USE_POLICY).*|spk_dict\.pt)"
-)
-_COPIED_FOLDERS = ("additional_chat_templates",)
-_MODULES = "modules.json"
-"""Of sentence-transformers."""
 SPEAKERS_FILE = "spk_dict.pt"
 """The voices of a model that speaks (Qwen2.5-Omni), which its class cannot be loaded without."""
-_CACHE = "__pycache__"
-_REQUIREMENTS = "requirements.txt"
-"""What transformers checks before it runs the code beside it."""
-_WRITTEN_HERE = {"config.json", "recipe.yaml", "compression_report.json"}
-_OF_A_RUN = {"all_results.json", "eval_results.json", "train_results.json", "trainer_state.json"}
-"""What a training leaves beside its model: of the model that is copied from, not of the copy."""
 
 
 def extra_tensors(
@@ -50,15 +36,18 @@ def extra_tensors(
     source: Mapping[str, TensorHeader],
     state: Mapping[str, Tensor],
     written: set[str],
-) -> list[str]:
-    """Return the source's tensors that the model class does not own, such as draft heads.
+) -> tuple[list[str], list[str]]:
+    """Return the source's tensors to carry over, such as draft heads, and those left behind.
+
+    What the model class does not own is carried over.
 
     Caches that loaders compute themselves, and tensors of experts and layers that were pruned from
     the model, are left out. So are tensors in layers and modules that the model has, as a change of
     these may have made them meaningless. A warning is logged for those, and for adapters.
     """
     candidates = [name for name in source if name not in written]
-    owned = NameMap(model).owned(candidates, state)
+    names = NameMap(model)
+    owned = names.owned(candidates, state)
     written_modules = {name.rpartition(".")[0] for name in written} - {""}
     expert_lists = {match.group(1) for match in map(_EXPERT.match, written) if match is not None}
     written_layers = {match.group() for match in map(_LAYER.match, written) if match is not None}
@@ -78,7 +67,9 @@ def extra_tensors(
         elif layer is None or layer.group() in written_layers:  # else the layer was pruned
             left.append(name)
     _warn(model, extras, left)
-    return extras
+    loaded = names.loaded(source, state)
+    chosen = first_of_each(loaded)
+    return extras, [*left, *(name for name in loaded if name not in chosen)]
 
 
 def _warn(model: PreTrainedModel, extras: Sequence[str], left: Sequence[str]) -> None:
@@ -153,75 +144,6 @@ def _prefixes(name: str) -> list[str]:
     """
     parts = name.split(".")[:-1]
     return [".".join(parts[: end + 1]) for end in range(len(parts))]
-
-
-def copy_side_files(source: Path, target: Path, *, without: Collection[str] = frozenset()) -> None:
-    """Copy the :func:`side_files` of a model into another folder, byte by byte."""
-    for path in side_files(source, without):
-        place = target / path.relative_to(source)
-        place.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(path, place)
-
-
-def side_files(source: Path, without: Collection[str] = frozenset()) -> list[Path]:
-    """Return the files of a model besides weights and configuration, also those in folders."""
-    left_out = {*_WRITTEN_HERE, *_OF_A_RUN, *SIDE_FILES, *without}
-    whole = [*_COPIED_FOLDERS, *module_folders(source)]
-    found: set[Path] = set()
-    for name in whole:
-        folder = source / name  # a link may lead out of the checkpoint to it
-        is_inside = folder.is_dir() and folder.resolve().is_relative_to(source.resolve())
-        if PurePosixPath(name).parts[0] not in left_out and is_inside:
-            below = (one for one in folder.rglob("*") if one.is_file())
-            found.update(one for one in below if _CACHE not in one.parts)
-    for path in source.iterdir():
-        if path.name in left_out or path.name in whole:
-            continue
-        if path.is_dir():
-            found.update(_python_files_below(path))
-        elif path.is_file() and _COPIED.fullmatch(path.name):
-            found.add(path)
-    return sorted(found)
-
-
-def module_folders(source: Path) -> list[str]:
-    """Return the folders of sentence-transformers' modules after the model, by ``modules.json``."""
-    try:
-        held = json.loads((source / _MODULES).read_text(encoding="utf-8"))
-    except (OSError, ValueError):  # missing, or unreadable to sentence-transformers too
-        return []
-    entries = held if isinstance(held, list) else []
-    named = [
-        one.get("path")
-        for one in entries
-        if isinstance(one, dict) and str(one.get("type", "")).startswith("sentence_transformers.")
-    ]
-    paths = [PurePosixPath(one) for one in named if isinstance(one, str)]
-    inside = [one for one in paths if one.parts and not one.is_absolute() and ".." not in one.parts]
-    return [str(one) for one in inside]
-
-
-def _python_files_below(folder: Path) -> Iterator[Path]:
-    """Yield the Python files below a folder, such as ``custom_generate/generate.py``.
-
-    A folder that is hidden, a cache, a link or a model of its own has none of this model's code.
-    """
-    if folder.name.startswith(".") or folder.name == _CACHE or folder.is_symlink():
-        return
-    if not os.access(folder, os.R_OK | os.X_OK):
-        logger.warning(f"Code in {folder}, which may not be read, is not copied.")
-        return
-    inside = sorted(folder.iterdir())
-    if any(path.name == "config.json" for path in inside):
-        return
-    code = [path for path in inside if path.suffix == ".py" and path.is_file()]
-    visible = [path for path in code if not path.name.startswith(".")]
-    yield from visible
-    if visible and (folder / _REQUIREMENTS).is_file():
-        yield folder / _REQUIREMENTS
-    for path in inside:
-        if path.is_dir():
-            yield from _python_files_below(path)
 
 
 PROCESSOR_FILES = frozenset(

@@ -11,15 +11,17 @@ import json
 import os
 import re
 import struct
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
+from math import prod
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from huggingface_hub import try_to_load_from_cache
 from safetensors import SafetensorError, safe_open
 
 from llmcompressor.errors import CheckpointError, did_you_mean
+from llmcompressor.logger import logger
 from llmcompressor.runtime.progress import join_names
 from llmcompressor.transformers_internals import commit_of
 
@@ -28,8 +30,14 @@ INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 _OTHER_WEIGHTS = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 _WEIGHTS = re.compile(r".*\.(safetensors|gguf)|(pytorch_model|model|consolidated).*\.(bin|pth?)")
+_OTHER_COPY = re.compile(r"(consolidated|adapter_model)\b.*")
+"""Files of safetensors with names of their own: Mistral's for the whole model, PEFT's adapters."""
+_PREFIX = re.compile(r"^(?:(?:model|language_model|transformer)\.)+")
+"""What names of one tensor may differ in."""
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _MAX_HEADER = 100_000_000
+_BITS = re.compile(r"[A-Z]+(\d+)")
+_BYTE = 8
 _DOWNLOAD = "Download or copy the file again."
 _ADAPTER = "adapter_config.json"
 
@@ -57,13 +65,15 @@ class TensorHeader:
 class SourceInfo:
     """A local model folder, with its ``config.json``, and the size of its tensors in bytes.
 
-    ``tensors`` are the headers of all its safetensors files; empty for other formats.
+    ``tensors`` are the headers of all its safetensors files; empty for other formats. ``remarks``
+    say where they are not what the index lists.
     """
 
     directory: Path
     config: Mapping[str, Any]
     tensors: Mapping[str, TensorHeader] = field(repr=False)
     size: int
+    remarks: tuple[str, ...] = ()
 
 
 def is_hub_id(model: str | os.PathLike[str]) -> bool:
@@ -111,12 +121,17 @@ def check_no_adapter(directory: Path) -> None:
 
 
 def inspect_source(
-    model: str | os.PathLike[str], *, allow_quantized: bool = False, headers_only: bool = False
+    model: str | os.PathLike[str],
+    *,
+    allow_quantized: bool = False,
+    allow_absent: bool = False,
+    headers_only: bool = False,
 ) -> SourceInfo:
     """Check a local model folder and list its tensors.
 
-    ``allow_quantized`` accepts a model that is quantized already, by its config or its headers, and
-    ``headers_only`` weight files that end after their headers.
+    ``allow_quantized`` accepts a model that is quantized already, by its config or its headers;
+    ``allow_absent`` an index that names tensors of no file, where the model's class will tell if it
+    lacks them; and ``headers_only`` weight files that end after their headers.
 
     Raises:
         CheckpointError: the folder is missing, incomplete or damaged, or holds a quantized model.
@@ -135,17 +150,35 @@ def inspect_source(
     config = _read_json(directory / CONFIG)
     if not allow_quantized:
         check_config_unquantized(str(directory), config)
-    tensors = _tensors(directory, headers_only=headers_only)
+    weights = _read_weights(directory, headers_only=headers_only)
+    tensors = weights.tensors
+    if weights.absent and not allow_absent:
+        raise CheckpointError(
+            f"The index of {directory} places the tensor {weights.absent[0]} in a file, and none "
+            f"holds it ({len(weights.absent)} such tensors).",
+            _DOWNLOAD,
+        )
     size = sum(file.stat().st_size for file in {header.file for header in tensors.values()})
     if not allow_quantized:
         check_dense(tensors)
-    return SourceInfo(directory.resolve(), config, tensors, size)
+    remarks = tuple(weights.remarks(directory))
+    return SourceInfo(directory.resolve(), config, tensors, size, remarks)
+
+
+def tell_remarks(source: SourceInfo) -> None:
+    """Log what a user has to know of a source's files before it is worked on."""
+    for remark in source.remarks:
+        logger.warning(remark)
 
 
 def whole_source(folder: Path | None) -> SourceInfo | None:
     """Return the source in a folder; ``None`` without one, and where reading it will fail."""
     try:
-        return None if folder is None else inspect_source(folder, allow_quantized=True)
+        return (
+            None
+            if folder is None
+            else inspect_source(folder, allow_quantized=True, allow_absent=True)
+        )
     except CheckpointError:
         return None
 
@@ -177,26 +210,136 @@ def _not_a_directory(path: Path) -> CheckpointError:
 def _read_json(file: Path) -> dict[str, Any]:
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"The file {file} is not valid JSON: {error}.", _DOWNLOAD) from error
     if not isinstance(content, dict):
         raise CheckpointError(f"The file {file} holds no JSON object.", _DOWNLOAD)
     return content
 
 
-def _tensors(directory: Path, *, headers_only: bool) -> dict[str, TensorHeader]:
+@dataclass
+class _Weights:
+    """The tensors of a folder's safetensors files, and where these are not what the index lists.
+
+    ``several`` has tensors in more than one file, and the file that counts; ``unnamed`` those that
+    the index does not name; ``beside`` those of files that nothing names; ``unread`` such files
+    that are damaged or quantized; ``absent`` what the index names and no file holds.
+    """
+
+    tensors: dict[str, TensorHeader] = field(default_factory=dict)
+    several: dict[str, str] = field(default_factory=dict)
+    unnamed: list[str] = field(default_factory=list)
+    beside: list[str] = field(default_factory=list)
+    unread: list[str] = field(default_factory=list)
+    absent: list[str] = field(default_factory=list)
+
+    def remarks(self, directory: Path) -> Iterator[str]:
+        """Yield what a user has to know of them."""
+        if self.several:
+            taken = join_names(dict.fromkeys(self.several.values()), most=3)
+            yield (
+                f"More than one file of {directory} holds {join_names(self.several, most=3)}: that "
+                f"of {taken} is taken, as transformers does."
+            )
+        if self.unnamed:
+            yield (
+                f"The index of {directory} does not name {join_names(self.unnamed, most=3)}, which "
+                "its files hold: that is read and kept too, as by transformers."
+            )
+        if self.beside:
+            files = sorted({self.tensors[name].file.name for name in self.beside})
+            yield (
+                f"Nothing names {join_names(files, most=3)} beside the weights of {directory}. "
+                f"What only that holds is read and kept too: {join_names(self.beside, most=3)}."
+            )
+        if self.unread:
+            yield (
+                f"Nothing names {join_names(self.unread, most=3)} beside the weights of "
+                f"{directory}, and it is damaged or quantized: it is left behind."
+            )
+        if self.absent:
+            yield (
+                f"The index of {directory} names {join_names(self.absent, most=3)}, which none of "
+                "its files holds."
+            )
+
+
+def _read_weights(directory: Path, *, headers_only: bool) -> _Weights:
+    """Read the headers of the files that transformers reads, and of those that nothing names.
+
+    Of a tensor in two files transformers takes that of the later name. Where there is a
+    ``model.safetensors`` it reads no other file, so that this one counts.
+    """
+    found = _Weights()
     has_single, has_index = ((directory / name).is_file() for name in (SINGLE, INDEX))
-    found: dict[str, TensorHeader] = {}
-    weight_map = _read_json(directory / INDEX).get("weight_map") if has_index else None
-    # draft layers are stored beside the one file, in an index that names it too
-    if isinstance(weight_map, dict) and (not has_single or SINGLE in weight_map.values()):
-        found = _indexed(directory, weight_map, headers_only=headers_only)
-    elif has_index and not has_single:
-        raise CheckpointError(f"The file {directory / INDEX} has no weight_map.", _DOWNLOAD)
-    if has_single:
-        found |= read_header(directory / SINGLE, headers_only=headers_only)
-    if has_single or has_index or any((directory / name).is_file() for name in _OTHER_WEIGHTS):
+    if not has_single and not has_index:
+        _check_other_weights(directory)
         return found
+    weight_map = _weight_map(directory, has_single=has_single) if has_index else {}
+    named = sorted({*weight_map.values()} - {SINGLE}) + [SINGLE] * has_single
+    missing = [name for name in named if not (directory / name).is_file()]
+    if missing:
+        raise CheckpointError(
+            f"The folder {directory} lacks {len(missing)} of {len(named)} weight files: "
+            f"{join_names(missing)}.",
+            "Download or copy them.",
+        )
+    for file in named:
+        own = read_header(directory / file, headers_only=headers_only)
+        found.several |= dict.fromkeys((name for name in own if name in found.tensors), file)
+        found.tensors |= own
+    found.absent = [name for name in weight_map if name not in found.tensors]
+    if weight_map:
+        found.unnamed = [name for name in found.tensors if name not in weight_map]
+    _read_unnamed(found, directory, named, headers_only=headers_only)
+    return found
+
+
+def _read_unnamed(
+    found: _Weights, directory: Path, named: Collection[str], *, headers_only: bool
+) -> None:
+    """Add what only files hold that nothing names, if they are no copies in another format."""
+    known = {_PREFIX.sub("", name) for name in found.tensors}
+    is_dense = next(code_tensors(found.tensors), None) is None
+    for path in sorted(directory.glob("*.safetensors")):
+        if path.name in named or _OTHER_COPY.fullmatch(path.name) or not path.is_file():
+            continue
+        try:
+            own = read_header(path, headers_only=headers_only)
+        except CheckpointError:
+            found.unread.append(path.name)
+            continue
+        if is_dense and next(code_tensors(own), None) is not None:
+            found.unread.append(path.name)
+            continue
+        new = {name: one for name, one in own.items() if _PREFIX.sub("", name) not in known}
+        found.beside += [name for name in new if name not in found.tensors]
+        found.tensors |= new
+
+
+def _weight_map(directory: Path, *, has_single: bool) -> dict[str, str]:
+    """Return tensor → file by the index; empty if that is not of the ``model.safetensors`` here."""
+    weight_map = _read_json(directory / INDEX).get("weight_map")
+    # draft layers are stored beside the one file, in an index that names it too
+    if has_single and not (isinstance(weight_map, dict) and SINGLE in weight_map.values()):
+        return {}
+    if not isinstance(weight_map, dict):
+        raise CheckpointError(f"The file {directory / INDEX} has no weight_map.", _DOWNLOAD)
+    for name, file in weight_map.items():
+        path = PurePosixPath(file) if isinstance(file, str) and file else None
+        if path is None or path.is_absolute() or ".." in path.parts:
+            raise CheckpointError(
+                f"The index of {directory} places the tensor {name} in {file!r}, which is no file "
+                "of that folder.",
+                "Put the file into the folder, and its name there into the index.",
+            )
+    return dict(weight_map)
+
+
+def _check_other_weights(directory: Path) -> None:
+    """Refuse a folder without weights in any format that transformers finds."""
+    if any((directory / name).is_file() for name in _OTHER_WEIGHTS):
+        return
     every = sorted(path.name for path in directory.iterdir() if path.is_file())
     there = [name for name in every if _WEIGHTS.fullmatch(name)]
     shown = join_names(there, most=3) or "no weights"
@@ -206,28 +349,6 @@ def _tensors(directory: Path, *, headers_only: bool) -> dict[str, TensorHeader]:
         "Download or copy the missing files, or save the model with save_pretrained of "
         "transformers and use that.",
     )
-
-
-def _indexed(
-    directory: Path, weight_map: Mapping[str, str], *, headers_only: bool
-) -> dict[str, TensorHeader]:
-    files = sorted(set(weight_map.values()))
-    missing = [name for name in files if not (directory / name).is_file()]
-    if missing:
-        raise CheckpointError(
-            f"The folder {directory} lacks {len(missing)} of {len(files)} weight files: "
-            f"{join_names(missing)}.",
-            "Download or copy them.",
-        )
-    headers = {name: read_header(directory / name, headers_only=headers_only) for name in files}
-    absent = [name for name, file in weight_map.items() if name not in headers[file]]
-    if absent:
-        raise CheckpointError(
-            f"The index of {directory} places the tensor {absent[0]} in {weight_map[absent[0]]}, "
-            f"which does not hold it ({len(absent)} such tensors).",
-            _DOWNLOAD,
-        )
-    return {name: headers[file][name] for name, file in weight_map.items()}
 
 
 def read_header(file: Path, *, headers_only: bool = False) -> dict[str, TensorHeader]:
@@ -259,12 +380,13 @@ def read_header(file: Path, *, headers_only: bool = False) -> dict[str, TensorHe
                 place = (file, data + begin, end - begin)
                 tensors[name] = TensorHeader(entry["dtype"], tuple(entry["shape"]), *place)
                 expected = max(expected, data + end)
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"The header of {file} cannot be read.", _DOWNLOAD) from error
     if size < expected and not (headers_only and size == data):
         raise CheckpointError(
             f"The file {file} is truncated: it holds {size} of {expected} bytes.", _DOWNLOAD
         )
+    _check_places(file, tensors, data)
     try:
         if size > data:
             with safe_open(str(file), framework="numpy"):
@@ -272,6 +394,33 @@ def read_header(file: Path, *, headers_only: bool = False) -> dict[str, TensorHe
     except SafetensorError as error:
         raise CheckpointError(f"The file {file} is damaged: {error}.", _DOWNLOAD) from error
     return tensors
+
+
+def _check_places(file: Path, tensors: Mapping[str, TensorHeader], begin: int) -> None:
+    """Refuse tensors that do not lie one behind the other, each in the bytes that its shape takes.
+
+    A tensor that is declared longer than it is would be read into the one behind it.
+    """
+    for name, one in sorted(tensors.items(), key=lambda each: (each[1].offset, each[1].nbytes)):
+        bits = stored_bits(one.dtype) * prod(one.shape)
+        if one.offset != begin or min(one.shape, default=0) < 0 or bits != _BYTE * one.nbytes:
+            raise CheckpointError(
+                f"The file {file} is damaged: {name}, {one.dtype} of {list(one.shape)}, has "
+                f"{one.nbytes} bytes from {one.offset} on, and should have {bits / _BYTE:g} from "
+                f"{begin} on.",
+                _DOWNLOAD,
+            )
+        begin += one.nbytes
+
+
+def stored_bits(dtype: str) -> int:
+    """Return the bits of an element of a dtype, by safetensors' name of it.
+
+    >>> [stored_bits(dtype) for dtype in ("BOOL", "F4", "F6_E2M3", "F8_E4M3FNUZ", "BF16", "C64")]
+    [8, 4, 6, 8, 16, 64]
+    """
+    found = _BITS.match(dtype)
+    return _BYTE if found is None else int(found[1])
 
 
 _DEQUANTIZED_BY = {"fp8": "FineGrainedFP8Config", "mxfp4": "Mxfp4Config"}

@@ -34,11 +34,14 @@ from llmcompressor.runtime.durable import errors_naming, sync
 
 DTYPES: dict[str, torch.dtype] = {
     "BOOL": torch.bool,
+    "F4": torch.float4_e2m1fn_x2,
     "U8": torch.uint8,
     "I8": torch.int8,
     "F8_E5M2": torch.float8_e5m2,
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E8M0": torch.float8_e8m0fnu,
+    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
+    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
     "I16": torch.int16,
     "U16": torch.uint16,
     "F16": torch.float16,
@@ -53,6 +56,8 @@ DTYPES: dict[str, torch.dtype] = {
 }
 """safetensors' names of dtypes; the last ones are stored first, so that all are aligned."""
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_PAIRED = "F4"
+"""Two numbers are one element of torch's dtype, and two of safetensors' shape."""
 _ALIGNMENT = 8
 _CHUNK = 2**23
 """Bytes that are read at once: few enough to be in the cache when they are hashed."""
@@ -148,7 +153,8 @@ class TensorReader:
         """
         header = self._headers[name]
         dtype = torch_dtype(name, header)
-        shape = header.shape if header.matrix is None else header.matrix
+        whole = header.shape if header.matrix is None else header.matrix
+        shape = torch_shape(header.dtype, whole)
         nbytes = prod(shape) * dtype.itemsize
         data = self._buffers.take(nbytes)
         view = bytes_of(data)
@@ -198,14 +204,31 @@ class TensorReader:
 
 
 def torch_dtype(name: str, header: TensorHeader) -> torch.dtype:
-    """Return the dtype of a stored tensor; CheckpointError if torch does not know it."""
-    if header.dtype not in DTYPES:
+    """Return the dtype of a stored tensor; CheckpointError if torch cannot hold it."""
+    is_odd = header.dtype == _PAIRED and (not header.shape or header.shape[-1] % 2 == 1)
+    if header.dtype not in DTYPES or is_odd:
+        shape = f" and the shape {list(header.shape)}" if is_odd else ""
         raise CheckpointError(
-            f"The tensor {name} of {header.file} has the dtype {header.dtype}, which torch "
+            f"The tensor {name} of {header.file} has the dtype {header.dtype}{shape}, which torch "
             "does not know.",
             "Convert the checkpoint.",
         )
     return DTYPES[header.dtype]
+
+
+def torch_shape(dtype: str, shape: Sequence[int]) -> tuple[int, ...]:
+    """Return the shape that torch has for a tensor of a dtype and a shape in a file.
+
+    >>> torch_shape("F4", [2, 16]), torch_shape("BF16", [2, 16])
+    ((2, 8), (2, 16))
+    """
+    return (*shape[:-1], shape[-1] // 2) if dtype == _PAIRED and shape else tuple(shape)
+
+
+def stored_form(tensor: Tensor) -> tuple[str, tuple[int, ...]]:
+    """Return the dtype and the shape that a file has for a tensor."""
+    dtype, shape = DTYPE_NAMES[tensor.dtype], tuple(tensor.shape)
+    return dtype, (*shape[:-1], shape[-1] * 2) if dtype == _PAIRED and shape else shape
 
 
 def read_tensors(headers: Mapping[str, TensorHeader]) -> Iterator[tuple[str, Tensor]]:
@@ -253,7 +276,7 @@ class StoredTensor(NamedTuple):
     @property
     def nbytes(self) -> int:
         """Number of bytes of the tensor's data."""
-        return prod(self.shape) * DTYPES[self.dtype].itemsize
+        return prod(torch_shape(self.dtype, self.shape)) * DTYPES[self.dtype].itemsize
 
 
 @dataclass(frozen=True)
@@ -382,7 +405,7 @@ class TensorWriter:
             if is_float and planned is not tensor.dtype and tensor.element_size() > 1:
                 narrow = tensor.to(planned)
                 tensor = narrow if torch.equal(narrow.to(tensor.dtype), tensor) else tensor
-            own = (DTYPE_NAMES[tensor.dtype], tuple(tensor.shape))
+            own = stored_form(tensor)
             if place is None or (place.dtype, place.shape) != own:
                 wanted = "nothing" if place is None else f"{place.dtype} {place.shape}"
                 raise CheckpointError(

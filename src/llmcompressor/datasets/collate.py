@@ -22,6 +22,7 @@ from llmcompressor.datasets.samples import (
     token_sequences,
     truncate,
 )
+from llmcompressor.datasets.series import cut_series, pad_series
 from llmcompressor.errors import DatasetError
 from llmcompressor.logger import logger
 
@@ -40,7 +41,8 @@ class TruncationCollator:
 
     def __call__(self, samples: Sequence[Sample]) -> dict[str, Any]:
         """Collate samples; token tensors are long ``[batch, tokens]``."""
-        return _collated(samples, truncate_batch(samples, self.max_length))
+        columns = truncate_batch(samples, self.max_length)
+        return _collated(cut_series(samples, self.max_length), columns)
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,7 @@ class PaddingCollator:
     def __call__(self, samples: Sequence[Sample]) -> dict[str, Any]:
         """Collate samples; token tensors are long ``[batch, tokens]``."""
         columns = {}
+        samples = pad_series(samples, self.side)
         for name in token_sequences(samples):
             length = max(len(sample[name]) for sample in samples)
             columns[name] = [
@@ -114,10 +117,22 @@ def _collated(samples: Sequence[Sample], columns: Mapping[str, list[list[int]]])
         if name in SEQUENCES and any(isinstance(value, list) for value in values):
             continue
         if all(isinstance(value, Tensor) for value in values):
-            batch[name] = torch.cat(values)
+            batch[name] = _concatenated(name, values)
         else:
             batch[name] = values[0] if len(values) == 1 else values
     return batch | {name: torch.tensor(rows, dtype=torch.long) for name, rows in columns.items()}
+
+
+def _concatenated(name: str, values: Sequence[Tensor]) -> Tensor:
+    shapes = dict.fromkeys(tuple(value.shape[1:]) for value in values)
+    if len(shapes) > 1:
+        one, other = list(shapes)[:2]
+        raise DatasetError(
+            f"Samples of a batch have {name} of shapes {list(one)} and {list(other)}, which do not "
+            "fit into one tensor.",
+            "Give batch_size=1 (--batch-size 1), or samples of one shape.",
+        )
+    return torch.cat(list(values))
 
 
 def check_placeholders_kept(

@@ -196,7 +196,9 @@ def rows_of_columns(columns: Mapping[str, Any]) -> Rows:
     )
 
 
-_COLUMNS = MAIN_INPUTS | {"conversations", "messages", "text"}
+_CHATS = ("chosen", "completion", "conversations", "messages", "prompt")
+_TEXTS = ("chosen", "completion", "prompt", "text")
+_COLUMNS = MAIN_INPUTS.union(_CHATS, _TEXTS)
 """A mapping with one of these for a key holds columns; any other holds splits."""
 
 
@@ -208,12 +210,12 @@ def has_columns(data: Mapping[str, Any]) -> bool:
 
 def _is_one_row(data: Mapping[str, Any]) -> bool:
     """Return True if a mapping is a single row: a text, a conversation or token ids."""
-    if any(is_chat(data.get(name)) for name in ("conversations", "messages")):
+    if any(is_chat(data.get(name)) for name in _CHATS):
         return True
     ids = data.get("input_ids")
     first = None if ids is None else next(iter(ids), None)
     is_token = isinstance(first, int) or getattr(first, "ndim", None) == 0
-    return is_token or isinstance(data.get("text"), str)
+    return is_token or any(isinstance(data.get(name), str) for name in _TEXTS)
 
 
 def is_chat(value: Any) -> bool:

@@ -123,7 +123,8 @@ def from_tokenized(
         tensor = None if name == "input_ids" else _as_tensor(value)
         if tensor is not None:
             if tensor.ndim:
-                sample[name] = tensor if batched else tensor.unsqueeze(0)
+                is_batch = batched or (name == "inputs_embeds" and tensor.ndim == 3)
+                sample[name] = tensor if is_batch else tensor.unsqueeze(0)
         elif name in {"input_ids", *_MASKS} or (name in SEQUENCES and _is_sequence(value)):
             raise DatasetError(
                 f"has {name} that are no sequence of whole numbers: {_find_fault(value)}.",
@@ -298,10 +299,15 @@ def truncate(sample: Sample, name: str, length: int) -> list[int]:
     # labels of encoder-decoder models are the decoder's
     of_decoder = name.startswith("decoder_") or (name == "labels" and "decoder_input_ids" in sample)
     mask = sample.get("decoder_attention_mask" if of_decoder else "attention_mask")
-    if not isinstance(mask, list) or len(mask) != len(tokens) or 1 not in mask:
-        return tokens[:length]
-    start = max(0, min(mask.index(1), len(tokens) - length))
+    start = first_kept(mask, len(tokens), length)
     return tokens[start : start + length]
+
+
+def first_kept(mask: Any, size: int, length: int) -> int:
+    """Return where :func:`truncate` begins in ``size`` tokens with this mask, if it is one."""
+    if not isinstance(mask, list) or len(mask) != size or 1 not in mask:
+        return 0
+    return max(0, min(mask.index(1), size - length))
 
 
 def truncate_all(sample: Sample, length: int) -> Sample:

@@ -15,6 +15,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from llmcompressor.datasets.answers import find_answer
 from llmcompressor.datasets.media import collect_media
 from llmcompressor.datasets.rows import Row, is_chat
 from llmcompressor.datasets.samples import MAIN_INPUTS, errors_naming
@@ -175,17 +176,34 @@ class ChatRenderer:
         self._moment = moment()
         self._warned = False
 
+    @property
+    def end(self) -> str:
+        """The token at the end of a text; empty if there is none."""
+        inner = getattr(self._processor, "tokenizer", None) or self._processor
+        return str(getattr(inner, "eos_token", None) or "")
+
     def __call__(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None = None
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Any] | None = None,
+        *,
+        opens: bool = False,
+        variables: Mapping[str, Any] | None = None,
     ) -> str:
         """Render a conversation as text with special tokens.
 
         Args:
             messages: its turns.
             tools: tool definitions, for templates that render them.
+            opens: add what the answer begins with (``add_generation_prompt``).
+            variables: further variables of the template.
         """
         owner, template = self._template()
-        options: dict[str, Any] = {"tokenize": False, "add_generation_prompt": False}
+        options: dict[str, Any] = {
+            **(variables or {}),
+            "tokenize": False,
+            "add_generation_prompt": opens,
+        }
         names, takes_any = parameters_of(owner.apply_chat_template)
         if tools and (takes_any or "tools" in names):
             options["tools"] = list(tools)
@@ -390,14 +408,28 @@ class RowPreparer:
         if is_chat(conversation):
             _check_chat(conversation, column)
             with errors_naming(f"Column {column!r}"):
-                turns, tools = normalize_turns(conversation), _parse_tools(row.pop("tools", None))
-                if tools is None:
-                    self._warn("A column 'tools' is not used: it is no list of definitions.")
-                row["text"] = self._chat(turns, tools)
+                turns = normalize_turns(conversation)
+                row["text"] = self._chat(turns, **self._options(row))
             for name, shown in collect_media(turns).items():
                 if row.get(name) is None:
                     row[name] = shown
         return row
+
+    def prompt_of(self, row: Row) -> str:
+        """The text of the prompt of a prepared row; empty if it has none."""
+        prompt: Any = row.get("prompt")
+        if is_chat(prompt):
+            with errors_naming("Column 'prompt'"):
+                return self._chat(normalize_turns(prompt), opens=True, **self._options(row))
+        return prompt if isinstance(prompt, str) else ""
+
+    def _options(self, row: Row) -> dict[str, Any]:
+        """What a chat template gets beside the turns of a row."""
+        tools, variables = _parse_tools(row.get("tools")), row.get("chat_template_kwargs")
+        if tools is None:
+            self._warn("A column 'tools' is not used: it is no list of definitions.")
+        is_valid = isinstance(variables, Mapping)
+        return {"tools": tools, "variables": _without_none(variables) if is_valid else None}
 
     def _warn(self, message: str) -> None:
         """Warn, once for all rows."""
@@ -406,11 +438,7 @@ class RowPreparer:
         self._warnings.add(message)
 
     def _find_text(self, row: Row, given: Row) -> str:
-        """Move what a row has for text, whatever its form, to ``text``, and return its column.
-
-        This is the place for further forms of rows, such as a prompt with its completion, or
-        with a chosen and a rejected one.
-        """
+        """Move what a row has for text, whatever its form, to ``text``, and return its column."""
         column = self._text_column
         made = row.get("text")
         if column == "text":
@@ -436,7 +464,26 @@ class RowPreparer:
                 return name
         if chats and not any(map(row.get, chats)) and not self._main_inputs & row.keys():
             row["text"] = None
+        if row.get("text") is None and not self._main_inputs & row.keys():
+            return self._join_answer(row) or column
         return column
+
+    def _join_answer(self, row: Row) -> str | None:
+        """Make the text of a prompt and its answer, and return the answer's column."""
+        found = find_answer(row)
+        if found is None:
+            return None
+        if row.get("label") is False:
+            self._warn(
+                "Answers whose label is False are used like the others: filter the data if they "
+                "should not be."
+            )
+        row["prompt"] = found.prompt
+        if found.is_chat:
+            row["text"] = [*found.prompt, *found.answer]
+        else:
+            row["text"] = found.prompt + found.answer.removesuffix(self._chat.end) + self._chat.end
+        return found.column
 
     def report(self) -> None:
         """Warn about ``remove_columns`` that no row has."""
@@ -457,9 +504,13 @@ class RowPreparer:
             if isinstance(name, str) and (isinstance(value, str) or is_chat(value))
         )
         remedy = "Make text or input_ids of them with a preprocessing_func."
-        if texts:
-            named = " or ".join(f"text_column={name!r}" for name in texts[:3])
-            remedy = f"Name the column of the text: {named}."
+        if len(texts) == 1:
+            remedy = f"Name the column of the text: text_column={texts[0]!r}."
+        elif texts:
+            remedy = (
+                "Join them to one text in a preprocessing_func. If a single column is the text, "
+                f"name it, as in text_column={texts[0]!r}."
+            )
         removed = f" without {', '.join(sorted(self._remove))}" if self._remove else ""
         raise DatasetError(
             f"has neither text nor input_ids; it has {_columns(row)}{removed}.", remedy

@@ -28,6 +28,7 @@ from llmcompressor.datasets.samples import (
     truncate_all,
     without_batch_axis,
 )
+from llmcompressor.datasets.series import cut_series
 from llmcompressor.datasets.source import Source, split_for
 from llmcompressor.datasets.text import (
     ChatRenderer,
@@ -369,13 +370,15 @@ class SampleMaker:
             return self._within_limit(sample)
         sample = self._with_labels(sample, row)
         if args.max_seq_length is not None and not args.concatenate_data:
-            sample = truncate_all(sample, args.max_seq_length)  # collators of training do not
+            (sample,) = cut_series([sample], args.max_seq_length)  # collators of training do not
+            sample = truncate_all(sample, args.max_seq_length)
         sample = self._within_limit(sample)
         return without_batch_axis(sample) if self._has_own_collator else sample
 
     def _with_labels(self, sample: Sample, row: Row) -> Sample:
-        prompt = row.get("prompt")
-        return add_labels(sample, self._encoder.ids(prompt) if isinstance(prompt, str) else ())
+        is_known = self._it.processor is not None or isinstance(row.get("prompt"), str)
+        prompt = self._rows.prompt_of(row) if is_known else ""
+        return add_labels(sample, self._encoder.ids(prompt) if prompt else ())
 
     def _within_limit(self, sample: Sample) -> Sample:
         """Truncate a tokenized sample to the model's table of positions, and count long samples."""

@@ -390,14 +390,14 @@ def collect_reports(modifiers: Sequence[Modifier], names: Container[str] | None 
     return records
 
 
-def compression_report(records: Records, model: Module) -> dict[str, Any] | None:
-    """Build the report that is saved with the weights, ordered by the model's modules.
+def compression_report(records: Records, modules: Iterable[str]) -> dict[str, Any] | None:
+    """Build the report that is saved with the weights.
 
     Args:
         records: of modifiers; under :data:`EXPERTS` the tokens of experts.
-        model: the compressed model.
+        modules: names of modules, in the order of the report.
     """
-    order = {name: place for place, (name, _) in enumerate(model.named_modules())}
+    order = {name: place for place, name in enumerate(modules)}
     ordered = {
         modifier: dict(sorted(found.items(), key=lambda item: order.get(item[0], len(order))))
         for modifier, found in sorted(records.items())

@@ -14,6 +14,7 @@ from transformers import AutoTokenizer, PreTrainedModel
 
 from llmcompressor.args.checks import integer, optional
 from llmcompressor.args.model_arguments import precision_name
+from llmcompressor.args.parsing import told_by_name
 from llmcompressor.checkpoint.load import (
     LOADING_FAILURES,
     check_model_declared,
@@ -39,6 +40,7 @@ _WINDOW = 256
 _LEAST_WINDOW = 2  # one token to see, and one to predict
 
 
+@told_by_name
 def evaluate(
     checkpoint: str | Path | PreTrainedModel,
     *,

@@ -4,9 +4,7 @@
 from __future__ import annotations
 
 import os
-import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +13,7 @@ from compressed_tensors.quantization import QuantizationConfig, QuantizationSche
 from torch.nn import Embedding, Linear
 
 from llmcompressor.args.checks import invalid_value, path
+from llmcompressor.args.parsing import told_by_name
 from llmcompressor.checkpoint.generic_model import TreeModel, build_tree, tied_pair, untie_source
 from llmcompressor.checkpoint.load import fetch
 from llmcompressor.checkpoint.meta_model import MetaModel
@@ -26,8 +25,10 @@ from llmcompressor.checkpoint.source import (
     check_no_adapter,
     inspect_source,
     is_hub_id,
+    tell_remarks,
 )
 from llmcompressor.entrypoints.arguments import Job, as_path, parse_device, refuse_transposed
+from llmcompressor.entrypoints.conversion import converted_checkpoint, parse_converters
 from llmcompressor.entrypoints.run import compress, streamed_blocks
 from llmcompressor.errors import ArgumentError, CheckpointError, TargetError
 from llmcompressor.logger import logger
@@ -46,85 +47,13 @@ from llmcompressor.runtime.progress import join_names
 from llmcompressor.schemes.assign import is_empty
 from llmcompressor.schemes.resolve import ResolvedSchemes
 
-# --------------------
-# Checkpoint conversion by compressed-tensors, before model-free quantization.
-#
-# Files are converted one by one into a temporary folder, with any object of the converter
-# interface.
-
-_NEEDED = ("process", "validate")
-
-
-def parse_converters(converter: Any) -> list[Any]:
-    """Return the argument ``converter`` as a list of converters.
-
-    Raises:
-        ArgumentError: an item is not a converter.
-    """
-    if converter is None:
-        return []
-    several = list(converter) if isinstance(converter, list | tuple) else [converter]
-    for one in several:
-        lacking = [name for name in _NEEDED if not callable(getattr(one, name, None))]
-        if lacking:
-            raise ArgumentError(
-                f"The argument 'converter' is a {type(one).__name__}, which has no "
-                f"{', '.join(lacking)}.",
-                "Give a converter of compressed_tensors.entrypoints.convert, or several in a list.",
-            )
-    return several
-
-
-@contextmanager
-def converted_checkpoint(
-    model: str, converters: Sequence[Any], beside: Path, *, device: str | None, workers: int
-) -> Iterator[str]:
-    """Convert a checkpoint into a folder next to the output, which is removed afterwards.
-
-    Args:
-        model: the checkpoint: a folder, or an id on the hub.
-        converters: result of :func:`parse_converters`; if empty, ``model`` itself is used.
-        beside: the output folder.
-        device: the device to compute on.
-        workers: number of files to convert at a time.
-
-    Raises:
-        CheckpointError: a converter refuses the checkpoint.
-    """
-    if not converters:
-        yield model
-        return
-    folder = fetch(model) if is_hub_id(model) else model
-    from compressed_tensors.entrypoints.convert import (  # noqa: PLC0415  # seldom needed
-        convert_checkpoint,
-    )
-
-    target = Path(f"{os.fspath(beside)}.converted")
-    names = ", ".join(type(one).__name__ for one in converters)
-    shutil.rmtree(target, ignore_errors=True)  # left by a run that was killed
-    try:
-        logger.info(f"Converted by {names} into {target}, which is removed in the end.")
-        try:
-            convert_checkpoint(folder, target, list(converters), workers, device or "cpu")
-        except (ValueError, KeyError, NotImplementedError) as error:
-            raise CheckpointError(
-                f"{names} cannot convert {model}: {error}",
-                "Correct the converter's targets and ignore, or leave it out.",
-            ) from error
-        yield str(target)
-    finally:
-        shutil.rmtree(target, ignore_errors=True)
-
-
-# --------------------
-# ``model_free_ptq``: quantize a checkpoint without its model class.
-
 _LINEAR = ["Linear"]
 _OF_A_STACK = 3
 _SMALLEST_SIDE = 16
 """Of what may be a matrix; kernels of convolutions are smaller."""
 
 
+@told_by_name
 def model_free_ptq(
     model_stub: str | os.PathLike[str],
     save_directory: str | os.PathLike[str],
@@ -199,10 +128,12 @@ def model_free_ptq(
         overwrite=overwrite,
     )
     assert job.output_dir is not None
+    source = _inspect(os.fspath(model_stub))
+    tell_remarks(source)
     with converted_checkpoint(
-        os.fspath(model_stub), converters, job.output_dir, device=chosen, workers=max_workers
-    ) as folder:
-        _quantize(job, _inspect(folder), fields, resolved)
+        source, converters, job.output_dir, device=chosen, workers=max_workers
+    ) as converted:
+        _quantize(job, converted, fields, resolved)
     return job.output_dir
 
 

@@ -26,6 +26,7 @@ from llmcompressor.args import (
     parse_arguments,
 )
 from llmcompressor.args.checks import Text
+from llmcompressor.args.parsing import told_by_name
 from llmcompressor.entrypoints.arguments import Job
 from llmcompressor.entrypoints.run import run
 from llmcompressor.errors import ArgumentError, InputError
@@ -132,6 +133,7 @@ def oneshot(
     dry_run: Literal[True],
     **arguments: Unpack[OneshotKeywords],
 ) -> Plan: ...
+@told_by_name
 @with_dataclass_signature(*_CLASSES)
 def oneshot(
     model: Any,

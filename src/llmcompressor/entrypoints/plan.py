@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 
 import torch
 
+from llmcompressor.args.parsing import told_by_name
 from llmcompressor.checkpoint.block_reader import BlockWeights
 from llmcompressor.entrypoints.arguments import Job, parse_device
 from llmcompressor.entrypoints.run import SHARE_FOR_WEIGHTS, MemoryLimits, whole_model_reason
@@ -37,6 +38,7 @@ _ASSUMED_SAMPLES = 512
 _ASSUMED_LENGTH = 2048
 
 
+@told_by_name
 def plan(
     model: ModelInput,
     recipe: RecipeInput = None,

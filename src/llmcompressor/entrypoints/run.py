@@ -162,7 +162,11 @@ def _source_of(model: PreTrainedModel) -> SourceInfo | None:
     place = getattr(getattr(model, "config", None), "name_or_path", None)
     folder = local_directory(place) if isinstance(place, str) and place else None
     try:
-        source = None if folder is None else inspect_source(folder, allow_quantized=True)
+        source = (
+            None
+            if folder is None
+            else inspect_source(folder, allow_quantized=True, allow_absent=True)
+        )
     except CheckpointError:  # the folder may have changed since the model was loaded
         return None
     is_compressed = source and is_compressed_tensors(quantization_method(source.config))
@@ -205,7 +209,7 @@ def load_whole_model(task: Task, *, device: str | None, goes_on: bool = False) -
         return _given_model(task, args.model, goes_on=goes_on)
     folder = local_directory(args.model) if goes_on else None
     if folder is not None:
-        is_partly_quantized(inspect_source(folder, allow_quantized=True))
+        is_partly_quantized(inspect_source(folder, allow_quantized=True, allow_absent=True))
     model = load_model(
         args.model,
         config_name=args.config_name,
@@ -482,7 +486,7 @@ def streamable_source(job: Job) -> SourceInfo | None:
                 token=args.use_auth_token,
             )
         )
-    source = inspect_source(model, allow_quantized=True)
+    source = inspect_source(model, allow_quantized=True, allow_absent=True)
     if is_partly_quantized(source):
         _warn_in_memory("a part of it is quantized already")
         return None
@@ -587,7 +591,7 @@ class _Run:
         self._passes = split_into_passes(self._modifiers, job.pipeline())
         with blocks.writing(self._plan_output(), self._report):
             self._run_passes()
-            report = compression_report(blocks.reports(), model)
+            report = compression_report(blocks.reports(), self._modules)
             if blocks.processors:
                 report = {**(report or {}), PROCESSORS: blocks.processors}
             if job.output_dir is not None:
@@ -656,6 +660,8 @@ class _Run:
                     pipeline=self._job.pipeline(),
                 )
                 self._session.finalize()
+                # before experts that are not quantized are fused again
+                self._modules = [name for name, _ in self._blocks.model.named_modules()]
                 self._blocks.complete()
         finally:
             state.run.block_source = BlockSource()

@@ -36,6 +36,7 @@ from llmcompressor.args import (
     TrainingArguments,
     parse_arguments,
 )
+from llmcompressor.args.parsing import told_by_name
 from llmcompressor.checkpoint.journal import (
     RunIdentity,
     remove_remains,
@@ -303,6 +304,7 @@ _NOT_RECORDED = (
 )
 
 
+@told_by_name
 def run_stages(
     model: ModelInput,
     recipe: RecipeInput,

@@ -13,6 +13,7 @@ from llmcompressor.args import (
     RunArguments,
     TrainingArguments,
 )
+from llmcompressor.args.parsing import told_by_name
 from llmcompressor.entrypoints.oneshot import with_dataclass_signature
 from llmcompressor.entrypoints.training_run import run_training
 from llmcompressor.entrypoints.training_task import Training
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from llmcompressor.recipe import RecipeInput
 
 
+@told_by_name
 @with_dataclass_signature(
     ModelArguments, RecipeArguments, DatasetArguments, TrainingArguments, RunArguments
 )

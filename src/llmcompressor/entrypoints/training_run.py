@@ -354,7 +354,10 @@ class _Run:
         trainer.save_state()
         shown = {name: figures[name] for name in _KEPT_FIGURES if name in figures}
         report = (
-            compression_report(collect_reports(self.session.lifecycle.recipe.modifiers), self.model)
+            compression_report(
+                collect_reports(self.session.lifecycle.recipe.modifiers),
+                (name for name, _ in self.model.named_modules()),
+            )
             or {}
         )
         report["training"] = {"steps": trainer.state.global_step, **shown}

@@ -581,7 +581,9 @@ class Training(Task):
         return RunIdentity(
             task="train",
             place=self.place,
-            source=source_fingerprint(inspect_source(given)) if of_folder else None,
+            source=source_fingerprint(inspect_source(given, allow_absent=True))
+            if of_folder
+            else None,
             model=self._fingerprint_at_start(model_fingerprint(model)),
             recipe=self.recipe.yaml() if self.recipe.modifiers else None,
             teacher=taught,

@@ -18,6 +18,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from transformers import PreTrainedModel
 
 from llmcompressor.args.checks import path
+from llmcompressor.args.parsing import told_by_name
 from llmcompressor.checkpoint import save
 from llmcompressor.checkpoint.manifest import OutputManifest, build_manifest
 from llmcompressor.checkpoint.moe_names import dense_experts_fused
@@ -46,6 +47,7 @@ from llmcompressor.verification.report import VerificationReport, merged
 from llmcompressor.verification.transformers_model import bare_model
 
 
+@told_by_name
 def verify(
     checkpoint: str | os.PathLike[str],
     reference: str | os.PathLike[str] | None = None,
@@ -117,7 +119,9 @@ _REMEDIES = {
 """What the user of a recipe can do, where the rule itself can only speak of a checkpoint."""
 
 
-def verify_written(folder: Path, kinds: Mapping[str, str] | None = None) -> dict[str, Any]:
+def verify_written(
+    folder: Path, kinds: Mapping[str, str] | None = None, source: Path | None = None
+) -> dict[str, Any]:
     """Verify a written checkpoint and return a summary for the run's report.
 
     What a server would refuse may be intended by the recipe: it was reported before
@@ -126,6 +130,7 @@ def verify_written(folder: Path, kinds: Mapping[str, str] | None = None) -> dict
     Args:
         folder: the folder of the checkpoint.
         kinds: kinds of its modules (:func:`~llmcompressor.checkpoint.manifest.module_kinds`).
+        source: the folder of the model that it was made from, if there is one.
 
     Returns:
         The verification report as a dict, without entries specific to this run.
@@ -133,7 +138,7 @@ def verify_written(folder: Path, kinds: Mapping[str, str] | None = None) -> dict
     Raises:
         CheckpointError: a file, a tensor or a value is wrong.
     """
-    report = verify_files(folder, kinds=kinds)
+    report = verify_files(folder, kinds=kinds, source=source)
     if broken := _broken(report):
         raise CheckpointError(
             f"What was written is not good: {_format_findings(broken).rstrip('.')}.",
@@ -143,13 +148,15 @@ def verify_written(folder: Path, kinds: Mapping[str, str] | None = None) -> dict
     return _summarize_report(report)
 
 
-def verify_saved(folder: Path, kinds: Mapping[str, str] | None = None) -> dict[str, Any]:
+def verify_saved(
+    folder: Path, kinds: Mapping[str, str] | None = None, source: Path | None = None
+) -> dict[str, Any]:
     """Like :func:`verify_written`, but log errors instead of raising, for ``save_pretrained``.
 
     An exception could end the script and lose the model that was compressed in memory.
     """
     try:
-        report = verify_files(folder, kinds=kinds)
+        report = verify_files(folder, kinds=kinds, source=source)
     except Exception as error:  # of any kind: it must not discard the written files
         logger.error(f"What save_pretrained has written could not be checked: {error!r:.500}")
         return {}

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import inspect
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
@@ -285,35 +286,38 @@ def copy_arguments(value: Any, of_tensor: Callable[[Tensor], Tensor] = lambda on
         value: what a module is called with.
         of_tensor: what to put in place of each tensor, at any depth.
     """
-    made: dict[int, Any] = {}
+    return _copy_argument(value, of_tensor, {}, is_held=False)
 
-    def copied(value: Any, *, is_held: bool = False) -> Any:
-        if isinstance(value, Tensor):
-            return of_tensor(value.clone() if is_held else value)
-        if id(value) in made:
-            return made[id(value)]
-        if type(value) in (tuple, list, set):
-            made[id(value)] = type(value)(copied(item, is_held=is_held) for item in value)
-            return made[id(value)]
-        is_mapping = isinstance(value, MutableMapping)
-        # a mapping, or another object with attributes that a forward may set: a cache, say
-        is_stateful = is_mapping or (
-            hasattr(value, "__dict__")
-            and not isinstance(value, Module | type | Enum)
-            and not callable(value)
-        )
-        if not is_stateful:
-            return value
-        try:
-            made[id(value)] = twin = copy.copy(value)
-        except TypeError:  # what cannot be copied: a lock, a handle
-            return value
-        items, target = (value, twin) if is_mapping else (vars(value), vars(twin))
-        for key, item in items.items():
-            target[key] = copied(item, is_held=is_held or not is_mapping)
-        return twin
 
-    return copied(value)
+def _copy_argument(
+    value: Any, of_tensor: Callable[[Tensor], Tensor], made: dict[int, Any], *, is_held: bool
+) -> Any:
+    """Copy one value; ``made`` has the copies by identity, ``is_held`` if an object holds it."""
+    if isinstance(value, Tensor):
+        return of_tensor(value.clone() if is_held else value)
+    if id(value) in made:
+        return made[id(value)]
+    copied = functools.partial(_copy_argument, of_tensor=of_tensor, made=made)
+    if type(value) in (tuple, list, set):
+        made[id(value)] = type(value)(copied(item, is_held=is_held) for item in value)
+        return made[id(value)]
+    is_mapping = isinstance(value, MutableMapping)
+    # a mapping, or another object with attributes that a forward may set: a cache, say
+    is_stateful = is_mapping or (
+        hasattr(value, "__dict__")
+        and not isinstance(value, Module | type | Enum)
+        and not callable(value)
+    )
+    if not is_stateful:
+        return value
+    try:
+        made[id(value)] = twin = copy.copy(value)
+    except TypeError:  # what cannot be copied: a lock, a handle
+        return value
+    items, target = (value, twin) if is_mapping else (vars(value), vars(twin))
+    for key, item in items.items():
+        target[key] = copied(item, is_held=is_held or not is_mapping)
+    return twin
 
 
 # --------------------

@@ -21,6 +21,7 @@ from llmcompressor.modeling.sharded import (
 )
 from llmcompressor.numerics.extremes import is_finite
 from llmcompressor.runtime.threads import parallel_for
+from llmcompressor.transformers_internals import declare_ties
 
 # --------------------
 # Attributes of a model's configuration, also where they differ by layer.
@@ -115,6 +116,7 @@ def untie_embeddings(model: PreTrainedModel) -> bool:
         if getattr(config, "tie_word_embeddings", None):
             config.tie_word_embeddings = False
     if hasattr(model, "all_tied_weights_keys"):
+        declare_ties(model)
         model.all_tied_weights_keys = model.get_expanded_tied_weights_keys(all_submodels=True)
     return was_tied
 

@@ -118,12 +118,16 @@ def candidates(
 ) -> Iterator[tuple[Candidate, Tensor]]:
     """The candidates of the grid search with their scales, float32 ``[C]``, finite and positive.
 
+    A column whose input is zero keeps its size: scaled by ``0^r`` it would be rounded to zero, and
+    be lost to later inputs.
+
     Args:
         input_C: mean absolute input of each column, ``[C]``.
         weight_C: result of :func:`relative_column_magnitude`.
         points: number of exponents, at least 2.
         duo: divide by weights (``True``), use inputs alone (``False``), or try both.
     """
+    is_live_C = (input_C != 0) | ~(input_C != 0).any()
     for candidate in _candidate_grid(points, duo):
         scale_C = input_C.float().pow(candidate.ratio)
         if candidate.duo:
@@ -131,8 +135,10 @@ def candidates(
         # centred around one; non-finite values become one, and none is zero
         scale_C = scale_C.clamp(min=_FLOOR)
         scale_C = torch.where(torch.isfinite(scale_C), scale_C, 1.0)
-        scale_C = scale_C / (scale_C.max() * scale_C.min()).sqrt()
-        yield candidate, torch.where(torch.isfinite(scale_C) & (scale_C > 0), scale_C, 1.0)
+        live_L = scale_C[is_live_C]
+        scale_C = scale_C / (live_L.max() * live_L.min()).sqrt()
+        is_good_C = torch.isfinite(scale_C) & (scale_C > 0) & is_live_C
+        yield candidate, torch.where(is_good_C, scale_C, 1.0)
 
 
 class StackedLinears(NamedTuple):

@@ -113,6 +113,8 @@ def is_finite(tensor: Tensor) -> bool:
     """
     if not tensor.is_floating_point() or tensor.numel() == 0 or tensor.is_meta:
         return True
+    if tensor.dtype is torch.float4_e2m1fn_x2:  # it has neither
+        return True
     if tensor.element_size() == 1:
         tensor = tensor.to(torch.float32)
     least, greatest = tensor.detach().aminmax()

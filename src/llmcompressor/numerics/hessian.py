@@ -13,7 +13,11 @@ With J the reversal of the order, ``J H J = L Lᵀ`` gives ``R = J L J``. The pa
 inverse is its inverse, so that their ``1 / U_cc`` is ``R_cc``.
 
 H is symmetric, float32 or float64 ``[..., C, C]``; ``dampening`` is at least 0, of each matrix
-``[..., 1]``. The diagonal of a dead column, whose input was zero in every token, counts as 1.
+``[..., 1]``.
+
+A *dead* column is one whose input was zero in every token. On these tokens its weights may be
+anything, but later inputs may excite it. So wherever errors are weighed by the inputs, it counts as
+a hundredth of the mean of the others; in the mean itself it does not count.
 """
 
 from __future__ import annotations
@@ -27,6 +31,8 @@ from llmcompressor.numerics.cholesky import cholesky
 from llmcompressor.runtime.threads import parallel_spans
 
 _PIECE = 2**18
+_UNSEEN = 0.01
+"""What a dead column counts, as a fraction of the mean of the others: as much as dampening adds."""
 
 
 class SingularHessianError(ArithmeticError):
@@ -47,6 +53,20 @@ def dead_columns(hessian_CC: Tensor) -> Tensor:
     return hessian_CC.diagonal(dim1=-2, dim2=-1) == 0
 
 
+def fill_dead_columns(mean_square_C: Tensor) -> Tensor:
+    """Sums or means of squares, float ``[..., C]``, with what dead columns count in their place.
+
+    >>> fill_dead_columns(torch.tensor([2.0, 0.0, 4.0]))
+    tensor([2.0000, 0.0300, 4.0000])
+    """
+    return mean_square_C.where(mean_square_C != 0, _UNSEEN * _live_mean(mean_square_C))
+
+
+def fill_dead_diagonal(hessian_CC: Tensor) -> Tensor:
+    """The same for the diagonal of H; H itself if no column is dead."""
+    return damp(hessian_CC, 0.0) if bool(dead_columns(hessian_CC).any()) else hessian_CC
+
+
 def damp(hessian_CC: Tensor, dampening: float | Tensor) -> Tensor:
     """``H + λI`` as a new tensor."""
     damped_CC = hessian_CC.clone()
@@ -56,16 +76,21 @@ def damp(hessian_CC: Tensor, dampening: float | Tensor) -> Tensor:
 
 def ridge(hessian_CC: Tensor, dampening: float | Tensor) -> Tensor:
     """λ, ``[..., 1]``."""
-    return dampening * _live_diagonal(hessian_CC).mean(dim=-1, keepdim=True)
+    return dampening * _live_mean(hessian_CC.diagonal(dim1=-2, dim2=-1))
 
 
 def _damped_diagonal(hessian_CC: Tensor, dampening: float | Tensor) -> Tensor:
-    return _live_diagonal(hessian_CC) + ridge(hessian_CC, dampening)
-
-
-def _live_diagonal(hessian_CC: Tensor) -> Tensor:
     diagonal_C = hessian_CC.diagonal(dim1=-2, dim2=-1)
-    return diagonal_C.masked_fill(diagonal_C == 0, 1)
+    added_1 = ridge(hessian_CC, dampening)
+    unseen_1 = added_1.clamp(min=_UNSEEN * _live_mean(diagonal_C))
+    return (diagonal_C + added_1).where(diagonal_C != 0, unseen_1)
+
+
+def _live_mean(diagonal_C: Tensor) -> Tensor:
+    """Mean over the columns that are not dead, ``[..., 1]``; 1 if all are."""
+    live_1 = (diagonal_C != 0).sum(dim=-1, keepdim=True)
+    mean_1 = diagonal_C.mean(dim=-1, keepdim=True) * (diagonal_C.shape[-1] / live_1.clamp(min=1))
+    return mean_1.where(live_1 > 0, 1)
 
 
 def upper_factor(damped_CC: Tensor) -> Tensor:

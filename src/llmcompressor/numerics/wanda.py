@@ -17,6 +17,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from llmcompressor.numerics.hessian import fill_dead_columns
 from llmcompressor.numerics.masks import NofM, keep_mask_by_group, keep_mask_by_row
 from llmcompressor.runtime.threads import parallel_spans
 
@@ -27,9 +28,11 @@ _ROWS = 128
 def wanda_score(weight_RC: Tensor, mean_square_C: Tensor) -> Tensor:
     """The score of every weight, of any floating dtype: float32 ``[..., R, C]``.
 
-    ``mean_square_C`` is the mean of the squares of each input column, float32 ``[..., C]``.
+    ``mean_square_C`` is the mean of the squares of each input column, float32 ``[..., C]``. A dead
+    column counts as in :mod:`llmcompressor.numerics.hessian`.
     """
-    return weight_RC.float().abs().mul_(mean_square_C.sqrt().unsqueeze(-2))
+    norm_C = fill_dead_columns(mean_square_C).sqrt()
+    return weight_RC.float().abs().mul_(norm_C.unsqueeze(-2))
 
 
 def wanda_prune(

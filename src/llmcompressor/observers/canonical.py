@@ -91,6 +91,10 @@ class CanonicalTensor:
         return (self.partition.cells(ones) == 0).sum(-1).flatten()
 
 
+Canonical = CanonicalTensor
+"""The name that observers written for earlier releases import."""
+
+
 def to_canonical(x: Tensor, base_name: str, args: QuantizationArgs) -> CanonicalTensor:
     """Convert a tensor to its canonical form.
 

@@ -2,6 +2,8 @@
 """Importance-weighted MSE observers: ranges that minimize the error weighted by the inputs.
 
 The error of weight column c is multiplied by input feature c, so its weight is the mean of x_c^2.
+An input that was zero in every token counts as in :mod:`llmcompressor.numerics.hessian`: with no
+weight at all, a whole group of such columns would be clipped to nothing.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from torch import Tensor
 
 from llmcompressor.errors import InputError
 from llmcompressor.logger import logger
+from llmcompressor.numerics.hessian import fill_dead_columns
 from llmcompressor.observers.base import ObserverOptions
 from llmcompressor.observers.canonical import CanonicalTensor
 from llmcompressor.observers.mse import (
@@ -63,7 +66,7 @@ class IMatrixMSEObserver(MemorylessMSEObserver):
             return None
         assert self.importance is not None
         importance_C = self.importance.to(device=observed.matrix.device, dtype=torch.float32)
-        importance_C = importance_C / importance_C.mean()
+        importance_C = fill_dead_columns(importance_C / importance_C.mean())
         R, C = observed.matrix.shape
         height = min(observed.partition.rows or R, R)
         return observed.partition.cells(importance_C.expand(height, C))[0]

@@ -250,6 +250,10 @@ def calibration_batches(
             state.calibration = Calibration()
 
 
+calibrating = calibration_batches
+"""The name that pipelines written for earlier releases import."""
+
+
 @contextlib.contextmanager
 def _encoder_decoder_masks(
     model: Module, batches: CalibrationBatches, state: State

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from llmcompressor.checkpoint.copied_files import side_files
 from llmcompressor.checkpoint.manifest import OutputManifest, build_manifest
 from llmcompressor.checkpoint.model_config import json_text
 from llmcompressor.checkpoint.moe_names import dense_experts_fused
 from llmcompressor.checkpoint.names import LoadedName, NameMap
 from llmcompressor.checkpoint.save import planned_config
-from llmcompressor.checkpoint.side_files import side_files
 from llmcompressor.checkpoint.tensor_files import OutputLayout, layout_files
 from llmcompressor.core.contract import PlannedModule
 from llmcompressor.modeling.names import own_parameters

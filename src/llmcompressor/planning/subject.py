@@ -182,7 +182,9 @@ def open_planned_model(args: ModelArguments, modifiers: Sequence[Modifier] = ())
 
 def _from_folder(args: ModelArguments, modifiers: Sequence[Modifier]) -> PlannedModel:
     folder = local_directory(args.model, revision=args.model_revision, cache_dir=args.cache_dir)
-    source = inspect_source(args.model if folder is None else folder, headers_only=True)
+    source = inspect_source(
+        args.model if folder is None else folder, headers_only=True, allow_absent=True
+    )
     check_no_adapter(source.directory)
     if not source.tensors:
         raise CheckpointError(
@@ -239,7 +241,7 @@ def _from_object(
     folder = local_directory(place) if place else None
     headers: Mapping[str, TensorHeader] = {}
     if folder is not None:
-        headers = inspect_source(folder, allow_quantized=True).tensors
+        headers = inspect_source(folder, allow_quantized=True, allow_absent=True).tensors
     size = _own_bytes(hollow.modules())
     name = place or type(model).__name__
     return PlannedModel(hollow, name, folder, headers, {}, size, is_in_memory=True)

@@ -29,9 +29,7 @@ from llmcompressor.numerics.gptq import (
     sweep_and_refine,
 )
 from llmcompressor.numerics.grid import Grid
-from llmcompressor.numerics.hessian import (
-    dead_columns,
-)
+from llmcompressor.numerics.hessian import dead_columns
 from llmcompressor.observers.input_statistics import prefers_output_residual
 from llmcompressor.quantization.parameters import WeightParameters
 from llmcompressor.runtime.threads import SPAN, one_thread
@@ -121,6 +119,8 @@ class Solution:
     """What the scales became, ``[R_i, G]`` in their own dtype; ``None`` where they stay."""
     is_idle: bool = False
     """Whether the input was zero in every token, which is why weights were rounded to nearest."""
+    dead: int = 0
+    """Columns whose input was zero in every token: their weights are rounded to nearest."""
     settled: list[Tensor] | None = None
     """What each weight would be, given all the other codes, float32; ``None`` where that was not
     wanted, and where weights were rounded to nearest."""
@@ -129,13 +129,15 @@ class Solution:
 def solve(problems: Sequence[Problem], options: Options) -> list[Solution]:
     """Solve ``problems``; small ones of one kind are solved in one batch.
 
-    If every input is zero, the tokens do not determine the weights: they are rounded to nearest.
+    Where the input of a column is zero in every token, the tokens do not determine its weights:
+    they are rounded to nearest.
     """
     solutions: dict[int, Solution] = {}
     places = []
     for index, problem in enumerate(problems):
-        if bool(dead_columns(problem.gram_CC).all()):
-            solutions[index] = replace(_round_to_nearest(problem), is_idle=True)
+        dead = int(dead_columns(problem.gram_CC).sum())
+        if dead == problem.shape[1]:
+            solutions[index] = replace(_round_to_nearest(problem), is_idle=True, dead=dead)
         else:
             places.append(index)
     kinds = [problems[index].kind for index in places]
@@ -172,7 +174,6 @@ def _solve_by_sweep(problems: Sequence[Problem], options: Options) -> list[Solut
     kept_RC = _unpruned_mask(problems)
     if options.ridge is not None:
         weight_RC = _error_corrected_weight(problems, weight_RC, gram_CC, options.ridge)
-    weight_RC.masked_fill_(dead_columns(gram_CC).unsqueeze(-2), 0)
     order_C = activation_order(gram_CC) if problems[0].ordered else None
     scales = _stacked_column_scales(problems)
     (rounded_RC, loss_R), dampening = sweep_and_refine(
@@ -313,13 +314,22 @@ def _solution(
     settled_RC: Tensor | None,
 ) -> Solution:
     rows = [len(weight) for weight in problem.weights]
-    scales = None
+    weights, scales = list(torch.split(rounded_RC, rows)), None
+    parameters = problem.parameters
     if scale_RG is not None:
-        stored = problem.parameters[0].scale.dtype
+        stored = parameters[0].scale.dtype
         scales = [one.to(stored) for one in torch.split(scale_RG, rows)]
+        pairs = zip(parameters, scales, strict=True)
+        parameters = [replace(one, scale=scale) for one, scale in pairs]
+    dead_C = dead_columns(problem.gram_CC)
+    if bool(dead_C.any()):  # the sweep rounded them with the scales before a refit
+        every = zip(weights, problem.weights, parameters, strict=True)
+        weights = [
+            found_RC.where(~dead_C, one.round(weight).float()) for found_RC, weight, one in every
+        ]
     settled = None if settled_RC is None else list(torch.split(settled_RC, rows))
-    weights = list(torch.split(rounded_RC, rows))
-    return Solution(weights, float(loss_R.sum()), dampening, scales, settled=settled)
+    loss, dead = float(loss_R.sum()), int(dead_C.sum())
+    return Solution(weights, loss, dampening, scales, settled=settled, dead=dead)
 
 
 # --------------------

@@ -9,10 +9,11 @@ mapping is an error rather than a silent loss.
 from __future__ import annotations
 
 import difflib
+import itertools
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -262,20 +263,20 @@ def copy_document(document: Any) -> Any:
     Raises:
         RecipeError: it is too large, or contains itself.
     """
-    count = 0
+    return _copy_value(document, itertools.count(1), 0)
 
-    def copied(value: Any, depth: int) -> Any:
-        nonlocal count
-        count += 1
-        if depth > MAX_DEPTH:
-            raise RecipeError(f"The recipe is nested more than {MAX_DEPTH} deep.", _FLATTER)
-        if count > MAX_VALUES:
-            raise RecipeError(f"The recipe has more than {MAX_VALUES} values.", _FLATTER)
-        if isinstance(value, Mapping):
-            return {key: copied(item, depth + 1) for key, item in value.items()}
-        return [copied(item, depth + 1) for item in value] if isinstance(value, list) else value
 
-    return copied(document, 0)
+def _copy_value(value: Any, numbers: Iterator[int], depth: int) -> Any:
+    """Copy a value that lies ``depth`` deep; each takes the next of ``numbers``."""
+    if depth > MAX_DEPTH:
+        raise RecipeError(f"The recipe is nested more than {MAX_DEPTH} deep.", _FLATTER)
+    if next(numbers) > MAX_VALUES:
+        raise RecipeError(f"The recipe has more than {MAX_VALUES} values.", _FLATTER)
+    if isinstance(value, Mapping):
+        return {key: _copy_value(item, numbers, depth + 1) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_copy_value(item, numbers, depth + 1) for item in value]
+    return value
 
 
 def _no_such_file(file: Path) -> RecipeError:

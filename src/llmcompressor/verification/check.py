@@ -48,6 +48,7 @@ def verify_files(
     deployment: Deployment | None = None,
     workers: int | None = None,
     kinds: Mapping[str, str] | None = None,
+    source: str | os.PathLike[str] | None = None,
 ) -> VerificationReport:
     """Read a checkpoint as its readers will and say what is wrong with it.
 
@@ -59,6 +60,7 @@ def verify_files(
         deployment: where it is to be served.
         workers: threads that read; as many as there are cores by default, four at most.
         kinds: path of a module → ``linear`` or ``embedding``, where the model itself is at hand.
+        source: as ``reference``, where only its structure is looked at.
 
     Returns:
         The report.
@@ -69,11 +71,14 @@ def verify_files(
     start = time.perf_counter()
     with ExitStack() as stack:
         files = stack.enter_context(closing(open_checkpoint(checkpoint)))
-        original = None
+        original, before = None, None
         if reference is not None:
             original = _reference(reference, files)
-            stack.enter_context(closing(original.files))
-        return _verify(files, original, deployment, workers, start, kinds)
+            before = stack.enter_context(closing(original.files))
+        elif source is not None:
+            before = stack.enter_context(closing(open_checkpoint(source)))
+        report = _verify(files, original, deployment, workers, start, kinds)
+        return report if before is None else replace(report, findings=_own(report, before))
 
 
 def _verify(
@@ -107,10 +112,34 @@ def _verify(
     )
 
 
+_OF_CLASS = ("S70", "C2")
+"""What is missing or has another size than the class, or other layers, say."""
+_GRAVE = (Severity.ERROR, Severity.WARNING)
+_SO_BEFORE = "So it is in the original."
+_OF_INDEX = ("F5", "F6", "F7", "F8")
+"""What an index lists otherwise than files hold: readers go by the files, and so did the run."""
+
+
+def _own(report: VerificationReport, before: Files) -> tuple[Finding, ...]:
+    """The findings; what the model that a checkpoint was made of lacks too is no fault of it."""
+    told = [one for one in report.findings if one.rule in _OF_CLASS and one.severity in _GRAVE]
+    if not told or any(one.rule not in _OF_INDEX for one in before.findings):
+        return report.findings
+    theirs = check_view(View(before.config, before.headers, before.read))
+    known = {(one.rule, one.module, one.message) for one in theirs}
+    return tuple(
+        replace(one, message=f"{one.message} {_SO_BEFORE}", severity=Severity.NOTE)
+        if one in told and (one.rule, one.module, one.message) in known
+        else one
+        for one in report.findings
+    )
+
+
 def _reference(reference: str | os.PathLike[str], files: Files) -> Reference:
     original = open_checkpoint(reference)
-    if original.findings:
-        first = original.findings[0]
+    unreadable = [one for one in original.findings if one.rule not in _OF_INDEX]
+    if unreadable:
+        first = unreadable[0]
         raise CheckpointError(
             f"The reference {reference} is damaged: {first.module}: {first.message}", first.remedy
         )

@@ -30,6 +30,8 @@ SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 _ADAPTER = "adapter_config.json"
 """What PEFT writes instead of a configuration."""
+_OTHER_FORMAT = re.compile(r"(?:consolidated|adapter_model)\b")
+"""Files with names of their own for what they hold: Mistral's, and adapters."""
 _MOST_HEADER = 100 << 20
 _DAMAGED = "Copy the file again, or compress the model anew."
 
@@ -41,6 +43,10 @@ DTYPES: Mapping[str, torch.dtype] = {
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
     "F8_E8M0": torch.float8_e8m0fnu,
+    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
+    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
+    "F4": torch.float4_e2m1fn_x2,
+    "C64": torch.complex64,
     "I64": torch.int64,
     "I32": torch.int32,
     "I16": torch.int16,
@@ -51,6 +57,8 @@ DTYPES: Mapping[str, torch.dtype] = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
+_PAIRED = "F4"
+"""Of two numbers in a byte, which is one element in torch."""
 
 
 @dataclass(frozen=True)
@@ -135,6 +143,8 @@ class Files:
             row = place.size // max(shape[0], 1)
             offset, size = offset + start * row, max(last - start, 0) * row
             shape = (max(last - start, 0), *shape[1:])
+        if place.info.dtype == _PAIRED and shape:
+            shape = (*shape[:-1], shape[-1] // 2)
         if size == 0:
             return torch.empty(shape, dtype=dtype)
         # not a bytearray, which would be filled with zeros first
@@ -191,7 +201,7 @@ def _json(files: Files, name: str, rule: str) -> dict[str, Any] | None:
         return None
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, RecursionError) as error:
         files.say(rule, name, f"The file is no JSON: {error}.")
         return None
     if not isinstance(content, dict):
@@ -217,7 +227,7 @@ def _header(files: Files, path: Path) -> dict[str, Place]:
         raw = json.loads(text)
         entries = {name: raw[name] for name in raw if name != "__metadata__"}
         places = {name: _place(path, 8 + length, entry) for name, entry in entries.items()}
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         short = len(text) < length
         said = "It is truncated within its header." if short else f"Its header is damaged: {error}."
         files.say("F3" if short else "F4", path.name, said)
@@ -237,16 +247,18 @@ def _check_places(
 ) -> None:
     position = base
     for name, place in sorted(places.items(), key=lambda item: (item[1].start, item[1].size)):
-        dtype = DTYPES.get(place.info.dtype)
+        dtype, wanted = DTYPES.get(place.info.dtype), prod(place.info.shape)
+        if dtype is not None:
+            wanted = wanted * dtype.itemsize // (2 if place.info.dtype == _PAIRED else 1)
         if dtype is None:
             files.say("F4", name, f"Its dtype {place.info.dtype} is not known.")
             files.broken.add(name)
-        elif place.size != prod(place.info.shape) * dtype.itemsize:
+        elif place.size != wanted:
             files.say(
                 "F4",
                 name,
                 f"It has {place.size} bytes, and {place.info.dtype} of {list(place.info.shape)} "
-                f"takes {prod(place.info.shape) * dtype.itemsize}.",
+                f"takes {wanted}.",
             )
             files.broken.add(name)
         if place.start != position:
@@ -270,11 +282,9 @@ def _by_index(files: Files, headers: Mapping[str, Mapping[str, Place]]) -> None:
     for file in sorted({str(file) for file in weight_map.values()} - set(headers)):
         files.say("F3", file, "The index names this shard, and it is not there.")
     for name, file in weight_map.items():
-        place = headers.get(str(file), {}).get(name)
-        if place is not None:
-            files.places[name] = place
-        elif str(file) in headers:
+        if str(file) in headers and name not in headers[str(file)]:
             files.say("F5", name, f"The index places it in {file}, which does not hold it.")
+    files.places = _chosen(headers, {str(file) for file in weight_map.values()})
     _check_left_over(files, headers, weight_map)
     total = index.get("metadata", {}).get("total_size") if isinstance(index, dict) else None
     actual = sum(place.size for place in files.places.values())
@@ -282,6 +292,23 @@ def _by_index(files: Files, headers: Mapping[str, Mapping[str, Place]]) -> None:
         files.say(
             "F8", INDEX, f"Its total_size is {total}, the tensors have {actual} bytes.", "Write it."
         )
+
+
+def _chosen(headers: Mapping[str, Mapping[str, Place]], named: Iterable[str]) -> dict[str, Place]:
+    """The tensors as readers choose them where files and index disagree.
+
+    Of a tensor in two files the later name counts, but ``model.safetensors`` before all. Files that
+    nothing names count where no other has the tensor, unless they hold the model in another format.
+    """
+    found: dict[str, Place] = {}
+    for file in [*sorted({*named} - {SINGLE}), SINGLE]:
+        found |= headers.get(file, {})
+    known = {without_prefixes(name) for name in found}
+    for file, own in headers.items():
+        if not _OTHER_FORMAT.match(file):
+            new = {name for name in own if without_prefixes(name) not in known}
+            found |= {name: own[name] for name in new - found.keys()}
+    return found
 
 
 def _check_left_over(
@@ -307,11 +334,10 @@ def _without_index(files: Files, headers: Mapping[str, Mapping[str, Place]]) -> 
         files.say("F3", SINGLE, "The folder holds no safetensors file.")
     elif SINGLE not in headers and len(headers) > 1:
         files.say("F2", INDEX, "There are several shards and no index.")
-    for file, own in headers.items():
+    for file in headers:
         if SINGLE in headers and file != SINGLE:
             files.say("F6", file, "Nothing names this file.", "Remove it.")
-            continue
-        files.places.update(own)
+    files.places = _chosen(headers, [SINGLE] if SINGLE in headers else headers)
 
 
 def tensor_chunks(files: Files, name: str, most: int) -> Iterator[Tensor]:

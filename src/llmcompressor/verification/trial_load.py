@@ -101,6 +101,20 @@ class TrialLoad:
         )
 
 
+_NOTHING_FOUND = "expected a non-empty list of Tensors"
+
+
+def _reason(said: str) -> str:
+    """Return what an error of a conversion says, without its repetitions.
+
+    >>> _reason("expected a non-empty list of Tensors\\nError: Concatenate on tensors")
+    'it finds no tensor under the names that it looks for'
+    """
+    if _NOTHING_FOUND in said:
+        return "it finds no tensor under the names that it looks for"
+    return " ".join(dict.fromkeys(map(str.strip, said.splitlines())))[-_MOST_SHOWN:]
+
+
 def trial_load(
     config: Mapping[str, Any],
     headers: Mapping[str, TensorInfo],
@@ -293,7 +307,7 @@ class _Attempt:
             if ours != theirs and one.numel() != 1 and not name.endswith("zero_point"):
                 shapes.setdefault(name, (ours, theirs))
         told = {
-            name: " ".join(str(said).split())[-_MOST_SHOWN:]
+            name: _reason(str(said))
             for name, said in self.conversions.items()
             if "meta tensor" not in str(said)
         }

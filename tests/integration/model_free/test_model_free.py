@@ -360,6 +360,37 @@ def test_a_checkpoint_in_another_layout_is_converted_first(
     assert float((decoded - weight).norm() / weight.norm()) < 0.06
 
 
+def test_blocks_that_reach_beyond_a_matrix_are_converted(tmp_path: Path) -> None:
+    """Their codes and scales lie in two shards, one of which holds nothing but scales."""
+    weight = torch.randn(192, 320)
+    whole = in_blocks(torch.nn.functional.pad(weight, (0, 64, 0, 64), value=1e-3))
+    up = "model.layers.0.up"
+    tensors = {
+        f"{up}.weight": whole["weight"][:192, :320].contiguous(),
+        f"{up}.weight_scale_inv": whole["weight_scale_inv"],  # the only one of the second shard
+        "model.embed_tokens.weight": torch.randn(WORDS, 320).bfloat16(),
+    }
+    quantization = {"quant_method": "fp8", "weight_block_size": [128, 128], "fmt": "e4m3"}
+    config = {**CONFIG, "quantization_config": quantization, "dtype": "bfloat16"}
+    source = write(tmp_path / "blocks", tensors, config)
+    (source / "pytorch_model.bin").write_text("weights")
+    (source / "1_Dense").mkdir()
+    save_file({"linear.weight": torch.zeros(2, 2)}, source / "1_Dense" / "model.safetensors")
+    out = tmp_path / "out"
+    converter = FP8BlockDequantizer(targets=["re:.*up$"])
+    model_free_ptq(source, out, "FP8_DYNAMIC", ignore=["lm_head"], converter=converter)
+    written = tensors_of(out)
+    decoded = written[f"{up}.weight"].float() * written[f"{up}.weight_scale"]
+    assert decoded.shape == weight.shape
+    assert float((decoded - weight).norm() / weight.norm()) < 0.06
+    report = json.loads((out / "compression_report.json").read_text())
+    assert report["left_behind"] == ["1_Dense/", "pytorch_model.bin"]
+    wrong = FP8BlockDequantizer(targets=["re:.*up$"], weight_block_size=(64, 64))
+    with pytest.raises(CheckpointError, match="FP8BlockDequantizer cannot convert"):
+        model_free_ptq(source, tmp_path / "no", "FP8_DYNAMIC", converter=wrong)
+    assert {path.name for path in tmp_path.iterdir()} == {"blocks", "out"}
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [

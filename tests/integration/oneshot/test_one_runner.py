@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -116,11 +115,6 @@ PAIRS = [
 ]
 
 
-def experts(folder: Path) -> Any:
-    """What the report of a run tells of experts."""
-    return json.loads((folder / "compression_report.json").read_text()).get("experts")
-
-
 @pytest.mark.parametrize(("recipe", "name"), PAIRS, ids=[", ".join(pair) for pair in PAIRS])
 def test_a_model_in_memory_gives_the_files_of_its_folder(
     recipe: str, name: str, tmp_path: Path
@@ -133,10 +127,5 @@ def test_a_model_in_memory_gives_the_files_of_its_folder(
     made = oneshot(model, RECIPES[recipe](), output_dir=tmp_path / "written", **given)
     made.save_pretrained(tmp_path / "saved")
     streamed = small.tree(tmp_path / "streamed")
-    # in memory, rotations tell what they changed
-    streamed.pop("compression_report.json")
     for other in ("written", "saved"):
-        files = small.tree(tmp_path / other)
-        files.pop("compression_report.json")
-        assert files == streamed
-        assert experts(tmp_path / other) == experts(tmp_path / "streamed")
+        assert small.tree(tmp_path / other) == streamed

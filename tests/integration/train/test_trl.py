@@ -24,7 +24,7 @@ from transformers import (
 
 from llmcompressor.args import DatasetArguments
 from llmcompressor.args.parsing import current_name
-from llmcompressor.datasets import TextGenerationDataset
+from llmcompressor.datasets import TextGenerationDataset, load_training
 from llmcompressor.errors import InputError
 from llmcompressor.modeling.weights import untie_embeddings
 from llmcompressor.training import SessionManagerMixIn
@@ -133,6 +133,38 @@ def test_a_collator_of_one_s_own_gets_what_the_model_takes(pico: Path, tmp_path:
     made = Prepared(model=model, args=config, processing_class=tokenizer, **given)
     made.train()
     assert tiny.Recorder.seen == expected([2, 2])
+
+
+CHAT = (
+    "{{ bos_token }}{% for m in messages %}[{{ m['role'] }}] {{ m['content'] }}{{ eos_token }}"
+    "{% endfor %}{% if add_generation_prompt %}[assistant] {% endif %}"
+)
+ASKED, ANSWERED = ([{"role": role, "content": "x = 1"}] for role in ("user", "assistant"))
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": "x = ", "completion": "1"},
+        {"prompt": ASKED, "completion": ANSWERED},
+        {"prompt": ASKED + ANSWERED + ASKED, "completion": ANSWERED},
+        {"messages": ASKED + ANSWERED},
+    ],
+    ids=["texts", "turns", "more turns", "messages"],
+)
+def test_rows_are_understood_as_trl_does(row: dict[str, Any], pico: Path, tmp_path: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(pico)
+    tokenizer.chat_template = CHAT
+    made = trl.SFTTrainer(
+        model=teacher_of(pico),
+        args=trl.SFTConfig(output_dir=str(tmp_path), max_length=64, **SETTINGS),
+        train_dataset=Dataset.from_list([row]),
+        processing_class=tokenizer,
+    )
+    theirs = made.train_dataset[0]
+    (ours,) = load_training(DatasetArguments(dataset=[row]), processor=tokenizer)
+    assert ours["input_ids"] == theirs["input_ids"]
+    assert ours["labels"] == theirs["labels"]
 
 
 TAUGHT = "  OutputDistillationModifier: {targets: ['re:.*layers.1$']}\n"

@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from llmcompressor.checkpoint import load
-from llmcompressor.checkpoint.side_files import copy_side_files, side_files
+from llmcompressor.checkpoint.copied_files import copy_side_files, left_behind, side_files
 
 FILES = (
     "1_Pooling/config.json",
@@ -62,6 +64,69 @@ def test_links_of_the_hubs_cache_are_followed_within_a_module(tmp_path: Path) ->
     (folder / FILES[0]).symlink_to(tmp_path / "blob")
     assert FILES[0] in copied(folder, tmp_path / "out")
     assert (tmp_path / "out" / FILES[0]).read_text() == "pooling"
+
+
+COPIED = (
+    "tokenizer.model.v3",
+    "tokenizer.model.v7m1",
+    "tokenizer.sp",
+    "mel_filters.npz",
+    "vocab/words.txt",
+    "assets/logo.png",
+    "speech_tokenizer/config.json",
+    "speech_tokenizer/model.safetensors",
+    "bert/config.json",
+    "bert/vocab.txt",
+    "voices/config.json",
+    "voices/model.bin",
+    "custom/code.py",
+    "configuration.yaml",
+)
+LEFT = (
+    "consolidated.safetensors",
+    "custom/",
+    "model.gguf",
+    "onnx/",
+    "original/",
+    "other/",
+    "pytorch_model.bin",
+)
+NEITHER = (
+    ".gitattributes",
+    ".git/config",
+    "__pycache__/code.pyc",
+    "README.md",
+    "all_results.json",
+    "checkpoint-5/model.safetensors",
+    "checkpoint-5/tokenizer.json",
+    "config.json",
+    "out.partial/journal",
+    "quantize_config.json",
+    "runs/events.out.tfevents.1",
+    "training_args.bin",
+)
+
+
+def test_all_is_copied_or_told_of(tmp_path: Path) -> None:
+    """But for what tells of another model, caches and version control."""
+    folder = tmp_path / "model"
+    within = ("onnx/config.json", "onnx/model.onnx", "original/tokenizer.model")
+    within += ("original/consolidated.00.pth", "other/config.json", "other/code.py")
+    within += ("custom/table.pt", "model.safetensors")
+    files = [one for one in LEFT if not one.endswith("/")]
+    for name in (*COPIED, *files, *NEITHER, *within):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(name)
+    save_file({"t": torch.zeros(2)}, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps({"parts": [{"path": "./voices/"}]}))
+    assert copied(folder, tmp_path / "out") == set(COPIED)
+    assert left_behind(folder) == list(LEFT)
+
+
+def test_nothing_of_a_model_in_the_format_of_torch_is_left(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "pytorch_model.bin").write_text("weights")
+    assert left_behind(tmp_path) == []
 
 
 @pytest.mark.parametrize(

@@ -27,9 +27,10 @@ from transformers import (
 )
 
 import llmcompressor
+from llmcompressor.checkpoint.copied_files import side_files
 from llmcompressor.checkpoint.load import load_model
 from llmcompressor.checkpoint.save import SaveOptions, modify_save_pretrained, save_checkpoint
-from llmcompressor.checkpoint.side_files import extra_ignore_patterns, side_files
+from llmcompressor.checkpoint.side_files import extra_ignore_patterns
 from llmcompressor.errors import ArgumentError
 from llmcompressor.schemes.presets import preset_scheme
 
@@ -135,10 +136,10 @@ class TestFiles:
             "custom_generate/generate.py",
             "custom_generate/requirements.txt",
             "own/layers/attention.py",
+            "own/requirements.txt",
         )
         left = (
             "custom_generate/README.md",
-            "own/requirements.txt",
             "own/__pycache__/old.py",
             "own/.hidden/secret.py",
             ".git/hook.py",

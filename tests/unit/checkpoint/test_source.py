@@ -4,10 +4,11 @@ from __future__ import annotations
 import json
 import struct
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
 from llmcompressor.checkpoint.source import inspect_source, is_hub_id, local_directory, read_header
@@ -57,7 +58,7 @@ def test_shards(sharded: Path) -> None:
 def test_an_index_beside_the_one_file_names_what_else_there_is(
     is_named: bool, single: Path
 ) -> None:
-    """Draft layers have a file of their own; an index of other shards means nothing."""
+    """Draft layers have a file of their own, which is read if the index means another model too."""
     save_file({"draft": torch.zeros(2), "b": torch.zeros(5)}, single / "model_mtp.safetensors")
     weight_map = {"draft": "model_mtp.safetensors"}
     if is_named:
@@ -66,7 +67,7 @@ def test_an_index_beside_the_one_file_names_what_else_there_is(
     (single / "model.safetensors.index.json").write_text(json.dumps(index))
     found = {name: one.file.name for name, one in inspect_source(single).tensors.items()}
     own = dict.fromkeys(("a.weight", "b"), "model.safetensors")
-    assert found == own | ({"draft": "model_mtp.safetensors"} if is_named else {})
+    assert found == own | {"draft": "model_mtp.safetensors"}
 
 
 def test_absent_folder_suggests_a_sibling(single: Path) -> None:
@@ -162,6 +163,87 @@ def test_damaged(single: Path) -> None:
         (single / "model.safetensors").write_bytes(content)
         with pytest.raises(CheckpointError, match=reason):
             read_header(single / "model.safetensors")
+
+
+@pytest.mark.parametrize("file", [7, ["model-1.safetensors"], None, "", "../a", "/a", "b/../../a"])
+def test_an_index_names_files_of_its_folder(file: Any, sharded: Path) -> None:
+    index = {"weight_map": {"t1": "model-1.safetensors", "t2": file}}
+    (sharded / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(CheckpointError, match=r"the tensor t2 in .* no file of that"):
+        inspect_source(sharded)
+
+
+F32 = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
+SECOND = {**F32, "data_offsets": [8, 16]}
+HEADERS: dict[str, tuple[Any, Any]] = {
+    "sound": (F32, SECOND),
+    "cut short": ({**F32, "shape": [4]}, SECOND),
+    "longer than its shape": ({**F32, "shape": [1]}, SECOND),
+    "a gap": ({**F32, "shape": [1], "data_offsets": [0, 4]}, SECOND),
+    "overlapping": (F32, {**F32, "shape": [3], "data_offsets": [4, 16]}),
+    "negative": ({**F32, "shape": [-2]}, SECOND),
+    "overflowing": ({**F32, "shape": [2**62, 2**62, 0], "data_offsets": [0, 0]}, SECOND),
+    "half a byte": ({**F32, "dtype": "F4", "shape": [15]}, SECOND),
+    "pairs": ({**F32, "dtype": "F4", "shape": [16]}, SECOND),
+    "of three quarters of a byte": ({**F32, "dtype": "F6_E2M3", "shape": [8, 8, 1, 1]}, SECOND),
+    "complex": ({**F32, "dtype": "C64", "shape": [1]}, SECOND),
+    "unknown": ({**F32, "dtype": "Q4"}, SECOND),
+}
+
+
+@pytest.mark.parametrize("case", HEADERS)
+def test_headers_are_refused_as_by_safetensors(case: str, tmp_path: Path) -> None:
+    """Those of files without data too, from which a plan is made."""
+    first, second = HEADERS[case]
+    text = json.dumps({"a": first, "b": second}).encode()
+    file = tmp_path / "model.safetensors"
+    for data in (bytes(16), b""):
+        file.write_bytes(struct.pack("<Q", len(text)) + text + data)
+        if data:
+            try:
+                with safe_open(file, framework="numpy"):
+                    refuses = False
+            except SafetensorError:
+                refuses = True
+        if refuses:
+            with pytest.raises(CheckpointError, match="is damaged"):
+                read_header(file, headers_only=True)
+        else:
+            assert read_header(file, headers_only=True).keys() == {"a", "b"}
+
+
+def test_json_too_deep_to_read_is_one_error(single: Path) -> None:
+    deep = b'{"a":' + b"[" * 100_000 + b"]" * 100_000 + b"}"
+    (single / "model.safetensors").write_bytes(struct.pack("<Q", len(deep)) + deep)
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        inspect_source(single)
+    (single / "model.safetensors.index.json").write_bytes(deep)
+    with pytest.raises(CheckpointError, match="not valid JSON"):
+        inspect_source(single)
+
+
+def test_what_the_index_does_not_name_is_read_and_told(sharded: Path) -> None:
+    """Beside it lie a draft's file, copies in other formats, and files that nobody can read."""
+    one, two, rest = (torch.full((2,), float(number)) for number in (1, 2, 3))
+    save_file({"t1": one, "unnamed": two}, sharded / "model-1.safetensors")
+    save_file({"mtp.t": rest, "model.t1": one}, sharded / "mtp.safetensors")
+    save_file({"layers.0.wq": rest}, sharded / "consolidated.safetensors")
+    save_file({"t1": rest, "t2": two}, sharded / "model.fp16.safetensors")
+    codes = {"t.weight_packed": torch.zeros(2, 2, dtype=torch.int32)}
+    save_file(codes, sharded / "model.int4.safetensors")
+    (sharded / "pulled.safetensors").write_text("version https://git-lfs.github.com/spec/v1\n")
+    info = inspect_source(sharded)
+    assert {name: header.file.name for name, header in info.tensors.items()} == {
+        "t1": "model-1.safetensors",
+        "unnamed": "model-1.safetensors",
+        "t2": "model-2.safetensors",
+        "mtp.t": "mtp.safetensors",
+    }
+    unnamed, beside, unread = info.remarks
+    assert "does not name unnamed" in unnamed
+    assert "Nothing names mtp.safetensors" in beside
+    assert "mtp.t" in beside
+    assert "model.int4.safetensors, pulled.safetensors" in unread
 
 
 def test_missing_shard_is_named(sharded: Path) -> None:

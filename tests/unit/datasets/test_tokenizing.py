@@ -223,6 +223,80 @@ class TestChat:
                 batches(rows)
 
 
+HI, YO = MESSAGES[:1], MESSAGES[1:]
+NO = [{"role": "assistant", "content": "no"}]
+FORMS = {
+    "completion": {"prompt": HI, "completion": YO},
+    "chosen": {"prompt": HI, "chosen": YO, "rejected": NO},
+    "shared": {"chosen": MESSAGES, "rejected": [*HI, *NO]},
+    "text and turns": {"prompt": "hi", "chosen": MESSAGES, "rejected": [*HI, *NO]},
+    "messages": {"messages": MESSAGES, "prompt": HI},
+}
+
+
+class TestAnswers:
+    """The forms of rows that TRL has, with what it learns of them."""
+
+    @pytest.mark.parametrize("row", FORMS.values(), ids=FORMS)
+    def test_a_conversation_goes_on_after_its_prompt(self, texts, row):
+        assert texts([row]) == texts(row) == [CHATML]
+
+    @pytest.mark.parametrize("row", FORMS.values(), ids=FORMS)
+    def test_only_the_answer_of_a_conversation_is_learned(self, row, tokenizer):
+        (sample,) = load_training(DatasetArguments(dataset=[row]), processor=tokenizer)
+        learned = [token for token in sample["labels"] if token != -100]
+        opened = CHATML.removesuffix("yo<|im_end|>\n")
+        prompt = len(tokenizer(opened)["input_ids"])
+        assert 0 < len(learned) <= len(sample["input_ids"]) - prompt + 1
+        assert sample["input_ids"][-len(learned) :] == learned
+        assert "yo" in tokenizer.decode(learned)
+        assert "hi" not in tokenizer.decode(learned)
+
+    @pytest.mark.parametrize(
+        "row",
+        [
+            {"prompt": "a = ", "completion": "1"},
+            {"prompt": "a = ", "chosen": "1", "rejected": "x"},
+            {"chosen": "a = 1", "rejected": "a = x"},
+            {"prompt": "a = ", "completion": "1", "label": True},
+        ],
+    )
+    def test_texts_are_joined_and_end(self, batches, tokenizer, row):
+        (batch,) = batches([row])
+        ids = batch["input_ids"][0].tolist()
+        assert ids == tokenizer("a = 1" + tokenizer.eos_token)["input_ids"]
+        (sample,) = load_training(DatasetArguments(dataset=[row]), processor=tokenizer)
+        prompt = tokenizer("a =" if "prompt" not in row else "a = ")["input_ids"]
+        same = 0
+        while same < len(prompt) and prompt[same] == ids[same]:
+            same += 1
+        assert sample["labels"] == [-100] * same + ids[same:]
+
+    def test_columns_and_single_rows_of_them_are_no_splits(self, texts):
+        columns = {"prompt": ["a = ", "b = "], "completion": ["1", "2"]}
+        rows = [{"prompt": "a = ", "completion": "1"}, {"prompt": "b = ", "completion": "2"}]
+        assert texts(columns, **FIRST) == texts(rows, **FIRST)
+        assert texts(rows[0]) == texts(rows[:1])
+
+    def test_the_template_gets_the_rows_own_variables(self, texts, tokenizer):
+        own = copy.deepcopy(tokenizer)
+        own.chat_template = "{{ mood }}{% for m in messages %};{{ m['content'] }}{% endfor %}"
+        row = {"prompt": HI, "completion": YO, "chat_template_kwargs": {"mood": "glad"}}
+        assert texts([row], processor=own) == ["glad;hi;yo"]
+
+    def test_a_text_and_turns_do_not_mix(self, batches):
+        with pytest.raises(DatasetError, match=r"a list and a str for its prompt.*two texts"):
+            batches([{"prompt": HI, "completion": "yo"}])
+
+    def test_several_texts_are_to_be_joined(self, batches):
+        with pytest.raises(DatasetError, match="Join them to one text in a preprocessing_func"):
+            batches([{"instruction": "Add.", "output": "2"}])
+
+    def test_bad_answers_are_told(self, batches, logged):
+        batches([{"prompt": "a", "completion": "b", "label": False}] * 2)
+        assert sum("whose label is False" in line for line in logged) == 1
+
+
 class Again(torch.utils.data.IterableDataset):
     """A stream that begins anew each time that it is read."""
 

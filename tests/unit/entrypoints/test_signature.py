@@ -23,6 +23,9 @@ from llmcompressor.args import (
     TrainingArguments,
     parse_arguments,
 )
+from llmcompressor.errors import ArgumentError
+from llmcompressor.observers import canonical
+from llmcompressor.pipelines import batches
 
 COMMON = (ModelArguments, RecipeArguments, DatasetArguments, RunArguments)
 CASES: dict[Callable[..., Any], tuple[tuple[type, ...], list[str]]] = {
@@ -33,6 +36,7 @@ CASES: dict[Callable[..., Any], tuple[tuple[type, ...], list[str]]] = {
         ["model", "recipe", "dataset", "output_dir"],
     ),
 }
+ENTRYPOINTS = ["oneshot", "train", "plan", "run_stages", "evaluate", "verify", "model_free_ptq"]
 OWN = {"output_dir", "log_dir", "loggers"}
 
 
@@ -81,8 +85,6 @@ def test_help_shows_arguments_with_their_types_and_defaults() -> None:
     assert "data_collator: str | collections.abc.Callable" in text
     assert "Compress a trained model in one run" in text
     assert "Text" not in text
-    with pytest.raises(TypeError, match="model"):
-        oneshot()  # type: ignore[call-arg]
 
 
 @pytest.mark.parametrize("name", ["oneshot", "train"])
@@ -92,3 +94,34 @@ def test_a_function_is_not_hidden_by_its_module(name: str) -> None:
     assert getattr(entrypoints, name) is getattr(llmcompressor, name)
     assert isinstance(entrypoints.run, ModuleType)
     assert sorted(entrypoints.__all__) == ["Oneshot", "model_free_ptq", "oneshot", "train"]
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: llmcompressor.oneshot("model", recipie=[]),
+        lambda: llmcompressor.train("model", recipie=[]),
+        lambda: llmcompressor.plan("model", recipie=[]),
+        lambda: llmcompressor.run_stages(
+            "model", "pruning_modifiers: {WandaPruningModifier: {sparsity: 0.5}}", recipie=[]
+        ),
+        lambda: llmcompressor.evaluate("model", referense="model"),
+        lambda: llmcompressor.verify("model", referense="model"),
+        lambda: llmcompressor.model_free_ptq("model", "out", "W8A8", maxworkers=3),
+    ],
+    ids=ENTRYPOINTS,
+)
+def test_a_misspelt_argument_is_told_with_a_suggestion(call: Callable[[], Any]) -> None:
+    with pytest.raises(ArgumentError, match=r"Did you mean (recipe|reference|max_workers)"):
+        call()
+
+
+@pytest.mark.parametrize("name", ENTRYPOINTS)
+def test_a_missing_argument_is_told(name: str) -> None:
+    with pytest.raises(ArgumentError, match=rf"{name}\(\) does not take .* missing a required"):
+        getattr(llmcompressor, name)()
+
+
+def test_names_of_blocks_that_earlier_releases_had() -> None:
+    assert canonical.Canonical is canonical.CanonicalTensor
+    assert batches.calibrating is batches.calibration_batches

@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 from collections import UserDict
 from typing import Any
 
@@ -212,6 +214,18 @@ def test_what_a_cache_changes_in_place_is_its_own() -> None:
     assert cache.get_seq_length() == 3
     assert float(cache.layers[0].keys.max()) == 1.0
     assert float(twin.layers[0].keys.max()) == 2.0
+
+
+def test_a_copy_goes_with_its_last_name() -> None:
+    """A cycle of references would hold the states of a device until Python searches for cycles."""
+    gc.disable()
+    try:
+        twin = copy_arguments(([STATES.clone()], {"past": UserDict(a=STATES.clone())}))
+        alive = [weakref.ref(twin[0][0]), weakref.ref(twin[1]["past"]["a"])]
+        del twin
+        assert [each() for each in alive] == [None, None]
+    finally:
+        gc.enable()
 
 
 def test_all_else_is_the_same() -> None:

@@ -103,6 +103,19 @@ def test_no_candidate_is_zero_or_beyond_numbers(first: float, second: float) -> 
         assert bool((torch.isfinite(scale) & (scale > 0)).all())
 
 
+@pytest.mark.parametrize("duo", [False, True])
+def test_scales_keep_columns_without_inputs(duo: bool) -> None:
+    """Scaled by a power of zero they would be rounded to zero."""
+    input_C = torch.tensor([0.5, 0.0, 2.0, 8.0])
+    live, weight_C = [0, 2, 3], torch.tensor([0.5, 1.0, 0.9, 0.8])
+    others = candidates(input_C[live], weight_C[live], 20, duo)
+    for (_, scale_C), (_, other_L) in zip(
+        candidates(input_C, weight_C, 20, duo), others, strict=True
+    ):
+        assert float(scale_C[1]) == 1
+        assert torch.equal(scale_C[live], other_L)
+
+
 def test_clipping_lowers_the_error_of_outputs(weights: list[Tensor], inputs: Tensor) -> None:
     weight = weights[0].clone()
     weight[:, 5::GROUP] *= 6  # outliers that meet small inputs

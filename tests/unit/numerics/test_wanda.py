@@ -34,6 +34,12 @@ def test_the_score_is_magnitude_times_norm() -> None:
             assert float(score_RC[r, c]) == pytest.approx(expected, rel=1e-4)
 
 
+def test_of_columns_without_inputs_the_largest_weights_stay() -> None:
+    weight_RC = torch.tensor([[1.0, -4.0, 3.0, 2.0]])
+    pruned_RC, _ = wanda_prune(weight_RC, torch.tensor([0.0, 0.0, 0.0, 1.0]), 0.5)
+    assert pruned_RC.tolist() == [[0.0, -4.0, 0.0, 2.0]]
+
+
 @pytest.mark.parametrize("group", [None, NofM(2, 4), NofM(1, 4)])
 @pytest.mark.parametrize("rows", [1, 128, 300])
 def test_a_weight_pruned_by_parts_is_what_the_choice_leaves(rows: int, group: NofM | None) -> None:

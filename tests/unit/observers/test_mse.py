@@ -84,6 +84,16 @@ BAD_IMPORTANCE = {
 }
 
 
+def test_cells_without_importance_are_not_clipped_to_nothing():
+    weight = torch.randn(16, 64)
+    args = QuantizationArgs(num_bits=4, strategy="group", group_size=16)
+    plain, weighted = (IMatrixMSEObserver("weight", args) for _ in range(2))
+    plain.importance = torch.ones(64)
+    weighted.importance = torch.ones(64)
+    weighted.importance[16:32] = 0
+    assert torch.equal(weighted(weight)[0], plain(weight)[0])
+
+
 @pytest.mark.parametrize("reason", BAD_IMPORTANCE)
 def test_unusable_importance_is_logged_or_refused(weight, reason):
     args = QuantizationArgs(**CASES[0])

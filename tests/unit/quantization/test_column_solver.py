@@ -171,12 +171,42 @@ def test_the_correction_brings_outputs_closer_to_the_original() -> None:
     assert error(replace(OPTIONS, ridge=0.03)) < 0.95 * error(OPTIONS)
 
 
-def test_dead_columns_become_zero_and_disturb_nothing() -> None:
-    one = problem(GROUP, ordered=True)
-    one.gram_CC[5], one.gram_CC[:, 5] = 0, 0
-    (solution,) = solve([one], OPTIONS)
-    assert not solution.weights[0][:, 5].any()
-    assert bool(torch.isfinite(solution.weights[0]).all())
+@pytest.mark.parametrize("refit", [False, True])
+@pytest.mark.parametrize("twin", [False, True])
+def test_dead_columns_are_rounded_to_nearest(twin: bool, refit: bool) -> None:
+    """Alone, in a batch, in any order, and with the scales that are stored."""
+    dead = [*range(5), *range(16, 32), 40]  # some of a group, all of one, one
+    good = problem(GROUP, GROUP, twin=twin, ordered=True)
+    one = replace(good, gram_CC=good.gram_CC.clone())
+    one.gram_CC[dead], one.gram_CC[:, dead] = 0, 0
+    if one.cross_CC is not None:
+        one.cross_CC[dead] = 0
+    for problems in ([one], [one, good]):
+        found = solve(problems, replace(OPTIONS, ridge=0.03, refit=refit, settles=True))[0]
+        assert (found.dead, found.is_idle) == (len(dead), False)
+        for number, weight_RC in enumerate(one.weights):
+            parameters = one.parameters[number]
+            if found.scales is not None:
+                parameters = replace(parameters, scale=found.scales[number])
+            nearest_RC = parameters.round(weight_RC)[:, dead]
+            assert torch.allclose(found.weights[number][:, dead], nearest_RC, atol=1e-6)
+            assert found.settled is not None
+            assert torch.allclose(found.settled[number][:, dead], weight_RC[:, dead], atol=1e-4)
+
+
+def test_dead_columns_do_not_change_how_the_others_are_solved() -> None:
+    """However small the inputs are: a dead column is no reason to damp the others more."""
+    one = problem(GROUP)
+    alone = replace(one, gram_CC=one.gram_CC * 1e-9)
+    weight_RC = torch.cat([one.weights[0], torch.randn(16, C)], dim=1)
+    wide = replace(
+        alone,
+        weights=[weight_RC],
+        parameters=[observe_weight(weight_RC, GROUP)],
+        gram_CC=torch.block_diag(alone.gram_CC, torch.zeros(C, C)),
+    )
+    (expected,), (found,) = solve([alone], OPTIONS), solve([wide], OPTIONS)
+    assert torch.allclose(found.weights[0][:, :C], expected.weights[0], rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("batch", [1, 2, None])

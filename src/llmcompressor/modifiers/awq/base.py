@@ -52,6 +52,7 @@ from llmcompressor.numerics.awq import (
     output_error_from_gram,
     relative_column_magnitude,
 )
+from llmcompressor.numerics.hessian import fill_dead_diagonal
 from llmcompressor.numerics.scales import global_scale_from_amax, parameter_dtype
 from llmcompressor.observers.canonical import Range
 from llmcompressor.observers.input_statistics import InputStatistics
@@ -423,7 +424,7 @@ class AWQModifier(SmoothingMixin):
     ) -> None:
         """Find clip bounds of Linears that share input, scale and rounding, stacked by rows."""
         weight_RC = torch.cat([weight_of(module).detach() for module in members])
-        gram_CC = tally.gram.to(weight_RC.device)
+        gram_CC = fill_dead_diagonal(tally.gram.to(weight_RC.device))
         if scale_C is not None:
             weight_RC = (weight_RC.float() * scale_C).to(weight_RC.dtype)
             gram_CC = gram_CC / scale_C / scale_C.unsqueeze(-1)

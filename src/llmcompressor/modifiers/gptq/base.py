@@ -51,6 +51,9 @@ from llmcompressor.schemes.bridge import grid_of, partition_of
 from llmcompressor.schemes.parse import check_actorder
 from llmcompressor.schemes.resolve import ResolvedSchemes
 
+_FEW_COLUMNS, _FEW_SHARE = 3, 0.01
+"""Columns without inputs that are no warning: single dead channels are common."""
+
 
 @dataclass(frozen=True)
 class SolveRecord:
@@ -62,11 +65,14 @@ class SolveRecord:
         dampening: the fraction with which the factorization succeeded; ``None`` if the weight was
             rounded to nearest: no token reached it, its inputs were all zero (then ``loss`` is 0),
             or the factorization always failed.
+        dead_columns: number of columns whose inputs were zero in every token; these are rounded to
+            nearest.
     """
 
     tokens: int
     loss: float | None
     dampening: float | None
+    dead_columns: int = 0
 
 
 class GPTQModifier(RecordedMixin, QuantizationMixin):
@@ -260,8 +266,10 @@ class GPTQModifier(RecordedMixin, QuantizationMixin):
                 replace_weight(module, found.round(solution.weights[number]))
                 self.keep(module, found, rounded=True)
                 name = self._names[module]
-                self._records[name] = SolveRecord(problem.tokens, solution.loss, solution.dampening)
-                self._report(name, solution)
+                self._records[name] = SolveRecord(
+                    problem.tokens, solution.loss, solution.dampening, solution.dead
+                )
+                self._report(name, solution, problem.shape[1])
 
     def _round_to_nearest(self, module: Module) -> None:
         """Round a weight before later modules see it, as in a resumed run."""
@@ -321,8 +329,14 @@ class GPTQModifier(RecordedMixin, QuantizationMixin):
                 ),
             )
 
-    def _report(self, name: str, solution: Solution) -> None:
+    def _report(self, name: str, solution: Solution, columns: int) -> None:
         dampening = solution.dampening
+        if not solution.is_idle and solution.dead > max(_FEW_COLUMNS, _FEW_SHARE * columns):
+            logger.warning(
+                f"{name}: the inputs of {solution.dead} of its {columns} columns were zero in "
+                "every calibration token; these are rounded to nearest. If such inputs occur in "
+                "use, add data that has them."
+            )
         if solution.is_idle:
             logger.warning(
                 f"{name}: its inputs were zero in every calibration token; its weight is rounded "

@@ -122,7 +122,6 @@ class RotationModifier(Modifier):
 
     _plan: RotationPlan | None = PrivateAttr(None)
     _made: dict[str, Rotation] = PrivateAttr(default_factory=dict)
-    _moved: float | None = PrivateAttr(None)
     _tried: bool = PrivateAttr(False)
     _is_done: bool = PrivateAttr(False)
     _rotated: set[Module] = PrivateAttr(default_factory=set)
@@ -226,14 +225,10 @@ class RotationModifier(Modifier):
         return Cost(flops=flops, peak_bytes=max(fusing, _FLOAT * tried + trying))
 
     def report(self, names: Container[str] | None = None) -> dict[str, Any]:
-        """Number of rotated weights; the change of the outputs, if all was in memory.
-
-        It is all under the name of the model.
-        """
+        """Number of rotated weights, under the name of the model."""
         if self._plan is None or not self._is_done or (names is not None and "" not in names):
             return {}
-        moved = {} if self._moved is None else {"moved": self._moved}
-        return {"": {"weights": self._plan.rotated_weights, **moved}}
+        return {"": {"weights": self._plan.rotated_weights}}
 
     # ------------------------------------------------------------------ phases
 
@@ -298,9 +293,9 @@ class RotationModifier(Modifier):
                 if self.learnable:
                     self.learn(state, plan)
                 plan.fuse()
-                self._moved = relative_distance(before, probe_logits(model))
-            self._check_rounding(model, self._moved)
-            told = f"; outputs moved by {self._moved:.2g} of their size"
+                moved = relative_distance(before, probe_logits(model))
+            self._check_rounding(model, moved)
+            told = f"; outputs moved by {moved:.2g} of their size"
         self._is_done = True
         logger.info(
             f"{self._name}: {plan.rotated_weights} weights are rotated, {len(plan.online)} "

@@ -19,8 +19,8 @@ from llmcompressor.numerics.column_sweep import stack_float32_rows
 from llmcompressor.numerics.gptq import corrected_weight, ridge_for_tokens
 from llmcompressor.numerics.hessian import (
     SingularHessianError,
-    dead_columns,
     factorize_with_rising_dampening,
+    fill_dead_columns,
 )
 from llmcompressor.numerics.masks import Sparsity, keep_mask
 from llmcompressor.numerics.products import fast_matmul_dtype
@@ -107,7 +107,6 @@ def _solve_stacked(problems: Sequence[Problem], options: Options) -> list[Soluti
         cross_CC = _stack([p.cross_CC for p in problems if p.cross_CC is not None])
         ridge = ridge_for_tokens(options.ridge, gram_CC, [problem.tokens for problem in problems])
         weight_RC = corrected_weight(weight_RC, gram_CC, cross_CC, ridge, steps=steps)
-    weight_RC.masked_fill_(dead_columns(gram_CC).unsqueeze(-2), 0)
     sparsity = problems[0].sparsity
     if options.refinements == 0:
         factor_CC, dampening = factorize_with_rising_dampening(
@@ -162,7 +161,7 @@ def _prune_by_score(problem: Problem, options: Options) -> Solution:
     """Wanda's mask without compensation: the fallback if no factorization succeeds."""
     weight_RC = torch.cat([weight.float() for weight in problem.weights])
     gone_CR = (weight_RC == 0).mT if options.preserve else None
-    norm_C = problem.gram_CC.diagonal().clamp_min(0).sqrt()
+    norm_C = fill_dead_columns(problem.gram_CC.diagonal().clamp_min(0)).sqrt()
     score_CR = (weight_RC.abs() * norm_C).mT.contiguous()
     kept_CR = keep_mask(score_CR, problem.sparsity, gone_CR=gone_CR)
     pruned_RC = weight_RC * kept_CR.mT

@@ -235,6 +235,27 @@ def test_the_number_of_threads_never_changes_a_result(asymmetric: bool) -> None:
         assert torch.equal(value, second[name]), name
 
 
+def with_dead_channels() -> Any:
+    """A model with 32 of 64 channels that are zero before the Linears of its second layer."""
+    model = tiny.llama()
+    model.model.layers[1].input_layernorm.weight.data[8:40] = 0
+    return model
+
+
+def test_columns_without_inputs_are_kept_and_told(warned: list[str]) -> None:
+    model, modifier = with_dead_channels(), gptq()
+    before = model.model.layers[1].self_attn.q_proj.weight[:, 8:40].detach().clone()
+    tiny.run(model, modifier)
+    after = model.model.layers[1].self_attn.q_proj.weight[:, 8:40].detach()
+    assert float((after - before).norm() / before.norm()) < 0.3
+    found = modifier.report()
+    names = [name for name, record in found.items() if record["dead_columns"]]
+    assert names == [f"model.layers.1.self_attn.{one}_proj" for one in "qkv"]
+    assert {found[name]["dead_columns"] for name in names} == {32}
+    for name in names:
+        assert sum(f"{name}: the inputs of 32 of its 64 columns" in line for line in warned) == 1
+
+
 def test_dampening_is_raised_for_fewer_tokens_than_columns(warned: list[str]) -> None:
     modifier = gptq(dampening_frac=0.0)
     tiny.run(tiny.llama(), modifier, data=tiny.batches(tokens=4, number=1))

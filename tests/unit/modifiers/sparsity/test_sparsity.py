@@ -65,6 +65,21 @@ def test_the_number_of_zeros_is_exact(sparsity: float, refinements: int) -> None
             assert torch.equal(module.weight, before[name])
 
 
+@pytest.mark.parametrize("fields", [{"refinements": 0}, {"refinements": 3}, PAIRS])
+def test_columns_without_inputs_make_no_further_zeros(fields: dict[str, Any]) -> None:
+    """Nor does a group of them lose its largest weights."""
+    model = tiny.llama()
+    layer = model.model.layers[1]
+    layer.input_layernorm.weight.data[8:56] = 0
+    before = layer.self_attn.q_proj.weight[:, 8:56].detach().clone()
+    tiny.run(model, SparseGPTModifier(**{**HALF, **fields}))
+    assert zeros(layer.self_attn.q_proj.weight) == 0.5
+    after = layer.self_attn.q_proj.weight[:, 8:56].detach()
+    kept = after != 0
+    assert torch.allclose(after[kept], before[kept], atol=1e-5)
+    assert float(before[kept].abs().mean()) > 2 * float(before[~kept].abs().mean())
+
+
 def test_the_published_order_of_quality(reference: Tensor) -> None:
     """Magnitude, Wanda, the sweep of the paper, and what it is refined to; 2:4 and half."""
     for fields in (PAIRS, HALF):
