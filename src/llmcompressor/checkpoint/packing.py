@@ -278,7 +278,7 @@ def compress(entry: QuantizedModule, tensors: Mapping[str, Tensor]) -> dict[str,
 
     Raises:
         LifecycleError: a scale that the scheme needs is missing.
-        NonFiniteError: a scale is NaN, infinite or negative.
+        NonFiniteError: a scale is NaN or infinite, or one of activations negative.
     """
     expected = _expected_parameters(entry)
     own = {key: tensor for key, tensor in tensors.items() if key in expected or not _is_qparam(key)}
@@ -290,7 +290,10 @@ def compress(entry: QuantizedModule, tensors: Mapping[str, Tensor]) -> dict[str,
         )
     for key in sorted(key for key in expected if key.endswith("_scale")):
         scale = own[key]
-        if not scale.is_meta and not (is_finite(scale) and float(scale.float().amin()) >= 0):
+        may_be_negative = key == "weight_scale"  # of another tool: codes times it are the weight
+        if not scale.is_meta and not (
+            is_finite(scale) and (may_be_negative or float(scale.float().amin()) >= 0)
+        ):
             raise NonFiniteError(
                 f"The {key} of {entry.name} is not finite or negative, so its values are lost. "
                 "Check the weights and the calibration data that reach this module."

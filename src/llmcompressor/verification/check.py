@@ -12,11 +12,12 @@ from dataclasses import dataclass, field, replace
 
 from llmcompressor.errors import CheckpointError
 from llmcompressor.runtime.progress import progress
+from llmcompressor.verification.closeness import WeightError
 from llmcompressor.verification.expected import Codes, codes_of, expected_tensors, misfits
 from llmcompressor.verification.facts import Deployment, Finding, Severity
 from llmcompressor.verification.files import Files, open_checkpoint
 from llmcompressor.verification.modules import Entry
-from llmcompressor.verification.reference import Reference, WeightError
+from llmcompressor.verification.reference import Reference
 from llmcompressor.verification.report import VerificationReport
 from llmcompressor.verification.rules import check_view
 from llmcompressor.verification.rules.view import View
@@ -25,6 +26,7 @@ from llmcompressor.verification.values import (
     check_codes,
     check_plain,
     check_scales,
+    check_static,
     check_tie,
     unexplained,
 )
@@ -91,13 +93,13 @@ def _verify(
 ) -> VerificationReport:
     headers = {name: info for name, info in files.headers.items() if name not in files.broken}
     view = View(files.config, headers, files.read, deployment, kinds)
-    findings = [*files.findings, *check_view(view), *check_tie(files)]
+    findings = [*files.findings, *check_view(view), *check_tie(files), *check_static(files)]
     done = list(_read_all(files, view, original, workers))
     for one in done:
         findings += one.findings
     if original is not None:
         used = {name for one in done for name in one.used}
-        findings += [*original.missing(used), *original.beside()]
+        findings += [*original.unlike(), *original.missing(used), *original.beside()]
     return VerificationReport(
         checkpoint=str(files.directory),
         reference=None if original is None else str(original.files.directory),
@@ -191,7 +193,11 @@ def _read(
 ) -> _Done:
     done = _Done()
     if entry.is_quantized:
-        done.findings += check_scales(files, entry)
+        done.findings += [
+            one
+            for one in check_scales(files, entry)
+            if one.severity is Severity.ERROR or view.deployment.concerns(one.server)
+        ]
         codes = _codes(files, view, entry, scheme)
         if codes is not None:
             suspected = check_codes(codes)

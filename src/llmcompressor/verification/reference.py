@@ -3,18 +3,18 @@
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from enum import Enum
-from math import sqrt
-from typing import NamedTuple
+from pathlib import Path
 
 import torch
 import yaml
 from torch import Tensor
 
-from llmcompressor.verification.expected import CHUNK, Codes, Part
+from llmcompressor.verification.closeness import Closeness, WeightError, apart, outliers
+from llmcompressor.verification.expected import CHUNK, Codes
 from llmcompressor.verification.facts import Finding, Severity
 from llmcompressor.verification.files import (
     DROPS,
@@ -27,7 +27,7 @@ from llmcompressor.verification.files import (
     without_prefixes,
 )
 from llmcompressor.verification.modules import PLAIN_FLOATS, text_settings
-from llmcompressor.verification.scheme import Args
+from llmcompressor.verification.moves import ROTATING, SCALING, Moves
 from llmcompressor.verification.stacked_tensors import (
     USUAL,
     Converted,
@@ -64,22 +64,12 @@ _SIDE_FILES = (
 )
 
 
-class _Floats(NamedTuple):
-    """Bits of mantissa, the least step and the largest value of a grid of floats."""
-
-    mantissa: int
-    least: float
-    largest: float
-
-
-_FLOATS = {
-    4: _Floats(1, 0.5, 6.0),
-    6: _Floats(3, 0.125, 7.5),
-    8: _Floats(3, 2.0**-9, 448.0),
+_REWRITTEN = {
+    "generation_config.json": frozenset({"transformers_version", "_from_model_config"}),
+    "tokenizer.json": frozenset({"truncation", "padding", "version"}),
 }
-"""By their bits."""
-_LEAST_COSINE = 0.4
-_LEAST_ROW_COSINE = 0.1
+"""Keys that whoever saves such a file again may change."""
+_MOST_KEYS = 5
 
 
 class Work(Enum):
@@ -91,16 +81,13 @@ class Work(Enum):
     UNKNOWN = "not known"
 
 
-_WORK = {"QuantizationModifier": Work.NEAREST, "GPTQModifier": Work.SOLVED}
-_MOVES = frozenset(
-    {
-        "AWQModifier",
-        "LogarithmicEqualizationModifier",
-        "QuIPModifier",
-        "SmoothQuantModifier",
-        "SpinQuantModifier",
-    }
-)
+_WORK = {
+    "QuantizationModifier": Work.NEAREST,
+    "AutoRoundModifier": Work.SOLVED,
+    "GPTQModifier": Work.SOLVED,
+    "HQQModifier": Work.SOLVED,
+}
+_MOVES = SCALING | ROTATING
 
 
 def work_of(files: Files, runs: Sequence[Run] = (), original: Files | None = None) -> Work:
@@ -112,19 +99,27 @@ def work_of(files: Files, runs: Sequence[Run] = (), original: Files | None = Non
         runs: those that made it, the latest first.
         original: what it is compared with; stages that its recipe has too are true of both.
     """
+    return _kind_of(_modifiers_of(files, runs, original))
+
+
+def _modifiers_of(files: Files, runs: Sequence[Run], original: Files | None) -> set[str]:
     stages = _stages_of(files)
     shared = [] if original is None else _stages_of(original)
     if len(shared) < len(stages) and stages[: len(shared)] == shared:
         stages = stages[len(shared) :]
     names = {name for _, found in stages for name in found}
     if not names:
-        return Work.UNKNOWN
+        return names
     if runs and DROPS not in runs[0].records and any(DROPS in run.records for run in runs[1:]):
         names.discard(DROPS)
     names.update(name for run in runs[1:] for name in run.records if name != DROPS)
-    if names & _MOVES:
+    return names
+
+
+def _kind_of(names: Collection[str]) -> Work:
+    if not _MOVES.isdisjoint(names):
         return Work.MOVED
-    found = {_WORK.get(name, Work.UNKNOWN) for name in names}
+    found = {_WORK.get(name, Work.UNKNOWN) for name in names} or {Work.UNKNOWN}
     if Work.UNKNOWN in found:
         return Work.UNKNOWN
     return Work.NEAREST if found == {Work.NEAREST} else Work.SOLVED
@@ -143,34 +138,6 @@ def _stages_of(files: Files) -> list[tuple[str, list[str]]]:
     return [(key, found) for key, found in stages if found]
 
 
-@dataclass(frozen=True)
-class WeightError:
-    """Distance of a decoded weight from the original.
-
-    Attributes:
-        module: the module.
-        relative: Frobenius norm of the difference over that of the original.
-        cosine: of the two as vectors.
-    """
-
-    module: str
-    relative: float
-    cosine: float
-
-
-@dataclass
-class _Sums:
-    """Sums over a weight, from which its error follows."""
-
-    error: float = 0.0
-    source: float = 0.0
-    decoded: float = 0.0
-    product: float = 0.0
-    beyond: int = 0
-    worst: float = 0.0
-    bad_rows: list[int] = field(default_factory=list)
-
-
 class Reference:
     """The original model's files, and what of them has been found again.
 
@@ -183,7 +150,12 @@ class Reference:
         self.files = files
         self.checkpoint = checkpoint
         runs = runs_since(checkpoint, files)
-        self.work = work_of(checkpoint, runs, files)
+        names = _modifiers_of(checkpoint, runs, files)
+        self.work = _kind_of(names)
+        is_told = self.work is not Work.UNKNOWN and names <= _WORK.keys() | _MOVES
+        self._is_known = is_told and not any(run.trained for run in runs)
+        self._moves = Moves(checkpoint, files, runs, names)
+        self._close: dict[str, Closeness] = {}
         self._meant = Changed(runs)
         self._experts = ExpertRows(files)
         self._converted = Converted(files)
@@ -275,19 +247,31 @@ class Reference:
         if shape != (codes.rows, codes.columns):
             said = f"Its shape is {[codes.rows, codes.columns]} and was {list(shape)}."
             return [_finding("R3", name, said, _AGAIN)], None
-        sums = _Sums()
+        close = Closeness(codes.args, with_slopes=self._is_known and self.work is not Work.NEAREST)
+        self._compare_parts(close, codes, source)
+        return list(self._judge(name, close)), close.of(name)
+
+    def _compare_parts(self, close: Closeness, codes: Codes, source: Source) -> None:
         dtype = self._computed(codes)
         unit = self._roundoff(source, codes, dtype)
-        apart = _apart(dtype) if codes.args.kind == "float" else 0.0
+        least = apart(dtype) if codes.args.kind == "float" else 0.0
+        whole = self._moved(codes, source) if self.work is Work.MOVED else None
         for part in codes.parts():
-            rows = len(part.units)
-            original = self.rows(source, part.start, part.start + rows).float()
-            original = original.reshape(part.units.shape)
-            _add(sums, part, original, codes.args)
+            stop = part.start + len(part.units)
+            theirs = (
+                self.rows(source, part.start, stop) if whole is None else whole[part.start : stop]
+            )
+            original = theirs.float().reshape(part.units.shape)
+            close.add(part, original)
             if self.work is Work.NEAREST:
                 rounded = original if dtype is None else original.to(dtype).float()
-                _bound(sums, part, rounded, codes.args, unit, apart)
-        return list(self._judge(name, codes.args, sums)), _error(name, sums)
+                close.bound(part, rounded, unit, least)
+
+    def _moved(self, codes: Codes, source: Source) -> Tensor:
+        """What a weight would be without rounding, as a whole."""
+        decoded = torch.cat([(part.units * part.scale).flatten(1) for part in codes.parts()])
+        original = self.rows(source, 0, codes.rows).float()
+        return self._moves.expected(codes.entry.name, decoded, original)
 
     def _made(self, name: str, shape: Sequence[int]) -> Source | None:
         """A tensor that transformers makes of the original's, or a part of it."""
@@ -336,36 +320,28 @@ class Reference:
         found = self._twins.find(name)
         return None if found is None else Source(found)
 
-    def _judge(self, name: str, args: Args, sums: _Sums) -> Iterator[Finding]:
-        found = _error(name, sums)
-        if self.work is Work.MOVED:
+    def _judge(self, name: str, close: Closeness) -> Iterator[Finding]:
+        if self.work is Work.MOVED and not self._moves.is_comparable:
             return
-        # What is not known may have been scaled: then the error is large, and nothing is lost.
-        is_far = found.relative > 1.2 and self.work is not Work.UNKNOWN
-        if found.cosine < _LEAST_COSINE or is_far:
-            yield _finding(
-                "R3",
-                name,
-                f"Decoded it has nothing of the original: relative error {found.relative:.3g}, "
-                f"cosine {found.cosine:.3g}.",
-                _AGAIN,
+        # what is not known may have been scaled
+        said = close.complaint(name, may_be_scaled=self.work is Work.UNKNOWN)
+        if not said and close.beyond:
+            said = (
+                f"{close.beyond} of its values are not rounded to the nearest: the worst is "
+                f"{close.worst:.3g} times as far off as {close.args} allows."
             )
-        elif sums.bad_rows:
-            yield _finding(
-                "R3",
-                name,
-                f"{len(sums.bad_rows)} of its rows have nothing of the original, such as row "
-                f"{sums.bad_rows[0]}.",
-                _AGAIN,
-            )
-        elif sums.beyond:
-            yield _finding(
-                "R3",
-                name,
-                f"{sums.beyond} of its values are not rounded to the nearest: the worst is "
-                f"{sums.worst:.3g} times as far off as {args} allows.",
-                _AGAIN,
-            )
+        if said:
+            yield _finding("R3", name, said, _AGAIN)
+        elif close.with_slopes:
+            self._close[name] = close
+
+    def unlike(self) -> Iterator[Finding]:
+        """R3: what shows only beside other modules, after all were compared."""
+        for name, said, is_error in outliers(self._close):
+            severity = Severity.ERROR if is_error else Severity.WARNING
+            yield _finding("R3", name, said, _AGAIN, severity)
+        if self.work is Work.MOVED and self._is_known:
+            yield from self._moves.disagreements()
 
     def compare_plain(self, name: str, used: set[str]) -> list[Finding]:
         """A tensor that is not quantized against its original."""
@@ -399,7 +375,7 @@ class Reference:
                     strict=True,
                 )
             )
-        return [] if same else [self._changed(name)]
+        return [] if same else [self._changed(name, source)]
 
     def _of_another_shape(self, name: str, source: Source, shape: tuple[int, ...]) -> list[Finding]:
         """A tensor with an entry per expert may have lost those of the experts that are gone."""
@@ -424,9 +400,13 @@ class Reference:
             )
         return [] if same else [self._changed(name)]
 
-    def _changed(self, name: str) -> Finding:
+    def _changed(self, name: str, source: Source | None = None) -> Finding:
         may_be = self.work in (Work.MOVED, Work.UNKNOWN)
         meant = self.work is Work.MOVED or name.rpartition(".")[0] in self._meant
+        if self.work is Work.MOVED and self._is_known and source is not None:
+            ours = self.checkpoint.read(name)
+            theirs = self.rows(source, 0, len(ours)) if ours.ndim else self.files.read(source.name)
+            meant = self._moves.is_explained(name, ours, theirs)
         return _finding(
             "R4",
             name,
@@ -439,7 +419,7 @@ class Reference:
         tied = self._tied(name)
         if tied is not None:
             same = same_tensor(self.checkpoint, name, self.files, tied.name)
-            return [] if same else [self._changed(name)]
+            return [] if same else [self._changed(name, tied)]
         said = "The original has no such tensor."
         return [_finding("R2", name, said, "Check where it comes from.", Severity.WARNING)]
 
@@ -536,10 +516,40 @@ class Reference:
                 remedy = _COPY if change.before is not ABSENT else "Remove it."
                 yield _finding("R6", "config.json", change.sentence, remedy, Severity.WARNING)
         for name in _SIDE_FILES:
-            there = (self.files.directory / name).is_file()
-            if there and not (self.checkpoint.directory / name).is_file():
+            theirs, ours = (one.directory / name for one in (self.files, self.checkpoint))
+            if theirs.is_file() and not ours.is_file():
                 said = "The original has this file, and the checkpoint has not."
                 yield _finding("R6", name, said, _COPY, Severity.WARNING)
+            elif theirs.is_file():
+                yield from _compare_beside(name, ours, theirs)
+
+
+def _compare_beside(name: str, ours: Path, theirs: Path) -> Iterator[Finding]:
+    """A file beside the weights, as readers take it: of JSON by its values."""
+    if ours.read_bytes() == theirs.read_bytes():
+        return
+    if not name.endswith(".json"):
+        yield _finding("R6", name, "It is not the original's.", _COPY, Severity.WARNING)
+        return
+    try:
+        before = json.loads(theirs.read_text(encoding="utf-8"))
+    except ValueError:
+        return  # whatever became of it, nobody could read it before
+    try:
+        after = json.loads(ours.read_text(encoding="utf-8"))
+    except ValueError as error:
+        said = f"It is no JSON, as the original's is: {error}."
+        yield _finding("R6", name, said, _COPY)
+        return
+    kept = _REWRITTEN.get(name, frozenset())
+    if isinstance(before, dict) and isinstance(after, dict):
+        keys = sorted({*before, *after} - kept)
+        changed = [key for key in keys if before.get(key) != after.get(key)]
+    else:
+        changed = [] if before == after else ["its content"]
+    if changed:
+        said = f"It is not the original's: {', '.join(changed[:_MOST_KEYS])} differ."
+        yield _finding("R6", name, said, _COPY, Severity.WARNING)
 
 
 def _finding(
@@ -555,98 +565,3 @@ def _candidates(name: str) -> Iterator[str]:
     other = USUAL.get(last) or _OTHER_NAMES.get(last)
     if other is not None:
         yield f"{base}.{other}.{own}"
-
-
-def _add(sums: _Sums, part: Part, original: Tensor, args: Args) -> None:
-    """Add up what the error needs: three products per row, from which all others follow.
-
-    Each row is taken in a unit of about its largest value: the squares of what is very small, or
-    very large, are no float32.
-    """
-    difference = (part.units * part.scale).sub_(original).flatten(1)
-    flat = original.flatten(1)
-    _, exponents = torch.frexp(flat.abs().amax(dim=1, keepdim=True))
-    exponents.clamp_(-120, 120)  # powers of two that a float32 has
-    difference, flat = (torch.ldexp(one, -exponents) for one in (difference, flat))
-    error = torch.linalg.vector_norm(difference, dim=1).double().square()
-    source = torch.linalg.vector_norm(flat, dim=1).double().square()
-    shift = difference.mul_(flat).sum(dim=1).double()
-    product, decoded = source + shift, (source + 2 * shift + error).clamp_min(0)
-    units = torch.ldexp(torch.ones(len(flat), dtype=torch.float64), 2 * exponents[:, 0])
-    sums.error += float((error * units).sum())
-    sums.source += float((source * units).sum())
-    sums.decoded += float((decoded * units).sum())
-    sums.product += float((product * units).sum())
-    cosine = product / (source.sqrt() * decoded.sqrt()).clamp_min(1e-30)
-    # a row that is small beside those it shares a scale with is nothing but zeros
-    half = 0.5 if args.kind == "int" else _FLOATS[args.bits].least / 2
-    is_small = (original.abs() <= 1.01 * half * part.scale) & (part.units == 0)
-    bad = (source > 0) & ~(cosine > _LEAST_ROW_COSINE) & ~is_small.flatten(1).all(dim=1)
-    if bool(bad.any()):
-        sums.bad_rows += [part.start + int(row) for row in bad.nonzero()]
-
-
-def _error(name: str, sums: _Sums) -> WeightError:
-    if not sums.source:
-        return WeightError(name, 0.0 if not sums.error else float("inf"), 1.0)
-    norm = sqrt(sums.source) * sqrt(sums.decoded)
-    return WeightError(
-        name, sqrt(sums.error / sums.source), sums.product / norm if norm else float("nan")
-    )
-
-
-def _apart(dtype: torch.dtype | None) -> float:
-    """The distance of the smallest numbers of a dtype, below which it tells none apart.
-
-    >>> _apart(torch.float16) == 2.0**-24
-    True
-    """
-    return 0.0 if dtype is None else torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
-
-
-def _bound(
-    sums: _Sums, part: Part, original: Tensor, args: Args, unit: float, apart: float
-) -> None:
-    """Count values that are further off than rounding to the nearest allows.
-
-    A value is within half a step of its code. Beyond the ends of the grid it may be anywhere: there
-    its code is the last one. The quotient, and its sum with a zero point, may have been rounded to
-    the dtype of the weight before; each adds ``unit`` of its size. So may the value of the code,
-    which codes are found of once more: where it is tiny in that dtype it may move by ``apart``.
-    """
-    units, scale = part.units, part.scale.clamp_min(torch.finfo(torch.float32).tiny)
-    quotient = original / scale
-    off = (quotient - units).abs_()
-    size = units.abs()
-    if part.zero is not None:
-        size = size.add_(part.zero.abs()).mul_(2)
-    half: Tensor | float = 0.5 if args.kind == "int" else _half_steps(units, args.bits)
-    allowed = size.add_(1).mul_(unit).add_(half)
-    if apart:
-        allowed += apart / scale
-    beyond = off > allowed
-    if not bool(beyond.any()):
-        return
-    if args.kind == "int":
-        zero = part.zero if part.zero is not None else torch.zeros(())
-        low, high = -(2.0 ** (args.bits - 1)) - zero, 2.0 ** (args.bits - 1) - 1 - zero
-    else:
-        high = torch.tensor(_FLOATS[args.bits].largest)
-        low = -high
-    clipped = ((units >= high) & (quotient > units)) | ((units <= low) & (quotient < units))
-    beyond &= ~clipped
-    count = int(beyond.sum())
-    if count:
-        sums.beyond += count
-        sums.worst = max(sums.worst, float((off / allowed)[beyond].max()))
-
-
-def _half_steps(units: Tensor, bits: int) -> Tensor:
-    """Half the wider of the two steps beside a float of the grid.
-
-    >>> _half_steps(torch.tensor([0.0, 1.5, -2.0, 6.0]), 4)
-    tensor([0.2500, 0.2500, 0.5000, 1.0000])
-    """
-    # without sign and mantissa a float32 is the power of two at or below it
-    power = units.view(torch.int32).bitwise_and(0x7F800000).view(torch.float32)
-    return power.mul_(2.0 ** -(_FLOATS[bits].mantissa + 1)).clamp_min_(_FLOATS[bits].least / 2)

@@ -8,8 +8,8 @@ from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from llmcompressor.verification.closeness import WeightError
 from llmcompressor.verification.facts import Finding, Severity
-from llmcompressor.verification.reference import WeightError
 
 _ORDER = (Severity.ERROR, Severity.WARNING, Severity.NOTE)
 _MOST_ROWS = 8

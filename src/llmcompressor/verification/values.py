@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from math import frexp
+from statistics import median
 from typing import Any
 
 import torch
@@ -21,7 +23,7 @@ from llmcompressor.verification.transformers_model import ModelNames, class_mode
 HEADS = ("lm_head", "embed_out", "proj_out", "decoder")
 """What output heads are called; the last two in Whisper, and in BERT and its kin."""
 
-_EMBEDDINGS = (
+EMBEDDINGS = (
     "embed_tokens.weight",
     "embed_in.weight",
     "shared.weight",
@@ -29,6 +31,7 @@ _EMBEDDINGS = (
     "word_embeddings.weight",
     "wte.weight",
 )
+"""What the weights of input embeddings are called."""
 _UNTIE = "Write tie_word_embeddings: false into config.json."
 
 
@@ -109,7 +112,7 @@ def _own_heads(files: Files) -> Iterator[str]:
     for name, shape in plain.items():
         if not (_is_head(name) and name.endswith(".weight")):
             continue
-        alike = [each for each in plain if each.endswith(_EMBEDDINGS) and plain[each] == shape]
+        alike = [each for each in plain if each.endswith(EMBEDDINGS) and plain[each] == shape]
         if alike and not any(same_tensor(files, name, files, each) for each in alike):
             yield name
 
@@ -212,6 +215,8 @@ def check_scales(files: Files, entry: Entry) -> list[Finding]:
             continue
         if said:
             say("S72", f"Its {own} has {said}.")
+        elif own == "weight_scale" and (negative := int((raw.float() < 0).sum())):
+            _say_of_negative(say, negative, raw.numel())
         elif own == "input_scale" and raw.numel() == 1 and float(raw.reshape(())) == 1.0:
             say(
                 "V1",
@@ -219,6 +224,17 @@ def check_scales(files: Files, entry: Entry) -> list[Finding]:
                 severity=Severity.WARNING,
             )
     return say.findings
+
+
+def _say_of_negative(say: _Say, negative: int, count: int) -> None:
+    """Codes times a negative scale are a weight like any other; auto-round writes them."""
+    say(
+        "S72",
+        f"{negative} of its {count} scales are negative: transformers reads such weights, and "
+        "kernels of servers may take scales for positive numbers.",
+        "Negate them and their codes, or compare what the server gives with transformers.",
+        Severity.WARNING,
+    )
 
 
 def _bad_small_scale(bits: Tensor) -> str:
@@ -241,10 +257,37 @@ def _bad_scale(scale: Tensor, own: str) -> str:
     if bad:
         return f"{bad} of {scale.numel()} values that are not finite"
     negative = int((scale < 0).sum())
-    if negative:
+    if negative and own != "weight_scale":
         return f"{negative} negative values"
     zeros = int((scale == 0).sum())
     return f"{zeros} values of zero" if zeros and own != "output_scale" else ""
+
+
+_STATIC = re.compile(r".+\.(?:input|[kv])_(?:global_)?scale$")
+_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
+_APART = 200.0
+"""Outliers of single layers make ranges of inputs larger, but by less."""
+
+
+def check_static(files: Files) -> Iterator[Finding]:
+    """V5 for scales of inputs, keys and values: beside those of other layers."""
+    places: dict[str, dict[str, float]] = {}
+    for name in files.places:
+        is_read = _STATIC.match(name) and name not in files.broken
+        if is_read and files.places[name].info.numel == 1:
+            value = float(files.read(name).float().reshape(()))
+            places.setdefault(_NUMBER.sub("*", name), {})[name] = value
+    for values in places.values():
+        for name, value in values.items():
+            others = [other for each, other in values.items() if each != name and other > 0]
+            usual = median(others) if others else value
+            if value > 0 and not usual / _APART < value < usual * _APART:
+                said = (
+                    f"It is {value / usual:.3g} times that of other layers: the range of what it "
+                    "rounds would be too."
+                )
+                remedy = "Calibrate the model anew, or check that this layer is like that."
+                yield Finding("V5", name, said, remedy, Severity.WARNING)
 
 
 def check_codes(codes: Codes) -> list[Finding]:

@@ -179,7 +179,7 @@ def test_the_error_is_that_of_the_weights(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("modifiers", "holds", "other"),
     [
-        ("LogarithmicEqualizationModifier", set(), set()),
+        ("LogarithmicEqualizationModifier", set(), {("R3", UP)}),
         ("ModifierOfOthers", set(), {("R3", UP)}),
         ("QuantizationModifier", {("R3", UP)}, {("R3", UP)}),
     ],

@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checkpoints that other tools have written: readers load them, and nothing is wrong with them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32, unpack_from_int32
+from tests.support.checkpoint_samples import Sample
+from transformers import AutoModelForCausalLM
+
+from llmcompressor import oneshot, verify
+from llmcompressor.modifiers.quantization import QuantizationModifier
+from llmcompressor.verification import Severity
+
+TOKENS = torch.arange(4, 36)[None]
+
+
+def negated(sample: Sample) -> Sample:
+    """The same weights with negative scales, for cells whose codes can be negated."""
+    for name in [name for name in sample.tensors if name.endswith("weight_packed")]:
+        module = name.removesuffix(".weight_packed")
+        shape = torch.Size(sample.tensors[f"{module}.weight_shape"].tolist())
+        scale = sample.tensors[f"{module}.weight_scale"]
+        cells = unpack_from_int32(sample.tensors[name], 4, shape).view(*scale.shape, -1)
+        turned = cells.amin(-1) > -8
+        codes = torch.where(turned[..., None], -cells, cells).view(shape)
+        sample.tensors[name] = pack_to_int32(codes, 4)
+        sample.tensors[f"{module}.weight_scale"] = torch.where(turned, -scale, scale)
+        assert turned.any()
+    return sample
+
+
+def logits(folder: Path) -> torch.Tensor:
+    with torch.no_grad():
+        found: torch.Tensor = AutoModelForCausalLM.from_pretrained(folder)(TOKENS).logits
+    return found
+
+
+def test_negative_scales_are_good_where_they_are_read(
+    good: Callable[[str], Sample], source: Path, tmp_path: Path
+) -> None:
+    before = good("W4A16").write(tmp_path / "positive")
+    folder = negated(good("W4A16")).write(tmp_path / "negative")
+    assert torch.equal(logits(before), logits(folder))
+    assert not verify(folder, source, serve="transformers").findings
+    report = verify(folder, source, serve="vllm", tp=1)
+    assert {(one.rule, one.severity) for one in report.findings} == {("S72", Severity.WARNING)}
+
+
+def test_a_second_run_keeps_negative_scales(good: Callable[[str], Sample], tmp_path: Path) -> None:
+    sample = negated(good("W4A16"))
+    head = QuantizationModifier(targets=["lm_head"], scheme="W8A16")
+    oneshot(
+        model=str(sample.write(tmp_path / "negative")), recipe=head, output_dir=tmp_path / "two"
+    )
+    again = Sample.read(tmp_path / "two")
+    assert "lm_head.weight_packed" in again.tensors
+    same = [name for name in sample.tensors if name.endswith("_proj.weight_packed")]
+    assert all(torch.equal(again.tensors[name], sample.tensors[name]) for name in same)
