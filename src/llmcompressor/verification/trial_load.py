@@ -105,9 +105,9 @@ _NOTHING_FOUND = "expected a non-empty list of Tensors"
 
 
 def _reason(said: str) -> str:
-    """Return what an error of a conversion says, without its repetitions.
+    r"""Return what an error of a conversion says, without its repetitions.
 
-    >>> _reason("expected a non-empty list of Tensors\\nError: Concatenate on tensors")
+    >>> _reason("expected a non-empty list of Tensors\nError: Concatenate on tensors")
     'it finds no tensor under the names that it looks for'
     """
     if _NOTHING_FOUND in said:
