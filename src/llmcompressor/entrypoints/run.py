@@ -85,7 +85,7 @@ from llmcompressor.pipelines.moe_selection import (
 from llmcompressor.pipelines.passes import BY_BLOCK, run_passes, split_into_passes
 from llmcompressor.pipelines.targets import check_reached
 from llmcompressor.runtime.memory import empty_device_cache, free_device_memory
-from llmcompressor.runtime.progress import join_names
+from llmcompressor.runtime.progress import format_bytes, join_names
 from llmcompressor.runtime.threads import short_spin_waits
 from llmcompressor.session.functions import active_session
 from llmcompressor.session.session import CompressionSession
@@ -356,10 +356,10 @@ class MemoryLimits:
         rest = weights.source_bytes(REST)
         if limit is not None and limit < rest + 2 * block:
             raise ArgumentError(
-                f"max_memory allows {_gib(limit)} on {device}; embeddings and head take "
-                f"{_gib(rest)} there, and a block of this model {_gib(block)}, once as it is and "
-                "once while it is worked on.",
-                f"Allow at least {_gib(rest + 2 * block)}, or compute on the CPU.",
+                f"max_memory allows {format_bytes(limit)} on {device}; embeddings and head take "
+                f"{format_bytes(rest)} there, and a block of this model {format_bytes(block)}, "
+                "once as it is and once while it is worked on.",
+                f"Allow at least {format_bytes(rest + 2 * block)}, or compute on the CPU.",
             )
 
     def room(self, used: int, block: int) -> tuple[int | None, bool]:
@@ -379,10 +379,10 @@ class MemoryLimits:
         left = limit - used - block * (_BLOCKS_AT_ONCE if reads_ahead else 1)
         if left < block:
             raise ArgumentError(
-                f"max_memory allows {_gib(limit)} on the host; {_gib(used)} are in use (libraries "
-                f"and embeddings), and a block of this model takes {_gib(block)}, once as it is "
-                "and once compressed.",
-                f"Allow at least {_gib(used + 2 * block)}.",
+                f"max_memory allows {format_bytes(limit)} on the host; {format_bytes(used)} are in "
+                f"use (libraries and embeddings), and a block of this model takes "
+                f"{format_bytes(block)}, once as it is and once compressed.",
+                f"Allow at least {format_bytes(used + 2 * block)}.",
             )
         return int(left * _SHARE_FOR_ACTIVATIONS), reads_ahead
 
@@ -390,10 +390,6 @@ class MemoryLimits:
     def _needed(weights: BlockWeights) -> int:
         blocks = sorted(map(weights.source_bytes, weights.blocks), reverse=True)
         return weights.source_bytes(REST) + sum(blocks[:_BLOCKS_AT_ONCE])
-
-
-def _gib(size: int) -> str:
-    return f"{size / 2**30:.2f} GiB" if size >= 2**30 else f"{size / 2**20:.0f} MiB"
 
 
 # --------------------

@@ -27,6 +27,7 @@ from llmcompressor.core.contract import Granularity
 from llmcompressor.core.modifier import Modifier
 from llmcompressor.modeling.blocks import block_of, find_blocks, sub_blocks
 from llmcompressor.modeling.call_graph import CallOrder
+from llmcompressor.runtime.progress import format_bytes
 
 if TYPE_CHECKING:
     from llmcompressor.core.state import State
@@ -235,11 +236,12 @@ def choose_level(
         reason = "asked for" if level is forced else f"the finest that the recipe allows is {level}"
     else:
         level = next((one for one in levels if sizes[one] <= budget), Granularity.BLOCK)
+        allowed = format_bytes(budget)
         reason = (
             f"the finest that the recipe allows ({finest}) and whose activations, about "
-            f"{_mib(sizes[level])}, fit {_mib(budget)}"
+            f"{format_bytes(sizes[level])}, fit {allowed}"
             if sizes[level] <= budget
-            else f"activations exceed {_mib(budget)} at any level; what exceeds it goes to files"
+            else f"activations exceed {allowed} at any level; what exceeds it goes to files"
         )
     return LevelChoice(level, reason, sizes[level])
 
@@ -289,10 +291,6 @@ def plan_stops(
         stops = _units(level, names, order, blocks, every_block=every_block, undivided=undivided)
     units = tuple(_with_gates(stops, order, gates, to_end=to_end))
     return StopPlan(level, chosen.reason, chosen.bytes, units)
-
-
-def _mib(size: int) -> str:
-    return f"{size / 2**20:.0f} MiB"
 
 
 def _linear_units(
