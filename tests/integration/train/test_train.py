@@ -66,6 +66,7 @@ def test_the_metrics(one_block: Path, tmp_path: Path) -> None:
     report = json.loads((output / "compression_report.json").read_text())
     assert report["training"]["steps"] == 4
     assert report["verification"]["ok"]
+    assert report["left_behind"] == []
 
 
 def test_without_a_recipe_it_is_the_trainer_of_transformers(tmp_path: Path) -> None:
