@@ -374,8 +374,9 @@ def write_non_weight_files(
     names = NameMap(model).renamed(modules) if modules else {}
     report = {**report, STORED_AS: names} if names else report
     left = [*left_behind(source), *prediction.left] if source is not None else []
-    if left:
-        logger.warning(f"Left behind, of what {source} holds: {join_names(left)}.")
+    if source is not None:
+        tell = logger.warning if left else logger.info
+        tell(f"Left behind, of what {source} holds: {join_names(left) or 'nothing'}.")
     if left or options.check is not None:
         report = {**report, LEFT_BEHIND: left}
     write_report(folder, report, source, options.check)

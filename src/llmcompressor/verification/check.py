@@ -22,6 +22,7 @@ from llmcompressor.verification.report import VerificationReport
 from llmcompressor.verification.rules import check_view
 from llmcompressor.verification.rules.view import View
 from llmcompressor.verification.scheme import Scheme, settings_of
+from llmcompressor.verification.transformers_model import doubles
 from llmcompressor.verification.values import (
     check_codes,
     check_plain,
@@ -149,6 +150,10 @@ def _reference(reference: str | os.PathLike[str], files: Files) -> Reference:
         raise CheckpointError(
             f"The reference {reference} is quantized itself.", "Give the model before it."
         )
+    for same in doubles(original.config, original.places):
+        if not all(name in files.places for name in same):  # else all were kept
+            for name in same[1:]:
+                del original.places[name]
     return Reference(original, files)
 
 

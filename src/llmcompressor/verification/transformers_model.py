@@ -24,6 +24,7 @@ from llmcompressor.transformers_internals import (
     unexpected_patterns,
 )
 from llmcompressor.verification.facts import TensorInfo
+from llmcompressor.verification.files import without_prefixes
 from llmcompressor.verification.modules import PLAIN_FLOATS, class_names
 
 _MOST_LAYERS = 4096
@@ -616,6 +617,28 @@ def passes_over(config: Mapping[str, Any], name: str) -> bool:
     return any(re.search(one, name) for one in unexpected_patterns(model)) and any(
         each.startswith(layer.group()) for each, _ in model.named_parameters()
     )
+
+
+def doubles(config: Mapping[str, Any], names: Iterable[str]) -> Iterator[list[str]]:
+    """Names of tensors with one place in the class, as of one stored with two prefixes.
+
+    transformers takes the first of each. Nothing where the class is not known.
+    """
+    tails: dict[str, list[str]] = {}
+    for name in names:
+        tails.setdefault(without_prefixes(name), []).append(name)
+    several = [each for each in tails.values() if len(each) > 1]
+    model = class_model(config) if several else None
+    if model is None:
+        return
+    from transformers.core_model_loading import dot_natural_key  # noqa: PLC0415
+
+    own = ModelNames(model)
+    for each in several:
+        places: dict[str, list[str]] = {}
+        for name in sorted(each, key=dot_natural_key):
+            places.setdefault(own.first(name), []).append(name)
+        yield from (same for same in places.values() if len(same) > 1)
 
 
 def reader_config(config: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -92,13 +92,16 @@ def test_oneshot_keeps_what_no_index_names(
 
 
 def left_in(folder: Path) -> Path:
-    """A model beside weights in another format, and with a norm under two names."""
+    """A model beside weights in another format, with two tensors under a second name."""
     model = small_models.one_block(hidden_size=32, intermediate_size=32, vocab_size=64)
     model.save_pretrained(folder)
     (folder / "pytorch_model.bin").write_text("weights")
     file = folder / "model.safetensors"
-    norm = torch.full((32,), 7.0, dtype=torch.bfloat16)
-    save_file(load_file(file) | {"norm.weight": norm}, file, {"format": "pt"})
+    others = {
+        "norm.weight": torch.full((32,), 7.0, dtype=torch.bfloat16),
+        "embed_tokens.weight": torch.full((64, 32), 0.5, dtype=torch.bfloat16),
+    }
+    save_file(load_file(file) | others, file, {"format": "pt"})
     return folder
 
 
@@ -106,10 +109,19 @@ def left_in(folder: Path) -> Path:
 def test_a_run_tells_what_it_leaves_behind(run: Any, tmp_path: Path, warned: list[str]) -> None:
     source = left_in(tmp_path / "model")
     run(source, tmp_path / "out")
-    assert report_of(tmp_path / "out")["left_behind"] == ["pytorch_model.bin", "norm.weight"]
-    assert any("pytorch_model.bin, norm.weight" in line for line in warned)
-    model_free_ptq(source, tmp_path / "free", "W8A16", ignore=["lm_head"])
-    assert report_of(tmp_path / "free")["left_behind"] == ["pytorch_model.bin"]
+    left = ["pytorch_model.bin", "model.embed_tokens.weight", "norm.weight"]
+    assert sorted(report_of(tmp_path / "out")["left_behind"]) == sorted(left)
+    assert any("Left behind" in line and all(one in line for one in left) for line in warned)
+    embedding = load_file(tmp_path / "out" / "model.safetensors")["model.embed_tokens.weight"]
+    assert bool((embedding == 0.5).all())  # as in transformers
+    assert verify_files(tmp_path / "out", source).ok
+
+
+def test_model_free_ptq_tells_what_it_leaves_behind(tmp_path: Path) -> None:
+    source = left_in(tmp_path / "model")
+    model_free_ptq(source, tmp_path / "out", "W8A16", ignore=["re:.*embed", "lm_head"])
+    assert report_of(tmp_path / "out")["left_behind"] == ["pytorch_model.bin"]
+    assert verify_files(tmp_path / "out", source).ok
 
 
 def test_model_free_ptq_keeps_what_no_index_names(source: Path, tmp_path: Path) -> None:

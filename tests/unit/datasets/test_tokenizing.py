@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+from datetime import datetime
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch.utils.data import DataLoader
 
 from llmcompressor.args import DatasetArguments
 from llmcompressor.datasets import TextGenerationDataset, load_training
+from llmcompressor.datasets.text import rendered_at
 from llmcompressor.errors import DatasetError
 
 FIRST = {"shuffle_calibration_samples": False}
@@ -134,6 +136,20 @@ class TestChat:
         ids = batch["input_ids"][0].tolist()
         assert own.decode(ids, skip_special_tokens=True) == "hi;yo;"
         assert ids.count(own.bos_token_id) == 1
+
+    @pytest.mark.parametrize("named", [False, True])
+    def test_a_template_that_names_the_date_takes_the_given_moment(self, texts, tokenizer, named):
+        when, own = datetime(2024, 2, 9, 8, 7, 6), copy.deepcopy(tokenizer)
+        form = "%A %-d %B %Y, %I:%M:%S %p, %j %y %% %%d 'x' %H"
+        ask = f"{{{{ strftime_now({form!r}) if strftime_now is defined }}}}"
+        template = f"  {{% macro day() %}}{ask}{{% endmacro %}}\n {{{{ day() }}}}|{ask}\n"
+        own.chat_template = {"default": template} if named else template
+        with rendered_at(when):
+            dated = texts([{"messages": MESSAGES}], processor=own)
+        plain = template.replace(ask, when.strftime(form).replace("%", "&percnt;"))
+        own.chat_template = plain
+        undated = texts([{"messages": MESSAGES}], processor=own)
+        assert dated == [text.replace("&percnt;", "%") for text in undated]
 
     def test_a_template_that_refuses_is_an_error(self, batches, tokenizer):
         own = copy.deepcopy(tokenizer)
