@@ -172,7 +172,7 @@ class RecipeArguments(CheckedFields):
 # --------------------
 # Arguments for a run's use of the machine and for repeated runs.
 
-RESUME: Mapping[str, str] = {name: name for name in ("auto", "never", "must")}
+RESUME: Mapping[str, str] = {name: name for name in ("auto", "never", "must", "mixed")}
 """What to do with the progress of a run that was broken off."""
 
 _HOST = ("cpu", "host")
@@ -223,7 +223,8 @@ class RunArguments(CheckedFields):
     )
     resume: str = argument(
         "A run on this output that was broken off: auto continues it, never throws "
-        "its progress away, must refuses to begin without one.",
+        "its progress away, must refuses to begin without one, mixed continues it also on another "
+        "kind of processor.",
         one_of(RESUME),
         default="auto",
     )

@@ -57,6 +57,7 @@ _OF_TORCH = re.compile(
     r"|^basic_ios::clear: iostream error$"
 )
 """How ``torch.save`` reports any of them, and does not say which."""
+_ADDRESS = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+:)/")
 _WEIGHT_FILE = re.compile(r"(model|pytorch_model).*\.(safetensors|bin|index\.json)")
 _CONFIG = "config.json"
 _WHOLE_FOLDERS = {"additional_chat_templates"}
@@ -137,9 +138,13 @@ def creation_errors(target: Path) -> Iterator[None]:
 
 
 def check_path_argument(argument: str, given: str | os.PathLike[str]) -> None:
-    """Refuse (OutputError) an empty argument, which ``Path`` takes for ``.``, and invalid paths."""
+    """Refuse (OutputError) an empty argument, which ``Path`` takes for ``.``, and invalid paths.
+
+    An address such as ``s3://bucket/model`` would be a folder named ``s3:``.
+    """
     if not os.fspath(given):
         raise OutputError(f"The argument {argument!r} is empty.", "Give the path of a folder.")
+    _refuse_address(f"The argument {argument!r}", given)
     try:
         # RuntimeError: a cycle of links, or the home of an unknown user
         os.stat(Path(given).expanduser().resolve())
@@ -153,11 +158,24 @@ def check_path_argument(argument: str, given: str | os.PathLike[str]) -> None:
         ) from error
 
 
+def _refuse_address(what: str, given: str | os.PathLike[str]) -> None:
+    scheme = _ADDRESS.match(os.fspath(given))  # of which Path has taken a slash
+    if scheme is None or os.path.exists(scheme[1]):
+        return
+    raise OutputError(
+        f"{what} is {os.fspath(given)[:300]!r}, an address, and files are written to folders of "
+        "this machine only.",
+        "Give the path of a local folder, and copy the output to that place afterwards; to the hub "
+        "push_to_hub of the model that is returned uploads it.",
+    )
+
+
 def check_file(file: Path, what: str) -> None:
     """Refuse (OutputError) a file that could not be written at the end; ``what`` names it.
 
     The trial leaves nothing behind.
     """
+    _refuse_address(what, file)
     existing = next(path for path in (file, *file.absolute().parents) if os.path.exists(path))
     try:
         if existing == file:

@@ -309,6 +309,7 @@ class ResidentBlocks(BlockSource):
 
     device = _CPU
     headers: Mapping[str, TensorHeader] = MappingProxyType({})
+    processors: Sequence[Any] = ()
 
     def __init__(
         self, model: Module, source_folder: str | None, *, by_block: bool, writes: bool
@@ -533,6 +534,11 @@ class StreamedBlocks(BlockSource):
     def _journal(self) -> Journal:
         assert self._workspace is not None, "only the first process writes"
         return self._workspace.journal
+
+    @property
+    def processors(self) -> Sequence[Any]:
+        """The processors that had a part in the run, if they are several."""
+        return () if self._workspace is None else self._journal.processors
 
     def decide(self, name: str, value: Any) -> Any:
         """Return the recorded value of a machine-dependent choice, or record ``value``."""

@@ -53,7 +53,20 @@ from llmcompressor.runtime.folder_lock import locked
 from llmcompressor.runtime.progress import join_names
 
 _RUN, _BLOCK, _CHOICE, _PROGRESS, _READY = "run", "block", "choice", "progress", "ready"
+PROCESSOR, PROCESSORS = "processor", "processors"
+"""The part of a fingerprint that names the processor, and the choice that lists several."""
 _JOURNAL, _LOCK, SCRATCH = "journal", "lock", "scratch"
+
+
+_OF_ANOTHER_RUN = (
+    "Repeat the call that was broken off, with the model and the data that it had, choose another "
+    'output directory, or pass resume="never" (--resume never) to throw that progress away.'
+)
+_ON_ANOTHER_PROCESSOR = (
+    "Sums come out in other digits here. Continue on a machine like the first one and with as many "
+    'threads, or pass resume="mixed" (--resume mixed): then the output is of both, which its '
+    'report says. resume="never" (--resume never) begins anew.'
+)
 
 
 @dataclass(frozen=True)
@@ -149,6 +162,17 @@ class Journal:
             self._append(_CHOICE, {"name": name, "value": value})
         return self.choices[name]
 
+    @property
+    def processors(self) -> list[Any]:
+        """The processors that had a part in the run, if they are several."""
+        return list(self.choices.get(PROCESSORS, ()))
+
+    def add_processor(self, processor: Any) -> None:
+        """Record that the run goes on with another processor than it began with."""
+        known = self.processors or [(self.fingerprint or {}).get(PROCESSOR)]
+        if processor not in known:
+            self._append(_CHOICE, {"name": PROCESSORS, "value": [*known, processor]})
+
     def mark_ready(self) -> None:
         """Record that the output is complete but for its name."""
         self._append(_READY, {})
@@ -241,10 +265,20 @@ class Workspace:
         """The folder of the output's files."""
         return self.target if self.is_published else self.folder / FILES
 
-    def start_or_resume(self, fingerprint: Mapping[str, Any], *, overwrite: bool = False) -> None:
+    def start_or_resume(
+        self, fingerprint: Mapping[str, Any], *, resume: str = "auto", overwrite: bool = False
+    ) -> None:
         """Begin a new journal, or continue that of the same run (OutputError: of another)."""
         recorded = self.journal.fingerprint
         differing = RunIdentity(fingerprint).differences(recorded or {})
+        only_processor = all(line.startswith(f"{PROCESSOR}.") for line in differing)
+        if differing and recorded is not None and only_processor and resume == "mixed":
+            logger.warning(
+                f"The run goes on with another processor, {join_names(differing, separator='; ')}. "
+                "Its output is of both, and the report says so."
+            )
+            self.journal.add_processor(fingerprint[PROCESSOR])
+            differing = []
         is_gone = self.journal.is_ready and not self.files.exists()
         if recorded is None or is_gone or (differing and self.is_published):
             self._begin(fingerprint, overwrite=overwrite)
@@ -252,9 +286,7 @@ class Workspace:
             raise OutputError(
                 f"{self.folder} holds the progress of another run: "
                 f"{join_names(differing, most=4, separator='; ')}.",
-                "Repeat the call that was broken off, with the model and the data that it had, "
-                'choose another output directory, or pass resume="never" (--resume never) to throw '
-                "that progress away.",
+                _ON_ANOTHER_PROCESSOR if only_processor else _OF_ANOTHER_RUN,
             )
         else:
             logger.info(f"Continuing the run in {self.folder}.")
@@ -305,8 +337,9 @@ def open_workspace(
 ) -> Iterator[Workspace]:
     """Open the workspace of a run; its fingerprint decides the bytes of the output.
 
-    ``resume`` is ``"auto"``: resume if there is progress; ``"never"``: discard it; or ``"must"``:
-    refuse to start without progress. ``overwrite`` lets the output replace a checkpoint.
+    ``resume`` is ``"auto"``: resume if there is progress; ``"never"``: discard it; ``"must"``:
+    refuse to start without progress; or ``"mixed"``: resume also what another processor has begun,
+    which computes other digits. ``overwrite`` lets the output replace a checkpoint.
 
     Raises:
         OutputError: another run is writing the same output, there is nothing to resume, or the
@@ -324,7 +357,7 @@ def open_workspace(
             (folder / _JOURNAL).unlink(missing_ok=True)
         try:
             workspace = Workspace(target, folder)
-            workspace.start_or_resume(fingerprint, overwrite=overwrite)
+            workspace.start_or_resume(fingerprint, resume=resume, overwrite=overwrite)
             is_mine = True
             yield workspace
         except BaseException as error:
@@ -392,13 +425,18 @@ def remove_remains(target: Path) -> None:
     remove_stale(target)
 
 
-def resumable_fingerprint(target: Path) -> dict[str, Any] | None:
-    """Return the fingerprint of an interrupted run that can be resumed, or ``None``."""
+def resumable_fingerprint(target: Path, *, has_progress: bool = True) -> dict[str, Any] | None:
+    """Return the fingerprint of an interrupted run that can be resumed, or ``None``.
+
+    Args:
+        target: the output directory.
+        has_progress: a run that has finished nothing does not count.
+    """
     try:
         found = Journal(work_folder(target.expanduser().resolve()) / _JOURNAL)
     except OutputError:
         return None  # a damaged journal, which the run itself reports
-    return found.fingerprint if found.has_progress else None
+    return found.fingerprint if found.has_progress or not has_progress else None
 
 
 @contextmanager

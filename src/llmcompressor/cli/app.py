@@ -175,7 +175,7 @@ def _model_free(
         str | None, typer.Option(help="The most memory to use, as 40GiB or 0=40GiB,cpu=100GiB.")
     ] = None,
     resume: Annotated[
-        str, typer.Option(help="A run that was broken off: auto, never or must continue it.")
+        str, typer.Option(help="A run that was broken off: auto, never, must or mixed.")
     ] = "auto",
     no_verify: Annotated[
         bool, typer.Option("--no-verify", help="Do not read the written files again.")

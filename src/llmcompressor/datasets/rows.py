@@ -71,20 +71,33 @@ class Stream:
         self._start, self._stop = start, stop
 
     def __iter__(self) -> Iterator[Row]:
-        for index, item in itertools.islice(enumerate(self._items), self._start, self._stop):
+        items = _examples(self._items) if self._is_of_library else self._items
+        for index, item in itertools.islice(enumerate(items), self._start, self._stop):
             yield _as_row(item, index)
+
+    @property
+    def _is_of_library(self) -> bool:
+        return is_a(self._items, "datasets", "IterableDataset")
 
     def cut(self, start: int, stop: int | None) -> Stream:
         """Return the rows from ``start`` on, up to but not including ``stop``."""
-        if not is_a(self._items, "datasets", "IterableDataset"):
+        if not self._is_of_library:
             return Stream(self, start, stop)
         skipped = self._items.skip(start) if start else self._items
         return Stream(skipped if stop is None else skipped.take(max(0, stop - start)))
 
     def shuffled(self, seed: int) -> Stream:
         """Shuffle a stream of the library within a buffer; a plain iterator keeps its order."""
-        is_of_library = is_a(self._items, "datasets", "IterableDataset")
-        return Stream(self._items.shuffle(seed=seed)) if is_of_library else self
+        return Stream(self._items.shuffle(seed=seed)) if self._is_of_library else self
+
+
+def _examples(dataset: Any) -> Iterator[Row]:
+    """All rows of a stream of the library, in their order.
+
+    Iterated as it is in a worker of a ``DataLoader``, it would give a share of its shards alone.
+    """
+    for batch in dataset.with_format(None).iter(batch_size=1):
+        yield {name: values[0] for name, values in batch.items()}
 
 
 def _as_row(item: Any, index: int) -> Row:

@@ -8,7 +8,10 @@ import importlib.util
 import inspect
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +33,12 @@ CHATML = (
 )
 """Each turn between ``<|im_start|>role`` and ``<|im_end|>``."""
 
+_CLOCK = "strftime_now"
+"""The function by which templates ask transformers for the date."""
+_DIRECTIVES = [
+    (flag, one) for one in "aAbBcCdDeFgGhHIjklmMpPrRSTuUVwWxXyYzZf" for flag in ("", "-")
+]
+"""Flag and letter of the directives of ``strftime``."""
 _ROLES = {
     "human": "user",
     **dict.fromkeys(("bot", "chatgpt", "gpt", "model"), "assistant"),
@@ -113,6 +122,44 @@ def normalize_turns(conversation: Sequence[Mapping[str, Any]]) -> list[dict[str,
     return plain
 
 
+_moment: ContextVar[datetime | None] = ContextVar("moment", default=None)
+
+
+def moment() -> datetime:
+    """Return the moment that templates take for the present one.
+
+    It is that of :func:`rendered_at`, or else of ``SOURCE_DATE_EPOCH``, or else the present one.
+    """
+    epoch = os.environ.get("SOURCE_DATE_EPOCH", "")
+    if (kept := _moment.get()) is not None:
+        return kept
+    if epoch.isdigit():
+        return datetime.fromtimestamp(int(epoch), UTC).replace(tzinfo=None)
+    return datetime.now().replace(microsecond=0)
+
+
+@contextmanager
+def rendered_at(when: datetime) -> Iterator[None]:
+    """Let templates take ``when`` for the present moment, as long as the body runs."""
+    token = _moment.set(when)
+    try:
+        yield
+    finally:
+        _moment.reset(token)
+
+
+def _dated(template: str, when: datetime) -> str:
+    """Return a template whose function for the date tells a moment instead of the present one.
+
+    transformers replaces a function that it is given by a text, so this is a macro. It has a line
+    of its own, which is trimmed, so that nothing else of the template changes.
+    """
+    told = [(f"%{flag}{one}", when.strftime(f"%{flag}{one}")) for flag, one in _DIRECTIVES]
+    chain = "".join(f".replace({name!r}, {text!r})" for name, text in told)
+    spared = f"wanted.replace('%%', '\\0'){chain}.replace('\\0', '%')"
+    return f"{{% macro {_CLOCK}(wanted) %}}{{{{ {spared} }}}}{{% endmacro %}}\n{template}"
+
+
 class NoTokenizerError(DatasetError):
     """Raised if rows have to be tokenized and there is no tokenizer."""
 
@@ -126,6 +173,7 @@ class ChatRenderer:
 
     def __init__(self, processor: Any) -> None:
         self._processor = processor
+        self._moment = moment()
         self._warned = False
 
     @property
@@ -163,6 +211,10 @@ class ChatRenderer:
         if template is not None:
             options["chat_template"] = template
             given = [_join_texts(turn) for turn in messages]
+        elif _CLOCK in str(own := owner.chat_template) and "chat_template" in names:
+            # of several templates the owner knows which one it would take
+            own = own if isinstance(own, str) else owner.get_chat_template(tools=tools)
+            options["chat_template"] = _dated(own, self._moment)
         try:
             return _render(owner, given, options)
         except Exception as error:  # a template can raise anything

@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
+from datetime import datetime
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ from llmcompressor.args import (
 )
 from llmcompressor.args.parsing import training_argument_names
 from llmcompressor.checkpoint.atomic_output import check_file, check_output_dir, check_path_argument
+from llmcompressor.checkpoint.journal import resumable_fingerprint
 from llmcompressor.checkpoint.save import RECIPE_FILE
 from llmcompressor.checkpoint.side_files import load_processor
 from llmcompressor.checkpoint.source import SourceInfo, local_directory
@@ -38,7 +40,7 @@ from llmcompressor.core.modifier import Modifier
 from llmcompressor.datasets import rows
 from llmcompressor.datasets.calibration import load_calibration
 from llmcompressor.datasets.source import Source, check_data_exists, open_source
-from llmcompressor.datasets.text import NoTokenizerError
+from llmcompressor.datasets.text import NoTokenizerError, moment
 from llmcompressor.entrypoints.fingerprints import values_fingerprint
 from llmcompressor.errors import ArgumentError, DatasetError, OutputError, RecipeError, TargetError
 from llmcompressor.logger import logger
@@ -102,6 +104,8 @@ Records = dict[str, dict[str, Any]]
 
 EXPERTS = "experts"
 """Among :data:`Records`, in the place of a modifier: how many tokens were routed to each expert."""
+MOMENT = "moment"
+"""The part of a run's identity that says when it began."""
 
 _OTHER: Mapping[RunType, RunType] = {"oneshot": "train", "train": "oneshot"}
 _WHY: Mapping[RunType, str] = {
@@ -227,6 +231,15 @@ class Task:
         args = self.model_args
         found = local_directory(self.place, revision=args.model_revision, cache_dir=args.cache_dir)
         return None if found is None else str(found)
+
+    @cached_property
+    def moment(self) -> datetime:
+        """The moment at which the run began, which one that goes on keeps."""
+        recorded: str | None = None
+        if self.output_dir is not None and self.run_args.resume != "never":
+            found = resumable_fingerprint(self.output_dir, has_progress=False) or {}
+            recorded = found.get(MOMENT)
+        return moment() if recorded is None else datetime.fromisoformat(recorded)
 
     def applied_recipe(self, recipe: Recipe) -> str | None:
         """The text of ``recipe.yaml``: the stages of the source's, then those of ``recipe``.

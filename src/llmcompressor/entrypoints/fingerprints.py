@@ -7,6 +7,7 @@ import functools
 import json
 import os
 import platform
+import re
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 
 from llmcompressor.args import DatasetArguments
-from llmcompressor.checkpoint.journal import RunIdentity
+from llmcompressor.checkpoint.journal import PROCESSOR, RunIdentity
 from llmcompressor.checkpoint.side_files import PROCESSOR_FILES
 from llmcompressor.checkpoint.source import CONFIG, SourceInfo, inspect_source
 from llmcompressor.checkpoint.tensor_files import bytes_of
@@ -34,6 +35,8 @@ from llmcompressor.numerics.products import is_slow_dtype
 from llmcompressor.runtime.registry import normalize_name
 
 _LIBRARIES = ("llmcompressor", "torch", "transformers", "compressed-tensors")
+_VECTOR = re.compile(r"amx|avx|fma|sve|sme|bf16|i8mm|dot|fp16|rvv|vnni|vsx|vxe")
+"""Instructions that products are computed with; each library chooses among those that there are."""
 _version = functools.cache(version)  # reads the package's metadata anew each time
 _CALIBRATION = (
     "pipeline",
@@ -79,20 +82,46 @@ def run_identity(
         found["calibration"] = {name: getattr(dataset_args, name) for name in _CALIBRATION}
         found["data"] = _batches_fingerprint(batches)
         found["seed"] = dataset_args.seed
+        found[PROCESSOR] |= _processor(device)
         if device.type == "cpu":  # it determines the summation order of products
-            found["threads"] = torch.get_num_threads()
-            found["widened"] = is_slow_dtype(dtype)
+            found[PROCESSOR] |= {
+                "threads": torch.get_num_threads(),
+                "widened": is_slow_dtype(dtype),
+            }
     return RunIdentity(json.loads(json.dumps(found)))  # as when read back
 
 
-def environment(dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
-    """Return what a run computes in: dtype, kind of device and of machine, and versions."""
+def environment(
+    dtype: torch.dtype, device: torch.device, *, computes: bool = False
+) -> dict[str, Any]:
+    """Return what a run computes in: dtype, kind of device, processor and versions.
+
+    Args:
+        dtype: of the model.
+        device: the device to compute on.
+        computes: there are sums of products, whose order depends on the processor's instructions.
+    """
     return {
         "dtype": str(dtype).removeprefix("torch."),
         "device": device.type,
-        "machine": platform.machine(),
+        PROCESSOR: {"machine": platform.machine(), **(_processor(device) if computes else {})},
         "versions": {name: _version(name) for name in _LIBRARIES},
     }
+
+
+def _processor(device: torch.device) -> dict[str, str]:
+    """Return what decides how sums are ordered: instructions of a CPU, model of an accelerator."""
+    if device.type != "cpu":
+        name = getattr(torch.get_device_module(device.type), "get_device_name", None)
+        return {"accelerator": str(name(device))} if name is not None else {}
+    found = {"instructions": torch.backends.cpu.get_cpu_capability()}
+    tell: Callable[[], Mapping[str, Any]] | None = getattr(torch.cpu, "get_capabilities", None)
+    if tell is None:
+        return found
+    known = tell()
+    extensions = (name for name, holds in known.items() if holds is True and _VECTOR.match(name))
+    maker = str(known.get("cpu_name") or "").partition(" ")[0]  # libraries have code for each
+    return {**found, "extensions": " ".join(sorted(extensions)), "maker": maker}
 
 
 def source_fingerprint(source: SourceInfo) -> dict[str, str]:
@@ -120,7 +149,8 @@ def _batches_fingerprint(batches: Iterable[Mapping[str, Any]]) -> str:
                 digest.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
                 digest.update(bytes_of(value.detach().cpu().contiguous()))
             else:
-                digest.update(f"{name} {value!r}".encode())
+                digest.update(name.encode())
+                _update(digest, value)
     return f"{count} batches, {digest.hexdigest()}"
 
 

@@ -92,7 +92,8 @@ def model_free_ptq(
         config: several schemes instead of ``scheme``: a ``QuantizationConfig``, the same as a
             mapping, or a mapping from names of groups to schemes.
         resume: ``"auto"`` continues an interrupted run, ``"never"`` discards its progress,
-            ``"must"`` refuses to begin without one.
+            ``"must"`` refuses to begin without one, ``"mixed"`` continues it also on another kind
+            of processor.
         max_memory: limit of memory, such as ``"40GiB"`` for the host, or by device.
         verify: read the written files again and check them.
         overwrite: replace an existing checkpoint in ``save_directory``.

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from llmcompressor.checkpoint.block_reader import REST, BlockWeights
 from llmcompressor.checkpoint.block_stream import PlannedOutput, ResidentBlocks, StreamedBlocks
-from llmcompressor.checkpoint.journal import RunIdentity, reserve_output
+from llmcompressor.checkpoint.journal import PROCESSORS, RunIdentity, reserve_output
 from llmcompressor.checkpoint.load import (
     check_no_peft_adapters,
     check_unquantized,
@@ -52,8 +52,10 @@ from llmcompressor.core.block_source import BlockSource
 from llmcompressor.core.contract import DataSize, DataUse, Prediction
 from llmcompressor.core.modifier import Modifier
 from llmcompressor.datasets.source import Source
+from llmcompressor.datasets.text import rendered_at
 from llmcompressor.entrypoints.arguments import (
     EXPERTS,
+    MOMENT,
     Job,
     Records,
     Task,
@@ -410,7 +412,8 @@ def run(job: Job, data: Source | None) -> Module:
     """
     with _opened(job) as blocks:
         processor = job.load_processor()
-        batches = job.pooled(job.load_data(blocks.model, processor, data))
+        with rendered_at(job.moment):
+            batches = job.pooled(job.load_data(blocks.model, processor, data))
         return compress(job, blocks, processor, batches)
 
 
@@ -589,6 +592,8 @@ class _Run:
         with blocks.writing(self._plan_output(), self._report):
             self._run_passes()
             report = compression_report(blocks.reports(), self._modules)
+            if blocks.processors:
+                report = {**(report or {}), PROCESSORS: blocks.processors}
             if job.output_dir is not None:
                 blocks.publish(self._options(report))
             blocks.show()
@@ -706,5 +711,7 @@ class _Run:
         }
         if registered:
             found["registered"] = registered
+        if self._batches is not None:
+            found[MOMENT] = job.moment.isoformat()
         found["weights"] = blocks.weights.fingerprint
         return found

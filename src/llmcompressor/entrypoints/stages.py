@@ -4,21 +4,24 @@
 ::
 
     OUTPUT/
-        stages.json      inputs of each stage: recipe, arguments, model and data
+        stages.json      inputs of each stage: recipe, arguments, model and data; and checksums
         stage_first/     output of the stage `first`, which the next one reads
         stage_second/
 
 The output of a run gets its name when it is complete, so an existing folder is a finished stage. It
-is skipped if ``stages.json`` has the same inputs for it.
+is skipped if ``stages.json`` has the same inputs for it, and if its weights are as they were
+written. A stage whose weights are damaged is done again, where a later one or the caller needs it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import json
 import os
 from collections.abc import Mapping, Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack, cast
 
@@ -40,7 +43,8 @@ from llmcompressor.checkpoint.journal import (
     resumable_fingerprint,
 )
 from llmcompressor.core.modifier import Modifier
-from llmcompressor.entrypoints.arguments import Job, as_path, check_run_types, is_idle
+from llmcompressor.datasets.text import moment, rendered_at
+from llmcompressor.entrypoints.arguments import MOMENT, Job, as_path, check_run_types, is_idle
 from llmcompressor.entrypoints.fingerprints import (
     data_fingerprint,
     folder_fingerprint,
@@ -88,6 +92,9 @@ class StageRecord:
         root: the folder of all stages.
         must_exist: refuse to begin without a record.
 
+    Attributes:
+        moment: when the first stage began, which all stages take for the present moment.
+
     Raises:
         OutputError: it cannot be read, is required but missing, or the folder holds other files.
     """
@@ -97,12 +104,16 @@ class StageRecord:
         self._file = self._root / _RECORD
         self._stages: dict[str, Any] = {}
         self._before: dict[str, Any] = {}
+        self._written: dict[str, dict[str, str]] = {}
         self._made: list[Path] = []
+        self.moment = moment()
         if self._root.exists() and not self._root.is_dir():
             raise OutputError(f"The output {root} is a file.", "Choose another output directory.")
         if self._file.is_file():
             try:
-                self._stages = json.loads(self._file.read_text(encoding="utf-8"))["stages"]
+                found = json.loads(self._file.read_text(encoding="utf-8"))
+                self._stages, self._written = found["stages"], found.get("written", {})
+                self.moment = datetime.fromisoformat(found.get(MOMENT) or self.moment.isoformat())
             except (ValueError, KeyError, TypeError) as error:
                 raise OutputError(
                     f"{self._file} cannot be read: {error}.", "Choose another output directory."
@@ -167,8 +178,29 @@ class StageRecord:
         """Record the inputs of a stage that begins."""
         self._before = dict(self._stages)
         self._stages[stage] = dict(present)
+        self._written.pop(stage, None)
         self._made = [each for each in (self._root, *self._root.parents) if not each.exists()]
         self._write()
+
+    def end(self, stage: str, folder: Path) -> None:
+        """Record the checksums of what a stage has written, unless they are recorded already."""
+        if stage not in self._written:
+            self._written[stage] = durable.checksums(folder, _weight_files(folder))
+            self._write()
+
+    def set_aside_damaged(self, stage: str, folder: Path) -> bool:
+        """Return True if the weights of a finished stage are damaged, which get another name."""
+        damage = durable.find_damage(folder, self._written.get(stage, {}))
+        if damage is None:
+            return False
+        names = (f".damaged-{number}" if number else ".damaged" for number in itertools.count())
+        aside = next(one for end in names if not (one := Path(f"{folder}{end}")).exists())
+        logger.warning(
+            f"The stage {stage!r} is done again, as {folder} is damaged: {damage}. That folder is "
+            f"now {aside.name}."
+        )
+        durable.rename(folder, aside)
+        return True
 
     def take_back(self, folder: Path) -> None:
         """Remove the record of the stage that began last, if it left nothing in its ``folder``."""
@@ -185,7 +217,8 @@ class StageRecord:
 
     def _write(self) -> None:
         durable.make_folder(self._root)
-        text = json.dumps({"stages": self._stages}, indent=2) + "\n"
+        content = {"stages": self._stages, "written": self._written}
+        text = json.dumps({**content, MOMENT: self.moment.isoformat()}, indent=2) + "\n"
         durable.replace(self._file, text.encode())
 
 
@@ -234,6 +267,11 @@ def _as_json(value: Any) -> Any:
 
 def _is_finished(folder: Path) -> bool:
     return (folder / "config.json").is_file()
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    names = ("config.json", "*.safetensors", "*.safetensors.index.json")
+    return [file for name in names for file in folder.glob(name)]
 
 
 def _recorded_if_gone(now: Any, then: Any) -> Any:
@@ -321,11 +359,17 @@ def run_stages(
         stage.record = record.settled(name, found, folder, stage.model, goes_on=goes_on)
         stage.is_finished = record.is_finished(name, stage.record, folder, overwrite=overwrite)
         before = stage
+    is_needed = True
+    for stage in reversed(plan):
+        if is_needed and stage.is_finished:
+            stage.is_finished = not record.set_aside_damaged(stage.name, stage.folder)
+        is_needed = not stage.is_finished
     for place, stage in enumerate(plan):
         if not stage.is_finished:
             stage.check(model, plan[:place])
     _warn_of_targets(plan, model)
-    return cast("PreTrainedModel", _run(plan, record, model))
+    with rendered_at(record.moment):
+        return cast("PreTrainedModel", _run(plan, record, model))
 
 
 class _Stage:
@@ -413,6 +457,7 @@ def _run(plan: list[_Stage], record: StageRecord, model: Any) -> Any:
         if stage.is_finished:
             logger.info(f"{what}: finished before, skipped.")
             remove_remains(stage.folder)
+            record.end(stage.name, stage.folder)
             continue
         logger.info(f"{what}.")
         result = None  # free the model of the stage before
@@ -421,6 +466,7 @@ def _run(plan: list[_Stage], record: StageRecord, model: Any) -> Any:
         record.begin(stage.name, stage.record)
         try:
             result = stage.run()
+            record.end(stage.name, stage.folder)
         except InputError:
             record.take_back(stage.folder)
             raise

@@ -19,6 +19,7 @@ from transformers.trainer_utils import rotate_checkpoints
 
 from llmcompressor.args import ModelArguments
 from llmcompressor.checkpoint.block_stream import check_output_space
+from llmcompressor.checkpoint.journal import PROCESSORS
 from llmcompressor.checkpoint.load import (
     check_complete,
     check_finite_weights,
@@ -30,6 +31,7 @@ from llmcompressor.checkpoint.manifest import module_kinds
 from llmcompressor.checkpoint.packing import patch_packed_zero_points
 from llmcompressor.checkpoint.save import SaveOptions, modify_save_pretrained, write_checkpoint
 from llmcompressor.checkpoint.source import is_hub_id, quantization_method
+from llmcompressor.datasets.text import rendered_at
 from llmcompressor.entrypoints.arguments import (
     clean_up_on_error,
     collect_reports,
@@ -243,7 +245,7 @@ class _Run:
         _check_precision(self.model, task)
         teacher = load_teacher(task.model_args, device)
         self.processor = task.load_processor()
-        with task.explain_missing_processor():
+        with task.explain_missing_processor(), rendered_at(_broadcast(task.moment)):
             train_samples, eval_samples = task.data.load(self.model, self.processor)
         if not task.learns_from_teacher:
             check_labels(train_samples)
@@ -359,6 +361,8 @@ class _Run:
             or {}
         )
         report["training"] = {"steps": trainer.state.global_step, **shown}
+        if folder.processors:
+            report[PROCESSORS] = folder.processors
         said = ", ".join(f"{name} {value:.5g}" for name, value in shown.items())
         if self.is_main:
             logger.info(f"Trained for {trainer.state.global_step} steps: {said}.")

@@ -44,6 +44,7 @@ from llmcompressor.logger import logger
 from llmcompressor.metrics import LoggerManager
 from llmcompressor.recipe import Recipe
 from llmcompressor.runtime import durable
+from llmcompressor.training.checkpoints import checkpoint_to_resume, find_fault
 
 # --------------------
 # Data of ``train``: the splits for training and evaluation, opened before the model is loaded.
@@ -242,11 +243,10 @@ class TrainingFolder:
         return self._workspace.files
 
     def note(self, step: int) -> None:
-        """Flush a complete checkpoint to disk and add it to the journal."""
+        """Add a complete checkpoint, which is on the disk, to the journal."""
         if self._workspace is None:
             return
         name = f"{_CHECKPOINT}{step}"
-        durable.sync_tree(self.training / name)
         self._workspace.journal.add(BlockEntry(block=name, digest="", source=""))
 
     def drop_incomplete(self) -> None:
@@ -261,22 +261,31 @@ class TrainingFolder:
         if not noted:
             shutil.rmtree(self.training, ignore_errors=True)
             return
-        for path in self.training.glob(f"{_CHECKPOINT}*"):
+        last = self.last_checkpoint()
+        for path in sorted(self.training.glob(f"{_CHECKPOINT}*")):
             if path.name not in noted:
+                shutil.rmtree(path)
+            elif last is None or _step_of(path) > _step_of(last):
+                logger.warning(f"{path} is removed: {find_fault(path)}.")
                 shutil.rmtree(path)
 
     def last_checkpoint(self) -> Path | None:
-        """Return the newest complete checkpoint, or ``None``."""
+        """Return the newest whole checkpoint, or ``None``."""
         for step in sorted(self._noted_steps(), reverse=True):
             checkpoint = self.training / f"{_CHECKPOINT}{step}"
-            if (checkpoint / STATE_FILE).is_file():
+            if find_fault(checkpoint) is None:
                 return checkpoint
         return None
 
     def _noted_steps(self) -> list[int]:
         if self._workspace is None:
             return []
-        return [int(name.removeprefix(_CHECKPOINT)) for _, name in self._workspace.journal.entries]
+        return [_step_of(Path(name)) for _, name in self._workspace.journal.entries]
+
+    @property
+    def processors(self) -> list[Any]:
+        """The processors that had a part in the training, if they are several."""
+        return [] if self._workspace is None else self._workspace.journal.processors
 
     @property
     def is_written(self) -> bool:
@@ -324,6 +333,10 @@ class TrainingFolder:
         durable.replace(file, text.encode())
 
 
+def _step_of(checkpoint: Path) -> int:
+    return int(checkpoint.name.removeprefix(_CHECKPOINT))
+
+
 @contextmanager
 def open_training_folder(
     target: Path | None,
@@ -359,9 +372,10 @@ def open_training_folder(
         if folder.is_written:
             yield folder
             return
-        if training.exists() and folder.last_checkpoint() is None:
-            logger.info(f"No checkpoint was written to {training}: the training begins anew.")
+        is_begun = training.exists()
         folder.drop_incomplete()
+        if is_begun and folder.last_checkpoint() is None:
+            logger.info(f"No checkpoint was written to {training}: the training begins anew.")
         if resume == "must" and folder.last_checkpoint() is None:
             raise OutputError(
                 f"There is nothing to resume: {training} holds no complete checkpoint.",
@@ -382,6 +396,7 @@ def find_checkpoint(given: str | Path, target: Path | None) -> Path:
 
     Raises:
         ArgumentError: the checkpoint does not exist; lists those that do.
+        CheckpointError: it is not whole.
     """
     path = Path(given).expanduser().resolve()
     places = [path]
@@ -390,7 +405,7 @@ def find_checkpoint(given: str | Path, target: Path | None) -> Path:
         places += [training / path.name] if path.parent == target else []
     for place in places:
         if (place / STATE_FILE).is_file():
-            return place
+            return checkpoint_to_resume(place, place.parent) or place
     known = [] if target is None else sorted(training.glob(f"{_CHECKPOINT}*"))
     listed = f"There are: {', '.join(map(str, known))}." if known else "Check the path."
     raise ArgumentError(
@@ -579,7 +594,8 @@ class Training(Task):
                 name: value if isinstance(value, int | float | None) else str(value)
                 for name, value in {**training, "world_size": self.args.world_size}.items()
             },
-            **environment(first.dtype, first.device),
+            moment=self.moment.isoformat(),
+            **environment(first.dtype, first.device, computes=True),
         )
 
     def _fingerprint_at_start(self, present: dict[str, str]) -> dict[str, str]:

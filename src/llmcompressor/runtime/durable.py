@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Changes of files that outlast a loss of power, and errors of the file system that name a file.
+"""Files that outlast a loss of power, checksums that show damage, and errors that name a file.
 
 A disk keeps what a process writes in an order of its own: a new name may be there before the
 content that it stands for. So each change is made in one order: the content is written and synced,
@@ -12,9 +12,12 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import lru_cache
 from pathlib import Path
+
+import xxhash
 
 _UNSYNCED_FOLDERS = frozenset({errno.EINVAL, errno.ENOTSUP, errno.EBADF})
 """Errors of file systems that keep names by themselves and sync no folder."""
@@ -115,3 +118,47 @@ def _write(handle: int, content: bytes) -> None:
     left = memoryview(content)
     while left:
         left = left[os.write(handle, left) :]
+
+
+# --------------------
+# Checksums, by which damage shows before a file is used. A checksum is the size of a file and a
+# hash of all its bytes. It is meant for disks that lose bits, not for people who forge files.
+
+_PIECE = 2**22
+
+
+def checksums(folder: Path, files: Iterable[Path]) -> dict[str, str]:
+    """Return the checksums of files by their paths relative to a folder."""
+    return {file.relative_to(folder).as_posix(): checksum(file) for file in sorted(files)}
+
+
+def find_damage(folder: Path, recorded: Mapping[str, str]) -> str | None:
+    """Return what is wrong with the first recorded file that is not as it was; else ``None``.
+
+    Files that are not recorded are not looked at.
+    """
+    for name, wanted in recorded.items():
+        file = folder / name
+        if not file.is_file():
+            return f"{name} is missing"
+        size = f"{file.stat().st_size} bytes"
+        if size != wanted.partition(",")[0]:
+            return f"{name} has {size}, and was written with {wanted.partition(',')[0]}"
+        if checksum(file) != wanted:
+            return f"{name} is not as it was written"
+    return None
+
+
+def checksum(file: Path) -> str:
+    """Return the size of a file and the hash of its bytes; not computed again while it stays."""
+    found = file.stat()
+    return f"{found.st_size} bytes, {_digest(file, found.st_size, found.st_mtime_ns, found.st_ino)}"
+
+
+@lru_cache(maxsize=4096)
+def _digest(file: Path, size: int, changed: int, inode: int) -> str:
+    digest = xxhash.xxh3_128()
+    with errors_naming(file), file.open("rb", buffering=0) as stream:
+        while piece := stream.read(_PIECE):
+            digest.update(piece)
+    return digest.hexdigest()

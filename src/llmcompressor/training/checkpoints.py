@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The session's file in a trainer's checkpoint, and the completeness of checkpoints.
+"""The session's file in a trainer's checkpoint, and checkpoints that are whole.
 
 The trainer writes ``trainer_state.json`` last. Before the first file of a checkpoint is written, an
 existing ``trainer_state.json`` is removed and the session's file is written. So a folder whose
-``trainer_state.json`` can be read is complete: all files are of the same step.
+``trainer_state.json`` can be read is complete: all files are of the same step. After that
+``checksums.json`` is written, with a hash of each file. Checkpoints of earlier releases have none.
 """
 
 from __future__ import annotations
@@ -12,18 +13,21 @@ import json
 import os
 import pickle
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from transformers import GenerationConfig
 
 from llmcompressor.errors import CheckpointError
 from llmcompressor.logger import logger
 from llmcompressor.runtime import durable
 
 SESSION_FILE = "session_state.pt"
+CHECKSUMS = "checksums.json"
 _STATE_FILE = "trainer_state.json"
 # transformers' own mark of a checkpoint that it writes on a signal and has not finished.
 _UNFINISHED_MARK = "checkpoint-is-incomplete.txt"
@@ -38,11 +42,55 @@ def write_session(folder: Path, saved: Mapping[str, Any]) -> None:
         folder: the checkpoint's folder; created if it does not exist.
         saved: the result of ``CompressionLifecycle.state_dict``.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / _STATE_FILE).unlink(missing_ok=True)
+    durable.make_folder(folder)
+    for name in (_STATE_FILE, CHECKSUMS):
+        (folder / name).unlink(missing_ok=True)
     versions = {"torch": str(torch.__version__), "transformers": transformers.__version__}
     content = {"format": _FORMAT, "versions": versions, **saved}
     durable.replace(folder / SESSION_FILE, lambda new: torch.save(content, new))
+
+
+def write_checksums(folder: Path) -> None:
+    """End a checkpoint with the checksums of its files; all of them outlast a loss of power."""
+    files = [path for path in folder.rglob("*") if path.is_file() and path.name != CHECKSUMS]
+    durable.sync_tree(folder)
+    found = durable.checksums(folder, files)
+    durable.replace(folder / CHECKSUMS, json.dumps(found, indent=2).encode())
+
+
+class _WrittenAsItIs(GenerationConfig):
+    """Settings of generation that are written without being judged."""
+
+    def save_pretrained(
+        self, save_directory: Any, config_file_name: Any = None, *args: Any, **kwargs: Any
+    ) -> None:
+        """Override to write the file only."""
+        self.to_json_file(Path(save_directory) / (config_file_name or "generation_config.json"))
+
+
+@contextmanager
+def invalid_generation_written(model: Any) -> Iterator[None]:
+    """Let checkpoints keep settings of generation that transformers loads and refuses to write.
+
+    They are told now, before any step.
+    """
+    settings = getattr(model, "generation_config", None)
+    if type(settings) is not GenerationConfig:
+        yield
+        return
+    try:
+        settings.validate(strict=True)
+    except ValueError as error:
+        reason = " ".join(str(error).split())
+        logger.warning(
+            "The generation_config.json of the model is not valid, and is written as it is: "
+            f"{reason}"
+        )
+        settings.__class__ = _WrittenAsItIs
+    try:
+        yield
+    finally:
+        settings.__class__ = GenerationConfig
 
 
 def read_session(folder: Path) -> dict[str, Any] | None:
@@ -84,12 +132,12 @@ def checkpoint_to_resume(asked: str | os.PathLike[str] | bool | None, runs: Path
     if asked is True:
         return _last_complete(runs)
     folder = Path(asked)
-    lack = _why_incomplete(folder)
+    lack = find_fault(folder)
     if lack:
         raise CheckpointError(
             f"Training cannot be resumed from {folder}: {lack}.",
             "Give the folder of another checkpoint, or resume_from_checkpoint=True for the last "
-            "complete one.",
+            f"whole one. Files that you have changed yourself are taken without {CHECKSUMS}.",
         )
     return folder
 
@@ -105,7 +153,7 @@ def _last_complete(runs: Path) -> Path:
     steps = {int(match[1]): path for path in found if (match := _FOLDER.fullmatch(path.name))}
     unfinished: list[str] = []
     for step in sorted(steps, reverse=True):
-        lack = _why_incomplete(steps[step])
+        lack = find_fault(steps[step])
         if lack is None:
             if unfinished:
                 logger.warning(f"Resuming from {steps[step]}, not from {'; '.join(unfinished)}.")
@@ -118,8 +166,8 @@ def _last_complete(runs: Path) -> Path:
     )
 
 
-def _why_incomplete(folder: Path) -> str | None:
-    """Return the reason why a folder is no complete checkpoint, or ``None`` if it is."""
+def find_fault(folder: Path) -> str | None:
+    """Return the reason why a folder is no whole checkpoint, or ``None`` if it is."""
     if not folder.is_dir():
         return "there is no such folder"
     if (folder / _UNFINISHED_MARK).exists():
@@ -130,7 +178,14 @@ def _why_incomplete(folder: Path) -> str | None:
         return f"it was not finished, {_STATE_FILE} is missing"
     except (ValueError, KeyError, TypeError):
         return f"it was not finished, {_STATE_FILE} breaks off"
-    return None
+    file = folder / CHECKSUMS
+    if not file.is_file():
+        return None
+    try:
+        damage = durable.find_damage(folder, json.loads(file.read_bytes()))
+    except (ValueError, AttributeError):
+        damage = f"{CHECKSUMS} cannot be read"
+    return None if damage is None else f"it is damaged, {damage}"
 
 
 # --------------------

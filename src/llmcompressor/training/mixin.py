@@ -31,7 +31,12 @@ from llmcompressor.recipe.recipe import RecipeInput, renew_recipe
 from llmcompressor.runtime.progress import hide_tqdm_bars
 from llmcompressor.session.functions import active_session
 from llmcompressor.training.callbacks import SessionEvents, TrainingProgress, summary
-from llmcompressor.training.checkpoints import checkpoint_to_resume, write_session
+from llmcompressor.training.checkpoints import (
+    checkpoint_to_resume,
+    invalid_generation_written,
+    write_checksums,
+    write_session,
+)
 from llmcompressor.training.checks import check_can_train, check_trainer, zero_stage
 from llmcompressor.training.driver import (
     SessionDriver,
@@ -158,7 +163,8 @@ class SessionManagerMixIn(_Base):
         )  # checkpoints of the training are written by transformers
         makes_optimizer = getattr(self, "optimizer", None) is None
         try:
-            output = super().train(None if folder is None else str(folder), *args, **kwargs)
+            with invalid_generation_written(self.accelerator.unwrap_model(self.model)):
+                output = super().train(None if folder is None else str(folder), *args, **kwargs)
             driver.finish()
         except BaseException:
             driver.abandon()
@@ -345,19 +351,20 @@ class SessionManagerMixIn(_Base):
     # ---- checkpoints and logs
 
     def write_checkpoint(self, model: Any, *args: Any, **kwargs: Any) -> None:
-        """Override to write the session's file first."""
+        """Override to write the session's file first, and checksums last."""
+        trial = args[0] if args else kwargs.get("trial")
+        runs = Path(trainer_step(self, "checkpoints_folder")(trial=trial))
+        folder = runs / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
         if self._driver is not None and self._driver.begun:
-            trial = args[0] if args else kwargs.get("trial")
-            name = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
             saved = self._driver.session.lifecycle.state_dict() | self._driver.place.record()
             if self.args.should_save:
-                write_session(
-                    Path(trainer_step(self, "checkpoints_folder")(trial=trial)) / name, saved
-                )
+                write_session(folder, saved)
             # No process may write into the folder while it may still look complete.
             self.accelerator.wait_for_everyone()
         with hide_tqdm_bars():  # one bar per file would interrupt that of the training
             trainer_step(super(), "write_checkpoint")(model, *args, **kwargs)
+        if self.args.should_save and folder.is_dir():  # else it was rotated out at once
+            write_checksums(folder)
 
     def write_rng_state(self, *args: Any, **kwargs: Any) -> None:
         """Override to return only when every process has written its file."""

@@ -91,6 +91,33 @@ def test_finished_stages_are_skipped(one_block: Path, tmp_path: Path, said: list
     assert small.logits(again).isfinite().all(), "the model of the last stage, from its folder"
 
 
+def _flip(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[-9] ^= 0x10
+    file.write_bytes(content)
+
+
+def test_a_damaged_stage_is_done_again_if_it_is_needed(
+    one_block: Path, tmp_path: Path, said: list[str]
+) -> None:
+    output = tmp_path / "out"
+    _stages(one_block, output)
+    whole = small.tree(output / "stage_quant")
+    for damaged in ("stage_fine", "stage_quant"):
+        _flip(output / damaged / "model.safetensors")
+    said.clear()
+    Freezer.steps.clear()
+    _stages(one_block, output)
+    assert small.tree(output / "stage_quant") == whole
+    assert Freezer.steps == [1, 2, 3, 4]
+    assert any("stage_fine is damaged: model.safetensors is not" in line for line in said)
+    assert (output / "stage_fine.damaged").is_dir()
+    _flip(output / "stage_halving" / "model.safetensors")
+    said.clear()
+    _stages(one_block, output)
+    assert not any("damaged" in line for line in said), "nobody reads it any more"
+
+
 def test_what_a_kill_left_beside_a_finished_stage_goes(
     one_block: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

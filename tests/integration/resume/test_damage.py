@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import json
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -392,3 +393,18 @@ def test_a_file_for_a_folder_is_one_clear_error(
     assert f"{partial / name} is a" in str(caught.value)
     assert f"Remove {partial}" in str(caught.value)
     assert tree(tmp_path) == before
+
+
+def test_another_processor_is_refused_unless_digits_may_mix(
+    halfway: Path, small: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is mixed is told by the report, also if the last part is done where it began."""
+    monkeypatch.undo()
+    other = f"not {torch.backends.cpu.get_cpu_capability()}"
+    with monkeypatch.context() as patched:
+        patched.setattr(torch.backends.cpu, "get_cpu_capability", lambda: other)
+        with pytest.raises(OutputError, match=rf"instructions: \S+ then, {other} now.*mixed"):
+            call(small, halfway)
+        call(small, halfway, resume="mixed")
+    report = json.loads((halfway / "compression_report.json").read_text())
+    assert [one["instructions"] for one in report["processors"]] == [other[4:], other]

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -126,6 +128,24 @@ def test_without_a_session_it_has_its_own() -> None:
     assert active_session() is before
     assert not before.lifecycle.initialized_
     assert LoggingModifier.seen[0][3] is not before
+
+
+def test_invalid_settings_of_generation_are_told_and_kept(
+    one_block: Path, tmp_path: Path, said: list[str]
+) -> None:
+    """transformers loads such a file with a warning, and refuses to write it."""
+    folder = shutil.copytree(one_block, tmp_path / "model")
+    file = folder / "generation_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "temperature": 0.7}))
+    with warnings.catch_warnings(action="ignore"):
+        train(str(folder), QUANTIZE, **arguments(tmp_path / "out", save_steps=2))
+    told = [number for number, line in enumerate(said) if "generation_config.json" in line]
+    steps = [number for number, line in enumerate(said) if line.startswith("Step")]
+    assert told
+    assert told[0] < min(steps, default=len(said))
+    for written in ("out", "out/checkpoint-2"):
+        found = json.loads((tmp_path / written / "generation_config.json").read_text())
+        assert found["temperature"] == 0.7
 
 
 def test_a_stage_has_its_own_folder(one_block: Path, tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from llmcompressor import train
 from llmcompressor.checkpoint import journal
 from llmcompressor.checkpoint.journal import Workspace
 from llmcompressor.entrypoints import training_task
+from llmcompressor.errors import CheckpointError, OutputError
 from llmcompressor.recipe import Recipe
 from llmcompressor.training import Trainer
 
@@ -85,6 +86,61 @@ def test_killed_before_the_first_checkpoint(
     train(str(one_block), _recipe(), **_given(output))
     assert any("No checkpoint was written" in line and "begins anew" in line for line in said)
     assert _kept(output) == whole
+
+
+def _flip(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[-9] ^= 0x10
+    file.write_bytes(content)
+
+
+def _truncate(file: Path) -> None:
+    os.truncate(file, file.stat().st_size // 2)
+
+
+DAMAGE = {
+    "model.safetensors": _flip,
+    "optimizer.pt": Path.unlink,
+    "session_state.pt": _truncate,
+}
+
+
+def test_damaged_checkpoints_give_way_to_the_newest_whole_one(
+    whole: dict[str, str], one_block: Path, tmp_path: Path, said: list[str]
+) -> None:
+    output = tmp_path / "out"
+    _break(one_block, output, 4)
+    training = tmp_path / "out.partial" / "training"
+    assert sorted(path.name for path in training.glob("checkpoint-*")) == [
+        "checkpoint-2",
+        "checkpoint-4",
+    ]
+    kept = shutil.copytree(tmp_path / "out.partial", tmp_path / "kept")
+    for name, damage in DAMAGE.items():
+        damage(training / "checkpoint-4" / name)
+        said.clear()
+        named = str(output / "checkpoint-4")
+        with pytest.raises(CheckpointError, match=f"{name} "):
+            train(str(one_block), _recipe(), **_given(output, resume_from_checkpoint=named))
+        train(str(one_block), _recipe(), **_given(output))
+        assert any("checkpoint-4" in line and f"{name} " in line for line in said)
+        assert any("Continuing" in line and "checkpoint-2" in line for line in said)
+        assert _kept(output) == whole
+        shutil.rmtree(output)
+        shutil.copytree(kept, tmp_path / "out.partial")
+
+
+def test_another_processor_is_refused_unless_digits_may_mix(
+    one_block: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output = tmp_path / "out"
+    _break(one_block, output, 2)
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "OTHER")
+    with pytest.raises(OutputError, match=r"instructions: \S+ then, OTHER now.*mixed"):
+        train(str(one_block), _recipe(), **_given(output))
+    train(str(one_block), _recipe(), **_given(output, resume="mixed"))
+    report = json.loads((output / "compression_report.json").read_text())
+    assert [one["instructions"] == "OTHER" for one in report["processors"]] == [False, True]
 
 
 def test_torn_metrics_of_the_end_are_written_again(

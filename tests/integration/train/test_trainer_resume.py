@@ -106,6 +106,26 @@ def test_killed_and_resumed_ends_with_the_same_bits(tmp_path, whole, step):
     assert modifier._starts == 0, "on_start belongs to the run that was killed"
 
 
+def test_a_damaged_checkpoint_is_passed_over_and_told(tmp_path, whole, said):
+    killed_at(trainer_of(tmp_path), 4)
+    (tmp_path / "checkpoint-4" / "optimizer.pt").unlink()
+    weights_of_3 = tmp_path / "checkpoint-3" / "model.safetensors"
+    content = bytearray(weights_of_3.read_bytes())
+    content[-9] ^= 0x10
+    weights_of_3.write_bytes(content)
+    for number, file in ((4, "optimizer.pt is missing"), (3, "model.safetensors is not as it was")):
+        with pytest.raises(CheckpointError, match=file), create_session():
+            trainer_of(tmp_path).train(
+                resume_from_checkpoint=str(tmp_path / f"checkpoint-{number}")
+            )
+    with create_session():
+        resumed = trainer_of(tmp_path)
+        resumed.train(resume_from_checkpoint=True)
+    assert any("checkpoint-2, not from checkpoint-4: it is damaged" in line for line in said)
+    for name, found in weights(resumed).items():
+        assert torch.equal(found, weights(whole)[name]), name
+
+
 def test_events_go_on_where_they_were(tmp_path):
     class Counting(tiny.Recorder):
         pass

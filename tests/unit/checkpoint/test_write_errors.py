@@ -29,6 +29,22 @@ def test_a_name_that_is_too_long_is_refused_before_the_work(tmp_path: Path) -> N
     assert check_output_dir(tmp_path / ("n" * 150) / "out")
 
 
+@pytest.mark.parametrize("address", ["s3://bucket/model", "gs://b/m", "hf://o/m", "file:///tmp/m"])
+def test_an_address_is_no_folder_to_write_to(
+    address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for given in (address, Path(address)):
+        with pytest.raises(OutputError, match="an address, and files are written to folders"):
+            check_output_dir(given)
+        with pytest.raises(OutputError, match=r"X: report is .*, an address"):
+            check_file(Path(given), "X: report")
+    scheme = Path(address).parts[0]
+    (tmp_path / scheme).mkdir()  # a folder that somebody named so
+    assert check_output_dir(address) == tmp_path / Path(address)
+    assert not list((tmp_path / scheme).iterdir())
+
+
 def test_a_file_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
     (tmp_path / "file").touch()

@@ -4,13 +4,16 @@
 from __future__ import annotations
 
 import copy
+from datetime import datetime
 
 import pytest
 import torch
 from datasets import Dataset
+from torch.utils.data import DataLoader
 
 from llmcompressor.args import DatasetArguments
 from llmcompressor.datasets import TextGenerationDataset, load_training
+from llmcompressor.datasets.text import rendered_at
 from llmcompressor.errors import DatasetError
 
 FIRST = {"shuffle_calibration_samples": False}
@@ -133,6 +136,20 @@ class TestChat:
         ids = batch["input_ids"][0].tolist()
         assert own.decode(ids, skip_special_tokens=True) == "hi;yo;"
         assert ids.count(own.bos_token_id) == 1
+
+    @pytest.mark.parametrize("named", [False, True])
+    def test_a_template_that_names_the_date_takes_the_given_moment(self, texts, tokenizer, named):
+        when, own = datetime(2024, 2, 9, 8, 7, 6), copy.deepcopy(tokenizer)
+        form = "%A %-d %B %Y, %I:%M:%S %p, %j %y %% %%d 'x' %H"
+        ask = f"{{{{ strftime_now({form!r}) if strftime_now is defined }}}}"
+        template = f"  {{% macro day() %}}{ask}{{% endmacro %}}\n {{{{ day() }}}}|{ask}\n"
+        own.chat_template = {"default": template} if named else template
+        with rendered_at(when):
+            dated = texts([{"messages": MESSAGES}], processor=own)
+        plain = template.replace(ask, when.strftime(form).replace("%", "&percnt;"))
+        own.chat_template = plain
+        undated = texts([{"messages": MESSAGES}], processor=own)
+        assert dated == [text.replace("&percnt;", "%") for text in undated]
 
     def test_a_template_that_refuses_is_an_error(self, batches, tokenizer):
         own = copy.deepcopy(tokenizer)
@@ -333,6 +350,15 @@ class TestTraining:
         assert [one["input_ids"] for one in samples] == [[5, 6], [9, 4], [3]]
         assert [one["labels"] for one in samples] == [[-100, 6], [9, 4], [3]]
         assert [one["attention_mask"] for one in samples] == [[1, 1], [1, 1], [1]]
+
+    @pytest.mark.parametrize("workers", [0, 2])
+    def test_workers_share_the_rows_of_a_stream(self, workers):
+        """The datasets library splits its streams among workers too, by their shards."""
+        rows = Dataset.from_dict({"input_ids": [[5 + i, 6] for i in range(12)]})
+        stream = rows.to_iterable_dataset(num_shards=3).skip(1).take(10)
+        samples = load_training(DatasetArguments(dataset=stream))
+        loader = DataLoader(samples, batch_size=None, num_workers=workers)
+        assert sorted(one["input_ids"][0] for one in loader) == list(range(6, 16))
 
     def test_a_collator_gets_tokenized_rows_without_a_batch_axis(self):
         """What is no sequence of tokens has no axis of its own for the sample."""

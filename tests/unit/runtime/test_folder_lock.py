@@ -64,6 +64,7 @@ def test_a_forked_process_does_not_keep_the_lock(tmp_path: Path) -> None:
         with locked(Path({str(tmp_path / "lock")!r}), "x"):
             child = os.fork()
             if child == 0:
+                print("begun", flush=True)
                 time.sleep(60)
             print(child, flush=True)
             os._exit(0)
@@ -71,7 +72,8 @@ def test_a_forked_process_does_not_keep_the_lock(tmp_path: Path) -> None:
     command = [sys.executable, "-c", textwrap.dedent(script)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as started:
         assert started.stdout is not None
-        child = int(started.stdout.readline())
+        said = {started.stdout.readline().strip() for _ in range(2)}
+        child = int((said - {"begun"}).pop())
         try:
             started.wait()
             with locked(tmp_path / "lock", "x"):
