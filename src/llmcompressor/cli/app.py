@@ -120,7 +120,7 @@ def _evaluate(
             raise typer.BadParameter("Give --dataset or --text-file, not both.")
         if text_file is not None and not text_file.is_file():
             raise typer.BadParameter(f"There is no file {text_file}.", param_hint="--text-file")
-        report = entrypoint("evaluate:evaluate")(
+        report = entrypoint("entrypoints.evaluate:evaluate")(
             checkpoint,
             reference=reference,
             tokenizer=tokenizer,
@@ -191,7 +191,7 @@ def _model_free(
     """
     with report_errors(debug=debug, resumable=True):
         groups = None if config is None else _read(config)
-        folder = entrypoint("model_free:model_free_ptq")(
+        folder = entrypoint("entrypoints.model_free:model_free_ptq")(
             model,
             save_directory,
             scheme,
@@ -241,7 +241,7 @@ def _verify(
     The exit code is 1 if it has an error.
     """
     with report_errors(debug=debug):
-        verify = entrypoint("verify:verify")
+        verify = entrypoint("entrypoints.verify:verify")
         report = verify(checkpoint, reference, serve=serve, tp=tp or None, gpu=gpu, dtype=dtype)
         _show(report, "print_verification", as_json=as_json)
         if not report.ok:
@@ -262,5 +262,5 @@ def _demo(
     In two ways, with calibration data that every Python has.
     """
     with report_errors(debug=debug):
-        demo = entrypoint("demo:demo", log_level="WARNING")
+        demo = entrypoint("cli.demo:demo", log_level="WARNING")
         _show(demo(output, seed=seed), "print_demo", as_json=False)

@@ -42,7 +42,7 @@ def entrypoint(path: str, log_level: str | None = None) -> Any:
     """Set up the log and import what a command runs, which loads torch.
 
     Args:
-        path: as ``"module:attribute"``, below ``llmcompressor.entrypoints``.
+        path: as ``"module:attribute"``, below ``llmcompressor``.
         log_level: of the log; the user's by default.
     """
     from llmcompressor import logger  # noqa: PLC0415  # loads loguru
@@ -51,7 +51,7 @@ def entrypoint(path: str, log_level: str | None = None) -> Any:
         logger.configure_logger()
     else:
         logger.configure_logger(logger.LoggerConfig(console_log_level=log_level))
-    return resolve(f"llmcompressor.entrypoints.{path}")
+    return resolve(f"llmcompressor.{path}")
 
 
 # --------------------
@@ -229,7 +229,7 @@ def oneshot_command(*, debug: bool, **given: Any) -> None:
         if call.pop("dry_run", False):
             _show_plan(call)
             return
-        _run("oneshot:oneshot", call, output_folder(given))
+        _run("entrypoints.oneshot:oneshot", call, output_folder(given))
 
 
 @_signed(
@@ -250,7 +250,7 @@ def train_command(*, debug: bool, **given: Any) -> None:
     with report_errors(debug=debug, resumable=True):
         training = _training_arguments(given)
         call = {**_with_roles(call_arguments(given, *_ARGUMENTS)), **training}
-        _run("train:train", call, output_folder(given))
+        _run("entrypoints.train:train", call, output_folder(given))
 
 
 @_signed(
@@ -272,7 +272,7 @@ def run_command(*, debug: bool, **given: Any) -> None:
     with report_errors(debug=debug, resumable=True):
         training = _training_arguments(given)
         call = {**_with_roles(call_arguments(given, *_ARGUMENTS)), **training}
-        _run("stages:run_stages", call, given["output_dir"])
+        _run("entrypoints.stages:run_stages", call, given["output_dir"])
 
 
 @_signed(
@@ -308,7 +308,7 @@ def plan_command(*, debug: bool, as_json: bool, no_measure: bool, **given: Any) 
 
 def _show_plan(call: Mapping[str, Any], *, as_json: bool = False, measure: bool = True) -> None:
     """Print the plan of a call; the exit code is 1 if it would not work."""
-    plan = entrypoint("plan:plan", log_level="ERROR")  # the plan reports everything
+    plan = entrypoint("entrypoints.plan:plan", log_level="ERROR")  # the plan reports everything
     found = plan(**call, measure=measure)
     if as_json:
         typer.echo(json.dumps(found.as_dict(), indent=2))

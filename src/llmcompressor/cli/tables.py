@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 if TYPE_CHECKING:
-    from llmcompressor.entrypoints.demo import DemoResult, DemoRow
+    from llmcompressor.cli.demo import DemoResult, DemoRow
     from llmcompressor.evaluation.metrics import Report
     from llmcompressor.verification.report import VerificationReport
 

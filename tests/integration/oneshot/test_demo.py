@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import pytest
 
-from llmcompressor.entrypoints import demo as page
+from llmcompressor.cli import demo as page
 
 
 @pytest.mark.slow

@@ -289,7 +289,7 @@ def test_an_adapter_among_the_weights_is_told_of(
 ) -> None:
     folder = with_tensors(one_block, tmp_path / "model", LORA, LORA.replace("_A", "_B"))
     quantized_folder(folder, "folder", tmp_path / "out")
-    (line,) = [one for one in said if "adapter" in one]
+    (line,) = [one for one in said if "tensors of an adapter" in one]
     assert LORA in line
     assert "merge it into the weights" in line
     assert not [one for one in said if "Left out" in one]

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from llmcompressor.entrypoints import demo as page
-from llmcompressor.entrypoints.demo import DemoResult
+from llmcompressor.cli import demo as page
+from llmcompressor.cli.demo import DemoResult
 from llmcompressor.errors import OutputError
 from llmcompressor.evaluation.stdlib_text import held_out_texts
 

@@ -5,8 +5,8 @@ import io
 
 from rich.console import Console
 
+from llmcompressor.cli.demo import DemoResult, DemoRow
 from llmcompressor.cli.tables import print_demo
-from llmcompressor.entrypoints.demo import DemoResult, DemoRow
 from llmcompressor.evaluation.metrics import Report
 
 REPORT = Report(100, 4, 2.0, reference_loss=1.5, kl_divergence=0.25, top1_agreement=0.875)
