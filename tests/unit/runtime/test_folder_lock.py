@@ -64,9 +64,9 @@ def test_a_forked_process_does_not_keep_the_lock(tmp_path: Path) -> None:
         with locked(Path({str(tmp_path / "lock")!r}), "x"):
             child = os.fork()
             if child == 0:
-                print("begun", flush=True)
+                os.write(1, b"begun\\n")  # a line at once: print may write the end apart
                 time.sleep(60)
-            print(child, flush=True)
+            os.write(1, f"{{child}}\\n".encode())
             os._exit(0)
     """
     command = [sys.executable, "-c", textwrap.dedent(script)]
