@@ -97,8 +97,7 @@ def test_what_awq_keeps_leaves_room_on_a_limited_device(on_device: Run) -> None:
     )
     for planned, measured in (few[0], many[0]):
         assert measured < 24 * MIB
-        # what parents return waits on the host, too, and is planned as if it never did
-        assert 0.85 * measured < planned < 2 * measured
+        assert 0.85 * measured < planned < 1.45 * measured
     assert many[1][1] > 100 * MIB
     assert many[1][0] == pytest.approx(many[1][1], rel=_within("awq_output"))
     assert few[2]

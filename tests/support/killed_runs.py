@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from loguru import logger as loguru_logger
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
@@ -322,6 +323,22 @@ def _child(job: Job, die_at: str | None, sender: Any) -> None:
         os._exit(1)
     sender.send(said.getvalue())
     os._exit(0)
+
+
+@contextlib.contextmanager
+def killed_at_the_last_step() -> Iterator[None]:
+    """End a run in this process when its output has its name, and its folder of work is there."""
+
+    def killed(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(journal, "remove_work_folder", killed)
+        try:
+            yield
+        except KeyboardInterrupt:
+            return
+    pytest.fail("It was not killed.")
 
 
 @contextlib.contextmanager

@@ -221,6 +221,7 @@ class Cost:
         flops: multiply-adds; a pass over values that is no product counts :data:`ELEMENTWISE` each.
         held_bytes: bytes held from the first token until the modules are done.
         peak_bytes: further bytes at most while they are worked on.
+        peak_data_bytes: those of them that are computed from the data, and go where the data goes.
         data_bytes: further bytes held of the data: on an accelerator within half of what its limit
             leaves, the rest in main memory.
     """
@@ -228,14 +229,22 @@ class Cost:
     flops: int = 0
     held_bytes: int = 0
     peak_bytes: int = 0
+    peak_data_bytes: int = 0
     data_bytes: int = 0
+
+    @property
+    def own_peak_bytes(self) -> int:
+        """Bytes at the peak where all of the data lies elsewhere."""
+        return self.peak_bytes - self.peak_data_bytes
 
     def __add__(self, other: Cost) -> Cost:
         """Return the cost of both, one after the other, with what they hold held at once."""
+        peak = max(self.peak_bytes, other.peak_bytes)
         return Cost(
             flops=self.flops + other.flops,
             held_bytes=self.held_bytes + other.held_bytes,
-            peak_bytes=max(self.peak_bytes, other.peak_bytes),
+            peak_bytes=peak,
+            peak_data_bytes=peak - max(self.own_peak_bytes, other.own_peak_bytes),
             data_bytes=self.data_bytes + other.data_bytes,
         )
 

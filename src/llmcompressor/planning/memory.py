@@ -26,6 +26,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import inf
 from operator import attrgetter
 
 from llmcompressor.core.contract import Cost, Granularity
@@ -247,26 +248,26 @@ class _Estimate:
                 if self._exceeds_device_share(one):
                     waiting, elsewhere = 0, min(one.activations, one.budget)
                 held = self._resident(index).more(batches + waiting, elsewhere)
-                kept, kept_elsewhere = self._kept(stop, held.model)
+                room = self._room(stop, held.model)
+                kept, kept_elsewhere = _within(room, stop.cost.data_bytes)
                 held = held.more(stop.cost.held_bytes + kept, kept_elsewhere)
                 running, own = self._batch(one, work, stop)
                 calibrating.append(held.more(running - int(own * waiting), passing=running))
                 copied = stop.copied if one.streams > 1 else 0
-                solved = copied + stop.solutions + stop.cost.peak_bytes
-                solving.append(held.more(solved, passing=running))
+                computed, computed_elsewhere = _within(room - kept, stop.cost.peak_data_bytes)
+                solved = copied + stop.solutions + stop.cost.own_peak_bytes + computed
+                solving.append(held.more(solved, computed_elsewhere, passing=running))
         return calibrating, solving
 
-    def _kept(self, stop: Stop, present: int) -> tuple[int, int]:
-        """Bytes of kept data on the model's device and on the host, given those present before."""
-        data = stop.cost.data_bytes
+    def _room(self, stop: Stop, present: int) -> float:
+        """Bytes of kept data that find room on the model's device besides those present."""
         if not self._run.on_device:
-            return data, 0
+            return inf
         if stop.data_on_host:
-            return 0, data
+            return 0
         if self._run.limit is None:
-            return data, 0
-        room = int(max(self._run.limit - present, 0) * _SHARE_FOR_ACTIVATIONS)
-        return min(data, room), max(data - room, 0)
+            return inf
+        return int(max(self._run.limit - present, 0) * _SHARE_FOR_ACTIVATIONS)
 
     def _waiting(self, one: PassPlan, stop: Stop) -> int:
         """Bytes of activations that wait while a stop is processed.
@@ -355,6 +356,12 @@ class Capacity:
     name: str
     free: int | None = None
     allowed: int | None = None
+
+
+def _within(room: float, data: int) -> tuple[int, int]:
+    """Bytes of data on the model's device, where ``room`` bytes are free, and elsewhere."""
+    here = data if data <= room else int(room)
+    return here, data - here
 
 
 def shortages(phases: Sequence[Phase], host: Capacity, device: Capacity) -> Iterator[str]:

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 from tests.support import small_models as small
+from tests.support.killed_runs import killed_at_the_last_step
 from transformers import AutoModelForCausalLM
 
 from llmcompressor import oneshot, verify
-from llmcompressor.checkpoint import journal
 from llmcompressor.checkpoint.journal import BlockEntry, open_workspace
 from llmcompressor.errors import OutputError
 from llmcompressor.modifiers.quantization import QuantizationModifier
@@ -99,19 +99,11 @@ def test_a_run_that_fails_leaves_no_folder(tmp_path: Path) -> None:
     assert names(tmp_path) == []
 
 
-def test_killed_at_its_last_step_it_is_said_to_be_whole(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_killed_at_its_last_step_it_is_said_to_be_whole(tmp_path: Path) -> None:
     """The call loads no model again to find its own output in the way, and leaves nothing."""
     output = tmp_path / "out"
-
-    def killed(target: Path) -> None:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patched:
-        patched.setattr(journal, "remove_work_folder", killed)
-        with pytest.raises(KeyboardInterrupt):
-            compress(output)
+    with killed_at_the_last_step():
+        compress(output)
     assert names(tmp_path) == ["out", "out.partial"]
     with pytest.raises(OutputError, match=r"when all of them had their names.*is complete"):
         compress(output)

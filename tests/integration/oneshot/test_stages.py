@@ -11,10 +11,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tests.support import small_models as small
+from tests.support.killed_runs import killed_at_the_last_step
 from tests.support.training_cases import Breaker, Freezer, WeightHalver, arguments
 
 from llmcompressor import run_stages, train, verify
-from llmcompressor.checkpoint import journal
 from llmcompressor.errors import (
     ArgumentError,
     CheckpointError,
@@ -118,18 +118,10 @@ def test_a_damaged_stage_is_done_again_if_it_is_needed(
     assert not any("damaged" in line for line in said), "nobody reads it any more"
 
 
-def test_what_a_kill_left_beside_a_finished_stage_goes(
-    one_block: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_kill_left_beside_a_finished_stage_goes(one_block: Path, tmp_path: Path) -> None:
     output = tmp_path / "out"
-
-    def killed(target: Path) -> None:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patched:
-        patched.setattr(journal, "remove_work_folder", killed)
-        with pytest.raises(KeyboardInterrupt):
-            _stages(one_block, output)
+    with killed_at_the_last_step():
+        _stages(one_block, output)
     assert (output / "stage_halving.partial").exists()
     _stages(one_block, output)
     names = ["stage_fine", "stage_halving", "stage_quant", "stages.json"]

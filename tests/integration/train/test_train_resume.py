@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 import torch
 from tests.support import small_models as small
+from tests.support.killed_runs import killed_at_the_last_step
 from tests.support.thinned import few
 from tests.support.training_cases import QUANTIZE, Breaker, Freezer, arguments
 
 from llmcompressor import train
-from llmcompressor.checkpoint import journal
 from llmcompressor.checkpoint.journal import Workspace
 from llmcompressor.entrypoints import training_task
 from llmcompressor.errors import CheckpointError, OutputError
@@ -207,13 +207,10 @@ def test_broken_off_when_all_is_written(
     def broken(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
 
-    with monkeypatch.context() as patch:
+    with monkeypatch.context() as patch, killed_at_the_last_step():
         if step == "publish":
             patch.setattr(Workspace, "publish", broken)
-        else:  # the output has its name
-            patch.setattr(journal, "remove_work_folder", broken)
-        with pytest.raises(KeyboardInterrupt):
-            train(str(one_block), _recipe(), **given)
+        train(str(one_block), _recipe(), **given)
     assert (tmp_path / "out.partial").is_dir()
     monkeypatch.setattr(Trainer, "train", lambda *_, **__: pytest.fail("it trains again"))
     model = train(str(one_block), _recipe(), **given)

@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support.killed_runs import killed_at_the_last_step
 
-from llmcompressor.checkpoint import atomic_output, journal
+from llmcompressor.checkpoint import atomic_output
 from llmcompressor.checkpoint.atomic_output import (
     OnExisting,
     check_output_dir,
@@ -148,12 +149,10 @@ def test_another_run_finds_a_published_output_in_use(tmp_path: Path) -> None:
     """A run that was killed at its last step has left an output like any other."""
     target = tmp_path / "out"
     for opened in (partial(open_workspace, fingerprint={"recipe": "b"}), reserve_output):
-        with pytest.MonkeyPatch.context() as patched, suppress(KeyboardInterrupt):
-            patched.setattr(journal, "remove_work_folder", _killed)
-            with open_workspace(target, {"recipe": "a"}) as workspace:
-                fill(workspace.files, NEW)
-                workspace.mark_ready()
-                workspace.publish(replace=False)
+        with killed_at_the_last_step(), open_workspace(target, {"recipe": "a"}) as workspace:
+            fill(workspace.files, NEW)
+            workspace.mark_ready()
+            workspace.publish(replace=False)
         with pytest.raises(OutputError, match="already holds files"), opened(target):
             raise AssertionError
         assert contents(target) == NEW
@@ -162,10 +161,6 @@ def test_another_run_finds_a_published_output_in_use(tmp_path: Path) -> None:
         remove_remains(target)
         assert [path.name for path in tmp_path.iterdir()] == ["out"]
         shutil.rmtree(target)
-
-
-def _killed(*args: object) -> None:
-    raise KeyboardInterrupt
 
 
 def test_what_was_left_beside_an_output_is_told(tmp_path: Path) -> None:

@@ -287,12 +287,14 @@ def rerun_cost(
     compared = 3 * itemsize * returned + 2 * _FLOAT * returned  # both outputs, and their difference
     running = itemsize * columns + max(itemsize * inside, compared)
     forwards = data.tokens * sum(_products(parent, data) for parent in parents)
+    outputs = data.tokens * itemsize * returned
     return Cost(
         flops=runs * (forwards + ELEMENTWISE * _VISITS * sum(elements)),
         peak_bytes=itemsize * sum(elements)
         + 3 * _FLOAT * max(elements)
         + data.batch * running
-        + data.tokens * itemsize * returned,
+        + outputs,
+        peak_data_bytes=outputs,
         data_bytes=data.tokens * itemsize * columns,
     )
 
